@@ -1,0 +1,60 @@
+"""Where does text come from? From Python's own documentation without a download, or tiny shakespeare from the net."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import sys
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import fsspec
+from fsspec.callbacks import TqdmCallback
+
+HERE = Path(__file__).parent
+SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+
+
+def write(text: bytes, name: str) -> None:
+    """Writes a text beside this file: whole, or not at all."""
+    target = HERE / name
+    beside = target.with_suffix(".tmp")
+    beside.write_bytes(text)
+    os.replace(beside, target)
+    print(f"{os.path.relpath(target)}: {len(text.decode()):,} characters, {len(set(text.decode()))} distinct")
+
+
+def documentation() -> None:
+    """The English reference text that ships with Python (`help("assert")` shows a part), the same for each version."""
+    write("\n\n".join(topics[name].strip() for name in sorted(topics)).encode() + b"\n", "input.txt")
+
+
+def shakespeare() -> None:
+    """Tiny shakespeare (public domain): 1,115,394 characters, 65 distinct."""
+    fs, path = fsspec.url_to_fs(SHAKESPEARE)
+    beside = HERE / "shakespeare.download"
+    try:
+        fs.get_file(path, str(beside), callback=TqdmCallback(tqdm_kwargs={"unit": "B", "unit_scale": True}))
+        text = beside.read_bytes()
+    except Exception as error:  # each kind of failing network raises its own
+        sys.exit(_failed(f"{SHAKESPEARE} can't be downloaded: {error or type(error).__name__}; is there a network?"))
+    finally:
+        beside.unlink(missing_ok=True)
+    found = hashlib.sha256(text).hexdigest()
+    if found != SHAKESPEARE_SHA256:
+        sys.exit(_failed(f"{SHAKESPEARE} has SHA-256 {found}, expected {SHAKESPEARE_SHA256}; nothing was written"))
+    write(text, "shakespeare.txt")
+
+
+def _failed(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    texts = {"documentation": documentation, "shakespeare": shakespeare}
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("text", nargs="?", default="documentation", choices=texts)
+    texts[parser.parse_args().text]()

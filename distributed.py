@@ -1,0 +1,253 @@
+"""Who am I, and how do ranks talk? The only room that names DDP, gloo and NCCL.
+
+With one process there is no process group, and everything here becomes the obvious local thing.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from errors import UserError
+from hardware import choose_device, wants_gpu
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class DistributedConfig:
+    """How processes find each other and talk.
+
+    Args:
+        backend: nccl (a GPU for each process), gloo (CPU), or auto: nccl where there is a GPU, else gloo
+        init_method: where processes meet: tcp://host:port or file:///path; null means env://, as launchers set it
+        timeout_seconds: seconds to wait for another process before giving up
+        bucket_cap_mb: MiB of gradients that DDP sends at a time while backward goes on
+    """
+
+    backend: Literal["auto", "nccl", "gloo"] = "auto"
+    init_method: str | None = None
+    timeout_seconds: float = 600.0
+    bucket_cap_mb: float = 25.0
+
+    def __post_init__(self) -> None:
+        if self.init_method is not None and not self.init_method.startswith(("env://", "tcp://", "file://")):
+            raise ValueError(
+                f"distributed.init_method is {self.init_method}, must be null, env://, tcp://host:port or file:///path"
+            )
+        for name in ("timeout_seconds", "bucket_cap_mb"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"distributed.{name} is {getattr(self, name)}, must be above 0")
+
+
+def who_am_i(env: Mapping[str, str]) -> tuple[int, int]:
+    """Rank and number of ranks, from what a launcher has set; without a launcher one process alone.
+
+    Raises:
+        UserError: only one of RANK and WORLD_SIZE is set, or they are no numbers that fit.
+    """
+    seen = {name: env.get(name) for name in ("RANK", "WORLD_SIZE")}
+    if seen == {"RANK": None, "WORLD_SIZE": None}:
+        return 0, 1
+    try:
+        rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
+        if not 0 <= rank < size:
+            raise ValueError
+    except (KeyError, ValueError):
+        raise UserError(
+            f"environment: {seen}; a launcher sets both, RANK from 0 to WORLD_SIZE - 1; for one process unset both"
+        ) from None
+    return rank, size
+
+
+class World:
+    """The ranks of this run and this process's place among them.
+
+    Args:
+        rank: this process's number among all
+        size: how many there are
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        hosts = self.gather(platform.node())
+        self.local_rank = int(os.environ.get("LOCAL_RANK", hosts[:rank].count(hosts[rank])))
+        self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", hosts.count(hosts[rank])))
+        self.device = torch.device("cpu")
+
+    @property
+    def backend(self) -> str:
+        """Name of what carries gradients."""
+        if self.size == 1:
+            return "none, one process"
+        return "nccl" if self.device.type == "cuda" else "gloo"
+
+    def gather(self, value: T) -> list[T]:
+        """Each rank's value, in rank order, on every rank."""
+        values: list[Any] = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value)
+        return values
+
+    def broadcast(self, value: T) -> T:
+        """Rank 0's value, on every rank."""
+        values = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(values, src=0)
+        return values[0]
+
+    def agree(self, action: Callable[[], T]) -> T:
+        """Runs `action` on every rank; where it fails on any, it fails on all.
+
+        Raises:
+            UserError: the first failing rank's, on every rank.
+        """
+        result, error = None, None
+        try:
+            result = action()
+        except UserError as raised:
+            error = str(raised)
+        errors = self.gather(error)
+        for rank, message in enumerate(errors):
+            if message is not None:
+                raise UserError(f"rank {rank}: {message}" if rank else message)
+        return result  # type: ignore[return-value]
+
+    def on_first(self, action: Callable[[], T]) -> T:
+        """Runs `action` on rank 0 while the others wait, and hands its result to all; fails on all if it fails."""
+        return self.broadcast(self.agree(action if self.rank == 0 else lambda: None))  # type: ignore[return-value]
+
+    def per_file_system(self, action: Callable[[], T]) -> T:
+        """Runs `action`, quick where its work is done already, on one rank of each file system before the others.
+
+        Rank 0 goes first, then the first rank of each machine, which finds the work done if the disk is shared.
+        """
+        self.agree(lambda: action() if self.rank == 0 else None)
+        self.agree(lambda: action() if self.local_rank == 0 else None)
+        return self.agree(action)
+
+    def check_same(self, facts: Mapping[str, Any]) -> None:
+        """Makes sure that every rank was given the same.
+
+        Raises:
+            UserError: a fact differs, naming rank, fact and both values.
+        """
+        first, *others = self.gather(dict(facts))
+        for rank, other in enumerate(others, start=1):
+            for name in sorted(first.keys() | other.keys()):
+                if first.get(name) != other.get(name):
+                    raise UserError(
+                        f"{name} differs between ranks: {first.get(name)} on rank 0, {other.get(name)} on rank {rank}"
+                    )
+
+    def share(self, first: int, count: int) -> range:
+        """This rank's part of `count` samples from number `first` on; parts differ by at most one sample."""
+        return range(first + count * self.rank // self.size, first + count * (self.rank + 1) // self.size)
+
+    def largest_share(self, count: int) -> int:
+        """How many of `count` samples the rank with most of them has."""
+        return -(-count // self.size)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over ranks, written into `tensor` on all."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def send_from_first(self, tensors: Iterable[Tensor]) -> None:
+        """Overwrites the tensors with rank 0's."""
+        if self.size > 1:
+            for tensor in tensors:
+                dist.broadcast(tensor, src=0)
+
+    def vote(self, value: int) -> Callable[[], int]:
+        """Starts to find the largest value that a rank has, and returns a function that waits for it.
+
+        Ranks call it at the same step, and so learn at the same step that one of them was told to stop. What travels is
+        one integer over gloo, beside the step's own work and never behind a GPU's.
+        """
+        if self.size == 1:
+            return lambda: value
+        ballot = torch.tensor([value], dtype=torch.int32)
+        work = dist.all_reduce(ballot, op=dist.ReduceOp.MAX, async_op=True)
+
+        def count() -> int:
+            work.wait()
+            return int(ballot)
+
+        return count
+
+    def replicate(
+        self, model: nn.Module, config: DistributedConfig, warm_up: Callable[[nn.Module], Tensor]
+    ) -> nn.Module:
+        """Wraps the model in DDP, which averages gradients over ranks while backward is still running.
+
+        DDP lays out its buckets anew after the first backward, and from three ranks on the layout decides the last bits
+        of each sum. One throw-away step, here and on resume alike, makes it the same in every step that counts.
+
+        Args:
+            model: on its device
+            config: bucket size
+            warm_up: model -> a loss that depends on all parameters
+        """
+        if self.size == 1:
+            return model
+        devices = [self.device] if self.device.type == "cuda" else None
+        replica = DistributedDataParallel(
+            model, device_ids=devices, bucket_cap_mb=config.bucket_cap_mb, gradient_as_bucket_view=True
+        )
+        warm_up(replica).backward()
+        replica.zero_grad(set_to_none=True)
+        return replica
+
+    def exchange(self, model: nn.Module, now: bool) -> AbstractContextManager:
+        """Around forward and backward of a micro-batch: gradients leave this rank in the step's last one only."""
+        return nullcontext() if now or self.size == 1 else model.no_sync()  # type: ignore[operator]
+
+
+@contextmanager
+def connect(config: DistributedConfig) -> Iterator[World]:
+    """Forms the process group that the launcher describes, and takes it down again whatever happens.
+
+    Raises:
+        UserError: environment or devices do not fit, or the other ranks did not come.
+    """
+    rank, size = who_am_i(os.environ)
+    gpu = wants_gpu(config.backend)
+    if size > 1:
+        where = config.init_method or "env://"
+        try:
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if gpu else "gloo",
+                init_method=where,
+                rank=rank,
+                world_size=size,
+                timeout=timedelta(seconds=config.timeout_seconds),
+            )
+        except (ValueError, RuntimeError, OSError) as error:
+            address = f" {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}" if where == "env://" else ""
+            raise UserError(
+                f"rank {rank} of {size} on {platform.node()} found no process group at {where}{address} "
+                f"(distributed.timeout_seconds is {config.timeout_seconds:g}): {error}"
+            ) from error
+    try:
+        world = World(rank, size)
+        world.device = world.agree(
+            lambda: choose_device(config.backend, world.local_rank, world.local_size, world.size)
+        )
+        if gpu:
+            torch.cuda.set_device(world.device)
+        yield world
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,104 @@
+"""What does the machine choose? Device, precision and threads: rules on hardware flags, never on a stopwatch.
+
+Resuming exactly needs the same choices, so they travel in the snapshot and are kept while the hardware allows.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+
+import torch
+
+from errors import UserError
+
+
+def wants_gpu(backend: str) -> bool:
+    """Whether ranks train on CUDA GPUs: nccl always, gloo never, auto where there are any.
+
+    Raises:
+        UserError: nccl without a GPU.
+    """
+    if backend == "nccl" and not torch.cuda.is_available():
+        raise UserError("distributed.backend is nccl, but PyTorch sees no CUDA GPU here; use auto or gloo")
+    return backend != "gloo" and torch.cuda.is_available()
+
+
+def choose_device(backend: str, local_rank: int, local_size: int, world_size: int) -> torch.device:
+    """The device of this rank: a GPU of its own or the CPU; Apple's GPU only for one process alone.
+
+    Raises:
+        UserError: more processes on this machine than GPUs.
+    """
+    if not wants_gpu(backend):
+        apple = backend == "auto" and world_size == 1 and torch.backends.mps.is_available()
+        return torch.device("mps" if apple else "cpu")
+    processes, gpus = max(local_size, local_rank + 1), torch.cuda.device_count()
+    if processes > gpus:
+        raise UserError(
+            f"{processes} processes on {platform.node()}, which has {gpus} GPU(s): start at most {gpus} of them "
+            f"(--nproc_per_node={gpus}), or train on the CPU with --distributed.backend gloo"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def device_name(device: torch.device) -> str:
+    """What the banner calls the device, such as `cuda:1 (NVIDIA H200)`."""
+    if device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    return f"{device} ({platform.machine()})"
+
+
+def has_bf16(device: torch.device) -> tuple[bool, str]:
+    """Whether the device multiplies bfloat16 in hardware, and the reason in words.
+
+    On CPUs, PyTorch's own "supported" includes emulation, which is several times slower than fp32.
+    """
+    if device.type == "cuda":
+        has = torch.cuda.is_bf16_supported(including_emulation=False)
+        return has, f"this GPU {'has' if has else 'has no'} bf16 hardware"
+    if device.type == "cpu":
+        has = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        return has, f"this CPU has {'' if has else 'neither '}AVX512-BF16 {'or' if has else 'nor'} AMX"
+    return False, f"{device.type} trains in fp32"
+
+
+def choose_precision(wanted: str, device: torch.device, kept: str | None) -> tuple[str, str]:
+    """Precision of the matrix products, and why.
+
+    Args:
+        wanted: auto, fp32, bf16 or fp16
+        device: where they run
+        kept: what the snapshot that is resumed was made with
+
+    Raises:
+        UserError: fp16 elsewhere than on a CUDA GPU.
+    """
+    if wanted == "fp16" and device.type != "cuda":
+        raise UserError(f"trainer.precision is fp16, which needs a CUDA GPU; on {device.type} use auto, fp32 or bf16")
+    hardware, words = has_bf16(device)
+    if wanted != "auto":
+        slow = f", and {words}: emulated, slow" if wanted == "bf16" and not hardware else ""
+        return wanted, f"as asked{slow}"
+    if kept == "fp32" or (kept == "bf16" and hardware) or (kept == "fp16" and device.type == "cuda"):
+        return kept, "auto: kept from the snapshot"
+    changed = f"; the snapshot was made in {kept}, so the last bits will differ" if kept else ""
+    return ("bf16" if hardware else "fp32"), f"auto: {words}{changed}"
+
+
+def choose_threads(wanted: int | str, local_size: int, kept: int | None) -> tuple[int, str]:
+    """CPU threads of this rank, and why.
+
+    Args:
+        wanted: a number, or auto
+        local_size: ranks on this machine
+        kept: what the snapshot that is resumed was made with, if the number of ranks is the same
+    """
+    if isinstance(wanted, int):
+        return wanted, "as asked"
+    if kept is not None:
+        return kept, "auto: kept from the snapshot"
+    if os.environ.get("OMP_NUM_THREADS", "").isdigit():
+        return int(os.environ["OMP_NUM_THREADS"]), "auto: OMP_NUM_THREADS"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // local_size), f"auto: {cores} cores / {local_size} ranks"

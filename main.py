@@ -1,0 +1,217 @@
+"""What does this run do? Yaml and command line -> Config -> process group -> Trainer."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import hashlib
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from char_dataset import DataConfig
+from distributed import DistributedConfig, connect
+from errors import UserError
+from model import ModelConfig
+from optimizer import OptimizerConfig
+from trainer import Trainer, TrainerConfig, plain
+
+ROOMS = Path(__file__).parent
+YAML = ROOMS / "gpt2_train_cfg.yaml"
+PLACES = (
+    "trainer.run_dir",
+    "trainer.snapshot_path",
+    "data.path",
+    "distributed.init_method",
+)  # may differ between ranks
+
+
+@dataclass(frozen=True)
+class Config:
+    """A run: one section for each room that is configured."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+
+
+SECTIONS: dict[str, Any] = {
+    "data": DataConfig,
+    "model": ModelConfig,
+    "optimizer": OptimizerConfig,
+    "trainer": TrainerConfig,
+    "distributed": DistributedConfig,
+}
+KEYS = {f"{section}.{f.name}": f for section, room in SECTIONS.items() for f in fields(room)}
+
+
+class _Loader(yaml.SafeLoader):
+    """Yaml in which a key counts once, and 3e-4 is a number."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key.value!r}", key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def read_config(argv: Sequence[str] = ()) -> Config:
+    """The configuration that the yaml file and the command line ask for; a key in neither has its default.
+
+    Args:
+        argv: the command line without the program's name
+
+    Raises:
+        UserError: names each mistake, where it stands, what was found and what is allowed.
+    """
+    parser = argparse.ArgumentParser(
+        description="Trains a GPT on characters. Alone, under torchrun or under another launcher.",
+        allow_abbrev=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=38),
+    )
+    parser.add_argument("--config", metavar="FILE", help=f"yaml file (default: {YAML.name} beside main.py)")
+    parser.add_argument("--print_config", action="store_true", help="print the yaml that would run, and exit")
+    parser.add_argument(
+        "--local_rank", "--local-rank", help=argparse.SUPPRESS
+    )  # old launchers pass it; LOCAL_RANK rules
+    for section, room in SECTIONS.items():
+        group = parser.add_argument_group(section, room.__doc__.split("\n")[0])
+        notes = dict(re.findall(r"^ +(\w+): (.+)$", room.__doc__, re.MULTILINE))
+        for f in fields(room):
+            shown = json.dumps(f.default).replace('"', "")
+            group.add_argument(
+                f"--{section}.{f.name}", metavar="X", help=f"{notes[f.name]} (default: {shown})".replace("%", "%%")
+            )
+    known, unknown = parser.parse_known_args(argv)
+    if unknown:
+        raise UserError(
+            f"command line: {unknown[0]} is not known{_nearest(unknown[0].lstrip('-'), KEYS)}; --help lists all"
+        )
+
+    file = Path(known.config) if known.config else YAML
+    found = _read_yaml(file) if known.config or file.exists() else {}
+    origin = dict.fromkeys((f"{section}.{key}" for section in found for key in found[section]), str(file))
+    for name in KEYS:
+        if (text := getattr(known, name)) is not None:
+            section, key = name.split(".")
+            found.setdefault(section, {})[key] = _scalar(text)
+            origin[name] = "command line"
+    config = _validate(found, origin)
+    if known.print_config:
+        print(yaml.safe_dump(plain(config), sort_keys=False), end="")
+        sys.exit(0)
+    return config
+
+
+def _read_yaml(file: Path) -> dict[str, dict[str, Any]]:
+    try:
+        found = yaml.load(file.read_text(encoding="utf-8"), _Loader) or {}
+    except OSError as error:
+        raise UserError(f"--config: {file} can't be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{file} is not valid yaml: {' '.join(str(error).split())}") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{file} holds {found!r}; it must hold the sections {', '.join(SECTIONS)}")
+    found = {section: keys if keys is not None else {} for section, keys in found.items()}
+    mistakes = [f"{s}: unknown section{_nearest(str(s), SECTIONS)}" for s in found if s not in SECTIONS]
+    mistakes += [
+        f"{s}: found {keys!r}, must hold keys with values" for s, keys in found.items() if not isinstance(keys, dict)
+    ]
+    mistakes += [
+        f"{s}.{key}: unknown key{_nearest(f'{s}.{key}', KEYS)}"
+        for s, keys in found.items()
+        if s in SECTIONS and isinstance(keys, dict)
+        for key in keys
+        if f"{s}.{key}" not in KEYS
+    ]
+    if mistakes:
+        raise UserError("\n  ".join([f"{file}:", *mistakes]))
+    return found
+
+
+def _scalar(text: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError:
+        return text
+
+
+def _nearest(name: str, known: Any) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; the nearest is {near[0]}" if near else ""
+
+
+def _validate(found: dict[str, dict[str, Any]], origin: dict[str, str]) -> Config:
+    # As json, lists may become tuples and integers floats, while no text becomes a number behind one's back.
+    try:
+        return TypeAdapter(Config).validate_json(json.dumps(found, default=str), strict=True)
+    except ValidationError as invalid:
+        mistakes: dict[str, str] = {}
+        for error in invalid.errors(include_url=False):
+            if error["type"] == "value_error":  # what a section's __post_init__ says: it names its key
+                mistakes[error["msg"].removeprefix("Value error, ")] = ""
+                continue
+            section, key, *_ = (*error["loc"], "")
+            name = f"{section}.{key}"
+            wanted = error["msg"].replace("Input should be ", "")
+            if name in mistakes:
+                mistakes[name] += f" or {wanted}"
+            else:
+                value = found[str(section)][str(key)]
+                mistakes[name] = f" (in {origin.get(name)}): found {value!r}, must be {wanted}"
+        raise UserError("\n  ".join(name + words for name, words in mistakes.items())) from invalid
+
+
+def code_digest() -> str:
+    """SHA-256 of the rooms, so that ranks running different code notice."""
+    digest = hashlib.sha256()
+    for room in sorted(ROOMS.glob("*.py")):
+        digest.update(room.name.encode() + room.read_bytes())
+    return digest.hexdigest()
+
+
+def run(argv: Sequence[str]) -> int:
+    """Trains as the command line says; returns the exit status."""
+    speaks = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0"
+    try:
+        config = read_config(argv)
+        with connect(config.distributed) as world:
+            speaks = world.rank == 0
+            facts = {f"{s}.{key}": value for s, keys in plain(config).items() for key, value in keys.items()}
+            world.check_same(
+                {name: value for name, value in facts.items() if name not in PLACES}
+                | {"the code's SHA-256": code_digest()}
+            )
+            return Trainer(config, world).fit()
+    except UserError as error:
+        if speaks:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+
+
+@record
+def main() -> None:
+    """The program, under torchrun as without it: a worker's traceback reaches the launcher's summary."""
+    sys.exit(run(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

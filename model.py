@@ -1,0 +1,242 @@
+"""What is a GPT? It knows no rank, no device and no optimizer.
+
+GPT-2 (Radford et al., "Language models are unsupervised multitask learners", 2019) with its parameter names. In shapes,
+B is sequences, T characters, C n_embd, H n_head and V vocab_size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The model's shape.
+
+    Args:
+        n_layer: transformer blocks
+        n_head: attention heads in each block; divides n_embd
+        n_embd: width: numbers that describe one character (C)
+        dropout: share of activations that is zeroed in training, 0 to below 1
+        bias: biases in linear layers and layer norms, as GPT-2 has them
+    """
+
+    n_layer: int = 4
+    n_head: int = 4
+    n_embd: int = 128
+    dropout: float = 0.0
+    bias: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("n_layer", "n_head", "n_embd"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.{name} is {getattr(self, name)}, must be at least 1")
+        if self.n_embd % self.n_head:
+            raise ValueError(f"model.n_embd is {self.n_embd}, must be divisible by model.n_head, {self.n_head}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"model.dropout is {self.dropout}, must be at least 0 and below 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig(ModelConfig):
+    """The model's shape, with what the text decides.
+
+    Args:
+        vocab_size: distinct characters (V)
+        block_size: most characters that the model sees at once
+    """
+
+    vocab_size: int
+    block_size: int
+
+
+class Cache:
+    """Keys and values of the characters a block has seen, so that generating one more need not compute them again."""
+
+    def __init__(self) -> None:
+        self.keys: Tensor | None = None  # (B, H, T so far, C/H)
+        self.values: Tensor | None = None
+
+    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Appends those of new characters, (B, H, T, C/H), and returns all."""
+        if self.keys is not None and self.values is not None:
+            keys, values = torch.cat((self.keys, keys), 2), torch.cat((self.values, values), 2)
+        self.keys, self.values = keys, values
+        return keys, values
+
+    def __len__(self) -> int:
+        return 0 if self.keys is None else self.keys.size(2)
+
+
+class CausalSelfAttention(nn.Module):
+    """Each character looks at itself and at those before it, never at later ones."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.n_head, self.dropout = config.n_head, config.dropout
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.resid_dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+        """(B, T, C) -> (B, T, C); with a cache that is not empty, T must be 1."""
+        B, T, C = x.shape
+        q, k, v = (
+            part.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for part in self.c_attn(x).split(C, 2)
+        )
+        causal = True
+        if cache is not None:
+            causal = len(cache) == 0  # one character after all cached ones may see them all
+            k, v = cache.extend(k, v)
+        dropout = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=causal)  # (B, H, T, C/H)
+        return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))
+
+
+class MLP(nn.Module):
+    """Each character on its own: four times as wide, GELU (Hendrycks and Gimpel, 2016; GPT-2's tanh form), back."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.act = nn.GELU(approximate="tanh")
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, C) -> (B, T, C)"""
+        return self.dropout(self.c_proj(self.act(self.c_fc(x))))
+
+
+class Block(nn.Module):
+    """Attention, then MLP, each behind a layer norm and added to what came in."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.attn = CausalSelfAttention(config)
+        self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+        """(B, T, C) -> (B, T, C)"""
+        x = x + self.attn(self.ln_1(x), cache)
+        return x + self.mlp(self.ln_2(x))
+
+
+class Transformer(nn.Module):
+    """Embeddings and blocks: what each character has come to mean in the light of those before it."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.wpe = nn.Embedding(config.block_size, config.n_embd)
+        self.drop = nn.Dropout(config.dropout)
+        self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
+
+    def forward(self, idx: Tensor, caches: list[Cache] | None = None) -> Tensor:
+        """(B, T) -> (B, T, C)"""
+        seen = len(caches[0]) if caches else 0
+        position = torch.arange(seen, seen + idx.size(1), device=idx.device)
+        x = self.drop(self.wte(idx) + self.wpe(position))
+        for i, block in enumerate(self.h):
+            x = block(x, caches[i] if caches else None)
+        return self.ln_f(x)
+
+
+class GPT(nn.Module):
+    """Predicts each next character. The output projection is the character embedding, wte, transposed ("tied")."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.transformer = Transformer(config)
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif name.endswith("c_proj.weight"):  # 2 n_layer of these add up along the residual path
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * config.n_layer))
+            elif parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(
+        self, idx: Tensor, targets: Tensor | None = None, caches: list[Cache] | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits for the character after each position, and their mean loss in nats per character.
+
+        Args:
+            idx: (B, T) characters, T at most block_size
+            targets: (B, T) the character after each; -1 is left out of the loss
+            caches: one for each block, holding what was seen before idx
+
+        Returns:
+            logits (B, T, V), and the mean cross-entropy, or None without targets
+
+        Raises:
+            ValueError: more characters than block_size.
+        """
+        T = idx.size(1) + (len(caches[0]) if caches else 0)
+        if T > self.config.block_size:
+            raise ValueError(f"{T} characters, but the model's window (block_size) is {self.config.block_size}")
+        logits = F.linear(self.transformer(idx, caches), self.transformer.wte.weight)  # (B, T, V)
+        if targets is None:
+            return logits, None
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+    @torch.no_grad()
+    def stream(
+        self,
+        idx: Tensor,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Iterator[Tensor]:
+        """Yields one new character after another, (B, 1) each, that continue idx, and leaves the model in eval mode.
+
+        Keys and values are cached until the window is full; from then on it slides, so that all positions change and
+        each character costs a pass over the window.
+
+        Args:
+            idx: (B, T) characters to continue, T at least 1; the last block_size of them count
+            max_new_tokens: how many characters to yield
+            temperature: 0 takes the likeliest; below 1 is tamer, above 1 wilder
+            top_k: choose among so many likeliest characters only; None means all
+            generator: source of randomness
+        """
+        self.eval()
+        size = self.config.block_size
+        window = idx[:, -size:]
+        caches: list[Cache] = []
+        for _ in range(max_new_tokens):
+            if not caches or window.size(1) > size:
+                window = window[:, -size:]
+                caches = [Cache() for _ in self.transformer.h]
+            unseen = window[:, len(caches[0]) :]
+            logits, _ = self(unseen, caches=caches)
+            new = _choose(logits[:, -1].float(), temperature, top_k, generator)
+            yield new
+            window = torch.cat((window, new), 1)
+
+    def generate(self, idx: Tensor, max_new_tokens: int, **choice: Any) -> Tensor:
+        """(B, T) characters -> (B, T + max_new_tokens); `choice` as in `stream`."""
+        return torch.cat((idx, *self.stream(idx, max_new_tokens, **choice)), 1)
+
+
+def _choose(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
+    """(B, V) logits -> (B, 1) characters."""
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    logits = logits / temperature
+    if top_k is not None:
+        worst = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
+        logits = logits.masked_fill(logits < worst, -math.inf)
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator)
