@@ -23,7 +23,8 @@ from distributed import DistributedConfig, connect
 from errors import UserError
 from model import ModelConfig
 from optimizer import OptimizerConfig
-from trainer import Trainer, TrainerConfig, plain
+from state import plain
+from trainer import Trainer, TrainerConfig
 
 ROOMS = Path(__file__).parent
 YAML = ROOMS / "gpt2_train_cfg.yaml"

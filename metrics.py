@@ -6,13 +6,21 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from tqdm import tqdm
 
+from char_dataset import CharDataset, Corpus
 from errors import UserError
+
+if TYPE_CHECKING:
+    from main import Config
+
+
+Say = Callable[[str], None]
 
 
 def say(line: str) -> None:
@@ -38,6 +46,42 @@ def summary(model: nn.Module) -> str:
     lines = [f"  {'layer':<28}{'parameters':>14}{'bytes':>16}"]
     lines += [f"  {layer:<28}{parameters:>14,}{size:>16,}" for layer, (parameters, size) in rows.items()]
     return "\n".join(lines)
+
+
+def banner(
+    config: Config,
+    members: Sequence[str],
+    backend: str,
+    reasons: Mapping[str, str],
+    corpus: Corpus,
+    training: CharDataset,
+    last_step: int,
+) -> str:
+    """Who trains what, where and how long.
+
+    Args:
+        config: all sections
+        members: host and device of each rank
+        backend: what carries gradients
+        reasons: what the machine chose, and why
+        corpus: the text
+        training: its windows
+        last_step: the step that training ends with
+    """
+    knobs, T = config.trainer, config.data.block_size
+    epochs = last_step * knobs.batch_size / len(training)
+    ranks = [f"GLOBAL_RANK: {i}, MEMBER: {i + 1}/{len(members)}  {member}" for i, member in enumerate(members)]
+    rows = {
+        "backend": backend,
+        **reasons,
+        "text": f"{config.data.path}: {len(corpus.tokens):,} characters, {len(corpus.vocabulary)} distinct, "
+        f"{len(training.tokens):,} of them to train on",
+        "batch": f"{knobs.batch_size} sequences x {T} characters, all ranks together",
+        "length": f"{last_step:,} steps = {epochs:.2f} epochs",
+        "run": f"{knobs.run_dir}, a snapshot every {knobs.save_every} steps: kill it at any time, "
+        "the same command goes on from the newest",
+    }
+    return "\n".join(ranks + [f"{name:<10} {words}" for name, words in rows.items()])
 
 
 def duration(seconds: float) -> str:
@@ -72,7 +116,7 @@ class Metrics:
         )
         self.val_loss: float | None = None
 
-    def row(self, event: str, step: int, **values: float | int | str | None) -> None:
+    def row(self, event: str, step: int, **values: Any) -> None:
         """Appends one row; it is one write, so that a kill leaves at most one torn row, the last."""
         line = json.dumps({"event": event, "step": step, "time": time.time(), **values})
         os.write(self.descriptor, line.encode() + b"\n")

@@ -19,7 +19,7 @@ def load(path: str | None) -> tuple[GPT, str]:
     """The model of a snapshot, and its vocabulary.
 
     Args:
-        path: a file, or a run folder or folder of snapshots, of which the newest whole one counts; None: the default run
+        path: a file, or a folder of snapshots or run folder, of which the newest counts; None: the default run
 
     Raises:
         UserError: there is no whole snapshot.

@@ -28,8 +28,6 @@ TRAILER = len(MARK) + hashlib.sha256().digest_size
 NAME = re.compile(r"step_(\d{8})\.pt")
 CHUNK = 1 << 20
 
-Say = Callable[[str], None]
-
 
 class DamagedError(Exception):
     """The file is not what was written."""
@@ -114,7 +112,7 @@ class SnapshotFolder:
         for name in doomed + torn:
             self.fs.rm_file(f"{self.inside}/{name}")
 
-    def newest(self, say: Say) -> dict[str, Any] | None:
+    def newest(self, say: Callable[[str], None]) -> dict[str, Any] | None:
         """The newest whole snapshot, or None where there is none at all.
 
         Args:
@@ -166,8 +164,8 @@ def check_fits(header: dict[str, Any], config: dict[str, Any], vocabulary: str) 
             "".join(c for c in mine if c not in other) for mine, other in ((vocabulary, known), (known, vocabulary))
         )
         raise UserError(
-            f"data.path: the text has {len(vocabulary)} distinct characters, but the snapshot of step {header['step']} in "
-            f"the run folder {len(known)} (only in the text: {new!r}; only in the snapshot: {old!r}): "
+            f"data.path: the text has {len(vocabulary)} distinct characters, but the snapshot of step {header['step']} "
+            f"in the run folder {len(known)} (only in the text: {new!r}; only in the snapshot: {old!r}): "
             "use the snapshot's text to go on, or set another trainer.run_dir to start anew"
         )
 
