@@ -252,7 +252,7 @@ def hash64(*words: int | np.ndarray) -> np.ndarray:
 def permute(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
     """Where a keyed permutation of range(size) sends `index`: no table, each index on its own.
 
-    A four-round Feistel network on the square that just covers the range; what falls outside walks on until it is
+    An eight-round Feistel network on the square that just covers the range; what falls outside walks on until it is
     inside (cycle walking; Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
 
     Args:
@@ -265,7 +265,7 @@ def permute(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
     walking = np.arange(len(index))
     while len(walking):
         left, right = np.divmod(index[walking], side)
-        for round_number in range(4):
+        for round_number in range(8):
             left, right = right, (left + hash64(key[walking], round_number, right) % side) % side
         index[walking] = left * side + right
         walking = walking[index[walking] >= size]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -215,6 +216,31 @@ class World:
         return nullcontext() if now or self.size == 1 else model.no_sync()  # type: ignore[operator]
 
 
+def _elastic_store(rank: int, timeout: timedelta) -> dist.Store:
+    """A key-value store for this generation of torchrun's workers alone.
+
+    torchrun hands its own store to every generation, and gloo would read the addresses of the dead one there (torch
+    2.13: workers then hang or are refused at about every second restart). So rank 0 opens a new store and tells the
+    others its port through the old one; a port left by a dead rank 0 refuses, and is asked for again.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    common = dist.TCPStore(host, port, is_master=False, timeout=timeout)
+    if rank == 0:
+        own = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        common.set("minGPT/port", str(own.port))
+        return own
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        try:
+            own = dist.TCPStore(host, int(common.get("minGPT/port")), is_master=False, timeout=timedelta(seconds=1))
+        except dist.DistError:
+            if time.monotonic() > deadline:
+                raise
+        else:
+            own.set_timeout(timeout)
+            return own
+
+
 @contextmanager
 def connect(config: DistributedConfig) -> Iterator[World]:
     """Forms the process group that the launcher describes, and takes it down again whatever happens.
@@ -223,17 +249,17 @@ def connect(config: DistributedConfig) -> Iterator[World]:
         UserError: environment or devices do not fit, or the other ranks did not come.
     """
     rank, size = who_am_i(os.environ)
-    gpu = wants_gpu(config.backend)
+    backend = "cpu:gloo,cuda:nccl" if wants_gpu(config.backend) else "gloo"
+    timeout = timedelta(seconds=config.timeout_seconds)
     if size > 1:
         where = config.init_method or "env://"
         try:
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if gpu else "gloo",
-                init_method=where,
-                rank=rank,
-                world_size=size,
-                timeout=timedelta(seconds=config.timeout_seconds),
-            )
+            if where == "env://" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+                dist.init_process_group(
+                    backend, store=_elastic_store(rank, timeout), rank=rank, world_size=size, timeout=timeout
+                )
+            else:
+                dist.init_process_group(backend, where, timeout, world_size=size, rank=rank)
         except (ValueError, RuntimeError, OSError) as error:
             address = f" {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}" if where == "env://" else ""
             raise UserError(
@@ -245,7 +271,7 @@ def connect(config: DistributedConfig) -> Iterator[World]:
         world.device = world.agree(
             lambda: choose_device(config.backend, world.local_rank, world.local_size, world.size)
         )
-        if gpu:
+        if world.device.type == "cuda":
             torch.cuda.set_device(world.device)
         yield world
     finally:

@@ -1,0 +1,128 @@
+"""What every test may use: a text, the real program, and N processes that form a gloo group."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# A run small enough for tests: 3,500 parameters, windows of 16, shares that are uneven on 2 and 3 ranks, dropout on.
+SMALL = {
+    "data.block_size": 16,
+    "model.n_layer": 2,
+    "model.n_head": 2,
+    "model.n_embd": 16,
+    "model.dropout": 0.1,
+    "optimizer.warmup_steps": 4,
+    "trainer.batch_size": 7,
+    "trainer.micro_batch_size": 2,
+    "trainer.max_steps": 12,
+    "trainer.threads": 1,
+    "trainer.log_every": 1,
+    "trainer.eval_every": 4,
+    "trainer.save_every": 3,
+    "distributed.timeout_seconds": 60,
+}
+
+# Children start as forks of one server that has imported torch once, instead of importing it each.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["torch", "torch._dynamo", "main", "sample"])
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """A text of 3,000 characters with some structure."""
+    return write_text(tmp_path / "text.txt")
+
+
+def write_text(path: Path, size: int = 3000) -> Path:
+    words = ["anna", "bob", "does", "eat", "figs", "\n"]
+    source = random.Random(0)
+    path.write_text(" ".join(source.choice(words) for _ in range(size))[:size], encoding="utf-8")
+    return path
+
+
+def arguments(run_dir: Path, text: Path | str, **changes: Any) -> list[str]:
+    """The command line of a small run; changes are `trainer__max_steps=3`."""
+    knobs = SMALL | {"trainer.run_dir": run_dir, "data.path": text}
+    knobs |= {name.replace("__", "."): value for name, value in changes.items()}
+    return [word for name, value in knobs.items() for word in (f"--{name}", "null" if value is None else str(value))]
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """This process's environment without what a launcher may have set."""
+    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+    return {k: v for k, v in os.environ.items() if k not in launcher} | {"PYTHONPATH": str(ROOT)} | changes
+
+
+def program(*argv: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess:
+    """Runs a program of this repository to its end."""
+    command = [sys.executable, *(str(ROOT / word) if word.endswith(".py") else word for word in argv)]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=240, cwd=cwd, env=environment(**env), check=False
+    )
+
+
+def torchrun(*argv: str, nproc: int = 2, **env: str) -> subprocess.CompletedProcess:
+    """Runs main.py under torchrun, on a free port."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
+    options = [word for word in argv if word.startswith("--max_restarts")]
+    rest = [word for word in argv if word not in options]
+    return program(*launcher, *options, "main.py", *rest, **env)
+
+
+def ranks(number: int, body: Callable[..., Any], *args: Any, tmp_path: Path) -> list[Any]:
+    """Runs `body(*args)` on `number` processes that know each other by RANK and a file; returns results by rank.
+
+    A body that raises fails the test with that rank's traceback; one that hangs for two minutes is killed.
+    """
+    meeting = tmp_path / f"meeting-{time.monotonic_ns()}"
+    results = PROCESSES.SimpleQueue()
+    processes = [
+        PROCESSES.Process(target=_rank, args=(results, rank, number, meeting, body, args)) for rank in range(number)
+    ]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + 120
+    for process in processes:
+        process.join(max(0.1, deadline - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()
+    found = {}
+    while not results.empty():
+        rank, value, failure = results.get()
+        assert failure is None, f"rank {rank} of {number}:\n{failure}"
+        found[rank] = value
+    assert sorted(found) == list(range(number)), f"ranks {set(range(number)) - set(found)} died or hung"
+    return [found[rank] for rank in range(number)]
+
+
+def _rank(results: Any, rank: int, number: int, meeting: Path, body: Callable[..., Any], args: tuple) -> None:
+    os.environ.update(environment(RANK=str(rank), WORLD_SIZE=str(number)) if number > 1 else environment())
+    if number == 1:
+        for name in ("RANK", "WORLD_SIZE"):
+            os.environ.pop(name, None)
+    os.environ["TEST_INIT_METHOD"] = f"file://{meeting}"
+    try:
+        results.put((rank, body(*args), None))
+    except BaseException:
+        results.put((rank, None, traceback.format_exc()))
+
+
+def train(*argv: str) -> int:
+    """For `ranks`: one training run in this process, which meets the others at a file."""
+    from main import run
+
+    return run([*argv, "--distributed.init_method", os.environ["TEST_INIT_METHOD"]])

@@ -1,0 +1,251 @@
+"""What a whole run guarantees: exact resume, the same curve on any number of ranks, stops, and honest exits."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, arguments, environment, program, ranks, torchrun, train
+
+from snapshot import SnapshotFolder, read
+
+
+def rows(run_dir: Path, event: str = "train") -> list[dict]:
+    return [
+        row
+        for line in (run_dir / "metrics.jsonl").read_text().splitlines()
+        if (row := json.loads(line))["event"] == event
+    ]
+
+
+def newest(run_dir: Path) -> dict:
+    snapshot = SnapshotFolder(str(run_dir / "snapshots"), keep=9).newest(print)
+    assert snapshot is not None
+    return snapshot
+
+
+def assert_same_bits(one: Path, other: Path) -> None:
+    a, b = newest(one), newest(other)
+    assert a["step"] == b["step"]
+    for name, weight in a["model"].items():
+        assert torch.equal(weight, b["model"][name]), name
+        for key, value in a["optimizer"][name].items():
+            assert torch.equal(value, b["optimizer"][name][key]), (name, key)
+
+
+def curve(run_dir: Path) -> list[tuple[int, float]]:
+    return [(row["step"], row["loss"]) for row in rows(run_dir)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_resume_is_exact(world_size: int, text: Path, tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert ranks(world_size, train, *arguments(whole, text), tmp_path=tmp_path) == [0] * world_size
+    for stop in (4, 9, 12):  # decay_steps: the schedule must not move with max_steps
+        argv = arguments(parts, text, trainer__max_steps=stop, optimizer__decay_steps=12)
+        assert ranks(world_size, train, *argv, tmp_path=tmp_path) == [0] * world_size
+    assert_same_bits(whole, parts)
+    assert curve(whole) == curve(parts)
+    assert [step for step, _ in curve(whole)] == list(range(1, 13))
+
+
+def test_dropout_is_on_in_the_exactness_test(text: Path, tmp_path: Path) -> None:
+    """Guards the tests around it: with another seed for dropout alone the curve would differ."""
+    ranks(1, train, *arguments(tmp_path / "on", text), tmp_path=tmp_path)
+    ranks(1, train, *arguments(tmp_path / "off", text, model__dropout=0.0), tmp_path=tmp_path)
+    assert curve(tmp_path / "on") != curve(tmp_path / "off")
+
+
+def test_any_number_of_ranks_gives_the_same_curve(text: Path, tmp_path: Path) -> None:
+    curves, val_losses = [], []
+    for number, changes in ((1, {}), (1, {"trainer__micro_batch_size": None}), (2, {}), (3, {}), (4, {})):
+        run_dir = tmp_path / f"{len(curves)}"
+        ranks(number, train, *arguments(run_dir, text, model__dropout=0.0, **changes), tmp_path=tmp_path)
+        curves.append([loss for _, loss in curve(run_dir)])
+        val_losses.append([row["val_loss"] for row in rows(run_dir, "eval")])
+    for other in curves[1:]:
+        assert other == pytest.approx(curves[0], rel=1e-5)
+    for other in val_losses[1:]:
+        assert other == pytest.approx(val_losses[0], rel=1e-5)
+
+
+def test_the_number_of_ranks_may_change_on_the_way(text: Path, tmp_path: Path) -> None:
+    knobs = {"model__dropout": 0.0, "optimizer__decay_steps": 12}
+    ranks(1, train, *arguments(tmp_path / "whole", text, **knobs), tmp_path=tmp_path)
+    for number, stop in ((4, 3), (3, 6), (1, 9), (2, 12)):
+        ranks(number, train, *arguments(tmp_path / "parts", text, trainer__max_steps=stop, **knobs), tmp_path=tmp_path)
+    one, other = curve(tmp_path / "whole"), curve(tmp_path / "parts")
+    assert [loss for _, loss in other] == pytest.approx([loss for _, loss in one], rel=1e-5)
+    assert [row["world_size"] for row in rows(tmp_path / "parts")] == [4] * 3 + [3] * 3 + [1] * 3 + [2] * 3
+
+
+def test_the_last_batch_of_the_last_epoch_may_be_short(text: Path, tmp_path: Path) -> None:
+    """167 windows in batches of 80: 80 + 80 + 7; with 3 ranks and micro-batches of 30, dummies fill the last step."""
+    knobs = {"model__dropout": 0.0, "trainer__max_steps": None, "trainer__max_epochs": 1, "trainer__batch_size": 80}
+    for number in (1, 3):
+        argv = arguments(tmp_path / str(number), text, trainer__micro_batch_size=30, **knobs)
+        ranks(number, train, *argv, tmp_path=tmp_path)
+    assert newest(tmp_path / "1")["samples"] == (2700 - 16) // 16 == 167
+    one, three = curve(tmp_path / "1"), curve(tmp_path / "3")
+    assert [loss for _, loss in three] == pytest.approx([loss for _, loss in one], rel=1e-5)
+    assert len(one) == 3
+
+
+def test_one_gradient_exchange_per_step(text: Path, tmp_path: Path) -> None:
+    counts = ranks(2, _count_exchanges, *arguments(tmp_path / "run", text, trainer__eval_every=99), tmp_path=tmp_path)
+    # 12 steps of four micro-batches, and the warm-up: the 3,500 parameters fit one bucket.
+    assert counts == [13, 13]
+
+
+def _count_exchanges(*argv: str) -> int:
+    from torch.nn.parallel import DistributedDataParallel
+
+    import distributed
+
+    count = 0
+
+    class Counting(DistributedDataParallel):
+        def __init__(self, *args, **kwargs) -> None:
+            super().__init__(*args, **kwargs)
+            self.register_comm_hook(None, self.hook)
+
+        @staticmethod
+        def hook(state, bucket):
+            nonlocal count
+            count += 1
+            return (
+                torch.distributed.all_reduce(bucket.buffer() / 2, async_op=True)
+                .get_future()
+                .then(lambda f: f.value()[0])
+            )
+
+    distributed.DistributedDataParallel = Counting
+    assert train(*argv) == 0
+    return count
+
+
+def test_main_job_under_torchrun(text: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    done = torchrun(*arguments(run, text))
+    assert done.returncode == 0, done.stderr
+    for member in ("GLOBAL_RANK: 0, MEMBER: 1/2", "GLOBAL_RANK: 1, MEMBER: 2/2"):
+        assert done.stdout.count(member) == 1
+    assert done.stdout.count("validation loss") == 4  # three evaluations and the end, from one rank
+    command = done.stdout.strip().splitlines()[-1].split("python ")[1].split()
+    sampled = program(*command, "--prompt", "anna", "--max_new_tokens", "30", "--seed", "2")
+    assert sampled.returncode == 0, sampled.stderr
+    assert len(sampled.stdout) == 34
+    assert sampled.stdout.startswith("anna")
+
+    before = (run / "metrics.jsonl").read_bytes()
+    again = torchrun(*arguments(run, text))
+    assert again.returncode == 0
+    assert "already trained" in again.stdout
+    assert "max_steps" in again.stdout
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(("name", "status"), [("SIGTERM", 143), ("SIGUSR1", 143), ("SIGINT", 130)])
+def test_told_to_stop_it_saves_and_says_so(name: str, status: int, text: Path, tmp_path: Path) -> None:
+    argv = arguments(tmp_path / "run", text, trainer__max_steps=100_000, trainer__save_every=100_000)
+    with start(argv) as process:
+        wait_for_step(tmp_path / "run", 5)
+        process.send_signal(getattr(signal, name))
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == status, err
+    assert "Traceback" not in err
+    step = newest(tmp_path / "run")["step"]
+    assert rows(tmp_path / "run", "stop")[-1] | {"time": 0} == {
+        "event": "stop",
+        "step": step,
+        "time": 0,
+        "signal": name,
+    }
+    assert rows(tmp_path / "run")[-1]["step"] == step
+    assert f"stopped by {name} at step {step}" in out
+
+
+def test_one_told_rank_stops_all_at_one_step(text: Path, tmp_path: Path) -> None:
+    meeting = f"file://{tmp_path}/meeting"
+    argv = arguments(tmp_path / "run", text, trainer__max_steps=100_000, distributed__init_method=meeting)
+    with start(argv, RANK="0", WORLD_SIZE="3") as a, start(argv, RANK="1", WORLD_SIZE="3") as b:
+        with start(argv, RANK="2", WORLD_SIZE="3") as c:
+            wait_for_step(tmp_path / "run", 5)
+            c.send_signal(signal.SIGTERM)
+            assert [process.wait(60) for process in (a, b, c)] == [143, 143, 143]
+    assert rows(tmp_path / "run", "stop")[-1]["step"] == newest(tmp_path / "run")["step"]
+
+
+def start(argv: list[str], **env: str) -> subprocess.Popen:
+    command = [sys.executable, str(ROOT / "main.py"), *argv]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(**env))
+
+
+def wait_for_step(run_dir: Path, step: int) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if (run_dir / "metrics.jsonl").exists() and any(row["step"] >= step for row in rows(run_dir)):
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"step {step} not reached in 60 s")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_kill_9_of_a_worker_under_torchrun_ends_in_the_same_bits(world_size: int, text: Path, tmp_path: Path) -> None:
+    argv = {"trainer__max_steps": 160, "trainer__eval_every": 40, "trainer__save_every": 20}
+    ranks(world_size, train, *arguments(tmp_path / "whole", text, **argv), tmp_path=tmp_path)
+    killed = tmp_path / "killed"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"]
+    command = [*launcher, "--max_restarts=3", str(ROOT / "main.py"), *arguments(killed, text, **argv)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment()) as agent:
+        for victim, step in ((0, 30), (world_size - 1, 90)):
+            wait_for_step(killed, step)
+            os.kill(workers(agent.pid)[victim], signal.SIGKILL)
+        _, err = agent.communicate(timeout=120)
+    assert agent.returncode == 0, err
+    assert_same_bits(tmp_path / "whole", killed)
+    assert curve(tmp_path / "whole") == curve(killed)
+    assert {row["restart_count"] for row in rows(killed)} == {0, 1, 2}
+
+
+def workers(agent: int) -> list[int]:
+    """Process ids of an agent's workers, by local rank."""
+    children = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
+    environments = {int(pid): Path(f"/proc/{pid}/environ").read_text().split("\0") for pid in children}
+    return sorted(
+        (pid for pid, env in environments.items() if any(word.startswith("LOCAL_RANK=") for word in env)),
+        key=lambda pid: next(word for word in environments[pid] if word.startswith("LOCAL_RANK=")),
+    )
+
+
+def test_a_loss_that_is_not_finite_stops_before_anything_is_touched(text: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert ranks(1, train, *arguments(run, text, trainer__max_steps=3), tmp_path=tmp_path) == [0]
+    good = newest(run)
+    poisoned = arguments(run, text, trainer__max_steps=30)
+    # A learning rate that overflows float32 within a few steps.
+    done = program("main.py", *poisoned, "--optimizer.learning_rate", "1e30", "--optimizer.grad_norm_clip", "null")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "not finite" in done.stderr
+    step = int(done.stderr.split("step ")[1].split(":")[0])
+    assert step == rows(run)[-1]["step"] + 1
+    assert newest(run)["step"] in range(3, step)
+    assert all(weight.isfinite().all() for weight in newest(run)["model"].values())
+    assert torch.equal(
+        read(str(run / "snapshots/step_00000003.pt"))["model"]["transformer.wte.weight"],
+        good["model"]["transformer.wte.weight"],
+    )
+
+
+def test_training_from_another_folder_and_with_a_relative_path(text: Path, tmp_path: Path) -> None:
+    done = program("main.py", *arguments(Path("here"), "text.txt", trainer__max_steps=1), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert os.listdir(tmp_path / "here/snapshots") == ["step_00000001.pt"]
