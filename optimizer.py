@@ -26,7 +26,7 @@ class OptimizerConfig:
     """
 
     learning_rate: float = 3e-3
-    min_learning_rate: float = 1e-4
+    min_learning_rate: float = 0.0
     warmup_steps: int = 100
     decay_steps: int | None = None
     weight_decay: float = 0.1

@@ -60,15 +60,15 @@ class TrainerConfig:
     """
 
     max_epochs: int | None = None
-    max_steps: int | None = 4000
+    max_steps: int | None = 2400
     batch_size: int = 12
     micro_batch_size: int | None = None
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     threads: int | Literal["auto"] = "auto"
     seed: int = 1
     log_every: int = 100
-    eval_every: int = 500
-    save_every: int = 500
+    eval_every: int = 400
+    save_every: int = 400
     keep_snapshots: int = 3
     run_dir: str = "runs/default"
     snapshot_path: str | None = None
