@@ -274,8 +274,8 @@ class Trainer:
             newest = "none yet" if self.state.saved_step is None else self.folder.file(self.state.saved_step)
             knobs = self.config.optimizer
             raise UserError(
-                f"step {bad_step}: the loss is not finite; no weight and no snapshot was touched by it. Newest snapshot: "
-                f"{newest}. Lower optimizer.learning_rate ({knobs.learning_rate:g}) or optimizer.grad_norm_clip "
+                f"step {bad_step}: the loss is not finite; no weight and no snapshot was touched by it. "
+                f"Newest snapshot: {newest}. Lower optimizer.learning_rate ({knobs.learning_rate:g}) or optimizer.grad_norm_clip "
                 f"({knobs.grad_norm_clip})"
             )
 
