@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -216,29 +217,36 @@ class World:
         return nullcontext() if now or self.size == 1 else model.no_sync()  # type: ignore[operator]
 
 
-def _elastic_store(rank: int, timeout: timedelta) -> dist.Store:
-    """A key-value store for this generation of torchrun's workers alone.
+def _elastic_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
+    """torchrun's key-value store, seen through a prefix of this generation of workers alone.
 
-    torchrun hands its own store to every generation, and gloo would read the addresses of the dead one there (torch
-    2.13: workers then hang or are refused at about every second restart). So rank 0 opens a new store and tells the
-    others its port through the old one; a port left by a dead rank 0 refuses, and is asked for again.
+    torchrun hands one store to every generation, and gloo would read addresses of the dead one there (torch 2.13:
+    workers then hang or are refused at about every second restart). The restart count does not tell generations
+    apart, for a change of membership leaves it as it is. So each rank greets with a new token; rank 0 offers a new
+    prefix to the tokens it sees, and again when one changes; who finds its own token in the offer accepts; and once
+    all have accepted, which the dead can't, rank 0 says go.
+
+    Raises:
+        TimeoutError: the others did not come.
     """
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    common = dist.TCPStore(host, port, is_master=False, timeout=timeout)
-    if rank == 0:
-        own = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-        common.set("minGPT/port", str(own.port))
-        return own
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
+    token, greetings = uuid.uuid4().hex, [f"greeting/{other}" for other in range(size)]
+    store.set(greetings[rank], token)
+    offered = None
     deadline = time.monotonic() + timeout.total_seconds()
-    while True:
-        try:
-            own = dist.TCPStore(host, int(common.get("minGPT/port")), is_master=False, timeout=timedelta(seconds=1))
-        except dist.DistError:
-            if time.monotonic() > deadline:
-                raise
-        else:
-            own.set_timeout(timeout)
-            return own
+    while time.monotonic() < deadline:
+        if rank == 0 and offered != (tokens := store.multi_get(greetings)):
+            offered = tokens
+            store.set("offer", " ".join([uuid.uuid4().hex, *(other.decode() for other in tokens)]))
+        prefix, *invited = store.get("offer").decode().split()
+        if invited[rank : rank + 1] == [token]:
+            store.set(f"{prefix}/accepted/{rank}", "")
+            if rank == 0 and store.check([f"{prefix}/accepted/{other}" for other in range(size)]):
+                store.set(f"{prefix}/go", "")
+            if store.check([f"{prefix}/go"]):
+                return dist.PrefixStore(prefix, store)
+        time.sleep(0.02)
+    raise TimeoutError(f"not all {size} ranks came to torchrun's store")
 
 
 @contextmanager
@@ -256,7 +264,7 @@ def connect(config: DistributedConfig) -> Iterator[World]:
         try:
             if where == "env://" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
                 dist.init_process_group(
-                    backend, store=_elastic_store(rank, timeout), rank=rank, world_size=size, timeout=timeout
+                    backend, store=_elastic_store(rank, size, timeout), rank=rank, world_size=size, timeout=timeout
                 )
             else:
                 dist.init_process_group(backend, where, timeout, world_size=size, rank=rank)

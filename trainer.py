@@ -275,8 +275,8 @@ class Trainer:
             knobs = self.config.optimizer
             raise UserError(
                 f"step {bad_step}: the loss is not finite; no weight and no snapshot was touched by it. "
-                f"Newest snapshot: {newest}. Lower optimizer.learning_rate ({knobs.learning_rate:g}) or optimizer.grad_norm_clip "
-                f"({knobs.grad_norm_clip})"
+                f"Newest snapshot: {newest}. Lower optimizer.learning_rate ({knobs.learning_rate:g}) or "
+                f"optimizer.grad_norm_clip ({knobs.grad_norm_clip})"
             )
 
     def _due(self, every: int) -> bool:
