@@ -9,7 +9,8 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,21 @@ def torchrun(*argv: str, nproc: int = 2, **env: str) -> subprocess.CompletedProc
     options = [word for word in argv if word.startswith("--max_restarts")]
     rest = [word for word in argv if word not in options]
     return program(*launcher, *options, "main.py", *rest, **env)
+
+
+@contextmanager
+def start(argv: list[str], *launcher: str, **env: str) -> Iterator[subprocess.Popen]:
+    """Starts main.py, as `python LAUNCHER main.py ARGV`, and ends it if the block does not."""
+    command = [sys.executable, *launcher, str(ROOT / "main.py"), *argv]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(**env)
+    ) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.terminate()  # torchrun ends its workers
+                process.communicate(timeout=60)
 
 
 def ranks(number: int, body: Callable[..., Any], *args: Any, tmp_path: Path) -> list[Any]:

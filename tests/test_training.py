@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, arguments, environment, program, ranks, torchrun, train
+from conftest import arguments, program, ranks, start, torchrun, train
 
 from snapshot import SnapshotFolder, read
 
@@ -175,17 +174,12 @@ def test_told_to_stop_it_saves_and_says_so(name: str, status: int, text: Path, t
 def test_one_told_rank_stops_all_at_one_step(text: Path, tmp_path: Path) -> None:
     meeting = f"file://{tmp_path}/meeting"
     argv = arguments(tmp_path / "run", text, trainer__max_steps=100_000, distributed__init_method=meeting)
-    with start(argv, RANK="0", WORLD_SIZE="3") as a, start(argv, RANK="1", WORLD_SIZE="3") as b:
-        with start(argv, RANK="2", WORLD_SIZE="3") as c:
-            wait_for_step(tmp_path / "run", 5)
-            c.send_signal(signal.SIGTERM)
-            assert [process.wait(60) for process in (a, b, c)] == [143, 143, 143]
+    with ExitStack() as stack:
+        processes = [stack.enter_context(start(argv, RANK=str(rank), WORLD_SIZE="3")) for rank in range(3)]
+        wait_for_step(tmp_path / "run", 5)
+        processes[2].send_signal(signal.SIGTERM)
+        assert [process.wait(60) for process in processes] == [143, 143, 143]
     assert rows(tmp_path / "run", "stop")[-1]["step"] == newest(tmp_path / "run")["step"]
-
-
-def start(argv: list[str], **env: str) -> subprocess.Popen:
-    command = [sys.executable, str(ROOT / "main.py"), *argv]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(**env))
 
 
 def wait_for_step(run_dir: Path, step: int) -> None:
@@ -202,9 +196,8 @@ def test_kill_9_of_a_worker_under_torchrun_ends_in_the_same_bits(world_size: int
     argv = {"trainer__max_steps": 160, "trainer__eval_every": 40, "trainer__save_every": 20}
     ranks(world_size, train, *arguments(tmp_path / "whole", text, **argv), tmp_path=tmp_path)
     killed = tmp_path / "killed"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"]
-    command = [*launcher, "--max_restarts=3", str(ROOT / "main.py"), *arguments(killed, text, **argv)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment()) as agent:
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}", "--max_restarts=3"]
+    with start(arguments(killed, text, **argv), *launcher) as agent:
         for victim, step in ((0, 30), (world_size - 1, 90)):
             wait_for_step(killed, step)
             os.kill(workers(agent.pid)[victim], signal.SIGKILL)

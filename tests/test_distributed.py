@@ -1,0 +1,154 @@
+"""Who a process is, and how ranks agree."""
+
+from __future__ import annotations
+
+import os
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from conftest import arguments, ranks, start, train
+
+from distributed import DistributedConfig, World, _elastic_store, connect, who_am_i
+from errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({}, (0, 1)),
+        ({"MASTER_ADDR": "x", "MASTER_PORT": "1"}, (0, 1)),  # accelerate launch --cpu sets no more
+        ({"RANK": "0", "WORLD_SIZE": "1"}, (0, 1)),
+        ({"RANK": "2", "WORLD_SIZE": "3"}, (2, 3)),
+    ],
+)
+def test_who_am_i(env: dict, expected: tuple) -> None:
+    assert who_am_i(env) == expected
+
+
+@pytest.mark.parametrize(
+    "env", [{"RANK": "1"}, {"WORLD_SIZE": "2"}, {"RANK": "2", "WORLD_SIZE": "2"}, {"RANK": "x", "WORLD_SIZE": "2"}]
+)
+def test_half_an_environment_is_refused(env: dict) -> None:
+    with pytest.raises(UserError, match="RANK"):
+        who_am_i(env)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+@pytest.mark.parametrize("count", [1, 7, 8, 100])
+def test_shares_cover_the_batch_and_differ_by_at_most_one(size: int, count: int) -> None:
+    world = World(0, 1)
+    shares = []
+    for rank in range(size):
+        world.rank, world.size = rank, size
+        shares.append(world.share(1000, count))
+    assert [number for share in shares for number in share] == list(range(1000, 1000 + count))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    assert max(map(len, shares)) == world.largest_share(count)
+
+
+def test_agreement_between_real_ranks(tmp_path: Path) -> None:
+    first, second, third = ranks(3, _agree, tmp_path, tmp_path=tmp_path)
+    assert first["gathered"] == second["gathered"] == third["gathered"] == [0, 10, 20]
+    assert {facts["said"] for facts in (first, second, third)} == {"rank 1: disk full"}
+    assert {facts["differs"] for facts in (first, second, third)} == {
+        "key differs between ranks: a on rank 0, b on rank 2"
+    }
+    assert [facts["from first"] for facts in (first, second, third)] == ["made by 0"] * 3
+    assert [facts["votes"] for facts in (first, second, third)] == [[0, 15]] * 3
+    assert sorted(path.name for path in tmp_path.glob("built-*")) == ["built-0"]
+
+
+def _agree(folder: Path) -> dict[str, Any]:
+    config = DistributedConfig(init_method=os.environ["TEST_INIT_METHOD"], timeout_seconds=60)
+    with connect(config) as world:
+        facts: dict[str, Any] = {"gathered": world.gather(world.rank * 10)}
+        for name, action in (
+            ("said", lambda: world.agree(lambda: _fail("disk full") if world.rank == 1 else 1)),
+            ("differs", lambda: world.check_same({"same": 1, "key": "b" if world.rank == 2 else "a"})),
+        ):
+            try:
+                action()
+            except UserError as error:
+                facts[name] = str(error)
+        facts["from first"] = world.on_first(lambda: f"made by {world.rank}")
+        facts["votes"] = [world.vote(0)(), world.vote(15 if world.rank == 2 else 0)()]
+        world.per_file_system(
+            lambda: None if list(folder.glob("built-*")) else (folder / f"built-{world.rank}").touch()
+        )
+    assert not dist.is_initialized()
+    return facts
+
+
+def _fail(words: str) -> None:
+    raise UserError(words)
+
+
+def test_the_group_is_taken_down_after_an_error(tmp_path: Path) -> None:
+    assert ranks(2, _fail_inside, tmp_path=tmp_path) == [False, False]
+
+
+def _fail_inside() -> bool:
+    config = DistributedConfig(init_method=os.environ["TEST_INIT_METHOD"], timeout_seconds=60)
+    with pytest.raises(RuntimeError, match="any"), connect(config):
+        raise RuntimeError("any")
+    return dist.is_initialized()
+
+
+def test_a_rank_that_waits_in_vain_says_for_whom_and_how_long(text: Path, tmp_path: Path) -> None:
+    meeting = f"file://{tmp_path}/nobody"
+    argv = arguments(tmp_path / "run", text, distributed__init_method=meeting, distributed__timeout_seconds=1)
+    with start(argv, RANK="0", WORLD_SIZE="2") as process:
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "rank 0 of 2" in err
+    assert meeting in err
+    assert "timeout_seconds is 1" in err
+    assert "Traceback" not in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_processes_started_by_hand_meet_at_a_tcp_address(text: Path, tmp_path: Path) -> None:
+    port = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False).port  # free, for it goes at once
+    argv = arguments(tmp_path / "run", text, distributed__init_method=f"tcp://localhost:{port}", trainer__max_steps=1)
+    with start(argv, RANK="0", WORLD_SIZE="2") as first, start(argv, RANK="1", WORLD_SIZE="2") as second:
+        assert [first.wait(60), second.wait(60)] == [0, 0]
+
+
+def test_generations_do_not_meet_the_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three ranks, then three others, then two, on torchrun's one store: each generation sees its own keys alone."""
+    server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", str(server.port))
+    for generation, size in enumerate((3, 3, 2)):
+        stores: dict[int, dist.Store] = {}
+
+        def meet(rank: int, size: int = size, stores: dict = stores) -> None:
+            stores[rank] = _elastic_store(rank, size, timedelta(seconds=30))
+
+        threads = [threading.Thread(target=meet, args=(rank,)) for rank in reversed(range(size))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not any(store.check(["address"]) for store in stores.values())
+        stores[size - 1].set("address", str(generation))
+        assert {store.get("address") for store in stores.values()} == {str(generation).encode()}
+
+
+def test_a_generation_that_stays_incomplete_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", str(server.port))
+    server.set("greeting/1", "left by the dead")
+    with pytest.raises(TimeoutError, match="not all 2 ranks"):
+        _elastic_store(0, 2, timedelta(seconds=0.5))
+
+
+def test_a_run_is_refused_when_ranks_outnumber_sequences(text: Path, tmp_path: Path) -> None:
+    argv = arguments(tmp_path / "run", text, trainer__batch_size=1)
+    assert ranks(2, train, *argv, tmp_path=tmp_path) == [2, 2]
+    assert not (tmp_path / "run").exists()
