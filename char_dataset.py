@@ -85,6 +85,9 @@ def encode_corpus(path: str, cache: Path) -> Corpus:
         pass  # no cache yet, or of another text
     try:
         cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"trainer.run_dir: {cache} can't be made: {error}") from error
+    try:
         with tempfile.TemporaryDirectory(dir=cache) as folder:
             if isinstance(fs, LocalFileSystem):
                 files = names

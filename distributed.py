@@ -87,6 +87,16 @@ class World:
         self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", hosts.count(hosts[rank])))
         self.device = torch.device("cpu")
 
+    def take_device(self, backend: str) -> None:
+        """Makes this rank's device its own.
+
+        Raises:
+            UserError: there are too few, on every rank.
+        """
+        self.device = self.agree(lambda: choose_device(backend, self.local_rank, self.local_size, self.size))
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
     @property
     def backend(self) -> str:
         """Name of what carries gradients."""
@@ -254,7 +264,7 @@ def connect(config: DistributedConfig) -> Iterator[World]:
     """Forms the process group that the launcher describes, and takes it down again whatever happens.
 
     Raises:
-        UserError: environment or devices do not fit, or the other ranks did not come.
+        UserError: the environment does not fit, or the other ranks did not come.
     """
     rank, size = who_am_i(os.environ)
     backend = "cpu:gloo,cuda:nccl" if wants_gpu(config.backend) else "gloo"
@@ -275,13 +285,7 @@ def connect(config: DistributedConfig) -> Iterator[World]:
                 f"(distributed.timeout_seconds is {config.timeout_seconds:g}): {error}"
             ) from error
     try:
-        world = World(rank, size)
-        world.device = world.agree(
-            lambda: choose_device(config.backend, world.local_rank, world.local_size, world.size)
-        )
-        if world.device.type == "cuda":
-            torch.cuda.set_device(world.device)
-        yield world
+        yield World(rank, size)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

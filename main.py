@@ -6,6 +6,7 @@ import argparse
 import difflib
 import hashlib
 import json
+import math
 import os
 import re
 import sys
@@ -63,6 +64,8 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen: set[str] = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(None, None, "a key must be a word", key.start_mark)
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key.value!r}", key.start_mark)
             seen.add(key.value)
@@ -129,6 +132,12 @@ def _read_yaml(file: Path) -> dict[str, dict[str, Any]]:
         raise UserError(f"--config: {file} can't be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{file} is not valid yaml: {' '.join(str(error).split())}") from error
+    try:
+        json.dumps(found, default=str)
+    except ValueError:
+        raise UserError(
+            f"{file} is not valid yaml here: an alias holds itself, such as n_layer: *model in model"
+        ) from None
     if not isinstance(found, dict):
         raise UserError(f"{file} holds {found!r}; it must hold the sections {', '.join(SECTIONS)}")
     found = {section: keys if keys is not None else {} for section, keys in found.items()}
@@ -161,6 +170,11 @@ def _nearest(name: str, known: Any) -> str:
 
 
 def _validate(found: dict[str, dict[str, Any]], origin: dict[str, str]) -> Config:
+    for name, source in origin.items():
+        section, _, key = name.partition(".")
+        value = found[section][key]
+        if any(isinstance(x, float) and not math.isfinite(x) for x in (value if isinstance(value, list) else [value])):
+            raise UserError(f"{name} (in {source}): found {value!r}, must be a finite number")
     # As json, lists may become tuples and integers floats, while no text becomes a number behind one's back.
     try:
         return TypeAdapter(Config).validate_json(json.dumps(found, default=str), strict=True)
@@ -170,13 +184,13 @@ def _validate(found: dict[str, dict[str, Any]], origin: dict[str, str]) -> Confi
             if error["type"] == "value_error":  # what a section's __post_init__ says: it names its key
                 mistakes[error["msg"].removeprefix("Value error, ")] = ""
                 continue
-            section, key, *_ = (*error["loc"], "")
-            name = f"{section}.{key}"
+            place, within, *_ = (*error["loc"], "")
+            name = f"{place}.{within}"
             wanted = error["msg"].replace("Input should be ", "")
             if name in mistakes:
                 mistakes[name] += f" or {wanted}"
             else:
-                value = found[str(section)][str(key)]
+                value = found[str(place)][str(within)]
                 mistakes[name] = f" (in {origin.get(name)}): found {value!r}, must be {wanted}"
         raise UserError("\n  ".join(name + words for name, words in mistakes.items())) from invalid
 
@@ -191,11 +205,13 @@ def code_digest() -> str:
 
 def run(argv: Sequence[str]) -> int:
     """Trains as the command line says; returns the exit status."""
-    speaks = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0"
+    speaks = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0"  # all ranks read the same
     try:
         config = read_config(argv)
+        speaks = True  # who comes to no group has a trouble of its own
         with connect(config.distributed) as world:
-            speaks = world.rank == 0
+            speaks = world.rank == 0  # from here on, errors are raised on all ranks alike
+            world.take_device(config.distributed.backend)
             facts = {f"{s}.{key}": value for s, keys in plain(config).items() for key, value in keys.items()}
             world.check_same(
                 {name: value for name, value in facts.items() if name not in PLACES}

@@ -27,9 +27,9 @@ def load(path: str | None) -> tuple[GPT, str]:
     if path is None:
         knobs = read_config().trainer
         path = knobs.snapshot_path or knobs.run_dir
-    fs, name = fsspec.url_to_fs(path)
     snapshot = None
     try:
+        fs, name = fsspec.url_to_fs(path)
         if fs.isdir(name):
             for place in (f"{path.rstrip('/')}/snapshots", path):
                 snapshot = snapshot or SnapshotFolder(place, keep=1).newest(lambda line: print(line, file=sys.stderr))
@@ -37,8 +37,10 @@ def load(path: str | None) -> tuple[GPT, str]:
             snapshot = read(path)
     except DamagedError as error:
         raise UserError(f"--snapshot: {path} is damaged: {error}") from error
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         pass
+    except (OSError, ValueError, ImportError) as error:
+        raise UserError(f"--snapshot: {path} can't be read: {error}") from error
     if snapshot is None:
         raise UserError(f"--snapshot: no snapshot at {path} (working directory {os.getcwd()}); main.py makes them")
     vocabulary, config = snapshot["vocabulary"], snapshot["config"]
@@ -60,9 +62,9 @@ def run() -> int:
     parser.add_argument("--seed", type=int, default=1, help="another one, another text (default: %(default)s)")
     args = parser.parse_args()
     try:
-        for name, lowest in (("max_new_tokens", 0), ("temperature", 0), ("top_k", 1)):
-            if (value := getattr(args, name)) is not None and value < lowest:
-                raise UserError(f"--{name} is {value}, must be at least {lowest}")
+        for name, lowest in (("max_new_tokens", 0), ("temperature", 0), ("top_k", 1), ("seed", 0)):
+            if (value := getattr(args, name)) is not None and not lowest <= value < 2**63:
+                raise UserError(f"--{name} is {value}, must be at least {lowest} and below 2**63")
         model, vocabulary = load(args.snapshot)
         prompt = vocabulary[0] if args.prompt is None else args.prompt
         if not prompt:

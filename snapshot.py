@@ -13,6 +13,7 @@ import pickle
 import re
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,10 @@ class SnapshotFolder:
     """
 
     def __init__(self, path: str, keep: int) -> None:
-        self.fs, self.inside = fsspec.url_to_fs(path)  # the folder's name within its file system
+        try:
+            self.fs, self.inside = fsspec.url_to_fs(path)  # the folder's name within its file system
+        except (ValueError, ImportError) as error:
+            raise UserError(f"trainer.snapshot_path: {path} can't be opened: {error}") from error
         self.local = isinstance(self.fs, LocalFileSystem)
         self.path = self.inside if self.local and "://" in path else path
         self.keep = keep
@@ -71,6 +75,8 @@ class SnapshotFolder:
             return [os.path.basename(name) for name in self.fs.ls(self.inside, detail=False)]
         except FileNotFoundError:
             return []
+        except OSError as error:
+            raise UserError(f"trainer.snapshot_path: {self.path} can't be read: {error}") from error
 
     def write(self, snapshot: dict[str, Any], best_step: int | None) -> str:
         """Writes a snapshot, then deletes those that are no longer kept. Returns its path.
@@ -99,7 +105,10 @@ class SnapshotFolder:
                 folder = os.open(self.inside, os.O_RDONLY)
                 os.fsync(folder)
                 os.close(folder)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # torch's own writer makes a RuntimeError of a full disk
+            with suppress(OSError):  # as much of it as was written would only take room
+                if self.local:
+                    os.unlink(written)
             raise UserError(f"trainer.snapshot_path: {target} can't be written: {error}") from error
         self._prune(snapshot["step"], best_step)
         return target

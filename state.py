@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import yaml
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
 from char_dataset import Corpus
 from distributed import World
+from errors import UserError
 from hardware import choose_precision, choose_threads
 from metrics import Say
 from model import GPT, GPTConfig
@@ -26,7 +28,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def plain(config: Any) -> dict[str, Any]:
     """A configuration as plain dictionaries, lists, strings and numbers."""
-    return yaml.safe_load(yaml.safe_dump(asdict(config)))
+    return yaml.safe_load(yaml.safe_dump(asdict(config), sort_keys=False))
 
 
 class TrainingState:
@@ -116,8 +118,13 @@ class TrainingState:
             val_loss: validation loss at this step, if there was one
 
         Raises:
-            UserError: it can't be written.
+            UserError: it can't be written, or the weights are not finite.
         """
+        if not get_total_norm(list(self.model.parameters())).isfinite():
+            raise UserError(
+                f"step {self.step}: its update made weights that are not finite; no snapshot of them is written. "
+                f"Lower optimizer.learning_rate ({self.config.optimizer.learning_rate:g})"
+            )
         if val_loss is not None and val_loss < self.best["val_loss"]:
             self.best = {"step": self.step, "val_loss": val_loss}
         path = self.world.on_first(lambda: self.folder.write(self._snapshot(val_loss), self.best["step"]))

@@ -86,8 +86,8 @@ class TrainerConfig:
                 raise ValueError(f"trainer.{name} is {getattr(self, name)}, must be at least 1")
         if self.threads != "auto" and self.threads < 1:
             raise ValueError(f"trainer.threads is {self.threads}, must be auto or at least 1")
-        if self.seed < 0:
-            raise ValueError(f"trainer.seed is {self.seed}, must be at least 0")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"trainer.seed is {self.seed}, must be at least 0 and below 2**63")
 
 
 class Trainer:

@@ -36,7 +36,8 @@ def shakespeare() -> None:
     fs, path = fsspec.url_to_fs(SHAKESPEARE)
     beside = HERE / "shakespeare.download"
     try:
-        fs.get_file(path, str(beside), callback=TqdmCallback(tqdm_kwargs={"unit": "B", "unit_scale": True}))
+        with TqdmCallback(tqdm_kwargs={"unit": "B", "unit_scale": True}) as progress:
+            fs.get_file(path, str(beside), callback=progress)
         text = beside.read_bytes()
     except Exception as error:  # each kind of failing network raises its own
         sys.exit(_failed(f"{SHAKESPEARE} can't be downloaded: {error or type(error).__name__}; is there a network?"))

@@ -18,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-# A run small enough for tests: 3,500 parameters, windows of 16, shares that are uneven on 2 and 3 ranks, dropout on.
+# A run small enough for tests: 7,056 parameters, windows of 16, shares that are uneven on 2 and 3 ranks, dropout on.
 SMALL = {
     "data.block_size": 16,
     "model.n_layer": 2,

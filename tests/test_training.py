@@ -99,7 +99,7 @@ def test_the_last_batch_of_the_last_epoch_may_be_short(text: Path, tmp_path: Pat
 
 def test_one_gradient_exchange_per_step(text: Path, tmp_path: Path) -> None:
     counts = ranks(2, _count_exchanges, *arguments(tmp_path / "run", text, trainer__eval_every=99), tmp_path=tmp_path)
-    # 12 steps of four micro-batches, and the warm-up: the 3,500 parameters fit one bucket.
+    # 12 steps of four micro-batches, and the warm-up: the 7,056 parameters fit one bucket.
     assert counts == [13, 13]
 
 
