@@ -1,0 +1,310 @@
+"""Causality, an entropy that nobody may beat, GPT-2's names and start, the loss, dropout, and generating."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model import GPT, Cache, GPTConfig, ModelConfig
+from optimizer import OptimizerConfig, build_optimizer, learning_rate
+
+V, T = 11, 8
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models this small gain nothing from more threads, and lose much where other processes want the cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def small(seed: int = 0, **changes: Any) -> GPT:
+    torch.manual_seed(seed)
+    return GPT(GPTConfig(**{"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": V, "block_size": T} | changes))
+
+
+def lively(**changes: Any) -> GPT:
+    """A model with strong opinions, in float64: a fresh one repeats its last character, and near ties hide mistakes."""
+    model = small(seed=3, **changes).double()
+    for name, parameter in model.named_parameters():
+        if "ln_" not in name:
+            nn.init.normal_(parameter, std=1.0 if parameter.dim() == 2 else 0.2)
+    return model
+
+
+def characters(*shape: int, seed: int = 1, vocab_size: int = V) -> Tensor:
+    return torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(seed))
+
+
+# Causality.
+
+
+def test_changing_later_characters_changes_no_earlier_logit() -> None:
+    length = 40
+    model = small(block_size=length)
+    base = characters(length).expand(length, -1)
+    position = torch.arange(length)
+    alone = torch.where(position == position[:, None], (base + 1) % V, base)  # row t: only character t is another
+    changed = torch.where(position >= position[:, None], (base + 3) % V, base)  # row t: all from t on are others
+    before = model(base)[0]
+    for others in (alone, changed):
+        after = model(others)[0]
+        for t in range(length):
+            assert torch.equal(after[t, :t], before[t, :t])
+            assert (after[t, t:] != before[t, t:]).any(-1).all()
+
+
+def test_no_gradient_flows_from_a_logit_to_a_later_character() -> None:
+    model, embedded = small(), []
+    model.transformer.drop.register_forward_hook(lambda module, args, output: embedded.append(output))
+    logits, _ = model(characters(1, T))
+    for t in range(T):
+        (gradient,) = torch.autograd.grad(logits[0, t].square().sum(), embedded[0], retain_graph=True)  # (1, T, C)
+        assert not gradient[0, t + 1 :].any()
+        assert gradient[0, : t + 1].any(-1).all()
+
+
+STEPS = torch.tensor([1 / 2, 1 / 4, 1 / 8, 1 / 8], dtype=torch.float64)  # chance of going 0, 1, 2 or 3 letters on
+ENTROPY = 1.75 * math.log(2)  # nats per character, by construction
+LETTERS = 8
+
+
+def random_walk(length: int, seed: int) -> Tensor:
+    """A text in which each letter is the one before plus a random step, modulo 8: no one can know the step before."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.multinomial(STEPS, length, replacement=True, generator=generator).cumsum(0) % LETTERS
+
+
+def test_held_out_loss_approaches_the_entropy_of_the_source_and_never_beats_it() -> None:
+    window, batch, steps = 16, 32, 150
+    model = small(n_embd=32, vocab_size=LETTERS, block_size=window)
+    config = OptimizerConfig(learning_rate=1e-2, warmup_steps=10)
+    optimizer = build_optimizer(model, config)
+    for step, text in enumerate(random_walk(steps * batch * (window + 1), seed=1).view(steps, batch, -1), start=1):
+        optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = learning_rate(step, steps, config)
+        optimizer.zero_grad()
+        model(text[:, :-1], text[:, 1:])[1].backward()
+        optimizer.step()
+    text = random_walk(2000 * window + 1, seed=2)
+    idx, targets = text[:-1].view(-1, window), text[1:].view(-1, window)
+    with torch.no_grad():
+        loss = model(idx, targets)[1].item()
+
+    # What the source itself would score on this text. Its steps are independent, so the law of large numbers holds.
+    surprise = -STEPS[(targets - idx) % LETTERS].log()
+    assert abs(surprise.mean() - ENTROPY) < 6 * surprise.std() / surprise.numel() ** 0.5
+    # Who bets against the source with the past alone multiplies a stake by 1e9 with chance 1e-9 at most (Ville's
+    # inequality for the likelihood ratio), however good the guesses. On 32,000 letters that is 0.0006 nats for each.
+    luck = math.log(1e9) / targets.numel()
+    assert surprise.mean() - luck < loss < surprise.mean() + 0.05
+
+
+# Names, sizes and first values.
+
+BLOCK = ["ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj"]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_parameters_have_the_names_of_gpt_2(bias: bool) -> None:
+    layers = [f"h.{i}.{name}" for i in range(2) for name in BLOCK] + ["ln_f"]
+    expected = {"transformer.wte.weight", "transformer.wpe.weight"} | {f"transformer.{name}.weight" for name in layers}
+    if bias:
+        expected |= {f"transformer.{name}.bias" for name in layers}
+    model = small(bias=bias)
+    assert set(model.state_dict()) == {name for name, _ in model.named_parameters()} == expected
+
+
+def test_the_default_model_has_809856_parameters() -> None:
+    model = GPT(GPTConfig(vocab_size=65, block_size=64))
+    assert sum(parameter.numel() for parameter in model.parameters()) == 809_856
+
+
+def test_weights_start_as_those_of_gpt_2() -> None:
+    model = small(n_layer=3, n_embd=128, vocab_size=65, block_size=64)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            assert not parameter.any(), name
+        elif "ln_" in name:
+            assert (parameter == 1).all(), name
+        else:
+            std = 0.02 / math.sqrt(2 * 3) if name.endswith("c_proj.weight") else 0.02
+            assert parameter.std().item() == pytest.approx(std, rel=0.05), name
+            assert abs(parameter.mean().item()) < 6 * std / parameter.numel() ** 0.5, name
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("n_layer", 0), ("n_head", 0), ("n_embd", 0), ("n_embd", 126), ("n_head", 3)]
+    + [("dropout", value) for value in (-0.1, 1.0, math.nan)],
+)
+def test_bad_shapes_are_refused_by_name(key: str, value: float) -> None:
+    with pytest.raises(ValueError, match=rf"model\.{key}.* {value}\b"):
+        ModelConfig(**{key: value})
+
+
+# The loss.
+
+
+def test_logits_and_loss() -> None:
+    model, idx, targets = lively(), characters(3, 5), characters(3, 5, seed=2)
+    logits, loss = model(idx, targets)
+    assert logits.shape == (3, 5, V)
+    assert model(idx)[1] is None
+    assert torch.equal(model(idx)[0], logits)
+    by_hand = [-logits[b, t].softmax(-1)[targets[b, t]].log() for b in range(3) for t in range(5)]
+    assert loss.item() == pytest.approx(sum(by_hand).item() / 15, rel=1e-12)
+    assert torch.equal(loss, F.cross_entropy(logits.reshape(15, V), targets.reshape(15)))
+
+
+def test_logits_equal_those_of_gpt_2_by_hand() -> None:
+    model, idx = lively(), characters(1, T)
+    weights = {name.removeprefix("transformer."): tensor for name, tensor in model.state_dict().items()}
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, unbiased=False, keepdim=True) + 1e-5).sqrt()
+        return x * weights[f"{name}.weight"] + weights[f"{name}.bias"]
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
+
+    x = weights["wte.weight"][idx[0]] + weights["wpe.weight"]  # (T, C)
+    for i in range(2):
+        q, k, v = linear(norm(x, f"h.{i}.ln_1"), f"h.{i}.attn.c_attn").split(16, 1)
+        heads = []
+        for head in (slice(0, 8), slice(8, 16)):
+            score = (q[:, head] @ k[:, head].T / math.sqrt(8)).masked_fill(torch.ones(T, T).triu(1) == 1, -math.inf)
+            heads.append(score.softmax(1) @ v[:, head])
+        x = x + linear(torch.cat(heads, 1), f"h.{i}.attn.c_proj")
+        hidden = linear(norm(x, f"h.{i}.ln_2"), f"h.{i}.mlp.c_fc")
+        hidden = hidden / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (hidden + 0.044715 * hidden**3)))
+        x = x + linear(hidden, f"h.{i}.mlp.c_proj")
+    assert torch.allclose(model(idx)[0][0], norm(x, "ln_f") @ weights["wte.weight"].T, rtol=0, atol=1e-10)
+
+
+def test_a_fresh_model_knows_nothing() -> None:
+    model = small(n_embd=128, vocab_size=65, block_size=64)
+    _, loss = model(characters(16, 64, vocab_size=65), characters(16, 64, seed=2, vocab_size=65))
+    assert loss.item() == pytest.approx(math.log(65), abs=0.2)
+
+
+def test_targets_of_minus_one_are_left_out_of_the_mean() -> None:
+    model, idx, targets = lively(), characters(2, T), characters(2, T, seed=2)
+    hidden = targets.clone()
+    hidden[0, :3] = hidden[1, 6] = -1
+    logits, loss = model(idx, hidden)
+    kept = hidden != -1
+    assert torch.allclose(loss, F.cross_entropy(logits[kept], targets[kept]))
+    assert not torch.allclose(loss, model(idx, targets)[1])
+
+
+def test_more_characters_than_the_window_are_refused() -> None:
+    model = small()
+    model(characters(1, T))
+    with pytest.raises(ValueError, match=f"{T + 1} characters.*{T}"):
+        model(characters(1, T + 1))
+
+
+# Dropout.
+
+
+def test_dropout_is_random_in_training_repeats_with_its_seed_and_rests_in_eval() -> None:
+    model, idx, targets = small(dropout=0.3), characters(4, T), characters(4, T, seed=2)
+
+    def loss(seed: int) -> float:
+        torch.manual_seed(seed)
+        return model(idx, targets)[1].item()
+
+    assert loss(1) == loss(1) != loss(2)
+    model.eval()
+    without = small(dropout=0.0)(idx, targets)[1].item()  # in training mode, same weights
+    assert loss(1) == loss(2) == without
+
+
+@pytest.mark.parametrize("place", ["drop", "h.1.attn", "h.1.attn.resid_dropout", "h.1.mlp.dropout"])
+def test_dropout_falls_on_embeddings_attention_and_both_branches(place: str) -> None:
+    model, idx = small(dropout=0.0), characters(2, T)
+    still = model(idx)[0]
+    module = model.transformer.get_submodule(place)
+    setattr(module, "p" if isinstance(module, nn.Dropout) else "dropout", 0.5)
+    assert not torch.equal(model(idx)[0], still)
+    assert torch.equal(model.eval()(idx)[0], still)
+
+
+# Generating.
+
+
+def recomputed(model: GPT, idx: Tensor, number: int) -> Tensor:
+    """Greedy text without a cache: a full pass over the last characters for each new one."""
+    for _ in range(number):
+        idx = torch.cat((idx, model(idx[:, -T:])[0][:, -1].argmax(-1, keepdim=True)), 1)
+    return idx
+
+
+@pytest.mark.parametrize("prompt", [1, 3, T - 1, T, T + 5])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_cached_greedy_text_equals_recomputed_text_within_the_window_and_beyond(batch: int, prompt: int) -> None:
+    model, idx = lively(), characters(batch, prompt)
+    expected = recomputed(model, idx, 3 * T)
+    assert len(expected[:, prompt:].unique()) >= 3  # else the test would see little
+    assert torch.equal(model.generate(idx, 3 * T, temperature=0), expected)
+    assert torch.equal(model.generate(idx, 3 * T, top_k=1), expected)
+    assert torch.equal(torch.cat(list(model.stream(idx, 5, temperature=0)), 1), expected[:, prompt : prompt + 5])
+    assert torch.equal(model.generate(idx, 0), idx)
+
+
+def test_logits_from_a_cache_equal_those_of_one_pass() -> None:
+    model, idx = lively(), characters(3, T)
+    caches = [Cache(), Cache()]
+    parts = [model(part, caches=caches)[0] for part in idx.split([3, 1, 1, 1, 1, 1], 1)]
+    assert torch.allclose(torch.cat(parts, 1), model(idx)[0], rtol=0, atol=1e-10)
+    assert [len(cache) for cache in caches] == [T, T]
+    with pytest.raises(ValueError, match=f"{T + 1} characters"):
+        model(idx[:, :1], caches=caches)
+
+
+def test_the_cache_saves_work_until_the_window_is_full() -> None:
+    model, seen = small(), []
+    model.transformer.drop.register_forward_hook(lambda module, args, output: seen.append(output.size(1)))
+    model.generate(characters(1, 3), T)
+    assert seen == [3, 1, 1, 1, 1, 1, T, T]
+
+
+def test_a_seeded_generator_repeats_its_text() -> None:
+    model, idx = small(), characters(2, 3)
+    first, again, other = (model.generate(idx, 40, generator=torch.Generator().manual_seed(seed)) for seed in (5, 5, 6))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert torch.equal(first[:, :3], idx)
+    assert first.shape == (2, 43)
+
+
+@pytest.mark.parametrize(("temperature", "top_k"), [(1.0, None), (0.5, None), (2.0, 3), (1.0, 10 * V)])
+def test_characters_come_as_often_as_the_model_says(temperature: float, top_k: int | None) -> None:
+    model, number = small(), 20_000
+    with torch.no_grad():
+        model.transformer.wte.weight.mul_(5)  # some are likelier than others
+    idx = characters(1, 2).expand(number, -1)
+    logits = model(idx[:1])[0][0, -1] / temperature
+    if top_k is not None:
+        logits[logits.argsort(descending=True)[top_k:]] = -math.inf
+    chance = logits.softmax(-1)
+    assert chance.max() < 0.9
+    new = model.generate(idx, 1, temperature=temperature, top_k=top_k, generator=torch.Generator().manual_seed(0))[
+        :, -1
+    ]
+    found = new.bincount(minlength=V) / number
+    assert ((found - chance).abs() <= 5 * (chance * (1 - chance) / number).sqrt()).all()
+
+
+def test_generating_with_dropout_is_the_same_as_without() -> None:
+    idx = characters(1, 3)
+    with_dropout, without = lively(dropout=0.5).train(), lively(dropout=0.0)
+    assert torch.equal(with_dropout.generate(idx, 20, temperature=0), without.generate(idx, 20, temperature=0))

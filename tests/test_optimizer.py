@@ -1,0 +1,233 @@
+"""The schedule, which weights decay, AdamW by hand, and state that moves to another optimizer."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from optimizer import OptimizerConfig, adopt_state, build_optimizer, learning_rate, state_by_name
+
+# The learning rate.
+
+KNOBS = OptimizerConfig(learning_rate=1.0, min_learning_rate=0.2, warmup_steps=10)
+
+
+def test_warm_up_is_linear_from_the_first_step_to_the_peak() -> None:
+    assert [learning_rate(step, 110, KNOBS) for step in range(1, 11)] == pytest.approx([n / 10 for n in range(1, 11)])
+
+
+def test_the_cosine_falls_from_the_peak_to_the_minimum_at_the_last_step_and_stays() -> None:
+    rates = {step: learning_rate(step, 110, KNOBS) for step in range(10, 200)}
+    for step in range(10, 111):
+        assert rates[step] == pytest.approx(0.2 + 0.8 * (1 + math.cos(math.pi * (step - 10) / 100)) / 2)
+    assert rates[60] == pytest.approx(0.6)
+    assert {rates[step] for step in range(110, 200)} == {0.2}
+
+
+def test_decay_steps_overrides_the_last_step() -> None:
+    knobs = OptimizerConfig(learning_rate=1.0, min_learning_rate=0.2, warmup_steps=10, decay_steps=30)
+    assert [learning_rate(s, 1000, knobs) for s in range(1, 50)] == [learning_rate(s, 30, KNOBS) for s in range(1, 50)]
+    assert learning_rate(20, 20, knobs) == pytest.approx(0.6)  # a run that ends in the middle of the decay
+
+
+def test_without_warm_up_the_decay_starts_at_once() -> None:
+    knobs = OptimizerConfig(learning_rate=1.0, warmup_steps=0)
+    assert learning_rate(1, 100, knobs) == pytest.approx((1 + math.cos(math.pi / 100)) / 2)
+    assert learning_rate(1, 1, knobs) == 0.0
+
+
+@pytest.mark.parametrize("decay_steps", [None, 1, 9, 10])
+def test_a_warm_up_as_long_as_the_run_or_longer(decay_steps: int | None) -> None:
+    knobs = OptimizerConfig(learning_rate=1.0, min_learning_rate=0.2, warmup_steps=10, decay_steps=decay_steps)
+    for last_step in (1, 5, 10):
+        rates = [learning_rate(step, last_step, knobs) for step in range(1, 13)]
+        assert rates == pytest.approx([n / 10 for n in range(1, 11)] + [0.2, 0.2])
+
+
+def test_the_learning_rate_depends_on_nothing_but_its_arguments() -> None:
+    forth = [learning_rate(step, 60, KNOBS) for step in range(1, 80)]
+    back = [learning_rate(step, 60, KNOBS) for step in reversed(range(1, 80))]
+    assert forth == back[::-1]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("learning_rate", 0.0),
+        ("learning_rate", -1.0),
+        ("min_learning_rate", -0.1),
+        ("min_learning_rate", 1.0),
+        ("warmup_steps", -1),
+        ("decay_steps", 0),
+        ("weight_decay", -0.1),
+        ("betas", (0.9, 1.0)),
+        ("betas", (-0.1, 0.9)),
+        ("grad_norm_clip", 0.0),
+        ("grad_norm_clip", -1.0),
+    ],
+)
+def test_bad_values_are_refused_by_name(key: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"optimizer\.{key} is ") as caught:
+        OptimizerConfig(**{key: value})
+    assert str(list(value) if key == "betas" else value) in str(caught.value)
+
+
+# AdamW.
+
+
+def network(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 4), nn.LayerNorm(4), nn.Linear(4, 3))
+
+
+def draw_gradients(model: nn.Module, seed: int) -> None:
+    """Gradients of all sizes from 1e-8, where AdamW's epsilon counts, to 1."""
+    torch.manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter) * 10 ** (-8 * torch.rand_like(parameter))
+
+
+def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Copies of all weights, moments and counters."""
+    found = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for name, state in state_by_name(model, optimizer).items():
+        found |= {f"{name} {key}": tensor.clone() for key, tensor in state.items()}
+    return found
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_weight_decay_shrinks_matrices_and_nothing_else() -> None:
+    model = network()
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = build_optimizer(model, OptimizerConfig(learning_rate=0.5, weight_decay=0.1))
+    optimizer.step()
+    for parameter in model.parameters():
+        expected = 0.95 if parameter.dim() >= 2 else 1.0
+        assert torch.allclose(parameter, torch.full_like(parameter, expected))
+
+
+def test_every_parameter_moves_in_one_fused_pass() -> None:
+    model = network()
+    optimizer = build_optimizer(model, OptimizerConfig())
+    groups = optimizer.param_groups
+    assert sorted(id(p) for group in groups for p in group["params"]) == sorted(map(id, model.parameters()))
+    assert all(group["fused"] for group in groups)
+
+
+def test_steps_equal_those_of_adamw_by_hand() -> None:
+    model, beta1, beta2, decay = network(), 0.8, 0.95, 0.3
+    optimizer = build_optimizer(model, OptimizerConfig(betas=(beta1, beta2), weight_decay=decay))
+    weights = {name: p.detach().double() for name, p in model.named_parameters()}
+    mean = {name: torch.zeros_like(p) for name, p in weights.items()}
+    square = {name: torch.zeros_like(p) for name, p in weights.items()}
+    for step, rate in enumerate((1e-2, 3e-2, 2e-2), start=1):
+        draw_gradients(model, seed=step)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        for name, parameter in model.named_parameters():
+            gradient, p = parameter.grad.double(), weights[name]
+            mean[name] = beta1 * mean[name] + (1 - beta1) * gradient
+            square[name] = beta2 * square[name] + (1 - beta2) * gradient**2
+            move = mean[name] / (1 - beta1**step) / ((square[name] / (1 - beta2**step)).sqrt() + 1e-8)
+            weights[name] = p - rate * (decay if p.dim() >= 2 else 0) * p - rate * move
+            assert (parameter - weights[name]).abs().max() < 1e-6, (step, name)
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_found_inf_leaves_weights_moments_and_counters_alone(steps: int) -> None:
+    """The trainer relies on this to skip a step without asking the device whether its gradient is finite."""
+    model, straight = network(), network()
+    optimizer = build_optimizer(model, OptimizerConfig())
+    reference = build_optimizer(straight, OptimizerConfig())
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, skip: float) -> None:
+        draw_gradients(model, seed)
+        if skip:
+            next(model.parameters()).grad.fill_(math.nan)
+        optimizer.grad_scale, optimizer.found_inf = None, torch.tensor(skip)
+        optimizer.step()
+
+    for seed in range(steps):
+        step(model, optimizer, seed, skip=0.0)
+        step(straight, reference, seed, skip=0.0)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    before = bits(model, optimizer)
+    step(model, optimizer, seed=100, skip=1.0)
+    assert same(model.state_dict(), weights)
+    assert same(bits(model, optimizer), before) or not steps  # before the first step there are no moments yet
+    assert {float(state["step"]) for state in optimizer.state.values()} == {steps}
+    step(model, optimizer, seed=101, skip=0.0)
+    step(straight, reference, seed=101, skip=0.0)
+    assert same(bits(model, optimizer), bits(straight, reference))
+    assert not same(model.state_dict(), weights)
+
+
+# State that travels.
+
+
+def trained(steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = network()
+    optimizer = build_optimizer(model, OptimizerConfig())
+    for seed in range(steps):
+        draw_gradients(model, seed)
+        optimizer.step()
+    return model, optimizer
+
+
+def test_state_is_named_after_parameters_and_holds_tensors_only() -> None:
+    model, optimizer = trained(2)
+    state = state_by_name(model, optimizer)
+    assert list(state) == [name for name, _ in model.named_parameters()]
+    for name, parameter in model.named_parameters():
+        assert set(state[name]) == {"step", "exp_avg", "exp_avg_sq"}
+        assert state[name]["exp_avg"].shape == state[name]["exp_avg_sq"].shape == parameter.shape
+        assert state[name]["step"].item() == 2
+    assert all(not held for held in state_by_name(*trained(0)).values())
+
+
+def test_a_fresh_optimizer_that_adopts_state_goes_on_bit_for_bit() -> None:
+    model, optimizer = trained(3)
+    fresh = network(seed=1)
+    fresh.load_state_dict(model.state_dict())
+    heir = build_optimizer(fresh, OptimizerConfig())
+    adopt_state(fresh, heir, state_by_name(model, optimizer))
+    start = bits(fresh, heir)
+    assert same(start, bits(model, optimizer))
+    for seed in (10, 11, 12):
+        draw_gradients(model, seed)
+        optimizer.step()
+    assert same(bits(fresh, heir), start)  # nothing is shared
+    for seed in (10, 11, 12):
+        draw_gradients(fresh, seed)
+        heir.step()
+    assert same(bits(fresh, heir), bits(model, optimizer))
+
+
+def test_state_without_data_becomes_buffers_for_another_rank_to_fill() -> None:
+    model, optimizer = trained(3)
+    state = state_by_name(model, optimizer)
+    shapes = {name: {key: tensor.to("meta") for key, tensor in held.items()} for name, held in state.items()}
+    fresh = network()
+    fresh.load_state_dict(model.state_dict())
+    heir = build_optimizer(fresh, OptimizerConfig())
+    adopt_state(fresh, heir, shapes)
+    for name, held in state_by_name(fresh, heir).items():
+        assert held.keys() == state[name].keys()
+        for key, buffer in held.items():
+            assert (buffer.shape, buffer.dtype) == (state[name][key].shape, state[name][key].dtype)
+            assert buffer.device == next(fresh.parameters()).device
+            buffer.copy_(state[name][key])  # in place, as a broadcast does
+    for other, mover in ((model, optimizer), (fresh, heir)):
+        draw_gradients(other, seed=10)
+        mover.step()
+    assert same(bits(fresh, heir), bits(model, optimizer))

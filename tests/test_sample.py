@@ -1,0 +1,261 @@
+"""What has it learned: text on stdout and nothing else there, and one message where there is none."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, arguments, environment, ranks, train, write_text
+
+import sample
+from model import GPT, GPTConfig
+from snapshot import read
+
+NEW = 40  # characters to write: more than a window of 16
+Sampled = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of six steps on a text that is not ASCII, and is gone."""
+    folder = tmp_path_factory.mktemp("trained")
+    text = write_text(folder / "text.txt")
+    text.write_text(text.read_text().replace("figs", "ñandú—🙂"), encoding="utf-8")
+    argv = arguments(folder / "run", text, trainer__max_steps=6)
+    assert ranks(1, train, *argv, tmp_path=folder) == [0]
+    text.unlink()
+    shutil.rmtree(folder / "run/cache")
+    return folder / "run"
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Several threads only wait for each other where others use the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def sampled(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Sampled:
+    """Runs sample.py in this process: status, stdout, stderr."""
+
+    def run(*argv: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["sample.py", *map(str, argv)])
+        try:
+            status = sample.run()
+        except SystemExit as end:  # of argparse
+            status = end.code
+        return (status, *capfd.readouterr())
+
+    return run
+
+
+def newest(run_dir: Path) -> Path:
+    return run_dir / "snapshots/step_00000006.pt"
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        ["--max_new_tokens", NEW],
+        ["--max_new_tokens", 0],
+        ["--max_new_tokens", 1],
+        ["--max_new_tokens", NEW, "--temperature", 0],
+        ["--max_new_tokens", NEW, "--top_k", 3],
+        ["--max_new_tokens", NEW, "--top_k", 1000],
+    ],
+)
+@pytest.mark.parametrize("prompt", ["a", "anna does eat ñandú—🙂 eat anna"])
+def test_stdout_is_the_prompt_and_so_many_characters(
+    prompt: str, knobs: list[object], trained: Path, sampled: Sampled
+) -> None:
+    status, out, err = sampled("--snapshot", trained, "--prompt", prompt, *knobs)
+    assert (status, err) == (0, "")
+    assert out.startswith(prompt)
+    assert len(out) == len(prompt) + int(knobs[1])
+    assert set(out) <= set(read(str(newest(trained)))["vocabulary"])
+
+
+def test_without_a_prompt_it_starts_with_the_first_character_of_the_vocabulary(trained: Path, sampled: Sampled) -> None:
+    status, out, _ = sampled("--snapshot", trained)
+    assert (status, len(out), out[0]) == (0, 501, "\n")
+
+
+def test_a_seed_decides_the_text(trained: Path, sampled: Sampled) -> None:
+    one, again, other = (
+        sampled("--snapshot", trained, "--seed", seed, "--max_new_tokens", NEW)[1] for seed in (1, 1, 2)
+    )
+    assert one == again != other
+
+
+def test_at_temperature_zero_the_likeliest_is_taken_whatever_the_seed(trained: Path, sampled: Sampled) -> None:
+    knobs = ("--snapshot", trained, "--prompt", "anna", "--max_new_tokens", NEW)
+    texts = {sampled(*knobs, "--temperature", 0, "--seed", seed)[1] for seed in (1, 2)}
+    assert texts == {sampled(*knobs, "--top_k", 1)[1]}
+
+    snapshot = read(str(newest(trained)))
+    vocabulary, config = snapshot["vocabulary"], snapshot["config"]
+    model = GPT(GPTConfig(**config["model"], vocab_size=len(vocabulary), block_size=16)).eval()
+    model.load_state_dict(snapshot["model"])
+    text = "anna"
+    for _ in range(NEW):  # without cache, one window at a time
+        idx = torch.tensor([[vocabulary.index(character) for character in text[-16:]]])
+        text += vocabulary[model(idx)[0][0, -1].argmax()]
+    assert texts == {text}
+
+
+def test_the_newest_is_found_wherever_one_points(trained: Path, sampled: Sampled) -> None:
+    places = [trained, trained / "snapshots", f"{trained}/", newest(trained), f"file://{newest(trained)}"]
+    results = {sampled("--snapshot", place, "--max_new_tokens", NEW) for place in places}
+    assert len(results) == 1
+    [(status, _, err)] = results
+    assert (status, err) == (0, "")
+    assert sampled("--snapshot", trained / "snapshots/step_00000003.pt", "--max_new_tokens", NEW) not in results
+
+
+def test_a_damaged_newest_is_named_and_the_one_before_speaks(trained: Path, tmp_path: Path, sampled: Sampled) -> None:
+    run = shutil.copytree(trained, tmp_path / "run")
+    content = bytearray(newest(run).read_bytes())
+    content[5000] ^= 4
+    newest(run).write_bytes(content)
+    status, out, err = sampled("--snapshot", run, "--max_new_tokens", NEW)
+    older = run / "snapshots/step_00000003.pt"
+    assert status == 0
+    assert out == sampled("--snapshot", older, "--max_new_tokens", NEW)[1]
+    damaged, used = err.splitlines()
+    assert damaged.startswith(f"{newest(run)} is damaged")
+    assert used == f"{older} is used instead"
+
+    status, out, err = sampled("--snapshot", newest(run))
+    assert (status, out) == (2, "")
+    assert_one_message(err, str(newest(run)), "damaged")
+    older.unlink()
+    status, out, err = sampled("--snapshot", run)
+    assert (status, out) == (2, "")
+    assert "damaged" in err.splitlines()[-1]
+
+
+def assert_one_message(err: str, *said: str) -> None:
+    assert err.startswith("error: ")
+    assert len(err.splitlines()) == 1, err
+    for words in said:
+        assert words in err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--prompt", "anna z€", "'z€'"),
+        ("--prompt", "", "empty"),
+        ("--max_new_tokens", "-1", "-1"),
+        ("--temperature", "-0.5", "-0.5"),
+        ("--temperature", "nan", "nan"),
+        ("--top_k", "0", "0"),
+        ("--top_k", "-3", "-3"),
+        ("--seed", str(1 << 70), str(1 << 70)),
+        ("--snapshot", "{tmp}/none", "{tmp}/none"),
+        ("--snapshot", "{tmp}", "{tmp}"),
+        ("--snapshot", "{tmp}/words.txt", "{tmp}/words.txt"),
+        ("--snapshot", "{tmp}/words.txt/below", "{tmp}/words.txt/below"),
+        ("--snapshot", "nosuch://place", "nosuch://place"),
+    ],
+)
+def test_what_cannot_be_is_said_in_one_message(
+    option: str, value: str, said: str, trained: Path, tmp_path: Path, sampled: Sampled
+) -> None:
+    (tmp_path / "words.txt").write_text("no snapshot " * 100)
+    value, said = value.replace("{tmp}", str(tmp_path)), said.replace("{tmp}", str(tmp_path))
+    status, out, err = sampled("--snapshot", trained, option, value)
+    assert (status, out) == (2, "")
+    assert_one_message(err, option, said)
+
+
+def test_a_number_that_is_none_is_refused(trained: Path, sampled: Sampled) -> None:
+    for option in ("--max_new_tokens", "--temperature", "--top_k", "--seed"):
+        status, out, err = sampled("--snapshot", trained, option, "many")
+        assert (status, out) == (2, "")
+        assert option in err
+        assert "'many'" in err
+        assert "Traceback" not in err
+
+
+def test_an_unknown_character_is_told_with_the_known_ones(trained: Path, sampled: Sampled) -> None:
+    err = sampled("--snapshot", trained, "--prompt", "what?")[2]
+    assert "'?hw'" in err
+    assert repr(read(str(newest(trained)))["vocabulary"]) in err
+
+
+def test_without_a_path_the_default_run_is_looked_for(
+    tmp_path: Path, sampled: Sampled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, out, err = sampled()
+    assert (status, out) == (2, "")
+    assert_one_message(err, "--snapshot", "runs/default", str(tmp_path), "main.py")
+    assert list(tmp_path.iterdir()) == []
+
+
+# Real processes
+
+
+def test_a_terminal_that_is_ascii_gets_utf_8(trained: Path) -> None:
+    command = [
+        sys.executable,
+        ROOT / "sample.py",
+        "--snapshot",
+        trained,
+        "--prompt",
+        "ñandú—🙂",
+        "--top_k",
+        "5",
+        "--max_new_tokens",
+        "100",
+    ]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        env=environment(LC_ALL="C", PYTHONIOENCODING="ascii", OMP_NUM_THREADS="1"),
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    text = done.stdout.decode("utf-8")
+    assert text.startswith("ñandú—🙂")
+    assert len(text) == len("ñandú—🙂") + 100
+    assert not text.isascii()
+
+
+def test_a_reader_that_has_seen_enough_ends_it(trained: Path) -> None:
+    """As `sample.py | head -c 5` does."""
+    command = [
+        sys.executable,
+        ROOT / "sample.py",
+        "--snapshot",
+        trained,
+        "--prompt",
+        "anna",
+        "--max_new_tokens",
+        "9999999",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()) as process:
+        assert process.stdout.read(5)[:4] == b"anna"
+        process.stdout.close()
+        try:
+            assert process.wait(30) == 0
+            assert process.stderr.read() == b""
+        finally:
+            process.kill()
+
+
+def test_what_was_learned_is_worth_sampling(trained: Path) -> None:
+    """Guards the tests above: six steps are enough to differ from the start, so that texts can differ."""
+    model = read(str(newest(trained)))
+    assert model["val_loss"] < math.log(len(model["vocabulary"]))
