@@ -86,29 +86,10 @@ def read_config(argv: Sequence[str] = ()) -> Config:
     Raises:
         UserError: names each mistake, where it stands, what was found and what is allowed.
     """
-    parser = argparse.ArgumentParser(
-        description="Trains a GPT on characters. Alone, under torchrun or under another launcher.",
-        allow_abbrev=False,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=38),
-    )
-    parser.add_argument("--config", metavar="FILE", help=f"yaml file (default: {YAML.name} beside main.py)")
-    parser.add_argument("--print_config", action="store_true", help="print the yaml that would run, and exit")
-    parser.add_argument(
-        "--local_rank", "--local-rank", help=argparse.SUPPRESS
-    )  # old launchers pass it; LOCAL_RANK rules
-    for section, room in SECTIONS.items():
-        group = parser.add_argument_group(section, room.__doc__.split("\n")[0])
-        notes = dict(re.findall(r"^ +(\w+): (.+)$", room.__doc__, re.MULTILINE))
-        for f in fields(room):
-            shown = json.dumps(f.default).replace('"', "")
-            group.add_argument(
-                f"--{section}.{f.name}", metavar="X", help=f"{notes[f.name]} (default: {shown})".replace("%", "%%")
-            )
-    known, unknown = parser.parse_known_args(argv)
+    known, unknown = _parser().parse_known_args(argv)
     if unknown:
-        raise UserError(
-            f"command line: {unknown[0]} is not known{_nearest(unknown[0].lstrip('-'), KEYS)}; --help lists all"
-        )
+        nearest = _nearest(unknown[0].lstrip("-"), KEYS)
+        raise UserError(f"command line: {unknown[0]} is not known{nearest}; --help lists all")
 
     file = Path(known.config) if known.config else YAML
     found = _read_yaml(file) if known.config or file.exists() else {}
@@ -123,6 +104,26 @@ def read_config(argv: Sequence[str] = ()) -> Config:
         print(yaml.safe_dump(plain(config), sort_keys=False), end="")
         sys.exit(0)
     return config
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="Trains a GPT on characters. Alone, under torchrun or under another launcher.",
+        allow_abbrev=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=38),
+    )
+    parser.add_argument("--config", metavar="FILE", help=f"yaml file (default: {YAML.name} beside main.py)")
+    parser.add_argument("--print_config", action="store_true", help="print the yaml that would run, and exit")
+    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # from old launchers; LOCAL_RANK rules
+    for section, room in SECTIONS.items():
+        group = parser.add_argument_group(section, room.__doc__.split("\n")[0])
+        notes = dict(re.findall(r"^ +(\w+): (.+)$", room.__doc__, re.MULTILINE))
+        for f in fields(room):
+            shown = json.dumps(f.default).replace('"', "")
+            group.add_argument(
+                f"--{section}.{f.name}", metavar="X", help=f"{notes[f.name]} (default: {shown})".replace("%", "%%")
+            )
+    return parser
 
 
 def _read_yaml(file: Path) -> dict[str, dict[str, Any]]:

@@ -100,9 +100,9 @@ def test_a_text_too_short_for_a_window_in_either_split(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("x" * 100)
     corpus = encode_corpus(str(tmp_path / "text.txt"), tmp_path / "cache")
     split(corpus, DataConfig(block_size=9, train_split=0.9))
-    with pytest.raises(UserError, match="validation part .* has 10 characters"):
+    with pytest.raises(UserError, match=r"validation part .* has 10 characters"):
         split(corpus, DataConfig(block_size=10, train_split=0.9))
-    with pytest.raises(UserError, match="training part .* has 9 characters"):
+    with pytest.raises(UserError, match=r"training part .* has 9 characters"):
         split(corpus, DataConfig(block_size=9, train_split=0.09))
 
 
