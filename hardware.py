@@ -98,7 +98,8 @@ def choose_threads(wanted: int | str, local_size: int, kept: int | None) -> tupl
         return wanted, "as asked"
     if kept is not None:
         return kept, "auto: kept from the snapshot"
-    if os.environ.get("OMP_NUM_THREADS", "").isdigit():
-        return int(os.environ["OMP_NUM_THREADS"]), "auto: OMP_NUM_THREADS"
+    threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]  # a list has one number for each level of nesting
+    if threads.isdecimal() and int(threads):
+        return int(threads), "auto: OMP_NUM_THREADS"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // local_size), f"auto: {cores} cores / {local_size} ranks"

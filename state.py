@@ -41,7 +41,7 @@ class TrainingState:
         world: the ranks
         corpus: the text
         folder: the snapshots
-        example: inputs and targets, (B, T) each, for DDP's warm-up
+        example: inputs and targets, (B, T) each, for a throw-away step
         say: what tells the person watching about damaged snapshots
 
     Raises:

@@ -212,7 +212,7 @@ class Trainer:
             torch.manual_seed(int(hash64(self.config.trainer.seed, numbers.start)[0]))
             with self.world.exchange(state.replica, now=i == len(micro_batches)):
                 part = state.loss(state.replica, *self.training[numbers]) * weight
-                state.scaler.scale(part * self.world.size).backward()  # DDP divides by the number of ranks
+                state.scaler.scale(part * self.world.size).backward()  # the exchange averages over ranks
             loss += part.detach()
         state.scaler.unscale_(state.optimizer)
         parameters = list(state.model.parameters())

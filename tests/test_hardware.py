@@ -193,6 +193,8 @@ def test_fp16_without_a_cuda_gpu_is_refused(device: torch.device, machine: Machi
         ("auto", 2, None, "", 4, "8 cores / 2 ranks"),
         ("auto", 2, None, "1", 1, "OMP_NUM_THREADS"),
         ("auto", 2, None, "16", 16, "OMP_NUM_THREADS"),
+        ("auto", 2, None, "3,2", 3, "OMP_NUM_THREADS"),
+        ("auto", 2, None, "0", 4, "8 cores / 2 ranks"),
         ("auto", 2, 3, None, 3, "kept from the snapshot"),
         ("auto", 2, 3, "1", 3, "kept from the snapshot"),
         (5, 2, 3, "1", 5, "as asked"),

@@ -13,7 +13,10 @@ import pytest
 import torch
 from conftest import arguments, program, ranks, start, torchrun, train
 
+from distributed import connect
+from main import read_config
 from snapshot import SnapshotFolder, read
+from trainer import Trainer
 
 
 def rows(run_dir: Path, event: str = "train") -> list[dict]:
@@ -73,6 +76,33 @@ def test_any_number_of_ranks_gives_the_same_curve(text: Path, tmp_path: Path) ->
         assert other == pytest.approx(curves[0], rel=1e-5)
     for other in val_losses[1:]:
         assert other == pytest.approx(val_losses[0], rel=1e-5)
+
+
+def test_the_validation_loss_has_the_same_bits_on_any_number_of_ranks(text: Path, tmp_path: Path) -> None:
+    argv = arguments(tmp_path / "run", text)
+    losses = {loss for number in (1, 2, 3) for loss in ranks(number, _validation_loss, *argv, tmp_path=tmp_path)}
+    assert len(losses) == 1
+    assert losses.pop() == pytest.approx(ranks(1, _mean_of_all_targets, *argv, tmp_path=tmp_path)[0], rel=1e-6)
+
+
+def _validation_loss(*argv: str) -> float:
+    config = read_config([*argv, "--distributed.init_method", os.environ["TEST_INIT_METHOD"]])
+    with connect(config.distributed) as world:
+        return Trainer(config, world)._evaluate()
+
+
+def _mean_of_all_targets(*argv: str) -> float:
+    """The same, each window on its own and every target counted once."""
+    config = read_config(argv)
+    with connect(config.distributed) as world, torch.no_grad():
+        trainer = Trainer(config, world)
+        model, losses = trainer.state.model.eval(), []
+        for window in range(len(trainer.validation)):
+            idx, targets = trainer.validation[range(window, window + 1)]
+            logits, _ = model(idx)
+            losses += [-logits[0, t].log_softmax(0)[targets[0, t]].item() for t in range(16) if targets[0, t] >= 0]
+        assert len(losses) == 299
+        return sum(losses) / len(losses)
 
 
 def test_the_number_of_ranks_may_change_on_the_way(text: Path, tmp_path: Path) -> None:
