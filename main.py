@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -91,8 +91,8 @@ def read_config(argv: Sequence[str] = ()) -> Config:
         nearest = _nearest(unknown[0].lstrip("-"), KEYS)
         raise UserError(f"command line: {unknown[0]} is not known{nearest}; --help lists all")
 
-    file = Path(known.config) if known.config else YAML
-    found = _read_yaml(file) if known.config or file.exists() else {}
+    file = YAML if known.config is None else Path(known.config)
+    found = _read_yaml(file) if known.config is not None or file.exists() else {}
     origin = dict.fromkeys((f"{section}.{key}" for section in found for key in found[section]), str(file))
     for name in KEYS:
         if (text := getattr(known, name)) is not None:
@@ -106,8 +106,14 @@ def read_config(argv: Sequence[str] = ()) -> Config:
     return config
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Argparse's own complaints in the form of all others."""
+        raise UserError(f"command line: {message}; --help lists all")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         description="Trains a GPT on characters. Alone, under torchrun or under another launcher.",
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=38),
@@ -228,6 +234,7 @@ def run(argv: Sequence[str]) -> int:
 @record
 def main() -> None:
     """The program, under torchrun as without it: a worker's traceback reaches the launcher's summary."""
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a path may hold what a terminal can't
     sys.exit(run(sys.argv[1:]))
 
 

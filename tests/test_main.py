@@ -582,3 +582,18 @@ def test_ranks_may_have_their_own_places(text: Path, tmp_path: Path) -> None:
     argvs = [arguments(tmp_path / f"{i}", path, trainer__max_steps=1) for i, path in enumerate((text, other))]
     assert ranks(2, told, argvs, tmp_path=tmp_path) == [(0, ""), (0, "")]
     assert (tmp_path / "0/snapshots/step_00000001.pt").exists()
+
+
+def test_an_option_without_its_value(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--trainer.max_steps: expected one argument" in refused(capsys, "--trainer.max_steps")
+
+
+def test_an_empty_name_of_a_config_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--config" in refused(capsys, "--config", "")
+
+
+def test_a_path_that_the_terminal_can_not_show(tmp_path: Path) -> None:
+    text = write_text(tmp_path / "ü.txt")
+    done = program("main.py", *arguments(tmp_path / "run", text, trainer__max_steps=1), PYTHONIOENCODING="ascii")
+    assert done.returncode == 0, done.stderr
+    assert "\\xfc.txt" in done.stdout
