@@ -1,31 +1,21 @@
-"""What is sample number i? Corpus -> vocabulary -> windows -> global sample order.
+"""What is sample number i? Corpus -> windows -> global sample order.
 
-The text is encoded once into a cache of the narrowest unsigned integers, which all ranks of a node map into memory.
-Which window of it sample i is, is a pure function of (seed, i), so there is no sampler state to save.
+Which window of the text sample i is, is a pure function of (seed, i), so there is no sampler state to save.
 """
 
 from __future__ import annotations
 
-import codecs
-import hashlib
-import json
 import math
-import os
-import tempfile
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import fsspec
 import numpy as np
 import torch
-from fsspec.implementations.local import LocalFileSystem
 from torch.utils.data import Dataset
 
+from corpus import Corpus
 from errors import UserError
 
-CHUNK = 1 << 20  # bytes: stays in a core's own cache while it is decoded, looked up and written
 IGNORE = -1  # target of a position that has no next character; GPT's loss leaves it out
 
 
@@ -52,175 +42,6 @@ class DataConfig:
             raise ValueError(f"data.train_split is {self.train_split}, must be between 0 and 1, both excluded")
         if self.truncate is not None and not 0 < self.truncate <= 1:
             raise ValueError(f"data.truncate is {self.truncate}, must be null or above 0 and at most 1")
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """An encoded text.
-
-    Args:
-        vocabulary: the distinct characters of the whole text, sorted; a character's index is its token
-        tokens: (n,) the text as unsigned integers, mapped into memory
-        sha256: digest of the text's bytes
-    """
-
-    vocabulary: str
-    tokens: np.ndarray
-    sha256: str
-
-
-def encode_corpus(path: str, cache: Path) -> Corpus:
-    """Encodes the text at `path` into the folder `cache`, or opens what is there if the text has not changed.
-
-    Text counts as unchanged while names, sizes and modification times (for a URL, fsspec's `ukey`) are the same.
-
-    Raises:
-        UserError: text missing, empty or not UTF-8, or the cache can't be written.
-    """
-    fs, names, identity = _find_text(path)
-    marker = cache / "text.json"
-    try:
-        return _open_cache(marker, identity)
-    except (OSError, ValueError, KeyError):
-        pass  # no cache yet, or of another text
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"trainer.run_dir: {cache} can't be made: {error}") from error
-    try:
-        with tempfile.TemporaryDirectory(dir=cache) as folder:
-            if isinstance(fs, LocalFileSystem):
-                files = names
-            else:
-                files = [os.path.join(folder, f"{i}.txt") for i in range(len(names))]
-                for name, file in zip(names, files, strict=True):
-                    fs.get_file(name, file)
-            with ThreadPoolExecutor(1) as beside:  # hashing leaves the interpreter's lock alone
-                digest = beside.submit(_sha256, files)
-                vocabulary = _distinct(files)
-                if not vocabulary:
-                    raise UserError(f"data.path: {path} is empty; it must hold text")
-                unfinished = os.path.join(folder, "tokens.npy")
-                _write_tokens(files, vocabulary, unfinished)
-                sha256 = digest.result()
-            tokens = cache / f"tokens-{sha256[:16]}.npy"
-            os.replace(unfinished, tokens)
-            meta = {"identity": identity, "vocabulary": vocabulary, "sha256": sha256, "tokens": tokens.name}
-            Path(folder, "text.json").write_text(json.dumps(meta))
-            os.replace(Path(folder, "text.json"), marker)
-    except OSError as error:
-        raise UserError(f"data.path: {path} can't be encoded into {cache}: {error}") from error
-    for old in cache.glob("tokens-*.npy"):
-        if old != tokens:
-            old.unlink(missing_ok=True)
-    return _open_cache(marker, identity)
-
-
-def _open_cache(marker: Path, identity: str) -> Corpus:
-    meta = json.loads(marker.read_text())
-    if meta["identity"] != identity:
-        raise ValueError("the text has changed since it was encoded")
-    tokens = np.load(marker.parent / meta["tokens"], mmap_mode="r")
-    return Corpus(meta["vocabulary"], np.asarray(tokens), meta["sha256"])
-
-
-def _find_text(path: str) -> tuple[fsspec.AbstractFileSystem, list[str], str]:
-    """The file system, the files in sorted order, and a string that changes when one of them does."""
-    try:
-        fs, root = fsspec.url_to_fs(path)
-        names = sorted(fs.glob(root)) if any(c in path for c in "*?[") else [root]
-        infos = [fs.info(name) for name in names]
-    except FileNotFoundError:
-        names = infos = []
-    except Exception as error:  # each kind of store raises its own
-        raise UserError(f"data.path: {path} can't be read: {error}") from error
-    infos = [info for info in infos if info["type"] == "file"]
-    if not infos:
-        hint = "; `python data/prepare.py` writes the default text" if path == DataConfig.path else ""
-        raise UserError(f"data.path: no text at {path} (working directory {os.getcwd()}){hint}")
-    names = [info["name"] for info in infos]
-    if isinstance(fs, LocalFileSystem):
-        return fs, names, repr([(name, os.stat(name).st_size, os.stat(name).st_mtime_ns) for name in names])
-    return fs, names, repr([(name, fs.ukey(name)) for name in names])
-
-
-def _sha256(files: Sequence[str]) -> str:
-    digest = hashlib.sha256()
-    for chunk, _, _ in _read(files):
-        digest.update(chunk)
-    return digest.hexdigest()
-
-
-def _read(files: Sequence[str]) -> Iterator[tuple[bytes, str, bool]]:
-    for name in files:
-        with open(name, "rb", buffering=0) as file:
-            while chunk := file.read(CHUNK):
-                yield chunk, name, False
-            yield b"", name, True
-
-
-def _pieces(files: Sequence[str]) -> Iterator[bytes | np.ndarray]:
-    """The text in pieces: bytes where a piece is pure ASCII, else its (n,) uint32 code points."""
-    rest, done = b"", 0
-    for chunk, name, last in _read(files):
-        if not rest and chunk.isascii():
-            piece: bytes | np.ndarray = chunk
-            done += len(chunk)
-        else:
-            data = rest + chunk
-            try:
-                text, used = codecs.utf_8_decode(data, "strict", last)
-            except UnicodeDecodeError as error:
-                where = done + error.start
-                raise UserError(
-                    f"data.path: {name} is not UTF-8 text: byte {where} is {data[error.start]:#04x}"
-                ) from error
-            rest, done = data[used:], done + used
-            piece = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
-        if len(piece):
-            yield piece
-        if last:
-            rest, done = b"", 0
-
-
-def _distinct(files: Sequence[str]) -> str:
-    """The distinct characters of the text, sorted by code point."""
-    ascii_seen = b""
-    seen = np.zeros(0x110000, dtype=bool)
-    for piece in _pieces(files):
-        if isinstance(piece, bytes):
-            ascii_seen += bytes(set(piece.translate(None, delete=ascii_seen)))
-        elif not seen.take(piece).all():
-            seen[piece] = True
-    seen[list(ascii_seen)] = True
-    return "".join(map(chr, np.flatnonzero(seen)))
-
-
-def _write_tokens(files: Sequence[str], vocabulary: str, target: str) -> None:
-    """Writes the text as tokens into the .npy file `target` and flushes it to disk."""
-    dtype = np.min_scalar_type(len(vocabulary) - 1)
-    table = np.zeros(0x110000, dtype=dtype)
-    table[[ord(c) for c in vocabulary]] = np.arange(len(vocabulary))
-    ascii_table = table[:256].tobytes()
-    count = 0
-    with open(target, "wb") as file:
-        # The header holds the length, known only at the end: numpy pads it, so that rewriting it keeps its size.
-        np.lib.format.write_array_header_1_0(file, _header(dtype, 0))
-        for piece in _pieces(files):
-            if isinstance(piece, bytes) and dtype == np.uint8:
-                file.write(piece.translate(ascii_table))
-            else:
-                codes = np.frombuffer(piece, dtype=np.uint8) if isinstance(piece, bytes) else piece
-                file.write(table.take(codes).data)
-            count += len(piece)
-        file.seek(0)
-        np.lib.format.write_array_header_1_0(file, _header(dtype, count))
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _header(dtype: np.dtype, count: int) -> dict:
-    return {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (count,)}
 
 
 def split(corpus: Corpus, config: DataConfig) -> tuple[np.ndarray, np.ndarray]:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from tqdm import tqdm
 
-from char_dataset import CharDataset, Corpus
+from char_dataset import CharDataset
+from corpus import Corpus
 from errors import UserError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import yaml
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from char_dataset import Corpus
+from corpus import Corpus
 from distributed import World
 from errors import UserError
 from hardware import choose_precision, choose_threads

@@ -24,7 +24,8 @@ import yaml
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from char_dataset import CharDataset, ValidationDataset, encode_corpus, hash64, split
+from char_dataset import CharDataset, ValidationDataset, hash64, split
+from corpus import encode_corpus
 from distributed import World
 from errors import UserError
 from hardware import device_name
