@@ -6,6 +6,7 @@ import codecs
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -55,13 +56,10 @@ def encode_corpus(path: str, cache: Path) -> Corpus:
     except OSError as error:
         raise UserError(f"trainer.run_dir: {cache} can't be made: {error}") from error
     try:
-        with tempfile.TemporaryDirectory(dir=cache) as folder:
-            if isinstance(fs, LocalFileSystem):
-                files = names
-            else:
-                files = [os.path.join(folder, f"{i}.txt") for i in range(len(names))]
-                for name, file in zip(names, files, strict=True):
-                    fs.get_file(name, file)
+        for left in cache.glob("unfinished-*"):  # by a run that was killed here
+            shutil.rmtree(left)
+        with tempfile.TemporaryDirectory(prefix="unfinished-", dir=cache) as folder:
+            files = names if isinstance(fs, LocalFileSystem) else _fetch(fs, names, folder)
             with ThreadPoolExecutor(1) as beside:  # hashing leaves the interpreter's lock alone
                 digest = beside.submit(_sha256, files)
                 vocabulary = _distinct(files)
@@ -111,6 +109,16 @@ def _find_text(path: str) -> tuple[fsspec.AbstractFileSystem, list[str], str]:
     if isinstance(fs, LocalFileSystem):
         return fs, names, repr([(name, os.stat(name).st_size, os.stat(name).st_mtime_ns) for name in names])
     return fs, names, repr([(name, fs.ukey(name)) for name in names])
+
+
+def _fetch(fs: fsspec.AbstractFileSystem, names: Sequence[str], folder: str) -> list[str]:
+    files = [os.path.join(folder, f"{i}.txt") for i in range(len(names))]
+    for name, file in zip(names, files, strict=True):
+        try:
+            fs.get_file(name, file)
+        except Exception as error:  # each kind of store raises its own
+            raise UserError(f"data.path: {name} can't be fetched: {error}") from error
+    return files
 
 
 def _sha256(files: Sequence[str]) -> str:

@@ -73,6 +73,8 @@ def test_the_cache_is_used_until_the_text_changes(tmp_path: Path, monkeypatch: p
         file.write_text(words)
         assert decoded(encode_corpus(str(file), cache)) == words
     (cache / "text.json").write_text("{torn")
+    (cache / "unfinished-abc").mkdir()  # a run was killed while it encoded
+    (cache / "unfinished-abc/tokens.npy").write_bytes(b"half")
     assert decoded(encode_corpus(str(file), cache)) == "another!"
     assert len(list(cache.iterdir())) == 2
 
