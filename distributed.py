@@ -1,4 +1,4 @@
-"""Who am I, and how do ranks talk? The only room that names DDP, gloo and NCCL.
+"""Who am I, and how do ranks talk?
 
 With one process there is no process group, and everything here becomes the obvious local thing.
 """
@@ -10,15 +10,14 @@ import platform
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 from errors import UserError
 from hardware import choose_device, wants_gpu
@@ -35,12 +34,14 @@ class DistributedConfig:
         init_method: where processes meet: tcp://host:port or file:///path; null means env://, as launchers set it
         timeout_seconds: seconds to wait for another process before giving up
         bucket_cap_mb: MiB of gradients that DDP sends at a time while backward goes on
+        reduction: order in which gradients are added: fast, or tree: the same bits at every number of processes
     """
 
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     init_method: str | None = None
     timeout_seconds: float = 600.0
     bucket_cap_mb: float = 25.0
+    reduction: Literal["fast", "tree"] = "fast"
 
     def __post_init__(self) -> None:
         if self.init_method is not None and not self.init_method.startswith(("env://", "tcp://", "file://")):
@@ -162,9 +163,10 @@ class World:
                         f"{name} differs between ranks: {first.get(name)} on rank 0, {other.get(name)} on rank {rank}"
                     )
 
-    def share(self, first: int, count: int) -> range:
-        """This rank's part of `count` samples from number `first` on; parts differ by at most one sample."""
-        return range(first + count * self.rank // self.size, first + count * (self.rank + 1) // self.size)
+    def share(self, first: int, count: int, rank: int | None = None) -> range:
+        """This rank's part (or another's) of `count` things from number `first` on; parts differ by at most one."""
+        rank = self.rank if rank is None else rank
+        return range(first + count * rank // self.size, first + count * (rank + 1) // self.size)
 
     def largest_share(self, count: int) -> int:
         """How many of `count` samples the rank with most of them has."""
@@ -198,33 +200,6 @@ class World:
             return int(ballot)
 
         return count
-
-    def replicate(
-        self, model: nn.Module, config: DistributedConfig, warm_up: Callable[[nn.Module], Tensor]
-    ) -> nn.Module:
-        """Wraps the model in DDP, which averages gradients over ranks while backward is still running.
-
-        DDP lays out its buckets anew after the first backward, and from three ranks on the layout decides the last bits
-        of each sum. One throw-away step, here and on resume alike, makes it the same in every step that counts.
-
-        Args:
-            model: on its device
-            config: bucket size
-            warm_up: model -> a loss that depends on all parameters
-        """
-        if self.size == 1:
-            return model
-        devices = [self.device] if self.device.type == "cuda" else None
-        replica = DistributedDataParallel(
-            model, device_ids=devices, bucket_cap_mb=config.bucket_cap_mb, gradient_as_bucket_view=True
-        )
-        warm_up(replica).backward()
-        replica.zero_grad(set_to_none=True)
-        return replica
-
-    def exchange(self, model: nn.Module, now: bool) -> AbstractContextManager:
-        """Around forward and backward of a micro-batch: gradients leave this rank in the step's last one only."""
-        return nullcontext() if now or self.size == 1 else model.no_sync()  # type: ignore[operator]
 
 
 def _elastic_store(rank: int, size: int, timeout: timedelta) -> dist.Store:

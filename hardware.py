@@ -86,6 +86,13 @@ def choose_precision(wanted: str, device: torch.device, kept: str | None) -> tup
     return ("bf16" if hardware else "fp32"), f"auto: {words}{changed}"
 
 
+def repeat_bits(device: torch.device) -> None:
+    """Makes a CUDA GPU choose kernels that add in the same order each time; on CPUs all that are used here do."""
+    if device.type == "cuda":
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS's condition, per PyTorch's notes on reproducibility
+        torch.use_deterministic_algorithms(True)
+
+
 def choose_threads(wanted: int | str, local_size: int, kept: int | None) -> tuple[int, str]:
     """CPU threads of this rank, and why.
 

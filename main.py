@@ -47,6 +47,18 @@ class Config:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
+    def __post_init__(self) -> None:
+        if self.distributed.reduction == "tree":
+            knobs, why = self.trainer, "with distributed.reduction tree, whose bits depend on it"
+            if knobs.micro_batch_size is None:
+                raise ValueError(f"trainer.micro_batch_size is null, must be a number {why}")
+            if knobs.threads not in ("auto", 1):
+                raise ValueError(f"trainer.threads is {knobs.threads}, must be auto or 1 {why}")
+            if knobs.precision == "fp16":
+                raise ValueError(
+                    "trainer.precision is fp16, must be auto, fp32 or bf16 with distributed.reduction tree"
+                )
+
 
 SECTIONS: dict[str, Any] = {
     "data": DataConfig,

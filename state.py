@@ -14,10 +14,11 @@ from torch.nn.utils import get_total_norm
 from corpus import Corpus
 from distributed import World
 from errors import UserError
-from hardware import choose_precision, choose_threads
+from hardware import choose_precision, choose_threads, repeat_bits
 from metrics import Say
 from model import GPT, GPTConfig
 from optimizer import adopt_state, build_optimizer, state_by_name
+from reduction import Fast, Reduction, Tree
 from snapshot import SnapshotFolder, check_fits
 
 if TYPE_CHECKING:
@@ -73,19 +74,34 @@ class TrainingState:
         self.model = GPT(GPTConfig(**shape)).to(world.device)
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.precision == "fp16")
-        self.replica = world.replicate(self.model, config.distributed, lambda model: self.loss(model, *example))
+        self.reduction: Reduction = (
+            Tree(self.model, world)
+            if config.distributed.reduction == "tree"
+            else Fast(self.model, world, config.distributed.bucket_cap_mb, lambda model: self.loss(model, *example))
+        )
         if header:
             self._restore(header, snapshot)
 
     def _choose(self, kept: dict[str, Any]) -> None:
         knobs, world = self.config.trainer, self.world
-        # Threads decide the last bits, which only the same number of ranks can repeat.
+        tree = self.config.distributed.reduction == "tree"
+        # Threads decide the last bits, which only the same number of ranks can repeat, or the tree on one thread.
         kept_threads = kept["threads"] if kept.get("world_size") == world.size else None
-        threads, why_threads = choose_threads(knobs.threads, world.local_size, kept_threads)
+        threads, why_threads = (
+            (1, "reduction: tree") if tree else choose_threads(knobs.threads, world.local_size, kept_threads)
+        )
         torch.set_num_threads(threads)
         self.precision, why = world.agree(
             lambda: choose_precision(knobs.precision, world.device, kept.get("precision"))
         )
+        if world.device.type == "cuda" and tree and not knobs.deterministic:
+            raise UserError("trainer.deterministic is false, must be true with distributed.reduction tree on GPUs")
+        if tree and self.precision == "fp16":
+            raise UserError(
+                "trainer.precision is fp16, kept from the snapshot; distributed.reduction tree needs bf16 or fp32"
+            )
+        if knobs.deterministic:
+            repeat_bits(world.device)
         self.choices = {"precision": self.precision, "threads": threads, "world_size": world.size}
         self.reasons = {"precision": f"{self.precision} ({why})", "threads": f"{threads} per rank ({why_threads})"}
 

@@ -51,6 +51,7 @@ class TrainerConfig:
         micro_batch_size: most sequences that a rank puts through the model at once; null: its whole share of the batch
         precision: of matrix products: fp32, bf16, fp16 (CUDA GPUs), or auto: bf16 where the hardware has it, else fp32
         threads: CPU threads of each rank, or auto: OMP_NUM_THREADS, else cores / ranks on the machine
+        deterministic: on CUDA GPUs, take kernels that repeat their bits; slower. CPUs always do
         seed: of initial weights, order and dropout
         log_every: steps between lines and rows of loss and speed
         eval_every: steps between losses over the whole validation text
@@ -66,6 +67,7 @@ class TrainerConfig:
     micro_batch_size: int | None = None
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     threads: int | Literal["auto"] = "auto"
+    deterministic: bool = False
     seed: int = 1
     log_every: int = 100
     eval_every: int = 400
@@ -110,6 +112,13 @@ class Trainer:
             raise UserError(
                 f"trainer.batch_size is {knobs.batch_size}, fewer than the {world.size} ranks, and each needs a "
                 f"sequence: raise it, or start at most {knobs.batch_size} processes"
+            )
+        portion = knobs.micro_batch_size or knobs.batch_size
+        if config.distributed.reduction == "tree" and -(-knobs.batch_size // portion) < world.size:
+            raise UserError(
+                f"trainer.batch_size / trainer.micro_batch_size is {knobs.batch_size} / {portion}, "
+                f"fewer micro-batches than the {world.size} ranks, and with distributed.reduction tree each needs one: "
+                "lower trainer.micro_batch_size, or start fewer processes"
             )
         self.run_dir = Path(knobs.run_dir)
         corpus = world.per_file_system(lambda: encode_corpus(config.data.path, self.run_dir / "cache"))
@@ -158,14 +167,14 @@ class Trainer:
         while state.step < self.last_step:
             stop_asked = self.world.vote(self.signal)
             epoch = state.samples // len(self.training)
-            loss, grad_norm, rate = self._step()
+            losses, grad_norm, rate = self._step()
             log, evaluate, save = map(self._due, (knobs.log_every, knobs.eval_every, knobs.save_every))
             stop = stop_asked()
             if self.world.device.type == "cpu" or log or evaluate or save or stop:
                 self._check_finite()
             metrics.advance(state.step)
             if log:
-                mean_loss = self.world.sum(loss).item()
+                mean_loss = state.reduction.mean(losses).item()
                 self._check_finite(mean_loss)
                 now = time.perf_counter()
                 metrics.train(
@@ -201,20 +210,21 @@ class Trainer:
         )
         return 0
 
-    def _step(self) -> tuple[Tensor, Tensor, float]:
-        """One optimizer step; returns this rank's part of the batch's mean loss, the gradient's norm and the rate."""
+    def _step(self) -> tuple[list[Tensor], Tensor, float]:
+        """One optimizer step; returns this rank's parts of the batch's mean loss, the gradient's norm and the rate."""
         knobs, state = self.config.optimizer, self.state
         count = self.config.trainer.batch_size
         if self.total_samples:
             count = min(count, self.total_samples - state.samples)
-        loss = torch.zeros((), device=self.world.device)
-        micro_batches = list(self._micro_batches(state.samples, count))
+        reduction, losses = state.reduction, []
+        micro_batches = reduction.micro_batches(state.samples, count, self.config.trainer.micro_batch_size)
         for i, (numbers, weight) in enumerate(micro_batches, start=1):
             torch.manual_seed(int(hash64(self.config.trainer.seed, numbers.start)[0]))
-            with self.world.exchange(state.replica, now=i == len(micro_batches)):
-                part = state.loss(state.replica, *self.training[numbers]) * weight
-                state.scaler.scale(part * self.world.size).backward()  # the exchange averages over ranks
-            loss += part.detach()
+            with reduction.micro_batch(last=i == len(micro_batches)):
+                loss = state.loss(reduction.model, *self.training[numbers]) * weight
+                state.scaler.scale(loss * reduction.factor).backward()
+            losses.append(loss.detach())
+        reduction.finish()
         state.scaler.unscale_(state.optimizer)
         parameters = list(state.model.parameters())
         grad_norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
@@ -235,18 +245,7 @@ class Trainer:
         state.scaler.step(state.optimizer)
         state.scaler.update()
         state.optimizer.zero_grad(set_to_none=True)
-        return loss, grad_norm, rate
-
-    def _micro_batches(self, first: int, count: int) -> Iterator[tuple[range, float]]:
-        """This rank's sample numbers in portions, and the weight of each portion in the mean over the whole batch.
-
-        Every rank gets equally many, that of the largest share; a missing one is a dummy of weight zero.
-        """
-        share, largest = self.world.share(first, count), self.world.largest_share(count)
-        size = self.config.trainer.micro_batch_size or largest
-        for start in range(0, largest, size):
-            numbers = share[start : start + size]
-            yield numbers or range(first, first + 1), len(numbers) / count
+        return losses, grad_norm, rate
 
     @torch.no_grad()
     def _evaluate(self) -> float:

@@ -29,6 +29,7 @@ SMALL = {
     "trainer.batch_size": 7,
     "trainer.micro_batch_size": 2,
     "trainer.max_steps": 12,
+    "trainer.precision": "fp32",
     "trainer.threads": 1,
     "trainer.log_every": 1,
     "trainer.eval_every": 4,

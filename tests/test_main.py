@@ -326,6 +326,18 @@ def test_what_is_allowed_is_named(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
+    [("trainer.micro_batch_size", "null"), ("trainer.threads", "2"), ("trainer.precision", "fp16")],
+)
+def test_what_the_tree_cannot_do(name: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    good = ["--distributed.reduction", "tree", "--trainer.micro_batch_size", "2", "--trainer.threads", "1"]
+    read_config(good)
+    message = refused(capsys, *good, f"--{name}", value)
+    assert f"{name} is {value}" in message
+    assert "distributed.reduction tree" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
     [
         ("data.block_size", "0"),
         ("data.train_split", "0"),

@@ -136,7 +136,7 @@ def test_one_gradient_exchange_per_step(text: Path, tmp_path: Path) -> None:
 def _count_exchanges(*argv: str) -> int:
     from torch.nn.parallel import DistributedDataParallel
 
-    import distributed
+    import reduction
 
     count = 0
 
@@ -155,7 +155,7 @@ def _count_exchanges(*argv: str) -> int:
                 .then(lambda f: f.value()[0])
             )
 
-    distributed.DistributedDataParallel = Counting
+    reduction.DistributedDataParallel = Counting
     assert train(*argv) == 0
     return count
 
