@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
-import time
-import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,6 +19,7 @@ from torch import Tensor
 
 from errors import UserError
 from hardware import choose_device, wants_gpu
+from peers import Peers, meet, uses_agent_store
 
 T = TypeVar("T")
 
@@ -79,10 +78,11 @@ class World:
     Args:
         rank: this process's number among all
         size: how many there are
+        peers: the others, where there are any
     """
 
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, rank: int, size: int, peers: Peers | None = None) -> None:
+        self.rank, self.size, self.peers = rank, size, peers
         hosts = self.gather(platform.node())
         self.local_rank = int(os.environ.get("LOCAL_RANK", hosts[:rank].count(hosts[rank])))
         self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", hosts.count(hosts[rank])))
@@ -112,11 +112,11 @@ class World:
             dist.all_gather_object(values, value)
         return values
 
-    def broadcast(self, value: T) -> T:
-        """Rank 0's value, on every rank."""
+    def broadcast(self, value: T, source: int = 0) -> T:
+        """The source's value, on every rank."""
         values = [value]
         if self.size > 1:
-            dist.broadcast_object_list(values, src=0)
+            dist.broadcast_object_list(values, src=source)
         return values[0]
 
     def agree(self, action: Callable[[], T]) -> T:
@@ -178,60 +178,40 @@ class World:
             dist.all_reduce(tensor)
         return tensor
 
-    def send_from_first(self, tensors: Iterable[Tensor]) -> None:
-        """Overwrites the tensors with rank 0's."""
+    def send(self, tensors: Iterable[Tensor], source: int) -> None:
+        """Overwrites the tensors with the source's."""
         if self.size > 1:
             for tensor in tensors:
-                dist.broadcast(tensor, src=0)
+                dist.broadcast(tensor, src=source)
 
-    def vote(self, value: int) -> Callable[[], int]:
-        """Starts to find the largest value that a rank has, and returns a function that waits for it.
+    def vote(self, *values: int) -> Callable[[], list[int]]:
+        """Starts to find the largest of each value that a rank has, and returns a function that waits for them.
 
         Ranks call it at the same step, and so learn at the same step that one of them was told to stop. What travels is
-        one integer over gloo, beside the step's own work and never behind a GPU's.
+        a few integers over gloo, beside the step's own work and never behind a GPU's.
         """
-        if self.size == 1:
-            return lambda: value
-        ballot = torch.tensor([value], dtype=torch.int32)
-        work = dist.all_reduce(ballot, op=dist.ReduceOp.MAX, async_op=True)
+        ballot = torch.tensor(values, dtype=torch.int32)
+        work = dist.all_reduce(ballot, op=dist.ReduceOp.MAX, async_op=True) if self.size > 1 else None
 
-        def count() -> int:
-            work.wait()
-            return int(ballot)
+        def count() -> list[int]:
+            if work is not None:
+                work.wait()
+            return ballot.tolist()
 
         return count
 
+    def wait_for(self, ranks: Sequence[int], word: str) -> dict[int, str]:
+        """Says a word, and waits until each of these ranks has said one, for as long as they live; returns them.
 
-def _elastic_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
-    """torchrun's key-value store, seen through a prefix of this generation of workers alone.
+        For what may take longer than a collective's timeout.
 
-    torchrun hands one store to every generation, and gloo would read addresses of the dead one there (torch 2.13:
-    workers then hang or are refused at about every second restart). The restart count does not tell generations
-    apart, for a change of membership leaves it as it is. So each rank greets with a new token; rank 0 offers a new
-    prefix to the tokens it sees, and again when one changes; who finds its own token in the offer accepts; and once
-    all have accepted, which the dead can't, rank 0 says go.
-
-    Raises:
-        TimeoutError: the others did not come.
-    """
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
-    token, greetings = uuid.uuid4().hex, [f"greeting/{other}" for other in range(size)]
-    store.set(greetings[rank], token)
-    offered = None
-    deadline = time.monotonic() + timeout.total_seconds()
-    while time.monotonic() < deadline:
-        if rank == 0 and offered != (tokens := store.multi_get(greetings)):
-            offered = tokens
-            store.set("offer", " ".join([uuid.uuid4().hex, *(other.decode() for other in tokens)]))
-        prefix, *invited = store.get("offer").decode().split()
-        if invited[rank : rank + 1] == [token]:
-            store.set(f"{prefix}/accepted/{rank}", "")
-            if rank == 0 and store.check([f"{prefix}/accepted/{other}" for other in range(size)]):
-                store.set(f"{prefix}/go", "")
-            if store.check([f"{prefix}/go"]):
-                return dist.PrefixStore(prefix, store)
-        time.sleep(0.02)
-    raise TimeoutError(f"not all {size} ranks came to torchrun's store")
+        Raises:
+            PeerError: one of them is gone.
+        """
+        if self.peers is None:
+            return {self.rank: word}
+        self.peers.tell(word)
+        return self.peers.hear(ranks)
 
 
 @contextmanager
@@ -240,19 +220,20 @@ def connect(config: DistributedConfig) -> Iterator[World]:
 
     Raises:
         UserError: the environment does not fit, or the other ranks did not come.
+        PeerError: another rank is gone.
     """
     rank, size = who_am_i(os.environ)
+    peers = None
     backend = "cpu:gloo,cuda:nccl" if wants_gpu(config.backend) else "gloo"
     timeout = timedelta(seconds=config.timeout_seconds)
     if size > 1:
         where = config.init_method or "env://"
         try:
-            if where == "env://" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-                dist.init_process_group(
-                    backend, store=_elastic_store(rank, size, timeout), rank=rank, world_size=size, timeout=timeout
-                )
-            else:
-                dist.init_process_group(backend, where, timeout, world_size=size, rank=rank)
+            store = meet(where, rank, size, timeout)
+            peers = Peers(store, rank, size, "torchrun's agent" if uses_agent_store(where) else "rank 0")
+            dist.init_process_group(
+                backend, store=dist.PrefixStore("group", store), rank=rank, world_size=size, timeout=timeout
+            )
         except (ValueError, RuntimeError, OSError) as error:
             address = f" {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}" if where == "env://" else ""
             raise UserError(
@@ -260,7 +241,17 @@ def connect(config: DistributedConfig) -> Iterator[World]:
                 f"(distributed.timeout_seconds is {config.timeout_seconds:g}): {error}"
             ) from error
     try:
-        yield World(rank, size)
+        yield World(rank, size, peers)
+    except UserError:
+        raise
+    except Exception as error:
+        if peers is None:
+            raise
+        explained = peers.explain(error)
+        if explained is error:
+            raise
+        raise explained from error
     finally:
-        if dist.is_initialized():
+        if peers is not None:
+            peers.leave()
             dist.destroy_process_group()

@@ -21,7 +21,8 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from char_dataset import DataConfig
 from distributed import DistributedConfig, connect
-from errors import UserError
+from errors import PeerError, UserError
+from metrics import complain
 from model import ModelConfig
 from optimizer import OptimizerConfig
 from state import plain
@@ -239,8 +240,13 @@ def run(argv: Sequence[str]) -> int:
             return Trainer(config, world).fit()
     except UserError as error:
         if speaks:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            complain(str(error))
         return 2
+    except PeerError as error:
+        complain(str(error))
+        return 1
+    except KeyboardInterrupt:  # before training, where there is nothing to save
+        return 130
 
 
 @record

@@ -30,6 +30,12 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
+def complain(line: str) -> None:
+    """Prints what is wrong to stderr at once, above the bar where there is one."""
+    tqdm.write(f"error: {line}", file=sys.stderr)
+    sys.stderr.flush()
+
+
 def nothing(line: str) -> None:
     """What the other ranks say."""
 

@@ -12,10 +12,12 @@ import os
 import pickle
 import re
 import tempfile
-from collections.abc import Callable
-from contextlib import suppress
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import fsspec
 import torch
@@ -23,15 +25,28 @@ from fsspec.implementations.local import LocalFileSystem
 
 from errors import UserError
 
+T = TypeVar("T")
+
 FORMAT = 1
 MARK = b"GPTsnap1"
 TRAILER = len(MARK) + hashlib.sha256().digest_size
 NAME = re.compile(r"step_(\d{8})\.pt")
+LEFT = re.compile(r"step_\d{8}\.pt\..*\.tmp|.*\.mark")  # by those who were killed while writing, or starting
 CHUNK = 1 << 20
+RETRIES = (0.5, 1.0, 2.0, 4.0)  # seconds between attempts at a folder that is reached over a network
+DEADLINE = 60.0  # seconds after which no further attempt begins: a store's own library may try for long in each
 
 
 class DamagedError(Exception):
     """The file is not what was written."""
+
+
+class NotPrunedError(UserError):
+    """The snapshot is written, but older ones that are no longer kept can't be deleted."""
+
+
+# Trying again won't help.
+DEFINITE = (FileNotFoundError, PermissionError, NotADirectoryError, FileExistsError, DamagedError, UserError)
 
 
 class _HashingFile(io.RawIOBase):
@@ -43,6 +58,16 @@ class _HashingFile(io.RawIOBase):
     def write(self, data: Any) -> int:
         self.digest.update(data)
         return self.file.write(data)
+
+
+def _serialise(content: dict[str, Any], file: Any) -> None:
+    hashing = _HashingFile(file)
+    torch.save(content, hashing)  # type: ignore[arg-type]
+    file.write(MARK + hashing.digest.digest())
+
+
+def _words(error: Exception) -> str:
+    return str(error) or type(error).__name__
 
 
 class SnapshotFolder:
@@ -72,11 +97,48 @@ class SnapshotFolder:
 
     def _names(self) -> list[str]:
         try:
-            return [os.path.basename(name) for name in self.fs.ls(self.inside, detail=False)]
+            self.fs.invalidate_cache()  # others write here too
+            return [os.path.basename(name) for name in self._patiently(self.fs.ls, self.inside, detail=False)]
         except FileNotFoundError:
             return []
-        except OSError as error:
-            raise UserError(f"trainer.snapshot_path: {self.path} can't be read: {error}") from error
+        except Exception as error:  # each kind of store has its own
+            raise UserError(f"trainer.snapshot_path: {self.path} can't be read: {_words(error)}") from error
+
+    def _patiently(self, action: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Tries again what a network or a busy store may have prevented, after longer and longer pauses."""
+        deadline = time.monotonic() + DEADLINE
+        pauses = [] if self.local else list(RETRIES)
+        while True:
+            try:
+                return action(*args, **kwargs)
+            except DEFINITE:
+                raise
+            except Exception:
+                if not pauses or time.monotonic() > deadline:
+                    raise
+            time.sleep(pauses.pop(0))
+
+    def mark(self, name: str) -> None:
+        """Leaves an empty file, for other ranks to see whether they share the folder.
+
+        Raises:
+            UserError: nothing can be written here.
+        """
+        try:
+            self._patiently(self.fs.makedirs, self.inside, exist_ok=True)
+            self._patiently(self.fs.pipe_file, f"{self.inside}/{name}.mark", b"")
+        except Exception as error:
+            raise UserError(f"trainer.snapshot_path: {self.path} can't be written: {_words(error)}") from error
+
+    def is_marked(self, name: str) -> bool:
+        """Whether the mark of that name is here."""
+        self.fs.invalidate_cache()
+        return self._patiently(self.fs.exists, f"{self.inside}/{name}.mark")
+
+    def unmark(self, name: str) -> None:
+        """Removes the mark."""
+        with suppress(Exception):
+            self.fs.rm_file(f"{self.inside}/{name}.mark")
 
     def write(self, snapshot: dict[str, Any], best_step: int | None) -> str:
         """Writes a snapshot, then deletes those that are no longer kept. Returns its path.
@@ -87,39 +149,58 @@ class SnapshotFolder:
 
         Raises:
             UserError: it can't be written. Those that were there before are untouched.
+            NotPrunedError: it is written, but older ones can't be deleted.
         """
         target = self.file(snapshot["step"])
-        # A local file is renamed once it is on disk; an object store shows an upload only once it is complete.
-        written = f"{target}.{os.getpid()}.tmp" if self.local else target
+        content = {"format": FORMAT, **snapshot}
         try:
-            self.fs.makedirs(self.inside, exist_ok=True)
-            with self.fs.open(written, "wb") as file:
-                hashing = _HashingFile(file)
-                torch.save({"format": FORMAT, **snapshot}, hashing)  # type: ignore[arg-type]
-                file.write(MARK + hashing.digest.digest())
-                if self.local:
-                    file.flush()
-                    os.fsync(file.fileno())
             if self.local:
-                os.replace(written, target)
-                folder = os.open(self.inside, os.O_RDONLY)
-                os.fsync(folder)
-                os.close(folder)
-        except (OSError, RuntimeError) as error:  # torch's own writer makes a RuntimeError of a full disk
-            with suppress(OSError):  # as much of it as was written would only take room
-                if self.local:
-                    os.unlink(written)
-            raise UserError(f"trainer.snapshot_path: {target} can't be written: {error}") from error
-        self._prune(snapshot["step"], best_step)
+                self.fs.makedirs(self.inside, exist_ok=True)
+            self._patiently(self._write_beside_and_rename if self.local else self._upload, content, target)
+        except Exception as error:  # torch's own writer makes a RuntimeError of a full disk, and stores have their own
+            raise UserError(f"trainer.snapshot_path: {target} can't be written: {_words(error)}") from error
+        try:
+            self._patiently(self._prune, snapshot["step"], best_step)
+        except Exception as error:
+            raise NotPrunedError(f"trainer.snapshot_path: {target} is whole, but older ones stay: {error}") from error
         return target
+
+    def _write_beside_and_rename(self, content: dict[str, Any], target: str) -> None:
+        beside = f"{target}.{uuid.uuid4().hex}.tmp"
+        try:
+            with open(beside, "wb") as file:
+                _serialise(content, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(beside, target)
+        except BaseException:
+            with suppress(OSError):  # as much of it as was written would only take room
+                os.unlink(beside)
+            raise
+        folder = os.open(self.inside, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
+
+    def _upload(self, content: dict[str, Any], target: str) -> None:
+        file = self.fs.open(target, "wb")
+        try:
+            _serialise(content, file)
+            file.close()  # an object store shows an upload only now that it is complete
+        except BaseException:
+            with suppress(Exception):
+                file.discard()
+            with suppress(AttributeError):
+                file.closed = True  # fsspec closes what is collected, which would make half a snapshot visible
+            raise
 
     def _prune(self, newest: int, best_step: int | None) -> None:
         # Files of later steps were found damaged when this run started. They don't count, and they stay as evidence.
         past = [step for step in self.steps() if step <= newest]
         doomed = [f"step_{step:08d}.pt" for step in past[: -self.keep] if step != best_step]
-        torn = [name for name in self._names() if name.endswith(".tmp") and NAME.match(name)]
+        torn = [name for name in self._names() if LEFT.fullmatch(name)]
         for name in doomed + torn:
-            self.fs.rm_file(f"{self.inside}/{name}")
+            with suppress(FileNotFoundError):  # another machine was quicker
+                self.fs.rm_file(f"{self.inside}/{name}")
 
     def newest(self, say: Callable[[str], None]) -> dict[str, Any] | None:
         """The newest whole snapshot, or None where there is none at all.
@@ -128,15 +209,19 @@ class SnapshotFolder:
             say: is told which files are damaged, and which one is used instead
 
         Raises:
-            UserError: there are snapshots, and all are damaged.
+            UserError: there are snapshots, and all are damaged; or the newest can't be read.
         """
         steps = self.steps()
         for step in reversed(steps):
             try:
-                snapshot = read(self.file(step))
-            except DamagedError as error:
+                snapshot = self._patiently(read, self.file(step))
+            except (DamagedError, FileNotFoundError) as error:
                 say(f"{self.file(step)} is damaged ({error}) and skipped")
                 continue
+            except UserError:
+                raise
+            except Exception as error:  # not damaged, so an older one won't do in its place
+                raise UserError(f"trainer.snapshot_path: {self.file(step)} can't be read: {_words(error)}") from error
             if step != steps[-1]:
                 say(f"{self.file(step)} is used instead")
             return snapshot
@@ -146,37 +231,6 @@ class SnapshotFolder:
                 "start anew"
             )
         return None
-
-
-def check_fits(header: dict[str, Any], config: dict[str, Any], vocabulary: str) -> None:
-    """Makes sure that a snapshot's weights are of the model that is asked for; other keys may differ.
-
-    Args:
-        header: the snapshot, with or without its weights
-        config: the five sections that run now, as plain dictionaries
-        vocabulary: of the text that is trained on now
-
-    Raises:
-        UserError: a key that decides the weights' shapes or meaning, or the vocabulary, differs.
-    """
-    keys = [("model", key) for key in config["model"] if key != "dropout"] + [("data", "block_size")]
-    for section, key in keys:
-        now, then = config[section][key], header["config"][section][key]
-        if now != then:
-            raise UserError(
-                f"{section}.{key} is {now}, but {then} in the snapshot of step {header['step']} in the run folder: "
-                f"set it to {then} to go on, or set another trainer.run_dir to start anew"
-            )
-    known = header["vocabulary"]
-    if vocabulary != known:
-        new, old = (
-            "".join(c for c in mine if c not in other) for mine, other in ((vocabulary, known), (known, vocabulary))
-        )
-        raise UserError(
-            f"data.path: the text has {len(vocabulary)} distinct characters, but the snapshot of step {header['step']} "
-            f"in the run folder {len(known)} (only in the text: {new!r}; only in the snapshot: {old!r}): "
-            "use the snapshot's text to go on, or set another trainer.run_dir to start anew"
-        )
 
 
 def read(path: str) -> dict[str, Any]:
@@ -189,15 +243,26 @@ def read(path: str) -> dict[str, Any]:
         DamagedError: the digest does not fit, or it is no snapshot.
         FileNotFoundError: there is no such file.
     """
-    fs, name = fsspec.url_to_fs(path)
-    if isinstance(fs, LocalFileSystem):
+    with local_copy(path) as name:  # mapped files outlive their names
         _check(name)
         return _load(name)
-    with tempfile.TemporaryDirectory() as folder:  # mapped files outlive their names
+
+
+@contextmanager
+def local_copy(path: str) -> Iterator[str]:
+    """The name of a local file with the bytes of this file or fsspec URL, until the context is left.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    fs, name = fsspec.url_to_fs(path)
+    if isinstance(fs, LocalFileSystem):
+        yield name
+        return
+    with tempfile.TemporaryDirectory() as folder:
         copy = str(Path(folder, "snapshot.pt"))
         fs.get_file(name, copy)
-        _check(copy)
-        return _load(copy)
+        yield copy
 
 
 def _check(name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import uuid
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,8 @@ from metrics import Say
 from model import GPT, GPTConfig
 from optimizer import adopt_state, build_optimizer, state_by_name
 from reduction import Fast, Reduction, Tree
-from snapshot import SnapshotFolder, check_fits
+from snapshot import NotPrunedError, SnapshotFolder
+from writer import Writer, Written
 
 if TYPE_CHECKING:
     from main import Config
@@ -59,14 +61,17 @@ class TrainingState:
         say: Say,
     ) -> None:
         self.config, self.world, self.corpus, self.folder = config, world, corpus, folder
-        snapshot = world.agree(lambda: folder.newest(say) if world.rank == 0 else None)
-        header = world.broadcast({k: v for k, v in (snapshot or {}).items() if k not in ("model", "optimizer")})
+        self.writer = Writer(folder)
+        self.news: list[Written] = []
+        self.keepers = self._elect_keepers()
+        snapshot, self.holder = self._elect_snapshot(say)
+        heavy = ("model", "optimizer")
+        header = world.broadcast({k: v for k, v in (snapshot or {}).items() if k not in heavy}, self.holder)
         self.resumed: dict[str, Any] | None = header or None
         if header:
             check_fits(header, plain(config), corpus.vocabulary)
         self.step, self.samples = header.get("step", 0), header.get("samples", 0)
         self.best = header.get("best", {"step": None, "val_loss": math.inf})
-        self.saved_step = self.step if header else None
         self._choose(header.get("choices", {}))
 
         torch.manual_seed(config.trainer.seed)
@@ -81,6 +86,48 @@ class TrainingState:
         )
         if header:
             self._restore(header, snapshot)
+            if world.rank in self.keepers and folder.steps()[-1:] != [self.step]:  # so that each has the newest
+                self.writer.save(self._snapshot(header["val_loss"]))
+
+    def _elect_keepers(self) -> list[int]:
+        """Rank 0, and the first rank of each machine that does not see rank 0's snapshot folder: they write snapshots.
+
+        Raises:
+            UserError: one of them can't.
+        """
+        world, mark = self.world, self.world.broadcast(uuid.uuid4().hex)
+        world.agree(lambda: self.folder.mark(mark) if world.rank == 0 else None)
+        apart = world.agree(lambda: world.local_rank == 0 and world.rank > 0 and not self.folder.is_marked(mark))
+        keepers = [rank for rank, keeps in enumerate(world.gather(world.rank == 0 or apart)) if keeps]
+        world.agree(lambda: self.folder.mark(mark) if apart else None)
+        if world.rank in keepers:
+            self.folder.unmark(mark)
+        return keepers
+
+    def _elect_snapshot(self, say: Say) -> tuple[dict[str, Any] | None, int]:
+        """The newest whole snapshot that any keeper has, on the rank that holds it (None on others), and that rank.
+
+        Raises:
+            UserError: there are snapshots, and none of them is whole.
+        """
+        world, snapshot, trouble = self.world, None, ""
+        remarks: list[str] = []
+        if world.rank in self.keepers:
+            try:
+                snapshot = self.folder.newest(remarks.append)
+            except UserError as error:
+                trouble = str(error)
+        held = world.gather((-1 if snapshot is None else snapshot["step"], remarks, trouble))
+        steps = [step for step, _, _ in held]
+        holder = steps.index(max(steps))
+        for rank, (_, lines, words) in enumerate(held):
+            for line in lines + ([words] if words else []):
+                say(f"rank {rank}: {line}" if rank else line)
+            if words and max(steps) < 0:
+                raise UserError(f"rank {rank}: {words}" if rank else words)
+        if len(self.keepers) > 1:
+            say(f"snapshots are kept by ranks {self.keepers}, which share no folder; the newest is of rank {holder}")
+        return (snapshot if world.rank == holder else None), holder
 
     def _choose(self, kept: dict[str, Any]) -> None:
         knobs, world = self.config.trainer, self.world
@@ -106,16 +153,16 @@ class TrainingState:
         self.reasons = {"precision": f"{self.precision} ({why})", "threads": f"{threads} per rank ({why_threads})"}
 
     def _restore(self, header: dict[str, Any], snapshot: dict[str, Any] | None) -> None:
-        """Takes weights and optimizer state from rank 0's snapshot, one tensor at a time."""
+        """Takes weights and optimizer state from the holder's snapshot, one tensor at a time."""
         if snapshot is not None:
             self.model.load_state_dict(snapshot["model"])
         tensors = {} if snapshot is None else snapshot["optimizer"]
         shapes = {name: {k: v.to("meta") for k, v in state.items()} for name, state in tensors.items()}
-        shapes = self.world.broadcast(shapes)
+        shapes = self.world.broadcast(shapes, self.holder)
         adopt_state(self.model, self.optimizer, tensors or shapes)
-        self.world.send_from_first(self.model.state_dict().values())
+        self.world.send(self.model.state_dict().values(), self.holder)
         for state in state_by_name(self.model, self.optimizer).values():
-            self.world.send_from_first(state.values())
+            self.world.send(state.values(), self.holder)
         self.scaler.load_state_dict(header["scaler"])
 
     def loss(self, model: nn.Module, idx: Tensor, targets: Tensor) -> Tensor:
@@ -127,39 +174,93 @@ class TrainingState:
         with torch.autocast(device.type, DTYPES[self.precision], enabled=self.precision != "fp32"):
             return model(idx, targets)[1]
 
-    def save(self, val_loss: float | None) -> str:
-        """Writes a snapshot; returns its path.
+    def save(self, val_loss: float | None, last: bool) -> None:
+        """Starts to write a snapshot; what comes of it, the writer tells.
 
         Args:
             val_loss: validation loss at this step, if there was one
+            last: whether the run ends with this step
 
         Raises:
-            UserError: it can't be written, or the weights are not finite.
+            UserError: the weights are not finite.
         """
         if not get_total_norm(list(self.model.parameters())).isfinite():
             raise UserError(
                 f"step {self.step}: its update made weights that are not finite; no snapshot of them is written. "
                 f"Lower optimizer.learning_rate ({self.config.optimizer.learning_rate:g})"
             )
-        if val_loss is not None and val_loss < self.best["val_loss"]:
-            self.best = {"step": self.step, "val_loss": val_loss}
-        path = self.world.on_first(lambda: self.folder.write(self._snapshot(val_loss), self.best["step"]))
-        self.saved_step = self.step
-        return path
+        if self.world.rank not in self.keepers:
+            return
+        # Other ranks wait in a collective, which has a timeout; but the last save waits for as long as it takes.
+        patience = None if last else self.config.distributed.timeout_seconds / 2
+        if not self.writer.wait(patience):
+            late = UserError(
+                f"trainer.snapshot_path: the snapshot before is still being written to {self.folder.path} after "
+                f"{patience:g} seconds; this one is left out"
+            )
+            self.news.append(Written(self.step, val_loss, late, self.best))
+            return
+        self.news += self._written()
+        self.writer.save(self._snapshot(val_loss))
+
+    def what_was_written(self) -> list[Written]:
+        """What has come of snapshots since it was last asked for."""
+        told, self.news = self.news + self._written(), []
+        return told
+
+    def _written(self) -> list[Written]:
+        news = self.writer.news()
+        for written in news:
+            if written.error is None or isinstance(written.error, NotPrunedError):
+                self.best = written.best
+        return news
 
     def _snapshot(self, val_loss: float | None) -> dict[str, Any]:
-        optimizer = state_by_name(self.model, self.optimizer)
+        best = self.best
+        if val_loss is not None and val_loss < best["val_loss"]:
+            best = {"step": self.step, "val_loss": val_loss}
         return {
             "step": self.step,
             "samples": self.samples,
-            "model": {name: tensor.cpu() for name, tensor in self.model.state_dict().items()},
-            "optimizer": {name: {k: v.cpu() for k, v in state.items()} for name, state in optimizer.items()},
+            "model": dict(self.model.state_dict()),
+            "optimizer": state_by_name(self.model, self.optimizer),
             "scaler": self.scaler.state_dict(),
             "config": plain(self.config),
             "vocabulary": self.corpus.vocabulary,
             "val_loss": val_loss,
-            "best": self.best,
+            "best": best,
             "choices": self.choices,
             "learning_rate": self.optimizer.param_groups[0]["lr"],
             "text_sha256": self.corpus.sha256,
         }
+
+
+def check_fits(header: dict[str, Any], config: dict[str, Any], vocabulary: str) -> None:
+    """Makes sure that a snapshot's weights are of the model that is asked for; other keys may differ.
+
+    Args:
+        header: the snapshot, with or without its weights
+        config: the five sections that run now, as plain dictionaries
+        vocabulary: of the text that is trained on now
+
+    Raises:
+        UserError: a key that decides the weights' shapes or meaning, or the vocabulary, differs.
+    """
+    keys = [("model", key) for key in config["model"] if key != "dropout"] + [("data", "block_size")]
+    for section, key in keys:
+        now, then = config[section][key], header["config"][section][key]
+        if now != then:
+            raise UserError(
+                f"{section}.{key} is {now}, but {then} in the snapshot of step {header['step']} in the run folder: "
+                f"set it to {then} to go on, or set another trainer.run_dir to start anew"
+            )
+    known = header["vocabulary"]
+    if vocabulary != known:
+        new, old = (
+            "".join(c for c in mine if c not in other) for mine, other in ((vocabulary, known), (known, vocabulary))
+        )
+        raise UserError(
+            f"data.path: the text has {len(vocabulary)} distinct characters, but the snapshot of step {header['step']} "
+            f"in the run folder {len(known)} (only in the text: {new!r}; only in the snapshot: {old!r}): "
+            "use the snapshot's text to go on, or set another trainer.run_dir to start anew"
+        )

@@ -12,11 +12,9 @@ import platform
 import shlex
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -29,15 +27,16 @@ from corpus import encode_corpus
 from distributed import World
 from errors import UserError
 from hardware import device_name
-from metrics import Metrics, NoMetrics, banner, duration, nothing, say, summary
+from metrics import Metrics, NoMetrics, banner, complain, duration, nothing, say, summary
 from optimizer import learning_rate
-from snapshot import SnapshotFolder
+from snapshot import NotPrunedError, SnapshotFolder
 from state import TrainingState, plain
+from stopping import STATUS, Stop
 
 if TYPE_CHECKING:
     from main import Config
 
-STOPS = {signal.SIGTERM: 143, signal.SIGUSR1: 143, signal.SIGINT: 130}  # signal -> exit status
+GRACE = 5.0  # seconds that a run which fails waits for a snapshot that is being written
 
 
 @dataclass(frozen=True)
@@ -56,6 +55,7 @@ class TrainerConfig:
         log_every: steps between lines and rows of loss and speed
         eval_every: steps between losses over the whole validation text
         save_every: steps between snapshots
+        save_minutes: minutes after which a snapshot is due whatever the step; null: steps alone decide
         keep_snapshots: how many of the newest stay, beside the best by validation loss
         run_dir: folder of the run: config.yaml, metrics.jsonl, snapshots/, and the encoded text in cache/
         snapshot_path: folder or fsspec URL of the snapshots; null: snapshots/ in run_dir
@@ -72,6 +72,7 @@ class TrainerConfig:
     log_every: int = 100
     eval_every: int = 400
     save_every: int = 400
+    save_minutes: float | None = None
     keep_snapshots: int = 3
     run_dir: str = "runs/default"
     snapshot_path: str | None = None
@@ -87,6 +88,8 @@ class TrainerConfig:
         for name in ("batch_size", "log_every", "eval_every", "save_every", "keep_snapshots"):
             if getattr(self, name) < 1:
                 raise ValueError(f"trainer.{name} is {getattr(self, name)}, must be at least 1")
+        if self.save_minutes is not None and self.save_minutes <= 0:
+            raise ValueError(f"trainer.save_minutes is {self.save_minutes}, must be null or above 0")
         if self.threads != "auto" and self.threads < 1:
             raise ValueError(f"trainer.threads is {self.threads}, must be auto or at least 1")
         if not 0 <= self.seed < 2**63:
@@ -132,7 +135,7 @@ class Trainer:
         self.state = TrainingState(config, world, corpus, self.folder, self.training[[0]], self.say)
         self.last_step = self._last_step()
         self.bad_step = torch.zeros((), device=world.device)
-        self.signal = 0
+        self.unsaved = ""  # why the newest snapshot is not there
         members = world.gather(f"{platform.node()} {device_name(world.device)}")
         self.say(banner(config, members, world.backend, self.state.reasons, corpus, self.training, self.last_step))
         self.say(summary(self.state.model))
@@ -154,23 +157,30 @@ class Trainer:
                 f"{self.last_step}. To go on, raise trainer.max_steps or trainer.max_epochs; to start anew, set "
                 f"another trainer.run_dir.\n{self._how_to_sample()}"
             )
+            self.state.writer.wait()
             return 0
         self.world.on_first(self._write_config)
         metrics = self.world.agree(self._open_metrics)
-        with closing(metrics), self._listening():
-            return self._train(metrics)
+        with closing(metrics), Stop() as stop:
+            try:
+                return self._train(metrics, stop)
+            finally:
+                self.state.writer.wait(GRACE)
 
-    def _train(self, metrics: Metrics) -> int:
+    def _train(self, metrics: Metrics, stop: Stop) -> int:
         knobs, state = self.config.trainer, self.state
+        saved_at = time.monotonic()
         began, first_step = time.perf_counter(), state.step
         since, since_samples = began, state.samples
         while state.step < self.last_step:
-            stop_asked = self.world.vote(self.signal)
+            late: int = self.world.rank == 0 and time.monotonic() > saved_at + 60 * (knobs.save_minutes or math.inf)
+            voted = self.world.vote(stop.signal, late)
             epoch = state.samples // len(self.training)
             losses, grad_norm, rate = self._step()
             log, evaluate, save = map(self._due, (knobs.log_every, knobs.eval_every, knobs.save_every))
-            stop = stop_asked()
-            if self.world.device.type == "cpu" or log or evaluate or save or stop:
+            told, late = voted()
+            save = bool(save or late or told)
+            if self.world.device.type == "cpu" or log or evaluate or save:
                 self._check_finite()
             metrics.advance(state.step)
             if log:
@@ -195,20 +205,47 @@ class Trainer:
             if evaluate:
                 val_loss = self._evaluate()
                 metrics.evaluation(state.step, val_loss, time.perf_counter() - paused)
-            if save or stop:
-                metrics.row("snapshot", state.step, path=state.save(val_loss), val_loss=val_loss)
+            if save:
+                state.save(val_loss, last=bool(told) or state.step == self.last_step)
+                saved_at = time.monotonic()
+            self._tell_what_was_written(metrics)
             since += time.perf_counter() - paused
-            if stop and state.step < self.last_step:
-                name = signal.Signals(stop).name
-                metrics.row("stop", state.step, signal=name)
-                self.say(f"stopped by {name} at step {state.step}, and saved; the same command goes on")
-                return STOPS[signal.Signals(stop)]
-        metrics.row("stop", state.step, signal=None)
+            if told:
+                break
+        state.writer.wait()
+        self._tell_what_was_written(metrics)
+        # Ranks leave together: when one does, torchrun ends the others, who may be writing yet.
+        failures = self.world.wait_for(state.keepers, self.unsaved)
+        stopped = told if state.step < self.last_step else 0
+        metrics.row("stop", state.step, signal=signal.Signals(stopped).name if stopped else None)
+        if any(failures.values()):
+            raise UserError(
+                f"training has come to step {state.step}, but its snapshot is not saved: "
+                f"{next(filter(None, failures.values()))}"
+            )
+        if stopped:
+            name = signal.Signals(stopped).name
+            self.say(f"stopped by {name} at step {state.step}, and saved; the same command goes on")
+            return STATUS[signal.Signals(stopped)]
         self.say(
             f"done in {duration(time.perf_counter() - began)}: validation loss {val_loss:.4f}, "
             f"snapshot {self.folder.file(state.step)}\n{self._how_to_sample()}"
         )
         return 0
+
+    def _tell_what_was_written(self, metrics: Metrics) -> None:
+        """Says what came of snapshots since it was last asked."""
+        for step, val_loss, error, _ in self.state.what_was_written():
+            if error is not None and not isinstance(error, UserError):
+                raise error
+            there = error is None or isinstance(error, NotPrunedError)
+            self.unsaved = "" if there else str(error)
+            if there:
+                metrics.row("snapshot", step, path=self.folder.file(step), val_loss=val_loss)
+            else:
+                metrics.row("snapshot", step, error=self.unsaved)
+            if error is not None:
+                complain(f"step {step}: {error}; training goes on")
 
     def _step(self) -> tuple[list[Tensor], Tensor, float]:
         """One optimizer step; returns this rank's parts of the batch's mean loss, the gradient's norm and the rate."""
@@ -271,7 +308,8 @@ class Trainer:
     def _check_finite(self, mean_loss: float = 0.0) -> None:
         bad_step = int(self.bad_step) if math.isfinite(mean_loss) else self.state.step
         if bad_step:
-            newest = "none yet" if self.state.saved_step is None else self.folder.file(self.state.saved_step)
+            steps = self.folder.steps() if self.world.rank == 0 else []
+            newest = self.folder.file(steps[-1]) if steps else "none yet"
             knobs = self.config.optimizer
             raise UserError(
                 f"step {bad_step}: the loss is not finite; no weight and no snapshot was touched by it. "
@@ -316,20 +354,6 @@ class Trainer:
             os.replace(beside, self.run_dir / "config.yaml")
         except OSError as error:
             raise UserError(f"trainer.run_dir: config.yaml can't be written to {self.run_dir}: {error}") from error
-
-    @contextmanager
-    def _listening(self) -> Iterator[None]:
-        """Notes signals that ask to stop. Ranks agree on the step to stop at; nothing else happens in a handler."""
-
-        def note(number: int, frame: FrameType | None) -> None:
-            self.signal = number
-
-        before = {number: signal.signal(number, note) for number in STOPS}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def _how_to_sample(self) -> str:
         return f"to sample it:  python sample.py --snapshot {shlex.quote(self.folder.file(self.state.step))}"

@@ -12,8 +12,9 @@ import pytest
 import torch.distributed as dist
 from conftest import arguments, ranks, start, train
 
-from distributed import DistributedConfig, World, _elastic_store, connect, who_am_i
+from distributed import DistributedConfig, World, connect, who_am_i
 from errors import UserError
+from peers import elastic_store
 
 
 @pytest.mark.parametrize(
@@ -58,7 +59,7 @@ def test_agreement_between_real_ranks(tmp_path: Path) -> None:
         "key differs between ranks: a on rank 0, b on rank 2"
     }
     assert [facts["from first"] for facts in (first, second, third)] == ["made by 0"] * 3
-    assert [facts["votes"] for facts in (first, second, third)] == [[0, 15]] * 3
+    assert [facts["votes"] for facts in (first, second, third)] == [[[0, 2], [15]]] * 3
     assert sorted(path.name for path in tmp_path.glob("built-*")) == ["built-0"]
 
 
@@ -75,7 +76,7 @@ def _agree(folder: Path) -> dict[str, Any]:
             except UserError as error:
                 facts[name] = str(error)
         facts["from first"] = world.on_first(lambda: f"made by {world.rank}")
-        facts["votes"] = [world.vote(0)(), world.vote(15 if world.rank == 2 else 0)()]
+        facts["votes"] = [world.vote(0, world.rank)(), world.vote(15 if world.rank == 2 else 0)()]
         world.per_file_system(
             lambda: None if list(folder.glob("built-*")) else (folder / f"built-{world.rank}").touch()
         )
@@ -127,7 +128,7 @@ def test_generations_do_not_meet_the_dead(monkeypatch: pytest.MonkeyPatch) -> No
         stores: dict[int, dist.Store] = {}
 
         def meet(rank: int, size: int = size, stores: dict = stores) -> None:
-            stores[rank] = _elastic_store(rank, size, timedelta(seconds=30))
+            stores[rank] = elastic_store(rank, size, timedelta(seconds=30))
 
         threads = [threading.Thread(target=meet, args=(rank,)) for rank in reversed(range(size))]
         for thread in threads:
@@ -145,7 +146,7 @@ def test_a_generation_that_stays_incomplete_gives_up(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("MASTER_PORT", str(server.port))
     server.set("greeting/1", "left by the dead")
     with pytest.raises(TimeoutError, match="not all 2 ranks"):
-        _elastic_store(0, 2, timedelta(seconds=0.5))
+        elastic_store(0, 2, timedelta(seconds=0.5))
 
 
 def test_a_run_is_refused_when_ranks_outnumber_sequences(text: Path, tmp_path: Path) -> None:
