@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from errors import UserError
+from errors import NoAnswerError, UserError
 from hardware import choose_device, wants_gpu
 from peers import Peers, meet, uses_agent_store
 
@@ -210,8 +210,10 @@ class World:
         """
         if self.peers is None:
             return {self.rank: word}
-        self.peers.tell(word)
-        return self.peers.hear(ranks)
+        try:
+            return self.peers.exchange(word, ranks)
+        except NoAnswerError:  # whoever keeps the store has left already, or was killed; there is nobody to wait for
+            return {self.rank: word}
 
 
 @contextmanager

@@ -7,3 +7,7 @@ class UserError(Exception):
 
 class PeerError(Exception):
     """Another rank, or what ranks meet at, is gone: told in one message without a traceback, exit status 1."""
+
+
+class NoAnswerError(PeerError):
+    """What ranks meet at is gone."""

@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import count
@@ -16,10 +16,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from errors import PeerError
+from errors import NoAnswerError, PeerError
 
 BEAT = 0.5  # seconds between heartbeats
-PATIENCE = 2.5  # seconds without one, after which a rank counts as gone
+PATIENCE = 2.0  # seconds without one, after which a rank counts as gone
 
 
 def uses_agent_store(init_method: str) -> bool:
@@ -107,46 +107,51 @@ class Peers:
         """Ends the heartbeat."""
         self.leaving.set()
 
-    def tell(self, value: str) -> None:
-        """Leaves a word for all ranks, for `hear`."""
-        self.line.set(f"word/{self.rank}", value)
-
-    def hear(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Waits, however long it takes, for the words of these ranks; without a collective, that would time out.
+    def exchange(self, word: str, ranks: Sequence[int]) -> dict[int, str]:
+        """Says a word, and waits, however long it takes, for those of these ranks; a collective would time out.
 
         Raises:
             PeerError: one of them is gone.
+            NoAnswerError: the store is.
         """
-        words = {}
-        for rank in ranks:
-            word, beat = f"word/{rank}", f"beat/{rank}"
-            last, changed = "", time.monotonic()
-            while not self._ask(self.line.check, [word]):
-                time.sleep(0.05)
-                now = self._ask(self.line.get, beat)
-                if now != last:
-                    last, changed = now, time.monotonic()
-                if time.monotonic() > changed + PATIENCE:
-                    raise PeerError(self._ask(self._find, None))
-            words[rank] = self._ask(self.line.get, word).decode()
+        self._ask(self.line.set, f"word/{self.rank}", word)
+        words = {rank: self._hear("word", rank) for rank in ranks}
+        self._ask(self.line.set, f"heard/{self.rank}", "")
+        if self.rank == 0:  # who may keep the store, for those who listen yet
+            for rank in range(self.size):
+                with suppress(PeerError):
+                    self._hear("heard", rank)
         return words
+
+    def _hear(self, topic: str, rank: int) -> str:
+        last, changed = "", time.monotonic()
+        while not self._ask(self.line.check, [f"{topic}/{rank}"]):
+            time.sleep(0.05)
+            now = self._ask(self.line.get, f"beat/{rank}")
+            if now != last:
+                last, changed = now, time.monotonic()
+            if time.monotonic() > changed + PATIENCE:
+                raise PeerError(self._ask(self._find, None))
+        return self._ask(self.line.get, f"{topic}/{rank}").decode()
 
     def explain(self, error: Exception) -> Exception:
         """What to raise in place of `error`: it may be only what another rank's end looks like from here."""
         if isinstance(error, PeerError):
             return error
-        if isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error):
+        if isinstance(error, RuntimeError):  # as all backends raise, and others too
             try:
-                return PeerError(self._ask(self._find, error))
+                verdict = self._ask(self._find, error)
             except PeerError as lost:
                 return lost
-        words = str(error).strip().splitlines() or [""]
+            if verdict:
+                return PeerError(verdict)
+        words = (str(error).strip().splitlines() or [""])[0]
         with suppress(PeerError):
-            self._ask(self.line.compare_set, "verdict", "", f"{self.name} failed: {type(error).__name__}: {words[0]}")
+            self._ask(self.line.compare_set, "verdict", "", f"{self.name} failed: {type(error).__name__}: {words}")
         return error
 
     def _ask(self, question: Callable[..., Any], *args: Any) -> Any:
-        """The store's answer, or PeerError where there is none in time: one whose host has stopped blocks for ever."""
+        """The store's answer, or NoAnswerError where none comes in time: one whose host is stopped blocks for ever."""
         answers: queue.Queue = queue.Queue()
 
         def ask() -> None:
@@ -157,17 +162,17 @@ class Peers:
 
         threading.Thread(target=ask, daemon=True).start()
         try:
-            answer = answers.get(timeout=2 * PATIENCE)
+            answer = answers.get(timeout=PATIENCE + 1)
         except queue.Empty:
             answer = TimeoutError("no answer")
         if isinstance(answer, Exception):
-            raise PeerError(
+            raise NoAnswerError(
                 f"{self.host}, where ranks meet, is gone, stopped or cut off from {self.name}: no answer"
             ) from answer
         return answer
 
     def _find(self, error: Exception | None) -> str:
-        """Who is gone, in words: what another rank has found out already, else whose heart does not beat."""
+        """Who is gone, in words: what another rank has found out, else whose heart does not beat; or nothing."""
         store = self.line
         beats = [f"beat/{rank}" for rank in range(self.size)]
         began, before = time.monotonic(), store.multi_get(beats)
@@ -177,9 +182,10 @@ class Peers:
             time.sleep(0.1)
         now = store.multi_get(beats)
         gone = [store.get(f"name/{rank}").decode() for rank in range(self.size) if now[rank] == before[rank]]
+        if not gone and "timeout" not in str(error).lower() and "timed out" not in str(error).lower():
+            return ""
         words = (
-            f"{' and '.join(gone)} {'has' if len(gone) == 1 else 'have'} sent no heartbeat for {PATIENCE} seconds: "
-            "dead, stopped or cut off"
+            f"{' and '.join(gone)} sent no heartbeat for {PATIENCE:g} seconds: dead, stopped or cut off"
             if gone
             else f"all {self.size} ranks are alive, but one of them did not answer in time: {error}"
         )

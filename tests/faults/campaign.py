@@ -28,8 +28,9 @@ sys.path.extend(str(folder) for folder in Path(__file__).parents[1:3])  # a scri
 from conftest import ROOT, arguments, environment, write_text
 from test_training import assert_same_bits, curve
 
-KINDS = KILL, KILL_ALL, TERM, TERM_ALL, PAUSE, STOP = (
+KINDS = KILL, KILL_LAUNCHER, KILL_ALL, TERM, TERM_ALL, PAUSE, STOP = (
     "SIGKILL of a worker",
+    "SIGKILL of the launcher",
     "SIGKILL of launcher and workers",
     "SIGTERM to the launcher",
     "SIGTERM to launcher and workers",
@@ -144,7 +145,7 @@ class Run:
     def strike(self, draw: random.Random) -> None:
         """Lets a fault happen, and waits until the run has gone on."""
         # Always equally many draws, so that chance in one fault does not decide the next.
-        kind, target = draw.choices(KINDS, (2, 2, 2, 2, 1, 1))[0], self.step + draw.randint(0, 25)
+        kind, target = draw.choices(KINDS, (3, 2, 2, 2, 2, 1, 2))[0], self.step + draw.randint(0, 25)
         aimed, chosen, wakes = draw.random() < 1 / 3, draw.randrange(12), draw.random() < 0.5
         delay, pause = draw.uniform(0, 0.04), draw.uniform(0.5, 1.5)
         self.wait(lambda: self.step >= target, f"step {target}")
@@ -155,9 +156,11 @@ class Run:
         inside = aimed and self.save_begins()
         time.sleep(0 if aimed else delay)
         starts = self.starts
-        for pid in {TERM: [self.process.pid], KILL_ALL: everyone, TERM_ALL: everyone}.get(kind, [victim]):
+        launcher = [self.process.pid]
+        hit = {TERM: launcher, KILL_LAUNCHER: launcher, KILL_ALL: everyone, TERM_ALL: everyone}.get(kind, [victim])
+        for pid in hit:
             os.kill(pid, signal.Signals[kind.split()[0]])
-        self.may_leave = kind in (KILL_ALL, TERM, TERM_ALL) or (self.bare and kind != PAUSE)
+        self.may_leave = kind in (KILL_LAUNCHER, KILL_ALL, TERM, TERM_ALL) or (self.bare and kind != PAUSE)
         self.look()
         self.struck.append((kind, self.step, inside))
         if kind == STOP:
@@ -168,8 +171,11 @@ class Run:
             os.kill(victim, signal.SIGCONT if wakes else signal.SIGKILL)
         if kind != PAUSE:
             self.wait(lambda: self.starts > starts, f"a start after {kind}")
-        if kind in (TERM, TERM_ALL) and self.lost[-1]:
-            raise AssertionError(f"{kind}: {self.lost[-1]} steps lost, though it was told to save")
+        lost, every = self.lost[-1], self.plan.save_every
+        if kind in (TERM, TERM_ALL) and lost:
+            raise AssertionError(f"{kind}: {lost} steps lost, though it was told to save")
+        if lost > 2 * every:  # the second save_every is for what was being written, which the next save waits for
+            raise AssertionError(f"{kind}: {lost} steps lost, with save_every {every}")
 
     def close(self) -> None:
         """Ends all processes."""

@@ -1,0 +1,136 @@
+"""Which rank is gone: the others leave in time, with its name, and the launcher's death leaves no orphans."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from subprocess import Popen
+
+import pytest
+import torch.distributed as dist
+from conftest import arguments, ranks, start
+from test_training import newest, rows, wait_for_step, workers
+
+from distributed import DistributedConfig, connect
+from errors import PeerError
+
+TIMEOUT = 4
+
+
+@contextmanager
+def three(run_dir: Path, text: Path, tmp_path: Path, method: str) -> Iterator[list[Popen]]:
+    """Three ranks of an endless run, started by hand, that have come to step 5."""
+    port = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False).port
+    where = {"tcp": f"tcp://localhost:{port}", "file": f"file://{tmp_path}/meeting"}[method]
+    argv = arguments(
+        run_dir,
+        text,
+        trainer__max_steps=1_000_000,
+        distributed__init_method=where,
+        distributed__timeout_seconds=TIMEOUT,
+    )
+    with ExitStack() as stack:
+        processes = [stack.enter_context(start(argv, RANK=str(rank), WORLD_SIZE="3")) for rank in range(3)]
+        try:
+            wait_for_step(run_dir, 5)
+            yield processes
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    process.kill()  # one that is stopped would not hear of SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("method", "victim"),
+    [
+        ("tcp", 2),
+        pytest.param("tcp", 0, marks=pytest.mark.slow),  # who keeps the store
+        pytest.param("file", 0, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("how", ["SIGSTOP", "SIGKILL"])
+def test_a_rank_that_is_gone_is_named_by_all_others_in_time(
+    how: str, method: str, victim: int, text: Path, tmp_path: Path
+) -> None:
+    with three(tmp_path / "run", text, tmp_path, method) as processes:
+        began = time.monotonic()
+        processes[victim].send_signal(getattr(signal, how))
+        others = [process for rank, process in enumerate(processes) if rank != victim]
+        for process in others:
+            _, err = process.communicate(timeout=60)
+            assert process.returncode == 1
+            assert time.monotonic() - began < TIMEOUT + 5
+            assert "Traceback" not in err
+            assert err.count("error: ") == 1, err
+            assert f"rank {victim}" in err.split("error: ")[1].split(", where")[0]
+            assert all(f"rank {rank} (" not in err.split(", where")[0] for rank in {0, 1, 2} - {victim})
+    assert newest(tmp_path / "run")["step"] >= 3
+
+
+def test_a_rank_that_crashes_says_so_to_the_others(tmp_path: Path) -> None:
+    told = ranks(3, _crash, tmp_path=tmp_path)
+    assert told[1] == "ZeroDivisionError: on purpose"
+    for words in (told[0], told[2]):
+        assert words.startswith("PeerError: rank 1 (")
+        assert words.endswith("failed: ZeroDivisionError: on purpose")
+
+
+def _crash() -> str:
+    config = DistributedConfig(init_method=os.environ["TEST_INIT_METHOD"], timeout_seconds=20)
+    try:
+        with connect(config) as world:
+            if world.rank == 1:
+                raise ZeroDivisionError("on purpose")
+            world.gather(1)
+    except (ZeroDivisionError, PeerError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_waiting_for_a_word_outlasts_the_timeout_of_collectives(tmp_path: Path) -> None:
+    assert ranks(2, _wait, 3, tmp_path=tmp_path) == [{1: "done"}] * 2
+
+
+def _wait(seconds: int) -> dict[int, str]:
+    config = DistributedConfig(init_method=os.environ["TEST_INIT_METHOD"], timeout_seconds=1)
+    with connect(config) as world:
+        if world.rank == 1:
+            time.sleep(seconds)
+        return world.wait_for([1], "done" if world.rank == 1 else "")
+
+
+def test_waiting_for_the_word_of_a_dead_rank_ends(tmp_path: Path) -> None:
+    assert ranks(2, _wait_in_vain, tmp_path=tmp_path)[0].startswith("rank 1 (")
+
+
+def _wait_in_vain() -> str:
+    config = DistributedConfig(init_method=os.environ["TEST_INIT_METHOD"], timeout_seconds=30)
+    with connect(config) as world:
+        if world.rank == 1:
+            world.peers.leave()  # type: ignore[union-attr]  # its heart stops; the process lives
+            world.gather(0)
+            return ""
+        try:
+            world.wait_for([1], "")
+        except PeerError as error:
+            words = str(error)
+        world.gather(0)
+        return words
+
+
+def test_workers_leave_when_their_launcher_is_killed_and_lose_nothing(text: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    argv = arguments(run, text, trainer__max_steps=1_000_000, trainer__save_every=100_000)
+    with start(argv, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2") as agent:
+        wait_for_step(run, 5)
+        orphans = workers(agent.pid)
+        agent.kill()
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline and any(Path(f"/proc/{pid}").exists() for pid in orphans):
+            time.sleep(0.05)
+        assert not any(Path(f"/proc/{pid}").exists() for pid in orphans)
+    assert newest(run)["step"] == rows(run, "stop")[-1]["step"] == rows(run)[-1]["step"]
