@@ -6,16 +6,21 @@ torch.load does not look beyond the end of the zip archive, so any program opens
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import io
 import os
 import pickle
 import re
+import sys
 import tempfile
 import time
 import uuid
+import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -286,3 +291,70 @@ def _load(name: str) -> dict[str, Any]:
     if snapshot["format"] != FORMAT:
         raise UserError(f"{name} has format {snapshot['format']}, this program reads {FORMAT}")
     return snapshot
+
+
+def fingerprint(tensors: dict[str, Any]) -> str:
+    """A digest of tensors under their names, nested or not: equal for equal bits, whatever file they came in."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        value = tensors[name]
+        if isinstance(value, dict):
+            digest.update(f"{name}/{fingerprint(value)}".encode())
+        else:
+            digest.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
+            digest.update(value.contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()[:16]
+
+
+def where_damaged(path: str) -> str:
+    """The tensor or other part of a damaged snapshot in which bytes have changed, as far as its parts can tell."""
+    with local_copy(path) as name:
+        try:
+            with zipfile.ZipFile(name) as archive:
+                part = archive.testzip()
+        except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, zlib.error):
+            return "cut short, or in the list of its parts"
+    return f"in its part {part}" if part else "outside of its parts' contents"
+
+
+def describe(path: str) -> list[str]:
+    """Step, when, bytes, validation loss, state and fingerprints of a snapshot, for a person."""
+    fs, name = fsspec.url_to_fs(path)
+    facts = fs.info(name)
+    when = facts.get("mtime", facts.get("LastModified", facts.get("created", "")))
+    if isinstance(when, float):
+        when = datetime.fromtimestamp(when, timezone.utc)
+    row = [match[1].lstrip("0") or "0"] if (match := NAME.fullmatch(os.path.basename(name))) else ["?"]
+    row += [f"{when:%Y-%m-%d %H:%M:%S} UTC" if when else "", f"{facts['size']:,}"]
+    try:
+        snapshot = read(path)
+    except DamagedError as error:
+        return [*row, "", f"DAMAGED: {error}; {where_damaged(path)}"]
+    except UserError as error:
+        return [*row, "", str(error)]
+    val_loss = "" if snapshot["val_loss"] is None else f"{snapshot['val_loss']:.4f}"
+    return [*row, val_loss, "whole", fingerprint(snapshot["model"]), fingerprint(snapshot["optimizer"])]
+
+
+def main() -> int:
+    """Lists snapshots; exit status 1 if one is damaged, 2 if there is none."""
+    parser = argparse.ArgumentParser(description="Lists snapshots, with fingerprints to compare two runs by.")
+    parser.add_argument("path", metavar="PATH", help="a run folder, a folder of snapshots or one file; may be a URL")
+    path = parser.parse_args().path.rstrip("/")
+    try:
+        folders = [SnapshotFolder(place, keep=1) for place in (path, f"{path}/snapshots")]
+        files = [folder.file(step) for folder in folders for step in folder.steps()]
+        rows = [describe(file) for file in files or [path]]
+    except (UserError, OSError) as error:
+        found = "" if isinstance(error, UserError) else f"no snapshot at {path}: "
+        print(f"error: {found}{error}", file=sys.stderr)
+        return 2
+    rows.insert(0, ["step", "written", "bytes", "val_loss", "state", "weights", "optimizer"])
+    widths = [max(len(row[i]) for row in rows if i < len(row) and len(row[i]) < 40) for i in range(7)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip())
+    return int(any(row[4] != "whole" for row in rows[1:]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

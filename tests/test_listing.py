@@ -1,0 +1,83 @@
+"""`python snapshot.py PATH`: what is there, whether it is whole, and whether two runs hold the same bits."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import arguments, program, ranks, train, write_text
+
+from snapshot import fingerprint
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two runs of the same seed and a third of another, of six steps each."""
+    folder = tmp_path_factory.mktemp("trained")
+    text = write_text(folder / "text.txt")
+    for name, seed in (("run", 1), ("again", 1), ("other", 2)):
+        argv = arguments(folder / name, text, trainer__max_steps=6, trainer__eval_every=6, trainer__seed=seed)
+        assert ranks(1, train, *argv, tmp_path=folder) == [0]
+    return folder
+
+
+def listed(path: Path | str) -> tuple[int, list[list[str]]]:
+    done = program("snapshot.py", str(path))
+    assert "Traceback" not in done.stderr
+    return done.returncode, [line.split() for line in done.stdout.splitlines()]
+
+
+def test_a_run_folder_is_listed_by_step_with_bytes_and_validation_loss(trained: Path) -> None:
+    status, [header, first, last] = listed(trained / "run")
+    assert status == 0
+    assert header == ["step", "written", "bytes", "val_loss", "state", "weights", "optimizer"]
+    size = (trained / "run/snapshots/step_00000003.pt").stat().st_size
+    val_loss = torch.load(trained / "run/snapshots/step_00000006.pt", weights_only=True)["val_loss"]
+    assert (first[0], first[4:6]) == ("3", [f"{size:,}", "whole"])  # no validation loss was made at step 3
+    assert (last[0], last[5:7]) == ("6", [f"{val_loss:.4f}", "whole"])
+
+
+def test_fingerprints_are_equal_for_equal_bits_and_differ_otherwise(trained: Path) -> None:
+    def prints(name: str) -> list[list[str]]:
+        return [row[-2:] for row in listed(trained / name)[1][1:]]
+
+    assert prints("run") == prints("again") == prints("run/snapshots")
+    assert all(set(mine).isdisjoint(other) for mine, other in zip(prints("run"), prints("other"), strict=True))
+    assert len({word for row in prints("run") for word in row}) == 4
+
+
+def test_a_fingerprint_sees_every_bit_name_shape_and_type() -> None:
+    tensors = {"a": torch.tensor([0.0, 1.0]), "b": {"c": torch.tensor(2.0)}}
+    others = [
+        tensors | {"a": torch.tensor([-0.0, 1.0])},
+        tensors | {"a": torch.tensor([[0.0, 1.0]])},
+        tensors | {"a": torch.tensor([0.0, 1.0]).double()},
+        tensors | {"b": {"c": torch.tensor(3.0)}},
+        {"a": tensors["a"], "B": tensors["b"]},
+    ]
+    assert fingerprint(dict(reversed(tensors.items()))) == fingerprint(tensors)
+    assert len({fingerprint(tensors), *map(fingerprint, others)}) == 6
+
+
+def test_damage_is_told_with_its_place(trained: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(trained / "run/snapshots", tmp_path / "run")
+    weight = torch.load(run / "step_00000003.pt", weights_only=True)["model"]["transformer.wte.weight"]
+    content = bytearray((run / "step_00000003.pt").read_bytes())
+    content[content.index(weight.numpy().tobytes())] ^= 1
+    (run / "step_00000003.pt").write_bytes(content)
+    (run / "step_00000006.pt").write_bytes(content[:5000])
+    status, [_, flipped, cut] = listed(run)
+    assert status == 1
+    assert flipped[5] == cut[5] == "DAMAGED:"
+    assert "/data/" in flipped[-1]
+    assert " ".join(cut).endswith("cut short, or in the list of its parts")
+
+
+@pytest.mark.parametrize("place", ["nowhere", "."])
+def test_where_there_is_none_it_says_so(place: str, tmp_path: Path) -> None:
+    done = program("snapshot.py", str(tmp_path / place))
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert "Traceback" not in done.stderr
