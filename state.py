@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import yaml
 from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
 
 from corpus import Corpus
 from distributed import World
@@ -61,6 +60,7 @@ class TrainingState:
         say: Say,
     ) -> None:
         self.config, self.world, self.corpus, self.folder = config, world, corpus, folder
+        self.plain_config = plain(config)
         self.writer = Writer(folder)
         self.news: list[Written] = []
         self.keepers = self._elect_keepers()
@@ -180,15 +180,7 @@ class TrainingState:
         Args:
             val_loss: validation loss at this step, if there was one
             last: whether the run ends with this step
-
-        Raises:
-            UserError: the weights are not finite.
         """
-        if not get_total_norm(list(self.model.parameters())).isfinite():
-            raise UserError(
-                f"step {self.step}: its update made weights that are not finite; no snapshot of them is written. "
-                f"Lower optimizer.learning_rate ({self.config.optimizer.learning_rate:g})"
-            )
         if self.world.rank not in self.keepers:
             return
         # Other ranks wait in a collective, which has a timeout; but the last save waits for as long as it takes.
@@ -225,7 +217,7 @@ class TrainingState:
             "model": dict(self.model.state_dict()),
             "optimizer": state_by_name(self.model, self.optimizer),
             "scaler": self.scaler.state_dict(),
-            "config": plain(self.config),
+            "config": self.plain_config,
             "vocabulary": self.corpus.vocabulary,
             "val_loss": val_loss,
             "best": best,
