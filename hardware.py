@@ -44,9 +44,14 @@ def choose_device(backend: str, local_rank: int, local_size: int, world_size: in
 
 def device_name(device: torch.device) -> str:
     """What the banner calls the device, such as `cuda:1 (NVIDIA H200)`."""
+    return f"{device} ({device_kind(device)})"
+
+
+def device_kind(device: torch.device) -> str:
+    """The device's model, as far as it decides last bits, such as `NVIDIA H200` or `x86_64 AVX512`."""
     if device.type == "cuda":
-        return f"{device} ({torch.cuda.get_device_name(device)})"
-    return f"{device} ({platform.machine()})"
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
 
 
 def has_bf16(device: torch.device) -> tuple[bool, str]:

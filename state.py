@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from corpus import Corpus
 from distributed import World
 from errors import UserError
-from hardware import choose_precision, choose_threads, repeat_bits
+from hardware import choose_precision, choose_threads, device_kind, repeat_bits
 from metrics import Say
 from model import GPT, GPTConfig
 from optimizer import adopt_state, build_optimizer, state_by_name
@@ -64,7 +64,7 @@ class TrainingState:
         self.writer = Writer(folder)
         self.news: list[Written] = []
         self.keepers = self._elect_keepers()
-        snapshot, self.holder = self._elect_snapshot(say)
+        snapshot, self.holder, has_newest = self._elect_snapshot(say)
         heavy = ("model", "optimizer")
         header = world.broadcast({k: v for k, v in (snapshot or {}).items() if k not in heavy}, self.holder)
         self.resumed: dict[str, Any] | None = header or None
@@ -86,7 +86,7 @@ class TrainingState:
         )
         if header:
             self._restore(header, snapshot)
-            if world.rank in self.keepers and folder.steps()[-1:] != [self.step]:  # so that each has the newest
+            if world.rank in self.keepers and not has_newest:  # so that the holder may be lost
                 self.writer.save(self._snapshot(header["val_loss"]))
 
     def _elect_keepers(self) -> list[int]:
@@ -104,8 +104,10 @@ class TrainingState:
             self.folder.unmark(mark)
         return keepers
 
-    def _elect_snapshot(self, say: Say) -> tuple[dict[str, Any] | None, int]:
+    def _elect_snapshot(self, say: Say) -> tuple[dict[str, Any] | None, int, bool]:
         """The newest whole snapshot that any keeper has, on the rank that holds it (None on others), and that rank.
+
+        The third is whether this rank has it, too.
 
         Raises:
             UserError: there are snapshots, and none of them is whole.
@@ -127,7 +129,7 @@ class TrainingState:
                 raise UserError(f"rank {rank}: {words}" if rank else words)
         if len(self.keepers) > 1:
             say(f"snapshots are kept by ranks {self.keepers}, which share no folder; the newest is of rank {holder}")
-        return (snapshot if world.rank == holder else None), holder
+        return (snapshot if world.rank == holder else None), holder, steps[world.rank] == max(steps)
 
     def _choose(self, kept: dict[str, Any]) -> None:
         knobs, world = self.config.trainer, self.world
@@ -149,7 +151,12 @@ class TrainingState:
             )
         if knobs.deterministic:
             repeat_bits(world.device)
-        self.choices = {"precision": self.precision, "threads": threads, "world_size": world.size}
+        self.choices: dict[str, Any] = {
+            "precision": self.precision,
+            "threads": threads,
+            "world_size": world.size,
+            "hardware": device_kind(world.device),
+        }
         self.reasons = {"precision": f"{self.precision} ({why})", "threads": f"{threads} per rank ({why_threads})"}
 
     def _restore(self, header: dict[str, Any], snapshot: dict[str, Any] | None) -> None:

@@ -11,6 +11,8 @@ import os
 import platform
 import shlex
 import signal
+import socket
+import sys
 import time
 from contextlib import closing
 from dataclasses import dataclass
@@ -36,7 +38,7 @@ from stopping import STATUS, Stop
 if TYPE_CHECKING:
     from main import Config
 
-GRACE = 5.0  # seconds that a run which fails waits for a snapshot that is being written
+GRACE = 5.0  # seconds that a run waits for what is about to end: a write when it fails, another run when it starts
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,7 @@ class Trainer:
         self.run_dir = Path(knobs.run_dir)
         corpus = world.per_file_system(lambda: encode_corpus(config.data.path, self.run_dir / "cache"))
         world.check_same({"the text's SHA-256": corpus.sha256})
+        world.agree(self._occupy if world.rank == 0 else lambda: None)
         training, validation = split(corpus, config.data)
         self.training = CharDataset(training, config.data.block_size, knobs.seed)
         self.validation = ValidationDataset(validation, config.data.block_size)
@@ -140,6 +143,11 @@ class Trainer:
         self.say(banner(config, members, world.backend, self.state.reasons, corpus, self.training, self.last_step))
         self.say(summary(self.state.model))
         self._say_what_changed()
+        kinds = sorted(set(world.gather(self.state.choices["hardware"])))
+        if config.distributed.reduction == "tree" and len(kinds) > 1:
+            self.say(
+                f"ranks run on {' and '.join(kinds)}: distributed.reduction tree repeats its bits on one kind alone"
+            )
 
     def fit(self) -> int:
         """Trains to the last step, or until told to stop.
@@ -328,6 +336,11 @@ class Trainer:
         text = state.resumed["text_sha256"]
         if text != state.corpus.sha256:
             self.say(f"the text has changed: its SHA-256 is {text} in the snapshot, {state.corpus.sha256} now")
+        before, device = state.resumed["choices"].get("hardware"), state.choices["hardware"]
+        if before != device:
+            self.say(
+                f"the hardware has changed: {before} made the snapshot, {device} goes on, and last bits may differ"
+            )
         then, now = state.resumed["learning_rate"], learning_rate(state.step, self.last_step, self.config.optimizer)
         if not math.isclose(then, now, rel_tol=1e-6):
             self.say(f"the learning rate of step {state.step} was {then:.3g}, by the yaml it is now {now:.3g}")
@@ -346,6 +359,26 @@ class Trainer:
         metrics = Metrics(self.run_dir / "metrics.jsonl", self.state.step, self.last_step)
         metrics.row("start", self.state.step, samples=self.state.samples, **self.state.choices)
         return metrics
+
+    def _occupy(self) -> None:
+        """Keeps the run folder for this process: two runs in one would mix up their rows and snapshots.
+
+        By an abstract socket, a name that Linux frees however the process ends. Of other machines it knows nothing: a
+        lock in the folder would, and would outlive a lost machine for as long as a file server pleases.
+        """
+        folder = self.run_dir.stat()
+        self.occupied = socket.socket(socket.AF_UNIX)
+        deadline = time.monotonic() + GRACE  # a run that was told to stop may be on its way out
+        while sys.platform == "linux":
+            try:
+                return self.occupied.bind(f"\0minGPT {folder.st_dev} {folder.st_ino}")
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise UserError(
+                        f"trainer.run_dir: another process is training in {self.run_dir}; wait for it, stop it, "
+                        "or set another trainer.run_dir"
+                    ) from None
+                time.sleep(0.1)
 
     def _write_config(self) -> None:
         try:

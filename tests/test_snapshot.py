@@ -153,6 +153,19 @@ def test_under_its_name_there_is_nothing_until_it_is_whole(tmp_path: Path) -> No
     assert names(tmp_path) == steps(2)
 
 
+def test_files_are_written_with_the_users_own_mode(text: Path, tmp_path: Path) -> None:
+    [modes] = ranks(1, _modes_under_umask, *arguments(tmp_path / "run", text, trainer__max_steps=1), tmp_path=tmp_path)
+    assert {"config.yaml", "metrics.jsonl", "step_00000001.pt", "text.json"} <= set(modes)
+    assert set(modes.values()) == {0o640}
+
+
+def _modes_under_umask(*argv: str) -> dict[str, int]:
+    os.umask(0o027)
+    assert train(*argv) == 0
+    run = Path(argv[argv.index("--trainer.run_dir") + 1])
+    return {path.name: path.stat().st_mode & 0o777 for path in run.rglob("*") if path.is_file()}
+
+
 def test_later_changes_do_not_reach_what_was_loaded(trained: Path, tmp_path: Path) -> None:
     folder = SnapshotFolder(str(tmp_path), keep=3)
     shutil.copy(trained / "one/snapshots/step_00000006.pt", tmp_path)

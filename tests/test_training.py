@@ -272,3 +272,17 @@ def test_training_from_another_folder_and_with_a_relative_path(text: Path, tmp_p
     done = program("main.py", *arguments(Path("here"), "text.txt", trainer__max_steps=1), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert os.listdir(tmp_path / "here/snapshots") == ["step_00000001.pt"]
+
+
+def test_a_run_folder_is_for_one_run_at_a_time(text: Path, tmp_path: Path) -> None:
+    argv = arguments(tmp_path / "run", text, trainer__max_steps=1_000_000)
+    with start(argv) as process:
+        wait_for_step(tmp_path / "run", 5)
+        second = program("main.py", *argv)
+        assert second.returncode == 2
+        assert second.stderr.startswith("error: trainer.run_dir: another process is training in ")
+        assert "Traceback" not in second.stderr
+        process.kill()  # which frees the folder
+        process.wait(60)
+    step = rows(tmp_path / "run")[-1]["step"]
+    assert program("main.py", *arguments(tmp_path / "run", text, trainer__max_steps=step + 1)).returncode == 0
