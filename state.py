@@ -69,7 +69,7 @@ class TrainingState:
         header = world.broadcast({k: v for k, v in (snapshot or {}).items() if k not in heavy}, self.holder)
         self.resumed: dict[str, Any] | None = header or None
         if header:
-            check_fits(header, plain(config), corpus.vocabulary)
+            check_fits(header, self.plain_config, corpus.vocabulary)
         self.step, self.samples = header.get("step", 0), header.get("samples", 0)
         self.best = header.get("best", {"step": None, "val_loss": math.inf})
         self._choose(header.get("choices", {}))
@@ -77,6 +77,7 @@ class TrainingState:
         torch.manual_seed(config.trainer.seed)
         shape = asdict(config.model) | {"vocab_size": len(corpus.vocabulary), "block_size": config.data.block_size}
         self.model = GPT(GPTConfig(**shape)).to(world.device)
+        self.parameters = dict(self.model.named_parameters())
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.precision == "fp16")
         self.reduction: Reduction = (
@@ -221,8 +222,8 @@ class TrainingState:
         return {
             "step": self.step,
             "samples": self.samples,
-            "model": dict(self.model.state_dict()),
-            "optimizer": state_by_name(self.model, self.optimizer),
+            "model": self.parameters,  # GPT's state_dict, without the time that takes
+            "optimizer": {name: self.optimizer.state[parameter] for name, parameter in self.parameters.items()},
             "scaler": self.scaler.state_dict(),
             "config": self.plain_config,
             "vocabulary": self.corpus.vocabulary,

@@ -11,8 +11,6 @@ import os
 import platform
 import shlex
 import signal
-import socket
-import sys
 import time
 from contextlib import closing
 from dataclasses import dataclass
@@ -20,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
-import yaml
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
@@ -31,14 +28,15 @@ from errors import UserError
 from hardware import device_name
 from metrics import Metrics, NoMetrics, banner, complain, duration, nothing, say, summary
 from optimizer import learning_rate
+from run_folder import occupy, write_config
 from snapshot import NotPrunedError, SnapshotFolder
-from state import TrainingState, plain
+from state import TrainingState
 from stopping import STATUS, Stop
 
 if TYPE_CHECKING:
     from main import Config
 
-GRACE = 5.0  # seconds that a run waits for what is about to end: a write when it fails, another run when it starts
+GRACE = 5.0  # seconds that a run which fails waits for a snapshot that is being written
 
 
 @dataclass(frozen=True)
@@ -128,7 +126,7 @@ class Trainer:
         self.run_dir = Path(knobs.run_dir)
         corpus = world.per_file_system(lambda: encode_corpus(config.data.path, self.run_dir / "cache"))
         world.check_same({"the text's SHA-256": corpus.sha256})
-        world.agree(self._occupy if world.rank == 0 else lambda: None)
+        self.occupied = world.agree(lambda: occupy(self.run_dir) if world.rank == 0 else None)
         training, validation = split(corpus, config.data)
         self.training = CharDataset(training, config.data.block_size, knobs.seed)
         self.validation = ValidationDataset(validation, config.data.block_size)
@@ -167,7 +165,7 @@ class Trainer:
             )
             self.state.writer.wait()
             return 0
-        self.world.on_first(self._write_config)
+        self.world.on_first(lambda: write_config(self.run_dir, self.state.plain_config))
         metrics = self.world.agree(self._open_metrics)
         with closing(metrics), Stop() as stop:
             try:
@@ -359,34 +357,6 @@ class Trainer:
         metrics = Metrics(self.run_dir / "metrics.jsonl", self.state.step, self.last_step)
         metrics.row("start", self.state.step, samples=self.state.samples, **self.state.choices)
         return metrics
-
-    def _occupy(self) -> None:
-        """Keeps the run folder for this process: two runs in one would mix up their rows and snapshots.
-
-        By an abstract socket, a name that Linux frees however the process ends. Of other machines it knows nothing: a
-        lock in the folder would, and would outlive a lost machine for as long as a file server pleases.
-        """
-        folder = self.run_dir.stat()
-        self.occupied = socket.socket(socket.AF_UNIX)
-        deadline = time.monotonic() + GRACE  # a run that was told to stop may be on its way out
-        while sys.platform == "linux":
-            try:
-                return self.occupied.bind(f"\0minGPT {folder.st_dev} {folder.st_ino}")
-            except OSError:
-                if time.monotonic() > deadline:
-                    raise UserError(
-                        f"trainer.run_dir: another process is training in {self.run_dir}; wait for it, stop it, "
-                        "or set another trainer.run_dir"
-                    ) from None
-                time.sleep(0.1)
-
-    def _write_config(self) -> None:
-        try:
-            beside = self.run_dir / "config.yaml.tmp"
-            beside.write_text(yaml.safe_dump(plain(self.config), sort_keys=False))
-            os.replace(beside, self.run_dir / "config.yaml")
-        except OSError as error:
-            raise UserError(f"trainer.run_dir: config.yaml can't be written to {self.run_dir}: {error}") from error
 
     def _how_to_sample(self) -> str:
         return f"to sample it:  python sample.py --snapshot {shlex.quote(self.folder.file(self.state.step))}"

@@ -47,6 +47,7 @@ class Writer:
         # It waits for work: to start a thread would hold the step until that thread gets the interpreter's lock.
         threading.Thread(target=self._write, daemon=True).start()
 
+    @torch.no_grad()
     def save(self, snapshot: dict[str, Any]) -> None:
         """Copies the snapshot's tensors and returns; later changes to them don't reach what is written.
 
@@ -78,7 +79,7 @@ class Writer:
         aside = self.aside.get(place)
         if aside is None or aside.shape != value.shape:
             aside = self.aside[place] = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
-        pairs.append((aside, value.detach()))
+        pairs.append((aside, value))
         return aside
 
     def _write(self) -> None:
