@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from errors import UserError
 PATIENCE = 5.0  # seconds for another run that was told to stop, and may be on its way out
 
 
-def occupy(run_dir: Path) -> socket.socket:
-    """Keeps the run folder for this process: two runs in one would mix up their rows and snapshots.
+def occupy(run_dir: Path, owner: object) -> None:
+    """Keeps the run folder for as long as the owner lives: two runs in one would mix up their rows and snapshots.
 
     By an abstract socket, a name that Linux frees however the process ends. Of other machines it knows nothing: a lock
     in the folder would, and would outlive a lost machine for as long as a file server pleases.
@@ -33,12 +34,13 @@ def occupy(run_dir: Path) -> socket.socket:
             break
         except OSError:
             if time.monotonic() > deadline:
+                name.close()
                 raise UserError(
                     f"trainer.run_dir: another process is training in {run_dir}; wait for it, stop it, "
                     "or set another trainer.run_dir"
                 ) from None
             time.sleep(0.1)
-    return name
+    weakref.finalize(owner, os.close, name.detach())
 
 
 def write_config(run_dir: Path, config: dict[str, Any]) -> None:

@@ -126,7 +126,7 @@ class Trainer:
         self.run_dir = Path(knobs.run_dir)
         corpus = world.per_file_system(lambda: encode_corpus(config.data.path, self.run_dir / "cache"))
         world.check_same({"the text's SHA-256": corpus.sha256})
-        self.occupied = world.agree(lambda: occupy(self.run_dir) if world.rank == 0 else None)
+        world.agree(lambda: occupy(self.run_dir, self) if world.rank == 0 else None)
         training, validation = split(corpus, config.data)
         self.training = CharDataset(training, config.data.block_size, knobs.seed)
         self.validation = ValidationDataset(validation, config.data.block_size)
