@@ -119,6 +119,7 @@ def _fails_at_8(*argv: str) -> dict[int, int | None]:
     return best_steps
 
 
+@pytest.mark.slow
 def test_snapshots_by_the_clock(text: Path, tmp_path: Path) -> None:
     knobs = {"trainer__save_every": 100_000, "trainer__save_minutes": 0.01, "trainer__max_steps": 300}
     assert ranks(2, _with_slow_steps, *arguments(tmp_path / "run", text, **knobs), tmp_path=tmp_path) == [0, 0]

@@ -73,8 +73,18 @@ def test_interrupted_twice_a_run_that_waits_for_a_stopped_peer_ends(text: Path, 
         processes[1].kill()
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
-@pytest.mark.parametrize("whom", ["launcher", "workers"])
+@pytest.mark.parametrize(
+    ("whom", "name"),
+    [
+        ("launcher", "SIGTERM"),
+        *(
+            pytest.param(whom, name, marks=pytest.mark.slow)
+            for whom in ("launcher", "workers")
+            for name in ("SIGTERM", "SIGINT", "SIGUSR1")
+            if (whom, name) != ("launcher", "SIGTERM")
+        ),
+    ],
+)
 def test_a_stop_under_torchrun_saves_whoever_is_told(name: str, whom: str, text: Path, tmp_path: Path) -> None:
     """torchrun dies of SIGUSR1, for which it has no handler, and its workers take its death for a SIGTERM."""
     run, number = tmp_path / "run", getattr(signal, name)
