@@ -253,7 +253,10 @@ def run(argv: Sequence[str]) -> int:
 def main() -> None:
     """The program, under torchrun as without it: a worker's traceback reaches the launcher's summary."""
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a path may hold what a terminal can't
-    sys.exit(run(sys.argv[1:]))
+    status = run(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # all is written; Python's own end would abort when it meets a thread in PyTorch's C++ code
 
 
 if __name__ == "__main__":

@@ -94,7 +94,8 @@ class Peers:
         self.line.set(f"name/{rank}", self.name)
         self.line.set(f"beat/{rank}", "")
         self.leaving = threading.Event()
-        threading.Thread(target=self._beat, daemon=True).start()
+        self.heart = threading.Thread(target=self._beat, daemon=True)
+        self.heart.start()
 
     def _beat(self) -> None:
         with suppress(RuntimeError, OSError):  # without a store there is nobody to tell, and training may go on
@@ -104,8 +105,9 @@ class Peers:
                     return
 
     def leave(self) -> None:
-        """Ends the heartbeat."""
+        """Ends the heartbeat and its thread."""
         self.leaving.set()
+        self.heart.join(PATIENCE)
 
     def exchange(self, word: str, ranks: Sequence[int]) -> dict[int, str]:
         """Says a word, and waits, however long it takes, for those of these ranks; a collective would time out.
