@@ -68,7 +68,7 @@ def snapshots(folder: str, words: Sequence[str]) -> None:
         made = trainer(world, folder, *words)
         state, save = made.state, lambda: made.state.save(None, last=False)
         tensors = [*state.model.parameters()]
-        tensors += [tensor for moments in state.optimizer.state.values() for tensor in moments.values()]
+        tensors += [tensor for moments in state.strategy.stepper.state.values() for tensor in moments.values()]
         copies = [torch.empty_like(tensor) for tensor in tensors]
 
         def copy() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -32,13 +32,17 @@ class DistributedConfig:
         backend: nccl (a GPU for each process), gloo (CPU), or auto: nccl where there is a GPU, else gloo
         init_method: where processes meet: tcp://host:port or file:///path; null means env://, as launchers set it
         timeout_seconds: seconds to wait for another process before giving up
-        bucket_cap_mb: MiB of gradients that DDP sends at a time while backward goes on
+        strategy: what is dealt out over ranks: ddp: nothing; zero1: optimizer state; zero2: gradients too; fsdp: all
+        cpu_offload: with fsdp on CUDA GPUs, keep what is dealt out in the host's memory; slower
+        bucket_cap_mb: MiB of gradients that ddp and zero1 send at a time while backward goes on
         reduction: order in which gradients are added: fast, or tree: the same bits at every number of processes
     """
 
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     init_method: str | None = None
     timeout_seconds: float = 600.0
+    strategy: Literal["ddp", "zero1", "zero2", "fsdp"] = "ddp"
+    cpu_offload: bool = False
     bucket_cap_mb: float = 25.0
     reduction: Literal["fast", "tree"] = "fast"
 
@@ -178,11 +182,10 @@ class World:
             dist.all_reduce(tensor)
         return tensor
 
-    def send(self, tensors: Iterable[Tensor], source: int) -> None:
-        """Overwrites the tensors with the source's."""
+    def send(self, tensor: Tensor, source: int) -> None:
+        """Overwrites the tensor with the source's."""
         if self.size > 1:
-            for tensor in tensors:
-                dist.broadcast(tensor, src=source)
+            dist.broadcast(tensor, src=source)
 
     def vote(self, *values: int) -> Callable[[], list[int]]:
         """Starts to find the largest of each value that a rank has, and returns a function that waits for them.
@@ -228,7 +231,9 @@ def connect(config: DistributedConfig) -> Iterator[World]:
     peers = None
     backend = "cpu:gloo,cuda:nccl" if wants_gpu(config.backend) else "gloo"
     timeout = timedelta(seconds=config.timeout_seconds)
-    if size > 1:
+    if size == 1 and config.strategy in ("zero2", "fsdp"):  # whose mechanism wants a group, be it of one
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    elif size > 1:
         where = config.init_method or "env://"
         try:
             store = meet(where, rank, size, timeout)
@@ -256,4 +261,5 @@ def connect(config: DistributedConfig) -> Iterator[World]:
     finally:
         if peers is not None:
             peers.leave()
+        if dist.is_initialized():
             dist.destroy_process_group()

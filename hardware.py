@@ -5,8 +5,10 @@ Resuming exactly needs the same choices, so they travel in the snapshot and are 
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
+import shutil
 
 import torch
 
@@ -89,6 +91,24 @@ def choose_precision(wanted: str, device: torch.device, kept: str | None) -> tup
         return kept, "auto: kept from the snapshot"
     changed = f"; the snapshot was made in {kept}, so the last bits will differ" if kept else ""
     return ("bf16" if hardware else "fp32"), f"auto: {words}{changed}"
+
+
+def check_compiler(device: torch.device) -> None:
+    """Makes sure that there is what torch.compile makes kernels with.
+
+    Raises:
+        UserError: there is no C++ compiler (CPU) or no Triton (GPU).
+    """
+    if device.type == "cuda":
+        if importlib.util.find_spec("triton") is None:
+            raise UserError("trainer.compile is true, but Triton is not here: pip install triton, or set it to false")
+        return
+    compiler = os.environ.get("CXX") or ("clang++" if platform.system() == "Darwin" else "g++")  # as torch.compile does
+    if shutil.which(compiler) is None:
+        raise UserError(
+            f"trainer.compile is true, but there is no C++ compiler: found no {compiler}; install one, let CXX name "
+            "it, or set trainer.compile to false"
+        )
 
 
 def repeat_bits(device: torch.device) -> None:

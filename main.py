@@ -49,8 +49,17 @@ class Config:
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
     def __post_init__(self) -> None:
+        if self.distributed.cpu_offload and self.distributed.strategy != "fsdp":
+            raise ValueError(
+                "distributed.cpu_offload is true, which needs distributed.strategy fsdp, "
+                f"not {self.distributed.strategy}"
+            )
         if self.distributed.reduction == "tree":
             knobs, why = self.trainer, "with distributed.reduction tree, whose bits depend on it"
+            if self.distributed.strategy != "ddp":
+                raise ValueError(
+                    f"distributed.strategy is {self.distributed.strategy}, must be ddp with distributed.reduction tree"
+                )
             if knobs.micro_batch_size is None:
                 raise ValueError(f"trainer.micro_batch_size is null, must be a number {why}")
             if knobs.threads not in ("auto", 1):

@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 
 @dataclass(frozen=True)
@@ -116,10 +118,16 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then MLP, each behind a layer norm and added to what came in."""
+    """Attention, then MLP, each behind a layer norm and added to what came in.
+
+    Attribute `recompute` says which activations backward computes again instead of keeping them (Chen et al., "Training
+    Deep Nets with Sublinear Memory Cost", 2016): none; full: all but the block's input; selective: all but the outputs
+    of matrix products, which are dear to compute.
+    """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
+        self.recompute = "none"
         self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.attn = CausalSelfAttention(config)
         self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
@@ -127,8 +135,26 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
         """(B, T, C) -> (B, T, C)"""
+        if self.recompute == "none" or not torch.is_grad_enabled():
+            return self._forward(x, cache)
+        if self.recompute == "full":
+            return checkpoint(self._forward, x, use_reentrant=False)
+        return checkpoint(self._forward, x, use_reentrant=False, context_fn=_keep_products)
+
+    def _forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
         x = x + self.attn(self.ln_1(x), cache)
         return x + self.mlp(self.ln_2(x))
+
+
+_PRODUCTS = [
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+]
+_keep_products = partial(create_selective_checkpoint_contexts, _PRODUCTS)
 
 
 class Transformer(nn.Module):
@@ -139,7 +165,7 @@ class Transformer(nn.Module):
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.block_size, config.n_embd)
         self.drop = nn.Dropout(config.dropout)
-        self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.h: list[Block] = nn.ModuleList(Block(config) for _ in range(config.n_layer))  # type: ignore[assignment]
         self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
 
     def forward(self, idx: Tensor, caches: list[Cache] | None = None) -> Tensor:
@@ -166,6 +192,11 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * config.n_layer))
             elif parameter.dim() == 2:
                 nn.init.normal_(parameter, std=0.02)
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The parts alike that hold nearly all weights: what is sharded, recomputed and compiled one by one."""
+        return self.transformer.h
 
     def forward(
         self, idx: Tensor, targets: Tensor | None = None, caches: list[Cache] | None = None

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
-import torch
-from torch import Tensor, nn
-
-State = dict[str, dict[str, Tensor]]
+from torch import nn
+from torch.optim import AdamW, Optimizer
 
 
 @dataclass(frozen=True)
@@ -70,29 +70,20 @@ def learning_rate(step: int, last_step: int, config: OptimizerConfig) -> float:
     return config.min_learning_rate + drop * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW in one fused pass, with weight decay on matrices only."""
-    parameters = list(model.parameters())
+def build_optimizer(
+    parameters: Iterable[nn.Parameter], config: OptimizerConfig, dealt_out: Callable[..., Optimizer] | None = None
+) -> Optimizer:
+    """AdamW in one fused pass, with weight decay on matrices only.
+
+    Args:
+        parameters: what moves
+        config: how
+        dealt_out: what builds an optimizer over ranks, as ZeroRedundancyOptimizer does, from groups, class and settings
+    """
+    parameters = list(parameters)
+    settings: dict[str, Any] = {"lr": config.learning_rate, "betas": config.betas, "fused": True}
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=True)
-
-
-def state_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    """The optimizer's tensors under each parameter's name, without its settings: those are the yaml's to say."""
-    return {name: dict(optimizer.state[parameter]) for name, parameter in model.named_parameters()}
-
-
-def adopt_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: State) -> None:
-    """Gives the optimizer tensors like those that `state_by_name` returned, on each parameter's device.
-
-    Those of `state` that hold no data (on the meta device) are left unset, for another rank to fill.
-    """
-    for name, parameter in model.named_parameters():
-        for key, value in state[name].items():
-            mine = torch.empty_like(value, device=parameter.device)
-            if not value.is_meta:
-                mine.copy_(value)
-            optimizer.state[parameter][key] = mine
+    return dealt_out(groups, AdamW, **settings) if dealt_out else AdamW(groups, **settings)

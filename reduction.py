@@ -1,118 +1,28 @@
-"""How do the gradients of a batch become one? Over micro-batches and over ranks: fast, or always in the same order.
+"""How do gradients become one by the same additions at every number of ranks?
 
-fast is DistributedDataParallel: each rank adds up its micro-batches, and the backend's all-reduce adds up the ranks
-while backward is still running. Which additions are made, and so the last bits, depends on the number of ranks.
-
-tree makes the same additions at every number of ranks. Micro-batches have fixed bounds, their gradients are the leaves
-of one binary tree, and each node is the sum of its two halves wherever the leaves were computed. A rank adds up the
-whole subtrees among its neighbouring leaves while they come, like a binary counter. Then each rank finishes the tree
-for its slice of the gradient alone (a reduce-scatter in which the order is ours), and slices are gathered: where ranks
-are a power of two and share the leaves evenly, each sends as much as a ring all-reduce would.
+A backend adds up ranks in an order that depends on how many there are, and so do the last bits. Here micro-batches have
+fixed bounds, their gradients are the leaves of one binary tree, and each node is the sum of its two halves wherever the
+leaves were computed. A rank adds up the whole subtrees among its neighbouring leaves while they come, like a binary
+counter. Then each rank finishes the tree for its slice of the gradient alone (a reduce-scatter in which the order is
+ours), and slices are gathered: where ranks are a power of two and share the leaves evenly, each sends as much as a ring
+all-reduce would.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
-from distributed import World
-
-
-class Reduction(Protocol):
-    """What the trainer needs of either.
-
-    Attributes `model` is what micro-batches go through, and `factor` multiplies their losses before backward.
-    """
-
-    model: nn.Module
-    factor: int
-
-    def micro_batches(self, first: int, count: int, size: int | None) -> list[tuple[range, float]]:
-        """This rank's sample numbers in portions, and each portion's weight in the mean over the whole batch.
-
-        Args:
-            first: number of the batch's first sample
-            count: samples in the batch, all ranks together
-            size: most samples in a portion; None: the whole share
-        """
-
-    @contextmanager
-    def micro_batch(self, last: bool) -> Iterator[None]:
-        """Around forward and backward of each portion; `last` tells that it is the step's last on this rank."""
-
-    def finish(self) -> None:
-        """After the last portion: parameters' `grad` is the mean over the whole batch, the same on all ranks."""
-
-    def mean(self, parts: list[Tensor]) -> Tensor:
-        """The whole batch's mean loss, from the weighted losses of each rank's portions."""
+from strategy import Strategy
 
 
-class Fast:
-    """DistributedDataParallel's buckets and the backend's all-reduce.
-
-    DDP lays out its buckets anew after the first backward, and from three ranks on the layout decides the last bits of
-    each sum. One throw-away step, here and on resume alike, makes it the same in every step that counts.
-
-    Args:
-        model: on its device
-        world: the ranks
-        bucket_cap_mb: MiB of gradients that are sent at a time
-        warm_up: model -> a loss that depends on all parameters, for the throw-away step
-    """
-
-    def __init__(
-        self, model: nn.Module, world: World, bucket_cap_mb: float, warm_up: Callable[[nn.Module], Tensor]
-    ) -> None:
-        self.model, self.world = model, world
-        self.factor = world.size  # DDP averages over ranks
-        if world.size > 1:
-            devices = [world.device] if world.device.type == "cuda" else None
-            self.model = DistributedDataParallel(
-                model, device_ids=devices, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=True
-            )
-            warm_up(self.model).backward()
-            self.model.zero_grad(set_to_none=True)
-
-    def micro_batches(self, first: int, count: int, size: int | None) -> list[tuple[range, float]]:
-        """Every rank gets equally many, that of the largest share; a missing one is a dummy of weight zero."""
-        share, largest = self.world.share(first, count), self.world.largest_share(count)
-        portions = (share[start : start + (size or largest)] for start in range(0, largest, size or largest))
-        return [(numbers or range(first, first + 1), len(numbers) / count) for numbers in portions]
-
-    @contextmanager
-    def micro_batch(self, last: bool) -> Iterator[None]:
-        """Gradients leave this rank in the last one only."""
-        with nullcontext() if last or self.world.size == 1 else self.model.no_sync():  # type: ignore[operator]
-            yield
-
-    def finish(self) -> None:
-        """Backward has done it all."""
-
-    def mean(self, parts: list[Tensor]) -> Tensor:
-        """A sum over ranks."""
-        return self.world.sum(torch.stack(parts).sum())
-
-
-class Tree:
-    """The same additions in the same order, at any number of ranks up to that of micro-batches.
-
-    Args:
-        model: on its device, with the same weights on all ranks
-        world: the ranks
-    """
-
-    factor = 1
-
-    def __init__(self, model: nn.Module, world: World) -> None:
-        self.model, self.world = model, world
-        self.parameters = list(model.parameters())
+class Tree(Strategy):
+    """The same additions in the same order, at any number of ranks up to that of micro-batches."""
 
     def micro_batches(self, first: int, count: int, size: int | None) -> list[tuple[range, float]]:
         """Whole micro-batches, whose bounds no number of ranks moves."""
@@ -129,20 +39,20 @@ class Tree:
     def micro_batch(self, last: bool) -> Iterator[None]:
         """Takes its gradient into the tree."""
         yield
-        leaf = next(self.ahead)
-        self.sums.add(range(leaf, leaf + 1), torch.cat([p.grad.flatten() for p in self.parameters]))  # type: ignore[union-attr]
-        for parameter in self.parameters:
+        leaf, parameters = next(self.ahead), self.parameters.values()
+        self.sums.add(range(leaf, leaf + 1), torch.cat([p.grad.flatten() for p in parameters]))  # type: ignore[union-attr]
+        for parameter in parameters:
             parameter.grad = None
 
     def finish(self) -> None:
         """Adds up what is left to add between ranks."""
         gradient = self._between_ranks() if self.world.size > 1 else self.sums.nodes[0][1]
-        sizes = [parameter.numel() for parameter in self.parameters]
-        for parameter, part in zip(self.parameters, gradient.split(sizes), strict=True):
+        sizes = [parameter.numel() for parameter in self.parameters.values()]
+        for parameter, part in zip(self.parameters.values(), gradient.split(sizes), strict=True):
             parameter.grad = part.view_as(parameter)
 
     def _between_ranks(self) -> Tensor:
-        size, total = self.world.size, sum(parameter.numel() for parameter in self.parameters)
+        size, total = self.world.size, sum(parameter.numel() for parameter in self.parameters.values())
         spans = [whole_subtrees(self.world.share(0, self.leaves, rank), self.leaves) for rank in range(size)]
         slice_size = -(-total // size)
         rows = torch.zeros(len(self.sums.nodes), size * slice_size, device=self.world.device)

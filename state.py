@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from corpus import Corpus
 from distributed import World
 from errors import UserError
-from hardware import choose_precision, choose_threads, device_kind, repeat_bits
+from hardware import check_compiler, choose_precision, choose_threads, device_kind, repeat_bits
 from metrics import Say
 from model import GPT, GPTConfig
-from optimizer import adopt_state, build_optimizer, state_by_name
-from reduction import Fast, Reduction, Tree
+from reduction import Tree
 from snapshot import NotPrunedError, SnapshotFolder
+from strategy import DDP, FSDP, Strategy, ZeRO1
 from writer import Writer, Written
 
 if TYPE_CHECKING:
@@ -74,21 +74,24 @@ class TrainingState:
         self.best = header.get("best", {"step": None, "val_loss": math.inf})
         self._choose(header.get("choices", {}))
 
-        torch.manual_seed(config.trainer.seed)
-        shape = asdict(config.model) | {"vocab_size": len(corpus.vocabulary), "block_size": config.data.block_size}
-        self.model = GPT(GPTConfig(**shape)).to(world.device)
-        self.parameters = dict(self.model.named_parameters())
-        self.optimizer = build_optimizer(self.model, config.optimizer)
+        shape = GPTConfig(**asdict(config.model), vocab_size=len(corpus.vocabulary), block_size=config.data.block_size)
+        with torch.device("meta"):  # no rank but one ever needs to hold all of it
+            self.model = GPT(shape)
+        self._prepare_blocks()
+        self.strategy = self._spread(example)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.precision == "fp16")
-        self.reduction: Reduction = (
-            Tree(self.model, world)
-            if config.distributed.reduction == "tree"
-            else Fast(self.model, world, config.distributed.bucket_cap_mb, lambda model: self.loss(model, *example))
-        )
+        weights: dict[str, Tensor] = {}
         if header:
-            self._restore(header, snapshot)
-            if world.rank in self.keepers and not has_newest:  # so that the holder may be lost
-                self.writer.save(self._snapshot(header["val_loss"]))
+            weights, moments = (snapshot[key] for key in heavy) if snapshot else ({}, {})
+            self.strategy.take(weights, moments, self.holder)
+            self.scaler.load_state_dict(header["scaler"])
+            if any(world.gather(world.rank in self.keepers and not has_newest)):  # so that the holder may be lost
+                self._write(header["val_loss"], keep=world.rank in self.keepers and not has_newest)
+        else:
+            if world.rank == 0:
+                torch.manual_seed(config.trainer.seed)
+                weights = GPT(shape).state_dict()
+            self.strategy.take(weights, {}, 0)
 
     def _elect_keepers(self) -> list[int]:
         """Rank 0, and the first rank of each machine that does not see rank 0's snapshot folder: they write snapshots.
@@ -160,18 +163,26 @@ class TrainingState:
         }
         self.reasons = {"precision": f"{self.precision} ({why})", "threads": f"{threads} per rank ({why_threads})"}
 
-    def _restore(self, header: dict[str, Any], snapshot: dict[str, Any] | None) -> None:
-        """Takes weights and optimizer state from the holder's snapshot, one tensor at a time."""
-        if snapshot is not None:
-            self.model.load_state_dict(snapshot["model"])
-        tensors = {} if snapshot is None else snapshot["optimizer"]
-        shapes = {name: {k: v.to("meta") for k, v in state.items()} for name, state in tensors.items()}
-        shapes = self.world.broadcast(shapes, self.holder)
-        adopt_state(self.model, self.optimizer, tensors or shapes)
-        self.world.send(self.model.state_dict().values(), self.holder)
-        for state in state_by_name(self.model, self.optimizer).values():
-            self.world.send(state.values(), self.holder)
-        self.scaler.load_state_dict(header["scaler"])
+    def _prepare_blocks(self) -> None:
+        knobs = self.config.trainer
+        if knobs.compile:
+            self.world.agree(lambda: check_compiler(self.world.device))
+            torch._dynamo.config.optimize_ddp = False  # it cuts graphs at DDP's buckets; a block is a graph already
+        for block in self.model.blocks:
+            block.recompute = knobs.activation_checkpointing
+            if knobs.compile:  # forward alone: names stay, and so do hooks. Each shape has its own kernels and bits
+                block.forward = torch.compile(block.forward, dynamic=False)  # type: ignore[method-assign]
+
+    def _spread(self, example: tuple[Tensor, Tensor]) -> Strategy:
+        knobs, common = self.config.distributed, (self.model, self.world, self.config.optimizer)
+        if knobs.reduction == "tree":
+            return Tree(*common)
+        if knobs.strategy in ("zero2", "fsdp"):
+            return FSDP(*common, knobs.strategy == "zero2", DTYPES[self.precision], knobs.cpu_offload)
+        if self.world.size == 1:
+            return Strategy(*common)
+        kind = ZeRO1 if knobs.strategy == "zero1" else DDP
+        return kind(*common, knobs.bucket_cap_mb, lambda model: self.loss(model, *example))
 
     def loss(self, model: nn.Module, idx: Tensor, targets: Tensor) -> Tensor:
         """Mean loss of (B, T) inputs and targets, on the device and in the precision of this run."""
@@ -189,19 +200,18 @@ class TrainingState:
             val_loss: validation loss at this step, if there was one
             last: whether the run ends with this step
         """
-        if self.world.rank not in self.keepers:
-            return
+        keeps = self.world.rank in self.keepers
         # Other ranks wait in a collective, which has a timeout; but the last save waits for as long as it takes.
         patience = None if last else self.config.distributed.timeout_seconds / 2
-        if not self.writer.wait(patience):
+        if keeps and not self.writer.wait(patience):
+            keeps = False
             late = UserError(
                 f"trainer.snapshot_path: the snapshot before is still being written to {self.folder.path} after "
                 f"{patience:g} seconds; this one is left out"
             )
             self.news.append(Written(self.step, val_loss, late, self.best))
-            return
         self.news += self._written()
-        self.writer.save(self._snapshot(val_loss))
+        self._write(val_loss, keeps)
 
     def what_was_written(self) -> list[Written]:
         """What has come of snapshots since it was last asked for."""
@@ -215,22 +225,27 @@ class TrainingState:
                 self.best = written.best
         return news
 
-    def _snapshot(self, val_loss: float | None) -> dict[str, Any]:
+    def _write(self, val_loss: float | None, keep: bool) -> None:
+        if keep:
+            self.writer.save(self._header(val_loss), self.strategy.state())
+        elif self.strategy.parts:  # the others need this rank's
+            for _ in self.strategy.state():
+                pass
+
+    def _header(self, val_loss: float | None) -> dict[str, Any]:
         best = self.best
         if val_loss is not None and val_loss < best["val_loss"]:
             best = {"step": self.step, "val_loss": val_loss}
         return {
             "step": self.step,
             "samples": self.samples,
-            "model": self.parameters,  # GPT's state_dict, without the time that takes
-            "optimizer": {name: self.optimizer.state[parameter] for name, parameter in self.parameters.items()},
             "scaler": self.scaler.state_dict(),
             "config": self.plain_config,
             "vocabulary": self.corpus.vocabulary,
             "val_loss": val_loss,
             "best": best,
             "choices": self.choices,
-            "learning_rate": self.optimizer.param_groups[0]["lr"],
+            "learning_rate": self.strategy.optimizer.param_groups[0]["lr"],
             "text_sha256": self.corpus.sha256,
         }
 

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from char_dataset import CharDataset, ValidationDataset, hash64, split
 from corpus import encode_corpus
@@ -50,6 +49,9 @@ class TrainerConfig:
         micro_batch_size: most sequences that a rank puts through the model at once; null: its whole share of the batch
         precision: of matrix products: fp32, bf16, fp16 (CUDA GPUs), or auto: bf16 where the hardware has it, else fp32
         threads: CPU threads of each rank, or auto: OMP_NUM_THREADS, else cores / ranks on the machine
+        compile: compile the model's blocks with torch.compile: faster steps, after a minute or so of compiling
+        activation_checkpointing: what backward computes again instead of keeping it: none, selective (all but outputs
+            of matrix products), full (all but each block's input)
         deterministic: on CUDA GPUs, take kernels that repeat their bits; slower. CPUs always do
         seed: of initial weights, order and dropout
         log_every: steps between lines and rows of loss and speed
@@ -67,6 +69,8 @@ class TrainerConfig:
     micro_batch_size: int | None = None
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     threads: int | Literal["auto"] = "auto"
+    compile: bool = False
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
     deterministic: bool = False
     seed: int = 1
     log_every: int = 100
@@ -190,7 +194,7 @@ class Trainer:
                 self._check_finite()
             metrics.advance(state.step)
             if log:
-                mean_loss = state.reduction.mean(losses).item()
+                mean_loss = state.strategy.mean(losses).item()
                 self._check_finite(mean_loss)
                 now = time.perf_counter()
                 metrics.train(
@@ -259,35 +263,32 @@ class Trainer:
         count = self.config.trainer.batch_size
         if self.total_samples:
             count = min(count, self.total_samples - state.samples)
-        reduction, losses = state.reduction, []
-        micro_batches = reduction.micro_batches(state.samples, count, self.config.trainer.micro_batch_size)
+        strategy, losses = state.strategy, []
+        micro_batches = strategy.micro_batches(state.samples, count, self.config.trainer.micro_batch_size)
         for i, (numbers, weight) in enumerate(micro_batches, start=1):
             torch.manual_seed(int(hash64(self.config.trainer.seed, numbers.start)[0]))
-            with reduction.micro_batch(last=i == len(micro_batches)):
-                loss = state.loss(reduction.model, *self.training[numbers]) * weight
-                state.scaler.scale(loss * reduction.factor).backward()
+            with strategy.micro_batch(last=i == len(micro_batches)):
+                loss = state.loss(strategy.model, *self.training[numbers]) * weight
+                state.scaler.scale(loss * strategy.factor).backward()
             losses.append(loss.detach())
-        reduction.finish()
-        state.scaler.unscale_(state.optimizer)
-        parameters = list(state.model.parameters())
-        grad_norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
-        if knobs.grad_norm_clip is not None:
-            clip_grads_with_norm_(parameters, knobs.grad_norm_clip, grad_norm)
+        strategy.finish()
+        state.scaler.unscale_(strategy.optimizer)
+        grad_norm = strategy.clip(knobs.grad_norm_clip)
         state.step += 1
         state.samples += count
         rate = learning_rate(state.step, self.last_step, knobs)
-        for group in state.optimizer.param_groups:
+        for group in strategy.optimizer.param_groups:
             group["lr"] = rate
         if not state.scaler.is_enabled():
             # From the first gradient on that is not finite, the optimizer leaves weights alone without asking the
             # device: the fused kernel reads found_inf, GradScaler's own way of making it skip. All ranks see one norm.
             broken = (self.bad_step == 0) & ~grad_norm.isfinite()
             self.bad_step = torch.where(broken, state.step, self.bad_step)
-            state.optimizer.grad_scale = None  # type: ignore[attr-defined]
-            state.optimizer.found_inf = (self.bad_step > 0).float()  # type: ignore[attr-defined]
-        state.scaler.step(state.optimizer)
+            strategy.stepper.grad_scale = None  # type: ignore[attr-defined]
+            strategy.stepper.found_inf = (self.bad_step > 0).float()  # type: ignore[attr-defined]
+        state.scaler.step(strategy.optimizer)
         state.scaler.update()
-        state.optimizer.zero_grad(set_to_none=True)
+        strategy.optimizer.zero_grad(set_to_none=True)
         return losses, grad_norm, rate
 
     @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +40,7 @@ class Writer:
 
     def __init__(self, folder: SnapshotFolder) -> None:
         self.folder = folder
-        self.aside: dict[tuple[str, ...], Tensor] = {}
+        self.aside: dict[str, Tensor] = {}
         self.idle = threading.Event()
         self.idle.set()
         self.ready: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -48,19 +49,24 @@ class Writer:
         threading.Thread(target=self._write, daemon=True).start()
 
     @torch.no_grad()
-    def save(self, snapshot: dict[str, Any]) -> None:
-        """Copies the snapshot's tensors and returns; later changes to them don't reach what is written.
+    def save(self, header: dict[str, Any], state: Iterable[tuple[str, Tensor, dict[str, Tensor]]]) -> None:
+        """Copies the tensors and returns, when no snapshot is being written; later changes don't reach what is written.
 
         Args:
-            snapshot: what to save, when none is being written
+            header: all of the snapshot but `model` and `optimizer`
+            state: name, weight and optimizer state of each parameter
         """
-        pairs: list[tuple[Tensor, Tensor]] = []
-        copy = self._plan(snapshot, (), pairs)
-        torch._foreach_copy_([aside for aside, _ in pairs], [tensor for _, tensor in pairs], non_blocking=True)
+        snapshot = header | {"model": {}, "optimizer": {}}
+        for name, weight, moments in state:
+            tensors = {"": weight, **moments}
+            copies = {key: self._buffer(f"{name}/{key}", tensor) for key, tensor in tensors.items()}
+            torch._foreach_copy_(list(copies.values()), list(tensors.values()), non_blocking=True)
+            snapshot["model"][name] = copies.pop("")
+            snapshot["optimizer"][name] = copies
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         self.idle.clear()
-        self.ready.put(copy)
+        self.ready.put(snapshot)
 
     def wait(self, seconds: float | None = None) -> bool:
         """Waits for the snapshot that is being written, so long at most; returns whether it is done."""
@@ -70,17 +76,10 @@ class Writer:
         """What has come of snapshots since it was last asked for."""
         return [self.written.get() for _ in range(self.written.qsize())]
 
-    def _plan(self, value: Any, place: tuple[str, ...], pairs: list[tuple[Tensor, Tensor]]) -> Any:
-        """The value with buffers in place of tensors; `pairs` is told what is to be copied into which."""
-        if isinstance(value, dict):
-            return {key: self._plan(inner, (*place, key), pairs) for key, inner in value.items()}
-        if not isinstance(value, Tensor):
-            return value
-        aside = self.aside.get(place)
-        if aside is None or aside.shape != value.shape:
-            aside = self.aside[place] = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
-        pairs.append((aside, value))
-        return aside
+    def _buffer(self, place: str, tensor: Tensor) -> Tensor:
+        if place not in self.aside:
+            self.aside[place] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        return self.aside[place]
 
     def _write(self) -> None:
         while True:

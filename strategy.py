@@ -1,0 +1,275 @@
+"""What does each rank hold, and what do ranks exchange? One line of yaml: ddp, zero1, zero2 or fsdp.
+
+        parameters           gradients   optimizer state   sent in a step
+ddp     whole                whole       whole             gradients, all-reduced in buckets while backward goes on
+zero1   whole                whole       a part            the same, then the parameters that each rank has moved
+zero2   a part; whole from   a part      a part            parameters once, gradients (reduce-scatter)
+        forward to backward
+fsdp    a part; whole one    a part      a part            parameters twice, gradients (reduce-scatter)
+        block at a time
+
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020 (stages 1 to 3); Zhao
+et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023.
+
+Whatever the strategy, all ranks make equally many forward passes: sharded ones gather in each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from distributed import World
+from optimizer import OptimizerConfig, build_optimizer
+
+State = dict[str, dict[str, Tensor]]  # the optimizer's tensors by parameter and name
+
+
+class Strategy:
+    """Each rank holds everything, and they exchange nothing: one process alone, and what the others have in common.
+
+    Attributes:
+        model: what micro-batches go through
+        parameters: as this rank holds them, by GPT-2's names
+        optimizer: whose step moves them all
+        stepper: the optimizer that moves those which this rank is to move, and has their state
+        factor: multiplies losses before backward
+        parts: whether a rank holds only a part of something, so that `state` needs all of them
+
+    Args:
+        model: on the meta device; its weights are anything until `take`
+        world: the ranks
+        optimizer: how weights move
+    """
+
+    factor = 1
+    parts = False
+
+    def __init__(self, model: nn.Module, world: World, optimizer: OptimizerConfig) -> None:
+        self.world = world
+        self.model = model.to_empty(device=world.device)
+        self.parameters = dict(model.named_parameters())
+        self.optimizer = self.stepper = build_optimizer(self.parameters.values(), optimizer)
+
+    def micro_batches(self, first: int, count: int, size: int | None) -> list[tuple[range, float]]:
+        """This rank's sample numbers in portions, and each portion's weight in the mean over the whole batch.
+
+        Every rank gets equally many, that of the largest share; a missing one is a dummy of weight zero.
+
+        Args:
+            first: number of the batch's first sample
+            count: samples in the batch, all ranks together
+            size: most samples in a portion; None: the whole share
+        """
+        share, largest = self.world.share(first, count), self.world.largest_share(count)
+        portions = (share[start : start + (size or largest)] for start in range(0, largest, size or largest))
+        return [(numbers or range(first, first + 1), len(numbers) / count) for numbers in portions]
+
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """Around forward and backward of each portion; `last` tells that it is the step's last on this rank."""
+        yield
+
+    def finish(self) -> None:
+        """After the last portion: parameters' `grad` is the mean over the whole batch, as far as this rank holds it."""
+
+    def mean(self, parts: list[Tensor]) -> Tensor:
+        """The whole batch's mean loss, from the weighted losses of each rank's portions."""
+        return self.world.sum(torch.stack(parts).sum())
+
+    def clip(self, longest: float | None) -> Tensor:
+        """Shortens the gradient to a global norm of `longest`; returns the norm it had, the same on all ranks."""
+        norm = self._norm([parameter.grad for parameter in self.parameters.values() if parameter.grad is not None])
+        if longest is not None:
+            clip_grads_with_norm_(self.parameters.values(), longest, norm)
+        return norm
+
+    def _norm(self, gradients: list[Tensor]) -> Tensor:
+        return get_total_norm(gradients)
+
+    def state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
+        """Each parameter's name, its weight and its optimizer state, both whole. All ranks go through it together.
+
+        A tensor may be the one that the next step changes.
+        """
+        for name, parameter in self.parameters.items():
+            yield name, parameter.detach(), dict(self.stepper.state[parameter])
+
+    @torch.no_grad()
+    def take(self, weights: Mapping[str, Tensor], state: State, source: int) -> None:
+        """Takes over, on all ranks, weights and optimizer state that rank `source` has; one tensor at a time is whole.
+
+        Args:
+            weights: whole, by name; elsewhere than on `source` they are not looked at
+            state: the optimizer's tensors, whole, by name
+            source: whose they are
+        """
+        layout = {name: {key: tensor.to("meta") for key, tensor in tensors.items()} for name, tensors in state.items()}
+        layout = self.world.broadcast(layout, source)
+        for name, parameter in self.parameters.items():
+            parameter.copy_(self._part(self._receive(weights.get(name), parameter, source), parameter))
+            for key, like in layout.get(name, {}).items():
+                whole = self._receive(state.get(name, {}).get(key), like, source)
+                if self._moves(parameter):
+                    self.stepper.state[parameter][key] = self._part(whole, parameter)
+
+    def _receive(self, tensor: Tensor | None, like: Tensor, source: int) -> Tensor:
+        whole = torch.empty(like.shape, dtype=like.dtype, device=self.world.device)
+        if tensor is not None and self.world.rank == source:
+            whole.copy_(tensor)
+        self.world.send(whole, source)
+        return whole
+
+    def _part(self, whole: Tensor, parameter: Tensor) -> Tensor:
+        """What this rank holds of a tensor that belongs to the parameter."""
+        return whole
+
+    def _moves(self, parameter: Tensor) -> bool:
+        return True
+
+
+class DDP(Strategy):
+    """DistributedDataParallel: whole copies, and gradients averaged in buckets.
+
+    DDP lays out its buckets anew after the first backward, and from three ranks on the layout decides the last bits of
+    each sum. One throw-away step, here and on resume alike, makes it the same in every step that counts.
+
+    Args:
+        bucket_cap_mb: MiB of gradients that are sent at a time
+        warm_up: model -> a loss that depends on all parameters, for the throw-away step
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        world: World,
+        optimizer: OptimizerConfig,
+        bucket_cap_mb: float,
+        warm_up: Callable[[nn.Module], Tensor],
+    ) -> None:
+        super().__init__(model, world, optimizer)
+        self.factor = world.size  # DDP averages over ranks
+        torch._foreach_zero_([parameter.detach() for parameter in self.parameters.values()])
+        self.model = self.ddp = DistributedDataParallel(
+            model,
+            device_ids=[world.device] if world.device.type == "cuda" else None,
+            bucket_cap_mb=bucket_cap_mb,
+            gradient_as_bucket_view=True,
+        )
+        warm_up(self.model).backward()
+        self.model.zero_grad(set_to_none=True)
+
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """Gradients leave this rank in the last one only."""
+        self.ddp.require_backward_grad_sync = last  # what DDP's no_sync sets
+        yield
+
+
+class ZeRO1(DDP):
+    """DDP, with whole parameters' optimizer state dealt out: each rank moves its own and sends them to the others."""
+
+    parts = True
+
+    def __init__(self, model: nn.Module, world: World, optimizer: OptimizerConfig, *how: Any) -> None:
+        super().__init__(model, world, optimizer, *how)
+        self.optimizer = build_optimizer(self.parameters.values(), optimizer, ZeroRedundancyOptimizer)
+        self.stepper = self.optimizer.optim  # type: ignore[attr-defined]
+        self.mine = {parameter for group in self.stepper.param_groups for parameter in group["params"]}
+
+    def state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
+        """Each parameter's owner sends its state."""
+        layouts = self.world.gather(
+            {
+                name: {key: tensor.to("meta") for key, tensor in self.stepper.state[parameter].items()}
+                for name, parameter in self.parameters.items()
+                if self._moves(parameter)
+            }
+        )
+        owners = {name: rank for rank, layout in enumerate(layouts) for name in layout}
+        for name, parameter in self.parameters.items():
+            owner, held = owners[name], self.stepper.state[parameter] if self._moves(parameter) else {}
+            layout = layouts[owner][name]
+            yield (
+                name,
+                parameter.detach(),
+                {key: self._receive(held.get(key), like, owner) for key, like in layout.items()},
+            )
+
+    def _moves(self, parameter: Tensor) -> bool:
+        return parameter in self.mine
+
+
+class FSDP(Strategy):
+    """FSDP2: each rank holds its rows of every tensor, and a block is whole while it is needed.
+
+    In bf16 and fp16 blocks travel and are held whole in that precision, embeddings in fp32; gradients are added in
+    fp32. Matrix products are autocast's, as with whole parameters.
+
+    Args:
+        keep_whole: from forward to backward (zero2), so that parameters are sent once in a step, not twice
+        dtype: of the matrix products
+        cpu_offload: keep this rank's part in the host's memory
+    """
+
+    parts = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        world: World,
+        optimizer: OptimizerConfig,
+        keep_whole: bool,
+        dtype: torch.dtype,
+        cpu_offload: bool,
+    ) -> None:
+        self.keep_whole = keep_whole
+        how: dict[str, Any] = {"mesh": init_device_mesh(world.device.type, (world.size,))}
+        if cpu_offload:
+            how["offload_policy"] = CPUOffloadPolicy()
+        policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+        for block in model.blocks:  # type: ignore[union-attr]
+            fully_shard(block, mp_policy=policy, reshard_after_forward=not keep_whole, **how)
+        # What is left, embeddings, is needed last in forward and first in backward.
+        self.sharded = fully_shard(model, reshard_after_forward=False, **how)
+        super().__init__(model, world, optimizer)
+        self.factor = world.size  # FSDP averages over ranks
+
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """Gradients leave this rank in the last one only."""
+        self.sharded.set_requires_gradient_sync(last)
+        self.sharded.set_reshard_after_backward(last or not self.keep_whole)
+        yield
+
+    def _norm(self, gradients: list[Tensor]) -> Tensor:
+        mine = get_total_norm([_local(gradient) for gradient in gradients]).to(self.world.device)
+        return self.world.sum(mine**2).sqrt()
+
+    def state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
+        """Gathered one tensor at a time."""
+        for name, weight, state in super().state():
+            yield name, _gathered(weight), {key: _gathered(tensor) for key, tensor in state.items()}
+
+    def _part(self, whole: Tensor, parameter: Tensor) -> Tensor:
+        if whole.dim() and isinstance(parameter, DTensor):
+            whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        return whole.to(parameter.device)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _gathered(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
