@@ -9,6 +9,7 @@ import importlib.util
 import os
 import platform
 import shutil
+from pathlib import Path
 
 import torch
 
@@ -109,6 +110,16 @@ def check_compiler(device: torch.device) -> None:
             f"trainer.compile is true, but there is no C++ compiler: found no {compiler}; install one, let CXX name "
             "it, or set trainer.compile to false"
         )
+
+
+def memory_for_each(device: torch.device, local_size: int) -> int:
+    """Bytes of memory that a rank may fill: its GPU's, or its share of the machine's as far as this job may use it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    words = limit.read_text().strip() if limit.exists() else ""
+    return min(machine, int(words) if words.isdecimal() else machine) // local_size
 
 
 def repeat_bits(device: torch.device) -> None:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from corpus import Corpus
 from distributed import World
 from errors import UserError
-from hardware import check_compiler, choose_precision, choose_threads, device_kind, repeat_bits
+from hardware import check_compiler, choose_precision, choose_threads, device_kind, memory_for_each, repeat_bits
+from memory import check_memory, expected
 from metrics import Say
 from model import GPT, GPTConfig
 from reduction import Tree
@@ -75,6 +76,9 @@ class TrainingState:
         self._choose(header.get("choices", {}))
 
         shape = GPTConfig(**asdict(config.model), vocab_size=len(corpus.vocabulary), block_size=config.data.block_size)
+        self.need = expected(config, shape, world.size, self.precision, world.device.type)
+        room = memory_for_each(world.device, world.local_size)
+        world.agree(lambda: check_memory(self.need, config, shape, world.size, self.precision, world.device.type, room))
         with torch.device("meta"):  # no rank but one ever needs to hold all of it
             self.model = GPT(shape)
         self._prepare_blocks()

@@ -253,7 +253,7 @@ class FSDP(Strategy):
         yield
 
     def _norm(self, gradients: list[Tensor]) -> Tensor:
-        mine = get_total_norm([_local(gradient) for gradient in gradients]).to(self.world.device)
+        mine = get_total_norm([local(gradient) for gradient in gradients]).to(self.world.device)
         return self.world.sum(mine**2).sqrt()
 
     def state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
@@ -267,7 +267,8 @@ class FSDP(Strategy):
         return whole.to(parameter.device)
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, or the whole of one that is not dealt out."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -25,6 +25,7 @@ from corpus import encode_corpus
 from distributed import World
 from errors import UserError
 from hardware import device_name
+from memory import Bytes, held, size
 from metrics import Metrics, NoMetrics, banner, complain, duration, nothing, say, summary
 from optimizer import learning_rate
 from run_folder import occupy, write_config
@@ -139,10 +140,12 @@ class Trainer:
         self.folder = SnapshotFolder(knobs.snapshot_path or str(self.run_dir / "snapshots"), knobs.keep_snapshots)
         self.state = TrainingState(config, world, corpus, self.folder, self.training[[0]], self.say)
         self.last_step = self._last_step()
+        self.held = Bytes(0, 0, 0)  # measured in the first step
         self.bad_step = torch.zeros((), device=world.device)
         self.unsaved = ""  # why the newest snapshot is not there
         members = world.gather(f"{platform.node()} {device_name(world.device)}")
-        self.say(banner(config, members, world.backend, self.state.reasons, corpus, self.training, self.last_step))
+        facts = self.state.reasons | {"memory": f"{config.distributed.strategy}: {self.state.need}"}
+        self.say(banner(config, members, world.backend, facts, corpus, self.training, self.last_step))
         self.say(summary(self.state.model))
         self._say_what_changed()
         kinds = sorted(set(world.gather(self.state.choices["hardware"])))
@@ -219,6 +222,8 @@ class Trainer:
                 state.save(val_loss, last=bool(told) or state.step == self.last_step)
                 saved_at = time.monotonic()
             self._tell_what_was_written(metrics)
+            if state.step == first_step + 1:
+                self._tell_what_is_held()
             since += time.perf_counter() - paused
             if told:
                 break
@@ -257,6 +262,13 @@ class Trainer:
             if error is not None:
                 complain(f"step {step}: {error}; training goes on")
 
+    def _tell_what_is_held(self) -> None:
+        largest = max(self.world.gather(self.held), key=lambda held: held.total)
+        peak = ""
+        if self.world.device.type == "cuda":
+            peak = f"; at the peak {size(torch.cuda.max_memory_allocated())}, activations included"
+        self.say(f"memory measured, on the rank with most: {largest}{peak}")
+
     def _step(self) -> tuple[list[Tensor], Tensor, float]:
         """One optimizer step; returns this rank's parts of the batch's mean loss, the gradient's norm and the rate."""
         knobs, state = self.config.optimizer, self.state
@@ -288,6 +300,8 @@ class Trainer:
             strategy.stepper.found_inf = (self.bad_step > 0).float()  # type: ignore[attr-defined]
         state.scaler.step(strategy.optimizer)
         state.scaler.update()
+        if not self.held.total:
+            self.held = held(strategy)
         strategy.optimizer.zero_grad(set_to_none=True)
         return losses, grad_norm, rate
 

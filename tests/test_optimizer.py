@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from optimizer import OptimizerConfig, adopt_state, build_optimizer, learning_rate, state_by_name
+from optimizer import OptimizerConfig, build_optimizer, learning_rate
 
 # The learning rate.
 
@@ -94,8 +94,8 @@ def draw_gradients(model: nn.Module, seed: int) -> None:
 def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Copies of all weights, moments and counters."""
     found = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    for name, state in state_by_name(model, optimizer).items():
-        found |= {f"{name} {key}": tensor.clone() for key, tensor in state.items()}
+    for name, parameter in model.named_parameters():
+        found |= {f"{name} {key}": tensor.clone() for key, tensor in optimizer.state[parameter].items()}
     return found
 
 
@@ -108,7 +108,7 @@ def test_weight_decay_shrinks_matrices_and_nothing_else() -> None:
     for parameter in model.parameters():
         nn.init.ones_(parameter)
         parameter.grad = torch.zeros_like(parameter)
-    optimizer = build_optimizer(model, OptimizerConfig(learning_rate=0.5, weight_decay=0.1))
+    optimizer = build_optimizer(model.parameters(), OptimizerConfig(learning_rate=0.5, weight_decay=0.1))
     optimizer.step()
     for parameter in model.parameters():
         expected = 0.95 if parameter.dim() >= 2 else 1.0
@@ -117,7 +117,7 @@ def test_weight_decay_shrinks_matrices_and_nothing_else() -> None:
 
 def test_every_parameter_moves_in_one_fused_pass() -> None:
     model = network()
-    optimizer = build_optimizer(model, OptimizerConfig())
+    optimizer = build_optimizer(model.parameters(), OptimizerConfig())
     groups = optimizer.param_groups
     assert sorted(id(p) for group in groups for p in group["params"]) == sorted(map(id, model.parameters()))
     assert all(group["fused"] for group in groups)
@@ -125,7 +125,7 @@ def test_every_parameter_moves_in_one_fused_pass() -> None:
 
 def test_steps_equal_those_of_adamw_by_hand() -> None:
     model, beta1, beta2, decay = network(), 0.8, 0.95, 0.3
-    optimizer = build_optimizer(model, OptimizerConfig(betas=(beta1, beta2), weight_decay=decay))
+    optimizer = build_optimizer(model.parameters(), OptimizerConfig(betas=(beta1, beta2), weight_decay=decay))
     weights = {name: p.detach().double() for name, p in model.named_parameters()}
     mean = {name: torch.zeros_like(p) for name, p in weights.items()}
     square = {name: torch.zeros_like(p) for name, p in weights.items()}
@@ -147,8 +147,8 @@ def test_steps_equal_those_of_adamw_by_hand() -> None:
 def test_found_inf_leaves_weights_moments_and_counters_alone(steps: int) -> None:
     """The trainer relies on this to skip a step without asking the device whether its gradient is finite."""
     model, straight = network(), network()
-    optimizer = build_optimizer(model, OptimizerConfig())
-    reference = build_optimizer(straight, OptimizerConfig())
+    optimizer = build_optimizer(model.parameters(), OptimizerConfig())
+    reference = build_optimizer(straight.parameters(), OptimizerConfig())
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, skip: float) -> None:
         draw_gradients(model, seed)
@@ -170,64 +170,3 @@ def test_found_inf_leaves_weights_moments_and_counters_alone(steps: int) -> None
     step(straight, reference, seed=101, skip=0.0)
     assert same(bits(model, optimizer), bits(straight, reference))
     assert not same(model.state_dict(), weights)
-
-
-# State that travels.
-
-
-def trained(steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = network()
-    optimizer = build_optimizer(model, OptimizerConfig())
-    for seed in range(steps):
-        draw_gradients(model, seed)
-        optimizer.step()
-    return model, optimizer
-
-
-def test_state_is_named_after_parameters_and_holds_tensors_only() -> None:
-    model, optimizer = trained(2)
-    state = state_by_name(model, optimizer)
-    assert list(state) == [name for name, _ in model.named_parameters()]
-    for name, parameter in model.named_parameters():
-        assert set(state[name]) == {"step", "exp_avg", "exp_avg_sq"}
-        assert state[name]["exp_avg"].shape == state[name]["exp_avg_sq"].shape == parameter.shape
-        assert state[name]["step"].item() == 2
-    assert all(not held for held in state_by_name(*trained(0)).values())
-
-
-def test_a_fresh_optimizer_that_adopts_state_goes_on_bit_for_bit() -> None:
-    model, optimizer = trained(3)
-    fresh = network(seed=1)
-    fresh.load_state_dict(model.state_dict())
-    heir = build_optimizer(fresh, OptimizerConfig())
-    adopt_state(fresh, heir, state_by_name(model, optimizer))
-    start = bits(fresh, heir)
-    assert same(start, bits(model, optimizer))
-    for seed in (10, 11, 12):
-        draw_gradients(model, seed)
-        optimizer.step()
-    assert same(bits(fresh, heir), start)  # nothing is shared
-    for seed in (10, 11, 12):
-        draw_gradients(fresh, seed)
-        heir.step()
-    assert same(bits(fresh, heir), bits(model, optimizer))
-
-
-def test_state_without_data_becomes_buffers_for_another_rank_to_fill() -> None:
-    model, optimizer = trained(3)
-    state = state_by_name(model, optimizer)
-    shapes = {name: {key: tensor.to("meta") for key, tensor in held.items()} for name, held in state.items()}
-    fresh = network()
-    fresh.load_state_dict(model.state_dict())
-    heir = build_optimizer(fresh, OptimizerConfig())
-    adopt_state(fresh, heir, shapes)
-    for name, held in state_by_name(fresh, heir).items():
-        assert held.keys() == state[name].keys()
-        for key, buffer in held.items():
-            assert (buffer.shape, buffer.dtype) == (state[name][key].shape, state[name][key].dtype)
-            assert buffer.device == next(fresh.parameters()).device
-            buffer.copy_(state[name][key])  # in place, as a broadcast does
-    for other, mover in ((model, optimizer), (fresh, heir)):
-        draw_gradients(other, seed=10)
-        mover.step()
-    assert same(bits(fresh, heir), bits(model, optimizer))

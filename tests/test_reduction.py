@@ -13,6 +13,7 @@ from test_training import assert_same_bits, curve, newest, rows
 from torch import Tensor
 
 from distributed import DistributedConfig, connect
+from optimizer import OptimizerConfig
 from reduction import Tree, whole_subtrees
 
 TREE = {"distributed__reduction": "tree"}
@@ -87,7 +88,7 @@ def _sums() -> list[tuple[list, list]]:
     found = []
     with connect(config) as world:
         model = torch.nn.ParameterList([torch.zeros(3, 2), torch.zeros(1), torch.zeros(4)])
-        tree = Tree(model, world)
+        tree = Tree(model, world, OptimizerConfig())
         for count in range(1, 10):
             leaves = torch.randn(count, 11, generator=torch.Generator().manual_seed(count)) * 1e3
             for numbers, _ in tree.micro_batches(first=40, count=count, size=1):

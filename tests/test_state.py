@@ -23,8 +23,8 @@ from writer import Writer
 # Written in the background
 
 
-def state(step: int, weight: torch.Tensor) -> dict[str, Any]:
-    return {"step": step, "val_loss": None, "best": {"step": None}, "model": {"weight": weight}}
+def header(step: int) -> dict[str, Any]:
+    return {"step": step, "val_loss": None, "best": {"step": None}}
 
 
 class SlowFolder(SnapshotFolder):
@@ -43,7 +43,7 @@ def test_what_is_written_is_the_state_of_its_step(tmp_path: Path) -> None:
     folder = SlowFolder(str(tmp_path))
     writer, weight = Writer(folder), torch.ones(1000)
     for step in (1, 2):  # the second time into the same buffers
-        writer.save(state(step, weight))
+        writer.save(header(step), [("weight", weight, {})])
         weight += 1  # the next step moves weights while the file is yet to be written
         assert not writer.wait(0.05)
         folder.allowed.set()
@@ -58,7 +58,7 @@ def test_buffers_are_used_again(tmp_path: Path) -> None:
     writer, weight = Writer(SnapshotFolder(str(tmp_path), keep=3)), torch.ones(1000)
     addresses = set()
     for step in (1, 2):
-        writer.save(state(step, weight))
+        writer.save(header(step), [("weight", weight, {})])
         assert writer.wait(20)
         addresses |= {aside.data_ptr() for aside in writer.aside.values()}
     assert len(addresses) == 1
@@ -67,7 +67,7 @@ def test_buffers_are_used_again(tmp_path: Path) -> None:
 def test_why_a_snapshot_is_not_there_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     writer = Writer(SnapshotFolder(str(tmp_path / "file"), keep=3))
-    writer.save(state(1, torch.ones(1)))
+    writer.save(header(1), [("weight", torch.ones(1), {})])
     assert writer.wait(20)
     [written] = writer.news()
     assert written.step == 1

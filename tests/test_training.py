@@ -127,39 +127,6 @@ def test_the_last_batch_of_the_last_epoch_may_be_short(text: Path, tmp_path: Pat
     assert len(one) == 3
 
 
-def test_one_gradient_exchange_per_step(text: Path, tmp_path: Path) -> None:
-    counts = ranks(2, _count_exchanges, *arguments(tmp_path / "run", text, trainer__eval_every=99), tmp_path=tmp_path)
-    # 12 steps of four micro-batches, and the warm-up: the 7,056 parameters fit one bucket.
-    assert counts == [13, 13]
-
-
-def _count_exchanges(*argv: str) -> int:
-    from torch.nn.parallel import DistributedDataParallel
-
-    import reduction
-
-    count = 0
-
-    class Counting(DistributedDataParallel):
-        def __init__(self, *args, **kwargs) -> None:
-            super().__init__(*args, **kwargs)
-            self.register_comm_hook(None, self.hook)
-
-        @staticmethod
-        def hook(state, bucket):
-            nonlocal count
-            count += 1
-            return (
-                torch.distributed.all_reduce(bucket.buffer() / 2, async_op=True)
-                .get_future()
-                .then(lambda f: f.value()[0])
-            )
-
-    reduction.DistributedDataParallel = Counting
-    assert train(*argv) == 0
-    return count
-
-
 def test_main_job_under_torchrun(text: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     done = torchrun(*arguments(run, text))

@@ -1,0 +1,184 @@
+"""How much memory does a rank need? Told beforehand, by the strategy's formula, and measured.
+
+For a parameters on n ranks, AdamW and all in fp32, in bytes:
+
+        parameters       gradients    optimizer state      at the peak, beside activations
+ddp     4a               4a           8a                   nothing more: gradients are views into the buckets
+zero1   4a               4a           8a/n (of whole       the same
+                                      parameters: the largest rank has more)
+zero2   4a/n             4a/n         8a/n                 4a: all parameters whole
+fsdp    4a/n             4a/n         8a/n                 two blocks and the embeddings, whole
+
+zero2 and fsdp hold whole gradients, 4a, while micro-batches are accumulated, and else those of a block at a time. Whole
+blocks take 2 bytes in place of 4 in bf16 and fp16; ddp and zero1 keep casts of matrices then, 2 bytes each, from
+forward to backward. ZeRO-2 as the paper has it never holds parameters in parts, 4a + 12a/n; this one is FSDP's, which
+deals them out between steps and so holds 16a/n then, and 4a + 16a/n at its peak.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from errors import UserError
+from model import GPT, GPTConfig
+from strategy import Strategy, local
+
+if TYPE_CHECKING:
+    from main import Config
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """What a rank holds.
+
+    Args:
+        parameters: its part of them
+        gradients: its part of them, from backward to the step's end
+        optimizer: its part of the optimizer's state
+        whole: what more is whole for a while, of parameters and gradients
+        activations: what forward keeps for backward
+    """
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    whole: float = 0
+    activations: float = 0
+
+    @property
+    def total(self) -> float:
+        """At the peak."""
+        return self.parameters + self.gradients + self.optimizer + self.whole + self.activations
+
+    def __str__(self) -> str:
+        more = f" + {size(self.whole)} whole for a while" * bool(self.whole)
+        more += f" + activations {size(self.activations)}" * bool(self.activations)
+        return (
+            f"{size(self.total)} per rank = parameters {size(self.parameters)} + gradients {size(self.gradients)} + "
+            f"optimizer state {size(self.optimizer)}{more}"
+        )
+
+
+def held(strategy: Strategy) -> Bytes:
+    """What this rank does hold, between backward and the step's end."""
+    parameters = strategy.parameters.values()
+    state = [tensor for tensors in strategy.stepper.state.values() for tensor in tensors.values()]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return Bytes(*(sum(local(t).nbytes for t in tensors) for tensors in (parameters, gradients, state)))
+
+
+def size(number: float) -> str:
+    """Bytes as MiB or GiB."""
+    return f"{number / 2**30:.2f} GiB" if number >= 2**30 else f"{number / 2**20:.1f} MiB"
+
+
+def expected(config: Config, shape: GPTConfig, ranks: int, precision: str, device: str) -> Bytes:
+    """What the rank that holds most will hold.
+
+    Args:
+        config: all sections
+        shape: of the model
+        ranks: how many
+        precision: fp32, bf16 or fp16
+        device: its type
+    """
+    knobs, strategy = config.trainer, config.distributed.strategy
+    with torch.device("meta"):
+        model = GPT(shape)
+    a, block = (sum(parameter.numel() for parameter in part.parameters()) for part in (model, model.blocks[0]))
+    share = -(-knobs.batch_size // ranks)
+    portion = min(share, knobs.micro_batch_size or share)
+    activations = portion * _activations(shape, precision, knobs.activation_checkpointing, device)
+    if strategy in ("ddp", "zero1"):
+        whole = 0 if precision == "fp32" else 2 * sum(p.numel() for p in model.parameters() if p.dim() > 1)
+        if config.distributed.reduction == "tree":  # a micro-batch's gradient, and sums like a binary counter's digits
+            whole += 4 * a * (1 + -(-share // portion).bit_length())
+        return Bytes(4 * a, 4 * a, 8 * (a if strategy == "ddp" else _largest_part(model, ranks)), whole, activations)
+    blocks = shape.n_layer if strategy == "zero2" else min(2, shape.n_layer)
+    parameters = blocks * block * (4 if precision == "fp32" else 2) + 4 * (a - shape.n_layer * block)
+    gradients = 4 * (a if portion < share else block)
+    parts = 4 * a / ranks
+    return Bytes(parts, parts, 2 * parts, (parameters + gradients) if ranks > 1 else 0, activations)
+
+
+def check_memory(
+    need: Bytes, config: Config, shape: GPTConfig, ranks: int, precision: str, device: str, room: int
+) -> None:
+    """Makes sure that a rank's memory holds what it will need.
+
+    Args:
+        need: what `expected` has found
+        room: bytes of memory for each rank
+        others: as for `expected`
+
+    Raises:
+        UserError: it does not; the message names the cheapest line to change after which it does.
+    """
+    if need.total <= room:
+        return
+    share = -(-config.trainer.batch_size // ranks)
+    sizes = [2**power for power in reversed(range((config.trainer.micro_batch_size or share).bit_length() - 1))]
+    changes = [("trainer", "micro_batch_size", size) for size in sizes]
+    changes += [("trainer", "activation_checkpointing", "full")]
+    changes += [("distributed", "strategy", name) for name in ("zero1", "zero2", "fsdp")[: 3 * (ranks > 1)]]
+    advice = "use a smaller model, or more GPUs with distributed.strategy fsdp"
+    for section, key, value in changes:
+        changed = replace(config, **{section: replace(getattr(config, section), **{key: value})})
+        if expected(changed, shape, ranks, precision, device).total <= room:
+            advice = f"set {section}.{key} to {value}"
+            break
+    raise UserError(f"out of memory before the first step: it needs {need}, and there are {size(room)}; {advice}")
+
+
+def _largest_part(model: GPT, ranks: int) -> int:
+    """As ZeroRedundancyOptimizer deals them out: group by group, the largest first, to the rank that has least."""
+    parts = [0] * ranks
+    for parameter in sorted(model.parameters(), key=lambda p: (p.dim() < 2, -p.numel())):
+        parts[parts.index(min(parts))] += parameter.numel()
+    return max(parts)
+
+
+def _activations(shape: GPTConfig, precision: str, recompute: str, device: str) -> float:
+    """Bytes that forward keeps for backward, for each sequence, with those that backward makes again for a block."""
+
+    def of_blocks(recompute: str) -> tuple[float, float]:
+        one, two = (_kept(replace(shape, n_layer=layers), precision, recompute, device) for layers in (1, 2))
+        return one, two - one
+
+    first, block = of_blocks(recompute)
+    again = 0.0
+    if recompute != "none":
+        again = of_blocks("none")[1]
+    if (
+        recompute == "selective"
+    ):  # what is kept of products: query, key, value, attention, its projection, the MLP's two
+        block += 10 * shape.n_embd * shape.block_size * (4 if precision == "fp32" else 2)
+    return first + (shape.n_layer - 1) * block + again
+
+
+def _kept(shape: GPTConfig, precision: str, recompute: str, device: str) -> int:
+    """Bytes that a second sequence adds to what forward keeps for backward, counted on tensors without data."""
+    counts = []
+    dtype = torch.float16 if precision == "fp16" else torch.bfloat16
+    for B in (1, 2):
+        storages: dict[int, torch.UntypedStorage] = {}
+
+        def pack(tensor: Tensor, storages: dict = storages) -> Tensor:
+            storage = tensor.untyped_storage()
+            storages[storage._cdata] = storage
+            return tensor
+
+        with FakeTensorMode(), torch.device(device):
+            model, idx = GPT(shape), torch.zeros(B, shape.block_size, dtype=torch.long)
+            for block in model.blocks:
+                block.recompute = recompute
+            hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+            with hooks, torch.autocast(device, dtype, enabled=precision != "fp32"):
+                model(idx, idx)
+        counts.append(sum(storage.nbytes() for storage in storages.values()))
+    return counts[1] - counts[0]

@@ -1,0 +1,207 @@
+"""What the strategies have in common, and what each saves: a loss table, a resume matrix and a memory table.
+
+    python tests/tables.py > docs/strategies.md
+
+trains every combination on real processes over gloo and writes what came of it. The slow tests assert the same.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import torch
+from conftest import arguments, ranks, train, write_text
+
+from distributed import connect
+from main import read_config
+from memory import Bytes
+from snapshot import SnapshotFolder
+from trainer import Trainer
+
+STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
+NO_DROPOUT: dict[str, Any] = {"model__dropout": 0.0, "optimizer__decay_steps": 12}
+LARGE = {"data__block_size": 32, "model__n_layer": 4, "model__n_head": 8, "model__n_embd": 512}
+KINDS = ("parameters", "gradients", "optimizer")
+
+
+@contextmanager
+def trainer(*argv: str, meeting: Any = "") -> Iterator[Trainer]:
+    """A trainer in this process, one of those that `ranks` started; its words are swallowed."""
+    config = read_config([*argv, "--distributed.init_method", f"{os.environ['TEST_INIT_METHOD']}-{meeting}"])
+    with connect(config.distributed) as world, redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        yield Trainer(config, world)
+
+
+def losses(made: Trainer, steps: int) -> list[float]:
+    """The whole batch's mean loss in each of so many steps."""
+    return [made.state.strategy.mean(made._step()[0]).item() for _ in range(steps)]
+
+
+def curves(folder: Path, combinations: list[dict[str, Any]], steps: int) -> list[list[float]]:
+    """For `ranks`: the losses of each combination of knobs."""
+    found = []
+    for i, knobs in enumerate(combinations):
+        argv = arguments(folder / f"{os.environ.get('WORLD_SIZE')}-{i}", folder / "text.txt", **NO_DROPOUT, **knobs)
+        with trainer(*argv, meeting=i) as made:
+            found.append(losses(made, steps))
+    return found
+
+
+def combinations(compiled: bool) -> list[dict[str, Any]]:
+    """All strategies, with and without accumulation and activation checkpointing."""
+    recompute = ("none", "selective", "full")
+    return [
+        {
+            "distributed__strategy": strategy,
+            "trainer__micro_batch_size": size,
+            "trainer__activation_checkpointing": how,
+            "trainer__compile": compiled,
+        }
+        for strategy, size, how in itertools.product(STRATEGIES, (None, 2), recompute)
+    ]
+
+
+def deviation(one: list[float], other: list[float]) -> float:
+    """The largest relative difference between two curves."""
+    return max(abs(a - b) / abs(b) for a, b in zip(one, other, strict=True))
+
+
+def save_each(folder: Path, number: int) -> list[float]:
+    """Trains 6 steps with each strategy into a folder of its name, and returns the losses of steps 7 to 9."""
+    for strategy in STRATEGIES:
+        argv = arguments(folder / strategy, folder / "text.txt", trainer__max_steps=6, **NO_DROPOUT)
+        ranks(number, train, *argv, "--distributed.strategy", strategy, tmp_path=folder)
+    argv = arguments(folder / "whole", folder / "text.txt", **NO_DROPOUT)
+    [found] = ranks(1, _whole, *argv, tmp_path=folder)
+    return found
+
+
+def _whole(*argv: str) -> list[float]:
+    with trainer(*argv) as made:
+        return losses(made, 9)[6:]
+
+
+def resume_each(folder: Path) -> dict[tuple[str, str], tuple[bool, list[float]]]:
+    """For `ranks`: for each (saved by, resumed by), whether all bits came back, and the losses of the next 3 steps."""
+    found = {}
+    rank, number = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    for saved, resumed in itertools.product(STRATEGIES, STRATEGIES):
+        run = folder / f"{saved}-{resumed}-{number}"
+        if rank == "0":
+            shutil.copytree(folder / saved / "snapshots", run / "snapshots")
+        argv = arguments(run, folder / "text.txt", distributed__strategy=resumed, **NO_DROPOUT)
+        with trainer(*argv, meeting=run.name) as made:
+            snapshot = SnapshotFolder(str(folder / saved / "snapshots"), keep=9).newest(print)
+            assert snapshot is not None
+            same = []
+            for name, weight, state in made.state.strategy.state():
+                same.append(torch.equal(weight, snapshot["model"][name]))
+                same += [torch.equal(state[key], value) for key, value in snapshot["optimizer"][name].items()]
+            same.append(len(same) == 4 * len(snapshot["model"]))
+            found[saved, resumed] = all(same), losses(made, 3)
+    return found
+
+
+def memory_of_each(folder: Path) -> dict[str, tuple[Bytes, list[Bytes]]]:
+    """For `ranks`: for each strategy, bytes by formula on the rank with most, and measured on each."""
+    found = {}
+    for strategy in STRATEGIES:
+        run = folder / f"{strategy}-{os.environ.get('WORLD_SIZE')}"
+        argv = arguments(run, folder / "text.txt", trainer__batch_size=4, distributed__strategy=strategy, **LARGE)
+        with trainer(*argv, meeting=strategy) as made:
+            made._step()
+            found[strategy] = made.state.need, made.world.gather(made.held)
+    return found
+
+
+# As Markdown
+
+
+def loss_table(folder: Path, numbers: list[int], compiled: bool) -> list[str]:
+    """Each combination's largest deviation from one process's plain curve over 20 steps, by number of ranks."""
+    [[plain]] = ranks(1, curves, folder, [{}], 20, tmp_path=folder)
+    rows = combinations(False) + (combinations(True) if compiled else [])
+    columns = [ranks(number, curves, folder, rows, 20, tmp_path=folder)[0] for number in numbers]
+    lines = [
+        f"| strategy | micro-batches | activation checkpointing | compiled | {' | '.join(map(_ranks, numbers))} |",
+        "|" + " --- |" * (4 + len(numbers)),
+    ]
+    for i, row in enumerate(rows):
+        words = [
+            row["distributed__strategy"],
+            "of 2" if row["trainer__micro_batch_size"] else "one",
+            row["trainer__activation_checkpointing"],
+            "yes" if row["trainer__compile"] else "no",
+            *(f"{deviation(column[i], plain):.0e}" for column in columns),
+        ]
+        lines.append(f"| {' | '.join(words)} |")
+    return lines
+
+
+def resume_table(folder: Path, numbers: list[int]) -> list[str]:
+    """What each strategy saved on two ranks, resumed by each."""
+    plain = save_each(folder, 2)
+    lines = [
+        f"| saved by, on 2 ranks | resumed by | {' | '.join(map(_ranks, numbers))} |",
+        "|" + " --- |" * (2 + len(numbers)),
+    ]
+    columns = [ranks(number, resume_each, folder, tmp_path=folder)[0] for number in numbers]
+    for saved, resumed in itertools.product(STRATEGIES, STRATEGIES):
+        cells = []
+        for column in columns:
+            same, curve = column[saved, resumed]
+            cells.append(f"{'same bits' if same else 'OTHER BITS'}, then {deviation(curve, plain):.0e}")
+        lines.append(f"| {saved} | {resumed} | {' | '.join(cells)} |")
+    return lines
+
+
+def memory_table(folder: Path, numbers: list[int]) -> list[str]:
+    """MiB on the rank that holds most, by formula and measured."""
+    lines = [
+        "| ranks | strategy | parameters | gradients | optimizer state | all three, measured / formula |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for number in numbers:
+        for strategy, (formula, held) in ranks(number, memory_of_each, folder, tmp_path=folder)[0].items():
+            most = max(held, key=lambda part: part.total)
+            cells = [f"{getattr(most, kind) / 2**20:.1f} ({getattr(formula, kind) / 2**20:.1f})" for kind in KINDS]
+            ratio = most.total / sum(getattr(formula, kind) for kind in KINDS)
+            lines.append(f"| {number} | {strategy} | {' | '.join(cells)} | {ratio:.3f} |")
+    return lines
+
+
+def _ranks(number: int) -> str:
+    return "1 rank" if number == 1 else f"{number} ranks"
+
+
+def main() -> None:
+    """Writes all three to stdout."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_text(folder / "text.txt")
+        parts = {
+            "Losses: largest relative deviation from one process over 20 steps, fp32, batch of 7 on uneven shares": (
+                loss_table(folder, [1, 2, 3, 4], compiled=True)
+            ),
+            "Resume: the bits that come back, and the next 3 losses' deviation from an undisturbed run": (
+                resume_table(folder, [1, 2, 3])
+            ),
+            "Memory: MiB on the rank with most, measured (and by formula), 4 layers 512 wide, fp32": (
+                memory_table(folder, [1, 2, 4])
+            ),
+        }
+    print("# Strategies: one truth, one snapshot, less memory\n\nWritten by `python tests/tables.py`.")
+    for title, lines in parts.items():
+        print(f"\n## {title}\n", *lines, sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""All strategies train one curve, write one snapshot, exchange gradients once, and save the memory that they should."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import arguments, ranks, train
+from tables import (
+    KINDS,
+    STRATEGIES,
+    combinations,
+    curves,
+    deviation,
+    losses,
+    memory_of_each,
+    resume_each,
+    save_each,
+    trainer,
+)
+from test_training import assert_same_bits, curve
+from torch.profiler import ProfilerActivity, profile
+
+SHARDED = ("zero1", "zero2", "fsdp")
+
+# One truth
+
+
+def test_every_strategy_trains_the_same_curve(text: Path, tmp_path: Path) -> None:
+    """With accumulation on uneven shares, with and without activation checkpointing; the slow test has all of it."""
+    some = [knobs for knobs in combinations(False) if knobs["trainer__micro_batch_size"]]
+    [[plain]] = ranks(1, curves, tmp_path, [{}], 5, tmp_path=tmp_path)
+    for found in ranks(3, curves, tmp_path, some, 5, tmp_path=tmp_path):
+        for knobs, found_losses in zip(some, found, strict=True):
+            assert deviation(found_losses, plain) < 1e-5, knobs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [1, 2, 3, 4])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_every_combination_trains_the_same_long_curve(number: int, compiled: bool, text: Path, tmp_path: Path) -> None:
+    [[plain]] = ranks(1, curves, tmp_path, [{}], 20, tmp_path=tmp_path)
+    found, *_ = ranks(number, curves, tmp_path, combinations(compiled), 20, tmp_path=tmp_path)
+    for knobs, found_losses in zip(combinations(compiled), found, strict=True):
+        assert deviation(found_losses, plain) < 1e-5, knobs
+
+
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_resume_is_exact_under_every_strategy(strategy: str, text: Path, tmp_path: Path) -> None:
+    """On three ranks with uneven shares, dropout and accumulation."""
+    argv = [
+        arguments(
+            tmp_path / name, text, trainer__max_steps=stop, optimizer__decay_steps=12, distributed__strategy=strategy
+        )
+        for name, stop in (("whole", 12), ("parts", 5), ("parts", 12))
+    ]
+    assert ranks(3, _train_all, argv, tmp_path=tmp_path) == [[0, 0, 0]] * 3
+    assert_same_bits(tmp_path / "whole", tmp_path / "parts")
+    assert curve(tmp_path / "whole") == curve(tmp_path / "parts")
+
+
+def _train_all(argvs: list[list[str]]) -> list[int]:
+    statuses, meeting = [], os.environ["TEST_INIT_METHOD"]
+    for i, argv in enumerate(argvs):
+        os.environ["TEST_INIT_METHOD"] = f"{meeting}-{i}"
+        statuses.append(train(*argv))
+    return statuses
+
+
+# One snapshot
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+    """A folder with text.txt and a run of 6 steps by each strategy on two ranks, and the losses that follow."""
+    from conftest import write_text
+
+    folder = tmp_path_factory.mktemp("saved")
+    write_text(folder / "text.txt")
+    return folder, save_each(folder, 2)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_what_one_strategy_saved_any_other_resumes(number: int, saved: tuple[Path, list[float]]) -> None:
+    folder, plain = saved
+    for found in ranks(number, resume_each, folder, tmp_path=folder):
+        assert len(found) == len(STRATEGIES) ** 2
+        for way, (same_bits, after) in found.items():
+            assert same_bits, way
+            assert deviation(after, plain) < 1e-5, way
+
+
+# One exchange
+
+
+def test_each_gradient_is_reduced_once_a_step(text: Path, tmp_path: Path) -> None:
+    """In steps of two micro-batches on each rank; counted by the profiler, in numbers that are added up."""
+    for found in ranks(2, _count_reduced, tmp_path, tmp_path=tmp_path):
+        parameters = found.pop("parameters")
+        for strategy, counts in found.items():
+            rows = 2 * 15  # sharded tensors are filled up to a multiple of the ranks, at most a row of 16 for each
+            assert parameters <= sum(counts) <= parameters + 16 * rows * (strategy in ("zero2", "fsdp")), strategy
+            assert len(counts) == (3 if strategy in ("zero2", "fsdp") else 1), strategy  # two blocks and the rest
+
+
+def _count_reduced(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for strategy in STRATEGIES:
+        argv = arguments(folder / strategy, folder / "text.txt", distributed__strategy=strategy)
+        with trainer(*argv, meeting=strategy) as made:
+            losses(made, 1)
+            with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
+                made._step()
+            found["parameters"] = sum(p.numel() for p in made.state.model.parameters())
+            reduced = [e for e in profiled.events() if e.name in ("gloo:all_reduce", "gloo:reduce_scatter")]
+            found[strategy] = [n for e in reduced if (n := torch.Size(e.input_shapes[0]).numel()) > 1]
+    return found
+
+
+# All or none
+
+
+def test_all_ranks_skip_a_step_that_overflows_on_one(text: Path, tmp_path: Path) -> None:
+    """As fp16 does on GPUs, with the scaler of the CPU."""
+    for found in ranks(2, _overflow, tmp_path, tmp_path=tmp_path):
+        for strategy, (scales, moved) in found.items():
+            assert scales == [1024.0, 512.0, 512.0], strategy
+            assert moved == [True, False, True], strategy
+
+
+def _overflow(folder: Path) -> dict[str, tuple[list[float], list[bool]]]:
+    found = {}
+    for strategy in STRATEGIES:
+        argv = arguments(folder / strategy, folder / "text.txt", distributed__strategy=strategy)
+        with trainer(*argv, meeting=strategy) as made:
+            made.state.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+            loss, scales, moved = made.state.loss, [], []
+            for step in range(3):
+                poison = float("inf") if step == 1 and made.world.rank == 1 else 1.0
+                made.state.loss = lambda *args, by=poison, loss=loss: loss(*args) * by  # type: ignore[method-assign]
+                before = [weight.clone() for _, weight, _ in made.state.strategy.state()] if step else []
+                made._step()
+                after = [weight.clone() for _, weight, _ in made.state.strategy.state()]
+                moved.append(not before or not all(map(torch.equal, before, after)))
+                scales.append(made.state.scaler.get_scale())
+            found[strategy] = scales, moved
+    return found
+
+
+# Memory
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [1, 2, 4])
+def test_measured_bytes_are_those_of_the_formula(number: int, text: Path, tmp_path: Path) -> None:
+    found, *_ = ranks(number, memory_of_each, tmp_path, tmp_path=tmp_path)
+    for strategy, (formula, held) in found.items():
+        for kind in KINDS:
+            most = max(getattr(part, kind) for part in held)
+            assert most == pytest.approx(getattr(formula, kind), rel=0.05), (strategy, kind)
+    a = found["ddp"][0].parameters
+    for strategy, share in {"ddp": 16, "zero1": 8 + 8 / number, "zero2": 16 / number, "fsdp": 16 / number}.items():
+        mean = sum(sum(getattr(part, kind) for kind in KINDS) for part in found[strategy][1]) / number
+        assert mean == pytest.approx(share * a / 4, rel=0.05), strategy
