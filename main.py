@@ -77,6 +77,10 @@ SECTIONS: dict[str, Any] = {
     "trainer": TrainerConfig,
     "distributed": DistributedConfig,
 }
+HINTS = {
+    "dp": "; DataParallel is one process that copies the model to all its GPUs in every step, and slow: write ddp, and "
+    "start a process for each GPU with torchrun"
+}
 KEYS = {f"{section}.{f.name}": f for section, room in SECTIONS.items() for f in fields(room)}
 
 
@@ -220,7 +224,7 @@ def _validate(found: dict[str, dict[str, Any]], origin: dict[str, str]) -> Confi
                 mistakes[name] += f" or {wanted}"
             else:
                 value = found[str(place)][str(within)]
-                mistakes[name] = f" (in {origin.get(name)}): found {value!r}, must be {wanted}"
+                mistakes[name] = f" (in {origin.get(name)}): found {value!r}, must be {wanted}{HINTS.get(value, '')}"
         raise UserError("\n  ".join(name + words for name, words in mistakes.items())) from invalid
 
 

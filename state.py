@@ -151,6 +151,11 @@ class TrainingState:
         self.precision, why = world.agree(
             lambda: choose_precision(knobs.precision, world.device, kept.get("precision"))
         )
+        if self.config.distributed.cpu_offload and world.device.type != "cuda":
+            raise UserError(
+                f"distributed.cpu_offload is true, which needs a GPU to offload from; here is "
+                f"{device_kind(world.device)}: set it to false"
+            )
         if world.device.type == "cuda" and tree and not knobs.deterministic:
             raise UserError("trainer.deterministic is false, must be true with distributed.reduction tree on GPUs")
         if tree and self.precision == "fp16":
@@ -204,18 +209,19 @@ class TrainingState:
             val_loss: validation loss at this step, if there was one
             last: whether the run ends with this step
         """
-        keeps = self.world.rank in self.keepers
         # Other ranks wait in a collective, which has a timeout; but the last save waits for as long as it takes.
-        patience = None if last else self.config.distributed.timeout_seconds / 2
-        if keeps and not self.writer.wait(patience):
-            keeps = False
+        patience = self.config.distributed.timeout_seconds / 2
+        ready = self.writer.wait(patience)
+        while last and not all(self.world.gather(ready)):
+            ready = self.writer.wait(patience)
+        if not ready:
             late = UserError(
                 f"trainer.snapshot_path: the snapshot before is still being written to {self.folder.path} after "
                 f"{patience:g} seconds; this one is left out"
             )
             self.news.append(Written(self.step, val_loss, late, self.best))
         self.news += self._written()
-        self._write(val_loss, keeps)
+        self._write(val_loss, keep=ready and self.world.rank in self.keepers)
 
     def what_was_written(self) -> list[Written]:
         """What has come of snapshots since it was last asked for."""

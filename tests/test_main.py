@@ -319,6 +319,8 @@ def test_what_is_allowed_is_named(capsys: pytest.CaptureFixture[str]) -> None:
         (("--trainer.precision", "fp8"), ("auto", "fp32", "bf16", "fp16")),
         (("--trainer.threads", "many"), ("integer", "auto")),
         (("--distributed.backend", "mpi"), ("auto", "nccl", "gloo")),
+        (("--distributed.strategy", "zero3"), ("ddp", "zero1", "zero2", "fsdp")),
+        (("--distributed.strategy", "dp"), ("ddp", "torchrun", "DataParallel")),
     ):
         told = refused(capsys, *argv).partition("must be")[2]
         assert all(word in told for word in allowed), told
@@ -326,7 +328,8 @@ def test_what_is_allowed_is_named(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("trainer.micro_batch_size", "null"), ("trainer.threads", "2"), ("trainer.precision", "fp16")],
+    [("trainer.micro_batch_size", "null"), ("trainer.threads", "2"), ("trainer.precision", "fp16")]
+    + [("distributed.strategy", strategy) for strategy in ("zero1", "zero2", "fsdp")],
 )
 def test_what_the_tree_cannot_do(name: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
     good = ["--distributed.reduction", "tree", "--trainer.micro_batch_size", "2", "--trainer.threads", "1"]

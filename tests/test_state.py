@@ -74,9 +74,11 @@ def test_why_a_snapshot_is_not_there_is_told(tmp_path: Path) -> None:
     assert isinstance(written.error, UserError)
 
 
-def test_a_save_that_the_one_before_holds_up_is_left_out_and_said(text: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_save_that_the_one_before_holds_up_is_left_out_and_said(strategy: str, text: Path, tmp_path: Path) -> None:
     """The disk is stuck for longer than ranks may wait; the last save waits and is made."""
-    argv = arguments(tmp_path / "run", text, distributed__timeout_seconds=2, trainer__save_every=5)
+    knobs = {"distributed__timeout_seconds": 2, "trainer__save_every": 5, "distributed__strategy": strategy}
+    argv = arguments(tmp_path / "run", text, **knobs)
     (status, _, err), *_ = ranks(2, _stuck_once, *argv, tmp_path=tmp_path)
     assert status == 0
     assert "step 10: " in err
@@ -188,7 +190,8 @@ def test_the_newest_is_taken_wherever_it_is(trouble: str, apart: Path, tmp_path:
     elif trouble == "first is damaged":
         for file in (tmp_path / "one/snapshots").iterdir():
             file.write_bytes(file.read_bytes()[:-1])
-    argv = arguments(tmp_path / "RANK", apart / "text.txt", trainer__save_every=20, optimizer__decay_steps=12)
+    knobs = {"trainer__save_every": 20, "optimizer__decay_steps": 12}
+    argv = arguments(tmp_path / "RANK", apart / "text.txt", **knobs, distributed__strategy="zero1")
     assert ranks(2, machines, *argv, tmp_path=tmp_path) == [(0, "")] * 2
     for name in ("one", "other"):
         assert_same_bits(tmp_path / name, apart / "whole")

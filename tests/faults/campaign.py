@@ -46,18 +46,18 @@ PATIENCE = 150  # seconds for what takes ten: to start, to stop, to get to a ste
 class Plan:
     """What a run is made of. Each start of the launcher takes the next number of `processes`."""
 
-    reduction: str
+    way: str  # tree, or a strategy
     processes: list[int]
     launcher: bool  # without one, a single process runs on its own
     save_every: int
 
 
 def plan(draw: random.Random) -> Plan:
-    reduction, processes = draw.choice(["fast", "tree"]), [draw.randint(1, 4)]
+    way, processes = draw.choice(["tree", "ddp", "zero1", "zero2", "fsdp"]), [draw.randint(1, 4)]
     for _ in range(MOST):  # only the tree's bits are the same on another number
         others = [other for other in range(1, 5) if other != processes[-1]]
-        processes.append(draw.choice(others) if reduction == "tree" else processes[-1])
-    return Plan(reduction, processes, draw.random() < 0.5, draw.choice([1, 2, 3, 5, 7, 10, 15, 20]))
+        processes.append(draw.choice(others) if way == "tree" else processes[-1])
+    return Plan(way, processes, draw.random() < 0.5, draw.choice([1, 2, 3, 5, 7, 10, 15, 20]))
 
 
 class Run:
@@ -69,7 +69,8 @@ class Run:
 
     def __init__(self, plan: Plan, run_dir: Path, text: Path) -> None:
         self.plan, self.run_dir = plan, run_dir
-        knobs: dict[str, Any] = {"distributed__reduction": plan.reduction, "distributed__timeout_seconds": 8}
+        key = "distributed__reduction" if plan.way == "tree" else "distributed__strategy"
+        knobs: dict[str, Any] = {key: plan.way, "distributed__timeout_seconds": 8}
         knobs |= {"trainer__max_steps": STEPS, "trainer__save_every": plan.save_every, "trainer__eval_every": 40}
         self.argv = arguments(run_dir, text, **knobs)
         self.mark = f"CAMPAIGN_RUN={uuid.uuid4().hex}"  # by which even an orphan is found
@@ -190,10 +191,10 @@ class Run:
 
 def undisturbed(plan: Plan, folder: Path, text: Path) -> Path:
     """The run folder of a run without faults whose bits a plan's run must reach; made once."""
-    number = 1 if plan.reduction == "tree" else plan.processes[0]
-    run_dir = folder / f"{plan.reduction}-{number}"
+    number = 1 if plan.way == "tree" else plan.processes[0]
+    run_dir = folder / f"{plan.way}-{number}"
     if not run_dir.exists():
-        with closing(Run(Plan(plan.reduction, [number], launcher=False, save_every=100), run_dir, text)) as run:
+        with closing(Run(Plan(plan.way, [number], launcher=False, save_every=100), run_dir, text)) as run:
             run.wait(lambda: run.done, "the end of the undisturbed run")
     return run_dir
 
@@ -225,7 +226,7 @@ def line(seed: int, run: Run) -> str:
     numbers = ", ".join(f"{number}" for number in run.plan.processes[: run.launches])
     struck = ", ".join(f"{kind} @{step}{' in a save' * inside}" for kind, step, inside in run.struck)
     end = f"DIFFERENT: {run.failure}\nagain: python tests/faults/campaign.py --only {seed}" if run.failure else "equal"
-    how = f"{run.plan.reduction}, save_every {run.plan.save_every}, processes {numbers}{' without launcher' * run.bare}"
+    how = f"{run.plan.way}, save_every {run.plan.save_every}, processes {numbers}{' without launcher' * run.bare}"
     return f"seed {seed}: {how}: {struck}: {sum(run.lost)} steps recomputed: {end}"
 
 
