@@ -1,6 +1,7 @@
 """How fast is it? Ratios, measured in turn in one run on this machine.
 
     torchrun --standalone --nproc_per_node=2 bench.py reduction
+    torchrun --standalone --nproc_per_node=2 bench.py strategies
     python bench.py snapshots --model.n_embd 256
 
 What follows the name of the measurement are main.py's own options.
@@ -15,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,15 +51,23 @@ def trainer(world: World, folder: str, *words: str) -> Trainer:
 def reduction(folder: str, words: Sequence[str]) -> None:
     """What the same bits at every number of ranks cost: a step with the tree, in steps with DDP."""
     words = ["--trainer.micro_batch_size", "3", "--trainer.threads", "1", *words]
-    with connect(read_config(words).distributed) as world:
-        fast, tree = (
-            trainer(world, tempfile.mkdtemp(dir=folder), *words, "--distributed.reduction", way)
-            for way in ("fast", "tree")
-        )
-        ratios = sorted(1 / (seconds(fast._step, 20) / seconds(tree._step, 20)) for _ in range(10))
+    compare(folder, words, "--distributed.reduction", "fast", "tree")
+
+
+def strategies(folder: str, words: Sequence[str]) -> None:
+    """What it costs to deal out state: a step with each strategy, in steps with DDP."""
+    for strategy in ("zero1", "zero2", "fsdp"):
+        compare(folder, words, "--distributed.strategy", "ddp", strategy)
+
+
+def compare(folder: str, words: Sequence[str], key: str, one: str, other: str) -> None:
+    """Prints a step's time with the key's one value in that with its other value."""
+    with connect(replace(read_config(words).distributed, strategy="fsdp")) as world:  # a group, be it of one rank
+        first, second = (trainer(world, tempfile.mkdtemp(dir=folder), *words, key, way) for way in (one, other))
+        ratios = sorted(1 / (seconds(first._step, 20) / seconds(second._step, 20)) for _ in range(10))
         if world.rank == 0:
             print(
-                f"{world.size} ranks: a step with tree takes {statistics.median(ratios):.3f} of one with fast "
+                f"{world.size} ranks: a step with {other} takes {statistics.median(ratios):.3f} of one with {one} "
                 f"({ratios[0]:.3f} to {ratios[-1]:.3f} in {len(ratios)} pairs of 20 steps each, in turn)"
             )
 
@@ -98,7 +108,7 @@ def snapshots(folder: str, words: Sequence[str]) -> None:
         )
 
 
-MEASUREMENTS = {"reduction": reduction, "snapshots": snapshots}
+MEASUREMENTS = {"reduction": reduction, "strategies": strategies, "snapshots": snapshots}
 
 if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[1] not in MEASUREMENTS:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import uuid
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from corpus import Corpus
 from distributed import World
 from errors import UserError
 from hardware import check_compiler, choose_precision, choose_threads, device_kind, memory_for_each, repeat_bits
+from keepers import elect_keepers, elect_snapshot
 from memory import check_memory, expected
 from metrics import Say
 from model import GPT, GPTConfig
@@ -64,8 +64,8 @@ class TrainingState:
         self.plain_config = plain(config)
         self.writer = Writer(folder)
         self.news: list[Written] = []
-        self.keepers = self._elect_keepers()
-        snapshot, self.holder, has_newest = self._elect_snapshot(say)
+        self.keepers = elect_keepers(world, folder)
+        snapshot, self.holder, has_newest = elect_snapshot(world, folder, self.keepers, say)
         heavy = ("model", "optimizer")
         header = world.broadcast({k: v for k, v in (snapshot or {}).items() if k not in heavy}, self.holder)
         self.resumed: dict[str, Any] | None = header or None
@@ -96,48 +96,6 @@ class TrainingState:
                 torch.manual_seed(config.trainer.seed)
                 weights = GPT(shape).state_dict()
             self.strategy.take(weights, {}, 0)
-
-    def _elect_keepers(self) -> list[int]:
-        """Rank 0, and the first rank of each machine that does not see rank 0's snapshot folder: they write snapshots.
-
-        Raises:
-            UserError: one of them can't.
-        """
-        world, mark = self.world, self.world.broadcast(uuid.uuid4().hex)
-        world.agree(lambda: self.folder.mark(mark) if world.rank == 0 else None)
-        apart = world.agree(lambda: world.local_rank == 0 and world.rank > 0 and not self.folder.is_marked(mark))
-        keepers = [rank for rank, keeps in enumerate(world.gather(world.rank == 0 or apart)) if keeps]
-        world.agree(lambda: self.folder.mark(mark) if apart else None)
-        if world.rank in keepers:
-            self.folder.unmark(mark)
-        return keepers
-
-    def _elect_snapshot(self, say: Say) -> tuple[dict[str, Any] | None, int, bool]:
-        """The newest whole snapshot that any keeper has, on the rank that holds it (None on others), and that rank.
-
-        The third is whether this rank has it, too.
-
-        Raises:
-            UserError: there are snapshots, and none of them is whole.
-        """
-        world, snapshot, trouble = self.world, None, ""
-        remarks: list[str] = []
-        if world.rank in self.keepers:
-            try:
-                snapshot = self.folder.newest(remarks.append)
-            except UserError as error:
-                trouble = str(error)
-        held = world.gather((-1 if snapshot is None else snapshot["step"], remarks, trouble))
-        steps = [step for step, _, _ in held]
-        holder = steps.index(max(steps))
-        for rank, (_, lines, words) in enumerate(held):
-            for line in lines + ([words] if words else []):
-                say(f"rank {rank}: {line}" if rank else line)
-            if words and max(steps) < 0:
-                raise UserError(f"rank {rank}: {words}" if rank else words)
-        if len(self.keepers) > 1:
-            say(f"snapshots are kept by ranks {self.keepers}, which share no folder; the newest is of rank {holder}")
-        return (snapshot if world.rank == holder else None), holder, steps[world.rank] == max(steps)
 
     def _choose(self, kept: dict[str, Any]) -> None:
         knobs, world = self.config.trainer, self.world
@@ -177,6 +135,7 @@ class TrainingState:
         if knobs.compile:
             self.world.agree(lambda: check_compiler(self.world.device))
             torch._dynamo.config.optimize_ddp = False  # it cuts graphs at DDP's buckets; a block is a graph already
+            torch._dynamo.config.recompile_limit = 64  # shares, short last batches and evaluation have their own shapes
         for block in self.model.blocks:
             block.recompute = knobs.activation_checkpointing
             if knobs.compile:  # forward alone: names stay, and so do hooks. Each shape has its own kernels and bits

@@ -144,7 +144,11 @@ class Trainer:
         self.bad_step = torch.zeros((), device=world.device)
         self.unsaved = ""  # why the newest snapshot is not there
         members = world.gather(f"{platform.node()} {device_name(world.device)}")
-        facts = self.state.reasons | {"memory": f"{config.distributed.strategy}: {self.state.need}"}
+        copied = size(3 * sum(p.nbytes for p in self.state.model.parameters()))  # AdamW: weight and two averages
+        facts = self.state.reasons | {
+            "memory": f"{config.distributed.strategy}: {self.state.need}; a snapshot's {copied} are copied whole into "
+            "the memory of the machine that writes it"
+        }
         self.say(banner(config, members, world.backend, facts, corpus, self.training, self.last_step))
         self.say(summary(self.state.model))
         self._say_what_changed()

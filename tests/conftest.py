@@ -99,10 +99,10 @@ def start(argv: list[str], *launcher: str, **env: str) -> Iterator[subprocess.Po
                 process.communicate(timeout=60)
 
 
-def ranks(number: int, body: Callable[..., Any], *args: Any, tmp_path: Path) -> list[Any]:
+def ranks(number: int, body: Callable[..., Any], *args: Any, tmp_path: Path, patience: float = 120) -> list[Any]:
     """Runs `body(*args)` on `number` processes that know each other by RANK and a file; returns results by rank.
 
-    A body that raises fails the test with that rank's traceback; one that hangs for two minutes is killed.
+    A body that raises fails the test with that rank's traceback; one that hangs for so many seconds is killed.
     """
     meeting = tmp_path / f"meeting-{time.monotonic_ns()}"
     results = PROCESSES.SimpleQueue()
@@ -111,7 +111,7 @@ def ranks(number: int, body: Callable[..., Any], *args: Any, tmp_path: Path) -> 
     ]
     for process in processes:
         process.start()
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + patience
     for process in processes:
         process.join(max(0.1, deadline - time.monotonic()))
         if process.is_alive():

@@ -15,6 +15,7 @@ TINY = ("--model.n_embd", "16", "--model.n_layer", "1", "--data.block_size", "16
     ("name", "said"),
     [
         ("reduction", r"1 ranks: a step with tree takes \d\.\d+ of one with fast"),
+        ("strategies", r"1 ranks: a step with fsdp takes \d\.\d+ of one with ddp"),
         (
             "snapshots",
             r"holds the step for \d+\.\d+ plain copies of its state, [\d,]+ bytes(.|\n)*save_every 100 costs",
@@ -30,4 +31,4 @@ def test_a_measurement_prints_its_ratios(name: str, said: str) -> None:
 def test_an_unknown_measurement_is_refused() -> None:
     done = program("bench.py", "everything")
     assert done.returncode == 1
-    assert done.stderr.startswith("usage: bench.py {reduction,snapshots}")
+    assert done.stderr.startswith("usage: bench.py {reduction,strategies,snapshots}")
