@@ -1,0 +1,105 @@
+"""What a rank's memory must hold, told beforehand; that it is also what is held, test_strategy.py measures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import arguments, program
+
+from errors import UserError
+from main import Config, read_config
+from memory import Bytes, check_memory, expected, size
+from model import GPT, GPTConfig
+
+SHAPE = GPTConfig(n_layer=3, n_head=2, n_embd=64, vocab_size=11, block_size=32)
+
+
+def config(**changes: Any) -> Config:
+    return read_config(arguments("run", "text.txt", **changes))
+
+
+def need(ranks: int, precision: str = "fp32", **changes: Any) -> Bytes:
+    return expected(config(**changes), SHAPE, ranks, precision, "cpu")
+
+
+def test_parts_are_those_of_the_papers() -> None:
+    a = sum(parameter.numel() for parameter in GPT(SHAPE).parameters())
+    for strategy in ("ddp", "zero1", "zero2", "fsdp"):
+        for ranks in (1, 2, 8):
+            found = need(ranks, distributed__strategy=strategy)
+            share = ranks if strategy in ("zero2", "fsdp") else 1
+            assert (found.parameters, found.gradients) == (4 * a / share, 4 * a / share)
+            if strategy == "zero1":  # dealt out whole: the largest part is at least the mean
+                assert 8 * a / ranks <= found.optimizer <= 8 * a / ranks + 8 * 4 * 64 * 64
+            else:
+                assert found.optimizer == 8 * a / share
+    accumulated = need(2, distributed__strategy="zero2", trainer__micro_batch_size=1)
+    at_once = need(2, distributed__strategy="zero2", trainer__micro_batch_size=None)
+    assert at_once.whole < 8 * a < accumulated.whole + 4 * 64  # all gradients whole, beside all parameters
+    assert need(2, distributed__strategy="fsdp", trainer__micro_batch_size=None).whole < at_once.whole
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_activations_are_what_forward_keeps(precision: str, dropout: float) -> None:
+    """Counted on a real forward pass; in bf16 it keeps casts of the matrices, too.
+
+    With dropout, attention in fp32 keeps scaled copies of queries and keys that tensors without data don't show.
+    """
+    shape = GPTConfig(n_layer=3, n_head=2, n_embd=64, vocab_size=11, block_size=32, dropout=dropout)
+    model, idx, kept = GPT(shape), torch.zeros(5, 32, dtype=torch.long), {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"),
+    ):
+        _, loss = model(idx, idx)
+    for parameter in model.parameters():
+        kept.pop(parameter.untyped_storage()._cdata, None)
+    real = sum(storage.nbytes() for storage in kept.values())
+    told = expected(config(trainer__batch_size=5, trainer__micro_batch_size=None), shape, 1, precision, "cpu")
+    assert told.activations + told.whole == pytest.approx(real, rel=0.1 if dropout else 0.02)
+    assert loss is not None
+
+
+def test_checkpointing_keeps_less() -> None:
+    none, selective, full = (
+        need(1, trainer__activation_checkpointing=how, trainer__batch_size=64, trainer__micro_batch_size=None)
+        for how in ("none", "selective", "full")
+    )
+    assert full.activations < 0.5 * none.activations < selective.activations < none.activations
+
+
+@pytest.mark.parametrize(
+    ("room", "ranks", "knobs", "advice"),
+    [
+        (0.99, 1, {"trainer__batch_size": 64, "trainer__micro_batch_size": None}, "set trainer.micro_batch_size to 32"),
+        (0.88, 1, {"trainer__batch_size": 64, "trainer__micro_batch_size": 2}, "set trainer.micro_batch_size to 1"),
+        (0.95, 1, {"trainer__micro_batch_size": 1}, "set trainer.activation_checkpointing to full"),
+        (0.75, 4, {"trainer__micro_batch_size": 1}, "set distributed.strategy to zero1"),
+        (0.55, 8, {"trainer__micro_batch_size": 1}, "set distributed.strategy to zero2"),
+        (0.5, 8, {"trainer__micro_batch_size": 1}, "set distributed.strategy to fsdp"),
+        (0.01, 8, {"trainer__micro_batch_size": 1}, "use a smaller model"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_cheapest_way_out(
+    room: float, ranks: int, knobs: dict, advice: str
+) -> None:
+    wanted = need(ranks, **knobs)
+    check_memory(wanted, config(**knobs), SHAPE, ranks, "fp32", "cpu", int(wanted.total))
+    with pytest.raises(UserError, match=advice) as refused:
+        check_memory(wanted, config(**knobs), SHAPE, ranks, "fp32", "cpu", int(room * wanted.total))
+    assert size(wanted.total) in str(refused.value)
+
+
+def test_a_run_that_cannot_fit_ends_at_once(text: Any, tmp_path: Any) -> None:
+    done = program("main.py", *arguments(tmp_path / "run", text, model__n_embd=65536))
+    assert done.returncode == 2
+    assert "out of memory before the first step" in done.stderr
+    assert "Traceback" not in done.stderr
