@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from conftest import arguments, ranks, train, write_text
+from conftest import arguments, ranks, write_text
+from test_snapshot import told
 
 from distributed import connect
 from main import read_config
@@ -81,7 +82,7 @@ def save_each(folder: Path, number: int) -> list[float]:
     """Trains 6 steps with each strategy into a folder of its name, and returns the losses of steps 7 to 9."""
     for strategy in STRATEGIES:
         argv = arguments(folder / strategy, folder / "text.txt", trainer__max_steps=6, **NO_DROPOUT)
-        ranks(number, train, *argv, "--distributed.strategy", strategy, tmp_path=folder)
+        ranks(number, told, *argv, "--distributed.strategy", strategy, tmp_path=folder)
     argv = arguments(folder / "whole", folder / "text.txt", **NO_DROPOUT)
     [found] = ranks(1, _whole, *argv, tmp_path=folder)
     return found
