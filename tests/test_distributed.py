@@ -1,4 +1,4 @@
-"""Who a process is, and how ranks agree."""
+"""How ranks meet and agree."""
 
 from __future__ import annotations
 
@@ -10,38 +10,18 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from conftest import arguments, ranks, start, train
+from conftest import arguments, free_port, ranks, start, train
 
-from distributed import DistributedConfig, World, connect, who_am_i
+from distributed import DistributedConfig, World, connect
 from errors import UserError
+from launchers import Place
 from peers import elastic_store
-
-
-@pytest.mark.parametrize(
-    ("env", "expected"),
-    [
-        ({}, (0, 1)),
-        ({"MASTER_ADDR": "x", "MASTER_PORT": "1"}, (0, 1)),  # accelerate launch --cpu sets no more
-        ({"RANK": "0", "WORLD_SIZE": "1"}, (0, 1)),
-        ({"RANK": "2", "WORLD_SIZE": "3"}, (2, 3)),
-    ],
-)
-def test_who_am_i(env: dict, expected: tuple) -> None:
-    assert who_am_i(env) == expected
-
-
-@pytest.mark.parametrize(
-    "env", [{"RANK": "1"}, {"WORLD_SIZE": "2"}, {"RANK": "2", "WORLD_SIZE": "2"}, {"RANK": "x", "WORLD_SIZE": "2"}]
-)
-def test_half_an_environment_is_refused(env: dict) -> None:
-    with pytest.raises(UserError, match="RANK"):
-        who_am_i(env)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 @pytest.mark.parametrize("count", [1, 7, 8, 100])
 def test_shares_cover_the_batch_and_differ_by_at_most_one(size: int, count: int) -> None:
-    world = World(0, 1)
+    world = World(Place())
     shares = []
     for rank in range(size):
         world.rank, world.size = rank, size
@@ -113,8 +93,8 @@ def test_a_rank_that_waits_in_vain_says_for_whom_and_how_long(text: Path, tmp_pa
 
 
 def test_processes_started_by_hand_meet_at_a_tcp_address(text: Path, tmp_path: Path) -> None:
-    port = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False).port  # free, for it goes at once
-    argv = arguments(tmp_path / "run", text, distributed__init_method=f"tcp://localhost:{port}", trainer__max_steps=1)
+    meeting = f"tcp://localhost:{free_port()}"
+    argv = arguments(tmp_path / "run", text, distributed__init_method=meeting, trainer__max_steps=1)
     with start(argv, RANK="0", WORLD_SIZE="2") as first, start(argv, RANK="1", WORLD_SIZE="2") as second:
         assert [first.wait(60), second.wait(60)] == [0, 0]
 
