@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from conftest import arguments, free_port, ranks, start, train
 from distributed import DistributedConfig, World, connect
 from errors import UserError
 from launchers import Place
-from peers import elastic_store
+from peers import meet, this_start
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
@@ -99,18 +100,30 @@ def test_processes_started_by_hand_meet_at_a_tcp_address(text: Path, tmp_path: P
         assert [first.wait(60), second.wait(60)] == [0, 0]
 
 
-def test_generations_do_not_meet_the_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three ranks, then three others, then two, on torchrun's one store: each generation sees its own keys alone."""
-    server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    monkeypatch.setenv("MASTER_PORT", str(server.port))
+@pytest.fixture(params=["torchrun's store", "a file"])
+def lasting(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
+    """The init_method of a store that outlives the ranks that met there."""
+    if request.param == "a file":
+        keeper = dist.FileStore(str(tmp_path / "meeting"), 99)
+        yield f"file://{tmp_path}/meeting"
+    else:
+        keeper = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        monkeypatch.setenv("MASTER_ADDR", "localhost")
+        monkeypatch.setenv("MASTER_PORT", str(keeper.port))
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        yield "env://"
+    del keeper
+
+
+def test_generations_do_not_meet_the_dead(lasting: str) -> None:
+    """Three ranks, then three others, then two, at one store: each generation sees its own keys alone."""
     for generation, size in enumerate((3, 3, 2)):
         stores: dict[int, dist.Store] = {}
 
-        def meet(rank: int, size: int = size, stores: dict = stores) -> None:
-            stores[rank] = elastic_store(rank, size, timedelta(seconds=30))
+        def come(rank: int, size: int = size, stores: dict = stores) -> None:
+            stores[rank] = meet(lasting, rank, size, timedelta(seconds=30))
 
-        threads = [threading.Thread(target=meet, args=(rank,)) for rank in reversed(range(size))]
+        threads = [threading.Thread(target=come, args=(rank,)) for rank in reversed(range(size))]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -120,13 +133,11 @@ def test_generations_do_not_meet_the_dead(monkeypatch: pytest.MonkeyPatch) -> No
         assert {store.get("address") for store in stores.values()} == {str(generation).encode()}
 
 
-def test_a_generation_that_stays_incomplete_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_generation_that_stays_incomplete_gives_up() -> None:
     server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    monkeypatch.setenv("MASTER_PORT", str(server.port))
     server.set("greeting/1", "left by the dead")
     with pytest.raises(TimeoutError, match="not all 2 ranks"):
-        elastic_store(0, 2, timedelta(seconds=0.5))
+        this_start(server, 0, 2, timedelta(seconds=0.5))
 
 
 def test_a_run_is_refused_when_ranks_outnumber_sequences(text: Path, tmp_path: Path) -> None:
