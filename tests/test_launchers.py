@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import signal
 import socket
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from conftest import ROOT, arguments, environment, free_port, write_text
 
 import main
 from errors import UserError
@@ -188,3 +196,94 @@ def test_who_says_that_the_yaml_is_wrong(
     (tmp_path / "bad.yaml").write_text("trainer: {max_step: 3}")
     assert main.run(["--config", str(tmp_path / "bad.yaml")]) == 2
     assert ("trainer.max_step" in capsys.readouterr().err) == says
+
+
+# The real launchers. Each command line starts main.py "$@" on two processes; $PORT is free.
+MAIN = 'python main.py "$@"'
+RANKS = f"RANK=0 WORLD_SIZE=2 {MAIN} & RANK=1 WORLD_SIZE=2 {MAIN} && wait $!"
+NODE = 'torchrun --nnodes=2 --nproc_per_node=1 --rdzv_backend=c10d --rdzv_endpoint=localhost:$PORT main.py "$@"'
+STEP_ENV = "export SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2"
+LAUNCHERS = {
+    "torchrun on two nodes": f"{NODE} & {NODE} && wait $!",
+    "torch.distributed.launch": 'python -m torch.distributed.launch --nproc_per_node=2 main.py "$@"',
+    "the same, --use_env": 'python -m torch.distributed.launch --use_env --nproc_per_node=2 main.py "$@"',
+    "shells, env://": f"export MASTER_ADDR=localhost MASTER_PORT=$PORT; {RANKS}",
+    "shells, tcp://": f'set -- "$@" --distributed.init_method tcp://localhost:$PORT; {RANKS}',
+    "shells, file://": f'set -- "$@" --distributed.init_method file://$TMPDIR/meeting; {RANKS}',
+    "multiprocessing": 'python launch/by_hand.py 2 "$@"',
+    "accelerate": 'accelerate launch --multi_gpu --num_processes=2 --main_process_port=$PORT main.py "$@"',
+    "torchx": 'torchx run -s local_cwd dist.ddp -j 1x2 --script main.py -- "$@"',
+    "deepspeed": 'deepspeed --num_gpus=2 --master_port=$PORT main.py "$@"',
+    "mpirun": f"mpirun --allow-run-as-root --oversubscribe -n 2 {MAIN}",
+    "srun's environment on one machine": (
+        f"{STEP_ENV} SLURM_JOB_ID=$((PORT - 10000)) SLURM_STEP_NUM_NODES=1 SLURM_STEP_NODELIST=nowhere1; "
+        f"SLURM_PROCID=0 SLURM_LOCALID=0 {MAIN} & SLURM_PROCID=1 SLURM_LOCALID=1 {MAIN} && wait $!"
+    ),
+    "srun's environment on machines without an address": (
+        f"{STEP_ENV} SLURM_JOB_ID=1 SLURM_STEP_NUM_NODES=2 SLURM_STEP_NODELIST='nowhere[1-2]'; "
+        f"SLURM_PROCID=0 SLURM_LOCALID=0 {MAIN} & SLURM_PROCID=1 SLURM_LOCALID=0 {MAIN} && wait $!"
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def torchrun_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """What two processes under torchrun see."""
+    folder = tmp_path_factory.mktemp("torchrun")
+    return losses('torchrun --standalone --nproc_per_node=2 main.py "$@"', folder, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_real_launcher(launcher: str, torchrun_losses: list[float], tmp_path: Path) -> None:
+    if launcher in ("accelerate", "torchx", "deepspeed", "mpirun") and shutil.which(launcher) is None:
+        pytest.skip(f"{launcher} is not installed; pip install -r .ci/requirements.txt")
+    assert losses(LAUNCHERS[launcher], tmp_path, 2) == torchrun_losses
+    assert (tmp_path / "run/.meeting-1.0.0").exists() == launcher.endswith("without an address")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    [
+        MAIN,
+        'accelerate launch --cpu --num_processes=2 main.py "$@"',  # it says 2, and starts one
+        f"SLURM_JOB_ID=1 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NTASKS=2 {MAIN}",  # a batch script's shell
+    ],
+)
+def test_one_process(command: str, tmp_path: Path) -> None:
+    if "accelerate" in command and shutil.which("accelerate") is None:
+        pytest.skip("accelerate is not installed; pip install -r .ci/requirements.txt")
+    losses(command, tmp_path, 1)
+
+
+def losses(command: str, folder: Path, size: int) -> list[float]:
+    """The losses of a run of two steps that this command line starts, on so many processes."""
+    run_dir, text, aside = folder / "run", write_text(folder / "text.txt"), folder / "aside"
+    aside.mkdir()
+    env = environment(
+        PORT=str(free_port()),
+        PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        TMPDIR=str(aside),
+        HF_HOME=str(aside),
+    )
+    argv = arguments(run_dir, text, trainer__max_steps=2)
+    with subprocess.Popen(
+        ["bash", "-c", command, "bash", *argv],
+        cwd=ROOT,
+        env=env,
+        text=True,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    ) as process:
+        try:
+            said, _ = process.communicate(timeout=240)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # torchrun's workers, not in the group, then leave by themselves
+    assert process.returncode == 0, said
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    train = [row for row in rows if row["event"] == "train"]
+    assert [(row["step"], row["world_size"]) for row in train] == [(1, size), (2, size)], said
+    return [row["loss"] for row in train]
