@@ -1,4 +1,4 @@
-"""Who am I, and how do ranks talk?
+"""How do ranks talk?
 
 With one process there is no process group, and everything here becomes the obvious local thing.
 """
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from errors import NoAnswerError, UserError
 from hardware import choose_device, wants_gpu
+from launchers import Place, where_to_meet, who_am_i
 from peers import Peers, meet, uses_agent_store
 
 T = TypeVar("T")
@@ -30,7 +31,7 @@ class DistributedConfig:
 
     Args:
         backend: nccl (a GPU for each process), gloo (CPU), or auto: nccl where there is a GPU, else gloo
-        init_method: where processes meet: tcp://host:port or file:///path; null means env://, as launchers set it
+        init_method: where processes meet: tcp://host:port or file:///path; null: as the launcher tells
         timeout_seconds: seconds to wait for another process before giving up
         strategy: what is dealt out over ranks: ddp: nothing; zero1: optimizer state; zero2: gradients too; fsdp: all
         cpu_offload: with fsdp on CUDA GPUs, keep what is dealt out in the host's memory; slower
@@ -56,40 +57,19 @@ class DistributedConfig:
                 raise ValueError(f"distributed.{name} is {getattr(self, name)}, must be above 0")
 
 
-def who_am_i(env: Mapping[str, str]) -> tuple[int, int]:
-    """Rank and number of ranks, from what a launcher has set; without a launcher one process alone.
-
-    Raises:
-        UserError: only one of RANK and WORLD_SIZE is set, or they are no numbers that fit.
-    """
-    seen = {name: env.get(name) for name in ("RANK", "WORLD_SIZE")}
-    if seen == {"RANK": None, "WORLD_SIZE": None}:
-        return 0, 1
-    try:
-        rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
-        if not 0 <= rank < size:
-            raise ValueError
-    except (KeyError, ValueError):
-        raise UserError(
-            f"environment: {seen}; a launcher sets both, RANK from 0 to WORLD_SIZE - 1; for one process unset both"
-        ) from None
-    return rank, size
-
-
 class World:
     """The ranks of this run and this process's place among them.
 
     Args:
-        rank: this process's number among all
-        size: how many there are
+        place: this process's, as its launcher tells
         peers: the others, where there are any
     """
 
-    def __init__(self, rank: int, size: int, peers: Peers | None = None) -> None:
-        self.rank, self.size, self.peers = rank, size, peers
-        hosts = self.gather(platform.node())
-        self.local_rank = int(os.environ.get("LOCAL_RANK", hosts[:rank].count(hosts[rank])))
-        self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", hosts.count(hosts[rank])))
+    def __init__(self, place: Place, peers: Peers | None = None) -> None:
+        self.rank, self.size, self.peers = place.rank, place.size, peers
+        host, hosts = platform.node(), self.gather(platform.node())
+        self.local_rank = hosts[: self.rank].count(host) if place.local_rank is None else place.local_rank
+        self.local_size = hosts.count(host) if place.local_size is None else place.local_size
         self.device = torch.device("cpu")
 
     def take_device(self, backend: str) -> None:
@@ -220,21 +200,25 @@ class World:
 
 
 @contextmanager
-def connect(config: DistributedConfig) -> Iterator[World]:
+def connect(config: DistributedConfig, run_dir: str = ".") -> Iterator[World]:
     """Forms the process group that the launcher describes, and takes it down again whatever happens.
+
+    Args:
+        config: how
+        run_dir: a folder that ranks share, to meet in where they know no address
 
     Raises:
         UserError: the environment does not fit, or the other ranks did not come.
         PeerError: another rank is gone.
     """
-    rank, size = who_am_i(os.environ)
-    peers = None
+    place = who_am_i(os.environ)
+    rank, size, peers = place.rank, place.size, None
     backend = "cpu:gloo,cuda:nccl" if wants_gpu(config.backend) else "gloo"
     timeout = timedelta(seconds=config.timeout_seconds)
     if size == 1 and config.strategy in ("zero2", "fsdp"):  # whose mechanism wants a group, be it of one
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     elif size > 1:
-        where = config.init_method or "env://"
+        where = where_to_meet(place, config.init_method, run_dir)
         try:
             store = meet(where, rank, size, timeout)
             peers = Peers(store, rank, size, "torchrun's agent" if uses_agent_store(where) else "rank 0")
@@ -248,7 +232,7 @@ def connect(config: DistributedConfig) -> Iterator[World]:
                 f"(distributed.timeout_seconds is {config.timeout_seconds:g}): {error}"
             ) from error
     try:
-        yield World(rank, size, peers)
+        yield World(place, peers)
     except UserError:
         raise
     except Exception as error:

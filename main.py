@@ -22,6 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from char_dataset import DataConfig
 from distributed import DistributedConfig, connect
 from errors import PeerError, UserError
+from launchers import who_am_i
 from metrics import complain
 from model import ModelConfig
 from optimizer import OptimizerConfig
@@ -238,11 +239,13 @@ def code_digest() -> str:
 
 def run(argv: Sequence[str]) -> int:
     """Trains as the command line says; returns the exit status."""
-    speaks = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0"  # all ranks read the same
+    speaks = True
     try:
+        # One process of a machine says what they all read; one started by hand may have a yaml of its own.
+        speaks = who_am_i(os.environ).local_rank in (None, 0)
         config = read_config(argv)
         speaks = True  # who comes to no group has a trouble of its own
-        with connect(config.distributed) as world:
+        with connect(config.distributed, config.trainer.run_dir) as world:
             speaks = world.rank == 0  # from here on, errors are raised on all ranks alike
             world.take_device(config.distributed.backend)
             facts = {f"{s}.{key}": value for s, keys in plain(config).items() for key, value in keys.items()}

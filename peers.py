@@ -34,25 +34,25 @@ def meet(init_method: str, rank: int, size: int, timeout: timedelta) -> dist.Sto
         ValueError, RuntimeError, OSError: the address is none, or the others did not come.
     """
     if uses_agent_store(init_method):
-        return elastic_store(rank, size, timeout)
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        return this_start(dist.TCPStore(address, port, is_master=False, timeout=timeout), rank, size, timeout)
     store, _, _ = next(dist.rendezvous(init_method, rank, size, timeout=timeout))
     store.set_timeout(timeout)
-    return store
+    return this_start(store, rank, size, timeout) if init_method.startswith("file://") else store
 
 
-def elastic_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
-    """torchrun's store, seen through a prefix of this generation of workers alone.
+def this_start(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Store:
+    """A store that holds what earlier starts left, seen through a prefix of this start's ranks alone.
 
-    torchrun hands one store to every generation, and gloo would read addresses of the dead one there (torch 2.13:
-    workers then hang or are refused at about every second restart). The restart count does not tell generations
-    apart, for a change of membership leaves it as it is. So each rank greets with a new token; rank 0 offers a new
-    prefix to the tokens it sees, and again when one changes; who finds its own token in the offer accepts; and once
-    all have accepted, which the dead can't, rank 0 says go.
+    torchrun hands one store to every generation of workers, a file stays when ranks go, and gloo would read addresses
+    of the dead there (torch 2.13: workers then hang or are refused at about every second restart). The restart count
+    does not tell generations apart, for a change of membership leaves it as it is. So each rank greets with a new
+    token; rank 0 offers a new prefix to the tokens it sees, and again when one changes; who finds its own token in the
+    offer accepts; and once all have accepted, which the dead can't, rank 0 says go.
 
     Raises:
         TimeoutError: the others did not come.
     """
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
     token, greetings = uuid.uuid4().hex, [f"greeting/{other}" for other in range(size)]
     store.set(greetings[rank], token)
     offered = None
@@ -69,7 +69,7 @@ def elastic_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
             if store.check([f"{prefix}/go"]):
                 return dist.PrefixStore(prefix, store)
         time.sleep(0.02)
-    raise TimeoutError(f"not all {size} ranks came to torchrun's store")
+    raise TimeoutError(f"not all {size} ranks came to the store")
 
 
 class Peers:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import socket
 import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,17 @@ def arguments(run_dir: Path, text: Path | str, **changes: Any) -> list[str]:
 def environment(**changes: str) -> dict[str, str]:
     """This process's environment without what a launcher may have set."""
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
-    return {k: v for k, v in os.environ.items() if k not in launcher} | {"PYTHONPATH": str(ROOT)} | changes
+    mine = {k: v for k, v in os.environ.items() if k not in launcher and not k.startswith(("SLURM_", "OMPI_"))}
+    return mine | {"PYTHONPATH": str(ROOT)} | changes
+
+
+def free_port() -> int:
+    """A port that nobody listens at, and that the system hands to nobody else: those are above 32767."""
+    while True:
+        port = random.SystemRandom().randrange(10000, 30000)
+        with socket.socket() as trial, suppress(OSError):
+            trial.bind(("", port))
+            return port
 
 
 def program(*argv: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess:

@@ -1,47 +1,28 @@
-"""Who a process is, and how ranks agree."""
+"""How ranks meet and agree."""
 
 from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from conftest import arguments, ranks, start, train
+from conftest import arguments, free_port, ranks, start, train
 
-from distributed import DistributedConfig, World, connect, who_am_i
+from distributed import DistributedConfig, World, connect
 from errors import UserError
-from peers import elastic_store
-
-
-@pytest.mark.parametrize(
-    ("env", "expected"),
-    [
-        ({}, (0, 1)),
-        ({"MASTER_ADDR": "x", "MASTER_PORT": "1"}, (0, 1)),  # accelerate launch --cpu sets no more
-        ({"RANK": "0", "WORLD_SIZE": "1"}, (0, 1)),
-        ({"RANK": "2", "WORLD_SIZE": "3"}, (2, 3)),
-    ],
-)
-def test_who_am_i(env: dict, expected: tuple) -> None:
-    assert who_am_i(env) == expected
-
-
-@pytest.mark.parametrize(
-    "env", [{"RANK": "1"}, {"WORLD_SIZE": "2"}, {"RANK": "2", "WORLD_SIZE": "2"}, {"RANK": "x", "WORLD_SIZE": "2"}]
-)
-def test_half_an_environment_is_refused(env: dict) -> None:
-    with pytest.raises(UserError, match="RANK"):
-        who_am_i(env)
+from launchers import Place
+from peers import meet, this_start
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 @pytest.mark.parametrize("count", [1, 7, 8, 100])
 def test_shares_cover_the_batch_and_differ_by_at_most_one(size: int, count: int) -> None:
-    world = World(0, 1)
+    world = World(Place())
     shares = []
     for rank in range(size):
         world.rank, world.size = rank, size
@@ -113,24 +94,36 @@ def test_a_rank_that_waits_in_vain_says_for_whom_and_how_long(text: Path, tmp_pa
 
 
 def test_processes_started_by_hand_meet_at_a_tcp_address(text: Path, tmp_path: Path) -> None:
-    port = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False).port  # free, for it goes at once
-    argv = arguments(tmp_path / "run", text, distributed__init_method=f"tcp://localhost:{port}", trainer__max_steps=1)
+    meeting = f"tcp://localhost:{free_port()}"
+    argv = arguments(tmp_path / "run", text, distributed__init_method=meeting, trainer__max_steps=1)
     with start(argv, RANK="0", WORLD_SIZE="2") as first, start(argv, RANK="1", WORLD_SIZE="2") as second:
         assert [first.wait(60), second.wait(60)] == [0, 0]
 
 
-def test_generations_do_not_meet_the_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three ranks, then three others, then two, on torchrun's one store: each generation sees its own keys alone."""
-    server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    monkeypatch.setenv("MASTER_PORT", str(server.port))
+@pytest.fixture(params=["torchrun's store", "a file"])
+def lasting(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
+    """The init_method of a store that outlives the ranks that met there."""
+    if request.param == "a file":
+        keeper = dist.FileStore(str(tmp_path / "meeting"), 99)
+        yield f"file://{tmp_path}/meeting"
+    else:
+        keeper = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        monkeypatch.setenv("MASTER_ADDR", "localhost")
+        monkeypatch.setenv("MASTER_PORT", str(keeper.port))
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        yield "env://"
+    del keeper
+
+
+def test_generations_do_not_meet_the_dead(lasting: str) -> None:
+    """Three ranks, then three others, then two, at one store: each generation sees its own keys alone."""
     for generation, size in enumerate((3, 3, 2)):
         stores: dict[int, dist.Store] = {}
 
-        def meet(rank: int, size: int = size, stores: dict = stores) -> None:
-            stores[rank] = elastic_store(rank, size, timedelta(seconds=30))
+        def come(rank: int, size: int = size, stores: dict = stores) -> None:
+            stores[rank] = meet(lasting, rank, size, timedelta(seconds=30))
 
-        threads = [threading.Thread(target=meet, args=(rank,)) for rank in reversed(range(size))]
+        threads = [threading.Thread(target=come, args=(rank,)) for rank in reversed(range(size))]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -140,13 +133,11 @@ def test_generations_do_not_meet_the_dead(monkeypatch: pytest.MonkeyPatch) -> No
         assert {store.get("address") for store in stores.values()} == {str(generation).encode()}
 
 
-def test_a_generation_that_stays_incomplete_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_generation_that_stays_incomplete_gives_up() -> None:
     server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    monkeypatch.setenv("MASTER_PORT", str(server.port))
     server.set("greeting/1", "left by the dead")
     with pytest.raises(TimeoutError, match="not all 2 ranks"):
-        elastic_store(0, 2, timedelta(seconds=0.5))
+        this_start(server, 0, 2, timedelta(seconds=0.5))
 
 
 def test_a_run_is_refused_when_ranks_outnumber_sequences(text: Path, tmp_path: Path) -> None:
