@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from errors import NoAnswerError, UserError
-from hardware import choose_device, wants_gpu
+from hardware import choose_device, visible_gpus, wants_gpu
 from launchers import Place, where_to_meet, who_am_i
 from peers import Peers, meet, uses_agent_store
 
@@ -78,7 +78,14 @@ class World:
         Raises:
             UserError: there are too few, on every rank.
         """
-        self.device = self.agree(lambda: choose_device(backend, self.local_rank, self.local_size, self.size))
+        host, gpus = platform.node(), self.agree(lambda: visible_gpus(backend))
+        others = self.gather((host, gpus))
+        others.pop(self.rank)
+        alone = not any(
+            there == host and set(theirs) & set(gpus) for there, theirs in others
+        )  # as srun may deal GPUs out
+        local_rank, local_size = (0, 1) if gpus and alone else (self.local_rank, self.local_size)
+        self.device = self.agree(lambda: choose_device(backend, local_rank, local_size, self.size))
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 

@@ -27,6 +27,13 @@ def wants_gpu(backend: str) -> bool:
     return backend != "gloo" and torch.cuda.is_available()
 
 
+def visible_gpus(backend: str) -> list[str]:
+    """The identities of the GPUs that this process may use, whatever their numbers are here; none if it wants none."""
+    if not wants_gpu(backend):
+        return []
+    return [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+
+
 def choose_device(backend: str, local_rank: int, local_size: int, world_size: int) -> torch.device:
     """The device of this rank: a GPU of its own or the CPU; Apple's GPU only for one process alone.
 

@@ -46,12 +46,7 @@ def who_am_i(env: Mapping[str, str]) -> Place:
     if "RANK" in env:
         rank, size, local_rank, local_size = _numbers(env, ("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
         return Place(rank, size, local_rank, local_size, _meeting(env))
-    # The shell of a batch script has SLURM_PROCID and SLURM_NTASKS too, but is in no step: nobody else comes there.
-    if "SLURM_STEP_ID" in env and env.get("SLURM_STEP_NUM_TASKS") != "1":
-        needed = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_JOB_ID", "SLURM_STEP_ID")
-        rank, size, job, step, local_rank = _numbers(env, needed, ("SLURM_LOCALID",))
-        fallback = f".meeting-{job}.{step}.{env.get('SLURM_RESTART_COUNT', 0)}"  # a requeued job has the same number
-        return Place(rank, size, local_rank, None, _meeting(env, _step_address(env, job, step)), fallback)
+    # Before SLURM: mpirun starts its daemons on other machines as a SLURM step, whose variables its ranks inherit.
     if "OMPI_COMM_WORLD_RANK" in env or "OMPI_COMM_WORLD_SIZE" in env:
         rank, size, local_rank, local_size = _numbers(
             env,
@@ -60,6 +55,12 @@ def who_am_i(env: Mapping[str, str]) -> Place:
         )
         file = _job_file(env) if local_size == size else None
         return Place(rank, size, local_rank, local_size, _meeting(env, file))
+    # The shell of a batch script has SLURM_PROCID and SLURM_NTASKS too, but is in no step: nobody else comes there.
+    if "SLURM_STEP_ID" in env and env.get("SLURM_STEP_NUM_TASKS") != "1":
+        needed = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_JOB_ID", "SLURM_STEP_ID")
+        rank, size, job, step, local_rank = _numbers(env, needed, ("SLURM_LOCALID",))
+        fallback = f".meeting-{job}.{step}.{env.get('SLURM_RESTART_COUNT', 0)}"  # a requeued job has the same number
+        return Place(rank, size, local_rank, None, _meeting(env, _step_address(env, job, step)), fallback)
     if "WORLD_SIZE" in env:
         _numbers(env, ("RANK", "WORLD_SIZE"))
     return Place()

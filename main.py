@@ -225,7 +225,9 @@ def _validate(found: dict[str, dict[str, Any]], origin: dict[str, str]) -> Confi
                 mistakes[name] += f" or {wanted}"
             else:
                 value = found[str(place)][str(within)]
-                mistakes[name] = f" (in {origin.get(name)}): found {value!r}, must be {wanted}{HINTS.get(value, '')}"
+                mistakes[name] = (
+                    f" (in {origin.get(name)}): found {value!r}, must be {wanted}{HINTS.get(str(value), '')}"
+                )
         raise UserError("\n  ".join(name + words for name, words in mistakes.items())) from invalid
 
 

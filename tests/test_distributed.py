@@ -7,9 +7,11 @@ import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from conftest import arguments, free_port, ranks, start, train
 
@@ -144,3 +146,30 @@ def test_a_run_is_refused_when_ranks_outnumber_sequences(text: Path, tmp_path: P
     argv = arguments(tmp_path / "run", text, trainer__batch_size=1)
     assert ranks(2, train, *argv, tmp_path=tmp_path) == [2, 2]
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("visible", "taken"), [(["ab", "ab"], [0, 1]), (["a", "b"], [0, 0]), (["a", "a"], None)])
+def test_a_rank_takes_the_gpu_that_it_was_dealt(visible: list[str], taken: list[int] | None, tmp_path: Path) -> None:
+    """Both ranks of a machine see both GPUs, or each its own as number 0, as srun may have it, or both the same one."""
+    found = ranks(2, _take, visible, tmp_path=tmp_path)
+    if taken is None:
+        assert all("2 processes" in words and "1 GPU" in words for words in found)
+    else:
+        assert found == [f"cuda:{number}" for number in taken]
+
+
+def _take(visible: list[str]) -> str:
+    config = DistributedConfig(backend="gloo", init_method=os.environ["TEST_INIT_METHOD"], timeout_seconds=60)
+    mine = visible[int(os.environ["RANK"])]
+    with connect(config) as world:
+        torch.cuda.is_available = lambda: True
+        torch.cuda.device_count = lambda: len(mine)
+        torch.cuda.get_device_properties = lambda number: SimpleNamespace(uuid=mine[number])  # type: ignore[assignment]
+        torch.cuda.set_device = lambda device: None
+        try:
+            world.take_device("auto")
+        except UserError as error:
+            return str(error)
+        finally:
+            torch.cuda.is_available = lambda: False
+        return str(world.device)

@@ -75,7 +75,7 @@ MEETING = "file:///tmp/ompi.12622/meeting-prterun-vm-12622@1"
         ),
         (STEP | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, Place()),
         (STEP | TORCHRUN, Place(2, 4, 0, 2, "env://")),  # a launcher that srun has started on each machine
-        (STEP | MPIRUN, Place(3, 5, 1, None, f"tcp://node01:{STEP_PORT}", ".meeting-4711.2.0")),
+        (STEP | MPIRUN, Place(1, 2, 1, 2, MEETING)),  # mpirun's daemons are a SLURM step, and its ranks inherit that
         (MPIRUN, Place(1, 2, 1, 2, MEETING)),
         (MPIRUN | MASTER, Place(1, 2, 1, 2, "env://")),
         (MPIRUN | {"OMPI_COMM_WORLD_SIZE": "4"}, Place(1, 4, 1, 2)),  # on two machines
