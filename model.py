@@ -117,6 +117,15 @@ class MLP(nn.Module):
         return self.dropout(self.c_proj(self.act(self.c_fc(x))))
 
 
+class LayerNorm(nn.LayerNorm):
+    """Layer norm in the precision of what comes in, whatever that of its weights is: FSDP hands them over in bf16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, C) -> (B, T, C)"""
+        weight, bias = (None if p is None else p.to(x.dtype) for p in (self.weight, self.bias))
+        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+
+
 class Block(nn.Module):
     """Attention, then MLP, each behind a layer norm and added to what came in.
 
@@ -128,9 +137,9 @@ class Block(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.recompute = "none"
-        self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.ln_1 = LayerNorm(config.n_embd, bias=config.bias)
         self.attn = CausalSelfAttention(config)
-        self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.ln_2 = LayerNorm(config.n_embd, bias=config.bias)
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
@@ -166,7 +175,7 @@ class Transformer(nn.Module):
         self.wpe = nn.Embedding(config.block_size, config.n_embd)
         self.drop = nn.Dropout(config.dropout)
         self.h: list[Block] = nn.ModuleList(Block(config) for _ in range(config.n_layer))  # type: ignore[assignment]
-        self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.ln_f = LayerNorm(config.n_embd, bias=config.bias)
 
     def forward(self, idx: Tensor, caches: list[Cache] | None = None) -> Tensor:
         """(B, T) -> (B, T, C)"""

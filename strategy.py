@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -183,7 +184,7 @@ class ZeRO1(DDP):
 
     def __init__(self, model: nn.Module, world: World, optimizer: OptimizerConfig, *how: Any) -> None:
         super().__init__(model, world, optimizer, *how)
-        self.optimizer = build_optimizer(self.parameters.values(), optimizer, ZeroRedundancyOptimizer)
+        self.optimizer = build_optimizer(self.parameters.values(), optimizer, _dealt_out)
         self.stepper = self.optimizer.optim  # type: ignore[attr-defined]
         self.mine = {parameter for group in self.stepper.param_groups for parameter in group["params"]}
 
@@ -265,6 +266,10 @@ class FSDP(Strategy):
         if whole.dim() and isinstance(parameter, DTensor):
             whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
         return whole.to(parameter.device)
+
+
+# Each rank sends the parameters that it has moved in one piece, not one by one.
+_dealt_out = partial(ZeroRedundancyOptimizer, parameters_as_bucket_view=True)
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -38,6 +38,14 @@ def test_every_strategy_trains_the_same_curve(text: Path, tmp_path: Path) -> Non
             assert deviation(found_losses, plain) < 1e-5, knobs
 
 
+def test_every_strategy_trains_in_bf16(text: Path, tmp_path: Path) -> None:
+    """Sharded blocks arrive in bf16, layer norms too, so that their curve is DDP's to bf16's precision alone."""
+    some = [{"distributed__strategy": strategy, "trainer__precision": "bf16"} for strategy in STRATEGIES]
+    plain, *others = ranks(2, curves, tmp_path, some, 8, tmp_path=tmp_path)[0]
+    for strategy, found in zip(STRATEGIES[1:], others, strict=True):
+        assert deviation(found, plain) < (1e-6 if strategy == "zero1" else 2e-3), strategy
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [1, 2, 3, 4])
 @pytest.mark.parametrize("compiled", [False, True])
