@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from keepers import elect_keepers, elect_snapshot
 from memory import check_memory, expected
 from metrics import Say
 from model import GPT, GPTConfig
+from optimizer import learning_rate
 from reduction import Tree
 from snapshot import NotPrunedError, SnapshotFolder
 from strategy import DDP, FSDP, Strategy, ZeRO1
@@ -160,6 +162,21 @@ class TrainingState:
         idx, targets = idx.to(device, non_blocking=True), targets.to(device, non_blocking=True)
         with torch.autocast(device.type, DTYPES[self.precision], enabled=self.precision != "fp32"):
             return model(idx, targets)[1]
+
+    def changes(self, last_step: int) -> Iterator[str]:
+        """What the person watching should know of a run that goes on: from where, and what is other than before."""
+        if self.resumed is None:
+            return
+        yield f"going on from {self.folder.file(self.step)}"
+        text = self.resumed["text_sha256"]
+        if text != self.corpus.sha256:
+            yield f"the text has changed: its SHA-256 is {text} in the snapshot, {self.corpus.sha256} now"
+        before, device = self.resumed["choices"].get("hardware"), self.choices["hardware"]
+        if before != device:
+            yield f"the hardware has changed: {before} made the snapshot, {device} goes on, and last bits may differ"
+        then, now = self.resumed["learning_rate"], learning_rate(self.step, last_step, self.config.optimizer)
+        if not math.isclose(then, now, rel_tol=1e-6):
+            yield f"the learning rate of step {self.step} was {then:.3g}, by the yaml it is now {now:.3g}"
 
     def save(self, val_loss: float | None, last: bool) -> None:
         """Starts to write a snapshot; what comes of it, the writer tells.

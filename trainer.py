@@ -24,6 +24,7 @@ from char_dataset import CharDataset, ValidationDataset, hash64, split
 from corpus import encode_corpus
 from distributed import World
 from errors import UserError
+from evaluation import validation_loss
 from hardware import device_name
 from memory import Bytes, held, size
 from metrics import Metrics, NoMetrics, banner, complain, duration, nothing, say, summary
@@ -151,7 +152,8 @@ class Trainer:
         }
         self.say(banner(config, members, world.backend, facts, corpus, self.training, self.last_step))
         self.say(summary(self.state.model))
-        self._say_what_changed()
+        for line in self.state.changes(self.last_step):
+            self.say(line)
         kinds = sorted(set(world.gather(self.state.choices["hardware"])))
         if config.distributed.reduction == "tree" and len(kinds) > 1:
             self.say(
@@ -220,7 +222,7 @@ class Trainer:
             paused = time.perf_counter()
             val_loss = None
             if evaluate:
-                val_loss = self._evaluate()
+                val_loss = validation_loss(state, self.validation)
                 metrics.evaluation(state.step, val_loss, time.perf_counter() - paused)
             if save:
                 state.save(val_loss, last=bool(told) or state.step == self.last_step)
@@ -309,27 +311,6 @@ class Trainer:
         strategy.optimizer.zero_grad(set_to_none=True)
         return losses, grad_norm, rate
 
-    @torch.no_grad()
-    def _evaluate(self) -> float:
-        """The mean loss over the whole validation text, in nats per character: the same bits on any number of ranks.
-
-        Batches have fixed bounds and are dealt out; each batch's loss travels on its own and they are added in order.
-        """
-        knobs, windows = self.config.trainer, len(self.validation)
-        size = knobs.micro_batch_size or knobs.batch_size
-        batches = [range(start, min(start + size, windows)) for start in range(0, windows, size)]
-        losses = torch.zeros(len(batches), device=self.world.device)
-        self.state.model.eval()
-        for start in range(0, len(batches), self.world.size):
-            mine = start + self.world.rank
-            loss = self.state.loss(self.state.model, *self.validation[batches[mine if mine < len(batches) else 0]])
-            if mine < len(batches):
-                losses[mine] = loss
-        self.state.model.train()
-        losses = self.world.sum(losses).cpu().double()
-        counts = torch.tensor([self.validation.count(batch) for batch in batches], dtype=torch.float64)
-        return ((losses * counts).sum() / counts.sum()).item()
-
     def _check_finite(self, mean_loss: float = 0.0) -> None:
         bad_step = int(self.bad_step) if math.isfinite(mean_loss) else self.state.step
         if bad_step:
@@ -344,23 +325,6 @@ class Trainer:
 
     def _due(self, every: int) -> bool:
         return self.state.step % every == 0 or self.state.step == self.last_step
-
-    def _say_what_changed(self) -> None:
-        state = self.state
-        if state.resumed is None:
-            return
-        self.say(f"going on from {self.folder.file(state.step)}")
-        text = state.resumed["text_sha256"]
-        if text != state.corpus.sha256:
-            self.say(f"the text has changed: its SHA-256 is {text} in the snapshot, {state.corpus.sha256} now")
-        before, device = state.resumed["choices"].get("hardware"), state.choices["hardware"]
-        if before != device:
-            self.say(
-                f"the hardware has changed: {before} made the snapshot, {device} goes on, and last bits may differ"
-            )
-        then, now = state.resumed["learning_rate"], learning_rate(state.step, self.last_step, self.config.optimizer)
-        if not math.isclose(then, now, rel_tol=1e-6):
-            self.say(f"the learning rate of step {state.step} was {then:.3g}, by the yaml it is now {now:.3g}")
 
     def _last_step(self) -> int:
         """The step that training ends with: max_steps, or the one in which max_epochs are over."""

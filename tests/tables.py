@@ -11,6 +11,7 @@ import io
 import itertools
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -18,6 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.append(str(Path(__file__).parent.parent))  # a script has no pytest to do so
+
 from conftest import arguments, ranks, write_text
 from test_snapshot import told
 

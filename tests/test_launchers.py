@@ -46,10 +46,10 @@ MPIRUN = {
     "OMPI_COMM_WORLD_SIZE": "2",
     "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    "PMIX_SERVER_TMPDIR": "/tmp/ompi.12622",
+    "PMIX_SERVER_TMPDIR": "/run/ompi.12622",
     "PMIX_NAMESPACE": "prterun-vm-12622@1",
 }
-MEETING = "file:///tmp/ompi.12622/meeting-prterun-vm-12622@1"
+MEETING = "file:///run/ompi.12622/meeting-prterun-vm-12622@1"
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import torch
 from conftest import arguments, program, ranks, start, torchrun, train
 
 from distributed import connect
+from evaluation import validation_loss
 from main import read_config
 from snapshot import SnapshotFolder, read
 from trainer import Trainer
@@ -88,7 +89,8 @@ def test_the_validation_loss_has_the_same_bits_on_any_number_of_ranks(text: Path
 def _validation_loss(*argv: str) -> float:
     config = read_config([*argv, "--distributed.init_method", os.environ["TEST_INIT_METHOD"]])
     with connect(config.distributed) as world:
-        return Trainer(config, world)._evaluate()
+        made = Trainer(config, world)
+        return validation_loss(made.state, made.validation)
 
 
 def _mean_of_all_targets(*argv: str) -> float:
