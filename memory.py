@@ -64,6 +64,23 @@ class Bytes:
         )
 
 
+def told(need: Bytes, config: Config, shape: GPTConfig, ranks: int) -> str:
+    """What the banner says of memory: what a rank needs, how the paper counts it, and what a snapshot takes."""
+    with torch.device("meta"):
+        a = sum(parameter.numel() for parameter in GPT(shape).parameters())
+    words = {
+        "zero1": f"; whole parameters are dealt out: of optimizer state, {size(8 * a / ranks)} on average over ranks",
+        "zero2": f"; {size(16 * a / ranks)} between steps, and {size(4 * a + 16 * a / ranks)} at the peak without "
+        f"activations and gradients on the way, where ZeRO-2 has {size(4 * a + 12 * a / ranks)} all the time: FSDP "
+        "deals out parameters too",
+    }
+    strategy = config.distributed.strategy
+    return (
+        f"{strategy}: {need}{words.get(strategy, '')}; a snapshot's {size(12 * a)} are copied whole into the memory of "
+        "the machine that writes it"
+    )
+
+
 def held(strategy: Strategy) -> Bytes:
     """What this rank does hold, between backward and the step's end."""
     parameters = strategy.parameters.values()

@@ -26,7 +26,7 @@ from distributed import World
 from errors import UserError
 from evaluation import validation_loss
 from hardware import device_name
-from memory import Bytes, held, size
+from memory import Bytes, held, size, told
 from metrics import Metrics, NoMetrics, banner, complain, duration, nothing, say, summary
 from optimizer import learning_rate
 from run_folder import occupy, write_config
@@ -145,11 +145,7 @@ class Trainer:
         self.bad_step = torch.zeros((), device=world.device)
         self.unsaved = ""  # why the newest snapshot is not there
         members = world.gather(f"{platform.node()} {device_name(world.device)}")
-        copied = size(3 * sum(p.nbytes for p in self.state.model.parameters()))  # AdamW: weight and two averages
-        facts = self.state.reasons | {
-            "memory": f"{config.distributed.strategy}: {self.state.need}; a snapshot's {copied} are copied whole into "
-            "the memory of the machine that writes it"
-        }
+        facts = self.state.reasons | {"memory": told(self.state.need, config, self.state.model.config, world.size)}
         self.say(banner(config, members, world.backend, facts, corpus, self.training, self.last_step))
         self.say(summary(self.state.model))
         for line in self.state.changes(self.last_step):
@@ -197,8 +193,8 @@ class Trainer:
             epoch = state.samples // len(self.training)
             losses, grad_norm, rate = self._step()
             log, evaluate, save = map(self._due, (knobs.log_every, knobs.eval_every, knobs.save_every))
-            told, late = voted()
-            save = bool(save or late or told)
+            signalled, late = voted()
+            save = bool(save or late or signalled)
             if self.world.device.type == "cpu" or log or evaluate or save:
                 self._check_finite()
             metrics.advance(state.step)
@@ -225,19 +221,19 @@ class Trainer:
                 val_loss = validation_loss(state, self.validation)
                 metrics.evaluation(state.step, val_loss, time.perf_counter() - paused)
             if save:
-                state.save(val_loss, last=bool(told) or state.step == self.last_step)
+                state.save(val_loss, last=bool(signalled) or state.step == self.last_step)
                 saved_at = time.monotonic()
             self._tell_what_was_written(metrics)
             if state.step == first_step + 1:
                 self._tell_what_is_held()
             since += time.perf_counter() - paused
-            if told:
+            if signalled:
                 break
         state.writer.wait()
         self._tell_what_was_written(metrics)
         # Ranks leave together: when one does, torchrun ends the others, who may be writing yet.
         failures = self.world.wait_for(state.keepers, self.unsaved)
-        stopped = told if state.step < self.last_step else 0
+        stopped = signalled if state.step < self.last_step else 0
         metrics.row("stop", state.step, signal=signal.Signals(stopped).name if stopped else None)
         if any(failures.values()):
             raise UserError(

@@ -327,6 +327,23 @@ def test_what_is_allowed_is_named(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "env", "said"),
+    [
+        (["--trainer.compile", "true"], {"CXX": "no-such-compiler"}, "no C++ compiler: found no no-such-compiler"),
+        (["--distributed.strategy", "fsdp", "--distributed.cpu_offload", "true"], {}, "needs a GPU to offload from"),
+        (["--distributed.cpu_offload", "true"], {}, "needs distributed.strategy fsdp, not ddp"),
+        (["--trainer.precision", "fp16"], {}, "trainer.precision is fp16, which needs a CUDA GPU"),
+    ],
+)
+def test_what_this_machine_cannot_do(words: list[str], env: dict, said: str, text: Path, tmp_path: Path) -> None:
+    done = program("main.py", *arguments(tmp_path / "run", text, distributed__backend="gloo"), *words, **env)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not list((tmp_path / "run").glob("snapshots/*"))
+
+
+@pytest.mark.parametrize(
     ("name", "value"),
     [("trainer.micro_batch_size", "null"), ("trainer.threads", "2"), ("trainer.precision", "fp16")]
     + [("distributed.strategy", strategy) for strategy in ("zero1", "zero2", "fsdp")],
