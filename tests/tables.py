@@ -26,6 +26,7 @@ from conftest import arguments, ranks, write_text
 from test_snapshot import told
 
 from distributed import connect
+from hardware import device_kind
 from main import read_config
 from memory import Bytes
 from snapshot import SnapshotFolder
@@ -206,7 +207,8 @@ def main() -> None:
                 memory_table(folder, [1, 2, 4])
             ),
         }
-    print("# Strategies: one truth, one snapshot, less memory\n\nWritten by `python tests/tables.py`.")
+    machine = f"{device_kind(torch.device('cpu'))}, PyTorch {torch.__version__}, gloo"
+    print(f"# Strategies: one truth, one snapshot, less memory\n\nWritten by `python tests/tables.py` ({machine}).")
     for title, lines in parts.items():
         print(f"\n## {title}\n", *lines, sep="\n")
 
