@@ -20,6 +20,7 @@ from torch import Tensor
 from errors import NoAnswerError, UserError
 from hardware import choose_device, visible_gpus, wants_gpu
 from launchers import Place, where_to_meet, who_am_i
+from network import choose_network
 from peers import Peers, meet, uses_agent_store
 
 T = TypeVar("T")
@@ -228,6 +229,7 @@ def connect(config: DistributedConfig, run_dir: str = ".") -> Iterator[World]:
         where = where_to_meet(place, config.init_method, run_dir)
         try:
             store = meet(where, rank, size, timeout)
+            choose_network(dist.PrefixStore("network", store), rank, size, where)
             peers = Peers(store, rank, size, "torchrun's agent" if uses_agent_store(where) else "rank 0")
             dist.init_process_group(
                 backend, store=dist.PrefixStore("group", store), rank=rank, world_size=size, timeout=timeout

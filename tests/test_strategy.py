@@ -21,8 +21,10 @@ from tables import (
     save_each,
     trainer,
 )
-from test_training import assert_same_bits, curve
+from test_training import assert_same_bits, curve, newest
 from torch.profiler import ProfilerActivity, profile
+
+from model import GPT, GPTConfig
 
 SHARDED = ("zero1", "zero2", "fsdp")
 
@@ -83,6 +85,8 @@ def test_resume_is_exact_when_compiled(text: Path, tmp_path: Path) -> None:
         assert ranks(1, _train_all, [part], tmp_path=tmp_path, patience=300) == [[0]]
     assert_same_bits(tmp_path / "whole", tmp_path / "parts")
     assert curve(tmp_path / "whole") == curve(tmp_path / "parts")
+    plain = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=16, vocab_size=2, block_size=2))
+    assert newest(tmp_path / "parts")["model"].keys() == plain.state_dict().keys()  # no names of the compiler's
 
 
 def _train_all(argvs: list[list[str]]) -> list[int]:
