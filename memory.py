@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Bytes:
-    """What a rank holds.
+    """What a rank holds on its device.
 
     Args:
         parameters: its part of them
@@ -119,8 +119,8 @@ def expected(config: Config, shape: GPTConfig, ranks: int, precision: str, devic
     blocks = shape.n_layer if strategy == "zero2" else min(2, shape.n_layer)
     parameters = blocks * block * (4 if precision == "fp32" else 2) + 4 * (a - shape.n_layer * block)
     gradients = 4 * (a if portion < share else block)
-    parts = 4 * a / ranks
-    return Bytes(parts, parts, 2 * parts, (parameters + gradients) if ranks > 1 else 0, activations)
+    parts = 0 if config.distributed.cpu_offload else 4 * a / ranks
+    return Bytes(parts, parts, 2 * parts, parameters + gradients, activations)
 
 
 def check_memory(

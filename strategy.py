@@ -46,19 +46,23 @@ class Strategy:
         stepper: the optimizer that moves those which this rank is to move, and has their state
         factor: multiplies losses before backward
         parts: whether a rank holds only a part of something, so that `state` needs all of them
+        device: where parameters stay between steps
 
     Args:
         model: on the meta device; its weights are anything until `take`
         world: the ranks
         optimizer: how weights move
+        device: where parameters stay; None: on the rank's device
     """
 
     factor = 1
     parts = False
 
-    def __init__(self, model: nn.Module, world: World, optimizer: OptimizerConfig) -> None:
-        self.world = world
-        self.model = model.to_empty(device=world.device)
+    def __init__(
+        self, model: nn.Module, world: World, optimizer: OptimizerConfig, device: torch.device | None = None
+    ) -> None:
+        self.world, self.device = world, device or world.device
+        self.model = model.to_empty(device=self.device)
         self.parameters = dict(model.named_parameters())
         self.optimizer = self.stepper = build_optimizer(self.parameters.values(), optimizer)
 
@@ -243,7 +247,7 @@ class FSDP(Strategy):
             fully_shard(block, mp_policy=policy, reshard_after_forward=not keep_whole, **how)
         # What is left, embeddings, is needed last in forward and first in backward.
         self.sharded = fully_shard(model, reshard_after_forward=False, **how)
-        super().__init__(model, world, optimizer)
+        super().__init__(model, world, optimizer, torch.device("cpu") if cpu_offload else None)
         self.factor = world.size  # FSDP averages over ranks
 
     @contextmanager
@@ -255,7 +259,7 @@ class FSDP(Strategy):
 
     def _norm(self, gradients: list[Tensor]) -> Tensor:
         mine = get_total_norm([local(gradient) for gradient in gradients]).to(self.world.device)
-        return self.world.sum(mine**2).sqrt()
+        return self.world.sum(mine**2).sqrt().to(self.device)
 
     def state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
         """Gathered one tensor at a time."""
@@ -265,7 +269,7 @@ class FSDP(Strategy):
     def _part(self, whole: Tensor, parameter: Tensor) -> Tensor:
         if whole.dim() and isinstance(parameter, DTensor):
             whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        return whole.to(parameter.device)
+        return whole.to(self.device)
 
 
 # Each rank sends the parameters that it has moved in one piece, not one by one.

@@ -142,7 +142,7 @@ class Trainer:
         self.state = TrainingState(config, world, corpus, self.folder, self.training[[0]], self.say)
         self.last_step = self._last_step()
         self.held = Bytes(0, 0, 0)  # measured in the first step
-        self.bad_step = torch.zeros((), device=world.device)
+        self.bad_step = torch.zeros((), device=self.state.strategy.device)
         self.unsaved = ""  # why the newest snapshot is not there
         members = world.gather(f"{platform.node()} {device_name(world.device)}")
         facts = self.state.reasons | {"memory": told(self.state.need, config, self.state.model.config, world.size)}
