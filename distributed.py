@@ -68,6 +68,7 @@ class World:
 
     def __init__(self, place: Place, peers: Peers | None = None) -> None:
         self.rank, self.size, self.peers = place.rank, place.size, peers
+        self.before_leaving: list[Callable[[], None]] = []  # called while the group is still there
         host, hosts = platform.node(), self.gather(platform.node())
         self.local_rank = hosts[: self.rank].count(host) if place.local_rank is None else place.local_rank
         self.local_size = hosts.count(host) if place.local_size is None else place.local_size
@@ -240,8 +241,10 @@ def connect(config: DistributedConfig, run_dir: str = ".") -> Iterator[World]:
                 f"rank {rank} of {size} on {platform.node()} found no process group at {where}{address} "
                 f"(distributed.timeout_seconds is {config.timeout_seconds:g}): {error}"
             ) from error
+    world = None
     try:
-        yield World(place, peers)
+        world = World(place, peers)
+        yield world
     except UserError:
         raise
     except Exception as error:
@@ -252,6 +255,8 @@ def connect(config: DistributedConfig, run_dir: str = ".") -> Iterator[World]:
             raise
         raise explained from error
     finally:
+        for let_go in world.before_leaving if world else []:
+            let_go()
         if peers is not None:
             peers.leave()
         if dist.is_initialized():

@@ -173,6 +173,12 @@ class DDP(Strategy):
         )
         warm_up(self.model).backward()
         self.model.zero_grad(set_to_none=True)
+        world.before_leaving.append(self._let_go)
+
+    def _let_go(self) -> None:
+        # Who holds the group last ends it. DDP's C++ part would do so with Python's lock in hand, and wait for ever for
+        # gloo's thread, which wants that lock to free a tensor (torch 2.13).
+        del self.model, self.ddp
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:

@@ -133,7 +133,8 @@ def ranks(number: int, body: Callable[..., Any], *args: Any, tmp_path: Path, pat
         rank, value, failure = results.get()
         assert failure is None, f"rank {rank} of {number}:\n{failure}"
         found[rank] = value
-    assert sorted(found) == list(range(number)), f"ranks {set(range(number)) - set(found)} died or hung"
+    ends = {rank: process.exitcode for rank, process in enumerate(processes) if rank not in found}
+    assert not ends, f"ranks died or hung, with these exit codes (-9: killed for hanging): {ends}"
     return [found[rank] for rank in range(number)]
 
 
