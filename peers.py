@@ -146,6 +146,8 @@ class Peers:
             except PeerError as lost:
                 return lost
             if verdict:
+                if self.rank == 0:  # who may keep the store, for those who notice a moment later
+                    time.sleep(2 * BEAT)
                 return PeerError(verdict)
         words = (str(error).strip().splitlines() or [""])[0]
         with suppress(PeerError):
