@@ -52,7 +52,7 @@ def three(run_dir: Path, text: Path, tmp_path: Path, method: str) -> Iterator[li
         pytest.param("file", 0, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("how", ["SIGSTOP", "SIGKILL"])
+@pytest.mark.parametrize("how", [pytest.param("SIGSTOP", marks=pytest.mark.slow), "SIGKILL"])
 def test_a_rank_that_is_gone_is_named_by_all_others_in_time(
     how: str, method: str, victim: int, text: Path, tmp_path: Path
 ) -> None:
@@ -122,6 +122,7 @@ def _wait_in_vain() -> str:
         return words
 
 
+@pytest.mark.slow
 def test_workers_leave_when_their_launcher_is_killed_and_lose_nothing(text: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     argv = arguments(run, text, trainer__max_steps=1_000_000, trainer__save_every=100_000)

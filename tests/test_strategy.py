@@ -26,8 +26,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from model import GPT, GPTConfig
 
-SHARDED = ("zero1", "zero2", "fsdp")
-
 # One truth
 
 
@@ -58,7 +56,7 @@ def test_every_combination_trains_the_same_long_curve(number: int, compiled: boo
         assert deviation(found_losses, plain) < 1e-5, knobs
 
 
-@pytest.mark.parametrize("strategy", SHARDED)
+@pytest.mark.parametrize("strategy", ["zero1", pytest.param("zero2", marks=pytest.mark.slow), "fsdp"])
 def test_resume_is_exact_under_every_strategy(strategy: str, text: Path, tmp_path: Path) -> None:
     """On three ranks with uneven shares, dropout and accumulation."""
     argv = [
@@ -110,7 +108,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
     return folder, save_each(folder, 2)
 
 
-@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("number", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_what_one_strategy_saved_any_other_resumes(number: int, saved: tuple[Path, list[float]]) -> None:
     folder, plain = saved
     for found in ranks(number, resume_each, folder, tmp_path=folder):

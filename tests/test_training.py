@@ -190,7 +190,7 @@ def wait_for_step(run_dir: Path, step: int) -> None:
     raise AssertionError(f"step {step} not reached in 60 s")
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_kill_9_of_a_worker_under_torchrun_ends_in_the_same_bits(world_size: int, text: Path, tmp_path: Path) -> None:
     argv = {"trainer__max_steps": 160, "trainer__eval_every": 40, "trainer__save_every": 20}
     ranks(world_size, train, *arguments(tmp_path / "whole", text, **argv), tmp_path=tmp_path)
@@ -243,6 +243,7 @@ def test_training_from_another_folder_and_with_a_relative_path(text: Path, tmp_p
     assert os.listdir(tmp_path / "here/snapshots") == ["step_00000001.pt"]
 
 
+@pytest.mark.slow
 def test_a_run_folder_is_for_one_run_at_a_time(text: Path, tmp_path: Path) -> None:
     argv = arguments(tmp_path / "run", text, trainer__max_steps=1_000_000)
     with start(argv) as process:
