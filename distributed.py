@@ -83,9 +83,8 @@ class World:
         host, gpus = platform.node(), self.agree(lambda: visible_gpus(backend))
         others = self.gather((host, gpus))
         others.pop(self.rank)
-        alone = not any(
-            there == host and set(theirs) & set(gpus) for there, theirs in others
-        )  # as srun may deal GPUs out
+        # srun may deal GPUs out: each process then sees its own alone, as number 0.
+        alone = not any(there == host and set(theirs) & set(gpus) for there, theirs in others)
         local_rank, local_size = (0, 1) if gpus and alone else (self.local_rank, self.local_size)
         self.device = self.agree(lambda: choose_device(backend, local_rank, local_size, self.size))
         if self.device.type == "cuda":

@@ -171,9 +171,8 @@ def _activations(shape: GPTConfig, precision: str, recompute: str, device: str) 
     again = 0.0
     if recompute != "none":
         again = of_blocks("none")[1]
-    if (
-        recompute == "selective"
-    ):  # what is kept of products: query, key, value, attention, its projection, the MLP's two
+    if recompute == "selective":
+        # What is kept of products: query, key, value, attention, its projection, the MLP's two.
         block += 10 * shape.n_embd * shape.block_size * (4 if precision == "fp32" else 2)
     return first + (shape.n_layer - 1) * block + again
 
