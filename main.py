@@ -22,6 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from char_dataset import DataConfig
 from distributed import DistributedConfig, connect
 from errors import PeerError, UserError
+from hardware import keep_freed_memory
 from launchers import who_am_i
 from metrics import complain
 from model import ModelConfig
@@ -250,6 +251,7 @@ def run(argv: Sequence[str]) -> int:
         with connect(config.distributed, config.trainer.run_dir) as world:
             speaks = world.rank == 0  # from here on, errors are raised on all ranks alike
             world.take_device(config.distributed.backend)
+            keep_freed_memory()
             facts = {f"{s}.{key}": value for s, keys in plain(config).items() for key, value in keys.items()}
             world.check_same(
                 {name: value for name, value in facts.items() if name not in PLACES}

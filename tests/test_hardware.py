@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import platform
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
 import torch
+from conftest import ROOT
 
 from errors import UserError
 from hardware import choose_device, choose_precision, choose_threads, device_name, has_bf16, wants_gpu
@@ -225,3 +229,27 @@ def test_threads_where_the_system_tells_no_affinity(
     monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(os, "cpu_count", lambda: count)
     assert choose_threads("auto", 2, None)[0] == threads
+
+
+# Memory.
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library's way with memory is its own")
+def test_freed_memory_is_used_again_without_asking_linux_for_pages() -> None:
+    """In a process of its own, which the setting ends with."""
+    code = """
+import resource, torch
+from hardware import keep_freed_memory
+if {kept}: keep_freed_memory()
+def step():
+    return [torch.ones(10_000_000) for _ in range(4)]
+for _ in range(10): step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    faults = [
+        int(subprocess.check_output([sys.executable, "-c", code.format(kept=kept)], cwd=ROOT, text=True))
+        for kept in (False, True)
+    ]
+    assert faults[0] > 10_000 > 100 > faults[1]

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model import GPT, Cache, GPTConfig, ModelConfig
+from model import GPT, Cache, Dropout, GPTConfig, ModelConfig, attention_in_products, in_products
 from optimizer import OptimizerConfig, build_optimizer, learning_rate
 
 V, T = 11, 8
@@ -228,14 +228,64 @@ def test_dropout_is_random_in_training_repeats_with_its_seed_and_rests_in_eval()
     assert loss(1) == loss(2) == without
 
 
-@pytest.mark.parametrize("place", ["drop", "h.1.attn", "h.1.attn.resid_dropout", "h.1.mlp.dropout"])
+@pytest.mark.parametrize("place", ["drop", "h.1.attn.attn_dropout", "h.1.attn.resid_dropout", "h.1.mlp.dropout"])
 def test_dropout_falls_on_embeddings_attention_and_both_branches(place: str) -> None:
     model, idx = small(dropout=0.0), characters(2, T)
     still = model(idx)[0]
     module = model.transformer.get_submodule(place)
-    setattr(module, "p" if isinstance(module, nn.Dropout) else "dropout", 0.5)
+    module.p = 0.5
     assert not torch.equal(model(idx)[0], still)
     assert torch.equal(model.eval()(idx)[0], still)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_dropout_zeroes_its_share_wherever_it_is_and_keeps_the_mean(dtype: torch.dtype, p: float) -> None:
+    torch.manual_seed(0)
+    x = torch.full((403, 1001), 3.0, dtype=dtype)  # an odd number of elements
+    y = Dropout(p)(x)
+    assert set(y.unique().tolist()) == {0.0, (x[0, 0] * torch.tensor(1 / (1 - p), dtype=dtype)).item()}
+    zeroed = (y == 0).double()
+    for part in (zeroed, zeroed[:, ::2], zeroed[:, 1::4], zeroed[-100:, -400:]):
+        assert part.mean() == pytest.approx(p, abs=0.01)
+    neighbours = (zeroed[:, :-1] * zeroed[:, 1:]).mean()
+    assert neighbours == pytest.approx(p * p, abs=0.004)  # one draw's four numbers know nothing of each other
+
+
+# Attention.
+
+
+def test_attention_in_products_is_pytorchs_attention() -> None:
+    q, k, v = torch.randn(3, 2, 3, 70, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).unbind()
+    parts = [part.requires_grad_() for part in (q, k, v)]
+    theirs = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    ours = attention_in_products(q, k, v, Dropout(0.0))
+    weight = torch.rand_like(theirs)
+    for one, other in zip(
+        (theirs, *torch.autograd.grad((theirs * weight).sum(), parts)),
+        (ours, *torch.autograd.grad((ours * weight).sum(), parts)),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_which_attention_is_a_rule_on_device_precision_window_and_dropout() -> None:
+    def q(T: int, dtype: torch.dtype, device: str = "cpu") -> Tensor:
+        return torch.empty(1, 1, T, 8, dtype=dtype, device=device)
+
+    assert in_products(q(512, torch.bfloat16), dropout=0.0)
+    assert in_products(q(2048, torch.float32), dropout=0.1)
+    assert not in_products(q(513, torch.bfloat16), dropout=0.0)
+    assert not in_products(q(64, torch.float32), dropout=0.0)
+    assert not in_products(q(64, torch.bfloat16, "meta"), dropout=0.1)
+
+
+def test_in_bf16_no_later_character_is_seen_either() -> None:
+    model, base = small(block_size=40), characters(1, 40)
+    with torch.autocast("cpu", torch.bfloat16):
+        before, after = model(base)[0], model(torch.cat((base[:, :20], (base[:, 20:] + 1) % V), 1))[0]
+    assert torch.equal(before[:, :20], after[:, :20])
+    assert not torch.equal(before[:, 20:], after[:, 20:])
 
 
 # Generating.
