@@ -56,6 +56,11 @@ class Config:
                 "distributed.cpu_offload is true, which needs distributed.strategy fsdp, "
                 f"not {self.distributed.strategy}"
             )
+        if self.distributed.cpu_offload and self.optimizer.name == "muon":
+            raise ValueError(
+                "optimizer.name is muon, must be adamw with distributed.cpu_offload: Muon needs whole matrices, and "
+                "the host's memory has parts"
+            )
         if self.distributed.reduction == "tree":
             knobs, why = self.trainer, "with distributed.reduction tree, whose bits depend on it"
             if self.distributed.strategy != "ddp":

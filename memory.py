@@ -1,6 +1,6 @@
 """How much memory does a rank need? Told beforehand, by the strategy's formula, and measured.
 
-For a parameters on n ranks, AdamW and all in fp32, in bytes:
+For a parameters on n ranks, AdamW and all in fp32, in bytes (of the blocks' matrices, Muon's state is half as much):
 
         parameters       gradients    optimizer state      at the peak, beside activations
 ddp     4a               4a           8a                   nothing more: gradients are views into the buckets
@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from errors import UserError
 from model import GPT, GPTConfig
+from optimizer import OptimizerConfig, parameter_groups
 from strategy import Strategy, local
 
 if TYPE_CHECKING:
@@ -67,17 +68,20 @@ class Bytes:
 def told(need: Bytes, config: Config, shape: GPTConfig, ranks: int) -> str:
     """What the banner says of memory: what a rank needs, how the paper counts it, and what a snapshot takes."""
     with torch.device("meta"):
-        a = sum(parameter.numel() for parameter in GPT(shape).parameters())
+        model = GPT(shape)
+    weights = 4 * sum(parameter.numel() for parameter in model.parameters())
+    moments = _moments(model, config.optimizer, 1)
+    parts = (2 * weights + moments) / ranks
     words = {
-        "zero1": f"; whole parameters are dealt out: of optimizer state, {size(8 * a / ranks)} on average over ranks",
-        "zero2": f"; {size(16 * a / ranks)} between steps, and {size(4 * a + 16 * a / ranks)} at the peak without "
-        f"activations and gradients on the way, where ZeRO-2 has {size(4 * a + 12 * a / ranks)} all the time: FSDP "
-        "deals out parameters too",
+        "zero1": f"; whole parameters are dealt out: of optimizer state, {size(moments / ranks)} on average over ranks",
+        "zero2": f"; {size(parts)} between steps, and {size(weights + parts)} at the peak without activations and "
+        f"gradients on the way, where ZeRO-2 has {size(weights + parts - weights / ranks)} all the time: FSDP deals "
+        "out parameters too",
     }
     strategy = config.distributed.strategy
     return (
-        f"{strategy}: {need}{words.get(strategy, '')}; a snapshot's {size(12 * a)} are copied whole into the memory of "
-        "the machine that writes it"
+        f"{strategy}: {need}{words.get(strategy, '')}; a snapshot's {size(weights + moments)} are copied whole into "
+        "the memory of the machine that writes it"
     )
 
 
@@ -108,6 +112,7 @@ def expected(config: Config, shape: GPTConfig, ranks: int, precision: str, devic
     with torch.device("meta"):
         model = GPT(shape)
     a, block = (sum(parameter.numel() for parameter in part.parameters()) for part in (model, model.blocks[0]))
+    moments = _moments(model, config.optimizer, ranks if strategy == "zero1" else 1)
     share = -(-knobs.batch_size // ranks)
     portion = min(share, knobs.micro_batch_size or share)
     activations = portion * _activations(shape, precision, knobs.activation_checkpointing, device)
@@ -115,12 +120,13 @@ def expected(config: Config, shape: GPTConfig, ranks: int, precision: str, devic
         whole = 0 if precision == "fp32" else 2 * sum(p.numel() for p in model.parameters() if p.dim() > 1)
         if config.distributed.reduction == "tree":  # a micro-batch's gradient, and sums like a binary counter's digits
             whole += 4 * a * (1 + -(-share // portion).bit_length())
-        return Bytes(4 * a, 4 * a, 8 * (a if strategy == "ddp" else _largest_part(model, ranks)), whole, activations)
+        return Bytes(4 * a, 4 * a, moments, whole, activations)
     blocks = shape.n_layer if strategy == "zero2" else min(2, shape.n_layer)
     parameters = blocks * block * (4 if precision == "fp32" else 2) + 4 * (a - shape.n_layer * block)
     gradients = 4 * (a if portion < share else block)
     parts = 0 if config.distributed.cpu_offload else 4 * a / ranks
-    return Bytes(parts, parts, 2 * parts, parameters + gradients, activations)
+    state = 0 if config.distributed.cpu_offload else moments / ranks
+    return Bytes(parts, parts, state, parameters + gradients, activations)
 
 
 def check_memory(
@@ -152,12 +158,19 @@ def check_memory(
     raise UserError(f"out of memory before the first step: it needs {need}, and there are {size(room)}; {advice}")
 
 
-def _largest_part(model: GPT, ranks: int) -> int:
-    """As ZeroRedundancyOptimizer deals them out: group by group, the largest first, to the rank that has least."""
-    parts = [0] * ranks
-    for parameter in sorted(model.parameters(), key=lambda p: (p.dim() < 2, -p.numel())):
-        parts[parts.index(min(parts))] += parameter.numel()
-    return max(parts)
+def _moments(model: GPT, config: OptimizerConfig, ranks: int) -> int:
+    """Bytes of optimizer state on the rank that has most: Muon keeps one average of each weight, AdamW two.
+
+    Dealt out as ZeroRedundancyOptimizer does it: group by group, the largest first, to the rank that has least.
+    """
+    elements, needed = [0] * ranks, [0] * ranks
+    hidden = [parameter for block in model.blocks for parameter in block.parameters()]
+    for group in parameter_groups(model.parameters(), hidden, config):
+        for parameter in sorted(group["params"], key=lambda p: -p.numel()):
+            rank = elements.index(min(elements))
+            elements[rank] += parameter.numel()
+            needed[rank] += parameter.numel() * (4 if group["muon"] else 8)
+    return max(needed)
 
 
 def _activations(shape: GPTConfig, precision: str, recompute: str, device: str) -> float:

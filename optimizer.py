@@ -1,21 +1,23 @@
-"""How do weights move? Parameter groups, AdamW, and the learning rate as a pure function of the step."""
+"""How do weights move? Parameter groups, AdamW or Muon, and the learning rate as a pure function of the step."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from torch import nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW, Muon, Optimizer
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """How weights move: AdamW (Loshchilov and Hutter, 2019), with warm-up and cosine decay (the same, 2017).
+    """How weights move: by Muon or AdamW (Loshchilov and Hutter, 2019), with warm-up and cosine decay (the same, 2017).
 
     Args:
+        name: muon (on the blocks' matrices, and AdamW on the rest: learns more from each step) or adamw
         learning_rate: the highest, reached when the warm-up is over
         min_learning_rate: what the cosine ends at
         warmup_steps: steps of linear growth from 0 to learning_rate
@@ -25,6 +27,7 @@ class OptimizerConfig:
         grad_norm_clip: longest gradient, as global norm; longer ones are shortened to it; null never shortens
     """
 
+    name: Literal["muon", "adamw"] = "muon"
     learning_rate: float = 3e-3
     min_learning_rate: float = 0.0
     warmup_steps: int = 100
@@ -70,20 +73,73 @@ def learning_rate(step: int, last_step: int, config: OptimizerConfig) -> float:
     return config.min_learning_rate + drop * 0.5 * (1 + math.cos(math.pi * progress))
 
 
+class MuonWithAdamW(Optimizer):
+    """Muon (Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024) for some groups, AdamW for others.
+
+    Both are PyTorch's. Muon's steps are as long as AdamW's would be (Liu et al., "Muon is Scalable for LLM Training",
+    2025), so that one learning rate serves both.
+
+    Args:
+        groups: parameter groups; those with a true `muon` are Muon's
+        settings: AdamW's
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], **settings: Any) -> None:
+        super().__init__(groups, settings)
+        self.muon = Muon([g for g in self.param_groups if g["muon"]], adjust_lr_fn="match_rms_adamw")
+        self.adamw = AdamW([g for g in self.param_groups if not g["muon"]])
+        self.muon.state = self.adamw.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Moves all weights; none where `found_inf` is 1, as fused AdamW does.
+
+        On GPUs Muon moves its own all the same, for it would have to wait for the device to know: they are lost then,
+        and the run ends at its next check.
+        """
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is None or found_inf.device.type != "cpu" or not found_inf:
+            self.muon.step()
+        self.adamw.grad_scale, self.adamw.found_inf = None, found_inf  # type: ignore[attr-defined]
+        self.adamw.step()
+
+
+def parameter_groups(
+    parameters: Iterable[nn.Parameter], hidden: Iterable[nn.Parameter], config: OptimizerConfig
+) -> list[dict[str, Any]]:
+    """Who moves what: matrices, the hidden ones apart if they are Muon's, and all that does not decay.
+
+    Args:
+        parameters: all
+        hidden: those inside the model, which neither embed nor predict
+        config: how they move
+    """
+    parameters, inside = list(parameters), {*hidden}
+    matrices = [p for p in parameters if p.dim() >= 2]
+    muons = [p for p in matrices if config.name == "muon" and p in inside]
+    groups = [
+        {"params": muons, "weight_decay": config.weight_decay, "muon": True},
+        {"params": [p for p in matrices if p not in {*muons}], "weight_decay": config.weight_decay, "muon": False},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0, "muon": False},
+    ]
+    return [group for group in groups if group["params"]]
+
+
 def build_optimizer(
-    parameters: Iterable[nn.Parameter], config: OptimizerConfig, dealt_out: Callable[..., Optimizer] | None = None
+    parameters: Iterable[nn.Parameter],
+    hidden: Iterable[nn.Parameter],
+    config: OptimizerConfig,
+    dealt_out: Callable[..., Optimizer] | None = None,
 ) -> Optimizer:
-    """AdamW in one fused pass, with weight decay on matrices only.
+    """AdamW in one fused pass, with weight decay on matrices only; with muon, hidden matrices are Muon's.
 
     Args:
         parameters: what moves
+        hidden: those inside the model, which neither embed nor predict
         config: how
         dealt_out: what builds an optimizer over ranks, as ZeroRedundancyOptimizer does, from groups, class and settings
     """
-    parameters = list(parameters)
+    groups = parameter_groups(parameters, hidden, config)
+    kind: type[Optimizer] = MuonWithAdamW if config.name == "muon" else AdamW
     settings: dict[str, Any] = {"lr": config.learning_rate, "betas": config.betas, "fused": True}
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    return dealt_out(groups, AdamW, **settings) if dealt_out else AdamW(groups, **settings)
+    return dealt_out(groups, kind, **settings) if dealt_out else kind(groups, **settings)

@@ -247,9 +247,10 @@ def check_fits(header: dict[str, Any], config: dict[str, Any], vocabulary: str) 
     Raises:
         UserError: a key that decides the weights' shapes or meaning, or the vocabulary, differs.
     """
-    keys = [("model", key) for key in config["model"] if key != "dropout"] + [("data", "block_size")]
+    keys = [("model", key) for key in config["model"] if key != "dropout"]
+    keys += [("data", "block_size"), ("optimizer", "name")]
     for section, key in keys:
-        now, then = config[section][key], header["config"][section][key]
+        now, then = config[section][key], header["config"][section].get(key)
         if now != then:
             raise UserError(
                 f"{section}.{key} is {now}, but {then} in the snapshot of step {header['step']} in the run folder: "

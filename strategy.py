@@ -42,6 +42,7 @@ class Strategy:
     Attributes:
         model: what micro-batches go through
         parameters: as this rank holds them, by GPT-2's names
+        hidden: those of them that are the blocks'
         optimizer: whose step moves them all
         stepper: the optimizer that moves those which this rank is to move, and has their state
         factor: multiplies losses before backward
@@ -64,7 +65,8 @@ class Strategy:
         self.world, self.device = world, device or world.device
         self.model = model.to_empty(device=self.device)
         self.parameters = dict(model.named_parameters())
-        self.optimizer = self.stepper = build_optimizer(self.parameters.values(), optimizer)
+        self.hidden = [parameter for block in model.blocks for parameter in block.parameters()]  # type: ignore[union-attr]
+        self.optimizer = self.stepper = build_optimizer(self.parameters.values(), self.hidden, optimizer)
 
     def micro_batches(self, first: int, count: int, size: int | None) -> list[tuple[range, float]]:
         """This rank's sample numbers in portions, and each portion's weight in the mean over the whole batch.
@@ -194,7 +196,7 @@ class ZeRO1(DDP):
 
     def __init__(self, model: nn.Module, world: World, optimizer: OptimizerConfig, *how: Any) -> None:
         super().__init__(model, world, optimizer, *how)
-        self.optimizer = build_optimizer(self.parameters.values(), optimizer, _dealt_out)
+        self.optimizer = build_optimizer(self.parameters.values(), self.hidden, optimizer, _dealt_out)
         self.stepper = self.optimizer.optim  # type: ignore[attr-defined]
         self.mine = {parameter for group in self.stepper.param_groups for parameter in group["params"]}
 

@@ -26,6 +26,7 @@ SMALL = {
     "model.n_head": 2,
     "model.n_embd": 16,
     "model.dropout": 0.1,
+    "optimizer.name": "adamw",
     "optimizer.warmup_steps": 4,
     "trainer.batch_size": 7,
     "trainer.micro_batch_size": 2,

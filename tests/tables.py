@@ -119,12 +119,13 @@ def resume_each(folder: Path) -> dict[tuple[str, str], tuple[bool, list[float]]]
     return found
 
 
-def memory_of_each(folder: Path) -> dict[str, tuple[Bytes, list[Bytes]]]:
+def memory_of_each(folder: Path, optimizer: str = "adamw") -> dict[str, tuple[Bytes, list[Bytes]]]:
     """For `ranks`: for each strategy, bytes by formula on the rank with most, and measured on each."""
     found = {}
     for strategy in STRATEGIES:
         run = folder / f"{strategy}-{os.environ.get('WORLD_SIZE')}"
-        argv = arguments(run, folder / "text.txt", trainer__batch_size=4, distributed__strategy=strategy, **LARGE)
+        knobs = {"trainer__batch_size": 4, "distributed__strategy": strategy, "optimizer__name": optimizer}
+        argv = arguments(run, folder / "text.txt", **knobs, **LARGE)
         with trainer(*argv, meeting=strategy) as made:
             made._step()
             found[strategy] = made.state.need, made.world.gather(made.held)

@@ -330,7 +330,16 @@ def test_what_is_allowed_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "env", "said"),
     [
         (["--trainer.compile", "true"], {"CXX": "no-such-compiler"}, "no C++ compiler: found no no-such-compiler"),
-        (["--distributed.strategy", "fsdp", "--distributed.cpu_offload", "true"], {}, "needs a GPU to offload from"),
+        (
+            "--distributed.strategy fsdp --distributed.cpu_offload true --optimizer.name adamw".split(),
+            {},
+            "needs a GPU to offload from",
+        ),
+        (
+            "--distributed.strategy fsdp --distributed.cpu_offload true --optimizer.name muon".split(),
+            {},
+            "optimizer.name is muon, must be adamw",
+        ),
         (["--distributed.cpu_offload", "true"], {}, "needs distributed.strategy fsdp, not ddp"),
         (["--trainer.precision", "fp16"], {}, "trainer.precision is fp16, which needs a CUDA GPU"),
     ],

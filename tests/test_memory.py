@@ -35,6 +35,10 @@ def test_parts_are_those_of_the_papers() -> None:
                 assert 8 * a / ranks <= found.optimizer <= 8 * a / ranks + 8 * 4 * 64 * 64
             else:
                 assert found.optimizer == 8 * a / share
+    hidden = sum(p.numel() for block in GPT(SHAPE).blocks for p in block.parameters() if p.dim() == 2)
+    for strategy, share in (("ddp", 1), ("fsdp", 2)):
+        found = need(2, distributed__strategy=strategy, optimizer__name="muon")
+        assert found.optimizer == (8 * a - 4 * hidden) / share
     accumulated = need(2, distributed__strategy="zero2", trainer__micro_batch_size=1)
     at_once = need(2, distributed__strategy="zero2", trainer__micro_batch_size=None)
     assert at_once.whole < 8 * a < accumulated.whole + 4 * 64  # all gradients whole, beside all parameters

@@ -86,8 +86,8 @@ def random_walk(length: int, seed: int) -> Tensor:
 def test_held_out_loss_approaches_the_entropy_of_the_source_and_never_beats_it() -> None:
     window, batch, steps = 16, 32, 150
     model = small(n_embd=32, vocab_size=LETTERS, block_size=window)
-    config = OptimizerConfig(learning_rate=1e-2, warmup_steps=10)
-    optimizer = build_optimizer(model.parameters(), config)
+    config = OptimizerConfig(name="adamw", learning_rate=1e-2, warmup_steps=10)
+    optimizer = build_optimizer(model.parameters(), [], config)
     for step, text in enumerate(random_walk(steps * batch * (window + 1), seed=1).view(steps, batch, -1), start=1):
         optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = learning_rate(step, steps, config)
         optimizer.zero_grad()

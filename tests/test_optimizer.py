@@ -1,4 +1,4 @@
-"""The schedule, which weights decay, AdamW by hand, and state that moves to another optimizer."""
+"""The schedule, which weights decay, AdamW by hand, Muon beside it, and state that moves to another optimizer."""
 
 from __future__ import annotations
 
@@ -108,7 +108,9 @@ def test_weight_decay_shrinks_matrices_and_nothing_else() -> None:
     for parameter in model.parameters():
         nn.init.ones_(parameter)
         parameter.grad = torch.zeros_like(parameter)
-    optimizer = build_optimizer(model.parameters(), OptimizerConfig(learning_rate=0.5, weight_decay=0.1))
+    optimizer = build_optimizer(
+        model.parameters(), [], OptimizerConfig(name="adamw", learning_rate=0.5, weight_decay=0.1)
+    )
     optimizer.step()
     for parameter in model.parameters():
         expected = 0.95 if parameter.dim() >= 2 else 1.0
@@ -117,7 +119,7 @@ def test_weight_decay_shrinks_matrices_and_nothing_else() -> None:
 
 def test_every_parameter_moves_in_one_fused_pass() -> None:
     model = network()
-    optimizer = build_optimizer(model.parameters(), OptimizerConfig())
+    optimizer = build_optimizer(model.parameters(), [], OptimizerConfig(name="adamw"))
     groups = optimizer.param_groups
     assert sorted(id(p) for group in groups for p in group["params"]) == sorted(map(id, model.parameters()))
     assert all(group["fused"] for group in groups)
@@ -125,7 +127,9 @@ def test_every_parameter_moves_in_one_fused_pass() -> None:
 
 def test_steps_equal_those_of_adamw_by_hand() -> None:
     model, beta1, beta2, decay = network(), 0.8, 0.95, 0.3
-    optimizer = build_optimizer(model.parameters(), OptimizerConfig(betas=(beta1, beta2), weight_decay=decay))
+    optimizer = build_optimizer(
+        model.parameters(), [], OptimizerConfig(name="adamw", betas=(beta1, beta2), weight_decay=decay)
+    )
     weights = {name: p.detach().double() for name, p in model.named_parameters()}
     mean = {name: torch.zeros_like(p) for name, p in weights.items()}
     square = {name: torch.zeros_like(p) for name, p in weights.items()}
@@ -143,17 +147,42 @@ def test_steps_equal_those_of_adamw_by_hand() -> None:
             assert (parameter - weights[name]).abs().max() < 1e-6, (step, name)
 
 
+# Muon.
+
+
+def test_muon_moves_hidden_matrices_and_adamw_all_else_as_they_do_alone() -> None:
+    model, alone = network(), network()
+    knobs = OptimizerConfig(name="muon", weight_decay=0.3)
+    optimizer = build_optimizer(model.parameters(), model[1].parameters(), knobs)
+    hidden, others = [alone[1].weight], [p for p in alone.parameters() if p is not alone[1].weight]
+    muon = torch.optim.Muon(hidden, weight_decay=0.3, adjust_lr_fn="match_rms_adamw")
+    adamw = build_optimizer(others, [], OptimizerConfig(name="adamw", weight_decay=0.3))
+    for step, rate in enumerate((1e-2, 3e-2, 2e-2), start=1):
+        draw_gradients(model, seed=step)
+        draw_gradients(alone, seed=step)
+        for group in (*optimizer.param_groups, *muon.param_groups, *adamw.param_groups):
+            group["lr"] = rate
+        optimizer.step()
+        muon.step()
+        adamw.step()
+    assert same(model.state_dict(), alone.state_dict())
+    assert optimizer.state[model[1].weight].keys() == {"momentum_buffer"}
+    assert optimizer.state[model[3].weight].keys() == {"step", "exp_avg", "exp_avg_sq"}
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
 @pytest.mark.parametrize("steps", [0, 3])
-def test_found_inf_leaves_weights_moments_and_counters_alone(steps: int) -> None:
+def test_found_inf_leaves_weights_moments_and_counters_alone(steps: int, name: Any) -> None:
     """The trainer relies on this to skip a step without asking the device whether its gradient is finite."""
     model, straight = network(), network()
-    optimizer = build_optimizer(model.parameters(), OptimizerConfig())
-    reference = build_optimizer(straight.parameters(), OptimizerConfig())
+    optimizer = build_optimizer(model.parameters(), model[1].parameters(), OptimizerConfig(name=name))
+    reference = build_optimizer(straight.parameters(), straight[1].parameters(), OptimizerConfig(name=name))
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, skip: float) -> None:
         draw_gradients(model, seed)
         if skip:
-            next(model.parameters()).grad.fill_(math.nan)
+            for parameter in model.parameters():
+                parameter.grad.fill_(math.nan)
         optimizer.grad_scale, optimizer.found_inf = None, torch.tensor(skip)
         optimizer.step()
 
@@ -165,7 +194,7 @@ def test_found_inf_leaves_weights_moments_and_counters_alone(steps: int) -> None
     step(model, optimizer, seed=100, skip=1.0)
     assert same(model.state_dict(), weights)
     assert same(bits(model, optimizer), before) or not steps  # before the first step there are no moments yet
-    assert {float(state["step"]) for state in optimizer.state.values()} == {steps}
+    assert {float(state["step"]) for state in optimizer.state.values() if "step" in state} == {steps}
     step(model, optimizer, seed=101, skip=0.0)
     step(straight, reference, seed=101, skip=0.0)
     assert same(bits(model, optimizer), bits(straight, reference))

@@ -46,6 +46,16 @@ def test_every_strategy_trains_in_bf16(text: Path, tmp_path: Path) -> None:
         assert deviation(found, plain) < (1e-6 if strategy == "zero1" else 2e-3), strategy
 
 
+def test_every_strategy_trains_the_same_curve_with_muon(text: Path, tmp_path: Path) -> None:
+    """To what Muon's products in bf16 leave of a gradient's last bits."""
+    ways = [{"distributed__strategy": strategy, "optimizer__name": "muon"} for strategy in STRATEGIES]
+    [[plain, adamw]] = ranks(1, curves, tmp_path, [ways[0], {}], 8, tmp_path=tmp_path)
+    assert deviation(plain, adamw) > 1e-3
+    for found in ranks(3, curves, tmp_path, ways, 8, tmp_path=tmp_path):
+        for way, found_losses in zip(ways, found, strict=True):
+            assert deviation(found_losses, plain) < 1e-4, way
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [1, 2, 3, 4])
 @pytest.mark.parametrize("compiled", [False, True])
@@ -56,13 +66,23 @@ def test_every_combination_trains_the_same_long_curve(number: int, compiled: boo
         assert deviation(found_losses, plain) < 1e-5, knobs
 
 
-@pytest.mark.parametrize("strategy", ["zero1", pytest.param("zero2", marks=pytest.mark.slow), "fsdp"])
-def test_resume_is_exact_under_every_strategy(strategy: str, text: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "optimizer"),
+    [
+        ("zero1", "adamw"),
+        ("fsdp", "adamw"),
+        ("zero1", "muon"),
+        *(
+            pytest.param(*way, marks=pytest.mark.slow)
+            for way in (("zero2", "adamw"), ("ddp", "muon"), ("zero2", "muon"), ("fsdp", "muon"))
+        ),
+    ],
+)
+def test_resume_is_exact_under_every_strategy(strategy: str, optimizer: str, text: Path, tmp_path: Path) -> None:
     """On three ranks with uneven shares, dropout and accumulation."""
+    knobs = {"distributed__strategy": strategy, "optimizer__name": optimizer, "optimizer__decay_steps": 12}
     argv = [
-        arguments(
-            tmp_path / name, text, trainer__max_steps=stop, optimizer__decay_steps=12, distributed__strategy=strategy
-        )
+        arguments(tmp_path / name, text, trainer__max_steps=stop, **knobs)
         for name, stop in (("whole", 12), ("parts", 5), ("parts", 12))
     ]
     assert ranks(3, _train_all, argv, tmp_path=tmp_path) == [[0, 0, 0]] * 3
@@ -176,6 +196,14 @@ def _overflow(folder: Path) -> dict[str, tuple[list[float], list[bool]]]:
 
 
 # Memory
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [1, 2, 4])
+def test_measured_bytes_are_those_of_the_formula_with_muon(number: int, text: Path, tmp_path: Path) -> None:
+    found, *_ = ranks(number, memory_of_each, tmp_path, "muon", tmp_path=tmp_path)
+    for strategy, (formula, held) in found.items():
+        assert max(part.optimizer for part in held) == pytest.approx(formula.optimizer, rel=0.05), strategy
 
 
 @pytest.mark.slow
