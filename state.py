@@ -131,6 +131,11 @@ class TrainingState:
             "hardware": device_kind(world.device),
         }
         self.reasons = {"precision": f"{self.precision} ({why})", "threads": f"{threads} per rank ({why_threads})"}
+        if knobs.compile:
+            self.reasons["compile"] = (
+                "each new shape of a batch is compiled first, a half-minute or so on CPUs; after how many steps that "
+                "pays: python bench.py compile"
+            )
 
     def _prepare_blocks(self) -> None:
         knobs = self.config.trainer

@@ -12,6 +12,7 @@ import platform
 import shlex
 import signal
 import time
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from hardware import device_name
 from memory import Bytes, held, size, told
 from metrics import Metrics, NoMetrics, banner, complain, duration, nothing, say, summary
 from optimizer import learning_rate
+from profiling import profiled
 from run_folder import occupy, write_config
 from snapshot import NotPrunedError, SnapshotFolder
 from state import TrainingState
@@ -61,6 +63,7 @@ class TrainerConfig:
         save_every: steps between snapshots
         save_minutes: minutes after which a snapshot is due whatever the step; null: steps alone decide
         keep_snapshots: how many of the newest stay, beside the best by validation loss
+        profile_steps: steps of which each rank writes a trace into run_dir, from the twelfth on; null: none
         run_dir: folder of the run: config.yaml, metrics.jsonl, snapshots/, and the encoded text in cache/
         snapshot_path: folder or fsspec URL of the snapshots; null: snapshots/ in run_dir
     """
@@ -80,11 +83,12 @@ class TrainerConfig:
     save_every: int = 400
     save_minutes: float | None = None
     keep_snapshots: int = 3
+    profile_steps: int | None = None
     run_dir: str = "runs/default"
     snapshot_path: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_epochs", "max_steps", "micro_batch_size"):
+        for name in ("max_epochs", "max_steps", "micro_batch_size", "profile_steps"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"trainer.{name} is {getattr(self, name)}, must be null or at least 1")
         if self.max_epochs is None and self.max_steps is None:
@@ -176,13 +180,18 @@ class Trainer:
             return 0
         self.world.on_first(lambda: write_config(self.run_dir, self.state.plain_config))
         metrics = self.world.agree(self._open_metrics)
-        with closing(metrics), Stop() as stop:
+        trace = self.run_dir / f"trace-{self.world.rank}.json"
+        with (
+            closing(metrics),
+            profiled(self.config.trainer.profile_steps, trace, self.say) as step_is_over,
+            Stop() as stop,
+        ):
             try:
-                return self._train(metrics, stop)
+                return self._train(metrics, stop, step_is_over)
             finally:
                 self.state.writer.wait(GRACE)
 
-    def _train(self, metrics: Metrics, stop: Stop) -> int:
+    def _train(self, metrics: Metrics, stop: Stop, step_is_over: Callable[[], None]) -> int:
         knobs, state = self.config.trainer, self.state
         saved_at = time.monotonic()
         began, first_step = time.perf_counter(), state.step
@@ -226,6 +235,7 @@ class Trainer:
             self._tell_what_was_written(metrics)
             if state.step == first_step + 1:
                 self._tell_what_is_held()
+            step_is_over()
             since += time.perf_counter() - paused
             if signalled:
                 break

@@ -331,12 +331,12 @@ def test_what_is_allowed_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--trainer.compile", "true"], {"CXX": "no-such-compiler"}, "no C++ compiler: found no no-such-compiler"),
         (
-            "--distributed.strategy fsdp --distributed.cpu_offload true --optimizer.name adamw".split(),
+            ["--distributed.strategy", "fsdp", "--distributed.cpu_offload", "true", "--optimizer.name", "adamw"],
             {},
             "needs a GPU to offload from",
         ),
         (
-            "--distributed.strategy fsdp --distributed.cpu_offload true --optimizer.name muon".split(),
+            ["--distributed.strategy", "fsdp", "--distributed.cpu_offload", "true", "--optimizer.name", "muon"],
             {},
             "optimizer.name is muon, must be adamw",
         ),

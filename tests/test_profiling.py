@@ -1,0 +1,32 @@
+"""The trace of a few steps, by the real program."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import arguments, program
+
+
+def test_the_steps_asked_for_are_in_a_trace(text: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    done = program("main.py", *arguments(run, text, trainer__max_steps=14, trainer__profile_steps=2))
+    assert done.returncode == 0, done.stderr
+    events = json.loads((run / "trace-0.json").read_text())["traceEvents"]
+    steps = {event["name"] for event in events if str(event.get("name")).startswith("ProfilerStep#")}
+    assert steps == {"ProfilerStep#11", "ProfilerStep#12"}  # the profiler counts from 0
+    assert {"aten::addmm", "aten::_fused_adamw_"} <= {event.get("name") for event in events}
+    assert f"2 steps in {run}/trace-0.json" in done.stdout
+    assert "aten::addmm" in done.stdout
+
+
+@pytest.mark.parametrize("steps", [None, 3])
+def test_no_trace_where_none_was_asked_for_or_the_run_is_too_short(
+    steps: int | None, text: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    done = program("main.py", *arguments(run, text, trainer__max_steps=13, trainer__profile_steps=steps))
+    assert done.returncode == 0, done.stderr
+    assert not list(run.glob("trace*"))
+    assert ("the run was over before steps 12 to 14 were watched" in done.stdout) == bool(steps)
