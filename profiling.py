@@ -27,12 +27,14 @@ def profiled(steps: int | None, trace: Path, say: Say) -> Iterator[Callable[[], 
         return
 
     def write(watched: profile) -> None:
+        count = watched.step_num - SKIPPED - 1
+        if count < 1:
+            say(f"trainer.profile_steps: the run was over before step {SKIPPED + 2}, the first that is watched")
+            return
         watched.export_chrome_trace(str(trace))
         table = watched.key_averages().table("self_cpu_time_total", row_limit=12, max_name_column_width=50)
-        say(f"{table}\n{steps} steps in {trace}: open it at https://ui.perfetto.dev")
+        say(f"{table}\n{count} steps in {trace}: open it at https://ui.perfetto.dev")
 
     plan = schedule(skip_first=SKIPPED, wait=0, warmup=1, active=steps, repeat=1)
     with profile(schedule=plan, on_trace_ready=write) as watched:
         yield watched.step
-    if watched.step_num < SKIPPED + 1 + steps:
-        say(f"trainer.profile_steps: the run was over before steps {SKIPPED + 2} to {SKIPPED + 1 + steps} were watched")

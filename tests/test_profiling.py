@@ -26,7 +26,7 @@ def test_no_trace_where_none_was_asked_for_or_the_run_is_too_short(
     steps: int | None, text: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    done = program("main.py", *arguments(run, text, trainer__max_steps=13, trainer__profile_steps=steps))
+    done = program("main.py", *arguments(run, text, trainer__max_steps=11, trainer__profile_steps=steps))
     assert done.returncode == 0, done.stderr
     assert not list(run.glob("trace*"))
-    assert ("the run was over before steps 12 to 14 were watched" in done.stdout) == bool(steps)
+    assert ("the run was over before step 12" in done.stdout) == bool(steps)

@@ -89,8 +89,8 @@ def _sums() -> list[tuple[list, list]]:
     found = []
     with connect(config) as world:
         model = torch.nn.ParameterList([torch.zeros(3, 2), torch.zeros(1), torch.zeros(4)])
-        model.blocks = []  # Muon's, which this model has none of
-        tree = Tree(model, world, OptimizerConfig())
+        model.blocks = []
+        tree = Tree(model, world, OptimizerConfig(name="adamw"))
         for count in range(1, 10):
             leaves = torch.randn(count, 11, generator=torch.Generator().manual_seed(count)) * 1e3
             for numbers, _ in tree.micro_batches(first=40, count=count, size=1):

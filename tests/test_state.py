@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import arguments, ranks, train
+from conftest import arguments, program, ranks, train
 from test_snapshot import told
 from test_training import assert_same_bits, curve, newest, rows
 
@@ -215,3 +215,11 @@ def test_ranks_that_share_a_folder_keep_one_snapshot_together(text: Path, tmp_pa
     argv = arguments(tmp_path / "run", text, trainer__max_steps=1)
     assert ranks(2, machines, *argv, tmp_path=tmp_path) == [(0, "")] * 2
     assert [path.name for path in (tmp_path / "run/snapshots").iterdir()] == ["step_00000001.pt"]
+
+
+def test_state_of_one_optimizer_is_not_taken_for_the_others(text: Path, tmp_path: Path) -> None:
+    argv = arguments(tmp_path / "run", text, trainer__max_steps=3)
+    assert ranks(1, train, *argv, tmp_path=tmp_path) == [0]
+    refused = program("main.py", *argv, "--trainer.max_steps", "6", "--optimizer.name", "muon")
+    assert refused.returncode == 2
+    assert "optimizer.name is muon, but adamw in the snapshot of step 3" in refused.stderr
