@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import fsspec
 import numpy as np
@@ -19,7 +21,8 @@ from fsspec.implementations.local import LocalFileSystem
 
 from errors import UserError
 
-CHUNK = 1 << 20  # bytes: stays in a core's own cache while it is decoded, looked up and written
+CHUNK = 1 << 17  # bytes: stays in a core's own cache while it is decoded, looked up and written
+FIRST = 16  # chunks: searched for characters before any is numbered, so that a small text need not be renumbered
 
 
 @dataclass(frozen=True)
@@ -62,11 +65,10 @@ def encode_corpus(path: str, cache: Path) -> Corpus:
             files = names if isinstance(fs, LocalFileSystem) else _fetch(fs, names, folder)
             with ThreadPoolExecutor(1) as beside:  # hashing leaves the interpreter's lock alone
                 digest = beside.submit(_sha256, files)
-                vocabulary = _distinct(files)
+                unfinished = os.path.join(folder, "tokens.npy")
+                vocabulary = _write_tokens(files, unfinished)
                 if not vocabulary:
                     raise UserError(f"data.path: {path} is empty; it must hold text")
-                unfinished = os.path.join(folder, "tokens.npy")
-                _write_tokens(files, vocabulary, unfinished)
                 sha256 = digest.result()
             tokens = cache / f"tokens-{sha256[:16]}.npy"
             os.replace(unfinished, tokens)
@@ -123,25 +125,25 @@ def _fetch(fs: fsspec.AbstractFileSystem, names: Sequence[str], folder: str) -> 
 
 def _sha256(files: Sequence[str]) -> str:
     digest = hashlib.sha256()
-    for chunk, _, _ in _read(files):
+    for chunk, _, _ in _read(files, 32 * CHUNK):  # few steps: each one asks for the interpreter's lock
         digest.update(chunk)
     return digest.hexdigest()
 
 
-def _read(files: Sequence[str]) -> Iterator[tuple[bytes, str, bool]]:
+def _read(files: Sequence[str], size: int) -> Iterator[tuple[bytes, str, bool]]:
     for name in files:
         with open(name, "rb", buffering=0) as file:
-            while chunk := file.read(CHUNK):
+            while chunk := file.read(size):
                 yield chunk, name, False
             yield b"", name, True
 
 
 def _pieces(files: Sequence[str]) -> Iterator[bytes | np.ndarray]:
-    """The text in pieces: bytes where a piece is pure ASCII, else its (n,) uint32 code points."""
+    """The text's code points in pieces: bytes where all are below 256, else (n,) uint32."""
     rest, done = b"", 0
-    for chunk, name, last in _read(files):
+    for chunk, name, last in _read(files, CHUNK):
+        piece: bytes | np.ndarray = chunk
         if not rest and chunk.isascii():
-            piece: bytes | np.ndarray = chunk
             done += len(chunk)
         else:
             data = rest + chunk
@@ -153,47 +155,85 @@ def _pieces(files: Sequence[str]) -> Iterator[bytes | np.ndarray]:
                     f"data.path: {name} is not UTF-8 text: byte {where} is {data[error.start]:#04x}"
                 ) from error
             rest, done = data[used:], done + used
-            piece = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+            try:
+                piece = text.encode("latin-1")
+            except UnicodeEncodeError:
+                piece = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
         if len(piece):
             yield piece
         if last:
             rest, done = b"", 0
 
 
-def _distinct(files: Sequence[str]) -> str:
-    """The distinct characters of the text, sorted by code point."""
-    ascii_seen = b""
-    seen = np.zeros(0x110000, dtype=bool)
-    for piece in _pieces(files):
-        if isinstance(piece, bytes):
-            ascii_seen += bytes(set(piece.translate(None, delete=ascii_seen)))
-        elif not seen.take(piece).all():
-            seen[piece] = True
-    seen[list(ascii_seen)] = True
-    return "".join(map(chr, np.flatnonzero(seen)))
+def _add_codes(piece: bytes | np.ndarray, codes: set[int]) -> None:
+    """Adds the code points of `piece` to `codes`."""
+    if isinstance(piece, bytes):
+        for part in (piece[:4096], piece):  # the set is slow: what a short part adds is cut out of the long one
+            codes.update(part.translate(None, delete=bytes(code for code in codes if code < 256)))
+    else:
+        codes.update(np.flatnonzero(np.bincount(piece)).tolist())
 
 
-def _write_tokens(files: Sequence[str], vocabulary: str, target: str) -> None:
-    """Writes the text as tokens into the .npy file `target` and flushes it to disk."""
-    dtype = np.min_scalar_type(len(vocabulary) - 1)
-    table = np.zeros(0x110000, dtype=dtype)
-    table[[ord(c) for c in vocabulary]] = np.arange(len(vocabulary))
-    ascii_table = table[:256].tobytes()
-    count = 0
-    with open(target, "wb") as file:
+def _table(order: Sequence[int]) -> np.ndarray:
+    """Maps each number in `order` to its place there, and all others to the greatest value of the narrowest dtype."""
+    dtype = np.min_scalar_type(len(order) - 1)
+    table = np.full(max(255, *order) + 2, np.iinfo(dtype).max, dtype=dtype)
+    table[order] = np.arange(len(order))
+    return table
+
+
+def _look_up(piece: bytes | np.ndarray, table: np.ndarray) -> np.ndarray:
+    if isinstance(piece, bytes) and table.dtype == np.uint8:
+        return np.frombuffer(piece.translate(table[:256].tobytes()), dtype=np.uint8)
+    codes = np.frombuffer(piece, dtype=np.uint8) if isinstance(piece, bytes) else piece
+    return table.take(codes, mode="clip")  # the table's last entry stands for all beyond it
+
+
+def _write_tokens(files: Sequence[str], target: str, known: Sequence[int] = ()) -> str:
+    """Writes the text as tokens into the .npy file `target`, flushes it to disk and returns the vocabulary.
+
+    The text is decoded once. A character that turns up after the first chunks gets the next number, and the tokens are
+    brought into order at the end. `known` are code points that the text is known to hold.
+    """
+    pieces = _pieces(files)
+    first = list(itertools.islice(pieces, FIRST))
+    codes, count = set(known), 0
+    for piece in first:
+        _add_codes(piece, codes)
+    if not codes:
+        return ""
+    table = _table(order := sorted(codes))
+    unknown = np.iinfo(table.dtype).max
+    with open(target, "w+b") as file:
         # The header holds the length, known only at the end: numpy pads it, so that rewriting it keeps its size.
-        np.lib.format.write_array_header_1_0(file, _header(dtype, 0))
-        for piece in _pieces(files):
-            if isinstance(piece, bytes) and dtype == np.uint8:
-                file.write(piece.translate(ascii_table))
-            else:
-                codes = np.frombuffer(piece, dtype=np.uint8) if isinstance(piece, bytes) else piece
-                file.write(table.take(codes).data)
-            count += len(piece)
+        np.lib.format.write_array_header_1_0(file, _header(table.dtype, 0))
+        start = file.tell()
+        for piece in itertools.chain(first, pieces):
+            tokens = _look_up(piece, table)
+            if unknown in tokens:  # or the last character, if the integers are just enough
+                _add_codes(piece, codes)
+                if len(codes) > unknown + 1:
+                    file.close()  # what it still holds would be written over the new tokens
+                    return _write_tokens(files, target, sorted(codes))
+                table = _table(order := order + sorted(codes.difference(order)))
+                tokens = _look_up(piece, table)
+            file.write(tokens.data)
+            count += len(tokens)
+        if order != sorted(order):
+            _renumber(file, start, _table(np.argsort(order).tolist()))
         file.seek(0)
-        np.lib.format.write_array_header_1_0(file, _header(dtype, count))
+        np.lib.format.write_array_header_1_0(file, _header(table.dtype, count))
         file.flush()
         os.fsync(file.fileno())
+    return "".join(map(chr, sorted(order)))
+
+
+def _renumber(file: BinaryIO, start: int, table: np.ndarray) -> None:
+    """Replaces each token from byte `start` on by its entry in `table`."""
+    file.seek(start)
+    while data := file.read(CHUNK * table.itemsize):
+        file.seek(-len(data), os.SEEK_CUR)
+        file.write(_look_up(data if table.itemsize == 1 else np.frombuffer(data, dtype=table.dtype), table).data)
 
 
 def _header(dtype: np.dtype, count: int) -> dict:

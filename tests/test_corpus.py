@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import random
 import subprocess
@@ -47,6 +48,50 @@ def test_characters_across_the_borders_of_chunks(tmp_path: Path, monkeypatch: py
     for chunk in (1, 2, 3, 5, 64, 301):
         monkeypatch.setattr(corpus, "CHUNK", chunk)
         assert decoded(encode_corpus(str(tmp_path / "text.txt"), tmp_path / f"cache{chunk}")) == text
+
+
+def later(*parts: tuple[str, int]) -> str:
+    """Parts of a text: so many characters drawn from each alphabet, one part after the other."""
+    return "".join("".join(random.Random(i).choices(letters, k=k)) for i, (letters, k) in enumerate(parts))
+
+
+LATIN, WIDE = "".join(map(chr, range(32, 256))), "".join(map(chr, range(0x4E00, 0x4F00)))
+
+
+@pytest.mark.parametrize("chunk", [3, 64, 1 << 17])
+@pytest.mark.parametrize(
+    "text",
+    [
+        later(("mz", 900), ("az~!", 900)),  # ASCII throughout, with new characters late and out of order
+        later(("xyz", 900), ("aé\x80ÿ", 900), ("b🙂—z", 900), ("ab", 900)),
+        later((LATIN, 1500)) + later((WIDE[:32], 1500)) + "late !",  # all 256 integers of a byte used up, then none new
+        later((LATIN, 1500), (WIDE, 1500), ("\n", 10)),  # more than a byte holds, found out late
+        later((WIDE[::-1], 900), (LATIN, 900), ("\n", 10)),
+        later(("".join(map(chr, [*range(0xD800), *range(0xE000, 0x110000)])), 400), ("a", 10)),
+    ],
+)
+def test_tokens_are_those_of_a_dictionary(
+    text: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "text.txt").write_bytes(text.encode())
+    monkeypatch.setattr(corpus, "CHUNK", chunk)
+    encoded = encode_corpus(str(tmp_path / "text.txt"), tmp_path / "cache")
+    vocabulary = sorted(set(text))
+    token = {character: i for i, character in enumerate(vocabulary)}
+    assert encoded.vocabulary == "".join(vocabulary)
+    assert encoded.tokens.tolist() == [token[character] for character in text]
+    assert encoded.tokens.dtype == np.min_scalar_type(len(vocabulary) - 1)
+    assert encoded.sha256 == hashlib.sha256(text.encode()).hexdigest()
+
+
+def test_a_bad_byte_is_named_wherever_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus, "CHUNK", 5)
+    (tmp_path / "a.txt").write_bytes("aé—🙂".encode() * 50)
+    (tmp_path / "b.txt").write_bytes("aé—🙂".encode() * 50 + b"ok\xf0\x9f\x99")  # the next file does not complete it
+    (tmp_path / "c.txt").write_bytes(b"\x82 ok")
+    with pytest.raises(UserError, match=r"b\.txt is not UTF-8 text: byte 502 is 0xf0"):
+        encode_corpus(f"{tmp_path}/*.txt", tmp_path / "cache")
+    assert not list(tmp_path.glob("cache/*"))
 
 
 def test_globs_and_urls(tmp_path: Path) -> None:
