@@ -1,117 +1,100 @@
-"""How fast is it? Ratios, measured in turn in one run on this machine.
+"""How fast is it? Ratios of two things measured in turn in one run on this machine, as a table.
 
-    torchrun --standalone --nproc_per_node=2 bench.py reduction
-    torchrun --standalone --nproc_per_node=2 bench.py strategies
-    python bench.py snapshots --model.n_embd 256
+    python bench.py
+    python bench.py trainer snapshots --model.n_embd 256
+    python bench.py nanogpt tutorial --nanogpt FOLDER --tutorial FOLDER --json
+    torchrun --standalone --nproc_per_node=4 bench.py strategies
 
-What follows the name of the measurement are main.py's own options.
+Without names, all of them. FOLDER holds the model.py of nanoGPT or of the minGPT-DDP tutorial. All else are main.py's
+own options, for all that is measured.
 """
 
 from __future__ import annotations
 
-import io
-import statistics
+import json
+import shlex
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from distributed import World, connect
-from main import read_config
-from trainer import Trainer
-
-TEXT = "In the beginning there was a text, and it was made of characters.\n" * 2000
-
-
-def seconds(action: Callable[[], Any], times: int = 1) -> float:
-    """Seconds that an action takes, all times together."""
-    began = time.perf_counter()
-    for _ in range(times):
-        action()
-    return time.perf_counter() - began
+from distributed import connect
+from errors import UserError
+from hardware import keep_freed_memory
+from main import KEYS, option_parser, read_config
+from measurements import CLONES, IN_A_GROUP, MEASUREMENTS
+from measuring import Bench, Row, SkippedError, machine
+from metrics import complain
 
 
-def trainer(world: World, folder: str, *words: str) -> Trainer:
-    """A warm trainer of the default yaml and these options, with its run in the folder."""
-    text = Path(folder, "text.txt")
-    text.write_text(TEXT)
-    with redirect_stdout(io.StringIO()):
-        made = Trainer(read_config(["--data.path", str(text), "--trainer.run_dir", folder, *words]), world)
-    for _ in range(5):
-        made._step()
-    return made
+def rows(name: str, bench: Bench) -> Iterator[Row]:
+    """The rows of a measurement as they are made; where it can't be made, one that says why."""
+    measurement = MEASUREMENTS[name]
+    try:
+        if bench.world.size > 1 and name not in IN_A_GROUP:
+            raise SkippedError("it is about one process, and these are several")
+        yield from measurement(bench)
+    except SkippedError as why:
+        yield Row((measurement.__doc__ or name).split("\n")[0].rstrip("."), f"skipped: {why}")
 
 
-def reduction(folder: str, words: Sequence[str]) -> None:
-    """What the same bits at every number of ranks cost: a step with the tree, in steps with DDP."""
-    words = ["--trainer.micro_batch_size", "3", "--trainer.threads", "1", *words]
-    compare(folder, words, "--distributed.reduction", "fast", "tree")
+def run(argv: Sequence[str]) -> None:
+    """Measures and prints what the command line asks for.
 
+    Raises:
+        UserError: it asks for what is not there.
+    """
+    parser = option_parser()
+    parser.description = __doc__
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"what to measure: {', '.join(MEASUREMENTS)}")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per row")
+    for rival in ("nanogpt", "tutorial"):
+        parser.add_argument(f"--{rival}", type=Path, metavar="FOLDER", help="folder with its model.py")
+    asked = parser.parse_intermixed_args(argv)
+    given = {key: getattr(asked, key) for key in ("config", *KEYS)}
+    words = [word for key, value in given.items() if value is not None for word in (f"--{key}", value)]
+    config = read_config(words + ["--print_config"] * asked.print_config)
+    for name in asked.names:
+        if name not in MEASUREMENTS:
+            raise UserError(f"there is no measurement {name}; there are: {', '.join(MEASUREMENTS)}")
+    for rival in ("nanogpt", "tutorial"):
+        folder = getattr(asked, rival)
+        if folder and not (folder / "model.py").is_file():
+            raise UserError(f"--{rival}: there is no model.py in {folder}")
 
-def strategies(folder: str, words: Sequence[str]) -> None:
-    """What it costs to deal out state: a step with each strategy, in steps with DDP."""
-    for strategy in ("zero1", "zero2", "fsdp"):
-        compare(folder, words, "--distributed.strategy", "ddp", strategy)
-
-
-def compare(folder: str, words: Sequence[str], key: str, one: str, other: str) -> None:
-    """Prints a step's time with the key's one value in that with its other value."""
-    with connect(replace(read_config(words).distributed, strategy="fsdp")) as world:  # a group, be it of one rank
-        first, second = (trainer(world, tempfile.mkdtemp(dir=folder), *words, key, way) for way in (one, other))
-        ratios = sorted(1 / (seconds(first._step, 20) / seconds(second._step, 20)) for _ in range(10))
-        if world.rank == 0:
+    keep_freed_memory()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        connect(replace(config.distributed, strategy="fsdp")) as world,  # a group, be it of one rank
+    ):
+        bench = Bench(world, Path(folder), words, asked.nanogpt, asked.tutorial)
+        speaks = world.rank == 0
+        if speaks and not asked.json:
             print(
-                f"{world.size} ranks: a step with {other} takes {statistics.median(ratios):.3f} of one with {one} "
-                f"({ratios[0]:.3f} to {ratios[-1]:.3f} in {len(ratios)} pairs of 20 steps each, in turn)"
+                f"## {machine()}\n\n| what | figure | smallest to largest | goal | command |\n|{' --- |' * 5}",
+                flush=True,
             )
+        for name in asked.names or MEASUREMENTS:
+            clone = [f"--{CLONES[name]}", "FOLDER"] if name in CLONES else []
+            command = shlex.join(["python", "bench.py", name, *clone, *words])
+            for row in rows(name, bench):
+                if speaks and asked.json:
+                    more = {"name": name, "goal": row.goal, "met": row.met, "command": command, "machine": machine()}
+                    print(json.dumps(asdict(row) | more), flush=True)
+                elif speaks:
+                    print(f"| {' | '.join([*row.cells, f'`{command}`'])} |", flush=True)
 
 
-def snapshots(folder: str, words: Sequence[str]) -> None:
-    """How long a snapshot holds the step, in plain copies of the same state, and what save_every 100 costs in all."""
-    with connect(read_config(words).distributed) as world:
-        made = trainer(world, folder, *words)
-        state, save = made.state, lambda: made.state.save(None, last=False)
-        tensors = [*state.model.parameters()]
-        tensors += [tensor for moments in state.strategy.stepper.state.values() for tensor in moments.values()]
-        copies = [torch.empty_like(tensor) for tensor in tensors]
+def main() -> int:
+    """Exit status: 0, or 2 with one message where the command line is at fault."""
+    try:
+        run(sys.argv[1:])
+    except UserError as error:
+        complain(str(error))
+        return 2
+    return 0
 
-        def copy() -> None:
-            for aside, tensor in zip(copies, tensors, strict=True):
-                aside.data.copy_(tensor)
-
-        stalls = []
-        for _ in range(40):
-            state.writer.wait()
-            made._step()  # so that neither finds the state in the processor's cache because of the other
-            plain = seconds(copy)
-            made._step()
-            stalls.append(seconds(save) / plain)
-        print(
-            f"a snapshot holds the step for {statistics.median(stalls[5:]):.2f} plain copies of its state, "
-            f"{sum(tensor.nbytes for tensor in tensors):,} bytes (median of {len(stalls[5:])})"
-        )
-        costs = []
-        for _ in range(8):
-            state.writer.wait()
-            without = seconds(made._step, 100)
-            costs.append((seconds(save) + seconds(made._step, 100)) / without - 1)
-        state.writer.wait()
-        print(
-            f"save_every 100 costs {statistics.median(costs):+.2%} of a step's time "
-            f"({min(costs):+.2%} to {max(costs):+.2%} in {len(costs)} pairs of 100 steps, in turn)"
-        )
-
-
-MEASUREMENTS = {"reduction": reduction, "strategies": strategies, "snapshots": snapshots}
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2 or sys.argv[1] not in MEASUREMENTS:
-        sys.exit(f"usage: bench.py {{{','.join(MEASUREMENTS)}}} [--section.key VALUE ...]")
-    with tempfile.TemporaryDirectory() as folder:
-        MEASUREMENTS[sys.argv[1]](folder, sys.argv[2:])
+    sys.exit(main())

@@ -119,7 +119,7 @@ def read_config(argv: Sequence[str] = ()) -> Config:
     Raises:
         UserError: names each mistake, where it stands, what was found and what is allowed.
     """
-    known, unknown = _parser().parse_known_args(argv)
+    known, unknown = option_parser().parse_known_args(argv)
     if unknown:
         nearest = _nearest(unknown[0].lstrip("-"), KEYS)
         raise UserError(f"command line: {unknown[0]} is not known{nearest}; --help lists all")
@@ -145,7 +145,8 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"command line: {message}; --help lists all")
 
 
-def _parser() -> argparse.ArgumentParser:
+def option_parser() -> argparse.ArgumentParser:
+    """What takes every knob from a command line, as text; its mistakes are UserErrors."""
     parser = _Parser(
         description="Trains a GPT on characters. Alone, under torchrun or under another launcher.",
         allow_abbrev=False,

@@ -1,0 +1,283 @@
+"""What is measured? Each function here yields rows; the first line of its docstring says what they are about."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from corpus import encode_corpus
+from distributed import World
+from errors import UserError
+from hardware import has_bf16
+from launchers import Place
+from main import read_config
+from measuring import CPU, MIDDLE, ROOMS, SMALL, WIDE, Bench, Row, SkippedError, row, seconds, silence
+from metrics import Metrics
+from rivals import Step, bare_loop, fetching, nanogpt_step, tutorial_fetch, tutorial_step
+from snapshot import read
+from state import DTYPES
+from trainer import Trainer
+
+
+class InTurns(Trainer):
+    """A trainer whose run gives way to something else after every so many steps."""
+
+    steps, other, began = 0, staticmethod(lambda: None), 0.0
+
+    def fit_beside(self, other: Step, steps: int) -> list[float]:
+        """Runs fit() to its end; returns the other's seconds in those of fit(), for each `steps` steps of both."""
+        self.steps, self.other, self.ratios, self.began = steps, other, list[float](), time.perf_counter()
+        self.fit()
+        return self.ratios[1:]  # in the first, both warm up
+
+    def _tell_what_was_written(self, metrics: Metrics) -> None:
+        """What comes last in each of fit()'s steps."""
+        super()._tell_what_was_written(metrics)
+        if self.state.step % self.steps == 0:
+            own = time.perf_counter() - self.began
+            self.ratios.append(seconds(self.other, self.steps) / own)
+            self.began = time.perf_counter()
+
+
+def trainer(bench: Bench) -> Iterator[Row]:
+    """A bare loop's step with the same mathematics, in whole steps of Trainer.fit()."""
+    steps, pairs = 50, 2 * bench.pairs
+    # The last step comes after the last pair: to evaluate and save is not the loop's own work.
+    keys = {"trainer.max_steps": steps * (pairs + 1) + 1, "trainer.log_every": 10}
+    keys |= {"trainer.eval_every": 10**9, "trainer.save_every": 10**9}
+    with silence():
+        made = InTurns(read_config(bench.options(keys=keys)), bench.world)
+        ratios = made.fit_beside(bare_loop(made), steps)
+    yield row("a bare loop's step in a step of `Trainer.fit`, log_every 10", ratios, least=0.98)
+
+
+def nanogpt(bench: Bench) -> Iterator[Row]:
+    """nanoGPT's step on a CPU, in steps of ours."""
+    yield from _others(bench, "nanoGPT's step in ours", bench.nanogpt, nanogpt_step, bench.mode.nanogpt)
+
+
+def tutorial(bench: Bench) -> Iterator[Row]:
+    """The minGPT-DDP tutorial's step, in steps of ours."""
+    yield from _others(bench, "the tutorial's step in ours", bench.tutorial, tutorial_step, bench.mode.tutorial)
+
+
+def _others(
+    bench: Bench, what: str, folder: Path | None, step: Callable[[Path, Trainer], Step], goals: tuple[float, ...]
+) -> Iterator[Row]:
+    folder = bench.needs_clone(folder)
+    if bench.mode.words:
+        bench.needs_compiler()
+    for shape, goal in zip((SMALL, MIDDLE, WIDE), goals, strict=True):
+        made = bench.trainer((*bench.mode.words, *shape.words))
+        how = made.state.precision + (", compiled" if made.config.trainer.compile else "")
+        yield row(f"{what} ({how}), {shape}", bench.ratio(step(folder, made), made._step), least=goal)
+
+
+def peak(bench: Bench) -> Iterator[Row]:
+    """A step's floating-point operations per second, in those of a product of two 2048 x 2048 matrices."""
+    for precision, goal in (("fp32", 0.8), ("bf16", 0.65)):
+        what = f"a step's operations a second in those of one product, {precision}, {WIDE}"
+        if precision == "bf16" and not has_bf16(CPU)[0]:
+            yield Row(what, "skipped: no bf16 hardware", least=goal)
+            continue
+        made = bench.trainer(WIDE.words, {"trainer.precision": precision})
+        shape, B = made.state.model.config, made.config.trainer.batch_size
+        matrices = sum(p.numel() for n, p in made.state.model.named_parameters() if p.dim() == 2 and "wpe" not in n)
+        # Forward and backward: 6 for each weight and character, and the two products of attention, counted whole.
+        operations = B * shape.block_size * (6 * matrices + 12 * shape.n_layer * shape.n_embd * shape.block_size)
+        one, other = (torch.randn(2048, 2048, dtype=DTYPES[precision]) for _ in range(2))
+        ratios = bench.ratio(partial(torch.mm, one, other), made._step)
+        yield row(what, [operations / (2 * 2048**3) * ratio for ratio in ratios], "%", least=goal)
+
+
+def ranks(bench: Bench) -> Iterator[Row]:
+    """What two ranks of one thread do in the time that one rank of two threads takes."""
+    if bench.world.size == 1:
+        yield from bench.on_ranks("ranks", 2)
+        return
+    threads = bench.world.size
+    for shape in (SMALL, MIDDLE):
+        together = bench.trainer(shape.words, {"trainer.threads": 1})
+        lone = bench.trainer(shape.words, {"trainer.threads": threads}, World(Place()))  # only rank 0's counts
+
+        def alone(made: Trainer = lone) -> None:
+            if bench.world.rank == 0:
+                torch.set_num_threads(threads)
+                made._step()
+
+        def all_ranks(made: Trainer = together) -> None:
+            torch.set_num_threads(1)
+            made._step()
+
+        what = f"tokens a second of {threads} ranks of 1 thread in those of 1 rank of {threads}, {shape}"
+        yield row(what, bench.ratio(alone, all_ranks, before=lambda: bench.world.gather(None)), least=1.0)
+
+
+def fetch(bench: Bench) -> Iterator[Row]:
+    """What fetching a batch takes, of a step and beside the tutorial's way."""
+    made = bench.trainer()
+    yield row("to fetch a batch, of a step", bench.ratio(fetching(made), made._step), "%", most=0.005)
+    folder = bench.needs_clone(bench.tutorial)
+    for shape in (SMALL, replace(SMALL, B=512)):
+        made = bench.trainer(shape.words, warm=0)
+        what = f"the tutorial's way to fetch a batch of {made.config.trainer.batch_size} in ours"
+        yield row(what, bench.ratio(tutorial_fetch(folder, made, bench.text), fetching(made)), least=50)
+
+
+def encoding(bench: Bench) -> Iterator[Row]:
+    """A dictionary's loop over a text, in the time of encode_corpus."""
+    larger = bench.folder / "larger.txt"
+    larger.write_text(20 * bench.text.read_text())
+    for file in (bench.text, larger):
+
+        def loop(file: Path = file) -> None:
+            text = file.read_text()
+            tokens = {character: token for token, character in enumerate(sorted(set(text)))}
+            np.array([tokens[character] for character in text], dtype=np.uint16)
+
+        def ours(file: Path = file) -> None:
+            encode_corpus(str(file), Path(tempfile.mkdtemp(dir=bench.folder)))
+
+        what = (
+            f"a dictionary's loop over {file.stat().st_size / 1e6:.0f} MB of text in encode_corpus, its file included"
+        )
+        yield row(what, bench.ratio(loop, ours), least=20)
+
+
+FIRST_STEP = """
+import sys, time, torch
+began = time.perf_counter()
+from distributed import connect
+from main import read_config
+from trainer import Trainer
+config = read_config(sys.argv[1:])
+with connect(config.distributed) as world:
+    Trainer(config, world)._step()
+    print(time.perf_counter() - began)
+"""
+
+
+def start(bench: Bench) -> Iterator[Row]:
+    """Seconds from PyTorch's own import to the end of the first step, text encoded; absolute."""
+
+    def once() -> float:
+        command = [sys.executable, "-c", FIRST_STEP, *bench.options(keys={"trainer.compile": "false"})]
+        done = subprocess.run(command, cwd=ROOMS, check=True, capture_output=True, text=True)  # noqa: S603
+        return float(done.stdout.split()[-1])
+
+    what = "absolute: from `import torch` done to the first step done, 1 MB of text encoded"
+    yield row(what, [once() for _ in range(min(3, bench.pairs))], "s", most=3)
+
+
+def snapshots(bench: Bench) -> Iterator[Row]:
+    """What a snapshot costs."""
+    made = bench.trainer()
+    state, save = made.state, lambda: made.state.save(None, last=False)
+    tensors = [*state.model.parameters()]
+    tensors += [tensor for moments in state.strategy.stepper.state.values() for tensor in moments.values()]
+    copies = [torch.empty_like(tensor) for tensor in tensors]
+
+    def copy() -> None:
+        for aside, tensor in zip(copies, tensors, strict=True):
+            aside.data.copy_(tensor)
+
+    def step() -> None:  # so that neither finds the state in the processor's cache because of the other
+        state.writer.wait()
+        made._step()
+
+    size = f"{sum(tensor.nbytes for tensor in tensors) / 1e6:.0f} MB"
+    stalls = [ratio for _ in range(5) for ratio in bench.ratio(save, copy, before=step, times=1)]
+    yield row(f"what a snapshot holds the step, in plain copies of its {size}", stalls, most=1.5)
+
+    def hundred() -> None:
+        seconds(made._step, 100)
+
+    def hundred_and_save() -> None:
+        save()
+        hundred()
+
+    costs = bench.ratio(hundred_and_save, hundred, before=state.writer.wait, times=1)
+    yield row("what save_every 100 adds to a step", [ratio - 1 for ratio in costs], "%", most=0.01)
+    save()
+    state.writer.wait()
+    file = made.folder.file(state.step)
+    loads = bench.ratio(lambda: read(file), lambda: torch.load(file, weights_only=True))
+    yield row(f"a snapshot's load with its digest checked in torch.load's of the same {size}", loads, most=1.2)
+
+
+def strategies(bench: Bench) -> Iterator[Row]:
+    """A step of each strategy, in steps with DDP."""
+    for strategy in ("zero1", "zero2", "fsdp"):
+        yield _compared(bench, "strategy", "ddp", strategy, {})
+    if bench.world.size == 1:
+        yield from bench.on_ranks("strategies")
+
+
+def reduction(bench: Bench) -> Iterator[Row]:
+    """A step whose bits are the same at every number of ranks, in steps with DDP."""
+    yield _compared(bench, "reduction", "fast", "tree", {"trainer.micro_batch_size": 3, "trainer.threads": 1})
+    if bench.world.size == 1:
+        yield from bench.on_ranks("reduction")
+
+
+def _compared(bench: Bench, key: str, one: str, other: str, keys: dict[str, Any]) -> Row:
+    first, second = (bench.trainer(keys=keys | {f"distributed.{key}": way}) for way in (one, other))
+    number = "1 rank" if bench.world.size == 1 else f"{bench.world.size} ranks"
+    return row(f"a step with {key} {other} in one with {one}, {number}", bench.ratio(second._step, first._step))
+
+
+def compile_blocks(bench: Bench) -> Iterator[Row]:
+    """What trainer.compile brings, and costs."""
+    bench.needs_compiler()
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(dir=bench.folder)
+    torch.compiler.reset()
+    plain, compiled = bench.trainer(), bench.trainer(keys={"trainer.compile": "true"}, warm=0)
+    took = seconds(compiled._step)
+    ratios = bench.ratio(plain._step, compiled._step)
+    yield row("a step without trainer.compile in one with it", ratios)
+    yield row("absolute: the first compiled step, nothing cached", [took], "s")
+    one = seconds(plain._step, 50) / 50
+    if (gain := one * (1 - 1 / float(np.median(ratios)))) > 0:
+        yield row("steps after which trainer.compile has paid", [took / gain], "steps")
+    else:
+        yield Row("steps after which trainer.compile has paid", "never")
+
+
+def optimizer(bench: Bench) -> Iterator[Row]:
+    """A step with Muon, in steps with AdamW."""
+    try:
+        read_config(["--optimizer.name", "muon"])
+    except UserError as error:
+        raise SkippedError("there is no optimizer.name muon here") from error
+    adamw, muon = (bench.trainer(keys={"optimizer.name": name}) for name in ("adamw", "muon"))
+    yield row("a step with muon in one with adamw", bench.ratio(muon._step, adamw._step))
+
+
+MEASUREMENTS: dict[str, Callable[[Bench], Iterator[Row]]] = {
+    "trainer": trainer,
+    "nanogpt": nanogpt,
+    "tutorial": tutorial,
+    "peak": peak,
+    "ranks": ranks,
+    "fetch": fetch,
+    "encoding": encoding,
+    "start": start,
+    "snapshots": snapshots,
+    "strategies": strategies,
+    "reduction": reduction,
+    "compile": compile_blocks,
+    "optimizer": optimizer,
+}
+CLONES = {"nanogpt": "nanogpt", "tutorial": "tutorial", "fetch": "tutorial"}  # whose folder a measurement wants
+IN_A_GROUP = ("ranks", "strategies", "reduction")  # the others are about one process
