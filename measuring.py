@@ -87,7 +87,7 @@ class Row:
     Args:
         what: what it is
         figure: the median, or why there is none
-        smallest, largest: of all pairs
+        smallest, largest: of all pairs; None where there is one value, or none
         unit: a key of UNITS; shares of 1 are shown as %
         least, most: the goal
     """
@@ -128,10 +128,9 @@ class Row:
     @property
     def cells(self) -> list[str]:
         """What, figure, smallest to largest, goal."""
-        if isinstance(self.figure, str) or self.smallest is None or self.largest is None:
-            return [self.what, str(self.figure), "", self.goal]
-        spread = f"{self.shown(self.smallest)} to {self.shown(self.largest)}"
-        return [self.what, self.shown(self.figure), spread, self.goal]
+        figure = self.figure if isinstance(self.figure, str) else self.shown(self.figure)
+        spread = " to ".join(self.shown(end) for end in (self.smallest, self.largest) if end is not None)
+        return [self.what, figure, spread, self.goal]
 
 
 def row(what: str, values: Sequence[float], unit: str = "", **goal: float) -> Row:
@@ -143,7 +142,8 @@ def row(what: str, values: Sequence[float], unit: str = "", **goal: float) -> Ro
         unit: a key of UNITS
         goal: `least` or `most`
     """
-    return Row(what, statistics.median(values), min(values), max(values), unit, **goal)
+    spread = (min(values), max(values)) if len(values) > 1 else (None, None)
+    return Row(what, statistics.median(values), *spread, unit, **goal)
 
 
 def seconds(action: Callable[[], Any], times: int = 1) -> float:
@@ -196,9 +196,7 @@ class Bench:
     def options(self, words: Sequence[str] = (), keys: Mapping[str, Any] | None = None) -> list[str]:
         """Options of main.py for a run of its own: `words`, over which the command line wins, over which `keys` win."""
         run = {"data.path": self.text, "trainer.run_dir": tempfile.mkdtemp(dir=self.folder)}
-        first, last = (
-            [w for key, value in part.items() for w in (f"--{key}", str(value))] for part in (run, keys or {})
-        )
+        first, last = ([w for k, value in part.items() for w in (f"--{k}", str(value))] for part in (run, keys or {}))
         return [*first, *words, *self.words, *last]
 
     def trainer(
