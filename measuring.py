@@ -142,8 +142,8 @@ def row(what: str, values: Sequence[float], unit: str = "", **goal: float) -> Ro
         unit: a key of UNITS
         goal: `least` or `most`
     """
-    spread = (min(values), max(values)) if len(values) > 1 else (None, None)
-    return Row(what, statistics.median(values), *spread, unit, **goal)
+    smallest, largest = (min(values), max(values)) if len(values) > 1 else (None, None)
+    return Row(what, statistics.median(values), smallest, largest, unit, **goal)
 
 
 def seconds(action: Callable[[], Any], times: int = 1) -> float:
