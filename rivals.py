@@ -126,7 +126,8 @@ def fetching(made: Trainer) -> Step:
 def bare_loop(made: Trainer) -> Step:
     """The same mathematics with nothing around it: no log, no checks, batches made beforehand."""
     model, clip = GPT(made.state.model.config), made.config.optimizer.grad_norm_clip
-    optimizer = build_optimizer(model.parameters(), made.config.optimizer)
+    hidden = [parameter for block in model.blocks for parameter in block.parameters()]
+    optimizer = build_optimizer(model.parameters(), hidden, made.config.optimizer)
     batches = itertools.cycle([made.training[numbers] for numbers in itertools.islice(fresh_numbers(made), 50)])
     precision = made.state.precision
 
