@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 from corpus import Corpus
 from errors import UserError
 
+AHEAD = 4096  # samples whose windows are found at once
 IGNORE = -1  # target of a position that has no next character; GPT's loss leaves it out
 
 
@@ -111,6 +112,9 @@ class CharDataset(Dataset):
     def __init__(self, tokens: np.ndarray, block_size: int, seed: int) -> None:
         self.tokens, self.block_size, self.seed = tokens, block_size, seed
         self.windows = max(1, (len(tokens) - block_size) // block_size)
+        self.window = np.arange(block_size + 1)
+        self.known = range(0)  # samples whose starts are in known_starts
+        self.known_starts = np.empty(0, dtype=np.int64)
 
     def __len__(self) -> int:
         return self.windows
@@ -124,11 +128,20 @@ class CharDataset(Dataset):
     def _offsets(self) -> int:
         return min(self.block_size, len(self.tokens) - self.windows * self.block_size)
 
+    def _starts_ahead(self, numbers: np.ndarray) -> np.ndarray:
+        """What `starts` says, computed once for the many samples to come: a dozen take as long as thousands."""
+        first, last = int(numbers.min()), int(numbers.max())
+        if last - first >= AHEAD:
+            return self.starts(numbers)
+        if not self.known.start <= first <= last < self.known.stop:
+            self.known = range(first, first + AHEAD)
+            self.known_starts = self.starts(np.arange(first, first + AHEAD))
+        return self.known_starts[numbers - self.known.start]
+
     def __getitem__(self, numbers: int | Sequence[int] | np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Sample numbers, (B,) or one alone -> inputs and targets, (B, T) or (T,), int64."""
         many = np.atleast_1d(np.asarray(numbers, dtype=np.int64))
-        window = np.arange(self.block_size + 1)
-        batch = torch.from_numpy(self.tokens[self.starts(many)[:, None] + window].astype(np.int64))
+        batch = torch.from_numpy(self.tokens[self._starts_ahead(many)[:, None] + self.window].astype(np.int64))
         if np.ndim(numbers) == 0:
             batch = batch[0]
         return batch[..., :-1], batch[..., 1:]

@@ -21,7 +21,7 @@ from distributed import World
 from hardware import has_bf16
 from launchers import Place
 from main import read_config
-from measuring import CPU, MIDDLE, ROOMS, SMALL, WIDE, Bench, Row, row, seconds, silence
+from measuring import CPU, MIDDLE, ROOMS, SMALL, WIDE, Bench, Row, Shape, row, seconds, silence
 from metrics import Metrics
 from rivals import Step, bare_loop, fetching, nanogpt_step, tutorial_fetch, tutorial_step
 from snapshot import read
@@ -37,7 +37,8 @@ class InTurns(Trainer):
     def fit_beside(self, other: Step, steps: int) -> list[float]:
         """Runs fit() to its end; returns the other's seconds in those of fit(), for each `steps` steps of both."""
         self.steps, self.other, self.ratios, self.began = steps, other, list[float](), time.perf_counter()
-        self.fit()
+        if status := self.fit():  # it took the signal for itself, saved and came back
+            sys.exit(status)
         return self.ratios[1:]  # in the first, both warm up
 
     def _tell_what_was_written(self, metrics: Metrics) -> None:
@@ -47,6 +48,12 @@ class InTurns(Trainer):
             own = time.perf_counter() - self.began
             self.ratios.append(seconds(self.other, self.steps) / own)
             self.began = time.perf_counter()
+
+
+def shape_of(made: Trainer) -> Shape:
+    """The shape that is measured: the command line may have asked for another one."""
+    config = made.state.model.config
+    return Shape(config.n_layer, config.n_head, config.n_embd, config.block_size, made.config.trainer.batch_size)
 
 
 def trainer(bench: Bench) -> Iterator[Row]:
@@ -80,13 +87,13 @@ def _others(
     for shape, goal in zip((SMALL, MIDDLE, WIDE), goals, strict=True):
         made = bench.trainer((*bench.mode.words, *shape.words), {"optimizer.name": "adamw"})  # as theirs
         how = f"{made.state.precision}, AdamW" + (", compiled" if made.config.trainer.compile else "")
-        yield row(f"{what} ({how}), {shape}", bench.ratio(step(folder, made), made._step), least=goal)
+        yield row(f"{what} ({how}), {shape_of(made)}", bench.ratio(step(folder, made), made._step), least=goal)
 
 
 def peak(bench: Bench) -> Iterator[Row]:
     """A step's floating-point operations per second, in those of a product of two 2048 x 2048 matrices."""
     for precision, goal in (("fp32", 0.8), ("bf16", 0.65)):
-        what = f"a step's operations a second in those of one product, {precision}, {WIDE}"
+        what = f"a step's operations a second in those of one product, {precision}"
         if precision == "bf16" and not has_bf16(CPU)[0]:
             yield Row(what, "skipped: no bf16 hardware", least=goal)
             continue
@@ -97,7 +104,8 @@ def peak(bench: Bench) -> Iterator[Row]:
         operations = B * shape.block_size * (6 * matrices + 12 * shape.n_layer * shape.n_embd * shape.block_size)
         one, other = (torch.randn(2048, 2048, dtype=DTYPES[precision]) for _ in range(2))
         ratios = bench.ratio(partial(torch.mm, one, other), made._step)
-        yield row(what, [operations / (2 * 2048**3) * ratio for ratio in ratios], "%", least=goal)
+        shares = [operations / (2 * 2048**3) * ratio for ratio in ratios]
+        yield row(f"{what}, {shape_of(made)}", shares, "%", least=goal)
 
 
 def ranks(bench: Bench) -> Iterator[Row]:
@@ -119,7 +127,7 @@ def ranks(bench: Bench) -> Iterator[Row]:
             torch.set_num_threads(1)
             made._step()
 
-        what = f"tokens a second of {threads} ranks of 1 thread in those of 1 rank of {threads}, {shape}"
+        what = f"tokens a second of {threads} ranks of 1 thread in those of 1 rank of {threads}, {shape_of(lone)}"
         yield row(what, bench.ratio(alone, all_ranks, before=lambda: bench.world.gather(None)), least=1.0)
 
 

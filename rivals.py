@@ -87,7 +87,8 @@ def tutorial_step(folder: Path, made: Trainer) -> Step:
     numbers = fresh_numbers(made)
 
     def step() -> None:
-        _, loss = model(*made.training[next(numbers)])
+        idx, targets = made.training[next(numbers)]
+        _, loss = model(idx, targets.contiguous())
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         clip_grad_norm_(model.parameters(), 1.0)
