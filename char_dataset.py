@@ -112,7 +112,7 @@ class CharDataset(Dataset):
     def __init__(self, tokens: np.ndarray, block_size: int, seed: int) -> None:
         self.tokens, self.block_size, self.seed = tokens, block_size, seed
         self.windows = max(1, (len(tokens) - block_size) // block_size)
-        self.window = np.arange(block_size + 1)
+        self.all_windows = np.lib.stride_tricks.sliding_window_view(tokens, block_size + 1)  # (n - T, T + 1), no copies
         self.known = range(0)  # samples whose starts are in known_starts
         self.known_starts = np.empty(0, dtype=np.int64)
 
@@ -141,7 +141,7 @@ class CharDataset(Dataset):
     def __getitem__(self, numbers: int | Sequence[int] | np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Sample numbers, (B,) or one alone -> inputs and targets, (B, T) or (T,), int64."""
         many = np.atleast_1d(np.asarray(numbers, dtype=np.int64))
-        batch = torch.from_numpy(self.tokens[self._starts_ahead(many)[:, None] + self.window].astype(np.int64))
+        batch = torch.from_numpy(self.all_windows[self._starts_ahead(many)].astype(np.int64))
         if np.ndim(numbers) == 0:
             batch = batch[0]
         return batch[..., :-1], batch[..., 1:]
