@@ -97,7 +97,7 @@ def peak(bench: Bench) -> Iterator[Row]:
         if precision == "bf16" and not has_bf16(CPU)[0]:
             yield Row(what, "skipped: no bf16 hardware", least=goal)
             continue
-        made = bench.trainer(WIDE.words, {"trainer.precision": precision})
+        made = bench.trainer(WIDE.words, {"trainer.precision": precision, "optimizer.name": "adamw"})
         shape, B = made.state.model.config, made.config.trainer.batch_size
         matrices = sum(p.numel() for n, p in made.state.model.named_parameters() if p.dim() == 2 and "wpe" not in n)
         # Forward and backward: 6 for each weight and character, and the two products of attention, counted whole.
@@ -115,8 +115,9 @@ def ranks(bench: Bench) -> Iterator[Row]:
         return
     threads = bench.world.size
     for shape in (SMALL, MIDDLE):
-        together = bench.trainer(shape.words, {"trainer.threads": 1})
-        lone = bench.trainer(shape.words, {"trainer.threads": threads}, World(Place()))  # only rank 0's counts
+        keys = {"optimizer.name": "adamw"}  # ddp makes each rank do all of Muon's work
+        together = bench.trainer(shape.words, keys | {"trainer.threads": 1})
+        lone = bench.trainer(shape.words, keys | {"trainer.threads": threads}, World(Place()))  # only rank 0's counts
 
         def alone(made: Trainer = lone) -> None:
             if bench.world.rank == 0:
