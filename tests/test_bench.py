@@ -81,7 +81,16 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [("trainer", 1), ("nanogpt", 3), ("tutorial", 3), ("peak", 2), ("fetch", 3), ("encoding", 2), ("snapshots", 3)],
+    [
+        pytest.param("trainer", 1, marks=pytest.mark.slow),
+        ("nanogpt", 3),
+        ("tutorial", 3),
+        ("peak", 2),
+        ("fetch", 3),
+        ("encoding", 2),
+        ("optimizer", 1),
+        pytest.param("snapshots", 3, marks=pytest.mark.slow),
+    ],
 )
 def test_a_measurement_of_one_process_gives_rows(bench: Bench, name: str, count: int, monkeypatch) -> None:
     monkeypatch.setattr(measurements, "has_bf16", lambda device: (False, "for this test"))
@@ -96,6 +105,7 @@ def test_a_measurement_of_one_process_gives_rows(bench: Bench, name: str, count:
             assert each.figure > 0 or "save_every" in each.what
 
 
+@pytest.mark.slow
 def test_start_is_in_seconds(bench: Bench) -> None:
     [found] = rows("start", bench)
     assert 0 < found.figure < 60
@@ -127,11 +137,6 @@ def test_what_cannot_be_measured_says_why(bench: Bench, name: str, why: str, mon
     assert found.figure.startswith("skipped: ")
     assert why in found.figure
     assert found.cells[1:3] == [found.figure, ""]
-
-
-def test_muon_is_measured_or_skipped(bench: Bench) -> None:
-    [found] = rows("optimizer", bench)
-    assert found.figure == "skipped: there is no optimizer.name muon here" or found.figure > 0
 
 
 def test_several_ranks_make_only_the_measurements_of_groups(bench: Bench) -> None:

@@ -51,7 +51,9 @@ def test_the_tree_gives_the_same_bits_when_the_number_of_ranks_changes_on_the_wa
     assert [row["world_size"] for row in rows(tmp_path / "run")] == [4] * 3 + [3] * 3 + [1] * 3 + [2] * 3
 
 
-@pytest.mark.parametrize("knobs", [{"trainer__precision": "bf16"}, {"optimizer__name": "muon"}])
+@pytest.mark.parametrize(
+    "knobs", [{"trainer__precision": "bf16"}, pytest.param({"optimizer__name": "muon"}, marks=pytest.mark.slow)]
+)
 def test_the_tree_gives_the_same_bits_in_bf16_and_with_muon(knobs: dict, text: Path, tmp_path: Path) -> None:
     for number in (1, 3):
         argv = arguments(tmp_path / str(number), text, **knobs, **TREE)
