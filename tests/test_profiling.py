@@ -21,6 +21,7 @@ def test_the_steps_asked_for_are_in_a_trace(text: Path, tmp_path: Path) -> None:
     assert "aten::addmm" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [None, 3])
 def test_no_trace_where_none_was_asked_for_or_the_run_is_too_short(
     steps: int | None, text: Path, tmp_path: Path

@@ -46,6 +46,7 @@ def test_every_strategy_trains_in_bf16(text: Path, tmp_path: Path) -> None:
         assert deviation(found, plain) < (1e-6 if strategy == "zero1" else 2e-3), strategy
 
 
+@pytest.mark.slow
 def test_every_strategy_trains_the_same_curve_with_muon(text: Path, tmp_path: Path) -> None:
     """To what Muon's products in bf16 leave of a gradient's last bits."""
     ways = [{"distributed__strategy": strategy, "optimizer__name": "muon"} for strategy in STRATEGIES]
