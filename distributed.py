@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from errors import NoAnswerError, UserError
 from hardware import choose_device, visible_gpus, wants_gpu
@@ -260,3 +261,8 @@ def connect(config: DistributedConfig, run_dir: str = ".") -> Iterator[World]:
             peers.leave()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, or the whole of one that is not dealt out."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

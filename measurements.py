@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,34 +21,12 @@ from corpus import encode_corpus
 from distributed import World
 from hardware import has_bf16
 from launchers import Place
-from main import read_config
 from measuring import CPU, MIDDLE, ROOMS, SMALL, WIDE, Bench, Row, Shape, row, seconds, silence
-from metrics import Metrics
 from rivals import Step, bare_loop, fetching, nanogpt_step, tutorial_fetch, tutorial_step
 from snapshot import read
 from state import DTYPES
+from stopping import Stop
 from trainer import Trainer
-
-
-class InTurns(Trainer):
-    """A trainer whose run gives way to something else after every so many steps."""
-
-    steps, other, began = 0, staticmethod(lambda: None), 0.0
-
-    def fit_beside(self, other: Step, steps: int) -> list[float]:
-        """Runs fit() to its end; returns the other's seconds in those of fit(), for each `steps` steps of both."""
-        self.steps, self.other, self.ratios, self.began = steps, other, list[float](), time.perf_counter()
-        if status := self.fit():  # it took the signal for itself, saved and came back
-            sys.exit(status)
-        return self.ratios[1:]  # in the first, both warm up
-
-    def _tell_what_was_written(self, metrics: Metrics) -> None:
-        """What comes last in each of fit()'s steps."""
-        super()._tell_what_was_written(metrics)
-        if self.state.step % self.steps == 0:
-            own = time.perf_counter() - self.began
-            self.ratios.append(seconds(self.other, self.steps) / own)
-            self.began = time.perf_counter()
 
 
 def shape_of(made: Trainer) -> Shape:
@@ -62,10 +41,21 @@ def trainer(bench: Bench) -> Iterator[Row]:
     # The last step comes after the last pair: to evaluate and save is not the loop's own work.
     keys = {"trainer.max_steps": steps * (pairs + 1) + 1, "trainer.log_every": 10}
     keys |= {"trainer.eval_every": 10**9, "trainer.save_every": 10**9}
-    with silence():
-        made = InTurns(read_config(bench.options(keys=keys)), bench.world)
-        ratios = made.fit_beside(bare_loop(made), steps)
-    yield row("a bare loop's step in a step of `Trainer.fit`, log_every 10", ratios, least=0.98)
+    made = bench.trainer(keys=keys, warm=0)
+    bare, ratios = bare_loop(made), list[float]()
+    began = time.perf_counter()
+
+    def give_way() -> None:
+        nonlocal began
+        if made.state.step % steps == 0:
+            own = time.perf_counter() - began
+            ratios.append(seconds(bare, steps) / own)
+            began = time.perf_counter()
+
+    with silence(), closing(made._open_metrics()) as metrics, Stop() as stop:
+        if status := made._train(metrics, stop, give_way):  # it took the signal for itself, saved and came back
+            sys.exit(status)
+    yield row("a bare loop's step in a step of `Trainer.fit`, log_every 10", ratios[1:], least=0.98)  # both warm up
 
 
 def nanogpt(bench: Bench) -> Iterator[Row]:

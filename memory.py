@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from distributed import local
 from errors import UserError
 from model import GPT, GPTConfig
 from optimizer import OptimizerConfig, parameter_groups
-from strategy import Strategy, local
+from strategy import Strategy
 
 if TYPE_CHECKING:
     from main import Config
@@ -164,8 +165,7 @@ def _moments(model: GPT, config: OptimizerConfig, ranks: int) -> int:
     Dealt out as ZeroRedundancyOptimizer does it: group by group, the largest first, to the rank that has least.
     """
     elements, needed = [0] * ranks, [0] * ranks
-    hidden = [parameter for block in model.blocks for parameter in block.parameters()]
-    for group in parameter_groups(model.parameters(), hidden, config):
+    for group in parameter_groups(model, config):
         for parameter in sorted(group["params"], key=lambda p: -p.numel()):
             rank = elements.index(min(elements))
             elements[rank] += parameter.numel()

@@ -99,7 +99,7 @@ class Dropout(nn.Dropout):
         if not self.training or self.p == 0 or x.device.type != "cpu" or torch.compiler.is_compiling():
             return super().forward(x)
         draws = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
-        kept = draws.view(torch.int16)[: x.numel()].view(x.shape) >= round(self.p * 2**16) - 2**15
+        kept = draws.view(torch.int16)[: x.numel()].view(x.shape) >= min(round(self.p * 2**16), 2**16 - 1) - 2**15
         return x * kept.to(x.dtype).mul_(1 / (1 - self.p))
 
 

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import nn
-from torch.optim import AdamW, Muon, Optimizer
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import AdamW, Optimizer
+
+from distributed import local
+
+MOMENTUM = 0.95  # Muon's, with Nesterov's look ahead
 
 
 @dataclass(frozen=True)
@@ -76,70 +83,127 @@ def learning_rate(step: int, last_step: int, config: OptimizerConfig) -> float:
 class MuonWithAdamW(Optimizer):
     """Muon (Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024) for some groups, AdamW for others.
 
-    Both are PyTorch's. Muon's steps are as long as AdamW's would be (Liu et al., "Muon is Scalable for LLM Training",
-    2025), so that one learning rate serves both.
+    Muon's steps are as long as AdamW's would be (Liu et al., "Muon is Scalable for LLM Training", 2025), so that one
+    learning rate serves both. They are torch.optim.Muon's with `match_rms_adamw`. What that lacks is here: matrices of
+    one shape in one product, products in any precision, matrices of which each rank holds some rows, and `found_inf`.
 
     Args:
         groups: parameter groups; those with a true `muon` are Muon's
+        products: precision of Muon's matrix products
         settings: AdamW's
     """
 
-    def __init__(self, groups: list[dict[str, Any]], **settings: Any) -> None:
-        super().__init__(groups, settings)
-        self.muon = Muon([g for g in self.param_groups if g["muon"]], adjust_lr_fn="match_rms_adamw")
+    def __init__(self, groups: list[dict[str, Any]], products: torch.dtype, **settings: Any) -> None:
+        super().__init__(groups, settings | {"products": products})
         self.adamw = AdamW([g for g in self.param_groups if not g["muon"]])
-        self.muon.state = self.adamw.state = self.state
+        self.adamw.state = self.state
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Moves all weights; none where `found_inf` is 1, as fused AdamW does.
-
-        On GPUs Muon moves its own all the same, for it would have to wait for the device to know: they are lost then,
-        and the run ends at its next check.
-        """
+        """Moves all weights; none where `found_inf` is 1, as fused AdamW does, without waiting for the device."""
         found_inf = getattr(self, "found_inf", None)
-        if found_inf is None or found_inf.device.type != "cpu" or not found_inf:
-            self.muon.step()
+        for group in self.param_groups:
+            alike: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
+            for parameter in group["params"] if group["muon"] else ():
+                alike[parameter.shape].append(parameter)
+            for matrices in alike.values():
+                self._move(matrices, group, found_inf)
         self.adamw.grad_scale, self.adamw.found_inf = None, found_inf  # type: ignore[attr-defined]
         self.adamw.step()
 
+    def _move(self, matrices: list[nn.Parameter], group: dict[str, Any], found_inf: Tensor | None) -> None:
+        """Muon's step for matrices of one shape."""
+        for matrix in matrices:
+            if not self.state[matrix]:
+                self.state[matrix]["momentum_buffer"] = torch.zeros_like(matrix)
+        means = [local(self.state[matrix]["momentum_buffer"]) for matrix in matrices]
+        gradients = [local(matrix.grad) for matrix in matrices]  # type: ignore[arg-type]
+        moves: float | Tensor = 1.0
+        if found_inf is not None:
+            moves = 1 - found_inf
+            gradients = [torch.where(found_inf > 0, *both) for both in zip(means, gradients, strict=True)]
+        torch._foreach_lerp_(means, gradients, 1 - MOMENTUM)
+        ahead = torch.stack(torch._foreach_lerp(gradients, means, MOMENTUM))
+        like = matrices[0]
+        directions = (
+            orthogonal_over_ranks(ahead, group["products"], like)
+            if isinstance(like, DTensor)
+            else orthogonal(ahead, group["products"])
+        )
+        weights, rate = [local(matrix.detach()) for matrix in matrices], group["lr"] * moves
+        torch._foreach_mul_(weights, 1 - rate * group["weight_decay"])
+        torch._foreach_sub_(weights, [*(directions * (rate * 0.2 * math.sqrt(max(like.shape))))])
 
-def parameter_groups(
-    parameters: Iterable[nn.Parameter], hidden: Iterable[nn.Parameter], config: OptimizerConfig
-) -> list[dict[str, Any]]:
-    """Who moves what: matrices, the hidden ones apart if they are Muon's, and all that does not decay.
+
+def orthogonal(gradients: Tensor, dtype: torch.dtype) -> Tensor:
+    """Matrices with the same singular vectors, and singular values near 1: (k, m, n) -> (k, m, n), in fp32.
+
+    Jordan's five quintic Newton-Schulz steps, whose coefficients grow small values as fast as they can.
 
     Args:
-        parameters: all
-        hidden: those inside the model, which neither embed nor predict
+        gradients: k matrices
+        dtype: of the products
+    """
+    tall = gradients.size(1) > gradients.size(2)
+    x = gradients.mT if tall else gradients
+    x = (x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)).to(dtype)
+    for _ in range(5):
+        square = torch.bmm(x, x.mT)
+        x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=-4.775, alpha=2.0315), x, beta=3.4445)
+    return (x.mT if tall else x).float()
+
+
+def orthogonal_over_ranks(rows: Tensor, dtype: torch.dtype, like: DTensor) -> Tensor:
+    """The same for matrices of which each rank holds some rows: each makes some of them orthogonal, whole.
+
+    Args:
+        rows: (k, this rank's rows, n)
+        dtype: of the products
+        like: one of the k, (m, n), over ranks
+    """
+    sizes, strides = torch.Size((len(rows), *like.shape)), (like.numel(), like.size(1), 1)
+    dealt_out = partial(DTensor.from_local, device_mesh=like.device_mesh, shape=sizes, stride=strides)
+    whole = dealt_out(rows, placements=[Shard(1)]).redistribute(placements=[Shard(0)]).to_local()
+    moved = dealt_out(orthogonal(whole, dtype), placements=[Shard(0)])
+    return moved.redistribute(placements=[Shard(1)]).to_local()
+
+
+def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
+    """Who moves what: the blocks' matrices apart if they are Muon's, other matrices, and all that does not decay.
+
+    Args:
+        model: whose parameters move; its `blocks` are asked for with muon alone
         config: how they move
     """
-    parameters, inside = list(parameters), {*hidden}
-    matrices = [p for p in parameters if p.dim() >= 2]
-    muons = [p for p in matrices if config.name == "muon" and p in inside]
+    hidden: set[nn.Parameter] = set()
+    if config.name == "muon":
+        hidden = {p for block in model.blocks for p in block.parameters() if p.dim() >= 2}  # type: ignore[union-attr]
+    others = [p for p in model.parameters() if p not in hidden]
     groups = [
-        {"params": muons, "weight_decay": config.weight_decay, "muon": True},
-        {"params": [p for p in matrices if p not in {*muons}], "weight_decay": config.weight_decay, "muon": False},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0, "muon": False},
+        {"params": [p for p in model.parameters() if p in hidden], "weight_decay": config.weight_decay, "muon": True},
+        {"params": [p for p in others if p.dim() >= 2], "weight_decay": config.weight_decay, "muon": False},
+        {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0, "muon": False},
     ]
     return [group for group in groups if group["params"]]
 
 
 def build_optimizer(
-    parameters: Iterable[nn.Parameter],
-    hidden: Iterable[nn.Parameter],
+    model: nn.Module,
     config: OptimizerConfig,
+    products: torch.dtype = torch.float32,
     dealt_out: Callable[..., Optimizer] | None = None,
 ) -> Optimizer:
-    """AdamW in one fused pass, with weight decay on matrices only; with muon, hidden matrices are Muon's.
+    """AdamW in one fused pass, with weight decay on matrices only; with muon, the blocks' matrices are Muon's.
 
     Args:
-        parameters: what moves
-        hidden: those inside the model, which neither embed nor predict
+        model: whose parameters move
         config: how
+        products: precision of Muon's matrix products
         dealt_out: what builds an optimizer over ranks, as ZeroRedundancyOptimizer does, from groups, class and settings
     """
-    groups = parameter_groups(parameters, hidden, config)
-    kind: type[Optimizer] = MuonWithAdamW if config.name == "muon" else AdamW
+    groups = parameter_groups(model, config)
     settings: dict[str, Any] = {"lr": config.learning_rate, "betas": config.betas, "fused": True}
+    kind: type[Optimizer] = AdamW
+    if config.name == "muon":
+        kind, settings["products"] = MuonWithAdamW, products
     return dealt_out(groups, kind, **settings) if dealt_out else kind(groups, **settings)

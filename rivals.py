@@ -127,8 +127,7 @@ def fetching(made: Trainer) -> Step:
 def bare_loop(made: Trainer) -> Step:
     """The same mathematics with nothing around it: no log, no checks, batches made beforehand."""
     model, clip = GPT(made.state.model.config), made.config.optimizer.grad_norm_clip
-    hidden = [parameter for block in model.blocks for parameter in block.parameters()]
-    optimizer = build_optimizer(model.parameters(), hidden, made.config.optimizer)
+    optimizer = build_optimizer(model, made.config.optimizer, DTYPES[made.state.precision])
     batches = itertools.cycle([made.training[numbers] for numbers in itertools.islice(fresh_numbers(made), 50)])
     precision = made.state.precision
 

@@ -149,11 +149,12 @@ class TrainingState:
                 block.forward = torch.compile(block.forward, dynamic=False)  # type: ignore[method-assign]
 
     def _spread(self, example: tuple[Tensor, Tensor]) -> Strategy:
-        knobs, common = self.config.distributed, (self.model, self.world, self.config.optimizer)
+        knobs = self.config.distributed
+        common = (self.model, self.world, self.config.optimizer, DTYPES[self.precision])
         if knobs.reduction == "tree":
             return Tree(*common)
         if knobs.strategy in ("zero2", "fsdp"):
-            return FSDP(*common, knobs.strategy == "zero2", DTYPES[self.precision], knobs.cpu_offload)
+            return FSDP(*common, knobs.strategy == "zero2", knobs.cpu_offload)
         if self.world.size == 1:
             return Strategy(*common)
         kind = ZeRO1 if knobs.strategy == "zero1" else DDP
@@ -255,7 +256,8 @@ def check_fits(header: dict[str, Any], config: dict[str, Any], vocabulary: str) 
     keys = [("model", key) for key in config["model"] if key != "dropout"]
     keys += [("data", "block_size"), ("optimizer", "name")]
     for section, key in keys:
-        now, then = config[section][key], header["config"][section].get(key)
+        # Only optimizer.name may be missing: snapshots from before there was a choice are AdamW's.
+        now, then = config[section][key], header["config"][section].get(key, "adamw")
         if now != then:
             raise UserError(
                 f"{section}.{key} is {now}, but {then} in the snapshot of step {header['step']} in the run folder: "

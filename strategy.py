@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from distributed import World
+from distributed import World, local
 from optimizer import OptimizerConfig, build_optimizer
 
 State = dict[str, dict[str, Tensor]]  # the optimizer's tensors by parameter and name
@@ -42,7 +42,6 @@ class Strategy:
     Attributes:
         model: what micro-batches go through
         parameters: as this rank holds them, by GPT-2's names
-        hidden: those of them that are the blocks'
         optimizer: whose step moves them all
         stepper: the optimizer that moves those which this rank is to move, and has their state
         factor: multiplies losses before backward
@@ -53,6 +52,7 @@ class Strategy:
         model: on the meta device; its weights are anything until `take`
         world: the ranks
         optimizer: how weights move
+        dtype: of matrix products
         device: where parameters stay; None: on the rank's device
     """
 
@@ -60,13 +60,17 @@ class Strategy:
     parts = False
 
     def __init__(
-        self, model: nn.Module, world: World, optimizer: OptimizerConfig, device: torch.device | None = None
+        self,
+        model: nn.Module,
+        world: World,
+        optimizer: OptimizerConfig,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
     ) -> None:
         self.world, self.device = world, device or world.device
         self.model = model.to_empty(device=self.device)
         self.parameters = dict(model.named_parameters())
-        self.hidden = [parameter for block in model.blocks for parameter in block.parameters()]  # type: ignore[union-attr]
-        self.optimizer = self.stepper = build_optimizer(self.parameters.values(), self.hidden, optimizer)
+        self.optimizer = self.stepper = build_optimizer(model, optimizer, dtype)
 
     def micro_batches(self, first: int, count: int, size: int | None) -> list[tuple[range, float]]:
         """This rank's sample numbers in portions, and each portion's weight in the mean over the whole batch.
@@ -161,10 +165,11 @@ class DDP(Strategy):
         model: nn.Module,
         world: World,
         optimizer: OptimizerConfig,
+        dtype: torch.dtype,
         bucket_cap_mb: float,
         warm_up: Callable[[nn.Module], Tensor],
     ) -> None:
-        super().__init__(model, world, optimizer)
+        super().__init__(model, world, optimizer, dtype)
         self.factor = world.size  # DDP averages over ranks
         torch._foreach_zero_([parameter.detach() for parameter in self.parameters.values()])
         self.model = self.ddp = DistributedDataParallel(
@@ -194,9 +199,11 @@ class ZeRO1(DDP):
 
     parts = True
 
-    def __init__(self, model: nn.Module, world: World, optimizer: OptimizerConfig, *how: Any) -> None:
-        super().__init__(model, world, optimizer, *how)
-        self.optimizer = build_optimizer(self.parameters.values(), self.hidden, optimizer, _dealt_out)
+    def __init__(
+        self, model: nn.Module, world: World, optimizer: OptimizerConfig, dtype: torch.dtype, *how: Any
+    ) -> None:
+        super().__init__(model, world, optimizer, dtype, *how)
+        self.optimizer = build_optimizer(model, optimizer, dtype, _dealt_out)
         self.stepper = self.optimizer.optim  # type: ignore[attr-defined]
         self.mine = {parameter for group in self.stepper.param_groups for parameter in group["params"]}
 
@@ -231,7 +238,6 @@ class FSDP(Strategy):
 
     Args:
         keep_whole: from forward to backward (zero2), so that parameters are sent once in a step, not twice
-        dtype: of the matrix products
         cpu_offload: keep this rank's part in the host's memory
     """
 
@@ -242,8 +248,8 @@ class FSDP(Strategy):
         model: nn.Module,
         world: World,
         optimizer: OptimizerConfig,
-        keep_whole: bool,
         dtype: torch.dtype,
+        keep_whole: bool,
         cpu_offload: bool,
     ) -> None:
         self.keep_whole = keep_whole
@@ -255,7 +261,7 @@ class FSDP(Strategy):
             fully_shard(block, mp_policy=policy, reshard_after_forward=not keep_whole, **how)
         # What is left, embeddings, is needed last in forward and first in backward.
         self.sharded = fully_shard(model, reshard_after_forward=False, **how)
-        super().__init__(model, world, optimizer, torch.device("cpu") if cpu_offload else None)
+        super().__init__(model, world, optimizer, dtype, torch.device("cpu") if cpu_offload else None)
         self.factor = world.size  # FSDP averages over ranks
 
     @contextmanager
@@ -282,11 +288,6 @@ class FSDP(Strategy):
 
 # Each rank sends the parameters that it has moved in one piece, not one by one.
 _dealt_out = partial(ZeroRedundancyOptimizer, parameters_as_bucket_view=True)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, or the whole of one that is not dealt out."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _gathered(tensor: Tensor) -> Tensor:

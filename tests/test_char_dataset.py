@@ -79,6 +79,17 @@ def test_a_sample_is_a_function_of_seed_and_number_alone() -> None:
     assert data.starts(np.array([0, 1, 623, 624, 10**12])).tolist() == PINNED
 
 
+def test_batches_are_those_windows_whatever_was_fetched_before() -> None:
+    """Starts are found for thousands of samples at once, and kept."""
+    data = CharDataset(np.arange(50_000, dtype=np.uint16), block_size=4, seed=1)
+    ranges = [range(4090, 4100), range(5), range(8190, 8200), range(4096), range(4095, 8192), range(10_000)]
+    lists = [[3, 1, 2], [5, 10**9], [10**9, 10**9 + 4095], [10**9 + 4096], [7]]
+    for numbers in (*ranges, *lists, *reversed(ranges)):
+        found = data[numbers][0][:, 0]
+        assert found.tolist() == data.tokens[data.starts(np.array(numbers))].tolist(), numbers
+    assert data[4097][0][0] == data.tokens[data.starts(np.array([4097]))[0]]
+
+
 PINNED = [3899, 1259, 2227, 1857, 3772]
 
 

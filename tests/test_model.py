@@ -87,7 +87,7 @@ def test_held_out_loss_approaches_the_entropy_of_the_source_and_never_beats_it()
     window, batch, steps = 16, 32, 150
     model = small(n_embd=32, vocab_size=LETTERS, block_size=window)
     config = OptimizerConfig(name="adamw", learning_rate=1e-2, warmup_steps=10)
-    optimizer = build_optimizer(model.parameters(), [], config)
+    optimizer = build_optimizer(model, config)
     for step, text in enumerate(random_walk(steps * batch * (window + 1), seed=1).view(steps, batch, -1), start=1):
         optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = learning_rate(step, steps, config)
         optimizer.zero_grad()
@@ -250,6 +250,12 @@ def test_dropout_zeroes_its_share_wherever_it_is_and_keeps_the_mean(dtype: torch
         assert part.mean() == pytest.approx(p, abs=0.01)
     neighbours = (zeroed[:, :-1] * zeroed[:, 1:]).mean()
     assert neighbours == pytest.approx(p * p, abs=0.004)  # one draw's four numbers know nothing of each other
+
+
+@pytest.mark.parametrize(("p", "share"), [(1e-7, 0.0), (0.999999, 1.0)])
+def test_dropout_at_its_ends(p: float, share: float) -> None:
+    torch.manual_seed(0)
+    assert (Dropout(p)(torch.ones(1000, 1000)) == 0).double().mean() == pytest.approx(share, abs=1e-4)
 
 
 # Attention.

@@ -17,7 +17,9 @@ from test_snapshot import told
 from test_training import assert_same_bits, curve, newest, rows
 
 from errors import UserError
+from main import Config
 from snapshot import SnapshotFolder, read
+from state import check_fits, plain
 from writer import Writer
 
 # Written in the background
@@ -215,6 +217,18 @@ def test_ranks_that_share_a_folder_keep_one_snapshot_together(text: Path, tmp_pa
     argv = arguments(tmp_path / "run", text, trainer__max_steps=1)
     assert ranks(2, machines, *argv, tmp_path=tmp_path) == [(0, "")] * 2
     assert [path.name for path in (tmp_path / "run/snapshots").iterdir()] == ["step_00000001.pt"]
+
+
+def test_a_snapshot_that_names_no_optimizer_is_adamws() -> None:
+    """It is from before there was a choice."""
+    config = plain(Config())
+    older = {"step": 3, "vocabulary": "ab", "config": plain(Config())}
+    del older["config"]["optimizer"]["name"]
+    config["optimizer"]["name"] = "adamw"
+    check_fits(older, config, "ab")
+    config["optimizer"]["name"] = "muon"
+    with pytest.raises(UserError, match=r"optimizer\.name is muon, but adamw in the snapshot of step 3"):
+        check_fits(older, config, "ab")
 
 
 def test_state_of_one_optimizer_is_not_taken_for_the_others(text: Path, tmp_path: Path) -> None:

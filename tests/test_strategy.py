@@ -48,13 +48,13 @@ def test_every_strategy_trains_in_bf16(text: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_every_strategy_trains_the_same_curve_with_muon(text: Path, tmp_path: Path) -> None:
-    """To what Muon's products in bf16 leave of a gradient's last bits."""
+    """Also where each rank has rows of the matrices, and, as with three ranks and two blocks, no whole one to move."""
     ways = [{"distributed__strategy": strategy, "optimizer__name": "muon"} for strategy in STRATEGIES]
     [[plain, adamw]] = ranks(1, curves, tmp_path, [ways[0], {}], 8, tmp_path=tmp_path)
     assert deviation(plain, adamw) > 1e-3
     for found in ranks(3, curves, tmp_path, ways, 8, tmp_path=tmp_path):
         for way, found_losses in zip(ways, found, strict=True):
-            assert deviation(found_losses, plain) < 1e-4, way
+            assert deviation(found_losses, plain) < 1e-5, way
 
 
 @pytest.mark.slow
