@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from corpus import Corpus
 from errors import UserError
 
-AHEAD = 4096  # samples whose windows are found at once
+AHEAD = 2**18  # characters of the samples whose windows are found at once
 IGNORE = -1  # target of a position that has no next character; GPT's loss leaves it out
 
 
@@ -113,8 +113,9 @@ class CharDataset(Dataset):
         self.tokens, self.block_size, self.seed = tokens, block_size, seed
         self.windows = max(1, (len(tokens) - block_size) // block_size)
         self.all_windows = np.lib.stride_tricks.sliding_window_view(tokens, block_size + 1)  # (n - T, T + 1), no copies
-        self.known = range(0)  # samples whose starts are in known_starts
-        self.known_starts = np.empty(0, dtype=np.int64)
+        self.ahead = max(1, AHEAD // block_size)  # a dozen windows take as long to find as thousands
+        self.known = range(0)  # samples that are in known_samples
+        self.known_samples = torch.empty(0), torch.empty(0)
 
     def __len__(self) -> int:
         return self.windows
@@ -128,23 +129,24 @@ class CharDataset(Dataset):
     def _offsets(self) -> int:
         return min(self.block_size, len(self.tokens) - self.windows * self.block_size)
 
-    def _starts_ahead(self, numbers: np.ndarray) -> np.ndarray:
-        """What `starts` says, computed once for the many samples to come: a dozen take as long as thousands."""
-        first, last = int(numbers.min()), int(numbers.max())
-        if last - first >= AHEAD:
-            return self.starts(numbers)
-        if not self.known.start <= first <= last < self.known.stop:
-            self.known = range(first, first + AHEAD)
-            self.known_starts = self.starts(np.arange(first, first + AHEAD))
-        return self.known_starts[numbers - self.known.start]
+    def _samples(self, numbers: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """(B,) sample numbers -> inputs and targets, (B, T), int64"""
+        windows = torch.from_numpy(self.all_windows[self.starts(numbers)].astype(np.int64))
+        return windows[:, :-1], windows[:, 1:]
 
     def __getitem__(self, numbers: int | Sequence[int] | np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sample numbers, (B,) or one alone -> inputs and targets, (B, T) or (T,), int64."""
-        many = np.atleast_1d(np.asarray(numbers, dtype=np.int64))
-        batch = torch.from_numpy(self.all_windows[self._starts_ahead(many)].astype(np.int64))
-        if np.ndim(numbers) == 0:
-            batch = batch[0]
-        return batch[..., :-1], batch[..., 1:]
+        """Sample numbers, (B,) or one alone -> inputs and targets, (B, T) or (T,), int64; not to be written to."""
+        one = isinstance(numbers, (int, np.integer))
+        asked = range(numbers, numbers + 1) if one else numbers  # type: ignore[arg-type, operator]
+        if not isinstance(asked, range) or asked.step != 1 or len(asked) > self.ahead:
+            return self._samples(np.asarray(asked, dtype=np.int64))
+        if not self.known.start <= asked.start <= asked.stop <= self.known.stop:
+            self.known = range(asked.start, asked.start + self.ahead)
+            self.known_samples = self._samples(np.arange(self.known.start, self.known.stop))
+        first = asked.start - self.known.start
+        part = first if one else slice(first, first + len(asked))
+        idx, targets = self.known_samples
+        return idx[part], targets[part]
 
 
 class ValidationDataset(Dataset):

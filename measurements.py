@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from corpus import encode_corpus
 from distributed import World
@@ -23,6 +24,7 @@ from hardware import has_bf16
 from launchers import Place
 from measuring import CPU, MIDDLE, ROOMS, SMALL, WIDE, Bench, Row, Shape, row, seconds, silence
 from rivals import Step, bare_loop, fetching, nanogpt_step, tutorial_fetch, tutorial_step
+from scaling import operations
 from snapshot import read
 from state import DTYPES
 from stopping import Stop
@@ -88,13 +90,10 @@ def peak(bench: Bench) -> Iterator[Row]:
             yield Row(what, "skipped: no bf16 hardware", least=goal)
             continue
         made = bench.trainer(WIDE.words, {"trainer.precision": precision, "optimizer.name": "adamw"})
-        shape, B = made.state.model.config, made.config.trainer.batch_size
-        matrices = sum(p.numel() for n, p in made.state.model.named_parameters() if p.dim() == 2 and "wpe" not in n)
-        # Forward and backward: 6 for each weight and character, and the two products of attention, counted whole.
-        operations = B * shape.block_size * (6 * matrices + 12 * shape.n_layer * shape.n_embd * shape.block_size)
         one, other = (torch.randn(2048, 2048, dtype=DTYPES[precision]) for _ in range(2))
         ratios = bench.ratio(partial(torch.mm, one, other), made._step)
-        shares = [operations / (2 * 2048**3) * ratio for ratio in ratios]
+        done = operations(made.state.model.config, made.config.trainer.batch_size)
+        shares = [done / (2 * 2048**3) * ratio for ratio in ratios]
         yield row(f"{what}, {shape_of(made)}", shares, "%", least=goal)
 
 
@@ -153,8 +152,9 @@ def encoding(bench: Bench) -> Iterator[Row]:
         yield row(what, bench.ratio(loop, ours), least=20)
 
 
-FIRST_STEP = """
-import sys, time, torch
+FIRST_STEP = r"""
+import re, sys, time, torch
+from pathlib import Path
 began = time.perf_counter()
 from distributed import connect
 from main import read_config
@@ -162,28 +162,58 @@ from trainer import Trainer
 config = read_config(sys.argv[1:])
 with connect(config.distributed) as world:
     Trainer(config, world)._step()
-    print(time.perf_counter() - began)
+    took = time.perf_counter() - began
+    status = Path("/proc/self/status")  # what getrusage says is the parent's, if that had more
+    peak = re.search(r"VmHWM:\s+(\d+)", status.read_text())[1] if status.exists() else "nan"
+    print(took, float(peak) / 1024)
 """
 
 
 def start(bench: Bench) -> Iterator[Row]:
     """Seconds from PyTorch's own import to the end of the first step, text encoded; absolute."""
-
-    def once() -> float:
-        command = [sys.executable, "-c", FIRST_STEP, *bench.options(keys={"trainer.compile": "false"})]
-        done = subprocess.run(command, cwd=ROOMS, check=True, capture_output=True, text=True)  # noqa: S603
-        return float(done.stdout.split()[-1])
-
     what = "absolute: from `import torch` done to the first step done, 1 MB of text encoded"
-    yield row(what, [once() for _ in range(min(3, bench.pairs))], "s", most=3)
+    keys = {"trainer.compile": "false"}
+    took = [first_step(bench.options(keys=keys))[0] for _ in range(min(3, bench.pairs))]
+    yield row(what, took, "s", most=3)
+
+
+def first_step(words: Sequence[str]) -> tuple[float, float]:
+    """Seconds from PyTorch's own import to the end of the first step of a new process, and its MiB at their peak."""
+    command = [sys.executable, "-c", FIRST_STEP, *words]
+    done = subprocess.run(command, cwd=ROOMS, check=True, capture_output=True, text=True)  # noqa: S603
+    took, peak = map(float, done.stdout.split()[-2:])
+    return took, peak
 
 
 def snapshots(bench: Bench) -> Iterator[Row]:
     """What a snapshot costs."""
     made = bench.trainer()
-    state, save = made.state, lambda: made.state.save(None, last=False)
-    tensors = [*state.model.parameters()]
-    tensors += [tensor for moments in state.strategy.stepper.state.values() for tensor in moments.values()]
+    state, size = made.state, f"{sum(tensor.nbytes for tensor in tensors_of(made)) / 1e6:.0f} MB"
+    stalled = [ratio for _ in range(5) for ratio in stalls(bench, made)]
+    yield row(f"what a snapshot holds the step, in plain copies of its {size}", stalled, most=1.5)
+
+    def hundred() -> None:
+        seconds(made._step, 100)
+
+    def hundred_and_save() -> None:
+        state.save(None, last=False)
+        hundred()
+
+    costs = bench.ratio(hundred_and_save, hundred, before=state.writer.wait, times=1)
+    yield row("what save_every 100 adds to a step", [ratio - 1 for ratio in costs], "%", most=0.01)
+    what = f"a snapshot's load with its digest checked in torch.load's of the same {size}"
+    yield row(what, loads(bench, made), most=1.2)
+
+
+def tensors_of(made: Trainer) -> list[Tensor]:
+    """What a snapshot holds."""
+    moments = made.state.strategy.stepper.state.values()
+    return [*made.state.model.parameters(), *(tensor for tensors in moments for tensor in tensors.values())]
+
+
+def stalls(bench: Bench, made: Trainer) -> list[float]:
+    """Seconds for which a snapshot holds the step, in those of a plain copy of its tensors."""
+    tensors = tensors_of(made)
     copies = [torch.empty_like(tensor) for tensor in tensors]
 
     def copy() -> None:
@@ -191,27 +221,18 @@ def snapshots(bench: Bench) -> Iterator[Row]:
             aside.data.copy_(tensor)
 
     def step() -> None:  # so that neither finds the state in the processor's cache because of the other
-        state.writer.wait()
+        made.state.writer.wait()
         made._step()
 
-    size = f"{sum(tensor.nbytes for tensor in tensors) / 1e6:.0f} MB"
-    stalls = [ratio for _ in range(5) for ratio in bench.ratio(save, copy, before=step, times=1)]
-    yield row(f"what a snapshot holds the step, in plain copies of its {size}", stalls, most=1.5)
+    return bench.ratio(lambda: made.state.save(None, last=False), copy, before=step, times=1)
 
-    def hundred() -> None:
-        seconds(made._step, 100)
 
-    def hundred_and_save() -> None:
-        save()
-        hundred()
-
-    costs = bench.ratio(hundred_and_save, hundred, before=state.writer.wait, times=1)
-    yield row("what save_every 100 adds to a step", [ratio - 1 for ratio in costs], "%", most=0.01)
-    save()
-    state.writer.wait()
-    file = made.folder.file(state.step)
-    loads = bench.ratio(lambda: read(file), lambda: torch.load(file, weights_only=True))
-    yield row(f"a snapshot's load with its digest checked in torch.load's of the same {size}", loads, most=1.2)
+def loads(bench: Bench, made: Trainer) -> list[float]:
+    """Seconds in which a snapshot is read, in those of torch.load."""
+    made.state.save(None, last=False)
+    made.state.writer.wait()
+    file = made.folder.file(made.state.step)
+    return bench.ratio(lambda: read(file), lambda: torch.load(file, weights_only=True))
 
 
 def strategies(bench: Bench) -> Iterator[Row]:

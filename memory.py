@@ -18,6 +18,7 @@ deals them out between steps and so holds 16a/n then, and 4a + 16a/n at its peak
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -66,10 +67,16 @@ class Bytes:
         )
 
 
+@lru_cache
+def on_paper(shape: GPTConfig) -> GPT:
+    """A model that takes no memory."""
+    with torch.device("meta"):
+        return GPT(shape)
+
+
 def told(need: Bytes, config: Config, shape: GPTConfig, ranks: int) -> str:
     """What the banner says of memory: what a rank needs, how the paper counts it, and what a snapshot takes."""
-    with torch.device("meta"):
-        model = GPT(shape)
+    model = on_paper(shape)
     weights = 4 * sum(parameter.numel() for parameter in model.parameters())
     moments = _moments(model, config.optimizer, 1)
     parts = (2 * weights + moments) / ranks
@@ -110,8 +117,7 @@ def expected(config: Config, shape: GPTConfig, ranks: int, precision: str, devic
         device: its type
     """
     knobs, strategy = config.trainer, config.distributed.strategy
-    with torch.device("meta"):
-        model = GPT(shape)
+    model = on_paper(shape)
     a, block = (sum(parameter.numel() for parameter in part.parameters()) for part in (model, model.blocks[0]))
     moments = _moments(model, config.optimizer, ranks if strategy == "zero1" else 1)
     share = -(-knobs.batch_size // ranks)
@@ -173,6 +179,7 @@ def _moments(model: GPT, config: OptimizerConfig, ranks: int) -> int:
     return max(needed)
 
 
+@lru_cache
 def _activations(shape: GPTConfig, precision: str, recompute: str, device: str) -> float:
     """Bytes that forward keeps for backward, for each sequence, with those that backward makes again for a block."""
 
