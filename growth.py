@@ -100,7 +100,7 @@ def text(bench: Bench, sizes: Sequence[int] = MEGABYTES) -> Iterator[Point]:
             continue
         pairs = [[first_step(words[which]) for which in (size, 1)] for _ in range(bench.pairs)]
         yield point("text", size, "seconds to the first step", [one[0] / other[0] for one, other in pairs])
-        yield point("text", size, "memory at the first step", [one[1] / other[1] for one, other in pairs])
+        yield point("text", size, "memory of its own at the first step", [one[1] / other[1] for one, other in pairs])
         shutil.rmtree(folder)
 
 
@@ -218,7 +218,7 @@ def draw(points: Sequence[Point], file: Path) -> None:
     import matplotlib as mpl  # noqa: PLC0415 - only where something is drawn
 
     mpl.use("Agg")
-    from matplotlib import pyplot  # noqa: PLC0415
+    from matplotlib import pyplot, ticker  # noqa: PLC0415
 
     figure, places = pyplot.subplots(2, 3, figsize=(12, 7), layout="constrained")
     for place, (panel, (x, y)) in zip(places.flat, TITLES.items(), strict=True):
@@ -234,6 +234,12 @@ def draw(points: Sequence[Point], file: Path) -> None:
             place.legend()
             low, high = place.get_ylim()
             place.set_ylim(min(low, 0.5), max(high, 2.0))
+        place.xaxis.set(
+            major_locator=ticker.FixedLocator(sorted({p.x for p in mine})), minor_locator=ticker.NullLocator()
+        )
+        place.yaxis.set(major_locator=ticker.LogLocator(subs=(1, 2, 5)), minor_locator=ticker.NullLocator())
+        for axis in (place.xaxis, place.yaxis):
+            axis.set_major_formatter(ticker.StrMethodFormatter("{x:,g}"))
     figure.suptitle(machine())
     figure.savefig(file, dpi=100)
 

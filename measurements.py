@@ -163,9 +163,9 @@ config = read_config(sys.argv[1:])
 with connect(config.distributed) as world:
     Trainer(config, world)._step()
     took = time.perf_counter() - began
-    status = Path("/proc/self/status")  # what getrusage says is the parent's, if that had more
-    peak = re.search(r"VmHWM:\s+(\d+)", status.read_text())[1] if status.exists() else "nan"
-    print(took, float(peak) / 1024)
+    status = Path("/proc/self/status")  # getrusage counts the text's pages, which Linux takes back when it likes
+    own = re.search(r"RssAnon:\s+(\d+)", status.read_text())[1] if status.exists() else "nan"
+    print(took, float(own) / 1024)
 """
 
 
@@ -178,11 +178,11 @@ def start(bench: Bench) -> Iterator[Row]:
 
 
 def first_step(words: Sequence[str]) -> tuple[float, float]:
-    """Seconds from PyTorch's own import to the end of the first step of a new process, and its MiB at their peak."""
+    """Seconds from PyTorch's own import to the end of the first step of a new process, and the MiB that are its own."""
     command = [sys.executable, "-c", FIRST_STEP, *words]
     done = subprocess.run(command, cwd=ROOMS, check=True, capture_output=True, text=True)  # noqa: S603
-    took, peak = map(float, done.stdout.split()[-2:])
-    return took, peak
+    took, own = map(float, done.stdout.split()[-2:])
+    return took, own
 
 
 def snapshots(bench: Bench) -> Iterator[Row]:

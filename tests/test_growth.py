@@ -84,7 +84,7 @@ def test_texts_and_snapshots_are_measured_and_leave_nothing(bench: Bench, tmp_pa
     found = [*text(bench, [2]), *snapshots(bench, [16])]
     assert [(point.panel, point.curve) for point in found] == [
         ("text", "seconds to the first step"),
-        ("text", "memory at the first step"),
+        ("text", "memory of its own at the first step"),
         ("snapshots", "stall, in plain copies"),
         ("snapshots", "load, in torch.load's"),
     ]

@@ -26,7 +26,7 @@ from errors import UserError
 from main import read_config
 from model import GPT, GPTConfig
 from optimizer import OptimizerConfig, learning_rate
-from snapshot import MARK, DamagedError, SnapshotFolder, read
+from snapshot import CHUNK, MARK, OLD_MARK, DamagedError, SnapshotFolder, _HashingFile, read
 
 STEPS = 6  # of the run that most tests here look at: snapshots after steps 3 and 6
 FIXED = {"trainer__max_steps": STEPS, "optimizer__decay_steps": 12}
@@ -227,7 +227,8 @@ def test_code_in_a_snapshot_is_refused_and_does_not_run(zipped: bool, tmp_path: 
     content = buffer.getvalue()
     file = tmp_path / "snapshots/step_00000001.pt"
     file.parent.mkdir()
-    file.write_bytes(content + MARK + hashlib.sha256(content).digest())
+    assert len(content) < CHUNK
+    file.write_bytes(content + MARK + hashlib.sha256(hashlib.sha256(content).digest()).digest())
     with pytest.raises(DamagedError):
         read(str(file))
     with pytest.raises(UserError, match="damaged"):
@@ -235,6 +236,43 @@ def test_code_in_a_snapshot_is_refused_and_does_not_run(zipped: bool, tmp_path: 
     assert not trap.exists()
     pickle.loads(pickle.dumps(Bait(trap)))  # the trap works
     assert trap.exists()
+
+
+@pytest.mark.parametrize("floats", [0, 100_000, 262_144, 700_000])
+def test_the_trailer_is_of_every_mebibyte(floats: int, tmp_path: Path) -> None:
+    folder = SnapshotFolder(str(tmp_path), keep=1)
+    file = Path(folder.write({"step": 1, "model": {"weight": torch.rand(floats)}}, None))
+    content, trailer = file.read_bytes()[:-40], file.read_bytes()[-40:]
+    chunks = [content[start : start + 2**20] for start in range(0, len(content), 2**20)]
+    digests = b"".join(hashlib.sha256(chunk).digest() for chunk in chunks)
+    assert trailer == MARK + hashlib.sha256(digests).digest()
+    for place in {0, len(content) - 1, *range(2**20 - 1, len(content), 2**20)}:
+        flipped = bytearray(file.read_bytes())
+        flipped[place] ^= 1
+        (tmp_path / "flipped.pt").write_bytes(flipped)
+        with pytest.raises(DamagedError, match="do not match"):
+            read(str(tmp_path / "flipped.pt"))
+
+
+def test_content_that_fills_its_last_mebibyte_is_digested_whatever_pieces_it_comes_in() -> None:
+    content, trailers = os.urandom(2 * CHUNK), []
+    for size in (2 * CHUNK, CHUNK, 300_000, 7):
+        buffer = io.BytesIO()
+        hashing = _HashingFile(buffer)
+        for start in range(0, 2 * CHUNK if size > 7 else 70, size):
+            hashing.write(content[start : start + size])
+        assert buffer.getvalue() == content[: 2 * CHUNK if size > 7 else 70]
+        trailers.append(hashing.trailer())
+    halves = b"".join(hashlib.sha256(content[half * CHUNK :][:CHUNK]).digest() for half in (0, 1))
+    assert trailers[:3] == [MARK + hashlib.sha256(halves).digest()] * 3
+    assert trailers[3] == MARK + hashlib.sha256(hashlib.sha256(content[:70]).digest()).digest()
+
+
+def test_a_snapshot_of_an_older_version_is_named_and_not_called_damaged(tmp_path: Path) -> None:
+    content = b"what torch.save wrote"
+    (tmp_path / "step_00000001.pt").write_bytes(content + OLD_MARK + hashlib.sha256(content).digest())
+    with pytest.raises(UserError, match=r"step_00000001\.pt was written by an older version"):
+        SnapshotFolder(str(tmp_path), keep=1).newest(print)
 
 
 def test_a_damaged_newest_is_named_and_the_one_before_leads_to_the_same_bits(
