@@ -137,6 +137,14 @@ def repeat_bits(device: torch.device) -> None:
         torch.use_deterministic_algorithms(True)
 
 
+def seed_random_numbers(device: torch.device, seed: int) -> None:
+    """Seeds the device's own generator; torch.manual_seed does all devices', in 0.1 ms."""
+    if device.type == "cpu":
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.get_device_module(device).manual_seed(seed)
+
+
 def keep_freed_memory() -> None:
     """Lets glibc keep what a step has freed for the next step, instead of asking Linux for it page by page each time.
 

@@ -26,7 +26,7 @@ from corpus import encode_corpus
 from distributed import World
 from errors import UserError
 from evaluation import validation_loss
-from hardware import device_name
+from hardware import device_name, seed_random_numbers
 from memory import Bytes, held, size, told
 from metrics import Metrics, NoMetrics, banner, complain, duration, nothing, say, summary
 from optimizer import learning_rate
@@ -290,7 +290,7 @@ class Trainer:
         strategy, losses = state.strategy, []
         micro_batches = strategy.micro_batches(state.samples, count, self.config.trainer.micro_batch_size)
         for i, (numbers, weight) in enumerate(micro_batches, start=1):
-            torch.manual_seed(int(hash64(self.config.trainer.seed, numbers.start)[0]))
+            seed_random_numbers(self.world.device, int(hash64(self.config.trainer.seed, numbers.start)[0]))
             with strategy.micro_batch(last=i == len(micro_batches)):
                 loss = state.loss(strategy.model, *self.training[numbers]) * weight
                 state.scaler.scale(loss * strategy.factor).backward()

@@ -13,7 +13,15 @@ import torch
 from conftest import ROOT
 
 from errors import UserError
-from hardware import choose_device, choose_precision, choose_threads, device_name, has_bf16, wants_gpu
+from hardware import (
+    choose_device,
+    choose_precision,
+    choose_threads,
+    device_name,
+    has_bf16,
+    seed_random_numbers,
+    wants_gpu,
+)
 
 CPU, GPU, APPLE = torch.device("cpu"), torch.device("cuda", 0), torch.device("mps")
 Machine = Callable[..., None]
@@ -254,3 +262,11 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     ]
     assert faults[0] > 10_000
     assert faults[1] < 100
+
+
+def test_a_seed_decides_the_devices_random_numbers_as_pytorchs_own_does() -> None:
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    for seed, same in ((7, True), (2**64 - 1, False), (7, True)):
+        seed_random_numbers(torch.device("cpu"), seed)
+        assert torch.equal(torch.rand(3), expected) == same
