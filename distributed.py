@@ -16,7 +16,6 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from errors import NoAnswerError, UserError
 from hardware import choose_device, visible_gpus, wants_gpu
@@ -265,4 +264,4 @@ def connect(config: DistributedConfig, run_dir: str = ".") -> Iterator[World]:
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor, or the whole of one that is not dealt out."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a DTensor, which takes long to import

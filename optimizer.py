@@ -6,12 +6,10 @@ import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
 from torch.optim import AdamW, Optimizer
 
 from distributed import local
@@ -89,12 +87,11 @@ class MuonWithAdamW(Optimizer):
 
     Args:
         groups: parameter groups; those with a true `muon` are Muon's
-        products: precision of Muon's matrix products
-        settings: AdamW's
+        settings: AdamW's; of Muon, `products` is the precision of its matrix products, `orthogonal` what makes them
     """
 
-    def __init__(self, groups: list[dict[str, Any]], products: torch.dtype, **settings: Any) -> None:
-        super().__init__(groups, settings | {"products": products})
+    def __init__(self, groups: list[dict[str, Any]], **settings: Any) -> None:
+        super().__init__(groups, settings)
         self.adamw = AdamW([g for g in self.param_groups if not g["muon"]])
         self.adamw.state = self.state
 
@@ -125,17 +122,13 @@ class MuonWithAdamW(Optimizer):
         torch._foreach_lerp_(means, gradients, 1 - MOMENTUM)
         ahead = torch.stack(torch._foreach_lerp(gradients, means, MOMENTUM))
         like = matrices[0]
-        directions = (
-            orthogonal_over_ranks(ahead, group["products"], like)
-            if isinstance(like, DTensor)
-            else orthogonal(ahead, group["products"])
-        )
+        directions = group["orthogonal"](ahead, group["products"], like)
         weights, rate = [local(matrix.detach()) for matrix in matrices], group["lr"] * moves
         torch._foreach_mul_(weights, 1 - rate * group["weight_decay"])
         torch._foreach_sub_(weights, [*(directions * (rate * 0.2 * math.sqrt(max(like.shape))))])
 
 
-def orthogonal(gradients: Tensor, dtype: torch.dtype) -> Tensor:
+def orthogonal(gradients: Tensor, dtype: torch.dtype, like: Tensor) -> Tensor:
     """Matrices with the same singular vectors, and singular values near 1: (k, m, n) -> (k, m, n), in fp32.
 
     Jordan's five quintic Newton-Schulz steps, whose coefficients grow small values as fast as they can.
@@ -143,6 +136,7 @@ def orthogonal(gradients: Tensor, dtype: torch.dtype) -> Tensor:
     Args:
         gradients: k matrices
         dtype: of the products
+        like: one of the parameters that they are for
     """
     tall = gradients.size(1) > gradients.size(2)
     x = gradients.mT if tall else gradients
@@ -151,21 +145,6 @@ def orthogonal(gradients: Tensor, dtype: torch.dtype) -> Tensor:
         square = torch.bmm(x, x.mT)
         x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=-4.775, alpha=2.0315), x, beta=3.4445)
     return (x.mT if tall else x).float()
-
-
-def orthogonal_over_ranks(rows: Tensor, dtype: torch.dtype, like: DTensor) -> Tensor:
-    """The same for matrices of which each rank holds some rows: each makes some of them orthogonal, whole.
-
-    Args:
-        rows: (k, this rank's rows, n)
-        dtype: of the products
-        like: one of the k, (m, n), over ranks
-    """
-    sizes, strides = torch.Size((len(rows), *like.shape)), (like.numel(), like.size(1), 1)
-    dealt_out = partial(DTensor.from_local, device_mesh=like.device_mesh, shape=sizes, stride=strides)
-    whole = dealt_out(rows, placements=[Shard(1)]).redistribute(placements=[Shard(0)]).to_local()
-    moved = dealt_out(orthogonal(whole, dtype), placements=[Shard(0)])
-    return moved.redistribute(placements=[Shard(1)]).to_local()
 
 
 def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
@@ -191,6 +170,7 @@ def build_optimizer(
     model: nn.Module,
     config: OptimizerConfig,
     products: torch.dtype = torch.float32,
+    orthogonal: Callable[[Tensor, torch.dtype, Tensor], Tensor] = orthogonal,
     dealt_out: Callable[..., Optimizer] | None = None,
 ) -> Optimizer:
     """AdamW in one fused pass, with weight decay on matrices only; with muon, the blocks' matrices are Muon's.
@@ -199,11 +179,12 @@ def build_optimizer(
         model: whose parameters move
         config: how
         products: precision of Muon's matrix products
+        orthogonal: what makes them
         dealt_out: what builds an optimizer over ranks, as ZeroRedundancyOptimizer does, from groups, class and settings
     """
     groups = parameter_groups(model, config)
     settings: dict[str, Any] = {"lr": config.learning_rate, "betas": config.betas, "fused": True}
     kind: type[Optimizer] = AdamW
     if config.name == "muon":
-        kind, settings["products"] = MuonWithAdamW, products
+        kind, settings = MuonWithAdamW, settings | {"products": products, "orthogonal": orthogonal}
     return dealt_out(groups, kind, **settings) if dealt_out else kind(groups, **settings)

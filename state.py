@@ -22,7 +22,7 @@ from model import GPT, GPTConfig
 from optimizer import learning_rate
 from reduction import Tree
 from snapshot import NotPrunedError, SnapshotFolder
-from strategy import DDP, FSDP, Strategy, ZeRO1
+from strategy import DDP, Strategy
 from writer import Writer, Written
 
 if TYPE_CHECKING:
@@ -153,12 +153,14 @@ class TrainingState:
         common = (self.model, self.world, self.config.optimizer, DTYPES[self.precision])
         if knobs.reduction == "tree":
             return Tree(*common)
-        if knobs.strategy in ("zero2", "fsdp"):
-            return FSDP(*common, knobs.strategy == "zero2", knobs.cpu_offload)
-        if self.world.size == 1:
-            return Strategy(*common)
-        kind = ZeRO1 if knobs.strategy == "zero1" else DDP
-        return kind(*common, knobs.bucket_cap_mb, lambda model: self.loss(model, *example))
+        whole = (*common, knobs.bucket_cap_mb, lambda model: self.loss(model, *example))
+        if knobs.strategy == "ddp":
+            return DDP(*whole) if self.world.size > 1 else Strategy(*common)
+        import sharding  # noqa: PLC0415 - takes most of a second
+
+        if knobs.strategy != "zero1":
+            return sharding.FSDP(*common, knobs.strategy == "zero2", knobs.cpu_offload)
+        return sharding.ZeRO1(*whole) if self.world.size > 1 else Strategy(*common)
 
     def loss(self, model: nn.Module, idx: Tensor, targets: Tensor) -> Tensor:
         """Mean loss of (B, T) inputs and targets, on the device and in the precision of this run."""

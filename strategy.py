@@ -18,20 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from distributed import World, local
-from optimizer import OptimizerConfig, build_optimizer
+from distributed import World
+from optimizer import OptimizerConfig, build_optimizer, orthogonal
 
 State = dict[str, dict[str, Tensor]]  # the optimizer's tensors by parameter and name
 
@@ -47,6 +41,7 @@ class Strategy:
         factor: multiplies losses before backward
         parts: whether a rank holds only a part of something, so that `state` needs all of them
         device: where parameters stay between steps
+        orthogonal: what makes Muon's products
 
     Args:
         model: on the meta device; its weights are anything until `take`
@@ -58,6 +53,7 @@ class Strategy:
 
     factor = 1
     parts = False
+    orthogonal = staticmethod(orthogonal)
 
     def __init__(
         self,
@@ -70,7 +66,7 @@ class Strategy:
         self.world, self.device = world, device or world.device
         self.model = model.to_empty(device=self.device)
         self.parameters = dict(model.named_parameters())
-        self.optimizer = self.stepper = build_optimizer(model, optimizer, dtype)
+        self.optimizer = self.stepper = build_optimizer(model, optimizer, dtype, self.orthogonal)
 
     def micro_batches(self, first: int, count: int, size: int | None) -> list[tuple[range, float]]:
         """This rank's sample numbers in portions, and each portion's weight in the mean over the whole batch.
@@ -192,103 +188,3 @@ class DDP(Strategy):
         """Gradients leave this rank in the last one only."""
         self.ddp.require_backward_grad_sync = last  # what DDP's no_sync sets
         yield
-
-
-class ZeRO1(DDP):
-    """DDP, with whole parameters' optimizer state dealt out: each rank moves its own and sends them to the others."""
-
-    parts = True
-
-    def __init__(
-        self, model: nn.Module, world: World, optimizer: OptimizerConfig, dtype: torch.dtype, *how: Any
-    ) -> None:
-        super().__init__(model, world, optimizer, dtype, *how)
-        self.optimizer = build_optimizer(model, optimizer, dtype, _dealt_out)
-        self.stepper = self.optimizer.optim  # type: ignore[attr-defined]
-        self.mine = {parameter for group in self.stepper.param_groups for parameter in group["params"]}
-
-    def state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
-        """Each parameter's owner sends its state."""
-        layouts = self.world.gather(
-            {
-                name: {key: tensor.to("meta") for key, tensor in self.stepper.state[parameter].items()}
-                for name, parameter in self.parameters.items()
-                if self._moves(parameter)
-            }
-        )
-        owners = {name: rank for rank, layout in enumerate(layouts) for name in layout}
-        for name, parameter in self.parameters.items():
-            owner, held = owners[name], self.stepper.state[parameter] if self._moves(parameter) else {}
-            layout = layouts[owner][name]
-            yield (
-                name,
-                parameter.detach(),
-                {key: self._receive(held.get(key), like, owner) for key, like in layout.items()},
-            )
-
-    def _moves(self, parameter: Tensor) -> bool:
-        return parameter in self.mine
-
-
-class FSDP(Strategy):
-    """FSDP2: each rank holds its rows of every tensor, and a block is whole while it is needed.
-
-    In bf16 and fp16 blocks travel and are held whole in that precision, embeddings in fp32; gradients are added in
-    fp32. Matrix products are autocast's, as with whole parameters.
-
-    Args:
-        keep_whole: from forward to backward (zero2), so that parameters are sent once in a step, not twice
-        cpu_offload: keep this rank's part in the host's memory
-    """
-
-    parts = True
-
-    def __init__(
-        self,
-        model: nn.Module,
-        world: World,
-        optimizer: OptimizerConfig,
-        dtype: torch.dtype,
-        keep_whole: bool,
-        cpu_offload: bool,
-    ) -> None:
-        self.keep_whole = keep_whole
-        how: dict[str, Any] = {"mesh": init_device_mesh(world.device.type, (world.size,))}
-        if cpu_offload:
-            how["offload_policy"] = CPUOffloadPolicy()
-        policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
-        for block in model.blocks:  # type: ignore[union-attr]
-            fully_shard(block, mp_policy=policy, reshard_after_forward=not keep_whole, **how)
-        # What is left, embeddings, is needed last in forward and first in backward.
-        self.sharded = fully_shard(model, reshard_after_forward=False, **how)
-        super().__init__(model, world, optimizer, dtype, torch.device("cpu") if cpu_offload else None)
-        self.factor = world.size  # FSDP averages over ranks
-
-    @contextmanager
-    def micro_batch(self, last: bool) -> Iterator[None]:
-        """Gradients leave this rank in the last one only."""
-        self.sharded.set_requires_gradient_sync(last)
-        self.sharded.set_reshard_after_backward(last or not self.keep_whole)
-        yield
-
-    def _norm(self, gradients: list[Tensor]) -> Tensor:
-        mine = get_total_norm([local(gradient) for gradient in gradients]).to(self.world.device)
-        return self.world.sum(mine**2).sqrt().to(self.device)
-
-    def state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
-        """Gathered one tensor at a time."""
-        for name, weight, state in super().state():
-            yield name, _gathered(weight), {key: _gathered(tensor) for key, tensor in state.items()}
-
-    def _part(self, whole: Tensor, parameter: Tensor) -> Tensor:
-        if whole.dim() and isinstance(parameter, DTensor):
-            whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        return whole.to(self.device)
-
-
-# Each rank sends the parameters that it has moved in one piece, not one by one.
-_dealt_out = partial(ZeroRedundancyOptimizer, parameters_as_bucket_view=True)
-
-
-def _gathered(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

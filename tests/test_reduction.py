@@ -91,8 +91,7 @@ def _sums() -> list[tuple[list, list]]:
     found = []
     with connect(config) as world:
         model = torch.nn.ParameterList([torch.zeros(3, 2), torch.zeros(1), torch.zeros(4)])
-        model.blocks = []
-        tree = Tree(model, world, OptimizerConfig(name="adamw"))
+        tree = Tree(model, world, OptimizerConfig(name="adamw"), torch.float32)
         for count in range(1, 10):
             leaves = torch.randn(count, 11, generator=torch.Generator().manual_seed(count)) * 1e3
             for numbers, _ in tree.micro_batches(first=40, count=count, size=1):

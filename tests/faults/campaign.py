@@ -47,17 +47,19 @@ class Plan:
     """What a run is made of. Each start of the launcher takes the next number of `processes`."""
 
     way: str  # tree, or a strategy
+    optimizer: str
     processes: list[int]
     launcher: bool  # without one, a single process runs on its own
     save_every: int
 
 
 def plan(draw: random.Random) -> Plan:
-    way, processes = draw.choice(["tree", "ddp", "zero1", "zero2", "fsdp"]), [draw.randint(1, 4)]
+    way, optimizer = draw.choice(["tree", "ddp", "zero1", "zero2", "fsdp"]), draw.choice(["adamw", "muon"])
+    processes = [draw.randint(1, 4)]
     for _ in range(MOST):  # only the tree's bits are the same on another number
         others = [other for other in range(1, 5) if other != processes[-1]]
         processes.append(draw.choice(others) if way == "tree" else processes[-1])
-    return Plan(way, processes, draw.random() < 0.5, draw.choice([1, 2, 3, 5, 7, 10, 15, 20]))
+    return Plan(way, optimizer, processes, draw.random() < 0.5, draw.choice([1, 2, 3, 5, 7, 10, 15, 20]))
 
 
 class Run:
@@ -70,7 +72,7 @@ class Run:
     def __init__(self, plan: Plan, run_dir: Path, text: Path) -> None:
         self.plan, self.run_dir = plan, run_dir
         key = "distributed__reduction" if plan.way == "tree" else "distributed__strategy"
-        knobs: dict[str, Any] = {key: plan.way, "distributed__timeout_seconds": 8}
+        knobs: dict[str, Any] = {key: plan.way, "optimizer__name": plan.optimizer, "distributed__timeout_seconds": 8}
         knobs |= {"trainer__max_steps": STEPS, "trainer__save_every": plan.save_every, "trainer__eval_every": 40}
         self.argv = arguments(run_dir, text, **knobs)
         self.mark = f"CAMPAIGN_RUN={uuid.uuid4().hex}"  # by which even an orphan is found
@@ -192,9 +194,10 @@ class Run:
 def undisturbed(plan: Plan, folder: Path, text: Path) -> Path:
     """The run folder of a run without faults whose bits a plan's run must reach; made once."""
     number = 1 if plan.way == "tree" else plan.processes[0]
-    run_dir = folder / f"{plan.way}-{number}"
+    run_dir = folder / f"{plan.way}-{plan.optimizer}-{number}"
     if not run_dir.exists():
-        with closing(Run(Plan(plan.way, [number], launcher=False, save_every=100), run_dir, text)) as run:
+        alone = Plan(plan.way, plan.optimizer, [number], launcher=False, save_every=100)
+        with closing(Run(alone, run_dir, text)) as run:
             run.wait(lambda: run.done, "the end of the undisturbed run")
     return run_dir
 
@@ -226,7 +229,8 @@ def line(seed: int, run: Run) -> str:
     numbers = ", ".join(f"{number}" for number in run.plan.processes[: run.launches])
     struck = ", ".join(f"{kind} @{step}{' in a save' * inside}" for kind, step, inside in run.struck)
     end = f"DIFFERENT: {run.failure}\nagain: python tests/faults/campaign.py --only {seed}" if run.failure else "equal"
-    how = f"{run.plan.way}, save_every {run.plan.save_every}, processes {numbers}{' without launcher' * run.bare}"
+    how = f"{run.plan.way}, {run.plan.optimizer}, save_every {run.plan.save_every}, processes {numbers}"
+    how += " without launcher" * run.bare
     return f"seed {seed}: {how}: {struck}: {sum(run.lost)} steps recomputed: {end}"
 
 
