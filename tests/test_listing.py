@@ -39,6 +39,7 @@ def test_a_run_folder_is_listed_by_step_with_bytes_and_validation_loss(trained: 
     assert (last[0], last[5:7]) == ("6", [f"{val_loss:.4f}", "whole"])
 
 
+@pytest.mark.slow
 def test_fingerprints_are_equal_for_equal_bits_and_differ_otherwise(trained: Path) -> None:
     def prints(name: str) -> list[list[str]]:
         return [row[-2:] for row in listed(trained / name)[1][1:]]

@@ -76,7 +76,7 @@ def test_why_a_snapshot_is_not_there_is_told(tmp_path: Path) -> None:
     assert isinstance(written.error, UserError)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_a_save_that_the_one_before_holds_up_is_left_out_and_said(strategy: str, text: Path, tmp_path: Path) -> None:
     """The disk is stuck for longer than ranks may wait; the last save waits and is made."""
     knobs = {"distributed__timeout_seconds": 2, "trainer__save_every": 5, "distributed__strategy": strategy}

@@ -47,7 +47,7 @@ def curve(run_dir: Path) -> list[tuple[int, float]]:
     return [(row["step"], row["loss"]) for row in rows(run_dir)]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))])
 def test_resume_is_exact(world_size: int, text: Path, tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert ranks(world_size, train, *arguments(whole, text), tmp_path=tmp_path) == [0] * world_size
