@@ -27,7 +27,7 @@ _dealt_out = partial(ZeroRedundancyOptimizer, parameters_as_bucket_view=True)
 
 
 def orthogonal_over_ranks(rows: Tensor, dtype: torch.dtype, like: DTensor) -> Tensor:
-    """The same for matrices of which each rank holds some rows: each makes some of them orthogonal, whole.
+    """`orthogonal`, for matrices of which each rank holds some rows: each rank is sent some of them whole.
 
     Args:
         rows: (k, this rank's rows, n)
