@@ -1,4 +1,4 @@
-"""How good is it on text that it has not seen? The same bits on any number of ranks."""
+"""How good is it on text that it has not seen, and what does it write? The same bits on any number of ranks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import torch
 
 from char_dataset import ValidationDataset
 from state import TrainingState
+
+SAMPLE = 100  # characters: enough to see letters become words
 
 
 @torch.no_grad()
@@ -29,3 +31,19 @@ def validation_loss(state: TrainingState, validation: ValidationDataset) -> floa
     losses = world.sum(losses).cpu().double()
     counts = torch.tensor([validation.count(batch) for batch in batches], dtype=torch.float64)
     return ((losses * counts).sum() / counts.sum()).item()
+
+
+@torch.no_grad()
+def written_by(state: TrainingState) -> str:
+    """What the model writes after the vocabulary's first character, mostly a line break; all ranks write together.
+
+    The same random numbers choose each time, so that what changes is the model.
+    """
+    device = state.world.device
+    generator = torch.Generator(device).manual_seed(state.config.trainer.seed)
+    start = torch.zeros(1, 1, dtype=torch.long, device=device)
+    # A cache that grows has a new shape for each character, and each would be compiled.
+    with state.autocast(), torch.compiler.set_stance("force_eager"):
+        text = state.model.generate(start, SAMPLE, temperature=0.8, generator=generator)
+    state.model.train()
+    return "".join(state.corpus.vocabulary[token] for token in text[0, 1:].tolist())

@@ -41,8 +41,8 @@ def trainer(bench: Bench) -> Iterator[Row]:
     """A bare loop's step with the same mathematics, in whole steps of Trainer.fit()."""
     steps, pairs = 50, 2 * bench.pairs
     # The last step comes after the last pair: to evaluate and save is not the loop's own work.
-    keys = {"trainer.max_steps": steps * (pairs + 1) + 1, "trainer.log_every": 10}
-    keys |= {"trainer.eval_every": 10**9, "trainer.save_every": 10**9}
+    keys: dict[str, Any] = {"trainer.max_steps": steps * (pairs + 1) + 1, "trainer.log_every": 10}
+    keys |= {"trainer.eval_every": 10**9, "trainer.sample_every": "null", "trainer.save_every": 10**9}
     made = bench.trainer(keys=keys, warm=0)
     bare, ratios = bare_loop(made), list[float]()
     began = time.perf_counter()

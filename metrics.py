@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from textwrap import indent
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -154,6 +155,12 @@ class Metrics:
         self.row("eval", step, val_loss=val_loss)
         say(f"step {step}: validation loss {val_loss:.4f} nats per character ({seconds:.1f} s)")
 
+    def sample(self, step: int, text: str) -> None:
+        """Records and shows what the model writes; what would move the cursor is left out."""
+        self.row("sample", step, text=text)
+        shown = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+        say(f"step {step} writes:\n{indent(shown.strip(), '    ')}")
+
     def close(self) -> None:
         """Leaves the bar as it is and closes the file."""
         self.bar.close()
@@ -165,7 +172,8 @@ class NoMetrics(Metrics):
 
     def __init__(self) -> None:
         quiet: Callable[..., None] = lambda *arguments, **values: None  # noqa: E731
-        self.row = self.advance = self.train = self.evaluation = self.close = quiet  # type: ignore[method-assign]
+        self.row = self.advance = self.train = self.evaluation = quiet  # type: ignore[method-assign]
+        self.sample = self.close = quiet  # type: ignore[method-assign]
 
 
 def _forget_after(file: Path, step: int) -> None:

@@ -137,7 +137,12 @@ def orthogonal(gradients: Tensor, dtype: torch.dtype, like: Tensor) -> Tensor:
         gradients: k matrices
         dtype: of the products
         like: one of the parameters that they are for
+
+    Raises:
+        ValueError: these are not the whole matrices.
     """
+    if gradients.shape[1:] != like.shape:
+        raise ValueError(f"a part, {tuple(gradients.shape[1:])}, of {tuple(like.shape)} has other singular vectors")
     tall = gradients.size(1) > gradients.size(2)
     x = gradients.mT if tall else gradients
     x = (x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)).to(dtype)

@@ -89,6 +89,7 @@ class FSDP(Strategy):
     """
 
     parts = True
+    orthogonal = staticmethod(orthogonal_over_ranks)  # type: ignore[assignment]
 
     def __init__(
         self,

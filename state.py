@@ -168,8 +168,12 @@ class TrainingState:
         if device.type == "cuda":  # copies from pinned memory don't wait
             idx, targets = idx.pin_memory(), targets.pin_memory()
         idx, targets = idx.to(device, non_blocking=True), targets.to(device, non_blocking=True)
-        with torch.autocast(device.type, DTYPES[self.precision], enabled=self.precision != "fp32"):
+        with self.autocast():
             return model(idx, targets)[1]
+
+    def autocast(self) -> torch.autocast:
+        """Around each forward pass: matrix products in the precision of this run."""
+        return torch.autocast(self.world.device.type, DTYPES[self.precision], enabled=self.precision != "fp32")
 
     def changes(self, last_step: int) -> Iterator[str]:
         """What the person watching should know of a run that goes on: from where, and what is other than before."""

@@ -25,7 +25,7 @@ from char_dataset import CharDataset, ValidationDataset, hash64, split
 from corpus import encode_corpus
 from distributed import World
 from errors import UserError
-from evaluation import validation_loss
+from evaluation import validation_loss, written_by
 from hardware import device_name, seed_random_numbers
 from memory import Bytes, held, size, told
 from metrics import Metrics, NoMetrics, banner, complain, duration, nothing, say, summary
@@ -60,6 +60,7 @@ class TrainerConfig:
         seed: of initial weights, order and dropout
         log_every: steps between lines and rows of loss and speed
         eval_every: steps between losses over the whole validation text
+        sample_every: steps between samples of what the model writes; null: none
         save_every: steps between snapshots
         save_minutes: minutes after which a snapshot is due whatever the step; null: steps alone decide
         keep_snapshots: how many of the newest stay, beside the best by validation loss
@@ -80,6 +81,7 @@ class TrainerConfig:
     seed: int = 1
     log_every: int = 100
     eval_every: int = 400
+    sample_every: int | None = 400
     save_every: int = 400
     save_minutes: float | None = None
     keep_snapshots: int = 3
@@ -88,7 +90,7 @@ class TrainerConfig:
     snapshot_path: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_epochs", "max_steps", "micro_batch_size", "profile_steps"):
+        for name in ("max_epochs", "max_steps", "micro_batch_size", "sample_every", "profile_steps"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"trainer.{name} is {getattr(self, name)}, must be null or at least 1")
         if self.max_epochs is None and self.max_steps is None:
@@ -202,6 +204,7 @@ class Trainer:
             epoch = state.samples // len(self.training)
             losses, grad_norm, rate = self._step()
             log, evaluate, save = map(self._due, (knobs.log_every, knobs.eval_every, knobs.save_every))
+            sample = knobs.sample_every is not None and self._due(knobs.sample_every)
             signalled, late = voted()
             save = bool(save or late or signalled)
             if self.world.device.type == "cpu" or log or evaluate or save:
@@ -229,6 +232,8 @@ class Trainer:
             if evaluate:
                 val_loss = validation_loss(state, self.validation)
                 metrics.evaluation(state.step, val_loss, time.perf_counter() - paused)
+            if sample:
+                metrics.sample(state.step, written_by(state))
             if save:
                 state.save(val_loss, last=bool(signalled) or state.step == self.last_step)
                 saved_at = time.monotonic()

@@ -35,13 +35,14 @@ SMALL = {
     "trainer.threads": 1,
     "trainer.log_every": 1,
     "trainer.eval_every": 4,
+    "trainer.sample_every": "null",
     "trainer.save_every": 3,
     "distributed.timeout_seconds": 60,
 }
 
 # Children start as forks of one server that has imported torch once, instead of importing it each.
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["torch", "torch._dynamo", "main", "sample"])
+PROCESSES.set_forkserver_preload(["torch", "torch._dynamo", "main", "sample", "sharding"])
 
 
 @pytest.fixture

@@ -1,0 +1,73 @@
+"""What a run shows of its model: samples that are the same everywhere and leave training alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import arguments, program, ranks, train
+from test_training import assert_same_bits, curve, newest, rows
+
+from evaluation import SAMPLE
+from metrics import Metrics
+from model import GPT, GPTConfig
+
+
+def samples(run: Path) -> list[tuple[int, str]]:
+    return [(row["step"], row["text"]) for row in rows(run, "sample")]
+
+
+def test_samples_change_no_bit_of_training(text: Path, tmp_path: Path) -> None:
+    """With dropout, whose random numbers a sample must not take."""
+    for name, every in (("without", "null"), ("with", 5)):
+        assert ranks(1, train, *arguments(tmp_path / name, text, trainer__sample_every=every), tmp_path=tmp_path) == [0]
+    assert_same_bits(tmp_path / "without", tmp_path / "with")
+    assert curve(tmp_path / "without") == curve(tmp_path / "with")
+    assert samples(tmp_path / "without") == []
+    assert [step for step, _ in samples(tmp_path / "with")] == [5, 10, 12]
+
+
+def test_a_sample_is_what_the_snapshot_writes(text: Path, tmp_path: Path) -> None:
+    assert ranks(1, train, *arguments(tmp_path / "run", text, trainer__sample_every=99), tmp_path=tmp_path) == [0]
+    [(step, written)] = samples(tmp_path / "run")
+    snapshot = newest(tmp_path / "run")
+    vocabulary = snapshot["vocabulary"]
+    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=16, vocab_size=len(vocabulary), block_size=16))
+    model.load_state_dict(snapshot["model"])
+    generator = torch.Generator().manual_seed(1)
+    again = model.generate(torch.zeros(1, 1, dtype=torch.long), SAMPLE, temperature=0.8, generator=generator)
+    assert (step, written) == (12, "".join(vocabulary[token] for token in again[0, 1:]))
+
+
+@pytest.mark.parametrize(
+    "strategy", ["fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "zero1", "zero2"))]
+)
+def test_ranks_write_together_what_one_process_writes(strategy: str, text: Path, tmp_path: Path) -> None:
+    knobs = {"trainer__sample_every": 6, "model__dropout": 0.0}
+    assert ranks(1, train, *arguments(tmp_path / "one", text, **knobs), tmp_path=tmp_path) == [0]
+    argv = arguments(tmp_path / "two", text, distributed__strategy=strategy, **knobs)
+    assert ranks(2, train, *argv, tmp_path=tmp_path) == [0, 0]
+    assert samples(tmp_path / "two") == samples(tmp_path / "one")
+    assert len(samples(tmp_path / "one")) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("knobs", [{"trainer__compile": True}, {"trainer__precision": "bf16"}])
+def test_samples_of_compiled_blocks_and_in_bf16(knobs: dict, text: Path, tmp_path: Path) -> None:
+    """A sample of 100 characters has more shapes than PyTorch would compile: a warning, which is an error here."""
+    argv = arguments(tmp_path / "run", text, trainer__sample_every=6, trainer__micro_batch_size=1, **knobs)
+    done = program("main.py", *argv, "--trainer.batch_size", "2")
+    assert done.returncode == 0, done.stderr
+    assert "recompile" not in done.stderr
+    assert [len(written) for _, written in samples(tmp_path / "run")] == [SAMPLE, SAMPLE]
+
+
+def test_what_would_move_the_cursor_is_not_shown_but_recorded(tmp_path: Path, capsys) -> None:
+    metrics = Metrics(tmp_path / "metrics.jsonl", 0, 9)
+    metrics.sample(3, "\nab\x1b[2Jc\rd\n\te\n")
+    metrics.close()
+    assert capsys.readouterr().out == "step 3 writes:\n    ab\ufffd[2Jc\ufffdd\n    \te\n"
+    [row] = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert (row["event"], row["step"], row["text"]) == ("sample", 3, "\nab\x1b[2Jc\rd\n\te\n")
