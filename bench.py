@@ -22,10 +22,10 @@ from pathlib import Path
 from distributed import connect
 from errors import UserError
 from hardware import keep_freed_memory
-from main import KEYS, option_parser, read_config
+from main import option_parser, options_of, read_config
 from measurements import CLONES, IN_A_GROUP, MEASUREMENTS
 from measuring import Bench, Row, SkippedError, machine
-from metrics import complain
+from metrics import status_of
 
 
 def rows(name: str, bench: Bench) -> Iterator[Row]:
@@ -52,9 +52,7 @@ def run(argv: Sequence[str]) -> None:
     for rival in ("nanogpt", "tutorial"):
         parser.add_argument(f"--{rival}", type=Path, metavar="FOLDER", help="folder with its model.py")
     asked = parser.parse_intermixed_args(argv)
-    given = {key: getattr(asked, key) for key in ("config", *KEYS)}
-    words = [word for key, value in given.items() if value is not None for word in (f"--{key}", value)]
-    config = read_config(words + ["--print_config"] * asked.print_config)
+    config = read_config(words := options_of(asked))
     for name in asked.names:
         if name not in MEASUREMENTS:
             raise UserError(f"there is no measurement {name}; there are: {', '.join(MEASUREMENTS)}")
@@ -86,15 +84,5 @@ def run(argv: Sequence[str]) -> None:
                     print(f"| {' | '.join([*row.cells, f'`{command}`'])} |", flush=True)
 
 
-def main() -> int:
-    """Exit status: 0, or 2 with one message where the command line is at fault."""
-    try:
-        run(sys.argv[1:])
-    except UserError as error:
-        complain(str(error))
-        return 2
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(status_of(run))

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from corpus import Corpus
 from errors import UserError
 
-AHEAD = 2**18  # characters of the samples whose windows are found at once
+AHEAD = 4096  # samples whose windows are found at once; they are read when they are asked for
 IGNORE = -1  # target of a position that has no next character; GPT's loss leaves it out
 
 
@@ -113,9 +113,8 @@ class CharDataset(Dataset):
         self.tokens, self.block_size, self.seed = tokens, block_size, seed
         self.windows = max(1, (len(tokens) - block_size) // block_size)
         self.all_windows = np.lib.stride_tricks.sliding_window_view(tokens, block_size + 1)  # (n - T, T + 1), no copies
-        self.ahead = max(1, AHEAD // block_size)  # a dozen windows take as long to find as thousands
-        self.known = range(0)  # samples that are in known_samples
-        self.known_samples = torch.empty(0), torch.empty(0)
+        self.known = range(0)  # samples whose starts are in known_starts
+        self.known_starts = np.empty(0, dtype=np.int64)
 
     def __len__(self) -> int:
         return self.windows
@@ -129,24 +128,25 @@ class CharDataset(Dataset):
     def _offsets(self) -> int:
         return min(self.block_size, len(self.tokens) - self.windows * self.block_size)
 
-    def _samples(self, numbers: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """(B,) sample numbers -> inputs and targets, (B, T), int64"""
-        windows = torch.from_numpy(self.all_windows[self.starts(numbers)].astype(np.int64))
-        return windows[:, :-1], windows[:, 1:]
+    def _starts_ahead(self, numbers: range) -> np.ndarray:
+        """What `starts` says, computed once for the many samples to come: a dozen take as long as thousands."""
+        if not self.known.start <= numbers.start <= numbers.stop <= self.known.stop:
+            self.known = range(numbers.start, numbers.start + AHEAD)
+            self.known_starts = self.starts(np.arange(self.known.start, self.known.stop))
+        return self.known_starts[numbers.start - self.known.start : numbers.stop - self.known.start]
 
     def __getitem__(self, numbers: int | Sequence[int] | np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sample numbers, (B,) or one alone -> inputs and targets, (B, T) or (T,), int64; not to be written to."""
+        """Sample numbers, (B,) or one alone -> inputs and targets, (B, T) or (T,), int64."""
         one = isinstance(numbers, (int, np.integer))
         asked = range(numbers, numbers + 1) if one else numbers  # type: ignore[arg-type, operator]
-        if not isinstance(asked, range) or asked.step != 1 or len(asked) > self.ahead:
-            return self._samples(np.asarray(asked, dtype=np.int64))
-        if not self.known.start <= asked.start <= asked.stop <= self.known.stop:
-            self.known = range(asked.start, asked.start + self.ahead)
-            self.known_samples = self._samples(np.arange(self.known.start, self.known.stop))
-        first = asked.start - self.known.start
-        part = first if one else slice(first, first + len(asked))
-        idx, targets = self.known_samples
-        return idx[part], targets[part]
+        if isinstance(asked, range) and asked.step == 1 and len(asked) <= AHEAD:
+            starts = self._starts_ahead(asked)
+        else:
+            starts = self.starts(np.asarray(asked, dtype=np.int64))
+        windows = torch.from_numpy(self.all_windows[starts].astype(np.int64))
+        if one:
+            windows = windows[0]
+        return windows[..., :-1], windows[..., 1:]
 
 
 class ValidationDataset(Dataset):

@@ -166,6 +166,13 @@ def option_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def options_of(asked: argparse.Namespace) -> list[str]:
+    """The options that a command line gave, of those that `option_parser` knows, for `read_config`."""
+    given = {key: getattr(asked, key) for key in ("config", *KEYS)}
+    words = [word for key, value in given.items() if value is not None for word in (f"--{key}", value)]
+    return words + ["--print_config"] * asked.print_config
+
+
 def _read_yaml(file: Path) -> dict[str, dict[str, Any]]:
     try:
         found = yaml.load(file.read_text(encoding="utf-8"), _Loader) or {}

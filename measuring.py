@@ -271,19 +271,26 @@ class Bench:
             RuntimeError: a rank failed; with what it said.
         """
         self.needs_cores(ranks)
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-        threads = {"OMP_NUM_THREADS": str(cores() // ranks)}
-        with tempfile.TemporaryFile("w+") as said:
-            command = [*launcher, str(ROOMS / "bench.py"), name, "--json", *self.words]
-            with subprocess.Popen(  # noqa: S603
-                command, env=os.environ | threads, stdout=subprocess.PIPE, stderr=said, text=True
-            ) as process:
-                for line in process.stdout or ():
-                    found = json.loads(line)
-                    yield Row(**{key: found[key] for key in Row.__dataclass_fields__})
-            if process.returncode:
-                said.seek(0)
-                raise RuntimeError(f"{' '.join(command)} failed:\n{said.read()}")
+        for found in from_ranks(ranks, cores() // ranks, "bench.py", name, *self.words):
+            yield Row(**{key: found[key] for key in Row.__dataclass_fields__})
+
+
+def from_ranks(ranks: int, threads: int, program: str, *words: str) -> Iterator[dict[str, Any]]:
+    """The objects that a program prints with --json, on ranks that torchrun starts with so many threads each.
+
+    Raises:
+        RuntimeError: a rank failed; with what it said.
+    """
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    command = [*launcher, str(ROOMS / program), "--json", *words]
+    with tempfile.TemporaryFile("w+") as said:
+        with subprocess.Popen(  # noqa: S603
+            command, env=os.environ | {"OMP_NUM_THREADS": str(threads)}, stdout=subprocess.PIPE, stderr=said, text=True
+        ) as process:
+            yield from map(json.loads, process.stdout or ())
+        if process.returncode:
+            said.seek(0)
+            raise RuntimeError(f"{' '.join(command)} failed:\n{said.read()}")
 
 
 def cores() -> int:

@@ -37,6 +37,16 @@ def complain(line: str) -> None:
     sys.stderr.flush()
 
 
+def status_of(run: Callable[[Sequence[str]], None]) -> int:
+    """Runs a program with its command line; exit status 0, or 2 with one message where the command line is at fault."""
+    try:
+        run(sys.argv[1:])
+    except UserError as error:
+        complain(str(error))
+        return 2
+    return 0
+
+
 def nothing(line: str) -> None:
     """What the other ranks say."""
 

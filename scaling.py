@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from errors import UserError
-from main import KEYS, Config, option_parser, read_config
+from main import Config, option_parser, options_of, read_config
 from memory import expected, on_paper
-from metrics import complain
+from metrics import status_of
 from model import GPTConfig
 from optimizer import parameter_groups
 
@@ -142,7 +142,7 @@ def plan(config: Config, shape: GPTConfig, ranks: int, machine: Machine) -> Plan
     """The step of a configuration on so many ranks.
 
     Sharded blocks travel in bf16 and gradients in fp32. What is sent in backward hides behind it, but for one block or
-    bucket; what zero1 sends after its step doesn't hide.
+    bucket; what zero1 sends after its step doesn't hide. What selective checkpointing computes again is not counted.
     """
     knobs, strategy = config.trainer, config.distributed.strategy
     model, rate = on_paper(shape), machine.flops * machine.share
@@ -261,10 +261,8 @@ def run(argv: Sequence[str]) -> None:
     for number in asked.ranks:
         if number < 1:
             raise UserError(f"--ranks: {number} is no number of GPUs, must be at least 1")
-    given = {key: getattr(asked, key) for key in ("config", *KEYS)}
-    words = [word for key, value in given.items() if value is not None for word in (f"--{key}", value)]
-    config, shapes = read_config(words), SHAPES
-    if any(given[f"model.{key}"] for key in ("n_layer", "n_head", "n_embd")):
+    config, shapes = read_config(options_of(asked)), SHAPES
+    if any(getattr(asked, f"model.{key}") for key in ("n_layer", "n_head", "n_embd")):
         sizes = {key: getattr(config.model, key) for key in ("n_layer", "n_head", "n_embd", "bias")}
         shape = GPTConfig(**sizes, vocab_size=VOCABULARY, block_size=config.data.block_size)
         number = sum(parameter.numel() for parameter in on_paper(shape).parameters())
@@ -273,15 +271,5 @@ def run(argv: Sequence[str]) -> None:
         print(line)
 
 
-def main() -> int:
-    """Exit status: 0, or 2 with one message where the command line is at fault."""
-    try:
-        run(sys.argv[1:])
-    except UserError as error:
-        complain(str(error))
-        return 2
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(status_of(run))

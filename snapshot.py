@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 FORMAT = 1
 MARK = b"GPTsnap2"
-OLD_MARK = b"GPTsnap1"  # followed by the SHA-256 of all bytes at once
+OLD_MARK = b"GPTsnap1"  # of older snapshots: the SHA-256 of all bytes at once
 TRAILER = len(MARK) + hashlib.sha256().digest_size
 NAME = re.compile(r"step_(\d{8})\.pt")
 LEFT = re.compile(r"step_\d{8}\.pt\..*\.tmp|.*\.mark")  # by those who were killed while writing, or starting
@@ -295,16 +295,20 @@ def _check(name: str) -> None:
         ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as cores,
     ):  # hashing leaves the interpreter's lock alone
 
-        def digest(start: int) -> bytes:
-            return hashlib.sha256(os.pread(file.fileno(), min(CHUNK, content - start), start)).digest()
+        def chunk(start: int) -> bytes:
+            return os.pread(file.fileno(), min(CHUNK, content - start), start)
 
         trailer = os.pread(file.fileno(), TRAILER, content)
-        if trailer.startswith(OLD_MARK):
-            raise UserError(f"{name} was written by an older version of this program, which can read it")
-        if not content or not trailer.startswith(MARK):
+        mark, expected = trailer[: len(MARK)], trailer[len(MARK) :]
+        if not content or mark not in (MARK, OLD_MARK):
             raise DamagedError(f"{size} bytes without the mark at the end: cut short, or no snapshot of this program")
-        whole = hashlib.sha256(b"".join(cores.map(digest, range(0, content, CHUNK))))
-    if trailer != MARK + whole.digest():
+        starts, whole = range(0, content, CHUNK), hashlib.sha256()
+        parts: Iterator[bytes] = map(chunk, starts)
+        if mark == MARK:
+            parts = cores.map(lambda start: hashlib.sha256(chunk(start)).digest(), starts)
+        for part in parts:
+            whole.update(part)
+    if whole.digest() != expected:
         raise DamagedError("its bytes do not match their SHA-256")
 
 

@@ -153,14 +153,18 @@ class TrainingState:
         common = (self.model, self.world, self.config.optimizer, DTYPES[self.precision])
         if knobs.reduction == "tree":
             return Tree(*common)
-        whole = (*common, knobs.bucket_cap_mb, lambda model: self.loss(model, *example))
-        if knobs.strategy == "ddp":
-            return DDP(*whole) if self.world.size > 1 else Strategy(*common)
-        import sharding  # noqa: PLC0415 - takes most of a second
+        if knobs.strategy in ("zero2", "fsdp"):
+            from sharding import FSDP  # noqa: PLC0415 - takes most of a second
 
-        if knobs.strategy != "zero1":
-            return sharding.FSDP(*common, knobs.strategy == "zero2", knobs.cpu_offload)
-        return sharding.ZeRO1(*whole) if self.world.size > 1 else Strategy(*common)
+            return FSDP(*common, knobs.strategy == "zero2", knobs.cpu_offload)
+        if self.world.size == 1:
+            return Strategy(*common)
+        kind: type[DDP] = DDP
+        if knobs.strategy == "zero1":
+            from sharding import ZeRO1  # noqa: PLC0415
+
+            kind = ZeRO1
+        return kind(*common, knobs.bucket_cap_mb, lambda model: self.loss(model, *example))
 
     def loss(self, model: nn.Module, idx: Tensor, targets: Tensor) -> Tensor:
         """Mean loss of (B, T) inputs and targets, on the device and in the precision of this run."""

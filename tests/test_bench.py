@@ -12,11 +12,12 @@ from conftest import program
 
 import measurements
 import measuring
-from bench import main, rows
+from bench import rows, run
 from distributed import World
 from launchers import Place
 from measurements import IN_A_GROUP, MEASUREMENTS
 from measuring import Bench, Row, Shape, SkippedError, row
+from metrics import status_of
 
 TINY = ("--model.n_embd", "16", "--model.n_head", "2", "--model.n_layer", "1", "--data.block_size", "16")
 
@@ -161,7 +162,7 @@ def test_json_rows_parse(capsys, monkeypatch) -> None:
 
     monkeypatch.setitem(MEASUREMENTS, "start", measured)
     monkeypatch.setattr("sys.argv", ["bench.py", "--json", "start", *TINY])
-    assert main() == 0
+    assert status_of(run) == 0
     made, skipped = map(json.loads, capsys.readouterr().out.splitlines())
     assert (made["figure"], made["smallest"], made["largest"], made["met"]) == (1.5, 1.0, 2.0, True)
     assert made["command"].startswith("python bench.py start --data.block_size 16 --model.n_layer 1")
@@ -170,7 +171,7 @@ def test_json_rows_parse(capsys, monkeypatch) -> None:
 
 def test_the_table_names_the_machine_and_the_command(capsys, monkeypatch) -> None:
     monkeypatch.setattr("sys.argv", ["bench.py", "nanogpt"])
-    assert main() == 0
+    assert status_of(run) == 0
     heading, _, header, line, skipped = capsys.readouterr().out.splitlines()
     assert heading.startswith("## ")
     assert f"PyTorch {torch.__version__}" in heading
@@ -191,7 +192,7 @@ def test_the_table_names_the_machine_and_the_command(capsys, monkeypatch) -> Non
 )
 def test_a_mistake_is_one_message(words: tuple[str, ...], said: str, capsys, monkeypatch) -> None:
     monkeypatch.setattr("sys.argv", ["bench.py", *words])
-    assert main() == 2
+    assert status_of(run) == 2
     printed = capsys.readouterr()
     assert printed.err.startswith(said)
     assert printed.err.count("\n") == 1

@@ -11,9 +11,10 @@ from conftest import program
 from torch.utils.flop_counter import FlopCounterMode
 
 from main import Config, read_config
+from metrics import status_of
 from model import GPT, GPTConfig
 from optimizer import OptimizerConfig, build_optimizer
-from scaling import MACHINES, SHAPES, Machine, exposed, main, muons_operations, operations, plan, plans
+from scaling import MACHINES, SHAPES, Machine, exposed, muons_operations, operations, plan, plans, run
 
 SHAPE = GPTConfig(n_layer=3, n_head=2, n_embd=32, vocab_size=11, block_size=16)
 DGX, ETHERNET = MACHINES
@@ -116,6 +117,6 @@ def test_the_program_prints_a_line_for_each_model_and_number() -> None:
 )
 def test_a_mistake_is_one_message(words: tuple[str, ...], said: str, monkeypatch, capsys) -> None:
     monkeypatch.setattr("sys.argv", ["scaling.py", *words])
-    assert main() == 2
+    assert status_of(run) == 2
     printed = capsys.readouterr()
     assert (printed.err.strip(), printed.out) == (said, "")

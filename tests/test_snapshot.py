@@ -268,11 +268,20 @@ def test_content_that_fills_its_last_mebibyte_is_digested_whatever_pieces_it_com
     assert trailers[3] == MARK + hashlib.sha256(hashlib.sha256(content[:70]).digest()).digest()
 
 
-def test_a_snapshot_of_an_older_version_is_named_and_not_called_damaged(tmp_path: Path) -> None:
-    content = b"what torch.save wrote"
-    (tmp_path / "step_00000001.pt").write_bytes(content + OLD_MARK + hashlib.sha256(content).digest())
-    with pytest.raises(UserError, match=r"step_00000001\.pt was written by an older version"):
-        SnapshotFolder(str(tmp_path), keep=1).newest(print)
+def test_a_snapshot_with_an_older_trailer_is_read_and_its_damage_noticed(tmp_path: Path) -> None:
+    folder = SnapshotFolder(str(tmp_path), keep=1)
+    file = Path(folder.write({"step": 1, "model": {"weight": torch.rand(700_000)}}, None))
+    content = file.read_bytes()[:-40]
+    older = content + OLD_MARK + hashlib.sha256(content).digest()
+    weight = read(str(file))["model"]["weight"].clone()
+    file.write_bytes(older)
+    assert torch.equal(read(str(file))["model"]["weight"], weight)
+    for place in (0, 2**20, len(content) - 1, len(older) - 1):
+        flipped = bytearray(older)
+        flipped[place] ^= 1
+        file.write_bytes(flipped)
+        with pytest.raises(DamagedError, match="do not match"):
+            read(str(file))
 
 
 def test_a_damaged_newest_is_named_and_the_one_before_leads_to_the_same_bits(
