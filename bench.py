@@ -25,7 +25,7 @@ from hardware import keep_freed_memory
 from main import option_parser, options_of, read_config
 from measurements import CLONES, IN_A_GROUP, MEASUREMENTS
 from measuring import Bench, Row, SkippedError, machine
-from metrics import status_of
+from screen import status_of
 
 
 def rows(name: str, bench: Bench) -> Iterator[Row]:

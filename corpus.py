@@ -20,6 +20,7 @@ import numpy as np
 from fsspec.implementations.local import LocalFileSystem
 
 from errors import UserError
+from pretrained import load
 
 CHUNK = 1 << 17  # bytes: stays in a core's own cache while it is decoded, looked up and written
 FIRST = 16  # chunks: searched for characters before any is numbered, so that a small text need not be renumbered
@@ -30,7 +31,8 @@ class Corpus:
     """An encoded text.
 
     Args:
-        vocabulary: the distinct characters of the whole text, sorted; a character's index is its token
+        vocabulary: the distinct characters of the whole text, and of the model that training starts from, sorted; a
+            character's index is its token
         tokens: (n,) the text as unsigned integers, mapped into memory
         sha256: digest of the text's bytes
     """
@@ -40,20 +42,28 @@ class Corpus:
     sha256: str
 
 
-def encode_corpus(path: str, cache: Path) -> Corpus:
+def encode_corpus(path: str, cache: Path, init_from: str | None = None) -> Corpus:
     """Encodes the text at `path` into the folder `cache`, or opens what is there if the text has not changed.
 
     Text counts as unchanged while names, sizes and modification times (for a URL, fsspec's `ukey`) are the same.
 
+    Args:
+        path: the text
+        cache: the folder
+        init_from: the model that training starts from, whose characters stay in the vocabulary; None: the text's alone
+
     Raises:
-        UserError: text missing, empty or not UTF-8, or the cache can't be written.
+        UserError: text or model missing, text empty or not UTF-8, or the cache can't be written.
     """
     fs, names, identity = _find_text(path)
+    if init_from is not None:
+        identity += f" and {init_from}"
     marker = cache / "text.json"
     try:
         return _open_cache(marker, identity)
     except (OSError, ValueError, KeyError):
         pass  # no cache yet, or of another text
+    known = () if init_from is None else [ord(c) for c in load(init_from, "trainer.init_from", print).vocabulary]
     try:
         cache.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -66,7 +76,7 @@ def encode_corpus(path: str, cache: Path) -> Corpus:
             with ThreadPoolExecutor(1) as beside:  # hashing leaves the interpreter's lock alone
                 digest = beside.submit(_sha256, files)
                 unfinished = os.path.join(folder, "tokens.npy")
-                vocabulary = _write_tokens(files, unfinished)
+                vocabulary = _write_tokens(files, unfinished, known)
                 if not vocabulary:
                     raise UserError(f"data.path: {path} is empty; it must hold text")
                 sha256 = digest.result()
@@ -200,7 +210,7 @@ def _write_tokens(files: Sequence[str], target: str, known: Sequence[int] = ()) 
     codes, count = set(known), 0
     for piece in first:
         _add_codes(piece, codes)
-    if not codes:
+    if not first:
         return ""
     table = _table(order := sorted(codes))
     unknown = np.iinfo(table.dtype).max

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from char_dataset import ValidationDataset
+from generation import stream
 from state import TrainingState
 
 SAMPLE = 100  # characters: enough to see letters become words
@@ -41,9 +42,9 @@ def written_by(state: TrainingState) -> str:
     """
     device = state.world.device
     generator = torch.Generator(device).manual_seed(state.config.trainer.seed)
-    start = torch.zeros(1, 1, dtype=torch.long, device=device)
+    start = torch.zeros(1, dtype=torch.long, device=device)
     # A cache that grows has a new shape for each character, and each would be compiled.
     with state.autocast(), torch.compiler.set_stance("force_eager"):
-        text = state.model.generate(start, SAMPLE, temperature=0.8, generator=generator)
+        text = [int(new) for new in stream(state.model, [start], SAMPLE, temperature=0.8, generator=generator)]
     state.model.train()
-    return "".join(state.corpus.vocabulary[token] for token in text[0, 1:].tolist())
+    return "".join(state.corpus.vocabulary[token] for token in text)

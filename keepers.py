@@ -7,7 +7,7 @@ from typing import Any
 
 from distributed import World
 from errors import UserError
-from metrics import Say
+from screen import Say
 from snapshot import SnapshotFolder
 
 

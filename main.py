@@ -24,9 +24,9 @@ from distributed import DistributedConfig, connect
 from errors import PeerError, UserError
 from hardware import keep_freed_memory
 from launchers import who_am_i
-from metrics import complain
 from model import ModelConfig
 from optimizer import OptimizerConfig
+from screen import complain
 from state import plain
 from trainer import Trainer, TrainerConfig
 
@@ -243,6 +243,12 @@ def _validate(found: dict[str, dict[str, Any]], origin: dict[str, str]) -> Confi
                     f" (in {origin.get(name)}): found {value!r}, must be {wanted}{HINTS.get(str(value), '')}"
                 )
         raise UserError("\n  ".join(name + words for name, words in mistakes.items())) from invalid
+
+
+def default_snapshot() -> str:
+    """Where the snapshots are of the run that gpt2_train_cfg.yaml describes."""
+    knobs = read_config().trainer
+    return knobs.snapshot_path or knobs.run_dir
 
 
 def code_digest() -> str:

@@ -7,10 +7,8 @@ B is sequences, T characters, C n_embd, H n_head and V vocab_size.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -260,53 +258,3 @@ class GPT(nn.Module):
         if targets is None:
             return logits, None
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
-
-    @torch.no_grad()
-    def stream(
-        self,
-        idx: Tensor,
-        max_new_tokens: int,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Iterator[Tensor]:
-        """Yields one new character after another, (B, 1) each, that continue idx, and leaves the model in eval mode.
-
-        Keys and values are cached until the window is full; from then on it slides, so that all positions change and
-        each character costs a pass over the window.
-
-        Args:
-            idx: (B, T) characters to continue, T at least 1; the last block_size of them count
-            max_new_tokens: how many characters to yield
-            temperature: 0 takes the likeliest; below 1 is tamer, above 1 wilder
-            top_k: choose among so many likeliest characters only; None means all
-            generator: source of randomness
-        """
-        self.eval()
-        size = self.config.block_size
-        window = idx[:, -size:]
-        caches: list[Cache] = []
-        for _ in range(max_new_tokens):
-            if not caches or window.size(1) > size:
-                window = window[:, -size:]
-                caches = [Cache() for _ in self.transformer.h]
-            unseen = window[:, len(caches[0]) :]
-            logits, _ = self(unseen, caches=caches)
-            new = _choose(logits[:, -1].float(), temperature, top_k, generator)
-            yield new
-            window = torch.cat((window, new), 1)
-
-    def generate(self, idx: Tensor, max_new_tokens: int, **choice: Any) -> Tensor:
-        """(B, T) characters -> (B, T + max_new_tokens); `choice` as in `stream`."""
-        return torch.cat((idx, *self.stream(idx, max_new_tokens, **choice)), 1)
-
-
-def _choose(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
-    """(B, V) logits -> (B, 1) characters."""
-    if temperature == 0:
-        return logits.argmax(-1, keepdim=True)
-    logits = logits / temperature
-    if top_k is not None:
-        worst = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
-        logits = logits.masked_fill(logits < worst, -math.inf)
-    return torch.multinomial(logits.softmax(-1), 1, generator=generator)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch.profiler import profile, schedule
 
-from metrics import Say
+from screen import Say
 
 SKIPPED = 10  # steps in which memory, caches and gradients' buckets settle
 

@@ -3,92 +3,105 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
+from collections.abc import Sequence
 
-import fsspec
 import torch
 
 from errors import UserError
-from main import read_config
-from model import GPT, GPTConfig
-from snapshot import DamagedError, SnapshotFolder, read
+from generation import NONE, stream
+from main import default_snapshot
+from pretrained import Pretrained, load
+from screen import status_of
 
 
-def load(path: str | None) -> tuple[GPT, str]:
-    """The model of a snapshot, and its vocabulary.
-
-    Args:
-        path: a file, or a folder of snapshots or run folder, of which the newest counts; None: the default run
-
-    Raises:
-        UserError: there is no whole snapshot.
-    """
-    if path is None:
-        knobs = read_config().trainer
-        path = knobs.snapshot_path or knobs.run_dir
-    snapshot = None
-    try:
-        fs, name = fsspec.url_to_fs(path)
-        if fs.isdir(name):
-            for place in (f"{path.rstrip('/')}/snapshots", path):
-                snapshot = snapshot or SnapshotFolder(place, keep=1).newest(lambda line: print(line, file=sys.stderr))
-        else:
-            snapshot = read(path)
-    except DamagedError as error:
-        raise UserError(f"--snapshot: {path} is damaged: {error}") from error
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    except (OSError, ValueError, ImportError) as error:
-        raise UserError(f"--snapshot: {path} can't be read: {error}") from error
-    if snapshot is None:
-        raise UserError(f"--snapshot: no snapshot at {path} (working directory {os.getcwd()}); main.py makes them")
-    vocabulary, config = snapshot["vocabulary"], snapshot["config"]
-    model = GPT(GPTConfig(**config["model"], vocab_size=len(vocabulary), block_size=config["data"]["block_size"]))
-    model.load_state_dict(snapshot["model"])
-    return model, vocabulary
-
-
-def run() -> int:
-    """Writes prompt and continuation; returns the exit status."""
+def options() -> argparse.ArgumentParser:
+    """What to write, and after which words."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--snapshot", metavar="PATH", help="file, or folder of which the newest is taken; may be a URL")
     parser.add_argument(
-        "--prompt", help="text to continue (default: the vocabulary's first character, mostly a line break)"
+        "--snapshot",
+        metavar="PATH",
+        help="file, folder of which the newest is taken, or export.py's; may be a URL (default: the default run)",
+    )
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        help="text to continue; -: stdin, without its last line break; several are continued at once "
+        "(default: the vocabulary's first character, mostly a line break)",
     )
     parser.add_argument("--max_new_tokens", type=int, default=500, help="characters to write (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest (default: %(default)s)")
     parser.add_argument("--top_k", type=int, help="choose among the k likeliest only (default: all)")
+    parser.add_argument("--top_p", type=float, help="choose among the fewest whose chances add up to p (default: all)")
     parser.add_argument("--seed", type=int, default=1, help="another one, another text (default: %(default)s)")
-    args = parser.parse_args()
+    return parser
+
+
+def prompts_of(asked: Sequence[str] | None, vocabulary: str) -> list[str]:
+    """The prompts, of characters that the model knows.
+
+    Raises:
+        UserError: one is empty, or holds a character that the model has never seen.
+    """
+    if asked is None:
+        return [vocabulary[0]]
     try:
-        for name, lowest in (("max_new_tokens", 0), ("temperature", 0), ("top_k", 1), ("seed", 0)):
-            if (value := getattr(args, name)) is not None and not lowest <= value < 2**63:
-                raise UserError(f"--{name} is {value}, must be at least {lowest} and below 2**63")
-        model, vocabulary = load(args.snapshot)
-        prompt = vocabulary[0] if args.prompt is None else args.prompt
+        prompts = [prompt if prompt != "-" else sys.stdin.buffer.read().decode().removesuffix("\n") for prompt in asked]
+    except UnicodeDecodeError as error:
+        raise UserError(f"--prompt: stdin is not UTF-8 text: {error}") from error
+    for prompt in prompts:
         if not prompt:
             raise UserError("--prompt is empty; it must hold at least one character")
         if unknown := sorted(set(prompt) - set(vocabulary)):
             raise UserError(
                 f"--prompt: {''.join(unknown)!r} not in the snapshot's vocabulary, which is {''.join(vocabulary)!r}"
             )
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    idx = torch.tensor([[vocabulary.index(character) for character in prompt]])
-    generator = torch.Generator().manual_seed(args.seed)
-    sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
-    try:
-        print(prompt, end="", flush=True)
-        for new in model.stream(idx, args.max_new_tokens, args.temperature, args.top_k, generator):
+    return prompts
+
+
+def write(pretrained: Pretrained, prompts: Sequence[str], asked: argparse.Namespace) -> None:
+    """Writes each prompt and its continuation: one as it comes, several when all are done, with empty lines between."""
+    vocabulary = pretrained.vocabulary
+    tokens = [torch.tensor([vocabulary.index(character) for character in prompt]) for prompt in prompts]
+    generator = torch.Generator().manual_seed(asked.seed)
+    news = stream(
+        pretrained.model(), tokens, asked.max_new_tokens, asked.temperature, asked.top_k, asked.top_p, generator
+    )
+    if len(prompts) == 1:
+        print(prompts[0], end="", flush=True)
+        for new in news:
             print(vocabulary[int(new)], end="", flush=True)
-    except BrokenPipeError:  # whoever read it has seen enough, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except KeyboardInterrupt:
-        return 130
-    return 0
+        return
+    texts = list(prompts)
+    for new in news:
+        texts = [text + (vocabulary[n] if n != NONE else "") for text, n in zip(texts, new.tolist(), strict=True)]
+    print("\n\n".join(texts))
+
+
+def run(argv: Sequence[str]) -> None:
+    """Writes prompts and continuations.
+
+    Raises:
+        UserError: the command line, or the snapshot that it names, is at fault.
+    """
+    asked = options().parse_args(argv)
+    for name, lowest, highest in (
+        ("max_new_tokens", 0, 2**63 - 1),
+        ("temperature", 0, float("inf")),
+        ("top_k", 1, 2**63 - 1),
+        ("seed", 0, 2**63 - 1),
+    ):
+        if (value := getattr(asked, name)) is not None and not lowest <= value <= highest:
+            raise UserError(f"--{name} is {value}, must be at least {lowest} and at most {highest}")
+    if asked.top_p is not None and not 0 < asked.top_p <= 1:
+        raise UserError(f"--top_p is {asked.top_p}, must be above 0 and at most 1")
+    path = asked.snapshot or default_snapshot()
+    pretrained = load(path, "--snapshot", lambda line: print(line, file=sys.stderr))
+    if not all(weight.isfinite().all() for weight in pretrained.weights.values()):
+        raise UserError(f"--snapshot: {path} has weights that are not finite; take an older one")
+    sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
+    write(pretrained, prompts_of(asked.prompt, pretrained.vocabulary), asked)
 
 
 if __name__ == "__main__":
-    sys.exit(run())
+    sys.exit(status_of(run))

@@ -18,9 +18,9 @@ from functools import lru_cache
 from errors import UserError
 from main import Config, option_parser, options_of, read_config
 from memory import expected, on_paper
-from metrics import status_of
 from model import GPTConfig
 from optimizer import parameter_groups
+from screen import status_of
 
 VOCABULARY = 50_257  # GPT-2's; characters would leave less to the embeddings
 NUMBERS = (8, 64, 1024)  # of GPUs

@@ -17,10 +17,11 @@ from errors import UserError
 from hardware import check_compiler, choose_precision, choose_threads, device_kind, memory_for_each, repeat_bits
 from keepers import elect_keepers, elect_snapshot
 from memory import check_memory, expected
-from metrics import Say
 from model import GPT, GPTConfig
 from optimizer import learning_rate
+from pretrained import load, start_from
 from reduction import Tree
+from screen import Say
 from snapshot import NotPrunedError, SnapshotFolder
 from strategy import DDP, Strategy
 from writer import Writer, Written
@@ -63,7 +64,7 @@ class TrainingState:
         say: Say,
     ) -> None:
         self.config, self.world, self.corpus, self.folder = config, world, corpus, folder
-        self.plain_config = plain(config)
+        self.plain_config, self.say = plain(config), say
         self.writer = Writer(folder)
         self.news: list[Written] = []
         self.keepers = elect_keepers(world, folder)
@@ -86,7 +87,6 @@ class TrainingState:
         self._prepare_blocks()
         self.strategy = self._spread(example)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.precision == "fp16")
-        weights: dict[str, Tensor] = {}
         if header:
             weights, moments = (snapshot[key] for key in heavy) if snapshot else ({}, {})
             self.strategy.take(weights, moments, self.holder)
@@ -94,9 +94,7 @@ class TrainingState:
             if any(world.gather(world.rank in self.keepers and not has_newest)):  # so that the holder may be lost
                 self._write(header["val_loss"], keep=world.rank in self.keepers and not has_newest)
         else:
-            if world.rank == 0:
-                torch.manual_seed(config.trainer.seed)
-                weights = GPT(shape).state_dict()
+            weights = world.agree(lambda: self._first_weights(shape) if world.rank == 0 else {})
             self.strategy.take(weights, {}, 0)
 
     def _choose(self, kept: dict[str, Any]) -> None:
@@ -165,6 +163,16 @@ class TrainingState:
 
             kind = ZeRO1
         return kind(*common, knobs.bucket_cap_mb, lambda model: self.loss(model, *example))
+
+    def _first_weights(self, shape: GPTConfig) -> dict[str, Tensor]:
+        torch.manual_seed(self.config.trainer.seed)
+        path = self.config.trainer.init_from
+        if path is None:
+            return GPT(shape).state_dict()
+        old = load(path, "trainer.init_from", self.say)
+        new = set(self.corpus.vocabulary).difference(old.vocabulary)
+        self.say(f"starting from the weights of {path}, with {len(new)} new characters {''.join(sorted(new))!r}")
+        return start_from(old, shape, self.corpus.vocabulary, path)
 
     def loss(self, model: nn.Module, idx: Tensor, targets: Tensor) -> Tensor:
         """Mean loss of (B, T) inputs and targets, on the device and in the precision of this run."""

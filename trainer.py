@@ -28,10 +28,11 @@ from errors import UserError
 from evaluation import validation_loss, written_by
 from hardware import device_name, seed_random_numbers
 from memory import Bytes, held, size, told
-from metrics import Metrics, NoMetrics, banner, complain, duration, nothing, say, summary
+from metrics import Metrics, NoMetrics
 from optimizer import learning_rate
 from profiling import profiled
 from run_folder import occupy, write_config
+from screen import banner, complain, duration, nothing, say, summary
 from snapshot import NotPrunedError, SnapshotFolder
 from state import TrainingState
 from stopping import STATUS, Stop
@@ -58,6 +59,7 @@ class TrainerConfig:
             of matrix products), full (all but each block's input)
         deterministic: on CUDA GPUs, take kernels that repeat their bits; slower. CPUs always do
         seed: of initial weights, order and dropout
+        init_from: snapshot, run folder or folder of export.py whose weights a new run starts from; null: random ones
         log_every: steps between lines and rows of loss and speed
         eval_every: steps between losses over the whole validation text
         sample_every: steps between samples of what the model writes; null: none
@@ -79,6 +81,7 @@ class TrainerConfig:
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     deterministic: bool = False
     seed: int = 1
+    init_from: str | None = None
     log_every: int = 100
     eval_every: int = 400
     sample_every: int | None = 400
@@ -136,7 +139,7 @@ class Trainer:
                 "lower trainer.micro_batch_size, or start fewer processes"
             )
         self.run_dir = Path(knobs.run_dir)
-        corpus = world.per_file_system(lambda: encode_corpus(config.data.path, self.run_dir / "cache"))
+        corpus = world.per_file_system(lambda: encode_corpus(config.data.path, self.run_dir / "cache", knobs.init_from))
         world.check_same({"the text's SHA-256": corpus.sha256})
         world.agree(lambda: occupy(self.run_dir, self) if world.rank == 0 else None)
         training, validation = split(corpus, config.data)
@@ -176,7 +179,7 @@ class Trainer:
             self.say(
                 f"already trained: {self.folder.file(step)} is at step {step}, and training ends at step "
                 f"{self.last_step}. To go on, raise trainer.max_steps or trainer.max_epochs; to start anew, set "
-                f"another trainer.run_dir.\n{self._how_to_sample()}"
+                f"another trainer.run_dir.\n{self._what_next()}"
             )
             self.state.writer.wait()
             return 0
@@ -216,7 +219,6 @@ class Trainer:
                 now = time.perf_counter()
                 metrics.train(
                     state.step,
-                    seconds_per_step=(now - began) / (state.step - first_step),
                     loss=mean_loss,
                     learning_rate=rate,
                     grad_norm=grad_norm.item(),
@@ -261,7 +263,7 @@ class Trainer:
             return STATUS[signal.Signals(stopped)]
         self.say(
             f"done in {duration(time.perf_counter() - began)}: validation loss {val_loss:.4f}, "
-            f"snapshot {self.folder.file(state.step)}\n{self._how_to_sample()}"
+            f"snapshot {self.folder.file(state.step)}\n{self._what_next()}"
         )
         return 0
 
@@ -273,9 +275,9 @@ class Trainer:
             there = error is None or isinstance(error, NotPrunedError)
             self.unsaved = "" if there else str(error)
             if there:
-                metrics.row("snapshot", step, path=self.folder.file(step), val_loss=val_loss)
+                metrics.snapshot(step, path=self.folder.file(step), val_loss=val_loss)
             else:
-                metrics.row("snapshot", step, error=self.unsaved)
+                metrics.snapshot(step, error=self.unsaved)
             if error is not None:
                 complain(f"step {step}: {error}; training goes on")
 
@@ -348,9 +350,14 @@ class Trainer:
     def _open_metrics(self) -> Metrics:
         if self.world.rank:
             return NoMetrics()
-        metrics = Metrics(self.run_dir / "metrics.jsonl", self.state.step, self.last_step)
+        metrics = Metrics(self.run_dir, self.state.step, self.last_step)
         metrics.row("start", self.state.step, samples=self.state.samples, **self.state.choices)
         return metrics
 
-    def _how_to_sample(self) -> str:
-        return f"to sample it:  python sample.py --snapshot {shlex.quote(self.folder.file(self.state.step))}"
+    def _what_next(self) -> str:
+        snapshot = shlex.quote(self.folder.file(self.state.step))
+        return (
+            f"to sample it:  python sample.py --snapshot {snapshot}\n"
+            f"to look back:  python plot.py {shlex.quote(str(self.run_dir))}\n"
+            f"to export it:  python export.py --snapshot {snapshot} --out FOLDER"
+        )

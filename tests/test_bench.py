@@ -17,7 +17,7 @@ from distributed import World
 from launchers import Place
 from measurements import IN_A_GROUP, MEASUREMENTS
 from measuring import Bench, Row, Shape, SkippedError, row
-from metrics import status_of
+from screen import status_of
 
 TINY = ("--model.n_embd", "16", "--model.n_head", "2", "--model.n_layer", "1", "--data.block_size", "16")
 

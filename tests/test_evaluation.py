@@ -11,6 +11,7 @@ from conftest import arguments, program, ranks, train
 from test_training import assert_same_bits, curve, newest, rows
 
 from evaluation import SAMPLE
+from generation import stream
 from metrics import Metrics
 from model import GPT, GPTConfig
 
@@ -37,8 +38,9 @@ def test_a_sample_is_what_the_snapshot_writes(text: Path, tmp_path: Path) -> Non
     model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=16, vocab_size=len(vocabulary), block_size=16))
     model.load_state_dict(snapshot["model"])
     generator = torch.Generator().manual_seed(1)
-    again = model.generate(torch.zeros(1, 1, dtype=torch.long), SAMPLE, temperature=0.8, generator=generator)
-    assert (step, written) == (12, "".join(vocabulary[token] for token in again[0, 1:]))
+    start = torch.zeros(1, dtype=torch.long)
+    again = stream(model, [start], SAMPLE, temperature=0.8, generator=generator)
+    assert (step, written) == (12, "".join(vocabulary[int(token)] for token in again))
 
 
 @pytest.mark.parametrize(
@@ -67,9 +69,9 @@ def test_samples_of_compiled_blocks_and_of_sharded_ones_in_bf16(knobs: dict, tex
 
 
 def test_what_would_move_the_cursor_is_not_shown_but_recorded(tmp_path: Path, capsys) -> None:
-    metrics = Metrics(tmp_path / "metrics.jsonl", 0, 9)
+    metrics = Metrics(tmp_path, 0, 9)
     metrics.sample(3, "\nab\x1b[2Jc\rd\n\te\n")
     metrics.close()
-    assert capsys.readouterr().out == "step 3 writes:\n    ab\ufffd[2Jc\ufffdd\n    \te\n"
+    assert capsys.readouterr().out[21:] == "step 3 writes:\n    ab\ufffd[2Jc\ufffdd\n    \te\n"
     [row] = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert (row["event"], row["step"], row["text"]) == ("sample", 3, "\nab\x1b[2Jc\rd\n\te\n")

@@ -24,8 +24,8 @@ import yaml
 from conftest import ROOT, arguments, environment, ranks, train, write_text
 from test_training import curve, rows
 
-from metrics import duration, summary
 from model import GPT, GPTConfig
+from screen import duration, summary
 
 COLUMNS = 80
 

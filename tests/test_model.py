@@ -1,4 +1,4 @@
-"""Causality, an entropy that nobody may beat, GPT-2's names and start, the loss, dropout, and generating."""
+"""Causality, an entropy that nobody may beat, GPT-2's names and start, the loss, dropout, and the cache."""
 
 from __future__ import annotations
 
@@ -294,28 +294,6 @@ def test_in_bf16_no_later_character_is_seen_either() -> None:
     assert not torch.equal(before[:, 20:], after[:, 20:])
 
 
-# Generating.
-
-
-def recomputed(model: GPT, idx: Tensor, number: int) -> Tensor:
-    """Greedy text without a cache: a full pass over the last characters for each new one."""
-    for _ in range(number):
-        idx = torch.cat((idx, model(idx[:, -T:])[0][:, -1].argmax(-1, keepdim=True)), 1)
-    return idx
-
-
-@pytest.mark.parametrize("prompt", [1, 3, T - 1, T, T + 5])
-@pytest.mark.parametrize("batch", [1, 3])
-def test_cached_greedy_text_equals_recomputed_text_within_the_window_and_beyond(batch: int, prompt: int) -> None:
-    model, idx = lively(), characters(batch, prompt)
-    expected = recomputed(model, idx, 3 * T)
-    assert len(expected[:, prompt:].unique()) >= 3  # else the test would see little
-    assert torch.equal(model.generate(idx, 3 * T, temperature=0), expected)
-    assert torch.equal(model.generate(idx, 3 * T, top_k=1), expected)
-    assert torch.equal(torch.cat(list(model.stream(idx, 5, temperature=0)), 1), expected[:, prompt : prompt + 5])
-    assert torch.equal(model.generate(idx, 0), idx)
-
-
 def test_logits_from_a_cache_equal_those_of_one_pass() -> None:
     model, idx = lively(), characters(3, T)
     caches = [Cache(), Cache()]
@@ -324,43 +302,3 @@ def test_logits_from_a_cache_equal_those_of_one_pass() -> None:
     assert [len(cache) for cache in caches] == [T, T]
     with pytest.raises(ValueError, match=f"{T + 1} characters"):
         model(idx[:, :1], caches=caches)
-
-
-def test_the_cache_saves_work_until_the_window_is_full() -> None:
-    model, seen = small(), []
-    model.transformer.drop.register_forward_hook(lambda module, args, output: seen.append(output.size(1)))
-    model.generate(characters(1, 3), T)
-    assert seen == [3, 1, 1, 1, 1, 1, T, T]
-
-
-def test_a_seeded_generator_repeats_its_text() -> None:
-    model, idx = small(), characters(2, 3)
-    first, again, other = (model.generate(idx, 40, generator=torch.Generator().manual_seed(seed)) for seed in (5, 5, 6))
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
-    assert torch.equal(first[:, :3], idx)
-    assert first.shape == (2, 43)
-
-
-@pytest.mark.parametrize(("temperature", "top_k"), [(1.0, None), (0.5, None), (2.0, 3), (1.0, 10 * V)])
-def test_characters_come_as_often_as_the_model_says(temperature: float, top_k: int | None) -> None:
-    model, number = small(), 20_000
-    with torch.no_grad():
-        model.transformer.wte.weight.mul_(5)  # some are likelier than others
-    idx = characters(1, 2).expand(number, -1)
-    logits = model(idx[:1])[0][0, -1] / temperature
-    if top_k is not None:
-        logits[logits.argsort(descending=True)[top_k:]] = -math.inf
-    chance = logits.softmax(-1)
-    assert chance.max() < 0.9
-    new = model.generate(idx, 1, temperature=temperature, top_k=top_k, generator=torch.Generator().manual_seed(0))[
-        :, -1
-    ]
-    found = new.bincount(minlength=V) / number
-    assert ((found - chance).abs() <= 5 * (chance * (1 - chance) / number).sqrt()).all()
-
-
-def test_generating_with_dropout_is_the_same_as_without() -> None:
-    idx = characters(1, 3)
-    with_dropout, without = lively(dropout=0.5).train(), lively(dropout=0.0)
-    assert torch.equal(with_dropout.generate(idx, 20, temperature=0), without.generate(idx, 20, temperature=0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from conftest import ROOT, arguments, environment, ranks, train, write_text
 
 import sample
 from model import GPT, GPTConfig
+from screen import status_of
 from snapshot import SnapshotFolder, read
 
 NEW = 40  # characters to write: more than a window of 16
@@ -50,7 +52,7 @@ def sampled(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) 
     def run(*argv: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["sample.py", *map(str, argv)])
         try:
-            status = sample.run()
+            status = status_of(sample.run)
         except SystemExit as end:  # of argparse
             status = end.code
         return (status, *capfd.readouterr())
@@ -71,6 +73,8 @@ def newest(run_dir: Path) -> Path:
         ["--max_new_tokens", NEW, "--temperature", 0],
         ["--max_new_tokens", NEW, "--top_k", 3],
         ["--max_new_tokens", NEW, "--top_k", 1000],
+        ["--max_new_tokens", NEW, "--top_p", 0.6],
+        ["--max_new_tokens", NEW, "--top_p", 1],
     ],
 )
 @pytest.mark.parametrize("prompt", ["a", "anna does eat ñandú—🙂 eat anna"])
@@ -175,6 +179,9 @@ def assert_one_message(err: str, *said: str) -> None:
         ("--temperature", "nan", "nan"),
         ("--top_k", "0", "0"),
         ("--top_k", "-3", "-3"),
+        ("--top_p", "0", "0"),
+        ("--top_p", "1.1", "1.1"),
+        ("--top_p", "nan", "nan"),
         ("--seed", str(1 << 70), str(1 << 70)),
         ("--snapshot", "{tmp}/none", "{tmp}/none"),
         ("--snapshot", "{tmp}", "{tmp}"),
@@ -194,7 +201,7 @@ def test_what_cannot_be_is_said_in_one_message(
 
 
 def test_a_number_that_is_none_is_refused(trained: Path, sampled: Sampled) -> None:
-    for option in ("--max_new_tokens", "--temperature", "--top_k", "--seed"):
+    for option in ("--max_new_tokens", "--temperature", "--top_k", "--top_p", "--seed"):
         status, out, err = sampled("--snapshot", trained, option, "many")
         assert (status, out) == (2, "")
         assert option in err
@@ -218,7 +225,54 @@ def test_without_a_path_the_default_run_is_looked_for(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_several_prompts_are_continued_at_once(trained: Path, sampled: Sampled) -> None:
+    knobs = ("--snapshot", trained, "--temperature", 0, "--max_new_tokens", NEW)
+    prompts = ("anna", "bob does eat", "ñ")
+    alone = [sampled(*knobs, "--prompt", prompt)[1] for prompt in prompts]
+    together = sampled(*knobs, *(word for prompt in prompts for word in ("--prompt", prompt)))
+    assert together == (0, "\n\n".join(alone) + "\n", "")
+
+
+def test_weights_that_are_not_finite_write_nothing(trained: Path, tmp_path: Path, sampled: Sampled) -> None:
+    snapshot = read(str(newest(trained)))
+    snapshot["model"] = {name: weight / 0 for name, weight in snapshot["model"].items()}
+    file = SnapshotFolder(str(tmp_path), keep=1).write(snapshot, None)
+    status, out, err = sampled("--snapshot", file)
+    assert (status, out) == (2, "")
+    assert_one_message(err, file, "not finite", "older")
+
+
 # Real processes
+
+
+@pytest.mark.parametrize(
+    ("stdin", "expected"), [("anna ñ".encode(), "anna ñ"), (b"bob\n\n", "bob\n"), (b"b\xff", None)]
+)
+def test_a_prompt_may_come_from_stdin(stdin: bytes, expected: str | None, trained: Path) -> None:
+    command = [sys.executable, ROOT / "sample.py", "--snapshot", trained, "--prompt", "-", "--max_new_tokens", "9"]
+    done = subprocess.run(
+        command, input=stdin, capture_output=True, env=environment(LC_ALL="C"), timeout=60, check=False
+    )
+    if expected is None:
+        assert (done.returncode, done.stdout) == (2, b"")
+        assert_one_message(done.stderr.decode(), "--prompt", "stdin", "0xff")
+    else:
+        assert (done.returncode, done.stderr) == (0, b"")
+        assert done.stdout.decode().startswith(expected)
+        assert len(done.stdout.decode()) == len(expected) + 9
+
+
+def test_ctrl_c_ends_it_without_a_traceback(trained: Path) -> None:
+    command = [sys.executable, ROOT / "sample.py", "--snapshot", trained, "--max_new_tokens", "9999999"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()) as process:
+        try:
+            assert process.stdout.read(5)
+            process.send_signal(signal.SIGINT)
+            process.stdout.close()
+            assert process.wait(30) == 130
+            assert process.stderr.read() == b""
+        finally:
+            process.kill()
 
 
 def test_a_terminal_that_is_ascii_gets_utf_8(trained: Path) -> None:

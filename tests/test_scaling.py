@@ -11,10 +11,10 @@ from conftest import program
 from torch.utils.flop_counter import FlopCounterMode
 
 from main import Config, read_config
-from metrics import status_of
 from model import GPT, GPTConfig
 from optimizer import OptimizerConfig, build_optimizer
 from scaling import MACHINES, SHAPES, Machine, exposed, muons_operations, operations, plan, plans, run
+from screen import status_of
 
 SHAPE = GPTConfig(n_layer=3, n_head=2, n_embd=32, vocab_size=11, block_size=16)
 DGX, ETHERNET = MACHINES

@@ -1,0 +1,107 @@
+"""What a model writes: the same with a cache as without, alone as with others, and as often as it says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from test_model import T, V, characters, lively, small
+from torch import Tensor
+
+from generation import NONE, stream
+from model import GPT
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """As in test_model.py."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def written(model: GPT, idx: Tensor, number: int, **choice: Any) -> Tensor:
+    """(B, T) prompts -> (B, number) new characters."""
+    return torch.stack(list(stream(model, list(idx), number, **choice)), 1)
+
+
+def recomputed(model: GPT, idx: Tensor, number: int) -> Tensor:
+    """Greedy text without a cache: a full pass over the last characters for each new one."""
+    for _ in range(number):
+        idx = torch.cat((idx, model(idx[:, -T:])[0][:, -1].argmax(-1, keepdim=True)), 1)
+    return idx
+
+
+@pytest.mark.parametrize("prompt", [1, 3, T - 1, T, T + 5])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_cached_greedy_text_equals_recomputed_text_within_the_window_and_beyond(batch: int, prompt: int) -> None:
+    model, idx = lively(), characters(batch, prompt)
+    expected = recomputed(model, idx, 3 * T)
+    assert len(expected[:, prompt:].unique()) >= 3  # else the test would see little
+    for choice in ({"temperature": 0}, {"top_k": 1}, {"top_p": 1e-9}):
+        assert torch.equal(written(model, idx, 3 * T, **choice), expected[:, prompt:])
+    assert list(stream(model, list(idx), 0)) == []
+
+
+def test_the_cache_saves_work_until_the_window_is_full() -> None:
+    model, seen = small(), []
+    model.transformer.drop.register_forward_hook(lambda module, args, output: seen.append(output.size(1)))
+    written(model, characters(1, 3), T)
+    assert seen == [3, 1, 1, 1, 1, 1, T, T]
+
+
+def test_a_seeded_generator_repeats_its_text() -> None:
+    model, idx = small(), characters(2, 3)
+    first, again, other = (written(model, idx, 40, generator=torch.Generator().manual_seed(seed)) for seed in (5, 5, 6))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert first.shape == (2, 40)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"),
+    [(1.0, None, None), (0.5, None, None), (2.0, 3, None), (1.0, 10 * V, None), (1.0, None, 0.7), (1.5, 6, 0.5)],
+)
+def test_characters_come_as_often_as_the_model_says(temperature: float, top_k: int | None, top_p: float | None) -> None:
+    model, number = small(), 20_000
+    with torch.no_grad():
+        model.transformer.wte.weight.mul_(5)  # some are likelier than others
+    idx = characters(1, 2).expand(number, -1)
+    logits = model(idx[:1])[0][0, -1] / temperature
+    if top_k is not None:
+        logits[logits.argsort(descending=True)[top_k:]] = -math.inf
+    chance = logits.softmax(-1)
+    if top_p is not None:
+        likeliest, total = [], 0.0
+        for token in chance.argsort(descending=True).tolist():
+            if total < top_p:
+                likeliest.append(token)
+                total += chance[token].item()
+        assert 1 < len(likeliest) < (top_k or V)
+        chance = torch.zeros(V).index_put((torch.tensor(likeliest),), chance[likeliest] / total)
+    assert chance.max() < 0.9
+    choice = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    new = written(model, idx, 1, generator=torch.Generator().manual_seed(0), **choice)[:, -1]
+    found = new.bincount(minlength=V) / number
+    assert ((found - chance).abs() <= 5 * (chance * (1 - chance) / number).sqrt()).all()
+
+
+def test_generating_with_dropout_is_the_same_as_without() -> None:
+    idx = characters(1, 3)
+    with_dropout, without = lively(dropout=0.5).train(), lively(dropout=0.0)
+    assert torch.equal(written(with_dropout, idx, 20, temperature=0), written(without, idx, 20, temperature=0))
+
+
+@pytest.mark.parametrize("lengths", [(1, 3, T + 5), (T, T + 1, 2), (4, 4)])
+def test_each_of_several_prompts_goes_on_as_it_would_alone(lengths: tuple[int, ...]) -> None:
+    model, number = lively(), 2 * T
+    prompts = [characters(length, seed=length + i) for i, length in enumerate(lengths)]
+    news = torch.stack(list(stream(model, prompts, number, temperature=0)), 1)
+    for prompt, row in zip(prompts, news, strict=True):
+        alone = recomputed(model, prompt[None], number)[0, len(prompt) :]
+        assert torch.equal(row[row != NONE], alone)
+        assert (row[row != NONE] >= 0).all()
