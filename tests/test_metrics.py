@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import fcntl
 import io
 import itertools
 import json
 import math
 import os
-import pty
-import re
 import statistics
-import struct
-import subprocess
-import sys
-import termios
 import time
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 import yaml
-from conftest import ROOT, arguments, environment, ranks, train, write_text
+from conftest import arguments, ranks, train, write_text
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_training import curve, rows
 
-from model import GPT, GPTConfig
-from screen import duration, summary
+from metrics import Metrics
 
 COLUMNS = 80
 
@@ -143,119 +137,60 @@ def test_after_a_restart_each_step_is_told_once(torn: str, trained: Path, tmp_pa
     assert (new[0]["event"], new[0]["step"]) == ("start", 6)
     assert [row["step"] for row in lines(run) if row["event"] == "train"] == list(range(1, 9))
     assert [row["step"] for row in lines(run) if row["event"] == "eval"] == [4, 8]
-    assert sorted(os.listdir(run)) == ["cache", "config.yaml", "metrics.jsonl", "snapshots"]
+    assert sorted({name.partition(".out.")[0] for name in os.listdir(run)}) == [
+        "cache",
+        "config.yaml",
+        "events",
+        "metrics.jsonl",
+        "snapshots",
+    ]
     assert yaml.safe_load((run / "config.yaml").read_text())["trainer"]["max_steps"] == 8
 
 
-# The screen
+# TensorBoard
 
 
-def test_a_log_file_gets_plain_lines_from_one_rank(trained: Path) -> None:
-    said, silence = ((trained / f"said-{rank}").read_bytes().decode() for rank in (0, 1))
-    assert silence == ""
-    assert not re.findall(r"[^\x20-\x7e\n]", said)  # no carriage return, no escape code
-    assert said.endswith("\n")
-    for step, loss in curve(trained / "run"):
-        shown = rf"^step +{step}/12  loss {loss:.4f}  .* tokens/s  \d+:\d\d left$"
-        assert len(re.findall(shown, said, re.MULTILINE)) == 1
-    for row in rows(trained / "run", "eval"):
-        shown = rf"^step {row['step']}: validation loss {row['val_loss']:.4f} nats per character \(\d+\.\d s\)$"
-        assert len(re.findall(shown, said, re.MULTILINE)) == 1
+def test_tensorboard_shows_one_curve_across_restarts(text: Path, tmp_path: Path) -> None:
+    """Killed at step 8, gone on from step 6 on another number of ranks: what came after step 6 is shown once."""
+    argv = arguments(tmp_path / "run", text, trainer__sample_every=6)
+    assert ranks(2, train, *argv, "--trainer.max_steps", "8", tmp_path=tmp_path) == [0, 0]
+    (tmp_path / "run/snapshots/step_00000008.pt").unlink()
+    first = list((tmp_path / "run").glob("events.*"))
+    time.sleep(1.1)  # names of events tell seconds, and sort by them
+    assert ranks(1, train, *argv, tmp_path=tmp_path) == [0]
+    assert len(list((tmp_path / "run").glob("events.*"))) == len(first) + 1 == 2
+
+    events = EventAccumulator(str(tmp_path / "run")).Reload()
+    for name in ("loss", "learning_rate", "grad_norm", "tokens_per_second", "world_size"):
+        expected = [(row["step"], pytest.approx(row[name], rel=1e-6)) for row in rows(tmp_path / "run")]
+        assert [(event.step, event.value) for event in events.Scalars(name)] == expected
+    expected = [(row["step"], pytest.approx(row["val_loss"])) for row in rows(tmp_path / "run", "eval")]
+    assert [(event.step, event.value) for event in events.Scalars("val_loss")] == expected
+    assert [event.value for event in events.Scalars("world_size")] == [2] * 6 + [1] * 6
+    written = {event.step: event.tensor_proto.string_val[0].decode() for event in events.Tensors("sample/text_summary")}
+    for row in rows(tmp_path / "run", "sample"):
+        assert written[row["step"]] == indent(row["text"], "    ")
 
 
-def test_a_terminal_gets_a_bar_that_fits(trained: Path, tmp_path: Path) -> None:
-    status, raw = on_terminal(*arguments(tmp_path / "run", trained / "text.txt"))
-    assert status == 0, raw
-    losses = dict(curve(tmp_path / "run"))
-    bars = [part.rstrip() for part in re.split(r"[\r\n]+", raw) if "%|" in part]
-    assert all(len(bar) <= COLUMNS for bar in bars), bars
-    told = [bar for bar in bars if "loss=" in bar]
-    assert {f"loss={loss:.3f}" for loss in losses.values()} <= set(re.findall(r"loss=[\d.]+", " ".join(told)))
-    for bar in told:
-        assert re.search(r"tok/s=[\d,]+\b", bar), bar
-        assert re.search(r"\b\d+/12\b", bar), bar
-    assert "val=" in told[-1]
-
-    seen = screen(raw)
-    evaluations = [line for line in seen if "validation loss" in line and not line.startswith("done")]
-    assert len(evaluations) == 3, seen
-    for line in evaluations:
-        assert re.fullmatch(r"step \d+: validation loss \d\.\d{4} nats per character \(\d+\.\d s\)", line)
-    [bar] = [line for line in seen if "%|" in line]  # one bar, at its end; none was left behind
-    assert bar.startswith("100%|")
-    assert f"loss={losses[12]:.3f}" in bar
-    assert seen.index(bar) > seen.index(evaluations[-1])
-    assert not [line for line in seen if line.startswith("step ") and "/12" in line]  # the bar says it
+def test_each_row_is_with_tensorboard_at_once(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path, 0, 9)
+    for step in (1, 2, 3):
+        metrics.row("train", step, loss=1.5)
+        assert [event.step for event in EventAccumulator(str(tmp_path)).Reload().Scalars("loss")] == list(
+            range(1, step + 1)
+        )
+    metrics.close()
 
 
-def on_terminal(*argv: str) -> tuple[int, str]:
-    """Exit status of main.py on a terminal of its own, and all that it wrote there, stderr included."""
-    master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
-    raw = b""
-    with subprocess.Popen(
-        [sys.executable, str(ROOT / "main.py"), *argv], stdin=slave, stdout=slave, stderr=slave, env=environment()
-    ) as process:
-        os.close(slave)
-        try:
-            while part := os.read(master, 65536):
-                raw += part
-        except OSError:  # how Linux says that nobody has the other end any more
-            pass
-        os.close(master)
-        return process.wait(60), raw.decode()
-
-
-def screen(raw: str) -> list[str]:
-    """The lines that a terminal with an endless page would show in the end."""
-    page: list[list[str]] = [[" "] * COLUMNS]
-    row = column = 0
-    for sign in re.findall(r"\x1b\[\d*[A-Z]|.", raw, re.DOTALL):
-        if sign == "\r":
-            column = 0
-        elif sign == "\n":
-            row += 1
-        elif sign.startswith("\x1b"):
-            assert sign == "\x1b[A"
-            row -= 1
-        else:
-            if column == COLUMNS:
-                row, column = row + 1, 0
-            page += [[" "] * COLUMNS for _ in range(row + 1 - len(page))]
-            page[row][column] = sign
-            column += 1
-        page += [[" "] * COLUMNS for _ in range(row + 1 - len(page))]
-    return ["".join(signs).rstrip() for signs in page]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "shown"),
-    [
-        (0, "0:00"),
-        (0.4, "0:00"),
-        (9, "0:09"),
-        (59.4, "0:59"),
-        (59.6, "1:00"),
-        (61, "1:01"),
-        (3599.4, "59:59"),
-        (3599.6, "1:00:00"),
-        (3661, "1:01:01"),
-        (360_000, "100:00:00"),
-    ],
-)
-def test_a_duration_is_shown_like_on_a_clock(seconds: float, shown: str) -> None:
-    assert duration(seconds) == shown
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_the_summary_adds_up_to_the_models_parameters(bias: bool) -> None:
-    config = GPTConfig(n_layer=3, n_head=2, n_embd=32, bias=bias, vocab_size=70, block_size=24)
-    model = GPT(config)
-    title, *layers, total = (line.split() for line in summary(model).splitlines())
-    assert title == ["layer", "parameters", "bytes"]
-    counts = {name: (int(count.replace(",", "")), int(size.replace(",", ""))) for name, count, size in layers}
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    assert total == ["total", f"{parameters:,}", f"{4 * parameters:,}"]
-    assert [sum(column) for column in zip(*counts.values(), strict=True)] == [parameters, 4 * parameters]
-    assert counts["transformer.wte"] == (70 * 32, 4 * 70 * 32)
-    assert counts["transformer.h.*.attn.c_attn"][0] == 3 * (3 * 32 * 32 + 3 * 32 * bias)
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+def test_metrics_that_cannot_be_written_do_not_end_training(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    metrics = Metrics(tmp_path, 0, 9)
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, metrics.descriptor)
+    os.close(full)
+    metrics.train(3, loss=1.5, learning_rate=0.1, grad_norm=1.0, tokens_per_second=1.0)
+    metrics.close()
+    said = capsys.readouterr()
+    assert "step 3" in said.out
+    assert said.err.startswith("error: step 3: trainer.run_dir: metrics can't be written: ")
+    assert "training goes on" in said.err

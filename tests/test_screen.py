@@ -1,0 +1,168 @@
+"""What the person watching sees, on terminals of any width and in files."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, arguments, environment, program
+from test_training import curve, rows
+
+from model import GPT, GPTConfig
+from screen import duration, summary
+
+DATE = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  "
+
+
+def test_a_file_gets_plain_dated_lines(text: Path, tmp_path: Path) -> None:
+    done = program("main.py", *arguments(tmp_path / "run", text))
+    assert (done.returncode, done.stderr) == (0, "")
+    said = done.stdout
+    assert not re.findall(r"[^\x20-\x7e\n]", said)  # no carriage return, no escape code
+    assert said.endswith("\n")
+    for step, loss in curve(tmp_path / "run"):
+        shown = rf"^{DATE}step +{step}/12  loss {loss:.4f}  .* tokens/s  \d+:\d\d left$"
+        assert len(re.findall(shown, said, re.MULTILINE)) == 1
+    for row in rows(tmp_path / "run", "eval"):
+        shown = rf"^{DATE}step {row['step']}: validation loss {row['val_loss']:.4f} nats per character \(\d+\.\d s\)$"
+        assert len(re.findall(shown, said, re.MULTILINE)) == 1
+    for program_to_come in ("sample.py --snapshot", f"plot.py {tmp_path / 'run'}", "export.py --snapshot"):
+        assert program_to_come in said.partition("done in")[2]
+
+
+@pytest.mark.parametrize("columns", [80, 200])
+def test_a_terminal_gets_a_live_line_that_fits(columns: int, text: Path, tmp_path: Path) -> None:
+    status, raw = on_terminal(columns, str(ROOT / "main.py"), *arguments(tmp_path / "run", text))
+    assert status == 0, raw
+    losses, evaluations = dict(curve(tmp_path / "run")), rows(tmp_path / "run", "eval")
+    shown = [part.rstrip() for part in re.split(r"[\r\n]+", raw) if re.match(r"\d+/12 ", part)]
+    assert all(len(line) <= columns for line in shown)
+    assert {f"loss {loss:.3f}" for loss in losses.values()} <= set(re.findall(r"\bloss [\d.]+", " ".join(shown)))
+    assert {f"val {row['val_loss']:.3f}" for row in evaluations} == set(re.findall(r"val [\d.]+", " ".join(shown)))
+    whole = r"12/12 \S+ loss \d\.\d{3} val \d\.\d{3} [\d.]+k? tok/s 0:00 left saved 0:\d\d ago"
+    assert re.fullmatch(whole, shown[-1]), shown[-1]
+    assert len(shown[-1]) > columns - 3  # the bar takes what is left
+    assert "\x1b[" not in raw.replace("\x1b[A", "")  # no colour
+
+    seen = screen(raw, columns)
+    told = [line for line in seen if "validation loss" in line and not line.startswith("done")]
+    assert len(told) == 3, seen
+    for line in told:
+        assert re.fullmatch(r"step \d+: validation loss \d\.\d{4} nats per character \(\d+\.\d s\)", line)
+    [last] = [line for line in seen if re.match(r"\d+/12 ", line)]  # one live line, at its end; none was left behind
+    assert seen.index(last) > seen.index(told[-1])
+    assert not [line for line in seen if line.startswith("step ") and "/12" in line]  # the live line says it
+
+
+def test_the_live_line_follows_the_terminal(text: Path, tmp_path: Path) -> None:
+    def resize(master: int, raw: bytes) -> None:
+        if re.search(rb"\r[1-9]\d*/300 ", raw):
+            set_columns(master, 120)
+
+    argv = arguments(tmp_path / "run", text, trainer__max_steps=300, trainer__eval_every=999, trainer__log_every=99)
+    status, raw = on_terminal(80, str(ROOT / "main.py"), *argv, watch=resize)
+    assert status == 0, raw
+    widths = [len(part.rstrip()) for part in re.split(r"[\r\n]+", raw) if re.match(r"\d+/300 ", part)]
+    assert max(widths[:2]) <= 80
+    assert 117 < widths[-1] <= 120
+
+
+def test_an_error_of_another_rank_stands_on_a_line_of_its_own() -> None:
+    words = (
+        "import sys; from screen import complain; print('50/60 #####', end='', flush=True); complain('rank 1 is gone')"
+    )
+    status, raw = on_terminal(80, "-c", words)
+    assert status == 0
+    assert screen(raw.replace("\r\x1b[K", "\r" + 80 * " " + "\r"), 81)[0] == "error: rank 1 is gone"
+
+
+def set_columns(terminal: int, columns: int) -> None:
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+
+
+def on_terminal(
+    columns: int, *argv: str, watch: Callable[[int, bytes], None] = lambda master, raw: None, **env: str
+) -> tuple[int, str]:
+    """Exit status of a Python program on a terminal of its own, and all that it wrote there, stderr included.
+
+    `watch` is called with the terminal's other end, and all so far, whenever the program has written.
+    """
+    master, slave = pty.openpty()
+    set_columns(slave, columns)
+    raw = b""
+    with subprocess.Popen(
+        [sys.executable, *argv], stdin=slave, stdout=slave, stderr=slave, env=environment(**env)
+    ) as process:
+        os.close(slave)
+        try:
+            while part := os.read(master, 65536):
+                raw += part
+                watch(master, raw)
+        except OSError:  # how Linux says that nobody has the other end any more
+            pass
+        os.close(master)
+        return process.wait(60), raw.decode()
+
+
+def screen(raw: str, columns: int) -> list[str]:
+    """The lines that a terminal with an endless page would show in the end."""
+    page: list[list[str]] = [[" "] * columns]
+    row = column = 0
+    for sign in re.findall(r"\x1b\[\d*[A-Z]|.", raw, re.DOTALL):
+        if sign == "\r":
+            column = 0
+        elif sign == "\n":
+            row += 1
+        elif sign.startswith("\x1b"):
+            assert sign == "\x1b[A"
+            row -= 1
+        else:
+            if column == columns:
+                row, column = row + 1, 0
+            page += [[" "] * columns for _ in range(row + 1 - len(page))]
+            page[row][column] = sign
+            column += 1
+        page += [[" "] * columns for _ in range(row + 1 - len(page))]
+    return ["".join(signs).rstrip() for signs in page]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        (0, "0:00"),
+        (0.4, "0:00"),
+        (9, "0:09"),
+        (59.4, "0:59"),
+        (59.6, "1:00"),
+        (61, "1:01"),
+        (3599.4, "59:59"),
+        (3599.6, "1:00:00"),
+        (3661, "1:01:01"),
+        (360_000, "100:00:00"),
+    ],
+)
+def test_a_duration_is_shown_like_on_a_clock(seconds: float, shown: str) -> None:
+    assert duration(seconds) == shown
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_summary_adds_up_to_the_models_parameters(bias: bool) -> None:
+    config = GPTConfig(n_layer=3, n_head=2, n_embd=32, bias=bias, vocab_size=70, block_size=24)
+    model = GPT(config)
+    title, *layers, total = (line.split() for line in summary(model).splitlines())
+    assert title == ["layer", "parameters", "bytes"]
+    counts = {name: (int(count.replace(",", "")), int(size.replace(",", ""))) for name, count, size in layers}
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert total == ["total", f"{parameters:,}", f"{4 * parameters:,}"]
+    assert [sum(column) for column in zip(*counts.values(), strict=True)] == [parameters, 4 * parameters]
+    assert counts["transformer.wte"] == (70 * 32, 4 * 70 * 32)
+    assert counts["transformer.h.*.attn.c_attn"][0] == 3 * (3 * 32 * 32 + 3 * 32 * bias)
