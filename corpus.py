@@ -17,10 +17,13 @@ from typing import BinaryIO
 
 import fsspec
 import numpy as np
+from fsspec.callbacks import TqdmCallback
 from fsspec.implementations.local import LocalFileSystem
+from tqdm import tqdm
 
 from errors import UserError
 from pretrained import load
+from screen import BAR, Say, nothing
 
 CHUNK = 1 << 17  # bytes: stays in a core's own cache while it is decoded, looked up and written
 FIRST = 16  # chunks: searched for characters before any is numbered, so that a small text need not be renumbered
@@ -42,7 +45,7 @@ class Corpus:
     sha256: str
 
 
-def encode_corpus(path: str, cache: Path, init_from: str | None = None) -> Corpus:
+def encode_corpus(path: str, cache: Path, init_from: str | None = None, say: Say = nothing) -> Corpus:
     """Encodes the text at `path` into the folder `cache`, or opens what is there if the text has not changed.
 
     Text counts as unchanged while names, sizes and modification times (for a URL, fsspec's `ukey`) are the same.
@@ -51,6 +54,7 @@ def encode_corpus(path: str, cache: Path, init_from: str | None = None) -> Corpu
         path: the text
         cache: the folder
         init_from: the model that training starts from, whose characters stay in the vocabulary; None: the text's alone
+        say: is told of what may take long
 
     Raises:
         UserError: text or model missing, text empty or not UTF-8, or the cache can't be written.
@@ -63,7 +67,8 @@ def encode_corpus(path: str, cache: Path, init_from: str | None = None) -> Corpu
         return _open_cache(marker, identity)
     except (OSError, ValueError, KeyError):
         pass  # no cache yet, or of another text
-    known = () if init_from is None else [ord(c) for c in load(init_from, "trainer.init_from", print).vocabulary]
+    known = () if init_from is None else [ord(c) for c in load(init_from, "trainer.init_from", say).vocabulary]
+    say(f"encoding {path} into {cache}, once")
     try:
         cache.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -76,7 +81,9 @@ def encode_corpus(path: str, cache: Path, init_from: str | None = None) -> Corpu
             with ThreadPoolExecutor(1) as beside:  # hashing leaves the interpreter's lock alone
                 digest = beside.submit(_sha256, files)
                 unfinished = os.path.join(folder, "tokens.npy")
-                vocabulary = _write_tokens(files, unfinished, known)
+                size = sum(os.path.getsize(name) for name in files)
+                with tqdm(desc="encoding", total=size, unit="B", **BAR) as bar:
+                    vocabulary = _write_tokens(files, unfinished, bar, known)
                 if not vocabulary:
                     raise UserError(f"data.path: {path} is empty; it must hold text")
                 sha256 = digest.result()
@@ -127,7 +134,7 @@ def _fetch(fs: fsspec.AbstractFileSystem, names: Sequence[str], folder: str) -> 
     files = [os.path.join(folder, f"{i}.txt") for i in range(len(names))]
     for name, file in zip(names, files, strict=True):
         try:
-            fs.get_file(name, file)
+            fs.get_file(name, file, callback=TqdmCallback(tqdm_kwargs={"desc": "fetching", "unit": "B", **BAR}))
         except Exception as error:  # each kind of store raises its own
             raise UserError(f"data.path: {name} can't be fetched: {error}") from error
     return files
@@ -148,10 +155,11 @@ def _read(files: Sequence[str], size: int) -> Iterator[tuple[bytes, str, bool]]:
             yield b"", name, True
 
 
-def _pieces(files: Sequence[str]) -> Iterator[bytes | np.ndarray]:
+def _pieces(files: Sequence[str], bar: tqdm) -> Iterator[bytes | np.ndarray]:
     """The text's code points in pieces: bytes where all are below 256, else (n,) uint32."""
     rest, done = b"", 0
     for chunk, name, last in _read(files, CHUNK):
+        bar.update(len(chunk))
         piece: bytes | np.ndarray = chunk
         if not rest and chunk.isascii():
             done += len(chunk)
@@ -199,13 +207,14 @@ def _look_up(piece: bytes | np.ndarray, table: np.ndarray) -> np.ndarray:
     return table.take(codes, mode="clip")  # the table's last entry stands for all beyond it
 
 
-def _write_tokens(files: Sequence[str], target: str, known: Sequence[int] = ()) -> str:
+def _write_tokens(files: Sequence[str], target: str, bar: tqdm, known: Sequence[int] = ()) -> str:
     """Writes the text as tokens into the .npy file `target`, flushes it to disk and returns the vocabulary.
 
     The text is decoded once. A character that turns up after the first chunks gets the next number, and the tokens are
     brought into order at the end. `known` are code points that the text is known to hold.
     """
-    pieces = _pieces(files)
+    bar.reset()
+    pieces = _pieces(files, bar)
     first = list(itertools.islice(pieces, FIRST))
     codes, count = set(known), 0
     for piece in first:
@@ -224,7 +233,7 @@ def _write_tokens(files: Sequence[str], target: str, known: Sequence[int] = ()) 
                 _add_codes(piece, codes)
                 if len(codes) > unknown + 1:
                     file.close()  # what it still holds would be written over the new tokens
-                    return _write_tokens(files, target, sorted(codes))
+                    return _write_tokens(files, target, bar, sorted(codes))
                 table = _table(order := order + sorted(codes.difference(order)))
                 tokens = _look_up(piece, table)
             file.write(tokens.data)

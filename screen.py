@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 
+# Of work that may be long: a bar on a terminal, once it has taken a second, and until it is done.
+BAR: dict[str, Any] = {"unit_scale": True, "delay": 1, "disable": None, "leave": False}
+
 
 def say(words: str) -> None:
     """Prints words at once: on a terminal above the live line, where there is one, and elsewhere with date and time."""

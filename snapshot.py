@@ -29,8 +29,10 @@ from typing import Any, TypeVar
 import fsspec
 import torch
 from fsspec.implementations.local import LocalFileSystem
+from tqdm import tqdm
 
 from errors import UserError
+from screen import BAR
 
 T = TypeVar("T")
 
@@ -306,7 +308,7 @@ def _check(name: str) -> None:
         parts: Iterator[bytes] = map(chunk, starts)
         if mark == MARK:
             parts = cores.map(lambda start: hashlib.sha256(chunk(start)).digest(), starts)
-        for part in parts:
+        for part in tqdm(parts, f"reading {os.path.basename(name)}", len(starts), unit="MiB", **BAR):
             whole.update(part)
     if whole.digest() != expected:
         raise DamagedError("its bytes do not match their SHA-256")

@@ -139,7 +139,9 @@ class Trainer:
                 "lower trainer.micro_batch_size, or start fewer processes"
             )
         self.run_dir = Path(knobs.run_dir)
-        corpus = world.per_file_system(lambda: encode_corpus(config.data.path, self.run_dir / "cache", knobs.init_from))
+        corpus = world.per_file_system(
+            lambda: encode_corpus(config.data.path, self.run_dir / "cache", knobs.init_from, self.say)
+        )
         world.check_same({"the text's SHA-256": corpus.sha256})
         world.agree(lambda: occupy(self.run_dir, self) if world.rank == 0 else None)
         training, validation = split(corpus, config.data)

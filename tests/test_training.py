@@ -136,7 +136,7 @@ def test_main_job_under_torchrun(text: Path, tmp_path: Path) -> None:
     for member in ("GLOBAL_RANK: 0, MEMBER: 1/2", "GLOBAL_RANK: 1, MEMBER: 2/2"):
         assert done.stdout.count(member) == 1
     assert done.stdout.count("validation loss") == 4  # three evaluations and the end, from one rank
-    command = done.stdout.strip().splitlines()[-1].split("python ")[1].split()
+    command = done.stdout.partition("to sample it:  python ")[2].splitlines()[0].split()
     sampled = program(*command, "--prompt", "anna", "--max_new_tokens", "30", "--seed", "2")
     assert sampled.returncode == 0, sampled.stderr
     assert len(sampled.stdout) == 34
