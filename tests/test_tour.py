@@ -1,6 +1,6 @@
 """docs/tour.md: its links lead to what they name, and its commands exist.
 
-python tests/test_tour.py
+    python tests/test_tour.py
 
 writes today's line numbers into it.
 """
