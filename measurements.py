@@ -20,9 +20,11 @@ from torch import Tensor
 
 from corpus import encode_corpus
 from distributed import World
+from generation import stream
 from hardware import has_bf16
 from launchers import Place
 from measuring import CPU, MIDDLE, ROOMS, SMALL, WIDE, Bench, Row, Shape, row, seconds, silence
+from model import GPT
 from rivals import Step, bare_loop, fetching, nanogpt_step, tutorial_fetch, tutorial_step
 from scaling import operations
 from snapshot import read
@@ -279,6 +281,29 @@ def optimizer(bench: Bench) -> Iterator[Row]:
     yield row("a step with muon in one with adamw", bench.ratio(muon._step, adamw._step))
 
 
+def sampling(bench: Bench) -> Iterator[Row]:
+    """What the cache of keys and values brings to sampling."""
+    start = torch.zeros(1, dtype=torch.long)
+    for shape in (replace(SMALL, T=256), replace(MIDDLE, T=256)):
+        model = bench.trainer(shape.words, warm=0).state.model.eval()
+        T = model.config.block_size
+
+        @torch.no_grad()
+        def recomputed(model: GPT = model, T: int = T) -> None:
+            text = start[None]
+            while text.size(1) < T:
+                new = torch.multinomial(model(text)[0][:, -1].softmax(-1), 1)
+                text = torch.cat((text, new), 1)
+
+        def cached(model: GPT = model, T: int = T) -> None:
+            for _ in stream(model, [start], T - 1):
+                pass
+
+        size = f"{model.config.n_layer} layers {model.config.n_embd} wide"
+        what = f"{T} characters recomputed, in those with the cache, {size}"
+        yield row(what, bench.ratio(recomputed, cached), least=5)
+
+
 MEASUREMENTS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "trainer": trainer,
     "nanogpt": nanogpt,
@@ -293,6 +318,7 @@ MEASUREMENTS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "reduction": reduction,
     "compile": compile_blocks,
     "optimizer": optimizer,
+    "sampling": sampling,
 }
 CLONES = {"nanogpt": "nanogpt", "tutorial": "tutorial", "fetch": "tutorial"}  # whose folder a measurement wants
 IN_A_GROUP = ("ranks", "strategies", "reduction")  # the others are about one process
