@@ -195,12 +195,12 @@ def rows_of(file: Path) -> tuple[list[dict[str, Any]], int]:
     rows, others = [], 0
     with file.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
+            if not line.endswith("\n"):
+                break
             try:
                 row = json.loads(line)
             except ValueError:
                 row = None
-            if not line.endswith("\n"):
-                break
             if isinstance(row, dict) and isinstance(row.get("event"), str) and type(row.get("step")) is int:
                 rows.append(row)
             else:

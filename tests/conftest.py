@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
+import pty
 import random
 import socket
+import struct
 import subprocess
 import sys
+import termios
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -18,6 +22,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parent.parent
+COLUMNS = 80  # of a terminal
 
 # A run small enough for tests: 7,056 parameters, windows of 16, shares that are uneven on 2 and 3 ranks, dropout on.
 SMALL = {
@@ -110,6 +115,33 @@ def start(argv: list[str], *launcher: str, **env: str) -> Iterator[subprocess.Po
             if process.poll() is None:
                 process.terminate()  # torchrun ends its workers
                 process.communicate(timeout=60)
+
+
+def on_terminal(*argv: str | Path, columns: int = COLUMNS, signal: int | None = None, **env: str) -> tuple[int, str]:
+    """Runs a program of this repository on a terminal of its own; exit status, and all that it wrote there.
+
+    The signal is sent when its first words come.
+    """
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    raw = b""
+    with subprocess.Popen(
+        [sys.executable, str(ROOT / argv[0]), *argv[1:]],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env=environment(**env),
+    ) as process:
+        os.close(slave)
+        try:
+            while part := os.read(master, 65536):
+                if signal and not raw:
+                    process.send_signal(signal)
+                raw += part
+        except OSError:  # how Linux says that nobody has the other end any more
+            pass
+        os.close(master)
+        return process.wait(60), raw.decode(errors="replace")
 
 
 def ranks(number: int, body: Callable[..., Any], *args: Any, tmp_path: Path, patience: float = 120) -> list[Any]:

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import fcntl
 import io
 import itertools
 import json
 import math
 import os
-import pty
 import re
 import statistics
-import struct
-import subprocess
-import sys
-import termios
 import time
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ROOT, arguments, environment, ranks, train, write_text
+from conftest import COLUMNS, arguments, on_terminal, ranks, train, write_text
 from test_training import curve, rows
 
-from metrics import duration, summary
+from metrics import Metrics, duration, rows_of, summary
 from model import GPT, GPTConfig
-
-COLUMNS = 80
 
 
 def told(*argv: str) -> tuple[int, str]:
@@ -164,7 +156,7 @@ def test_a_log_file_gets_plain_lines_from_one_rank(trained: Path) -> None:
 
 
 def test_a_terminal_gets_a_bar_that_fits(trained: Path, tmp_path: Path) -> None:
-    status, raw = on_terminal(*arguments(tmp_path / "run", trained / "text.txt"))
+    status, raw = on_terminal("main.py", *arguments(tmp_path / "run", trained / "text.txt"))
     assert status == 0, raw
     losses = dict(curve(tmp_path / "run"))
     bars = [part.rstrip() for part in re.split(r"[\r\n]+", raw) if "%|" in part]
@@ -186,24 +178,6 @@ def test_a_terminal_gets_a_bar_that_fits(trained: Path, tmp_path: Path) -> None:
     assert f"loss={losses[12]:.3f}" in bar
     assert seen.index(bar) > seen.index(evaluations[-1])
     assert not [line for line in seen if line.startswith("step ") and "/12" in line]  # the bar says it
-
-
-def on_terminal(*argv: str) -> tuple[int, str]:
-    """Exit status of main.py on a terminal of its own, and all that it wrote there, stderr included."""
-    master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
-    raw = b""
-    with subprocess.Popen(
-        [sys.executable, str(ROOT / "main.py"), *argv], stdin=slave, stdout=slave, stderr=slave, env=environment()
-    ) as process:
-        os.close(slave)
-        try:
-            while part := os.read(master, 65536):
-                raw += part
-        except OSError:  # how Linux says that nobody has the other end any more
-            pass
-        os.close(master)
-        return process.wait(60), raw.decode()
 
 
 def screen(raw: str) -> list[str]:
@@ -259,3 +233,13 @@ def test_the_summary_adds_up_to_the_models_parameters(bias: bool) -> None:
     assert [sum(column) for column in zip(*counts.values(), strict=True)] == [parameters, 4 * parameters]
     assert counts["transformer.wte"] == (70 * 32, 4 * 70 * 32)
     assert counts["transformer.h.*.attn.c_attn"][0] == 3 * (3 * 32 * 32 + 3 * 32 * bias)
+
+
+def test_rows_of_a_file_are_told_from_what_else_is_in_it(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    good = [{"event": "start", "step": 0, "time": 1.5}, {"event": "train", "step": 1, "loss": 0.1 + 0.2}]
+    bad = ["null", "[]", "4", "abc", "", '{"step": 1}', '{"event": "train", "step": "1"}', "\0\0", '{"event": "tr']
+    file.write_text("\n".join([json.dumps(good[0]), *bad, json.dumps(good[1]), '{"event": "train", "step": 2}']))
+    assert rows_of(file) == (good, len(bad))
+    Metrics(file, step=1, last_step=2).close()  # goes on after them
+    assert file.read_text() == "".join(json.dumps(row) + "\n" for row in good)
