@@ -179,11 +179,8 @@ def draw(runs: Sequence[Run], file: Path) -> None:
     lines = [Line2D([], [], color=color, linewidth=width) for color, width in zip(COLORS, wide, strict=False)]
     labels = [run.name for run in runs] + list(shared)
     columns = max(1, min(len(labels), 90 // (max(map(len, labels)) + 6)))
-    legend = figure.legend(
-        [*lines, *shared.values()], ["-"] * len(labels), loc="outside upper left", ncols=columns, frameon=False
-    )
-    for text, label in zip(legend.get_texts(), labels, strict=True):
-        text.set_text(label)  # said to legend() at once, one that begins with _ would be left out
+    legend = figure.legend([*lines, *shared.values()], labels, loc="outside upper left", ncols=columns, frameon=False)
+    for text in legend.get_texts():
         text.set_parse_math(False)  # $ is one in a name
     try:
         figure.savefig(file)
