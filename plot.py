@@ -221,6 +221,7 @@ def picture(runs: Sequence[Run], width: int, height: int, color: bool) -> str:
     figure = plotext.figure.clear().theme("simple").canvas("default").plot_size(width, height)
     figure.title("loss and validation loss, nats per character").label("step")
     shown = [run.curves[key] for run in runs for key in ("loss", "val_loss")]
+    shown += [(list(run.restarts), []) for run in runs]
     for axis, (side, ticks) in enumerate({"x": width // 12, "y": height // 4}.items()):
         numbers = [number for curve in shown for number in curve[axis]]
         margin = int(min(numbers) == max(numbers))
@@ -238,7 +239,7 @@ def picture(runs: Sequence[Run], width: int, height: int, color: bool) -> str:
         steps, losses = run.curves["loss"]
         columns = np.linspace(steps[0], steps[-1], width)
         values = np.interp(columns, steps, losses)
-        for start in range(DASH * number, width, DASH * 2) if number else [0]:
+        for start in range(DASH * (number % 3), width, DASH * min(len(runs), 3)) if number else [0]:
             dash = slice(start, start + DASH + 1 if number else None)
             signal = figure.signal(
                 columns[dash].tolist(), values[dash].tolist(), marker=plotext.marker(line, pixel(code))

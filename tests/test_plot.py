@@ -159,9 +159,10 @@ def test_equal_runs_are_both_seen(runs: list[Run], tmp_path: Path) -> None:
     alone = pixels(tmp_path / "one.png", blue)
     assert pixels(tmp_path / "twins.png", blue) > alone / 2
     assert pixels(tmp_path / "twins.png", orange) > alone / 4
-    canvas = "".join(line for line in picture(twins, 80, 20, color=False).splitlines() if "│" in line)
-    assert canvas.count("a") > 20
-    assert canvas.count("b") > 20
+    for equal in (twins, [*twins, replace(runs[0], name="third")]):
+        canvas = "".join(line for line in picture(equal, 80, 20, color=False).splitlines() if "│" in line)
+        for letter in "abc"[: len(equal)]:
+            assert canvas.count(letter) > 15
 
 
 def test_the_change_of_ranks_and_names_are_written_on_it(runs: list[Run], tmp_path: Path) -> None:
@@ -199,6 +200,12 @@ def test_runs_of_any_length_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 # The terminal
+
+
+def test_a_restart_before_the_first_loss_is_marked(tmp_path: Path) -> None:
+    run = read(made(tmp_path / "run", *[row("start", 0)] * 2, row("train", 5, loss=3.0), row("train", 9, loss=2.0)), "")
+    assert run.restarts == {0: []}
+    assert picture([run], 80, 20, color=False).count("┊") > 10
 
 
 @pytest.mark.parametrize(("columns", "no_color"), [(80, ""), (200, "1")])

@@ -2,12 +2,11 @@
 
     python data/prepare.py && python tests/faults/killed_twice.py
 
-trains both in runs/ (two minutes on two cores) and draws them with plot.py.
+trains both in runs/ (minutes on two cores) and draws them with plot.py.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -17,9 +16,11 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1]))  # a script has no pytest to do so
+sys.path.extend(str(folder) for folder in Path(__file__).parents[1:3])  # a script has no pytest to do so
 
 from conftest import ROOT, environment
+
+from metrics import rows_of
 
 KNOBS = {
     "trainer.max_steps": 400,
@@ -51,10 +52,10 @@ def kill(launcher: subprocess.Popen) -> None:
 
 
 def last_step(run_dir: Path) -> int:
-    """The newest step in metrics.jsonl."""
+    """The newest step in metrics.jsonl; 0 before there is one."""
     with suppress(FileNotFoundError):
-        lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
-        return max((json.loads(line)["step"] for line in lines if line.endswith("\n")), default=0)
+        rows, _ = rows_of(run_dir / "metrics.jsonl")
+        return max((row["step"] for row in rows), default=0)
     return 0
 
 
