@@ -113,18 +113,33 @@ def _short(number: float) -> str:
     return f"{number:.0f}"
 
 
+def rows_of(file: Path) -> tuple[list[dict[str, Any]], int]:
+    """The rows of a metrics.jsonl, and how many of its lines are none; a torn last one is left out and not counted.
+
+    Raises:
+        OSError: the file can't be read.
+    """
+    rows, others = [], 0
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            if not line.endswith("\n"):
+                break
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = None
+            if isinstance(row, dict) and isinstance(row.get("event"), str) and type(row.get("step")) is int:
+                rows.append(row)
+            else:
+                others += 1
+    return rows, others
+
+
 def _forget_after(file: Path, step: int) -> None:
     """Rewrites metrics.jsonl without rows of later steps and without a torn one, beside it and renamed."""
     if not file.exists():
         return
-    kept = []
-    for line in file.read_text(errors="replace").splitlines(keepends=True):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if line.endswith("\n") and row["step"] <= step:
-            kept.append(line)
+    rows, _ = rows_of(file)
     beside = file.with_name(f"{file.name}.tmp")
-    beside.write_text("".join(kept))
+    beside.write_text("".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step))
     os.replace(beside, file)

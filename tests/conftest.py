@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
+import pty
 import random
 import socket
+import struct
 import subprocess
 import sys
+import termios
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -110,6 +114,36 @@ def start(argv: list[str], *launcher: str, **env: str) -> Iterator[subprocess.Po
             if process.poll() is None:
                 process.terminate()  # torchrun ends its workers
                 process.communicate(timeout=60)
+
+
+def on_terminal(
+    *argv: str | Path,
+    columns: int = 80,
+    watch: Callable[[subprocess.Popen, int, bytes], None] = lambda process, master, raw: None,
+    **env: str,
+) -> tuple[int, str]:
+    """Runs a program of this repository on a terminal of its own; exit status, and all that it wrote there.
+
+    `watch` is called with the process, the terminal's other end and all so far, whenever the program has written.
+    """
+    master, slave = pty.openpty()
+    set_columns(slave, columns)
+    raw = b""
+    command = [sys.executable, *(ROOT / word if str(word).endswith(".py") else word for word in argv)]
+    with subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=environment(**env)) as process:
+        os.close(slave)
+        try:
+            while part := os.read(master, 65536):
+                raw += part
+                watch(process, master, raw)
+        except OSError:  # how Linux says that nobody has the other end any more
+            pass
+        os.close(master)
+        return process.wait(60), raw.decode(errors="replace")
+
+
+def set_columns(terminal: int, columns: int) -> None:
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
 
 
 def ranks(number: int, body: Callable[..., Any], *args: Any, tmp_path: Path, patience: float = 120) -> list[Any]:

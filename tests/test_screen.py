@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-import pty
 import re
-import struct
 import subprocess
-import sys
-import termios
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, arguments, environment, program
+from conftest import arguments, on_terminal, program, set_columns
 from test_training import curve, rows
 
 from model import GPT, GPTConfig
@@ -41,7 +34,7 @@ def test_a_file_gets_plain_dated_lines(text: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("columns", [80, 200])
 def test_a_terminal_gets_a_live_line_that_fits(columns: int, text: Path, tmp_path: Path) -> None:
-    status, raw = on_terminal(columns, str(ROOT / "main.py"), *arguments(tmp_path / "run", text))
+    status, raw = on_terminal("main.py", *arguments(tmp_path / "run", text), columns=columns)
     assert status == 0, raw
     losses, evaluations = dict(curve(tmp_path / "run")), rows(tmp_path / "run", "eval")
     shown = [part.rstrip() for part in re.split(r"[\r\n]+", raw) if re.match(r"\d+/12 ", part)]
@@ -64,12 +57,12 @@ def test_a_terminal_gets_a_live_line_that_fits(columns: int, text: Path, tmp_pat
 
 
 def test_the_live_line_follows_the_terminal(text: Path, tmp_path: Path) -> None:
-    def resize(master: int, raw: bytes) -> None:
+    def resize(process: subprocess.Popen, master: int, raw: bytes) -> None:
         if re.search(rb"\r[1-9]\d*/300 ", raw):
             set_columns(master, 120)
 
     argv = arguments(tmp_path / "run", text, trainer__max_steps=300, trainer__eval_every=999, trainer__log_every=99)
-    status, raw = on_terminal(80, str(ROOT / "main.py"), *argv, watch=resize)
+    status, raw = on_terminal("main.py", *argv, watch=resize)
     assert status == 0, raw
     widths = [len(part.rstrip()) for part in re.split(r"[\r\n]+", raw) if re.match(r"\d+/300 ", part)]
     assert max(widths[:2]) <= 80
@@ -77,40 +70,10 @@ def test_the_live_line_follows_the_terminal(text: Path, tmp_path: Path) -> None:
 
 
 def test_an_error_of_another_rank_stands_on_a_line_of_its_own() -> None:
-    words = (
-        "import sys; from screen import complain; print('50/60 #####', end='', flush=True); complain('rank 1 is gone')"
-    )
-    status, raw = on_terminal(80, "-c", words)
+    line = "print('50/60 #####', end='', flush=True)"
+    status, raw = on_terminal("-c", f"from screen import complain; {line}; complain('rank 1 is gone')")
     assert status == 0
     assert screen(raw.replace("\r\x1b[K", "\r" + 80 * " " + "\r"), 81)[0] == "error: rank 1 is gone"
-
-
-def set_columns(terminal: int, columns: int) -> None:
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-
-
-def on_terminal(
-    columns: int, *argv: str, watch: Callable[[int, bytes], None] = lambda master, raw: None, **env: str
-) -> tuple[int, str]:
-    """Exit status of a Python program on a terminal of its own, and all that it wrote there, stderr included.
-
-    `watch` is called with the terminal's other end, and all so far, whenever the program has written.
-    """
-    master, slave = pty.openpty()
-    set_columns(slave, columns)
-    raw = b""
-    with subprocess.Popen(
-        [sys.executable, *argv], stdin=slave, stdout=slave, stderr=slave, env=environment(**env)
-    ) as process:
-        os.close(slave)
-        try:
-            while part := os.read(master, 65536):
-                raw += part
-                watch(master, raw)
-        except OSError:  # how Linux says that nobody has the other end any more
-            pass
-        os.close(master)
-        return process.wait(60), raw.decode()
 
 
 def screen(raw: str, columns: int) -> list[str]:
