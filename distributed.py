@@ -152,7 +152,8 @@ class World:
             for name in sorted(first.keys() | other.keys()):
                 if first.get(name) != other.get(name):
                     raise UserError(
-                        f"{name} differs between ranks: {first.get(name)} on rank 0, {other.get(name)} on rank {rank}"
+                        f"{name} differs between ranks: {first.get(name)} on rank 0, {other.get(name)} on rank {rank}; "
+                        "start all of them with the same code, text, yaml and options"
                     )
 
     def share(self, first: int, count: int, rank: int | None = None) -> range:

@@ -131,7 +131,7 @@ def read_config(argv: Sequence[str] = ()) -> Config:
         if (text := getattr(known, name)) is not None:
             section, key = name.split(".")
             found.setdefault(section, {})[key] = _scalar(text)
-            origin[name] = "command line"
+            origin[name] = "the command line"
     config = _validate(found, origin)
     if known.print_config:
         print(yaml.safe_dump(plain(config), sort_keys=False), end="")
@@ -177,9 +177,10 @@ def _read_yaml(file: Path) -> dict[str, dict[str, Any]]:
     try:
         found = yaml.load(file.read_text(encoding="utf-8"), _Loader) or {}
     except OSError as error:
-        raise UserError(f"--config: {file} can't be read: {error.strerror}") from error
+        raise UserError(f"--config: {file} can't be read: {error.strerror}; name a yaml file") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{file} is not valid yaml: {' '.join(str(error).split())}") from error
+        words = " ".join(str(error).replace('"<unicode string>", ', "").split())
+        raise UserError(f"{file} is not valid yaml: {words}") from error
     try:
         json.dumps(found, default=str)
     except ValueError:
@@ -189,12 +190,16 @@ def _read_yaml(file: Path) -> dict[str, dict[str, Any]]:
     if not isinstance(found, dict):
         raise UserError(f"{file} holds {found!r}; it must hold the sections {', '.join(SECTIONS)}")
     found = {section: keys if keys is not None else {} for section, keys in found.items()}
-    mistakes = [f"{s}: unknown section{_nearest(str(s), SECTIONS)}" for s in found if s not in SECTIONS]
+    mistakes = [
+        f"{s}: unknown section{_nearest(str(s), SECTIONS)}; there are {', '.join(SECTIONS)}"
+        for s in found
+        if s not in SECTIONS
+    ]
     mistakes += [
         f"{s}: found {keys!r}, must hold keys with values" for s, keys in found.items() if not isinstance(keys, dict)
     ]
     mistakes += [
-        f"{s}.{key}: unknown key{_nearest(f'{s}.{key}', KEYS)}"
+        f"{s}.{key}: unknown key{_nearest(f'{s}.{key}', KEYS)}; --help lists all"
         for s, keys in found.items()
         if s in SECTIONS and isinstance(keys, dict)
         for key in keys
@@ -230,7 +235,9 @@ def _validate(found: dict[str, dict[str, Any]], origin: dict[str, str]) -> Confi
         mistakes: dict[str, str] = {}
         for error in invalid.errors(include_url=False):
             if error["type"] == "value_error":  # what a section's __post_init__ says: it names its key
-                mistakes[error["msg"].removeprefix("Value error, ")] = ""
+                words = error["msg"].removeprefix("Value error, ")
+                name = words.split()[0]
+                mistakes[words] = f" (in {origin[name]})" if name in origin else ""
                 continue
             place, within, *_ = (*error["loc"], "")
             name = f"{place}.{within}"

@@ -127,7 +127,9 @@ class Metrics:
             _forget_after(file, step)
             self.descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         except OSError as error:
-            raise UserError(f"trainer.run_dir: {file} can't be written: {error}") from error
+            raise UserError(
+                f"trainer.run_dir: {file} can't be written: {error.strerror}; make it writable, or set another"
+            ) from error
         terminal = sys.stdout.isatty()
         self.bar = tqdm(
             total=last_step, initial=step, unit="step", dynamic_ncols=True, file=sys.stdout, disable=not terminal

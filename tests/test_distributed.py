@@ -39,7 +39,8 @@ def test_agreement_between_real_ranks(tmp_path: Path) -> None:
     assert first["gathered"] == second["gathered"] == third["gathered"] == [0, 10, 20]
     assert {facts["said"] for facts in (first, second, third)} == {"rank 1: disk full"}
     assert {facts["differs"] for facts in (first, second, third)} == {
-        "key differs between ranks: a on rank 0, b on rank 2"
+        "key differs between ranks: a on rank 0, b on rank 2; start all of them with the same code, text, yaml and "
+        "options"
     }
     assert [facts["from first"] for facts in (first, second, third)] == ["made by 0"] * 3
     assert [facts["votes"] for facts in (first, second, third)] == [[[0, 2], [15]]] * 3
