@@ -237,9 +237,12 @@ def connect(config: DistributedConfig, run_dir: str = ".") -> Iterator[World]:
             )
         except (ValueError, RuntimeError, OSError) as error:
             address = f" {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}" if where == "env://" else ""
+            advice = f"are all {size} processes started, and does this address lead to the first one?"
+            if "EADDRINUSE" in str(error):
+                advice = "another program has this port: take a free one, or let `torchrun --standalone` find one"
             raise UserError(
                 f"rank {rank} of {size} on {platform.node()} found no process group at {where}{address} "
-                f"(distributed.timeout_seconds is {config.timeout_seconds:g}): {error}"
+                f"(distributed.timeout_seconds is {config.timeout_seconds:g}): {error}; {advice}"
             ) from error
     world = None
     try:

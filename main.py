@@ -10,7 +10,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,6 +24,7 @@ from distributed import DistributedConfig, connect
 from errors import PeerError, UserError
 from hardware import keep_freed_memory
 from launchers import who_am_i
+from memory import ran_out
 from metrics import complain
 from model import ModelConfig
 from optimizer import OptimizerConfig
@@ -260,6 +261,14 @@ def code_digest() -> str:
     return digest.hexdigest()
 
 
+def _how_to_go_on(env: Mapping[str, str]) -> str:
+    """What to do when a rank is gone: nothing where torchrun has restarts left, or had some."""
+    restarts = env.get("TORCHELASTIC_MAX_RESTARTS")
+    if restarts is None:
+        return "; the same command goes on"
+    return "; start torchrun with --max_restarts=3 and it goes on by itself" if restarts == "0" else ""
+
+
 def run(argv: Sequence[str]) -> int:
     """Trains as the command line says; returns the exit status."""
     speaks = True
@@ -283,8 +292,16 @@ def run(argv: Sequence[str]) -> int:
             complain(str(error))
         return 2
     except PeerError as error:
-        complain(str(error))
+        complain(f"{error}{_how_to_go_on(os.environ)}")
         return 1
+    except RuntimeError as error:
+        if not ran_out(error):
+            raise
+        complain(
+            f"out of memory in training: {str(error).splitlines()[0]}; lower trainer.micro_batch_size, or set "
+            "trainer.activation_checkpointing to full, or with several ranks distributed.strategy to fsdp"
+        )
+        return 2
     except KeyboardInterrupt:  # before training, where there is nothing to save
         return 130
 

@@ -445,6 +445,7 @@ def test_a_text_that_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[st
         message = refused(capsys, *arguments(tmp_path / "run", tmp_path / path))
         assert "data.path" in message
         assert str(tmp_path / path) in message
+        assert "`python data/prepare.py`" in message
     assert not (tmp_path / "run").exists()
 
 
@@ -483,7 +484,6 @@ def test_a_folder_that_cannot_be_made(key: str, text: Path, tmp_path: Path, caps
     assert key in message
 
 
-def test_half_precision_on_a_cpu(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl"])
 def test_a_run_folder_with_something_in_the_way(
     name: str, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -507,6 +507,7 @@ def test_a_run_folder_that_another_run_has(
     del run
 
 
+def test_half_precision_on_a_cpu(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     on_cpu = ["--distributed.backend", "gloo", "--trainer.precision", "fp16"]
     message = refused(capsys, *arguments(tmp_path / "run", text), *on_cpu)
     for words in ("trainer.precision", "fp16", "bf16", "fp32", "cpu"):
