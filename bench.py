@@ -59,7 +59,7 @@ def run(argv: Sequence[str]) -> None:
     for rival in ("nanogpt", "tutorial"):
         folder = getattr(asked, rival)
         if folder and not (folder / "model.py").is_file():
-            raise UserError(f"--{rival}: there is no model.py in {folder}")
+            raise UserError(f"--{rival}: there is no model.py in {folder}; name the folder of a clone")
 
     keep_freed_memory()
     with (

@@ -72,7 +72,9 @@ def encode_corpus(path: str, cache: Path, init_from: str | None = None, say: Say
     try:
         cache.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"trainer.run_dir: {cache} can't be made: {error}") from error
+        raise UserError(
+            f"trainer.run_dir: {cache} can't be made: {error.strerror}; set it to a folder that you may write to"
+        ) from error
     try:
         for left in cache.glob("unfinished-*"):  # by a run that was killed here
             shutil.rmtree(left)
@@ -85,7 +87,7 @@ def encode_corpus(path: str, cache: Path, init_from: str | None = None, say: Say
                 with tqdm(desc="encoding", total=size, unit="B", **BAR) as bar:
                     vocabulary = _write_tokens(files, unfinished, bar, known)
                 if not vocabulary:
-                    raise UserError(f"data.path: {path} is empty; it must hold text")
+                    raise UserError(f"data.path: {path} is empty; it must hold text: name another file")
                 sha256 = digest.result()
             tokens = cache / f"tokens-{sha256[:16]}.npy"
             os.replace(unfinished, tokens)
@@ -93,7 +95,9 @@ def encode_corpus(path: str, cache: Path, init_from: str | None = None, say: Say
             Path(folder, "text.json").write_text(json.dumps(meta))
             os.replace(Path(folder, "text.json"), marker)
     except OSError as error:
-        raise UserError(f"data.path: {path} can't be encoded into {cache}: {error}") from error
+        raise UserError(
+            f"data.path: {path} can't be encoded into {cache}: {error}; make room there, or set another trainer.run_dir"
+        ) from error
     for old in cache.glob("tokens-*.npy"):
         if old != tokens:
             old.unlink(missing_ok=True)
@@ -117,7 +121,9 @@ def _find_text(path: str) -> tuple[fsspec.AbstractFileSystem, list[str], str]:
     except FileNotFoundError:
         names = infos = []
     except Exception as error:  # each kind of store raises its own
-        raise UserError(f"data.path: {path} can't be read: {error}") from error
+        raise UserError(
+            f"data.path: {path} can't be read: {error}; it may be a file, a glob, or a URL that fsspec knows"
+        ) from error
     infos = [info for info in infos if info["type"] == "file"]
     if not infos:
         raise UserError(
@@ -136,7 +142,7 @@ def _fetch(fs: fsspec.AbstractFileSystem, names: Sequence[str], folder: str) -> 
         try:
             fs.get_file(name, file, callback=TqdmCallback(tqdm_kwargs={"desc": "fetching", "unit": "B", **BAR}))
         except Exception as error:  # each kind of store raises its own
-            raise UserError(f"data.path: {name} can't be fetched: {error}") from error
+            raise UserError(f"data.path: {name} can't be fetched: {error}; copy it here, or try again later") from error
     return files
 
 
@@ -170,7 +176,8 @@ def _pieces(files: Sequence[str], bar: tqdm) -> Iterator[bytes | np.ndarray]:
             except UnicodeDecodeError as error:
                 where = done + error.start
                 raise UserError(
-                    f"data.path: {name} is not UTF-8 text: byte {where} is {data[error.start]:#04x}"
+                    f"data.path: {name} is not UTF-8 text: byte {where} is {data[error.start]:#04x}; "
+                    "convert it, as `iconv -f LATIN1 -t UTF-8` does from Latin-1"
                 ) from error
             rest, done = data[used:], done + used
             try:

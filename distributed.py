@@ -152,7 +152,8 @@ class World:
             for name in sorted(first.keys() | other.keys()):
                 if first.get(name) != other.get(name):
                     raise UserError(
-                        f"{name} differs between ranks: {first.get(name)} on rank 0, {other.get(name)} on rank {rank}"
+                        f"{name} differs between ranks: {first.get(name)} on rank 0, {other.get(name)} on rank {rank}; "
+                        "start all of them with the same code, text, yaml and options"
                     )
 
     def share(self, first: int, count: int, rank: int | None = None) -> range:
@@ -236,9 +237,12 @@ def connect(config: DistributedConfig, run_dir: str = ".") -> Iterator[World]:
             )
         except (ValueError, RuntimeError, OSError) as error:
             address = f" {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}" if where == "env://" else ""
+            advice = f"are all {size} processes started, and does this address lead to the first one?"
+            if "EADDRINUSE" in str(error):
+                advice = "another program has this port: take a free one, or let `torchrun --standalone` find one"
             raise UserError(
                 f"rank {rank} of {size} on {platform.node()} found no process group at {where}{address} "
-                f"(distributed.timeout_seconds is {config.timeout_seconds:g}): {error}"
+                f"(distributed.timeout_seconds is {config.timeout_seconds:g}): {error}; {advice}"
             ) from error
     world = None
     try:

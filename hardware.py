@@ -24,7 +24,7 @@ def wants_gpu(backend: str) -> bool:
         UserError: nccl without a GPU.
     """
     if backend == "nccl" and not torch.cuda.is_available():
-        raise UserError("distributed.backend is nccl, but PyTorch sees no CUDA GPU here; use auto or gloo")
+        raise UserError("distributed.backend is nccl, but PyTorch sees no CUDA GPU here; set it to auto or gloo")
     return backend != "gloo" and torch.cuda.is_available()
 
 
@@ -91,7 +91,9 @@ def choose_precision(wanted: str, device: torch.device, kept: str | None) -> tup
         UserError: fp16 elsewhere than on a CUDA GPU.
     """
     if wanted == "fp16" and device.type != "cuda":
-        raise UserError(f"trainer.precision is fp16, which needs a CUDA GPU; on {device.type} use auto, fp32 or bf16")
+        raise UserError(
+            f"trainer.precision is fp16, which needs a CUDA GPU; on {device.type} set it to auto, fp32 or bf16"
+        )
     hardware, words = has_bf16(device)
     if wanted != "auto":
         slow = f", and {words}: emulated, slow" if wanted == "bf16" and not hardware else ""

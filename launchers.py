@@ -85,7 +85,9 @@ def where_to_meet(place: Place, init_method: str | None, run_dir: str) -> str:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"trainer.run_dir: {folder} can't be made: {error}") from error
+            raise UserError(
+                f"trainer.run_dir: {folder} can't be made: {error.strerror}; set it to a folder that you may write to"
+            ) from error
         return f"file://{folder / place.fallback}"
     return where
 

@@ -10,7 +10,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,6 +24,7 @@ from distributed import DistributedConfig, connect
 from errors import PeerError, UserError
 from hardware import keep_freed_memory
 from launchers import who_am_i
+from memory import ran_out
 from model import ModelConfig
 from optimizer import OptimizerConfig
 from screen import complain
@@ -131,7 +132,7 @@ def read_config(argv: Sequence[str] = ()) -> Config:
         if (text := getattr(known, name)) is not None:
             section, key = name.split(".")
             found.setdefault(section, {})[key] = _scalar(text)
-            origin[name] = "command line"
+            origin[name] = "the command line"
     config = _validate(found, origin)
     if known.print_config:
         print(yaml.safe_dump(plain(config), sort_keys=False), end="")
@@ -177,9 +178,10 @@ def _read_yaml(file: Path) -> dict[str, dict[str, Any]]:
     try:
         found = yaml.load(file.read_text(encoding="utf-8"), _Loader) or {}
     except OSError as error:
-        raise UserError(f"--config: {file} can't be read: {error.strerror}") from error
+        raise UserError(f"--config: {file} can't be read: {error.strerror}; name a yaml file") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{file} is not valid yaml: {' '.join(str(error).split())}") from error
+        words = " ".join(str(error).replace('"<unicode string>", ', "").split())
+        raise UserError(f"{file} is not valid yaml: {words}") from error
     try:
         json.dumps(found, default=str)
     except ValueError:
@@ -189,12 +191,16 @@ def _read_yaml(file: Path) -> dict[str, dict[str, Any]]:
     if not isinstance(found, dict):
         raise UserError(f"{file} holds {found!r}; it must hold the sections {', '.join(SECTIONS)}")
     found = {section: keys if keys is not None else {} for section, keys in found.items()}
-    mistakes = [f"{s}: unknown section{_nearest(str(s), SECTIONS)}" for s in found if s not in SECTIONS]
+    mistakes = [
+        f"{s}: unknown section{_nearest(str(s), SECTIONS)}; there are {', '.join(SECTIONS)}"
+        for s in found
+        if s not in SECTIONS
+    ]
     mistakes += [
         f"{s}: found {keys!r}, must hold keys with values" for s, keys in found.items() if not isinstance(keys, dict)
     ]
     mistakes += [
-        f"{s}.{key}: unknown key{_nearest(f'{s}.{key}', KEYS)}"
+        f"{s}.{key}: unknown key{_nearest(f'{s}.{key}', KEYS)}; --help lists all"
         for s, keys in found.items()
         if s in SECTIONS and isinstance(keys, dict)
         for key in keys
@@ -230,7 +236,9 @@ def _validate(found: dict[str, dict[str, Any]], origin: dict[str, str]) -> Confi
         mistakes: dict[str, str] = {}
         for error in invalid.errors(include_url=False):
             if error["type"] == "value_error":  # what a section's __post_init__ says: it names its key
-                mistakes[error["msg"].removeprefix("Value error, ")] = ""
+                words = error["msg"].removeprefix("Value error, ")
+                name = words.split()[0]
+                mistakes[words] = f" (in {origin[name]})" if name in origin else ""
                 continue
             place, within, *_ = (*error["loc"], "")
             name = f"{place}.{within}"
@@ -259,6 +267,14 @@ def code_digest() -> str:
     return digest.hexdigest()
 
 
+def _how_to_go_on(env: Mapping[str, str]) -> str:
+    """What to do when a rank is gone: nothing where torchrun has restarts left, or had some."""
+    restarts = env.get("TORCHELASTIC_MAX_RESTARTS")
+    if restarts is None:
+        return "; the same command goes on"
+    return "; start torchrun with --max_restarts=3 and it goes on by itself" if restarts == "0" else ""
+
+
 def run(argv: Sequence[str]) -> int:
     """Trains as the command line says; returns the exit status."""
     speaks = True
@@ -282,8 +298,16 @@ def run(argv: Sequence[str]) -> int:
             complain(str(error))
         return 2
     except PeerError as error:
-        complain(str(error))
+        complain(f"{error}{_how_to_go_on(os.environ)}")
         return 1
+    except RuntimeError as error:
+        if not ran_out(error):
+            raise
+        complain(
+            f"out of memory in training: {str(error).splitlines()[0]}; lower trainer.micro_batch_size, or set "
+            "trainer.activation_checkpointing to full, or with several ranks distributed.strategy to fsdp"
+        )
+        return 2
     except KeyboardInterrupt:  # before training, where there is nothing to save
         return 130
 

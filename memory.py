@@ -165,6 +165,11 @@ def check_memory(
     raise UserError(f"out of memory before the first step: it needs {need}, and there are {size(room)}; {advice}")
 
 
+def ran_out(error: RuntimeError) -> bool:
+    """Whether it says that memory ran out: CUDA's has a class of its own, the CPU's a text alone."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
 def _moments(model: GPT, config: OptimizerConfig, ranks: int) -> int:
     """Bytes of optimizer state on the rank that has most: Muon keeps one average of each weight, AdamW two.
 

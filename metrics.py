@@ -10,8 +10,6 @@ from pathlib import Path
 from textwrap import indent
 from typing import Any
 
-from torch.utils.tensorboard import SummaryWriter
-
 from errors import UserError
 from screen import Line, complain, say
 
@@ -31,13 +29,17 @@ class Metrics:
     """
 
     def __init__(self, folder: Path, step: int, last_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - who reads rows alone need not wait for torch
+
         file = folder / "metrics.jsonl"
         try:
             _forget_after(file, step)
             self.descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
             self.events = SummaryWriter(str(folder), purge_step=step + 1)  # TensorBoard hides what a kill undid
         except OSError as error:
-            raise UserError(f"trainer.run_dir: {file} can't be written: {error}") from error
+            raise UserError(
+                f"trainer.run_dir: {file} can't be written: {error.strerror}; make it writable, or set another"
+            ) from error
         self.line = Line(step, last_step)
 
     def row(self, event: str, step: int, **values: Any) -> None:

@@ -70,13 +70,18 @@ def load(path: str, asked_by: str, say: Callable[[str], None]) -> Pretrained:
         else:
             snapshot = read(path)
     except DamagedError as error:
-        raise UserError(f"{asked_by}: {path} is damaged: {error}") from error
+        raise UserError(
+            f"{asked_by}: {path} is damaged: {error}; take another, or the folder, of which the newest whole one counts"
+        ) from error
     except (FileNotFoundError, NotADirectoryError):
         pass
     except (KeyError, TypeError, SafetensorError) as error:
-        raise UserError(f"{asked_by}: {path} is no export of export.py's: {error!r}") from error
+        raise UserError(f"{asked_by}: {path} is not as export.py writes it ({error!r}): export it again") from error
     except (OSError, ValueError, ImportError) as error:
-        raise UserError(f"{asked_by}: {path} can't be read: {error}") from error
+        raise UserError(
+            f"{asked_by}: {path} can't be read: {error}; it may be a snapshot, a run folder or a folder of export.py's, "
+            "or the URL of one"
+        ) from error
     if snapshot is None:
         raise UserError(f"{asked_by}: no snapshot at {path} (working directory {os.getcwd()}); main.py makes them")
     config, vocabulary = snapshot["config"], snapshot["vocabulary"]

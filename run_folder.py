@@ -54,4 +54,7 @@ def write_config(run_dir: Path, config: dict[str, Any]) -> None:
         beside.write_text(yaml.safe_dump(config, sort_keys=False))
         os.replace(beside, run_dir / "config.yaml")
     except OSError as error:
-        raise UserError(f"trainer.run_dir: config.yaml can't be written to {run_dir}: {error}") from error
+        raise UserError(
+            f"trainer.run_dir: {run_dir}/config.yaml can't be written: {error.strerror}; make it writable, or "
+            "set another"
+        ) from error

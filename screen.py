@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
 from tqdm import tqdm
 
 from errors import UserError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from char_dataset import CharDataset
     from corpus import Corpus
     from main import Config

@@ -91,6 +91,8 @@ def _serialise(content: dict[str, Any], file: Any) -> None:
 
 
 def _words(error: Exception) -> str:
+    if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
+        error = error.__context__  # what torch's own writer met: of a full disk it says "unexpected pos 960 vs 896"
     return str(error) or type(error).__name__
 
 
@@ -106,7 +108,10 @@ class SnapshotFolder:
         try:
             self.fs, self.inside = fsspec.url_to_fs(path)  # the folder's name within its file system
         except (ValueError, ImportError) as error:
-            raise UserError(f"trainer.snapshot_path: {path} can't be opened: {error}") from error
+            raise UserError(
+                f"trainer.snapshot_path: {path} can't be opened: {error}; it may be a folder, or a URL "
+                "that fsspec knows"
+            ) from error
         self.local = isinstance(self.fs, LocalFileSystem)
         self.path = self.inside if self.local and "://" in path else path
         self.keep = keep
@@ -126,7 +131,9 @@ class SnapshotFolder:
         except FileNotFoundError:
             return []
         except Exception as error:  # each kind of store has its own
-            raise UserError(f"trainer.snapshot_path: {self.path} can't be read: {_words(error)}") from error
+            raise UserError(
+                f"trainer.snapshot_path: {self.path} can't be read: {_words(error)}; make it readable, or set another"
+            ) from error
 
     def _patiently(self, action: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Tries again what a network or a busy store may have prevented, after longer and longer pauses."""
@@ -152,7 +159,10 @@ class SnapshotFolder:
             self._patiently(self.fs.makedirs, self.inside, exist_ok=True)
             self._patiently(self.fs.pipe_file, f"{self.inside}/{name}.mark", b"")
         except Exception as error:
-            raise UserError(f"trainer.snapshot_path: {self.path} can't be written: {_words(error)}") from error
+            raise UserError(
+                f"trainer.snapshot_path: {self.path} can't be written: {_words(error)}; make it writable, or "
+                "set another"
+            ) from error
 
     def is_marked(self, name: str) -> bool:
         """Whether the mark of that name is here."""
@@ -182,11 +192,15 @@ class SnapshotFolder:
                 self.fs.makedirs(self.inside, exist_ok=True)
             self._patiently(self._write_beside_and_rename if self.local else self._upload, content, target)
         except Exception as error:  # torch's own writer makes a RuntimeError of a full disk, and stores have their own
-            raise UserError(f"trainer.snapshot_path: {target} can't be written: {_words(error)}") from error
+            raise UserError(
+                f"trainer.snapshot_path: {target} can't be written: {_words(error)}; make room, or make it writable"
+            ) from error
         try:
             self._patiently(self._prune, snapshot["step"], best_step)
         except Exception as error:
-            raise NotPrunedError(f"trainer.snapshot_path: {target} is whole, but older ones stay: {error}") from error
+            raise NotPrunedError(
+                f"trainer.snapshot_path: {target} is whole, but older ones can't be deleted and stay: {_words(error)}"
+            ) from error
         return target
 
     def _write_beside_and_rename(self, content: dict[str, Any], target: str) -> None:
@@ -245,7 +259,10 @@ class SnapshotFolder:
             except UserError:
                 raise
             except Exception as error:  # not damaged, so an older one won't do in its place
-                raise UserError(f"trainer.snapshot_path: {self.file(step)} can't be read: {_words(error)}") from error
+                raise UserError(
+                    f"trainer.snapshot_path: {self.file(step)} can't be read: {_words(error)}; make it readable, or "
+                    "move it away to go on from the one before"
+                ) from error
             if step != steps[-1]:
                 say(f"{self.file(step)} is used instead")
             return snapshot
@@ -320,7 +337,9 @@ def _load(name: str) -> dict[str, Any]:
     except (RuntimeError, pickle.UnpicklingError) as error:
         raise DamagedError(f"torch.load refuses it: {error}") from error
     if snapshot["format"] != FORMAT:
-        raise UserError(f"{name} has format {snapshot['format']}, this program reads {FORMAT}")
+        raise UserError(
+            f"{name} has format {snapshot['format']}, this program reads {FORMAT}: take the program that wrote it"
+        )
     return snapshot
 
 
@@ -367,18 +386,31 @@ def describe(path: str) -> list[str]:
     return [*row, val_loss, "whole", fingerprint(snapshot["model"]), fingerprint(snapshot["optimizer"])]
 
 
+def describe_all(path: str) -> list[list[str]]:
+    """`describe` of the snapshots in a run folder or a folder of snapshots, or of one file.
+
+    Raises:
+        UserError: there is none, or it can't be read.
+    """
+    try:
+        folders = [SnapshotFolder(place, keep=1) for place in (path, f"{path}/snapshots")]
+        files = [folder.file(step) for folder in folders for step in folder.steps()]
+        return [describe(file) for file in files or [path]]
+    except OSError as error:
+        raise UserError(
+            f"PATH: no snapshot at {path}: {_words(error)}; main.py makes them in its run folder"
+        ) from error
+
+
 def main() -> int:
     """Lists snapshots; exit status 1 if one is damaged, 2 if there is none."""
     parser = argparse.ArgumentParser(description="Lists snapshots, with fingerprints to compare two runs by.")
     parser.add_argument("path", metavar="PATH", help="a run folder, a folder of snapshots or one file; may be a URL")
     path = parser.parse_args().path.rstrip("/")
     try:
-        folders = [SnapshotFolder(place, keep=1) for place in (path, f"{path}/snapshots")]
-        files = [folder.file(step) for folder in folders for step in folder.steps()]
-        rows = [describe(file) for file in files or [path]]
-    except (UserError, OSError) as error:
-        found = "" if isinstance(error, UserError) else f"no snapshot at {path}: "
-        print(f"error: {found}{error}", file=sys.stderr)
+        rows = describe_all(path)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
     rows.insert(0, ["step", "written", "bytes", "val_loss", "state", "weights", "optimizer"])
     widths = [max(len(row[i]) for row in rows if i < len(row) and len(row[i]) < 40) for i in range(7)]

@@ -118,7 +118,7 @@ class TrainingState:
             raise UserError("trainer.deterministic is false, must be true with distributed.reduction tree on GPUs")
         if tree and self.precision == "fp16":
             raise UserError(
-                "trainer.precision is fp16, kept from the snapshot; distributed.reduction tree needs bf16 or fp32"
+                "trainer.precision is fp16, kept from the snapshot; with distributed.reduction tree set bf16 or fp32"
             )
         if knobs.deterministic:
             repeat_bits(world.device)
@@ -217,7 +217,7 @@ class TrainingState:
         if not ready:
             late = UserError(
                 f"trainer.snapshot_path: the snapshot before is still being written to {self.folder.path} after "
-                f"{patience:g} seconds; this one is left out"
+                f"{patience:g} seconds; this one is left out: raise trainer.save_every if that happens often"
             )
             self.news.append(Written(self.step, val_loss, late, self.best))
         self.news += self._written()

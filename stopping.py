@@ -41,9 +41,14 @@ class Stop:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """From here on, who was told to stop is deaf: the launcher repeats itself when others leave first."""
+        """From here on, who was told to stop is deaf: the launcher repeats itself when others leave first.
+
+        So is who fails under torchrun without restarts: it stops all at once, and they have yet to find out who is gone
+        and to say so. With restarts, time is dearer than words.
+        """
+        deaf = self.signal or (error is not None and os.environ.get("TORCHELASTIC_MAX_RESTARTS") == "0")
         for number, handler in self.before.items():
-            signal.signal(number, signal.SIG_IGN if self.signal else handler)
+            signal.signal(number, signal.SIG_IGN if deaf else handler)
         signal.set_wakeup_fd(self.wakeup)
         self.end.close()
         self.reader.join()

@@ -257,7 +257,7 @@ class Trainer:
         if any(failures.values()):
             raise UserError(
                 f"training has come to step {state.step}, but its snapshot is not saved: "
-                f"{next(filter(None, failures.values()))}"
+                f"{next(filter(None, failures.values()))}; then the same command goes on from the newest"
             )
         if stopped:
             name = signal.Signals(stopped).name
@@ -281,7 +281,7 @@ class Trainer:
             else:
                 metrics.snapshot(step, error=self.unsaved)
             if error is not None:
-                complain(f"step {step}: {error}; training goes on")
+                complain(f"step {step}: {error}; training goes on, and the next save tries again")
 
     def _tell_what_is_held(self) -> None:
         largest = max(self.world.gather(self.held), key=lambda held: held.total)
@@ -335,7 +335,7 @@ class Trainer:
             raise UserError(
                 f"step {bad_step}: the loss is not finite; no weight and no snapshot was touched by it. "
                 f"Newest snapshot: {newest}. Lower optimizer.learning_rate ({knobs.learning_rate:g}) or "
-                f"optimizer.grad_norm_clip ({knobs.grad_norm_clip})"
+                f"optimizer.grad_norm_clip ({knobs.grad_norm_clip or 'null'})"
             )
 
     def _due(self, every: int) -> bool:

@@ -86,7 +86,7 @@ class Writer:
             snapshot, error = self.ready.get(), None
             try:
                 if not get_total_norm(list(snapshot["model"].values())).isfinite():
-                    raise UserError("the step's update made weights that are not finite")
+                    raise UserError("the step's update made weights that are not finite; lower optimizer.learning_rate")
                 self.folder.write(snapshot, snapshot["best"]["step"])
             except Exception as raised:  # for the loop to tell
                 error = raised

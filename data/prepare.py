@@ -45,7 +45,9 @@ def shakespeare() -> None:
         beside.unlink(missing_ok=True)
     found = hashlib.sha256(text).hexdigest()
     if found != SHAKESPEARE_SHA256:
-        sys.exit(_failed(f"{SHAKESPEARE} has SHA-256 {found}, expected {SHAKESPEARE_SHA256}; nothing was written"))
+        sys.exit(
+            _failed(f"{SHAKESPEARE} has SHA-256 {found}, expected {SHAKESPEARE_SHA256}; nothing was written: try again")
+        )
     write(text, "shakespeare.txt")
 
 

@@ -73,7 +73,8 @@ def environment(**changes: str) -> dict[str, str]:
     """This process's environment without what a launcher may have set."""
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
     mine = {k: v for k, v in os.environ.items() if k not in launcher and not k.startswith(("SLURM_", "OMPI_"))}
-    return mine | {"PYTHONPATH": str(ROOT)} | changes
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return mine | {"PYTHONPATH": path} | changes
 
 
 def free_port() -> int:
@@ -154,7 +155,8 @@ def ranks(number: int, body: Callable[..., Any], *args: Any, tmp_path: Path, pat
     meeting = tmp_path / f"meeting-{time.monotonic_ns()}"
     results = PROCESSES.SimpleQueue()
     processes = [
-        PROCESSES.Process(target=_rank, args=(results, rank, number, meeting, body, args)) for rank in range(number)
+        PROCESSES.Process(target=_rank, args=(results, rank, number, meeting, environment(), body, args))
+        for rank in range(number)
     ]
     for process in processes:
         process.start()
@@ -174,11 +176,13 @@ def ranks(number: int, body: Callable[..., Any], *args: Any, tmp_path: Path, pat
     return [found[rank] for rank in range(number)]
 
 
-def _rank(results: Any, rank: int, number: int, meeting: Path, body: Callable[..., Any], args: tuple) -> None:
-    os.environ.update(environment(RANK=str(rank), WORLD_SIZE=str(number)) if number > 1 else environment())
-    if number == 1:
-        for name in ("RANK", "WORLD_SIZE"):
-            os.environ.pop(name, None)
+def _rank(
+    results: Any, rank: int, number: int, meeting: Path, env: dict[str, str], body: Callable[..., Any], args: tuple
+) -> None:
+    os.environ.clear()  # the server's, of when the first test began
+    os.environ.update(env)
+    if number > 1:
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(number))
     os.environ["TEST_INIT_METHOD"] = f"file://{meeting}"
     try:
         results.put((rank, body(*args), None))

@@ -13,6 +13,7 @@ import fsspec
 import numpy as np
 import pytest
 from conftest import ROOT, environment
+from fsspec.implementations.memory import MemoryFileSystem
 
 import corpus
 from corpus import Corpus, encode_corpus
@@ -138,6 +139,27 @@ def test_bad_texts(content: bytes | None, words: str, tmp_path: Path) -> None:
         (tmp_path / "text.txt").write_bytes(content)
     with pytest.raises(UserError, match=words):
         encode_corpus(str(tmp_path / "text.txt"), tmp_path / "cache")
+    assert not list(tmp_path.glob("cache/*"))
+
+
+def test_a_cache_that_something_is_in_the_way_of(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("words")
+    (tmp_path / "cache/text.json").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"data\.path: .*text\.txt can't be encoded into .*cache: .*; make room there"):
+        encode_corpus(str(tmp_path / "text.txt"), tmp_path / "cache")
+
+
+def test_a_store_that_breaks_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reset(*args: object) -> None:
+        raise OSError("connection reset")
+
+    with fsspec.open("memory://texts/cut.txt", "wb") as file:
+        file.write(b"words")
+    monkeypatch.setattr(MemoryFileSystem, "get_file", reset)
+    with pytest.raises(
+        UserError, match=r"data\.path: /texts/cut\.txt can't be fetched: connection reset; copy it here"
+    ):
+        encode_corpus("memory://texts/cut.txt", tmp_path / "cache")
     assert not list(tmp_path.glob("cache/*"))
 
 

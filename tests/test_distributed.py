@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from conftest import arguments, free_port, ranks, start, train
 
+import main
 from distributed import DistributedConfig, World, connect
 from errors import UserError
 from launchers import Place
@@ -39,7 +41,8 @@ def test_agreement_between_real_ranks(tmp_path: Path) -> None:
     assert first["gathered"] == second["gathered"] == third["gathered"] == [0, 10, 20]
     assert {facts["said"] for facts in (first, second, third)} == {"rank 1: disk full"}
     assert {facts["differs"] for facts in (first, second, third)} == {
-        "key differs between ranks: a on rank 0, b on rank 2"
+        "key differs between ranks: a on rank 0, b on rank 2; start all of them with the same code, text, yaml and "
+        "options"
     }
     assert [facts["from first"] for facts in (first, second, third)] == ["made by 0"] * 3
     assert [facts["votes"] for facts in (first, second, third)] == [[[0, 2], [15]]] * 3
@@ -91,8 +94,25 @@ def test_a_rank_that_waits_in_vain_says_for_whom_and_how_long(text: Path, tmp_pa
     assert "rank 0 of 2" in err
     assert meeting in err
     assert "timeout_seconds is 1" in err
+    assert "are all 2 processes started" in err
     assert "Traceback" not in err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("method", ["env://", "tcp://"])
+def test_a_port_that_is_taken(
+    method: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        meeting = method if method == "env://" else f"tcp://localhost:{port}"
+        for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, str(value))
+        argv = arguments(tmp_path / "run", text, distributed__init_method=meeting, distributed__timeout_seconds=5)
+        assert main.run(argv) == 2
+    err = capsys.readouterr().err
+    assert f"localhost:{port}" in err
+    assert err.endswith("another program has this port: take a free one, or let `torchrun --standalone` find one\n")
 
 
 def test_processes_started_by_hand_meet_at_a_tcp_address(text: Path, tmp_path: Path) -> None:

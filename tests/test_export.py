@@ -178,7 +178,7 @@ def test_such_a_run_goes_on_from_its_own_snapshot_without_what_it_started_from(e
     ("key", "value", "said"),
     [
         ("trainer.init_from", "{tmp}/nowhere", ["trainer.init_from", "{tmp}/nowhere", "no snapshot"]),
-        ("trainer.init_from", "{tmp}/broken", ["trainer.init_from", "{tmp}/broken", "n_embd"]),
+        ("trainer.init_from", "{tmp}/broken", ["trainer.init_from", "{tmp}/broken", "n_embd", "export it again"]),
         ("model.n_layer", "3", ["model.n_layer is 3, but 2", "set model.n_layer to 2"]),
         ("data.block_size", "64", ["data.block_size is 64, but 256", "set data.block_size to 256"]),
     ],

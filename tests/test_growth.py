@@ -131,6 +131,7 @@ def test_what_is_drawn_is_a_picture(points: list[Point], tmp_path: Path) -> None
     ("words", "said"),
     [
         (("tiem",), f"there is no panel tiem; there are: {', '.join(PANELS)}"),
+        (("--panel", "text"), "unrecognized arguments: --panel"),
         (("text", "--out", "."), "--out is about all panels: name none"),
         (("--out", "nowhere"), "--out: there is no folder nowhere"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import subprocess
@@ -14,6 +15,7 @@ from conftest import ROOT
 
 from errors import UserError
 from hardware import (
+    check_compiler,
     choose_device,
     choose_precision,
     choose_threads,
@@ -188,8 +190,14 @@ def test_bf16_as_asked_says_where_it_is_emulated(device: torch.device, machine: 
 
 @pytest.mark.parametrize("device", [CPU, APPLE])
 def test_fp16_without_a_cuda_gpu_is_refused(device: torch.device, machine: Machine) -> None:
-    with pytest.raises(UserError, match=rf"trainer\.precision is fp16.*CUDA.*on {device.type} use auto, fp32 or bf16"):
+    with pytest.raises(UserError, match=rf"trainer\.precision is fp16.*CUDA.*on {device.type} set it to auto, fp32"):
         choose_precision("fp16", device, "fp16")
+
+
+def test_compiling_for_a_gpu_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else name)
+    with pytest.raises(UserError, match=r"trainer\.compile is true, but Triton is not here: pip install triton"):
+        check_compiler(GPU)
 
 
 # Threads.

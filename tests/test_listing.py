@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import arguments, program, ranks, train, write_text
 
-from snapshot import fingerprint
+from snapshot import fingerprint, main
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +76,17 @@ def test_damage_is_told_with_its_place(trained: Path, tmp_path: Path) -> None:
     assert " ".join(cut).endswith("cut short, or in the list of its parts")
 
 
+def test_it_wants_a_path(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["snapshot.py"])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert "the following arguments are required: PATH" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("place", ["nowhere", "."])
 def test_where_there_is_none_it_says_so(place: str, tmp_path: Path) -> None:
     done = program("snapshot.py", str(tmp_path / place))
     assert done.returncode == 2
-    assert done.stderr.startswith("error: ")
+    assert done.stderr.startswith(f"error: PATH: no snapshot at {tmp_path / place}: ")
+    assert done.stderr.endswith("; main.py makes them in its run folder\n")
     assert "Traceback" not in done.stderr

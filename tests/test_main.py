@@ -6,6 +6,7 @@ import io
 import os
 import re
 import shutil
+import sys
 from contextlib import redirect_stderr
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import yaml
 from conftest import arguments, program, ranks, train, write_text
 
 import main
+import run_folder
 from main import KEYS, SECTIONS, YAML, Config, read_config
 from model import ModelConfig
 from state import plain
@@ -201,7 +203,7 @@ def test_the_program_ends_with_status_2_and_one_message(tmp_path: Path) -> None:
         (b"just words\n", ["'just words'", *SECTIONS]),
         (b"model: 3\n", ["model", "3"]),
         (b"model: [n_layer]\n", ["model", "['n_layer']"]),
-        (b"modle:\n  n_layer: 2\n", ["modle", "unknown section", "the nearest is model"]),
+        (b"modle:\n  n_layer: 2\n", ["modle", "unknown section", "the nearest is model", *SECTIONS]),
         (b"trainer:\n  max_step: 2\n", ["trainer.max_step", "unknown key", "the nearest is trainer.max_steps"]),
         (b"optimizer:\n  lerning_rate: 1\n", ["optimizer.lerning_rate", "the nearest is optimizer.learning_rate"]),
         (b"1: 2\n", ["1", "unknown section"]),
@@ -404,6 +406,7 @@ def test_what_the_tree_cannot_do(name: str, value: str, capsys: pytest.CaptureFi
         ("trainer.log_every", "0"),
         ("trainer.eval_every", "0"),
         ("trainer.save_every", "0"),
+        ("trainer.save_minutes", "0"),
         ("trainer.keep_snapshots", "0"),
         ("distributed.init_method", "http://somewhere"),
         ("distributed.timeout_seconds", "0"),
@@ -421,6 +424,7 @@ def test_a_value_out_of_range(
     config_file.write_text(in_yaml(name, value))
     message = refused(capsys, "--config", str(config_file), *rest[:at], *rest[at + 2 :])
     assert name in message
+    assert f"(in {config_file})" in message or value == "null" or "found" in message
     shown = {"null": "null", ".nan": "nan", ".inf": "inf"}.get(value, value.strip("[]").split(",")[-1].strip())
     assert shown in message.lower()
     assert not (tmp_path / "run").exists()
@@ -441,6 +445,7 @@ def test_a_text_that_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[st
         message = refused(capsys, *arguments(tmp_path / "run", tmp_path / path))
         assert "data.path" in message
         assert str(tmp_path / path) in message
+        assert "`python data/prepare.py`" in message
     assert not (tmp_path / "run").exists()
 
 
@@ -477,6 +482,29 @@ def test_a_folder_that_cannot_be_made(key: str, text: Path, tmp_path: Path, caps
     message = refused(capsys, *arguments(tmp_path / "run", text), f"--{key}", str(place))
     assert str(place) in message
     assert key in message
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl"])
+def test_a_run_folder_with_something_in_the_way(
+    name: str, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run" / name).mkdir(parents=True)
+    message = refused(capsys, *arguments(tmp_path / "run", text))
+    for words in ("trainer.run_dir", str(tmp_path / "run" / name), "directory", "set another"):
+        assert words in message
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere two runs in one folder are not noticed")
+def test_a_run_folder_that_another_run_has(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_folder, "PATIENCE", 0.1)
+    (tmp_path / "run").mkdir()
+    run_folder.occupy(tmp_path / "run", run := type("Run", (), {})())
+    message = refused(capsys, *arguments(tmp_path / "run", text))
+    for words in ("trainer.run_dir", str(tmp_path / "run"), "wait for it, stop it, or set another"):
+        assert words in message
+    del run
 
 
 def test_half_precision_on_a_cpu(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

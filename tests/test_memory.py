@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import resource
+from pathlib import Path
 from typing import Any
 
+import conftest
 import pytest
 import torch
 from conftest import arguments, program
+from test_snapshot import told
 
 from errors import UserError
 from main import Config, read_config
-from memory import Bytes, check_memory, expected, size
+from memory import Bytes, check_memory, expected, ran_out, size
 from model import GPT, GPTConfig
+from trainer import Trainer
 
 SHAPE = GPTConfig(n_layer=3, n_head=2, n_embd=64, vocab_size=11, block_size=32)
 
@@ -107,3 +113,46 @@ def test_a_run_that_cannot_fit_ends_at_once(text: Any, tmp_path: Any) -> None:
     assert done.returncode == 2
     assert "out of memory before the first step" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_memory_that_runs_out_in_a_step_is_one_message(number: int, text: Path, tmp_path: Path) -> None:
+    """On the last rank; the others hear of it as of any crash."""
+    knobs = {"model__n_embd": 64, "trainer__batch_size": 4096, "trainer__micro_batch_size": None}
+    *others, (status, _, err) = conftest.ranks(
+        number, _short_of_memory, number - 1, arguments(tmp_path / "run", text, **knobs), tmp_path=tmp_path
+    )
+    assert status == 2
+    assert err.startswith("error: out of memory in training: [enforce fail at alloc_cpu.cpp")
+    for words in ("DefaultCPUAllocator: can't allocate memory: you tried", "trainer.micro_batch_size", "fsdp"):
+        assert words in err
+    assert "set trainer.activation_checkpointing to full" in err
+    assert len(err.splitlines()) == 1
+    for status, _, err in others:
+        assert status == 1
+        assert "rank 1 (" in err
+        assert "can't allocate memory" in err
+
+
+def _short_of_memory(rank: int, argv: list[str]) -> tuple[int, str, str]:
+    """A rank may take 32 MiB more in its first step, which is less than a batch needs."""
+    step = Trainer._step
+
+    def short(trainer: Trainer) -> Any:
+        if trainer.world.rank != rank:
+            return step(trainer)
+        before = resource.getrlimit(resource.RLIMIT_AS)
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * os.sysconf("SC_PAGE_SIZE") + 2**25, before[1]))
+        try:
+            return step(trainer)
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, before)
+
+    Trainer._step = short  # type: ignore[method-assign]
+    return told(*argv)
+
+
+def test_cudas_own_error_counts_as_memory_that_ran_out_and_others_do_not() -> None:
+    assert ran_out(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
+    assert not ran_out(RuntimeError("shape '[2]' is invalid for input of size 3"))

@@ -9,14 +9,18 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from subprocess import Popen
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 from conftest import arguments, ranks, start
+from test_snapshot import told
 from test_training import newest, rows, wait_for_step, workers
 
 from distributed import DistributedConfig, connect
-from errors import PeerError
+from errors import NoAnswerError, PeerError
+from peers import Peers
+from trainer import Trainer
 
 TIMEOUT = 4
 
@@ -120,6 +124,55 @@ def _wait_in_vain() -> str:
             words = str(error)
         world.gather(0)
         return words
+
+
+def test_a_store_that_is_gone_is_named() -> None:
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    peers = Peers(dist.TCPStore("localhost", store.port, is_master=False), 1, 2, "rank 0")
+    del store
+    with pytest.raises(NoAnswerError, match=r"^rank 0, where ranks meet, is gone, stopped or cut off from rank 1 \("):
+        peers.exchange("word", [0])
+    peers.leave()
+
+
+HINT = "; start torchrun with --max_restarts=3 and it goes on by itself"
+
+
+@pytest.mark.parametrize(("restarts", "hint"), [("0", HINT), ("3", ""), (None, "; the same command goes on")])
+def test_what_to_do_when_a_rank_is_gone(restarts: str | None, hint: str, text: Path, tmp_path: Path) -> None:
+    (status, err), _ = ranks(2, _crash_in_step, restarts, arguments(tmp_path / "run", text), tmp_path=tmp_path)
+    assert status == 1
+    assert err.endswith(f"failed: ZeroDivisionError: on purpose{hint}\n")
+
+
+def _crash_in_step(restarts: str | None, argv: list[str]) -> tuple[int, str]:
+    """The last rank's second step raises."""
+    step = Trainer._step
+
+    def crash(trainer: Trainer) -> Any:
+        if trainer.world.rank == 1 and trainer.state.step == 1:
+            raise ZeroDivisionError("on purpose")
+        return step(trainer)
+
+    Trainer._step = crash  # type: ignore[method-assign]
+    if restarts is not None:  # as torchrun tells its workers
+        os.environ["TORCHELASTIC_MAX_RESTARTS"] = restarts
+    try:
+        status, _, err = told(*argv)
+    except ZeroDivisionError:
+        return 1, ""
+    return status, err
+
+
+@pytest.mark.slow
+def test_torchrun_without_restarts_is_told_of(text: Path, tmp_path: Path) -> None:
+    argv = arguments(tmp_path / "run", text, trainer__max_steps=1_000_000)
+    with start(argv, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2") as agent:
+        wait_for_step(tmp_path / "run", 5)
+        os.kill(workers(agent.pid)[1], signal.SIGKILL)
+        _, err = agent.communicate(timeout=60)
+    [said] = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert said.endswith(HINT)
 
 
 @pytest.mark.slow

@@ -111,7 +111,7 @@ def test_the_program_prints_a_line_for_each_model_and_number() -> None:
     ("words", "said"),
     [
         (("--ranks", "0"), "error: --ranks: 0 is no number of GPUs, must be at least 1"),
-        (("--model.n_layer", "0"), "error: model.n_layer is 0, must be at least 1"),
+        (("--model.n_layer", "0"), "error: model.n_layer is 0, must be at least 1 (in the command line)"),
         (("--gpus", "8"), "error: command line: unrecognized arguments: --gpus 8; --help lists all"),
     ],
 )

@@ -27,7 +27,7 @@ from errors import UserError
 from main import read_config
 from model import GPT, GPTConfig
 from optimizer import OptimizerConfig, learning_rate
-from snapshot import CHUNK, MARK, OLD_MARK, DamagedError, SnapshotFolder, _HashingFile, read
+from snapshot import CHUNK, MARK, OLD_MARK, DamagedError, NotPrunedError, SnapshotFolder, _HashingFile, read
 
 STEPS = 6  # of the run that most tests here look at: snapshots after steps 3 and 6
 FIXED = {"trainer__max_steps": STEPS, "optimizer__decay_steps": 12}
@@ -375,9 +375,44 @@ def test_a_folder_that_cannot_be_made_is_a_users_error(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "mine"
 
 
+def test_a_folder_that_cannot_be_listed_is_a_users_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(
+        UserError, match=rf"trainer\.snapshot_path: {tmp_path}/file/snapshots can't be read: .*directory"
+    ):
+        SnapshotFolder(f"{tmp_path}/file/snapshots", keep=1).steps()
+
+
+def test_a_newest_that_cannot_be_read_is_not_passed_over(tmp_path: Path) -> None:
+    folder = SnapshotFolder(str(tmp_path), keep=3)
+    folder.write(small(1), None)
+    (tmp_path / "step_00000002.pt").mkdir()
+    with pytest.raises(
+        UserError, match=r"step_00000002\.pt can't be read: .*directory.*; make it readable, or move it"
+    ):
+        folder.newest(print)
+
+
+def test_an_older_one_that_cannot_be_deleted_is_said_and_the_new_one_is_there(tmp_path: Path) -> None:
+    (tmp_path / "step_00000001.pt").mkdir()
+    folder = SnapshotFolder(str(tmp_path), keep=1)
+    with pytest.raises(NotPrunedError, match=r"step_00000002\.pt is whole, but older ones can't be deleted and stay: "):
+        folder.write(small(2), None)
+    assert read(folder.file(2))["step"] == 2
+
+
+def test_a_format_of_another_time_is_refused(tmp_path: Path) -> None:
+    folder = SnapshotFolder(str(tmp_path), keep=1)
+    folder.write(small(1) | {"format": 99}, None)
+    with pytest.raises(
+        UserError, match=r"step_00000001\.pt has format 99, this program reads 1: take the program that"
+    ):
+        folder.newest(print)
+
+
 def test_a_full_disk_is_a_users_error_and_costs_nothing_that_was_there(tmp_path: Path) -> None:
     [message] = ranks(1, _write_more_than_fits, str(tmp_path / "snapshots"), tmp_path=tmp_path)
-    assert "step_00000003.pt can't be written" in message
+    assert "step_00000003.pt can't be written: [Errno 27] File too large; make room" in message
     folder = SnapshotFolder(str(tmp_path / "snapshots"), keep=1)
     assert folder.steps() == [2]
     assert folder.newest(print)["step"] == 2

@@ -16,10 +16,12 @@ from conftest import arguments, program, ranks, train
 from test_snapshot import told
 from test_training import assert_same_bits, curve, newest, rows
 
+from distributed import World
 from errors import UserError
-from main import Config
+from launchers import Place
+from main import Config, read_config
 from snapshot import SnapshotFolder, read
-from state import check_fits, plain
+from state import TrainingState, check_fits, plain
 from writer import Writer
 
 # Written in the background
@@ -144,6 +146,27 @@ def _with_slow_steps(*argv: str) -> int:
 
     Trainer._step = slowly  # type: ignore[method-assign]
     return train(*argv)
+
+
+# What does not go together
+
+
+@pytest.mark.parametrize(
+    ("knobs", "kept", "said"),
+    [
+        ({}, None, r"trainer\.deterministic is false, must be true with distributed\.reduction tree on GPUs"),
+        ({"trainer__deterministic": "true", "trainer__precision": "auto"}, "fp16", "fp16, kept from the snapshot"),
+    ],
+)
+def test_what_the_tree_cannot_do_on_a_gpu(knobs: dict, kept: str | None, said: str, tmp_path: Path) -> None:
+    state = TrainingState.__new__(TrainingState)  # before it needs the GPU
+    state.config = read_config(arguments(tmp_path, "text.txt", distributed__reduction="tree", **knobs))
+    state.world = World(Place())
+    state.world.device = torch.device("cuda")
+    threads = torch.get_num_threads()
+    with pytest.raises(UserError, match=said):
+        state._choose({"precision": kept} if kept else {})
+    torch.set_num_threads(threads)
 
 
 # Found anywhere
