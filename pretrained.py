@@ -79,8 +79,8 @@ def load(path: str, asked_by: str, say: Callable[[str], None]) -> Pretrained:
         raise UserError(f"{asked_by}: {path} is not as export.py writes it ({error!r}): export it again") from error
     except (OSError, ValueError, ImportError) as error:
         raise UserError(
-            f"{asked_by}: {path} can't be read: {error}; it may be a snapshot, a run folder or a folder of export.py's, "
-            "or the URL of one"
+            f"{asked_by}: {path} can't be read: {error}; it may be a snapshot, a run folder, an export's folder, or "
+            "the URL of one"
         ) from error
     if snapshot is None:
         raise UserError(f"{asked_by}: no snapshot at {path} (working directory {os.getcwd()}); main.py makes them")

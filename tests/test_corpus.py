@@ -150,7 +150,7 @@ def test_a_cache_that_something_is_in_the_way_of(tmp_path: Path) -> None:
 
 
 def test_a_store_that_breaks_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def reset(*args: object) -> None:
+    def reset(*args: object, **options: object) -> None:
         raise OSError("connection reset")
 
     with fsspec.open("memory://texts/cut.txt", "wb") as file:

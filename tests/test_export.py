@@ -236,6 +236,12 @@ def test_what_cannot_be_exported_is_said_and_nothing_written(
     assert os.listdir(tmp_path / "full") == ["mine"]
 
 
+def test_a_folder_to_write_must_be_named() -> None:
+    done = program("export.py")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--out" in done.stderr.splitlines()[-1]
+
+
 def test_an_export_that_fails_leaves_nothing(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")

@@ -258,13 +258,25 @@ def test_a_reader_that_has_seen_enough_ends_it(folder: Path, tmp_path: Path) -> 
 def test_ctrl_c_ends_it_without_a_traceback(folder: Path, tmp_path: Path) -> None:
     """So wide that the terminal can't have taken it all by then."""
     argv = ["plot.py", folder / "whole", "--out", tmp_path / "whole.png"]
-    status, raw = on_terminal(*argv, columns=5000, watch=lambda process, *_: process.send_signal(signal.SIGINT))
+    interrupted = []
+
+    def interrupt(process: subprocess.Popen, master: int, raw: bytes) -> None:
+        if not interrupted:
+            interrupted.append(process.send_signal(signal.SIGINT))
+
+    status, raw = on_terminal(*argv, columns=5000, watch=interrupt)
     assert status == 130
     assert "Traceback" not in raw
     assert "drawn:" not in raw
 
 
 # Mistakes
+
+
+def test_a_run_must_be_named() -> None:
+    done = program("plot.py")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "RUN" in done.stderr.splitlines()[-1]
 
 
 def test_a_mistake_is_one_message(tmp_path: Path) -> None:
