@@ -50,9 +50,9 @@ def stream(
     caches: list[Cache] = []
     for at in range(text.size(1), int(ends.max())):
         window = text[:, -size:]
-        if not caches or len(caches[0]) == size:
-            caches = [Cache() for _ in model.blocks]
-        logits, _ = model(window[:, len(caches[0]) :], caches=caches)
+        if not caches or caches[0].seen == size:
+            caches = [Cache(size) for _ in model.blocks]
+        logits, _ = model(window[:, caches[0].seen :], caches=caches)
         new = _choose(logits[:, -1].float(), temperature, top_k, top_p, generator)
         if at < given.size(1):
             new = torch.where(given[:, at] == NONE, new, given[:, at])

@@ -58,21 +58,26 @@ class GPTConfig(ModelConfig):
 
 
 class Cache:
-    """Keys and values of the characters a block has seen, so that generating one more need not compute them again."""
+    """Keys and values of the characters a block has seen, so that generating one more need not compute them again.
 
-    def __init__(self) -> None:
-        self.keys: Tensor | None = None  # (B, H, T so far, C/H)
+    Args:
+        size: most characters that it will hold
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size, self.seen = size, 0
+        self.keys: Tensor | None = None  # (B, H, size, C/H), of which the first `seen` characters count
         self.values: Tensor | None = None
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends those of new characters, (B, H, T, C/H), and returns all."""
-        if self.keys is not None and self.values is not None:
-            keys, values = torch.cat((self.keys, keys), 2), torch.cat((self.values, values), 2)
-        self.keys, self.values = keys, values
-        return keys, values
-
-    def __len__(self) -> int:
-        return 0 if self.keys is None else self.keys.size(2)
+        """Appends those of new characters, (B, H, T, C/H), and returns all, (B, H, seen, C/H)."""
+        if self.keys is None or self.values is None:
+            B, H, _, D = keys.shape
+            self.keys, self.values = keys.new_empty(B, H, self.size, D), values.new_empty(B, H, self.size, D)
+        new = slice(self.seen, self.seen + keys.size(2))
+        self.keys[:, :, new], self.values[:, :, new] = keys, values
+        self.seen = new.stop
+        return self.keys[:, :, : new.stop], self.values[:, :, : new.stop]
 
 
 def in_products(q: Tensor, dropout: float) -> bool:
@@ -119,7 +124,7 @@ class CausalSelfAttention(nn.Module):
         )
         causal = True
         if cache is not None:
-            causal = len(cache) == 0  # one character after all cached ones may see them all
+            causal = cache.seen == 0  # one character after all cached ones may see them all
             k, v = cache.extend(k, v)
         dropout = self.attn_dropout.p if self.training else 0.0
         if causal and in_products(q, dropout):
@@ -207,7 +212,7 @@ class Transformer(nn.Module):
 
     def forward(self, idx: Tensor, caches: list[Cache] | None = None) -> Tensor:
         """(B, T) -> (B, T, C)"""
-        seen = len(caches[0]) if caches else 0
+        seen = caches[0].seen if caches else 0
         position = torch.arange(seen, seen + idx.size(1), device=idx.device)
         x = self.drop(self.wte(idx) + self.wpe(position))
         for i, block in enumerate(self.h):
@@ -251,7 +256,7 @@ class GPT(nn.Module):
         Raises:
             ValueError: more characters than block_size.
         """
-        T = idx.size(1) + (len(caches[0]) if caches else 0)
+        T = idx.size(1) + (caches[0].seen if caches else 0)
         if T > self.config.block_size:
             raise ValueError(f"{T} characters, but the model's window (block_size) is {self.config.block_size}")
         logits = F.linear(self.transformer(idx, caches), self.transformer.wte.weight)  # (B, T, V)

@@ -64,7 +64,7 @@ def test_samples_of_compiled_blocks_and_of_sharded_ones_in_bf16(knobs: dict, tex
     argv = arguments(tmp_path / "run", text, trainer__sample_every=6, trainer__micro_batch_size=1, **knobs)
     done = program("main.py", *argv, "--trainer.batch_size", "2", TORCH_LOGS="recompiles")
     assert done.returncode == 0, done.stderr
-    assert "cache.keys" not in done.stderr  # as guards name what differs
+    assert "cache" not in done.stderr  # as guards would name what differs
     assert [len(written) for _, written in samples(tmp_path / "run")] == [SAMPLE, SAMPLE]
 
 

@@ -296,9 +296,9 @@ def test_in_bf16_no_later_character_is_seen_either() -> None:
 
 def test_logits_from_a_cache_equal_those_of_one_pass() -> None:
     model, idx = lively(), characters(3, T)
-    caches = [Cache(), Cache()]
+    caches = [Cache(T), Cache(T)]
     parts = [model(part, caches=caches)[0] for part in idx.split([3, 1, 1, 1, 1, 1], 1)]
     assert torch.allclose(torch.cat(parts, 1), model(idx)[0], rtol=0, atol=1e-10)
-    assert [len(cache) for cache in caches] == [T, T]
+    assert [cache.seen for cache in caches] == [T, T]
     with pytest.raises(ValueError, match=f"{T + 1} characters"):
         model(idx[:, :1], caches=caches)
