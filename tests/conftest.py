@@ -46,7 +46,7 @@ SMALL = {
 
 # Children start as forks of one server that has imported torch once, instead of importing it each.
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["torch", "torch._dynamo", "main", "sample", "sharding"])
+PROCESSES.set_forkserver_preload(["torch", "torch._dynamo", "torch.utils.tensorboard", "main", "sample", "sharding"])
 
 
 @pytest.fixture

@@ -23,7 +23,9 @@ from snapshot import SnapshotFolder, read
 CHARACTERS = 'figs ñandú—🙂"\\\t'
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["bias", "no bias"])
+@pytest.fixture(
+    scope="module", params=[pytest.param(True, id="bias"), pytest.param(False, id="no bias", marks=pytest.mark.slow)]
+)
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of six steps, with and without biases, of which the newest has weights with strong opinions."""
     folder = tmp_path_factory.mktemp("trained")

@@ -58,13 +58,13 @@ def test_a_terminal_gets_a_live_line_that_fits(columns: int, text: Path, tmp_pat
 
 def test_the_live_line_follows_the_terminal(text: Path, tmp_path: Path) -> None:
     def resize(process: subprocess.Popen, master: int, raw: bytes) -> None:
-        if re.search(rb"\r[1-9]\d*/300 ", raw):
+        if re.search(rb"\r[1-9]\d*/120 ", raw):
             set_columns(master, 120)
 
-    argv = arguments(tmp_path / "run", text, trainer__max_steps=300, trainer__eval_every=999, trainer__log_every=99)
+    argv = arguments(tmp_path / "run", text, trainer__max_steps=120, trainer__eval_every=999, trainer__log_every=99)
     status, raw = on_terminal("main.py", *argv, watch=resize)
     assert status == 0, raw
-    widths = [len(part.rstrip()) for part in re.split(r"[\r\n]+", raw) if re.match(r"\d+/300 ", part)]
+    widths = [len(part.rstrip()) for part in re.split(r"[\r\n]+", raw) if re.match(r"\d+/120 ", part)]
     assert max(widths[:2]) <= 80
     assert 117 < widths[-1] <= 120
 
