@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pty
 import random
+import signal
 import socket
 import struct
 import subprocess
@@ -22,6 +23,9 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parent.parent
+
+# A shell's background job has Ctrl-C ignored, and so would have all that the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A run small enough for tests: 7,056 parameters, windows of 16, shares that are uneven on 2 and 3 ranks, dropout on.
 SMALL = {

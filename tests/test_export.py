@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT, arguments, environment, program, ranks, train, write_text
+from test_snapshot import told
 from test_training import assert_same_bits, newest, rows
 
-from export import export
+from export import export, run
 from model import GPT
 from pretrained import Pretrained, load
+from screen import status_of
 from snapshot import SnapshotFolder, read
 
 CHARACTERS = 'figs ñandú—🙂"\\\t'
@@ -62,6 +64,7 @@ def test_what_comes_back_is_what_went_out(trained: Path, exported: Path) -> None
     assert all(torch.equal(weight, back.weights[name]) for name, weight in went.weights.items())
 
 
+@pytest.mark.slow
 def test_sample_writes_the_same_from_an_export(trained: Path, exported: Path) -> None:
     knobs = ("--prompt", "anna ñ", "--max_new_tokens", "300", "--temperature", "0")
     one, other = (program("sample.py", "--snapshot", str(place), *knobs) for place in (trained, exported))
@@ -194,9 +197,10 @@ def test_what_cannot_be_started_from_is_said_in_one_message(
     (broken / "config.json").write_text(json.dumps(config))
     knobs = {"trainer__init_from": exported, "data__block_size": 256, "model__bias": quietly(exported).shape.bias}
     argv = arguments(tmp_path / "run", write_text(tmp_path / "text.txt"), **knobs)
-    done = program("main.py", *argv, f"--{key}", value.replace("{tmp}", str(tmp_path)))
-    assert done.returncode == 2
-    [line] = done.stderr.splitlines()
+    argv += [f"--{key}", value.replace("{tmp}", str(tmp_path))]
+    [(status, _, err)] = ranks(1, told, *argv, tmp_path=tmp_path)
+    assert status == 2
+    [line] = err.splitlines()
     for words in said:
         assert words.replace("{tmp}", str(tmp_path)) in line
     assert not list((tmp_path / "run").glob("snapshots/*"))
@@ -216,7 +220,14 @@ def test_what_cannot_be_started_from_is_said_in_one_message(
     ],
 )
 def test_what_cannot_be_exported_is_said_and_nothing_written(
-    snapshot: str, out: str, said: list[str], trained: Path, exported: Path, tmp_path: Path
+    snapshot: str,
+    out: str,
+    said: list[str],
+    trained: Path,
+    exported: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture,
 ) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full/mine").write_text("mine")
@@ -228,9 +239,11 @@ def test_what_cannot_be_exported_is_said_and_nothing_written(
             words = words.replace(name, place)
         return words
 
-    done = program("export.py", "--snapshot", placed(snapshot), "--out", placed(out))
-    assert (done.returncode, done.stdout) == (2, "")
-    [line] = done.stderr.splitlines()
+    monkeypatch.setattr(sys, "argv", ["export.py", "--snapshot", placed(snapshot), "--out", placed(out)])
+    assert status_of(run) == 2
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    [line] = printed.err.splitlines()
     assert line.startswith("error: ")
     for words in said:
         assert placed(words) in line

@@ -115,7 +115,7 @@ def test_a_run_that_cannot_fit_ends_at_once(text: Any, tmp_path: Any) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("number", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_memory_that_runs_out_in_a_step_is_one_message(number: int, text: Path, tmp_path: Path) -> None:
     """On the last rank; the others hear of it as of any crash."""
     knobs = {"model__n_embd": 64, "trainer__batch_size": 4096, "trainer__micro_batch_size": None}

@@ -32,7 +32,7 @@ def test_a_file_gets_plain_dated_lines(text: Path, tmp_path: Path) -> None:
         assert program_to_come in said.partition("done in")[2]
 
 
-@pytest.mark.parametrize("columns", [80, 200])
+@pytest.mark.parametrize("columns", [80, pytest.param(200, marks=pytest.mark.slow)])
 def test_a_terminal_gets_a_live_line_that_fits(columns: int, text: Path, tmp_path: Path) -> None:
     status, raw = on_terminal("main.py", *arguments(tmp_path / "run", text), columns=columns)
     assert status == 0, raw

@@ -49,6 +49,7 @@ def _wait_until(condition) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_two_quick_interrupts_are_one(text: Path, tmp_path: Path) -> None:
     """Ctrl-C reaches workers twice: from the terminal, and passed on by torchrun."""
     with start(arguments(tmp_path / "run", text, **ENDLESS)) as process:
@@ -60,6 +61,7 @@ def test_two_quick_interrupts_are_one(text: Path, tmp_path: Path) -> None:
     assert newest(tmp_path / "run")["step"] == rows(tmp_path / "run", "stop")[-1]["step"]
 
 
+@pytest.mark.slow
 def test_interrupted_twice_a_run_that_waits_for_a_stopped_peer_ends(text: Path, tmp_path: Path) -> None:
     argv = arguments(tmp_path / "run", text, distributed__init_method=f"file://{tmp_path}/meeting", **ENDLESS)
     with ExitStack() as stack:

@@ -120,7 +120,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
     return folder, save_each(folder, 2)
 
 
-@pytest.mark.parametrize("number", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3))])
 def test_what_one_strategy_saved_any_other_resumes(number: int, saved: tuple[Path, list[float]]) -> None:
     folder, plain = saved
     for found in ranks(number, resume_each, folder, tmp_path=folder):

@@ -107,6 +107,7 @@ def _mean_of_all_targets(*argv: str) -> float:
         return sum(losses) / len(losses)
 
 
+@pytest.mark.slow
 def test_the_number_of_ranks_may_change_on_the_way(text: Path, tmp_path: Path) -> None:
     knobs = {"model__dropout": 0.0, "optimizer__decay_steps": 12}
     ranks(1, train, *arguments(tmp_path / "whole", text, **knobs), tmp_path=tmp_path)
@@ -150,7 +151,10 @@ def test_main_job_under_torchrun(text: Path, tmp_path: Path) -> None:
     assert (run / "metrics.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize(("name", "status"), [("SIGTERM", 143), ("SIGUSR1", 143), ("SIGINT", 130)])
+@pytest.mark.parametrize(
+    ("name", "status"),
+    [("SIGTERM", 143), *(pytest.param(*told, marks=pytest.mark.slow) for told in (("SIGUSR1", 143), ("SIGINT", 130)))],
+)
 def test_told_to_stop_it_saves_and_says_so(name: str, status: int, text: Path, tmp_path: Path) -> None:
     argv = arguments(tmp_path / "run", text, trainer__max_steps=100_000, trainer__save_every=100_000)
     with start(argv) as process:

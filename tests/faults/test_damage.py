@@ -44,6 +44,7 @@ def assert_named_and_skipped(file: Path, what: str, reason: str = "") -> None:
     assert said[1] == f"{file.with_name('step_00000003.pt')} is used instead", what
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_is_noticed(newest_file: Path) -> None:
     content = bytearray(newest_file.read_bytes())
     bits = 8 * len(content)
