@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import PROCESSES, _rank, arguments, ranks, train
+from conftest import PROCESSES, _rank, arguments, environment, ranks, train
 from test_training import assert_same_bits, curve
 
 pytestmark = pytest.mark.slow
@@ -43,7 +43,8 @@ def _same_bits_after_all(numbers: list[int], text: Path, tmp_path: Path, knobs: 
 def _start(number: int, meeting: Path, body: Callable[..., Any], *args: Any) -> list[Any]:
     queue = PROCESSES.SimpleQueue()
     processes = [
-        PROCESSES.Process(target=_rank, args=(queue, rank, number, meeting, body, args)) for rank in range(number)
+        PROCESSES.Process(target=_rank, args=(queue, rank, number, meeting, environment(), body, args))
+        for rank in range(number)
     ]
     for process in processes:
         process.start()
