@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
@@ -36,6 +37,8 @@ class DistributedConfig:
         timeout_seconds: seconds to wait for another process before giving up
         strategy: what is dealt out over ranks: ddp: nothing; zero1: optimizer state; zero2: gradients too; fsdp: all
         cpu_offload: with fsdp on CUDA GPUs, keep what is dealt out in the host's memory; slower
+        pipeline_stages: runs of neighbouring blocks that the model is cut into, each on a rank of its own; 1: not cut
+        pipeline_schedule: of a stage's micro-batches: 1f1b: forward and backward in turn, or gpipe: all forward first
         bucket_cap_mb: MiB of gradients that ddp and zero1 send at a time while backward goes on
         reduction: order in which gradients are added: fast, or tree: the same bits at every number of processes
     """
@@ -45,6 +48,8 @@ class DistributedConfig:
     timeout_seconds: float = 600.0
     strategy: Literal["ddp", "zero1", "zero2", "fsdp"] = "ddp"
     cpu_offload: bool = False
+    pipeline_stages: int = 1
+    pipeline_schedule: Literal["1f1b", "gpipe"] = "1f1b"
     bucket_cap_mb: float = 25.0
     reduction: Literal["fast", "tree"] = "fast"
 
@@ -56,6 +61,8 @@ class DistributedConfig:
         for name in ("timeout_seconds", "bucket_cap_mb"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"distributed.{name} is {getattr(self, name)}, must be above 0")
+        if self.pipeline_stages < 1:
+            raise ValueError(f"distributed.pipeline_stages is {self.pipeline_stages}, must be at least 1")
 
 
 class World:
@@ -64,15 +71,26 @@ class World:
     Args:
         place: this process's, as its launcher tells
         peers: the others, where there are any
+        timeout: how long one waits for another
     """
 
-    def __init__(self, place: Place, peers: Peers | None = None) -> None:
-        self.rank, self.size, self.peers = place.rank, place.size, peers
+    def __init__(self, place: Place, peers: Peers | None = None, timeout: timedelta | None = None) -> None:
+        self.rank, self.size, self.peers, self.timeout = place.rank, place.size, peers, timeout
+        self.group: dist.ProcessGroup | None = None  # all ranks
         self.before_leaving: list[Callable[[], None]] = []  # called while the group is still there
         host, hosts = platform.node(), self.gather(platform.node())
         self.local_rank = hosts[: self.rank].count(host) if place.local_rank is None else place.local_rank
         self.local_size = hosts.count(host) if place.local_size is None else place.local_size
         self.device = torch.device("cpu")
+
+    def part(self, parts: Iterable[Sequence[int]]) -> World:
+        """A world of the ranks that share one of these parts with this rank; all ranks name the same parts."""
+        part = copy(self)
+        for ranks in parts:
+            group = dist.new_group(list(ranks), timeout=self.timeout)
+            if self.rank in ranks:
+                part.rank, part.size, part.group = ranks.index(self.rank), len(ranks), group
+        return part
 
     def take_device(self, backend: str) -> None:
         """Makes this rank's device its own.
@@ -101,14 +119,14 @@ class World:
         """Each rank's value, in rank order, on every rank."""
         values: list[Any] = [value] * self.size
         if self.size > 1:
-            dist.all_gather_object(values, value)
+            dist.all_gather_object(values, value, group=self.group)
         return values
 
     def broadcast(self, value: T, source: int = 0) -> T:
         """The source's value, on every rank."""
         values = [value]
         if self.size > 1:
-            dist.broadcast_object_list(values, src=source)
+            dist.broadcast_object_list(values, group_src=source, group=self.group)
         return values[0]
 
     def agree(self, action: Callable[[], T]) -> T:
@@ -168,13 +186,13 @@ class World:
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over ranks, written into `tensor` on all."""
         if self.size > 1:
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def send(self, tensor: Tensor, source: int) -> None:
         """Overwrites the tensor with the source's."""
         if self.size > 1:
-            dist.broadcast(tensor, src=source)
+            dist.broadcast(tensor, group_src=source, group=self.group)
 
     def vote(self, *values: int) -> Callable[[], list[int]]:
         """Starts to find the largest of each value that a rank has, and returns a function that waits for them.
@@ -246,7 +264,7 @@ def connect(config: DistributedConfig, run_dir: str = ".") -> Iterator[World]:
             ) from error
     world = None
     try:
-        world = World(place, peers)
+        world = World(place, peers, timeout)
         yield world
     except UserError:
         raise

@@ -62,6 +62,22 @@ class Config:
                 "optimizer.name is muon, must be adamw with distributed.cpu_offload: Muon needs whole matrices, and "
                 "the host's memory has parts"
             )
+        if (stages := self.distributed.pipeline_stages) > 1:
+            why = f"with distributed.pipeline_stages {stages}"
+            if stages > self.model.n_layer:
+                raise ValueError(
+                    f"distributed.pipeline_stages is {stages}, must be at most model.n_layer, {self.model.n_layer}: "
+                    "each stage needs a block"
+                )
+            if self.trainer.micro_batch_size is None:
+                raise ValueError(
+                    f"trainer.micro_batch_size is null, must be a number {why}: stages work on several micro-batches "
+                    f"at once, best on {4 * stages} or more"
+                )
+            if self.distributed.cpu_offload:
+                raise ValueError(f"distributed.cpu_offload is true, must be false {why}")
+            if self.distributed.reduction == "tree":
+                raise ValueError(f"distributed.reduction is tree, must be fast {why}")
         if self.distributed.reduction == "tree":
             knobs, why = self.trainer, "with distributed.reduction tree, whose bits depend on it"
             if self.distributed.strategy != "ddp":

@@ -28,14 +28,14 @@ from model import GPT
 from rivals import Step, bare_loop, fetching, nanogpt_step, tutorial_fetch, tutorial_step
 from scaling import operations
 from snapshot import read
-from state import DTYPES
 from stopping import Stop
+from strategy import DTYPES
 from trainer import Trainer
 
 
 def shape_of(made: Trainer) -> Shape:
     """The shape that is measured: the command line may have asked for another one."""
-    config = made.state.model.config
+    config = made.state.shape
     return Shape(config.n_layer, config.n_head, config.n_embd, config.block_size, made.config.trainer.batch_size)
 
 
@@ -94,7 +94,7 @@ def peak(bench: Bench) -> Iterator[Row]:
         made = bench.trainer(WIDE.words, {"trainer.precision": precision, "optimizer.name": "adamw"})
         one, other = (torch.randn(2048, 2048, dtype=DTYPES[precision]) for _ in range(2))
         ratios = bench.ratio(partial(torch.mm, one, other), made._step)
-        done = operations(made.state.model.config, made.config.trainer.batch_size)
+        done = operations(made.state.shape, made.config.trainer.batch_size)
         shares = [done / (2 * 2048**3) * ratio for ratio in ratios]
         yield row(f"{what}, {shape_of(made)}", shares, "%", least=goal)
 
@@ -210,7 +210,7 @@ def snapshots(bench: Bench) -> Iterator[Row]:
 def tensors_of(made: Trainer) -> list[Tensor]:
     """What a snapshot holds."""
     moments = made.state.strategy.stepper.state.values()
-    return [*made.state.model.parameters(), *(tensor for tensors in moments for tensor in tensors.values())]
+    return [*made.state.strategy.parameters.values(), *(tensor for tensors in moments for tensor in tensors.values())]
 
 
 def stalls(bench: Bench, made: Trainer) -> list[float]:
@@ -285,7 +285,7 @@ def sampling(bench: Bench) -> Iterator[Row]:
     """What the cache of keys and values brings to sampling."""
     start = torch.zeros(1, dtype=torch.long)
     for shape in (replace(SMALL, T=256), replace(MIDDLE, T=256)):
-        model = bench.trainer(shape.words, warm=0).state.model.eval()
+        model = bench.trainer(shape.words, warm=0).state.strategy.whole.eval()
         T = model.config.block_size
 
         @torch.no_grad()

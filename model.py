@@ -200,33 +200,55 @@ _keep_products = partial(create_selective_checkpoint_contexts, _PRODUCTS)
 
 
 class Transformer(nn.Module):
-    """Embeddings and blocks: what each character has come to mean in the light of those before it."""
+    """Embeddings and blocks: what each character has come to mean in the light of those before it.
 
-    def __init__(self, config: GPTConfig) -> None:
+    Args:
+        config: of the whole model
+        stage: which of its stages
+        stages: how many runs of neighbouring blocks, as equal as can be, it is cut into
+    """
+
+    def __init__(self, config: GPTConfig, stage: int, stages: int) -> None:
         super().__init__()
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-        self.wpe = nn.Embedding(config.block_size, config.n_embd)
+        self.first, self.last = stage == 0, stage == stages - 1
         self.drop = Dropout(config.dropout)
-        self.h: list[Block] = nn.ModuleList(Block(config) for _ in range(config.n_layer))  # type: ignore[assignment]
-        self.ln_f = LayerNorm(config.n_embd, bias=config.bias)
+        if self.first or self.last:  # the last one's is the output projection
+            self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        if self.first:
+            self.wpe = nn.Embedding(config.block_size, config.n_embd)
+        numbers = range(config.n_layer * stage // stages, config.n_layer * (stage + 1) // stages)
+        self.h = nn.ModuleDict(
+            {str(number): Block(config) for number in numbers}
+        )  # names stay where others are left out
+        if self.last:
+            self.ln_f = LayerNorm(config.n_embd, bias=config.bias)
 
-    def forward(self, idx: Tensor, caches: list[Cache] | None = None) -> Tensor:
-        """(B, T) -> (B, T, C)"""
-        seen = caches[0].seen if caches else 0
-        position = torch.arange(seen, seen + idx.size(1), device=idx.device)
-        x = self.drop(self.wte(idx) + self.wpe(position))
-        for i, block in enumerate(self.h):
+    def forward(self, x: Tensor, caches: list[Cache] | None = None) -> Tensor:
+        """(B, T) characters, behind the first stage (B, T, C) -> (B, T, C)"""
+        if self.first:
+            seen = caches[0].seen if caches else 0
+            position = torch.arange(seen, seen + x.size(1), device=x.device)
+            x = self.drop(self.wte(x) + self.wpe(position))
+        for i, block in enumerate(self.h.values()):
             x = block(x, caches[i] if caches else None)
-        return self.ln_f(x)
+        return self.ln_f(x) if self.last else x
 
 
-class GPT(nn.Module):
-    """Predicts each next character. The output projection is the character embedding, wte, transposed ("tied")."""
+class Stage(nn.Module):
+    """Neighbouring blocks of a GPT, with the embeddings where they are the first, and the head where they are the last.
 
-    def __init__(self, config: GPTConfig) -> None:
+    Parameters have the whole model's names. wte is in the first stage and in the last ("tied").
+
+    Args:
+        config: of the whole model
+        stage: which one, from 0
+        stages: how many there are, at most n_layer
+    """
+
+    def __init__(self, config: GPTConfig, stage: int, stages: int) -> None:
         super().__init__()
         self.config = config
-        self.transformer = Transformer(config)
+        self.transformer = Transformer(config, stage, stages)
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
@@ -238,9 +260,21 @@ class GPT(nn.Module):
     @property
     def blocks(self) -> list[Block]:
         """The parts alike that hold nearly all weights: what is sharded, recomputed and compiled one by one."""
-        return self.transformer.h
+        return list(self.transformer.h.values())  # type: ignore[arg-type]
 
-    def forward(
+    def forward(self, x: Tensor, caches: list[Cache] | None = None) -> Tensor:
+        """What the stage before has made, (B, T, C), or (B, T) characters -> (B, T, C), or logits (B, T, V)."""
+        x = self.transformer(x, caches)
+        return F.linear(x, self.transformer.wte.weight) if self.transformer.last else x
+
+
+class GPT(Stage):
+    """Predicts each next character. The output projection is the character embedding, wte, transposed ("tied")."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__(config, 0, 1)
+
+    def forward(  # type: ignore[override]
         self, idx: Tensor, targets: Tensor | None = None, caches: list[Cache] | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Logits for the character after each position, and their mean loss in nats per character.
@@ -259,7 +293,10 @@ class GPT(nn.Module):
         T = idx.size(1) + (caches[0].seen if caches else 0)
         if T > self.config.block_size:
             raise ValueError(f"{T} characters, but the model's window (block_size) is {self.config.block_size}")
-        logits = F.linear(self.transformer(idx, caches), self.transformer.wte.weight)  # (B, T, V)
-        if targets is None:
-            return logits, None
-        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+        logits = super().forward(idx, caches)
+        return logits, None if targets is None else cross_entropy(logits, targets)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+    """Loss in nats per character, or with reduction "sum" of all, from logits (B, T, V) and targets (B, T)."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction=reduction)

@@ -24,16 +24,16 @@ from strategy import Strategy
 class Tree(Strategy):
     """The same additions in the same order, at any number of ranks up to that of micro-batches."""
 
-    def micro_batches(self, first: int, count: int, size: int | None) -> list[tuple[range, float]]:
+    def micro_batches(self, batch: range) -> list[tuple[range, float]]:
         """Whole micro-batches, whose bounds no number of ranks moves."""
+        size = self.config.trainer.micro_batch_size
         if size is None:
             raise ValueError("the tree's micro-batches need a size")
-        self.leaves = -(-count // size)
+        self.leaves = -(-len(batch) // size)
         self.mine = self.world.share(0, self.leaves)
         self.ahead, self.sums = iter(self.mine), Subtrees(self.leaves)
-        starts = [first + size * leaf for leaf in self.mine]
-        portions = [range(start, min(start + size, first + count)) for start in starts]
-        return [(numbers, len(numbers) / count) for numbers in portions]
+        portions = [batch[size * leaf : size * (leaf + 1)] for leaf in self.mine]
+        return [(numbers, len(numbers) / len(batch)) for numbers in portions]
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:

@@ -19,7 +19,7 @@ from torch.nn.utils import clip_grad_norm_
 from measuring import silence
 from model import GPT
 from optimizer import build_optimizer
-from state import DTYPES
+from strategy import DTYPES
 from trainer import Trainer
 
 Step = Callable[[], Any]
@@ -44,7 +44,7 @@ def nanogpt_step(folder: Path, made: Trainer) -> Step:
     Args:
         folder: with its model.py
     """
-    theirs, shape, B = load(folder / "model.py"), made.state.model.config, made.config.trainer.batch_size
+    theirs, shape, B = load(folder / "model.py"), made.state.shape, made.config.trainer.batch_size
     T, file = shape.block_size, made.run_dir / "train.bin"
     made.training.tokens.astype(np.uint16).tofile(file)
     sizes = {key: getattr(shape, key) for key in ("n_layer", "n_head", "n_embd", "vocab_size", "block_size", "dropout")}
@@ -78,7 +78,7 @@ def tutorial_step(folder: Path, made: Trainer) -> Step:
     Args:
         folder: with its model.py
     """
-    theirs, shape, dropout = load(folder / "model.py"), made.state.model.config, made.state.model.config.dropout
+    theirs, shape, dropout = load(folder / "model.py"), made.state.shape, made.state.shape.dropout
     sizes = {key: getattr(shape, key) for key in ("n_layer", "n_head", "n_embd", "vocab_size", "block_size")}
     drops = dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), dropout)
     with silence():
@@ -126,7 +126,7 @@ def fetching(made: Trainer) -> Step:
 
 def bare_loop(made: Trainer) -> Step:
     """The same mathematics with nothing around it: no log, no checks, batches made beforehand."""
-    model, clip = GPT(made.state.model.config), made.config.optimizer.grad_norm_clip
+    model, clip = GPT(made.state.shape), made.config.optimizer.grad_norm_clip
     optimizer = build_optimizer(model, made.config.optimizer, DTYPES[made.state.precision])
     batches = itertools.cycle([made.training[numbers] for numbers in itertools.islice(fresh_numbers(made), 50)])
     precision = made.state.precision

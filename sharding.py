@@ -5,25 +5,27 @@ A room of its own because what it imports takes most of a second, which runs tha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.utils import get_total_norm
 
 from distributed import World, local
-from optimizer import OptimizerConfig, build_optimizer, orthogonal
-from strategy import DDP, Strategy
+from model import Stage
+from optimizer import build_optimizer, orthogonal
+from strategy import DDP, DTYPES, Strategy
 
-# Each rank sends the parameters that it has moved in one piece, not one by one.
-_dealt_out = partial(ZeroRedundancyOptimizer, parameters_as_bucket_view=True)
+if TYPE_CHECKING:
+    from main import Config
 
 
 def orthogonal_over_ranks(rows: Tensor, dtype: torch.dtype, like: DTensor) -> Tensor:
@@ -46,11 +48,11 @@ class ZeRO1(DDP):
 
     parts = True
 
-    def __init__(
-        self, model: nn.Module, world: World, optimizer: OptimizerConfig, dtype: torch.dtype, *how: Any
-    ) -> None:
-        super().__init__(model, world, optimizer, dtype, *how)
-        self.optimizer = build_optimizer(model, optimizer, dtype, dealt_out=_dealt_out)
+    def __init__(self, model: Stage, world: World, config: Config, precision: str, *how: Any) -> None:
+        super().__init__(model, world, config, precision, *how)
+        # Each rank sends the parameters that it has moved in one piece, not one by one.
+        deal_out = partial(ZeroRedundancyOptimizer, parameters_as_bucket_view=True, process_group=world.group)
+        self.optimizer = build_optimizer(model, config.optimizer, self.dtype, dealt_out=deal_out)
         self.stepper = self.optimizer.optim  # type: ignore[attr-defined]
         self.mine = {parameter for group in self.stepper.param_groups for parameter in group["params"]}
 
@@ -83,33 +85,25 @@ class FSDP(Strategy):
     In bf16 and fp16 blocks travel and are held whole in that precision, embeddings in fp32; gradients are added in
     fp32. Matrix products are autocast's, as with whole parameters.
 
-    Args:
-        keep_whole: from forward to backward (zero2), so that parameters are sent once in a step, not twice
-        cpu_offload: keep this rank's part in the host's memory
+    With strategy zero2 blocks stay whole from forward to backward, so that parameters are sent once in a step, not
+    twice; with cpu_offload, this rank's part is in the host's memory.
     """
 
     parts = True
     orthogonal = staticmethod(orthogonal_over_ranks)  # type: ignore[assignment]
 
-    def __init__(
-        self,
-        model: nn.Module,
-        world: World,
-        optimizer: OptimizerConfig,
-        dtype: torch.dtype,
-        keep_whole: bool,
-        cpu_offload: bool,
-    ) -> None:
-        self.keep_whole = keep_whole
-        how: dict[str, Any] = {"mesh": init_device_mesh(world.device.type, (world.size,))}
-        if cpu_offload:
+    def __init__(self, model: Stage, world: World, config: Config, precision: str) -> None:
+        self.keep_whole, offload = config.distributed.strategy == "zero2", config.distributed.cpu_offload
+        group: Any = world.group or dist.group.WORLD
+        how: dict[str, Any] = {"mesh": DeviceMesh.from_group(group, world.device.type)}
+        if offload:
             how["offload_policy"] = CPUOffloadPolicy()
-        policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
-        for block in model.blocks:  # type: ignore[union-attr]
-            fully_shard(block, mp_policy=policy, reshard_after_forward=not keep_whole, **how)
+        policy = MixedPrecisionPolicy(DTYPES[precision], torch.float32, cast_forward_inputs=False)
+        for block in model.blocks:
+            fully_shard(block, mp_policy=policy, reshard_after_forward=not self.keep_whole, **how)
         # What is left, embeddings, is needed last in forward and first in backward.
         self.sharded = fully_shard(model, reshard_after_forward=False, **how)
-        super().__init__(model, world, optimizer, dtype, torch.device("cpu") if cpu_offload else None)
+        super().__init__(model, world, config, precision, torch.device("cpu") if offload else None)
         self.factor = world.size  # FSDP averages over ranks
 
     @contextmanager
@@ -119,8 +113,10 @@ class FSDP(Strategy):
         self.sharded.set_reshard_after_backward(last or not self.keep_whole)
         yield
 
-    def _norm(self, gradients: list[Tensor]) -> Tensor:
-        mine = get_total_norm([local(gradient) for gradient in gradients]).to(self.world.device)
+    def norm(self, parameters: Mapping[str, Tensor]) -> Tensor:
+        """Each rank's part of it counts."""
+        gradients = [local(parameter.grad) for parameter in parameters.values() if parameter.grad is not None]
+        mine = get_total_norm(gradients).to(self.world.device)
         return self.world.sum(mine**2).sqrt().to(self.device)
 
     def state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:

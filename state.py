@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
-from torch import Tensor, nn
+from torch import Tensor
 
 from corpus import Corpus
 from distributed import World
@@ -17,7 +17,7 @@ from errors import UserError
 from hardware import check_compiler, choose_precision, choose_threads, device_kind, memory_for_each, repeat_bits
 from keepers import elect_keepers, elect_snapshot
 from memory import check_memory, expected
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, Stage
 from optimizer import learning_rate
 from pretrained import load, start_from
 from reduction import Tree
@@ -28,8 +28,6 @@ from writer import Writer, Written
 
 if TYPE_CHECKING:
     from main import Config
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def plain(config: Any) -> dict[str, Any]:
@@ -78,19 +76,17 @@ class TrainingState:
         self.best = header.get("best", {"step": None, "val_loss": math.inf})
         self._choose(header.get("choices", {}))
 
-        shape = GPTConfig(**asdict(config.model), vocab_size=len(corpus.vocabulary), block_size=config.data.block_size)
-        self.need = expected(config, shape, world.size, self.precision, world.device.type)
+        vocab_size = len(corpus.vocabulary)
+        shape = GPTConfig(**asdict(config.model), vocab_size=vocab_size, block_size=config.data.block_size)
+        self.shape, self.need = shape, expected(config, shape, world.size, self.precision, world.device.type)
         room = memory_for_each(world.device, world.local_size)
         world.agree(lambda: check_memory(self.need, config, shape, world.size, self.precision, world.device.type, room))
-        with torch.device("meta"):  # no rank but one ever needs to hold all of it
-            self.model = GPT(shape)
-        self._prepare_blocks()
         self.strategy = self._spread(example)
-        self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.precision == "fp16")
+        self.reasons |= self.strategy.facts
         if header:
             weights, moments = (snapshot[key] for key in heavy) if snapshot else ({}, {})
             self.strategy.take(weights, moments, self.holder)
-            self.scaler.load_state_dict(header["scaler"])
+            self.strategy.scaler.load_state_dict(header["scaler"])
             if any(world.gather(world.rank in self.keepers and not has_newest)):  # so that the holder may be lost
                 self._write(header["val_loss"], keep=world.rank in self.keepers and not has_newest)
         else:
@@ -135,34 +131,55 @@ class TrainingState:
                 "pays: python bench.py compile"
             )
 
-    def _prepare_blocks(self) -> None:
+    def _spread(self, example: tuple[Tensor, Tensor]) -> Strategy:
+        stages = self.config.distributed.pipeline_stages
+        if stages == 1:
+            model = self._model(lambda: GPT(self.shape))
+            return self._strategy(model, self.world, lambda strategy: strategy.loss(strategy.model, *example))
+        from pipeline import Pipeline, boundary, mesh  # noqa: PLC0415 - takes most of a second
+
+        replicas, replica, ends = mesh(self.world, stages)
+        received, _ = boundary(self.shape, 1, replica.rank, stages)
+
+        def warm_up(strategy: Strategy) -> Tensor:
+            with strategy.autocast():
+                return strategy.model(torch.zeros_like(received, device=self.world.device)).sum()
+
+        inner = self._strategy(self._model(lambda: Stage(self.shape, replica.rank, stages)), replicas, warm_up)
+        return Pipeline(inner, self.world, replica, ends, self.config, self.shape)
+
+    def _model(self, make: Callable[[], Stage]) -> Stage:
+        """On the meta device: no rank but one ever needs to hold all of it."""
         knobs = self.config.trainer
         if knobs.compile:
             self.world.agree(lambda: check_compiler(self.world.device))
             torch._dynamo.config.optimize_ddp = False  # it cuts graphs at DDP's buckets; a block is a graph already
             torch._dynamo.config.recompile_limit = 64  # shares, short last batches and evaluation have their own shapes
-        for block in self.model.blocks:
+        with torch.device("meta"):
+            model = make()
+        for block in model.blocks:
             block.recompute = knobs.activation_checkpointing
             if knobs.compile:  # forward alone: names stay, and so do hooks. Each shape has its own kernels and bits
                 block.forward = torch.compile(block.forward, dynamic=False)  # type: ignore[method-assign]
+        return model
 
-    def _spread(self, example: tuple[Tensor, Tensor]) -> Strategy:
-        knobs = self.config.distributed
-        common = (self.model, self.world, self.config.optimizer, DTYPES[self.precision])
+    def _strategy(self, model: Stage, world: World, warm_up: Callable[[Strategy], Tensor]) -> Strategy:
+        """What these ranks, which have the same model, hold of it and exchange."""
+        knobs, common = self.config.distributed, (model, world, self.config, self.precision)
         if knobs.reduction == "tree":
             return Tree(*common)
         if knobs.strategy in ("zero2", "fsdp"):
             from sharding import FSDP  # noqa: PLC0415 - takes most of a second
 
-            return FSDP(*common, knobs.strategy == "zero2", knobs.cpu_offload)
-        if self.world.size == 1:
+            return FSDP(*common)
+        if world.size == 1:
             return Strategy(*common)
         kind: type[DDP] = DDP
         if knobs.strategy == "zero1":
             from sharding import ZeRO1  # noqa: PLC0415
 
             kind = ZeRO1
-        return kind(*common, knobs.bucket_cap_mb, lambda model: self.loss(model, *example))
+        return kind(*common, warm_up)
 
     def _first_weights(self, shape: GPTConfig) -> dict[str, Tensor]:
         torch.manual_seed(self.config.trainer.seed)
@@ -173,19 +190,6 @@ class TrainingState:
         new = set(self.corpus.vocabulary).difference(old.vocabulary)
         self.say(f"starting from the weights of {path}, with {len(new)} new characters {''.join(sorted(new))!r}")
         return start_from(old, shape, self.corpus.vocabulary, path)
-
-    def loss(self, model: nn.Module, idx: Tensor, targets: Tensor) -> Tensor:
-        """Mean loss of (B, T) inputs and targets, on the device and in the precision of this run."""
-        device = self.world.device
-        if device.type == "cuda":  # copies from pinned memory don't wait
-            idx, targets = idx.pin_memory(), targets.pin_memory()
-        idx, targets = idx.to(device, non_blocking=True), targets.to(device, non_blocking=True)
-        with self.autocast():
-            return model(idx, targets)[1]
-
-    def autocast(self) -> torch.autocast:
-        """Around each forward pass: matrix products in the precision of this run."""
-        return torch.autocast(self.world.device.type, DTYPES[self.precision], enabled=self.precision != "fp32")
 
     def changes(self, last_step: int) -> Iterator[str]:
         """What the person watching should know of a run that goes on: from where, and what is other than before."""
@@ -249,7 +253,7 @@ class TrainingState:
         return {
             "step": self.step,
             "samples": self.samples,
-            "scaler": self.scaler.state_dict(),
+            "scaler": self.strategy.scaler.state_dict(),
             "config": self.plain_config,
             "vocabulary": self.corpus.vocabulary,
             "val_loss": val_loss,

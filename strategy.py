@@ -18,16 +18,72 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from char_dataset import CharDataset, ValidationDataset, hash64
 from distributed import World
-from optimizer import OptimizerConfig, build_optimizer, orthogonal
+from errors import UserError
+from hardware import seed_random_numbers
+from model import GPT, Stage
+from optimizer import build_optimizer, orthogonal
+
+if TYPE_CHECKING:
+    from main import Config
 
 State = dict[str, dict[str, Tensor]]  # the optimizer's tensors by parameter and name
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def check_shares(config: Config, ranks: int) -> None:
+    """Makes sure that each rank has something to do.
+
+    Raises:
+        UserError: names the key, and what would do.
+    """
+    knobs, stages = config.trainer, config.distributed.pipeline_stages
+    count, portion = knobs.batch_size, knobs.micro_batch_size or knobs.batch_size
+    if stages > 1:
+        _check_pipeline(config, ranks)
+    elif count < ranks:
+        raise UserError(
+            f"trainer.batch_size is {count}, fewer than the {ranks} ranks, and each needs a sequence: raise it, or "
+            f"start at most {count} processes"
+        )
+    if config.distributed.reduction == "tree" and -(-count // portion) < ranks:
+        raise UserError(
+            f"trainer.batch_size / trainer.micro_batch_size is {count} / {portion}, fewer micro-batches than the "
+            f"{ranks} ranks, and with distributed.reduction tree each needs one: lower trainer.micro_batch_size, or "
+            "start fewer processes"
+        )
+
+
+def _check_pipeline(config: Config, ranks: int) -> None:
+    stages, count = config.distributed.pipeline_stages, config.trainer.batch_size
+    size = config.trainer.micro_batch_size or count
+    if ranks % stages:
+        raise UserError(
+            f"distributed.pipeline_stages is {stages}, of which {ranks} processes are no multiple: start "
+            f"{-(-ranks // stages) * stages} processes, or set it to 1"
+        )
+    replicas = ranks // stages
+    if count % (replicas * size):
+        raise UserError(
+            f"trainer.batch_size is {count}, must be a multiple of {replicas * size} with distributed.pipeline_stages "
+            f"{stages}: {replicas} replicas x trainer.micro_batch_size {size}, as stages pass on micro-batches of one "
+            "size"
+        )
+    number = count // replicas // size
+    if number < stages and config.distributed.pipeline_schedule == "1f1b":
+        raise UserError(
+            f"trainer.batch_size / replicas / trainer.micro_batch_size is {count} / {replicas} / {size}, {number} "
+            f"micro-batches for {stages} stages, which would wait {(stages - 1) / (number + stages - 1):.0%} of the "
+            "time: lower trainer.micro_batch_size, or set distributed.pipeline_schedule to gpipe, which takes it"
+        )
 
 
 class Strategy:
@@ -35,10 +91,14 @@ class Strategy:
 
     Attributes:
         model: what micro-batches go through
+        whole: the model for all ranks to call together, as `generation.stream` does
         parameters: as this rank holds them, by GPT-2's names
+        shapes: by the same names, tensors of the whole model's shapes
         optimizer: whose step moves them all
         stepper: the optimizer that moves those which this rank is to move, and has their state
+        scaler: of losses, where gradients are fp16
         factor: multiplies losses before backward
+        facts: what the banner says of it
         parts: whether a rank holds only a part of something, so that `state` needs all of them
         device: where parameters stay between steps
         orthogonal: what makes Muon's products
@@ -46,41 +106,96 @@ class Strategy:
     Args:
         model: on the meta device; its weights are anything until `take`
         world: the ranks
-        optimizer: how weights move
-        dtype: of matrix products
+        config: all sections
+        precision: of matrix products: fp32, bf16 or fp16
         device: where parameters stay; None: on the rank's device
     """
 
-    factor = 1
+    factor = 1.0
     parts = False
+    facts: Mapping[str, str] = {}
+    model: nn.Module
+    whole: GPT
     orthogonal = staticmethod(orthogonal)
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Stage,
         world: World,
-        optimizer: OptimizerConfig,
-        dtype: torch.dtype,
+        config: Config,
+        precision: str,
         device: torch.device | None = None,
     ) -> None:
-        self.world, self.device = world, device or world.device
-        self.model = model.to_empty(device=self.device)
-        self.parameters = dict(model.named_parameters())
-        self.optimizer = self.stepper = build_optimizer(model, optimizer, dtype, self.orthogonal)
+        self.world, self.config, self.dtype, self.device = world, config, DTYPES[precision], device or world.device
+        self.model = self.whole = model.to_empty(device=self.device)  # type: ignore[assignment]
+        self.parameters = self.shapes = dict(model.named_parameters())
+        self.optimizer = self.stepper = build_optimizer(model, config.optimizer, self.dtype, self.orthogonal)
+        self.scaler = torch.amp.GradScaler(world.device.type, enabled=precision == "fp16")
 
-    def micro_batches(self, first: int, count: int, size: int | None) -> list[tuple[range, float]]:
+    def backward(self, batch: range, data: CharDataset) -> list[Tensor]:
+        """Leaves in parameters' `grad` the gradient of the whole batch's mean loss, as far as this rank holds it.
+
+        Args:
+            batch: sample numbers, of all ranks together
+            data: the samples
+
+        Returns:
+            this rank's parts of that loss, for `mean`
+        """
+        losses, portions = [], self.micro_batches(batch)
+        for i, (numbers, weight) in enumerate(portions, start=1):
+            seed_random_numbers(self.world.device, self.seed(numbers.start))
+            with self.micro_batch(last=i == len(portions)):
+                loss = self.loss(self.model, *data[numbers]) * weight
+                self.scaler.scale(loss * self.factor).backward()
+            losses.append(loss.detach())
+        self.finish()
+        return losses
+
+    def micro_batches(self, batch: range) -> list[tuple[range, float]]:
         """This rank's sample numbers in portions, and each portion's weight in the mean over the whole batch.
 
         Every rank gets equally many, that of the largest share; a missing one is a dummy of weight zero.
-
-        Args:
-            first: number of the batch's first sample
-            count: samples in the batch, all ranks together
-            size: most samples in a portion; None: the whole share
         """
-        share, largest = self.world.share(first, count), self.world.largest_share(count)
-        portions = (share[start : start + (size or largest)] for start in range(0, largest, size or largest))
-        return [(numbers or range(first, first + 1), len(numbers) / count) for numbers in portions]
+        share, largest = self.world.share(batch.start, len(batch)), self.world.largest_share(len(batch))
+        size = self.config.trainer.micro_batch_size or largest
+        portions = (share[start : start + size] for start in range(0, largest, size))
+        return [(numbers or batch[:1], len(numbers) / len(batch)) for numbers in portions]
+
+    def seed(self, first: int) -> int:
+        """Of dropout's random numbers in the portion that begins with this sample."""
+        return int(hash64(self.config.trainer.seed, first)[0])
+
+    def loss(self, model: nn.Module, idx: Tensor, targets: Tensor) -> Tensor:
+        """Mean loss of (B, T) inputs and targets, on the device and in the precision of this run."""
+        idx, targets = self.on_device(idx), self.on_device(targets)
+        with self.autocast():
+            return model(idx, targets)[1]
+
+    def on_device(self, tensor: Tensor) -> Tensor:
+        """Copied there from pinned memory, for which nothing waits."""
+        device = self.world.device
+        return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+    def autocast(self) -> torch.autocast:
+        """Around each forward pass: matrix products in the precision of this run."""
+        return torch.autocast(self.world.device.type, self.dtype, enabled=self.dtype != torch.float32)
+
+    @torch.no_grad()
+    def losses(self, batches: list[range], data: ValidationDataset) -> Tensor:
+        """Each batch's mean loss, (len(batches),), on all ranks; batches are dealt out.
+
+        Every rank makes equally many forward passes, as sharded strategies need.
+        """
+        losses, size = torch.zeros(len(batches), device=self.world.device), self.world.size
+        self.whole.eval()
+        for start in range(0, len(batches), size):
+            mine = start + self.world.rank
+            loss = self.loss(self.whole, *data[batches[mine if mine < len(batches) else 0]])
+            if mine < len(batches):
+                losses[mine] = loss
+        self.whole.train()
+        return self.world.sum(losses)
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -96,13 +211,14 @@ class Strategy:
 
     def clip(self, longest: float | None) -> Tensor:
         """Shortens the gradient to a global norm of `longest`; returns the norm it had, the same on all ranks."""
-        norm = self._norm([parameter.grad for parameter in self.parameters.values() if parameter.grad is not None])
+        norm = self.norm(self.parameters)
         if longest is not None:
             clip_grads_with_norm_(self.parameters.values(), longest, norm)
         return norm
 
-    def _norm(self, gradients: list[Tensor]) -> Tensor:
-        return get_total_norm(gradients)
+    def norm(self, parameters: Mapping[str, Tensor]) -> Tensor:
+        """The gradient's, over these parameters of all ranks'."""
+        return get_total_norm([parameter.grad for parameter in parameters.values() if parameter.grad is not None])
 
     def state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
         """Each parameter's name, its weight and its optimizer state, both whole. All ranks go through it together.
@@ -123,12 +239,18 @@ class Strategy:
         """
         layout = {name: {key: tensor.to("meta") for key, tensor in tensors.items()} for name, tensors in state.items()}
         layout = self.world.broadcast(layout, source)
-        for name, parameter in self.parameters.items():
-            parameter.copy_(self._part(self._receive(weights.get(name), parameter, source), parameter))
+        for name, shape in self.shapes.items():
+            self.put(name, "", self._receive(weights.get(name), shape, source))
             for key, like in layout.get(name, {}).items():
-                whole = self._receive(state.get(name, {}).get(key), like, source)
-                if self._moves(parameter):
-                    self.stepper.state[parameter][key] = self._part(whole, parameter)
+                self.put(name, key, self._receive(state.get(name, {}).get(key), like, source))
+
+    def put(self, name: str, key: str, whole: Tensor) -> None:
+        """Takes this rank's part of a parameter, or, where there is a key, of its optimizer state of that name."""
+        parameter = self.parameters[name]
+        if not key:
+            parameter.copy_(self._part(whole, parameter))
+        elif self._moves(parameter):
+            self.stepper.state[parameter][key] = self._part(whole, parameter)
 
     def _receive(self, tensor: Tensor | None, like: Tensor, source: int) -> Tensor:
         whole = torch.empty(like.shape, dtype=like.dtype, device=self.world.device)
@@ -152,29 +274,28 @@ class DDP(Strategy):
     each sum. One throw-away step, here and on resume alike, makes it the same in every step that counts.
 
     Args:
-        bucket_cap_mb: MiB of gradients that are sent at a time
-        warm_up: model -> a loss that depends on all parameters, for the throw-away step
+        warm_up: this -> a number that depends on all parameters, for the throw-away step
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Stage,
         world: World,
-        optimizer: OptimizerConfig,
-        dtype: torch.dtype,
-        bucket_cap_mb: float,
-        warm_up: Callable[[nn.Module], Tensor],
+        config: Config,
+        precision: str,
+        warm_up: Callable[[Strategy], Tensor],
     ) -> None:
-        super().__init__(model, world, optimizer, dtype)
+        super().__init__(model, world, config, precision)
         self.factor = world.size  # DDP averages over ranks
         torch._foreach_zero_([parameter.detach() for parameter in self.parameters.values()])
         self.model = self.ddp = DistributedDataParallel(
             model,
             device_ids=[world.device] if world.device.type == "cuda" else None,
-            bucket_cap_mb=bucket_cap_mb,
+            process_group=world.group,
+            bucket_cap_mb=config.distributed.bucket_cap_mb,
             gradient_as_bucket_view=True,
         )
-        warm_up(self.model).backward()
+        warm_up(self).backward()
         self.model.zero_grad(set_to_none=True)
         world.before_leaving.append(self._let_go)
 

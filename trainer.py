@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from char_dataset import CharDataset, ValidationDataset, hash64, split
+from char_dataset import CharDataset, ValidationDataset, split
 from corpus import encode_corpus
 from distributed import World
 from errors import UserError
 from evaluation import validation_loss, written_by
-from hardware import device_name, seed_random_numbers
-from memory import Bytes, held, size, told
+from hardware import device_name
+from memory import Bytes, held, on_paper, size, told
 from metrics import Metrics, NoMetrics
 from optimizer import learning_rate
 from profiling import profiled
@@ -36,6 +36,7 @@ from screen import banner, complain, duration, nothing, say, summary
 from snapshot import NotPrunedError, SnapshotFolder
 from state import TrainingState
 from stopping import STATUS, Stop
+from strategy import check_shares
 
 if TYPE_CHECKING:
     from main import Config
@@ -126,18 +127,7 @@ class Trainer:
         self.config, self.world = config, world
         self.say = say if world.rank == 0 else nothing
         knobs = config.trainer
-        if knobs.batch_size < world.size:
-            raise UserError(
-                f"trainer.batch_size is {knobs.batch_size}, fewer than the {world.size} ranks, and each needs a "
-                f"sequence: raise it, or start at most {knobs.batch_size} processes"
-            )
-        portion = knobs.micro_batch_size or knobs.batch_size
-        if config.distributed.reduction == "tree" and -(-knobs.batch_size // portion) < world.size:
-            raise UserError(
-                f"trainer.batch_size / trainer.micro_batch_size is {knobs.batch_size} / {portion}, "
-                f"fewer micro-batches than the {world.size} ranks, and with distributed.reduction tree each needs one: "
-                "lower trainer.micro_batch_size, or start fewer processes"
-            )
+        check_shares(config, world.size)
         self.run_dir = Path(knobs.run_dir)
         corpus = world.per_file_system(
             lambda: encode_corpus(config.data.path, self.run_dir / "cache", knobs.init_from, self.say)
@@ -156,9 +146,9 @@ class Trainer:
         self.bad_step = torch.zeros((), device=self.state.strategy.device)
         self.unsaved = ""  # why the newest snapshot is not there
         members = world.gather(f"{platform.node()} {device_name(world.device)}")
-        facts = self.state.reasons | {"memory": told(self.state.need, config, self.state.model.config, world.size)}
+        facts = self.state.reasons | {"memory": told(self.state.need, config, self.state.shape, world.size)}
         self.say(banner(config, members, world.backend, facts, corpus, self.training, self.last_step))
-        self.say(summary(self.state.model))
+        self.say(summary(on_paper(self.state.shape)))
         for line in self.state.changes(self.last_step):
             self.say(line)
         kinds = sorted(set(world.gather(self.state.choices["hardware"])))
@@ -296,31 +286,24 @@ class Trainer:
         count = self.config.trainer.batch_size
         if self.total_samples:
             count = min(count, self.total_samples - state.samples)
-        strategy, losses = state.strategy, []
-        micro_batches = strategy.micro_batches(state.samples, count, self.config.trainer.micro_batch_size)
-        for i, (numbers, weight) in enumerate(micro_batches, start=1):
-            seed_random_numbers(self.world.device, int(hash64(self.config.trainer.seed, numbers.start)[0]))
-            with strategy.micro_batch(last=i == len(micro_batches)):
-                loss = state.loss(strategy.model, *self.training[numbers]) * weight
-                state.scaler.scale(loss * strategy.factor).backward()
-            losses.append(loss.detach())
-        strategy.finish()
-        state.scaler.unscale_(strategy.optimizer)
+        strategy = state.strategy
+        losses = strategy.backward(range(state.samples, state.samples + count), self.training)
+        strategy.scaler.unscale_(strategy.optimizer)
         grad_norm = strategy.clip(knobs.grad_norm_clip)
         state.step += 1
         state.samples += count
         rate = learning_rate(state.step, self.last_step, knobs)
         for group in strategy.optimizer.param_groups:
             group["lr"] = rate
-        if not state.scaler.is_enabled():
+        if not strategy.scaler.is_enabled():
             # From the first gradient on that is not finite, the optimizer leaves weights alone without asking the
             # device: the fused kernel reads found_inf, GradScaler's own way of making it skip. All ranks see one norm.
             broken = (self.bad_step == 0) & ~grad_norm.isfinite()
             self.bad_step = torch.where(broken, state.step, self.bad_step)
             strategy.stepper.grad_scale = None  # type: ignore[attr-defined]
             strategy.stepper.found_inf = (self.bad_step > 0).float()  # type: ignore[attr-defined]
-        state.scaler.step(strategy.optimizer)
-        state.scaler.update()
+        strategy.scaler.step(strategy.optimizer)
+        strategy.scaler.update()
         if not self.held.total:
             self.held = held(strategy)
         strategy.optimizer.zero_grad(set_to_none=True)

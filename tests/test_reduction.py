@@ -13,7 +13,7 @@ from test_training import assert_same_bits, curve, newest, rows
 from torch import Tensor
 
 from distributed import DistributedConfig, connect
-from optimizer import OptimizerConfig
+from main import read_config
 from reduction import Tree, whole_subtrees
 
 TREE = {"distributed__reduction": "tree"}
@@ -91,10 +91,10 @@ def _sums() -> list[tuple[list, list]]:
     found = []
     with connect(config) as world:
         model = torch.nn.ParameterList([torch.zeros(3, 2), torch.zeros(1), torch.zeros(4)])
-        tree = Tree(model, world, OptimizerConfig(name="adamw"), torch.float32)
+        tree = Tree(model, world, read_config(["--optimizer.name=adamw", "--trainer.micro_batch_size=1"]), "fp32")
         for count in range(1, 10):
             leaves = torch.randn(count, 11, generator=torch.Generator().manual_seed(count)) * 1e3
-            for numbers, _ in tree.micro_batches(first=40, count=count, size=1):
+            for numbers, _ in tree.micro_batches(range(40, 40 + count)):
                 with tree.micro_batch(last=False):
                     for parameter, part in zip(model, leaves[numbers.start - 40].split([6, 1, 4]), strict=True):
                         parameter.grad = part.view_as(parameter).clone()

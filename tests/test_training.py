@@ -98,7 +98,7 @@ def _mean_of_all_targets(*argv: str) -> float:
     config = read_config(argv)
     with connect(config.distributed) as world, torch.no_grad():
         trainer = Trainer(config, world)
-        model, losses = trainer.state.model.eval(), []
+        model, losses = trainer.state.strategy.whole.eval(), []
         for window in range(len(trainer.validation)):
             idx, targets = trainer.validation[range(window, window + 1)]
             logits, _ = model(idx)

@@ -1,0 +1,247 @@
+"""How does a model train that no rank holds whole? Blocks dealt out in stages, and micro-batches one behind another.
+
+Ranks are a mesh of replicas x stages: rank r has stage r % stages of replica r // stages. What stages send each other,
+and in which order they compute, is torch.distributed.pipelining's (Huang et al., "GPipe: Efficient Training of Giant
+Neural Networks using Pipeline Parallelism", 2019; 1F1B: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism
+for DNN Training", 2019). What the ranks with one stage hold and exchange is a strategy's, of these ranks alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.profiler import record_function
+
+from char_dataset import IGNORE, CharDataset, ValidationDataset, hash64
+from distributed import World, local
+from hardware import seed_random_numbers
+from model import Cache, GPTConfig, Stage, cross_entropy
+from strategy import Strategy
+
+if TYPE_CHECKING:
+    from main import Config
+
+TIED = "transformer.wte.weight"  # the first stage's embedding and the last one's output projection
+
+
+def mesh(world: World, stages: int) -> tuple[World, World, World]:
+    """The ranks with this rank's stage, one of each replica; those of its replica; and the first and last of these."""
+    rows = [range(start, start + stages) for start in range(0, world.size, stages)]
+    ends = [[row[0], row[-1]] for row in rows] + [[rank] for row in rows for rank in row[1:-1]]
+    return world.part(zip(*rows, strict=True)), world.part(rows), world.part(ends)
+
+
+def boundary(shape: GPTConfig, B: int, stage: int, stages: int) -> tuple[Tensor, Tensor]:
+    """What goes into a stage and what comes out of it, on the meta device."""
+    T = shape.block_size
+    with torch.device("meta"):
+        between = torch.empty(B, T, shape.n_embd, requires_grad=True)
+        first, last = torch.empty(B, T, dtype=torch.long), torch.empty(B, T, shape.vocab_size)
+    return (between if stage else first), (between if stage < stages - 1 else last)
+
+
+class Pipeline(Strategy):
+    """Each rank holds one stage, whole or what the strategy of its replicas leaves it, and passes activations on.
+
+    Args:
+        inner: what the ranks with this stage hold and exchange
+        world: all ranks
+        replica: those of this replica, in the order of their stages
+        ends: the first and the last of them
+        config: all sections
+        shape: of the whole model
+    """
+
+    parts = True
+
+    def __init__(
+        self, inner: Strategy, world: World, replica: World, ends: World, config: Config, shape: GPTConfig
+    ) -> None:
+        self.inner, self.world, self.replica, self.ends, self.config = inner, world, replica, ends, config
+        self.device, self.dtype = inner.device, inner.dtype
+        self.parameters, self.optimizer, self.stepper = inner.parameters, inner.optimizer, inner.stepper
+        self.scaler = ShardedGradScaler(
+            world.device.type, enabled=inner.scaler.is_enabled()
+        )  # if one rank skips, all do
+        self.whole = Relay(inner.whole, replica)  # type: ignore[assignment]
+        with torch.device("meta"):
+            parts = [Stage(shape, stage, replica.size) for stage in range(replica.size)]
+        self.names = [list(dict(part.named_parameters())) for part in parts]
+        self.names[-1].remove(TIED)  # which is the first stage's
+        self.shapes = {name: weight for part in parts for name, weight in part.named_parameters()}
+
+        self.size: int = config.trainer.micro_batch_size  # type: ignore[assignment]
+        self.count = config.trainer.batch_size // inner.world.size // self.size
+        self.stage = _Stage(inner, self.seed, shape, self.size, replica)
+        kind = get_schedule_class(config.distributed.pipeline_schedule)
+        self.schedule: Any = kind(self.stage, self.count, self._loss, scale_grads=False)
+        world.before_leaving.append(self._let_go)
+        idle = replica.size - 1
+        self.facts = {
+            "pipeline": f"{inner.world.size} x {replica.size} stages, {config.distributed.pipeline_schedule}, "
+            f"{self.count} micro-batches of {self.size}: each stage waits {idle / (self.count + idle):.0%} of the time"
+        }
+
+    def _let_go(self) -> None:
+        del self.schedule, self.stage  # they hold what the inner strategy has let go
+
+    def backward(self, batch: range, data: CharDataset) -> list[Tensor]:
+        """As many micro-batches of one size as always: behind a short batch's end are dummies without targets."""
+        share = self.size * self.count
+        numbers = range(batch.start + self.inner.world.rank * share, batch.start + (self.inner.world.rank + 1) * share)
+        idx, targets = data[numbers]
+        targets[max(0, batch.stop - numbers.start) :] = IGNORE
+        self.stage.firsts = numbers[:: self.size]
+        self.factor = self.inner.factor / (len(batch) * targets.size(1))
+        sums = self._run(self.schedule.step, idx, targets)
+        if self.stage.is_first or self.stage.is_last:
+            self.ends.sum(local(self.parameters[TIED].grad))  # type: ignore[arg-type]
+        return (
+            [torch.stack(sums).sum() / (len(batch) * targets.size(1))]
+            if sums
+            else [torch.zeros((), device=self.device)]
+        )
+
+    def _run(self, run: Any, idx: Tensor, targets: Tensor) -> list[Tensor]:
+        """Takes a replica's share through the schedule; each micro-batch's loss, where this is the last stage."""
+        self.sums: list[Tensor] = []
+        inputs = [self.on_device(idx)] * self.stage.is_first
+        run(*inputs, target=self.on_device(targets) if self.stage.is_last else None, return_outputs=False)
+        return self.sums
+
+    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        with self.autocast():
+            loss = cross_entropy(logits, targets, "sum")
+        self.sums.append(loss.detach())
+        return self.scaler.scale(loss * self.factor)
+
+    @torch.no_grad()
+    def losses(self, batches: list[range], data: ValidationDataset) -> Tensor:
+        """Each replica takes as many batches at a time as there are micro-batches in a step."""
+        losses, replica = torch.zeros(len(batches), device=self.world.device), self.inner.world
+        self.whole.eval()
+        for start in range(0, len(batches), self.count * replica.size):
+            first = start + self.count * replica.rank
+            mine = batches[first : first + self.count]
+            idx = torch.zeros(self.count, self.size, data.block_size, dtype=torch.long)
+            targets = torch.full_like(idx, IGNORE)
+            for i, batch in enumerate(mine):
+                idx[i, : len(batch)], targets[i, : len(batch)] = data[batch]
+            sums = self._run(self.schedule.eval, idx.flatten(0, 1), targets.flatten(0, 1))
+            for i, (batch, total) in enumerate(zip(mine, sums, strict=False)):
+                losses[first + i] = total / data.count(batch)
+        self.whole.train()
+        return self.world.sum(losses)
+
+    def norm(self, parameters: Mapping[str, Tensor]) -> Tensor:
+        """Over all stages; wte, which two have, counts once."""
+        mine = self.names[self.replica.rank]
+        squared = (
+            self.inner.norm({name: p for name, p in parameters.items() if name in mine}).to(self.world.device) ** 2
+        )
+        return self.replica.sum(squared).sqrt().to(self.device)
+
+    def state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
+        """The first replica's ranks, stage by stage, send all others what they hold."""
+        layouts: dict[str, dict[str, Tensor]] = {}
+        for layout in self.world.gather(
+            {
+                name: {key: torch.empty(t.shape, dtype=t.dtype, device="meta") for key, t in state.items()}
+                for name, state in ((name, self.stepper.state.get(p)) for name, p in self.parameters.items())
+                if state
+            }
+        ):
+            layouts |= layout
+        nothing: dict[str, Tensor] = {}
+        for stage, names in enumerate(self.names):
+            others = ((name, None, nothing) for name in names)
+            held = self.inner.state() if stage == self.replica.rank else others
+            for name, weight, state in held:
+                if name in names:
+                    likes = layouts.get(name, nothing)
+                    yield (
+                        name,
+                        self._receive(weight, self.shapes[name], stage),
+                        {key: self._receive(state.get(key), like, stage) for key, like in likes.items()},
+                    )
+
+    def put(self, name: str, key: str, whole: Tensor) -> None:
+        """Where this rank's stage has it."""
+        if name in self.parameters:
+            self.inner.put(name, key, whole)
+
+    def seed(self, first: int) -> int:
+        """Each stage draws its own."""
+        return int(hash64(self.config.trainer.seed, first, self.replica.rank)[0])
+
+
+class Relay(nn.Module):
+    """All stages as one model, for all ranks of a replica to call together: each goes on from what the one before says.
+
+    Args:
+        part: this rank's stage
+        replica: the ranks, in the order of their stages
+    """
+
+    def __init__(self, part: Stage, replica: World) -> None:
+        super().__init__()
+        self.part, self.replica, self.config = part, replica, part.config
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """This stage's, which are those that need a cache here."""
+        return self.part.blocks  # type: ignore[return-value]
+
+    def forward(self, idx: Tensor, targets: None = None, caches: list[Cache] | None = None) -> tuple[Tensor, None]:
+        """(B, T) characters -> logits (B, T, V), on each rank."""
+        x, last = idx, self.replica.size - 1
+        for stage in range(self.replica.size):
+            if stage == self.replica.rank:
+                x = self.part(x, caches).float()
+            else:
+                width = self.config.vocab_size if stage == last else self.config.n_embd
+                x = torch.empty(*idx.shape, width, device=idx.device)
+            self.replica.send(x, stage)
+        return x, None
+
+
+class _Stage(PipelineStage):
+    """A stage that seeds and casts each forward pass as other strategies do, and marks its work in a profiler's trace.
+
+    Args:
+        inner: whose model this is
+        seed: first sample of a micro-batch -> seed of its random numbers
+        shape: of the whole model
+        size: sequences in a micro-batch
+        replica: the ranks, in the order of their stages
+    """
+
+    def __init__(
+        self, inner: Strategy, seed: Callable[[int], int], shape: GPTConfig, size: int, replica: World
+    ) -> None:
+        inputs, outputs = boundary(shape, size, replica.rank, replica.size)
+        device = inner.world.device
+        super().__init__(inner.model, replica.rank, replica.size, device, inputs, outputs, group=replica.group)
+        self.autocast, self.seed = inner.autocast, seed
+        self.firsts = range(0)  # the first sample of each micro-batch
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """One micro-batch's."""
+        if self.has_backward:
+            seed_random_numbers(self.device, self.seed(self.firsts[fwd_chunk_id]))
+        try:
+            with record_function(f"forward {fwd_chunk_id}"), self.autocast():
+                return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        except RuntimeError as error:  # in which the library wraps what was raised
+            raise error.__cause__ or error from None
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        """One micro-batch's."""
+        with record_function(f"backward {bwd_chunk_id}"):
+            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
