@@ -13,6 +13,10 @@ zero2 and fsdp hold whole gradients, 4a, while micro-batches are accumulated, an
 blocks take 2 bytes in place of 4 in bf16 and fp16; ddp and zero1 keep casts of matrices then, 2 bytes each, from
 forward to backward. ZeRO-2 as the paper has it never holds parameters in parts, 4a + 12a/n; this one is FSDP's, which
 deals them out between steps and so holds 16a/n then, and 4a + 16a/n at its peak.
+
+A pipeline's stage is a model of its own on the n ranks of its replicas. It keeps activations of all micro-batches that
+are on their way behind it, and has a place to receive each in; all of fsdp's blocks are whole from the first backward
+pass on.
 """
 
 from __future__ import annotations
@@ -27,9 +31,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from distributed import local
 from errors import UserError
-from model import GPT, GPTConfig
+from model import GPTConfig, Stage, cross_entropy
 from optimizer import OptimizerConfig, parameter_groups
-from strategy import Strategy
+from strategy import Strategy, check_shares
 
 if TYPE_CHECKING:
     from main import Config
@@ -68,10 +72,10 @@ class Bytes:
 
 
 @lru_cache
-def on_paper(shape: GPTConfig) -> GPT:
-    """A model that takes no memory."""
+def on_paper(shape: GPTConfig, stage: int = 0, stages: int = 1) -> Stage:
+    """A model that takes no memory, or one of its stages."""
     with torch.device("meta"):
-        return GPT(shape)
+        return Stage(shape, stage, stages)
 
 
 def told(need: Bytes, config: Config, shape: GPTConfig, ranks: int) -> str:
@@ -87,8 +91,9 @@ def told(need: Bytes, config: Config, shape: GPTConfig, ranks: int) -> str:
         "out parameters too",
     }
     strategy = config.distributed.strategy
+    more = words.get(strategy, "") if config.distributed.pipeline_stages == 1 else ""
     return (
-        f"{strategy}: {need}{words.get(strategy, '')}; a snapshot's {size(weights + moments)} are copied whole into "
+        f"{strategy}: {need}{more}; a snapshot's {size(weights + moments)} are copied whole into "
         "the memory of the machine that writes it"
     )
 
@@ -116,20 +121,34 @@ def expected(config: Config, shape: GPTConfig, ranks: int, precision: str, devic
         precision: fp32, bf16 or fp16
         device: its type
     """
-    knobs, strategy = config.trainer, config.distributed.strategy
-    model = on_paper(shape)
+    stages = config.distributed.pipeline_stages
+    each = [_of_stage(config, shape, stage, ranks // stages, precision, device) for stage in range(stages)]
+    return max(each, key=lambda need: need.total)
+
+
+def _of_stage(config: Config, shape: GPTConfig, stage: int, ranks: int, precision: str, device: str) -> Bytes:
+    """What a rank with this stage will hold, one of so many."""
+    knobs, strategy, stages = config.trainer, config.distributed.strategy, config.distributed.pipeline_stages
+    model = on_paper(shape, stage, stages)
     a, block = (sum(parameter.numel() for parameter in part.parameters()) for part in (model, model.blocks[0]))
     moments = _moments(model, config.optimizer, ranks if strategy == "zero1" else 1)
     share = -(-knobs.batch_size // ranks)
     portion = min(share, knobs.micro_batch_size or share)
-    activations = portion * _activations(shape, precision, knobs.activation_checkpointing, device)
+    activations = portion * _activations(shape, stage, stages, precision, knobs.activation_checkpointing, device)
+    if stages > 1:
+        number = share // portion
+        on_their_way = number if config.distributed.pipeline_schedule == "gpipe" else min(number, stages - stage)
+        neighbours = (stage > 0) + (stage < stages - 1)
+        activations *= on_their_way
+        activations += neighbours * share * 4 * shape.block_size * shape.n_embd
     if strategy in ("ddp", "zero1"):
         whole = 0 if precision == "fp32" else 2 * sum(p.numel() for p in model.parameters() if p.dim() > 1)
         if config.distributed.reduction == "tree":  # a micro-batch's gradient, and sums like a binary counter's digits
             whole += 4 * a * (1 + -(-share // portion).bit_length())
         return Bytes(4 * a, 4 * a, moments, whole, activations)
-    blocks = shape.n_layer if strategy == "zero2" else min(2, shape.n_layer)
-    parameters = blocks * block * (4 if precision == "fp32" else 2) + 4 * (a - shape.n_layer * block)
+    layers = len(model.blocks)
+    blocks = layers if strategy == "zero2" or stages > 1 else min(2, layers)
+    parameters = blocks * block * (4 if precision == "fp32" else 2) + 4 * (a - layers * block)
     gradients = 4 * (a if portion < share else block)
     parts = 0 if config.distributed.cpu_offload else 4 * a / ranks
     state = 0 if config.distributed.cpu_offload else moments / ranks
@@ -158,7 +177,11 @@ def check_memory(
     changes += [("distributed", "strategy", name) for name in ("zero1", "zero2", "fsdp")[: 3 * (ranks > 1)]]
     advice = "use a smaller model, or more GPUs with distributed.strategy fsdp"
     for section, key, value in changes:
-        changed = replace(config, **{section: replace(getattr(config, section), **{key: value})})
+        try:
+            changed = replace(config, **{section: replace(getattr(config, section), **{key: value})})
+            check_shares(changed, ranks)
+        except (ValueError, UserError):  # it does not go with the rest
+            continue
         if expected(changed, shape, ranks, precision, device).total <= room:
             advice = f"set {section}.{key} to {value}"
             break
@@ -170,7 +193,7 @@ def ran_out(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
-def _moments(model: GPT, config: OptimizerConfig, ranks: int) -> int:
+def _moments(model: Stage, config: OptimizerConfig, ranks: int) -> int:
     """Bytes of optimizer state on the rank that has most: Muon keeps one average of each weight, AdamW two.
 
     Dealt out as ZeroRedundancyOptimizer does it: group by group, the largest first, to the rank that has least.
@@ -185,11 +208,14 @@ def _moments(model: GPT, config: OptimizerConfig, ranks: int) -> int:
 
 
 @lru_cache
-def _activations(shape: GPTConfig, precision: str, recompute: str, device: str) -> float:
+def _activations(shape: GPTConfig, stage: int, stages: int, precision: str, recompute: str, device: str) -> float:
     """Bytes that forward keeps for backward, for each sequence, with those that backward makes again for a block."""
+    layers, among = len(on_paper(shape, stage, stages).blocks), min(stages, 3)
+    place = (stage > 0) + (stage == stages - 1) if among == 3 else stage  # first, in the middle or last
 
     def of_blocks(recompute: str) -> tuple[float, float]:
-        one, two = (_kept(replace(shape, n_layer=layers), precision, recompute, device) for layers in (1, 2))
+        small = (replace(shape, n_layer=count * among) for count in (1, 2))
+        one, two = (_kept(part, place, among, precision, recompute, device) for part in small)
         return one, two - one
 
     first, block = of_blocks(recompute)
@@ -199,10 +225,10 @@ def _activations(shape: GPTConfig, precision: str, recompute: str, device: str) 
     if recompute == "selective":
         # What is kept of products: query, key, value, attention, its projection, the MLP's two.
         block += 10 * shape.n_embd * shape.block_size * (4 if precision == "fp32" else 2)
-    return first + (shape.n_layer - 1) * block + again
+    return first + (layers - 1) * block + again
 
 
-def _kept(shape: GPTConfig, precision: str, recompute: str, device: str) -> int:
+def _kept(shape: GPTConfig, stage: int, stages: int, precision: str, recompute: str, device: str) -> int:
     """Bytes that a second sequence adds to what forward keeps for backward, counted on tensors without data."""
     counts = []
     dtype = torch.float16 if precision == "fp16" else torch.bfloat16
@@ -215,11 +241,14 @@ def _kept(shape: GPTConfig, precision: str, recompute: str, device: str) -> int:
             return tensor
 
         with FakeTensorMode(), torch.device(device):
-            model, idx = GPT(shape), torch.zeros(B, shape.block_size, dtype=torch.long)
+            model, idx = Stage(shape, stage, stages), torch.zeros(B, shape.block_size, dtype=torch.long)
+            x = torch.zeros(*idx.shape, shape.n_embd, requires_grad=True) if stage else idx
             for block in model.blocks:
                 block.recompute = recompute
             hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
             with hooks, torch.autocast(device, dtype, enabled=precision != "fp32"):
-                model(idx, idx)
+                out = model(x)
+                if stage == stages - 1:
+                    cross_entropy(out, idx)
         counts.append(sum(storage.nbytes() for storage in storages.values()))
     return counts[1] - counts[0]

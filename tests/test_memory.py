@@ -93,9 +93,17 @@ def test_checkpointing_keeps_less() -> None:
         (0.88, 1, {"trainer__batch_size": 64, "trainer__micro_batch_size": 2}, "set trainer.micro_batch_size to 1"),
         (0.95, 1, {"trainer__micro_batch_size": 1}, "set trainer.activation_checkpointing to full"),
         (0.75, 4, {"trainer__micro_batch_size": 1}, "set distributed.strategy to zero1"),
-        (0.55, 8, {"trainer__micro_batch_size": 1}, "set distributed.strategy to zero2"),
-        (0.5, 8, {"trainer__micro_batch_size": 1}, "set distributed.strategy to fsdp"),
-        (0.01, 8, {"trainer__micro_batch_size": 1}, "use a smaller model"),
+        (0.55, 8, {"trainer__batch_size": 8, "trainer__micro_batch_size": 1}, "set distributed.strategy to zero2"),
+        (0.5, 8, {"trainer__batch_size": 8, "trainer__micro_batch_size": 1}, "set distributed.strategy to fsdp"),
+        (
+            0.8,
+            2,
+            {"distributed__reduction": "tree", "trainer__micro_batch_size": 2},
+            "set trainer.micro_batch_size to 1",
+        ),
+        (0.6, 2, {"distributed__reduction": "tree", "trainer__micro_batch_size": 1}, "use a smaller model"),
+        (0.95, 2, {"trainer__batch_size": 8, "distributed__pipeline_stages": 2}, "set trainer.micro_batch_size to 1"),
+        (0.01, 8, {"trainer__batch_size": 8, "trainer__micro_batch_size": 1}, "use a smaller model"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_cheapest_way_out(
