@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.profiler import record_function
@@ -66,13 +65,11 @@ class Pipeline(Strategy):
         self.inner, self.world, self.replica, self.ends, self.config = inner, world, replica, ends, config
         self.device, self.dtype = inner.device, inner.dtype
         self.parameters, self.optimizer, self.stepper = inner.parameters, inner.optimizer, inner.stepper
-        self.scaler = ShardedGradScaler(
-            world.device.type, enabled=inner.scaler.is_enabled()
-        )  # if one rank skips, all do
+        self.scaler = inner.scaler
         self.whole = Relay(inner.whole, replica)  # type: ignore[assignment]
         with torch.device("meta"):
             parts = [Stage(shape, stage, replica.size) for stage in range(replica.size)]
-        self.names = [list(dict(part.named_parameters())) for part in parts]
+        self.names = [[name for name, _ in part.named_parameters()] for part in parts]
         self.names[-1].remove(TIED)  # which is the first stage's
         self.shapes = {name: weight for part in parts for name, weight in part.named_parameters()}
 
@@ -94,19 +91,22 @@ class Pipeline(Strategy):
     def backward(self, batch: range, data: CharDataset) -> list[Tensor]:
         """As many micro-batches of one size as always: behind a short batch's end are dummies without targets."""
         share = self.size * self.count
-        numbers = range(batch.start + self.inner.world.rank * share, batch.start + (self.inner.world.rank + 1) * share)
+        first = batch.start + self.inner.world.rank * share
+        numbers = range(first, first + share)
         idx, targets = data[numbers]
-        targets[max(0, batch.stop - numbers.start) :] = IGNORE
+        dummies = torch.arange(share) >= batch.stop - first
+        targets = targets.masked_fill(dummies[:, None], IGNORE)
         self.stage.firsts = numbers[:: self.size]
         self.factor = self.inner.factor / (len(batch) * targets.size(1))
+        self.scaler.scale(torch.zeros((), device=self.device))  # ready for `unscale_` where there is no loss
         sums = self._run(self.schedule.step, idx, targets)
         if self.stage.is_first or self.stage.is_last:
             self.ends.sum(local(self.parameters[TIED].grad))  # type: ignore[arg-type]
-        return (
-            [torch.stack(sums).sum() / (len(batch) * targets.size(1))]
-            if sums
-            else [torch.zeros((), device=self.device)]
-        )
+        if self.scaler.is_enabled():
+            overflown = 0 * self.norm(self.parameters)  # NaN on all ranks if on one, so that all skip the step
+            for parameter in self.parameters.values():
+                local(parameter.grad).add_(overflown)  # type: ignore[arg-type]
+        return [loss / (len(batch) * targets.size(1)) for loss in sums or [torch.zeros((), device=self.device)]]
 
     def _run(self, run: Any, idx: Tensor, targets: Tensor) -> list[Tensor]:
         """Takes a replica's share through the schedule; each micro-batch's loss, where this is the last stage."""
@@ -116,7 +116,7 @@ class Pipeline(Strategy):
         return self.sums
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        with self.autocast():
+        with record_function(f"loss {len(self.sums)}"), self.autocast():
             loss = cross_entropy(logits, targets, "sum")
         self.sums.append(loss.detach())
         return self.scaler.scale(loss * self.factor)

@@ -26,7 +26,7 @@ TIMEOUT = 4
 
 
 @contextmanager
-def three(run_dir: Path, text: Path, tmp_path: Path, method: str) -> Iterator[list[Popen]]:
+def three(run_dir: Path, text: Path, tmp_path: Path, method: str, **knobs: Any) -> Iterator[list[Popen]]:
     """Three ranks of an endless run, started by hand, that have come to step 5."""
     port = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False).port
     where = {"tcp": f"tcp://localhost:{port}", "file": f"file://{tmp_path}/meeting"}[method]
@@ -36,6 +36,7 @@ def three(run_dir: Path, text: Path, tmp_path: Path, method: str) -> Iterator[li
         trainer__max_steps=1_000_000,
         distributed__init_method=where,
         distributed__timeout_seconds=TIMEOUT,
+        **knobs,
     )
     with ExitStack() as stack:
         processes = [stack.enter_context(start(argv, RANK=str(rank), WORLD_SIZE="3")) for rank in range(3)]

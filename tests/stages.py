@@ -1,0 +1,195 @@
+"""What pipeline stages change, and what not: losses, what they go with, snapshots, memory.
+
+    python tests/stages.py > docs/pipeline.md
+
+trains every combination on real processes over gloo and writes what came of it. The slow tests assert the same.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.append(str(Path(__file__).parent.parent))  # a script has no pytest to do so
+
+from conftest import arguments, ranks, write_text
+from tables import KINDS, LARGE, NO_DROPOUT, curves, deviation, losses, trainer
+from test_snapshot import told
+
+from errors import UserError
+from hardware import device_kind
+from main import read_config
+from memory import Bytes
+from snapshot import SnapshotFolder
+
+# Four blocks, and eight micro-batches in a batch: enough for two replicas of four stages.
+FOUR: dict[str, Any] = {"model__n_layer": 4, "trainer__batch_size": 8, "trainer__micro_batch_size": 1}
+MESHES = [(replicas, stages) for stages in (1, 2, 4) for replicas in (1, 2)]
+# What is set beside two stages on two replicas.
+COMPANY: dict[str, dict[str, Any]] = {
+    "pipeline_schedule: gpipe": {"distributed__pipeline_schedule": "gpipe"},
+    "strategy: ddp": {},
+    "strategy: zero1": {"distributed__strategy": "zero1"},
+    "strategy: zero2": {"distributed__strategy": "zero2"},
+    "strategy: fsdp": {"distributed__strategy": "fsdp"},
+    "activation_checkpointing: selective": {"trainer__activation_checkpointing": "selective"},
+    "activation_checkpointing: full": {"trainer__activation_checkpointing": "full"},
+    "the same with fsdp": {"distributed__strategy": "fsdp", "trainer__activation_checkpointing": "full"},
+    "optimizer.name: muon": {"optimizer__name": "muon"},
+    "the same with zero1": {"distributed__strategy": "zero1", "optimizer__name": "muon"},
+    "the same with fsdp, its matrices in parts": {"distributed__strategy": "fsdp", "optimizer__name": "muon"},
+    "precision: bf16": {"trainer__precision": "bf16"},
+    "compile: true": {"trainer__compile": True},
+    "compile: true with fsdp": {"distributed__strategy": "fsdp", "trainer__compile": True},
+}
+REFUSED: dict[str, dict[str, Any]] = {
+    "reduction: tree": {"distributed__reduction": "tree"},
+    "cpu_offload: true": {"distributed__strategy": "fsdp", "distributed__cpu_offload": True},
+}
+RESUMED = {  # what goes on from a run of two stages: its mesh and strategy
+    "1 process": (1, 1, "ddp"),
+    "4 stages": (1, 4, "ddp"),
+    "2 replicas x 2 stages": (2, 2, "ddp"),
+    "2 replicas x 2 stages, fsdp": (2, 2, "fsdp"),
+    "fsdp on 2 ranks": (2, 1, "fsdp"),
+}
+
+
+def on(stages: int, **knobs: Any) -> dict[str, Any]:
+    """Knobs of a run of so many stages."""
+    return FOUR | {"distributed__pipeline_stages": stages} | knobs
+
+
+def save_two_stages(folder: Path) -> list[float]:
+    """Trains 6 steps on two stages into a folder of that name; losses of steps 7 to 9 of one process."""
+    ranks(
+        2,
+        told,
+        *arguments(folder / "saved", folder / "text.txt", trainer__max_steps=6, **NO_DROPOUT, **on(2)),
+        tmp_path=folder,
+    )
+    [[found]] = ranks(1, curves, folder, [FOUR], 9, tmp_path=folder)
+    return found[6:]
+
+
+def resume(folder: Path, name: str) -> tuple[bool, list[float]]:
+    """For `ranks`: whether all bits came back in what RESUMED calls so, and the losses of the next 3 steps."""
+    _, stages, strategy = RESUMED[name]
+    run = folder / name.replace(" ", "-")
+    if os.environ.get("RANK", "0") == "0":
+        shutil.copytree(folder / "saved" / "snapshots", run / "snapshots")
+    knobs = on(stages, distributed__strategy=strategy)
+    with trainer(*arguments(run, folder / "text.txt", **NO_DROPOUT, **knobs)) as made:
+        snapshot = SnapshotFolder(str(folder / "saved" / "snapshots"), keep=9).newest(print)
+        assert snapshot is not None
+        assert snapshot["step"] == made.state.step == 6
+        back = {key: (weight, state) for key, weight, state in made.state.strategy.state()}
+        same = list(back) == list(snapshot["model"])
+        for parameter, (weight, state) in back.items():
+            kept = snapshot["optimizer"][parameter]
+            same &= torch.equal(weight, snapshot["model"][parameter]) and state.keys() == kept.keys()
+            same &= all(torch.equal(state[key], kept[key]) for key in kept)
+        return same, losses(made, 3)
+
+
+def memory_of(folder: Path, stages: int) -> tuple[Bytes, list[Bytes], list[int]]:
+    """For `ranks`: bytes by formula on the rank with most; on each, measured, and those of embeddings among them."""
+    with trainer(*arguments(folder / f"memory-{stages}", folder / "text.txt", **(on(stages) | LARGE))) as made:
+        made._step()
+        strategy = made.state.strategy
+        embeddings = sum(weight.nbytes for name, weight in strategy.parameters.items() if "transformer.w" in name)
+        return made.state.need, made.world.gather(made.held), made.world.gather(4 * embeddings)
+
+
+# As Markdown
+
+
+def loss_table(folder: Path) -> list[str]:
+    """Each mesh's largest deviation from one process's curve over 20 steps, under both schedules."""
+    [[plain]] = ranks(1, curves, folder, [FOUR], 20, tmp_path=folder)
+    lines = ["| replicas | stages | 1f1b | gpipe |", "| --- | --- | --- | --- |"]
+    for replicas, stages in MESHES:
+        both = [on(stages, distributed__pipeline_schedule=schedule) for schedule in ("1f1b", "gpipe")]
+        found, *_ = ranks(replicas * stages, curves, folder, both, 20, tmp_path=folder)
+        cells = [f"{deviation(curve, plain):.0e}" for curve in found] if stages > 1 else ["not cut", "not cut"]
+        lines.append(f"| {replicas} | {stages} | {' | '.join(cells)} |")
+    return lines
+
+
+def company_table(folder: Path) -> list[str]:
+    """What else is set on two replicas of two stages, and the deviation from one process that has it too."""
+    alone = [FOUR | COMPANY[name] | {"trainer__compile": False, "distributed__strategy": "ddp"} for name in COMPANY]
+    [plain] = ranks(1, curves, folder, alone, 20, tmp_path=folder)
+    found, *_ = ranks(
+        4, curves, folder, [on(2, **knobs) for knobs in COMPANY.values()], 20, tmp_path=folder, patience=600
+    )
+    lines = ["| with | |", "| --- | --- |"]
+    for name, curve, other in zip(COMPANY, found, plain, strict=True):
+        lines.append(f"| {name} | {deviation(curve, other):.0e} |")
+    for name, knobs in REFUSED.items():
+        lines.append(f"| {name} | refused: `{refusal(folder, knobs)}` |")
+    return lines
+
+
+def refusal(folder: Path, knobs: dict[str, Any]) -> str:
+    """What is said of these knobs beside two stages."""
+    try:
+        read_config(arguments(folder, folder / "text.txt", **on(2, **knobs)))
+    except UserError as error:
+        return str(error).split(" (in the command line)")[0]
+    raise AssertionError(f"{knobs} go with stages")
+
+
+def resume_table(folder: Path) -> list[str]:
+    """What two stages saved, resumed by others."""
+    plain = save_two_stages(folder)
+    lines = ["| saved by 2 stages, resumed by | bits | next 3 losses |", "| --- | --- | --- |"]
+    for name, (replicas, stages, _) in RESUMED.items():
+        same, curve = ranks(replicas * stages, resume, folder, name, tmp_path=folder)[0]
+        lines.append(f"| {name} | {'the same' if same else 'OTHERS'} | {deviation(curve, plain):.0e} |")
+    return lines
+
+
+def memory_table(folder: Path) -> list[str]:
+    """MiB on the rank that holds most, and its blocks' share of all blocks."""
+    lines = [
+        "| stages | parameters | gradients | optimizer state | all, measured / formula | embeddings aside, x stages |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for stages in (1, 2, 4):
+        formula, held, embeddings = ranks(stages, memory_of, folder, stages, tmp_path=folder)[0]
+        blocks = max(part.total - rest for part, rest in zip(held, embeddings, strict=True))
+        if stages == 1:
+            all_blocks = blocks
+        most = max(held, key=lambda part: part.total)
+        cells = [f"{getattr(most, kind) / 2**20:.1f}" for kind in KINDS]
+        ratio = most.total / sum(getattr(formula, kind) for kind in KINDS)
+        lines.append(f"| {stages} | {' | '.join(cells)} | {ratio:.3f} | {blocks * stages / all_blocks:.3f} |")
+    return lines
+
+
+def main() -> None:
+    """Writes all to stdout."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_text(folder / "text.txt")
+        parts = {
+            "Losses: largest relative deviation from one process over 20 steps, fp32": loss_table(folder),
+            "Company: 2 replicas x 2 stages, deviation from one process over 20 steps, fp32": company_table(folder),
+            "Resume: the bits that come back, and the next 3 losses' deviation from one process": resume_table(folder),
+            "Memory: MiB on the rank with most, 4 layers 512 wide, fp32, AdamW": memory_table(folder),
+        }
+    machine = f"{device_kind(torch.device('cpu'))}, PyTorch {torch.__version__}, gloo"
+    print(f"# Pipeline stages: one truth, one snapshot\n\nWritten by `python tests/stages.py` ({machine}).")
+    for title, lines in parts.items():
+        print(f"\n## {title}\n", *lines, sep="\n")
+
+
+if __name__ == "__main__":
+    main()
