@@ -23,6 +23,7 @@ from distributed import World
 from generation import stream
 from hardware import has_bf16
 from launchers import Place
+from main import read_config
 from measuring import CPU, MIDDLE, ROOMS, SMALL, WIDE, Bench, Row, Shape, row, seconds, silence
 from model import GPT
 from rivals import Step, bare_loop, fetching, nanogpt_step, tutorial_fetch, tutorial_step
@@ -30,6 +31,7 @@ from scaling import operations
 from snapshot import read
 from stopping import Stop
 from strategy import DTYPES
+from timeline import steps
 from trainer import Trainer
 
 
@@ -258,6 +260,26 @@ def _compared(bench: Bench, key: str, one: str, other: str, keys: dict[str, Any]
     return row(f"a step with {key} {other} in one with {one}, {number}", bench.ratio(second._step, first._step))
 
 
+def pipeline(bench: Bench) -> Iterator[Row]:
+    """How long a pipeline's stages wait, beside (S - 1) / (M + S - 1), and what a step of them takes."""
+    if bench.world.size == 1:
+        yield from bench.on_ranks("pipeline")
+        return
+    stages, B = bench.world.size, read_config(bench.options(MIDDLE.words)).trainer.batch_size
+    one_thread = {"trainer.threads": 1, "trainer.micro_batch_size": max(1, B // 4)}
+    for schedule in ("1f1b", "gpipe"):
+        how = one_thread | {"distributed.pipeline_stages": stages, "distributed.pipeline_schedule": schedule}
+        watched = bench.trainer(MIDDLE.words, how | {"trainer.max_steps": 32, "trainer.profile_steps": 20}, warm=0)
+        with silence():
+            watched.fit()
+        found = steps([Path(run, f"trace-{i}.json") for i, run in enumerate(bench.world.gather(str(watched.run_dir)))])
+        what = f"how long {stages} stages wait ({schedule}) in (S - 1) / (M + S - 1), {shape_of(watched)}"
+        yield row(what, [step.bubble / step.least for step in found], most=1.2)
+        cut, whole = bench.trainer(MIDDLE.words, how), bench.trainer(MIDDLE.words, one_thread)
+        what = f"a step of {stages} stages ({schedule}) in one with ddp on as many ranks, {shape_of(watched)}"
+        yield row(what, bench.ratio(cut._step, whole._step))
+
+
 def compile_blocks(bench: Bench) -> Iterator[Row]:
     """What trainer.compile brings, and costs."""
     bench.needs_compiler()
@@ -316,9 +338,10 @@ MEASUREMENTS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "snapshots": snapshots,
     "strategies": strategies,
     "reduction": reduction,
+    "pipeline": pipeline,
     "compile": compile_blocks,
     "optimizer": optimizer,
     "sampling": sampling,
 }
 CLONES = {"nanogpt": "nanogpt", "tutorial": "tutorial", "fetch": "tutorial"}  # whose folder a measurement wants
-IN_A_GROUP = ("ranks", "strategies", "reduction")  # the others are about one process
+IN_A_GROUP = ("ranks", "strategies", "reduction", "pipeline")  # the others are about one process

@@ -78,11 +78,11 @@ class Step:
         return f"step {self.number}: stages wait {self.bubble:.1%} of the time, at best {self.least:.1%}"
 
 
-def steps(run: Path) -> list[Step]:
-    """The profiled steps of a run's first replica.
+def traces_of(run: Path) -> list[Path]:
+    """The traces of a run's first replica, in the order of its stages.
 
     Raises:
-        UserError: there are no traces of stages.
+        UserError: there are none.
     """
     config = run / "config.yaml"
     stages = yaml.safe_load(config.read_text())["distributed"]["pipeline_stages"] if config.is_file() else 1
@@ -90,11 +90,16 @@ def steps(run: Path) -> list[Step]:
     missing = [file.name for file in files if not file.is_file()]
     if stages == 1 or missing:
         raise UserError(
-            f"RUN: {run} has no {', '.join(missing) or 'stages'}: train it with --distributed.pipeline_stages 2 "
+            f"RUN: {run} has no {', '.join(missing) or 'stages'}: train with --distributed.pipeline_stages 2 "
             "--trainer.profile_steps 3, or more of both"
         )
-    traces = [_spans(file) for file in files]
-    return [Step(number, [trace[number] for trace in traces]) for number in traces[0]]
+    return files
+
+
+def steps(traces: Sequence[Path]) -> list[Step]:
+    """The profiled steps of one replica, from the traces of its stages."""
+    stages = [_spans(trace) for trace in traces]
+    return [Step(number, [stage[number] for stage in stages]) for number in stages[0]]
 
 
 def _spans(trace: Path) -> dict[int, list[Span]]:
@@ -156,7 +161,7 @@ def run(argv: Sequence[str]) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder (main.py's trainer.run_dir)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where to (default: timeline.png in the run folder)")
     asked = parser.parse_args(argv)
-    found, out = steps(asked.run), asked.out or asked.run / "timeline.png"
+    found, out = steps(traces_of(asked.run)), asked.out or asked.run / "timeline.png"
     print(*found, sep="\n")
     typical = sorted(found, key=lambda step: step.bubble)[len(found) // 2]
     draw(typical, out)

@@ -27,9 +27,21 @@ from hardware import device_kind
 from main import read_config
 from memory import Bytes
 from snapshot import SnapshotFolder
+from timeline import draw, steps, traces_of
 
 # Four blocks, and eight micro-batches in a batch: enough for two replicas of four stages.
 FOUR: dict[str, Any] = {"model__n_layer": 4, "trainer__batch_size": 8, "trainer__micro_batch_size": 1}
+# Stages that are equal but for the embeddings, and enough work in each pass for what a message takes not to count.
+EQUAL: dict[str, Any] = {
+    "data__block_size": 128,
+    "model__n_embd": 384,
+    "model__n_head": 6,
+    "trainer__max_steps": 24,
+    "trainer__eval_every": 24,
+    "trainer__save_every": 24,
+    "trainer__profile_steps": 12,
+}
+PICTURE = Path(__file__).parent.parent / "docs/pipeline.png"
 MESHES = [(replicas, stages) for stages in (1, 2, 4) for replicas in (1, 2)]
 # What is set beside two stages on two replicas.
 COMPANY: dict[str, dict[str, Any]] = {
@@ -174,6 +186,25 @@ def memory_table(folder: Path) -> list[str]:
     return lines
 
 
+def bubble_table(folder: Path, picture: Path) -> list[str]:
+    """How long two equal stages of one thread wait, by the median of profiled steps, and a step drawn."""
+    lines = ["| micro-batches | 1f1b | gpipe | (S - 1) / (M + S - 1) |", "| --- | --- | --- | --- |"]
+    for number in (2, 4, 8):
+        cells = []
+        for schedule in ("1f1b", "gpipe"):
+            run = folder / f"{schedule}-{number}"
+            knobs = EQUAL | on(2, trainer__batch_size=4 * number, trainer__micro_batch_size=4)
+            argv = arguments(run, folder / "text.txt", distributed__pipeline_schedule=schedule, **knobs)
+            ranks(2, told, *argv, tmp_path=folder)
+            found = sorted(steps(traces_of(run)), key=lambda step: step.bubble)
+            typical = found[len(found) // 2]
+            cells.append(f"{typical.bubble:.1%} ({found[0].bubble:.1%} to {found[-1].bubble:.1%})")
+            if (schedule, number) == ("1f1b", 4):
+                draw(typical, picture)
+        lines.append(f"| {number} | {' | '.join(cells)} | {typical.least:.1%} |")
+    return lines
+
+
 def main() -> None:
     """Writes all to stdout."""
     with tempfile.TemporaryDirectory() as name:
@@ -184,6 +215,9 @@ def main() -> None:
             "Company: 2 replicas x 2 stages, deviation from one process over 20 steps, fp32": company_table(folder),
             "Resume: the bits that come back, and the next 3 losses' deviation from one process": resume_table(folder),
             "Memory: MiB on the rank with most, 4 layers 512 wide, fp32, AdamW": memory_table(folder),
+            "Bubble: how long two stages of one thread wait, 4 layers 384 wide, T 128, micro-batches of 4": (
+                [*bubble_table(folder, PICTURE), "", f"![a step of two stages, four micro-batches]({PICTURE.name})"]
+            ),
         }
     machine = f"{device_kind(torch.device('cpu'))}, PyTorch {torch.__version__}, gloo"
     print(f"# Pipeline stages: one truth, one snapshot\n\nWritten by `python tests/stages.py` ({machine}).")

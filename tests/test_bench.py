@@ -211,9 +211,11 @@ def test_shapes_are_words() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "count"), [("ranks", 2), ("reduction", 2), ("strategies", 6), ("compile", 3)])
+@pytest.mark.parametrize(
+    ("name", "count"), [("ranks", 2), ("reduction", 2), ("strategies", 6), ("pipeline", 4), ("compile", 3)]
+)
 def test_the_program_measures_what_takes_other_ranks_or_a_compiler(name: str, count: int) -> None:
-    done = program("bench.py", name, "--json", *TINY)
+    done = program("bench.py", name, "--json", *TINY, "--model.n_layer", "2")
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(found) == count, done.stdout
