@@ -20,6 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from char_dataset import DataConfig
+from composition import check_sections
 from distributed import DistributedConfig, connect
 from errors import PeerError, UserError
 from hardware import keep_freed_memory
@@ -52,46 +53,7 @@ class Config:
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
     def __post_init__(self) -> None:
-        if self.distributed.cpu_offload and self.distributed.strategy != "fsdp":
-            raise ValueError(
-                "distributed.cpu_offload is true, which needs distributed.strategy fsdp, "
-                f"not {self.distributed.strategy}"
-            )
-        if self.distributed.cpu_offload and self.optimizer.name == "muon":
-            raise ValueError(
-                "optimizer.name is muon, must be adamw with distributed.cpu_offload: Muon needs whole matrices, and "
-                "the host's memory has parts"
-            )
-        if (stages := self.distributed.pipeline_stages) > 1:
-            why = f"with distributed.pipeline_stages {stages}"
-            if stages > self.model.n_layer:
-                raise ValueError(
-                    f"distributed.pipeline_stages is {stages}, must be at most model.n_layer, {self.model.n_layer}: "
-                    "each stage needs a block"
-                )
-            if self.trainer.micro_batch_size is None:
-                raise ValueError(
-                    f"trainer.micro_batch_size is null, must be a number {why}: stages work on several micro-batches "
-                    f"at once, best on {4 * stages} or more"
-                )
-            if self.distributed.cpu_offload:
-                raise ValueError(f"distributed.cpu_offload is true, must be false {why}")
-            if self.distributed.reduction == "tree":
-                raise ValueError(f"distributed.reduction is tree, must be fast {why}")
-        if self.distributed.reduction == "tree":
-            knobs, why = self.trainer, "with distributed.reduction tree, whose bits depend on it"
-            if self.distributed.strategy != "ddp":
-                raise ValueError(
-                    f"distributed.strategy is {self.distributed.strategy}, must be ddp with distributed.reduction tree"
-                )
-            if knobs.micro_batch_size is None:
-                raise ValueError(f"trainer.micro_batch_size is null, must be a number {why}")
-            if knobs.threads not in ("auto", 1):
-                raise ValueError(f"trainer.threads is {knobs.threads}, must be auto or 1 {why}")
-            if knobs.precision == "fp16":
-                raise ValueError(
-                    "trainer.precision is fp16, must be auto, fp32 or bf16 with distributed.reduction tree"
-                )
+        check_sections(self)
 
 
 SECTIONS: dict[str, Any] = {

@@ -29,11 +29,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from composition import check_shares
 from distributed import local
 from errors import UserError
 from model import GPTConfig, Stage, cross_entropy
 from optimizer import OptimizerConfig, parameter_groups
-from strategy import Strategy, check_shares
+from strategy import Strategy
 
 if TYPE_CHECKING:
     from main import Config

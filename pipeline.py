@@ -9,6 +9,7 @@ for DNN Training", 2019). What the ranks with one stage hold and exchange is a s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.profiler import record_function
 from char_dataset import IGNORE, CharDataset, ValidationDataset, hash64
 from distributed import World, local
 from hardware import seed_random_numbers
+from memory import on_paper
 from model import Cache, GPTConfig, Stage, cross_entropy
 from strategy import Strategy
 
@@ -67,8 +69,7 @@ class Pipeline(Strategy):
         self.parameters, self.optimizer, self.stepper = inner.parameters, inner.optimizer, inner.stepper
         self.scaler = inner.scaler
         self.whole = Relay(inner.whole, replica)  # type: ignore[assignment]
-        with torch.device("meta"):
-            parts = [Stage(shape, stage, replica.size) for stage in range(replica.size)]
+        parts = [on_paper(shape, stage, replica.size) for stage in range(replica.size)]
         self.names = [[name for name, _ in part.named_parameters()] for part in parts]
         self.names[-1].remove(TIED)  # which is the first stage's
         self.shapes = {name: weight for part in parts for name, weight in part.named_parameters()}
@@ -79,10 +80,10 @@ class Pipeline(Strategy):
         kind = get_schedule_class(config.distributed.pipeline_schedule)
         self.schedule: Any = kind(self.stage, self.count, self._loss, scale_grads=False)
         world.before_leaving.append(self._let_go)
-        idle = replica.size - 1
+        how, idle = config.distributed.pipeline_schedule, replica.size - 1
         self.facts = {
-            "pipeline": f"{inner.world.size} x {replica.size} stages, {config.distributed.pipeline_schedule}, "
-            f"{self.count} micro-batches of {self.size}: each stage waits {idle / (self.count + idle):.0%} of the time"
+            "pipeline": f"replicas x stages: {inner.world.size} x {replica.size}, {how}, {self.count} micro-batches of "
+            f"{self.size}: each stage waits {idle / (self.count + idle):.0%} of the time"
         }
 
     def _let_go(self) -> None:
@@ -134,18 +135,15 @@ class Pipeline(Strategy):
             for i, batch in enumerate(mine):
                 idx[i, : len(batch)], targets[i, : len(batch)] = data[batch]
             sums = self._run(self.schedule.eval, idx.flatten(0, 1), targets.flatten(0, 1))
-            for i, (batch, total) in enumerate(zip(mine, sums, strict=False)):
-                losses[first + i] = total / data.count(batch)
+            for i, (batch, total) in enumerate(zip(mine, sums, strict=False), start=first):
+                losses[i] = total / data.count(batch)
         self.whole.train()
         return self.world.sum(losses)
 
     def norm(self, parameters: Mapping[str, Tensor]) -> Tensor:
         """Over all stages; wte, which two have, counts once."""
-        mine = self.names[self.replica.rank]
-        squared = (
-            self.inner.norm({name: p for name, p in parameters.items() if name in mine}).to(self.world.device) ** 2
-        )
-        return self.replica.sum(squared).sqrt().to(self.device)
+        mine = {name: parameters[name] for name in self.names[self.replica.rank]}
+        return self.replica.sum(self.inner.norm(mine) ** 2).sqrt()
 
     def state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
         """The first replica's ranks, stage by stage, send all others what they hold."""
@@ -235,13 +233,19 @@ class _Stage(PipelineStage):
         """One micro-batch's."""
         if self.has_backward:
             seed_random_numbers(self.device, self.seed(self.firsts[fwd_chunk_id]))
-        try:
-            with record_function(f"forward {fwd_chunk_id}"), self.autocast():
-                return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        except RuntimeError as error:  # in which the library wraps what was raised
-            raise error.__cause__ or error from None
+        with _as_raised(), record_function(f"forward {fwd_chunk_id}"), self.autocast():
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """One micro-batch's."""
-        with record_function(f"backward {bwd_chunk_id}"):
+        with _as_raised(), record_function(f"backward {bwd_chunk_id}"):
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+
+@contextmanager
+def _as_raised() -> Iterator[None]:
+    """Raises what was raised, of which the library makes a RuntimeError with a report: memory may have run out."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise error.__cause__ or error from None

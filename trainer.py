@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from char_dataset import CharDataset, ValidationDataset, split
+from composition import check_shares
 from corpus import encode_corpus
 from distributed import World
 from errors import UserError
@@ -36,7 +37,6 @@ from screen import banner, complain, duration, nothing, say, summary
 from snapshot import NotPrunedError, SnapshotFolder
 from state import TrainingState
 from stopping import STATUS, Stop
-from strategy import check_shares
 
 if TYPE_CHECKING:
     from main import Config

@@ -286,5 +286,5 @@ def test_fewer_micro_batches_than_stages_are_told_of(text: Path, tmp_path: Path)
     knobs = on(2, trainer__micro_batch_size=8, distributed__pipeline_schedule="gpipe", trainer__max_steps=1)
     done = torchrun(*arguments(tmp_path / "run", text, **knobs))
     assert done.returncode == 0, done.stderr
-    assert "1 x 2 stages, gpipe, 1 micro-batches of 8: each stage waits 50% of the time" in done.stdout
+    assert "replicas x stages: 1 x 2, gpipe, 1 micro-batches of 8: each stage waits 50% of the time" in done.stdout
     assert program("sample.py", "--snapshot", str(tmp_path / "run"), "--prompt", "anna").stdout.startswith("anna")

@@ -68,6 +68,13 @@ def test_sampling(copy: Path) -> None:
             assert len(run(command, copy)) > 200
 
 
+def test_stages(copy: Path) -> None:
+    [command] = lines_with("pipeline_stages")
+    assert "replicas x stages: 1 x 2, 1f1b, 4 micro-batches of 3: each stage waits 20% of the time" in run(
+        f"{command} {SHORT}", copy
+    )
+
+
 def test_elsewhere_and_back(copy: Path) -> None:
     [exporting] = lines_with("python export.py")
     [starting] = lines_with("trainer.init_from")
