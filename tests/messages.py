@@ -80,7 +80,7 @@ def _is_site(call: ast.Call, function: str, own_parser: bool) -> bool:
         return isinstance(call.args[0], (ast.JoinedStr, ast.Constant))
     if isinstance(call.func, ast.Attribute):  # argparse's complaints, and ours in its form
         return own_parser and name in ("error", "parse_args")
-    return name in ERRORS or (name == "ValueError" and function.endswith("Config.__post_init__"))
+    return name in ERRORS or (name == "ValueError" and function.endswith(("Config.__post_init__", "check_sections")))
 
 
 def met(tests: list[str]) -> dict[Site, tuple[str, list[str]]]:

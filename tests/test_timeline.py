@@ -68,6 +68,12 @@ def test_it_is_drawn(tmp_path: Path) -> None:
     assert struct.unpack(">II", picture[16:24]) == (900, 240)
 
 
+def test_a_run_must_be_named() -> None:
+    done = program("timeline.py")
+    assert done.returncode == 2
+    assert "the following arguments are required: RUN" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("stages", "out", "words"),
     [

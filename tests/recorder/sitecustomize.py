@@ -50,6 +50,8 @@ def construct(error: Exception, *args: Any) -> None:
             if cause is not None:
                 [said] = [line.strip() for line in str(error).splitlines() if str(cause) in line]
                 trace = cause.__traceback__
+                while trace.tb_next:
+                    trace = trace.tb_next
                 note(said, iter([(trace.tb_frame.f_code.co_filename, trace.tb_lineno)]))
 
 
