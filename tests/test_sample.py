@@ -177,6 +177,8 @@ def assert_one_message(err: str, *said: str) -> None:
         ("--max_new_tokens", "-1", "-1"),
         ("--temperature", "-0.5", "-0.5"),
         ("--temperature", "nan", "nan"),
+        ("--temperature", "inf", "below 2**63"),
+        ("--temperature", "1e30", "below 2**63"),
         ("--top_k", "0", "0"),
         ("--top_k", "-3", "-3"),
         ("--top_p", "0", "0"),
