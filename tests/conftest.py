@@ -59,6 +59,17 @@ def text(tmp_path: Path) -> Path:
     return write_text(tmp_path / "text.txt")
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Models this small gain nothing from more threads, and lose much where other processes want the cores."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def write_text(path: Path, size: int = 3000) -> Path:
     words = ["anna", "bob", "does", "eat", "figs", "\n"]
     source = random.Random(0)

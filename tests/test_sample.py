@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from model import GPT, GPTConfig
 from screen import status_of
 from snapshot import SnapshotFolder, read
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 NEW = 40  # characters to write: more than a window of 16
 Sampled = Callable[..., tuple[int, str, str]]
 
@@ -34,15 +35,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text.unlink()
     shutil.rmtree(folder / "run/cache")
     return folder / "run"
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Several threads only wait for each other where others use the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
