@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from conftest import arguments, on_terminal, program, set_columns
+from conftest import ROOT, arguments, environment, on_terminal, program, set_columns
 from test_training import curve, rows
 
 from model import GPT, GPTConfig
@@ -67,6 +72,48 @@ def test_the_live_line_follows_the_terminal(text: Path, tmp_path: Path) -> None:
     widths = [len(part.rstrip()) for part in re.split(r"[\r\n]+", raw) if re.match(r"\d+/120 ", part)]
     assert max(widths[:2]) <= 80
     assert 117 < widths[-1] <= 120
+
+
+class SlowLibrary(BaseHTTPRequestHandler):
+    """A web server from which a text of 70 characters comes in 1.3 seconds."""
+
+    def do_HEAD(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "70")
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        self.do_HEAD()
+        for part in range(14):
+            time.sleep(0.1 if part else 0)
+            self.wfile.write(b"abcde")
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def slow_library() -> Iterator[str]:
+    """The server's address."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), SlowLibrary) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/text.txt"
+        server.shutdown()
+        thread.join()
+
+
+def test_work_that_takes_long_has_a_bar_on_a_terminal_while_it_lasts(slow_library: str, tmp_path: Path) -> None:
+    """Fetching takes more than a second; encoding does not, and has none."""
+    code = f"from pathlib import Path; from corpus import encode_corpus; encode_corpus({slow_library!r}, Path({{!r}}))"
+    command = [sys.executable, "-c", code.format(f"{tmp_path}/pipe")]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, env=environment()) as piped:
+        status, raw = on_terminal("-c", code.format(f"{tmp_path}/terminal"))
+        assert (piped.communicate(timeout=60)[1], piped.returncode, status) == (b"", 0, 0)
+    bars = [part for part in re.split("[\r\n]+", raw) if part.strip()]
+    assert bars
+    assert all(re.match(r"fetching: +\d+%\|.*\| \d+\.\d/70\.0", bar) for bar in bars), bars
+    assert not "".join(screen(raw, 80))  # nothing is left of it
 
 
 def test_an_error_of_another_rank_stands_on_a_line_of_its_own() -> None:
