@@ -48,9 +48,11 @@ SMALL = {
     "distributed.timeout_seconds": 60,
 }
 
-# Children start as forks of one server that has imported torch once, instead of importing it each.
+# Children start as forks of one server that has imported all once, and done what each would do first.
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["torch", "torch._dynamo", "torch.utils.tensorboard", "main", "sample", "sharding"])
+PROCESSES.set_forkserver_preload(
+    ["torch", "torch._dynamo", "torch.utils.tensorboard", "main", "sample", "sharding", "pytest", "tests.warm"]
+)
 
 
 @pytest.fixture
