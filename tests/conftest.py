@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import multiprocessing
 import os
 import pty
@@ -16,7 +17,7 @@ import termios
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -212,3 +213,10 @@ def train(*argv: str) -> int:
     from main import run
 
     return run([*argv, "--distributed.init_method", os.environ["TEST_INIT_METHOD"]])
+
+
+def told(*argv: str) -> tuple[int, str, str]:
+    """For `ranks`: exit status, stdout and stderr of a run."""
+    with redirect_stdout(io.StringIO()) as stdout, redirect_stderr(io.StringIO()) as stderr:
+        status = train(*argv)
+    return status, stdout.getvalue(), stderr.getvalue()

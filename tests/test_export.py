@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, arguments, environment, program, ranks, train, write_text
-from test_snapshot import told
+from conftest import ROOT, arguments, environment, program, ranks, told, train, write_text
 from test_training import assert_same_bits, newest, rows
 
 from export import export, run

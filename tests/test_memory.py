@@ -10,8 +10,7 @@ from typing import Any
 import conftest
 import pytest
 import torch
-from conftest import arguments, program
-from test_snapshot import told
+from conftest import arguments, program, told
 
 from errors import UserError
 from main import Config, read_config

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from conftest import arguments, ranks, start
-from test_snapshot import told
+from conftest import arguments, ranks, start, told
 from test_training import newest, rows, wait_for_step, workers
 
 from distributed import DistributedConfig, connect

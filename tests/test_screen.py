@@ -22,7 +22,8 @@ DATE = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  "
 
 
 def test_a_file_gets_plain_dated_lines(text: Path, tmp_path: Path) -> None:
-    done = program("main.py", *arguments(tmp_path / "run", text))
+    """From another folder, too, where paths are relative."""
+    done = program("main.py", *arguments(Path("run"), text.name), cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     said = done.stdout
     assert not re.findall(r"[^\x20-\x7e\n]", said)  # no carriage return, no escape code
@@ -33,7 +34,7 @@ def test_a_file_gets_plain_dated_lines(text: Path, tmp_path: Path) -> None:
     for row in rows(tmp_path / "run", "eval"):
         shown = rf"^{DATE}step {row['step']}: validation loss {row['val_loss']:.4f} nats per character \(\d+\.\d s\)$"
         assert len(re.findall(shown, said, re.MULTILINE)) == 1
-    for program_to_come in ("sample.py --snapshot", f"plot.py {tmp_path / 'run'}", "export.py --snapshot"):
+    for program_to_come in ("sample.py --snapshot", "plot.py run", "export.py --snapshot"):
         assert program_to_come in said.partition("done in")[2]
 
 

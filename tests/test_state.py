@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import arguments, program, ranks, train
-from test_snapshot import told
+from conftest import arguments, program, ranks, told, train
 from test_training import assert_same_bits, curve, newest, rows
 
 from distributed import World
