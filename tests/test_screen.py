@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, arguments, environment, on_terminal, program, set_columns
+from conftest import ROOT, arguments, environment, on_terminal, program, set_columns, write_text
 from test_training import curve, rows
 
 from model import GPT, GPTConfig
@@ -21,11 +21,13 @@ from screen import duration, summary
 DATE = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  "
 
 
-def test_a_file_gets_plain_dated_lines(text: Path, tmp_path: Path) -> None:
-    """From another folder, too, where paths are relative."""
-    done = program("main.py", *arguments(Path("run"), text.name), cwd=tmp_path)
+def test_a_file_gets_plain_dated_lines(tmp_path: Path) -> None:
+    """From another folder, too, where paths are relative, and of a text whose name ASCII can't write."""
+    write_text(tmp_path / "ü.txt")
+    done = program("main.py", *arguments(Path("run"), "ü.txt"), cwd=tmp_path, PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, "")
     said = done.stdout
+    assert "\\xfc.txt: 3,000 characters" in said
     assert not re.findall(r"[^\x20-\x7e\n]", said)  # no carriage return, no escape code
     assert said.endswith("\n")
     for step, loss in curve(tmp_path / "run"):
