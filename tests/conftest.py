@@ -165,10 +165,18 @@ def set_columns(terminal: int, columns: int) -> None:
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
 
 
-def ranks(number: int, body: Callable[..., Any], *args: Any, tmp_path: Path, patience: float = 120) -> list[Any]:
+def ranks(
+    number: int,
+    body: Callable[..., Any],
+    *args: Any,
+    tmp_path: Path,
+    patience: float = 120,
+    gone: int | None = None,
+) -> list[Any]:
     """Runs `body(*args)` on `number` processes that know each other by RANK and a file; returns results by rank.
 
-    A body that raises fails the test with that rank's traceback; one that hangs for so many seconds is killed.
+    A body that raises fails the test with that rank's traceback; one that hangs for so many seconds is killed. The
+    rank `gone` kills or stops itself, and has None for a result.
     """
     meeting = tmp_path / f"meeting-{time.monotonic_ns()}"
     results = PROCESSES.SimpleQueue()
@@ -179,19 +187,20 @@ def ranks(number: int, body: Callable[..., Any], *args: Any, tmp_path: Path, pat
     for process in processes:
         process.start()
     deadline = time.monotonic() + patience
-    for process in processes:
-        process.join(max(0.1, deadline - time.monotonic()))
-        if process.is_alive():
-            process.kill()
-            process.join()
+    for rank in sorted(range(number), key=lambda rank: rank == gone):
+        if rank != gone:
+            processes[rank].join(max(0.1, deadline - time.monotonic()))
+        if processes[rank].is_alive():
+            processes[rank].kill()
+            processes[rank].join()
     found = {}
     while not results.empty():
         rank, value, failure = results.get()
         assert failure is None, f"rank {rank} of {number}:\n{failure}"
         found[rank] = value
-    ends = {rank: process.exitcode for rank, process in enumerate(processes) if rank not in found}
+    ends = {rank: process.exitcode for rank, process in enumerate(processes) if rank not in found | {gone: None}}
     assert not ends, f"ranks died or hung, with these exit codes (-9: killed for hanging): {ends}"
-    return [found[rank] for rank in range(number)]
+    return [found.get(rank) for rank in range(number)]
 
 
 def _rank(

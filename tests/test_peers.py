@@ -5,10 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from subprocess import Popen
 from typing import Any
 
 import pytest
@@ -26,29 +23,6 @@ from trainer import Trainer
 TIMEOUT = 4
 
 
-@contextmanager
-def three(run_dir: Path, text: Path, tmp_path: Path, method: str) -> Iterator[list[Popen]]:
-    """Three ranks of an endless run, started by hand, that have come to step 5."""
-    port = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False).port
-    where = {"tcp": f"tcp://localhost:{port}", "file": f"file://{tmp_path}/meeting"}[method]
-    argv = arguments(
-        run_dir,
-        text,
-        trainer__max_steps=1_000_000,
-        distributed__init_method=where,
-        distributed__timeout_seconds=TIMEOUT,
-    )
-    with ExitStack() as stack:
-        processes = [stack.enter_context(start(argv, RANK=str(rank), WORLD_SIZE="3")) for rank in range(3)]
-        try:
-            wait_for_step(run_dir, 5)
-            yield processes
-        finally:
-            for process in processes:
-                if process.poll() is None:
-                    process.kill()  # one that is stopped would not hear of SIGTERM
-
-
 @pytest.mark.parametrize(
     ("method", "victim"),
     [
@@ -61,19 +35,36 @@ def three(run_dir: Path, text: Path, tmp_path: Path, method: str) -> Iterator[li
 def test_a_rank_that_is_gone_is_named_by_all_others_in_time(
     how: str, method: str, victim: int, text: Path, tmp_path: Path
 ) -> None:
-    with three(tmp_path / "run", text, tmp_path, method) as processes:
-        began = time.monotonic()
-        processes[victim].send_signal(getattr(signal, how))
-        others = [process for rank, process in enumerate(processes) if rank != victim]
-        for process in others:
-            _, err = process.communicate(timeout=60)
-            assert process.returncode == 1
-            assert time.monotonic() - began < TIMEOUT + 5
-            assert "Traceback" not in err
-            assert err.count("error: ") == 1, err
-            assert f"rank {victim}" in err.split("error: ")[1].split(", where")[0]
-            assert all(f"rank {rank} (" not in err.split(", where")[0] for rank in {0, 1, 2} - {victim})
+    port = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False).port
+    where = {"tcp": f"tcp://localhost:{port}", "file": f"file://{tmp_path}/meeting"}[method]
+    knobs = {"trainer__max_steps": 1_000_000, "distributed__timeout_seconds": TIMEOUT}
+    argv = arguments(tmp_path / "run", text, **knobs)
+    found = ranks(3, _without_one, where, victim, getattr(signal, how), argv, gone=victim, tmp_path=tmp_path)
+    assert found.pop(victim) is None
+    for status, err, seconds in found:
+        assert status == 1
+        assert seconds < TIMEOUT + 5
+        assert err.count("error: ") == 1, err
+        assert f"rank {victim}" in err.split("error: ")[1].split(", where")[0]
+        assert all(f"rank {rank} (" not in err.split(", where")[0] for rank in {0, 1, 2} - {victim})
     assert newest(tmp_path / "run")["step"] >= 3
+
+
+def _without_one(where: str, victim: int, how: signal.Signals, argv: list[str]) -> tuple[int, str, float]:
+    """The sixth step begins without the victim; returns status, stderr and the seconds from then on."""
+    step, began = Trainer._step, []
+
+    def alone(trainer: Trainer) -> Any:
+        if trainer.state.step == 5:
+            began.append(time.monotonic())
+            if trainer.world.rank == victim:
+                os.kill(os.getpid(), how)
+        return step(trainer)
+
+    Trainer._step = alone  # type: ignore[method-assign]
+    os.environ["TEST_INIT_METHOD"] = where
+    status, _, err = told(*argv)
+    return status, err, time.monotonic() - began[0]
 
 
 def test_a_rank_that_crashes_says_so_to_the_others(tmp_path: Path) -> None:
