@@ -112,14 +112,6 @@ def program(*argv: str, cwd: Path | None = None, **env: str) -> subprocess.Compl
     )
 
 
-def torchrun(*argv: str, nproc: int = 2, **env: str) -> subprocess.CompletedProcess:
-    """Runs main.py under torchrun, on a free port."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
-    options = [word for word in argv if word.startswith("--max_restarts")]
-    rest = [word for word in argv if word not in options]
-    return program(*launcher, *options, "main.py", *rest, **env)
-
-
 @contextmanager
 def start(argv: list[str], *launcher: str, **env: str) -> Iterator[subprocess.Popen]:
     """Starts main.py, as `python LAUNCHER main.py ARGV`, and ends it if the block does not."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import arguments, program, ranks, start, told, torchrun, train
+from conftest import arguments, program, ranks, start, told, train
 
 from distributed import connect
 from evaluation import validation_loss
@@ -138,18 +138,18 @@ def test_main_job_under_torchrun(text: Path, tmp_path: Path) -> None:
     with start(arguments(run, text, trainer__max_steps=1_000_000, trainer__save_every=1_000_000), *launcher) as agent:
         wait_for_step(run, 5)
         agent.terminate()
-        agent.communicate(timeout=60)
+        out, _ = agent.communicate(timeout=60)
+    for member in ("GLOBAL_RANK: 0, MEMBER: 1/2", "GLOBAL_RANK: 1, MEMBER: 2/2"):
+        assert out.count(member) == 1
     [stop] = rows(run, "stop")
     assert (stop["signal"], stop["step"]) == ("SIGTERM", newest(run)["step"])
     assert rows(run)[-1]["step"] == stop["step"]
 
     argv = arguments(run, text, trainer__max_steps=stop["step"] + 12, trainer__eval_every=1_000_000)
-    done = torchrun(*argv)
-    assert done.returncode == 0, done.stderr
-    for member in ("GLOBAL_RANK: 0, MEMBER: 1/2", "GLOBAL_RANK: 1, MEMBER: 2/2"):
-        assert done.stdout.count(member) == 1
-    assert done.stdout.count("validation loss") == 2  # an evaluation and the end, from one rank
-    command = done.stdout.partition("to sample it:  python ")[2].splitlines()[0].split()
+    (status, out, _), (_, silence, _) = ranks(2, told, *argv, tmp_path=tmp_path)
+    assert (status, silence) == (0, "")
+    assert out.count("validation loss") == 2  # an evaluation and the end
+    command = out.partition("to sample it:  python ")[2].splitlines()[0].split()
     sampled = program(*command, "--prompt", "anna", "--max_new_tokens", "30", "--seed", "2")
     assert sampled.returncode == 0, sampled.stderr
     assert len(sampled.stdout) == 34
