@@ -13,10 +13,8 @@ import torch.distributed as dist
 from conftest import arguments, ranks, start, told
 from test_training import newest, rows, wait_for_step, workers
 
-import peers
 from distributed import DistributedConfig, connect
 from errors import NoAnswerError, PeerError
-from main import _how_to_go_on as how_to_go_on
 from peers import Peers
 from trainer import Trainer
 
@@ -105,7 +103,6 @@ def test_waiting_for_the_word_of_a_dead_rank_ends(tmp_path: Path) -> None:
 
 def _wait_in_vain() -> str:
     config = DistributedConfig(init_method=os.environ["TEST_INIT_METHOD"], timeout_seconds=30)
-    peers.PATIENCE = 1.0  # is waited for twice
     with connect(config) as world:
         if world.rank == 1:
             world.peers.leave()  # type: ignore[union-attr]  # its heart stops; the process lives
@@ -121,25 +118,24 @@ def _wait_in_vain() -> str:
 
 def test_a_store_that_is_gone_is_named() -> None:
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    others = Peers(dist.TCPStore("localhost", store.port, is_master=False), 1, 2, "rank 0")
+    peers = Peers(dist.TCPStore("localhost", store.port, is_master=False), 1, 2, "rank 0")
     del store
     with pytest.raises(NoAnswerError, match=r"^rank 0, where ranks meet, is gone, stopped or cut off from rank 1 \("):
-        others.exchange("word", [0])
-    others.leave()
+        peers.exchange("word", [0])
+    peers.leave()
 
 
 HINT = "; start torchrun with --max_restarts=3 and it goes on by itself"
 
 
-def test_what_to_do_when_a_rank_is_gone(text: Path, tmp_path: Path) -> None:
-    assert how_to_go_on({"TORCHELASTIC_MAX_RESTARTS": "3"}) == ""
-    assert how_to_go_on({}) == "; the same command goes on"
-    (status, err), _ = ranks(2, _crash_in_step, arguments(tmp_path / "run", text), tmp_path=tmp_path)
+@pytest.mark.parametrize(("restarts", "hint"), [("0", HINT), ("3", ""), (None, "; the same command goes on")])
+def test_what_to_do_when_a_rank_is_gone(restarts: str | None, hint: str, text: Path, tmp_path: Path) -> None:
+    (status, err), _ = ranks(2, _crash_in_step, restarts, arguments(tmp_path / "run", text), tmp_path=tmp_path)
     assert status == 1
-    assert err.endswith(f"failed: ZeroDivisionError: on purpose{HINT}\n")
+    assert err.endswith(f"failed: ZeroDivisionError: on purpose{hint}\n")
 
 
-def _crash_in_step(argv: list[str]) -> tuple[int, str]:
+def _crash_in_step(restarts: str | None, argv: list[str]) -> tuple[int, str]:
     """The last rank's second step raises."""
     step = Trainer._step
 
@@ -149,7 +145,8 @@ def _crash_in_step(argv: list[str]) -> tuple[int, str]:
         return step(trainer)
 
     Trainer._step = crash  # type: ignore[method-assign]
-    os.environ["TORCHELASTIC_MAX_RESTARTS"] = "0"  # as torchrun tells its workers
+    if restarts is not None:  # as torchrun tells its workers
+        os.environ["TORCHELASTIC_MAX_RESTARTS"] = restarts
     try:
         status, _, err = told(*argv)
     except ZeroDivisionError:

@@ -187,7 +187,7 @@ def test_told_to_stop_it_saves_and_says_so(name: str, status: int, text: Path, t
 
 
 def test_one_told_rank_stops_all_at_one_step(text: Path, tmp_path: Path) -> None:
-    argv = arguments(tmp_path / "run", text, trainer__max_steps=100_000)
+    argv = arguments(tmp_path / "run", text, trainer__max_steps=100_000, trainer__save_every=100_000)
     assert ranks(3, _last_is_told_in_step_5, *argv, tmp_path=tmp_path) == [143, 143, 143]
     assert rows(tmp_path / "run", "stop")[-1]["step"] == newest(tmp_path / "run")["step"]
 
