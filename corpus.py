@@ -220,7 +220,7 @@ def _write_tokens(files: Sequence[str], target: str, bar: tqdm, known: Sequence[
     The text is decoded once. A character that turns up after the first chunks gets the next number, and the tokens are
     brought into order at the end. `known` are code points that the text is known to hold.
     """
-    bar.reset()
+    bar.update(-bar.n)  # reset() would show it at once
     pieces = _pieces(files, bar)
     first = list(itertools.islice(pieces, FIRST))
     codes, count = set(known), 0

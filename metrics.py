@@ -52,7 +52,6 @@ class Metrics:
                     self.events.add_scalar(name, values[name], step)
             if event == "sample":
                 self.events.add_text("sample", indent(values["text"], "    "), step)  # as it is, in markdown
-            self.events.flush()
         except OSError as error:
             complain(f"step {step}: trainer.run_dir: metrics can't be written: {error}; training goes on")
 

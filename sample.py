@@ -85,14 +85,9 @@ def run(argv: Sequence[str]) -> None:
         UserError: the command line, or the snapshot that it names, is at fault.
     """
     asked = options().parse_args(argv)
-    for name, lowest, highest in (
-        ("max_new_tokens", 0, 2**63 - 1),
-        ("temperature", 0, float("inf")),
-        ("top_k", 1, 2**63 - 1),
-        ("seed", 0, 2**63 - 1),
-    ):
-        if (value := getattr(asked, name)) is not None and not lowest <= value <= highest:
-            raise UserError(f"--{name} is {value}, must be at least {lowest} and at most {highest}")
+    for name, lowest in (("max_new_tokens", 0), ("temperature", 0), ("top_k", 1), ("seed", 0)):
+        if (value := getattr(asked, name)) is not None and not lowest <= value < 2**63:
+            raise UserError(f"--{name} is {value}, must be at least {lowest} and below 2**63")
     if asked.top_p is not None and not 0 < asked.top_p <= 1:
         raise UserError(f"--top_p is {asked.top_p}, must be above 0 and at most 1")
     path = asked.snapshot or default_snapshot()

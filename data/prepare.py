@@ -36,7 +36,7 @@ def shakespeare() -> None:
     fs, path = fsspec.url_to_fs(SHAKESPEARE)
     beside = HERE / "shakespeare.download"
     try:
-        with TqdmCallback(tqdm_kwargs={"unit": "B", "unit_scale": True}) as progress:
+        with TqdmCallback(tqdm_kwargs={"unit": "B", "unit_scale": True, "disable": None}) as progress:
             fs.get_file(path, str(beside), callback=progress)
         text = beside.read_bytes()
     except Exception as error:  # each kind of failing network raises its own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import multiprocessing
 import os
 import pty
@@ -16,7 +17,7 @@ import termios
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +49,28 @@ SMALL = {
     "distributed.timeout_seconds": 60,
 }
 
-# Children start as forks of one server that has imported torch once, instead of importing it each.
+# Children start as forks of one server that has imported all once, and done what each would do first.
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["torch", "torch._dynamo", "torch.utils.tensorboard", "main", "sample", "sharding"])
+PROCESSES.set_forkserver_preload(
+    ["torch", "torch._dynamo", "torch.utils.tensorboard", "main", "sample", "sharding", "pytest", "tests.warm"]
+)
 
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
     """A text of 3,000 characters with some structure."""
     return write_text(tmp_path / "text.txt")
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Models this small gain nothing from more threads, and lose much where other processes want the cores."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def write_text(path: Path, size: int = 3000) -> Path:
@@ -96,14 +110,6 @@ def program(*argv: str, cwd: Path | None = None, **env: str) -> subprocess.Compl
     return subprocess.run(
         command, capture_output=True, text=True, timeout=240, cwd=cwd, env=environment(**env), check=False
     )
-
-
-def torchrun(*argv: str, nproc: int = 2, **env: str) -> subprocess.CompletedProcess:
-    """Runs main.py under torchrun, on a free port."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
-    options = [word for word in argv if word.startswith("--max_restarts")]
-    rest = [word for word in argv if word not in options]
-    return program(*launcher, *options, "main.py", *rest, **env)
 
 
 @contextmanager
@@ -151,10 +157,18 @@ def set_columns(terminal: int, columns: int) -> None:
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
 
 
-def ranks(number: int, body: Callable[..., Any], *args: Any, tmp_path: Path, patience: float = 120) -> list[Any]:
+def ranks(
+    number: int,
+    body: Callable[..., Any],
+    *args: Any,
+    tmp_path: Path,
+    patience: float = 120,
+    gone: int | None = None,
+) -> list[Any]:
     """Runs `body(*args)` on `number` processes that know each other by RANK and a file; returns results by rank.
 
-    A body that raises fails the test with that rank's traceback; one that hangs for so many seconds is killed.
+    A body that raises fails the test with that rank's traceback; one that hangs for so many seconds is killed. The
+    rank `gone` kills or stops itself, and has None for a result.
     """
     meeting = tmp_path / f"meeting-{time.monotonic_ns()}"
     results = PROCESSES.SimpleQueue()
@@ -165,19 +179,20 @@ def ranks(number: int, body: Callable[..., Any], *args: Any, tmp_path: Path, pat
     for process in processes:
         process.start()
     deadline = time.monotonic() + patience
-    for process in processes:
-        process.join(max(0.1, deadline - time.monotonic()))
-        if process.is_alive():
-            process.kill()
-            process.join()
+    for rank in sorted(range(number), key=lambda rank: rank == gone):
+        if rank != gone:
+            processes[rank].join(max(0.1, deadline - time.monotonic()))
+        if processes[rank].is_alive():
+            processes[rank].kill()
+            processes[rank].join()
     found = {}
     while not results.empty():
         rank, value, failure = results.get()
         assert failure is None, f"rank {rank} of {number}:\n{failure}"
         found[rank] = value
-    ends = {rank: process.exitcode for rank, process in enumerate(processes) if rank not in found}
+    ends = {rank: process.exitcode for rank, process in enumerate(processes) if rank not in found | {gone: None}}
     assert not ends, f"ranks died or hung, with these exit codes (-9: killed for hanging): {ends}"
-    return [found[rank] for rank in range(number)]
+    return [found.get(rank) for rank in range(number)]
 
 
 def _rank(
@@ -199,3 +214,10 @@ def train(*argv: str) -> int:
     from main import run
 
     return run([*argv, "--distributed.init_method", os.environ["TEST_INIT_METHOD"]])
+
+
+def told(*argv: str) -> tuple[int, str, str]:
+    """For `ranks`: exit status, stdout and stderr of a run."""
+    with redirect_stdout(io.StringIO()) as stdout, redirect_stderr(io.StringIO()) as stderr:
+        status = train(*argv)
+    return status, stdout.getvalue(), stderr.getvalue()

@@ -18,9 +18,8 @@ import torch
 
 sys.path.append(str(Path(__file__).parent.parent))  # a script has no pytest to do so
 
-from conftest import arguments, ranks, write_text
+from conftest import arguments, ranks, told, write_text
 from tables import KINDS, LARGE, NO_DROPOUT, curves, deviation, losses, trainer
-from test_snapshot import told
 
 from errors import UserError
 from hardware import device_kind

@@ -19,7 +19,18 @@ from measurements import IN_A_GROUP, MEASUREMENTS
 from measuring import Bench, Row, Shape, SkippedError, row
 from screen import status_of
 
-TINY = ("--model.n_embd", "16", "--model.n_head", "2", "--model.n_layer", "1", "--data.block_size", "16")
+TINY = (
+    "--model.n_embd",
+    "16",
+    "--model.n_head",
+    "2",
+    "--model.n_layer",
+    "1",
+    "--data.block_size",
+    "16",
+    "--trainer.threads",
+    "1",
+)
 
 # As much of each as a step asks for.
 MODEL = """
@@ -71,13 +82,13 @@ class CharDataset:
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    """A bench of tiny shapes and one pair, with clones of both others."""
+def bench(tmp_path: Path, one_thread: None) -> Bench:
+    """A bench of tiny shapes, a short text and one pair, with clones of both others."""
     (tmp_path / "model.py").write_text(MODEL)
     (tmp_path / "char_dataset.py").write_text(DATASET)
-    threads = torch.get_num_threads()
-    yield Bench(World(Place()), tmp_path, TINY, tmp_path, tmp_path, pairs=1, patience=0.0)
-    torch.set_num_threads(threads)
+    made = Bench(World(Place()), tmp_path, TINY, tmp_path, tmp_path, pairs=1, patience=0.0)
+    made.text.write_text(made.text.read_text()[:50_000])
+    return made
 
 
 @pytest.mark.parametrize(

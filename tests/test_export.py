@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, arguments, environment, program, ranks, train, write_text
-from test_snapshot import told
+from conftest import arguments, program, ranks, told, train, write_text
 from test_training import assert_same_bits, newest, rows
 
 from export import export, run
+from main import read_config
 from model import GPT
 from pretrained import Pretrained, load
 from screen import status_of
@@ -72,21 +72,17 @@ def test_sample_writes_the_same_from_an_export(trained: Path, exported: Path) ->
     assert other.stdout == one.stdout
 
 
-def test_the_model_card_tells_text_loss_and_command(trained: Path, exported: Path, tmp_path: Path) -> None:
+def test_the_model_card_tells_text_loss_and_command(
+    trained: Path, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     card, snapshot = (exported / "README.md").read_text(), read(str(trained / "snapshots/step_00000006.pt"))
     assert snapshot["text_sha256"] in card
     assert f"{snapshot['val_loss']:.4f} nats" in card
     [line] = [line for line in card.splitlines() if line.startswith("Trained by `python main.py ")]
-    command = line.removeprefix("Trained by `python ").removesuffix("`.")
-    again = subprocess.run(
-        f"{sys.executable} {ROOT}/{command} --trainer.run_dir {tmp_path}/again --print_config",
-        shell=True,
-        capture_output=True,
-        text=True,
-        env=environment(),
-        check=True,
-        timeout=60,
-    ).stdout
+    words = shlex.split(line.removeprefix("Trained by `python main.py ").removesuffix("`."))
+    with pytest.raises(SystemExit, match="0"):
+        read_config([*words, "--trainer.run_dir", f"{tmp_path}/again", "--print_config"])
+    again = capsys.readouterr().out
     assert again.replace(f"{tmp_path}/again", str(trained)) == (trained / "config.yaml").read_text()
 
 
@@ -251,10 +247,12 @@ def test_what_cannot_be_exported_is_said_and_nothing_written(
     assert os.listdir(tmp_path / "full") == ["mine"]
 
 
-def test_a_folder_to_write_must_be_named() -> None:
-    done = program("export.py")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "--out" in done.stderr.splitlines()[-1]
+def test_a_folder_to_write_must_be_named(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run([])
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "--out" in printed.err.splitlines()[-1]
 
 
 def test_an_export_that_fails_leaves_nothing(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

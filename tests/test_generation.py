@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,14 +13,7 @@ from torch import Tensor
 from generation import NONE, stream
 from model import GPT
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As in test_model.py."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def written(model: GPT, idx: Tensor, number: int, **choice: Any) -> Tensor:

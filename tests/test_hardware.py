@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
-import subprocess
-import sys
+import resource
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ranks
 
 from errors import UserError
 from hardware import (
@@ -21,6 +21,7 @@ from hardware import (
     choose_threads,
     device_name,
     has_bf16,
+    keep_freed_memory,
     seed_random_numbers,
     wants_gpu,
 )
@@ -251,25 +252,22 @@ def test_threads_where_the_system_tells_no_affinity(
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library's way with memory is its own")
-def test_freed_memory_is_used_again_without_asking_linux_for_pages() -> None:
+def test_freed_memory_is_used_again_without_asking_linux_for_pages(tmp_path: Path) -> None:
     """In a process of its own, which the setting ends with."""
-    code = """
-import resource, torch
-from hardware import keep_freed_memory
-if {kept}: keep_freed_memory()
-def step():
-    return [torch.ones(10_000_000) for _ in range(4)]
-for _ in range(10): step()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-step()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
-    faults = [
-        int(subprocess.check_output([sys.executable, "-c", code.format(kept=kept)], cwd=ROOT, text=True))
-        for kept in (False, True)
-    ]
-    assert faults[0] > 10_000
-    assert faults[1] < 100
+    [without], [kept] = (ranks(1, _faults, kept, tmp_path=tmp_path) for kept in (False, True))
+    assert without > 10_000
+    assert kept < 100
+
+
+def _faults(kept: bool) -> int:
+    """How many pages a step asks for that uses what the steps before it freed."""
+    if kept:
+        keep_freed_memory()
+    for _ in range(10):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        made = [torch.ones(10_000_000) for _ in range(4)]
+        del made
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
 def test_a_seed_decides_the_devices_random_numbers_as_pytorchs_own_does() -> None:

@@ -11,8 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from conftest import ROOT, arguments, environment, free_port, program
+from conftest import ROOT, arguments, environment, free_port
 from test_training import rows
+
+from main import read_config
 
 TEXT = (ROOT / "launch/kubernetes.yaml").read_text()
 GPU = TEXT.replace("## ", "")
@@ -52,8 +54,8 @@ def test_a_mistake_would_be_seen(found: str, mistaken: str) -> None:
 
 def test_what_belongs_together() -> None:
     assert POD["volumes"][0]["persistentVolumeClaim"]["claimName"] == CLAIM["metadata"]["name"]
-    config = yaml.safe_load(program("main.py", *CONTAINER["args"], "--print_config").stdout)
-    assert Path(config["trainer"]["run_dir"]).is_relative_to(CONTAINER["volumeMounts"][0]["mountPath"]), "on the claim"
+    run_dir = read_config(CONTAINER["args"]).trainer.run_dir
+    assert Path(run_dir).is_relative_to(CONTAINER["volumeMounts"][0]["mountPath"]), "on the claim"
     assert int(ENV["PET_SHUTDOWN_TIMEOUT"]) < POD["terminationGracePeriodSeconds"]
 
 

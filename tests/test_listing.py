@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import shutil
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -23,15 +25,22 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def listed(path: Path | str) -> tuple[int, list[list[str]]]:
-    done = program("snapshot.py", str(path))
-    assert "Traceback" not in done.stderr
-    return done.returncode, [line.split() for line in done.stdout.splitlines()]
+def listed(path: Path) -> tuple[int, list[list[str]], str]:
+    """Exit status, the words of each row, and stderr."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        redirect_stdout(io.StringIO()) as out,
+        redirect_stderr(io.StringIO()) as err,
+    ):
+        patch.setattr("sys.argv", ["snapshot.py", str(path)])
+        status = main()
+    return status, [line.split() for line in out.getvalue().splitlines()], err.getvalue()
 
 
 def test_a_run_folder_is_listed_by_step_with_bytes_and_validation_loss(trained: Path) -> None:
-    status, [header, first, last] = listed(trained / "run")
-    assert status == 0
+    done = program("snapshot.py", str(trained / "run"))
+    assert (done.returncode, done.stderr) == (0, "")
+    header, first, last = [line.split() for line in done.stdout.splitlines()]
     assert header == ["step", "written", "bytes", "val_loss", "state", "weights", "optimizer"]
     size = (trained / "run/snapshots/step_00000003.pt").stat().st_size
     val_loss = torch.load(trained / "run/snapshots/step_00000006.pt", weights_only=True)["val_loss"]
@@ -69,8 +78,8 @@ def test_damage_is_told_with_its_place(trained: Path, tmp_path: Path) -> None:
     content[content.index(weight.numpy().tobytes())] ^= 1
     (run / "step_00000003.pt").write_bytes(content)
     (run / "step_00000006.pt").write_bytes(content[:5000])
-    status, [_, flipped, cut] = listed(run)
-    assert status == 1
+    status, [_, flipped, cut], err = listed(run)
+    assert (status, err) == (1, "")
     assert flipped[5] == cut[5] == "DAMAGED:"
     assert "/data/" in flipped[-1]
     assert " ".join(cut).endswith("cut short, or in the list of its parts")
@@ -85,8 +94,7 @@ def test_it_wants_a_path(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
 @pytest.mark.parametrize("place", ["nowhere", "."])
 def test_where_there_is_none_it_says_so(place: str, tmp_path: Path) -> None:
-    done = program("snapshot.py", str(tmp_path / place))
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"error: PATH: no snapshot at {tmp_path / place}: ")
-    assert done.stderr.endswith("; main.py makes them in its run folder\n")
-    assert "Traceback" not in done.stderr
+    status, listing, err = listed(tmp_path / place)
+    assert (status, listing) == (2, [])
+    assert err.startswith(f"error: PATH: no snapshot at {tmp_path / place}: ")
+    assert err.endswith("; main.py makes them in its run folder\n")

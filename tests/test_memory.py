@@ -10,8 +10,7 @@ from typing import Any
 import conftest
 import pytest
 import torch
-from conftest import arguments, program
-from test_snapshot import told
+from conftest import arguments, told
 
 from errors import UserError
 from main import Config, read_config
@@ -117,10 +116,10 @@ def test_what_does_not_fit_is_refused_with_the_cheapest_way_out(
 
 
 def test_a_run_that_cannot_fit_ends_at_once(text: Any, tmp_path: Any) -> None:
-    done = program("main.py", *arguments(tmp_path / "run", text, model__n_embd=65536))
-    assert done.returncode == 2
-    assert "out of memory before the first step" in done.stderr
-    assert "Traceback" not in done.stderr
+    argv = arguments(tmp_path / "run", text, model__n_embd=65536)
+    [(status, _, err)] = conftest.ranks(1, told, *argv, tmp_path=tmp_path)
+    assert status == 2
+    assert "out of memory before the first step" in err
 
 
 @pytest.mark.parametrize("number", [1, pytest.param(2, marks=pytest.mark.slow)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,15 +14,7 @@ from model import GPT, Cache, Dropout, GPTConfig, ModelConfig, attention_in_prod
 from optimizer import OptimizerConfig, build_optimizer, learning_rate
 
 V, T = 11, 8
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small gain nothing from more threads, and lose much where other processes want the cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def small(seed: int = 0, **changes: Any) -> GPT:

@@ -5,16 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from subprocess import Popen
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from conftest import arguments, ranks, start
-from test_snapshot import told
+from conftest import arguments, ranks, start, told
 from test_training import newest, rows, wait_for_step, workers
 
 from distributed import DistributedConfig, connect
@@ -23,30 +19,6 @@ from peers import Peers
 from trainer import Trainer
 
 TIMEOUT = 4
-
-
-@contextmanager
-def three(run_dir: Path, text: Path, tmp_path: Path, method: str, **knobs: Any) -> Iterator[list[Popen]]:
-    """Three ranks of an endless run, started by hand, that have come to step 5."""
-    port = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False).port
-    where = {"tcp": f"tcp://localhost:{port}", "file": f"file://{tmp_path}/meeting"}[method]
-    argv = arguments(
-        run_dir,
-        text,
-        trainer__max_steps=1_000_000,
-        distributed__init_method=where,
-        distributed__timeout_seconds=TIMEOUT,
-        **knobs,
-    )
-    with ExitStack() as stack:
-        processes = [stack.enter_context(start(argv, RANK=str(rank), WORLD_SIZE="3")) for rank in range(3)]
-        try:
-            wait_for_step(run_dir, 5)
-            yield processes
-        finally:
-            for process in processes:
-                if process.poll() is None:
-                    process.kill()  # one that is stopped would not hear of SIGTERM
 
 
 @pytest.mark.parametrize(
@@ -61,19 +33,36 @@ def three(run_dir: Path, text: Path, tmp_path: Path, method: str, **knobs: Any) 
 def test_a_rank_that_is_gone_is_named_by_all_others_in_time(
     how: str, method: str, victim: int, text: Path, tmp_path: Path
 ) -> None:
-    with three(tmp_path / "run", text, tmp_path, method) as processes:
-        began = time.monotonic()
-        processes[victim].send_signal(getattr(signal, how))
-        others = [process for rank, process in enumerate(processes) if rank != victim]
-        for process in others:
-            _, err = process.communicate(timeout=60)
-            assert process.returncode == 1
-            assert time.monotonic() - began < TIMEOUT + 5
-            assert "Traceback" not in err
-            assert err.count("error: ") == 1, err
-            assert f"rank {victim}" in err.split("error: ")[1].split(", where")[0]
-            assert all(f"rank {rank} (" not in err.split(", where")[0] for rank in {0, 1, 2} - {victim})
+    port = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False).port
+    where = {"tcp": f"tcp://localhost:{port}", "file": f"file://{tmp_path}/meeting"}[method]
+    knobs = {"trainer__max_steps": 1_000_000, "distributed__timeout_seconds": TIMEOUT}
+    argv = arguments(tmp_path / "run", text, **knobs)
+    found = ranks(3, _without_one, where, victim, getattr(signal, how), argv, gone=victim, tmp_path=tmp_path)
+    assert found.pop(victim) is None
+    for status, err, seconds in found:
+        assert status == 1
+        assert seconds < TIMEOUT + 5
+        assert err.count("error: ") == 1, err
+        assert f"rank {victim}" in err.split("error: ")[1].split(", where")[0]
+        assert all(f"rank {rank} (" not in err.split(", where")[0] for rank in {0, 1, 2} - {victim})
     assert newest(tmp_path / "run")["step"] >= 3
+
+
+def _without_one(where: str, victim: int, how: signal.Signals, argv: list[str]) -> tuple[int, str, float]:
+    """The sixth step begins without the victim; returns status, stderr and the seconds from then on."""
+    step, began = Trainer._step, []
+
+    def alone(trainer: Trainer) -> Any:
+        if trainer.state.step == 5:
+            began.append(time.monotonic())
+            if trainer.world.rank == victim:
+                os.kill(os.getpid(), how)
+        return step(trainer)
+
+    Trainer._step = alone  # type: ignore[method-assign]
+    os.environ["TEST_INIT_METHOD"] = where
+    status, _, err = told(*argv)
+    return status, err, time.monotonic() - began[0]
 
 
 def test_a_rank_that_crashes_says_so_to_the_others(tmp_path: Path) -> None:
@@ -97,7 +86,7 @@ def _crash() -> str:
 
 
 def test_waiting_for_a_word_outlasts_the_timeout_of_collectives(tmp_path: Path) -> None:
-    assert ranks(2, _wait, 3, tmp_path=tmp_path) == [{1: "done"}] * 2
+    assert ranks(2, _wait, 2, tmp_path=tmp_path) == [{1: "done"}] * 2
 
 
 def _wait(seconds: int) -> dict[int, str]:

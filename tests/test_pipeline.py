@@ -6,8 +6,10 @@ import io
 import os
 import signal
 import time
-from contextlib import redirect_stderr
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from pathlib import Path
+from subprocess import Popen
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,6 @@ import torch
 from conftest import arguments, program, ranks, start, torchrun, train
 from stages import COMPANY, FOUR, MESHES, REFUSED, RESUMED, memory_of, on, refusal, resume, save_two_stages
 from tables import KINDS, NO_DROPOUT, curves, deviation, losses, trainer
-from test_peers import TIMEOUT, three
 from test_training import assert_same_bits, curve, newest, rows, wait_for_step, workers
 
 from evaluation import validation_loss, written_by
@@ -203,6 +204,30 @@ def _overflow(folder: Path) -> tuple[list[float], list[bool]]:
 
 # Ends
 
+TIMEOUT = 4
+
+
+@contextmanager
+def three(run_dir: Path, text: Path, tmp_path: Path) -> Iterator[list[Popen]]:
+    """Three stages of an endless run, started by hand, that have come to step 5."""
+    argv = arguments(
+        run_dir,
+        text,
+        trainer__max_steps=1_000_000,
+        distributed__init_method=f"file://{tmp_path}/meeting",
+        distributed__timeout_seconds=TIMEOUT,
+        **on(3),
+    )
+    with ExitStack() as stack:
+        processes = [stack.enter_context(start(argv, RANK=str(rank), WORLD_SIZE="3")) for rank in range(3)]
+        try:
+            wait_for_step(run_dir, 5)
+            yield processes
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    process.kill()  # one that is stopped would not hear of SIGTERM
+
 
 @pytest.mark.slow
 def test_kill_9_of_a_stage_under_torchrun_ends_in_the_same_bits(text: Path, tmp_path: Path) -> None:
@@ -228,7 +253,7 @@ def test_a_stage_that_is_gone_is_named_and_one_that_is_told_to_stop_saves(
     how: str, victim: int, text: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    with three(run, text, tmp_path, "file", **on(3)) as processes:
+    with three(run, text, tmp_path) as processes:
         began = time.monotonic()
         processes[victim].send_signal(getattr(signal, how))
         if how == "SIGTERM":

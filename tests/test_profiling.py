@@ -1,4 +1,4 @@
-"""The trace of a few steps, by the real program."""
+"""The trace of a few steps."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import arguments, program
+from conftest import arguments, ranks, told
 
 
 def test_the_steps_asked_for_are_in_a_trace(text: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    done = program("main.py", *arguments(run, text, trainer__max_steps=14, trainer__profile_steps=2))
-    assert done.returncode == 0, done.stderr
+    argv = arguments(run, text, trainer__max_steps=14, trainer__profile_steps=2)
+    [(status, out, _)] = ranks(1, told, *argv, tmp_path=tmp_path)
+    assert status == 0
     events = json.loads((run / "trace-0.json").read_text())["traceEvents"]
     steps = {event["name"] for event in events if str(event.get("name")).startswith("ProfilerStep#")}
     assert steps == {"ProfilerStep#11", "ProfilerStep#12"}  # the profiler counts from 0
     assert {"aten::addmm", "aten::_fused_adamw_"} <= {event.get("name") for event in events}
-    assert f"2 steps in {run}/trace-0.json" in done.stdout
-    assert "aten::addmm" in done.stdout
+    assert f"2 steps in {run}/trace-0.json" in out
+    assert "aten::addmm" in out
 
 
 @pytest.mark.slow
@@ -27,7 +28,8 @@ def test_no_trace_where_none_was_asked_for_or_the_run_is_too_short(
     steps: int | None, text: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    done = program("main.py", *arguments(run, text, trainer__max_steps=11, trainer__profile_steps=steps))
-    assert done.returncode == 0, done.stderr
+    argv = arguments(run, text, trainer__max_steps=11, trainer__profile_steps=steps)
+    [(status, out, _)] = ranks(1, told, *argv, tmp_path=tmp_path)
+    assert status == 0
     assert not list(run.glob("trace*"))
-    assert ("the run was over before step 12" in done.stdout) == bool(steps)
+    assert ("the run was over before step 12" in out) == bool(steps)

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import arguments, ranks, train
-from test_snapshot import told
+from conftest import arguments, ranks, told, train
 from test_training import assert_same_bits, curve, newest, rows
 from torch import Tensor
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import math
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from model import GPT, GPTConfig
 from screen import status_of
 from snapshot import SnapshotFolder, read
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 NEW = 40  # characters to write: more than a window of 16
 Sampled = Callable[..., tuple[int, str, str]]
 
@@ -34,15 +36,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text.unlink()
     shutil.rmtree(folder / "run/cache")
     return folder / "run"
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Several threads only wait for each other where others use the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -177,6 +170,8 @@ def assert_one_message(err: str, *said: str) -> None:
         ("--max_new_tokens", "-1", "-1"),
         ("--temperature", "-0.5", "-0.5"),
         ("--temperature", "nan", "nan"),
+        ("--temperature", "inf", "below 2**63"),
+        ("--temperature", "1e30", "below 2**63"),
         ("--top_k", "0", "0"),
         ("--top_k", "-3", "-3"),
         ("--top_p", "0", "0"),
@@ -242,24 +237,24 @@ def test_weights_that_are_not_finite_write_nothing(trained: Path, tmp_path: Path
     assert_one_message(err, file, "not finite", "older")
 
 
-# Real processes
-
-
 @pytest.mark.parametrize(
     ("stdin", "expected"), [("anna ñ".encode(), "anna ñ"), (b"bob\n\n", "bob\n"), (b"b\xff", None)]
 )
-def test_a_prompt_may_come_from_stdin(stdin: bytes, expected: str | None, trained: Path) -> None:
-    command = [sys.executable, ROOT / "sample.py", "--snapshot", trained, "--prompt", "-", "--max_new_tokens", "9"]
-    done = subprocess.run(
-        command, input=stdin, capture_output=True, env=environment(LC_ALL="C"), timeout=60, check=False
-    )
+def test_a_prompt_may_come_from_stdin(
+    stdin: bytes, expected: str | None, trained: Path, sampled: Sampled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="ascii"))  # as after LC_ALL=C
+    status, out, err = sampled("--snapshot", trained, "--prompt", "-", "--max_new_tokens", 9)
     if expected is None:
-        assert (done.returncode, done.stdout) == (2, b"")
-        assert_one_message(done.stderr.decode(), "--prompt", "stdin", "0xff")
+        assert (status, out) == (2, "")
+        assert_one_message(err, "--prompt", "stdin", "0xff")
     else:
-        assert (done.returncode, done.stderr) == (0, b"")
-        assert done.stdout.decode().startswith(expected)
-        assert len(done.stdout.decode()) == len(expected) + 9
+        assert (status, err) == (0, "")
+        assert out.startswith(expected)
+        assert len(out) == len(expected) + 9
+
+
+# Real processes
 
 
 def test_ctrl_c_ends_it_without_a_traceback(trained: Path) -> None:

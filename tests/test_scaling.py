@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import program
 from torch.utils.flop_counter import FlopCounterMode
 
 from main import Config, read_config
@@ -98,13 +97,13 @@ def test_ddp_repeats_muon_and_the_others_deal_it_out() -> None:
     assert added["fsdp"] == pytest.approx(added["ddp"] / 16, rel=0.1)
 
 
-def test_the_program_prints_a_line_for_each_model_and_number() -> None:
+def test_a_line_is_printed_for_each_model_and_number(capsys) -> None:
     words = ("--model.n_layer", "2", "--model.n_head", "4", "--model.n_embd", "256", "--data.block_size", "1024")
-    done = program("scaling.py", "--ranks", "4", "16", *words)
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith("| 15M | ")]
+    run(["--ranks", "4", "16", *words])
+    out = capsys.readouterr().out
+    lines = [line for line in out.splitlines() if line.startswith("| 15M | ")]
     assert [line.split(" | ")[1] for line in lines] == ["4", "16"] * 2
-    assert "100 Gb/s Ethernet" in done.stdout
+    assert "100 Gb/s Ethernet" in out
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from conftest import arguments, on_terminal, program, set_columns
+from conftest import ROOT, arguments, environment, on_terminal, program, set_columns, write_text
 from test_training import curve, rows
 
 from model import GPT, GPTConfig
@@ -16,10 +21,13 @@ from screen import duration, summary
 DATE = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  "
 
 
-def test_a_file_gets_plain_dated_lines(text: Path, tmp_path: Path) -> None:
-    done = program("main.py", *arguments(tmp_path / "run", text))
+def test_a_file_gets_plain_dated_lines(tmp_path: Path) -> None:
+    """From another folder, too, where paths are relative, and of a text whose name ASCII can't write."""
+    write_text(tmp_path / "ü.txt")
+    done = program("main.py", *arguments(Path("run"), "ü.txt"), cwd=tmp_path, PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, "")
     said = done.stdout
+    assert "\\xfc.txt: 3,000 characters" in said
     assert not re.findall(r"[^\x20-\x7e\n]", said)  # no carriage return, no escape code
     assert said.endswith("\n")
     for step, loss in curve(tmp_path / "run"):
@@ -28,7 +36,7 @@ def test_a_file_gets_plain_dated_lines(text: Path, tmp_path: Path) -> None:
     for row in rows(tmp_path / "run", "eval"):
         shown = rf"^{DATE}step {row['step']}: validation loss {row['val_loss']:.4f} nats per character \(\d+\.\d s\)$"
         assert len(re.findall(shown, said, re.MULTILINE)) == 1
-    for program_to_come in ("sample.py --snapshot", f"plot.py {tmp_path / 'run'}", "export.py --snapshot"):
+    for program_to_come in ("sample.py --snapshot", "plot.py run", "export.py --snapshot"):
         assert program_to_come in said.partition("done in")[2]
 
 
@@ -67,6 +75,48 @@ def test_the_live_line_follows_the_terminal(text: Path, tmp_path: Path) -> None:
     widths = [len(part.rstrip()) for part in re.split(r"[\r\n]+", raw) if re.match(r"\d+/120 ", part)]
     assert max(widths[:2]) <= 80
     assert 117 < widths[-1] <= 120
+
+
+class SlowLibrary(BaseHTTPRequestHandler):
+    """A web server from which a text of 70 characters comes in 1.3 seconds."""
+
+    def do_HEAD(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "70")
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        self.do_HEAD()
+        for part in range(14):
+            time.sleep(0.1 if part else 0)
+            self.wfile.write(b"abcde")
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def slow_library() -> Iterator[str]:
+    """The server's address."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), SlowLibrary) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/text.txt"
+        server.shutdown()
+        thread.join()
+
+
+def test_work_that_takes_long_has_a_bar_on_a_terminal_while_it_lasts(slow_library: str, tmp_path: Path) -> None:
+    """Fetching takes more than a second; encoding does not, and has none."""
+    code = f"from pathlib import Path; from corpus import encode_corpus; encode_corpus({slow_library!r}, Path({{!r}}))"
+    command = [sys.executable, "-c", code.format(f"{tmp_path}/pipe")]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, env=environment()) as piped:
+        status, raw = on_terminal("-c", code.format(f"{tmp_path}/terminal"))
+        assert (piped.communicate(timeout=60)[1], piped.returncode, status) == (b"", 0, 0)
+    bars = [part for part in re.split("[\r\n]+", raw) if part.strip()]
+    assert bars
+    assert all(re.match(r"fetching: +\d+%\|.*\| \d+\.\d/70\.0", bar) for bar in bars), bars
+    assert not "".join(screen(raw, 80))  # nothing is left of it
 
 
 def test_an_error_of_another_rank_stands_on_a_line_of_its_own() -> None:

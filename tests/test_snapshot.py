@@ -12,7 +12,6 @@ import re
 import resource
 import shutil
 from collections.abc import Iterator
-from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from conftest import SMALL, arguments, ranks, train, write_text
+from conftest import SMALL, arguments, ranks, told, train, write_text
 from test_training import assert_same_bits, curve, newest, rows
 
 from errors import UserError
@@ -74,13 +73,6 @@ def flip(file: Path, place: int = 1000) -> None:
     content = bytearray(file.read_bytes())
     content[place] ^= 1
     file.write_bytes(content)
-
-
-def told(*argv: str) -> tuple[int, str, str]:
-    """For `ranks`: exit status, stdout and stderr of a run."""
-    with redirect_stdout(io.StringIO()) as stdout, redirect_stderr(io.StringIO()) as stderr:
-        status = train(*argv)
-    return status, stdout.getvalue(), stderr.getvalue()
 
 
 # What is in it
