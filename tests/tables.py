@@ -22,8 +22,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parent.parent))  # a script has no pytest to do so
 
-from conftest import arguments, ranks, write_text
-from test_snapshot import told
+from conftest import arguments, ranks, told, write_text
 
 from distributed import connect
 from hardware import device_kind

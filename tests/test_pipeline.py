@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, redirect_stderr
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from subprocess import Popen
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import arguments, program, ranks, start, torchrun, train
+from conftest import arguments, ranks, start, train
 from stages import COMPANY, FOUR, MESHES, REFUSED, RESUMED, memory_of, on, refusal, resume, save_two_stages
 from tables import KINDS, NO_DROPOUT, curves, deviation, losses, trainer
 from test_training import assert_same_bits, curve, newest, rows, wait_for_step, workers
@@ -296,20 +296,19 @@ def test_what_does_not_fit_is_refused_in_one_message(
 ) -> None:
     argv = arguments(tmp_path / "run", tmp_path / "text.txt", **knobs)  # a text that nobody comes to read
     found = ranks(number, _said, *argv, tmp_path=tmp_path)
-    assert [status for status, _ in found] == [2] * number
-    said = "".join(err for _, err in found)
+    assert [status for status, _, _ in found] == [2] * number
+    said = "".join(err for _, _, err in found)
     assert said.count("error: ") == 1
     assert words in said
 
 
-def _said(*argv: str) -> tuple[int, str]:
-    with redirect_stderr(io.StringIO()) as err:
-        return train(*argv), err.getvalue()
+def _said(*argv: str) -> tuple[int, str, str]:
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+        return train(*argv), out.getvalue(), err.getvalue()
 
 
 def test_fewer_micro_batches_than_stages_are_told_of(text: Path, tmp_path: Path) -> None:
     knobs = on(2, trainer__micro_batch_size=8, distributed__pipeline_schedule="gpipe", trainer__max_steps=1)
-    done = torchrun(*arguments(tmp_path / "run", text, **knobs))
-    assert done.returncode == 0, done.stderr
-    assert "replicas x stages: 1 x 2, gpipe, 1 micro-batches of 8: each stage waits 50% of the time" in done.stdout
-    assert program("sample.py", "--snapshot", str(tmp_path / "run"), "--prompt", "anna").stdout.startswith("anna")
+    (status, out, _), *_ = ranks(2, _said, *arguments(tmp_path / "run", text, **knobs), tmp_path=tmp_path)
+    assert status == 0
+    assert "replicas x stages: 1 x 2, gpipe, 1 micro-batches of 8: each stage waits 50% of the time" in out
