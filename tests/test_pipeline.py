@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from subprocess import Popen
 from typing import Any
@@ -15,12 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import arguments, ranks, start, train
+from conftest import arguments, ranks, start, told, train
 from stages import COMPANY, FOUR, MESHES, REFUSED, RESUMED, memory_of, on, refusal, resume, save_two_stages
 from tables import KINDS, NO_DROPOUT, curves, deviation, losses, trainer
 from test_training import assert_same_bits, curve, newest, rows, wait_for_step, workers
 
 from evaluation import validation_loss, written_by
+from trainer import Trainer
 
 # One truth
 
@@ -115,6 +115,17 @@ def test_resume_is_exact(number: int, knobs: dict[str, Any], text: Path, tmp_pat
     assert curve(dry)[0] != curve(whole)[0]
 
 
+def test_each_stage_draws_dropout_of_its_own(text: Path, tmp_path: Path) -> None:
+    found = ranks(4, _seeds, tmp_path, tmp_path=tmp_path)
+    assert found[0] == found[2] != found[1] == found[3]
+    assert len({*found[0], *found[1]}) == 6
+
+
+def _seeds(folder: Path) -> list[int]:
+    with trainer(*arguments(folder / "run", folder / "text.txt", **on(2))) as made:
+        return [made.state.strategy.seed(first) for first in range(3)]
+
+
 def test_tied_embeddings_stay_equal_to_the_last_bit(text: Path, tmp_path: Path) -> None:
     """On the first and the last of three stages, in both replicas, weights and optimizer state."""
     found = ranks(6, _embeddings, tmp_path, tmp_path=tmp_path)
@@ -173,6 +184,33 @@ def test_what_a_rank_holds_falls_as_the_number_of_stages(text: Path, tmp_path: P
             assert getattr(most, kind) == pytest.approx(getattr(formula, kind), rel=0.01), (stages, kind)
     assert blocks[2] == pytest.approx(blocks[1] / 2, rel=0.1)
     assert blocks[4] == pytest.approx(blocks[1] / 4, rel=0.1)
+
+
+def test_memory_that_runs_out_on_a_stage_is_one_message(text: Path, tmp_path: Path) -> None:
+    """The library reports what its forward and backward passes raise, and here it counts what that was."""
+    for when in ("forward", "backward"):
+        argv = arguments(tmp_path / when, text, **on(2))
+        (other, _, heard), (status, _, err) = ranks(2, _short_of_memory, when, argv, tmp_path=tmp_path)
+        assert status == 2
+        assert err.startswith("error: out of memory in training: CUDA out of memory"), when
+        assert other == 1
+        assert "rank 1 (" in heard
+
+
+def _short_of_memory(when: str, argv: list[str]) -> tuple[int, str, str]:
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    def first_step(self: Trainer, step: Any = Trainer._step) -> Any:
+        block = self.state.strategy.whole.blocks[0]
+        if self.world.rank == 1 and when == "forward":
+            block.register_forward_hook(fail)
+        elif self.world.rank == 1:
+            block.register_full_backward_hook(fail)
+        return step(self)
+
+    Trainer._step = first_step  # type: ignore[method-assign]
+    return told(*argv)
 
 
 # All or none
@@ -295,20 +333,15 @@ def test_what_does_not_fit_is_refused_in_one_message(
     number: int, knobs: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     argv = arguments(tmp_path / "run", tmp_path / "text.txt", **knobs)  # a text that nobody comes to read
-    found = ranks(number, _said, *argv, tmp_path=tmp_path)
+    found = ranks(number, told, *argv, tmp_path=tmp_path)
     assert [status for status, _, _ in found] == [2] * number
     said = "".join(err for _, _, err in found)
     assert said.count("error: ") == 1
     assert words in said
 
 
-def _said(*argv: str) -> tuple[int, str, str]:
-    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
-        return train(*argv), out.getvalue(), err.getvalue()
-
-
 def test_fewer_micro_batches_than_stages_are_told_of(text: Path, tmp_path: Path) -> None:
     knobs = on(2, trainer__micro_batch_size=8, distributed__pipeline_schedule="gpipe", trainer__max_steps=1)
-    (status, out, _), *_ = ranks(2, _said, *arguments(tmp_path / "run", text, **knobs), tmp_path=tmp_path)
+    (status, out, _), *_ = ranks(2, told, *arguments(tmp_path / "run", text, **knobs), tmp_path=tmp_path)
     assert status == 0
     assert "replicas x stages: 1 x 2, gpipe, 1 micro-batches of 8: each stage waits 50% of the time" in out

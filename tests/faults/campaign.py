@@ -51,15 +51,18 @@ class Plan:
     processes: list[int]
     launcher: bool  # without one, a single process runs on its own
     save_every: int
+    stages: int
 
 
-def plan(draw: random.Random) -> Plan:
+def plan(draw: random.Random, stages: int) -> Plan:
     way, optimizer = draw.choice(["tree", "ddp", "zero1", "zero2", "fsdp"]), draw.choice(["adamw", "muon"])
     processes = [draw.randint(1, 4)]
     for _ in range(MOST):  # only the tree's bits are the same on another number
         others = [other for other in range(1, 5) if other != processes[-1]]
         processes.append(draw.choice(others) if way == "tree" else processes[-1])
-    return Plan(way, optimizer, processes, draw.random() < 0.5, draw.choice([1, 2, 3, 5, 7, 10, 15, 20]))
+    if stages > 1:  # with which the tree does not go
+        way, processes = way.replace("tree", "ddp"), [stages * draw.randint(1, 2)] * len(processes)
+    return Plan(way, optimizer, processes, draw.random() < 0.5, draw.choice([1, 2, 3, 5, 7, 10, 15, 20]), stages)
 
 
 class Run:
@@ -74,6 +77,8 @@ class Run:
         key = "distributed__reduction" if plan.way == "tree" else "distributed__strategy"
         knobs: dict[str, Any] = {key: plan.way, "optimizer__name": plan.optimizer, "distributed__timeout_seconds": 8}
         knobs |= {"trainer__max_steps": STEPS, "trainer__save_every": plan.save_every, "trainer__eval_every": 40}
+        if plan.stages > 1:
+            knobs |= {"distributed__pipeline_stages": plan.stages, "trainer__batch_size": 8}
         self.argv = arguments(run_dir, text, **knobs)
         self.mark = f"CAMPAIGN_RUN={uuid.uuid4().hex}"  # by which even an orphan is found
         self.log = run_dir.with_suffix(".log").open("w")
@@ -194,19 +199,19 @@ class Run:
 def undisturbed(plan: Plan, folder: Path, text: Path) -> Path:
     """The run folder of a run without faults whose bits a plan's run must reach; made once."""
     number = 1 if plan.way == "tree" else plan.processes[0]
-    run_dir = folder / f"{plan.way}-{plan.optimizer}-{number}"
+    run_dir = folder / f"{plan.way}-{plan.optimizer}-{number}-{plan.stages}"
     if not run_dir.exists():
-        alone = Plan(plan.way, plan.optimizer, [number], launcher=False, save_every=100)
+        alone = Plan(plan.way, plan.optimizer, [number], launcher=False, save_every=100, stages=plan.stages)
         with closing(Run(alone, run_dir, text)) as run:
             run.wait(lambda: run.done, "the end of the undisturbed run")
     return run_dir
 
 
-def survive(seed: int, folder: Path) -> Run:
+def survive(seed: int, folder: Path, stages: int = 1) -> Run:
     """A seed's run with all its faults, to its end; undisturbed runs stay in the folder for the next seeds."""
     text, run_dir = write_text(folder / "text.txt"), folder / f"seed-{seed}"
     draw = random.Random(seed)
-    planned = plan(draw)
+    planned = plan(draw, stages)
     whole = undisturbed(planned, folder, text)
     with closing(Run(planned, run_dir, text)) as run:
         try:
@@ -230,7 +235,7 @@ def line(seed: int, run: Run) -> str:
     struck = ", ".join(f"{kind} @{step}{' in a save' * inside}" for kind, step, inside in run.struck)
     end = f"DIFFERENT: {run.failure}\nagain: python tests/faults/campaign.py --only {seed}" if run.failure else "equal"
     how = f"{run.plan.way}, {run.plan.optimizer}, save_every {run.plan.save_every}, processes {numbers}"
-    how += " without launcher" * run.bare
+    how += " without launcher" * run.bare + f", {run.plan.stages} stages" * (run.plan.stages > 1)
     return f"seed {seed}: {how}: {struck}: {sum(run.lost)} steps recomputed: {end}"
 
 
@@ -251,13 +256,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Disturbs runs at random and compares where they end.")
     parser.add_argument("--runs", type=int, metavar="N", help=f"how many (default: until {ENOUGH} faults happened)")
     parser.add_argument("--only", type=int, metavar="SEED", help="this one alone")
+    parser.add_argument("--stages", type=int, default=1, metavar="N", help="pipeline stages of all runs (default: 1)")
     parser.add_argument("--report", type=Path, metavar="FILE", help="where the table is written, too")
     known = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that all processes are ended
     runs: list[Run] = []
     with tempfile.TemporaryDirectory(prefix="campaign-") as folder:
         for seed in count() if known.only is None else [known.only]:
-            runs.append(survive(seed, Path(folder)))
+            runs.append(survive(seed, Path(folder), known.stages))
             print(line(seed, runs[-1]), flush=True)
             if len(runs) == known.runs or (not known.runs and sum(len(run.struck) for run in runs) >= ENOUGH):
                 break

@@ -14,8 +14,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, 2, 3])
-def test_what_a_fault_interrupts_ends_in_the_same_bits(seed: int, folder: Path) -> None:
-    run = survive(seed, folder)
+@pytest.mark.parametrize(("seed", "stages"), [(0, 1), (1, 1), (2, 1), (3, 1), (0, 2)])
+def test_what_a_fault_interrupts_ends_in_the_same_bits(seed: int, stages: int, folder: Path) -> None:
+    run = survive(seed, folder, stages)
     assert not run.failure, run.failure
     assert len(run.struck) >= 4
