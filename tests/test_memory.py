@@ -14,8 +14,8 @@ from conftest import arguments, told
 
 from errors import UserError
 from main import Config, read_config
-from memory import Bytes, check_memory, expected, ran_out, size
-from model import GPT, GPTConfig
+from memory import Bytes, _of_stage, check_memory, expected, ran_out, size
+from model import GPT, GPTConfig, Stage, cross_entropy
 from trainer import Trainer
 
 SHAPE = GPTConfig(n_layer=3, n_head=2, n_embd=64, vocab_size=11, block_size=32)
@@ -75,6 +75,32 @@ def test_activations_are_what_forward_keeps(precision: str, dropout: float) -> N
     told = expected(config(trainer__batch_size=5, trainer__micro_batch_size=None), shape, 1, precision, "cpu")
     assert told.activations + told.whole == pytest.approx(real, rel=0.1 if dropout else 0.02)
     assert loss is not None
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_stages_activations_are_what_its_forward_keeps(stage: int) -> None:
+    """Of micro-batches of 5, as many as are on their way behind it, and places to receive all four in."""
+    shape = GPTConfig(n_layer=6, n_head=2, n_embd=64, vocab_size=11, block_size=32)
+    model, kept = Stage(shape, stage, 3), {}
+    x = torch.zeros(5, 32, 64, requires_grad=True) if stage else torch.zeros(5, 32, dtype=torch.long)
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = model(x)
+        loss = cross_entropy(out, torch.zeros(5, 32, dtype=torch.long)) if stage == 2 else out
+    for parameter in model.parameters():
+        kept.pop(parameter.untyped_storage()._cdata, None)
+    real = sum(storage.nbytes() for storage in kept.values())
+    assert loss.requires_grad
+    received = (2 if stage == 1 else 1) * 20 * 32 * 64 * 4
+    for schedule, on_their_way in (("1f1b", 3 - stage), ("gpipe", 4)):
+        knobs = {"trainer__batch_size": 20, "trainer__micro_batch_size": 5, "distributed__pipeline_stages": 3}
+        knobs |= {"model__n_layer": 6, "distributed__pipeline_schedule": schedule}
+        told = _of_stage(config(**knobs), shape, stage, 1, "fp32", "cpu")
+        assert told.activations == pytest.approx(on_their_way * real + received, rel=0.02)
 
 
 def test_checkpointing_keeps_less() -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model import GPT, Cache, Dropout, GPTConfig, ModelConfig, attention_in_products, in_products
+from model import GPT, Cache, Dropout, GPTConfig, ModelConfig, Stage, attention_in_products, in_products
 from optimizer import OptimizerConfig, build_optimizer, learning_rate
 
 V, T = 11, 8
@@ -184,6 +184,30 @@ def test_a_fresh_model_knows_nothing() -> None:
     model = small(n_embd=128, vocab_size=65, block_size=64)
     _, loss = model(characters(16, 64, vocab_size=65), characters(16, 64, seed=2, vocab_size=65))
     assert loss.item() == pytest.approx(math.log(65), abs=0.2)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 5])
+def test_stages_are_the_model_in_pieces(stages: int) -> None:
+    """Each weight in one of them, wte in the first and the last; as equal as five blocks can be dealt out."""
+    model = GPT(GPTConfig(n_layer=5, n_head=2, n_embd=16, vocab_size=7, block_size=8)).eval()
+    weights, idx = model.state_dict(), torch.randint(7, (3, 8))
+    pieces = [Stage(model.config, stage, stages).eval() for stage in range(stages)]
+    x, names = idx, []
+    for piece in pieces:
+        piece.load_state_dict({name: weights[name] for name in piece.state_dict()})
+        names += list(piece.state_dict())
+        x = piece(x)
+    assert torch.equal(x, model(idx)[0])
+    assert sorted(names) == sorted([*weights, *["transformer.wte.weight"] * (stages > 1)])
+    blocks = [len(piece.blocks) for piece in pieces]
+    assert max(blocks) - min(blocks) <= 1
+    with torch.no_grad():
+        caches = [[Cache(8) for _ in piece.blocks] for piece in pieces]
+        for part in idx.split([6, 1, 1], 1):
+            x = part
+            for piece, its in zip(pieces, caches, strict=True):
+                x = piece(x, its)
+    assert torch.allclose(x, model(idx)[0][:, -1:], atol=1e-6)
 
 
 def test_targets_of_minus_one_are_left_out_of_the_mean() -> None:

@@ -56,22 +56,23 @@ def test_stages_go_with(name: str, text: Path, tmp_path: Path) -> None:
 
 
 def test_validation_and_samples_are_those_of_one_process(text: Path, tmp_path: Path) -> None:
-    [(one, says)] = ranks(1, _looked_at, tmp_path, 1, tmp_path=tmp_path)
+    [(*one, says)] = ranks(1, _looked_at, tmp_path, 1, tmp_path=tmp_path)
     for stages in (4, 2):
-        for loss, words in ranks(4, _looked_at, tmp_path, stages, tmp_path=tmp_path):
-            assert loss == pytest.approx(one, rel=1e-6)
+        for *found, words in ranks(4, _looked_at, tmp_path, stages, tmp_path=tmp_path):
+            assert found == pytest.approx(one, rel=1e-6)
             assert words == says
 
 
-def _looked_at(folder: Path, stages: int) -> tuple[float, str]:
-    """Before and after training, and training goes on."""
-    argv = arguments(
-        folder / f"looked-{stages}", folder / "text.txt", **NO_DROPOUT, **on(stages, trainer__micro_batch_size=2)
-    )
-    with trainer(*argv, "--distributed.pipeline_schedule", "gpipe") as made:
+def _looked_at(folder: Path, stages: int) -> tuple[float, float, str]:
+    """Validation losses before training, with dropout that must rest, and after it; and a sample."""
+    knobs = on(stages, trainer__micro_batch_size=2, distributed__pipeline_schedule="gpipe")
+    wet = arguments(folder / f"wet-{stages}", folder / "text.txt", **knobs)
+    with trainer(*wet, meeting="wet") as made:
+        before = validation_loss(made.state, made.validation)
+    with trainer(*arguments(folder / f"dry-{stages}", folder / "text.txt", **NO_DROPOUT, **knobs)) as made:
         validation_loss(made.state, made.validation)
         losses(made, 4)
-        return validation_loss(made.state, made.validation), written_by(made.state)
+        return before, validation_loss(made.state, made.validation), written_by(made.state)
 
 
 def test_the_last_batch_may_be_short(text: Path, tmp_path: Path) -> None:
