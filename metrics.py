@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -93,7 +94,8 @@ class Metrics:
     def close(self) -> None:
         """Leaves the line as it is and closes the files."""
         self.line.close()
-        self.events.close()
+        with suppress(OSError):  # of which each row has told
+            self.events.close()
         os.close(self.descriptor)
 
 

@@ -40,6 +40,10 @@ EQUAL: dict[str, Any] = {
     "trainer__save_every": 24,
     "trainer__profile_steps": 12,
 }
+INTRODUCTION = """\
+Ranks are a mesh of replicas x stages, and blocks are dealt out evenly: embeddings are on the first stage, the head,
+tied to them, is on the last. Of S stages and M micro-batches in a replica's share, none can keep all busy for more than
+M / (M + S - 1) of the time. fp16 wants a GPU; that all stages skip a step that overflows on one is tested on CPUs."""
 PICTURE = Path(__file__).parent.parent / "docs/pipeline.png"
 MESHES = [(replicas, stages) for stages in (1, 2, 4) for replicas in (1, 2)]
 # What is set beside two stages on two replicas.
@@ -220,10 +224,7 @@ def main() -> None:
         }
     machine = f"{device_kind(torch.device('cpu'))}, PyTorch {torch.__version__}, gloo"
     print(f"# Pipeline stages: one truth, one snapshot\n\nWritten by `python tests/stages.py` ({machine}).")
-    print("""
-Ranks are a mesh of replicas x stages, and blocks are dealt out evenly: embeddings are on the first stage, the head, which
-is tied to them, is on the last. Of S stages and M micro-batches in a replica's share, none can keep all busy for more than
-M / (M + S - 1) of the time. fp16 wants a GPU; that all stages skip a step that overflows on one is tested on CPUs.""")
+    print(f"\n{INTRODUCTION}")
     for title, lines in parts.items():
         print(f"\n## {title}\n", *lines, sep="\n")
 

@@ -207,3 +207,20 @@ def test_metrics_that_cannot_be_written_do_not_end_training(tmp_path: Path, caps
     assert "step 3" in said.out
     assert said.err.startswith("error: step 3: trainer.run_dir: metrics can't be written: ")
     assert "training goes on" in said.err
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread
+def test_a_tensorboard_that_cannot_be_written_does_not_end_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    metrics = Metrics(tmp_path, 0, 9)
+    [file] = tmp_path.glob("events*")
+    file.unlink()
+    file.symlink_to("/dev/full")
+    for step in (1, 2, 3):
+        metrics.row("train", step, loss=1.5)
+        time.sleep(0.1)
+    metrics.close()
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3]
+    assert "metrics can't be written: " in capsys.readouterr().err
