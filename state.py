@@ -78,7 +78,8 @@ class TrainingState:
 
         vocab_size = len(corpus.vocabulary)
         shape = GPTConfig(**asdict(config.model), vocab_size=vocab_size, block_size=config.data.block_size)
-        self.shape, self.need = shape, expected(config, shape, world.size, self.precision, world.device.type)
+        self.shape = shape
+        self.need = world.on_first(lambda: expected(config, shape, world.size, self.precision, world.device.type))
         room = memory_for_each(world.device, world.local_size)
         world.agree(lambda: check_memory(self.need, config, shape, world.size, self.precision, world.device.type, room))
         self.strategy = self._spread(example)
