@@ -216,8 +216,8 @@ def test_a_tensorboard_that_cannot_be_written_does_not_end_training(
 ) -> None:
     metrics = Metrics(tmp_path, 0, 9)
     [file] = tmp_path.glob("events*")
-    file.unlink()
-    file.symlink_to("/dev/full")
+    (tmp_path / "full").symlink_to("/dev/full")
+    (tmp_path / "full").replace(file)  # at once: its thread may be writing
     for step in (1, 2, 3):
         metrics.row("train", step, loss=1.5)
         time.sleep(0.1)
