@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -16,16 +15,16 @@ from conftest import arguments, program, ranks, start, told, train
 from distributed import connect
 from evaluation import validation_loss
 from main import read_config
+from metrics import rows_of
 from snapshot import SnapshotFolder, read
 from trainer import Trainer
 
 
 def rows(run_dir: Path, event: str = "train") -> list[dict]:
-    return [
-        row
-        for line in (run_dir / "metrics.jsonl").read_text().splitlines()
-        if (row := json.loads(line))["event"] == event
-    ]
+    """A line that is being written yet is left out."""
+    found, others = rows_of(run_dir / "metrics.jsonl")
+    assert not others
+    return [row for row in found if row["event"] == event]
 
 
 def newest(run_dir: Path) -> dict:
