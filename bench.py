@@ -19,20 +19,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from distributed import connect
-from errors import UserError
-from hardware import keep_freed_memory
-from main import option_parser, options_of, read_config
-from measurements import CLONES, IN_A_GROUP, MEASUREMENTS
-from measuring import Bench, Row, SkippedError, machine
-from screen import status_of
+from benchmarks.cases import BASELINE_OPTIONS, CASES, MULTI_RANK_CASES
+from benchmarks.harness import Bench, Row, SkippedError, machine
+from mingpt.config_parser import build_parser, config_options, read_config
+from mingpt.distributed.process_group import init_distributed
+from mingpt.utils.device import tune_malloc
+from mingpt.utils.errors import UserError
+from mingpt.utils.progress import run_script
 
 
 def rows(name: str, bench: Bench) -> Iterator[Row]:
     """The rows of a measurement as they are made; where it can't be made, one that says why."""
-    measurement = MEASUREMENTS[name]
+    measurement = CASES[name]
     try:
-        if bench.world.size > 1 and name not in IN_A_GROUP:
+        if bench.context.world_size > 1 and name not in MULTI_RANK_CASES:
             raise SkippedError("it is about one process, and these are several")
         yield from measurement(bench)
     except SkippedError as why:
@@ -45,36 +45,36 @@ def run(argv: Sequence[str]) -> None:
     Raises:
         UserError: it asks for what is not there.
     """
-    parser = option_parser()
+    parser = build_parser()
     parser.description = __doc__
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"what to measure: {', '.join(MEASUREMENTS)}")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"what to measure: {', '.join(CASES)}")
     parser.add_argument("--json", action="store_true", help="print one JSON object per row")
     for rival in ("nanogpt", "tutorial"):
         parser.add_argument(f"--{rival}", type=Path, metavar="FOLDER", help="folder with its model.py")
     asked = parser.parse_intermixed_args(argv)
-    config = read_config(words := options_of(asked))
+    config = read_config(words := config_options(asked))
     for name in asked.names:
-        if name not in MEASUREMENTS:
-            raise UserError(f"there is no measurement {name}; there are: {', '.join(MEASUREMENTS)}")
+        if name not in CASES:
+            raise UserError(f"there is no measurement {name}; there are: {', '.join(CASES)}")
     for rival in ("nanogpt", "tutorial"):
         folder = getattr(asked, rival)
         if folder and not (folder / "model.py").is_file():
             raise UserError(f"--{rival}: there is no model.py in {folder}; name the folder of a clone")
 
-    keep_freed_memory()
+    tune_malloc()
     with (
         tempfile.TemporaryDirectory() as folder,
-        connect(replace(config.distributed, strategy="fsdp")) as world,  # a group, be it of one rank
+        init_distributed(replace(config.distributed, strategy="fsdp")) as context,  # a group, be it of one rank
     ):
-        bench = Bench(world, Path(folder), words, asked.nanogpt, asked.tutorial)
-        speaks = world.rank == 0
+        bench = Bench(context, Path(folder), words, asked.nanogpt, asked.tutorial)
+        speaks = context.rank == 0
         if speaks and not asked.json:
             print(
                 f"## {machine()}\n\n| what | figure | smallest to largest | goal | command |\n|{' --- |' * 5}",
                 flush=True,
             )
-        for name in asked.names or MEASUREMENTS:
-            clone = [f"--{CLONES[name]}", "FOLDER"] if name in CLONES else []
+        for name in asked.names or CASES:
+            clone = [f"--{BASELINE_OPTIONS[name]}", "FOLDER"] if name in BASELINE_OPTIONS else []
             command = shlex.join(["python", "bench.py", name, *clone, *words])
             for row in rows(name, bench):
                 if speaks and asked.json:
@@ -85,4 +85,4 @@ def run(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(status_of(run))
+    sys.exit(run_script(run))

@@ -7,45 +7,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from corpus import Corpus
-from errors import UserError
+from mingpt.config import DataConfig
+from mingpt.corpus import Corpus
+from mingpt.utils.errors import UserError
 
 AHEAD = 4096  # samples whose windows are found at once; they are read when they are asked for
-IGNORE = -1  # target of a position that has no next character; GPT's loss leaves it out
+IGNORE_INDEX = -1  # target of a position that has no next character; GPT's loss leaves it out
 
 
-@dataclass(frozen=True)
-class DataConfig:
-    """What text is learned, and in which pieces.
-
-    Args:
-        path: text to learn, UTF-8: a file, a glob (files in sorted order), or any fsspec URL
-        block_size: characters that the model sees at once (the window, T)
-        train_split: share of the text that is trained on, from its start; the rest is for validation
-        truncate: share of the text that is used at all, from its start; null uses all of it
-    """
-
-    path: str = "data/input.txt"
-    block_size: int = 64
-    train_split: float = 0.9
-    truncate: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.block_size < 1:
-            raise ValueError(f"data.block_size is {self.block_size}, must be at least 1")
-        if not 0 < self.train_split < 1:
-            raise ValueError(f"data.train_split is {self.train_split}, must be between 0 and 1, both excluded")
-        if self.truncate is not None and not 0 < self.truncate <= 1:
-            raise ValueError(f"data.truncate is {self.truncate}, must be null or above 0 and at most 1")
-
-
-def split(corpus: Corpus, config: DataConfig) -> tuple[np.ndarray, np.ndarray]:
+def train_val_split(corpus: Corpus, config: DataConfig) -> tuple[np.ndarray, np.ndarray]:
     """The training part and the validation part of the text: the first ones and the last ones of its tokens.
 
     Raises:
@@ -171,7 +146,7 @@ class ValidationDataset(Dataset):
         """B consecutive windows -> inputs and targets, (B, T), int64."""
         size = len(windows) * self.block_size
         text = self.tokens[windows.start * self.block_size : windows.stop * self.block_size + 1].astype(np.int64)
-        idx, targets = torch.zeros(size, dtype=torch.int64), torch.full((size,), IGNORE)
+        idx, targets = torch.zeros(size, dtype=torch.int64), torch.full((size,), IGNORE_INDEX)
         idx[: len(text) - 1] = torch.from_numpy(text[:-1])
         targets[: len(text) - 1] = torch.from_numpy(text[1:])
         return idx.view(-1, self.block_size), targets.view(-1, self.block_size)

@@ -16,11 +16,11 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from errors import UserError
-from main import Config, default_snapshot
-from pretrained import TRANSPOSED, Pretrained, load
-from screen import status_of
-from state import plain
+from mingpt.config import Config, config_to_dict
+from mingpt.config_parser import default_snapshot_path
+from mingpt.snapshot.pretrained import TRANSPOSED, Pretrained, load_pretrained
+from mingpt.utils.errors import UserError
+from mingpt.utils.progress import run_script
 
 
 def config_of(model: Pretrained) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def weights_of(model: Pretrained) -> dict[str, torch.Tensor]:
 def card_of(model: Pretrained, source: str, name: str) -> str:
     """README.md: what the model has learned from which text, with the command that trained it."""
     snapshot, shape = model.snapshot, model.shape
-    defaults = plain(Config())
+    defaults = config_to_dict(Config())
     changed = [
         f"--{section}.{key} {shlex.quote(json.dumps(value) if not isinstance(value, str) else value)}"
         for section, keys in snapshot["config"].items()
@@ -168,8 +168,8 @@ def run(argv: Sequence[str]) -> None:
     parser.add_argument("--snapshot", metavar="PATH", help=which)
     parser.add_argument("--out", metavar="FOLDER", required=True, help="folder to make; an empty one will do")
     asked = parser.parse_args(argv)
-    path = asked.snapshot or default_snapshot()
-    model = load(path, "--snapshot", lambda line: print(line, file=sys.stderr))
+    path = asked.snapshot or default_snapshot_path()
+    model = load_pretrained(path, "--snapshot", lambda line: print(line, file=sys.stderr))
     if not model.snapshot:
         raise UserError(f"--snapshot: {path} is an export already; copy the folder")
     export(model, path, Path(asked.out))
@@ -180,4 +180,4 @@ def run(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(status_of(run))
+    sys.exit(run_script(run))

@@ -7,7 +7,6 @@ B is sequences, T characters, C n_embd, H n_head and V vocab_size.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -15,49 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """The model's shape.
-
-    Args:
-        n_layer: transformer blocks
-        n_head: attention heads in each block; divides n_embd
-        n_embd: width: numbers that describe one character (C)
-        dropout: share of activations that is zeroed in training, 0 to below 1
-        bias: biases in linear layers and layer norms, as GPT-2 has them
-    """
-
-    n_layer: int = 4
-    n_head: int = 4
-    n_embd: int = 128
-    dropout: float = 0.0
-    bias: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("n_layer", "n_head", "n_embd"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"model.{name} is {getattr(self, name)}, must be at least 1")
-        if self.n_embd % self.n_head:
-            raise ValueError(f"model.n_embd is {self.n_embd}, must be divisible by model.n_head, {self.n_head}")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"model.dropout is {self.dropout}, must be at least 0 and below 1")
+from mingpt.config import GPTConfig
 
 
-@dataclass(frozen=True, kw_only=True)
-class GPTConfig(ModelConfig):
-    """The model's shape, with what the text decides.
-
-    Args:
-        vocab_size: distinct characters (V)
-        block_size: most characters that the model sees at once
-    """
-
-    vocab_size: int
-    block_size: int
-
-
-class Cache:
+class KVCache:
     """Keys and values of the characters a block has seen, so that generating one more need not compute them again.
 
     Args:
@@ -80,12 +40,12 @@ class Cache:
         return self.keys[:, :, : new.stop], self.values[:, :, : new.stop]
 
 
-def in_products(q: Tensor, dropout: float) -> bool:
+def use_bmm_attention(q: Tensor, dropout: float) -> bool:
     """Whether two batched products are faster than PyTorch's attention: on CPUs, with dropout or in bf16 (measured)."""
     return q.device.type == "cpu" and (dropout > 0 or (q.dtype == torch.bfloat16 and q.size(2) <= 512))
 
 
-def attention_in_products(q: Tensor, k: Tensor, v: Tensor, dropout: Dropout) -> Tensor:
+def bmm_attention(q: Tensor, k: Tensor, v: Tensor, dropout: Dropout) -> Tensor:
     """Causal attention, (B, H, T, C/H) each -> (B, H, T, C/H)."""
     B, H, T, D = q.shape
     q, k, v = (part.reshape(B * H, T, D) for part in (q, k, v))
@@ -116,7 +76,7 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.attn_dropout, self.resid_dropout = Dropout(config.dropout), Dropout(config.dropout)
 
-    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
         """(B, T, C) -> (B, T, C); with a cache that is not empty, T must be 1."""
         B, T, C = x.shape
         q, k, v = (
@@ -127,8 +87,8 @@ class CausalSelfAttention(nn.Module):
             causal = cache.seen == 0  # one character after all cached ones may see them all
             k, v = cache.extend(k, v)
         dropout = self.attn_dropout.p if self.training else 0.0
-        if causal and in_products(q, dropout):
-            y = attention_in_products(q, k, v, self.attn_dropout)
+        if causal and use_bmm_attention(q, dropout):
+            y = bmm_attention(q, k, v, self.attn_dropout)
         else:
             y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=causal)  # (B, H, T, C/H)
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))
@@ -174,7 +134,7 @@ class Block(nn.Module):
         self.ln_2 = LayerNorm(config.n_embd, bias=config.bias)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
         """(B, T, C) -> (B, T, C)"""
         if self.recompute == "none" or not torch.is_grad_enabled():
             return self._forward(x, cache)
@@ -182,7 +142,7 @@ class Block(nn.Module):
             return checkpoint(self._forward, x, use_reentrant=False)
         return checkpoint(self._forward, x, use_reentrant=False, context_fn=_keep_products)
 
-    def _forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+    def _forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
         x = x + self.attn(self.ln_1(x), cache)
         return x + self.mlp(self.ln_2(x))
 
@@ -223,7 +183,7 @@ class Transformer(nn.Module):
         if self.last:
             self.ln_f = LayerNorm(config.n_embd, bias=config.bias)
 
-    def forward(self, x: Tensor, caches: list[Cache] | None = None) -> Tensor:
+    def forward(self, x: Tensor, caches: list[KVCache] | None = None) -> Tensor:
         """(B, T) characters, behind the first stage (B, T, C) -> (B, T, C)"""
         if self.first:
             seen = caches[0].seen if caches else 0
@@ -262,7 +222,7 @@ class Stage(nn.Module):
         """The parts alike that hold nearly all weights: what is sharded, recomputed and compiled one by one."""
         return list(self.transformer.h.values())  # type: ignore[arg-type]
 
-    def forward(self, x: Tensor, caches: list[Cache] | None = None) -> Tensor:
+    def forward(self, x: Tensor, caches: list[KVCache] | None = None) -> Tensor:
         """What the stage before has made, (B, T, C), or (B, T) characters -> (B, T, C), or logits (B, T, V)."""
         x = self.transformer(x, caches)
         return F.linear(x, self.transformer.wte.weight) if self.transformer.last else x
@@ -275,7 +235,7 @@ class GPT(Stage):
         super().__init__(config, 0, 1)
 
     def forward(  # type: ignore[override]
-        self, idx: Tensor, targets: Tensor | None = None, caches: list[Cache] | None = None
+        self, idx: Tensor, targets: Tensor | None = None, caches: list[KVCache] | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Logits for the character after each position, and their mean loss in nats per character.
 

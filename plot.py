@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from errors import UserError
-from metrics import rows_of
-from screen import status_of
+from mingpt.utils.errors import UserError
+from mingpt.utils.metrics import read_metrics
+from mingpt.utils.progress import run_script
 
 # Colours of runs, far enough apart, and the nearest of a terminal's 256; grey is for what all runs share.
 COLORS = {
@@ -113,7 +113,7 @@ def read(folder: Path, name: str) -> Run:
         near = near or "main.py writes one into trainer.run_dir when training begins"
         raise UserError(f"there is no metrics.jsonl in {folder}, so it is no run folder; {near}")
     try:
-        rows, others = rows_of(file)
+        rows, others = read_metrics(file)
     except OSError as error:
         raise UserError(f"{file} can't be read: {error.strerror}") from error
     if others:
@@ -278,4 +278,4 @@ def run(argv: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
-    sys.exit(status_of(run))
+    sys.exit(run_script(run))

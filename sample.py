@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import torch
 
-from errors import UserError
-from generation import NONE, stream
-from main import default_snapshot
-from pretrained import Pretrained, load
-from screen import status_of
+from mingpt.config_parser import default_snapshot_path
+from mingpt.generation import NO_TOKEN, generate
+from mingpt.snapshot.pretrained import Pretrained, load_pretrained
+from mingpt.utils.errors import UserError
+from mingpt.utils.progress import run_script
 
 
 def options() -> argparse.ArgumentParser:
@@ -64,7 +64,7 @@ def write(pretrained: Pretrained, prompts: Sequence[str], asked: argparse.Namesp
     vocabulary = pretrained.vocabulary
     tokens = [torch.tensor([vocabulary.index(character) for character in prompt]) for prompt in prompts]
     generator = torch.Generator().manual_seed(asked.seed)
-    news = stream(
+    news = generate(
         pretrained.model(), tokens, asked.max_new_tokens, asked.temperature, asked.top_k, asked.top_p, generator
     )
     if len(prompts) == 1:
@@ -74,7 +74,7 @@ def write(pretrained: Pretrained, prompts: Sequence[str], asked: argparse.Namesp
         return
     texts = list(prompts)
     for new in news:
-        texts = [text + (vocabulary[n] if n != NONE else "") for text, n in zip(texts, new.tolist(), strict=True)]
+        texts = [text + (vocabulary[n] if n != NO_TOKEN else "") for text, n in zip(texts, new.tolist(), strict=True)]
     print("\n\n".join(texts))
 
 
@@ -90,8 +90,8 @@ def run(argv: Sequence[str]) -> None:
             raise UserError(f"--{name} is {value}, must be at least {lowest} and below 2**63")
     if asked.top_p is not None and not 0 < asked.top_p <= 1:
         raise UserError(f"--top_p is {asked.top_p}, must be above 0 and at most 1")
-    path = asked.snapshot or default_snapshot()
-    pretrained = load(path, "--snapshot", lambda line: print(line, file=sys.stderr))
+    path = asked.snapshot or default_snapshot_path()
+    pretrained = load_pretrained(path, "--snapshot", lambda line: print(line, file=sys.stderr))
     if not all(weight.isfinite().all() for weight in pretrained.weights.values()):
         raise UserError(f"--snapshot: {path} has weights that are not finite; take an older one")
     sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
@@ -99,4 +99,4 @@ def run(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(status_of(run))
+    sys.exit(run_script(run))

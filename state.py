@@ -8,31 +8,33 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
-import yaml
 from torch import Tensor
 
-from corpus import Corpus
-from distributed import World
-from errors import UserError
-from hardware import check_compiler, choose_precision, choose_threads, device_kind, memory_for_each, repeat_bits
-from keepers import elect_keepers, elect_snapshot
-from memory import check_memory, expected
-from model import GPT, GPTConfig, Stage
-from optimizer import learning_rate
-from pretrained import load, start_from
-from reduction import Tree
-from screen import Say
-from snapshot import NotPrunedError, SnapshotFolder
-from strategy import DDP, Strategy
-from writer import Writer, Written
+from mingpt.config import GPTConfig, config_to_dict
+from mingpt.corpus import Corpus
+from mingpt.distributed.process_group import DistributedContext
+from mingpt.optimizer import learning_rate
+from mingpt.parallel.data_parallel import DDP, Strategy
+from mingpt.parallel.memory import check_memory, estimate_memory
+from mingpt.parallel.tree_reduction import TreeReduction
+from mingpt.snapshot.async_writer import AsyncSnapshotWriter, SaveResult
+from mingpt.snapshot.manager import elect_writer_ranks, find_source_snapshot
+from mingpt.snapshot.pretrained import adapt_weights, load_pretrained
+from mingpt.snapshot.storage import PruneError, SnapshotStorage
+from mingpt.utils.device import (
+    check_compiler,
+    choose_precision,
+    choose_threads,
+    device_kind,
+    memory_per_rank,
+    set_deterministic,
+)
+from mingpt.utils.errors import UserError
+from mingpt.utils.progress import Say
+from model import GPT, Stage
 
 if TYPE_CHECKING:
-    from main import Config
-
-
-def plain(config: Any) -> dict[str, Any]:
-    """A configuration as plain dictionaries, lists, strings and numbers."""
-    return yaml.safe_load(yaml.safe_dump(asdict(config), sort_keys=False))
+    from mingpt.config import Config
 
 
 class TrainingState:
@@ -55,20 +57,20 @@ class TrainingState:
     def __init__(
         self,
         config: Config,
-        world: World,
+        context: DistributedContext,
         corpus: Corpus,
-        folder: SnapshotFolder,
+        folder: SnapshotStorage,
         example: tuple[Tensor, Tensor],
         say: Say,
     ) -> None:
-        self.config, self.world, self.corpus, self.folder = config, world, corpus, folder
-        self.plain_config, self.say = plain(config), say
-        self.writer = Writer(folder)
-        self.news: list[Written] = []
-        self.keepers = elect_keepers(world, folder)
-        snapshot, self.holder, has_newest = elect_snapshot(world, folder, self.keepers, say)
+        self.config, self.context, self.corpus, self.folder = config, context, corpus, folder
+        self.plain_config, self.say = config_to_dict(config), say
+        self.writer = AsyncSnapshotWriter(folder)
+        self.news: list[SaveResult] = []
+        self.writer_ranks = elect_writer_ranks(context, folder)
+        snapshot, self.holder, has_newest = find_source_snapshot(context, folder, self.writer_ranks, say)
         heavy = ("model", "optimizer")
-        header = world.broadcast({k: v for k, v in (snapshot or {}).items() if k not in heavy}, self.holder)
+        header = context.broadcast_object({k: v for k, v in (snapshot or {}).items() if k not in heavy}, self.holder)
         self.resumed: dict[str, Any] | None = header or None
         if header:
             check_fits(header, self.plain_config, corpus.vocabulary)
@@ -79,51 +81,59 @@ class TrainingState:
         vocab_size = len(corpus.vocabulary)
         shape = GPTConfig(**asdict(config.model), vocab_size=vocab_size, block_size=config.data.block_size)
         self.shape = shape
-        self.need = world.on_first(lambda: expected(config, shape, world.size, self.precision, world.device.type))
-        room = memory_for_each(world.device, world.local_size)
-        world.agree(lambda: check_memory(self.need, config, shape, world.size, self.precision, world.device.type, room))
+        self.need = context.run_on_rank0(
+            lambda: estimate_memory(config, shape, context.world_size, self.precision, context.device.type)
+        )
+        room = memory_per_rank(context.device, context.local_world_size)
+        context.raise_on_all_ranks(
+            lambda: check_memory(
+                self.need, config, shape, context.world_size, self.precision, context.device.type, room
+            )
+        )
         self.strategy = self._spread(example)
         self.reasons |= self.strategy.facts
         if header:
             weights, moments = (snapshot[key] for key in heavy) if snapshot else ({}, {})
             self.strategy.take(weights, moments, self.holder)
             self.strategy.scaler.load_state_dict(header["scaler"])
-            if any(world.gather(world.rank in self.keepers and not has_newest)):  # so that the holder may be lost
-                self._write(header["val_loss"], keep=world.rank in self.keepers and not has_newest)
+            if any(
+                context.all_gather_object(context.rank in self.writer_ranks and not has_newest)
+            ):  # so that the holder may be lost
+                self._write(header["val_loss"], keep=context.rank in self.writer_ranks and not has_newest)
         else:
-            weights = world.agree(lambda: self._first_weights(shape) if world.rank == 0 else {})
+            weights = context.raise_on_all_ranks(lambda: self._first_weights(shape) if context.rank == 0 else {})
             self.strategy.take(weights, {}, 0)
 
     def _choose(self, kept: dict[str, Any]) -> None:
-        knobs, world = self.config.trainer, self.world
+        knobs, context = self.config.trainer, self.context
         tree = self.config.distributed.reduction == "tree"
         # Threads decide the last bits, which only the same number of ranks can repeat, or the tree on one thread.
-        kept_threads = kept["threads"] if kept.get("world_size") == world.size else None
+        kept_threads = kept["threads"] if kept.get("world_size") == context.world_size else None
         threads, why_threads = (
-            (1, "reduction: tree") if tree else choose_threads(knobs.threads, world.local_size, kept_threads)
+            (1, "reduction: tree") if tree else choose_threads(knobs.threads, context.local_world_size, kept_threads)
         )
         torch.set_num_threads(threads)
-        self.precision, why = world.agree(
-            lambda: choose_precision(knobs.precision, world.device, kept.get("precision"))
+        self.precision, why = context.raise_on_all_ranks(
+            lambda: choose_precision(knobs.precision, context.device, kept.get("precision"))
         )
-        if self.config.distributed.cpu_offload and world.device.type != "cuda":
+        if self.config.distributed.cpu_offload and context.device.type != "cuda":
             raise UserError(
                 f"distributed.cpu_offload is true, which needs a GPU to offload from; here is "
-                f"{device_kind(world.device)}: set it to false"
+                f"{device_kind(context.device)}: set it to false"
             )
-        if world.device.type == "cuda" and tree and not knobs.deterministic:
+        if context.device.type == "cuda" and tree and not knobs.deterministic:
             raise UserError("trainer.deterministic is false, must be true with distributed.reduction tree on GPUs")
         if tree and self.precision == "fp16":
             raise UserError(
                 "trainer.precision is fp16, kept from the snapshot; with distributed.reduction tree set bf16 or fp32"
             )
         if knobs.deterministic:
-            repeat_bits(world.device)
+            set_deterministic(context.device)
         self.choices: dict[str, Any] = {
             "precision": self.precision,
             "threads": threads,
-            "world_size": world.size,
-            "hardware": device_kind(world.device),
+            "world_size": context.world_size,
+            "hardware": device_kind(context.device),
         }
         self.reasons = {"precision": f"{self.precision} ({why})", "threads": f"{threads} per rank ({why_threads})"}
         if knobs.compile:
@@ -136,24 +146,24 @@ class TrainingState:
         stages = self.config.distributed.pipeline_stages
         if stages == 1:
             model = self._model(lambda: GPT(self.shape))
-            return self._strategy(model, self.world, lambda strategy: strategy.loss(strategy.model, *example))
-        from pipeline import Pipeline, boundary, mesh  # noqa: PLC0415 - takes most of a second
+            return self._strategy(model, self.context, lambda strategy: strategy.loss(strategy.model, *example))
+        from mingpt.parallel.pipeline import PipelineParallel, mesh, stage_io  # noqa: PLC0415 - takes most of a second
 
-        replicas, replica, ends = mesh(self.world, stages)
-        received, _ = boundary(self.shape, 1, replica.rank, stages)
+        replicas, replica, ends = mesh(self.context, stages)
+        received, _ = stage_io(self.shape, 1, replica.rank, stages)
 
         def warm_up(strategy: Strategy) -> Tensor:
             with strategy.autocast():
-                return strategy.model(torch.zeros_like(received, device=self.world.device)).sum()
+                return strategy.model(torch.zeros_like(received, device=self.context.device)).sum()
 
         inner = self._strategy(self._model(lambda: Stage(self.shape, replica.rank, stages)), replicas, warm_up)
-        return Pipeline(inner, self.world, replica, ends, self.config, self.shape)
+        return PipelineParallel(inner, self.context, replica, ends, self.config, self.shape)
 
     def _model(self, make: Callable[[], Stage]) -> Stage:
         """On the meta device: no rank but one ever needs to hold all of it."""
         knobs = self.config.trainer
         if knobs.compile:
-            self.world.agree(lambda: check_compiler(self.world.device))
+            self.context.raise_on_all_ranks(lambda: check_compiler(self.context.device))
             torch._dynamo.config.optimize_ddp = False  # it cuts graphs at DDP's buckets; a block is a graph already
             torch._dynamo.config.recompile_limit = 64  # shares, short last batches and evaluation have their own shapes
         with torch.device("meta"):
@@ -164,20 +174,20 @@ class TrainingState:
                 block.forward = torch.compile(block.forward, dynamic=False)  # type: ignore[method-assign]
         return model
 
-    def _strategy(self, model: Stage, world: World, warm_up: Callable[[Strategy], Tensor]) -> Strategy:
+    def _strategy(self, model: Stage, context: DistributedContext, warm_up: Callable[[Strategy], Tensor]) -> Strategy:
         """What these ranks, which have the same model, hold of it and exchange."""
-        knobs, common = self.config.distributed, (model, world, self.config, self.precision)
+        knobs, common = self.config.distributed, (model, context, self.config, self.precision)
         if knobs.reduction == "tree":
-            return Tree(*common)
+            return TreeReduction(*common)
         if knobs.strategy in ("zero2", "fsdp"):
-            from sharding import FSDP  # noqa: PLC0415 - takes most of a second
+            from mingpt.parallel.sharded import FSDP  # noqa: PLC0415 - takes most of a second
 
             return FSDP(*common)
-        if world.size == 1:
+        if context.world_size == 1:
             return Strategy(*common)
         kind: type[DDP] = DDP
         if knobs.strategy == "zero1":
-            from sharding import ZeRO1  # noqa: PLC0415
+            from mingpt.parallel.sharded import ZeRO1  # noqa: PLC0415
 
             kind = ZeRO1
         return kind(*common, warm_up)
@@ -187,10 +197,10 @@ class TrainingState:
         path = self.config.trainer.init_from
         if path is None:
             return GPT(shape).state_dict()
-        old = load(path, "trainer.init_from", self.say)
+        old = load_pretrained(path, "trainer.init_from", self.say)
         new = set(self.corpus.vocabulary).difference(old.vocabulary)
         self.say(f"starting from the weights of {path}, with {len(new)} new characters {''.join(sorted(new))!r}")
-        return start_from(old, shape, self.corpus.vocabulary, path)
+        return adapt_weights(old, shape, self.corpus.vocabulary, path)
 
     def changes(self, last_step: int) -> Iterator[str]:
         """What the person watching should know of a run that goes on: from where, and what is other than before."""
@@ -217,26 +227,26 @@ class TrainingState:
         # Other ranks wait in a collective, which has a timeout; but the last save waits for as long as it takes.
         patience = self.config.distributed.timeout_seconds / 2
         ready = self.writer.wait(patience)
-        while last and not all(self.world.gather(ready)):
+        while last and not all(self.context.all_gather_object(ready)):
             ready = self.writer.wait(patience)
         if not ready:
             late = UserError(
                 f"trainer.snapshot_path: the snapshot before is still being written to {self.folder.path} after "
                 f"{patience:g} seconds; this one is left out: raise trainer.save_every if that happens often"
             )
-            self.news.append(Written(self.step, val_loss, late, self.best))
+            self.news.append(SaveResult(self.step, val_loss, late, self.best))
         self.news += self._written()
-        self._write(val_loss, keep=ready and self.world.rank in self.keepers)
+        self._write(val_loss, keep=ready and self.context.rank in self.writer_ranks)
 
-    def what_was_written(self) -> list[Written]:
+    def what_was_written(self) -> list[SaveResult]:
         """What has come of snapshots since it was last asked for."""
         told, self.news = self.news + self._written(), []
         return told
 
-    def _written(self) -> list[Written]:
-        news = self.writer.news()
+    def _written(self) -> list[SaveResult]:
+        news = self.writer.poll()
         for written in news:
-            if written.error is None or isinstance(written.error, NotPrunedError):
+            if written.error is None or isinstance(written.error, PruneError):
                 self.best = written.best
         return news
 

@@ -52,7 +52,16 @@ SMALL = {
 # Children start as forks of one server that has imported all once, and done what each would do first.
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(
-    ["torch", "torch._dynamo", "torch.utils.tensorboard", "main", "sample", "sharding", "pytest", "tests.warm"]
+    [
+        "torch",
+        "torch._dynamo",
+        "torch.utils.tensorboard",
+        "main",
+        "sample",
+        "mingpt.parallel.sharded",
+        "pytest",
+        "tests.warm",
+    ]
 )
 
 

@@ -21,12 +21,12 @@ sys.path.append(str(Path(__file__).parent.parent))  # a script has no pytest to 
 from conftest import arguments, ranks, told, write_text
 from tables import KINDS, LARGE, NO_DROPOUT, curves, deviation, losses, trainer
 
-from errors import UserError
-from hardware import device_kind
-from main import read_config
-from memory import Bytes
-from snapshot import SnapshotFolder
-from timeline import draw, steps, traces_of
+from benchmarks.pipeline_timeline import draw, steps, traces_of
+from mingpt.config_parser import read_config
+from mingpt.parallel.memory import MemoryUsage
+from mingpt.snapshot.storage import SnapshotStorage
+from mingpt.utils.device import device_kind
+from mingpt.utils.errors import UserError
 
 # Four blocks, and eight micro-batches in a batch: enough for two replicas of four stages.
 FOUR: dict[str, Any] = {"model__n_layer": 4, "trainer__batch_size": 8, "trainer__micro_batch_size": 1}
@@ -101,7 +101,7 @@ def resume(folder: Path, name: str) -> tuple[bool, list[float]]:
         shutil.copytree(folder / "saved" / "snapshots", run / "snapshots")
     knobs = on(stages, distributed__strategy=strategy)
     with trainer(*arguments(run, folder / "text.txt", **NO_DROPOUT, **knobs)) as made:
-        snapshot = SnapshotFolder(str(folder / "saved" / "snapshots"), keep=9).newest(print)
+        snapshot = SnapshotStorage(str(folder / "saved" / "snapshots"), keep=9).newest(print)
         assert snapshot is not None
         assert snapshot["step"] == made.state.step == 6
         back = {key: (weight, state) for key, weight, state in made.state.strategy.state()}
@@ -113,13 +113,17 @@ def resume(folder: Path, name: str) -> tuple[bool, list[float]]:
         return same, losses(made, 3)
 
 
-def memory_of(folder: Path, stages: int) -> tuple[Bytes, list[Bytes], list[int]]:
+def memory_of(folder: Path, stages: int) -> tuple[MemoryUsage, list[MemoryUsage], list[int]]:
     """For `ranks`: bytes by formula on the rank with most; on each, measured, and those of embeddings among them."""
     with trainer(*arguments(folder / f"memory-{stages}", folder / "text.txt", **(on(stages) | LARGE))) as made:
-        made._step()
+        made.train_step()
         strategy = made.state.strategy
         embeddings = sum(weight.nbytes for name, weight in strategy.parameters.items() if "transformer.w" in name)
-        return made.state.need, made.world.gather(made.held), made.world.gather(4 * embeddings)
+        return (
+            made.state.need,
+            made.context.all_gather_object(made.held),
+            made.context.all_gather_object(4 * embeddings),
+        )
 
 
 # As Markdown

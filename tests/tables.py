@@ -24,11 +24,11 @@ sys.path.append(str(Path(__file__).parent.parent))  # a script has no pytest to 
 
 from conftest import arguments, ranks, told, write_text
 
-from distributed import connect
-from hardware import device_kind
-from main import read_config
-from memory import Bytes
-from snapshot import SnapshotFolder
+from mingpt.config_parser import read_config
+from mingpt.distributed.process_group import init_distributed
+from mingpt.parallel.memory import MemoryUsage
+from mingpt.snapshot.storage import SnapshotStorage
+from mingpt.utils.device import device_kind
 from trainer import Trainer
 
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
@@ -41,13 +41,17 @@ KINDS = ("parameters", "gradients", "optimizer")
 def trainer(*argv: str, meeting: Any = "") -> Iterator[Trainer]:
     """A trainer in this process, one of those that `ranks` started; its words are swallowed."""
     config = read_config([*argv, "--distributed.init_method", f"{os.environ['TEST_INIT_METHOD']}-{meeting}"])
-    with connect(config.distributed) as world, redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        yield Trainer(config, world)
+    with (
+        init_distributed(config.distributed) as context,
+        redirect_stdout(io.StringIO()),
+        redirect_stderr(io.StringIO()),
+    ):
+        yield Trainer(config, context)
 
 
 def losses(made: Trainer, steps: int) -> list[float]:
     """The whole batch's mean loss in each of so many steps."""
-    return [made.state.strategy.mean(made._step()[0]).item() for _ in range(steps)]
+    return [made.state.strategy.mean(made.train_step()[0]).item() for _ in range(steps)]
 
 
 def curves(folder: Path, combinations: list[dict[str, Any]], steps: int) -> list[list[float]]:
@@ -107,7 +111,7 @@ def resume_each(folder: Path) -> dict[tuple[str, str], tuple[bool, list[float]]]
             shutil.copytree(folder / saved / "snapshots", run / "snapshots")
         argv = arguments(run, folder / "text.txt", distributed__strategy=resumed, **NO_DROPOUT)
         with trainer(*argv, meeting=run.name) as made:
-            snapshot = SnapshotFolder(str(folder / saved / "snapshots"), keep=9).newest(print)
+            snapshot = SnapshotStorage(str(folder / saved / "snapshots"), keep=9).newest(print)
             assert snapshot is not None
             same = []
             for name, weight, state in made.state.strategy.state():
@@ -118,7 +122,7 @@ def resume_each(folder: Path) -> dict[tuple[str, str], tuple[bool, list[float]]]
     return found
 
 
-def memory_of_each(folder: Path, optimizer: str = "adamw") -> dict[str, tuple[Bytes, list[Bytes]]]:
+def memory_of_each(folder: Path, optimizer: str = "adamw") -> dict[str, tuple[MemoryUsage, list[MemoryUsage]]]:
     """For `ranks`: for each strategy, bytes by formula on the rank with most, and measured on each."""
     found = {}
     for strategy in STRATEGIES:
@@ -126,8 +130,8 @@ def memory_of_each(folder: Path, optimizer: str = "adamw") -> dict[str, tuple[By
         knobs = {"trainer__batch_size": 4, "distributed__strategy": strategy, "optimizer__name": optimizer}
         argv = arguments(run, folder / "text.txt", **knobs, **LARGE)
         with trainer(*argv, meeting=strategy) as made:
-            made._step()
-            found[strategy] = made.state.need, made.world.gather(made.held)
+            made.train_step()
+            found[strategy] = made.state.need, made.context.all_gather_object(made.held)
     return found
 
 

@@ -10,14 +10,13 @@ import pytest
 import torch
 from conftest import program
 
-import measurements
-import measuring
 from bench import rows, run
-from distributed import World
-from launchers import Place
-from measurements import IN_A_GROUP, MEASUREMENTS
-from measuring import Bench, Row, Shape, SkippedError, row
-from screen import status_of
+from benchmarks import cases, harness
+from benchmarks.cases import CASES, MULTI_RANK_CASES
+from benchmarks.harness import Bench, Row, Shape, SkippedError, row
+from mingpt.distributed.launch_environment import RankInfo
+from mingpt.distributed.process_group import DistributedContext
+from mingpt.utils.progress import run_script
 
 TINY = (
     "--model.n_embd",
@@ -86,7 +85,7 @@ def bench(tmp_path: Path, one_thread: None) -> Bench:
     """A bench of tiny shapes, a short text and one pair, with clones of both others."""
     (tmp_path / "model.py").write_text(MODEL)
     (tmp_path / "char_dataset.py").write_text(DATASET)
-    made = Bench(World(Place()), tmp_path, TINY, tmp_path, tmp_path, pairs=1, patience=0.0)
+    made = Bench(DistributedContext(RankInfo()), tmp_path, TINY, tmp_path, tmp_path, pairs=1, patience=0.0)
     made.text.write_text(made.text.read_text()[:50_000])
     return made
 
@@ -105,8 +104,8 @@ def bench(tmp_path: Path, one_thread: None) -> Bench:
     ],
 )
 def test_a_measurement_of_one_process_gives_rows(bench: Bench, name: str, count: int, monkeypatch) -> None:
-    monkeypatch.setattr(measurements, "has_bf16", lambda device: (False, "for this test"))
-    monkeypatch.setattr(Bench, "mode", measuring.WITH_BF16)  # without, it compiles
+    monkeypatch.setattr(cases, "has_bf16", lambda device: (False, "for this test"))
+    monkeypatch.setattr(Bench, "mode", harness.WITH_BF16)  # without, it compiles
     found = list(rows(name, bench))
     assert len(found) == count
     for each in found:
@@ -135,7 +134,7 @@ def test_start_is_in_seconds(bench: Bench) -> None:
 )
 def test_what_cannot_be_measured_says_why(bench: Bench, name: str, why: str, monkeypatch) -> None:
     bench.nanogpt = bench.tutorial = None
-    monkeypatch.setattr(measuring, "cores", lambda: 1)
+    monkeypatch.setattr(harness, "cores", lambda: 1)
     monkeypatch.setenv("CXX", "no-such-compiler")
     [found] = rows(name, bench)
     assert found.figure.startswith("skipped: ")
@@ -144,9 +143,9 @@ def test_what_cannot_be_measured_says_why(bench: Bench, name: str, why: str, mon
 
 
 def test_several_ranks_make_only_the_measurements_of_groups(bench: Bench) -> None:
-    bench.world.size = 2
-    for name in MEASUREMENTS:
-        if name not in IN_A_GROUP:
+    bench.context.world_size = 2
+    for name in CASES:
+        if name not in MULTI_RANK_CASES:
             [found] = rows(name, bench)
             assert found.figure.startswith("skipped: "), name
 
@@ -171,9 +170,9 @@ def test_json_rows_parse(capsys, monkeypatch) -> None:
         yield row("one", [1.0, 2.0], least=1.0)
         raise SkippedError("a reason")
 
-    monkeypatch.setitem(MEASUREMENTS, "start", measured)
+    monkeypatch.setitem(CASES, "start", measured)
     monkeypatch.setattr("sys.argv", ["bench.py", "--json", "start", *TINY])
-    assert status_of(run) == 0
+    assert run_script(run) == 0
     made, skipped = map(json.loads, capsys.readouterr().out.splitlines())
     assert (made["figure"], made["smallest"], made["largest"], made["met"]) == (1.5, 1.0, 2.0, True)
     assert made["command"].startswith("python bench.py start --data.block_size 16 --model.n_layer 1")
@@ -182,7 +181,7 @@ def test_json_rows_parse(capsys, monkeypatch) -> None:
 
 def test_the_table_names_the_machine_and_the_command(capsys, monkeypatch) -> None:
     monkeypatch.setattr("sys.argv", ["bench.py", "nanogpt"])
-    assert status_of(run) == 0
+    assert run_script(run) == 0
     heading, _, header, line, skipped = capsys.readouterr().out.splitlines()
     assert heading.startswith("## ")
     assert f"PyTorch {torch.__version__}" in heading
@@ -203,7 +202,7 @@ def test_the_table_names_the_machine_and_the_command(capsys, monkeypatch) -> Non
 )
 def test_a_mistake_is_one_message(words: tuple[str, ...], said: str, capsys, monkeypatch) -> None:
     monkeypatch.setattr("sys.argv", ["bench.py", *words])
-    assert status_of(run) == 2
+    assert run_script(run) == 2
     printed = capsys.readouterr()
     assert printed.err.startswith(said)
     assert printed.err.count("\n") == 1

@@ -9,25 +9,26 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from char_dataset import IGNORE, CharDataset, DataConfig, ValidationDataset, hash64, permute, split
-from corpus import Corpus, encode_corpus
-from errors import UserError
+from char_dataset import IGNORE_INDEX, CharDataset, ValidationDataset, hash64, permute, train_val_split
+from mingpt.config import DataConfig
+from mingpt.corpus import Corpus, encode_corpus
+from mingpt.utils.errors import UserError
 
 
 def test_a_text_too_short_for_a_window_in_either_split(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("x" * 100)
     corpus = encode_corpus(str(tmp_path / "text.txt"), tmp_path / "cache")
-    split(corpus, DataConfig(block_size=9, train_split=0.9))
+    train_val_split(corpus, DataConfig(block_size=9, train_split=0.9))
     with pytest.raises(UserError, match=r"validation part .* has 10 characters"):
-        split(corpus, DataConfig(block_size=10, train_split=0.9))
+        train_val_split(corpus, DataConfig(block_size=10, train_split=0.9))
     with pytest.raises(UserError, match=r"training part .* has 9 characters"):
-        split(corpus, DataConfig(block_size=9, train_split=0.09))
+        train_val_split(corpus, DataConfig(block_size=9, train_split=0.09))
 
 
 def test_truncate_uses_the_start_of_the_text_and_the_vocabulary_of_all(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("a" * 900 + "z" * 100)
     corpus = encode_corpus(str(tmp_path / "text.txt"), tmp_path / "cache")
-    training, validation = split(corpus, DataConfig(block_size=4, truncate=0.5))
+    training, validation = train_val_split(corpus, DataConfig(block_size=4, truncate=0.5))
     assert (len(training), len(validation)) == (450, 50)
     assert corpus.vocabulary == "az"
 
@@ -108,7 +109,7 @@ def test_a_dataloader_serves_the_same_windows() -> None:
 
 
 def test_no_training_window_holds_validation_text() -> None:
-    training, validation = split(
+    training, validation = train_val_split(
         Corpus("", np.concatenate([np.zeros(900, np.uint8), np.ones(100, np.uint8)]), ""),
         DataConfig(block_size=16),
     )
@@ -122,6 +123,6 @@ def test_validation_covers_each_character_once() -> None:
     data = ValidationDataset(np.arange(30, dtype=np.uint8), block_size=8)
     idx, targets = data[range(len(data))]
     assert idx.shape == targets.shape == (4, 8)
-    assert targets[targets != IGNORE].tolist() == list(range(1, 30))
+    assert targets[targets != IGNORE_INDEX].tolist() == list(range(1, 30))
     assert data.count(range(len(data))) == 29
     assert [data.count(range(i, i + 1)) for i in range(4)] == [8, 8, 8, 5]

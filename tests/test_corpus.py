@@ -15,9 +15,9 @@ import pytest
 from conftest import ROOT, environment
 from fsspec.implementations.memory import MemoryFileSystem
 
-import corpus
-from corpus import Corpus, encode_corpus
-from errors import UserError
+from mingpt import corpus
+from mingpt.corpus import Corpus, encode_corpus
+from mingpt.utils.errors import UserError
 
 
 def decoded(corpus: Corpus) -> str:

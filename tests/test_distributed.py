@@ -19,23 +19,24 @@ import torch.distributed as dist
 from conftest import arguments, free_port, ranks, train
 
 import main
-from distributed import DistributedConfig, World, connect
-from errors import UserError
-from launchers import Place
-from peers import meet, this_start
+from mingpt.config import DistributedConfig
+from mingpt.distributed.health import generation_store, rendezvous
+from mingpt.distributed.launch_environment import RankInfo
+from mingpt.distributed.process_group import DistributedContext, init_distributed
+from mingpt.utils.errors import UserError
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 @pytest.mark.parametrize("count", [1, 7, 8, 100])
 def test_shares_cover_the_batch_and_differ_by_at_most_one(size: int, count: int) -> None:
-    world = World(Place())
+    context = DistributedContext(RankInfo())
     shares = []
     for rank in range(size):
-        world.rank, world.size = rank, size
-        shares.append(world.share(1000, count))
+        context.rank, context.world_size = rank, size
+        shares.append(context.shard_range(1000, count))
     assert [number for share in shares for number in share] == list(range(1000, 1000 + count))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
-    assert max(map(len, shares)) == world.largest_share(count)
+    assert max(map(len, shares)) == context.max_shard_size(count)
 
 
 def test_agreement_between_real_ranks(tmp_path: Path) -> None:
@@ -53,20 +54,23 @@ def test_agreement_between_real_ranks(tmp_path: Path) -> None:
 
 def _agree(folder: Path) -> dict[str, Any]:
     config = DistributedConfig(init_method=os.environ["TEST_INIT_METHOD"], timeout_seconds=60)
-    with connect(config) as world:
-        facts: dict[str, Any] = {"gathered": world.gather(world.rank * 10)}
+    with init_distributed(config) as context:
+        facts: dict[str, Any] = {"gathered": context.all_gather_object(context.rank * 10)}
         for name, action in (
-            ("said", lambda: world.agree(lambda: _fail("disk full") if world.rank == 1 else 1)),
-            ("differs", lambda: world.check_same({"same": 1, "key": "b" if world.rank == 2 else "a"})),
+            ("said", lambda: context.raise_on_all_ranks(lambda: _fail("disk full") if context.rank == 1 else 1)),
+            ("differs", lambda: context.check_equal({"same": 1, "key": "b" if context.rank == 2 else "a"})),
         ):
             try:
                 action()
             except UserError as error:
                 facts[name] = str(error)
-        facts["from first"] = world.on_first(lambda: f"made by {world.rank}")
-        facts["votes"] = [world.vote(0, world.rank)(), world.vote(15 if world.rank == 2 else 0)()]
-        world.per_file_system(
-            lambda: None if list(folder.glob("built-*")) else (folder / f"built-{world.rank}").touch()
+        facts["from first"] = context.run_on_rank0(lambda: f"made by {context.rank}")
+        facts["votes"] = [
+            context.all_reduce_max_async(0, context.rank)(),
+            context.all_reduce_max_async(15 if context.rank == 2 else 0)(),
+        ]
+        context.local_rank0_first(
+            lambda: None if list(folder.glob("built-*")) else (folder / f"built-{context.rank}").touch()
         )
     assert not dist.is_initialized()
     return facts
@@ -82,7 +86,7 @@ def test_the_group_is_taken_down_after_an_error(tmp_path: Path) -> None:
 
 def _fail_inside() -> bool:
     config = DistributedConfig(init_method=os.environ["TEST_INIT_METHOD"], timeout_seconds=60)
-    with pytest.raises(RuntimeError, match="any"), connect(config):
+    with pytest.raises(RuntimeError, match="any"), init_distributed(config):
         raise RuntimeError("any")
     return dist.is_initialized()
 
@@ -148,7 +152,7 @@ def test_generations_do_not_meet_the_dead(lasting: str) -> None:
         stores: dict[int, dist.Store] = {}
 
         def come(rank: int, size: int = size, stores: dict = stores) -> None:
-            stores[rank] = meet(lasting, rank, size, timedelta(seconds=30))
+            stores[rank] = rendezvous(lasting, rank, size, timedelta(seconds=30))
 
         threads = [threading.Thread(target=come, args=(rank,)) for rank in reversed(range(size))]
         for thread in threads:
@@ -164,7 +168,7 @@ def test_a_generation_that_stays_incomplete_gives_up() -> None:
     server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     server.set("greeting/1", "left by the dead")
     with pytest.raises(TimeoutError, match="not all 2 ranks"):
-        this_start(server, 0, 2, timedelta(seconds=0.5))
+        generation_store(server, 0, 2, timedelta(seconds=0.5))
 
 
 def test_a_run_is_refused_when_ranks_outnumber_sequences(text: Path, tmp_path: Path) -> None:
@@ -186,15 +190,15 @@ def test_a_rank_takes_the_gpu_that_it_was_dealt(visible: list[str], taken: list[
 def _take(visible: list[str]) -> str:
     config = DistributedConfig(backend="gloo", init_method=os.environ["TEST_INIT_METHOD"], timeout_seconds=60)
     mine = visible[int(os.environ["RANK"])]
-    with connect(config) as world:
+    with init_distributed(config) as context:
         torch.cuda.is_available = lambda: True
         torch.cuda.device_count = lambda: len(mine)
         torch.cuda.get_device_properties = lambda number: SimpleNamespace(uuid=mine[number])  # type: ignore[assignment]
         torch.cuda.set_device = lambda device: None
         try:
-            world.take_device("auto")
+            context.init_device("auto")
         except UserError as error:
             return str(error)
         finally:
             torch.cuda.is_available = lambda: False
-        return str(world.device)
+        return str(context.device)

@@ -10,10 +10,11 @@ import torch
 from conftest import arguments, program, ranks, train
 from test_training import assert_same_bits, curve, newest, rows
 
-from evaluation import SAMPLE
-from generation import stream
-from metrics import Metrics
-from model import GPT, GPTConfig
+from mingpt.config import GPTConfig
+from mingpt.evaluation import SAMPLE_LENGTH
+from mingpt.generation import generate
+from mingpt.utils.metrics import Metrics
+from model import GPT
 
 
 def samples(run: Path) -> list[tuple[int, str]]:
@@ -39,7 +40,7 @@ def test_a_sample_is_what_the_snapshot_writes(text: Path, tmp_path: Path) -> Non
     model.load_state_dict(snapshot["model"])
     generator = torch.Generator().manual_seed(1)
     start = torch.zeros(1, dtype=torch.long)
-    again = stream(model, [start], SAMPLE, temperature=0.8, generator=generator)
+    again = generate(model, [start], SAMPLE_LENGTH, temperature=0.8, generator=generator)
     assert (step, written) == (12, "".join(vocabulary[int(token)] for token in again))
 
 
@@ -65,7 +66,7 @@ def test_samples_of_compiled_blocks_and_of_sharded_ones_in_bf16(knobs: dict, tex
     done = program("main.py", *argv, "--trainer.batch_size", "2", TORCH_LOGS="recompiles")
     assert done.returncode == 0, done.stderr
     assert "cache" not in done.stderr  # as guards would name what differs
-    assert [len(written) for _, written in samples(tmp_path / "run")] == [SAMPLE, SAMPLE]
+    assert [len(written) for _, written in samples(tmp_path / "run")] == [SAMPLE_LENGTH, SAMPLE_LENGTH]
 
 
 def test_what_would_move_the_cursor_is_not_shown_but_recorded(tmp_path: Path, capsys) -> None:

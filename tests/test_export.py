@@ -16,11 +16,11 @@ from conftest import arguments, program, ranks, told, train, write_text
 from test_training import assert_same_bits, newest, rows
 
 from export import export, run
-from main import read_config
+from mingpt.config_parser import read_config
+from mingpt.snapshot.pretrained import Pretrained, load_pretrained
+from mingpt.snapshot.storage import SnapshotStorage, load_snapshot
+from mingpt.utils.progress import run_script
 from model import GPT
-from pretrained import Pretrained, load
-from screen import status_of
-from snapshot import SnapshotFolder, read
 
 CHARACTERS = 'figs ñandú—🙂"\\\t'
 
@@ -35,8 +35,8 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     text.write_text(text.read_text().replace("figs", CHARACTERS), encoding="utf-8")
     argv = arguments(folder / "run", text, trainer__max_steps=6, data__block_size=256, model__bias=request.param)
     assert ranks(1, train, *argv, tmp_path=folder) == [0]
-    snapshots = SnapshotFolder(str(folder / "run/snapshots"), keep=9)
-    snapshot = read(snapshots.file(6))
+    snapshots = SnapshotStorage(str(folder / "run/snapshots"), keep=9)
+    snapshot = load_snapshot(snapshots.file(6))
     torch.manual_seed(0)
     snapshot["model"] = {name: weight + 0.5 * torch.randn_like(weight) for name, weight in snapshot["model"].items()}
     snapshots.write(snapshot, None)
@@ -54,7 +54,7 @@ def exported(trained: Path) -> Path:
 
 
 def quietly(path: Path) -> Pretrained:
-    return load(str(path), "--snapshot", pytest.fail)
+    return load_pretrained(str(path), "--snapshot", pytest.fail)
 
 
 def test_what_comes_back_is_what_went_out(trained: Path, exported: Path) -> None:
@@ -75,7 +75,7 @@ def test_sample_writes_the_same_from_an_export(trained: Path, exported: Path) ->
 def test_the_model_card_tells_text_loss_and_command(
     trained: Path, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    card, snapshot = (exported / "README.md").read_text(), read(str(trained / "snapshots/step_00000006.pt"))
+    card, snapshot = (exported / "README.md").read_text(), load_snapshot(str(trained / "snapshots/step_00000006.pt"))
     assert snapshot["text_sha256"] in card
     assert f"{snapshot['val_loss']:.4f} nats" in card
     [line] = [line for line in card.splitlines() if line.startswith("Trained by `python main.py ")]
@@ -236,7 +236,7 @@ def test_what_cannot_be_exported_is_said_and_nothing_written(
         return words
 
     monkeypatch.setattr(sys, "argv", ["export.py", "--snapshot", placed(snapshot), "--out", placed(out)])
-    assert status_of(run) == 2
+    assert run_script(run) == 2
     printed = capfd.readouterr()
     assert printed.out == ""
     [line] = printed.err.splitlines()

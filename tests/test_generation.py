@@ -10,7 +10,7 @@ import torch
 from test_model import T, V, characters, lively, small
 from torch import Tensor
 
-from generation import NONE, stream
+from mingpt.generation import NO_TOKEN, generate
 from model import GPT
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def written(model: GPT, idx: Tensor, number: int, **choice: Any) -> Tensor:
     """(B, T) prompts -> (B, number) new characters."""
-    return torch.stack(list(stream(model, list(idx), number, **choice)), 1)
+    return torch.stack(list(generate(model, list(idx), number, **choice)), 1)
 
 
 def recomputed(model: GPT, idx: Tensor, number: int) -> Tensor:
@@ -36,7 +36,7 @@ def test_cached_greedy_text_equals_recomputed_text_within_the_window_and_beyond(
     assert len(expected[:, prompt:].unique()) >= 3  # else the test would see little
     for choice in ({"temperature": 0}, {"top_k": 1}, {"top_p": 1e-9}):
         assert torch.equal(written(model, idx, 3 * T, **choice), expected[:, prompt:])
-    assert list(stream(model, list(idx), 0)) == []
+    assert list(generate(model, list(idx), 0)) == []
 
 
 def test_the_cache_saves_work_until_the_window_is_full() -> None:
@@ -92,8 +92,8 @@ def test_generating_with_dropout_is_the_same_as_without() -> None:
 def test_each_of_several_prompts_goes_on_as_it_would_alone(lengths: tuple[int, ...]) -> None:
     model, number = lively(), 2 * T
     prompts = [characters(length, seed=length + i) for i, length in enumerate(lengths)]
-    news = torch.stack(list(stream(model, prompts, number, temperature=0)), 1)
+    news = torch.stack(list(generate(model, prompts, number, temperature=0)), 1)
     for prompt, row in zip(prompts, news, strict=True):
         alone = recomputed(model, prompt[None], number)[0, len(prompt) :]
-        assert torch.equal(row[row != NONE], alone)
-        assert (row[row != NONE] >= 0).all()
+        assert torch.equal(row[row != NO_TOKEN], alone)
+        assert (row[row != NO_TOKEN] >= 0).all()

@@ -10,14 +10,27 @@ import pytest
 import torch
 from conftest import program
 
-import growth
-from distributed import World
-from growth import PANELS, SHAPES_HERE, Point, document, draw, fitted, gpt, of_shapes, said, snapshots, table, text
-from launchers import Place
-from main import read_config
-from measuring import SMALL, Bench
+from benchmarks import growth
+from benchmarks.cluster_model import Machine, plan
+from benchmarks.growth import (
+    PANELS,
+    SHAPES_HERE,
+    Point,
+    document,
+    draw,
+    fitted,
+    gpt,
+    measure_shapes,
+    snapshots,
+    table,
+    text,
+    with_predictions,
+)
+from benchmarks.harness import SMALL, Bench
+from mingpt.config_parser import read_config
+from mingpt.distributed.launch_environment import RankInfo
+from mingpt.distributed.process_group import DistributedContext
 from model import GPT
-from scaling import Machine, plan
 
 HERE = Machine("", flops=1e10, share=1.0, elementwise=3e-7, block=0.05, step=0.1, hides=0.0, reads=1e30)
 
@@ -25,7 +38,7 @@ HERE = Machine("", flops=1e10, share=1.0, elementwise=3e-7, block=0.05, step=0.1
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
     threads = torch.get_num_threads()
-    yield Bench(World(Place()), tmp_path, pairs=1, patience=0.0)
+    yield Bench(DistributedContext(RankInfo()), tmp_path, pairs=1, patience=0.0)
     torch.set_num_threads(threads)
 
 
@@ -54,7 +67,7 @@ def test_constants_come_back_from_steps_that_follow_the_arithmetic(points: list[
     assert found.elementwise == pytest.approx(HERE.elementwise / base, rel=1e-3)
     assert found.block == pytest.approx(HERE.block / base, rel=1e-3)
     assert found.step == pytest.approx(HERE.step / base, rel=1e-3)
-    steps = [point for point in said(points) if point.panel in SHAPES_HERE]
+    steps = [point for point in with_predictions(points) if point.panel in SHAPES_HERE]
     assert len(steps) == sum(map(len, SHAPES_HERE.values()))
     for point in steps:
         assert point.said == pytest.approx(point.figure, rel=1e-3)
@@ -62,19 +75,19 @@ def test_constants_come_back_from_steps_that_follow_the_arithmetic(points: list[
 
 def test_ranks_are_foretold_from_one_ranks_constants_and_the_links_speed(points: list[Point], monkeypatch) -> None:
     monkeypatch.setattr(growth, "cores", lambda: 2)
-    [point] = [point for point in said(points) if point.panel == "ranks"]
+    [point] = [point for point in with_predictions(points) if point.panel == "ranks"]
     base, megabytes = step(SMALL, HERE), 4 * sum(p.numel() for p in GPT(gpt(SMALL)).parameters()) / 1e6
     halves = step(growth.replace(SMALL, B=6), HERE) / base
     assert point.said == pytest.approx(halves + megabytes + 0.01, rel=0.02)
     monkeypatch.setattr(growth, "cores", lambda: 1)  # two ranks take turns
-    [crowded] = [point for point in said(points) if point.panel == "ranks"]
+    [crowded] = [point for point in with_predictions(points) if point.panel == "ranks"]
     assert crowded.said == pytest.approx(2 * halves + megabytes + 0.01, rel=0.02)
 
 
 def test_shapes_are_measured(bench: Bench, monkeypatch) -> None:
     tiny = growth.Shape(1, 2, 16, 16, 2)
     monkeypatch.setattr(growth, "SHAPES_HERE", {"width": [(16, tiny)], "depth": [(2, growth.replace(tiny, layers=2))]})
-    found = list(of_shapes(bench))
+    found = list(measure_shapes(bench))
     assert [(point.panel, point.x) for point in found] == [("width", 16), ("depth", 2)]
     assert all(0 < point.figure < 1 for point in found)
 
@@ -104,7 +117,7 @@ def test_a_text_that_finds_no_room_is_skipped_and_said(bench: Bench, monkeypatch
 
 @pytest.mark.slow
 def test_ranks_are_measured() -> None:
-    done = program("growth.py", "ranks", "--json")
+    done = program("-m", "benchmarks.growth", "ranks", "--json")
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert [each["x"] for each in found if each["panel"] == "ranks"] == [2, 3, 4]
@@ -115,15 +128,15 @@ def test_ranks_are_measured() -> None:
 def test_the_document_has_every_point_the_error_and_the_paper(points: list[Point], monkeypatch) -> None:
     monkeypatch.setattr(growth, "NUMBERS", (8,))
     monkeypatch.setattr(growth, "SHAPES", {"124M": growth.SHAPES["124M"]})
-    lines = "\n".join(document([*said(points)])).splitlines()
-    for line in table([*said(points)]):
+    lines = "\n".join(document([*with_predictions(points)])).splitlines()
+    for line in table([*with_predictions(points)]):
         assert line in lines
     assert "Off by 0% in the median of 12 fitted steps, by 0% at most." in lines
     assert sum(line.startswith("| 124M | 8 | ") for line in lines) == 2
 
 
 def test_what_is_drawn_is_a_picture(points: list[Point], tmp_path: Path) -> None:
-    draw([*said(points)], tmp_path / "growth.png")
+    draw([*with_predictions(points)], tmp_path / "growth.png")
     assert (tmp_path / "growth.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -136,8 +149,8 @@ def test_what_is_drawn_is_a_picture(points: list[Point], tmp_path: Path) -> None
         (("--out", "nowhere"), "--out: there is no folder nowhere"),
     ],
 )
-def test_a_mistake_is_one_message(words: tuple[str, ...], said: str, monkeypatch, capsys) -> None:
+def test_a_mistake_is_one_message(words: tuple[str, ...], with_predictions: str, monkeypatch, capsys) -> None:
     monkeypatch.setattr("sys.argv", ["growth.py", *words])
     with pytest.raises(SystemExit, match="2"):
         growth.main()
-    assert capsys.readouterr().err.strip().endswith(said)
+    assert capsys.readouterr().err.strip().endswith(with_predictions)

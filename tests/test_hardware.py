@@ -13,18 +13,18 @@ import pytest
 import torch
 from conftest import ranks
 
-from errors import UserError
-from hardware import (
+from mingpt.utils.device import (
     check_compiler,
     choose_device,
     choose_precision,
     choose_threads,
     device_name,
     has_bf16,
-    keep_freed_memory,
-    seed_random_numbers,
-    wants_gpu,
+    seed_device,
+    tune_malloc,
+    use_cuda,
 )
+from mingpt.utils.errors import UserError
 
 CPU, GPU, APPLE = torch.device("cpu"), torch.device("cuda", 0), torch.device("mps")
 Machine = Callable[..., None]
@@ -59,7 +59,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 def test_each_rank_of_a_gpu_machine_has_a_gpu_of_its_own(machine: Machine) -> None:
     machine(gpus=2)
     for backend in ("auto", "nccl"):
-        assert wants_gpu(backend)
+        assert use_cuda(backend)
         assert [choose_device(backend, rank, 2, 4) for rank in range(2)] == [torch.device("cuda", n) for n in range(2)]
 
 
@@ -73,19 +73,19 @@ def test_more_processes_than_gpus_are_refused(
 
 
 def test_nccl_without_a_gpu_is_refused(machine: Machine) -> None:
-    for ask in (lambda: wants_gpu("nccl"), lambda: choose_device("nccl", 0, 1, 1)):
+    for ask in (lambda: use_cuda("nccl"), lambda: choose_device("nccl", 0, 1, 1)):
         with pytest.raises(UserError, match=r"distributed\.backend is nccl.*no CUDA GPU"):
             ask()
 
 
 def test_gloo_means_the_cpu_even_where_there_are_gpus(machine: Machine) -> None:
     machine(gpus=1, apple=True)
-    assert not wants_gpu("gloo")
+    assert not use_cuda("gloo")
     assert choose_device("gloo", 3, 4, 4) == choose_device("gloo", 0, 1, 1) == CPU
 
 
 def test_without_a_gpu_auto_is_the_cpu(machine: Machine) -> None:
-    assert not wants_gpu("auto")
+    assert not use_cuda("auto")
     assert choose_device("auto", 1, 2, 2) == choose_device("auto", 0, 1, 1) == CPU
 
 
@@ -262,7 +262,7 @@ def test_freed_memory_is_used_again_without_asking_linux_for_pages(tmp_path: Pat
 def _faults(kept: bool) -> int:
     """How many pages a step asks for that uses what the steps before it freed."""
     if kept:
-        keep_freed_memory()
+        tune_malloc()
     for _ in range(10):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         made = [torch.ones(10_000_000) for _ in range(4)]
@@ -274,5 +274,5 @@ def test_a_seed_decides_the_devices_random_numbers_as_pytorchs_own_does() -> Non
     torch.manual_seed(7)
     expected = torch.rand(3)
     for seed, same in ((7, True), (2**64 - 1, False), (7, True)):
-        seed_random_numbers(torch.device("cpu"), seed)
+        seed_device(torch.device("cpu"), seed)
         assert torch.equal(torch.rand(3), expected) == same

@@ -14,7 +14,7 @@ import yaml
 from conftest import ROOT, arguments, environment, free_port
 from test_training import rows
 
-from main import read_config
+from mingpt.config_parser import read_config
 
 TEXT = (ROOT / "launch/kubernetes.yaml").read_text()
 GPU = TEXT.replace("## ", "")

@@ -16,8 +16,8 @@ import pytest
 from conftest import ROOT, arguments, environment, free_port, write_text
 
 import main
-from errors import UserError
-from launchers import Place, where_to_meet, who_am_i
+from mingpt.distributed.launch_environment import RankInfo, detect_launch_environment, resolve_init_method
+from mingpt.utils.errors import UserError
 
 MASTER = {"MASTER_ADDR": "gpu1", "MASTER_PORT": "29400"}
 HAND = {"RANK": "1", "WORLD_SIZE": "4"}
@@ -55,35 +55,38 @@ MEETING = "file:///run/ompi.12622/meeting-prterun-vm-12622@1"
 @pytest.mark.parametrize(
     ("env", "place"),
     [
-        ({}, Place()),
-        (MASTER, Place()),  # accelerate launch --cpu sets no more
-        ({"RANK": "0", "WORLD_SIZE": "1"}, Place()),
-        (HAND, Place(1, 4)),
-        (HAND | MASTER, Place(1, 4, init_method="env://")),
-        (HAND | {"MASTER_ADDR": "gpu1"}, Place(1, 4)),
-        (TORCHRUN, Place(2, 4, 0, 2, "env://")),
-        (DEEPSPEED, Place(1, 2, 1, None, "env://")),
-        (BATCH, Place()),
-        (BATCH | MASTER, Place()),
-        (STEP, Place(3, 5, 1, None, f"tcp://node01:{STEP_PORT}", ".meeting-4711.2.0")),
-        (STEP | {"SLURM_RESTART_COUNT": "1"}, Place(3, 5, 1, None, f"tcp://node01:{STEP_PORT}", ".meeting-4711.2.1")),
-        (STEP | MASTER, Place(3, 5, 1, None, "env://", ".meeting-4711.2.0")),
-        (STEP | MASTER | {"WORLD_SIZE": "5"}, Place(3, 5, 1, None, "env://", ".meeting-4711.2.0")),
+        ({}, RankInfo()),
+        (MASTER, RankInfo()),  # accelerate launch --cpu sets no more
+        ({"RANK": "0", "WORLD_SIZE": "1"}, RankInfo()),
+        (HAND, RankInfo(1, 4)),
+        (HAND | MASTER, RankInfo(1, 4, init_method="env://")),
+        (HAND | {"MASTER_ADDR": "gpu1"}, RankInfo(1, 4)),
+        (TORCHRUN, RankInfo(2, 4, 0, 2, "env://")),
+        (DEEPSPEED, RankInfo(1, 2, 1, None, "env://")),
+        (BATCH, RankInfo()),
+        (BATCH | MASTER, RankInfo()),
+        (STEP, RankInfo(3, 5, 1, None, f"tcp://node01:{STEP_PORT}", ".meeting-4711.2.0")),
+        (
+            STEP | {"SLURM_RESTART_COUNT": "1"},
+            RankInfo(3, 5, 1, None, f"tcp://node01:{STEP_PORT}", ".meeting-4711.2.1"),
+        ),
+        (STEP | MASTER, RankInfo(3, 5, 1, None, "env://", ".meeting-4711.2.0")),
+        (STEP | MASTER | {"WORLD_SIZE": "5"}, RankInfo(3, 5, 1, None, "env://", ".meeting-4711.2.0")),
         (
             STEP | {"SLURM_STEP_NUM_NODES": "1"},
-            Place(3, 5, 1, None, f"tcp://127.0.0.1:{STEP_PORT}", ".meeting-4711.2.0"),
+            RankInfo(3, 5, 1, None, f"tcp://127.0.0.1:{STEP_PORT}", ".meeting-4711.2.0"),
         ),
-        (STEP | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, Place()),
-        (STEP | TORCHRUN, Place(2, 4, 0, 2, "env://")),  # a launcher that srun has started on each machine
-        (STEP | MPIRUN, Place(1, 2, 1, 2, MEETING)),  # mpirun's daemons are a SLURM step, and its ranks inherit that
-        (MPIRUN, Place(1, 2, 1, 2, MEETING)),
-        (MPIRUN | MASTER, Place(1, 2, 1, 2, "env://")),
-        (MPIRUN | {"OMPI_COMM_WORLD_SIZE": "4"}, Place(1, 4, 1, 2)),  # on two machines
-        (BATCH | MPIRUN, Place(1, 2, 1, 2, MEETING)),
+        (STEP | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, RankInfo()),
+        (STEP | TORCHRUN, RankInfo(2, 4, 0, 2, "env://")),  # a launcher that srun has started on each machine
+        (STEP | MPIRUN, RankInfo(1, 2, 1, 2, MEETING)),  # mpirun's daemons are a SLURM step, and its ranks inherit that
+        (MPIRUN, RankInfo(1, 2, 1, 2, MEETING)),
+        (MPIRUN | MASTER, RankInfo(1, 2, 1, 2, "env://")),
+        (MPIRUN | {"OMPI_COMM_WORLD_SIZE": "4"}, RankInfo(1, 4, 1, 2)),  # on two machines
+        (BATCH | MPIRUN, RankInfo(1, 2, 1, 2, MEETING)),
     ],
 )
-def test_who_am_i(env: dict[str, str], place: Place) -> None:
-    assert who_am_i(env) == place
+def test_who_am_i(env: dict[str, str], place: RankInfo) -> None:
+    assert detect_launch_environment(env) == place
 
 
 @pytest.mark.parametrize(
@@ -99,13 +102,17 @@ def test_who_am_i(env: dict[str, str], place: Place) -> None:
     ],
 )
 def test_a_slurm_steps_first_machine(nodes: str, first: str) -> None:
-    assert who_am_i(STEP | {"SLURM_STEP_NODELIST": nodes}).init_method == f"tcp://{first}:{STEP_PORT}"
+    assert detect_launch_environment(STEP | {"SLURM_STEP_NODELIST": nodes}).init_method == f"tcp://{first}:{STEP_PORT}"
 
 
 def test_the_port_of_a_slurm_step() -> None:
     """Within what no system hands out by itself, and another one for each job and each step of a job."""
     ports = [
-        int(str(who_am_i(STEP | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}).init_method).split(":")[-1])
+        int(
+            str(
+                detect_launch_environment(STEP | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}).init_method
+            ).split(":")[-1]
+        )
         for job in range(999_990, 1_000_010)
         for step in range(10)
     ]
@@ -135,7 +142,7 @@ def test_the_port_of_a_slurm_step() -> None:
 )
 def test_half_an_environment_is_refused(env: dict[str, str], named: str) -> None:
     with pytest.raises(UserError, match=r"environment: .* from 0 to ") as refusal:
-        who_am_i(env)
+        detect_launch_environment(env)
     assert named in str(refusal.value)
 
 
@@ -157,27 +164,30 @@ def test_ranks_that_know_no_address_are_refused(
         monkeypatch.delenv(name, raising=False)
         if name in env:
             monkeypatch.setenv(name, env[name])
-    place = who_am_i(env)
+    place = detect_launch_environment(env)
     with pytest.raises(UserError, match=r"MASTER_ADDR.*MASTER_PORT.*distributed\.init_method") as refusal:
-        where_to_meet(place, None, str(tmp_path))
+        resolve_init_method(place, None, str(tmp_path))
     assert f"rank {place.rank} of {place.size}" in str(refusal.value)
     assert str(env.get("MASTER_ADDR")) in str(refusal.value)
-    assert where_to_meet(place, "tcp://gpu1:29400", str(tmp_path)) == "tcp://gpu1:29400"
+    assert resolve_init_method(place, "tcp://gpu1:29400", str(tmp_path)) == "tcp://gpu1:29400"
 
 
 def test_machines_without_an_address_meet_in_the_run_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     run_dir = tmp_path / "runs/mine"
-    assert where_to_meet(who_am_i(STEP | MASTER), None, str(run_dir)) == "env://"
+    assert resolve_init_method(detect_launch_environment(STEP | MASTER), None, str(run_dir)) == "env://"
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, port: [host])
-    assert where_to_meet(who_am_i(STEP), None, str(run_dir)) == f"tcp://node01:{STEP_PORT}"
+    assert resolve_init_method(detect_launch_environment(STEP), None, str(run_dir)) == f"tcp://node01:{STEP_PORT}"
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    assert where_to_meet(who_am_i(STEP), "tcp://gpu1:29400", str(run_dir)) == "tcp://gpu1:29400"
+    assert resolve_init_method(detect_launch_environment(STEP), "tcp://gpu1:29400", str(run_dir)) == "tcp://gpu1:29400"
     assert not run_dir.exists()
-    assert where_to_meet(who_am_i(STEP), None, str(run_dir)) == f"file://{run_dir}/.meeting-4711.2.0"
+    assert (
+        resolve_init_method(detect_launch_environment(STEP), None, str(run_dir))
+        == f"file://{run_dir}/.meeting-4711.2.0"
+    )
     assert run_dir.is_dir()
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"run_dir: .*file/below"):
-        where_to_meet(who_am_i(STEP), None, str(tmp_path / "file/below"))
+        resolve_init_method(detect_launch_environment(STEP), None, str(tmp_path / "file/below"))
 
 
 def unknown(host: str, port: None) -> list:

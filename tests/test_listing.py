@@ -11,7 +11,8 @@ import pytest
 import torch
 from conftest import arguments, program, ranks, train, write_text
 
-from snapshot import fingerprint, main
+from mingpt.snapshot.__main__ import main
+from mingpt.snapshot.storage import fingerprint
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def listed(path: Path) -> tuple[int, list[list[str]], str]:
 
 
 def test_a_run_folder_is_listed_by_step_with_bytes_and_validation_loss(trained: Path) -> None:
-    done = program("snapshot.py", str(trained / "run"))
+    done = program("-m", "mingpt.snapshot", str(trained / "run"))
     assert (done.returncode, done.stderr) == (0, "")
     header, first, last = [line.split() for line in done.stdout.splitlines()]
     assert header == ["step", "written", "bytes", "val_loss", "state", "weights", "optimizer"]

@@ -15,10 +15,9 @@ import yaml
 from conftest import arguments, program, ranks, train, write_text
 
 import main
-import run_folder
-from main import KEYS, SECTIONS, YAML, Config, read_config
-from model import ModelConfig
-from state import plain
+from mingpt.config import KEYS, SECTIONS, Config, ModelConfig, config_to_dict
+from mingpt.config_parser import DEFAULT_CONFIG, read_config
+from mingpt.utils import files as run_files
 
 
 @pytest.fixture
@@ -132,7 +131,7 @@ def test_print_config_prints_yaml_that_means_the_same(config_file: Path, capsys:
     printed = capsys.readouterr().out
     config_file.write_text(printed)
     assert read_config(["--config", str(config_file)]) == read_config(asked)
-    assert yaml.safe_load(printed) == plain(read_config(asked))
+    assert yaml.safe_load(printed) == config_to_dict(read_config(asked))
 
 
 def test_print_config_prints_keys_in_the_order_of_the_shipped_yaml(capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,11 +142,13 @@ def test_print_config_prints_keys_in_the_order_of_the_shipped_yaml(capsys: pytes
 
 
 def test_the_shipped_yaml_repeats_the_defaults() -> None:
-    assert yaml.safe_load(YAML.read_text()) == plain(Config())  # a plain loader, which takes 3e-3 for a string
+    assert yaml.safe_load(DEFAULT_CONFIG.read_text()) == config_to_dict(
+        Config()
+    )  # a config_to_dict loader, which takes 3e-3 for a string
 
 
 def test_the_shipped_yaml_explains_every_key() -> None:
-    lines = [line for line in YAML.read_text().splitlines() if re.match(r" +\w+:", line)]
+    lines = [line for line in DEFAULT_CONFIG.read_text().splitlines() if re.match(r" +\w+:", line)]
     assert len(lines) == len(KEYS)
     for line in lines:
         assert re.fullmatch(r"  \w+: \S.* # \S.{3,}", line), line
@@ -166,8 +167,8 @@ def test_help_explains_every_key_and_names_its_default(
         assert told, name
         assert len(told[1].split()) > 1, name
         section, key = name.split(".")
-        assert yaml.safe_load(told[2]) == plain(Config())[section][key]
-    assert set(SECTIONS) == set(plain(Config()))
+        assert yaml.safe_load(told[2]) == config_to_dict(Config())[section][key]
+    assert set(SECTIONS) == set(config_to_dict(Config()))
 
 
 @pytest.mark.parametrize("argv", [["--local_rank=1"], ["--local-rank", "1"], ["--local-rank=0"], ["--local_rank", "3"]])
@@ -178,7 +179,7 @@ def test_what_old_launchers_pass_is_ignored(argv: list[str]) -> None:
 def test_a_yaml_of_the_same_name_in_the_working_directory_is_not_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / YAML.name).write_text("model: {n_layer: 2}")
+    (tmp_path / DEFAULT_CONFIG.name).write_text("model: {n_layer: 2}")
     monkeypatch.chdir(tmp_path)
     assert read_config() == Config()
 
@@ -503,9 +504,9 @@ def test_a_run_folder_with_something_in_the_way(
 def test_a_run_folder_that_another_run_has(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_folder, "PATIENCE", 0.1)
+    monkeypatch.setattr(files, "PATIENCE", 0.1)
     (tmp_path / "run").mkdir()
-    run_folder.occupy(tmp_path / "run", run := type("Run", (), {})())
+    run_files.lock_run_dir(tmp_path / "run", run := type("Run", (), {})())
     message = refused(capsys, *arguments(tmp_path / "run", text))
     for words in ("trainer.run_dir", str(tmp_path / "run"), "wait for it, stop it, or set another"):
         assert words in message

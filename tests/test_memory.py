@@ -12,10 +12,11 @@ import pytest
 import torch
 from conftest import arguments, told
 
-from errors import UserError
-from main import Config, read_config
-from memory import Bytes, _of_stage, check_memory, expected, ran_out, size
-from model import GPT, GPTConfig, Stage, cross_entropy
+from mingpt.config import Config, GPTConfig
+from mingpt.config_parser import read_config
+from mingpt.parallel.memory import MemoryUsage, _of_stage, check_memory, estimate_memory, format_bytes, is_oom_error
+from mingpt.utils.errors import UserError
+from model import GPT, Stage, cross_entropy
 from trainer import Trainer
 
 SHAPE = GPTConfig(n_layer=3, n_head=2, n_embd=64, vocab_size=11, block_size=32)
@@ -25,8 +26,8 @@ def config(**changes: Any) -> Config:
     return read_config(arguments("run", "text.txt", **changes))
 
 
-def need(ranks: int, precision: str = "fp32", **changes: Any) -> Bytes:
-    return expected(config(**changes), SHAPE, ranks, precision, "cpu")
+def need(ranks: int, precision: str = "fp32", **changes: Any) -> MemoryUsage:
+    return estimate_memory(config(**changes), SHAPE, ranks, precision, "cpu")
 
 
 def test_parts_are_those_of_the_papers() -> None:
@@ -72,7 +73,7 @@ def test_activations_are_what_forward_keeps(precision: str, dropout: float) -> N
     for parameter in model.parameters():
         kept.pop(parameter.untyped_storage()._cdata, None)
     real = sum(storage.nbytes() for storage in kept.values())
-    told = expected(config(trainer__batch_size=5, trainer__micro_batch_size=None), shape, 1, precision, "cpu")
+    told = estimate_memory(config(trainer__batch_size=5, trainer__micro_batch_size=None), shape, 1, precision, "cpu")
     assert told.activations + told.whole == pytest.approx(real, rel=0.1 if dropout else 0.02)
     assert loss is not None
 
@@ -138,7 +139,7 @@ def test_what_does_not_fit_is_refused_with_the_cheapest_way_out(
     check_memory(wanted, config(**knobs), SHAPE, ranks, "fp32", "cpu", int(wanted.total))
     with pytest.raises(UserError, match=advice) as refused:
         check_memory(wanted, config(**knobs), SHAPE, ranks, "fp32", "cpu", int(room * wanted.total))
-    assert size(wanted.total) in str(refused.value)
+    assert format_bytes(wanted.total) in str(refused.value)
 
 
 def test_a_run_that_cannot_fit_ends_at_once(text: Any, tmp_path: Any) -> None:
@@ -169,10 +170,10 @@ def test_memory_that_runs_out_in_a_step_is_one_message(number: int, text: Path, 
 
 def _short_of_memory(rank: int, argv: list[str]) -> tuple[int, str, str]:
     """A rank may take 32 MiB more in its first step, which is less than a batch needs."""
-    step = Trainer._step
+    step = Trainer.train_step
 
     def short(trainer: Trainer) -> Any:
-        if trainer.world.rank != rank:
+        if trainer.context.rank != rank:
             return step(trainer)
         before = resource.getrlimit(resource.RLIMIT_AS)
         pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -182,10 +183,10 @@ def _short_of_memory(rank: int, argv: list[str]) -> tuple[int, str, str]:
         finally:
             resource.setrlimit(resource.RLIMIT_AS, before)
 
-    Trainer._step = short  # type: ignore[method-assign]
+    Trainer.train_step = short  # type: ignore[method-assign]
     return told(*argv)
 
 
 def test_cudas_own_error_counts_as_memory_that_ran_out_and_others_do_not() -> None:
-    assert ran_out(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
-    assert not ran_out(RuntimeError("shape '[2]' is invalid for input of size 3"))
+    assert is_oom_error(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
+    assert not is_oom_error(RuntimeError("shape '[2]' is invalid for input of size 3"))

@@ -19,7 +19,7 @@ from conftest import arguments, ranks, train, write_text
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_training import curve, rows
 
-from metrics import Metrics, rows_of
+from mingpt.utils.metrics import Metrics, read_metrics
 
 COLUMNS = 80
 
@@ -152,7 +152,7 @@ def test_rows_of_a_file_are_told_from_what_else_is_in_it(tmp_path: Path) -> None
     good = [{"event": "start", "step": 0, "time": 1.5}, {"event": "train", "step": 1, "loss": 0.1 + 0.2}]
     bad = ["null", "[]", "4", "abc", "", '{"step": 1}', '{"event": "train", "step": "1"}', "\0\0", '{"event": "tr']
     file.write_text("\n".join([json.dumps(good[0]), *bad, json.dumps(good[1]), '{"event": "train", "step": 2}']))
-    assert rows_of(file) == (good, len(bad))
+    assert read_metrics(file) == (good, len(bad))
     Metrics(tmp_path, step=1, last_step=2).close()  # goes on after them
     assert file.read_text() == "".join(json.dumps(row) + "\n" for row in good)
 

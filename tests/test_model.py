@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model import GPT, Cache, Dropout, GPTConfig, ModelConfig, Stage, attention_in_products, in_products
-from optimizer import OptimizerConfig, build_optimizer, learning_rate
+from mingpt.config import GPTConfig, ModelConfig, OptimizerConfig
+from mingpt.optimizer import build_optimizer, learning_rate
+from model import GPT, Dropout, KVCache, Stage, bmm_attention, use_bmm_attention
 
 V, T = 11, 8
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -202,7 +203,7 @@ def test_stages_are_the_model_in_pieces(stages: int) -> None:
     blocks = [len(piece.blocks) for piece in pieces]
     assert max(blocks) - min(blocks) <= 1
     with torch.no_grad():
-        caches = [[Cache(8) for _ in piece.blocks] for piece in pieces]
+        caches = [[KVCache(8) for _ in piece.blocks] for piece in pieces]
         for part in idx.split([6, 1, 1], 1):
             x = part
             for piece, its in zip(pieces, caches, strict=True):
@@ -280,7 +281,7 @@ def test_attention_in_products_is_pytorchs_attention() -> None:
     q, k, v = torch.randn(3, 2, 3, 70, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).unbind()
     parts = [part.requires_grad_() for part in (q, k, v)]
     theirs = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    ours = attention_in_products(q, k, v, Dropout(0.0))
+    ours = bmm_attention(q, k, v, Dropout(0.0))
     weight = torch.rand_like(theirs)
     for one, other in zip(
         (theirs, *torch.autograd.grad((theirs * weight).sum(), parts)),
@@ -294,11 +295,11 @@ def test_which_attention_is_a_rule_on_device_precision_window_and_dropout() -> N
     def q(T: int, dtype: torch.dtype, device: str = "cpu") -> Tensor:
         return torch.empty(1, 1, T, 8, dtype=dtype, device=device)
 
-    assert in_products(q(512, torch.bfloat16), dropout=0.0)
-    assert in_products(q(2048, torch.float32), dropout=0.1)
-    assert not in_products(q(513, torch.bfloat16), dropout=0.0)
-    assert not in_products(q(64, torch.float32), dropout=0.0)
-    assert not in_products(q(64, torch.bfloat16, "meta"), dropout=0.1)
+    assert use_bmm_attention(q(512, torch.bfloat16), dropout=0.0)
+    assert use_bmm_attention(q(2048, torch.float32), dropout=0.1)
+    assert not use_bmm_attention(q(513, torch.bfloat16), dropout=0.0)
+    assert not use_bmm_attention(q(64, torch.float32), dropout=0.0)
+    assert not use_bmm_attention(q(64, torch.bfloat16, "meta"), dropout=0.1)
 
 
 def test_in_bf16_no_later_character_is_seen_either() -> None:
@@ -311,7 +312,7 @@ def test_in_bf16_no_later_character_is_seen_either() -> None:
 
 def test_logits_from_a_cache_equal_those_of_one_pass() -> None:
     model, idx = lively(), characters(3, T)
-    caches = [Cache(T), Cache(T)]
+    caches = [KVCache(T), KVCache(T)]
     parts = [model(part, caches=caches)[0] for part in idx.split([3, 1, 1, 1, 1, 1], 1)]
     assert torch.allclose(torch.cat(parts, 1), model(idx)[0], rtol=0, atol=1e-10)
     assert [cache.seen for cache in caches] == [T, T]

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from optimizer import OptimizerConfig, build_optimizer, learning_rate, orthogonal
+from mingpt.config import OptimizerConfig
+from mingpt.optimizer import build_optimizer, learning_rate, newton_schulz
 
 # The learning rate.
 
@@ -195,7 +196,7 @@ def test_muon_moves_the_blocks_matrices_and_adamw_all_else_as_pytorchs_do_alone(
 @pytest.mark.parametrize("sizes", [(3, 8, 20), (3, 20, 8), (1, 8, 8), (0, 8, 8)])
 def test_orthogonal_keeps_singular_vectors_and_brings_values_near_1(sizes: tuple[int, ...]) -> None:
     gradients = torch.randn(sizes, generator=torch.Generator().manual_seed(0)) * 1e-3
-    found = orthogonal(gradients, torch.float32, torch.empty(sizes[1:]))
+    found = newton_schulz(gradients, torch.float32, torch.empty(sizes[1:]))
     left, values, right = torch.linalg.svd(gradients.double(), full_matrices=False)
     values = values / values.norm(dim=1, keepdim=True)
     for _ in range(5):
@@ -204,12 +205,12 @@ def test_orthogonal_keeps_singular_vectors_and_brings_values_near_1(sizes: tuple
     assert ((values > 0.6) & (values < 1.3)).all()
     assert found.shape == sizes
     zeros = torch.zeros(1, 4, 5)
-    assert torch.equal(orthogonal(zeros, torch.float32, zeros[0]), zeros)
+    assert torch.equal(newton_schulz(zeros, torch.float32, zeros[0]), zeros)
 
 
 def test_a_part_of_a_matrix_is_refused() -> None:
     with pytest.raises(ValueError, match=r"a part, \(2, 5\), of \(4, 5\)"):
-        orthogonal(torch.zeros(1, 2, 5), torch.float32, torch.zeros(4, 5))
+        newton_schulz(torch.zeros(1, 2, 5), torch.float32, torch.zeros(4, 5))
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])

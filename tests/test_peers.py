@@ -13,9 +13,10 @@ import torch.distributed as dist
 from conftest import arguments, ranks, start, told
 from test_training import newest, rows, wait_for_step, workers
 
-from distributed import DistributedConfig, connect
-from errors import NoAnswerError, PeerError
-from peers import Peers
+from mingpt.config import DistributedConfig
+from mingpt.distributed.health import HealthMonitor
+from mingpt.distributed.process_group import init_distributed
+from mingpt.utils.errors import PeerError, StoreUnreachableError
 from trainer import Trainer
 
 TIMEOUT = 4
@@ -50,16 +51,16 @@ def test_a_rank_that_is_gone_is_named_by_all_others_in_time(
 
 def _without_one(where: str, victim: int, how: signal.Signals, argv: list[str]) -> tuple[int, str, float]:
     """The sixth step begins without the victim; returns status, stderr and the seconds from then on."""
-    step, began = Trainer._step, []
+    step, began = Trainer.train_step, []
 
     def alone(trainer: Trainer) -> Any:
         if trainer.state.step == 5:
             began.append(time.monotonic())
-            if trainer.world.rank == victim:
+            if trainer.context.rank == victim:
                 os.kill(os.getpid(), how)
         return step(trainer)
 
-    Trainer._step = alone  # type: ignore[method-assign]
+    Trainer.train_step = alone  # type: ignore[method-assign]
     os.environ["TEST_INIT_METHOD"] = where
     status, _, err = told(*argv)
     return status, err, time.monotonic() - began[0]
@@ -76,10 +77,10 @@ def test_a_rank_that_crashes_says_so_to_the_others(tmp_path: Path) -> None:
 def _crash() -> str:
     config = DistributedConfig(init_method=os.environ["TEST_INIT_METHOD"], timeout_seconds=20)
     try:
-        with connect(config) as world:
-            if world.rank == 1:
+        with init_distributed(config) as context:
+            if context.rank == 1:
                 raise ZeroDivisionError("on purpose")
-            world.gather(1)
+            context.all_gather_object(1)
     except (ZeroDivisionError, PeerError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
@@ -91,10 +92,10 @@ def test_waiting_for_a_word_outlasts_the_timeout_of_collectives(tmp_path: Path) 
 
 def _wait(seconds: int) -> dict[int, str]:
     config = DistributedConfig(init_method=os.environ["TEST_INIT_METHOD"], timeout_seconds=1)
-    with connect(config) as world:
-        if world.rank == 1:
+    with init_distributed(config) as context:
+        if context.rank == 1:
             time.sleep(seconds)
-        return world.wait_for([1], "done" if world.rank == 1 else "")
+        return context.exchange_messages([1], "done" if context.rank == 1 else "")
 
 
 def test_waiting_for_the_word_of_a_dead_rank_ends(tmp_path: Path) -> None:
@@ -103,24 +104,26 @@ def test_waiting_for_the_word_of_a_dead_rank_ends(tmp_path: Path) -> None:
 
 def _wait_in_vain() -> str:
     config = DistributedConfig(init_method=os.environ["TEST_INIT_METHOD"], timeout_seconds=30)
-    with connect(config) as world:
-        if world.rank == 1:
-            world.peers.leave()  # type: ignore[union-attr]  # its heart stops; the process lives
-            world.gather(0)
+    with init_distributed(config) as context:
+        if context.rank == 1:
+            context.peers.leave()  # type: ignore[union-attr]  # its heart stops; the process lives
+            context.all_gather_object(0)
             return ""
         try:
-            world.wait_for([1], "")
+            context.exchange_messages([1], "")
         except PeerError as error:
             words = str(error)
-        world.gather(0)
+        context.all_gather_object(0)
         return words
 
 
 def test_a_store_that_is_gone_is_named() -> None:
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    peers = Peers(dist.TCPStore("localhost", store.port, is_master=False), 1, 2, "rank 0")
+    peers = HealthMonitor(dist.TCPStore("localhost", store.port, is_master=False), 1, 2, "rank 0")
     del store
-    with pytest.raises(NoAnswerError, match=r"^rank 0, where ranks meet, is gone, stopped or cut off from rank 1 \("):
+    with pytest.raises(
+        StoreUnreachableError, match=r"^rank 0, where ranks meet, is gone, stopped or cut off from rank 1 \("
+    ):
         peers.exchange("word", [0])
     peers.leave()
 
@@ -137,14 +140,14 @@ def test_what_to_do_when_a_rank_is_gone(restarts: str | None, hint: str, text: P
 
 def _crash_in_step(restarts: str | None, argv: list[str]) -> tuple[int, str]:
     """The last rank's second step raises."""
-    step = Trainer._step
+    step = Trainer.train_step
 
     def crash(trainer: Trainer) -> Any:
-        if trainer.world.rank == 1 and trainer.state.step == 1:
+        if trainer.context.rank == 1 and trainer.state.step == 1:
             raise ZeroDivisionError("on purpose")
         return step(trainer)
 
-    Trainer._step = crash  # type: ignore[method-assign]
+    Trainer.train_step = crash  # type: ignore[method-assign]
     if restarts is not None:  # as torchrun tells its workers
         os.environ["TORCHELASTIC_MAX_RESTARTS"] = restarts
     try:

@@ -19,7 +19,7 @@ from stages import COMPANY, FOUR, MESHES, REFUSED, RESUMED, memory_of, on, refus
 from tables import KINDS, NO_DROPOUT, curves, deviation, losses, trainer
 from test_training import assert_same_bits, curve, newest, rows, wait_for_step, workers
 
-from evaluation import validation_loss, written_by
+from mingpt.evaluation import evaluate, generate_sample
 from trainer import Trainer
 
 # One truth
@@ -67,11 +67,11 @@ def _looked_at(folder: Path, stages: int) -> tuple[float, float, str]:
     knobs = on(stages, trainer__micro_batch_size=2, distributed__pipeline_schedule="gpipe")
     wet = arguments(folder / f"wet-{stages}", folder / "text.txt", **knobs)
     with trainer(*wet, meeting="wet") as made:
-        before = validation_loss(made.state, made.validation)
+        before = evaluate(made.state, made.validation)
     with trainer(*arguments(folder / f"dry-{stages}", folder / "text.txt", **NO_DROPOUT, **knobs)) as made:
-        validation_loss(made.state, made.validation)
+        evaluate(made.state, made.validation)
         losses(made, 4)
-        return before, validation_loss(made.state, made.validation), written_by(made.state)
+        return before, evaluate(made.state, made.validation), generate_sample(made.state)
 
 
 def test_the_last_batch_may_be_short(text: Path, tmp_path: Path) -> None:
@@ -201,15 +201,15 @@ def _short_of_memory(when: str, argv: list[str]) -> tuple[int, str, str]:
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    def first_step(self: Trainer, step: Any = Trainer._step) -> Any:
+    def first_step(self: Trainer, step: Any = Trainer.train_step) -> Any:
         block = self.state.strategy.whole.blocks[0]
-        if self.world.rank == 1 and when == "forward":
+        if self.context.rank == 1 and when == "forward":
             block.register_forward_hook(fail)
-        elif self.world.rank == 1:
+        elif self.context.rank == 1:
             block.register_full_backward_hook(fail)
         return step(self)
 
-    Trainer._step = first_step  # type: ignore[method-assign]
+    Trainer.train_step = first_step  # type: ignore[method-assign]
     return told(*argv)
 
 
@@ -230,10 +230,10 @@ def _overflow(folder: Path) -> tuple[list[float], list[bool]]:
         strategy.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         for step in range(3):
             before = [parameter.detach().clone() for parameter in strategy.parameters.values()]
-            if step == 1 and made.world.rank == 2:  # the first stage, which no loss is on
+            if step == 1 and made.context.rank == 2:  # the first stage, which no loss is on
                 hook = strategy.parameters["transformer.wpe.weight"].register_hook(lambda grad: grad * float("inf"))
-            made._step()
-            if step == 1 and made.world.rank == 2:
+            made.train_step()
+            if step == 1 and made.context.rank == 2:
                 hook.remove()
             moved.append(not all(map(torch.equal, before, strategy.parameters.values())))
             scales.append(strategy.scaler.get_scale())

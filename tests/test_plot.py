@@ -20,7 +20,7 @@ from test_training import curve as losses
 from test_training import rows
 
 import plot
-from errors import UserError
+from mingpt.utils.errors import UserError
 from plot import COLORS, GREY, Run, draw, names, picture, read, restarts
 
 CODE = re.compile(r"\x1b\[[\d;]*m")

@@ -11,9 +11,10 @@ from conftest import arguments, ranks, told, train
 from test_training import assert_same_bits, curve, newest, rows
 from torch import Tensor
 
-from distributed import DistributedConfig, connect
-from main import read_config
-from reduction import Tree, whole_subtrees
+from mingpt.config import DistributedConfig
+from mingpt.config_parser import read_config
+from mingpt.distributed.process_group import init_distributed
+from mingpt.parallel.tree_reduction import TreeReduction, subtree_ranges
 
 TREE = {"distributed__reduction": "tree"}
 
@@ -88,9 +89,11 @@ def test_sums_are_those_of_one_tree(number: int, tmp_path: Path) -> None:
 def _sums() -> list[tuple[list, list]]:
     config = DistributedConfig(init_method=os.environ["TEST_INIT_METHOD"], timeout_seconds=60)
     found = []
-    with connect(config) as world:
+    with init_distributed(config) as context:
         model = torch.nn.ParameterList([torch.zeros(3, 2), torch.zeros(1), torch.zeros(4)])
-        tree = Tree(model, world, read_config(["--optimizer.name=adamw", "--trainer.micro_batch_size=1"]), "fp32")
+        tree = TreeReduction(
+            model, context, read_config(["--optimizer.name=adamw", "--trainer.micro_batch_size=1"]), "fp32"
+        )
         for count in range(1, 10):
             leaves = torch.randn(count, 11, generator=torch.Generator().manual_seed(count)) * 1e3
             for numbers, _ in tree.micro_batches(range(40, 40 + count)):
@@ -111,11 +114,11 @@ def _node(leaves: list[Tensor]) -> Tensor:
 
 
 def test_a_rank_sends_the_few_whole_subtrees_that_it_holds() -> None:
-    assert whole_subtrees(range(0, 8), 16) == [range(0, 8)]
-    assert whole_subtrees(range(3, 8), 16) == [range(3, 4), range(4, 8)]
-    assert whole_subtrees(range(4, 7), 7) == [range(4, 7)]  # the tree's right edge, where halves are short
-    assert whole_subtrees(range(2, 2), 7) == []
-    assert len(whole_subtrees(range(1, 1023), 1024)) == 18
+    assert subtree_ranges(range(0, 8), 16) == [range(0, 8)]
+    assert subtree_ranges(range(3, 8), 16) == [range(3, 4), range(4, 8)]
+    assert subtree_ranges(range(4, 7), 7) == [range(4, 7)]  # the tree's right edge, where halves are short
+    assert subtree_ranges(range(2, 2), 7) == []
+    assert len(subtree_ranges(range(1, 1023), 1024)) == 18
 
 
 def test_more_ranks_than_micro_batches_are_refused(text: Path, tmp_path: Path) -> None:

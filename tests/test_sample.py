@@ -16,9 +16,10 @@ import torch
 from conftest import ROOT, arguments, environment, ranks, train, write_text
 
 import sample
-from model import GPT, GPTConfig
-from screen import status_of
-from snapshot import SnapshotFolder, read
+from mingpt.config import GPTConfig
+from mingpt.snapshot.storage import SnapshotStorage, load_snapshot
+from mingpt.utils.progress import run_script
+from model import GPT
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NEW = 40  # characters to write: more than a window of 16
@@ -45,7 +46,7 @@ def sampled(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) 
     def run(*argv: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["sample.py", *map(str, argv)])
         try:
-            status = status_of(sample.run)
+            status = run_script(sample.run)
         except SystemExit as end:  # of argparse
             status = end.code
         return (status, *capfd.readouterr())
@@ -78,7 +79,7 @@ def test_stdout_is_the_prompt_and_so_many_characters(
     assert (status, err) == (0, "")
     assert out.startswith(prompt)
     assert len(out) == len(prompt) + int(knobs[1])
-    assert set(out) <= set(read(str(newest(trained)))["vocabulary"])
+    assert set(out) <= set(load_snapshot(str(newest(trained)))["vocabulary"])
 
 
 def test_without_a_prompt_it_starts_with_the_first_character_of_the_vocabulary(trained: Path, sampled: Sampled) -> None:
@@ -103,10 +104,10 @@ def test_at_temperature_zero_the_likeliest_is_taken_whatever_the_seed(trained: P
 def test_each_character_follows_from_the_window_before_it(
     temperature: float, trained: Path, tmp_path: Path, sampled: Sampled
 ) -> None:
-    snapshot = read(str(newest(trained)))
+    snapshot = load_snapshot(str(newest(trained)))
     torch.manual_seed(0)  # weights after six steps hardly look at what was before; random ones do
     snapshot["model"] = {name: 0.3 * torch.randn_like(weight) for name, weight in snapshot["model"].items()}
-    file = SnapshotFolder(str(tmp_path), keep=1).write(snapshot, None)
+    file = SnapshotStorage(str(tmp_path), keep=1).write(snapshot, None)
     knobs = ("--prompt", "anna does", "--max_new_tokens", NEW, "--temperature", temperature, "--seed", 3)
     _, out, _ = sampled("--snapshot", file, *knobs)
 
@@ -207,7 +208,7 @@ def test_a_number_that_is_none_is_refused(trained: Path, sampled: Sampled) -> No
 def test_an_unknown_character_is_told_with_the_known_ones(trained: Path, sampled: Sampled) -> None:
     err = sampled("--snapshot", trained, "--prompt", "what?")[2]
     assert "'?hw'" in err
-    assert repr(read(str(newest(trained)))["vocabulary"]) in err
+    assert repr(load_snapshot(str(newest(trained)))["vocabulary"]) in err
 
 
 def test_without_a_path_the_default_run_is_looked_for(
@@ -229,9 +230,9 @@ def test_several_prompts_are_continued_at_once(trained: Path, sampled: Sampled) 
 
 
 def test_weights_that_are_not_finite_write_nothing(trained: Path, tmp_path: Path, sampled: Sampled) -> None:
-    snapshot = read(str(newest(trained)))
+    snapshot = load_snapshot(str(newest(trained)))
     snapshot["model"] = {name: weight / 0 for name, weight in snapshot["model"].items()}
-    file = SnapshotFolder(str(tmp_path), keep=1).write(snapshot, None)
+    file = SnapshotStorage(str(tmp_path), keep=1).write(snapshot, None)
     status, out, err = sampled("--snapshot", file)
     assert (status, out) == (2, "")
     assert_one_message(err, file, "not finite", "older")
@@ -321,5 +322,5 @@ def test_a_reader_that_has_seen_enough_ends_it(trained: Path) -> None:
 
 def test_what_was_learned_is_worth_sampling(trained: Path) -> None:
     """Guards the tests above: six steps are enough to differ from the start, so that texts can differ."""
-    model = read(str(newest(trained)))
+    model = load_snapshot(str(newest(trained)))
     assert model["val_loss"] < math.log(len(model["vocabulary"]))

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from main import Config, read_config
-from model import GPT, GPTConfig
-from optimizer import OptimizerConfig, build_optimizer
-from scaling import MACHINES, SHAPES, Machine, exposed, muons_operations, operations, plan, plans, run
-from screen import status_of
+from benchmarks.cluster_model import MACHINES, SHAPES, Machine, exposed, flops_per_step, muon_flops, plan, plans, run
+from mingpt.config import Config, GPTConfig, OptimizerConfig
+from mingpt.config_parser import read_config
+from mingpt.optimizer import build_optimizer
+from mingpt.utils.progress import run_script
+from model import GPT
 
 SHAPE = GPTConfig(n_layer=3, n_head=2, n_embd=32, vocab_size=11, block_size=16)
 DGX, ETHERNET = MACHINES
@@ -28,7 +29,7 @@ def test_operations_are_those_that_pytorch_counts() -> None:
     model, idx = GPT(SHAPE), torch.zeros(5, 16, dtype=torch.long)
     with FlopCounterMode(display=False) as counted, torch.autocast("cpu", torch.bfloat16):  # attention in products
         model(idx, idx)[1].backward()
-    assert counted.get_total_flops() == operations(SHAPE, 5)
+    assert counted.get_total_flops() == flops_per_step(SHAPE, 5)
 
 
 def test_muons_operations_are_those_that_pytorch_counts() -> None:
@@ -38,7 +39,7 @@ def test_muons_operations_are_those_that_pytorch_counts() -> None:
     optimizer = build_optimizer(model, OptimizerConfig(name="muon"))
     with FlopCounterMode(display=False) as counted:
         optimizer.step()
-    assert counted.get_total_flops() == muons_operations(SHAPE)
+    assert counted.get_total_flops() == muon_flops(SHAPE)
 
 
 def test_a_ring_sends_all_but_its_own_part_over_its_slowest_link() -> None:
@@ -116,6 +117,6 @@ def test_a_line_is_printed_for_each_model_and_number(capsys) -> None:
 )
 def test_a_mistake_is_one_message(words: tuple[str, ...], said: str, monkeypatch, capsys) -> None:
     monkeypatch.setattr("sys.argv", ["scaling.py", *words])
-    assert status_of(run) == 2
+    assert run_script(run) == 2
     printed = capsys.readouterr()
     assert (printed.err.strip(), printed.out) == (said, "")

@@ -15,8 +15,9 @@ import pytest
 from conftest import ROOT, arguments, environment, on_terminal, program, set_columns, write_text
 from test_training import curve, rows
 
-from model import GPT, GPTConfig
-from screen import duration, summary
+from mingpt.config import GPTConfig
+from mingpt.utils.progress import format_duration, model_summary
+from model import GPT
 
 DATE = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  "
 
@@ -164,14 +165,14 @@ def screen(raw: str, columns: int) -> list[str]:
     ],
 )
 def test_a_duration_is_shown_like_on_a_clock(seconds: float, shown: str) -> None:
-    assert duration(seconds) == shown
+    assert format_duration(seconds) == shown
 
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_the_summary_adds_up_to_the_models_parameters(bias: bool) -> None:
     config = GPTConfig(n_layer=3, n_head=2, n_embd=32, bias=bias, vocab_size=70, block_size=24)
     model = GPT(config)
-    title, *layers, total = (line.split() for line in summary(model).splitlines())
+    title, *layers, total = (line.split() for line in model_summary(model).splitlines())
     assert title == ["layer", "parameters", "bytes"]
     counts = {name: (int(count.replace(",", "")), int(size.replace(",", ""))) for name, count, size in layers}
     parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -22,11 +22,21 @@ import torch
 from conftest import SMALL, arguments, ranks, told, train, write_text
 from test_training import assert_same_bits, curve, newest, rows
 
-from errors import UserError
-from main import read_config
-from model import GPT, GPTConfig
-from optimizer import OptimizerConfig, learning_rate
-from snapshot import CHUNK, MARK, OLD_MARK, DamagedError, NotPrunedError, SnapshotFolder, _HashingFile, read
+from mingpt.config import GPTConfig, OptimizerConfig
+from mingpt.config_parser import read_config
+from mingpt.optimizer import learning_rate
+from mingpt.snapshot.storage import (
+    CHUNK,
+    MARK,
+    OLD_MARK,
+    DamagedSnapshotError,
+    PruneError,
+    SnapshotStorage,
+    _HashingFile,
+    load_snapshot,
+)
+from mingpt.utils.errors import UserError
+from model import GPT
 
 STEPS = 6  # of the run that most tests here look at: snapshots after steps 3 and 6
 FIXED = {"trainer__max_steps": STEPS, "optimizer__decay_steps": 12}
@@ -108,15 +118,15 @@ def test_any_program_can_open_it_and_finds_what_is_documented(name: str, trained
 
 
 def test_without_an_evaluation_at_its_step_its_validation_loss_is_null(trained: Path) -> None:
-    assert read(str(trained / "one/snapshots/step_00000003.pt"))["val_loss"] is None
+    assert load_snapshot(str(trained / "one/snapshots/step_00000003.pt"))["val_loss"] is None
 
 
 def test_what_was_written_is_what_is_read(tmp_path: Path) -> None:
-    folder = SnapshotFolder(str(tmp_path / "made/on/the/way"), keep=3)
+    folder = SnapshotStorage(str(tmp_path / "made/on/the/way"), keep=3)
     for step in (7, 12_345_678):
         path = folder.write(small(step) | {"text": "ü\n", "none": None, "half": torch.ones(2).bfloat16()}, None)
         assert path == str(tmp_path / f"made/on/the/way/step_{step:08d}.pt")
-        found = read(path)
+        found = load_snapshot(path)
         assert torch.equal(found["model"]["weight"], small(step)["model"]["weight"])
         assert torch.equal(found["half"], torch.ones(2).bfloat16())
         assert (found["step"], found["text"], found["none"]) == (step, "ü\n", None)
@@ -136,7 +146,7 @@ class Witness:
 
 
 def test_under_its_name_there_is_nothing_until_it_is_whole(tmp_path: Path) -> None:
-    folder = SnapshotFolder(str(tmp_path), keep=1)
+    folder = SnapshotStorage(str(tmp_path), keep=1)
     folder.write(small(1), None)
     witness = Witness(tmp_path)
     folder.write(small(2) | {"witness": witness}, None)
@@ -160,9 +170,9 @@ def _modes_under_umask(*argv: str) -> dict[str, int]:
 
 
 def test_later_changes_do_not_reach_what_was_loaded(trained: Path, tmp_path: Path) -> None:
-    folder = SnapshotFolder(str(tmp_path), keep=3)
+    folder = SnapshotStorage(str(tmp_path), keep=3)
     shutil.copy(trained / "one/snapshots/step_00000006.pt", tmp_path)
-    loaded, untouched = read(folder.file(6)), torch.load(folder.file(6), weights_only=True)["model"]
+    loaded, untouched = load_snapshot(folder.file(6)), torch.load(folder.file(6), weights_only=True)["model"]
     shape = loaded["config"]["model"] | {"block_size": 16, "vocab_size": len(loaded["vocabulary"])}
     model = GPT(GPTConfig(**shape))
     model.load_state_dict(loaded["model"])
@@ -173,19 +183,19 @@ def test_later_changes_do_not_reach_what_was_loaded(trained: Path, tmp_path: Pat
     for name, weight in loaded["model"].items():
         assert torch.equal(weight, untouched[name]), name
 
-    changed = read(folder.file(6))
+    changed = load_snapshot(folder.file(6))
     changed["model"]["transformer.wte.weight"].zero_()
-    assert read(folder.file(6))["model"]["transformer.wte.weight"].all()
+    assert load_snapshot(folder.file(6))["model"]["transformer.wte.weight"].all()
 
 
 def test_a_url_is_written_found_and_pruned_like_a_folder(memory: str) -> None:
-    folder = SnapshotFolder(memory, keep=2)
+    folder = SnapshotStorage(memory, keep=2)
     assert folder.newest(print) is None
     assert folder.write(small(1), None) == f"{memory}/step_00000001.pt"
     for step in (2, 3, 4):
         folder.write(small(step), 2)
-    assert torch.equal(read(f"{memory}/step_00000002.pt")["model"]["weight"], small(2)["model"]["weight"])
-    again = SnapshotFolder(memory, keep=2)
+    assert torch.equal(load_snapshot(f"{memory}/step_00000002.pt")["model"]["weight"], small(2)["model"]["weight"])
+    again = SnapshotStorage(memory, keep=2)
     assert again.steps() == [2, 3, 4]
     assert len(fsspec.filesystem("memory").ls("/tests/snapshots")) == 3
     assert again.newest(print)["step"] == 4
@@ -222,10 +232,10 @@ def test_code_in_a_snapshot_is_refused_and_does_not_run(zipped: bool, tmp_path: 
     file.parent.mkdir()
     assert len(content) < CHUNK
     file.write_bytes(content + MARK + hashlib.sha256(hashlib.sha256(content).digest()).digest())
-    with pytest.raises(DamagedError):
-        read(str(file))
+    with pytest.raises(DamagedSnapshotError):
+        load_snapshot(str(file))
     with pytest.raises(UserError, match="damaged"):
-        SnapshotFolder(str(file.parent), keep=1).newest(print)
+        SnapshotStorage(str(file.parent), keep=1).newest(print)
     assert not trap.exists()
     pickle.loads(pickle.dumps(Bait(trap)))  # the trap works
     assert trap.exists()
@@ -233,7 +243,7 @@ def test_code_in_a_snapshot_is_refused_and_does_not_run(zipped: bool, tmp_path: 
 
 @pytest.mark.parametrize("floats", [0, 100_000, 262_144, 700_000])
 def test_the_trailer_is_of_every_mebibyte(floats: int, tmp_path: Path) -> None:
-    folder = SnapshotFolder(str(tmp_path), keep=1)
+    folder = SnapshotStorage(str(tmp_path), keep=1)
     file = Path(folder.write({"step": 1, "model": {"weight": torch.rand(floats)}}, None))
     content, trailer = file.read_bytes()[:-40], file.read_bytes()[-40:]
     chunks = [content[start : start + 2**20] for start in range(0, len(content), 2**20)]
@@ -243,8 +253,8 @@ def test_the_trailer_is_of_every_mebibyte(floats: int, tmp_path: Path) -> None:
         flipped = bytearray(file.read_bytes())
         flipped[place] ^= 1
         (tmp_path / "flipped.pt").write_bytes(flipped)
-        with pytest.raises(DamagedError, match="do not match"):
-            read(str(tmp_path / "flipped.pt"))
+        with pytest.raises(DamagedSnapshotError, match="do not match"):
+            load_snapshot(str(tmp_path / "flipped.pt"))
 
 
 def test_content_that_fills_its_last_mebibyte_is_digested_whatever_pieces_it_comes_in() -> None:
@@ -262,19 +272,19 @@ def test_content_that_fills_its_last_mebibyte_is_digested_whatever_pieces_it_com
 
 
 def test_a_snapshot_with_an_older_trailer_is_read_and_its_damage_noticed(tmp_path: Path) -> None:
-    folder = SnapshotFolder(str(tmp_path), keep=1)
+    folder = SnapshotStorage(str(tmp_path), keep=1)
     file = Path(folder.write({"step": 1, "model": {"weight": torch.rand(700_000)}}, None))
     content = file.read_bytes()[:-40]
     older = content + OLD_MARK + hashlib.sha256(content).digest()
-    weight = read(str(file))["model"]["weight"].clone()
+    weight = load_snapshot(str(file))["model"]["weight"].clone()
     file.write_bytes(older)
-    assert torch.equal(read(str(file))["model"]["weight"], weight)
+    assert torch.equal(load_snapshot(str(file))["model"]["weight"], weight)
     for place in (0, 2**20, len(content) - 1, len(older) - 1):
         flipped = bytearray(older)
         flipped[place] ^= 1
         file.write_bytes(flipped)
-        with pytest.raises(DamagedError, match="do not match"):
-            read(str(file))
+        with pytest.raises(DamagedSnapshotError, match="do not match"):
+            load_snapshot(str(file))
 
 
 def test_a_damaged_newest_is_named_and_the_one_before_leads_to_the_same_bits(
@@ -312,7 +322,7 @@ def test_where_all_are_damaged_nothing_is_started_anew(trained: Path, run_dir: P
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
-    folder = SnapshotFolder(str(tmp_path), keep=2)
+    folder = SnapshotStorage(str(tmp_path), keep=2)
     kept = []
     for step, best in ((1, None), (2, 2), (3, 2), (4, 2), (5, 5), (6, 5), (10, 5)):
         folder.write(small(step), best)
@@ -335,7 +345,7 @@ def test_a_run_keeps_its_best_over_a_restart(trained: Path, tmp_path: Path) -> N
 
 
 def test_a_damaged_newer_file_is_neither_counted_nor_deleted(tmp_path: Path) -> None:
-    folder = SnapshotFolder(str(tmp_path), keep=1)
+    folder = SnapshotStorage(str(tmp_path), keep=1)
     folder.write(small(3), None)
     (tmp_path / "step_00000009.pt").write_bytes(b"torn")
     assert folder.newest(print)["step"] == 3
@@ -349,7 +359,7 @@ def test_a_damaged_newer_file_is_neither_counted_nor_deleted(tmp_path: Path) -> 
 
 
 def test_what_a_killed_save_left_is_removed_and_other_files_are_not(tmp_path: Path) -> None:
-    folder = SnapshotFolder(str(tmp_path), keep=1)
+    folder = SnapshotStorage(str(tmp_path), keep=1)
     mine = ["notes.txt", "other.tmp", "step_3.pt", "step_00000001.pt.copy"]
     for name in [*mine, "step_00000004.pt.123.tmp", "step_00000099.pt.4.tmp"]:
         (tmp_path / name).write_text("")
@@ -363,7 +373,7 @@ def test_a_folder_that_cannot_be_made_is_a_users_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     place = tmp_path / "file/snapshots"
     with pytest.raises(UserError, match=rf"trainer\.snapshot_path: {place}/step_00000001\.pt"):
-        SnapshotFolder(str(place), keep=1).write(small(1), None)
+        SnapshotStorage(str(place), keep=1).write(small(1), None)
     assert (tmp_path / "file").read_text() == "mine"
 
 
@@ -372,11 +382,11 @@ def test_a_folder_that_cannot_be_listed_is_a_users_error(tmp_path: Path) -> None
     with pytest.raises(
         UserError, match=rf"trainer\.snapshot_path: {tmp_path}/file/snapshots can't be read: .*directory"
     ):
-        SnapshotFolder(f"{tmp_path}/file/snapshots", keep=1).steps()
+        SnapshotStorage(f"{tmp_path}/file/snapshots", keep=1).steps()
 
 
 def test_a_newest_that_cannot_be_read_is_not_passed_over(tmp_path: Path) -> None:
-    folder = SnapshotFolder(str(tmp_path), keep=3)
+    folder = SnapshotStorage(str(tmp_path), keep=3)
     folder.write(small(1), None)
     (tmp_path / "step_00000002.pt").mkdir()
     with pytest.raises(
@@ -387,14 +397,14 @@ def test_a_newest_that_cannot_be_read_is_not_passed_over(tmp_path: Path) -> None
 
 def test_an_older_one_that_cannot_be_deleted_is_said_and_the_new_one_is_there(tmp_path: Path) -> None:
     (tmp_path / "step_00000001.pt").mkdir()
-    folder = SnapshotFolder(str(tmp_path), keep=1)
-    with pytest.raises(NotPrunedError, match=r"step_00000002\.pt is whole, but older ones can't be deleted and stay: "):
+    folder = SnapshotStorage(str(tmp_path), keep=1)
+    with pytest.raises(PruneError, match=r"step_00000002\.pt is whole, but older ones can't be deleted and stay: "):
         folder.write(small(2), None)
-    assert read(folder.file(2))["step"] == 2
+    assert load_snapshot(folder.file(2))["step"] == 2
 
 
 def test_a_format_of_another_time_is_refused(tmp_path: Path) -> None:
-    folder = SnapshotFolder(str(tmp_path), keep=1)
+    folder = SnapshotStorage(str(tmp_path), keep=1)
     folder.write(small(1) | {"format": 99}, None)
     with pytest.raises(
         UserError, match=r"step_00000001\.pt has format 99, this program reads 1: take the program that"
@@ -405,7 +415,7 @@ def test_a_format_of_another_time_is_refused(tmp_path: Path) -> None:
 def test_a_full_disk_is_a_users_error_and_costs_nothing_that_was_there(tmp_path: Path) -> None:
     [message] = ranks(1, _write_more_than_fits, str(tmp_path / "snapshots"), tmp_path=tmp_path)
     assert "step_00000003.pt can't be written: [Errno 27] File too large; make room" in message
-    folder = SnapshotFolder(str(tmp_path / "snapshots"), keep=1)
+    folder = SnapshotStorage(str(tmp_path / "snapshots"), keep=1)
     assert folder.steps() == [2]
     assert folder.newest(print)["step"] == 2
     folder.write(small(4), None)
@@ -413,7 +423,7 @@ def test_a_full_disk_is_a_users_error_and_costs_nothing_that_was_there(tmp_path:
 
 
 def _write_more_than_fits(path: str) -> str:
-    folder = SnapshotFolder(path, keep=1)
+    folder = SnapshotStorage(path, keep=1)
     folder.write(small(2), None)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))  # stands for the disk
     try:
@@ -445,7 +455,7 @@ def test_the_learning_rate_follows_the_yaml(trained: Path, run_dir: Path, tmp_pa
     config = OptimizerConfig(learning_rate=1e-12, warmup_steps=4, decay_steps=20)
     shown = {row["step"]: row["learning_rate"] for row in rows(run_dir)}
     assert [shown[step] for step in (7, 8)] == pytest.approx([learning_rate(step, 8, config) for step in (7, 8)])
-    before = read(str(run_dir / "snapshots/step_00000006.pt"))["model"]
+    before = load_snapshot(str(run_dir / "snapshots/step_00000006.pt"))["model"]
     for name, weight in newest(run_dir)["model"].items():
         torch.testing.assert_close(weight, before[name], rtol=0, atol=1e-10, msg=name)
 

@@ -15,13 +15,14 @@ import torch
 from conftest import arguments, ranks, told, train
 from test_training import assert_same_bits, curve, newest, rows
 
-from distributed import World
-from errors import UserError
-from launchers import Place
-from main import Config, read_config
-from snapshot import SnapshotFolder, read
-from state import TrainingState, check_fits, plain
-from writer import Writer
+from mingpt.config import Config, config_to_dict
+from mingpt.config_parser import read_config
+from mingpt.distributed.launch_environment import RankInfo
+from mingpt.distributed.process_group import DistributedContext
+from mingpt.snapshot.async_writer import AsyncSnapshotWriter
+from mingpt.snapshot.storage import SnapshotStorage, load_snapshot
+from mingpt.utils.errors import UserError
+from state import TrainingState, check_fits
 
 # Written in the background
 
@@ -30,7 +31,7 @@ def header(step: int) -> dict[str, Any]:
     return {"step": step, "val_loss": None, "best": {"step": None}}
 
 
-class SlowFolder(SnapshotFolder):
+class SlowFolder(SnapshotStorage):
     """Waits to be allowed before it writes."""
 
     def __init__(self, path: str) -> None:
@@ -44,7 +45,7 @@ class SlowFolder(SnapshotFolder):
 
 def test_what_is_written_is_the_state_of_its_step(tmp_path: Path) -> None:
     folder = SlowFolder(str(tmp_path))
-    writer, weight = Writer(folder), torch.ones(1000)
+    writer, weight = AsyncSnapshotWriter(folder), torch.ones(1000)
     for step in (1, 2):  # the second time into the same buffers
         writer.save(header(step), [("weight", weight, {})])
         weight += 1  # the next step moves weights while the file is yet to be written
@@ -52,27 +53,27 @@ def test_what_is_written_is_the_state_of_its_step(tmp_path: Path) -> None:
         folder.allowed.set()
         assert writer.wait(20)
         folder.allowed.clear()
-        assert torch.equal(read(folder.file(step))["model"]["weight"], torch.full((1000,), float(step)))
-    assert [(written.step, written.error) for written in writer.news()] == [(1, None), (2, None)]
-    assert writer.news() == []
+        assert torch.equal(load_snapshot(folder.file(step))["model"]["weight"], torch.full((1000,), float(step)))
+    assert [(written.step, written.error) for written in writer.poll()] == [(1, None), (2, None)]
+    assert writer.poll() == []
 
 
 def test_buffers_are_used_again(tmp_path: Path) -> None:
-    writer, weight = Writer(SnapshotFolder(str(tmp_path), keep=3)), torch.ones(1000)
+    writer, weight = AsyncSnapshotWriter(SnapshotStorage(str(tmp_path), keep=3)), torch.ones(1000)
     addresses = set()
     for step in (1, 2):
         writer.save(header(step), [("weight", weight, {})])
         assert writer.wait(20)
-        addresses |= {aside.data_ptr() for aside in writer.aside.values()}
+        addresses |= {aside.data_ptr() for aside in writer.staging_buffers.values()}
     assert len(addresses) == 1
 
 
 def test_why_a_snapshot_is_not_there_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    writer = Writer(SnapshotFolder(str(tmp_path / "file"), keep=3))
+    writer = AsyncSnapshotWriter(SnapshotStorage(str(tmp_path / "file"), keep=3))
     writer.save(header(1), [("weight", torch.ones(1), {})])
     assert writer.wait(20)
-    [written] = writer.news()
+    [written] = writer.poll()
     assert written.step == 1
     assert isinstance(written.error, UserError)
 
@@ -93,13 +94,13 @@ def test_a_save_that_the_one_before_holds_up_is_left_out_and_said(strategy: str,
 
 
 def _stuck_once(*argv: str) -> tuple[int, str, str]:
-    write = SnapshotFolder.write
+    write = SnapshotStorage.write
 
-    def stuck(folder: SnapshotFolder, snapshot: dict[str, Any], best_step: int | None) -> str:
+    def stuck(folder: SnapshotStorage, snapshot: dict[str, Any], best_step: int | None) -> str:
         time.sleep(3 if snapshot["step"] == 5 else 0)
         return write(folder, snapshot, best_step)
 
-    SnapshotFolder.write = stuck  # type: ignore[method-assign]
+    SnapshotStorage.write = stuck  # type: ignore[method-assign]
     return told(*argv)
 
 
@@ -111,15 +112,15 @@ def test_a_best_that_was_not_written_does_not_cost_the_older_best(text: Path, tm
 
 
 def _fails_at_8(*argv: str) -> dict[int, int | None]:
-    write, best_steps = SnapshotFolder.write, {}
+    write, best_steps = SnapshotStorage.write, {}
 
-    def failing(folder: SnapshotFolder, snapshot: dict[str, Any], best_step: int | None) -> str:
+    def failing(folder: SnapshotStorage, snapshot: dict[str, Any], best_step: int | None) -> str:
         best_steps[snapshot["step"]] = best_step
         if snapshot["step"] == 8:
             raise UserError("no room")
         return write(folder, snapshot, best_step)
 
-    SnapshotFolder.write = failing  # type: ignore[method-assign]
+    SnapshotStorage.write = failing  # type: ignore[method-assign]
     assert train(*argv) == 0  # the last save was made
     return best_steps
 
@@ -137,13 +138,13 @@ def test_snapshots_by_the_clock(text: Path, tmp_path: Path) -> None:
 def _with_slow_steps(*argv: str) -> int:
     from trainer import Trainer
 
-    step = Trainer._step
+    step = Trainer.train_step
 
     def slowly(trainer: Trainer) -> Any:
         time.sleep(0.01)
         return step(trainer)
 
-    Trainer._step = slowly  # type: ignore[method-assign]
+    Trainer.train_step = slowly  # type: ignore[method-assign]
     return train(*argv)
 
 
@@ -160,8 +161,8 @@ def _with_slow_steps(*argv: str) -> int:
 def test_what_the_tree_cannot_do_on_a_gpu(knobs: dict, kept: str | None, said: str, tmp_path: Path) -> None:
     state = TrainingState.__new__(TrainingState)  # before it needs the GPU
     state.config = read_config(arguments(tmp_path, "text.txt", distributed__reduction="tree", **knobs))
-    state.world = World(Place())
-    state.world.device = torch.device("cuda")
+    state.context = DistributedContext(RankInfo())
+    state.context.device = torch.device("cuda")
     threads = torch.get_num_threads()
     with pytest.raises(UserError, match=said):
         state._choose({"precision": kept} if kept else {})
@@ -195,7 +196,7 @@ def machines(*argv: str) -> tuple[int, str]:
 
 def test_machines_that_share_no_folder_keep_one_snapshot_each(apart: Path) -> None:
     for name in ("one", "other"):
-        assert SnapshotFolder(str(apart / name / "snapshots"), keep=3).steps() == [3, 6]
+        assert SnapshotStorage(str(apart / name / "snapshots"), keep=3).steps() == [3, 6]
     assert_same_bits(apart / "one", apart / "other")
 
 
@@ -220,7 +221,7 @@ def test_the_newest_is_taken_wherever_it_is(trouble: str, apart: Path, tmp_path:
     for name in ("one", "other"):
         assert_same_bits(tmp_path / name, apart / "whole")
         # Each machine has the one that was elected, whether it made or got it, so that the other's loss costs nothing.
-        assert read(str(tmp_path / name / "snapshots/step_00000006.pt"))["step"] == 6
+        assert load_snapshot(str(tmp_path / name / "snapshots/step_00000006.pt"))["step"] == 6
     assert curve(tmp_path / "one")[-6:] == curve(apart / "whole")[-6:]
 
 
@@ -243,8 +244,8 @@ def test_ranks_that_share_a_folder_keep_one_snapshot_together(text: Path, tmp_pa
 
 def test_a_snapshot_that_names_no_optimizer_is_adamws() -> None:
     """It is from before there was a choice."""
-    config = plain(Config())
-    older = {"step": 3, "vocabulary": "ab", "config": plain(Config())}
+    config = config_to_dict(Config())
+    older = {"step": 3, "vocabulary": "ab", "config": config_to_dict(Config())}
     del older["config"]["optimizer"]["name"]
     config["optimizer"]["name"] = "adamw"
     check_fits(older, config, "ab")

@@ -14,14 +14,14 @@ import pytest
 from conftest import arguments, ranks, start, train
 from test_training import newest, rows, wait_for_step, workers
 
-from stopping import AGAIN, Stop
+from mingpt.utils.signals import SECOND_INTERRUPT_SECONDS, SignalHandler
 from trainer import Trainer
 
 ENDLESS = {"trainer__max_steps": 1_000_000, "trainer__save_every": 1_000_000}
 
 
 def test_the_first_signal_counts_and_repeats_change_nothing() -> None:
-    with Stop() as stop:
+    with SignalHandler() as stop:
         assert stop.signal == 0
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
             os.kill(os.getpid(), number)
@@ -39,7 +39,7 @@ def test_the_first_signal_counts_and_repeats_change_nothing() -> None:
 
 def test_without_a_stop_everything_is_as_it_was() -> None:
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT), threading.active_count()
-    with Stop():
+    with SignalHandler():
         pass
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT), threading.active_count()) == before
 
@@ -71,7 +71,7 @@ def test_interrupted_twice_a_run_that_waits_for_a_stopped_peer_ends(text: Path, 
         wait_for_step(tmp_path / "run", 5)
         processes[1].send_signal(signal.SIGSTOP)
         processes[0].send_signal(signal.SIGINT)
-        time.sleep(AGAIN + 0.2)
+        time.sleep(SECOND_INTERRUPT_SECONDS + 0.2)
         processes[0].send_signal(signal.SIGINT)
         assert processes[0].wait(5) == 130
         processes[1].kill()
@@ -106,9 +106,9 @@ def test_no_rank_leaves_before_the_file_is_whole(text: Path, tmp_path: Path) -> 
 
 
 def _stopped_on_a_slow_disk(*argv: str) -> tuple[int, float]:
-    import snapshot
+    from mingpt.snapshot import storage
 
-    write, step = snapshot.SnapshotFolder.write, Trainer._step
+    write, step = storage.SnapshotStorage.write, Trainer.train_step
 
     def slowly(*args):
         time.sleep(3)
@@ -124,6 +124,6 @@ def _stopped_on_a_slow_disk(*argv: str) -> tuple[int, float]:
             threading.Thread(target=stop, daemon=True).start()
         return step(trainer)
 
-    snapshot.SnapshotFolder.write = slowly
-    Trainer._step = told
+    storage.SnapshotStorage.write = slowly
+    Trainer.train_step = told
     return train(*argv), time.time()

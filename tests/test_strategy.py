@@ -24,7 +24,8 @@ from tables import (
 from test_training import assert_same_bits, curve, newest
 from torch.profiler import ProfilerActivity, profile
 
-from model import GPT, GPTConfig
+from mingpt.config import GPTConfig
+from model import GPT
 
 # One truth
 
@@ -150,7 +151,7 @@ def _count_reduced(folder: Path) -> dict[str, Any]:
         with trainer(*argv, meeting=strategy) as made:
             losses(made, 1)
             with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
-                made._step()
+                made.train_step()
             found["parameters"] = sum(p.numel() for p in made.state.strategy.whole.parameters())
             reduced = [e for e in profiled.events() if e.name in ("gloo:all_reduce", "gloo:reduce_scatter")]
             found[strategy] = [n for e in reduced if (n := torch.Size(e.input_shapes[0]).numel()) > 1]
@@ -176,10 +177,10 @@ def _overflow(folder: Path) -> dict[str, tuple[list[float], list[bool]]]:
             made.state.strategy.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
             loss, scales, moved = made.state.strategy.loss, [], []
             for step in range(3):
-                poison = float("inf") if step == 1 and made.world.rank == 1 else 1.0
+                poison = float("inf") if step == 1 and made.context.rank == 1 else 1.0
                 made.state.strategy.loss = lambda *args, by=poison, loss=loss: loss(*args) * by  # type: ignore[method-assign]
                 before = [weight.clone() for _, weight, _ in made.state.strategy.state()] if step else []
-                made._step()
+                made.train_step()
                 after = [weight.clone() for _, weight, _ in made.state.strategy.state()]
                 moved.append(not before or not all(map(torch.equal, before, after)))
                 scales.append(made.state.strategy.scaler.get_scale())

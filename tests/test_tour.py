@@ -63,7 +63,7 @@ def test_links_lead_to_what_they_name() -> None:
 
 
 def test_options_are_main_pys() -> None:
-    from main import KEYS
+    from mingpt.config import KEYS
 
     assert set(re.findall(r"--(\w+\.\w+)", PAGE.read_text())) <= KEYS.keys()
 
@@ -92,7 +92,7 @@ def test_a_command_names_what_exists(command: str) -> None:
         file, *options = words[1:]
     assert (ROOT / file).is_file()
     if file == "main.py":
-        from main import read_config
+        from mingpt.config_parser import read_config
 
         read_config(options)
     else:

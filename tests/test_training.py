@@ -12,23 +12,23 @@ import pytest
 import torch
 from conftest import arguments, program, ranks, start, told, train
 
-from distributed import connect
-from evaluation import validation_loss
-from main import read_config
-from metrics import rows_of
-from snapshot import SnapshotFolder, read
+from mingpt.config_parser import read_config
+from mingpt.distributed.process_group import init_distributed
+from mingpt.evaluation import evaluate
+from mingpt.snapshot.storage import SnapshotStorage, load_snapshot
+from mingpt.utils.metrics import read_metrics
 from trainer import Trainer
 
 
 def rows(run_dir: Path, event: str = "train") -> list[dict]:
     """A line that is being written yet is left out."""
-    found, others = rows_of(run_dir / "metrics.jsonl")
+    found, others = read_metrics(run_dir / "metrics.jsonl")
     assert not others
     return [row for row in found if row["event"] == event]
 
 
 def newest(run_dir: Path) -> dict:
-    snapshot = SnapshotFolder(str(run_dir / "snapshots"), keep=9).newest(print)
+    snapshot = SnapshotStorage(str(run_dir / "snapshots"), keep=9).newest(print)
     assert snapshot is not None
     return snapshot
 
@@ -88,17 +88,17 @@ def test_the_validation_loss_has_the_same_bits_on_any_number_of_ranks(text: Path
 
 def _validation_loss(*argv: str) -> float:
     config = read_config([*argv, "--distributed.init_method", os.environ["TEST_INIT_METHOD"]])
-    with connect(config.distributed) as world:
-        made = Trainer(config, world)
-        return validation_loss(made.state, made.validation)
+    with init_distributed(config.distributed) as context:
+        made = Trainer(config, context)
+        return evaluate(made.state, made.validation)
 
 
 def _validation_loss_and_mean(*argv: str) -> tuple[float, float]:
     """The same twice, then with each window on its own and every target counted once."""
     config = read_config(argv)
-    with connect(config.distributed) as world, torch.no_grad():
-        trainer = Trainer(config, world)
-        loss = validation_loss(trainer.state, trainer.validation)
+    with init_distributed(config.distributed) as context, torch.no_grad():
+        trainer = Trainer(config, context)
+        loss = evaluate(trainer.state, trainer.validation)
         model, losses = trainer.state.strategy.whole.eval(), []
         for window in range(len(trainer.validation)):
             idx, targets = trainer.validation[range(window, window + 1)]
@@ -192,14 +192,14 @@ def test_one_told_rank_stops_all_at_one_step(text: Path, tmp_path: Path) -> None
 
 
 def _last_is_told_in_step_5(*argv: str) -> int:
-    step = Trainer._step
+    step = Trainer.train_step
 
     def told(trainer: Trainer) -> Any:
-        if trainer.world.rank == 2 and trainer.state.step == 4:
+        if trainer.context.rank == 2 and trainer.state.step == 4:
             os.kill(os.getpid(), signal.SIGTERM)
         return step(trainer)
 
-    Trainer._step = told  # type: ignore[method-assign]
+    Trainer.train_step = told  # type: ignore[method-assign]
     return train(*argv)
 
 
@@ -259,7 +259,7 @@ def test_a_loss_that_is_not_finite_stops_before_anything_is_touched(text: Path, 
     assert newest(run)["step"] in range(3, step)
     assert all(weight.isfinite().all() for weight in newest(run)["model"].values())
     assert torch.equal(
-        read(str(run / "snapshots/step_00000003.pt"))["model"]["transformer.wte.weight"],
+        load_snapshot(str(run / "snapshots/step_00000003.pt"))["model"]["transformer.wte.weight"],
         good["model"]["transformer.wte.weight"],
     )
 

@@ -20,7 +20,7 @@ sys.path.extend(str(folder) for folder in Path(__file__).parents[1:3])  # a scri
 
 from conftest import ROOT, environment
 
-from metrics import rows_of
+from mingpt.utils.metrics import read_metrics
 
 KNOBS = {
     "trainer.max_steps": 400,
@@ -54,7 +54,7 @@ def kill(launcher: subprocess.Popen) -> None:
 def last_step(run_dir: Path) -> int:
     """The newest step in metrics.jsonl; 0 before there is one."""
     with suppress(FileNotFoundError):
-        rows, _ = rows_of(run_dir / "metrics.jsonl")
+        rows, _ = read_metrics(run_dir / "metrics.jsonl")
         return max((row["step"] for row in rows), default=0)
     return 0
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import arguments, ranks, train, write_text
 
-from snapshot import TRAILER, SnapshotFolder
+from mingpt.snapshot.storage import TRAILER, SnapshotStorage
 
 
 @pytest.fixture(scope="module")
@@ -30,13 +30,13 @@ def newest_file(trained: Path) -> Iterator[Path]:
     yield file
     file.write_bytes(content)
     said: list[str] = []
-    assert SnapshotFolder(str(trained), keep=9).newest(said.append)["step"] == 6
+    assert SnapshotStorage(str(trained), keep=9).newest(said.append)["step"] == 6
     assert said == []
 
 
 def assert_named_and_skipped(file: Path, what: str, reason: str = "") -> None:
     said: list[str] = []
-    used = SnapshotFolder(str(file.parent), keep=9).newest(said.append)
+    used = SnapshotStorage(str(file.parent), keep=9).newest(said.append)
     assert used is not None
     assert used["step"] == 3, what
     assert len(said) == 2, (what, said)

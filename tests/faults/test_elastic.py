@@ -22,7 +22,7 @@ import pytest
 from conftest import ROOT, arguments, environment, ranks, train, write_text
 from test_training import assert_same_bits, curve
 
-from snapshot import SnapshotFolder
+from mingpt.snapshot.storage import SnapshotStorage
 
 STEPS, SAVE_EVERY = 2000, 50  # so many that a launcher can start while a single rank trains
 KNOBS: dict[str, Any] = {
@@ -223,4 +223,4 @@ def test_a_node_that_is_lost_and_comes_back_leaves_the_same_bits(
 
 
 def steps(run_dir: Path) -> list[int]:
-    return SnapshotFolder(str(run_dir / "snapshots"), keep=9).steps()
+    return SnapshotStorage(str(run_dir / "snapshots"), keep=9).steps()

@@ -56,7 +56,7 @@ def _start(number: int, meeting: Path, body: Callable[..., Any], *args: Any) -> 
 def _train_and_die(last: int, *argv: str) -> None:
     from trainer import Trainer
 
-    step = Trainer._step
+    step = Trainer.train_step
 
     def step_and_die(trainer: Trainer) -> Any:
         if trainer.state.step == last:  # so that what came after the step before, such as a save, has begun
@@ -66,5 +66,5 @@ def _train_and_die(last: int, *argv: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 
-    Trainer._step = step_and_die  # type: ignore[method-assign]
+    Trainer.train_step = step_and_die  # type: ignore[method-assign]
     train(*argv)

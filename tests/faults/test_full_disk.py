@@ -15,7 +15,7 @@ import pytest
 from conftest import arguments, program, ranks, start, train, write_text
 from test_training import curve, rows
 
-from snapshot import SnapshotFolder
+from mingpt.snapshot.storage import SnapshotStorage
 
 LAST = 100
 EVERY = 10  # steps between saves
@@ -125,7 +125,7 @@ def assert_went_on(run_dir: Path, snapshots: Path, calm: Path, err: str) -> list
     for step, error in zip(failed, recorded, strict=True):
         assert "trainer.snapshot_path" in error
         assert any(error in line and f"step_{step:08d}.pt" in line for line in said), err
-    folder = SnapshotFolder(str(snapshots), keep=99)
+    folder = SnapshotStorage(str(snapshots), keep=99)
     complaints: list[str] = []
     newest = folder.newest(complaints.append)
     assert newest is not None
@@ -136,7 +136,7 @@ def assert_went_on(run_dir: Path, snapshots: Path, calm: Path, err: str) -> list
 
 
 def assert_ends_like(calm: Path, run_dir: Path, snapshots: Path) -> None:
-    one, other = (SnapshotFolder(str(folder), keep=99).newest(print) for folder in (calm / "run/snapshots", snapshots))
+    one, other = (SnapshotStorage(str(folder), keep=99).newest(print) for folder in (calm / "run/snapshots", snapshots))
     assert one is not None
     assert other is not None
     assert one["step"] == other["step"] == LAST

@@ -15,9 +15,9 @@ from conftest import arguments, program, ranks, train
 from store import Proxy, healthy, in_turn, s3_server
 from test_training import curve, rows
 
-import snapshot
-from errors import UserError
-from snapshot import SnapshotFolder, read
+from mingpt.snapshot import storage
+from mingpt.snapshot.storage import SnapshotStorage, load_snapshot
+from mingpt.utils.errors import UserError
 
 WHY = "needs pip install -r .ci/requirements.txt"
 pytest.importorskip("moto", reason=WHY)
@@ -43,7 +43,7 @@ def store(server: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     endpoint = f"http://127.0.0.1:{proxy.server_address[1]}"
     for name, value in (ACCOUNT | {"AWS_ENDPOINT_URL": endpoint, "AWS_MAX_ATTEMPTS": "1"}).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(snapshot, "RETRIES", (0.01, 0.02, 0.03))
+    monkeypatch.setattr(storage, "RETRIES", (0.01, 0.02, 0.03))
     s3fs.S3FileSystem.clear_instance_cache()  # an instance keeps its endpoint
     yield proxy
     proxy.stop()
@@ -66,10 +66,10 @@ def large(step: int) -> dict[str, Any]:
     return small(step, tensors=6, size=PART // 10)
 
 
-def seen_afresh(url: str) -> SnapshotFolder:
+def seen_afresh(url: str) -> SnapshotStorage:
     """The folder as another process would see it: nothing is cached."""
     s3fs.S3FileSystem.clear_instance_cache()
-    return SnapshotFolder(url, keep=1)
+    return SnapshotStorage(url, keep=1)
 
 
 def assert_newest_is(step: int, url: str) -> None:
@@ -90,14 +90,14 @@ def unfinished_uploads(url: str) -> list[dict]:
 
 
 def test_snapshots_are_written_found_loaded_and_pruned(url: str) -> None:
-    folder = SnapshotFolder(url, keep=2)
+    folder = SnapshotStorage(url, keep=2)
     assert folder.newest(print) is None
     assert folder.write(small(1), None) == f"{url}/step_00000001.pt"
     for step in (2, 3, 4, 5):
         folder.write(small(step), 2)
-    assert SnapshotFolder(url, keep=2).steps() == folder.steps() == [2, 4, 5]
+    assert SnapshotStorage(url, keep=2).steps() == folder.steps() == [2, 4, 5]
     assert_newest_is(5, url)
-    assert (read(folder.file(2))["model"]["0"] == 2).all()
+    assert (load_snapshot(folder.file(2))["model"]["0"] == 2).all()
 
     fs = fsspec.filesystem("s3")
     content = bytearray(fs.cat_file(folder.file(5)))
@@ -145,7 +145,7 @@ def test_a_store_that_stumbles_gets_the_whole_file(
 
 @pytest.mark.parametrize("fault", ["503", "cut request", "cut answer"])
 def test_a_store_that_stumbles_is_read(fault: str, store: Proxy, url: str) -> None:
-    SnapshotFolder(url, keep=1).write(small(3), None)
+    SnapshotStorage(url, keep=1).write(small(3), None)
     for asked in ("list-type", "step_00000003.pt"):
         left = [fault] * 2
         store.rule = lambda request, asked=asked, left=left: left.pop() if left and asked in request else ""
@@ -157,7 +157,7 @@ def test_a_store_that_stumbles_is_read(fault: str, store: Proxy, url: str) -> No
 def test_a_store_that_stays_dead_is_a_users_error_and_costs_nothing_that_was_there(
     fault: str, store: Proxy, server: int, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshot, "RETRIES", ())
+    monkeypatch.setattr(storage, "RETRIES", ())
     monkeypatch.setitem(fsspec.config.conf, "s3", {"config_kwargs": {"read_timeout": 0.1}})
     folder = seen_afresh(url)
     folder.write(small(1), None)
@@ -183,7 +183,7 @@ def test_an_upload_that_fails_midway_is_discarded(
     requests_before: int, store: Proxy, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(fsspec.config.conf, "s3", {"default_block_size": PART})
-    monkeypatch.setattr(snapshot, "RETRIES", ())
+    monkeypatch.setattr(storage, "RETRIES", ())
     folder = seen_afresh(url)
     folder.write(small(1), None)
     store.rule = in_turn(*[""] * requests_before, "503")
@@ -201,7 +201,7 @@ def test_a_store_that_dies_midway_and_comes_back_shows_no_half_file(
     store: Proxy, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(fsspec.config.conf, "s3", {"default_block_size": PART})
-    monkeypatch.setattr(snapshot, "RETRIES", ())
+    monkeypatch.setattr(storage, "RETRIES", ())
     folder = seen_afresh(url)
     folder.write(small(1), None)
     left = ["", "", "503"]
@@ -223,7 +223,7 @@ class Interrupting:
 
 
 def test_a_save_that_is_interrupted_midway_shows_no_file(url: str) -> None:
-    folder = SnapshotFolder(url, keep=1)
+    folder = SnapshotStorage(url, keep=1)
     folder.write(small(1), None)
     with pytest.raises(Interruption):
         folder.write(small(2) | {"z": Interrupting()}, None)
@@ -236,7 +236,7 @@ def test_a_save_that_is_interrupted_midway_shows_no_file(url: str) -> None:
 
 def assert_same_end(run_dir: Path, url: str, local: Path) -> None:
     mine = seen_afresh(url).newest(print)
-    other = SnapshotFolder(str(local / "snapshots"), keep=9).newest(print)
+    other = SnapshotStorage(str(local / "snapshots"), keep=9).newest(print)
     assert mine is not None
     assert other is not None
     assert mine["step"] == other["step"]

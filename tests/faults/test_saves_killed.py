@@ -15,8 +15,8 @@ import pytest
 import torch
 from conftest import ranks
 
-from errors import UserError
-from snapshot import SnapshotFolder
+from mingpt.snapshot.storage import SnapshotStorage
+from mingpt.utils.errors import UserError
 
 STALE = "step_00000001.pt.77.tmp"  # what an earlier killed save left: pruning has two files to unlink
 
@@ -129,12 +129,12 @@ def in_a_fork(body: Callable[[], Any]) -> int:
 def die_at_every_call(place: str, moment: str) -> tuple[list[str], list[tuple]]:
     """The calls of a save, and what was found after each death: (call, exit status, what newest gave, said, names)."""
     calm, log = Path(place, "calm"), Path(place, "calls")
-    SnapshotFolder(str(calm), keep=1).write(snapshot(1), None)
+    SnapshotStorage(str(calm), keep=1).write(snapshot(1), None)
     Path(calm, STALE).write_text("torn")
 
     def save(folder: Path, fatal: int | None) -> None:
         machine = Machine(str(folder), fatal, moment)
-        SnapshotFolder(str(folder), keep=1).write(snapshot(2), None)
+        SnapshotStorage(str(folder), keep=1).write(snapshot(2), None)
         log.write_text("\n".join(machine.calls))
 
     assert in_a_fork(lambda: save(shutil.copytree(calm, Path(place, "undisturbed")), None)) == 0
@@ -146,7 +146,7 @@ def die_at_every_call(place: str, moment: str) -> tuple[list[str], list[tuple]]:
         folder = shutil.copytree(calm, Path(place, str(fatal)))
         status = in_a_fork(lambda folder=folder, fatal=fatal: save(folder, fatal))
         said: list[str] = []
-        snapshots = SnapshotFolder(str(folder), keep=1)
+        snapshots = SnapshotStorage(str(folder), keep=1)
         try:
             loaded = snapshots.newest(said.append)
         except UserError as error:

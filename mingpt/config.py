@@ -1,0 +1,282 @@
+"""The configuration: every key with its type, default, description and bounds, and the checks between keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, TypeAdapter, model_validator
+from pydantic.dataclasses import dataclass
+from pydantic.fields import FieldInfo
+
+STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+@dataclass(frozen=True, config=STRICT)
+class DataConfig:
+    """The training text."""
+
+    path: str = Field(
+        default="data/input.txt", description="UTF-8 text: a file, a glob (files in sorted order) or an fsspec URL"
+    )
+    block_size: int = Field(default=64, ge=1, description="characters in the model's context window (T)")
+    train_split: float = Field(
+        default=0.9, gt=0, lt=1, description="fraction of the text to train on; the rest is for validation"
+    )
+    truncate: float | None = Field(
+        default=None, gt=0, le=1, description="fraction of the text to use, from its start; null: all of it"
+    )
+
+
+@dataclass(frozen=True, config=STRICT)
+class ModelConfig:
+    """The shape of the model."""
+
+    n_layer: int = Field(default=4, ge=1, description="transformer blocks")
+    n_head: int = Field(default=4, ge=1, description="attention heads in each block; must divide n_embd")
+    n_embd: int = Field(default=128, ge=1, description="embedding dimension (C)")
+    dropout: float = Field(
+        default=0.0, ge=0, lt=1, description="dropout probability; 0.1 to 0.2 helps where many epochs overfit"
+    )
+    bias: bool = Field(default=True, description="biases in linear layers and layer norms, as in GPT-2")
+
+    @model_validator(mode="after")
+    def _check(self) -> ModelConfig:
+        if self.n_embd % self.n_head:
+            raise ValueError(f"model.n_embd is {self.n_embd}, must be divisible by model.n_head, {self.n_head}")
+        return self
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class GPTConfig(ModelConfig):
+    """The shape of the model, with the two sizes that come from the text and the data section."""
+
+    vocab_size: int = Field(ge=1, description="distinct characters (V)")
+    block_size: int = Field(ge=1, description="characters in the context window (T)")
+
+
+@dataclass(frozen=True, config=STRICT)
+class OptimizerConfig:
+    """The optimizer and the learning-rate schedule: linear warm-up, then cosine decay."""
+
+    name: Literal["muon", "adamw"] = Field(
+        default="muon", description="muon (for the matrices of the blocks, with AdamW for all else) or adamw"
+    )
+    learning_rate: float = Field(
+        default=3e-3, gt=0, description="peak learning rate, reached at the end of the warm-up"
+    )
+    min_learning_rate: float = Field(default=0.0, ge=0, description="learning rate at the end of the cosine decay")
+    warmup_steps: int = Field(default=100, ge=0, description="steps of linear warm-up from 0")
+    decay_steps: int | None = Field(
+        default=None,
+        ge=1,
+        description="step at which the decay reaches min_learning_rate; null: the last step of the run",
+    )
+    weight_decay: float = Field(default=0.1, ge=0, description="decoupled weight decay, for matrices only")
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.99), description="AdamW's coefficients for the running averages")
+    grad_norm_clip: float | None = Field(
+        default=1.0, gt=0, description="maximum global gradient norm; null: no clipping"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> OptimizerConfig:
+        if self.min_learning_rate > self.learning_rate:
+            raise ValueError(
+                f"optimizer.min_learning_rate is {self.min_learning_rate}, must be at least 0 and at most "
+                f"optimizer.learning_rate, {self.learning_rate}"
+            )
+        return self
+
+
+@dataclass(frozen=True, config=STRICT)
+class TrainerConfig:
+    """The training loop: its length, batches, evaluation and snapshots. Steps are optimizer steps."""
+
+    max_epochs: int | None = Field(default=None, ge=1, description="passes over the training text; null: no limit")
+    max_steps: int | None = Field(
+        default=2400, ge=1, description="steps; null: no limit. The first limit reached ends the run"
+    )
+    batch_size: int = Field(default=12, ge=1, description="sequences per step, over all ranks")
+    micro_batch_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="maximum number of sequences per forward pass on a rank; null: the rank's whole share",
+    )
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        default="auto",
+        description="autocast dtype: fp32, bf16, fp16 (CUDA only); auto: bf16 where hardware supports it, else fp32",
+    )
+    threads: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        default="auto", description="CPU threads per rank; auto: OMP_NUM_THREADS, else cores / ranks on the machine"
+    )
+    compile: bool = Field(
+        default=False, description="compile each block with torch.compile; takes a minute or so at the start"
+    )
+    activation_checkpointing: Literal["none", "selective", "full"] = Field(
+        default="none",
+        description="what backward recomputes: none, selective (all but matrix products), full (whole blocks)",
+    )
+    deterministic: bool = Field(
+        default=False,
+        description="use only deterministic CUDA kernels, which are slower; CPU runs are always deterministic",
+    )
+    seed: int = Field(default=1, ge=0, lt=2**63, description="seed of initial weights, sample order and dropout")
+    init_from: str | None = Field(
+        default=None,
+        description="initial weights: a snapshot, run folder or exported folder; null: random initialization",
+    )
+    log_every: int = Field(default=100, ge=1, description="steps between rows of training metrics")
+    eval_every: int = Field(default=400, ge=1, description="steps between evaluations on the whole validation text")
+    sample_every: int | None = Field(default=400, ge=1, description="steps between generated samples; null: none")
+    save_every: int = Field(default=400, ge=1, description="steps between snapshots")
+    save_minutes: float | None = Field(
+        default=None,
+        gt=0,
+        description="minutes after which a snapshot is saved whatever the step; null: steps alone decide",
+    )
+    keep_snapshots: int = Field(default=3, ge=1, description="newest snapshots to keep, in addition to the best one")
+    profile_steps: int | None = Field(
+        default=None, ge=1, description="steps to record in a profiler trace per rank, from step 12 on; null: no trace"
+    )
+    run_dir: str = Field(
+        default="runs/default", description="run folder: config.yaml, metrics.jsonl, snapshots/, cache/"
+    )
+    snapshot_path: str | None = Field(
+        default=None, description="folder or fsspec URL of the snapshots; null: snapshots/ in run_dir"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> TrainerConfig:
+        if self.max_epochs is None and self.max_steps is None:
+            raise ValueError(
+                "trainer.max_epochs and trainer.max_steps are both null; set one, or training would not end"
+            )
+        return self
+
+
+@dataclass(frozen=True, config=STRICT)
+class DistributedConfig:
+    """The process group and how the model is parallelized."""
+
+    backend: Literal["auto", "nccl", "gloo"] = Field(
+        default="auto",
+        description="nccl (one CUDA GPU per process), gloo (CPU); auto: nccl where there is a GPU, else gloo",
+    )
+    init_method: str | None = Field(
+        default=None,
+        description="rendezvous address: tcp://host:port or file:///path; null: from the launcher's environment",
+    )
+    timeout_seconds: float = Field(
+        default=600.0, gt=0, description="seconds to wait for another process before failing"
+    )
+    strategy: Literal["ddp", "zero1", "zero2", "fsdp"] = Field(
+        default="ddp",
+        description="what ranks shard: ddp: nothing; zero1: optimizer state; zero2: gradients too; fsdp: all",
+    )
+    cpu_offload: bool = Field(default=False, description="with fsdp on CUDA, keep shards in host memory; slower")
+    pipeline_stages: int = Field(
+        default=1, ge=1, description="pipeline stages that the blocks are split into; 1: no pipeline"
+    )
+    pipeline_schedule: Literal["1f1b", "gpipe"] = Field(
+        default="1f1b", description="order of a stage's micro-batches: 1f1b, or gpipe (all forward passes first)"
+    )
+    bucket_cap_mb: float = Field(default=25.0, gt=0, description="size in MiB of the gradient buckets of ddp and zero1")
+    reduction: Literal["fast", "tree"] = Field(
+        default="fast",
+        description="gradient summation: fast (the backend's all-reduce); tree: same bits for any number of ranks",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> DistributedConfig:
+        if self.init_method is not None and not self.init_method.startswith(("env://", "tcp://", "file://")):
+            raise ValueError(
+                f"distributed.init_method is {self.init_method}, must be null, env://, tcp://host:port or file:///path"
+            )
+        if self.cpu_offload and self.strategy != "fsdp":
+            raise ValueError(
+                f"distributed.cpu_offload is true, which needs distributed.strategy fsdp, not {self.strategy}"
+            )
+        if self.cpu_offload and self.pipeline_stages > 1:
+            raise ValueError(
+                "distributed.cpu_offload is true, must be false with distributed.pipeline_stages "
+                f"{self.pipeline_stages}"
+            )
+        if self.reduction == "tree" and self.pipeline_stages > 1:
+            raise ValueError(
+                f"distributed.reduction is tree, must be fast with distributed.pipeline_stages {self.pipeline_stages}"
+            )
+        if self.reduction == "tree" and self.strategy != "ddp":
+            raise ValueError(f"distributed.strategy is {self.strategy}, must be ddp with distributed.reduction tree")
+        return self
+
+
+@dataclass(frozen=True, config=STRICT)
+class Config:
+    """All sections.
+
+    Raises:
+        ValueError: two keys do not go together. The message begins with the name of one of them.
+    """
+
+    data: DataConfig = Field(default_factory=DataConfig)
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig)
+    distributed: DistributedConfig = Field(default_factory=DistributedConfig)
+
+    @model_validator(mode="after")
+    def _check(self) -> Config:
+        for error in (*self._pipeline_errors(), *self._tree_errors()):
+            raise ValueError(error)
+        if self.distributed.cpu_offload and self.optimizer.name == "muon":
+            raise ValueError(
+                "optimizer.name is muon, must be adamw with distributed.cpu_offload: Muon needs whole matrices, and "
+                "host memory holds shards"
+            )
+        return self
+
+    def _pipeline_errors(self) -> Iterator[str]:
+        stages, batch_size = self.distributed.pipeline_stages, self.trainer.batch_size
+        if stages == 1:
+            return
+        if stages > self.model.n_layer:
+            yield (
+                f"distributed.pipeline_stages is {stages}, must be at most model.n_layer, {self.model.n_layer}: "
+                "each stage needs a block"
+            )
+        if self.trainer.micro_batch_size is None:
+            sizes = (n for n in range(1, batch_size + 1) if batch_size % n == 0 and batch_size // n >= 4 * stages)
+            yield (
+                f"trainer.micro_batch_size is null, must be a number with distributed.pipeline_stages {stages}, such "
+                f"as {max(sizes, default=1)}: stages work on several micro-batches at once, best on {4 * stages} or "
+                "more"
+            )
+
+    def _tree_errors(self) -> Iterator[str]:
+        cfg, reason = self.trainer, "with distributed.reduction tree, whose bits depend on it"
+        if self.distributed.reduction != "tree":
+            return
+        if cfg.micro_batch_size is None:
+            yield f"trainer.micro_batch_size is null, must be a number {reason}"
+        if cfg.threads not in ("auto", 1):
+            yield f"trainer.threads is {cfg.threads}, must be auto or 1 {reason}"
+        if cfg.precision == "fp16":
+            yield "trainer.precision is fp16, must be auto, fp32 or bf16 with distributed.reduction tree"
+
+
+SECTIONS: dict[str, Any] = {
+    "data": DataConfig,
+    "model": ModelConfig,
+    "optimizer": OptimizerConfig,
+    "trainer": TrainerConfig,
+    "distributed": DistributedConfig,
+}
+KEYS: dict[str, FieldInfo] = {
+    f"{name}.{key}": info for name, section in SECTIONS.items() for key, info in section.__pydantic_fields__.items()
+}
+
+
+def config_to_dict(config: Config) -> dict[str, Any]:
+    """The configuration as nested dictionaries of lists, strings, numbers, booleans and None."""
+    return TypeAdapter(Config).dump_python(config, mode="json")
