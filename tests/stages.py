@@ -18,8 +18,19 @@ import torch
 
 sys.path.append(str(Path(__file__).parent.parent))  # a script has no pytest to do so
 
-from conftest import arguments, ranks, told, write_text
-from tables import KINDS, LARGE, NO_DROPOUT, curves, deviation, losses, trainer
+from helpers import (
+    KINDS,
+    LARGE,
+    NO_DROPOUT,
+    arguments,
+    curves,
+    deviation,
+    losses,
+    open_trainer,
+    ranks,
+    run_captured,
+    write_text,
+)
 
 from benchmarks.pipeline_timeline import draw, steps, traces_of
 from mingpt.config_parser import read_config
@@ -85,7 +96,7 @@ def save_two_stages(folder: Path) -> list[float]:
     """Trains 6 steps on two stages into a folder of that name; losses of steps 7 to 9 of one process."""
     ranks(
         2,
-        told,
+        run_captured,
         *arguments(folder / "saved", folder / "text.txt", trainer__max_steps=6, **NO_DROPOUT, **on(2)),
         tmp_path=folder,
     )
@@ -100,7 +111,7 @@ def resume(folder: Path, name: str) -> tuple[bool, list[float]]:
     if os.environ.get("RANK", "0") == "0":
         shutil.copytree(folder / "saved" / "snapshots", run / "snapshots")
     knobs = on(stages, distributed__strategy=strategy)
-    with trainer(*arguments(run, folder / "text.txt", **NO_DROPOUT, **knobs)) as made:
+    with open_trainer(*arguments(run, folder / "text.txt", **NO_DROPOUT, **knobs)) as made:
         snapshot = SnapshotStorage(str(folder / "saved" / "snapshots"), keep=9).newest(print)
         assert snapshot is not None
         assert snapshot["step"] == made.state.step == 6
@@ -115,7 +126,7 @@ def resume(folder: Path, name: str) -> tuple[bool, list[float]]:
 
 def memory_of(folder: Path, stages: int) -> tuple[MemoryUsage, list[MemoryUsage], list[int]]:
     """For `ranks`: bytes by formula on the rank with most; on each, measured, and those of embeddings among them."""
-    with trainer(*arguments(folder / f"memory-{stages}", folder / "text.txt", **(on(stages) | LARGE))) as made:
+    with open_trainer(*arguments(folder / f"memory-{stages}", folder / "text.txt", **(on(stages) | LARGE))) as made:
         made.train_step()
         strategy = made.state.strategy
         embeddings = sum(weight.nbytes for name, weight in strategy.parameters.items() if "transformer.w" in name)
@@ -202,7 +213,7 @@ def bubble_table(folder: Path, picture: Path) -> list[str]:
             run = folder / f"{schedule}-{number}"
             knobs = EQUAL | on(2, trainer__batch_size=4 * number, trainer__micro_batch_size=4)
             argv = arguments(run, folder / "text.txt", distributed__pipeline_schedule=schedule, **knobs)
-            ranks(2, told, *argv, tmp_path=folder)
+            ranks(2, run_captured, *argv, tmp_path=folder)
             found = sorted(steps(traces_of(run)), key=lambda step: step.bubble)
             typical = found[len(found) // 2]
             cells.append(f"{typical.bubble:.1%} ({found[0].bubble:.1%} to {found[-1].bubble:.1%})")

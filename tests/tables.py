@@ -7,14 +7,11 @@ trains every combination on real processes over gloo and writes what came of it.
 
 from __future__ import annotations
 
-import io
 import itertools
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -22,46 +19,25 @@ import torch
 
 sys.path.append(str(Path(__file__).parent.parent))  # a script has no pytest to do so
 
-from conftest import arguments, ranks, told, write_text
+from helpers import (
+    KINDS,
+    LARGE,
+    NO_DROPOUT,
+    arguments,
+    curves,
+    deviation,
+    losses,
+    open_trainer,
+    ranks,
+    run_captured,
+    write_text,
+)
 
-from mingpt.config_parser import read_config
-from mingpt.distributed.process_group import init_distributed
 from mingpt.parallel.memory import MemoryUsage
 from mingpt.snapshot.storage import SnapshotStorage
 from mingpt.utils.device import device_kind
-from trainer import Trainer
 
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
-NO_DROPOUT: dict[str, Any] = {"model__dropout": 0.0, "optimizer__decay_steps": 12}
-LARGE = {"data__block_size": 32, "model__n_layer": 4, "model__n_head": 8, "model__n_embd": 512}
-KINDS = ("parameters", "gradients", "optimizer")
-
-
-@contextmanager
-def trainer(*argv: str, meeting: Any = "") -> Iterator[Trainer]:
-    """A trainer in this process, one of those that `ranks` started; its words are swallowed."""
-    config = read_config([*argv, "--distributed.init_method", f"{os.environ['TEST_INIT_METHOD']}-{meeting}"])
-    with (
-        init_distributed(config.distributed) as context,
-        redirect_stdout(io.StringIO()),
-        redirect_stderr(io.StringIO()),
-    ):
-        yield Trainer(config, context)
-
-
-def losses(made: Trainer, steps: int) -> list[float]:
-    """The whole batch's mean loss in each of so many steps."""
-    return [made.state.strategy.mean(made.train_step()[0]).item() for _ in range(steps)]
-
-
-def curves(folder: Path, combinations: list[dict[str, Any]], steps: int) -> list[list[float]]:
-    """For `ranks`: the losses of each combination of knobs."""
-    found = []
-    for i, knobs in enumerate(combinations):
-        argv = arguments(folder / f"{os.environ.get('WORLD_SIZE')}-{i}", folder / "text.txt", **NO_DROPOUT, **knobs)
-        with trainer(*argv, meeting=i) as made:
-            found.append(losses(made, steps))
-    return found
 
 
 def combinations(compiled: bool) -> list[dict[str, Any]]:
@@ -81,23 +57,18 @@ def combinations(compiled: bool) -> list[dict[str, Any]]:
     ]
 
 
-def deviation(one: list[float], other: list[float]) -> float:
-    """The largest relative difference between two curves."""
-    return max(abs(a - b) / abs(b) for a, b in zip(one, other, strict=True))
-
-
 def save_each(folder: Path, number: int) -> list[float]:
     """Trains 6 steps with each strategy into a folder of its name, and returns the losses of steps 7 to 9."""
     for strategy in STRATEGIES:
         argv = arguments(folder / strategy, folder / "text.txt", trainer__max_steps=6, **NO_DROPOUT)
-        ranks(number, told, *argv, "--distributed.strategy", strategy, tmp_path=folder)
+        ranks(number, run_captured, *argv, "--distributed.strategy", strategy, tmp_path=folder)
     argv = arguments(folder / "whole", folder / "text.txt", **NO_DROPOUT)
     [found] = ranks(1, _whole, *argv, tmp_path=folder)
     return found
 
 
 def _whole(*argv: str) -> list[float]:
-    with trainer(*argv) as made:
+    with open_trainer(*argv) as made:
         return losses(made, 9)[6:]
 
 
@@ -110,7 +81,7 @@ def resume_each(folder: Path) -> dict[tuple[str, str], tuple[bool, list[float]]]
         if rank == "0":
             shutil.copytree(folder / saved / "snapshots", run / "snapshots")
         argv = arguments(run, folder / "text.txt", distributed__strategy=resumed, **NO_DROPOUT)
-        with trainer(*argv, meeting=run.name) as made:
+        with open_trainer(*argv, meeting=run.name) as made:
             snapshot = SnapshotStorage(str(folder / saved / "snapshots"), keep=9).newest(print)
             assert snapshot is not None
             same = []
@@ -129,7 +100,7 @@ def memory_of_each(folder: Path, optimizer: str = "adamw") -> dict[str, tuple[Me
         run = folder / f"{strategy}-{os.environ.get('WORLD_SIZE')}"
         knobs = {"trainer__batch_size": 4, "distributed__strategy": strategy, "optimizer__name": optimizer}
         argv = arguments(run, folder / "text.txt", **knobs, **LARGE)
-        with trainer(*argv, meeting=strategy) as made:
+        with open_trainer(*argv, meeting=strategy) as made:
             made.train_step()
             found[strategy] = made.state.need, made.context.all_gather_object(made.held)
     return found

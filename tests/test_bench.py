@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import program
+from helpers import program
 
 from bench import rows, run
 from benchmarks import cases, harness

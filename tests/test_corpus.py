@@ -12,8 +12,8 @@ from pathlib import Path
 import fsspec
 import numpy as np
 import pytest
-from conftest import ROOT, environment
 from fsspec.implementations.memory import MemoryFileSystem
+from helpers import ROOT, environment
 
 from mingpt import corpus
 from mingpt.corpus import Corpus, encode_corpus

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import arguments, free_port, ranks, train
+from helpers import arguments, free_port, ranks, train
 
 import main
 from mingpt.config import DistributedConfig

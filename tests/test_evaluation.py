@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import arguments, program, ranks, train
-from test_training import assert_same_bits, curve, newest, rows
+from helpers import arguments, assert_same_bits, curve, newest, program, ranks, rows, train
 
 from mingpt.config import GPTConfig
 from mingpt.evaluation import SAMPLE_LENGTH

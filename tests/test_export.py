@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import arguments, program, ranks, told, train, write_text
-from test_training import assert_same_bits, newest, rows
+from helpers import arguments, assert_same_bits, newest, program, ranks, rows, run_captured, train, write_text
 
 from export import export, run
 from mingpt.config_parser import read_config
@@ -194,7 +193,7 @@ def test_what_cannot_be_started_from_is_said_in_one_message(
     knobs = {"trainer__init_from": exported, "data__block_size": 256, "model__bias": quietly(exported).shape.bias}
     argv = arguments(tmp_path / "run", write_text(tmp_path / "text.txt"), **knobs)
     argv += [f"--{key}", value.replace("{tmp}", str(tmp_path))]
-    [(status, _, err)] = ranks(1, told, *argv, tmp_path=tmp_path)
+    [(status, _, err)] = ranks(1, run_captured, *argv, tmp_path=tmp_path)
     assert status == 2
     [line] = err.splitlines()
     for words in said:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_model import T, V, characters, lively, small
+from helpers import T, V, characters, lively, small
 from torch import Tensor
 
 from mingpt.generation import NO_TOKEN, generate

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import program
+from helpers import program
 
 from benchmarks import growth
 from benchmarks.cluster_model import Machine, plan
@@ -70,7 +70,7 @@ def test_constants_come_back_from_steps_that_follow_the_arithmetic(points: list[
     steps = [point for point in with_predictions(points) if point.panel in SHAPES_HERE]
     assert len(steps) == sum(map(len, SHAPES_HERE.values()))
     for point in steps:
-        assert point.said == pytest.approx(point.figure, rel=1e-3)
+        assert point.prediction == pytest.approx(point.figure, rel=1e-3)
 
 
 def test_ranks_are_foretold_from_one_ranks_constants_and_the_links_speed(points: list[Point], monkeypatch) -> None:
@@ -78,10 +78,10 @@ def test_ranks_are_foretold_from_one_ranks_constants_and_the_links_speed(points:
     [point] = [point for point in with_predictions(points) if point.panel == "ranks"]
     base, megabytes = step(SMALL, HERE), 4 * sum(p.numel() for p in GPT(gpt(SMALL)).parameters()) / 1e6
     halves = step(growth.replace(SMALL, B=6), HERE) / base
-    assert point.said == pytest.approx(halves + megabytes + 0.01, rel=0.02)
+    assert point.prediction == pytest.approx(halves + megabytes + 0.01, rel=0.02)
     monkeypatch.setattr(growth, "cores", lambda: 1)  # two ranks take turns
     [crowded] = [point for point in with_predictions(points) if point.panel == "ranks"]
-    assert crowded.said == pytest.approx(2 * halves + megabytes + 0.01, rel=0.02)
+    assert crowded.prediction == pytest.approx(2 * halves + megabytes + 0.01, rel=0.02)
 
 
 def test_shapes_are_measured(bench: Bench, monkeypatch) -> None:
@@ -149,8 +149,8 @@ def test_what_is_drawn_is_a_picture(points: list[Point], tmp_path: Path) -> None
         (("--out", "nowhere"), "--out: there is no folder nowhere"),
     ],
 )
-def test_a_mistake_is_one_message(words: tuple[str, ...], with_predictions: str, monkeypatch, capsys) -> None:
+def test_a_mistake_is_one_message(words: tuple[str, ...], said: str, monkeypatch, capsys) -> None:
     monkeypatch.setattr("sys.argv", ["growth.py", *words])
     with pytest.raises(SystemExit, match="2"):
         growth.main()
-    assert capsys.readouterr().err.strip().endswith(with_predictions)
+    assert capsys.readouterr().err.strip().endswith(said)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ranks
+from helpers import ranks
 
 from mingpt.utils.device import (
     check_compiler,

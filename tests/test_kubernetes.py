@@ -11,8 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from conftest import ROOT, arguments, environment, free_port
-from test_training import rows
+from helpers import ROOT, arguments, environment, free_port, rows
 
 from mingpt.config_parser import read_config
 

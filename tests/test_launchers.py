@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, arguments, environment, free_port, write_text
+from helpers import ROOT, arguments, environment, free_port, write_text
 
 import main
 from mingpt.distributed.launch_environment import RankInfo, detect_launch_environment, resolve_init_method

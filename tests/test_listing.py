@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import arguments, program, ranks, train, write_text
+from helpers import arguments, program, ranks, train, write_text
 
 from mingpt.snapshot.__main__ import main
 from mingpt.snapshot.storage import fingerprint

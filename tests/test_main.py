@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import arguments, program, ranks, train, write_text
+from helpers import arguments, program, ranks, train, write_text
 
 import main
 from mingpt.config import KEYS, SECTIONS, Config, ModelConfig, config_to_dict

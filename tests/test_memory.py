@@ -10,7 +10,7 @@ from typing import Any
 import conftest
 import pytest
 import torch
-from conftest import arguments, told
+from helpers import arguments, run_captured
 
 from mingpt.config import Config, GPTConfig
 from mingpt.config_parser import read_config
@@ -144,7 +144,7 @@ def test_what_does_not_fit_is_refused_with_the_cheapest_way_out(
 
 def test_a_run_that_cannot_fit_ends_at_once(text: Any, tmp_path: Any) -> None:
     argv = arguments(tmp_path / "run", text, model__n_embd=65536)
-    [(status, _, err)] = conftest.ranks(1, told, *argv, tmp_path=tmp_path)
+    [(status, _, err)] = conftest.ranks(1, run_captured, *argv, tmp_path=tmp_path)
     assert status == 2
     assert "out of memory before the first step" in err
 
@@ -184,7 +184,7 @@ def _short_of_memory(rank: int, argv: list[str]) -> tuple[int, str, str]:
             resource.setrlimit(resource.RLIMIT_AS, before)
 
     Trainer.train_step = short  # type: ignore[method-assign]
-    return told(*argv)
+    return run_captured(*argv)
 
 
 def test_cudas_own_error_counts_as_memory_that_ran_out_and_others_do_not() -> None:

@@ -15,16 +15,15 @@ from textwrap import indent
 
 import pytest
 import yaml
-from conftest import arguments, ranks, train, write_text
+from helpers import arguments, curve, ranks, rows, train, write_text
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_training import curve, rows
 
 from mingpt.utils.metrics import Metrics, read_metrics
 
 COLUMNS = 80
 
 
-def told(*argv: str) -> tuple[int, str]:
+def run_captured(*argv: str) -> tuple[int, str]:
     """For `ranks`: exit status, and all that the run says."""
     with redirect_stdout(io.StringIO()) as said, redirect_stderr(said):
         status = train(*argv)
@@ -37,7 +36,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     argv = arguments(folder / "run", write_text(folder / "text.txt"), trainer__keep_snapshots=9)
     began = time.time()
-    results = ranks(2, told, *argv, tmp_path=folder)
+    results = ranks(2, run_captured, *argv, tmp_path=folder)
     assert [status for status, _ in results] == [0, 0]
     for rank, (_, said) in enumerate(results):
         (folder / f"said-{rank}").write_text(said, newline="")

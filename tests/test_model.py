@@ -3,37 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from helpers import T, V, characters, lively, small
+from torch import Tensor
 
 from mingpt.config import GPTConfig, ModelConfig, OptimizerConfig
 from mingpt.optimizer import build_optimizer, learning_rate
 from model import GPT, Dropout, KVCache, Stage, bmm_attention, use_bmm_attention
 
-V, T = 11, 8
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def small(seed: int = 0, **changes: Any) -> GPT:
-    torch.manual_seed(seed)
-    return GPT(GPTConfig(**{"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": V, "block_size": T} | changes))
-
-
-def lively(**changes: Any) -> GPT:
-    """A model with strong opinions, in float64: a fresh one repeats its last character, and near ties hide mistakes."""
-    model = small(seed=3, **changes).double()
-    for name, parameter in model.named_parameters():
-        if "ln_" not in name:
-            nn.init.normal_(parameter, std=1.0 if parameter.dim() == 2 else 0.2)
-    return model
-
-
-def characters(*shape: int, seed: int = 1, vocab_size: int = V) -> Tensor:
-    return torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(seed))
 
 
 # Causality.

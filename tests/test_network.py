@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, arguments, environment
-from test_training import rows
+from helpers import ROOT, arguments, environment, rows
 
 
 @pytest.fixture

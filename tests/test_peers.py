@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from conftest import arguments, ranks, start, told
-from test_training import newest, rows, wait_for_step, workers
+from helpers import arguments, newest, ranks, rows, run_captured, start, wait_for_step, workers
 
 from mingpt.config import DistributedConfig
 from mingpt.distributed.health import HealthMonitor
@@ -62,7 +61,7 @@ def _without_one(where: str, victim: int, how: signal.Signals, argv: list[str]) 
 
     Trainer.train_step = alone  # type: ignore[method-assign]
     os.environ["TEST_INIT_METHOD"] = where
-    status, _, err = told(*argv)
+    status, _, err = run_captured(*argv)
     return status, err, time.monotonic() - began[0]
 
 
@@ -151,7 +150,7 @@ def _crash_in_step(restarts: str | None, argv: list[str]) -> tuple[int, str]:
     if restarts is not None:  # as torchrun tells its workers
         os.environ["TORCHELASTIC_MAX_RESTARTS"] = restarts
     try:
-        status, _, err = told(*argv)
+        status, _, err = run_captured(*argv)
     except ZeroDivisionError:
         return 1, ""
     return status, err

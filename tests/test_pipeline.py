@@ -14,10 +14,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import arguments, ranks, start, told, train
+from helpers import (
+    KINDS,
+    NO_DROPOUT,
+    arguments,
+    assert_same_bits,
+    curve,
+    curves,
+    deviation,
+    losses,
+    newest,
+    open_trainer,
+    ranks,
+    rows,
+    run_captured,
+    start,
+    train,
+    wait_for_step,
+    workers,
+)
 from stages import COMPANY, FOUR, MESHES, REFUSED, RESUMED, memory_of, on, refusal, resume, save_two_stages
-from tables import KINDS, NO_DROPOUT, curves, deviation, losses, trainer
-from test_training import assert_same_bits, curve, newest, rows, wait_for_step, workers
 
 from mingpt.evaluation import evaluate, generate_sample
 from trainer import Trainer
@@ -66,9 +82,9 @@ def _looked_at(folder: Path, stages: int) -> tuple[float, float, str]:
     """Validation losses before training, with dropout that must rest, and after it; and a sample."""
     knobs = on(stages, trainer__micro_batch_size=2, distributed__pipeline_schedule="gpipe")
     wet = arguments(folder / f"wet-{stages}", folder / "text.txt", **knobs)
-    with trainer(*wet, meeting="wet") as made:
+    with open_trainer(*wet, meeting="wet") as made:
         before = evaluate(made.state, made.validation)
-    with trainer(*arguments(folder / f"dry-{stages}", folder / "text.txt", **NO_DROPOUT, **knobs)) as made:
+    with open_trainer(*arguments(folder / f"dry-{stages}", folder / "text.txt", **NO_DROPOUT, **knobs)) as made:
         evaluate(made.state, made.validation)
         losses(made, 4)
         return before, evaluate(made.state, made.validation), generate_sample(made.state)
@@ -122,7 +138,7 @@ def test_each_stage_draws_dropout_of_its_own(text: Path, tmp_path: Path) -> None
 
 
 def _seeds(folder: Path) -> list[int]:
-    with trainer(*arguments(folder / "run", folder / "text.txt", **on(2))) as made:
+    with open_trainer(*arguments(folder / "run", folder / "text.txt", **on(2))) as made:
         return [made.state.strategy.seed(first) for first in range(3)]
 
 
@@ -139,7 +155,7 @@ def test_tied_embeddings_stay_equal_to_the_last_bit(text: Path, tmp_path: Path) 
 
 def _embeddings(folder: Path) -> list[np.ndarray]:
     knobs = on(3, optimizer__name="muon")  # AdamW moves embeddings all the same
-    with trainer(*arguments(folder / "run", folder / "text.txt", **knobs)) as made:
+    with open_trainer(*arguments(folder / "run", folder / "text.txt", **knobs)) as made:
         losses(made, 5)
         strategy = made.state.strategy
         wte = strategy.parameters.get("transformer.wte.weight")
@@ -152,7 +168,7 @@ def _embeddings(folder: Path) -> list[np.ndarray]:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
     """A folder with text.txt and a run of 6 steps on two stages, and one process's losses of the steps that follow."""
-    from conftest import write_text
+    from helpers import write_text
 
     folder = tmp_path_factory.mktemp("saved")
     write_text(folder / "text.txt")
@@ -210,7 +226,7 @@ def _short_of_memory(when: str, argv: list[str]) -> tuple[int, str, str]:
         return step(self)
 
     Trainer.train_step = first_step  # type: ignore[method-assign]
-    return told(*argv)
+    return run_captured(*argv)
 
 
 # All or none
@@ -225,7 +241,7 @@ def test_all_stages_skip_a_step_that_overflows_on_one(text: Path, tmp_path: Path
 
 def _overflow(folder: Path) -> tuple[list[float], list[bool]]:
     scales, moved = [], []
-    with trainer(*arguments(folder / "run", folder / "text.txt", **on(2))) as made:
+    with open_trainer(*arguments(folder / "run", folder / "text.txt", **on(2))) as made:
         strategy = made.state.strategy
         strategy.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         for step in range(3):
@@ -333,7 +349,7 @@ def test_what_does_not_fit_is_refused_in_one_message(
     number: int, knobs: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     argv = arguments(tmp_path / "run", tmp_path / "text.txt", **knobs)  # a text that nobody comes to read
-    found = ranks(number, told, *argv, tmp_path=tmp_path)
+    found = ranks(number, run_captured, *argv, tmp_path=tmp_path)
     assert [status for status, _, _ in found] == [2] * number
     said = "".join(err for _, _, err in found)
     assert said.count("error: ") == 1
@@ -342,6 +358,6 @@ def test_what_does_not_fit_is_refused_in_one_message(
 
 def test_fewer_micro_batches_than_stages_are_told_of(text: Path, tmp_path: Path) -> None:
     knobs = on(2, trainer__micro_batch_size=8, distributed__pipeline_schedule="gpipe", trainer__max_steps=1)
-    (status, out, _), *_ = ranks(2, told, *arguments(tmp_path / "run", text, **knobs), tmp_path=tmp_path)
+    (status, out, _), *_ = ranks(2, run_captured, *arguments(tmp_path / "run", text, **knobs), tmp_path=tmp_path)
     assert status == 0
     assert "replicas x stages: 1 x 2, gpipe, 1 micro-batches of 8: each stage waits 50% of the time" in out

@@ -13,11 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, arguments, environment, on_terminal, program, ranks, train, write_text
+from helpers import ROOT, arguments, environment, on_terminal, program, ranks, rows, train, write_text
+from helpers import curve as losses
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
-from test_training import curve as losses
-from test_training import rows
 
 import plot
 from mingpt.utils.errors import UserError

@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, program
+from helpers import ROOT, program
 
 PLAY = "First Citizen:\nBefore we proceed any further, hear me speak – or not.\n".encode()
 NOWHERE = "http://127.0.0.1:9/none"  # nobody listens there

@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import arguments, ranks, told
+from helpers import arguments, ranks, run_captured
 
 
 def test_the_steps_asked_for_are_in_a_trace(text: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     argv = arguments(run, text, trainer__max_steps=14, trainer__profile_steps=2)
-    [(status, out, _)] = ranks(1, told, *argv, tmp_path=tmp_path)
+    [(status, out, _)] = ranks(1, run_captured, *argv, tmp_path=tmp_path)
     assert status == 0
     events = json.loads((run / "trace-0.json").read_text())["traceEvents"]
     steps = {event["name"] for event in events if str(event.get("name")).startswith("ProfilerStep#")}
@@ -29,7 +29,7 @@ def test_no_trace_where_none_was_asked_for_or_the_run_is_too_short(
 ) -> None:
     run = tmp_path / "run"
     argv = arguments(run, text, trainer__max_steps=11, trainer__profile_steps=steps)
-    [(status, out, _)] = ranks(1, told, *argv, tmp_path=tmp_path)
+    [(status, out, _)] = ranks(1, run_captured, *argv, tmp_path=tmp_path)
     assert status == 0
     assert not list(run.glob("trace*"))
     assert ("the run was over before step 12" in out) == bool(steps)

@@ -12,7 +12,7 @@ import types
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, environment, write_text
+from helpers import ROOT, environment, write_text
 
 pytestmark = pytest.mark.slow
 

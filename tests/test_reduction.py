@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import arguments, ranks, told, train
-from test_training import assert_same_bits, curve, newest, rows
+from helpers import arguments, assert_same_bits, curve, newest, ranks, rows, run_captured, train
 from torch import Tensor
 
 from mingpt.config import DistributedConfig
@@ -22,7 +21,7 @@ TREE = {"distributed__reduction": "tree"}
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with text.txt and an undisturbed run with the tree on one rank: run/."""
-    from conftest import write_text
+    from helpers import write_text
 
     folder = tmp_path_factory.mktemp("whole")
     argv = arguments(folder / "run", write_text(folder / "text.txt"), **TREE)
@@ -123,7 +122,7 @@ def test_a_rank_sends_the_few_whole_subtrees_that_it_holds() -> None:
 
 def test_more_ranks_than_micro_batches_are_refused(text: Path, tmp_path: Path) -> None:
     argv = arguments(tmp_path / "run", text, trainer__micro_batch_size=4, **TREE)
-    (status, _, err), *_ = ranks(3, told, *argv, tmp_path=tmp_path)
+    (status, _, err), *_ = ranks(3, run_captured, *argv, tmp_path=tmp_path)
     assert status == 2
     assert "trainer.batch_size / trainer.micro_batch_size is 7 / 4" in err
     assert not (tmp_path / "run").exists()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, arguments, environment, ranks, train, write_text
+from helpers import ROOT, arguments, environment, ranks, train, write_text
 
 import sample
 from mingpt.config import GPTConfig

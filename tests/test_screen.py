@@ -12,8 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, arguments, environment, on_terminal, program, set_columns, write_text
-from test_training import curve, rows
+from helpers import ROOT, arguments, curve, environment, on_terminal, program, rows, set_columns, write_text
 
 from mingpt.config import GPTConfig
 from mingpt.utils.progress import format_duration, model_summary

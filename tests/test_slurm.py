@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, arguments, environment, free_port, ranks, train
-from test_training import assert_same_bits, curve, rows
+from helpers import ROOT, arguments, assert_same_bits, curve, environment, free_port, ranks, rows, train
 
 pytestmark = [
     pytest.mark.slow,

@@ -19,8 +19,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from conftest import SMALL, arguments, ranks, told, train, write_text
-from test_training import assert_same_bits, curve, newest, rows
+from helpers import SMALL, arguments, assert_same_bits, curve, newest, ranks, rows, run_captured, train, write_text
 
 from mingpt.config import GPTConfig, OptimizerConfig
 from mingpt.config_parser import read_config
@@ -292,7 +291,7 @@ def test_a_damaged_newest_is_named_and_the_one_before_leads_to_the_same_bits(
 ) -> None:
     flip(run_dir / "snapshots/step_00000006.pt")
     argv = arguments(run_dir, trained / "text.txt", **FIXED)
-    [(status, out, err)] = ranks(1, told, *argv, tmp_path=tmp_path)
+    [(status, out, err)] = ranks(1, run_captured, *argv, tmp_path=tmp_path)
     assert (status, err) == (0, "")
     said = [line for line in out.splitlines() if "step_0000000" in line and ".pt" in line]
     assert f"{run_dir}/snapshots/step_00000006.pt is damaged" in said[0]
@@ -306,7 +305,7 @@ def test_where_all_are_damaged_nothing_is_started_anew(trained: Path, run_dir: P
         flip(run_dir / "snapshots" / name)
     before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
     argv = arguments(run_dir, trained / "text.txt", **FIXED)
-    results = ranks(2, told, *argv, tmp_path=tmp_path)
+    results = ranks(2, run_captured, *argv, tmp_path=tmp_path)
     assert [status for status, _, _ in results] == [2, 2]
     assert [err.count("error: ") for _, _, err in results] == [1, 0]
     _, out, err = results[0]
@@ -437,7 +436,7 @@ def test_weights_that_are_not_finite_are_never_saved(trained: Path, tmp_path: Pa
     """The last step's loss is finite, and its update overflows."""
     overflow = {"optimizer__learning_rate": 1e38, "optimizer__warmup_steps": 0, "trainer__max_steps": 1}
     argv = arguments(tmp_path / "run", trained / "text.txt", **overflow, optimizer__decay_steps=9)
-    [(status, out, err)] = ranks(1, told, *argv, tmp_path=tmp_path)
+    [(status, out, err)] = ranks(1, run_captured, *argv, tmp_path=tmp_path)
     saved = tmp_path / "run/snapshots"
     assert not saved.exists() or names(saved) == []
     assert status == 2, (out, err)
@@ -449,7 +448,7 @@ def test_weights_that_are_not_finite_are_never_saved(trained: Path, tmp_path: Pa
 
 def test_the_learning_rate_follows_the_yaml(trained: Path, run_dir: Path, tmp_path: Path) -> None:
     knobs = {"trainer__max_steps": 8, "optimizer__learning_rate": 1e-12, "optimizer__decay_steps": 20}
-    [(status, out, _)] = ranks(1, told, *arguments(run_dir, trained / "text.txt", **knobs), tmp_path=tmp_path)
+    [(status, out, _)] = ranks(1, run_captured, *arguments(run_dir, trained / "text.txt", **knobs), tmp_path=tmp_path)
     assert status == 0
     assert "learning rate" in out.partition("going on from")[2].partition("step 7/8")[0]  # said before the first step
     config = OptimizerConfig(learning_rate=1e-12, warmup_steps=4, decay_steps=20)
@@ -471,7 +470,7 @@ def test_a_changed_text_is_said(trained: Path, run_dir: Path, tmp_path: Path) ->
     text = tmp_path / "text.txt"
     text.write_text((trained / "text.txt").read_text()[::-1])
     knobs = FIXED | {"trainer__max_steps": 7}
-    [(status, out, _)] = ranks(1, told, *arguments(run_dir, text, **knobs), tmp_path=tmp_path)
+    [(status, out, _)] = ranks(1, run_captured, *arguments(run_dir, text, **knobs), tmp_path=tmp_path)
     assert status == 0
     assert "the text has changed" in out
     for file in (trained / "text.txt", text):
@@ -480,7 +479,7 @@ def test_a_changed_text_is_said(trained: Path, run_dir: Path, tmp_path: Path) ->
 
 def test_what_has_not_changed_is_not_said(trained: Path, run_dir: Path, tmp_path: Path) -> None:
     knobs = FIXED | {"trainer__max_steps": 7}
-    [(status, out, _)] = ranks(1, told, *arguments(run_dir, trained / "text.txt", **knobs), tmp_path=tmp_path)
+    [(status, out, _)] = ranks(1, run_captured, *arguments(run_dir, trained / "text.txt", **knobs), tmp_path=tmp_path)
     assert status == 0
     lines = itertools.takewhile(lambda line: "step 7/" not in line, out.splitlines())
     assert not [line for line in lines if re.search("the text has|the learning rate|damaged", line)]

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import arguments, ranks, told, train
-from test_training import assert_same_bits, curve, newest, rows
+from helpers import arguments, assert_same_bits, curve, newest, ranks, rows, run_captured, train
 
 from mingpt.config import Config, config_to_dict
 from mingpt.config_parser import read_config
@@ -101,7 +100,7 @@ def _stuck_once(*argv: str) -> tuple[int, str, str]:
         return write(folder, snapshot, best_step)
 
     SnapshotStorage.write = stuck  # type: ignore[method-assign]
-    return told(*argv)
+    return run_captured(*argv)
 
 
 def test_a_best_that_was_not_written_does_not_cost_the_older_best(text: Path, tmp_path: Path) -> None:
@@ -175,7 +174,7 @@ def test_what_the_tree_cannot_do_on_a_gpu(knobs: dict, kept: str | None, said: s
 @pytest.fixture(scope="module")
 def apart(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with text.txt, a whole run of 12 steps, and one/ and other/: six steps on two machines, each its own."""
-    from conftest import write_text
+    from helpers import write_text
 
     folder = tmp_path_factory.mktemp("apart")
     text = write_text(folder / "text.txt")
@@ -190,7 +189,7 @@ def machines(*argv: str) -> tuple[int, str]:
     """A rank on a machine of its own, with its own run folder in place of RANK; returns status and what it says."""
     os.environ["LOCAL_RANK"] = "0"
     mine = ("one", "other")[int(os.environ["RANK"])]
-    status, _, err = told(*(word.replace("RANK", mine) for word in argv))
+    status, _, err = run_captured(*(word.replace("RANK", mine) for word in argv))
     return status, err
 
 
@@ -258,6 +257,6 @@ def test_state_of_one_optimizer_is_not_taken_for_the_others(text: Path, tmp_path
     argv = arguments(tmp_path / "run", text, trainer__max_steps=3)
     assert ranks(1, train, *argv, tmp_path=tmp_path) == [0]
     argv += ["--trainer.max_steps", "6", "--optimizer.name", "muon"]
-    [(status, _, err)] = ranks(1, told, *argv, tmp_path=tmp_path)
+    [(status, _, err)] = ranks(1, run_captured, *argv, tmp_path=tmp_path)
     assert status == 2
     assert "optimizer.name is muon, but adamw in the snapshot of step 3" in err

@@ -1,4 +1,4 @@
-"""Told to stop: ranks save and leave together, whoever is told, however often, and whatever writes."""
+"""Told to stop: ranks save and leave together, whoever is run_captured, however often, and whatever writes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import arguments, ranks, start, train
-from test_training import newest, rows, wait_for_step, workers
+from helpers import arguments, newest, ranks, rows, start, train, wait_for_step, workers
 
 from mingpt.utils.signals import SECOND_INTERRUPT_SECONDS, SignalHandler
 from trainer import Trainer
@@ -119,11 +118,11 @@ def _stopped_on_a_slow_disk(*argv: str) -> tuple[int, float]:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.2)
 
-    def told(trainer: Trainer) -> Any:
+    def stopped(trainer: Trainer) -> Any:
         if trainer.state.step == 2:
             threading.Thread(target=stop, daemon=True).start()
         return step(trainer)
 
     storage.SnapshotStorage.write = slowly
-    Trainer.train_step = told
+    Trainer.train_step = stopped
     return train(*argv), time.time()

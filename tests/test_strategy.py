@@ -8,20 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import arguments, ranks, train
-from tables import (
+from helpers import (
     KINDS,
-    STRATEGIES,
-    combinations,
+    arguments,
+    assert_same_bits,
+    curve,
     curves,
     deviation,
     losses,
-    memory_of_each,
-    resume_each,
-    save_each,
-    trainer,
+    newest,
+    open_trainer,
+    ranks,
+    train,
 )
-from test_training import assert_same_bits, curve, newest
+from tables import STRATEGIES, combinations, memory_of_each, resume_each, save_each
 from torch.profiler import ProfilerActivity, profile
 
 from mingpt.config import GPTConfig
@@ -114,7 +114,7 @@ def _train_all(argvs: list[list[str]]) -> list[int]:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
     """A folder with text.txt and a run of 6 steps by each strategy on two ranks, and the losses that follow."""
-    from conftest import write_text
+    from helpers import write_text
 
     folder = tmp_path_factory.mktemp("saved")
     write_text(folder / "text.txt")
@@ -148,7 +148,7 @@ def _count_reduced(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for strategy in STRATEGIES:
         argv = arguments(folder / strategy, folder / "text.txt", distributed__strategy=strategy)
-        with trainer(*argv, meeting=strategy) as made:
+        with open_trainer(*argv, meeting=strategy) as made:
             losses(made, 1)
             with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
                 made.train_step()
@@ -173,7 +173,7 @@ def _overflow(folder: Path) -> dict[str, tuple[list[float], list[bool]]]:
     found = {}
     for strategy in STRATEGIES:
         argv = arguments(folder / strategy, folder / "text.txt", distributed__strategy=strategy)
-        with trainer(*argv, meeting=strategy) as made:
+        with open_trainer(*argv, meeting=strategy) as made:
             made.state.strategy.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
             loss, scales, moved = made.state.strategy.loss, [], []
             for step in range(3):

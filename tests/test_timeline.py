@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import program
+from helpers import program
 
 from benchmarks.pipeline_timeline import Span, Step, steps, traces_of
 

@@ -4,46 +4,31 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import arguments, program, ranks, start, told, train
+from helpers import (
+    arguments,
+    assert_same_bits,
+    curve,
+    newest,
+    program,
+    ranks,
+    rows,
+    run_captured,
+    start,
+    train,
+    wait_for_step,
+    workers,
+)
 
 from mingpt.config_parser import read_config
 from mingpt.distributed.process_group import init_distributed
 from mingpt.evaluation import evaluate
-from mingpt.snapshot.storage import SnapshotStorage, load_snapshot
-from mingpt.utils.metrics import read_metrics
+from mingpt.snapshot.storage import load_snapshot
 from trainer import Trainer
-
-
-def rows(run_dir: Path, event: str = "train") -> list[dict]:
-    """A line that is being written yet is left out."""
-    found, others = read_metrics(run_dir / "metrics.jsonl")
-    assert not others
-    return [row for row in found if row["event"] == event]
-
-
-def newest(run_dir: Path) -> dict:
-    snapshot = SnapshotStorage(str(run_dir / "snapshots"), keep=9).newest(print)
-    assert snapshot is not None
-    return snapshot
-
-
-def assert_same_bits(one: Path, other: Path) -> None:
-    a, b = newest(one), newest(other)
-    assert a["step"] == b["step"]
-    for name, weight in a["model"].items():
-        assert torch.equal(weight, b["model"][name]), name
-        for key, value in a["optimizer"][name].items():
-            assert torch.equal(value, b["optimizer"][name][key]), (name, key)
-
-
-def curve(run_dir: Path) -> list[tuple[int, float]]:
-    return [(row["step"], row["loss"]) for row in rows(run_dir)]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))])
@@ -145,7 +130,7 @@ def test_main_job_under_torchrun(text: Path, tmp_path: Path) -> None:
     assert rows(run)[-1]["step"] == stop["step"]
 
     argv = arguments(run, text, trainer__max_steps=stop["step"] + 12, trainer__eval_every=1_000_000)
-    (status, out, _), (_, silence, _) = ranks(2, told, *argv, tmp_path=tmp_path)
+    (status, out, _), (_, silence, _) = ranks(2, run_captured, *argv, tmp_path=tmp_path)
     assert (status, silence) == (0, "")
     assert out.count("validation loss") == 2  # an evaluation and the end
     command = out.partition("to sample it:  python ")[2].splitlines()[0].split()
@@ -155,7 +140,7 @@ def test_main_job_under_torchrun(text: Path, tmp_path: Path) -> None:
     assert sampled.stdout.startswith("anna")
 
     before = (run / "metrics.jsonl").read_bytes()
-    (status, again, _), *_ = ranks(2, told, *argv, tmp_path=tmp_path)
+    (status, again, _), *_ = ranks(2, run_captured, *argv, tmp_path=tmp_path)
     assert status == 0
     assert "already trained" in again
     assert "max_steps" in again
@@ -194,22 +179,13 @@ def test_one_told_rank_stops_all_at_one_step(text: Path, tmp_path: Path) -> None
 def _last_is_told_in_step_5(*argv: str) -> int:
     step = Trainer.train_step
 
-    def told(trainer: Trainer) -> Any:
+    def stopped(trainer: Trainer) -> Any:
         if trainer.context.rank == 2 and trainer.state.step == 4:
             os.kill(os.getpid(), signal.SIGTERM)
         return step(trainer)
 
-    Trainer.train_step = told  # type: ignore[method-assign]
+    Trainer.train_step = stopped  # type: ignore[method-assign]
     return train(*argv)
-
-
-def wait_for_step(run_dir: Path, step: int) -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        if (run_dir / "metrics.jsonl").exists() and any(row["step"] >= step for row in rows(run_dir)):
-            return
-        time.sleep(0.02)
-    raise AssertionError(f"step {step} not reached in 60 s")
 
 
 @pytest.mark.parametrize(
@@ -234,16 +210,6 @@ def test_kill_9_of_a_worker_under_torchrun_ends_in_the_same_bits(
     assert {row["restart_count"] for row in rows(killed)} == {*range(len(kills) + 1)}
 
 
-def workers(agent: int) -> list[int]:
-    """Process ids of an agent's workers, by local rank."""
-    children = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
-    environments = {int(pid): Path(f"/proc/{pid}/environ").read_text().split("\0") for pid in children}
-    return sorted(
-        (pid for pid, env in environments.items() if any(word.startswith("LOCAL_RANK=") for word in env)),
-        key=lambda pid: next(word for word in environments[pid] if word.startswith("LOCAL_RANK=")),
-    )
-
-
 def test_a_loss_that_is_not_finite_stops_before_anything_is_touched(text: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert ranks(1, train, *arguments(run, text, trainer__max_steps=3), tmp_path=tmp_path) == [0]
@@ -251,7 +217,7 @@ def test_a_loss_that_is_not_finite_stops_before_anything_is_touched(text: Path, 
     # A learning rate that overflows float32 within a few steps.
     poisoned = arguments(run, text, trainer__max_steps=30)
     poisoned += ["--optimizer.learning_rate", "1e30", "--optimizer.grad_norm_clip", "null"]
-    [(status, _, err)] = ranks(1, told, *poisoned, tmp_path=tmp_path)
+    [(status, _, err)] = ranks(1, run_captured, *poisoned, tmp_path=tmp_path)
     assert status == 2
     assert "not finite" in err
     step = int(err.split("step ")[1].split(":")[0])

@@ -25,8 +25,7 @@ from typing import Any
 
 sys.path.extend(str(folder) for folder in Path(__file__).parents[1:3])  # a script has no pytest to do so
 
-from conftest import ROOT, arguments, environment, write_text
-from test_training import assert_same_bits, curve
+from helpers import ROOT, arguments, assert_same_bits, curve, environment, write_text
 
 KINDS = KILL, KILL_LAUNCHER, KILL_ALL, TERM, TERM_ALL, PAUSE, STOP = (
     "SIGKILL of a worker",

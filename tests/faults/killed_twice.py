@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.extend(str(folder) for folder in Path(__file__).parents[1:3])  # a script has no pytest to do so
 
-from conftest import ROOT, environment
+from helpers import ROOT, environment
 
 from mingpt.utils.metrics import read_metrics
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import arguments, ranks, train, write_text
+from helpers import arguments, ranks, train, write_text
 
 from mingpt.snapshot.storage import TRAILER, SnapshotStorage
 

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, arguments, environment, ranks, train, write_text
-from test_training import assert_same_bits, curve
+from helpers import ROOT, arguments, assert_same_bits, curve, environment, ranks, train, write_text
 
 from mingpt.snapshot.storage import SnapshotStorage
 

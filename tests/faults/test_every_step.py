@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import PROCESSES, _rank, arguments, environment, ranks, train
-from test_training import assert_same_bits, curve
+from helpers import PROCESSES, _rank, arguments, assert_same_bits, curve, environment, ranks, train
 
 pytestmark = pytest.mark.slow
 STEPS = 12

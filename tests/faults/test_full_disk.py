@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from conftest import arguments, program, ranks, start, train, write_text
-from test_training import curve, rows
+from helpers import arguments, curve, program, ranks, rows, start, train, write_text
 
 from mingpt.snapshot.storage import SnapshotStorage
 

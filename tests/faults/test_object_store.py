@@ -11,9 +11,8 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from conftest import arguments, program, ranks, train
+from helpers import arguments, curve, program, ranks, rows, train
 from store import Proxy, healthy, in_turn, s3_server
-from test_training import curve, rows
 
 from mingpt.snapshot import storage
 from mingpt.snapshot.storage import SnapshotStorage, load_snapshot

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from conftest import ranks
+from helpers import ranks
 
 from mingpt.snapshot.storage import SnapshotStorage
 from mingpt.utils.errors import UserError
