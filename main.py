@@ -1,4 +1,4 @@
-"""What does this run do? Yaml and command line -> Config -> process group -> Trainer."""
+"""Entry point: configuration -> process group -> Trainer -> exit status."""
 
 from __future__ import annotations
 
@@ -10,30 +10,24 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from mingpt.config import (
-    config_to_dict,
-)
+from mingpt.config import config_to_dict
 from mingpt.config_parser import read_config
 from mingpt.distributed.launch_environment import detect_launch_environment
 from mingpt.distributed.process_group import init_distributed
 from mingpt.parallel.memory import is_oom_error
+from mingpt.parallel.strategies import strategy_class
 from mingpt.utils.device import tune_malloc
 from mingpt.utils.errors import PeerError, UserError
-from mingpt.utils.progress import complain
+from mingpt.utils.logging import configure_logging, logger, set_rank
 from trainer import Trainer
 
 ROOT = Path(__file__).parent
-PLACES = (
-    "trainer.run_dir",
-    "trainer.snapshot_path",
-    "data.path",
-    "distributed.init_method",
-)  # may differ between ranks
+MAY_DIFFER = ("trainer.run_dir", "trainer.snapshot_path", "data.path", "distributed.init_method")  # between ranks
 
 
 def code_digest() -> str:
-    """SHA-256 of the code that trains: all of mingpt/, and the modules beside it that this process has imported."""
-    imported = {Path(file) for m in sys.modules.values() if (file := getattr(m, "__file__", None))}
+    """SHA-256 of the code that trains: mingpt/, and the modules beside it that this process has imported."""
+    imported = {Path(file) for module in sys.modules.values() if (file := getattr(module, "__file__", None))}
     files = {file for file in imported if file.parent == ROOT} | set(ROOT.glob("mingpt/**/*.py"))
     digest = hashlib.sha256()
     for file in sorted(files):
@@ -41,59 +35,60 @@ def code_digest() -> str:
     return digest.hexdigest()
 
 
-def _how_to_go_on(env: Mapping[str, str]) -> str:
-    """What to do when a rank is gone: nothing where torchrun has restarts left, or had some."""
-    restarts = env.get("TORCHELASTIC_MAX_RESTARTS")
-    if restarts is None:
-        return "; the same command goes on"
-    return "; start torchrun with --max_restarts=3 and it goes on by itself" if restarts == "0" else ""
-
-
 def run(argv: Sequence[str]) -> int:
     """Trains as the command line says; returns the exit status."""
-    speaks = True
+    configure_logging()
+    reports_errors = True
     try:
-        # One process of a machine says what they all read; one started by hand may have a yaml of its own.
-        speaks = detect_launch_environment(os.environ).local_rank in (None, 0)
+        # One process per machine reports errors of the yaml, which all of them read; without a local rank, all do.
+        reports_errors = detect_launch_environment(os.environ).local_rank in (None, 0)
         config = read_config(argv)
-        speaks = True  # who comes to no group has a trouble of its own
-        with init_distributed(config.distributed, config.trainer.run_dir) as context:
-            speaks = context.rank == 0  # from here on, errors are raised on all ranks alike
+        reports_errors = True  # errors before the group exists are each process's own
+        needs_group = strategy_class(config).needs_process_group
+        with init_distributed(config.distributed, config.trainer.run_dir, needs_group) as context:
+            set_rank(context.rank)
+            reports_errors = context.rank == 0  # from here on, all ranks raise the same UserError
             context.init_device(config.distributed.backend)
             tune_malloc()
-            facts = {f"{s}.{key}": value for s, keys in config_to_dict(config).items() for key, value in keys.items()}
-            context.check_equal(
-                {name: value for name, value in facts.items() if name not in PLACES}
-                | {"the code's SHA-256": code_digest()}
-            )
+            sections = config_to_dict(config).items()
+            facts = {f"{section}.{key}": value for section, keys in sections for key, value in keys.items()}
+            shared = {name: value for name, value in facts.items() if name not in MAY_DIFFER}
+            context.check_equal(shared | {"the code's SHA-256": code_digest()})
             return Trainer(config, context).train()
     except UserError as error:
-        if speaks:
-            complain(str(error))
+        if reports_errors:
+            logger.error(str(error))
         return 2
     except PeerError as error:
-        complain(f"{error}{_how_to_go_on(os.environ)}")
+        logger.error(f"{error}{_restart_hint(os.environ)}")
         return 1
     except RuntimeError as error:
         if not is_oom_error(error):
             raise
-        complain(
+        logger.error(
             f"out of memory in training: {str(error).splitlines()[0]}; lower trainer.micro_batch_size, or set "
             "trainer.activation_checkpointing to full, or with several ranks distributed.strategy to fsdp"
         )
         return 2
-    except KeyboardInterrupt:  # before training, where there is nothing to save
+    except KeyboardInterrupt:  # before training starts, when there is nothing to save
         return 130
 
 
-@record
+def _restart_hint(env: Mapping[str, str]) -> str:
+    """How to resume after a rank has failed; empty if torchrun restarts, or has restarted, the run."""
+    restarts = env.get("TORCHELASTIC_MAX_RESTARTS")
+    if restarts is None:
+        return "; the same command resumes"
+    return "; start torchrun with --max_restarts=3 and it resumes by itself" if restarts == "0" else ""
+
+
+@record  # torchrun's summary then shows a worker's traceback
 def main() -> None:
-    """The program, under torchrun as without it: a worker's traceback reaches the launcher's summary."""
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a path may hold what a terminal can't
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # for paths the terminal can't show
     status = run(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # all is written; Python's own end would abort when it meets a thread in PyTorch's C++ code
+    os._exit(status)  # the interpreter's own exit would abort if it meets a thread of PyTorch's C++ code
 
 
 if __name__ == "__main__":

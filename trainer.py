@@ -1,7 +1,7 @@
-"""What happens in a step, at the end of one, and when told to stop?
+"""The training loop: steps, evaluation, snapshots and stops.
 
-Progress is two integers, step and samples. Order, dropout and learning rate are functions of (seed, step, sample
-number), so a run that goes on from a snapshot is the same run.
+Progress is two integers, step and samples. Sample order, dropout and learning rate are functions of (seed, step, sample
+number), so a run that resumes from a snapshot is the same run.
 """
 
 from __future__ import annotations
@@ -14,268 +14,390 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from char_dataset import CharDataset, ValidationDataset, train_val_split
+from mingpt.config import Config, GPTConfig, config_to_dict
 from mingpt.corpus import encode_corpus
 from mingpt.distributed.process_group import DistributedContext
 from mingpt.evaluation import evaluate, generate_sample
 from mingpt.optimizer import learning_rate
-from mingpt.parallel.memory import MemoryUsage, format_bytes, format_memory, measure_memory, meta_model
-from mingpt.parallel.validation import check_shares
-from mingpt.snapshot.storage import PruneError, SnapshotStorage
-from mingpt.utils.device import device_name
+from mingpt.parallel.memory import MemoryUsage, format_bytes, measure_memory
+from mingpt.parallel.strategies import (
+    build_strategy,
+    check_memory,
+    estimate_memory,
+    format_memory,
+    strategy_class,
+    validate,
+)
+from mingpt.snapshot.manager import SnapshotManager, check_compatible
+from mingpt.snapshot.pretrained import adapt_weights, load_pretrained
+from mingpt.utils.device import (
+    choose_precision,
+    choose_threads,
+    device_kind,
+    device_name,
+    memory_per_rank,
+    set_deterministic,
+)
 from mingpt.utils.errors import UserError
 from mingpt.utils.files import lock_run_dir, write_config
-from mingpt.utils.metrics import Metrics, NullMetrics
+from mingpt.utils.logging import logger
+from mingpt.utils.metrics import MetricsLogger, NullMetricsLogger, StepTimer
 from mingpt.utils.profiler import profile_steps
-from mingpt.utils.progress import banner, complain, format_duration, model_summary, nothing, say
+from mingpt.utils.progress import format_duration
 from mingpt.utils.signals import EXIT_STATUS, SignalHandler
-from state import TrainingState
+from mingpt.utils.summary import model_summary, run_summary
+from model import GPT
 
-if TYPE_CHECKING:
-    from mingpt.config import Config
-
-GRACE = 5.0  # seconds that a run which fails waits for a snapshot that is being written
+EXIT_WAIT_SECONDS = 5.0  # how long a failing run waits for a snapshot that is being written
 
 
 class Trainer:
-    """One run on one rank.
+    """One run on one rank, new or resumed from its newest snapshot.
+
+    Attributes:
+        step, samples: finished optimizer steps and the sequences in them
 
     Args:
         config: all sections
-        world: the ranks
+        context: the ranks
 
     Raises:
-        UserError: text, folders or the snapshot to go on from do not fit.
+        UserError: text, folders or the snapshot do not fit the configuration.
     """
 
     def __init__(self, config: Config, context: DistributedContext) -> None:
-        self.config, self.context = config, context
-        self.say = say if context.rank == 0 else nothing
-        knobs = config.trainer
-        check_shares(config, context.world_size)
-        self.run_dir = Path(knobs.run_dir)
-        corpus = context.local_rank0_first(
-            lambda: encode_corpus(config.data.path, self.run_dir / "cache", knobs.init_from, self.say)
-        )
-        context.check_equal({"the text's SHA-256": corpus.sha256})
-        context.raise_on_all_ranks(lambda: lock_run_dir(self.run_dir, self) if context.rank == 0 else None)
-        training, validation = train_val_split(corpus, config.data)
-        self.training = CharDataset(training, config.data.block_size, knobs.seed)
-        self.validation = ValidationDataset(validation, config.data.block_size)
-        self.total_samples = (knobs.max_epochs or 0) * len(self.training)  # 0: no limit
-
-        self.folder = SnapshotStorage(knobs.snapshot_path or str(self.run_dir / "snapshots"), knobs.keep_snapshots)
-        self.state = TrainingState(config, context, corpus, self.folder, self.training[[0]], self.say)
+        self.config, self.context, cfg = config, context, config.trainer
+        self.config_dict = config_to_dict(config)
+        self.run_dir = Path(cfg.run_dir)
+        validate(config, context.world_size)
+        self._load_data()
+        path = cfg.snapshot_path or str(self.run_dir / "snapshots")
+        self.snapshots = SnapshotManager(context, path, cfg.keep_snapshots, config.distributed.timeout_seconds)
+        self.resumed = self.snapshots.load_newest()
+        header = self.resumed or {"step": 0, "samples": 0, "choices": {}}
+        if self.resumed:
+            check_compatible(self.resumed, self.config_dict, self.corpus.vocabulary)
+        self.step, self.samples = header["step"], header["samples"]
+        self._choose_numerics(header["choices"])
+        self._build_strategy()
         self.last_step = self._last_step()
-        self.held = MemoryUsage(0, 0, 0)  # measured in the first step
-        self.bad_step = torch.zeros((), device=self.state.strategy.device)
-        self.unsaved = ""  # why the newest snapshot is not there
-        members = context.all_gather_object(f"{platform.node()} {device_name(context.device)}")
-        facts = self.state.reasons | {
-            "memory": format_memory(self.state.need, config, self.state.shape, context.world_size)
+        self.memory: MemoryUsage | None = None  # measured in the first step
+        self.bad_step = torch.zeros((), device=self.strategy.device)  # the first step with a non-finite gradient
+        self.save_error = ""  # why the newest snapshot does not exist
+        self._log_start()
+
+    def _load_data(self) -> None:
+        cfg = self.config.trainer
+
+        def characters() -> str:
+            return load_pretrained(cfg.init_from or "", "trainer.init_from", GPT).vocabulary
+
+        extra = characters if cfg.init_from else None
+        self.corpus = self.context.local_rank0_first(
+            lambda: encode_corpus(self.config.data.path, self.run_dir / "cache", extra, cfg.init_from or "")
+        )
+        self.context.check_equal({"the text's SHA-256": self.corpus.sha256})
+        self.context.raise_on_all_ranks(lambda: lock_run_dir(self.run_dir, self) if self.context.rank == 0 else None)
+        training, validation = train_val_split(self.corpus, self.config.data)
+        self.train_data = CharDataset(training, self.config.data.block_size, cfg.seed)
+        self.val_data = ValidationDataset(validation, self.config.data.block_size)
+        self.total_samples = (cfg.max_epochs or 0) * len(self.train_data)  # 0: no limit
+
+    def _choose_numerics(self, previous: dict[str, Any]) -> None:
+        """Chooses precision and threads, which determine the last bits; those of the snapshot are kept if possible."""
+        cfg, context, cls = self.config.trainer, self.context, strategy_class(self.config)
+        threads, threads_reason = 1, "reduction: tree"
+        if not cls.needs_one_thread:  # otherwise only the same number of ranks can repeat the bits
+            kept = previous["threads"] if previous.get("world_size") == context.world_size else None
+            threads, threads_reason = choose_threads(cfg.threads, context.local_world_size, kept)
+        torch.set_num_threads(threads)
+        self.precision, reason = context.raise_on_all_ranks(
+            lambda: choose_precision(cfg.precision, context.device, previous.get("precision"))
+        )
+        cls.validate_device(self.config, context.device, self.precision)
+        if cfg.deterministic:
+            set_deterministic(context.device)
+        self.choices: dict[str, Any] = {
+            "precision": self.precision,
+            "threads": threads,
+            "world_size": context.world_size,
+            "hardware": device_kind(context.device),
         }
-        self.say(banner(config, members, context.backend, facts, corpus, self.training, self.last_step))
-        self.say(model_summary(meta_model(self.state.shape)))
-        for line in self.state.changes(self.last_step):
-            self.say(line)
-        kinds = sorted(set(context.all_gather_object(self.state.choices["hardware"])))
-        if config.distributed.reduction == "tree" and len(kinds) > 1:
-            self.say(
-                f"ranks run on {' and '.join(kinds)}: distributed.reduction tree repeats its bits on one kind alone"
-            )
+        self.choice_reasons = {
+            "precision": f"{self.precision} ({reason})",
+            "threads": f"{threads} per rank ({threads_reason})",
+        }
+
+    def _build_strategy(self) -> None:
+        config, context, vocab_size = self.config, self.context, len(self.corpus.vocabulary)
+        self.model_config = model_config = GPTConfig(
+            **asdict(config.model), vocab_size=vocab_size, block_size=config.data.block_size
+        )
+        model = (model_config, GPT, context.world_size)
+        device = context.device.type
+        self.estimate = context.run_on_rank0(lambda: estimate_memory(config, *model, self.precision, device))
+        available = memory_per_rank(context.device, context.local_world_size)
+        context.raise_on_all_ranks(
+            lambda: check_memory(self.estimate, available, config, *model, self.precision, device)
+        )
+        self.strategy = build_strategy(config, model_config, GPT, context, self.precision, self.train_data[[0]])
+        if self.resumed:
+            self.snapshots.restore(self.resumed, self.strategy)
+        else:
+            weights = context.raise_on_all_ranks(lambda: self._initial_weights() if context.rank == 0 else {})
+            self.strategy.load_full_state(weights, {}, 0)
+
+    def _initial_weights(self) -> dict[str, Tensor]:
+        torch.manual_seed(self.config.trainer.seed)
+        path = self.config.trainer.init_from
+        if path is None:
+            return GPT(self.model_config).state_dict()
+        pretrained = load_pretrained(path, "trainer.init_from", GPT)
+        new = set(self.corpus.vocabulary).difference(pretrained.vocabulary)
+        logger.info(f"starting from the weights of {path}, with {len(new)} new characters {''.join(sorted(new))!r}")
+        return adapt_weights(pretrained, GPT(self.model_config), self.corpus.vocabulary, path)
 
     def train(self) -> int:
-        """Trains to the last step, or until told to stop.
+        """Trains to the last step, or until a signal stops it.
 
         Returns:
-            exit status: 0 at the goal, 143 or 130 when stopped by a signal
+            exit status: 0 at the last step, 143 or 130 after a signal
 
         Raises:
             UserError: a loss is not finite, or a file can't be written.
         """
-        step = self.state.step
-        if self.state.resumed and step >= self.last_step:
-            self.say(
-                f"already trained: {self.folder.file(step)} is at step {step}, and training ends at step "
-                f"{self.last_step}. To go on, raise trainer.max_steps or trainer.max_epochs; to start anew, set "
-                f"another trainer.run_dir.\n{self._what_next()}"
+        if self.resumed and self.step >= self.last_step:
+            logger.info(
+                f"already trained: {self.snapshots.storage.file(self.step)} is at step {self.step}, and training ends "
+                f"at step {self.last_step}. To continue, raise trainer.max_steps or trainer.max_epochs; to start a new "
+                f"run, set another trainer.run_dir.\n{self._next_commands()}"
             )
-            self.state.writer.wait()
+            self.snapshots.writer.wait()
             return 0
-        self.context.run_on_rank0(lambda: write_config(self.run_dir, self.state.plain_config))
+        self.context.run_on_rank0(lambda: write_config(self.run_dir, self.config_dict))
         metrics = self.context.raise_on_all_ranks(self._open_metrics)
         trace = self.run_dir / f"trace-{self.context.rank}.json"
         with (
             closing(metrics),
-            profile_steps(self.config.trainer.profile_steps, trace, self.say) as step_is_over,
-            SignalHandler() as stop,
+            profile_steps(self.config.trainer.profile_steps, trace) as profiler_step,
+            SignalHandler() as signals,
         ):
             try:
-                return self._train(metrics, stop, step_is_over)
+                return self.train_loop(metrics, signals, profiler_step)
             finally:
-                self.state.writer.wait(GRACE)
+                self.snapshots.writer.wait(EXIT_WAIT_SECONDS)
 
-    def _train(self, metrics: Metrics, stop: SignalHandler, step_is_over: Callable[[], None]) -> int:
-        knobs, state = self.config.trainer, self.state
-        saved_at = time.monotonic()
-        began, first_step = time.perf_counter(), state.step
-        since, since_samples = began, state.samples
-        while state.step < self.last_step:
-            late: int = self.context.rank == 0 and time.monotonic() > saved_at + 60 * (knobs.save_minutes or math.inf)
-            voted = self.context.all_reduce_max_async(stop.signal, late)
-            epoch = state.samples // len(self.training)
-            losses, grad_norm, rate = self.train_step()
-            log, evaluation, save = map(self._due, (knobs.log_every, knobs.eval_every, knobs.save_every))
-            sample = knobs.sample_every is not None and self._due(knobs.sample_every)
-            signalled, late = voted()
-            save = bool(save or late or signalled)
-            if self.context.device.type == "cpu" or log or evaluation or save:
-                self._check_finite()
-            metrics.advance(state.step)
-            if log:
-                mean_loss = state.strategy.mean(losses).item()
-                self._check_finite(mean_loss)
-                now = time.perf_counter()
-                metrics.train(
-                    state.step,
-                    loss=mean_loss,
-                    learning_rate=rate,
-                    grad_norm=grad_norm.item(),
-                    tokens_per_second=(state.samples - since_samples) * self.training.block_size / (now - since),
-                    world_size=self.context.world_size,
-                    restart_count=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-                )
-                since, since_samples = now, state.samples
-            if state.samples // len(self.training) > epoch:
-                self.say(f"step {state.step}: epoch {epoch + 1} is over ({len(self.training):,} windows)")
-            paused = time.perf_counter()
-            val_loss = None
-            if evaluation:
-                val_loss = evaluate(state, self.validation)
-                metrics.evaluation(state.step, val_loss, time.perf_counter() - paused)
-            if sample:
-                metrics.sample(state.step, generate_sample(state))
-            if save:
-                state.save(val_loss, last=bool(signalled) or state.step == self.last_step)
-                saved_at = time.monotonic()
-            self._tell_what_was_written(metrics)
-            if state.step == first_step + 1:
-                self._tell_what_is_held()
-            step_is_over()
-            since += time.perf_counter() - paused
-            if signalled:
-                break
-        state.writer.wait()
-        self._tell_what_was_written(metrics)
-        # Ranks leave together: when one does, torchrun ends the others, who may be writing yet.
-        failures = self.context.exchange_messages(state.writer_ranks, self.unsaved)
-        stopped = signalled if state.step < self.last_step else 0
-        metrics.row("stop", state.step, signal=signal.Signals(stopped).name if stopped else None)
-        if any(failures.values()):
-            raise UserError(
-                f"training has come to step {state.step}, but its snapshot is not saved: "
-                f"{next(filter(None, failures.values()))}; then the same command goes on from the newest"
+    def train_loop(self, metrics: MetricsLogger, signals: SignalHandler, after_step: Callable[[], None]) -> int:
+        """Steps, each followed by whatever is due. All ranks stop after the same step, agreed on during the step."""
+        save_seconds = 60 * (self.config.trainer.save_minutes or math.inf)
+        self.saved_at, self.val_loss, stop_signal = time.monotonic(), math.nan, 0
+        self.timer, first_step = StepTimer(self.samples), self.step + 1
+        while self.step < self.last_step and not stop_signal:
+            overdue = self.context.rank == 0 and time.monotonic() > self.saved_at + save_seconds
+            votes = self.context.all_reduce_max_async(signals.signal, int(overdue))
+            epoch = self.samples // len(self.train_data)
+            losses, grad_norm, lr = self.train_step()
+            stop_signal, save_now = votes()
+            self._after_step(metrics, losses, grad_norm, lr, bool(stop_signal), bool(save_now))
+            if self.samples // len(self.train_data) > epoch:
+                logger.info(f"step {self.step}: epoch {epoch + 1} is over ({len(self.train_data):,} windows)")
+            if self.step == first_step:
+                self._log_memory()
+            after_step()
+        return self._finish(metrics, stop_signal if self.step < self.last_step else 0)
+
+    def train_step(self) -> tuple[list[Tensor], Tensor, float]:
+        """One optimizer step; returns this rank's terms of the mean loss, the gradient norm and the learning rate."""
+        cfg, strategy, batch_size = self.config.optimizer, self.strategy, self.config.trainer.batch_size
+        if self.total_samples:
+            batch_size = min(batch_size, self.total_samples - self.samples)
+        losses = strategy.forward_backward(range(self.samples, self.samples + batch_size), self.train_data)
+        strategy.scaler.unscale_(strategy.optimizer)
+        grad_norm = strategy.clip_grad_norm_(cfg.grad_norm_clip)
+        self.step += 1
+        self.samples += batch_size
+        lr = learning_rate(self.step, self.last_step, cfg)
+        for group in strategy.optimizer.param_groups:
+            group["lr"] = lr
+        if not strategy.scaler.is_enabled():
+            self._skip_non_finite(grad_norm)
+        strategy.scaler.step(strategy.optimizer)
+        strategy.scaler.update()
+        if self.memory is None:
+            self.memory = measure_memory(strategy.parameters.values(), strategy.local_optimizer)
+        strategy.optimizer.zero_grad(set_to_none=True)
+        return losses, grad_norm, lr
+
+    def _skip_non_finite(self, grad_norm: Tensor) -> None:
+        """Makes the optimizer skip this and all later updates once a gradient is not finite.
+
+        Fused kernels read `found_inf`, GradScaler's own mechanism, so nothing waits for the device. All ranks have the
+        same norm.
+        """
+        is_first = (self.bad_step == 0) & ~grad_norm.isfinite()
+        self.bad_step = torch.where(is_first, self.step, self.bad_step)
+        self.strategy.local_optimizer.grad_scale = None  # type: ignore[attr-defined]
+        self.strategy.local_optimizer.found_inf = (self.bad_step > 0).float()  # type: ignore[attr-defined]
+
+    def _after_step(
+        self, metrics: MetricsLogger, losses: list[Tensor], grad_norm: Tensor, lr: float, stops: bool, save_now: bool
+    ) -> None:
+        cfg = self.config.trainer
+        log, evaluates, save = map(self._is_due, (cfg.log_every, cfg.eval_every, cfg.save_every))
+        save = save or save_now or stops
+        if self.context.device.type == "cpu" or log or evaluates or save:
+            self._check_finite()
+        metrics.advance(self.step)
+        if log:
+            mean_loss = self.strategy.mean_loss(losses).item()
+            self._check_finite(mean_loss)
+            metrics.log_train(
+                self.step,
+                loss=mean_loss,
+                learning_rate=lr,
+                grad_norm=grad_norm.item(),
+                tokens_per_second=self.timer.tokens_per_second(self.samples, self.train_data.block_size),
+                world_size=self.context.world_size,
+                restart_count=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
             )
-        if stopped:
-            name = signal.Signals(stopped).name
-            self.say(f"stopped by {name} at step {state.step}, and saved; the same command goes on")
-            return EXIT_STATUS[signal.Signals(stopped)]
-        self.say(
-            f"done in {format_duration(time.perf_counter() - began)}: validation loss {val_loss:.4f}, "
-            f"snapshot {self.folder.file(state.step)}\n{self._what_next()}"
+        with self.timer.pause():
+            val_loss = None
+            if evaluates:
+                began = time.perf_counter()
+                val_loss = evaluate(self.strategy, self.val_data, cfg.micro_batch_size or cfg.batch_size)
+                self.val_loss = val_loss
+                metrics.log_eval(self.step, val_loss, time.perf_counter() - began)
+            if cfg.sample_every is not None and self._is_due(cfg.sample_every):
+                metrics.log_sample(self.step, generate_sample(self.strategy, self.corpus.vocabulary, cfg.seed))
+            if save:
+                is_last = stops or self.step == self.last_step
+                self.snapshots.save(self._snapshot_header(val_loss), self.strategy, is_last)
+                self.saved_at = time.monotonic()
+            self._log_saves(metrics)
+
+    def _finish(self, metrics: MetricsLogger, stop_signal: int) -> int:
+        """Waits for the last snapshot on all ranks; returns the exit status."""
+        self.snapshots.writer.wait()
+        self._log_saves(metrics)
+        # Ranks exit together: if one exits, torchrun ends the others, which may still be writing.
+        errors = self.context.exchange_messages(self.snapshots.writer_ranks, self.save_error)
+        signal_name = signal.Signals(stop_signal).name if stop_signal else None
+        metrics.log("stop", self.step, signal=signal_name)
+        if any(errors.values()):
+            raise UserError(
+                f"training has reached step {self.step}, but its snapshot is not saved: "
+                f"{next(filter(None, errors.values()))}; then the same command resumes from the newest"
+            )
+        if stop_signal:
+            logger.info(f"stopped by {signal_name} at step {self.step}, and saved; the same command resumes")
+            return EXIT_STATUS[signal.Signals(stop_signal)]
+        logger.info(
+            f"done in {format_duration(self.timer.elapsed)}: validation loss {self.val_loss:.4f}, "
+            f"snapshot {self.snapshots.storage.file(self.step)}\n{self._next_commands()}"
         )
         return 0
 
-    def _tell_what_was_written(self, metrics: Metrics) -> None:
-        """Says what came of snapshots since it was last asked."""
-        for step, val_loss, error, _ in self.state.what_was_written():
-            if error is not None and not isinstance(error, UserError):
-                raise error
-            there = error is None or isinstance(error, PruneError)
-            self.unsaved = "" if there else str(error)
-            if there:
-                metrics.snapshot(step, path=self.folder.file(step), val_loss=val_loss)
-            else:
-                metrics.snapshot(step, error=self.unsaved)
-            if error is not None:
-                complain(f"step {step}: {error}; training goes on, and the next save tries again")
+    def _snapshot_header(self, val_loss: float | None) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "samples": self.samples,
+            "config": self.config_dict,
+            "vocabulary": self.corpus.vocabulary,
+            "val_loss": val_loss,
+            "choices": self.choices,
+            "learning_rate": self.strategy.optimizer.param_groups[0]["lr"],
+            "text_sha256": self.corpus.sha256,
+        }
 
-    def _tell_what_is_held(self) -> None:
-        largest = max(self.context.all_gather_object(self.held), key=lambda measure_memory: measure_memory.total)
+    def _check_finite(self, mean_loss: float = 0.0) -> None:
+        bad_step = int(self.bad_step) if math.isfinite(mean_loss) else self.step
+        if bad_step:
+            storage, cfg = self.snapshots.storage, self.config.optimizer
+            steps = storage.steps() if self.context.rank == 0 else []
+            newest = storage.file(steps[-1]) if steps else "none yet"
+            raise UserError(
+                f"step {bad_step}: the loss is not finite; no weight and no snapshot was changed by it. "
+                f"Newest snapshot: {newest}. Lower optimizer.learning_rate ({cfg.learning_rate:g}) or "
+                f"optimizer.grad_norm_clip ({cfg.grad_norm_clip or 'null'})"
+            )
+
+    def _is_due(self, every: int) -> bool:
+        return self.step % every == 0 or self.step == self.last_step
+
+    def _last_step(self) -> int:
+        """The step at which max_steps or max_epochs is reached."""
+        cfg = self.config.trainer
+        ends = [] if cfg.max_steps is None else [cfg.max_steps]
+        if self.total_samples:
+            ends.append(self.step + max(0, -(-(self.total_samples - self.samples) // cfg.batch_size)))
+        return min(ends)
+
+    def _open_metrics(self) -> MetricsLogger:
+        if self.context.rank:
+            return NullMetricsLogger()
+        metrics = MetricsLogger(self.run_dir, self.step, self.last_step)
+        metrics.log("start", self.step, samples=self.samples, **self.choices)
+        return metrics
+
+    def _log_start(self) -> None:
+        config, context = self.config, self.context
+        members = context.all_gather_object(f"{platform.node()} {device_name(context.device)}")
+        memory = format_memory(self.estimate, config, self.model_config, GPT, context.world_size)
+        facts = self.choice_reasons | self.strategy.description | {"memory": memory}
+        facts = {"backend": context.backend} | facts
+        sizes = (len(self.corpus.tokens), len(self.corpus.vocabulary))
+        logger.info(run_summary(config, members, facts, *sizes, len(self.train_data), self.last_step))
+        with torch.device("meta"):
+            logger.info(model_summary(GPT(self.model_config)))
+        if self.resumed:
+            self._log_resumed(self.resumed)
+        kinds = sorted(set(context.all_gather_object(self.choices["hardware"])))
+        if config.distributed.reduction == "tree" and len(kinds) > 1:
+            logger.info(f"ranks run on {' and '.join(kinds)}: distributed.reduction tree needs one kind for equal bits")
+
+    def _log_resumed(self, header: dict[str, Any]) -> None:
+        """Logs the snapshot, and what has changed since."""
+        logger.info(f"resuming from {self.snapshots.storage.file(self.step)}")
+        if (then := header["text_sha256"]) != self.corpus.sha256:
+            logger.info(f"the text has changed: its SHA-256 is {then} in the snapshot, {self.corpus.sha256} now")
+        if (then := header["choices"].get("hardware")) != (now := self.choices["hardware"]):
+            logger.info(f"the hardware has changed from {then} to {now}: last bits may differ")
+        lr = learning_rate(self.step, self.last_step, self.config.optimizer)
+        if not math.isclose(header["learning_rate"], lr, rel_tol=1e-6):
+            logger.info(f"the learning rate of step {self.step} was {header['learning_rate']:.3g}, it is now {lr:.3g}")
+
+    def _log_saves(self, metrics: MetricsLogger) -> None:
+        for result in self.snapshots.poll():
+            if result.error is not None and not isinstance(result.error, UserError):
+                raise result.error
+            self.save_error = "" if result.is_saved else str(result.error)
+            if result.is_saved:
+                path = self.snapshots.storage.file(result.step)
+                metrics.log_snapshot(result.step, path=path, val_loss=result.val_loss)
+            else:
+                metrics.log_snapshot(result.step, error=self.save_error)
+            if result.error is not None:
+                logger.warning(f"step {result.step}: {result.error}; training continues, and the next save tries again")
+
+    def _log_memory(self) -> None:
+        usage = max(self.context.all_gather_object(self.memory), key=lambda memory: memory.total)  # type: ignore[union-attr]
         peak = ""
         if self.context.device.type == "cuda":
             peak = f"; at the peak {format_bytes(torch.cuda.max_memory_allocated())}, activations included"
-        self.say(f"memory measured, on the rank with most: {largest}{peak}")
+        logger.info(f"memory measured, on the rank with most: {usage}{peak}")
 
-    def train_step(self) -> tuple[list[Tensor], Tensor, float]:
-        """One optimizer step; returns this rank's parts of the batch's mean loss, the gradient's norm and the rate."""
-        knobs, state = self.config.optimizer, self.state
-        count = self.config.trainer.batch_size
-        if self.total_samples:
-            count = min(count, self.total_samples - state.samples)
-        strategy = state.strategy
-        losses = strategy.backward(range(state.samples, state.samples + count), self.training)
-        strategy.scaler.unscale_(strategy.optimizer)
-        grad_norm = strategy.clip(knobs.grad_norm_clip)
-        state.step += 1
-        state.samples += count
-        rate = learning_rate(state.step, self.last_step, knobs)
-        for group in strategy.optimizer.param_groups:
-            group["lr"] = rate
-        if not strategy.scaler.is_enabled():
-            # From the first gradient on that is not finite, the optimizer leaves weights alone without asking the
-            # device: the fused kernel reads found_inf, GradScaler's own way of making it skip. All ranks see one norm.
-            broken = (self.bad_step == 0) & ~grad_norm.isfinite()
-            self.bad_step = torch.where(broken, state.step, self.bad_step)
-            strategy.stepper.grad_scale = None  # type: ignore[attr-defined]
-            strategy.stepper.found_inf = (self.bad_step > 0).float()  # type: ignore[attr-defined]
-        strategy.scaler.step(strategy.optimizer)
-        strategy.scaler.update()
-        if not self.held.total:
-            self.held = measure_memory(strategy)
-        strategy.optimizer.zero_grad(set_to_none=True)
-        return losses, grad_norm, rate
-
-    def _check_finite(self, mean_loss: float = 0.0) -> None:
-        bad_step = int(self.bad_step) if math.isfinite(mean_loss) else self.state.step
-        if bad_step:
-            steps = self.folder.steps() if self.context.rank == 0 else []
-            newest = self.folder.file(steps[-1]) if steps else "none yet"
-            knobs = self.config.optimizer
-            raise UserError(
-                f"step {bad_step}: the loss is not finite; no weight and no snapshot was touched by it. "
-                f"Newest snapshot: {newest}. Lower optimizer.learning_rate ({knobs.learning_rate:g}) or "
-                f"optimizer.grad_norm_clip ({knobs.grad_norm_clip or 'null'})"
-            )
-
-    def _due(self, every: int) -> bool:
-        return self.state.step % every == 0 or self.state.step == self.last_step
-
-    def _last_step(self) -> int:
-        """The step that training ends with: max_steps, or the one in which max_epochs are over."""
-        knobs = self.config.trainer
-        ends = [] if knobs.max_steps is None else [knobs.max_steps]
-        if self.total_samples:
-            ends.append(self.state.step + max(0, -(-(self.total_samples - self.state.samples) // knobs.batch_size)))
-        return min(ends)
-
-    def _open_metrics(self) -> Metrics:
-        if self.context.rank:
-            return NullMetrics()
-        metrics = Metrics(self.run_dir, self.state.step, self.last_step)
-        metrics.row("start", self.state.step, samples=self.state.samples, **self.state.choices)
-        return metrics
-
-    def _what_next(self) -> str:
-        snapshot = shlex.quote(self.folder.file(self.state.step))
+    def _next_commands(self) -> str:
+        snapshot = shlex.quote(self.snapshots.storage.file(self.step))
         return (
-            f"to sample it:  python sample.py --snapshot {snapshot}\n"
-            f"to look back:  python plot.py {shlex.quote(str(self.run_dir))}\n"
-            f"to export it:  python export.py --snapshot {snapshot} --out FOLDER"
+            f"to sample:  python sample.py --snapshot {snapshot}\n"
+            f"to plot:    python plot.py {shlex.quote(str(self.run_dir))}\n"
+            f"to export:  python export.py --snapshot {snapshot} --out FOLDER"
         )

@@ -1,40 +1,48 @@
-"""How good is it on text that it has not seen, and what does it write? The same bits on any number of ranks."""
+"""Validation loss and generated samples during training, with the same bits on any number of ranks."""
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
-from char_dataset import ValidationDataset
 from mingpt.generation import generate
-from state import TrainingState
+from mingpt.parallel.data_parallel import Strategy, WindowDataset
 
-SAMPLE_LENGTH = 100  # characters: enough to see letters become words
+SAMPLE_LENGTH = 100  # characters
 
 
-def evaluate(state: TrainingState, validation: ValidationDataset) -> float:
+class ValidationWindows(WindowDataset, Protocol):
+    """Windows of the validation text, in order."""
+
+    def __len__(self) -> int: ...
+
+    def count(self, windows: range) -> int:
+        """The number of targets in these windows."""
+
+
+def evaluate(strategy: Strategy, data: ValidationWindows, batch_size: int) -> float:
     """The mean loss over the whole validation text, in nats per character.
 
-    Batches have fixed bounds, each batch's loss travels on its own, and they are added in order.
+    Batches have fixed bounds; their losses are exchanged one by one and added in order.
     """
-    knobs, windows = state.config.trainer, len(validation)
-    size = knobs.micro_batch_size or knobs.batch_size
-    batches = [range(start, min(start + size, windows)) for start in range(0, windows, size)]
-    losses = state.strategy.losses(batches, validation).cpu().double()
-    counts = torch.tensor([validation.count(batch) for batch in batches], dtype=torch.float64)
+    batches = [range(start, min(start + batch_size, len(data))) for start in range(0, len(data), batch_size)]
+    losses = strategy.evaluate_batches(batches, data).cpu().double()
+    counts = torch.tensor([data.count(batch) for batch in batches], dtype=torch.float64)
     return ((losses * counts).sum() / counts.sum()).item()
 
 
 @torch.no_grad()
-def generate_sample(state: TrainingState) -> str:
-    """What the model writes after the vocabulary's first character, mostly a line break; all ranks write together.
+def generate_sample(strategy: Strategy, vocabulary: str, seed: int) -> str:
+    """Text that the model generates after the first character of the vocabulary, on all ranks together.
 
-    The same random numbers choose each time, so that what changes is the model.
+    The random numbers are the same in each call, so that samples differ only by the model.
     """
-    device, model = state.context.device, state.strategy.whole
-    generator = torch.Generator(device).manual_seed(state.config.trainer.seed)
+    device, model = strategy.context.device, strategy.full_model
+    generator = torch.Generator(device).manual_seed(seed)
     start = torch.zeros(1, dtype=torch.long, device=device)
-    # A cache that grows has a new shape for each character, and each would be compiled.
-    with state.strategy.autocast(), torch.compiler.set_stance("force_eager"):
+    # A growing cache has a new shape for each character, and each would be compiled.
+    with strategy.autocast(), torch.compiler.set_stance("force_eager"):
         text = [int(new) for new in generate(model, [start], SAMPLE_LENGTH, temperature=0.8, generator=generator)]
     model.train()
-    return "".join(state.corpus.vocabulary[token] for token in text)
+    return "".join(vocabulary[token] for token in text)

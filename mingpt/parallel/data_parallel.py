@@ -1,249 +1,304 @@
-"""What does each rank hold, and what do ranks exchange? One line of yaml: ddp, zero1, zero2 or fsdp.
+"""Strategies: what each rank holds and what ranks exchange. One process, and DistributedDataParallel.
 
         parameters           gradients   optimizer state   sent in a step
-ddp     whole                whole       whole             gradients, all-reduced in buckets while backward goes on
-zero1   whole                whole       a part            the same, then the parameters that each rank has moved
-zero2   a part; whole from   a part      a part            parameters once, gradients (reduce-scatter)
+ddp     full                 full        full              gradients, all-reduced in buckets during backward
+zero1   full                 full        a shard           the same, then the updated parameters of each rank
+zero2   a shard; full from   a shard     a shard           parameters once, gradients (reduce-scatter)
         forward to backward
-fsdp    a part; whole one    a part      a part            parameters twice, gradients (reduce-scatter)
+fsdp    a shard; one full    a shard     a shard           parameters twice, gradients (reduce-scatter)
         block at a time
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020 (stages 1 to 3); Zhao
 et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023.
 
-Whatever the strategy, all ranks make equally many forward passes: sharded ones gather in each.
+With every strategy, all ranks make the same number of forward passes, because sharded ones gather parameters in each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from char_dataset import CharDataset, ValidationDataset, hash64
+from mingpt.config import Config
 from mingpt.distributed.process_group import DistributedContext
-from mingpt.optimizer import build_optimizer, newton_schulz
+from mingpt.muon import newton_schulz
+from mingpt.optimizer import build_optimizer
+from mingpt.parallel.memory import MemoryUsage, optimizer_bytes
 from mingpt.utils.device import seed_device
-from model import GPT, Stage
+from mingpt.utils.errors import UserError
+from mingpt.utils.hashing import hash64
 
-if TYPE_CHECKING:
-    from mingpt.config import Config
-
-State = dict[str, dict[str, Tensor]]  # the optimizer's tensors by parameter and name
+OptimizerState = Mapping[str, Mapping[str, Tensor]]  # parameter name -> name of the tensor -> tensor
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+class WindowDataset(Protocol):
+    """Serves windows of the text by number: inputs and targets, (B, T) each."""
+
+    block_size: int
+
+    def __getitem__(self, numbers: range) -> tuple[Tensor, Tensor]: ...
+
+
 class Strategy:
-    """Each rank holds everything, and they exchange nothing: one process alone, and what the others have in common.
+    """One process that holds everything, and what all strategies have in common.
 
     Attributes:
-        model: what micro-batches go through
-        whole: the model for all ranks to call together, as `generation.stream` does
-        parameters: as this rank holds them, by GPT-2's names
-        shapes: by the same names, tensors of the whole model's shapes
-        optimizer: whose step moves them all
-        stepper: the optimizer that moves those which this rank is to move, and has their state
-        scaler: of losses, where gradients are fp16
-        factor: multiplies losses before backward
-        facts: what the banner says of it
-        parts: whether a rank holds only a part of something, so that `state` needs all of them
-        device: where parameters stay between steps
-        newton_schulz: what makes Muon's products
+        model: called with micro-batches
+        full_model: called by all ranks together, for evaluation and generation
+        parameters: those of this rank, by GPT-2's names
+        full_shapes: by the same names, tensors of the full shapes
+        optimizer: its step updates all parameters on all ranks
+        local_optimizer: the optimizer that updates those of this rank, and has their state
+        scaler: gradient scaler, enabled in fp16
+        loss_factor: multiplies losses before backward
+        description: rows for the summary at the start
+        is_sharded: a rank holds only a shard of something, so `iter_full_state` needs all ranks
+        device: where parameters are between steps
+        needs_process_group: even one rank needs a process group
+        needs_one_thread: bits depend on the number of CPU threads, which must be one
 
     Args:
-        model: on the meta device; its weights are anything until `take`
-        world: the ranks
+        model: on the meta device; its weights are undefined until `load_full_state`
+        context: the ranks
         config: all sections
-        precision: of matrix products: fp32, bf16 or fp16
-        device: where parameters stay; None: on the rank's device
+        precision: fp32, bf16 or fp16
+        device: where parameters are between steps; None: the device of the rank
     """
 
-    factor = 1.0
-    parts = False
-    facts: Mapping[str, str] = {}
-    model: nn.Module
-    whole: GPT
+    loss_factor = 1.0
+    is_sharded = False
+    needs_process_group = False
+    needs_one_thread = False
     newton_schulz = staticmethod(newton_schulz)
 
     def __init__(
         self,
-        model: Stage,
+        model: nn.Module,
         context: DistributedContext,
         config: Config,
         precision: str,
         device: torch.device | None = None,
     ) -> None:
-        self.context, self.config, self.dtype, self.device = (
-            context,
-            config,
-            DTYPES[precision],
-            device or context.device,
-        )
-        self.model = self.whole = model.to_empty(device=self.device)  # type: ignore[assignment]
-        self.parameters = self.shapes = dict(model.named_parameters())
-        self.optimizer = self.stepper = build_optimizer(model, config.optimizer, self.dtype, self.newton_schulz)
+        self.context, self.config, self.dtype = context, config, DTYPES[precision]
+        self.device = device or context.device
+        self.description: dict[str, str] = {}
+        self.model: nn.Module = model.to_empty(device=self.device)
+        self.full_model: Any = self.model
+        self.parameters = self.full_shapes = dict(model.named_parameters())
+        self.optimizer = self.local_optimizer = build_optimizer(model, config.optimizer, self.dtype, self.newton_schulz)
         self.scaler = torch.amp.GradScaler(context.device.type, enabled=precision == "fp16")
 
-    def backward(self, batch: range, data: CharDataset) -> list[Tensor]:
-        """Leaves in parameters' `grad` the gradient of the whole batch's mean loss, as far as this rank holds it.
+    # What a configuration needs
+
+    @classmethod
+    def for_world_size(cls, world_size: int) -> type[Strategy]:
+        """The class to use with this number of ranks."""
+        return cls
+
+    @classmethod
+    def validate(cls, config: Config, world_size: int) -> None:
+        """Checks that each rank gets a sequence.
+
+        Raises:
+            UserError: names the key, and a value that would do.
+        """
+        if (batch_size := config.trainer.batch_size) < world_size:
+            raise UserError(
+                f"trainer.batch_size is {batch_size}, fewer than the {world_size} ranks, and each needs a sequence: "
+                f"raise it, or start at most {batch_size} processes"
+            )
+
+    @classmethod
+    def validate_device(cls, config: Config, device: torch.device, precision: str) -> None:
+        """Checks that the device and the precision chosen for it suit the strategy.
+
+        Raises:
+            UserError: names the key, and a value that would do.
+        """
+
+    @classmethod
+    def estimate_memory(cls, config: Config, model: Any, ranks: int, precision: str, activations: float) -> MemoryUsage:
+        """Bytes on the rank that needs most.
+
+        Args:
+            config: all sections
+            model: on the meta device, with `blocks`; one pipeline stage if there are several
+            ranks: the number of replicas
+            precision: fp32, bf16 or fp16
+            activations: bytes of activations
+        """
+        parameters = 4 * sum(p.numel() for p in model.parameters())
+        copies = 0 if precision == "fp32" else 2 * sum(p.numel() for p in model.parameters() if p.dim() > 1)
+        state = optimizer_bytes(model, config.optimizer, cls._optimizer_ranks(ranks))
+        return MemoryUsage(parameters, parameters, state, copies, activations)
+
+    @classmethod
+    def _optimizer_ranks(cls, ranks: int) -> int:
+        """The number of ranks that whole optimizer states are distributed over."""
+        return 1
+
+    @classmethod
+    def memory_note(cls, parameters: float, optimizer: float, ranks: int) -> str:
+        """A remark on the estimate, from bytes of all parameters and of the full optimizer state."""
+        return ""
+
+    # The step
+
+    def warm_up(self, forward: Callable[[], Tensor]) -> None:
+        """Prepares for the first step.
+
+        Args:
+            forward: returns a scalar that depends on all parameters, computed by `model`
+        """
+
+    def forward_backward(self, batch: range, data: WindowDataset) -> list[Tensor]:
+        """Computes the gradient of the mean loss over the batch, in `grad` of the parameters of this rank.
 
         Args:
             batch: sample numbers, of all ranks together
             data: the samples
 
         Returns:
-            this rank's parts of that loss, for `mean`
+            this rank's terms of the mean loss, for `mean_loss`
         """
-        losses, portions = [], self.micro_batches(batch)
-        for i, (numbers, weight) in enumerate(portions, start=1):
-            seed_device(self.context.device, self.seed(numbers.start))
-            with self.micro_batch(last=i == len(portions)):
-                loss = self.loss(self.model, *data[numbers]) * weight
-                self.scaler.scale(loss * self.factor).backward()
+        losses, micro_batches = [], self.micro_batches(batch)
+        for i, (numbers, weight) in enumerate(micro_batches, start=1):
+            seed_device(self.context.device, self.dropout_seed(numbers.start))
+            with self.gradient_sync(is_last=i == len(micro_batches)):
+                loss = self.compute_loss(self.model, *data[numbers]) * weight
+                self.scaler.scale(loss * self.loss_factor).backward()
             losses.append(loss.detach())
-        self.finish()
+        self.finish_gradients()
         return losses
 
     def micro_batches(self, batch: range) -> list[tuple[range, float]]:
-        """This rank's sample numbers in portions, and each portion's weight in the mean over the whole batch.
+        """This rank's sample numbers per micro-batch, each with its weight in the mean over the batch.
 
-        Every rank gets equally many, that of the largest share; a missing one is a dummy of weight zero.
+        All ranks get the same number of micro-batches, that of the largest share; missing ones have weight zero.
         """
         share, largest = self.context.shard_range(batch.start, len(batch)), self.context.max_shard_size(len(batch))
         size = self.config.trainer.micro_batch_size or largest
-        portions = (share[start : start + size] for start in range(0, largest, size))
-        return [(numbers or batch[:1], len(numbers) / len(batch)) for numbers in portions]
+        ranges = (share[start : start + size] for start in range(0, largest, size))
+        return [(numbers or batch[:1], len(numbers) / len(batch)) for numbers in ranges]
 
-    def seed(self, first: int) -> int:
-        """Of dropout's random numbers in the portion that begins with this sample."""
+    def dropout_seed(self, first: int) -> int:
+        """The seed of dropout in the micro-batch that begins with sample `first`."""
         return int(hash64(self.config.trainer.seed, first)[0])
 
-    def loss(self, model: nn.Module, idx: Tensor, targets: Tensor) -> Tensor:
-        """Mean loss of (B, T) inputs and targets, on the device and in the precision of this run."""
-        idx, targets = self.on_device(idx), self.on_device(targets)
+    @contextmanager
+    def gradient_sync(self, is_last: bool) -> Iterator[None]:
+        """Wraps forward and backward of a micro-batch; ranks exchange gradients in the last one of the step."""
+        yield
+
+    def finish_gradients(self) -> None:
+        """Runs after the last micro-batch."""
+
+    def compute_loss(self, model: Callable[..., Any], idx: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss of inputs and targets, (B, T) each."""
+        idx, targets = self.to_device(idx), self.to_device(targets)
         with self.autocast():
             return model(idx, targets)[1]
 
-    def on_device(self, tensor: Tensor) -> Tensor:
-        """Copied there from pinned memory, for which nothing waits."""
+    def to_device(self, tensor: Tensor) -> Tensor:
+        """Copies to the device of this rank, from pinned memory and asynchronously on CUDA."""
         device = self.context.device
         return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
     def autocast(self) -> torch.autocast:
-        """Around each forward pass: matrix products in the precision of this run."""
         return torch.autocast(self.context.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
-    @torch.no_grad()
-    def losses(self, batches: list[range], data: ValidationDataset) -> Tensor:
-        """Each batch's mean loss, (len(batches),), on all ranks; batches are dealt out.
+    def mean_loss(self, losses: list[Tensor]) -> Tensor:
+        """The mean loss over the batch, on all ranks, from what `forward_backward` returned on each."""
+        return self.context.all_reduce(torch.stack(losses).sum())
 
-        Every rank makes equally many forward passes, as sharded strategies need.
-        """
-        losses, size = torch.zeros(len(batches), device=self.context.device), self.context.world_size
-        self.whole.eval()
-        for start in range(0, len(batches), size):
-            mine = start + self.context.rank
-            loss = self.loss(self.whole, *data[batches[mine if mine < len(batches) else 0]])
-            if mine < len(batches):
-                losses[mine] = loss
-        self.whole.train()
-        return self.context.all_reduce(losses)
-
-    @contextmanager
-    def micro_batch(self, last: bool) -> Iterator[None]:
-        """Around forward and backward of each portion; `last` tells that it is the step's last on this rank."""
-        yield
-
-    def finish(self) -> None:
-        """After the last portion: parameters' `grad` is the mean over the whole batch, as far as this rank holds it."""
-
-    def mean(self, parts: list[Tensor]) -> Tensor:
-        """The whole batch's mean loss, from the weighted losses of each rank's portions."""
-        return self.context.all_reduce(torch.stack(parts).sum())
-
-    def clip(self, longest: float | None) -> Tensor:
-        """Shortens the gradient to a global norm of `longest`; returns the norm it had, the same on all ranks."""
-        norm = self.norm(self.parameters)
-        if longest is not None:
-            clip_grads_with_norm_(self.parameters.values(), longest, norm)
+    def clip_grad_norm_(self, max_norm: float | None) -> Tensor:
+        """Scales the gradient to a norm of at most `max_norm`; returns its norm before, the same on all ranks."""
+        norm = self.grad_norm(self.parameters)
+        if max_norm is not None:
+            clip_grads_with_norm_(self.parameters.values(), max_norm, norm)
         return norm
 
-    def norm(self, parameters: Mapping[str, Tensor]) -> Tensor:
-        """The gradient's, over these parameters of all ranks'."""
+    def grad_norm(self, parameters: Mapping[str, Tensor]) -> Tensor:
+        """The norm of these parameters' full gradient."""
         return get_total_norm([parameter.grad for parameter in parameters.values() if parameter.grad is not None])
 
-    def state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
-        """Each parameter's name, its weight and its optimizer state, both whole. All ranks go through it together.
-
-        A tensor may be the one that the next step changes.
-        """
-        for name, parameter in self.parameters.items():
-            yield name, parameter.detach(), dict(self.stepper.state[parameter])
+    # Evaluation
 
     @torch.no_grad()
-    def take(self, weights: Mapping[str, Tensor], state: State, source: int) -> None:
-        """Takes over, on all ranks, weights and optimizer state that rank `source` has; one tensor at a time is whole.
+    def evaluate_batches(self, batches: list[range], data: WindowDataset) -> Tensor:
+        """The mean loss of each batch, (len(batches),), on all ranks; each batch is computed by one rank."""
+        losses, world_size = torch.zeros(len(batches), device=self.context.device), self.context.world_size
+        self.full_model.eval()
+        for start in range(0, len(batches), world_size):
+            mine = start + self.context.rank
+            loss = self.compute_loss(self.full_model, *data[batches[mine if mine < len(batches) else 0]])
+            if mine < len(batches):
+                losses[mine] = loss
+        self.full_model.train()
+        return self.context.all_reduce(losses)
+
+    # The full state
+
+    def iter_full_state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
+        """Each parameter's name, full value and full optimizer state. All ranks iterate together.
+
+        The next step may modify the tensors.
+        """
+        for name, parameter in self.parameters.items():
+            yield name, parameter.detach(), dict(self.local_optimizer.state[parameter])
+
+    @torch.no_grad()
+    def load_full_state(self, weights: Mapping[str, Tensor], state: OptimizerState, source: int) -> None:
+        """Loads weights and optimizer state that rank `source` has, one tensor at a time.
 
         Args:
-            weights: whole, by name; elsewhere than on `source` they are not looked at
-            state: the optimizer's tensors, whole, by name
-            source: whose they are
+            weights: full, by name; ignored on other ranks
+            state: full optimizer state; ignored on other ranks
+            source: the rank
         """
-        layout = {name: {key: tensor.to("meta") for key, tensor in tensors.items()} for name, tensors in state.items()}
-        layout = self.context.broadcast_object(layout, source)
-        for name, shape in self.shapes.items():
-            self.put(name, "", self._receive(weights.get(name), shape, source))
-            for key, like in layout.get(name, {}).items():
-                self.put(name, key, self._receive(state.get(name, {}).get(key), like, source))
+        meta = {name: {key: tensor.to("meta") for key, tensor in tensors.items()} for name, tensors in state.items()}
+        meta = self.context.broadcast_object(meta, source)
+        for name, like in self.full_shapes.items():
+            self.load_tensor(name, "", self._broadcast_from(source, weights.get(name), like))
+            for key, like_state in meta.get(name, {}).items():
+                self.load_tensor(name, key, self._broadcast_from(source, state.get(name, {}).get(key), like_state))
 
-    def put(self, name: str, key: str, whole: Tensor) -> None:
-        """Takes this rank's part of a parameter, or, where there is a key, of its optimizer state of that name."""
+    def load_tensor(self, name: str, key: str, full: Tensor) -> None:
+        """Keeps this rank's shard of a parameter, or, with a key, of that tensor of its optimizer state."""
         parameter = self.parameters[name]
         if not key:
-            parameter.copy_(self._part(whole, parameter))
-        elif self._moves(parameter):
-            self.stepper.state[parameter][key] = self._part(whole, parameter)
+            parameter.copy_(self._shard(full, parameter))
+        elif self.owns(parameter):
+            self.local_optimizer.state[parameter][key] = self._shard(full, parameter)
 
-    def _receive(self, tensor: Tensor | None, like: Tensor, source: int) -> Tensor:
-        whole = torch.empty(like.shape, dtype=like.dtype, device=self.context.device)
-        if tensor is not None and self.context.rank == source:
-            whole.copy_(tensor)
-        self.context.broadcast_tensor(whole, source)
-        return whole
-
-    def _part(self, whole: Tensor, parameter: Tensor) -> Tensor:
-        """What this rank holds of a tensor that belongs to the parameter."""
-        return whole
-
-    def _moves(self, parameter: Tensor) -> bool:
+    def owns(self, parameter: Tensor) -> bool:
+        """Whether this rank updates the parameter."""
         return True
+
+    def _broadcast_from(self, source: int, tensor: Tensor | None, like: Tensor) -> Tensor:
+        full = torch.empty(like.shape, dtype=like.dtype, device=self.context.device)
+        if tensor is not None and self.context.rank == source:
+            full.copy_(tensor)
+        self.context.broadcast_tensor(full, source)
+        return full
+
+    def _shard(self, full: Tensor, parameter: Tensor) -> Tensor:
+        return full
 
 
 class DDP(Strategy):
-    """DistributedDataParallel: whole copies, and gradients averaged in buckets.
+    """DistributedDataParallel: full replicas, whose gradients are averaged in buckets."""
 
-    DDP lays out its buckets anew after the first backward, and from three ranks on the layout decides the last bits of
-    each sum. One throw-away step, here and on resume alike, makes it the same in every step that counts.
-
-    Args:
-        warm_up: this -> a number that depends on all parameters, for the throw-away step
-    """
-
-    def __init__(
-        self,
-        model: Stage,
-        context: DistributedContext,
-        config: Config,
-        precision: str,
-        warm_up: Callable[[Strategy], Tensor],
-    ) -> None:
+    def __init__(self, model: nn.Module, context: DistributedContext, config: Config, precision: str) -> None:
         super().__init__(model, context, config, precision)
-        self.factor = context.world_size  # DDP averages over ranks
+        self.loss_factor = context.world_size  # DDP averages over ranks
         torch._foreach_zero_([parameter.detach() for parameter in self.parameters.values()])
         self.model = self.ddp = DistributedDataParallel(
             model,
@@ -252,17 +307,27 @@ class DDP(Strategy):
             bucket_cap_mb=config.distributed.bucket_cap_mb,
             gradient_as_bucket_view=True,
         )
-        warm_up(self).backward()
-        self.model.zero_grad(set_to_none=True)
-        context.exit_callbacks.append(self._let_go)
+        context.exit_callbacks.append(self._release)
 
-    def _let_go(self) -> None:
-        # Who holds the group last ends it. DDP's C++ part would do so with Python's lock in hand, and wait for ever for
-        # gloo's thread, which wants that lock to free a tensor (torch 2.13).
+    @classmethod
+    def for_world_size(cls, world_size: int) -> type[Strategy]:
+        return Strategy if world_size == 1 else cls
+
+    def warm_up(self, forward: Callable[[], Tensor]) -> None:
+        """Makes DDP rebuild its buckets, in new and resumed runs alike.
+
+        It does so after the first backward pass, and with three or more ranks the layout of the buckets determines the
+        last bits of each sum. One pass whose gradients are dropped gives all steps the same layout.
+        """
+        forward().backward()
+        self.model.zero_grad(set_to_none=True)
+
+    def _release(self) -> None:
+        # The last owner of the process group destroys it. DDP's C++ part would do so while it holds the GIL, and wait
+        # forever for gloo's thread, which needs the GIL to free a tensor (torch 2.13).
         del self.model, self.ddp
 
     @contextmanager
-    def micro_batch(self, last: bool) -> Iterator[None]:
-        """Gradients leave this rank in the last one only."""
-        self.ddp.require_backward_grad_sync = last  # what DDP's no_sync sets
+    def gradient_sync(self, is_last: bool) -> Iterator[None]:
+        self.ddp.require_backward_grad_sync = is_last  # what DDP's no_sync sets
         yield

@@ -1,16 +1,15 @@
-"""How does a model train that no rank holds whole? Blocks dealt out in stages, and micro-batches one behind another.
+"""Pipeline parallelism: blocks are split into stages, and micro-batches pass through them one after another.
 
-Ranks are a mesh of replicas x stages: rank r has stage r % stages of replica r // stages. What stages send each other,
-and in which order they compute, is torch.distributed.pipelining's (Huang et al., "GPipe: Efficient Training of Giant
-Neural Networks using Pipeline Parallelism", 2019; 1F1B: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism
-for DNN Training", 2019). What the ranks with one stage hold and exchange is a strategy's, of these ranks alone.
+Ranks form a mesh of replicas x stages: rank r has stage r % stages of replica r // stages. Schedules and communication
+are those of torch.distributed.pipelining (GPipe: Huang et al., 2019; 1F1B: Narayanan et al., "PipeDream: Generalized
+Pipeline Parallelism for DNN Training", 2019). The ranks with the same stage use any data-parallel strategy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,197 +17,194 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.profiler import record_function
 
-from char_dataset import IGNORE_INDEX, CharDataset, ValidationDataset, hash64
-from mingpt.config import GPTConfig
-from mingpt.distributed.process_group import DistributedContext, to_local
-from mingpt.parallel.data_parallel import Strategy
-from mingpt.parallel.memory import meta_model
+from mingpt.config import Config, GPTConfig
+from mingpt.distributed.process_group import DistributedContext
+from mingpt.loss import IGNORE_INDEX, cross_entropy
+from mingpt.parallel.data_parallel import Strategy, WindowDataset
+from mingpt.parallel.parallelize import GPTStage
 from mingpt.utils.device import seed_device
-from model import KVCache, Stage, cross_entropy
+from mingpt.utils.hashing import hash64
+from mingpt.utils.tensors import to_local
 
-if TYPE_CHECKING:
-    from mingpt.config import Config
-
-TIED = "transformer.wte.weight"  # the first stage's embedding and the last one's output projection
+WTE = "transformer.wte.weight"  # in the first stage and, as the output projection, in the last
 
 
-def mesh(context: DistributedContext, stages: int) -> tuple[DistributedContext, DistributedContext, DistributedContext]:
-    """The ranks with this rank's stage, one of each replica; those of its replica; and the first and last of these."""
+def pipeline_groups(
+    context: DistributedContext, stages: int
+) -> tuple[DistributedContext, DistributedContext, DistributedContext]:
+    """The ranks with this rank's stage, those of its replica, and the first and last of its replica.
+
+    torch's init_device_mesh makes the first two, but its groups have the default timeout, not ours.
+    """
     rows = [range(start, start + stages) for start in range(0, context.world_size, stages)]
     ends = [[row[0], row[-1]] for row in rows] + [[rank] for row in rows for rank in row[1:-1]]
     return context.subgroup(zip(*rows, strict=True)), context.subgroup(rows), context.subgroup(ends)
 
 
-def stage_io(shape: GPTConfig, B: int, stage: int, stages: int) -> tuple[Tensor, Tensor]:
-    """What goes into a stage and what comes out of it, on the meta device."""
-    T = shape.block_size
+def stage_io(config: GPTConfig, B: int, stage: int, stages: int) -> tuple[Tensor, Tensor]:
+    """Input and output of a stage, on the meta device."""
     with torch.device("meta"):
-        between = torch.empty(B, T, shape.n_embd, requires_grad=True)
-        first, last = torch.empty(B, T, dtype=torch.long), torch.empty(B, T, shape.vocab_size)
-    return (between if stage else first), (between if stage < stages - 1 else last)
+        hidden = torch.empty(B, config.block_size, config.n_embd, requires_grad=True)
+        idx = torch.empty(B, config.block_size, dtype=torch.long)
+        logits = torch.empty(B, config.block_size, config.vocab_size)
+    return (hidden if stage else idx), (hidden if stage < stages - 1 else logits)
 
 
 class PipelineParallel(Strategy):
-    """Each rank holds one stage, whole or what the strategy of its replicas leaves it, and passes activations on.
+    """Each rank holds one stage, in full or sharded over the replicas, and exchanges activations with its neighbors.
 
     Args:
-        inner: what the ranks with this stage hold and exchange
-        world: all ranks
-        replica: those of this replica, in the order of their stages
-        ends: the first and the last of them
+        inner: the strategy of the ranks with this stage
+        context: all ranks
+        replica: the ranks of this replica, in the order of their stages
+        embedding_group: the first and the last of them
         config: all sections
-        shape: of the whole model
+        model_config: of the whole model
+        meta_stages: all stages, on the meta device
     """
 
-    parts = True
+    is_sharded = True
 
     def __init__(
         self,
         inner: Strategy,
         context: DistributedContext,
         replica: DistributedContext,
-        ends: DistributedContext,
+        embedding_group: DistributedContext,
         config: Config,
-        shape: GPTConfig,
+        model_config: GPTConfig,
+        meta_stages: list[GPTStage],
     ) -> None:
-        self.inner, self.context, self.replica, self.ends, self.config = inner, context, replica, ends, config
-        self.device, self.dtype = inner.device, inner.dtype
-        self.parameters, self.optimizer, self.stepper = inner.parameters, inner.optimizer, inner.stepper
-        self.scaler = inner.scaler
-        self.whole = PipelinedModel(inner.whole, replica)  # type: ignore[assignment]
-        parts = [meta_model(shape, stage, replica.world_size) for stage in range(replica.world_size)]
-        self.names = [[name for name, _ in part.named_parameters()] for part in parts]
-        self.names[-1].remove(TIED)  # which is the first stage's
-        self.shapes = {name: weight for part in parts for name, weight in part.named_parameters()}
+        self.inner, self.context, self.replica, self.embedding_group = inner, context, replica, embedding_group
+        self.config, self.device, self.dtype, self.scaler = config, inner.device, inner.dtype, inner.scaler
+        self.parameters, self.optimizer, self.local_optimizer = inner.parameters, inner.optimizer, inner.local_optimizer
+        self.full_model = PipelinedModel(inner.full_model, replica)
+        self.names = [[name for name, _ in stage.named_parameters()] for stage in meta_stages]
+        self.names[-1].remove(WTE)  # it belongs to the first stage
+        self.full_shapes = {name: weight for stage in meta_stages for name, weight in stage.named_parameters()}
 
-        self.size: int = config.trainer.micro_batch_size  # type: ignore[assignment]
+        self.size: int = config.trainer.micro_batch_size  # type: ignore[assignment]  # config.py requires a number
         self.count = config.trainer.batch_size // inner.context.world_size // self.size
-        self.stage = _Stage(inner, self.seed, shape, self.size, replica)
-        kind = get_schedule_class(config.distributed.pipeline_schedule)
-        self.schedule: Any = kind(self.stage, self.count, self._loss, scale_grads=False)
-        context.exit_callbacks.append(self._let_go)
-        how, idle = config.distributed.pipeline_schedule, replica.world_size - 1
-        self.facts = {
-            "pipeline": f"replicas x stages: {inner.context.world_size} x {replica.world_size}, {how}, {self.count} micro-batches of "
-            f"{self.size}: each stage waits {idle / (self.count + idle):.0%} of the time"
+        self.stage = _Stage(inner, self, stage_io(model_config, self.size, replica.rank, replica.world_size))
+        schedule, bubble = config.distributed.pipeline_schedule, replica.world_size - 1
+        self.schedule: Any = get_schedule_class(schedule)(self.stage, self.count, self._loss, scale_grads=False)
+        context.exit_callbacks.append(self._release)
+        self.description = {
+            "pipeline": f"replicas x stages: {inner.context.world_size} x {replica.world_size}, {schedule}, "
+            f"{self.count} micro-batches of {self.size}: each stage waits {bubble / (self.count + bubble):.0%} of the "
+            "time"
         }
 
-    def _let_go(self) -> None:
-        del self.schedule, self.stage  # they hold what the inner strategy has let go
+    def _release(self) -> None:
+        del self.schedule, self.stage  # they refer to what the inner strategy has released
 
-    def backward(self, batch: range, data: CharDataset) -> list[Tensor]:
-        """As many micro-batches of one size as always: behind a short batch's end are dummies without targets."""
+    def forward_backward(self, batch: range, data: WindowDataset) -> list[Tensor]:
+        """Runs the schedule on this replica's share. A short batch is filled up with samples without targets."""
         share = self.size * self.count
         first = batch.start + self.inner.context.rank * share
         numbers = range(first, first + share)
         idx, targets = data[numbers]
-        dummies = torch.arange(share) >= batch.stop - first
-        targets = targets.masked_fill(dummies[:, None], IGNORE_INDEX)
-        self.stage.firsts = numbers[:: self.size]
-        self.factor = self.inner.factor / (len(batch) * targets.size(1))
-        self.scaler.scale(torch.zeros((), device=self.device))  # ready for `unscale_` where there is no loss
+        is_filler = torch.arange(share) >= batch.stop - first
+        targets = targets.masked_fill(is_filler[:, None], IGNORE_INDEX)
+        self.stage.first_samples = numbers[:: self.size]
+        self.loss_factor = self.inner.loss_factor / (len(batch) * targets.size(1))
+        self.scaler.scale(torch.zeros((), device=self.device))  # `unscale_` needs it where no loss is scaled
         sums = self._run(self.schedule.step, idx, targets)
         if self.stage.is_first or self.stage.is_last:
-            self.ends.all_reduce(to_local(self.parameters[TIED].grad))  # type: ignore[arg-type]
+            self.embedding_group.all_reduce(to_local(self.parameters[WTE].grad))  # type: ignore[arg-type]
         if self.scaler.is_enabled():
-            overflown = 0 * self.norm(self.parameters)  # NaN on all ranks if on one, so that all skip the step
+            overflow = 0 * self.grad_norm(self.parameters)  # NaN on all ranks if on one, so that all skip the step
             for parameter in self.parameters.values():
-                to_local(parameter.grad).add_(overflown)  # type: ignore[arg-type]
+                to_local(parameter.grad).add_(overflow)  # type: ignore[arg-type]
         return [loss / (len(batch) * targets.size(1)) for loss in sums or [torch.zeros((), device=self.device)]]
 
     def _run(self, run: Any, idx: Tensor, targets: Tensor) -> list[Tensor]:
-        """Takes a replica's share through the schedule; each micro-batch's loss, where this is the last stage."""
-        self.sums: list[Tensor] = []
-        inputs = [self.on_device(idx)] * self.stage.is_first
-        run(*inputs, target=self.on_device(targets) if self.stage.is_last else None, return_outputs=False)
-        return self.sums
+        """Passes a replica's share through the schedule; returns the loss of each micro-batch in the last stage."""
+        self.loss_sums: list[Tensor] = []
+        inputs = [self.to_device(idx)] * self.stage.is_first
+        run(*inputs, target=self.to_device(targets) if self.stage.is_last else None, return_outputs=False)
+        return self.loss_sums
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        with record_function(f"loss {len(self.sums)}"), self.autocast():
+        with record_function(f"loss {len(self.loss_sums)}"), self.autocast():
             loss = cross_entropy(logits, targets, "sum")
-        self.sums.append(loss.detach())
-        return self.scaler.scale(loss * self.factor)
+        self.loss_sums.append(loss.detach())
+        return self.scaler.scale(loss * self.loss_factor)
 
     @torch.no_grad()
-    def losses(self, batches: list[range], data: ValidationDataset) -> Tensor:
-        """Each replica takes as many batches at a time as there are micro-batches in a step."""
-        losses, replica = torch.zeros(len(batches), device=self.context.device), self.inner.context
-        self.whole.eval()
-        for start in range(0, len(batches), self.count * replica.world_size):
-            first = start + self.count * replica.rank
+    def evaluate_batches(self, batches: list[range], data: WindowDataset) -> Tensor:
+        """Each replica takes as many batches at a time as a step has micro-batches."""
+        losses, replicas = torch.zeros(len(batches), device=self.context.device), self.inner.context
+        self.full_model.eval()
+        for start in range(0, len(batches), self.count * replicas.world_size):
+            first = start + self.count * replicas.rank
             mine = batches[first : first + self.count]
             idx = torch.zeros(self.count, self.size, data.block_size, dtype=torch.long)
             targets = torch.full_like(idx, IGNORE_INDEX)
             for i, batch in enumerate(mine):
                 idx[i, : len(batch)], targets[i, : len(batch)] = data[batch]
             sums = self._run(self.schedule.eval, idx.flatten(0, 1), targets.flatten(0, 1))
-            for i, (batch, total) in enumerate(zip(mine, sums, strict=False), start=first):
-                losses[i] = total / data.count(batch)
-        self.whole.train()
+            for i, (total, target) in enumerate(zip(sums[: len(mine)], targets, strict=False)):
+                losses[first + i] = total / int((target != IGNORE_INDEX).sum())
+        self.full_model.train()
         return self.context.all_reduce(losses)
 
-    def norm(self, parameters: Mapping[str, Tensor]) -> Tensor:
-        """Over all stages; wte, which two have, counts once."""
+    def grad_norm(self, parameters: Mapping[str, Tensor]) -> Tensor:
+        """Over all stages; wte, which two stages have, counts once."""
         mine = {name: parameters[name] for name in self.names[self.replica.rank]}
-        return self.replica.all_reduce(self.inner.norm(mine) ** 2).sqrt()
+        return self.replica.all_reduce(self.inner.grad_norm(mine) ** 2).sqrt()
 
-    def state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
-        """The first replica's ranks, stage by stage, send all others what they hold."""
-        layouts: dict[str, dict[str, Tensor]] = {}
-        for layout in self.context.all_gather_object(
+    def iter_full_state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
+        """The ranks of the first replica broadcast their stages, one after another."""
+        state = self.local_optimizer.state
+        metas: dict[str, dict[str, Tensor]] = {}
+        for meta in self.context.all_gather_object(
             {
-                name: {key: torch.empty(t.shape, dtype=t.dtype, device="meta") for key, t in state.items()}
-                for name, state in ((name, self.stepper.state.get(p)) for name, p in self.parameters.items())
-                if state
+                name: {key: torch.empty(t.shape, dtype=t.dtype, device="meta") for key, t in state[parameter].items()}
+                for name, parameter in self.parameters.items()
+                if state.get(parameter)
             }
         ):
-            layouts |= layout
-        nothing: dict[str, Tensor] = {}
+            metas |= meta
         for stage, names in enumerate(self.names):
-            others = ((name, None, nothing) for name in names)
-            held = self.inner.state() if stage == self.replica.rank else others
-            for name, weight, state in held:
+            elsewhere: Iterator[Any] = ((name, None, {}) for name in names)
+            for name, weight, tensors in self.inner.iter_full_state() if stage == self.replica.rank else elsewhere:
                 if name in names:
-                    likes = layouts.get(name, nothing)
+                    full = self._broadcast_from(stage, weight, self.full_shapes[name])
+                    likes = metas.get(name, {})
                     yield (
                         name,
-                        self._receive(weight, self.shapes[name], stage),
-                        {key: self._receive(state.get(key), like, stage) for key, like in likes.items()},
+                        full,
+                        {k: self._broadcast_from(stage, tensors.get(k), like) for k, like in likes.items()},
                     )
 
-    def put(self, name: str, key: str, whole: Tensor) -> None:
-        """Where this rank's stage has it."""
+    def load_tensor(self, name: str, key: str, full: Tensor) -> None:
         if name in self.parameters:
-            self.inner.put(name, key, whole)
+            self.inner.load_tensor(name, key, full)
 
-    def seed(self, first: int) -> int:
-        """Each stage draws its own."""
+    def dropout_seed(self, first: int) -> int:
         return int(hash64(self.config.trainer.seed, first, self.replica.rank)[0])
 
 
 class PipelinedModel(nn.Module):
-    """All stages as one model, for all ranks of a replica to call together: each goes on from what the one before says.
+    """All stages as one model, which all ranks of a replica call together.
 
     Args:
-        part: this rank's stage
+        stage_model: the stage of this rank
         replica: the ranks, in the order of their stages
     """
 
-    def __init__(self, part: Stage, replica: DistributedContext) -> None:
+    def __init__(self, stage_model: Any, replica: DistributedContext) -> None:
         super().__init__()
-        self.part, self.replica, self.config = part, replica, part.config
+        self.stage_model, self.replica, self.config = stage_model, replica, stage_model.config
+        self.new_kv_caches = stage_model.new_kv_caches
 
-    @property
-    def blocks(self) -> list[nn.Module]:
-        """This stage's, which are those that need a cache here."""
-        return self.part.blocks  # type: ignore[return-value]
-
-    def forward(self, idx: Tensor, targets: None = None, caches: list[KVCache] | None = None) -> tuple[Tensor, None]:
-        """(B, T) characters -> logits (B, T, V), on each rank."""
+    def forward(self, idx: Tensor, targets: None = None, caches: list[Any] | None = None) -> tuple[Tensor, None]:
+        """(B, T) characters -> logits (B, T, V), on each rank"""
         x, last = idx, self.replica.world_size - 1
         for stage in range(self.replica.world_size):
             if stage == self.replica.rank:
-                x = self.part(x, caches).float()
+                x = self.stage_model(x, caches).float()
             else:
                 width = self.config.vocab_size if stage == last else self.config.n_embd
                 x = torch.empty(*idx.shape, width, device=idx.device)
@@ -217,41 +213,28 @@ class PipelinedModel(nn.Module):
 
 
 class _Stage(PipelineStage):
-    """A stage that seeds and casts each forward pass as other strategies do, and marks its work in a profiler's trace.
+    """A stage that seeds and autocasts each forward pass like other strategies, with names for the profiler."""
 
-    Args:
-        inner: whose model this is
-        seed: first sample of a micro-batch -> seed of its random numbers
-        shape: of the whole model
-        size: sequences in a micro-batch
-        replica: the ranks, in the order of their stages
-    """
-
-    def __init__(
-        self, inner: Strategy, seed: Callable[[int], int], shape: GPTConfig, size: int, replica: DistributedContext
-    ) -> None:
-        inputs, outputs = stage_io(shape, size, replica.rank, replica.world_size)
-        device = inner.context.device
-        super().__init__(inner.model, replica.rank, replica.world_size, device, inputs, outputs, group=replica.group)
-        self.autocast, self.seed = inner.autocast, seed
-        self.firsts = range(0)  # the first sample of each micro-batch
+    def __init__(self, inner: Strategy, pipeline: PipelineParallel, io: tuple[Tensor, Tensor]) -> None:
+        replica = pipeline.replica
+        super().__init__(inner.model, replica.rank, replica.world_size, inner.context.device, *io, group=replica.group)
+        self.autocast, self.dropout_seed = inner.autocast, pipeline.dropout_seed
+        self.first_samples = range(0)  # the first sample of each micro-batch
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """One micro-batch's."""
         if self.has_backward:
-            seed_device(self.device, self.seed(self.firsts[fwd_chunk_id]))
-        with _as_raised(), record_function(f"forward {fwd_chunk_id}"), self.autocast():
+            seed_device(self.device, self.dropout_seed(self.first_samples[fwd_chunk_id]))
+        with _original_errors(), record_function(f"forward {fwd_chunk_id}"), self.autocast():
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """One micro-batch's."""
-        with _as_raised(), record_function(f"backward {bwd_chunk_id}"):
+        with _original_errors(), record_function(f"backward {bwd_chunk_id}"):
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
 
 @contextmanager
-def _as_raised() -> Iterator[None]:
-    """Raises what was raised, of which the library makes a RuntimeError with a report: memory may have run out."""
+def _original_errors() -> Iterator[None]:
+    """Raises the cause of the library's RuntimeErrors, since callers handle out-of-memory errors."""
     try:
         yield
     except RuntimeError as error:

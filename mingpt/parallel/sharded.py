@@ -1,134 +1,168 @@
-"""What do ranks deal out, and how does it become whole? ZeRO-1, and FSDP2 for ZeRO-2 and ZeRO-3.
-
-A room of its own because what it imports takes most of a second, which runs that deal out nothing need not wait for.
-"""
+"""Sharded strategies: ZeRO-1, and FSDP2 for ZeRO-2 and ZeRO-3."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.utils import get_total_norm
 
-from mingpt.distributed.process_group import DistributedContext, to_local
-from mingpt.optimizer import build_optimizer, newton_schulz
+from mingpt.config import Config
+from mingpt.distributed.process_group import DistributedContext
+from mingpt.muon import newton_schulz
+from mingpt.optimizer import build_optimizer
 from mingpt.parallel.data_parallel import DDP, DTYPES, Strategy
-from model import Stage
+from mingpt.parallel.memory import MemoryUsage, format_bytes, optimizer_bytes
+from mingpt.utils.device import device_kind
+from mingpt.utils.errors import UserError
+from mingpt.utils.tensors import to_local
 
-if TYPE_CHECKING:
-    from mingpt.config import Config
 
-
-def newton_schulz_sharded(rows: Tensor, dtype: torch.dtype, like: DTensor) -> Tensor:
-    """`newton_schulz`, for matrices of which each rank holds some rows: each rank is sent some of them whole.
+def newton_schulz_sharded(rows: Tensor, ns_dtype: torch.dtype, like: DTensor) -> Tensor:
+    """`newton_schulz` for matrices sharded by rows: each rank receives some of them in full.
 
     Args:
-        rows: (k, this rank's rows, n)
-        dtype: of the products
-        like: one of the k, (m, n), over ranks
+        rows: (k, rows of this rank, n)
+        ns_dtype: dtype of the products
+        like: one of the k parameters, (m, n)
     """
-    sizes, strides = torch.Size((len(rows), *like.shape)), (like.numel(), like.size(1), 1)
-    dealt_out = partial(DTensor.from_local, device_mesh=like.device_mesh, shape=sizes, stride=strides)
-    whole = dealt_out(rows, placements=[Shard(1)]).redistribute(placements=[Shard(0)]).to_local()
-    moved = dealt_out(newton_schulz(whole, dtype, like), placements=[Shard(0)])
-    return moved.redistribute(placements=[Shard(1)]).to_local()
+    shape, stride = torch.Size((len(rows), *like.shape)), (like.numel(), like.size(1), 1)
+    sharded = partial(DTensor.from_local, device_mesh=like.device_mesh, shape=shape, stride=stride)
+    full = sharded(rows, placements=[Shard(1)]).redistribute(placements=[Shard(0)]).to_local()
+    updates = sharded(newton_schulz(full, ns_dtype, like), placements=[Shard(0)])
+    return updates.redistribute(placements=[Shard(1)]).to_local()
 
 
 class ZeRO1(DDP):
-    """DDP, with whole parameters' optimizer state dealt out: each rank moves its own and sends them to the others."""
+    """DDP with sharded optimizer state: each rank updates whole parameters of its own and broadcasts them."""
 
-    parts = True
+    is_sharded = True
 
-    def __init__(self, model: Stage, context: DistributedContext, config: Config, precision: str, *how: Any) -> None:
-        super().__init__(model, context, config, precision, *how)
-        # Each rank sends the parameters that it has moved in one piece, not one by one.
-        deal_out = partial(ZeroRedundancyOptimizer, parameters_as_bucket_view=True, process_group=context.group)
-        self.optimizer = build_optimizer(model, config.optimizer, self.dtype, dealt_out=deal_out)
-        self.stepper = self.optimizer.optim  # type: ignore[attr-defined]
-        self.mine = {parameter for group in self.stepper.param_groups for parameter in group["params"]}
+    def __init__(self, model: nn.Module, context: DistributedContext, config: Config, precision: str) -> None:
+        super().__init__(model, context, config, precision)
+        # Each rank broadcasts its updated parameters as one tensor.
+        wrapper = partial(ZeroRedundancyOptimizer, parameters_as_bucket_view=True, process_group=context.group)
+        self.optimizer = build_optimizer(model, config.optimizer, self.dtype, wrapper=wrapper)
+        self.local_optimizer = self.optimizer.optim  # type: ignore[attr-defined]
+        self.owned = {parameter for group in self.local_optimizer.param_groups for parameter in group["params"]}
 
-    def state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
-        """Each parameter's owner sends its state."""
-        layouts = self.context.all_gather_object(
-            {
-                name: {key: tensor.to("meta") for key, tensor in self.stepper.state[parameter].items()}
-                for name, parameter in self.parameters.items()
-                if self._moves(parameter)
-            }
+    @classmethod
+    def _optimizer_ranks(cls, ranks: int) -> int:
+        return ranks
+
+    @classmethod
+    def memory_note(cls, parameters: float, optimizer: float, ranks: int) -> str:
+        average = format_bytes(optimizer / ranks)
+        return f"; whole parameters are assigned to ranks: {average} of optimizer state on average"
+
+    def iter_full_state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
+        state = self.local_optimizer.state
+        owned = {name: state[parameter] for name, parameter in self.parameters.items() if self.owns(parameter)}
+        metas = self.context.all_gather_object(
+            {name: {key: tensor.to("meta") for key, tensor in tensors.items()} for name, tensors in owned.items()}
         )
-        owners = {name: rank for rank, layout in enumerate(layouts) for name in layout}
+        owners = {name: rank for rank, meta in enumerate(metas) for name in meta}
         for name, parameter in self.parameters.items():
-            owner, held = owners[name], self.stepper.state[parameter] if self._moves(parameter) else {}
-            layout = layouts[owner][name]
-            yield (
-                name,
-                parameter.detach(),
-                {key: self._receive(held.get(key), like, owner) for key, like in layout.items()},
-            )
+            owner, tensors = owners[name], owned.get(name, {})
+            full = {
+                key: self._broadcast_from(owner, tensors.get(key), like) for key, like in metas[owner][name].items()
+            }
+            yield name, parameter.detach(), full
 
-    def _moves(self, parameter: Tensor) -> bool:
-        return parameter in self.mine
+    def owns(self, parameter: Tensor) -> bool:
+        return parameter in self.owned
 
 
 class FSDP(Strategy):
-    """FSDP2: each rank holds its rows of every tensor, and a block is whole while it is needed.
+    """FSDP2 (ZeRO-3): each rank holds its rows of every parameter, and a block is unsharded while it is needed.
 
-    In bf16 and fp16 blocks travel and are held whole in that precision, embeddings in fp32; gradients are added in
-    fp32. Matrix products are autocast's, as with whole parameters.
-
-    With strategy zero2 blocks stay whole from forward to backward, so that parameters are sent once in a step, not
-    twice; with cpu_offload, this rank's part is in the host's memory.
+    In bf16 and fp16, blocks are gathered in that precision, embeddings in fp32, and gradients are reduced in fp32. With
+    cpu_offload, shards are in host memory.
     """
 
-    parts = True
+    is_sharded = True
+    needs_process_group = True
+    reshard_after_forward = True
     newton_schulz = staticmethod(newton_schulz_sharded)  # type: ignore[assignment]
 
-    def __init__(self, model: Stage, context: DistributedContext, config: Config, precision: str) -> None:
-        self.keep_whole, offload = config.distributed.strategy == "zero2", config.distributed.cpu_offload
-        group: Any = context.group or dist.group.WORLD
-        how: dict[str, Any] = {"mesh": DeviceMesh.from_group(group, context.device.type)}
+    def __init__(self, model: nn.Module, context: DistributedContext, config: Config, precision: str) -> None:
+        offload, group = config.distributed.cpu_offload, context.group or dist.group.WORLD
+        options: dict[str, Any] = {"mesh": DeviceMesh.from_group(group, context.device.type)}  # type: ignore[arg-type]
         if offload:
-            how["offload_policy"] = CPUOffloadPolicy()
+            options["offload_policy"] = CPUOffloadPolicy()
         policy = MixedPrecisionPolicy(DTYPES[precision], torch.float32, cast_forward_inputs=False)
-        for block in model.blocks:
-            fully_shard(block, mp_policy=policy, reshard_after_forward=not self.keep_whole, **how)
-        # What is left, embeddings, is needed last in forward and first in backward.
-        self.sharded = fully_shard(model, reshard_after_forward=False, **how)
+        for block in model.blocks:  # type: ignore[union-attr]
+            fully_shard(block, mp_policy=policy, reshard_after_forward=self.reshard_after_forward, **options)
+        # The rest, embeddings, is needed last in forward and first in backward.
+        self.sharded_model = fully_shard(model, reshard_after_forward=False, **options)
         super().__init__(model, context, config, precision, torch.device("cpu") if offload else None)
-        self.factor = context.world_size  # FSDP averages over ranks
+        self.loss_factor = context.world_size  # FSDP averages over ranks
+
+    @classmethod
+    def validate_device(cls, config: Config, device: torch.device, precision: str) -> None:
+        if config.distributed.cpu_offload and device.type != "cuda":
+            raise UserError(
+                f"distributed.cpu_offload is true, which needs a GPU to offload from; here is {device_kind(device)}: "
+                "set it to false"
+            )
+
+    @classmethod
+    def estimate_memory(cls, config: Config, model: Any, ranks: int, precision: str, activations: float) -> MemoryUsage:
+        total, block = (sum(p.numel() for p in part.parameters()) for part in (model, model.blocks[0]))
+        layers, pipelined = len(model.blocks), config.distributed.pipeline_stages > 1
+        blocks = layers if pipelined or not cls.reshard_after_forward else min(2, layers)
+        unsharded = blocks * block * (4 if precision == "fp32" else 2) + 4 * (total - layers * block)
+        share = -(-config.trainer.batch_size // ranks)
+        accumulates = (config.trainer.micro_batch_size or share) < share
+        unsharded += 4 * (total if accumulates else block)
+        on_device = not config.distributed.cpu_offload
+        shard, state = on_device * 4 * total / ranks, on_device * optimizer_bytes(model, config.optimizer) / ranks
+        return MemoryUsage(shard, shard, state, unsharded, activations)
 
     @contextmanager
-    def micro_batch(self, last: bool) -> Iterator[None]:
-        """Gradients leave this rank in the last one only."""
-        self.sharded.set_requires_gradient_sync(last)
-        self.sharded.set_reshard_after_backward(last or not self.keep_whole)
+    def gradient_sync(self, is_last: bool) -> Iterator[None]:
+        self.sharded_model.set_requires_gradient_sync(is_last)
+        self.sharded_model.set_reshard_after_backward(is_last or self.reshard_after_forward)
         yield
 
-    def norm(self, parameters: Mapping[str, Tensor]) -> Tensor:
-        """Each rank's part of it counts."""
+    def grad_norm(self, parameters: Mapping[str, Tensor]) -> Tensor:
         gradients = [to_local(parameter.grad) for parameter in parameters.values() if parameter.grad is not None]
-        mine = get_total_norm(gradients).to(self.context.device)
-        return self.context.all_reduce(mine**2).sqrt().to(self.device)
+        norm = get_total_norm(gradients).to(self.context.device)
+        return self.context.all_reduce(norm**2).sqrt().to(self.device)
 
-    def state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
-        """Gathered one tensor at a time."""
-        for name, weight, state in super().state():
-            yield name, _gathered(weight), {key: _gathered(tensor) for key, tensor in state.items()}
+    def iter_full_state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
+        for name, weight, state in super().iter_full_state():
+            yield name, _full_tensor(weight), {key: _full_tensor(tensor) for key, tensor in state.items()}
 
-    def _part(self, whole: Tensor, parameter: Tensor) -> Tensor:
-        if whole.dim() and isinstance(parameter, DTensor):
-            whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        return whole.to(self.device)
+    def _shard(self, full: Tensor, parameter: Tensor) -> Tensor:
+        if full.dim() and isinstance(parameter, DTensor):
+            full = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        return full.to(self.device)
 
 
-def _gathered(tensor: Tensor) -> Tensor:
+class ZeRO2(FSDP):
+    """FSDP whose blocks stay unsharded from forward to backward, so that parameters are gathered once per step."""
+
+    reshard_after_forward = False
+
+    @classmethod
+    def memory_note(cls, parameters: float, optimizer: float, ranks: int) -> str:
+        shards = (2 * parameters + optimizer) / ranks
+        return (
+            f"; {format_bytes(shards)} between steps, and {format_bytes(parameters + shards)} at the peak without "
+            "activations and gradients in flight, where ZeRO-2 has "
+            f"{format_bytes(parameters + shards - parameters / ranks)} all the time: FSDP shards parameters too"
+        )
+
+
+def _full_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

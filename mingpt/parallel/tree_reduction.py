@@ -1,11 +1,10 @@
-"""How do gradients become one by the same additions at every number of ranks?
+"""Tree reduction: gradients that have the same bits at any number of ranks.
 
-A backend adds up ranks in an order that depends on how many there are, and so do the last bits. Here micro-batches have
-fixed bounds, their gradients are the leaves of one binary tree, and each node is the sum of its two halves wherever the
-leaves were computed. A rank adds up the whole subtrees among its neighbouring leaves while they come, like a binary
-counter. Then each rank finishes the tree for its slice of the gradient alone (a reduce-scatter in which the order is
-ours), and slices are gathered: where ranks are a power of two and share the leaves evenly, each sends as much as a ring
-all-reduce would.
+The order in which a backend sums over ranks, and so the last bits, depends on their number. Here micro-batches have
+fixed bounds, their gradients are the leaves of one binary tree, and each node is the sum of its two children wherever
+the leaves were computed. Each rank sums complete subtrees among its consecutive leaves as they arrive, like a binary
+counter. Then each rank completes the tree for its slice of the gradient (a reduce-scatter with a fixed order), and
+slices are gathered. With a power of two of ranks and even shares, each sends as much as in a ring all-reduce.
 """
 
 from __future__ import annotations
@@ -18,94 +17,130 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mingpt.config import Config
 from mingpt.parallel.data_parallel import Strategy
+from mingpt.parallel.memory import MemoryUsage
+from mingpt.utils.errors import UserError
 
 
 class TreeReduction(Strategy):
-    """The same additions in the same order, at any number of ranks up to that of micro-batches."""
+    """Full replicas, whose gradients are summed by the same additions at any number of ranks."""
+
+    needs_one_thread = True
+
+    @classmethod
+    def validate(cls, config: Config, world_size: int) -> None:
+        super().validate(config, world_size)
+        batch_size, size = config.trainer.batch_size, config.trainer.micro_batch_size or config.trainer.batch_size
+        if -(-batch_size // size) < world_size:
+            raise UserError(
+                f"trainer.batch_size / trainer.micro_batch_size is {batch_size} / {size}, fewer micro-batches than the "
+                f"{world_size} ranks, and with distributed.reduction tree each needs one: lower "
+                "trainer.micro_batch_size, or start fewer processes"
+            )
+
+    @classmethod
+    def validate_device(cls, config: Config, device: torch.device, precision: str) -> None:
+        if device.type == "cuda" and not config.trainer.deterministic:
+            raise UserError("trainer.deterministic is false, must be true with distributed.reduction tree on GPUs")
+        if precision == "fp16":
+            raise UserError(
+                "trainer.precision is fp16, kept from the snapshot; with distributed.reduction tree set bf16 or fp32"
+            )
+
+    @classmethod
+    def estimate_memory(
+        cls, config: Config, model: torch.nn.Module, ranks: int, precision: str, activations: float
+    ) -> MemoryUsage:
+        usage = super().estimate_memory(config, model, ranks, precision, activations)
+        share = -(-config.trainer.batch_size // ranks)
+        micro_batches = -(-share // min(share, config.trainer.micro_batch_size or share))
+        # The gradient of one micro-batch, and a partial sum per digit of a binary counter.
+        sums = usage.gradients * (1 + micro_batches.bit_length())
+        return MemoryUsage(
+            usage.parameters, usage.gradients, usage.optimizer, usage.unsharded + sums, usage.activations
+        )
 
     def micro_batches(self, batch: range) -> list[tuple[range, float]]:
-        """Whole micro-batches, whose bounds no number of ranks moves."""
-        size = self.config.trainer.micro_batch_size
-        if size is None:
-            raise ValueError("the tree's micro-batches need a size")
-        self.leaves = -(-len(batch) // size)
-        self.mine = self.context.shard_range(0, self.leaves)
-        self.ahead, self.sums = iter(self.mine), PartialSums(self.leaves)
-        portions = [batch[size * leaf : size * (leaf + 1)] for leaf in self.mine]
-        return [(numbers, len(numbers) / len(batch)) for numbers in portions]
+        """This rank's micro-batches, whose bounds do not depend on the number of ranks."""
+        size: int = self.config.trainer.micro_batch_size  # type: ignore[assignment]  # config.py requires a number
+        self.num_leaves = -(-len(batch) // size)
+        self.leaves = self.context.shard_range(0, self.num_leaves)
+        self.remaining, self.sums = iter(self.leaves), PartialSums(self.num_leaves)
+        ranges = [batch[size * leaf : size * (leaf + 1)] for leaf in self.leaves]
+        return [(numbers, len(numbers) / len(batch)) for numbers in ranges]
 
     @contextmanager
-    def micro_batch(self, last: bool) -> Iterator[None]:
-        """Takes its gradient into the tree."""
+    def gradient_sync(self, is_last: bool) -> Iterator[None]:
+        """Adds the gradient of the micro-batch to the tree."""
         yield
-        leaf, parameters = next(self.ahead), self.parameters.values()
+        leaf, parameters = next(self.remaining), self.parameters.values()
         self.sums.add(range(leaf, leaf + 1), torch.cat([p.grad.flatten() for p in parameters]))  # type: ignore[union-attr]
         for parameter in parameters:
             parameter.grad = None
 
-    def finish(self) -> None:
-        """Adds up what is left to add between ranks."""
-        gradient = self._between_ranks() if self.context.world_size > 1 else self.sums.nodes[0][1]
+    def finish_gradients(self) -> None:
+        gradient = self._reduce() if self.context.world_size > 1 else self.sums.nodes[0][1]
         sizes = [parameter.numel() for parameter in self.parameters.values()]
-        for parameter, part in zip(self.parameters.values(), gradient.split(sizes), strict=True):
-            parameter.grad = part.view_as(parameter)
+        for parameter, values in zip(self.parameters.values(), gradient.split(sizes), strict=True):
+            parameter.grad = values.view_as(parameter)
 
-    def _between_ranks(self) -> Tensor:
-        size, total = self.context.world_size, sum(parameter.numel() for parameter in self.parameters.values())
-        spans = [subtree_ranges(self.context.shard_range(0, self.leaves, rank), self.leaves) for rank in range(size)]
-        slice_size = -(-total // size)
-        rows = torch.zeros(len(self.sums.nodes), size * slice_size, device=self.context.device)
+    def _reduce(self) -> Tensor:
+        """Sums over ranks: all-to-all of slices, the upper part of the tree for one slice, all-gather."""
+        world_size, total = self.context.world_size, sum(p.numel() for p in self.parameters.values())
+        shares = (self.context.shard_range(0, self.num_leaves, rank) for rank in range(world_size))
+        subtrees = [subtree_ranges(leaves, self.num_leaves) for leaves in shares]
+        slice_size = -(-total // world_size)
+        rows = torch.zeros(len(self.sums.nodes), world_size * slice_size, device=self.context.device)
         for row, (_, value) in zip(rows, self.sums.nodes, strict=True):
             row[:total] = value
-        sent = rows.view(-1, size, slice_size).transpose(0, 1).reshape(-1, slice_size)  # rank by rank, each its slices
-        received = sent.new_empty(sum(map(len, spans)), slice_size)
-        dist.all_to_all_single(received, sent, [len(span) for span in spans], [len(rows)] * size)
-        finished = PartialSums(self.leaves)
-        for leaves, value in zip((leaves for span in spans for leaves in span), received, strict=True):
-            finished.add(leaves, value)
-        gradient = rows.new_empty(size * slice_size)
-        dist.all_gather_single(gradient, finished.nodes[0][1])
+        sent = rows.view(-1, world_size, slice_size).transpose(0, 1).reshape(-1, slice_size)  # the slices of each rank
+        received = sent.new_empty(sum(map(len, subtrees)), slice_size)
+        dist.all_to_all_single(received, sent, [len(ranges) for ranges in subtrees], [len(rows)] * world_size)
+        tree = PartialSums(self.num_leaves)
+        for leaves, value in zip((leaves for ranges in subtrees for leaves in ranges), received, strict=True):
+            tree.add(leaves, value)
+        gradient = rows.new_empty(world_size * slice_size)
+        dist.all_gather_single(gradient, tree.nodes[0][1])
         return gradient[:total]
 
-    def mean(self, parts: list[Tensor]) -> Tensor:
-        """Each portion's loss travels on its own and they are added in order."""
-        losses = torch.zeros(self.leaves, device=self.context.device)
-        if parts:
-            losses[self.mine.start : self.mine.stop] = torch.stack(parts)
-        return self.context.all_reduce(losses).sum()
+    def mean_loss(self, losses: list[Tensor]) -> Tensor:
+        """Losses of micro-batches are exchanged one by one and added in order."""
+        leaves = torch.zeros(self.num_leaves, device=self.context.device)
+        if losses:
+            leaves[self.leaves.start : self.leaves.stop] = torch.stack(losses)
+        return self.context.all_reduce(leaves).sum()
 
 
 class PartialSums:
-    """Sums over runs of neighbouring leaves, each a whole node of the binary tree over all leaves, left to right.
+    """Sums over runs of consecutive leaves, each a complete node of the binary tree, from left to right.
 
-    Node k of level l is over leaves k 2**l to (k + 1) 2**l, as far as there are so many: its sum is that of its left
-    half plus that of its right half.
+    Node k of level l covers the leaves from k 2**l to (k + 1) 2**l, as far as they exist. Its sum is that of its left
+    child plus that of its right child.
 
     Args:
-        count: leaves of the whole tree
+        num_leaves: leaves of the whole tree
     """
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    def __init__(self, num_leaves: int) -> None:
+        self.num_leaves = num_leaves
         self.nodes: list[tuple[range, Tensor]] = []
 
     def add(self, leaves: range, value: Tensor) -> None:
-        """Takes the next node to the right, and adds up halves of one node as soon as both are there, in place."""
+        """Appends the next node to the right, and adds up siblings, in place, as soon as both exist."""
         self.nodes.append((leaves, value))
-        while len(self.nodes) > 1 and _are_halves(self.nodes[-2][0], self.nodes[-1][0], self.count):
+        while len(self.nodes) > 1 and self._are_siblings(self.nodes[-2][0], self.nodes[-1][0]):
             (right, value), (left, total) = self.nodes.pop(), self.nodes.pop()
             self.nodes.append((range(left.start, right.stop), total.add_(value)))
 
-
-def _are_halves(left: range, right: range, count: int) -> bool:
-    return left.start % (2 * len(left)) == 0 and right.stop == min(left.start + 2 * len(left), count)
+    def _are_siblings(self, left: range, right: range) -> bool:
+        return left.start % (2 * len(left)) == 0 and right.stop == min(left.start + 2 * len(left), self.num_leaves)
 
 
 @lru_cache
-def subtree_ranges(leaves: range, count: int) -> list[range]:
-    """The nodes that a rank with these leaves ends up with, of the tree over `count` leaves."""
-    sums = PartialSums(count)
+def subtree_ranges(leaves: range, num_leaves: int) -> list[range]:
+    """The nodes that a rank with these leaves sums up, of a tree over `num_leaves`."""
+    sums = PartialSums(num_leaves)
     for leaf in leaves:
         sums.add(range(leaf, leaf + 1), torch.zeros(()))
     return [node for node, _ in sums.nodes]

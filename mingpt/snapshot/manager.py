@@ -1,59 +1,286 @@
-"""Who keeps snapshots, and whose is taken? For machines that share a folder, and for those that do not."""
+"""Which ranks write snapshots, which one is resumed from, and writing in the background."""
 
 from __future__ import annotations
 
+import math
+import queue
+import threading
 import uuid
-from typing import Any
+from collections.abc import Iterable
+from concurrent.futures import Future, wait
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from mingpt.distributed.process_group import DistributedContext
-from mingpt.snapshot.storage import SnapshotStorage
+from mingpt.snapshot.storage import PruneError, SnapshotStorage
 from mingpt.utils.errors import UserError
-from mingpt.utils.progress import Say
+from mingpt.utils.logging import logger
+
+FullState = Iterable[tuple[str, Tensor, dict[str, Tensor]]]  # name, weight and optimizer state of each parameter
 
 
-def elect_writer_ranks(context: DistributedContext, folder: SnapshotStorage) -> list[int]:
-    """Rank 0, and the first rank of each machine that does not see rank 0's snapshot folder: they write snapshots.
+class SaveResult(NamedTuple):
+    """The outcome of a save.
+
+    Args:
+        step: of the snapshot
+        val_loss: of the snapshot
+        error: why there is no snapshot, or a PruneError
+        best: step and val_loss of the best snapshot, this one included
+    """
+
+    step: int
+    val_loss: float | None
+    error: Exception | None
+    best: dict[str, Any]
+
+    @property
+    def is_saved(self) -> bool:
+        return self.error is None or isinstance(self.error, PruneError)
+
+
+class AsyncSnapshotWriter:
+    """Writes snapshots in a thread, one at a time.
+
+    The thread is a daemon, unlike those of ThreadPoolExecutor, so that a crash does not wait for a slow store. It
+    exists before the first save, because starting it would delay the step until it gets the interpreter's lock.
+    """
+
+    def __init__(self, storage: SnapshotStorage) -> None:
+        self.storage = storage
+        self.staging_buffers: dict[str, Tensor] = {}
+        self.pending: Future[SaveResult] | None = None
+        self.queue: queue.SimpleQueue[tuple[dict[str, Any], Future[SaveResult]]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    @torch.no_grad()
+    def save(self, header: dict[str, Any], state: FullState) -> None:
+        """Copies the state to staging buffers and returns. The save before must be done.
+
+        Args:
+            header: the snapshot without `model` and `optimizer`
+            state: the tensors
+        """
+        snapshot = header | {"model": {}, "optimizer": {}}
+        for name, weight, moments in state:
+            tensors = {"": weight, **moments}
+            copies = {key: self._buffer(f"{name}/{key}", tensor) for key, tensor in tensors.items()}
+            torch._foreach_copy_(list(copies.values()), list(tensors.values()), non_blocking=True)
+            snapshot["model"][name] = copies.pop("")
+            snapshot["optimizer"][name] = copies
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        self.pending = Future()
+        self.queue.put((snapshot, self.pending))
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Waits for the current save, at most so long; returns whether it is done."""
+        return self.pending is None or bool(wait([self.pending], seconds).done)
+
+    def poll(self) -> SaveResult | None:
+        """The result of the current save, once, when it is done."""
+        if self.pending is None or not self.pending.done():
+            return None
+        result, self.pending = self.pending.result(), None
+        return result
+
+    def _buffer(self, name: str, tensor: Tensor) -> Tensor:
+        if name not in self.staging_buffers:
+            self.staging_buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        return self.staging_buffers[name]
+
+    def _run(self) -> None:
+        while True:
+            snapshot, future = self.queue.get()
+            error = None
+            try:
+                if not get_total_norm(list(snapshot["model"].values())).isfinite():
+                    raise UserError("the step's update made weights that are not finite; lower optimizer.learning_rate")
+                self.storage.write(snapshot, snapshot["best"]["step"])
+            except Exception as raised:  # reported by the training loop
+                error = raised
+            future.set_result(SaveResult(snapshot["step"], snapshot["val_loss"], error, snapshot["best"]))
+
+
+class ParallelModel(Protocol):
+    """What saves and restores need of a strategy."""
+
+    is_sharded: bool
+    scaler: torch.amp.GradScaler
+
+    def iter_full_state(self) -> Any: ...
+
+    def load_full_state(self, weights: dict[str, Tensor], state: dict[str, dict[str, Tensor]], source: int) -> None: ...
+
+
+class SnapshotManager:
+    """The snapshots of a run, on all its ranks.
+
+    Args:
+        context: the ranks
+        path: folder or fsspec URL
+        keep: number of newest snapshots to keep, in addition to the best
+        timeout_seconds: timeout of collectives
 
     Raises:
-        UserError: one of them can't.
+        UserError: a rank that should write can't.
     """
-    mark = context.broadcast_object(uuid.uuid4().hex)
-    context.raise_on_all_ranks(lambda: folder.mark(mark) if context.rank == 0 else None)
-    apart = context.raise_on_all_ranks(
-        lambda: context.local_rank == 0 and context.rank > 0 and not folder.is_marked(mark)
+
+    def __init__(self, context: DistributedContext, path: str, keep: int, timeout_seconds: float) -> None:
+        self.context, self.storage = context, SnapshotStorage(path, keep)
+        self.max_wait = timeout_seconds / 2  # other ranks wait in a collective meanwhile
+        self.writer = AsyncSnapshotWriter(self.storage)
+        self.writer_ranks = elect_writer_ranks(context, self.storage)
+        self.results: list[SaveResult] = []
+        self.best: dict[str, Any] = {"step": None, "val_loss": math.inf}
+
+    def load_newest(self) -> dict[str, Any] | None:
+        """The newest snapshot that any rank has, without `model` and `optimizer`, on all ranks; None if there is none.
+
+        Raises:
+            UserError: there are snapshots, and all are damaged.
+        """
+        self.snapshot, self.source_rank, self.has_newest = find_source_snapshot(
+            self.context, self.storage, self.writer_ranks
+        )
+        tensors = ("model", "optimizer")
+        header = {key: value for key, value in (self.snapshot or {}).items() if key not in tensors}
+        header = self.context.broadcast_object(header, self.source_rank)
+        self.best = header.get("best", self.best)
+        return header or None
+
+    def restore(self, header: dict[str, Any], model: ParallelModel) -> None:
+        """Loads the tensors of the newest snapshot, and copies it to writer ranks that do not have it."""
+        snapshot, self.snapshot = self.snapshot or {}, None
+        model.load_full_state(snapshot.get("model", {}), snapshot.get("optimizer", {}), self.source_rank)
+        model.scaler.load_state_dict(header["scaler"])
+        is_missing = self.context.rank in self.writer_ranks and not self.has_newest
+        if any(self.context.all_gather_object(is_missing)):
+            self._start(header, model, writes=is_missing)
+
+    def save(self, header: dict[str, Any], model: ParallelModel, is_last: bool) -> None:
+        """Starts to write a snapshot; `poll` returns the result.
+
+        Args:
+            header: the snapshot without `model`, `optimizer`, `scaler` and `best`
+            model: the strategy
+            is_last: the run ends with this step, so the save waits for the one before as long as it takes
+        """
+        ready = self.writer.wait(self.max_wait)
+        while is_last and not all(self.context.all_gather_object(ready)):
+            ready = self.writer.wait(self.max_wait)
+        if not ready:
+            late = UserError(
+                f"trainer.snapshot_path: the previous snapshot is still being written to {self.storage.path} after "
+                f"{self.max_wait:g} seconds; this one is skipped: raise trainer.save_every if that happens often"
+            )
+            self.results.append(SaveResult(header["step"], header["val_loss"], late, self.best))
+        self._collect_result()
+        best = self.best
+        if header["val_loss"] is not None and header["val_loss"] < best["val_loss"]:
+            best = {"step": header["step"], "val_loss": header["val_loss"]}
+        header = header | {"scaler": model.scaler.state_dict(), "best": best}
+        self._start(header, model, writes=ready and self.context.rank in self.writer_ranks)
+
+    def poll(self) -> list[SaveResult]:
+        """Results of saves since the last call."""
+        self._collect_result()
+        results, self.results = self.results, []
+        return results
+
+    def _collect_result(self) -> None:
+        if (result := self.writer.poll()) is not None:
+            self.results.append(result)
+            if result.is_saved:
+                self.best = result.best
+
+    def _start(self, header: dict[str, Any], model: ParallelModel, writes: bool) -> None:
+        if writes:
+            self.writer.save(header, model.iter_full_state())
+        elif model.is_sharded:  # other ranks need the shards of this one
+            for _ in model.iter_full_state():
+                pass
+
+
+def elect_writer_ranks(context: DistributedContext, storage: SnapshotStorage) -> list[int]:
+    """Rank 0, and the first rank of each machine that does not share rank 0's snapshot folder.
+
+    Raises:
+        UserError: one of them can't write.
+    """
+    marker = context.broadcast_object(uuid.uuid4().hex)
+    context.raise_on_all_ranks(lambda: storage.put_marker(marker) if context.rank == 0 else None)
+    is_apart = context.raise_on_all_ranks(
+        lambda: context.local_rank == 0 and context.rank > 0 and not storage.has_marker(marker)
     )
-    writer_ranks = [rank for rank, keeps in enumerate(context.all_gather_object(context.rank == 0 or apart)) if keeps]
-    context.raise_on_all_ranks(lambda: folder.mark(mark) if apart else None)
-    if context.rank in writer_ranks:
-        folder.unmark(mark)
-    return writer_ranks
+    ranks = [rank for rank, writes in enumerate(context.all_gather_object(context.rank == 0 or is_apart)) if writes]
+    context.raise_on_all_ranks(lambda: storage.put_marker(marker) if is_apart else None)
+    if context.rank in ranks:
+        storage.remove_marker(marker)
+    return ranks
 
 
 def find_source_snapshot(
-    context: DistributedContext, folder: SnapshotStorage, writer_ranks: list[int], say: Say
+    context: DistributedContext, storage: SnapshotStorage, writer_ranks: list[int]
 ) -> tuple[dict[str, Any] | None, int, bool]:
-    """The newest whole snapshot that any keeper has, on the rank that holds it (None on others), and that rank.
-
-    The third is whether this rank has it, too.
+    """The newest snapshot of all writer ranks, on the rank that has it (else None); that rank; if this rank has it too.
 
     Raises:
-        UserError: there are snapshots, and none of them is whole.
+        UserError: there are snapshots, and all are damaged.
     """
-    snapshot, trouble = None, ""
+    snapshot, failure = None, ""
     remarks: list[str] = []
     if context.rank in writer_ranks:
         try:
-            snapshot = folder.newest(remarks.append)
+            snapshot = storage.load_newest(remarks.append)
         except UserError as error:
-            trouble = str(error)
-    held = context.all_gather_object((-1 if snapshot is None else snapshot["step"], remarks, trouble))
-    steps = [step for step, _, _ in held]
-    holder = steps.index(max(steps))
-    for rank, (_, lines, words) in enumerate(held):
-        for line in lines + ([words] if words else []):
-            say(f"rank {rank}: {line}" if rank else line)
-        if words and max(steps) < 0:
-            raise UserError(f"rank {rank}: {words}" if rank else words)
+            failure = str(error)
+    found = context.all_gather_object((-1 if snapshot is None else snapshot["step"], remarks, failure))
+    steps = [step for step, _, _ in found]
+    source_rank = steps.index(max(steps))
+    for rank, (_, lines, error_text) in enumerate(found):
+        prefix = f"rank {rank}: " if rank else ""
+        for line in lines + ([error_text] if error_text else []):
+            logger.info(prefix + line)
+        if error_text and max(steps) < 0:
+            raise UserError(prefix + error_text)
     if len(writer_ranks) > 1:
-        say(f"snapshots are kept by ranks {writer_ranks}, which share no folder; the newest is of rank {holder}")
-    return (snapshot if context.rank == holder else None), holder, steps[context.rank] == max(steps)
+        logger.info(
+            f"snapshots are written by ranks {writer_ranks}, which share no folder; the newest is rank {source_rank}'s"
+        )
+    return (snapshot if context.rank == source_rank else None), source_rank, steps[context.rank] == max(steps)
+
+
+def check_compatible(header: dict[str, Any], config: dict[str, Any], vocabulary: str) -> None:
+    """Checks that a snapshot has the configured model; other keys may differ.
+
+    Args:
+        header: the snapshot, with or without its tensors
+        config: the sections of this run, as dictionaries
+        vocabulary: of the text of this run
+
+    Raises:
+        UserError: the vocabulary differs, or a key that determines shapes or meaning of the tensors.
+    """
+    keys = [("model", key) for key in config["model"] if key != "dropout"]
+    keys += [("data", "block_size"), ("optimizer", "name")]
+    for section, key in keys:
+        now, then = config[section][key], header["config"][section][key]
+        if now != then:
+            raise UserError(
+                f"{section}.{key} is {now}, but {then} in the snapshot of step {header['step']} in the run folder: "
+                f"set it to {then} to resume, or set another trainer.run_dir to start a new run"
+            )
+    known = header["vocabulary"]
+    if vocabulary != known:
+        new, old = (
+            "".join(c for c in one if c not in other) for one, other in ((vocabulary, known), (known, vocabulary))
+        )
+        raise UserError(
+            f"data.path: the text has {len(vocabulary)} distinct characters, but the snapshot of step {header['step']} "
+            f"in the run folder {len(known)} (only in the text: {new!r}; only in the snapshot: {old!r}): use the "
+            "snapshot's text to resume, or set another trainer.run_dir to start a new run"
+        )

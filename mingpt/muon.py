@@ -1,0 +1,93 @@
+"""Muon for the matrices of the blocks and AdamW for all other parameters, in one optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from mingpt.utils.tensors import to_local
+
+MOMENTUM = 0.95  # with Nesterov momentum
+
+# (k, m, n) gradients, dtype of the products, one of the k parameters -> (k, m, n)
+NewtonSchulz = Callable[[Tensor, torch.dtype, Tensor], Tensor]
+
+
+class MuonWithAdamW(Optimizer):
+    """Muon (Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024) for some groups, AdamW for others.
+
+    Updates of Muon are scaled to the RMS of AdamW's (Liu et al., "Muon is Scalable for LLM Training", 2025), so one
+    learning rate serves both, as torch.optim.Muon does with `match_rms_adamw`. Unlike that, this class multiplies
+    matrices of equal shape in one batch and in any dtype, handles sharded matrices, and supports `found_inf`.
+
+    Args:
+        groups: parameter groups; those with a true `muon` use Muon
+        settings: those of AdamW; for Muon, `ns_dtype` is the dtype of its matrix products and `newton_schulz` the
+            function that orthogonalizes
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], **settings: Any) -> None:
+        super().__init__(groups, settings)
+        self.adamw = AdamW([g for g in self.param_groups if not g["muon"]])
+        self.adamw.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Updates all parameters; none if `found_inf` is 1, like fused AdamW, without a device synchronization."""
+        found_inf = getattr(self, "found_inf", None)
+        for group in self.param_groups:
+            same_shape: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
+            for parameter in group["params"] if group["muon"] else ():
+                same_shape[parameter.shape].append(parameter)
+            for matrices in same_shape.values():
+                self._update(matrices, group, found_inf)
+        self.adamw.grad_scale, self.adamw.found_inf = None, found_inf  # type: ignore[attr-defined]
+        self.adamw.step()
+
+    def _update(self, matrices: list[nn.Parameter], group: dict[str, Any], found_inf: Tensor | None) -> None:
+        for matrix in matrices:
+            if not self.state[matrix]:
+                self.state[matrix]["momentum_buffer"] = torch.zeros_like(matrix)
+        buffers = [to_local(self.state[matrix]["momentum_buffer"]) for matrix in matrices]
+        gradients = [to_local(matrix.grad) for matrix in matrices]  # type: ignore[arg-type]
+        scale: float | Tensor = 1.0
+        if found_inf is not None:
+            scale = 1 - found_inf
+            gradients = [torch.where(found_inf > 0, *both) for both in zip(buffers, gradients, strict=True)]
+        torch._foreach_lerp_(buffers, gradients, 1 - MOMENTUM)
+        nesterov = torch.stack(torch._foreach_lerp(gradients, buffers, MOMENTUM))
+        like = matrices[0]
+        updates = group["newton_schulz"](nesterov, group["ns_dtype"], like)
+        weights, rate = [to_local(matrix.detach()) for matrix in matrices], group["lr"] * scale
+        torch._foreach_mul_(weights, 1 - rate * group["weight_decay"])
+        torch._foreach_sub_(weights, [*(updates * (rate * 0.2 * math.sqrt(max(like.shape))))])
+
+
+def newton_schulz(gradients: Tensor, ns_dtype: torch.dtype, like: Tensor) -> Tensor:
+    """Orthogonalizes matrices: same singular vectors, singular values near 1; (k, m, n) -> (k, m, n) in fp32.
+
+    Five iterations of Jordan's quintic polynomial, whose coefficients maximize the slope at zero.
+
+    Args:
+        gradients: k matrices
+        ns_dtype: dtype of the products
+        like: one of the k parameters
+
+    Raises:
+        ValueError: the matrices are shards.
+    """
+    if gradients.shape[1:] != like.shape:
+        raise ValueError(f"a shard, {tuple(gradients.shape[1:])}, of {tuple(like.shape)} has other singular vectors")
+    transposed = gradients.size(1) > gradients.size(2)
+    x = gradients.mT if transposed else gradients
+    x = (x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)).to(ns_dtype)
+    for _ in range(5):
+        square = torch.bmm(x, x.mT)
+        x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=-4.775, alpha=2.0315), x, beta=3.4445)
+    return (x.mT if transposed else x).float()

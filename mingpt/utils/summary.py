@@ -1,0 +1,58 @@
+"""Tables logged at the start of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from mingpt.config import Config
+
+
+def model_summary(model: nn.Module) -> str:
+    """The layers of a model with their parameters, and the total in parameters and bytes."""
+    rows: dict[str, list[int]] = {}
+    for name, parameter in model.named_parameters():
+        parts = name.split(".")
+        layer = ".".join("*" if part.isdigit() else part for part in parts[:-1])
+        rows.setdefault(layer, [0, 0])
+        rows[layer][0] += parameter.numel()
+        rows[layer][1] += parameter.numel() * parameter.element_size()
+    rows["total"] = [sum(column) for column in zip(*rows.values(), strict=True)]
+    lines = [f"  {'layer':<28}{'parameters':>14}{'bytes':>16}"]
+    lines += [f"  {layer:<28}{parameters:>14,}{size:>16,}" for layer, (parameters, size) in rows.items()]
+    return "\n".join(lines)
+
+
+def run_summary(
+    config: Config,
+    members: Sequence[str],
+    facts: Mapping[str, str],
+    characters: int,
+    vocab_size: int,
+    windows: int,
+    last_step: int,
+) -> str:
+    """Ranks, choices, text and length of a run.
+
+    Args:
+        config: all sections
+        members: host and device of each rank
+        facts: rows such as backend and precision
+        characters: length of the text
+        vocab_size: distinct characters
+        windows: training windows per epoch
+        last_step: the step that training ends with
+    """
+    cfg, T = config.trainer, config.data.block_size
+    epochs = last_step * cfg.batch_size / windows
+    ranks = [f"GLOBAL_RANK: {i}, MEMBER: {i + 1}/{len(members)}  {member}" for i, member in enumerate(members)]
+    rows = {
+        **facts,
+        "text": f"{config.data.path}: {characters:,} characters, {vocab_size} distinct; {windows:,} training windows",
+        "batch": f"{cfg.batch_size} sequences x {T} characters, over all ranks",
+        "length": f"{last_step:,} steps = {epochs:.2f} epochs",
+        "run": f"{cfg.run_dir}, a snapshot every {cfg.save_every} steps: kill it at any time, the same command resumes "
+        "from the newest",
+    }
+    return "\n".join(ranks + [f"{name:<10} {text}" for name, text in rows.items()])
