@@ -120,7 +120,7 @@ class GPT(nn.Module):
     @property
     def blocks(self) -> list[nn.Module]:
         """The transformer blocks, the unit of sharding, checkpointing and compilation."""
-        return list(self.transformer["h"])  # type: ignore[arg-type]
+        return list(self.transformer["h"].children())
 
     def forward(
         self, idx: Tensor, targets: Tensor | None = None, caches: list[KVCache] | None = None

@@ -1,4 +1,4 @@
-"""What has it learned? Text from a snapshot, on stdout and nothing else there; it needs no training text."""
+"""Generates text from a snapshot: on stdout prompts and text, and nothing else. The training text is not needed."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 
 from mingpt.config_parser import default_snapshot_path
 from mingpt.generation import NO_TOKEN, generate
-from mingpt.snapshot.pretrained import Pretrained, load_pretrained
+from mingpt.snapshot.pretrained import load_pretrained
 from mingpt.utils.errors import UserError
-from mingpt.utils.progress import run_script
+from mingpt.utils.logging import configure_logging, run_script
+from model import GPT
 
 
-def options() -> argparse.ArgumentParser:
-    """What to write, and after which words."""
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--snapshot",
         metavar="PATH",
-        help="file, folder of which the newest is taken, or export.py's; may be a URL (default: the default run)",
+        help="file, folder of which the newest is loaded, or export.py's; may be a URL (default: the default run)",
     )
     parser.add_argument(
         "--prompt",
@@ -37,65 +37,64 @@ def options() -> argparse.ArgumentParser:
     return parser
 
 
-def prompts_of(asked: Sequence[str] | None, vocabulary: str) -> list[str]:
-    """The prompts, of characters that the model knows.
+def check_args(args: argparse.Namespace) -> None:
+    """Raises a UserError if a number is out of range."""
+    for name, lowest in (("max_new_tokens", 0), ("temperature", 0), ("top_k", 1), ("seed", 0)):
+        if (value := getattr(args, name)) is not None and not lowest <= value < 2**63:
+            raise UserError(f"--{name} is {value}, must be at least {lowest} and below 2**63")
+    if args.top_p is not None and not 0 < args.top_p <= 1:
+        raise UserError(f"--top_p is {args.top_p}, must be above 0 and at most 1")
+
+
+def read_prompts(options: Sequence[str] | None, vocabulary: str) -> list[str]:
+    """Returns the prompts.
 
     Raises:
-        UserError: one is empty, or holds a character that the model has never seen.
+        UserError: a prompt is empty, or holds a character that is not in the vocabulary.
     """
-    if asked is None:
+    if options is None:
         return [vocabulary[0]]
     try:
-        prompts = [prompt if prompt != "-" else sys.stdin.buffer.read().decode().removesuffix("\n") for prompt in asked]
+        prompts = [sys.stdin.buffer.read().decode().removesuffix("\n") if text == "-" else text for text in options]
     except UnicodeDecodeError as error:
         raise UserError(f"--prompt: stdin is not UTF-8 text: {error}") from error
     for prompt in prompts:
         if not prompt:
             raise UserError("--prompt is empty; it must hold at least one character")
         if unknown := sorted(set(prompt) - set(vocabulary)):
-            raise UserError(
-                f"--prompt: {''.join(unknown)!r} not in the snapshot's vocabulary, which is {''.join(vocabulary)!r}"
-            )
+            raise UserError(f"--prompt: {''.join(unknown)!r} not in the snapshot's vocabulary, which is {vocabulary!r}")
     return prompts
 
 
-def write(pretrained: Pretrained, prompts: Sequence[str], asked: argparse.Namespace) -> None:
-    """Writes each prompt and its continuation: one as it comes, several when all are done, with empty lines between."""
-    vocabulary = pretrained.vocabulary
-    tokens = [torch.tensor([vocabulary.index(character) for character in prompt]) for prompt in prompts]
-    generator = torch.Generator().manual_seed(asked.seed)
-    news = generate(
-        pretrained.model(), tokens, asked.max_new_tokens, asked.temperature, asked.top_k, asked.top_p, generator
-    )
-    if len(prompts) == 1:
-        print(prompts[0], end="", flush=True)
-        for new in news:
-            print(vocabulary[int(new)], end="", flush=True)
-        return
-    texts = list(prompts)
-    for new in news:
-        texts = [text + (vocabulary[n] if n != NO_TOKEN else "") for text, n in zip(texts, new.tolist(), strict=True)]
-    print("\n\n".join(texts))
-
-
 def run(argv: Sequence[str]) -> None:
-    """Writes prompts and continuations.
+    """Writes one prompt's text as it is generated; those of several when all are complete, with empty lines between.
 
     Raises:
-        UserError: the command line, or the snapshot that it names, is at fault.
+        UserError: an option is out of range, or the snapshot can't be loaded.
     """
-    asked = options().parse_args(argv)
-    for name, lowest in (("max_new_tokens", 0), ("temperature", 0), ("top_k", 1), ("seed", 0)):
-        if (value := getattr(asked, name)) is not None and not lowest <= value < 2**63:
-            raise UserError(f"--{name} is {value}, must be at least {lowest} and below 2**63")
-    if asked.top_p is not None and not 0 < asked.top_p <= 1:
-        raise UserError(f"--top_p is {asked.top_p}, must be above 0 and at most 1")
-    path = asked.snapshot or default_snapshot_path()
-    pretrained = load_pretrained(path, "--snapshot", lambda line: print(line, file=sys.stderr))
+    configure_logging(info_stream="stderr")
+    args = build_parser().parse_args(argv)
+    check_args(args)
+    path = args.snapshot or default_snapshot_path()
+    pretrained = load_pretrained(path, "--snapshot", GPT)
     if not all(weight.isfinite().all() for weight in pretrained.weights.values()):
         raise UserError(f"--snapshot: {path} has weights that are not finite; take an older one")
+    model, vocabulary = GPT(pretrained.model_config), pretrained.vocabulary
+    model.load_state_dict(pretrained.weights)
+    texts = read_prompts(args.prompt, vocabulary)
+    prompts = [torch.tensor([vocabulary.index(character) for character in text]) for text in texts]
+    generator = torch.Generator().manual_seed(args.seed)
+    steps = generate(model, prompts, args.max_new_tokens, args.temperature, args.top_k, args.top_p, generator)
     sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
-    write(pretrained, prompts_of(asked.prompt, pretrained.vocabulary), asked)
+    if len(texts) == 1:
+        print(texts[0], end="", flush=True)
+        for tokens in steps:
+            print(vocabulary[int(tokens)], end="", flush=True)
+        return
+    for tokens in steps:
+        for i, token in enumerate(tokens.tolist()):
+            texts[i] += vocabulary[token] if token != NO_TOKEN else ""
+    print("\n\n".join(texts))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import platform
-import shlex
 import signal
 import time
 from collections.abc import Callable
@@ -28,32 +27,19 @@ from mingpt.distributed.process_group import DistributedContext
 from mingpt.evaluation import evaluate, generate_sample
 from mingpt.optimizer import learning_rate
 from mingpt.parallel.memory import MemoryUsage, format_bytes, measure_memory
-from mingpt.parallel.strategies import (
-    build_strategy,
-    check_memory,
-    estimate_memory,
-    format_memory,
-    strategy_class,
-    validate,
-)
+from mingpt.parallel.strategies import build_strategy, strategy_class, validate
 from mingpt.snapshot.manager import SnapshotManager, check_compatible
 from mingpt.snapshot.pretrained import adapt_weights, load_pretrained
-from mingpt.utils.device import (
-    choose_precision,
-    choose_threads,
-    device_kind,
-    device_name,
-    memory_per_rank,
-    set_deterministic,
-)
+from mingpt.utils.device import device_name
 from mingpt.utils.errors import UserError
 from mingpt.utils.files import lock_run_dir, write_config
 from mingpt.utils.logging import logger
 from mingpt.utils.metrics import MetricsLogger, NullMetricsLogger, StepTimer
+from mingpt.utils.numerics import choose_numerics
 from mingpt.utils.profiler import profile_steps
 from mingpt.utils.progress import format_duration
 from mingpt.utils.signals import EXIT_STATUS, SignalHandler
-from mingpt.utils.summary import model_summary, run_summary
+from mingpt.utils.summary import model_summary, next_commands, resume_summary, run_summary
 from model import GPT
 
 EXIT_WAIT_SECONDS = 5.0  # how long a failing run waits for a snapshot that is being written
@@ -86,84 +72,12 @@ class Trainer:
         if self.resumed:
             check_compatible(self.resumed, self.config_dict, self.corpus.vocabulary)
         self.step, self.samples = header["step"], header["samples"]
-        self._choose_numerics(header["choices"])
-        self._build_strategy()
+        self._build_strategy(header["choices"])
         self.last_step = self._last_step()
         self.memory: MemoryUsage | None = None  # measured in the first step
         self.bad_step = torch.zeros((), device=self.strategy.device)  # the first step with a non-finite gradient
         self.save_error = ""  # why the newest snapshot does not exist
         self._log_start()
-
-    def _load_data(self) -> None:
-        cfg = self.config.trainer
-
-        def characters() -> str:
-            return load_pretrained(cfg.init_from or "", "trainer.init_from", GPT).vocabulary
-
-        extra = characters if cfg.init_from else None
-        self.corpus = self.context.local_rank0_first(
-            lambda: encode_corpus(self.config.data.path, self.run_dir / "cache", extra, cfg.init_from or "")
-        )
-        self.context.check_equal({"the text's SHA-256": self.corpus.sha256})
-        self.context.raise_on_all_ranks(lambda: lock_run_dir(self.run_dir, self) if self.context.rank == 0 else None)
-        training, validation = train_val_split(self.corpus, self.config.data)
-        self.train_data = CharDataset(training, self.config.data.block_size, cfg.seed)
-        self.val_data = ValidationDataset(validation, self.config.data.block_size)
-        self.total_samples = (cfg.max_epochs or 0) * len(self.train_data)  # 0: no limit
-
-    def _choose_numerics(self, previous: dict[str, Any]) -> None:
-        """Chooses precision and threads, which determine the last bits; those of the snapshot are kept if possible."""
-        cfg, context, cls = self.config.trainer, self.context, strategy_class(self.config)
-        threads, threads_reason = 1, "reduction: tree"
-        if not cls.needs_one_thread:  # otherwise only the same number of ranks can repeat the bits
-            kept = previous["threads"] if previous.get("world_size") == context.world_size else None
-            threads, threads_reason = choose_threads(cfg.threads, context.local_world_size, kept)
-        torch.set_num_threads(threads)
-        self.precision, reason = context.raise_on_all_ranks(
-            lambda: choose_precision(cfg.precision, context.device, previous.get("precision"))
-        )
-        cls.validate_device(self.config, context.device, self.precision)
-        if cfg.deterministic:
-            set_deterministic(context.device)
-        self.choices: dict[str, Any] = {
-            "precision": self.precision,
-            "threads": threads,
-            "world_size": context.world_size,
-            "hardware": device_kind(context.device),
-        }
-        self.choice_reasons = {
-            "precision": f"{self.precision} ({reason})",
-            "threads": f"{threads} per rank ({threads_reason})",
-        }
-
-    def _build_strategy(self) -> None:
-        config, context, vocab_size = self.config, self.context, len(self.corpus.vocabulary)
-        self.model_config = model_config = GPTConfig(
-            **asdict(config.model), vocab_size=vocab_size, block_size=config.data.block_size
-        )
-        model = (model_config, GPT, context.world_size)
-        device = context.device.type
-        self.estimate = context.run_on_rank0(lambda: estimate_memory(config, *model, self.precision, device))
-        available = memory_per_rank(context.device, context.local_world_size)
-        context.raise_on_all_ranks(
-            lambda: check_memory(self.estimate, available, config, *model, self.precision, device)
-        )
-        self.strategy = build_strategy(config, model_config, GPT, context, self.precision, self.train_data[[0]])
-        if self.resumed:
-            self.snapshots.restore(self.resumed, self.strategy)
-        else:
-            weights = context.raise_on_all_ranks(lambda: self._initial_weights() if context.rank == 0 else {})
-            self.strategy.load_full_state(weights, {}, 0)
-
-    def _initial_weights(self) -> dict[str, Tensor]:
-        torch.manual_seed(self.config.trainer.seed)
-        path = self.config.trainer.init_from
-        if path is None:
-            return GPT(self.model_config).state_dict()
-        pretrained = load_pretrained(path, "trainer.init_from", GPT)
-        new = set(self.corpus.vocabulary).difference(pretrained.vocabulary)
-        logger.info(f"starting from the weights of {path}, with {len(new)} new characters {''.join(sorted(new))!r}")
-        return adapt_weights(pretrained, GPT(self.model_config), self.corpus.vocabulary, path)
 
     def train(self) -> int:
         """Trains to the last step, or until a signal stops it.
@@ -175,10 +89,11 @@ class Trainer:
             UserError: a loss is not finite, or a file can't be written.
         """
         if self.resumed and self.step >= self.last_step:
+            file = self.snapshots.storage.file(self.step)
             logger.info(
-                f"already trained: {self.snapshots.storage.file(self.step)} is at step {self.step}, and training ends "
+                f"already trained: {file} is at step {self.step}, and training ends "
                 f"at step {self.last_step}. To continue, raise trainer.max_steps or trainer.max_epochs; to start a new "
-                f"run, set another trainer.run_dir.\n{self._next_commands()}"
+                f"run, set another trainer.run_dir.\n{next_commands(file, str(self.run_dir))}"
             )
             self.snapshots.writer.wait()
             return 0
@@ -278,8 +193,7 @@ class Trainer:
             if cfg.sample_every is not None and self._is_due(cfg.sample_every):
                 metrics.log_sample(self.step, generate_sample(self.strategy, self.corpus.vocabulary, cfg.seed))
             if save:
-                is_last = stops or self.step == self.last_step
-                self.snapshots.save(self._snapshot_header(val_loss), self.strategy, is_last)
+                self.save_snapshot(val_loss, is_last=stops or self.step == self.last_step)
                 self.saved_at = time.monotonic()
             self._log_saves(metrics)
 
@@ -299,23 +213,26 @@ class Trainer:
         if stop_signal:
             logger.info(f"stopped by {signal_name} at step {self.step}, and saved; the same command resumes")
             return EXIT_STATUS[signal.Signals(stop_signal)]
+        file = self.snapshots.storage.file(self.step)
         logger.info(
-            f"done in {format_duration(self.timer.elapsed)}: validation loss {self.val_loss:.4f}, "
-            f"snapshot {self.snapshots.storage.file(self.step)}\n{self._next_commands()}"
+            f"done in {format_duration(self.timer.elapsed)}: validation loss {self.val_loss:.4f}, snapshot {file}\n"
+            f"{next_commands(file, str(self.run_dir))}"
         )
         return 0
 
-    def _snapshot_header(self, val_loss: float | None) -> dict[str, Any]:
-        return {
+    def save_snapshot(self, val_loss: float | None, is_last: bool) -> None:
+        """Starts to save a snapshot of this step; `is_last` says that the run ends with it."""
+        header = {
             "step": self.step,
             "samples": self.samples,
             "config": self.config_dict,
             "vocabulary": self.corpus.vocabulary,
             "val_loss": val_loss,
-            "choices": self.choices,
+            "choices": self.numerics.choices,
             "learning_rate": self.strategy.optimizer.param_groups[0]["lr"],
             "text_sha256": self.corpus.sha256,
         }
+        self.snapshots.save(header, self.strategy, is_last)
 
     def _check_finite(self, mean_loss: float = 0.0) -> None:
         bad_step = int(self.bad_step) if math.isfinite(mean_loss) else self.step
@@ -328,6 +245,48 @@ class Trainer:
                 f"Newest snapshot: {newest}. Lower optimizer.learning_rate ({cfg.learning_rate:g}) or "
                 f"optimizer.grad_norm_clip ({cfg.grad_norm_clip or 'null'})"
             )
+
+    def _load_data(self) -> None:
+        cfg = self.config.trainer
+
+        def characters() -> str:
+            return load_pretrained(cfg.init_from or "", "trainer.init_from", GPT).vocabulary
+
+        extra = characters if cfg.init_from else None
+        self.corpus = self.context.local_rank0_first(
+            lambda: encode_corpus(self.config.data.path, self.run_dir / "cache", extra, cfg.init_from or "")
+        )
+        self.context.check_equal({"the text's SHA-256": self.corpus.sha256})
+        self.context.raise_on_all_ranks(lambda: lock_run_dir(self.run_dir, self) if self.context.rank == 0 else None)
+        training, validation = train_val_split(self.corpus, self.config.data)
+        self.train_data = CharDataset(training, self.config.data.block_size, cfg.seed)
+        self.val_data = ValidationDataset(validation, self.config.data.block_size)
+        self.total_samples = (cfg.max_epochs or 0) * len(self.train_data)  # 0: no limit
+
+    def _build_strategy(self, previous_choices: dict[str, Any]) -> None:
+        config, context, vocab_size = self.config, self.context, len(self.corpus.vocabulary)
+        one_thread, sizes = strategy_class(config).needs_one_thread, (context.world_size, context.local_world_size)
+        self.numerics = context.raise_on_all_ranks(
+            lambda: choose_numerics(config.trainer, context.device, *sizes, one_thread, previous_choices)
+        )
+        self.model_config = GPTConfig(**asdict(config.model), vocab_size=vocab_size, block_size=config.data.block_size)
+        precision, example = self.numerics.precision, self.train_data[[0]]
+        self.strategy = build_strategy(config, self.model_config, GPT, context, precision, example)
+        if self.resumed:
+            self.snapshots.restore(self.resumed, self.strategy)
+        else:
+            weights = context.raise_on_all_ranks(lambda: self._initial_weights() if context.rank == 0 else {})
+            self.strategy.load_full_state(weights, {}, 0)
+
+    def _initial_weights(self) -> dict[str, Tensor]:
+        torch.manual_seed(self.config.trainer.seed)
+        path = self.config.trainer.init_from
+        if path is None:
+            return GPT(self.model_config).state_dict()
+        pretrained = load_pretrained(path, "trainer.init_from", GPT)
+        new = set(self.corpus.vocabulary).difference(pretrained.vocabulary)
+        logger.info(f"starting from the weights of {path}, with {len(new)} new characters {''.join(sorted(new))!r}")
+        return adapt_weights(pretrained, GPT(self.model_config), self.corpus.vocabulary, path)
 
     def _is_due(self, every: int) -> bool:
         return self.step % every == 0 or self.step == self.last_step
@@ -344,35 +303,22 @@ class Trainer:
         if self.context.rank:
             return NullMetricsLogger()
         metrics = MetricsLogger(self.run_dir, self.step, self.last_step)
-        metrics.log("start", self.step, samples=self.samples, **self.choices)
+        metrics.log("start", self.step, samples=self.samples, **self.numerics.choices)
         return metrics
 
     def _log_start(self) -> None:
         config, context = self.config, self.context
         members = context.all_gather_object(f"{platform.node()} {device_name(context.device)}")
-        memory = format_memory(self.estimate, config, self.model_config, GPT, context.world_size)
-        facts = self.choice_reasons | self.strategy.description | {"memory": memory}
-        facts = {"backend": context.backend} | facts
+        facts = {"backend": context.backend, **self.numerics.reasons, **self.strategy.description}
         sizes = (len(self.corpus.tokens), len(self.corpus.vocabulary))
         logger.info(run_summary(config, members, facts, *sizes, len(self.train_data), self.last_step))
         with torch.device("meta"):
             logger.info(model_summary(GPT(self.model_config)))
         if self.resumed:
-            self._log_resumed(self.resumed)
-        kinds = sorted(set(context.all_gather_object(self.choices["hardware"])))
-        if config.distributed.reduction == "tree" and len(kinds) > 1:
-            logger.info(f"ranks run on {' and '.join(kinds)}: distributed.reduction tree needs one kind for equal bits")
-
-    def _log_resumed(self, header: dict[str, Any]) -> None:
-        """Logs the snapshot, and what has changed since."""
-        logger.info(f"resuming from {self.snapshots.storage.file(self.step)}")
-        if (then := header["text_sha256"]) != self.corpus.sha256:
-            logger.info(f"the text has changed: its SHA-256 is {then} in the snapshot, {self.corpus.sha256} now")
-        if (then := header["choices"].get("hardware")) != (now := self.choices["hardware"]):
-            logger.info(f"the hardware has changed from {then} to {now}: last bits may differ")
-        lr = learning_rate(self.step, self.last_step, self.config.optimizer)
-        if not math.isclose(header["learning_rate"], lr, rel_tol=1e-6):
-            logger.info(f"the learning rate of step {self.step} was {header['learning_rate']:.3g}, it is now {lr:.3g}")
+            file, hardware = self.snapshots.storage.file(self.step), self.numerics.choices["hardware"]
+            lr = learning_rate(self.step, self.last_step, config.optimizer)
+            for line in resume_summary(self.resumed, file, self.corpus.sha256, hardware, lr):
+                logger.info(line)
 
     def _log_saves(self, metrics: MetricsLogger) -> None:
         for result in self.snapshots.poll():
@@ -393,11 +339,3 @@ class Trainer:
         if self.context.device.type == "cuda":
             peak = f"; at the peak {format_bytes(torch.cuda.max_memory_allocated())}, activations included"
         logger.info(f"memory measured, on the rank with most: {usage}{peak}")
-
-    def _next_commands(self) -> str:
-        snapshot = shlex.quote(self.snapshots.storage.file(self.step))
-        return (
-            f"to sample:  python sample.py --snapshot {snapshot}\n"
-            f"to plot:    python plot.py {shlex.quote(str(self.run_dir))}\n"
-            f"to export:  python export.py --snapshot {snapshot} --out FOLDER"
-        )

@@ -115,7 +115,7 @@ class TrainerConfig:
     )
     activation_checkpointing: Literal["none", "selective", "full"] = Field(
         default="none",
-        description="what backward recomputes: none, selective (all but matrix products), full (whole blocks)",
+        description="what backward recomputes: none, selective (all but matrix products), full (all)",
     )
     deterministic: bool = Field(
         default=False,

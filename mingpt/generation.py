@@ -1,22 +1,21 @@
-"""How does a model write on? One character after another, with keys and values cached, for several prompts at once."""
+"""Text generation with cached keys and values, for several prompts at once."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from model import GPT, KVCache
-
-NO_TOKEN = -1  # no character: this prompt is still being read, or its text is long enough
+NO_TOKEN = -1  # stands for no character: the prompt is still being read, or its text is complete
 
 
 @torch.no_grad()
 def generate(
-    model: GPT,
+    model: nn.Module,
     prompts: Sequence[Tensor],
     max_new_tokens: int,
     temperature: float = 1.0,
@@ -24,55 +23,55 @@ def generate(
     top_p: float | None = None,
     generator: torch.Generator | None = None,
 ) -> Iterator[Tensor]:
-    """Yields one new character for each prompt, (B,), after another, and leaves the model in eval mode.
+    """Yields the next character of each text, (B,), one position at a time. Leaves the model in eval mode.
 
-    All texts grow in step: where one prompt is longer than another, its own characters are read while the other is
-    written on, and NONE is yielded for it; so each text is what it would be alone, but for the random numbers, which
-    they share. Keys and values are cached until the window is full; from then on it slides, so that all positions
-    change and each character costs a pass over the window.
+    All texts advance together. While a longer prompt is still being read, NO_TOKEN is yielded for it, so each text is
+    what it would be alone, except that all texts draw from one stream of random numbers. Keys and values are cached
+    until the window is full; from then on it slides, which changes all positions, and each character costs a pass over
+    the whole window.
 
     Args:
-        model: on the prompts' device
-        prompts: B of them, (T,) characters each, T at least 1; the last block_size of them count
-        max_new_tokens: how many characters to write to each
-        temperature: 0 takes the likeliest; below 1 is tamer, above 1 wilder
-        top_k: choose among so many likeliest characters only; None: all
-        top_p: and among the fewest whose chances add up to this (Holtzman et al., "The Curious Case of Neural Text
-            Degeneration", 2020); None: all
-        generator: source of randomness
+        model: a GPT, with `config.block_size` and `new_kv_caches()`, on the prompts' device
+        prompts: B tensors of (T,) tokens, T at least 1; only the last block_size of each count
+        max_new_tokens: number of characters to generate for each prompt
+        temperature: divisor of the logits; 0 selects the most likely character
+        top_k: sample from the k most likely characters only; None: from all
+        top_p: sample from the fewest characters whose probabilities add up to this (Holtzman et al., "The Curious Case
+            of Neural Text Degeneration", 2020); None: from all
+        generator: source of random numbers
     """
     model.eval()
-    size = model.config.block_size
-    given = pad_sequence([prompt[-size:] for prompt in prompts], batch_first=True, padding_value=NO_TOKEN)
-    lengths = (given != NO_TOKEN).sum(1)
-    text = given[:, : int(lengths.min())]
+    gpt: Any = model
+    block_size = gpt.config.block_size
+    padded = pad_sequence([prompt[-block_size:] for prompt in prompts], batch_first=True, padding_value=NO_TOKEN)
+    lengths = (padded != NO_TOKEN).sum(1)
     ends = lengths + max_new_tokens
-    caches: list[KVCache] = []
-    for at in range(text.size(1), int(ends.max())):
-        window = text[:, -size:]
-        if not caches or caches[0].seen == size:
-            caches = [KVCache(size) for _ in model.blocks]
-        logits, _ = model(window[:, caches[0].seen :], caches=caches)
-        new = _choose(logits[:, -1].float(), temperature, top_k, top_p, generator)
-        if at < given.size(1):
-            new = torch.where(given[:, at] == NO_TOKEN, new, given[:, at])
-        text = torch.cat((text, new[:, None]), 1)
-        yield new.masked_fill((at < lengths) | (at >= ends), NO_TOKEN)
+    text = padded[:, : int(lengths.min())]
+    caches: list[Any] = []
+    for position in range(text.size(1), int(ends.max())):
+        if not caches or caches[0].length == block_size:
+            caches = gpt.new_kv_caches()
+        logits, _ = gpt(text[:, -block_size:][:, caches[0].length :], caches=caches)
+        tokens = _sample(logits[:, -1].float(), temperature, top_k, top_p, generator)
+        if position < padded.size(1):
+            tokens = torch.where(padded[:, position] == NO_TOKEN, tokens, padded[:, position])
+        text = torch.cat((text, tokens[:, None]), 1)
+        yield tokens.masked_fill((position < lengths) | (position >= ends), NO_TOKEN)
 
 
-def _choose(
+def _sample(
     logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None
 ) -> Tensor:
-    """(B, V) logits -> (B,) characters."""
+    """Samples characters, (B,), from logits, (B, V)."""
     if temperature == 0:
         return logits.argmax(-1)
     logits = logits / temperature
     if top_k is not None:
-        worst = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
-        logits = logits.masked_fill(logits < worst, -math.inf)
-    chances = logits.softmax(-1)
+        smallest = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
+        logits = logits.masked_fill(logits < smallest, -math.inf)
+    probs = logits.softmax(-1)
     if top_p is not None:
-        falling, order = chances.sort(descending=True)
-        likelier = falling.cumsum(-1) - falling  # the sum of all before: the likeliest stays whatever top_p is
-        chances = chances.masked_fill((likelier >= top_p).gather(-1, order.argsort(-1)), 0.0)
-    return torch.multinomial(chances, 1, generator=generator)[:, 0]
+        sorted_probs, order = probs.sort(descending=True)
+        preceding = sorted_probs.cumsum(-1) - sorted_probs  # 0 for the most likely, which is always kept
+        probs = probs.masked_fill((preceding >= top_p).gather(-1, order.argsort(-1)), 0.0)
+    return torch.multinomial(probs, 1, generator=generator)[:, 0]

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import torch
 from helpers import arguments, assert_same_bits, curve, newest, ranks, rows, run_captured, train
+from mingpt.snapshot.async_writer import AsyncSnapshotWriter
+from state import TrainingState, check_fits
 
 from mingpt.config import Config, config_to_dict
 from mingpt.config_parser import read_config
 from mingpt.distributed.launch_environment import RankInfo
 from mingpt.distributed.process_group import DistributedContext
-from mingpt.snapshot.async_writer import AsyncSnapshotWriter
 from mingpt.snapshot.storage import SnapshotStorage, load_snapshot
 from mingpt.utils.errors import UserError
-from state import TrainingState, check_fits
 
 # Written in the background
 

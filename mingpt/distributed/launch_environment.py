@@ -1,142 +1,195 @@
-"""Who am I? What a launcher tells a process: its place among all, and where they meet."""
+"""What a launcher tells a process: its rank, the number of ranks, and where they rendezvous."""
 
 from __future__ import annotations
 
 import os
+import platform
 import re
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
+import torch.distributed as dist
+
 from mingpt.utils.errors import UserError
+
+DEFAULT_ROUTE_HOST = "192.0.2.1"  # an address reserved for documentation (RFC 5737): its route is the default one
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """A process's place among all of a run, as far as its launcher tells.
+    """A process's rank, as far as its launcher tells.
 
     Args:
-        rank: its number among all
-        size: how many there are
-        local_rank: its number among those of its machine
-        local_size: how many its machine has
-        init_method: where ranks meet
-        fallback: a file of this start alone, to meet at in the run folder where init_method's host has no address
+        rank: number among all processes
+        world_size: number of processes
+        local_rank: number among the processes of its host
+        local_world_size: number of processes on its host
+        init_method: where ranks rendezvous, as `torch.distributed.init_process_group` takes it
+        fallback_file: name of a file, unique to this start, for a rendezvous in the run folder if init_method's host
+            can't be resolved
     """
 
     rank: int = 0
-    size: int = 1
+    world_size: int = 1
     local_rank: int | None = None
-    local_size: int | None = None
+    local_world_size: int | None = None
     init_method: str | None = None
-    fallback: str | None = None
+    fallback_file: str | None = None
 
 
 def detect_launch_environment(env: Mapping[str, str]) -> RankInfo:
-    """This process's place, from the environment that its launcher has set; without a launcher it is alone.
+    """Returns this process's rank according to its launcher's variables; without a launcher, rank 0 of 1.
 
-    RANK goes first: torchrun sets it, inside srun too, and so does whoever starts ranks by hand.
+    RANK has precedence: torchrun sets it, also inside srun, and so do ranks that are started by hand.
 
     Raises:
-        UserError: a launcher's variables are there by half, or are no numbers that fit.
+        UserError: a launcher's variables are incomplete, or not numbers that fit together.
     """
     if "RANK" in env:
-        rank, size, local_rank, local_size = _numbers(env, ("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-        return RankInfo(rank, size, local_rank, local_size, _meeting(env))
-    # Before SLURM: mpirun starts its daemons on other machines as a SLURM step, whose variables its ranks inherit.
+        rank, world_size, local_rank, local_world_size = _integers(
+            env, ("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        )
+        return RankInfo(rank, world_size, local_rank, local_world_size, _master_address(env))
+    # Before SLURM: mpirun starts its daemons on other hosts as a SLURM step, whose variables its ranks inherit.
     if "OMPI_COMM_WORLD_RANK" in env or "OMPI_COMM_WORLD_SIZE" in env:
-        rank, size, local_rank, local_size = _numbers(
+        rank, world_size, local_rank, local_world_size = _integers(
             env,
             ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
             ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
         )
-        file = _job_file(env) if local_size == size else None
-        return RankInfo(rank, size, local_rank, local_size, _meeting(env, file))
-    # The shell of a batch script has SLURM_PROCID and SLURM_NTASKS too, but is in no step: nobody else comes there.
+        job_file = _mpirun_file(env) if local_world_size == world_size else None
+        return RankInfo(rank, world_size, local_rank, local_world_size, _master_address(env, job_file))
+    # The shell of a batch script has SLURM_PROCID and SLURM_NTASKS too, but it is not in a step, and is alone.
     if "SLURM_STEP_ID" in env and env.get("SLURM_STEP_NUM_TASKS") != "1":
-        needed = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_JOB_ID", "SLURM_STEP_ID")
-        rank, size, job, step, local_rank = _numbers(env, needed, ("SLURM_LOCALID",))
-        fallback = f".meeting-{job}.{step}.{env.get('SLURM_RESTART_COUNT', 0)}"  # a requeued job has the same number
-        return RankInfo(rank, size, local_rank, None, _meeting(env, _step_address(env, job, step)), fallback)
+        required = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_JOB_ID", "SLURM_STEP_ID")
+        rank, world_size, job, step, local_rank = _integers(env, required, ("SLURM_LOCALID",))
+        restarts = env.get("SLURM_RESTART_COUNT", 0)  # a requeued job keeps its number
+        init_method = _master_address(env, _slurm_address(env, job, step))
+        return RankInfo(rank, world_size, local_rank, None, init_method, f".meeting-{job}.{step}.{restarts}")
     if "WORLD_SIZE" in env:
-        _numbers(env, ("RANK", "WORLD_SIZE"))
+        _integers(env, ("RANK", "WORLD_SIZE"))  # raises
     return RankInfo()
 
 
-def resolve_init_method(place: RankInfo, init_method: str | None, run_dir: str) -> str:
-    """The address, as an init_method, at which this process meets the others: as configured, else as its place says.
+def resolve_init_method(rank_info: RankInfo, init_method: str | None, run_dir: str) -> str:
+    """Returns the init_method of this process: the configured one, else the launcher's.
+
+    Args:
+        rank_info: what the launcher tells
+        init_method: distributed.init_method
+        run_dir: a folder that all ranks share, for `rank_info.fallback_file`
 
     Raises:
-        UserError: nobody tells, or the run folder can't be made.
+        UserError: there is none, or the run folder can't be created.
     """
-    where = init_method or place.init_method
-    if where is None:
-        found = {name: os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")}
+    found = init_method or rank_info.init_method
+    if found is None:
+        variables = {name: os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")}
         raise UserError(
-            f"environment: {found}; rank {place.rank} of {place.size} must know where to meet the others: "
-            "set both, or distributed.init_method to tcp://host:port or file:///path"
+            f"environment: {variables}; rank {rank_info.rank} of {rank_info.world_size} has no address to meet the "
+            "other ranks at: set both, or set distributed.init_method to tcp://host:port or file:///path"
         )
-    host = urlsplit(where).hostname
-    if init_method is None and place.fallback is not None and host is not None and not _has_address(host):
-        folder = Path(run_dir).resolve()
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(
-                f"trainer.run_dir: {folder} can't be made: {error.strerror}; set it to a folder that you may write to"
-            ) from error
-        return f"file://{folder / place.fallback}"
-    return where
+    host = urlsplit(found).hostname
+    if init_method or rank_info.fallback_file is None or host is None or _is_resolvable(host):
+        return found
+    folder = Path(run_dir).resolve()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"trainer.run_dir: {folder} can't be created: {error.strerror}; set it to a folder that you may write to"
+        ) from error
+    return f"file://{folder / rank_info.fallback_file}"
 
 
-def _numbers(env: Mapping[str, str], needed: Sequence[str], optional: Sequence[str] = ()) -> list[Any]:
-    """What these variables hold, the first two being rank and number of ranks; None for an optional one that is not."""
-    rank, size, *_ = needed
-    found = {name: env.get(name) for name in needed}
+def select_gloo_interface(store: dist.Store, rank: int, world_size: int, init_method: str) -> None:
+    """Sets GLOO_SOCKET_IFNAME to the interface that leads to the other hosts, where gloo would use the loopback.
+
+    gloo listens at the address of the host's own name, which many systems map to 127.0.1.1 or to nothing. On a single
+    host the loopback is right, and a GLOO_SOCKET_IFNAME that is set already is left as it is.
+
+    Args:
+        store: shared by all ranks
+        rank: of this process
+        world_size: number of ranks
+        init_method: where ranks rendezvous
+    """
+    store.set(f"host/{rank}", platform.node())
+    hosts = {store.get(f"host/{other}") for other in range(world_size)}
+    if len(hosts) == 1 or "GLOO_SOCKET_IFNAME" in os.environ or _address_towards(platform.node()):
+        return
+    master = os.environ.get("MASTER_ADDR") if init_method == "env://" else urlsplit(init_method).hostname
+    if address := _address_towards(master or "") or _address_towards(DEFAULT_ROUTE_HOST):
+        for name, addresses in psutil.net_if_addrs().items():
+            if address in (interface.address for interface in addresses):
+                os.environ["GLOO_SOCKET_IFNAME"] = name
+                return
+
+
+def _integers(env: Mapping[str, str], required: Sequence[str], optional: Sequence[str] = ()) -> list[Any]:
+    """Returns the variables' values, None for an optional one that is not set; the first two are rank and world size.
+
+    Raises:
+        UserError: one is missing or not an integer, or they contradict each other.
+    """
+    rank, world_size, *_ = required
+    found = {name: env.get(name) for name in required}
     found |= {name: env[name] for name in (*optional, "WORLD_SIZE") if name in env}
     try:
-        numbers = {name: int(value) for name, value in found.items()}  # type: ignore[arg-type]
-        if not 0 <= numbers[rank] < numbers[size] == numbers.get("WORLD_SIZE", numbers[size]):
+        values = {name: int(value) for name, value in found.items()}  # type: ignore[arg-type]
+        if not 0 <= values[rank] < values[world_size] == values.get("WORLD_SIZE", values[world_size]):
             raise ValueError
     except (TypeError, ValueError):
-        same = "" if size == "WORLD_SIZE" else f", and WORLD_SIZE, if at all, as {size}"
+        same = "" if world_size == "WORLD_SIZE" else f", and WORLD_SIZE, if set, equal to {world_size}"
         raise UserError(
-            f"environment: {found}; a launcher sets whole numbers, {rank} from 0 to {size} - 1{same}; "
+            f"environment: {found}; a launcher sets whole numbers, {rank} from 0 to {world_size} - 1{same}; "
             "for one process unset them"
         ) from None
-    return [numbers.get(name) for name in (*needed, *optional)]
+    return [values.get(name) for name in (*required, *optional)]
 
 
-def _meeting(env: Mapping[str, str], guess: str | None = None) -> str | None:
-    """MASTER_ADDR and MASTER_PORT where both are set, the guess where neither is; one alone is a mistake."""
+def _master_address(env: Mapping[str, str], default: str | None = None) -> str | None:
+    """Returns env:// if MASTER_ADDR and MASTER_PORT are set, the default if neither is; one alone is a mistake."""
     given = [name in env for name in ("MASTER_ADDR", "MASTER_PORT")]
-    return "env://" if all(given) else None if any(given) else guess
+    return "env://" if all(given) else None if any(given) else default
 
 
-def _step_address(env: Mapping[str, str], job: int, step: int) -> str | None:
-    """The first machine of a SLURM step, where its rank 0 is, and a port that other steps there hardly have.
+def _slurm_address(env: Mapping[str, str], job: int, step: int) -> str | None:
+    """Returns the first host of a SLURM step, where its rank 0 is, with a port that other steps hardly have.
 
-    The list is compressed: node[01-03,07],gpu5 begins with node01. SLURM_LAUNCH_NODE_IPADDR is no help: it is where
-    srun was typed, maybe on a login node.
+    The list is compressed: node[01-03,07],gpu5 begins with node01. SLURM_LAUNCH_NODE_IPADDR does not help: it is the
+    host where srun was called, possibly a login node.
     """
     first = re.match(r"([^,\[]|\[[^]]*\])+", env.get("SLURM_STEP_NODELIST", ""))
     if first is None:
         return None
     host = "127.0.0.1" if env.get("SLURM_STEP_NUM_NODES") == "1" else re.sub(r"\[(\w+)[^]]*\]", r"\1", first[0])
-    return f"tcp://{host}:{10000 + (job + 1009 * step) % 20000}"  # below 32768, where systems hand out ports
+    return f"tcp://{host}:{10000 + (job + 1009 * step) % 20000}"  # below 32768, where systems assign ports
 
 
-def _job_file(env: Mapping[str, str]) -> str | None:
-    """A file in the folder that mpirun makes for a job and removes after it, private to the user."""
+def _mpirun_file(env: Mapping[str, str]) -> str | None:
+    """Returns a file in the folder that mpirun creates for a job, private to the user, and removes after it."""
     folder, job = env.get("PMIX_SERVER_TMPDIR"), env.get("PMIX_NAMESPACE")
     return f"file://{folder}/meeting-{job}" if folder and job else None
 
 
-def _has_address(host: str) -> bool:
+def _is_resolvable(host: str) -> bool:
     try:
         return bool(socket.getaddrinfo(host, None))
     except OSError:
         return False
+
+
+def _address_towards(host: str) -> str | None:
+    """Returns this host's address on the route to another one; None if there is no route but the loopback."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.connect((host, 9))  # of a datagram socket, this sends nothing
+        address = probe.getsockname()[0]
+        return None if address.startswith("127.") else address
+    return None

@@ -60,6 +60,7 @@ class Strategy:
         loss_factor: multiplies losses before backward
         description: rows for the summary at the start
         is_sharded: a rank holds only a shard of something, so `iter_full_state` needs all ranks
+        estimated_memory: what the rank that needs most will hold
         device: where parameters are between steps
         needs_process_group: even one rank needs a process group
         needs_one_thread: bits depend on the number of CPU threads, which must be one
@@ -77,6 +78,7 @@ class Strategy:
     needs_process_group = False
     needs_one_thread = False
     newton_schulz = staticmethod(newton_schulz)
+    estimated_memory: MemoryUsage
 
     def __init__(
         self,

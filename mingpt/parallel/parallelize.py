@@ -28,7 +28,8 @@ MATRIX_PRODUCTS = [
 def apply_activation_checkpointing(model: nn.Module, mode: str) -> None:
     """Makes backward recompute activations of the blocks.
 
-    Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016. It replaces `forward` of each block: torch's checkpoint_wrapper would change the names of the parameters.
+    Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016. This replaces `forward` of each block, since
+    torch's checkpoint_wrapper would change the names of the parameters.
 
     Args:
         model: has `blocks`
@@ -51,11 +52,11 @@ def _checkpointed(forward: Callable[..., Tensor], options: dict[str, Any]) -> Ca
 
 
 def apply_compile(model: nn.Module) -> None:
-    """Compiles the forward of each block with torch.compile, one kernel per shape of a batch."""
+    """Compiles each block with torch.compile, once per shape of a batch."""
     torch._dynamo.config.optimize_ddp = False  # it splits graphs at DDP's buckets; each block is a graph already
     torch._dynamo.config.recompile_limit = 64  # uneven shares, short last batches and evaluation have their own shapes
     for block in model.blocks:  # type: ignore[union-attr]
-        block.forward = torch.compile(block.forward, dynamic=False)
+        block.compile(dynamic=False)
 
 
 class GPTStage(nn.Module):
@@ -83,7 +84,7 @@ class GPTStage(nn.Module):
 
     @property
     def blocks(self) -> list[nn.Module]:
-        return list(self.transformer["h"].values())  # type: ignore[operator]
+        return list(self.transformer["h"].children())
 
     def forward(self, x: Tensor, caches: list[Any] | None = None) -> Tensor:
         """(B, T) characters in the first stage, else (B, T, C) -> logits (B, T, V) in the last stage, else (B, T, C)"""

@@ -24,7 +24,7 @@ from mingpt.parallel.parallelize import (
     meta_stages,
     split_into_stages,
 )
-from mingpt.utils.device import check_compiler
+from mingpt.utils.device import check_compiler, memory_per_rank
 from mingpt.utils.errors import UserError
 
 STRATEGIES = {  # imported only if configured: some take most of a second
@@ -60,7 +60,29 @@ def build_strategy(
         context: the ranks
         precision: fp32, bf16 or fp16
         example: inputs and targets, (B, T) each, for a warm-up pass
+
+    Raises:
+        UserError: device, compiler or memory do not suffice.
     """
+    strategy_class(config).validate_device(config, context.device, precision)
+    job = (config, model_config, build_model, context.world_size, precision, context.device.type)
+    estimate = context.run_on_rank0(lambda: estimate_memory(*job))
+    available = memory_per_rank(context.device, context.local_world_size)
+    context.raise_on_all_ranks(lambda: check_memory(estimate, available, *job))
+    strategy = _build(config, model_config, build_model, context, precision, example)
+    strategy.estimated_memory = estimate
+    strategy.description["memory"] = format_memory(estimate, config, model_config, build_model, context.world_size)
+    return strategy
+
+
+def _build(
+    config: Config,
+    model_config: GPTConfig,
+    build_model: BuildModel,
+    context: DistributedContext,
+    precision: str,
+    example: tuple[Tensor, Tensor],
+) -> Strategy:
     if config.trainer.compile:
         context.raise_on_all_ranks(lambda: check_compiler(context.device))
     num_stages = config.distributed.pipeline_stages

@@ -15,18 +15,27 @@ from functools import lru_cache
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from mingpt.config import Config
+from mingpt.distributed.process_group import DistributedContext
 from mingpt.parallel.data_parallel import Strategy
 from mingpt.parallel.memory import MemoryUsage
+from mingpt.utils.device import device_kind
 from mingpt.utils.errors import UserError
+from mingpt.utils.logging import logger
 
 
 class TreeReduction(Strategy):
     """Full replicas, whose gradients are summed by the same additions at any number of ranks."""
 
     needs_one_thread = True
+
+    def __init__(self, model: nn.Module, context: DistributedContext, config: Config, precision: str) -> None:
+        super().__init__(model, context, config, precision)
+        kinds = sorted(set(context.all_gather_object(device_kind(context.device))))
+        if len(kinds) > 1:
+            logger.info(f"ranks run on {' and '.join(kinds)}: distributed.reduction tree needs one kind for equal bits")
 
     @classmethod
     def validate(cls, config: Config, world_size: int) -> None:
@@ -50,7 +59,7 @@ class TreeReduction(Strategy):
 
     @classmethod
     def estimate_memory(
-        cls, config: Config, model: torch.nn.Module, ranks: int, precision: str, activations: float
+        cls, config: Config, model: nn.Module, ranks: int, precision: str, activations: float
     ) -> MemoryUsage:
         usage = super().estimate_memory(config, model, ranks, precision, activations)
         share = -(-config.trainer.batch_size // ranks)

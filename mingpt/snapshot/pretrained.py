@@ -1,4 +1,4 @@
-"""Whose weights are these? A model with its characters, from a snapshot or from an export in Hugging Face's format."""
+"""Pretrained models: weights and vocabulary of a snapshot, or of an export in Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -13,51 +13,46 @@ import fsspec
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 
 from mingpt.config import GPTConfig
-from mingpt.snapshot.storage import DamagedSnapshotError, SnapshotStorage, load_snapshot, local_copy
+from mingpt.snapshot.digest import DamagedSnapshotError
+from mingpt.snapshot.storage import SnapshotStorage, load_snapshot, local_copy
 from mingpt.utils.errors import UserError
-from model import GPT
+from mingpt.utils.logging import logger
 
-# GPT-2's original code keeps these as (in, out), and so does transformers; torch.nn.Linear keeps (out, in).
+# transformers stores these as (in, out), as GPT-2's original code does; torch.nn.Linear stores (out, in).
 TRANSPOSED = re.compile(r".*\.(c_attn|c_proj|c_fc)\.weight")
 
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A model that has learned, and where it comes from.
+    """Weights and vocabulary of a trained model.
 
     Args:
-        shape: of the model
+        model_config: the model's configuration
         vocabulary: its characters, in the order of their tokens
-        weights: by GPT-2's parameter names, shapes as here
-        snapshot: all else that the snapshot holds; empty for an export
+        weights: state dict, by GPT-2's parameter names
+        snapshot: full content of the snapshot; empty for an export
     """
 
-    shape: GPTConfig
+    model_config: GPTConfig
     vocabulary: str
     weights: dict[str, Tensor]
     snapshot: dict[str, Any]
 
-    def model(self) -> GPT:
-        """The model with its weights."""
-        model = GPT(self.shape)
-        model.load_state_dict(self.weights)
-        return model
 
-
-def load_pretrained(path: str, asked_by: str, say: Callable[[str], None]) -> Pretrained:
-    """Reads a model.
+def load_pretrained(path: str, asked_by: str, build_model: Callable[[GPTConfig], nn.Module]) -> Pretrained:
+    """Loads a snapshot or an export.
 
     Args:
-        path: a snapshot, a folder of snapshots or run folder, of which the newest counts, or a folder that export.py
-            has written; each may be an fsspec URL
-        asked_by: the option or key that names the path, for messages
-        say: is told which snapshots are damaged, and which one is used instead
+        path: a snapshot, a folder of snapshots or run folder (the newest undamaged one is loaded), or a folder that
+            export.py has written; each may be an fsspec URL
+        asked_by: option or key that names the path, for messages
+        build_model: builds the model, whose parameter names and shapes those of an export are compared with
 
     Raises:
-        UserError: there is no whole snapshot and no export.
+        UserError: there is no undamaged snapshot and no export.
     """
     path = path.rstrip("/")
     snapshot = None
@@ -65,14 +60,15 @@ def load_pretrained(path: str, asked_by: str, say: Callable[[str], None]) -> Pre
         fs, name = fsspec.url_to_fs(path)
         if fs.isdir(name):
             if fs.isfile(f"{name}/config.json"):
-                return _read_export(path)
-            for place in (f"{path}/snapshots", path):
-                snapshot = snapshot or SnapshotStorage(place, keep=1).newest(say)
+                return _load_export(path, build_model)
+            for folder in (f"{path}/snapshots", path):
+                snapshot = snapshot or SnapshotStorage(folder, keep=1).load_newest(logger.warning)
         else:
             snapshot = load_snapshot(path)
     except DamagedSnapshotError as error:
         raise UserError(
-            f"{asked_by}: {path} is damaged: {error}; take another, or the folder, of which the newest whole one counts"
+            f"{asked_by}: {path} is damaged: {error}; name another, or its folder, of which the newest undamaged one "
+            "is loaded"
         ) from error
     except (FileNotFoundError, NotADirectoryError):
         pass
@@ -86,56 +82,55 @@ def load_pretrained(path: str, asked_by: str, say: Callable[[str], None]) -> Pre
     if snapshot is None:
         raise UserError(f"{asked_by}: no snapshot at {path} (working directory {os.getcwd()}); main.py makes them")
     config, vocabulary = snapshot["config"], snapshot["vocabulary"]
-    shape = GPTConfig(**config["model"], vocab_size=len(vocabulary), block_size=config["data"]["block_size"])
-    return Pretrained(shape, vocabulary, snapshot["model"], snapshot)
+    model_config = GPTConfig(**config["model"], vocab_size=len(vocabulary), block_size=config["data"]["block_size"])
+    return Pretrained(model_config, vocabulary, snapshot["model"], snapshot)
 
 
-def _read_export(path: str) -> Pretrained:
-    def content(name: str) -> Any:
+def _load_export(path: str, build_model: Callable[[GPTConfig], nn.Module]) -> Pretrained:
+    def read_json(name: str) -> Any:
         with fsspec.open(f"{path}/{name}", encoding="utf-8", mode="r") as file:
             return json.load(file)
 
-    config, numbers = content("config.json"), content("tokenizer.json")["model"]["vocab"]
-    shape = GPTConfig(
+    config, tokens = read_json("config.json"), read_json("tokenizer.json")["model"]["vocab"]
+    model_config = GPTConfig(
         **{name: config[name] for name in ("n_layer", "n_head", "n_embd", "bias")},
         dropout=config["resid_pdrop"],
         vocab_size=config["vocab_size"],
         block_size=config["n_positions"],
     )
     with local_copy(f"{path}/model.safetensors") as file:
-        found = safetensors.torch.load_file(file)
+        stored = safetensors.torch.load_file(file)
     with torch.device("meta"):
-        expected = GPT(shape).state_dict()
+        expected = build_model(model_config).state_dict()
     weights = {}
-    for name, like in expected.items():  # not all that is found: transformers' GPT-2 always has biases, here zeros
-        weight = found[name].t().contiguous() if TRANSPOSED.fullmatch(name) else found[name]
-        if weight.shape != like.shape:
-            raise ValueError(f"{name} has shape {tuple(weight.shape)}, config.json says {tuple(like.shape)}")
+    for name, parameter in expected.items():  # other stored tensors are left out, such as zeros in place of biases
+        weight = stored[name].t().contiguous() if TRANSPOSED.fullmatch(name) else stored[name]
+        if weight.shape != parameter.shape:
+            raise ValueError(f"{name} has shape {tuple(weight.shape)}, config.json says {tuple(parameter.shape)}")
         weights[name] = weight.float()
-    return Pretrained(shape, "".join(sorted(numbers, key=numbers.get)), weights, {})
+    return Pretrained(model_config, "".join(sorted(tokens, key=tokens.get)), weights, {})
 
 
-def adapt_weights(old: Pretrained, shape: GPTConfig, vocabulary: str, path: str) -> dict[str, Tensor]:
-    """Weights for a model that goes on from another's, with fresh embeddings for characters that are new to it.
+def adapt_weights(pretrained: Pretrained, model: nn.Module, vocabulary: str, path: str) -> dict[str, Tensor]:
+    """Returns the pretrained weights with an embedding for each character of another vocabulary.
 
     Args:
-        old: the other model
-        shape: the model that is to start
+        pretrained: source of the weights
+        model: freshly initialized, with `config`; the embeddings of new characters are its own
         vocabulary: its characters
-        path: where the other comes from, for messages
+        path: of the pretrained model, for messages
 
     Raises:
-        UserError: the shapes differ.
+        UserError: the configurations of the two models differ.
     """
     for key in ("n_layer", "n_head", "n_embd", "bias", "block_size"):
-        now, then = getattr(shape, key), getattr(old.shape, key)
-        if now != then:
-            section = "data" if key == "block_size" else "model"
-            raise UserError(
-                f"{section}.{key} is {now}, but {then} in trainer.init_from, {path}: set {section}.{key} to {then}"
-            )
-    rows = GPT(shape).transformer.wte.weight.detach().clone()
+        found, allowed = getattr(model.config, key), getattr(pretrained.model_config, key)
+        if found != allowed:
+            name = f"data.{key}" if key == "block_size" else f"model.{key}"
+            raise UserError(f"{name} is {found}, but {allowed} in trainer.init_from, {path}: set {name} to {allowed}")
+    wte = "transformer.wte.weight"
+    rows = model.get_parameter(wte).detach().clone()  # (V, C)
     for token, character in enumerate(vocabulary):
-        if character in old.vocabulary:
-            rows[token] = old.weights["transformer.wte.weight"][old.vocabulary.index(character)]
-    return old.weights | {"transformer.wte.weight": rows}
+        if character in pretrained.vocabulary:
+            rows[token] = pretrained.weights[wte][pretrained.vocabulary.index(character)]
+    return pretrained.weights | {wte: rows}

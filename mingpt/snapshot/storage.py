@@ -1,14 +1,8 @@
-"""What survives a failure? Write, verify, find, load, prune.
-
-A snapshot is what torch.save writes, followed by a trailer of 40 bytes: a mark, and a digest of all bytes before it,
-which is the SHA-256 of the SHA-256 of each MiB, so that all cores check it. torch.load does not look beyond the end of
-the zip archive, so any program opens the file; only we notice a flipped bit.
-"""
+"""The snapshots of a run, in a local folder or an object store: writing, finding, loading and pruning."""
 
 from __future__ import annotations
 
 import hashlib
-import io
 import os
 import pickle
 import re
@@ -16,7 +10,6 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,70 +17,38 @@ from typing import Any, TypeVar
 import fsspec
 import torch
 from fsspec.implementations.local import LocalFileSystem
-from tqdm import tqdm
 
+from mingpt.snapshot.digest import DamagedSnapshotError, save_with_digest, verify_digest
 from mingpt.utils.errors import UserError
-from mingpt.utils.progress import BAR_OPTIONS
 
 T = TypeVar("T")
 
-FORMAT = 1
-MARK = b"GPTsnap2"
-OLD_MARK = b"GPTsnap1"  # of older snapshots: the SHA-256 of all bytes at once
-TRAILER = len(MARK) + hashlib.sha256().digest_size
-NAME = re.compile(r"step_(\d{8})\.pt")
-LEFT = re.compile(r"step_\d{8}\.pt\..*\.tmp|.*\.mark")  # by those who were killed while writing, or starting
-CHUNK = 1 << 20
-RETRIES = (0.5, 1.0, 2.0, 4.0)  # seconds between attempts at a folder that is reached over a network
-DEADLINE = 60.0  # seconds after which no further attempt begins: a store's own library may try for long in each
-
-
-class DamagedSnapshotError(Exception):
-    """The file is not what was written."""
+FORMAT_VERSION = 1
+SNAPSHOT_NAME = re.compile(r"step_(\d{8})\.pt")
+LEFTOVER_NAME = re.compile(r"step_\d{8}\.pt\..*\.tmp|.*\.mark")  # of processes that were killed
+RETRY_DELAYS = (0.5, 1.0, 2.0, 4.0)  # seconds between attempts on a remote file system
+RETRY_DEADLINE = 60.0  # seconds after which no attempt begins: a store's own client may retry for long in each
+NO_RETRY = (FileNotFoundError, PermissionError, NotADirectoryError, FileExistsError, DamagedSnapshotError, UserError)
 
 
 class PruneError(UserError):
     """The snapshot is written, but older ones that are no longer kept can't be deleted."""
 
 
-# Trying again won't help.
-DEFINITE = (FileNotFoundError, PermissionError, NotADirectoryError, FileExistsError, DamagedSnapshotError, UserError)
+@contextmanager
+def _raise_user_error(problem: str, advice: str) -> Iterator[None]:
+    """Raises a UserError for any exception: each kind of store has its own, and torch.save raises RuntimeError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"trainer.snapshot_path: {problem}: {_reason(error)}; {advice}") from error
 
 
-class _HashingFile(io.RawIOBase):
-    """Passes bytes on to a file and digests them on the way."""
-
-    def __init__(self, file: Any) -> None:
-        self.file, self.size = file, 0
-        self.chunk, self.whole = hashlib.sha256(), hashlib.sha256()  # whole: of the digests of whole chunks
-
-    def write(self, data: Any) -> int:
-        left = memoryview(data).cast("B")
-        while left:
-            part = left[: CHUNK - self.size % CHUNK]
-            self.chunk.update(part)
-            self.size, left = self.size + len(part), left[len(part) :]
-            if self.size % CHUNK == 0:
-                self.whole.update(self.chunk.digest())
-                self.chunk = hashlib.sha256()
-        return self.file.write(data)
-
-    def trailer(self) -> bytes:
-        """The mark, and the digest of all that was written."""
-        if self.size % CHUNK:
-            self.whole.update(self.chunk.digest())
-        return MARK + self.whole.digest()
-
-
-def _serialise(content: dict[str, Any], file: Any) -> None:
-    hashing = _HashingFile(file)
-    torch.save(content, hashing)  # type: ignore[arg-type]
-    file.write(hashing.trailer())
-
-
-def _words(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
-        error = error.__context__  # what torch's own writer met: of a full disk it says "unexpected pos 960 vs 896"
+        error = error.__context__  # torch.save says of a full disk "unexpected pos 960 vs 896"
     return str(error) or type(error).__name__
 
 
@@ -95,171 +56,150 @@ class SnapshotStorage:
     """The snapshots of a run: files `step_00000500.pt` in a local folder or at any fsspec URL.
 
     Args:
-        path: the folder
-        keep: how many of the newest stay; the best by validation loss stays too
+        path: folder or URL
+        keep: number of newest snapshots to keep; the best by validation loss is kept too
+
+    Raises:
+        UserError: fsspec can't open the URL.
     """
 
     def __init__(self, path: str, keep: int) -> None:
-        try:
-            self.fs, self.inside = fsspec.url_to_fs(path)  # the folder's name within its file system
-        except (ValueError, ImportError) as error:
-            raise UserError(
-                f"trainer.snapshot_path: {path} can't be opened: {error}; it may be a folder, or a URL "
-                "that fsspec knows"
-            ) from error
-        self.local = isinstance(self.fs, LocalFileSystem)
-        self.path = self.inside if self.local and "://" in path else path
+        with _raise_user_error(f"{path} can't be opened", "it may be a folder, or a URL that fsspec knows"):
+            self.fs, self.root = fsspec.url_to_fs(path)
+        self.is_local = isinstance(self.fs, LocalFileSystem)
+        self.path = self.root if self.is_local and "://" in path else path
         self.keep = keep
 
     def steps(self) -> list[int]:
-        """Steps of which there is a snapshot, whole or not, oldest first."""
-        return sorted(int(match[1]) for name in self._names() if (match := NAME.fullmatch(name)))
+        """Returns the steps of all snapshots, damaged ones included, in ascending order."""
+        return sorted(int(match[1]) for name in self._names() if (match := SNAPSHOT_NAME.fullmatch(name)))
 
     def file(self, step: int) -> str:
-        """Path or URL of the snapshot of a step."""
+        """Returns the path or URL of a step's snapshot."""
         return f"{self.path.rstrip('/')}/step_{step:08d}.pt"
 
     def _names(self) -> list[str]:
-        try:
-            self.fs.invalidate_cache()  # others write here too
-            return [os.path.basename(name) for name in self._patiently(self.fs.ls, self.inside, detail=False)]
-        except FileNotFoundError:
-            return []
-        except Exception as error:  # each kind of store has its own
-            raise UserError(
-                f"trainer.snapshot_path: {self.path} can't be read: {_words(error)}; make it readable, or set another"
-            ) from error
+        with _raise_user_error(f"{self.path} can't be read", "make it readable, or set another"):
+            try:
+                self.fs.invalidate_cache()  # other processes write here too
+                return [os.path.basename(name) for name in self._retry(self.fs.ls, self.root, detail=False)]
+            except FileNotFoundError:
+                return []
 
-    def _patiently(self, action: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Tries again what a network or a busy store may have prevented, after longer and longer pauses."""
-        deadline = time.monotonic() + DEADLINE
-        pauses = [] if self.local else list(RETRIES)
-        while True:
+    def _retry(self, action: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        deadline = time.monotonic() + RETRY_DEADLINE
+        for delay in () if self.is_local else RETRY_DELAYS:
             try:
                 return action(*args, **kwargs)
-            except DEFINITE:
+            except NO_RETRY:
                 raise
             except Exception:
-                if not pauses or time.monotonic() > deadline:
+                if time.monotonic() > deadline:
                     raise
-            time.sleep(pauses.pop(0))
+            time.sleep(delay)
+        return action(*args, **kwargs)
 
-    def mark(self, name: str) -> None:
-        """Leaves an empty file, for other ranks to see whether they share the folder.
+    def put_marker(self, name: str) -> None:
+        """Writes an empty file by which other ranks find out whether they share the folder.
 
         Raises:
-            UserError: nothing can be written here.
+            UserError: the folder can't be written.
         """
-        try:
-            self._patiently(self.fs.makedirs, self.inside, exist_ok=True)
-            self._patiently(self.fs.pipe_file, f"{self.inside}/{name}.mark", b"")
-        except Exception as error:
-            raise UserError(
-                f"trainer.snapshot_path: {self.path} can't be written: {_words(error)}; make it writable, or "
-                "set another"
-            ) from error
+        with _raise_user_error(f"{self.path} can't be written", "make it writable, or set another"):
+            self._retry(self.fs.makedirs, self.root, exist_ok=True)
+            self._retry(self.fs.pipe_file, f"{self.root}/{name}.mark", b"")
 
-    def is_marked(self, name: str) -> bool:
-        """Whether the mark of that name is here."""
-        self.fs.invalidate_cache()
-        return self._patiently(self.fs.exists, f"{self.inside}/{name}.mark")
+    def has_marker(self, name: str) -> bool:
+        return f"{name}.mark" in self._names()
 
-    def unmark(self, name: str) -> None:
-        """Removes the mark."""
+    def remove_marker(self, name: str) -> None:
         with suppress(Exception):
-            self.fs.rm_file(f"{self.inside}/{name}.mark")
+            self.fs.rm_file(f"{self.root}/{name}.mark")
 
     def write(self, snapshot: dict[str, Any], best_step: int | None) -> str:
         """Writes a snapshot, then deletes those that are no longer kept. Returns its path.
 
         Args:
-            snapshot: what to save; its `step` names the file
+            snapshot: content; `step` determines the file's name
             best_step: step of the snapshot with the lowest validation loss
 
         Raises:
-            UserError: it can't be written. Those that were there before are untouched.
-            NotPrunedError: it is written, but older ones can't be deleted.
+            UserError: the snapshot can't be written. Existing snapshots are untouched.
+            PruneError: the snapshot is written, but older ones can't be deleted.
         """
         target = self.file(snapshot["step"])
-        content = {"format": FORMAT, **snapshot}
+        content = {"format": FORMAT_VERSION, **snapshot}
+        with _raise_user_error(f"{target} can't be written", "make room, or make it writable"):
+            if self.is_local:
+                self.fs.makedirs(self.root, exist_ok=True)
+            self._retry(self._write_and_rename if self.is_local else self._upload, content, target)
         try:
-            if self.local:
-                self.fs.makedirs(self.inside, exist_ok=True)
-            self._patiently(self._write_beside_and_rename if self.local else self._upload, content, target)
-        except Exception as error:  # torch's own writer makes a RuntimeError of a full disk, and stores have their own
-            raise UserError(
-                f"trainer.snapshot_path: {target} can't be written: {_words(error)}; make room, or make it writable"
-            ) from error
-        try:
-            self._patiently(self._prune, snapshot["step"], best_step)
+            self._retry(self._prune, snapshot["step"], best_step)
         except Exception as error:
             raise PruneError(
-                f"trainer.snapshot_path: {target} is whole, but older ones can't be deleted and stay: {_words(error)}"
+                f"trainer.snapshot_path: {target} is whole, but older ones can't be deleted and stay: {_reason(error)}"
             ) from error
         return target
 
-    def _write_beside_and_rename(self, content: dict[str, Any], target: str) -> None:
-        beside = f"{target}.{uuid.uuid4().hex}.tmp"
+    def _write_and_rename(self, content: dict[str, Any], target: str) -> None:
+        temporary = f"{target}.{uuid.uuid4().hex}.tmp"
         try:
-            with open(beside, "wb") as file:
-                _serialise(content, file)
+            with open(temporary, "wb") as file:
+                save_with_digest(content, file)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(beside, target)
+            os.replace(temporary, target)
         except BaseException:
-            with suppress(OSError):  # as much of it as was written would only take room
-                os.unlink(beside)
+            with suppress(OSError):
+                os.unlink(temporary)
             raise
-        folder = os.open(self.inside, os.O_RDONLY)
+        folder = os.open(self.root, os.O_RDONLY)
         os.fsync(folder)
         os.close(folder)
 
     def _upload(self, content: dict[str, Any], target: str) -> None:
         file = self.fs.open(target, "wb")
         try:
-            _serialise(content, file)
-            file.close()  # an object store shows an upload only now that it is complete
+            save_with_digest(content, file)
+            file.close()  # only now does an object store show the file
         except BaseException:
             with suppress(Exception):
                 file.discard()
             with suppress(AttributeError):
-                file.closed = True  # fsspec closes what is collected, which would make half a snapshot visible
+                file.closed = True  # or garbage collection would close it, and complete the upload
             raise
 
     def _prune(self, newest: int, best_step: int | None) -> None:
         # Files of later steps were found damaged when this run started. They don't count, and they stay as evidence.
         past = [step for step in self.steps() if step <= newest]
-        doomed = [f"step_{step:08d}.pt" for step in past[: -self.keep] if step != best_step]
-        torn = [name for name in self._names() if LEFT.fullmatch(name)]
-        for name in doomed + torn:
-            with suppress(FileNotFoundError):  # another machine was quicker
-                self.fs.rm_file(f"{self.inside}/{name}")
+        expired = [f"step_{step:08d}.pt" for step in past[: -self.keep] if step != best_step]
+        leftovers = [name for name in self._names() if LEFTOVER_NAME.fullmatch(name)]
+        for name in expired + leftovers:
+            with suppress(FileNotFoundError):  # another machine may have deleted it
+                self.fs.rm_file(f"{self.root}/{name}")
 
-    def newest(self, say: Callable[[str], None]) -> dict[str, Any] | None:
-        """The newest whole snapshot, or None where there is none at all.
+    def load_newest(self, report: Callable[[str], None]) -> dict[str, Any] | None:
+        """Loads the newest undamaged snapshot; returns None if there are no snapshots.
 
         Args:
-            say: is told which files are damaged, and which one is used instead
+            report: called with a message for each damaged file, and for the older file that is used instead
 
         Raises:
-            UserError: there are snapshots, and all are damaged; or the newest can't be read.
+            UserError: all snapshots are damaged, or the newest can't be read.
         """
         steps = self.steps()
         for step in reversed(steps):
-            try:
-                snapshot = self._patiently(load_snapshot, self.file(step))
-            except (DamagedSnapshotError, FileNotFoundError) as error:
-                say(f"{self.file(step)} is damaged ({error}) and skipped")
-                continue
-            except UserError:
-                raise
-            except Exception as error:  # not damaged, so an older one won't do in its place
-                raise UserError(
-                    f"trainer.snapshot_path: {self.file(step)} can't be read: {_words(error)}; make it readable, or "
-                    "move it away to go on from the one before"
-                ) from error
+            path = self.file(step)
+            with _raise_user_error(
+                f"{path} can't be read", "make it readable, or move it away to go on from the one before"
+            ):
+                try:
+                    snapshot = self._retry(load_snapshot, path)
+                except (DamagedSnapshotError, FileNotFoundError) as error:
+                    report(f"{path} is damaged ({error}) and skipped")
+                    continue
             if step != steps[-1]:
-                say(f"{self.file(step)} is used instead")
+                report(f"{path} is used instead")
             return snapshot
         if steps:
             raise UserError(
@@ -270,23 +210,33 @@ class SnapshotStorage:
 
 
 def load_snapshot(path: str) -> dict[str, Any]:
-    """Reads a snapshot onto the CPU, mapped into memory, after its digest has been checked.
+    """Verifies a snapshot's digest and loads it onto the CPU, mapped into memory.
 
     Args:
         path: file or fsspec URL
 
     Raises:
-        DamagedError: the digest does not fit, or it is no snapshot.
+        DamagedSnapshotError: the digest does not match, or the file is no snapshot.
         FileNotFoundError: there is no such file.
+        UserError: the snapshot has another format.
     """
-    with local_copy(path) as name:  # mapped files outlive their names
-        _check(name)
-        return _load(name)
+    with local_copy(path) as name:  # a mapping outlives the file's name
+        verify_digest(name)
+        try:
+            snapshot = torch.load(name, map_location="cpu", weights_only=True, mmap=True)
+        except (RuntimeError, pickle.UnpicklingError) as error:
+            raise DamagedSnapshotError(f"torch.load refuses it: {error}") from error
+    if snapshot["format"] != FORMAT_VERSION:
+        raise UserError(
+            f"{path} has format {snapshot['format']}, this program reads {FORMAT_VERSION}: take the program that "
+            "wrote it"
+        )
+    return snapshot
 
 
 @contextmanager
 def local_copy(path: str) -> Iterator[str]:
-    """The name of a local file with the bytes of this file or fsspec URL, until the context is left.
+    """Context manager that gives the name of a local file with the bytes of a file or fsspec URL.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -301,47 +251,8 @@ def local_copy(path: str) -> Iterator[str]:
         yield copy
 
 
-def _check(name: str) -> None:
-    size = os.path.getsize(name)
-    content = max(0, size - TRAILER)
-    with (
-        open(name, "rb") as file,
-        ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as cores,
-    ):  # hashing leaves the interpreter's lock alone
-
-        def chunk(start: int) -> bytes:
-            return os.pread(file.fileno(), min(CHUNK, content - start), start)
-
-        trailer = os.pread(file.fileno(), TRAILER, content)
-        mark, expected = trailer[: len(MARK)], trailer[len(MARK) :]
-        if not content or mark not in (MARK, OLD_MARK):
-            raise DamagedSnapshotError(
-                f"{size} bytes without the mark at the end: cut short, or no snapshot of this program"
-            )
-        starts, whole = range(0, content, CHUNK), hashlib.sha256()
-        parts: Iterator[bytes] = map(chunk, starts)
-        if mark == MARK:
-            parts = cores.map(lambda start: hashlib.sha256(chunk(start)).digest(), starts)
-        for part in tqdm(parts, f"reading {os.path.basename(name)}", len(starts), unit="MiB", **BAR_OPTIONS):
-            whole.update(part)
-    if whole.digest() != expected:
-        raise DamagedSnapshotError("its bytes do not match their SHA-256")
-
-
-def _load(name: str) -> dict[str, Any]:
-    try:
-        snapshot = torch.load(name, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, pickle.UnpicklingError) as error:
-        raise DamagedSnapshotError(f"torch.load refuses it: {error}") from error
-    if snapshot["format"] != FORMAT:
-        raise UserError(
-            f"{name} has format {snapshot['format']}, this program reads {FORMAT}: take the program that wrote it"
-        )
-    return snapshot
-
-
 def fingerprint(tensors: dict[str, Any]) -> str:
-    """A digest of tensors under their names, nested or not: equal for equal bits, whatever file they came in."""
+    """Returns a digest of named tensors, which may be nested; it is equal for equal names, shapes, dtypes and bits."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         value = tensors[name]

@@ -1,6 +1,8 @@
-"""What does the machine choose? Device, precision and threads: rules on hardware flags, never on a stopwatch.
+"""The choice of device, precision and threads: rules on hardware flags, never on measured time.
 
-Resuming exactly needs the same choices, so they travel in the snapshot and are kept while the hardware allows.
+Exact resume needs the same choices, so they are saved in the snapshot and kept while the hardware allows.
+
+`torch.accelerator` (PyTorch 2.13) has no names, UUIDs, bf16 flags or seeds, so branches on the type of device remain.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from mingpt.utils.errors import UserError
 
 
 def use_cuda(backend: str) -> bool:
-    """Whether ranks train on CUDA GPUs: nccl always, gloo never, auto where there are any.
+    """Returns whether ranks train on CUDA GPUs: with nccl always, with gloo never, with auto if there are any.
 
     Raises:
         UserError: nccl without a GPU.
@@ -29,22 +31,22 @@ def use_cuda(backend: str) -> bool:
 
 
 def visible_gpu_uuids(backend: str) -> list[str]:
-    """The identities of the GPUs that this process may use, whatever their numbers are here; none if it wants none."""
+    """Returns the UUIDs of the GPUs that this process may use; none if it trains on the CPU."""
     if not use_cuda(backend):
         return []
     return [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
 
 
-def choose_device(backend: str, local_rank: int, local_size: int, world_size: int) -> torch.device:
-    """The device of this rank: a GPU of its own or the CPU; Apple's GPU only for one process alone.
+def choose_device(backend: str, local_rank: int, local_world_size: int, world_size: int) -> torch.device:
+    """Returns this rank's device: a GPU of its own or the CPU; Apple's GPU only for a single process.
 
     Raises:
-        UserError: more processes on this machine than GPUs.
+        UserError: more processes on this host than GPUs.
     """
     if not use_cuda(backend):
-        apple = backend == "auto" and world_size == 1 and torch.backends.mps.is_available()
-        return torch.device("mps" if apple else "cpu")
-    processes, gpus = max(local_size, local_rank + 1), torch.cuda.device_count()
+        use_mps = backend == "auto" and world_size == 1 and torch.backends.mps.is_available()
+        return torch.device("mps" if use_mps else "cpu")
+    processes, gpus = max(local_world_size, local_rank + 1), torch.cuda.device_count()
     if processes > gpus:
         raise UserError(
             f"{processes} processes on {platform.node()}, which has {gpus} GPU(s): start at most {gpus} of them "
@@ -54,19 +56,19 @@ def choose_device(backend: str, local_rank: int, local_size: int, world_size: in
 
 
 def device_name(device: torch.device) -> str:
-    """What the banner calls the device, such as `cuda:1 (NVIDIA H200)`."""
+    """Returns the device with its model, such as `cuda:1 (NVIDIA H200)`."""
     return f"{device} ({device_kind(device)})"
 
 
 def device_kind(device: torch.device) -> str:
-    """The device's model, as far as it decides last bits, such as `NVIDIA H200` or `x86_64 AVX512`."""
+    """Returns the device's model, as far as results depend on it, such as `NVIDIA H200` or `x86_64 AVX512`."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
 
 
 def has_bf16(device: torch.device) -> tuple[bool, str]:
-    """Whether the device multiplies bfloat16 in hardware, and the reason in words.
+    """Returns whether the device multiplies bfloat16 in hardware, and the reason.
 
     On CPUs, PyTorch's own "supported" includes emulation, which is several times slower than fp32.
     """
@@ -74,38 +76,58 @@ def has_bf16(device: torch.device) -> tuple[bool, str]:
         has = torch.cuda.is_bf16_supported(including_emulation=False)
         return has, f"this GPU {'has' if has else 'has no'} bf16 hardware"
     if device.type == "cpu":
-        has = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        flags = torch.cpu.get_capabilities()
+        has = flags.get("avx512_bf16", False) or flags.get("amx_tile", False)
         return has, f"this CPU has {'' if has else 'neither '}AVX512-BF16 {'or' if has else 'nor'} AMX"
     return False, f"{device.type} trains in fp32"
 
 
-def choose_precision(wanted: str, device: torch.device, kept: str | None) -> tuple[str, str]:
-    """Precision of the matrix products, and why.
+def choose_precision(requested: str, device: torch.device, saved: str | None) -> tuple[str, str]:
+    """Returns the precision of matrix products, and the reason.
 
     Args:
-        wanted: auto, fp32, bf16 or fp16
+        requested: auto, fp32, bf16 or fp16
         device: where they run
-        kept: what the snapshot that is resumed was made with
+        saved: precision of the snapshot that training resumes from
 
     Raises:
-        UserError: fp16 elsewhere than on a CUDA GPU.
+        UserError: fp16 on another device than a CUDA GPU.
     """
-    if wanted == "fp16" and device.type != "cuda":
+    if requested == "fp16" and device.type != "cuda":
         raise UserError(
             f"trainer.precision is fp16, which needs a CUDA GPU; on {device.type} set it to auto, fp32 or bf16"
         )
-    hardware, words = has_bf16(device)
-    if wanted != "auto":
-        slow = f", and {words}: emulated, slow" if wanted == "bf16" and not hardware else ""
-        return wanted, f"as asked{slow}"
-    if kept == "fp32" or (kept == "bf16" and hardware) or (kept == "fp16" and device.type == "cuda"):
-        return kept, "auto: kept from the snapshot"
-    changed = f"; the snapshot was made in {kept}, so the last bits will differ" if kept else ""
-    return ("bf16" if hardware else "fp32"), f"auto: {words}{changed}"
+    hardware, reason = has_bf16(device)
+    if requested != "auto":
+        slow = f", and {reason}: emulated, slow" if requested == "bf16" and not hardware else ""
+        return requested, f"as asked{slow}"
+    if saved == "fp32" or (saved == "bf16" and hardware) or (saved == "fp16" and device.type == "cuda"):
+        return saved, "auto: kept from the snapshot"
+    changed = f"; the snapshot was made in {saved}, so the last bits will differ" if saved else ""
+    return ("bf16" if hardware else "fp32"), f"auto: {reason}{changed}"
+
+
+def choose_threads(requested: int | str, local_world_size: int, saved: int | None) -> tuple[int, str]:
+    """Returns the number of CPU threads of this rank, and the reason.
+
+    Args:
+        requested: a number, or auto
+        local_world_size: number of ranks on this host
+        saved: threads of the snapshot that training resumes from, if the number of ranks is the same
+    """
+    if isinstance(requested, int):
+        return requested, "as asked"
+    if saved is not None:
+        return saved, "auto: kept from the snapshot"
+    threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]  # a list has a number for each level of nesting
+    if threads.isdecimal() and int(threads):
+        return int(threads), "auto: OMP_NUM_THREADS"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // local_world_size), f"auto: {cores} cores / {local_world_size} ranks"
 
 
 def check_compiler(device: torch.device) -> None:
-    """Makes sure that there is what torch.compile makes kernels with.
+    """Checks that torch.compile finds the compiler that it needs.
 
     Raises:
         UserError: there is no C++ compiler (CPU) or no Triton (GPU).
@@ -122,25 +144,25 @@ def check_compiler(device: torch.device) -> None:
         )
 
 
-def memory_per_rank(device: torch.device, local_size: int) -> int:
-    """Bytes of memory that a rank may fill: its GPU's, or its share of the machine's as far as this job may use it."""
+def memory_per_rank(device: torch.device, local_world_size: int) -> int:
+    """Returns the bytes that a rank may use: its GPU's, or its share of the host's memory or of its cgroup's limit."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")
-    words = limit.read_text().strip() if limit.exists() else ""
-    return min(machine, int(words) if words.isdecimal() else machine) // local_size
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    file = Path("/sys/fs/cgroup/memory.max")
+    limit = file.read_text().strip() if file.exists() else ""
+    return min(memory, int(limit) if limit.isdecimal() else memory) // local_world_size
 
 
 def set_deterministic(device: torch.device) -> None:
-    """Makes a CUDA GPU choose kernels that add in the same order each time; on CPUs all that are used here do."""
+    """Selects deterministic kernels on a CUDA GPU; on CPUs, all kernels that training uses are."""
     if device.type == "cuda":
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS's condition, per PyTorch's notes on reproducibility
         torch.use_deterministic_algorithms(True)
 
 
 def seed_device(device: torch.device, seed: int) -> None:
-    """Seeds the device's own generator; torch.manual_seed does all devices', in 0.1 ms."""
+    """Seeds the device's own generator; torch.manual_seed would seed all devices', in 0.1 ms."""
     if device.type == "cpu":
         torch.default_generator.manual_seed(seed)
     else:
@@ -148,30 +170,11 @@ def seed_device(device: torch.device, seed: int) -> None:
 
 
 def tune_malloc() -> None:
-    """Lets glibc keep what a step has freed for the next step, instead of asking Linux for it page by page each time.
+    """Makes glibc keep freed memory for the next step, instead of returning it to Linux and faulting pages in again.
 
-    Steps of models from 192 wide on took 7% longer without (measured). Other C libraries go on as they do.
+    Without it, steps of models at least 192 wide took 7% longer (measured). Other C libraries are left alone.
     """
     if platform.libc_ver()[0] == "glibc":
         c_library = ctypes.CDLL(None)
         c_library.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD, bytes; malloc.h has the numbers
         c_library.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD, bytes
-
-
-def choose_threads(wanted: int | str, local_size: int, kept: int | None) -> tuple[int, str]:
-    """CPU threads of this rank, and why.
-
-    Args:
-        wanted: a number, or auto
-        local_size: ranks on this machine
-        kept: what the snapshot that is resumed was made with, if the number of ranks is the same
-    """
-    if isinstance(wanted, int):
-        return wanted, "as asked"
-    if kept is not None:
-        return kept, "auto: kept from the snapshot"
-    threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]  # a list has one number for each level of nesting
-    if threads.isdecimal() and int(threads):
-        return int(threads), "auto: OMP_NUM_THREADS"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // local_size), f"auto: {cores} cores / {local_size} ranks"

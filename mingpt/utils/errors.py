@@ -1,13 +1,13 @@
-"""What ends a run with one message instead of a traceback?"""
+"""Errors that end a run with one message and no traceback."""
 
 
 class UserError(Exception):
-    """A mistake in yaml, data or snapshot: told in one message without a traceback, exit status 2."""
+    """A mistake in yaml, data or snapshot; exit status 2."""
 
 
 class PeerError(Exception):
-    """Another rank, or what ranks meet at, is gone: told in one message without a traceback, exit status 1."""
+    """Another rank, or the store that ranks meet at, is gone; exit status 1."""
 
 
 class StoreUnreachableError(PeerError):
-    """What ranks meet at is gone."""
+    """The store that ranks meet at is gone."""

@@ -1,115 +1,153 @@
-"""What is recorded of a run? metrics.jsonl for programs, events for TensorBoard; the screen is told of each row."""
+"""A run's metrics: metrics.jsonl for programs, events for TensorBoard, and lines on the screen."""
 
 from __future__ import annotations
 
 import json
 import os
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from textwrap import indent
 from typing import Any
 
 from mingpt.utils.errors import UserError
-from mingpt.utils.progress import ProgressLine, complain, say
+from mingpt.utils.logging import logger
+from mingpt.utils.progress import ProgressLine
 
-CURVES = ("loss", "learning_rate", "grad_norm", "tokens_per_second", "world_size", "val_loss")
+SCALARS = ("loss", "learning_rate", "grad_norm", "tokens_per_second", "world_size", "val_loss")
 
 
-class Metrics:
-    """The run's record in metrics.jsonl and TensorBoard's events, and its progress on the screen.
+class MetricsLogger:
+    """Writes metrics.jsonl and TensorBoard's events, and shows the run's progress.
 
     Args:
         folder: the run folder
-        step: the step that training goes on from; rows of later ones, and a torn last row, are removed
-        last_step: the step that it ends with
+        step: the step that training continues from; rows of later steps, and a torn last row, are removed
+        last_step: the step that training ends with
 
     Raises:
         UserError: the files can't be written.
     """
 
     def __init__(self, folder: Path, step: int, last_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - who reads rows alone need not wait for torch
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - importing torch is slow, for read_metrics
 
         file = folder / "metrics.jsonl"
         try:
-            _forget_after(file, step)
+            _remove_rows_after(step, file)
             self.descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-            self.events = SummaryWriter(str(folder), purge_step=step + 1)  # TensorBoard hides what a kill undid
+            self.events = SummaryWriter(str(folder), purge_step=step + 1)  # TensorBoard hides the steps of a kill
         except OSError as error:
             raise UserError(
                 f"trainer.run_dir: {file} can't be written: {error.strerror}; make it writable, or set another"
             ) from error
         self.line = ProgressLine(step, last_step)
 
-    def row(self, event: str, step: int, **values: Any) -> None:
-        """Appends one row; it is one write, so that a kill leaves at most one torn row, the last."""
-        line = json.dumps({"event": event, "step": step, "time": time.time(), **values})
+    def log(self, event: str, step: int, **values: Any) -> None:
+        """Appends a row. It is a single write, so that a kill leaves at most one torn row, the last."""
+        row = json.dumps({"event": event, "step": step, "time": time.time(), **values})
         try:
-            os.write(self.descriptor, line.encode() + b"\n")
-            for name in CURVES:
+            os.write(self.descriptor, row.encode() + b"\n")
+            for name in SCALARS:
                 if values.get(name) is not None and event in ("train", "eval"):
                     self.events.add_scalar(name, values[name], step)
             if event == "sample":
-                self.events.add_text("sample", indent(values["text"], "    "), step)  # as it is, in markdown
+                self.events.add_text("sample", indent(values["text"], "    "), step)  # verbatim, in markdown
         except OSError as error:
-            complain(f"step {step}: trainer.run_dir: metrics can't be written: {error}; training goes on")
+            logger.warning(f"step {step}: trainer.run_dir: metrics can't be written: {error}; training continues")
 
     def advance(self, step: int) -> None:
         """Moves the live line to a finished step."""
         self.line.advance(step)
 
-    def train(self, step: int, **values: float | int) -> None:
-        """Records and shows a step's loss and speed."""
-        self.row("train", step, **values)
-        line = self.line
-        line.told |= {"loss": f"loss {values['loss']:.3f}", "speed": f"{_short(values['tokens_per_second'])} tok/s"}
+    def log_train(self, step: int, **values: float | int) -> None:
+        """Writes and shows a step's loss and speed."""
+        self.log("train", step, **values)
+        line, loss, speed = self.line, values["loss"], values["tokens_per_second"]
+        line.fields |= {"loss": f"loss {loss:.3f}", "speed": f"{_format_short(speed)} tok/s"}
         if line.disable:
-            say(
-                f"step {step:>{len(str(line.last))}}/{line.last}  loss {values['loss']:.4f}  "
+            logger.info(
+                f"step {step:>{len(str(line.last_step))}}/{line.last_step}  loss {loss:.4f}  "
                 f"lr {values['learning_rate']:.2e}  grad_norm {values['grad_norm']:.2f}  "
-                f"{values['tokens_per_second']:,.0f} tokens/s  {line.left()} left"
+                f"{speed:,.0f} tokens/s  {line.time_left()} left"
             )
         line.refresh()
 
-    def evaluation(self, step: int, val_loss: float, seconds: float) -> None:
-        """Records and shows a validation loss."""
-        self.row("eval", step, val_loss=val_loss)
-        self.line.told["val"] = f"val {val_loss:.3f}"
-        say(f"step {step}: validation loss {val_loss:.4f} nats per character ({seconds:.1f} s)")
+    def log_eval(self, step: int, val_loss: float, seconds: float) -> None:
+        """Writes and shows a validation loss."""
+        self.log("eval", step, val_loss=val_loss)
+        self.line.fields["val"] = f"val {val_loss:.3f}"
+        logger.info(f"step {step}: validation loss {val_loss:.4f} nats per character ({seconds:.1f} s)")
 
-    def sample(self, step: int, text: str) -> None:
-        """Records and shows what the model writes; what would move the cursor is left out."""
-        self.row("sample", step, text=text)
+    def log_sample(self, step: int, text: str) -> None:
+        """Writes and shows generated text; characters that would move the cursor are replaced."""
+        self.log("sample", step, text=text)
         shown = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
-        say(f"step {step} writes:\n{indent(shown.strip(), '    ')}")
+        logger.info(f"step {step} writes:\n{indent(shown.strip(), '    ')}")
 
-    def snapshot(self, step: int, **values: Any) -> None:
-        """Records what came of a snapshot: path and val_loss, or error."""
-        self.row("snapshot", step, **values)
+    def log_snapshot(self, step: int, **values: Any) -> None:
+        """Writes the result of a save: path and val_loss, or error."""
+        self.log("snapshot", step, **values)
         if "path" in values:
             self.line.saved_at = time.monotonic()
 
     def close(self) -> None:
-        """Leaves the line as it is and closes the files."""
+        """Leaves the live line as it is and closes the files."""
         self.line.close()
-        with suppress(OSError):  # of which each row has told
+        with suppress(OSError):  # each row has warned of it
             self.events.close()
         os.close(self.descriptor)
 
 
-class NullMetrics(Metrics):
-    """What ranks other than the first have: the same methods, and nothing happens."""
+class NullMetricsLogger(MetricsLogger):
+    """Does nothing, on ranks other than 0."""
 
-    def __init__(self) -> None:
-        quiet: Callable[..., None] = lambda *arguments, **values: None  # noqa: E731
-        self.row = self.advance = self.train = self.evaluation = quiet  # type: ignore[method-assign]
-        self.sample = self.snapshot = self.close = quiet  # type: ignore[method-assign]
+    def __init__(self) -> None: ...
+
+    def _ignore(self, *args: Any, **kwargs: Any) -> None: ...
+
+    log = advance = log_train = log_eval = log_sample = log_snapshot = close = _ignore
 
 
-def _short(number: float) -> str:
-    """Three digits and k, M or G."""
+class StepTimer:
+    """Measures throughput without pauses.
+
+    Args:
+        samples: number of samples before the first step
+    """
+
+    def __init__(self, samples: int) -> None:
+        self.started = self.since = time.perf_counter()
+        self.samples = samples
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the start, pauses included."""
+        return time.perf_counter() - self.started
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Excludes the time of its block, such as evaluation, from throughput."""
+        paused = time.perf_counter()
+        yield
+        self.since += time.perf_counter() - paused
+
+    def tokens_per_second(self, samples: int, tokens_per_sample: int) -> float:
+        """Returns the average rate since the last call.
+
+        Args:
+            samples: number of samples so far
+            tokens_per_sample: length of a sample
+        """
+        now = time.perf_counter()
+        rate = (samples - self.samples) * tokens_per_sample / (now - self.since)
+        self.since, self.samples = now, samples
+        return rate
+
+
+def _format_short(number: float) -> str:
+    """Formats three digits and k, M or G."""
     for power, letter in ((9, "G"), (6, "M"), (3, "k")):
         if number >= 10**power:
             return f"{number / 10**power:.3g}{letter}"
@@ -117,7 +155,7 @@ def _short(number: float) -> str:
 
 
 def read_metrics(file: Path) -> tuple[list[dict[str, Any]], int]:
-    """The rows of a metrics.jsonl, and how many of its lines are none; a torn last one is left out and not counted.
+    """Returns the rows of a metrics.jsonl, and how many other lines it has; a torn last one is not counted.
 
     Raises:
         OSError: the file can't be read.
@@ -138,11 +176,11 @@ def read_metrics(file: Path) -> tuple[list[dict[str, Any]], int]:
     return rows, others
 
 
-def _forget_after(file: Path, step: int) -> None:
-    """Rewrites metrics.jsonl without rows of later steps and without a torn one, beside it and renamed."""
+def _remove_rows_after(step: int, file: Path) -> None:
+    """Rewrites metrics.jsonl without rows of later steps and without a torn one; writes a new file and renames it."""
     if not file.exists():
         return
     rows, _ = read_metrics(file)
-    beside = file.with_name(f"{file.name}.tmp")
-    beside.write_text("".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step))
-    os.replace(beside, file)
+    temporary = file.with_name(f"{file.name}.tmp")
+    temporary.write_text("".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step))
+    os.replace(temporary, file)

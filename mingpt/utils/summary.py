@@ -1,8 +1,11 @@
-"""Tables logged at the start of a run."""
+"""Texts logged at the start and at the end of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -56,3 +59,32 @@ def run_summary(
         "from the newest",
     }
     return "\n".join(ranks + [f"{name:<10} {text}" for name, text in rows.items()])
+
+
+def resume_summary(
+    header: Mapping[str, Any], file: str, text_sha256: str, hardware: str, learning_rate: float
+) -> Iterator[str]:
+    """Lines that name the snapshot, and what has changed since it was saved.
+
+    Args:
+        header: the snapshot
+        file: its path
+        text_sha256, hardware, learning_rate: those of this run at the snapshot's step
+    """
+    yield f"resuming from {file}"
+    if (then := header["text_sha256"]) != text_sha256:
+        yield f"the text has changed: its SHA-256 is {then} in the snapshot, {text_sha256} now"
+    if (then := header["choices"].get("hardware")) != hardware:
+        yield f"the hardware has changed: {then} made the snapshot, {hardware} resumes it, and last bits may differ"
+    if not math.isclose(then := header["learning_rate"], learning_rate, rel_tol=1e-6):
+        yield f"the learning rate of step {header['step']} was {then:.3g}, by the yaml it is now {learning_rate:.3g}"
+
+
+def next_commands(snapshot: str, run_dir: str) -> str:
+    """Commands to try on a finished run."""
+    snapshot = shlex.quote(snapshot)
+    return (
+        f"to sample:  python sample.py --snapshot {snapshot}\n"
+        f"to plot:    python plot.py {shlex.quote(run_dir)}\n"
+        f"to export:  python export.py --snapshot {snapshot} --out FOLDER"
+    )

@@ -1,0 +1,62 @@
+"""Choices that determine the last bits of a run: rules on hardware flags, saved in the snapshot and kept on resume."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from mingpt.config import TrainerConfig
+from mingpt.utils.device import choose_precision, choose_threads, device_kind, set_deterministic
+
+
+class Numerics(NamedTuple):
+    """What was chosen.
+
+    Args:
+        precision: fp32, bf16 or fp16
+        threads: CPU threads of this rank
+        choices: the same with world size and hardware, for the snapshot
+        reasons: rows for the summary at the start
+    """
+
+    precision: str
+    threads: int
+    choices: dict[str, Any]
+    reasons: dict[str, str]
+
+
+def choose_numerics(
+    cfg: TrainerConfig,
+    device: torch.device,
+    world_size: int,
+    local_world_size: int,
+    one_thread: bool,
+    previous: dict[str, Any],
+) -> Numerics:
+    """Chooses precision and threads, and applies threads and `deterministic`.
+
+    Args:
+        cfg: the trainer section
+        device: of this rank
+        world_size, local_world_size: ranks, and ranks on this machine
+        one_thread: the strategy needs one thread per rank
+        previous: the choices in the snapshot, or empty
+
+    Raises:
+        UserError: the device does not support the precision.
+    """
+    threads, threads_reason = 1, "reduction: tree"
+    if not one_thread:  # otherwise only the same number of ranks can repeat the bits
+        kept = previous["threads"] if previous.get("world_size") == world_size else None
+        threads, threads_reason = choose_threads(cfg.threads, local_world_size, kept)
+    precision, reason = choose_precision(cfg.precision, device, previous.get("precision"))
+    torch.set_num_threads(threads)
+    if cfg.deterministic:
+        set_deterministic(device)
+    return Numerics(
+        precision,
+        threads,
+        {"precision": precision, "threads": threads, "world_size": world_size, "hardware": device_kind(device)},
+        {"precision": f"{precision} ({reason})", "threads": f"{threads} per rank ({threads_reason})"},
+    )
