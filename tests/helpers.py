@@ -1,4 +1,4 @@
-"""Helpers of the tests: small runs, the real program, N processes that form a gloo group, contents of a run folder."""
+"""Helpers of all tests: small runs, the real program, N processes that form a gloo group, contents of a run folder."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from trainer import Trainer
 
 ROOT = Path(__file__).parent.parent
 
-# A shell's background job has Ctrl-C ignored, and so would have all that the tests start.
+# A background job of a shell ignores SIGINT, and processes that tests start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A run small enough for tests: 7,056 parameters, windows of 16, shares that are uneven on 2 and 3 ranks, dropout on.
-SMALL = {
+SMALL_CONFIG = {
     "data.block_size": 16,
     "model.n_layer": 2,
     "model.n_head": 2,
@@ -58,9 +58,9 @@ SMALL = {
     "distributed.timeout_seconds": 60,
 }
 
-# Children start as forks of one server that has imported all once, and done what each would do first.
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(
+# Children are forks of one server, which has imported everything once.
+FORKSERVER = multiprocessing.get_context("forkserver")
+FORKSERVER.set_forkserver_preload(
     [
         "torch",
         "torch._dynamo",
@@ -81,15 +81,15 @@ def write_text(path: Path, size: int = 3000) -> Path:
     return path
 
 
-def arguments(run_dir: Path, text: Path | str, **changes: Any) -> list[str]:
-    """The command line of a small run; changes are `trainer__max_steps=3`."""
-    knobs = SMALL | {"trainer.run_dir": run_dir, "data.path": text}
-    knobs |= {name.replace("__", "."): value for name, value in changes.items()}
-    return [word for name, value in knobs.items() for word in (f"--{name}", "null" if value is None else str(value))]
+def run_args(run_dir: Path, text: Path | str, **changes: Any) -> list[str]:
+    """The command line of a small run; changes are written like `trainer__max_steps=3`."""
+    values = SMALL_CONFIG | {"trainer.run_dir": run_dir, "data.path": text}
+    values |= {name.replace("__", "."): value for name, value in changes.items()}
+    return [word for name, value in values.items() for word in (f"--{name}", "null" if value is None else str(value))]
 
 
-def environment(**changes: str) -> dict[str, str]:
-    """This process's environment without what a launcher may have set."""
+def clean_env(**changes: str) -> dict[str, str]:
+    """This process's environment without a launcher's variables."""
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
     mine = {k: v for k, v in os.environ.items() if k not in launcher and not k.startswith(("SLURM_", "OMPI_"))}
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -97,7 +97,7 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A port that nobody listens at, and that the system hands to nobody else: those are above 32767."""
+    """A port that is free, and that the system assigns to no other socket: those are above 32767."""
     while True:
         port = random.SystemRandom().randrange(10000, 30000)
         with socket.socket() as trial, suppress(OSError):
@@ -105,20 +105,20 @@ def free_port() -> int:
             return port
 
 
-def program(*argv: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess:
+def run_program(*argv: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess:
     """Runs a program of this repository to its end."""
     command = [sys.executable, *(str(ROOT / word) if word.endswith(".py") else word for word in argv)]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=240, cwd=cwd, env=environment(**env), check=False
+        command, capture_output=True, text=True, timeout=240, cwd=cwd, env=clean_env(**env), check=False
     )
 
 
 @contextmanager
-def start(argv: list[str], *launcher: str, **env: str) -> Iterator[subprocess.Popen]:
+def start_main(argv: list[str], *launcher: str, **env: str) -> Iterator[subprocess.Popen]:
     """Starts main.py, as `python LAUNCHER main.py ARGV`, and ends it if the block does not."""
     command = [sys.executable, *launcher, str(ROOT / "main.py"), *argv]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(**env)
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=clean_env(**env)
     ) as process:
         try:
             yield process
@@ -128,27 +128,27 @@ def start(argv: list[str], *launcher: str, **env: str) -> Iterator[subprocess.Po
                 process.communicate(timeout=60)
 
 
-def on_terminal(
+def run_on_terminal(
     *argv: str | Path,
     columns: int = 80,
     watch: Callable[[subprocess.Popen, int, bytes], None] = lambda process, master, raw: None,
     **env: str,
 ) -> tuple[int, str]:
-    """Runs a program of this repository on a terminal of its own; exit status, and all that it wrote there.
+    """Runs a program of this repository on a terminal of its own; returns its exit status and its output.
 
-    `watch` is called with the process, the terminal's other end and all so far, whenever the program has written.
+    `watch` is called with the process, the terminal's other end and all output so far, whenever there is more.
     """
     master, slave = pty.openpty()
     set_columns(slave, columns)
     raw = b""
     command = [sys.executable, *(ROOT / word if str(word).endswith(".py") else word for word in argv)]
-    with subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=environment(**env)) as process:
+    with subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=clean_env(**env)) as process:
         os.close(slave)
         try:
             while part := os.read(master, 65536):
                 raw += part
                 watch(process, master, raw)
-        except OSError:  # how Linux says that nobody has the other end any more
+        except OSError:  # on Linux, when no process has the other end open
             pass
         os.close(master)
         return process.wait(60), raw.decode(errors="replace")
@@ -158,69 +158,75 @@ def set_columns(terminal: int, columns: int) -> None:
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
 
 
-def ranks(
-    number: int,
+def run_ranks(
+    world_size: int,
     body: Callable[..., Any],
     *args: Any,
     tmp_path: Path,
-    patience: float = 120,
-    gone: int | None = None,
+    timeout: float = 120,
+    lost_rank: int | None = None,
 ) -> list[Any]:
-    """Runs `body(*args)` on `number` processes that know each other by RANK and a file; returns results by rank.
+    """Runs `body(*args)` on `world_size` processes, with RANK and a rendezvous file; returns their results by rank.
 
-    A body that raises fails the test with that rank's traceback; one that hangs for so many seconds is killed. The
-    rank `gone` kills or stops itself, and has None for a result.
+    A body that raises fails the test with that rank's traceback; one that takes longer than `timeout` seconds is
+    killed. The rank `lost_rank` kills or stops itself; its result is None.
     """
-    meeting = tmp_path / f"meeting-{time.monotonic_ns()}"
-    results = PROCESSES.SimpleQueue()
+    rendezvous_file = tmp_path / f"rendezvous-{time.monotonic_ns()}"
+    queue = FORKSERVER.SimpleQueue()
     processes = [
-        PROCESSES.Process(target=_rank, args=(results, rank, number, meeting, environment(), body, args))
-        for rank in range(number)
+        FORKSERVER.Process(target=_rank, args=(queue, rank, world_size, rendezvous_file, clean_env(), body, args))
+        for rank in range(world_size)
     ]
     for process in processes:
         process.start()
-    deadline = time.monotonic() + patience
-    for rank in sorted(range(number), key=lambda rank: rank == gone):
-        if rank != gone:
+    deadline = time.monotonic() + timeout
+    for rank in sorted(range(world_size), key=lambda rank: rank == lost_rank):
+        if rank != lost_rank:
             processes[rank].join(max(0.1, deadline - time.monotonic()))
         if processes[rank].is_alive():
             processes[rank].kill()
             processes[rank].join()
-    found = {}
-    while not results.empty():
-        rank, value, failure = results.get()
-        assert failure is None, f"rank {rank} of {number}:\n{failure}"
-        found[rank] = value
-    ends = {rank: process.exitcode for rank, process in enumerate(processes) if rank not in found | {gone: None}}
-    assert not ends, f"ranks died or hung, with these exit codes (-9: killed for hanging): {ends}"
-    return [found.get(rank) for rank in range(number)]
+    results = {}
+    while not queue.empty():
+        rank, value, failure = queue.get()
+        assert failure is None, f"rank {rank} of {world_size}:\n{failure}"
+        results[rank] = value
+    ends = {rank: process.exitcode for rank, process in enumerate(processes) if rank not in results | {lost_rank: None}}
+    assert not ends, f"ranks died or hung, with these exit codes (-9: killed after the timeout): {ends}"
+    return [results.get(rank) for rank in range(world_size)]
 
 
 def _rank(
-    results: Any, rank: int, number: int, meeting: Path, env: dict[str, str], body: Callable[..., Any], args: tuple
+    queue: Any,
+    rank: int,
+    world_size: int,
+    rendezvous_file: Path,
+    env: dict[str, str],
+    body: Callable[..., Any],
+    args: tuple,
 ) -> None:
-    os.environ.clear()  # the server's, of when the first test began
+    os.environ.clear()  # the server has the variables of the first test
     os.environ.update(env)
-    if number > 1:
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(number))
-    os.environ["TEST_INIT_METHOD"] = f"file://{meeting}"
+    if world_size > 1:
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ["TEST_INIT_METHOD"] = f"file://{rendezvous_file}"
     try:
-        results.put((rank, body(*args), None))
+        queue.put((rank, body(*args), None))
     except BaseException:
-        results.put((rank, None, traceback.format_exc()))
+        queue.put((rank, None, traceback.format_exc()))
 
 
-def train(*argv: str) -> int:
-    """For `ranks`: one training run in this process, which meets the others at a file."""
+def train_main(*argv: str) -> int:
+    """For `run_ranks`: runs main.py in this process; returns the exit status."""
     from main import run
 
     return run([*argv, "--distributed.init_method", os.environ["TEST_INIT_METHOD"]])
 
 
 def run_captured(*argv: str) -> tuple[int, str, str]:
-    """For `ranks`: exit status, stdout and stderr of a run."""
+    """For `run_ranks`: runs main.py in this process; returns exit status, stdout and stderr of a run."""
     with redirect_stdout(io.StringIO()) as stdout, redirect_stderr(io.StringIO()) as stderr:
-        status = train(*argv)
+        status = train_main(*argv)
     return status, stdout.getvalue(), stderr.getvalue()
 
 
@@ -228,21 +234,21 @@ V, T = 11, 8
 NO_DROPOUT: dict[str, Any] = {"model__dropout": 0.0, "optimizer__decay_steps": 12}
 
 
-def rows(run_dir: Path, event: str = "train") -> list[dict]:
-    """A line that is being written yet is left out."""
+def read_rows(run_dir: Path, event: str = "train") -> list[dict]:
+    """The complete rows of metrics.jsonl with this event."""
     found, others = read_metrics(run_dir / "metrics.jsonl")
     assert not others
     return [row for row in found if row["event"] == event]
 
 
-def newest(run_dir: Path) -> dict:
-    snapshot = SnapshotStorage(str(run_dir / "snapshots"), keep=9).newest(print)
+def newest_snapshot(run_dir: Path) -> dict:
+    snapshot = SnapshotStorage(str(run_dir / "snapshots"), keep=9).load_newest(print)
     assert snapshot is not None
     return snapshot
 
 
-def assert_same_bits(one: Path, other: Path) -> None:
-    a, b = newest(one), newest(other)
+def assert_equal_snapshots(one: Path, other: Path) -> None:
+    a, b = newest_snapshot(one), newest_snapshot(other)
     assert a["step"] == b["step"]
     for name, weight in a["model"].items():
         assert torch.equal(weight, b["model"][name]), name
@@ -250,20 +256,20 @@ def assert_same_bits(one: Path, other: Path) -> None:
             assert torch.equal(value, b["optimizer"][name][key]), (name, key)
 
 
-def curve(run_dir: Path) -> list[tuple[int, float]]:
-    return [(row["step"], row["loss"]) for row in rows(run_dir)]
+def loss_curve(run_dir: Path) -> list[tuple[int, float]]:
+    return [(row["step"], row["loss"]) for row in read_rows(run_dir)]
 
 
 def wait_for_step(run_dir: Path, step: int) -> None:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        if (run_dir / "metrics.jsonl").exists() and any(row["step"] >= step for row in rows(run_dir)):
+        if (run_dir / "metrics.jsonl").exists() and any(row["step"] >= step for row in read_rows(run_dir)):
             return
         time.sleep(0.02)
     raise AssertionError(f"step {step} not reached in 60 s")
 
 
-def workers(agent: int) -> list[int]:
+def worker_pids(agent: int) -> list[int]:
     """Process ids of an agent's workers, by local rank."""
     children = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
     environments = {int(pid): Path(f"/proc/{pid}/environ").read_text().split("\0") for pid in children}
@@ -273,34 +279,34 @@ def workers(agent: int) -> list[int]:
     )
 
 
-def small(seed: int = 0, **changes: Any) -> GPT:
+def small_gpt(seed: int = 0, **changes: Any) -> GPT:
     torch.manual_seed(seed)
     return GPT(GPTConfig(**{"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": V, "block_size": T} | changes))
 
 
-def lively(**changes: Any) -> GPT:
-    """A model with strong opinions, in float64: a fresh one repeats its last character, and near ties hide mistakes."""
-    model = small(seed=3, **changes).double()
+def random_gpt(**changes: Any) -> GPT:
+    """A model with large weights in float64: a fresh one repeats its last character, and near ties hide mistakes."""
+    model = small_gpt(seed=3, **changes).double()
     for name, parameter in model.named_parameters():
         if "ln_" not in name:
             nn.init.normal_(parameter, std=1.0 if parameter.dim() == 2 else 0.2)
     return model
 
 
-def characters(*shape: int, seed: int = 1, vocab_size: int = V) -> Tensor:
+def random_tokens(*shape: int, seed: int = 1, vocab_size: int = V) -> Tensor:
     return torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(seed))
 
 
-LARGE = {"data__block_size": 32, "model__n_layer": 4, "model__n_head": 8, "model__n_embd": 512}
+LARGE_CONFIG = {"data__block_size": 32, "model__n_layer": 4, "model__n_head": 8, "model__n_embd": 512}
 
 
-KINDS = ("parameters", "gradients", "optimizer")
+MEMORY_KINDS = ("parameters", "gradients", "optimizer")
 
 
 @contextmanager
-def open_trainer(*argv: str, meeting: Any = "") -> Iterator[Trainer]:
-    """A trainer in this process, one of those that `ranks` started; its words are swallowed."""
-    config = read_config([*argv, "--distributed.init_method", f"{os.environ['TEST_INIT_METHOD']}-{meeting}"])
+def open_trainer(*argv: str, rendezvous: Any = "") -> Iterator[Trainer]:
+    """For `run_ranks`: a trainer in this process, without its output. `rendezvous` tells several in a test apart."""
+    config = read_config([*argv, "--distributed.init_method", f"{os.environ['TEST_INIT_METHOD']}-{rendezvous}"])
     with (
         init_distributed(config.distributed) as context,
         redirect_stdout(io.StringIO()),
@@ -309,21 +315,20 @@ def open_trainer(*argv: str, meeting: Any = "") -> Iterator[Trainer]:
         yield Trainer(config, context)
 
 
-def losses(made: Trainer, steps: int) -> list[float]:
-    """The whole batch's mean loss in each of so many steps."""
-    return [made.state.strategy.mean(made.train_step()[0]).item() for _ in range(steps)]
+def train_losses(trainer: Trainer, steps: int) -> list[float]:
+    """Trains so many steps; returns the mean loss over the batch of each."""
+    return [trainer.strategy.mean_loss(trainer.train_step()[0]).item() for _ in range(steps)]
 
 
-def curves(folder: Path, combinations: list[dict[str, Any]], steps: int) -> list[list[float]]:
-    """For `ranks`: the losses of each combination of knobs."""
-    found = []
-    for i, knobs in enumerate(combinations):
-        argv = arguments(folder / f"{os.environ.get('WORLD_SIZE')}-{i}", folder / "text.txt", **NO_DROPOUT, **knobs)
-        with open_trainer(*argv, meeting=i) as made:
-            found.append(losses(made, steps))
-    return found
+def train_curves(folder: Path, changes: list[dict[str, Any]], steps: int) -> list[list[float]]:
+    """For `run_ranks`: the losses of a run with each of these changes."""
+    curves = []
+    for i, change in enumerate(changes):
+        argv = run_args(folder / f"{os.environ.get('WORLD_SIZE')}-{i}", folder / "text.txt", **NO_DROPOUT, **change)
+        with open_trainer(*argv, rendezvous=i) as trainer:
+            curves.append(train_losses(trainer, steps))
+    return curves
 
 
-def deviation(one: list[float], other: list[float]) -> float:
-    """The largest relative difference between two curves."""
-    return max(abs(a - b) / abs(b) for a, b in zip(one, other, strict=True))
+def max_relative_error(found: list[float], expected: list[float]) -> float:
+    return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))

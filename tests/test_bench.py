@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import program
+from helpers import run_program
 
 from bench import rows, run
 from benchmarks import cases, harness
@@ -85,7 +85,7 @@ def bench(tmp_path: Path, one_thread: None) -> Bench:
     """A bench of tiny shapes, a short text and one pair, with clones of both others."""
     (tmp_path / "model.py").write_text(MODEL)
     (tmp_path / "char_dataset.py").write_text(DATASET)
-    made = Bench(DistributedContext(RankInfo()), tmp_path, TINY, tmp_path, tmp_path, pairs=1, patience=0.0)
+    made = Bench(DistributedContext(RankInfo()), tmp_path, TINY, tmp_path, tmp_path, pairs=1, timeout=0.0)
     made.text.write_text(made.text.read_text()[:50_000])
     return made
 
@@ -225,7 +225,7 @@ def test_shapes_are_words() -> None:
     ("name", "count"), [("ranks", 2), ("reduction", 2), ("strategies", 6), ("pipeline", 4), ("compile", 3)]
 )
 def test_the_program_measures_what_takes_other_ranks_or_a_compiler(name: str, count: int) -> None:
-    done = program("bench.py", name, "--json", *TINY, "--model.n_layer", "2")
+    done = run_program("bench.py", name, "--json", *TINY, "--model.n_layer", "2")
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(found) == count, done.stdout

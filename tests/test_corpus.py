@@ -13,7 +13,7 @@ import fsspec
 import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from helpers import ROOT, environment
+from helpers import ROOT, clean_env
 
 from mingpt import corpus
 from mingpt.corpus import Corpus, encode_corpus
@@ -177,6 +177,6 @@ def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
             "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
         )
         argv = [sys.executable, "-c", script, str(tmp_path / "text.txt"), str(tmp_path / f"cache{megabytes}")]
-        done = subprocess.run(argv, capture_output=True, text=True, env=environment(), cwd=ROOT, check=True)
+        done = subprocess.run(argv, capture_output=True, text=True, env=clean_env(), cwd=ROOT, check=True)
         peaks.append(int(done.stdout))
     assert peaks[1] < peaks[0] + 30_000  # kilobytes

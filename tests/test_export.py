@@ -12,7 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import arguments, assert_same_bits, newest, program, ranks, rows, run_captured, train, write_text
+from helpers import (
+    assert_equal_snapshots,
+    newest_snapshot,
+    read_rows,
+    run_args,
+    run_captured,
+    run_program,
+    run_ranks,
+    train_main,
+    write_text,
+)
 
 from export import export, run
 from mingpt.config_parser import read_config
@@ -32,8 +42,8 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     folder = tmp_path_factory.mktemp("trained")
     text = write_text(folder / "text.txt")
     text.write_text(text.read_text().replace("figs", CHARACTERS), encoding="utf-8")
-    argv = arguments(folder / "run", text, trainer__max_steps=6, data__block_size=256, model__bias=request.param)
-    assert ranks(1, train, *argv, tmp_path=folder) == [0]
+    argv = run_args(folder / "run", text, trainer__max_steps=6, data__block_size=256, model__bias=request.param)
+    assert run_ranks(1, train_main, *argv, tmp_path=folder) == [0]
     snapshots = SnapshotStorage(str(folder / "run/snapshots"), keep=9)
     snapshot = load_snapshot(snapshots.file(6))
     torch.manual_seed(0)
@@ -46,7 +56,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def exported(trained: Path) -> Path:
     """The same as a folder for transformers."""
     out = trained.parent / "exported"
-    done = program("export.py", "--snapshot", str(trained), "--out", str(out))
+    done = run_program("export.py", "--snapshot", str(trained), "--out", str(out))
     assert (done.returncode, done.stderr) == (0, "")
     assert str(out) in done.stdout
     return out
@@ -66,7 +76,7 @@ def test_what_comes_back_is_what_went_out(trained: Path, exported: Path) -> None
 @pytest.mark.slow
 def test_sample_writes_the_same_from_an_export(trained: Path, exported: Path) -> None:
     knobs = ("--prompt", "anna ñ", "--max_new_tokens", "300", "--temperature", "0")
-    one, other = (program("sample.py", "--snapshot", str(place), *knobs) for place in (trained, exported))
+    one, other = (run_program("sample.py", "--snapshot", str(place), *knobs) for place in (trained, exported))
     assert (one.returncode, one.stderr) == (0, "")
     assert other.stdout == one.stdout
 
@@ -108,7 +118,7 @@ def test_transformers_opens_it_with_the_same_logits_and_the_same_greedy_text(
     prompt = tokenizer("anna ñ", return_tensors="pt")
     text = tokenizer.decode(model.generate(**prompt, do_sample=False, max_length=6 + 200)[0])
     knobs = ("--prompt", "anna ñ", "--max_new_tokens", "200", "--temperature", "0")
-    assert text == program("sample.py", "--snapshot", str(trained), *knobs).stdout
+    assert text == run_program("sample.py", "--snapshot", str(trained), *knobs).stdout
     assert len(set(text)) > 5
     torch.manual_seed(1)
     assert len(tokenizer.decode(model.generate(**tokenizer("a", return_tensors="pt"))[0])) == 256
@@ -125,9 +135,9 @@ def test_transformers_opens_it_with_the_same_logits_and_the_same_greedy_text(
 def started(run: Path, source: Path, text: Path, tmp_path: Path, number: int = 1, **changes: Any) -> dict[str, Any]:
     """The snapshot of a run that starts from `source`, after a step whose learning rate is 0."""
     knobs = {"trainer__max_steps": 1, "optimizer__learning_rate": 1e-30, "data__block_size": 256} | changes
-    argv = arguments(run, text, trainer__init_from=source, **knobs)
-    assert ranks(number, train, *argv, tmp_path=tmp_path) == [0] * number
-    return newest(run)
+    argv = run_args(run, text, trainer__init_from=source, **knobs)
+    assert run_ranks(number, train_main, *argv, tmp_path=tmp_path) == [0] * number
+    return newest_snapshot(run)
 
 
 def test_a_run_starts_from_an_export_or_a_snapshot_with_a_fresh_optimizer(
@@ -164,14 +174,14 @@ def test_new_characters_get_new_rows_and_old_ones_stay(exported: Path, tmp_path:
 def test_such_a_run_goes_on_from_its_own_snapshot_without_what_it_started_from(exported: Path, tmp_path: Path) -> None:
     text, source = write_text(tmp_path / "other.txt"), shutil.copytree(exported, tmp_path / "source")
     knobs = {"trainer__init_from": source, "data__block_size": 256, "model__bias": quietly(exported).shape.bias}
-    whole, parts = (arguments(tmp_path / name, text, **knobs) for name in ("whole", "parts"))
-    assert ranks(1, train, *whole, tmp_path=tmp_path) == [0]
+    whole, parts = (run_args(tmp_path / name, text, **knobs) for name in ("whole", "parts"))
+    assert run_ranks(1, train_main, *whole, tmp_path=tmp_path) == [0]
     first = [*parts, "--trainer.max_steps", "6", "--optimizer.decay_steps", "12"]
-    assert ranks(1, train, *first, tmp_path=tmp_path) == [0]
+    assert run_ranks(1, train_main, *first, tmp_path=tmp_path) == [0]
     shutil.rmtree(source)
-    assert ranks(1, train, *parts, tmp_path=tmp_path) == [0]
-    assert_same_bits(tmp_path / "whole", tmp_path / "parts")
-    assert [row["step"] for row in rows(tmp_path / "parts", "start")] == [0, 6]
+    assert run_ranks(1, train_main, *parts, tmp_path=tmp_path) == [0]
+    assert_equal_snapshots(tmp_path / "whole", tmp_path / "parts")
+    assert [row["step"] for row in read_rows(tmp_path / "parts", "start")] == [0, 6]
 
 
 @pytest.mark.parametrize(
@@ -191,9 +201,9 @@ def test_what_cannot_be_started_from_is_said_in_one_message(
     del config["n_embd"]
     (broken / "config.json").write_text(json.dumps(config))
     knobs = {"trainer__init_from": exported, "data__block_size": 256, "model__bias": quietly(exported).shape.bias}
-    argv = arguments(tmp_path / "run", write_text(tmp_path / "text.txt"), **knobs)
+    argv = run_args(tmp_path / "run", write_text(tmp_path / "text.txt"), **knobs)
     argv += [f"--{key}", value.replace("{tmp}", str(tmp_path))]
-    [(status, _, err)] = ranks(1, run_captured, *argv, tmp_path=tmp_path)
+    [(status, _, err)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
     assert status == 2
     [line] = err.splitlines()
     for words in said:

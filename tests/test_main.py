@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers import arguments, program, ranks, train, write_text
+from helpers import run_args, run_program, run_ranks, train_main, write_text
 
 import main
 from mingpt.config import KEYS, SECTIONS, Config, ModelConfig, config_to_dict
@@ -188,7 +188,7 @@ def test_a_yaml_of_the_same_name_in_the_working_directory_is_not_taken(
 
 
 def test_the_program_ends_with_status_2_and_one_message(tmp_path: Path) -> None:
-    done = program("main.py", "--trainer.max_steps", "many", cwd=tmp_path)
+    done = run_program("main.py", "--trainer.max_steps", "many", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert_one_message(done.stderr)
     assert os.listdir(tmp_path) == []
@@ -352,8 +352,8 @@ def test_what_this_machine_cannot_do(
 ) -> None:
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    argv = [*arguments(tmp_path / "run", text, distributed__backend="gloo"), *words]
-    [(status, message)] = ranks(1, told, [argv], tmp_path=tmp_path)
+    argv = [*run_args(tmp_path / "run", text, distributed__backend="gloo"), *words]
+    [(status, message)] = run_ranks(1, told, [argv], tmp_path=tmp_path)
     assert status == 2
     assert said in message
     assert len(message.splitlines()) == 1
@@ -425,7 +425,7 @@ def test_a_value_out_of_range(
     name: str, value: str, config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # Text and run folder are good, so that a value which slips through is seen to do so, in one step.
-    rest = arguments(tmp_path / "run", write_text(tmp_path / "text.txt"), trainer__max_steps=1)
+    rest = run_args(tmp_path / "run", write_text(tmp_path / "text.txt"), trainer__max_steps=1)
     at = rest.index(f"--{name}") if f"--{name}" in rest else len(rest)
     config_file.write_text(in_yaml(name, value))
     message = refused(capsys, "--config", str(config_file), *rest[:at], *rest[at + 2 :])
@@ -448,7 +448,7 @@ def test_a_width_that_heads_do_not_divide(capsys: pytest.CaptureFixture[str]) ->
 def test_a_text_that_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "folder").mkdir()
     for path in ("none.txt", "folder", "*.md"):
-        message = refused(capsys, *arguments(tmp_path / "run", tmp_path / path))
+        message = refused(capsys, *run_args(tmp_path / "run", tmp_path / path))
         assert "data.path" in message
         assert str(tmp_path / path) in message
         assert "`python data/prepare.py`" in message
@@ -468,7 +468,7 @@ def test_a_text_that_cannot_be_learned(
     content: bytes, said: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "text.txt").write_bytes(content)
-    message = refused(capsys, *arguments(tmp_path / "run", tmp_path / "text.txt"))
+    message = refused(capsys, *run_args(tmp_path / "run", tmp_path / "text.txt"))
     for words in (str(tmp_path / "text.txt"), *said):
         assert words in message
 
@@ -477,7 +477,7 @@ def test_a_text_that_cannot_be_learned(
 def test_a_url_of_a_kind_that_nobody_knows(
     key: str, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    message = refused(capsys, *arguments(tmp_path / "run", text), f"--{key}", "nosuch://place")
+    message = refused(capsys, *run_args(tmp_path / "run", text), f"--{key}", "nosuch://place")
     assert key in message
     assert "nosuch" in message
 
@@ -485,7 +485,7 @@ def test_a_url_of_a_kind_that_nobody_knows(
 @pytest.mark.parametrize("key", ["trainer.run_dir", "trainer.snapshot_path"])
 def test_a_folder_that_cannot_be_made(key: str, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = text / "below a file"
-    message = refused(capsys, *arguments(tmp_path / "run", text), f"--{key}", str(place))
+    message = refused(capsys, *run_args(tmp_path / "run", text), f"--{key}", str(place))
     assert str(place) in message
     assert key in message
 
@@ -495,7 +495,7 @@ def test_a_run_folder_with_something_in_the_way(
     name: str, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run" / name).mkdir(parents=True)
-    message = refused(capsys, *arguments(tmp_path / "run", text))
+    message = refused(capsys, *run_args(tmp_path / "run", text))
     for words in ("trainer.run_dir", str(tmp_path / "run" / name), "directory", "set another"):
         assert words in message
 
@@ -507,7 +507,7 @@ def test_a_run_folder_that_another_run_has(
     monkeypatch.setattr(files, "PATIENCE", 0.1)
     (tmp_path / "run").mkdir()
     run_files.lock_run_dir(tmp_path / "run", run := type("Run", (), {})())
-    message = refused(capsys, *arguments(tmp_path / "run", text))
+    message = refused(capsys, *run_args(tmp_path / "run", text))
     for words in ("trainer.run_dir", str(tmp_path / "run"), "wait for it, stop it, or set another"):
         assert words in message
     del run
@@ -515,7 +515,7 @@ def test_a_run_folder_that_another_run_has(
 
 def test_half_precision_on_a_cpu(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     on_cpu = ["--distributed.backend", "gloo", "--trainer.precision", "fp16"]
-    message = refused(capsys, *arguments(tmp_path / "run", text), *on_cpu)
+    message = refused(capsys, *run_args(tmp_path / "run", text), *on_cpu)
     for words in ("trainer.precision", "fp16", "bf16", "fp32", "cpu"):
         assert words in message
 
@@ -525,7 +525,7 @@ def told(argvs: list[list[str]], *, gpus: bool = True) -> tuple[int, str]:
     if not gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     with redirect_stderr(io.StringIO()) as stderr:
-        status = train(*argvs[int(os.environ.get("RANK", "0"))])
+        status = train_main(*argvs[int(os.environ.get("RANK", "0"))])
     return status, stderr.getvalue()
 
 
@@ -535,7 +535,7 @@ def told_without_gpus(argvs: list[list[str]]) -> tuple[int, str]:
 
 def refused_by_both(argvs: list[list[str]], tmp_path: Path) -> str:
     """The message of two ranks that both end with status 2: one of them says it."""
-    results = ranks(2, told, argvs, tmp_path=tmp_path)
+    results = run_ranks(2, told, argvs, tmp_path=tmp_path)
     assert [status for status, _ in results] == [2, 2], results
     message, silence = sorted((stderr for _, stderr in results), reverse=True)
     assert silence == ""
@@ -544,8 +544,8 @@ def refused_by_both(argvs: list[list[str]], tmp_path: Path) -> str:
 
 
 def test_nccl_without_a_gpu(text: Path, tmp_path: Path) -> None:
-    argv = [*arguments(tmp_path / "run", text), "--distributed.backend", "nccl"]
-    [(status, message)] = ranks(1, told_without_gpus, [argv], tmp_path=tmp_path)
+    argv = [*run_args(tmp_path / "run", text), "--distributed.backend", "nccl"]
+    [(status, message)] = run_ranks(1, told_without_gpus, [argv], tmp_path=tmp_path)
     assert status == 2
     assert_one_message(message)
     for words in ("distributed.backend", "nccl", "gloo"):
@@ -571,14 +571,14 @@ def test_an_environment_that_is_half_a_launchers(
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    message = refused(capsys, *arguments(tmp_path / "run", text))
+    message = refused(capsys, *run_args(tmp_path / "run", text))
     for words in ("RANK", "WORLD_SIZE", *environment.values()):
         assert words in message
     assert not (tmp_path / "run").exists()
 
 
 def test_fewer_sequences_than_ranks(text: Path, tmp_path: Path) -> None:
-    message = refused_by_both([arguments(tmp_path / "run", text, trainer__batch_size=1)] * 2, tmp_path)
+    message = refused_by_both([run_args(tmp_path / "run", text, trainer__batch_size=1)] * 2, tmp_path)
     for words in ("trainer.batch_size is 1", "2 ranks"):
         assert words in message
 
@@ -590,8 +590,8 @@ def test_fewer_sequences_than_ranks(text: Path, tmp_path: Path) -> None:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with text.txt and a run of one step."""
     folder = tmp_path_factory.mktemp("trained")
-    argv = arguments(folder / "run", write_text(folder / "text.txt"), trainer__max_steps=1)
-    assert ranks(1, train, *argv, tmp_path=folder) == [0]
+    argv = run_args(folder / "run", write_text(folder / "text.txt"), trainer__max_steps=1)
+    assert run_ranks(1, train_main, *argv, tmp_path=folder) == [0]
     return folder
 
 
@@ -609,7 +609,7 @@ def test_a_snapshot_of_another_shape(
     name: str, now: str, then: str, trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = files(trained / "run")
-    argv = arguments(trained / "run", trained / "text.txt", trainer__max_steps=2)
+    argv = run_args(trained / "run", trained / "text.txt", trainer__max_steps=2)
     message = refused(capsys, *argv, f"--{name}", now)
     assert re.search(rf"{name} is {now}\b.*\b{then}\b.*snapshot", message, re.IGNORECASE), message
     assert files(trained / "run") == before
@@ -620,7 +620,7 @@ def test_a_snapshot_of_other_characters(trained: Path, tmp_path: Path, capsys: p
     other = tmp_path / "other.txt"
     other.write_text((trained / "text.txt").read_text().replace("figs", "kiwi"))
     before = files(run)
-    message = refused(capsys, *arguments(run, other, trainer__max_steps=2))
+    message = refused(capsys, *run_args(run, other, trainer__max_steps=2))
     for words in ("data.path", "13 distinct", "'kw'", "'fg'", "step 1"):
         assert words in message
     after = files(run)
@@ -635,7 +635,7 @@ def test_a_snapshot_of_other_characters(trained: Path, tmp_path: Path, capsys: p
 
 
 def test_ranks_with_different_values_are_refused(text: Path, tmp_path: Path) -> None:
-    argv = arguments(tmp_path / "run", text)
+    argv = run_args(tmp_path / "run", text)
     message = refused_by_both([argv, [*argv, "--optimizer.learning_rate", "1e-2"]], tmp_path)
     for words in ("optimizer.learning_rate", "0.003 on rank 0", "0.01 on rank 1"):
         assert words in message
@@ -645,7 +645,7 @@ def test_ranks_with_different_values_are_refused(text: Path, tmp_path: Path) -> 
 def test_ranks_with_different_texts_are_refused(text: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.txt"
     other.write_text(text.read_text()[::-1])
-    argvs = [arguments(tmp_path / f"{i}", path) for i, path in enumerate((text, other))]
+    argvs = [run_args(tmp_path / f"{i}", path) for i, path in enumerate((text, other))]
     message = refused_by_both(argvs, tmp_path)
     for words in ("text", "on rank 0", "on rank 1"):
         assert words in message
@@ -654,8 +654,8 @@ def test_ranks_with_different_texts_are_refused(text: Path, tmp_path: Path) -> N
 
 def test_ranks_may_have_their_own_places(text: Path, tmp_path: Path) -> None:
     other = shutil.copy(text, tmp_path / "other.txt")
-    argvs = [arguments(tmp_path / f"{i}", path, trainer__max_steps=1) for i, path in enumerate((text, other))]
-    assert ranks(2, told, argvs, tmp_path=tmp_path) == [(0, ""), (0, "")]
+    argvs = [run_args(tmp_path / f"{i}", path, trainer__max_steps=1) for i, path in enumerate((text, other))]
+    assert run_ranks(2, told, argvs, tmp_path=tmp_path) == [(0, ""), (0, "")]
     assert (tmp_path / "0/snapshots/step_00000001.pt").exists()
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import T, V, characters, lively, small
+from helpers import T, V, random_gpt, random_tokens, small_gpt
 from torch import Tensor
 
 from mingpt.config import GPTConfig, ModelConfig, OptimizerConfig
@@ -22,8 +22,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def test_changing_later_characters_changes_no_earlier_logit() -> None:
     length = 40
-    model = small(block_size=length)
-    base = characters(length).expand(length, -1)
+    model = small_gpt(block_size=length)
+    base = random_tokens(length).expand(length, -1)
     position = torch.arange(length)
     alone = torch.where(position == position[:, None], (base + 1) % V, base)  # row t: only character t is another
     changed = torch.where(position >= position[:, None], (base + 3) % V, base)  # row t: all from t on are others
@@ -36,9 +36,9 @@ def test_changing_later_characters_changes_no_earlier_logit() -> None:
 
 
 def test_no_gradient_flows_from_a_logit_to_a_later_character() -> None:
-    model, embedded = small(), []
+    model, embedded = small_gpt(), []
     model.transformer.drop.register_forward_hook(lambda module, args, output: embedded.append(output))
-    logits, _ = model(characters(1, T))
+    logits, _ = model(random_tokens(1, T))
     for t in range(T):
         (gradient,) = torch.autograd.grad(logits[0, t].square().sum(), embedded[0], retain_graph=True)  # (1, T, C)
         assert not gradient[0, t + 1 :].any()
@@ -58,7 +58,7 @@ def random_walk(length: int, seed: int) -> Tensor:
 
 def test_held_out_loss_approaches_the_entropy_of_the_source_and_never_beats_it() -> None:
     window, batch, steps = 16, 32, 150
-    model = small(n_embd=32, vocab_size=LETTERS, block_size=window)
+    model = small_gpt(n_embd=32, vocab_size=LETTERS, block_size=window)
     config = OptimizerConfig(name="adamw", learning_rate=1e-2, warmup_steps=10)
     optimizer = build_optimizer(model, config)
     for step, text in enumerate(random_walk(steps * batch * (window + 1), seed=1).view(steps, batch, -1), start=1):
@@ -91,7 +91,7 @@ def test_parameters_have_the_names_of_gpt_2(bias: bool) -> None:
     expected = {"transformer.wte.weight", "transformer.wpe.weight"} | {f"transformer.{name}.weight" for name in layers}
     if bias:
         expected |= {f"transformer.{name}.bias" for name in layers}
-    model = small(bias=bias)
+    model = small_gpt(bias=bias)
     assert set(model.state_dict()) == {name for name, _ in model.named_parameters()} == expected
 
 
@@ -101,7 +101,7 @@ def test_the_default_model_has_809856_parameters() -> None:
 
 
 def test_weights_start_as_those_of_gpt_2() -> None:
-    model = small(n_layer=3, n_embd=128, vocab_size=65, block_size=64)
+    model = small_gpt(n_layer=3, n_embd=128, vocab_size=65, block_size=64)
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             assert not parameter.any(), name
@@ -127,7 +127,7 @@ def test_bad_shapes_are_refused_by_name(key: str, value: float) -> None:
 
 
 def test_logits_and_loss() -> None:
-    model, idx, targets = lively(), characters(3, 5), characters(3, 5, seed=2)
+    model, idx, targets = random_gpt(), random_tokens(3, 5), random_tokens(3, 5, seed=2)
     logits, loss = model(idx, targets)
     assert logits.shape == (3, 5, V)
     assert model(idx)[1] is None
@@ -138,7 +138,7 @@ def test_logits_and_loss() -> None:
 
 
 def test_logits_equal_those_of_gpt_2_by_hand() -> None:
-    model, idx = lively(), characters(1, T)
+    model, idx = random_gpt(), random_tokens(1, T)
     weights = {name.removeprefix("transformer."): tensor for name, tensor in model.state_dict().items()}
 
     def norm(x: Tensor, name: str) -> Tensor:
@@ -163,8 +163,8 @@ def test_logits_equal_those_of_gpt_2_by_hand() -> None:
 
 
 def test_a_fresh_model_knows_nothing() -> None:
-    model = small(n_embd=128, vocab_size=65, block_size=64)
-    _, loss = model(characters(16, 64, vocab_size=65), characters(16, 64, seed=2, vocab_size=65))
+    model = small_gpt(n_embd=128, vocab_size=65, block_size=64)
+    _, loss = model(random_tokens(16, 64, vocab_size=65), random_tokens(16, 64, seed=2, vocab_size=65))
     assert loss.item() == pytest.approx(math.log(65), abs=0.2)
 
 
@@ -193,7 +193,7 @@ def test_stages_are_the_model_in_pieces(stages: int) -> None:
 
 
 def test_targets_of_minus_one_are_left_out_of_the_mean() -> None:
-    model, idx, targets = lively(), characters(2, T), characters(2, T, seed=2)
+    model, idx, targets = random_gpt(), random_tokens(2, T), random_tokens(2, T, seed=2)
     hidden = targets.clone()
     hidden[0, :3] = hidden[1, 6] = -1
     logits, loss = model(idx, hidden)
@@ -203,17 +203,17 @@ def test_targets_of_minus_one_are_left_out_of_the_mean() -> None:
 
 
 def test_more_characters_than_the_window_are_refused() -> None:
-    model = small()
-    model(characters(1, T))
+    model = small_gpt()
+    model(random_tokens(1, T))
     with pytest.raises(ValueError, match=f"{T + 1} characters.*{T}"):
-        model(characters(1, T + 1))
+        model(random_tokens(1, T + 1))
 
 
 # Dropout.
 
 
 def test_dropout_is_random_in_training_repeats_with_its_seed_and_rests_in_eval() -> None:
-    model, idx, targets = small(dropout=0.3), characters(4, T), characters(4, T, seed=2)
+    model, idx, targets = small_gpt(dropout=0.3), random_tokens(4, T), random_tokens(4, T, seed=2)
 
     def loss(seed: int) -> float:
         torch.manual_seed(seed)
@@ -221,13 +221,13 @@ def test_dropout_is_random_in_training_repeats_with_its_seed_and_rests_in_eval()
 
     assert loss(1) == loss(1) != loss(2)
     model.eval()
-    without = small(dropout=0.0)(idx, targets)[1].item()  # in training mode, same weights
+    without = small_gpt(dropout=0.0)(idx, targets)[1].item()  # in training mode, same weights
     assert loss(1) == loss(2) == without
 
 
 @pytest.mark.parametrize("place", ["drop", "h.1.attn.attn_dropout", "h.1.attn.resid_dropout", "h.1.mlp.dropout"])
 def test_dropout_falls_on_embeddings_attention_and_both_branches(place: str) -> None:
-    model, idx = small(dropout=0.0), characters(2, T)
+    model, idx = small_gpt(dropout=0.0), random_tokens(2, T)
     still = model(idx)[0]
     module = model.transformer.get_submodule(place)
     module.p = 0.5
@@ -284,7 +284,7 @@ def test_which_attention_is_a_rule_on_device_precision_window_and_dropout() -> N
 
 
 def test_in_bf16_no_later_character_is_seen_either() -> None:
-    model, base = small(block_size=40), characters(1, 40)
+    model, base = small_gpt(block_size=40), random_tokens(1, 40)
     with torch.autocast("cpu", torch.bfloat16):
         before, after = model(base)[0], model(torch.cat((base[:, :20], (base[:, 20:] + 1) % V), 1))[0]
     assert torch.equal(before[:, :20], after[:, :20])
@@ -292,7 +292,7 @@ def test_in_bf16_no_later_character_is_seen_either() -> None:
 
 
 def test_logits_from_a_cache_equal_those_of_one_pass() -> None:
-    model, idx = lively(), characters(3, T)
+    model, idx = random_gpt(), random_tokens(3, T)
     caches = [KVCache(T), KVCache(T)]
     parts = [model(part, caches=caches)[0] for part in idx.split([3, 1, 1, 1, 1, 1], 1)]
     assert torch.allclose(torch.cat(parts, 1), model(idx)[0], rtol=0, atol=1e-10)

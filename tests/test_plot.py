@@ -13,8 +13,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import ROOT, arguments, environment, on_terminal, program, ranks, rows, train, write_text
-from helpers import curve as losses
+from helpers import (
+    ROOT,
+    clean_env,
+    loss_curve,
+    read_rows,
+    run_args,
+    run_on_terminal,
+    run_program,
+    run_ranks,
+    train_main,
+    write_text,
+)
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
@@ -30,10 +40,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two runs of 12 steps: `whole` on one rank, and `moved`, which was on two for the first six."""
     folder = tmp_path_factory.mktemp("runs")
     text = write_text(folder / "text.txt")
-    half = arguments(folder / "moved", text, trainer__max_steps=6, optimizer__decay_steps=12)
-    assert ranks(2, train, *half, tmp_path=folder) == [0, 0]
+    half = run_args(folder / "moved", text, trainer__max_steps=6, optimizer__decay_steps=12)
+    assert run_ranks(2, train_main, *half, tmp_path=folder) == [0, 0]
     for name in ("moved", "whole"):
-        assert ranks(1, train, *arguments(folder / name, text), tmp_path=folder) == [0]
+        assert run_ranks(1, train_main, *run_args(folder / name, text), tmp_path=folder) == [0]
     return folder
 
 
@@ -63,9 +73,12 @@ def drawn(*argv: str | Path) -> None:
 def test_curves_are_what_the_rows_say(folder: Path, runs: list[Run]) -> None:
     for run in runs:
         for key in ("loss", "learning_rate", "grad_norm", "tokens_per_second"):
-            assert run.curves[key] == (list(range(1, 13)), [row[key] for row in rows(folder / run.name)])
+            assert run.curves[key] == (list(range(1, 13)), [row[key] for row in read_rows(folder / run.name)])
         evaluations = [4, 8, 12] if run.name == "whole" else [4, 6, 8, 12]  # at its end, too
-        assert run.curves["val_loss"] == (evaluations, [row["val_loss"] for row in rows(folder / run.name, "eval")])
+        assert run.curves["val_loss"] == (
+            evaluations,
+            [row["val_loss"] for row in read_rows(folder / run.name, "eval")],
+        )
 
 
 def test_a_restart_is_marked_with_the_ranks_before_and_after(runs: list[Run]) -> None:
@@ -210,7 +223,7 @@ def test_a_restart_before_the_first_loss_is_marked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("columns", "no_color"), [(80, ""), (200, "1")])
 def test_the_terminal_gets_a_picture_that_fits(columns: int, no_color: str, folder: Path, tmp_path: Path) -> None:
     argv = ["plot.py", folder / "whole", folder / "moved", "--out", tmp_path / "both.png"]
-    status, raw = on_terminal(*argv, columns=columns, NO_COLOR=no_color)
+    status, raw = run_on_terminal(*argv, columns=columns, NO_COLOR=no_color)
     assert status == 0, raw
     seen = CODE.sub("", raw).splitlines()
     assert "\x1b" not in "".join(seen)
@@ -223,7 +236,8 @@ def test_the_terminal_gets_a_picture_that_fits(columns: int, no_color: str, fold
     lines, dots = ("ab", "AB") if no_color else ("━━", "●●")
     for name, line, dot in zip(("whole", "moved"), lines, dots, strict=True):
         assert any(
-            told.startswith(f"{line}{dot} {name}: loss {losses(folder / name)[-1][1]:.4f} at step 12") for told in seen
+            told.startswith(f"{line}{dot} {name}: loss {loss_curve(folder / name)[-1][1]:.4f} at step 12")
+            for told in seen
         )
     if no_color:
         assert "\x1b" not in raw
@@ -236,7 +250,7 @@ def test_the_terminal_gets_a_picture_that_fits(columns: int, no_color: str, fold
 
 
 def test_a_pipe_gets_80_columns_without_codes(folder: Path, tmp_path: Path) -> None:
-    done = program("plot.py", str(folder / "whole"), "--out", str(tmp_path / "whole.png"), NO_COLOR="")
+    done = run_program("plot.py", str(folder / "whole"), "--out", str(tmp_path / "whole.png"), NO_COLOR="")
     assert (done.returncode, done.stderr) == (0, "")
     assert "\x1b" not in done.stdout
     assert max(map(len, done.stdout.splitlines())) == 80
@@ -246,7 +260,7 @@ def test_a_pipe_gets_80_columns_without_codes(folder: Path, tmp_path: Path) -> N
 def test_a_reader_that_has_seen_enough_ends_it(folder: Path, tmp_path: Path) -> None:
     """As `| head -1` does; so wide that it can't all be in the pipe by then."""
     command = [sys.executable, ROOT / "plot.py", folder / "whole", "--out", tmp_path / "whole.png"]
-    env = environment(COLUMNS="5000")
+    env = clean_env(COLUMNS="5000")
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env) as process:
         assert b"validation loss" in process.stdout.readline()
         process.stdout.close()
@@ -263,7 +277,7 @@ def test_ctrl_c_ends_it_without_a_traceback(folder: Path, tmp_path: Path) -> Non
         if not interrupted:
             interrupted.append(process.send_signal(signal.SIGINT))
 
-    status, raw = on_terminal(*argv, columns=5000, watch=interrupt)
+    status, raw = run_on_terminal(*argv, columns=5000, watch=interrupt)
     assert status == 130
     assert "Traceback" not in raw
     assert "drawn:" not in raw
@@ -273,13 +287,13 @@ def test_ctrl_c_ends_it_without_a_traceback(folder: Path, tmp_path: Path) -> Non
 
 
 def test_a_run_must_be_named() -> None:
-    done = program("plot.py")
+    done = run_program("plot.py")
     assert (done.returncode, done.stdout) == (2, "")
     assert "RUN" in done.stderr.splitlines()[-1]
 
 
 def test_a_mistake_is_one_message(tmp_path: Path) -> None:
-    done = program("plot.py", str(tmp_path))
+    done = run_program("plot.py", str(tmp_path))
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         f"error: there is no metrics.jsonl in {tmp_path}, so it is no run folder; main.py writes one into "

@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, program
+from helpers import ROOT, run_program
 
 PLAY = "First Citizen:\nBefore we proceed any further, hear me speak – or not.\n".encode()
 NOWHERE = "http://127.0.0.1:9/none"  # nobody listens there
@@ -53,7 +53,7 @@ def prepare(
         lines[place] = line
     copy = folder / "prepare.py"
     copy.write_text("\n".join(lines))
-    done = program(str(copy), *argv, cwd=folder)
+    done = run_program(str(copy), *argv, cwd=folder)
     copy.unlink()
     shutil.rmtree(folder / "__pycache__", ignore_errors=True)
     return done

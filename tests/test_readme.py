@@ -12,7 +12,7 @@ import types
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, environment, write_text
+from helpers import ROOT, clean_env, write_text
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +39,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(command: str, folder: Path) -> str:
     """What a shell command writes to stdout; it must succeed without a word on stderr."""
-    env = environment(PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}", PYTHONPATH="", OMP_NUM_THREADS="1")
+    env = clean_env(PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}", PYTHONPATH="", OMP_NUM_THREADS="1")
     done = subprocess.run(
         ["bash", "-o", "pipefail", "-c", command],
         cwd=folder,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, arguments, environment, ranks, train, write_text
+from helpers import ROOT, clean_env, run_args, run_ranks, train_main, write_text
 
 import sample
 from mingpt.config import GPTConfig
@@ -32,8 +32,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     text = write_text(folder / "text.txt")
     text.write_text(text.read_text().replace("figs", "ñandú—🙂"), encoding="utf-8")
-    argv = arguments(folder / "run", text, trainer__max_steps=6)
-    assert ranks(1, train, *argv, tmp_path=folder) == [0]
+    argv = run_args(folder / "run", text, trainer__max_steps=6)
+    assert run_ranks(1, train_main, *argv, tmp_path=folder) == [0]
     text.unlink()
     shutil.rmtree(folder / "run/cache")
     return folder / "run"
@@ -260,7 +260,7 @@ def test_a_prompt_may_come_from_stdin(
 
 def test_ctrl_c_ends_it_without_a_traceback(trained: Path) -> None:
     command = [sys.executable, ROOT / "sample.py", "--snapshot", trained, "--max_new_tokens", "9999999"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=clean_env()) as process:
         try:
             assert process.stdout.read(5)
             process.send_signal(signal.SIGINT)
@@ -287,7 +287,7 @@ def test_a_terminal_that_is_ascii_gets_utf_8(trained: Path) -> None:
     done = subprocess.run(
         command,
         capture_output=True,
-        env=environment(LC_ALL="C", PYTHONIOENCODING="ascii", OMP_NUM_THREADS="1"),
+        env=clean_env(LC_ALL="C", PYTHONIOENCODING="ascii", OMP_NUM_THREADS="1"),
         timeout=60,
         check=False,
     )
@@ -310,7 +310,7 @@ def test_a_reader_that_has_seen_enough_ends_it(trained: Path) -> None:
         "--max_new_tokens",
         "9999999",
     ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=clean_env()) as process:
         assert process.stdout.read(5)[:4] == b"anna"
         process.stdout.close()
         try:

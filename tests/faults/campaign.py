@@ -25,7 +25,7 @@ from typing import Any
 
 sys.path.extend(str(folder) for folder in Path(__file__).parents[1:3])  # a script has no pytest to do so
 
-from helpers import ROOT, arguments, assert_same_bits, curve, environment, write_text
+from helpers import ROOT, assert_equal_snapshots, clean_env, loss_curve, run_args, write_text
 
 KINDS = KILL, KILL_LAUNCHER, KILL_ALL, TERM, TERM_ALL, PAUSE, STOP = (
     "SIGKILL of a worker",
@@ -78,7 +78,7 @@ class Run:
         knobs |= {"trainer__max_steps": STEPS, "trainer__save_every": plan.save_every, "trainer__eval_every": 40}
         if plan.stages > 1:
             knobs |= {"distributed__pipeline_stages": plan.stages, "trainer__batch_size": 8}
-        self.argv = arguments(run_dir, text, **knobs)
+        self.argv = run_args(run_dir, text, **knobs)
         self.mark = f"CAMPAIGN_RUN={uuid.uuid4().hex}"  # by which even an orphan is found
         self.log = run_dir.with_suffix(".log").open("w")
         self.launches, self.starts, self.started, self.step = 0, 0, 0.0, 0
@@ -93,7 +93,7 @@ class Run:
         self.bare = number == 1 and not self.plan.launcher
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={number}", "--max_restarts=20"]
         command = [sys.executable, *([] if self.bare else torchrun), str(ROOT / "main.py"), *self.argv]
-        env = environment(**dict([self.mark.split("=")]))
+        env = clean_env(**dict([self.mark.split("=")]))
         # A session of its own: Ctrl-C is for the campaign, which ends its processes itself.
         self.process = subprocess.Popen(command, stdout=self.log, stderr=self.log, env=env, start_new_session=True)
 
@@ -218,8 +218,8 @@ def survive(seed: int, folder: Path, stages: int = 1) -> Run:
             for _ in range(draw.randint(FEWEST, MOST)):
                 run.strike(draw)
             run.wait(lambda: run.done, "the end")
-            assert_same_bits(whole, run_dir)
-            assert curve(whole) == curve(run_dir), "losses"
+            assert_equal_snapshots(whole, run_dir)
+            assert loss_curve(whole) == loss_curve(run_dir), "losses"
             assert run.starts == 1 + sum(kind != PAUSE for kind, *_ in run.struck), "a restart that no fault explains"
         except (AssertionError, ProcessLookupError) as error:
             output = run_dir.with_suffix(".log").read_text(errors="replace")

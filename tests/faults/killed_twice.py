@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.extend(str(folder) for folder in Path(__file__).parents[1:3])  # a script has no pytest to do so
 
-from helpers import ROOT, environment
+from helpers import ROOT, clean_env
 
 from mingpt.utils.metrics import read_metrics
 
@@ -40,7 +40,7 @@ def begin(run_dir: Path, processes: int) -> subprocess.Popen:
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     words = [word for name, value in KNOBS.items() for word in (f"--{name}", str(value))]
     command = [sys.executable, *(torchrun if processes > 1 else []), "main.py", *words, "--trainer.run_dir", run_dir]
-    return subprocess.Popen(command, cwd=ROOT, env=environment())
+    return subprocess.Popen(command, cwd=ROOT, env=clean_env())
 
 
 def kill(launcher: subprocess.Popen) -> None:

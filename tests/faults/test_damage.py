@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers import arguments, ranks, train, write_text
+from helpers import run_args, run_ranks, train_main, write_text
 
 from mingpt.snapshot.storage import TRAILER, SnapshotStorage
 
@@ -17,8 +17,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The snapshots of a run, at steps 3 and 6."""
     folder = tmp_path_factory.mktemp("trained")
     text = write_text(folder / "text.txt")
-    argv = arguments(folder / "run", text, trainer__max_steps=6)
-    assert ranks(1, train, *argv, tmp_path=folder) == [0]
+    argv = run_args(folder / "run", text, trainer__max_steps=6)
+    assert run_ranks(1, train_main, *argv, tmp_path=folder) == [0]
     return folder / "run/snapshots"
 
 

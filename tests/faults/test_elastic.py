@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import ROOT, arguments, assert_same_bits, curve, environment, ranks, train, write_text
+from helpers import ROOT, assert_equal_snapshots, clean_env, loss_curve, run_args, run_ranks, train_main, write_text
 
 from mingpt.snapshot.storage import SnapshotStorage
 
@@ -47,7 +47,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of one process that nothing has disturbed."""
     folder = tmp_path_factory.mktemp("whole")
-    assert ranks(1, train, *arguments(folder / "run", text, **KNOBS), tmp_path=folder) == [0]
+    assert run_ranks(1, train_main, *run_args(folder / "run", text, **KNOBS), tmp_path=folder) == [0]
     return folder / "run"
 
 
@@ -76,7 +76,7 @@ class Node:
         launcher = ["-m", "torch.distributed.run", *(f"--{name}={value}" for name, value in options.items())]
         self.mark = f"ELASTIC_NODE={uuid.uuid4().hex}"  # by which even an orphan is found
         # Without the variable, launchers of torch 2.13 keep the first store's address, and none can come back.
-        env = environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", **dict([self.mark.split("=")]))
+        env = clean_env(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", **dict([self.mark.split("=")]))
         self.log = log
         with log.open("a") as out:
             self.process = subprocess.Popen(
@@ -181,7 +181,7 @@ def test_a_node_that_is_lost_and_comes_back_leaves_the_same_bits(
     one, other, port = tmp_path / "first", tmp_path / second, free_port()
 
     def started(place: str, run_dir: Path, name: str) -> Node:
-        argv = arguments(run_dir, text, **KNOBS)
+        argv = run_args(run_dir, text, **KNOBS)
         return stack.enter_context(node(place, port, argv, name == "lasting", tmp_path / f"{name}.log"))
 
     with ExitStack() as stack:
@@ -211,14 +211,16 @@ def test_a_node_that_is_lost_and_comes_back_leaves_the_same_bits(
             assert member.process.wait(PATIENCE) == 0, watch.said()
 
     for run_dir in (one, other):
-        assert_same_bits(whole, run_dir)
+        assert_equal_snapshots(whole, run_dir)
         assert steps(run_dir)[-3:] == [STEPS - 2 * SAVE_EVERY, STEPS - SAVE_EVERY, STEPS]
-    losses, recorded = dict(curve(whole)), watch.rows("train")
+    losses, recorded = dict(loss_curve(whole)), watch.rows("train")
     assert all(row["loss"] == losses[row["step"]] for row in recorded), "also of steps that were recomputed"
     merged = {row["step"]: row["world_size"] for row in recorded}
     sizes = [2] * alone["step"] + [1] * (again["step"] - alone["step"]) + [2] * (STEPS - again["step"])
     assert [merged[step] for step in sorted(merged)] == sizes
-    assert curve(one if places[1] == "after" else other)[-1] == (STEPS, losses[STEPS]), "rank 0 is at the first address"
+    assert loss_curve(one if places[1] == "after" else other)[-1] == (STEPS, losses[STEPS]), (
+        "rank 0 is at the first address"
+    )
 
 
 def steps(run_dir: Path) -> list[int]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import PROCESSES, _rank, arguments, assert_same_bits, curve, environment, ranks, train
+from helpers import FORKSERVER, _rank, assert_equal_snapshots, clean_env, loss_curve, run_args, run_ranks, train_main
 
 pytestmark = pytest.mark.slow
 STEPS = 12
@@ -27,22 +27,20 @@ def test_killed_after_every_step_and_gone_on_with_another_number_of_processes(te
 
 
 def _same_bits_after_all(numbers: list[int], text: Path, tmp_path: Path, knobs: dict[str, Any]) -> None:
-    whole, killed = (
-        arguments(tmp_path / name, text, trainer__max_steps=STEPS, **knobs) for name in ("whole", "killed")
-    )
-    assert ranks(numbers[0], train, *whole, tmp_path=tmp_path) == [0] * numbers[0]
+    whole, killed = (run_args(tmp_path / name, text, trainer__max_steps=STEPS, **knobs) for name in ("whole", "killed"))
+    assert run_ranks(numbers[0], train_main, *whole, tmp_path=tmp_path) == [0] * numbers[0]
     for step, number in zip(range(1, STEPS + 1), cycle(numbers), strict=False):
         processes = _start(number, tmp_path / f"meeting-{step}", _train_and_die, step, *killed)
         assert {process.exitcode for process in processes} == {-signal.SIGKILL}, step
-    assert ranks(numbers[0], train, *killed, tmp_path=tmp_path) == [0] * numbers[0]
-    assert_same_bits(tmp_path / "whole", tmp_path / "killed")
-    assert curve(tmp_path / "whole") == curve(tmp_path / "killed")
+    assert run_ranks(numbers[0], train_main, *killed, tmp_path=tmp_path) == [0] * numbers[0]
+    assert_equal_snapshots(tmp_path / "whole", tmp_path / "killed")
+    assert loss_curve(tmp_path / "whole") == loss_curve(tmp_path / "killed")
 
 
 def _start(number: int, meeting: Path, body: Callable[..., Any], *args: Any) -> list[Any]:
-    queue = PROCESSES.SimpleQueue()
+    queue = FORKSERVER.SimpleQueue()
     processes = [
-        PROCESSES.Process(target=_rank, args=(queue, rank, number, meeting, environment(), body, args))
+        FORKSERVER.Process(target=_rank, args=(queue, rank, number, meeting, clean_env(), body, args))
         for rank in range(number)
     ]
     for process in processes:
@@ -66,4 +64,4 @@ def _train_and_die(last: int, *argv: str) -> None:
         return result
 
     Trainer.train_step = step_and_die  # type: ignore[method-assign]
-    train(*argv)
+    train_main(*argv)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from helpers import arguments, curve, program, ranks, rows, start, train, write_text
+from helpers import loss_curve, read_rows, run_args, run_program, run_ranks, start_main, train_main, write_text
 
 from mingpt.snapshot.storage import SnapshotStorage
 
@@ -78,13 +78,13 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with text.txt and run/, which nothing disturbed."""
     folder = tmp_path_factory.mktemp("calm")
     text = write_text(folder / "text.txt")
-    assert ranks(1, train, *arguments(folder / "run", text, **KNOBS), tmp_path=folder) == [0]
+    assert run_ranks(1, train_main, *run_args(folder / "run", text, **KNOBS), tmp_path=folder) == [0]
     return folder
 
 
 def saves(run_dir: Path) -> tuple[list[int], list[int]]:
     """Steps at which a save succeeded, and at which one failed."""
-    made = rows(run_dir, "snapshot")
+    made = read_rows(run_dir, "snapshot")
     return [row["step"] for row in made if "error" not in row], [row["step"] for row in made if "error" in row]
 
 
@@ -113,14 +113,14 @@ def paused_between_saves(process: subprocess.Popen, run_dir: Path, snapshots: Pa
 
 def assert_went_on(run_dir: Path, snapshots: Path, calm: Path, err: str) -> list[int]:
     """Whatever failed: all steps were trained, each failure was said and recorded, and what was saved is whole."""
-    assert curve(run_dir) == curve(calm / "run")
+    assert loss_curve(run_dir) == loss_curve(calm / "run")
     good, failed = saves(run_dir)
     assert sorted(good + failed) == list(range(EVERY, LAST + 1, EVERY))
     assert good[0] == EVERY
     assert failed
     assert "Traceback" not in err
     said = [line for line in err.splitlines() if line.startswith("error: ")]
-    recorded = [row["error"] for row in rows(run_dir, "snapshot") if "error" in row]
+    recorded = [row["error"] for row in read_rows(run_dir, "snapshot") if "error" in row]
     for step, error in zip(failed, recorded, strict=True):
         assert "trainer.snapshot_path" in error
         assert any(error in line and f"step_{step:08d}.pt" in line for line in said), err
@@ -141,14 +141,14 @@ def assert_ends_like(calm: Path, run_dir: Path, snapshots: Path) -> None:
     assert one["step"] == other["step"] == LAST
     for name, weight in one["model"].items():
         assert weight.equal(other["model"][name]), name
-    assert curve(run_dir) == curve(calm / "run")
+    assert loss_curve(run_dir) == loss_curve(calm / "run")
 
 
 @pytest.mark.parametrize("disk", ["mounted", "limited"], indirect=True)
 def test_a_disk_that_stays_full_does_not_end_the_run(disk: Disk, calm: Path, tmp_path: Path) -> None:
     run, snapshots = tmp_path / "run", disk.path / "snapshots"
-    argv = arguments(run, calm / "text.txt", **KNOBS, trainer__snapshot_path=snapshots)
-    with start(argv) as process:
+    argv = run_args(run, calm / "text.txt", **KNOBS, trainer__snapshot_path=snapshots)
+    with start_main(argv) as process:
         with paused_between_saves(process, run, snapshots):
             disk.fill(process)
         _, err = process.communicate(timeout=120)
@@ -157,14 +157,14 @@ def test_a_disk_that_stays_full_does_not_end_the_run(disk: Disk, calm: Path, tmp
     assert process.returncode == 2
 
     disk.empty(process)
-    again = program("main.py", *argv)
+    again = run_program("main.py", *argv)
     assert (again.returncode, again.stderr) == (0, "")
     assert_ends_like(calm, run, snapshots)
 
 
 def test_a_disk_with_room_again_ends_the_run_well(disk: Disk, calm: Path, tmp_path: Path) -> None:
     run, snapshots = tmp_path / "run", disk.path / "snapshots"
-    with start(arguments(run, calm / "text.txt", **KNOBS, trainer__snapshot_path=snapshots)) as process:
+    with start_main(run_args(run, calm / "text.txt", **KNOBS, trainer__snapshot_path=snapshots)) as process:
         with paused_between_saves(process, run, snapshots):
             disk.fill(process)
         wait_for(process, lambda: len(saves(run)[1]) > 1)
@@ -180,7 +180,7 @@ def test_a_disk_with_room_again_ends_the_run_well(disk: Disk, calm: Path, tmp_pa
 def test_a_folder_that_becomes_unwritable_does_not_end_the_run(comes_back: bool, calm: Path, tmp_path: Path) -> None:
     """A file in its place: modes do not stop root."""
     run, snapshots, aside = tmp_path / "run", tmp_path / "run/snapshots", tmp_path / "aside"
-    with start(arguments(run, calm / "text.txt", **KNOBS)) as process:
+    with start_main(run_args(run, calm / "text.txt", **KNOBS)) as process:
         with paused_between_saves(process, run, snapshots):
             snapshots.rename(aside)
             snapshots.write_text("in the way")

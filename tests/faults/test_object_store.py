@@ -11,7 +11,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from helpers import arguments, curve, program, ranks, rows, train
+from helpers import loss_curve, read_rows, run_args, run_program, run_ranks, train_main
 from store import Proxy, healthy, in_turn, s3_server
 
 from mingpt.snapshot import storage
@@ -243,18 +243,18 @@ def assert_same_end(run_dir: Path, url: str, local: Path) -> None:
         assert weight.equal(other["model"][name]), name
         for key, value in mine["optimizer"][name].items():
             assert value.equal(other["optimizer"][name][key]), (name, key)
-    assert curve(run_dir) == curve(local)
+    assert loss_curve(run_dir) == loss_curve(local)
 
 
 def test_a_run_resumes_from_the_store_bit_for_bit(url: str, text: Path, tmp_path: Path) -> None:
     run, local = tmp_path / "run", tmp_path / "local"
-    assert ranks(1, train, *arguments(local, text), tmp_path=tmp_path) == [0]
+    assert run_ranks(1, train_main, *run_args(local, text), tmp_path=tmp_path) == [0]
     for stop in (7, 12):
         knobs = {"trainer__snapshot_path": url, "trainer__max_steps": stop, "optimizer__decay_steps": 12}
-        done = program("main.py", *arguments(run, text, **knobs))
+        done = run_program("main.py", *run_args(run, text, **knobs))
         assert (done.returncode, done.stderr) == (0, "")
     assert f"going on from {url}/step_00000007.pt" in done.stdout
-    assert [row["step"] for row in rows(run, "start")] == [0, 7]
+    assert [row["step"] for row in read_rows(run, "start")] == [0, 7]
     assert not (run / "snapshots").exists()
     assert_same_end(run, url, local)
 
@@ -264,20 +264,20 @@ def test_a_run_goes_on_while_the_store_is_down(
     lost: list[int], store: Proxy, url: str, text: Path, tmp_path: Path
 ) -> None:
     run, local = tmp_path / "run", tmp_path / "local"
-    assert ranks(1, train, *arguments(local, text), tmp_path=tmp_path) == [0]
+    assert run_ranks(1, train_main, *run_args(local, text), tmp_path=tmp_path) == [0]
     store.rule = lambda request: "503" if any(f"step_{step:08d}" in request for step in lost) else ""
-    argv = arguments(run, text, trainer__snapshot_path=url)
-    done = program("main.py", *argv)
+    argv = run_args(run, text, trainer__snapshot_path=url)
+    done = run_program("main.py", *argv)
     assert "Traceback" not in done.stderr
     said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert [step for step in (3, 6, 9, 12) if any(f"{url}/step_{step:08d}.pt" in line for line in said)] == lost
-    assert [row["step"] for row in rows(run, "snapshot") if "error" in row] == lost
+    assert [row["step"] for row in read_rows(run, "snapshot") if "error" in row] == lost
     assert done.returncode == (2 if 12 in lost else 0)
-    assert curve(run) == curve(local)
+    assert loss_curve(run) == loss_curve(local)
 
     store.rule = healthy
     assert seen_afresh(url).steps() == [step for step in (3, 6, 9, 12) if step not in lost]
-    again = program("main.py", *argv)
+    again = run_program("main.py", *argv)
     assert (again.returncode, again.stderr) == (0, "")
     assert ("already trained" in again.stdout) == (12 not in lost)
     assert_same_end(run, url, local)
@@ -286,12 +286,12 @@ def test_a_run_goes_on_while_the_store_is_down(
 def test_a_run_that_cannot_ask_the_store_does_not_start_anew(
     store: Proxy, url: str, text: Path, tmp_path: Path
 ) -> None:
-    argv = arguments(tmp_path / "run", text, trainer__snapshot_path=url)
-    assert program("main.py", *argv, "--trainer.max_steps", "6").returncode == 0
+    argv = run_args(tmp_path / "run", text, trainer__snapshot_path=url)
+    assert run_program("main.py", *argv, "--trainer.max_steps", "6").returncode == 0
     before = (tmp_path / "run/metrics.jsonl").read_bytes()
     for asked in ("list-type", "step_00000006.pt"):
         store.rule = lambda request, asked=asked: "503" if asked in request else ""
-        done = program("main.py", *argv)
+        done = run_program("main.py", *argv)
         assert done.returncode == 2, done.stderr
         assert done.stderr.count("error: ") == 1
         assert "Traceback" not in done.stderr

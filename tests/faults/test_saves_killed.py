@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from helpers import ranks
+from helpers import run_ranks
 
 from mingpt.snapshot.storage import SnapshotStorage
 from mingpt.utils.errors import UserError
@@ -160,7 +160,7 @@ def die_at_every_call(place: str, moment: str) -> tuple[list[str], list[tuple]]:
 
 @pytest.mark.parametrize("moment", ["before", "after", "half", "power"])
 def test_a_save_that_dies_at_any_call_leaves_the_old_snapshot_or_the_new_one(moment: str, tmp_path: Path) -> None:
-    [(calls, found)] = ranks(1, die_at_every_call, str(tmp_path), moment, tmp_path=tmp_path)
+    [(calls, found)] = run_ranks(1, die_at_every_call, str(tmp_path), moment, tmp_path=tmp_path)
     assert calls.count("write") > 5, calls
     for call, status, loaded, said, after_the_next in found:
         assert status == -signal.SIGKILL, call
@@ -174,7 +174,7 @@ def test_a_save_that_dies_at_any_call_leaves_the_old_snapshot_or_the_new_one(mom
 
 def test_a_save_syncs_before_it_renames_and_unlinks_only_then(tmp_path: Path) -> None:
     """Guards the test above: its deaths are at every kind of call."""
-    [(calls, _)] = ranks(1, die_at_every_call, str(tmp_path), "half", tmp_path=tmp_path)
+    [(calls, _)] = run_ranks(1, die_at_every_call, str(tmp_path), "half", tmp_path=tmp_path)
     order = [call for call, before in zip(calls, [None, *calls], strict=False) if call != before]
     assert order == ["open", "write", "fsync", "rename", "open folder", "fsync", "unlink"]
     assert calls.count("unlink") == 2

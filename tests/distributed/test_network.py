@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, arguments, environment, rows
+from helpers import ROOT, clean_env, read_rows, run_args
 
 
 @pytest.fixture
@@ -49,10 +49,10 @@ def test_machines_whose_names_lead_nowhere_find_each_other(
     for rank, name in enumerate(namespaces):
         if meeting == "file":  # nothing tells of the other but the default route
             subprocess.run(["ip", "-n", name, "route", "add", "default", "dev", "wire"], check=True)
-        argv = arguments(tmp_path / "run", text, distributed__init_method=where, **knobs)
+        argv = run_args(tmp_path / "run", text, distributed__init_method=where, **knobs)
         host = ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", f'hostname machine-{name}; exec "$@"', "-"]
         command = [*host, sys.executable, str(ROOT / "main.py"), *argv]
-        env = environment(RANK=str(rank), WORLD_SIZE="2")
+        env = clean_env(RANK=str(rank), WORLD_SIZE="2")
         processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env))
     try:
         ends = [(process.communicate(timeout=120)[1], process.returncode) for process in processes]
@@ -60,4 +60,4 @@ def test_machines_whose_names_lead_nowhere_find_each_other(
         for process in processes:
             process.kill()
     assert [status for _, status in ends] == [0, 0], ends
-    assert [row["world_size"] for row in rows(tmp_path / "run")] == [2, 2]
+    assert [row["world_size"] for row in read_rows(tmp_path / "run")] == [2, 2]

@@ -19,7 +19,18 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from helpers import SMALL, arguments, assert_same_bits, curve, newest, ranks, rows, run_captured, train, write_text
+from helpers import (
+    SMALL_CONFIG,
+    assert_equal_snapshots,
+    loss_curve,
+    newest_snapshot,
+    read_rows,
+    run_args,
+    run_captured,
+    run_ranks,
+    train_main,
+    write_text,
+)
 
 from mingpt.config import GPTConfig, OptimizerConfig
 from mingpt.config_parser import read_config
@@ -47,7 +58,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     text = write_text(folder / "text.txt")
     for number, name in ((1, "one"), (2, "two")):
-        assert ranks(number, train, *arguments(folder / name, text, **FIXED), tmp_path=folder) == [0] * number
+        assert run_ranks(number, train_main, *run_args(folder / name, text, **FIXED), tmp_path=folder) == [0] * number
     return folder
 
 
@@ -93,14 +104,14 @@ def test_any_program_can_open_it_and_finds_what_is_documented(name: str, trained
     snapshot = torch.load(file, weights_only=True)
     text = (trained / "text.txt").read_text()
     assert isinstance(snapshot["format"], int)
-    assert (snapshot["step"], snapshot["samples"]) == (6, 6 * SMALL["trainer.batch_size"])
+    assert (snapshot["step"], snapshot["samples"]) == (6, 6 * SMALL_CONFIG["trainer.batch_size"])
     assert snapshot["vocabulary"] == "".join(sorted(set(text)))
     assert snapshot["scaler"] == {}  # nothing is scaled in fp32
-    assert snapshot["val_loss"] == rows(trained / name, "eval")[-1]["val_loss"]
+    assert snapshot["val_loss"] == read_rows(trained / name, "eval")[-1]["val_loss"]
 
     met = snapshot["config"]["distributed"].pop("init_method")
     assert met.startswith("file://")
-    asked = read_config(arguments(trained / name, trained / "text.txt", **FIXED))
+    asked = read_config(run_args(trained / name, trained / "text.txt", **FIXED))
     expected = json.loads(json.dumps(asdict(asked)))  # tuples become lists
     del expected["distributed"]["init_method"]
     assert snapshot["config"] == expected
@@ -156,14 +167,16 @@ def test_under_its_name_there_is_nothing_until_it_is_whole(tmp_path: Path) -> No
 
 
 def test_files_are_written_with_the_users_own_mode(text: Path, tmp_path: Path) -> None:
-    [modes] = ranks(1, _modes_under_umask, *arguments(tmp_path / "run", text, trainer__max_steps=1), tmp_path=tmp_path)
+    [modes] = run_ranks(
+        1, _modes_under_umask, *run_args(tmp_path / "run", text, trainer__max_steps=1), tmp_path=tmp_path
+    )
     assert {"config.yaml", "metrics.jsonl", "step_00000001.pt", "text.json"} <= set(modes)
     assert set(modes.values()) == {0o640}
 
 
 def _modes_under_umask(*argv: str) -> dict[str, int]:
     os.umask(0o027)
-    assert train(*argv) == 0
+    assert train_main(*argv) == 0
     run = Path(argv[argv.index("--trainer.run_dir") + 1])
     return {path.name: path.stat().st_mode & 0o777 for path in run.rglob("*") if path.is_file()}
 
@@ -290,22 +303,22 @@ def test_a_damaged_newest_is_named_and_the_one_before_leads_to_the_same_bits(
     trained: Path, run_dir: Path, tmp_path: Path
 ) -> None:
     flip(run_dir / "snapshots/step_00000006.pt")
-    argv = arguments(run_dir, trained / "text.txt", **FIXED)
-    [(status, out, err)] = ranks(1, run_captured, *argv, tmp_path=tmp_path)
+    argv = run_args(run_dir, trained / "text.txt", **FIXED)
+    [(status, out, err)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
     assert (status, err) == (0, "")
     said = [line for line in out.splitlines() if "step_0000000" in line and ".pt" in line]
     assert f"{run_dir}/snapshots/step_00000006.pt is damaged" in said[0]
     assert said[1].endswith(f"{run_dir}/snapshots/step_00000003.pt is used instead")
-    assert_same_bits(trained / "one", run_dir)  # the damaged file has been replaced by a whole one
-    assert curve(run_dir) == curve(trained / "one")
+    assert_equal_snapshots(trained / "one", run_dir)  # the damaged file has been replaced by a whole one
+    assert loss_curve(run_dir) == loss_curve(trained / "one")
 
 
 def test_where_all_are_damaged_nothing_is_started_anew(trained: Path, run_dir: Path, tmp_path: Path) -> None:
     for name in steps(3, 6):
         flip(run_dir / "snapshots" / name)
     before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
-    argv = arguments(run_dir, trained / "text.txt", **FIXED)
-    results = ranks(2, run_captured, *argv, tmp_path=tmp_path)
+    argv = run_args(run_dir, trained / "text.txt", **FIXED)
+    results = run_ranks(2, run_captured, *argv, tmp_path=tmp_path)
     assert [status for status, _, _ in results] == [2, 2]
     assert [err.count("error: ") for _, _, err in results] == [1, 0]
     _, out, err = results[0]
@@ -334,9 +347,9 @@ def test_a_run_keeps_its_best_over_a_restart(trained: Path, tmp_path: Path) -> N
     knobs = {"trainer__keep_snapshots": 1, "trainer__save_every": 1, "trainer__eval_every": 1}
     knobs |= {"optimizer__warmup_steps": 2, "optimizer__learning_rate": 1.0, "optimizer__decay_steps": 99}
     for stop in (3, 5):
-        argv = arguments(tmp_path / "run", trained / "text.txt", trainer__max_steps=stop, **knobs)
-        assert ranks(1, train, *argv, tmp_path=tmp_path) == [0]
-    losses = {row["step"]: row["val_loss"] for row in rows(tmp_path / "run", "snapshot")}
+        argv = run_args(tmp_path / "run", trained / "text.txt", trainer__max_steps=stop, **knobs)
+        assert run_ranks(1, train_main, *argv, tmp_path=tmp_path) == [0]
+    losses = {row["step"]: row["val_loss"] for row in read_rows(tmp_path / "run", "snapshot")}
     best = min(losses, key=losses.__getitem__)
     assert list(losses) == [1, 2, 3, 4, 5]
     assert best < 3, losses  # else this test shows nothing
@@ -412,7 +425,7 @@ def test_a_format_of_another_time_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_a_users_error_and_costs_nothing_that_was_there(tmp_path: Path) -> None:
-    [message] = ranks(1, _write_more_than_fits, str(tmp_path / "snapshots"), tmp_path=tmp_path)
+    [message] = run_ranks(1, _write_more_than_fits, str(tmp_path / "snapshots"), tmp_path=tmp_path)
     assert "step_00000003.pt can't be written: [Errno 27] File too large; make room" in message
     folder = SnapshotStorage(str(tmp_path / "snapshots"), keep=1)
     assert folder.steps() == [2]
@@ -435,8 +448,8 @@ def _write_more_than_fits(path: str) -> str:
 def test_weights_that_are_not_finite_are_never_saved(trained: Path, tmp_path: Path) -> None:
     """The last step's loss is finite, and its update overflows."""
     overflow = {"optimizer__learning_rate": 1e38, "optimizer__warmup_steps": 0, "trainer__max_steps": 1}
-    argv = arguments(tmp_path / "run", trained / "text.txt", **overflow, optimizer__decay_steps=9)
-    [(status, out, err)] = ranks(1, run_captured, *argv, tmp_path=tmp_path)
+    argv = run_args(tmp_path / "run", trained / "text.txt", **overflow, optimizer__decay_steps=9)
+    [(status, out, err)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
     saved = tmp_path / "run/snapshots"
     assert not saved.exists() or names(saved) == []
     assert status == 2, (out, err)
@@ -448,29 +461,31 @@ def test_weights_that_are_not_finite_are_never_saved(trained: Path, tmp_path: Pa
 
 def test_the_learning_rate_follows_the_yaml(trained: Path, run_dir: Path, tmp_path: Path) -> None:
     knobs = {"trainer__max_steps": 8, "optimizer__learning_rate": 1e-12, "optimizer__decay_steps": 20}
-    [(status, out, _)] = ranks(1, run_captured, *arguments(run_dir, trained / "text.txt", **knobs), tmp_path=tmp_path)
+    [(status, out, _)] = run_ranks(
+        1, run_captured, *run_args(run_dir, trained / "text.txt", **knobs), tmp_path=tmp_path
+    )
     assert status == 0
     assert "learning rate" in out.partition("going on from")[2].partition("step 7/8")[0]  # said before the first step
     config = OptimizerConfig(learning_rate=1e-12, warmup_steps=4, decay_steps=20)
-    shown = {row["step"]: row["learning_rate"] for row in rows(run_dir)}
+    shown = {row["step"]: row["learning_rate"] for row in read_rows(run_dir)}
     assert [shown[step] for step in (7, 8)] == pytest.approx([learning_rate(step, 8, config) for step in (7, 8)])
     before = load_snapshot(str(run_dir / "snapshots/step_00000006.pt"))["model"]
-    for name, weight in newest(run_dir)["model"].items():
+    for name, weight in newest_snapshot(run_dir)["model"].items():
         torch.testing.assert_close(weight, before[name], rtol=0, atol=1e-10, msg=name)
 
 
 def test_the_batch_size_follows_the_yaml(trained: Path, run_dir: Path, tmp_path: Path) -> None:
-    argv = arguments(run_dir, trained / "text.txt", **FIXED | {"trainer__max_steps": 8}, trainer__batch_size=5)
-    assert ranks(1, train, *argv, tmp_path=tmp_path) == [0]
-    assert newest(run_dir)["samples"] == 6 * 7 + 2 * 5
-    assert [row["samples"] for row in rows(run_dir, "start")] == [0, 42]
+    argv = run_args(run_dir, trained / "text.txt", **FIXED | {"trainer__max_steps": 8}, trainer__batch_size=5)
+    assert run_ranks(1, train_main, *argv, tmp_path=tmp_path) == [0]
+    assert newest_snapshot(run_dir)["samples"] == 6 * 7 + 2 * 5
+    assert [row["samples"] for row in read_rows(run_dir, "start")] == [0, 42]
 
 
 def test_a_changed_text_is_said(trained: Path, run_dir: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text((trained / "text.txt").read_text()[::-1])
     knobs = FIXED | {"trainer__max_steps": 7}
-    [(status, out, _)] = ranks(1, run_captured, *arguments(run_dir, text, **knobs), tmp_path=tmp_path)
+    [(status, out, _)] = run_ranks(1, run_captured, *run_args(run_dir, text, **knobs), tmp_path=tmp_path)
     assert status == 0
     assert "the text has changed" in out
     for file in (trained / "text.txt", text):
@@ -479,7 +494,9 @@ def test_a_changed_text_is_said(trained: Path, run_dir: Path, tmp_path: Path) ->
 
 def test_what_has_not_changed_is_not_said(trained: Path, run_dir: Path, tmp_path: Path) -> None:
     knobs = FIXED | {"trainer__max_steps": 7}
-    [(status, out, _)] = ranks(1, run_captured, *arguments(run_dir, trained / "text.txt", **knobs), tmp_path=tmp_path)
+    [(status, out, _)] = run_ranks(
+        1, run_captured, *run_args(run_dir, trained / "text.txt", **knobs), tmp_path=tmp_path
+    )
     assert status == 0
     lines = itertools.takewhile(lambda line: "step 7/" not in line, out.splitlines())
     assert not [line for line in lines if re.search("the text has|the learning rate|damaged", line)]

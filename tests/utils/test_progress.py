@@ -12,7 +12,17 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, arguments, curve, environment, on_terminal, program, rows, set_columns, write_text
+from helpers import (
+    ROOT,
+    clean_env,
+    loss_curve,
+    read_rows,
+    run_args,
+    run_on_terminal,
+    run_program,
+    set_columns,
+    write_text,
+)
 
 from mingpt.config import GPTConfig
 from mingpt.utils.progress import format_duration, model_summary
@@ -24,16 +34,16 @@ DATE = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  "
 def test_a_file_gets_plain_dated_lines(tmp_path: Path) -> None:
     """From another folder, too, where paths are relative, and of a text whose name ASCII can't write."""
     write_text(tmp_path / "ü.txt")
-    done = program("main.py", *arguments(Path("run"), "ü.txt"), cwd=tmp_path, PYTHONIOENCODING="ascii")
+    done = run_program("main.py", *run_args(Path("run"), "ü.txt"), cwd=tmp_path, PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, "")
     said = done.stdout
     assert "\\xfc.txt: 3,000 characters" in said
     assert not re.findall(r"[^\x20-\x7e\n]", said)  # no carriage return, no escape code
     assert said.endswith("\n")
-    for step, loss in curve(tmp_path / "run"):
+    for step, loss in loss_curve(tmp_path / "run"):
         shown = rf"^{DATE}step +{step}/12  loss {loss:.4f}  .* tokens/s  \d+:\d\d left$"
         assert len(re.findall(shown, said, re.MULTILINE)) == 1
-    for row in rows(tmp_path / "run", "eval"):
+    for row in read_rows(tmp_path / "run", "eval"):
         shown = rf"^{DATE}step {row['step']}: validation loss {row['val_loss']:.4f} nats per character \(\d+\.\d s\)$"
         assert len(re.findall(shown, said, re.MULTILINE)) == 1
     for program_to_come in ("sample.py --snapshot", "plot.py run", "export.py --snapshot"):
@@ -42,9 +52,9 @@ def test_a_file_gets_plain_dated_lines(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("columns", [80, pytest.param(200, marks=pytest.mark.slow)])
 def test_a_terminal_gets_a_live_line_that_fits(columns: int, text: Path, tmp_path: Path) -> None:
-    status, raw = on_terminal("main.py", *arguments(tmp_path / "run", text), columns=columns)
+    status, raw = run_on_terminal("main.py", *run_args(tmp_path / "run", text), columns=columns)
     assert status == 0, raw
-    losses, evaluations = dict(curve(tmp_path / "run")), rows(tmp_path / "run", "eval")
+    losses, evaluations = dict(loss_curve(tmp_path / "run")), read_rows(tmp_path / "run", "eval")
     shown = [part.rstrip() for part in re.split(r"[\r\n]+", raw) if re.match(r"\d+/12 ", part)]
     assert all(len(line) <= columns for line in shown)
     assert {f"loss {loss:.3f}" for loss in losses.values()} <= set(re.findall(r"\bloss [\d.]+", " ".join(shown)))
@@ -69,8 +79,8 @@ def test_the_live_line_follows_the_terminal(text: Path, tmp_path: Path) -> None:
         if re.search(rb"\r[1-9]\d*/120 ", raw):
             set_columns(master, 120)
 
-    argv = arguments(tmp_path / "run", text, trainer__max_steps=120, trainer__eval_every=999, trainer__log_every=99)
-    status, raw = on_terminal("main.py", *argv, watch=resize)
+    argv = run_args(tmp_path / "run", text, trainer__max_steps=120, trainer__eval_every=999, trainer__log_every=99)
+    status, raw = run_on_terminal("main.py", *argv, watch=resize)
     assert status == 0, raw
     widths = [len(part.rstrip()) for part in re.split(r"[\r\n]+", raw) if re.match(r"\d+/120 ", part)]
     assert max(widths[:2]) <= 80
@@ -110,8 +120,8 @@ def test_work_that_takes_long_has_a_bar_on_a_terminal_while_it_lasts(slow_librar
     """Fetching takes more than a second; encoding does not, and has none."""
     code = f"from pathlib import Path; from corpus import encode_corpus; encode_corpus({slow_library!r}, Path({{!r}}))"
     command = [sys.executable, "-c", code.format(f"{tmp_path}/pipe")]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, env=environment()) as piped:
-        status, raw = on_terminal("-c", code.format(f"{tmp_path}/terminal"))
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, env=clean_env()) as piped:
+        status, raw = run_on_terminal("-c", code.format(f"{tmp_path}/terminal"))
         assert (piped.communicate(timeout=60)[1], piped.returncode, status) == (b"", 0, 0)
     bars = [part for part in re.split("[\r\n]+", raw) if part.strip()]
     assert bars
@@ -121,7 +131,7 @@ def test_work_that_takes_long_has_a_bar_on_a_terminal_while_it_lasts(slow_librar
 
 def test_an_error_of_another_rank_stands_on_a_line_of_its_own() -> None:
     line = "print('50/60 #####', end='', flush=True)"
-    status, raw = on_terminal("-c", f"from screen import complain; {line}; complain('rank 1 is gone')")
+    status, raw = run_on_terminal("-c", f"from screen import complain; {line}; complain('rank 1 is gone')")
     assert status == 0
     assert screen(raw.replace("\r\x1b[K", "\r" + 80 * " " + "\r"), 81)[0] == "error: rank 1 is gone"
 

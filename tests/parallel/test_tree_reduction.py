@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import arguments, assert_same_bits, curve, newest, ranks, rows, run_captured, train
+from helpers import (
+    assert_equal_snapshots,
+    loss_curve,
+    newest_snapshot,
+    read_rows,
+    run_args,
+    run_captured,
+    run_ranks,
+    train_main,
+)
 from torch import Tensor
 
 from mingpt.config import DistributedConfig
@@ -24,30 +33,30 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from helpers import write_text
 
     folder = tmp_path_factory.mktemp("whole")
-    argv = arguments(folder / "run", write_text(folder / "text.txt"), **TREE)
-    assert ranks(1, train, *argv, tmp_path=folder) == [0]
+    argv = run_args(folder / "run", write_text(folder / "text.txt"), **TREE)
+    assert run_ranks(1, train_main, *argv, tmp_path=folder) == [0]
     return folder
 
 
 @pytest.mark.parametrize("number", [2, 3, 4])
 def test_the_tree_gives_the_same_bits_at_any_number_of_ranks(number: int, whole: Path, tmp_path: Path) -> None:
     """With dropout, accumulation and a last micro-batch of one sequence instead of two."""
-    argv = arguments(tmp_path / "run", whole / "text.txt", **TREE)
-    assert ranks(number, train, *argv, tmp_path=tmp_path) == [0] * number
-    assert_same_bits(whole / "run", tmp_path / "run")
-    assert curve(whole / "run") == curve(tmp_path / "run")
-    assert newest(whole / "run")["best"] == newest(tmp_path / "run")["best"]
+    argv = run_args(tmp_path / "run", whole / "text.txt", **TREE)
+    assert run_ranks(number, train_main, *argv, tmp_path=tmp_path) == [0] * number
+    assert_equal_snapshots(whole / "run", tmp_path / "run")
+    assert loss_curve(whole / "run") == loss_curve(tmp_path / "run")
+    assert newest_snapshot(whole / "run")["best"] == newest_snapshot(tmp_path / "run")["best"]
 
 
 def test_the_tree_gives_the_same_bits_when_the_number_of_ranks_changes_on_the_way(whole: Path, tmp_path: Path) -> None:
     for number, stop in ((4, 3), (3, 6), (1, 9), (2, 12)):
-        argv = arguments(
+        argv = run_args(
             tmp_path / "run", whole / "text.txt", trainer__max_steps=stop, optimizer__decay_steps=12, **TREE
         )
-        assert ranks(number, train, *argv, tmp_path=tmp_path) == [0] * number
-    assert_same_bits(whole / "run", tmp_path / "run")
-    assert curve(whole / "run") == curve(tmp_path / "run")
-    assert [row["world_size"] for row in rows(tmp_path / "run")] == [4] * 3 + [3] * 3 + [1] * 3 + [2] * 3
+        assert run_ranks(number, train_main, *argv, tmp_path=tmp_path) == [0] * number
+    assert_equal_snapshots(whole / "run", tmp_path / "run")
+    assert loss_curve(whole / "run") == loss_curve(tmp_path / "run")
+    assert [row["world_size"] for row in read_rows(tmp_path / "run")] == [4] * 3 + [3] * 3 + [1] * 3 + [2] * 3
 
 
 @pytest.mark.parametrize(
@@ -55,32 +64,32 @@ def test_the_tree_gives_the_same_bits_when_the_number_of_ranks_changes_on_the_wa
 )
 def test_the_tree_gives_the_same_bits_in_bf16_and_with_muon(knobs: dict, text: Path, tmp_path: Path) -> None:
     for number in (1, 3):
-        argv = arguments(tmp_path / str(number), text, **knobs, **TREE)
-        assert ranks(number, train, *argv, tmp_path=tmp_path) == [0] * number
-    assert_same_bits(tmp_path / "1", tmp_path / "3")
+        argv = run_args(tmp_path / str(number), text, **knobs, **TREE)
+        assert run_ranks(number, train_main, *argv, tmp_path=tmp_path) == [0] * number
+    assert_equal_snapshots(tmp_path / "1", tmp_path / "3")
 
 
 def test_fast_gives_other_bits_at_another_number_of_ranks(text: Path, tmp_path: Path) -> None:
     """Guards the tests above: without the tree, and with no dropout in the way, the last bits do differ."""
     for number in (1, 3):
-        argv = arguments(tmp_path / str(number), text, model__dropout=0.0)
-        ranks(number, train, *argv, tmp_path=tmp_path)
-    one, three = (newest(tmp_path / name)["model"]["transformer.wte.weight"] for name in ("1", "3"))
+        argv = run_args(tmp_path / str(number), text, model__dropout=0.0)
+        run_ranks(number, train_main, *argv, tmp_path=tmp_path)
+    one, three = (newest_snapshot(tmp_path / name)["model"]["transformer.wte.weight"] for name in ("1", "3"))
     assert not torch.equal(one, three)
     assert torch.allclose(one, three, atol=1e-4)
 
 
 def test_tree_and_fast_agree_to_rounding_error(text: Path, whole: Path, tmp_path: Path) -> None:
-    assert ranks(1, train, *arguments(tmp_path / "run", text), tmp_path=tmp_path) == [0]
-    assert [loss for _, loss in curve(tmp_path / "run")] == pytest.approx(
-        [loss for _, loss in curve(whole / "run")], rel=1e-5
+    assert run_ranks(1, train_main, *run_args(tmp_path / "run", text), tmp_path=tmp_path) == [0]
+    assert [loss for _, loss in loss_curve(tmp_path / "run")] == pytest.approx(
+        [loss for _, loss in loss_curve(whole / "run")], rel=1e-5
     )
 
 
 @pytest.mark.parametrize("number", [1, 3, 5])
 def test_sums_are_those_of_one_tree(number: int, tmp_path: Path) -> None:
     """Up to nine leaves and any parameter shapes, on more ranks than leaves too, against the tree's definition."""
-    for results in zip(*ranks(number, _sums, tmp_path=tmp_path), strict=True):
+    for results in zip(*run_ranks(number, _sums, tmp_path=tmp_path), strict=True):
         for leaves, gradient in results:
             assert torch.equal(torch.tensor(gradient), _node(list(torch.tensor(leaves)))), (number, len(leaves))
 
@@ -121,8 +130,8 @@ def test_a_rank_sends_the_few_whole_subtrees_that_it_holds() -> None:
 
 
 def test_more_ranks_than_micro_batches_are_refused(text: Path, tmp_path: Path) -> None:
-    argv = arguments(tmp_path / "run", text, trainer__micro_batch_size=4, **TREE)
-    (status, _, err), *_ = ranks(3, run_captured, *argv, tmp_path=tmp_path)
+    argv = run_args(tmp_path / "run", text, trainer__micro_batch_size=4, **TREE)
+    (status, _, err), *_ = run_ranks(3, run_captured, *argv, tmp_path=tmp_path)
     assert status == 2
     assert "trainer.batch_size / trainer.micro_batch_size is 7 / 4" in err
     assert not (tmp_path / "run").exists()
@@ -135,7 +144,7 @@ def test_a_short_last_batch_may_have_fewer_micro_batches_than_there_are_ranks(
     """167 windows in batches of 83 leave one for the last step: ranks 0 and 1 of 3 then have none."""
     knobs = {"trainer__max_steps": None, "trainer__max_epochs": 1, "trainer__batch_size": 83} | TREE
     for name, size in (("run", number), ("one", 1)):
-        argv = arguments(tmp_path / name, text, trainer__micro_batch_size=20, **knobs)
-        assert ranks(size, train, *argv, tmp_path=tmp_path) == [0] * size
-    assert len(curve(tmp_path / "run")) == 3
-    assert_same_bits(tmp_path / "one", tmp_path / "run")
+        argv = run_args(tmp_path / name, text, trainer__micro_batch_size=20, **knobs)
+        assert run_ranks(size, train_main, *argv, tmp_path=tmp_path) == [0] * size
+    assert len(loss_curve(tmp_path / "run")) == 3
+    assert_equal_snapshots(tmp_path / "one", tmp_path / "run")

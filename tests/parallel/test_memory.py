@@ -10,7 +10,7 @@ from typing import Any
 import conftest
 import pytest
 import torch
-from helpers import arguments, run_captured
+from helpers import run_args, run_captured
 
 from mingpt.config import Config, GPTConfig
 from mingpt.config_parser import read_config
@@ -23,7 +23,7 @@ SHAPE = GPTConfig(n_layer=3, n_head=2, n_embd=64, vocab_size=11, block_size=32)
 
 
 def config(**changes: Any) -> Config:
-    return read_config(arguments("run", "text.txt", **changes))
+    return read_config(run_args("run", "text.txt", **changes))
 
 
 def need(ranks: int, precision: str = "fp32", **changes: Any) -> MemoryUsage:
@@ -143,7 +143,7 @@ def test_what_does_not_fit_is_refused_with_the_cheapest_way_out(
 
 
 def test_a_run_that_cannot_fit_ends_at_once(text: Any, tmp_path: Any) -> None:
-    argv = arguments(tmp_path / "run", text, model__n_embd=65536)
+    argv = run_args(tmp_path / "run", text, model__n_embd=65536)
     [(status, _, err)] = conftest.ranks(1, run_captured, *argv, tmp_path=tmp_path)
     assert status == 2
     assert "out of memory before the first step" in err
@@ -154,7 +154,7 @@ def test_memory_that_runs_out_in_a_step_is_one_message(number: int, text: Path, 
     """On the last rank; the others hear of it as of any crash."""
     knobs = {"model__n_embd": 64, "trainer__batch_size": 4096, "trainer__micro_batch_size": None}
     *others, (status, _, err) = conftest.ranks(
-        number, _short_of_memory, number - 1, arguments(tmp_path / "run", text, **knobs), tmp_path=tmp_path
+        number, _short_of_memory, number - 1, run_args(tmp_path / "run", text, **knobs), tmp_path=tmp_path
     )
     assert status == 2
     assert err.startswith("error: out of memory in training: [enforce fail at alloc_cpu.cpp")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import program
+from helpers import run_program
 
 from benchmarks import growth
 from benchmarks.cluster_model import Machine, plan
@@ -38,7 +38,7 @@ HERE = Machine("", flops=1e10, share=1.0, elementwise=3e-7, block=0.05, step=0.1
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
     threads = torch.get_num_threads()
-    yield Bench(DistributedContext(RankInfo()), tmp_path, pairs=1, patience=0.0)
+    yield Bench(DistributedContext(RankInfo()), tmp_path, pairs=1, timeout=0.0)
     torch.set_num_threads(threads)
 
 
@@ -117,7 +117,7 @@ def test_a_text_that_finds_no_room_is_skipped_and_said(bench: Bench, monkeypatch
 
 @pytest.mark.slow
 def test_ranks_are_measured() -> None:
-    done = program("-m", "benchmarks.growth", "ranks", "--json")
+    done = run_program("-m", "benchmarks.growth", "ranks", "--json")
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert [each["x"] for each in found if each["panel"] == "ranks"] == [2, 3, 4]

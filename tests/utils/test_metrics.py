@@ -15,7 +15,7 @@ from textwrap import indent
 
 import pytest
 import yaml
-from helpers import arguments, curve, ranks, rows, train, write_text
+from helpers import loss_curve, read_rows, run_args, run_ranks, train_main, write_text
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mingpt.utils.metrics import Metrics, read_metrics
@@ -26,7 +26,7 @@ COLUMNS = 80
 def run_captured(*argv: str) -> tuple[int, str]:
     """For `ranks`: exit status, and all that the run says."""
     with redirect_stdout(io.StringIO()) as said, redirect_stderr(said):
-        status = train(*argv)
+        status = train_main(*argv)
     return status, said.getvalue()
 
 
@@ -34,9 +34,9 @@ def run_captured(*argv: str) -> tuple[int, str]:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with text.txt, and a run of 12 steps on two ranks."""
     folder = tmp_path_factory.mktemp("trained")
-    argv = arguments(folder / "run", write_text(folder / "text.txt"), trainer__keep_snapshots=9)
+    argv = run_args(folder / "run", write_text(folder / "text.txt"), trainer__keep_snapshots=9)
     began = time.time()
-    results = ranks(2, run_captured, *argv, tmp_path=folder)
+    results = run_ranks(2, run_captured, *argv, tmp_path=folder)
     assert [status for status, _ in results] == [0, 0]
     for rank, (_, said) in enumerate(results):
         (folder / f"said-{rank}").write_text(said, newline="")
@@ -70,7 +70,7 @@ def test_every_row_has_event_step_and_time(trained: Path) -> None:
 
 def test_the_fields_of_each_event(trained: Path) -> None:
     base = {"event", "step", "time"}
-    for row in rows(trained / "run"):
+    for row in read_rows(trained / "run"):
         assert set(row) == base | {
             "loss",
             "learning_rate",
@@ -81,13 +81,13 @@ def test_the_fields_of_each_event(trained: Path) -> None:
         }
         assert (row["world_size"], row["restart_count"]) == (2, 0)
         assert all(math.isfinite(row[key]) and row[key] > 0 for key in ("loss", "grad_norm", "tokens_per_second"))
-    for row in rows(trained / "run", "eval"):
+    for row in read_rows(trained / "run", "eval"):
         assert set(row) == base | {"val_loss"}
         assert 0 < row["val_loss"] < math.log(13) * 1.1  # nats per character of 13
-    saved = rows(trained / "run", "snapshot")
+    saved = read_rows(trained / "run", "snapshot")
     assert [Path(row["path"]) for row in saved] == sorted((trained / "run/snapshots").iterdir())
     assert [row["val_loss"] is None for row in saved] == [True, True, True, False]
-    assert rows(trained / "run", "stop")[0]["signal"] is None
+    assert read_rows(trained / "run", "stop")[0]["signal"] is None
 
 
 def test_rows_are_strict_json(trained: Path) -> None:
@@ -99,20 +99,20 @@ def test_rows_are_strict_json(trained: Path) -> None:
 
 
 def test_speed_is_that_of_all_ranks_together(trained: Path, tmp_path: Path) -> None:
-    argv = arguments(tmp_path / "run", trained / "text.txt", trainer__eval_every=99, trainer__save_every=99)
-    assert ranks(2, train, *argv, tmp_path=tmp_path) == [0, 0]
-    found = rows(tmp_path / "run")
+    argv = run_args(tmp_path / "run", trained / "text.txt", trainer__eval_every=99, trainer__save_every=99)
+    assert run_ranks(2, train_main, *argv, tmp_path=tmp_path) == [0, 0]
+    found = read_rows(tmp_path / "run")
     tokens = [row["tokens_per_second"] * (row["time"] - before["time"]) for before, row in itertools.pairwise(found)]
     assert statistics.median(tokens) == pytest.approx(7 * 16, rel=0.3)
 
 
 def test_a_row_tells_its_own_step_and_the_last_is_always_there(trained: Path, tmp_path: Path) -> None:
-    argv = arguments(tmp_path / "run", trained / "text.txt", trainer__log_every=5)
-    assert ranks(2, train, *argv, tmp_path=tmp_path) == [0, 0]
-    assert [step for step, _ in curve(tmp_path / "run")] == [5, 10, 12]
-    every = dict(curve(trained / "run"))
+    argv = run_args(tmp_path / "run", trained / "text.txt", trainer__log_every=5)
+    assert run_ranks(2, train_main, *argv, tmp_path=tmp_path) == [0, 0]
+    assert [step for step, _ in loss_curve(tmp_path / "run")] == [5, 10, 12]
+    every = dict(loss_curve(trained / "run"))
     assert list(every) == list(range(1, 13))
-    assert curve(tmp_path / "run") == [(step, every[step]) for step in (5, 10, 12)]
+    assert loss_curve(tmp_path / "run") == [(step, every[step]) for step in (5, 10, 12)]
 
 
 @pytest.mark.parametrize(
@@ -121,15 +121,15 @@ def test_a_row_tells_its_own_step_and_the_last_is_always_there(trained: Path, tm
 def test_after_a_restart_each_step_is_told_once(torn: str, trained: Path, tmp_path: Path) -> None:
     text = trained / "text.txt"
     run = tmp_path / "run"
-    argv = arguments(run, text, trainer__keep_snapshots=9, trainer__max_steps=8, optimizer__decay_steps=12)
-    assert ranks(1, train, *argv, tmp_path=tmp_path) == [0]
+    argv = run_args(run, text, trainer__keep_snapshots=9, trainer__max_steps=8, optimizer__decay_steps=12)
+    assert run_ranks(1, train_main, *argv, tmp_path=tmp_path) == [0]
     before = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     kept = [line for line in before if json.loads(line)["step"] <= 6]
     (run / "snapshots/step_00000008.pt").unlink()
     with open(run / "metrics.jsonl", "a") as file:
         file.write(torn)
 
-    assert ranks(1, train, *argv, tmp_path=tmp_path) == [0]
+    assert run_ranks(1, train_main, *argv, tmp_path=tmp_path) == [0]
     after = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     assert after[: len(kept)] == kept
     new = [json.loads(line) for line in after[len(kept) :]]
@@ -161,23 +161,23 @@ def test_rows_of_a_file_are_told_from_what_else_is_in_it(tmp_path: Path) -> None
 
 def test_tensorboard_shows_one_curve_across_restarts(text: Path, tmp_path: Path) -> None:
     """Killed at step 8, gone on from step 6 on another number of ranks: what came after step 6 is shown once."""
-    argv = arguments(tmp_path / "run", text, trainer__sample_every=6)
-    assert ranks(2, train, *argv, "--trainer.max_steps", "8", tmp_path=tmp_path) == [0, 0]
+    argv = run_args(tmp_path / "run", text, trainer__sample_every=6)
+    assert run_ranks(2, train_main, *argv, "--trainer.max_steps", "8", tmp_path=tmp_path) == [0, 0]
     (tmp_path / "run/snapshots/step_00000008.pt").unlink()
     first = list((tmp_path / "run").glob("events.*"))
     time.sleep(1.1)  # names of events tell seconds, and sort by them
-    assert ranks(1, train, *argv, tmp_path=tmp_path) == [0]
+    assert run_ranks(1, train_main, *argv, tmp_path=tmp_path) == [0]
     assert len(list((tmp_path / "run").glob("events.*"))) == len(first) + 1 == 2
 
     events = EventAccumulator(str(tmp_path / "run")).Reload()
     for name in ("loss", "learning_rate", "grad_norm", "tokens_per_second", "world_size"):
-        expected = [(row["step"], pytest.approx(row[name], rel=1e-6)) for row in rows(tmp_path / "run")]
+        expected = [(row["step"], pytest.approx(row[name], rel=1e-6)) for row in read_rows(tmp_path / "run")]
         assert [(event.step, event.value) for event in events.Scalars(name)] == expected
-    expected = [(row["step"], pytest.approx(row["val_loss"])) for row in rows(tmp_path / "run", "eval")]
+    expected = [(row["step"], pytest.approx(row["val_loss"])) for row in read_rows(tmp_path / "run", "eval")]
     assert [(event.step, event.value) for event in events.Scalars("val_loss")] == expected
     assert [event.value for event in events.Scalars("world_size")] == [2] * 6 + [1] * 6
     written = {event.step: event.tensor_proto.string_val[0].decode() for event in events.Tensors("sample/text_summary")}
-    for row in rows(tmp_path / "run", "sample"):
+    for row in read_rows(tmp_path / "run", "sample"):
         assert written[row["step"]] == indent(row["text"], "    ")
 
 
@@ -221,5 +221,5 @@ def test_a_tensorboard_that_cannot_be_written_does_not_end_training(
         metrics.row("train", step, loss=1.5)
         time.sleep(0.1)
     metrics.close()
-    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3]
+    assert [row["step"] for row in read_rows(tmp_path)] == [1, 2, 3]
     assert "metrics can't be written: " in capsys.readouterr().err

@@ -20,16 +20,16 @@ import torch
 sys.path.append(str(Path(__file__).parent.parent))  # a script has no pytest to do so
 
 from helpers import (
-    KINDS,
-    LARGE,
+    LARGE_CONFIG,
+    MEMORY_KINDS,
     NO_DROPOUT,
-    arguments,
-    curves,
-    deviation,
-    losses,
+    max_relative_error,
     open_trainer,
-    ranks,
+    run_args,
     run_captured,
+    run_ranks,
+    train_curves,
+    train_losses,
     write_text,
 )
 
@@ -60,16 +60,16 @@ def combinations(compiled: bool) -> list[dict[str, Any]]:
 def save_each(folder: Path, number: int) -> list[float]:
     """Trains 6 steps with each strategy into a folder of its name, and returns the losses of steps 7 to 9."""
     for strategy in STRATEGIES:
-        argv = arguments(folder / strategy, folder / "text.txt", trainer__max_steps=6, **NO_DROPOUT)
-        ranks(number, run_captured, *argv, "--distributed.strategy", strategy, tmp_path=folder)
-    argv = arguments(folder / "whole", folder / "text.txt", **NO_DROPOUT)
-    [found] = ranks(1, _whole, *argv, tmp_path=folder)
+        argv = run_args(folder / strategy, folder / "text.txt", trainer__max_steps=6, **NO_DROPOUT)
+        run_ranks(number, run_captured, *argv, "--distributed.strategy", strategy, tmp_path=folder)
+    argv = run_args(folder / "whole", folder / "text.txt", **NO_DROPOUT)
+    [found] = run_ranks(1, _whole, *argv, tmp_path=folder)
     return found
 
 
 def _whole(*argv: str) -> list[float]:
     with open_trainer(*argv) as made:
-        return losses(made, 9)[6:]
+        return train_losses(made, 9)[6:]
 
 
 def resume_each(folder: Path) -> dict[tuple[str, str], tuple[bool, list[float]]]:
@@ -80,8 +80,8 @@ def resume_each(folder: Path) -> dict[tuple[str, str], tuple[bool, list[float]]]
         run = folder / f"{saved}-{resumed}-{number}"
         if rank == "0":
             shutil.copytree(folder / saved / "snapshots", run / "snapshots")
-        argv = arguments(run, folder / "text.txt", distributed__strategy=resumed, **NO_DROPOUT)
-        with open_trainer(*argv, meeting=run.name) as made:
+        argv = run_args(run, folder / "text.txt", distributed__strategy=resumed, **NO_DROPOUT)
+        with open_trainer(*argv, rendezvous=run.name) as made:
             snapshot = SnapshotStorage(str(folder / saved / "snapshots"), keep=9).newest(print)
             assert snapshot is not None
             same = []
@@ -89,7 +89,7 @@ def resume_each(folder: Path) -> dict[tuple[str, str], tuple[bool, list[float]]]
                 same.append(torch.equal(weight, snapshot["model"][name]))
                 same += [torch.equal(state[key], value) for key, value in snapshot["optimizer"][name].items()]
             same.append(len(same) == 4 * len(snapshot["model"]))
-            found[saved, resumed] = all(same), losses(made, 3)
+            found[saved, resumed] = all(same), train_losses(made, 3)
     return found
 
 
@@ -99,8 +99,8 @@ def memory_of_each(folder: Path, optimizer: str = "adamw") -> dict[str, tuple[Me
     for strategy in STRATEGIES:
         run = folder / f"{strategy}-{os.environ.get('WORLD_SIZE')}"
         knobs = {"trainer__batch_size": 4, "distributed__strategy": strategy, "optimizer__name": optimizer}
-        argv = arguments(run, folder / "text.txt", **knobs, **LARGE)
-        with open_trainer(*argv, meeting=strategy) as made:
+        argv = run_args(run, folder / "text.txt", **knobs, **LARGE_CONFIG)
+        with open_trainer(*argv, rendezvous=strategy) as made:
             made.train_step()
             found[strategy] = made.state.need, made.context.all_gather_object(made.held)
     return found
@@ -111,9 +111,9 @@ def memory_of_each(folder: Path, optimizer: str = "adamw") -> dict[str, tuple[Me
 
 def loss_table(folder: Path, numbers: list[int], compiled: bool) -> list[str]:
     """Each combination's largest deviation from one process's plain curve over 20 steps, by number of ranks."""
-    [[plain]] = ranks(1, curves, folder, [{}], 20, tmp_path=folder)
+    [[plain]] = run_ranks(1, train_curves, folder, [{}], 20, tmp_path=folder)
     rows = combinations(False) + (combinations(True) if compiled else [])
-    columns = [ranks(number, curves, folder, rows, 20, tmp_path=folder, patience=600)[0] for number in numbers]
+    columns = [run_ranks(number, train_curves, folder, rows, 20, tmp_path=folder, timeout=600)[0] for number in numbers]
     lines = [
         f"| strategy | micro-batches | activation checkpointing | compiled | {' | '.join(map(_ranks, numbers))} |",
         "|" + " --- |" * (4 + len(numbers)),
@@ -124,7 +124,7 @@ def loss_table(folder: Path, numbers: list[int], compiled: bool) -> list[str]:
             f"of {size}" if (size := row["trainer__micro_batch_size"]) else "one",
             row["trainer__activation_checkpointing"],
             "yes" if row["trainer__compile"] else "no",
-            *(f"{deviation(column[i], plain):.0e}" for column in columns),
+            *(f"{max_relative_error(column[i], plain):.0e}" for column in columns),
         ]
         lines.append(f"| {' | '.join(words)} |")
     return lines
@@ -137,12 +137,12 @@ def resume_table(folder: Path, numbers: list[int]) -> list[str]:
         f"| saved by, on 2 ranks | resumed by | {' | '.join(map(_ranks, numbers))} |",
         "|" + " --- |" * (2 + len(numbers)),
     ]
-    columns = [ranks(number, resume_each, folder, tmp_path=folder)[0] for number in numbers]
+    columns = [run_ranks(number, resume_each, folder, tmp_path=folder)[0] for number in numbers]
     for saved, resumed in itertools.product(STRATEGIES, STRATEGIES):
         cells = []
         for column in columns:
             same, curve = column[saved, resumed]
-            cells.append(f"{'same bits' if same else 'OTHER BITS'}, then {deviation(curve, plain):.0e}")
+            cells.append(f"{'same bits' if same else 'OTHER BITS'}, then {max_relative_error(curve, plain):.0e}")
         lines.append(f"| {saved} | {resumed} | {' | '.join(cells)} |")
     return lines
 
@@ -154,10 +154,12 @@ def memory_table(folder: Path, numbers: list[int]) -> list[str]:
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for number in numbers:
-        for strategy, (formula, held) in ranks(number, memory_of_each, folder, tmp_path=folder)[0].items():
+        for strategy, (formula, held) in run_ranks(number, memory_of_each, folder, tmp_path=folder)[0].items():
             most = max(held, key=lambda part: part.total)
-            cells = [f"{getattr(most, kind) / 2**20:.1f} ({getattr(formula, kind) / 2**20:.1f})" for kind in KINDS]
-            ratio = most.total / sum(getattr(formula, kind) for kind in KINDS)
+            cells = [
+                f"{getattr(most, kind) / 2**20:.1f} ({getattr(formula, kind) / 2**20:.1f})" for kind in MEMORY_KINDS
+            ]
+            ratio = most.total / sum(getattr(formula, kind) for kind in MEMORY_KINDS)
             lines.append(f"| {number} | {strategy} | {' | '.join(cells)} | {ratio:.3f} |")
     return lines
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import arguments, program, ranks, train, write_text
+from helpers import run_args, run_program, run_ranks, train_main, write_text
 
 from mingpt.snapshot.__main__ import main
 from mingpt.snapshot.storage import fingerprint
@@ -21,8 +21,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     text = write_text(folder / "text.txt")
     for name, seed in (("run", 1), ("again", 1), ("other", 2)):
-        argv = arguments(folder / name, text, trainer__max_steps=6, trainer__eval_every=6, trainer__seed=seed)
-        assert ranks(1, train, *argv, tmp_path=folder) == [0]
+        argv = run_args(folder / name, text, trainer__max_steps=6, trainer__eval_every=6, trainer__seed=seed)
+        assert run_ranks(1, train_main, *argv, tmp_path=folder) == [0]
     return folder
 
 
@@ -39,7 +39,7 @@ def listed(path: Path) -> tuple[int, list[list[str]], str]:
 
 
 def test_a_run_folder_is_listed_by_step_with_bytes_and_validation_loss(trained: Path) -> None:
-    done = program("-m", "mingpt.snapshot", str(trained / "run"))
+    done = run_program("-m", "mingpt.snapshot", str(trained / "run"))
     assert (done.returncode, done.stderr) == (0, "")
     header, first, last = [line.split() for line in done.stdout.splitlines()]
     assert header == ["step", "written", "bytes", "val_loss", "state", "weights", "optimizer"]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import program
+from helpers import run_program
 
 from benchmarks.pipeline_timeline import Span, Step, steps, traces_of
 
@@ -61,7 +61,7 @@ def test_a_stage_that_waits_longer_shows() -> None:
 
 
 def test_it_is_drawn(tmp_path: Path) -> None:
-    done = program("-m", "benchmarks.pipeline_timeline", str(run_of(tmp_path / "run", 2)))
+    done = run_program("-m", "benchmarks.pipeline_timeline", str(run_of(tmp_path / "run", 2)))
     assert done.returncode == 0, done.stderr
     assert "step 12: stages wait 33.3% of the time" in done.stdout
     picture = (tmp_path / "run/timeline.png").read_bytes()
@@ -69,7 +69,7 @@ def test_it_is_drawn(tmp_path: Path) -> None:
 
 
 def test_a_run_must_be_named() -> None:
-    done = program("-m", "benchmarks.pipeline_timeline")
+    done = run_program("-m", "benchmarks.pipeline_timeline")
     assert done.returncode == 2
     assert "the following arguments are required: RUN" in done.stderr
 
@@ -84,7 +84,7 @@ def test_a_run_must_be_named() -> None:
 )
 def test_what_is_not_there_is_one_message(stages: int, out: str | None, words: str, tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", stages)
-    done = program("-m", "benchmarks.pipeline_timeline", str(run), *(["--out", out] if out else []), cwd=tmp_path)
+    done = run_program("-m", "benchmarks.pipeline_timeline", str(run), *(["--out", out] if out else []), cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.count("error: ") == 1
     assert words in done.stderr

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import arguments, newest, ranks, rows, start, train, wait_for_step, workers
+from helpers import newest_snapshot, read_rows, run_args, run_ranks, start_main, train_main, wait_for_step, worker_pids
 
 from mingpt.utils.signals import SECOND_INTERRUPT_SECONDS, SignalHandler
 from trainer import Trainer
@@ -53,20 +53,20 @@ def _wait_until(condition) -> None:
 @pytest.mark.slow
 def test_two_quick_interrupts_are_one(text: Path, tmp_path: Path) -> None:
     """Ctrl-C reaches workers twice: from the terminal, and passed on by torchrun."""
-    with start(arguments(tmp_path / "run", text, **ENDLESS)) as process:
+    with start_main(run_args(tmp_path / "run", text, **ENDLESS)) as process:
         wait_for_step(tmp_path / "run", 5)
         for _ in range(3):
             process.send_signal(signal.SIGINT)
             time.sleep(0.01)
         assert process.wait(60) == 130
-    assert newest(tmp_path / "run")["step"] == rows(tmp_path / "run", "stop")[-1]["step"]
+    assert newest_snapshot(tmp_path / "run")["step"] == read_rows(tmp_path / "run", "stop")[-1]["step"]
 
 
 @pytest.mark.slow
 def test_interrupted_twice_a_run_that_waits_for_a_stopped_peer_ends(text: Path, tmp_path: Path) -> None:
-    argv = arguments(tmp_path / "run", text, distributed__init_method=f"file://{tmp_path}/meeting", **ENDLESS)
+    argv = run_args(tmp_path / "run", text, distributed__init_method=f"file://{tmp_path}/meeting", **ENDLESS)
     with ExitStack() as stack:
-        processes = [stack.enter_context(start(argv, RANK=str(rank), WORLD_SIZE="2")) for rank in range(2)]
+        processes = [stack.enter_context(start_main(argv, RANK=str(rank), WORLD_SIZE="2")) for rank in range(2)]
         wait_for_step(tmp_path / "run", 5)
         processes[1].send_signal(signal.SIGSTOP)
         processes[0].send_signal(signal.SIGINT)
@@ -82,24 +82,24 @@ def test_interrupted_twice_a_run_that_waits_for_a_stopped_peer_ends(text: Path, 
 def test_a_stop_under_torchrun_saves_whoever_is_told(name: str, whom: str, text: Path, tmp_path: Path) -> None:
     """torchrun dies of SIGUSR1, for which it has no handler, and its workers take its death for a SIGTERM."""
     run, number = tmp_path / "run", getattr(signal, name)
-    with start(
-        arguments(run, text, **ENDLESS), "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"
+    with start_main(
+        run_args(run, text, **ENDLESS), "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"
     ) as p:
         wait_for_step(run, 5)
-        for pid in [p.pid] if whom == "launcher" else workers(p.pid):
+        for pid in [p.pid] if whom == "launcher" else worker_pids(p.pid):
             os.kill(pid, number)
         p.communicate(timeout=60)
-    stop = rows(run, "stop")[-1]
-    assert newest(run)["step"] == stop["step"] == rows(run)[-1]["step"]
+    stop = read_rows(run, "stop")[-1]
+    assert newest_snapshot(run)["step"] == stop["step"] == read_rows(run)[-1]["step"]
     assert stop["signal"] == ("SIGTERM" if (whom, name) == ("launcher", "SIGUSR1") else name)
 
 
 def test_no_rank_leaves_before_the_file_is_whole(text: Path, tmp_path: Path) -> None:
     """A slow disk: writing takes longer than the timeout of collectives, and the stop is repeated meanwhile."""
-    argv = arguments(tmp_path / "run", text, distributed__timeout_seconds=2, **ENDLESS)
-    results = ranks(3, _stopped_on_a_slow_disk, *argv, tmp_path=tmp_path)
+    argv = run_args(tmp_path / "run", text, distributed__timeout_seconds=2, **ENDLESS)
+    results = run_ranks(3, _stopped_on_a_slow_disk, *argv, tmp_path=tmp_path)
     assert [status for status, _ in results] == [143] * 3
-    whole = (tmp_path / "run/snapshots" / f"step_{newest(tmp_path / 'run')['step']:08d}.pt").stat().st_ctime
+    whole = (tmp_path / "run/snapshots" / f"step_{newest_snapshot(tmp_path / 'run')['step']:08d}.pt").stat().st_ctime
     for _, left in results:
         assert 0 <= left - whole < 2
 
@@ -125,4 +125,4 @@ def _stopped_on_a_slow_disk(*argv: str) -> tuple[int, float]:
 
     storage.SnapshotStorage.write = slowly
     Trainer.train_step = stopped
-    return train(*argv), time.time()
+    return train_main(*argv), time.time()

@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers import arguments, ranks, run_captured
+from helpers import run_args, run_captured, run_ranks
 
 
 def test_the_steps_asked_for_are_in_a_trace(text: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    argv = arguments(run, text, trainer__max_steps=14, trainer__profile_steps=2)
-    [(status, out, _)] = ranks(1, run_captured, *argv, tmp_path=tmp_path)
+    argv = run_args(run, text, trainer__max_steps=14, trainer__profile_steps=2)
+    [(status, out, _)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
     assert status == 0
     events = json.loads((run / "trace-0.json").read_text())["traceEvents"]
     steps = {event["name"] for event in events if str(event.get("name")).startswith("ProfilerStep#")}
@@ -28,8 +28,8 @@ def test_no_trace_where_none_was_asked_for_or_the_run_is_too_short(
     steps: int | None, text: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    argv = arguments(run, text, trainer__max_steps=11, trainer__profile_steps=steps)
-    [(status, out, _)] = ranks(1, run_captured, *argv, tmp_path=tmp_path)
+    argv = run_args(run, text, trainer__max_steps=11, trainer__profile_steps=steps)
+    [(status, out, _)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
     assert status == 0
     assert not list(run.glob("trace*"))
     assert ("the run was over before step 12" in out) == bool(steps)

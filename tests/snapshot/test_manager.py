@@ -12,7 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import arguments, assert_same_bits, curve, newest, ranks, rows, run_captured, train
+from helpers import (
+    assert_equal_snapshots,
+    loss_curve,
+    newest_snapshot,
+    read_rows,
+    run_args,
+    run_captured,
+    run_ranks,
+    train_main,
+)
 from mingpt.snapshot.async_writer import AsyncSnapshotWriter
 from state import TrainingState, check_fits
 
@@ -81,13 +90,13 @@ def test_why_a_snapshot_is_not_there_is_told(tmp_path: Path) -> None:
 def test_a_save_that_the_one_before_holds_up_is_left_out_and_said(strategy: str, text: Path, tmp_path: Path) -> None:
     """The disk is stuck for longer than ranks may wait; the last save waits and is made."""
     knobs = {"distributed__timeout_seconds": 2, "trainer__save_every": 5, "distributed__strategy": strategy}
-    argv = arguments(tmp_path / "run", text, **knobs)
-    (status, _, err), *_ = ranks(2, _stuck_once, *argv, tmp_path=tmp_path)
+    argv = run_args(tmp_path / "run", text, **knobs)
+    (status, _, err), *_ = run_ranks(2, _stuck_once, *argv, tmp_path=tmp_path)
     assert status == 0
     assert "step 10: " in err
     assert "still being written" in err
-    assert newest(tmp_path / "run")["step"] == 12
-    errors = {row["step"]: row.get("error") for row in rows(tmp_path / "run", "snapshot")}
+    assert newest_snapshot(tmp_path / "run")["step"] == 12
+    errors = {row["step"]: row.get("error") for row in read_rows(tmp_path / "run", "snapshot")}
     assert {step for step, error in errors.items() if error} == {10}
     assert sorted(errors) == [5, 10, 12]
 
@@ -106,7 +115,7 @@ def _stuck_once(*argv: str) -> tuple[int, str, str]:
 def test_a_best_that_was_not_written_does_not_cost_the_older_best(text: Path, tmp_path: Path) -> None:
     """Evaluations at 4 and 8, the second one better; the save of step 8 fails."""
     knobs = {"trainer__save_every": 1, "trainer__keep_snapshots": 1, "trainer__max_steps": 10}
-    [best_steps] = ranks(1, _fails_at_8, *arguments(tmp_path / "run", text, **knobs), tmp_path=tmp_path)
+    [best_steps] = run_ranks(1, _fails_at_8, *run_args(tmp_path / "run", text, **knobs), tmp_path=tmp_path)
     assert best_steps == {1: None, 2: None, 3: None, 4: 4, 5: 4, 6: 4, 7: 4, 8: 8, 9: 4, 10: 10}
 
 
@@ -120,15 +129,15 @@ def _fails_at_8(*argv: str) -> dict[int, int | None]:
         return write(folder, snapshot, best_step)
 
     SnapshotStorage.write = failing  # type: ignore[method-assign]
-    assert train(*argv) == 0  # the last save was made
+    assert train_main(*argv) == 0  # the last save was made
     return best_steps
 
 
 @pytest.mark.slow
 def test_snapshots_by_the_clock(text: Path, tmp_path: Path) -> None:
     knobs = {"trainer__save_every": 100_000, "trainer__save_minutes": 0.01, "trainer__max_steps": 300}
-    assert ranks(2, _with_slow_steps, *arguments(tmp_path / "run", text, **knobs), tmp_path=tmp_path) == [0, 0]
-    saved = rows(tmp_path / "run", "snapshot")
+    assert run_ranks(2, _with_slow_steps, *run_args(tmp_path / "run", text, **knobs), tmp_path=tmp_path) == [0, 0]
+    saved = read_rows(tmp_path / "run", "snapshot")
     assert len(saved) > 3
     gaps = [late["time"] - early["time"] for early, late in itertools.pairwise(saved[:-1])]
     assert all(0.4 < gap < 2 for gap in gaps), gaps
@@ -144,7 +153,7 @@ def _with_slow_steps(*argv: str) -> int:
         return step(trainer)
 
     Trainer.train_step = slowly  # type: ignore[method-assign]
-    return train(*argv)
+    return train_main(*argv)
 
 
 # What does not go together
@@ -159,7 +168,7 @@ def _with_slow_steps(*argv: str) -> int:
 )
 def test_what_the_tree_cannot_do_on_a_gpu(knobs: dict, kept: str | None, said: str, tmp_path: Path) -> None:
     state = TrainingState.__new__(TrainingState)  # before it needs the GPU
-    state.config = read_config(arguments(tmp_path, "text.txt", distributed__reduction="tree", **knobs))
+    state.config = read_config(run_args(tmp_path, "text.txt", distributed__reduction="tree", **knobs))
     state.context = DistributedContext(RankInfo())
     state.context.device = torch.device("cuda")
     threads = torch.get_num_threads()
@@ -179,9 +188,9 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("apart")
     text = write_text(folder / "text.txt")
     knobs = {"optimizer__decay_steps": 12}
-    assert ranks(2, train, *arguments(folder / "whole", text, **knobs), tmp_path=folder) == [0, 0]
-    argv = arguments(folder / "RANK", text, trainer__max_steps=6, **knobs)
-    assert ranks(2, machines, *argv, tmp_path=folder) == [(0, "")] * 2
+    assert run_ranks(2, train_main, *run_args(folder / "whole", text, **knobs), tmp_path=folder) == [0, 0]
+    argv = run_args(folder / "RANK", text, trainer__max_steps=6, **knobs)
+    assert run_ranks(2, machines, *argv, tmp_path=folder) == [(0, "")] * 2
     return folder
 
 
@@ -196,7 +205,7 @@ def machines(*argv: str) -> tuple[int, str]:
 def test_machines_that_share_no_folder_keep_one_snapshot_each(apart: Path) -> None:
     for name in ("one", "other"):
         assert SnapshotStorage(str(apart / name / "snapshots"), keep=3).steps() == [3, 6]
-    assert_same_bits(apart / "one", apart / "other")
+    assert_equal_snapshots(apart / "one", apart / "other")
 
 
 @pytest.mark.parametrize(
@@ -215,29 +224,29 @@ def test_the_newest_is_taken_wherever_it_is(trouble: str, apart: Path, tmp_path:
         for file in (tmp_path / "one/snapshots").iterdir():
             file.write_bytes(file.read_bytes()[:-1])
     knobs = {"trainer__save_every": 20, "optimizer__decay_steps": 12}
-    argv = arguments(tmp_path / "RANK", apart / "text.txt", **knobs, distributed__strategy="zero1")
-    assert ranks(2, machines, *argv, tmp_path=tmp_path) == [(0, "")] * 2
+    argv = run_args(tmp_path / "RANK", apart / "text.txt", **knobs, distributed__strategy="zero1")
+    assert run_ranks(2, machines, *argv, tmp_path=tmp_path) == [(0, "")] * 2
     for name in ("one", "other"):
-        assert_same_bits(tmp_path / name, apart / "whole")
+        assert_equal_snapshots(tmp_path / name, apart / "whole")
         # Each machine has the one that was elected, whether it made or got it, so that the other's loss costs nothing.
         assert load_snapshot(str(tmp_path / name / "snapshots/step_00000006.pt"))["step"] == 6
-    assert curve(tmp_path / "one")[-6:] == curve(apart / "whole")[-6:]
+    assert loss_curve(tmp_path / "one")[-6:] == loss_curve(apart / "whole")[-6:]
 
 
 def test_where_no_machine_has_a_whole_one_nothing_is_started_anew(apart: Path, tmp_path: Path) -> None:
     for name in ("one", "other"):
         (tmp_path / name / "snapshots").mkdir(parents=True)
     (tmp_path / "other/snapshots/step_00000006.pt").write_bytes(b"torn")
-    argv = arguments(tmp_path / "RANK", apart / "text.txt")
-    (first, err), (second, _) = ranks(2, machines, *argv, tmp_path=tmp_path)
+    argv = run_args(tmp_path / "RANK", apart / "text.txt")
+    (first, err), (second, _) = run_ranks(2, machines, *argv, tmp_path=tmp_path)
     assert (first, second) == (2, 2)
     assert "rank 1" in err
     assert "all 1 snapshots" in err
 
 
 def test_ranks_that_share_a_folder_keep_one_snapshot_together(text: Path, tmp_path: Path) -> None:
-    argv = arguments(tmp_path / "run", text, trainer__max_steps=1)
-    assert ranks(2, machines, *argv, tmp_path=tmp_path) == [(0, "")] * 2
+    argv = run_args(tmp_path / "run", text, trainer__max_steps=1)
+    assert run_ranks(2, machines, *argv, tmp_path=tmp_path) == [(0, "")] * 2
     assert [path.name for path in (tmp_path / "run/snapshots").iterdir()] == ["step_00000001.pt"]
 
 
@@ -254,9 +263,9 @@ def test_a_snapshot_that_names_no_optimizer_is_adamws() -> None:
 
 
 def test_state_of_one_optimizer_is_not_taken_for_the_others(text: Path, tmp_path: Path) -> None:
-    argv = arguments(tmp_path / "run", text, trainer__max_steps=3)
-    assert ranks(1, train, *argv, tmp_path=tmp_path) == [0]
+    argv = run_args(tmp_path / "run", text, trainer__max_steps=3)
+    assert run_ranks(1, train_main, *argv, tmp_path=tmp_path) == [0]
     argv += ["--trainer.max_steps", "6", "--optimizer.name", "muon"]
-    [(status, _, err)] = ranks(1, run_captured, *argv, tmp_path=tmp_path)
+    [(status, _, err)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
     assert status == 2
     assert "optimizer.name is muon, but adamw in the snapshot of step 3" in err

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import arguments, free_port, ranks, train
+from helpers import free_port, run_args, run_ranks, train_main
 
 import main
 from mingpt.config import DistributedConfig
@@ -40,7 +40,7 @@ def test_shares_cover_the_batch_and_differ_by_at_most_one(size: int, count: int)
 
 
 def test_agreement_between_real_ranks(tmp_path: Path) -> None:
-    first, second, third = ranks(3, _agree, tmp_path, tmp_path=tmp_path)
+    first, second, third = run_ranks(3, _agree, tmp_path, tmp_path=tmp_path)
     assert first["gathered"] == second["gathered"] == third["gathered"] == [0, 10, 20]
     assert {facts["said"] for facts in (first, second, third)} == {"rank 1: disk full"}
     assert {facts["differs"] for facts in (first, second, third)} == {
@@ -81,7 +81,7 @@ def _fail(words: str) -> None:
 
 
 def test_the_group_is_taken_down_after_an_error(tmp_path: Path) -> None:
-    assert ranks(2, _fail_inside, tmp_path=tmp_path) == [False, False]
+    assert run_ranks(2, _fail_inside, tmp_path=tmp_path) == [False, False]
 
 
 def _fail_inside() -> bool:
@@ -93,8 +93,8 @@ def _fail_inside() -> bool:
 
 def test_a_rank_that_waits_in_vain_says_for_whom_and_how_long(text: Path, tmp_path: Path) -> None:
     meeting = f"file://{tmp_path}/nobody"
-    argv = arguments(tmp_path / "run", text, distributed__init_method=meeting, distributed__timeout_seconds=1)
-    [(status, err)] = ranks(1, _started_by_hand, *argv, tmp_path=tmp_path)
+    argv = run_args(tmp_path / "run", text, distributed__init_method=meeting, distributed__timeout_seconds=1)
+    [(status, err)] = run_ranks(1, _started_by_hand, *argv, tmp_path=tmp_path)
     assert status == 2
     assert "rank 0 of 2" in err
     assert meeting in err
@@ -118,7 +118,7 @@ def test_a_port_that_is_taken(
         meeting = method if method == "env://" else f"tcp://localhost:{port}"
         for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}.items():
             monkeypatch.setenv(name, str(value))
-        argv = arguments(tmp_path / "run", text, distributed__init_method=meeting, distributed__timeout_seconds=5)
+        argv = run_args(tmp_path / "run", text, distributed__init_method=meeting, distributed__timeout_seconds=5)
         assert main.run(argv) == 2
     err = capsys.readouterr().err
     assert f"localhost:{port}" in err
@@ -127,8 +127,8 @@ def test_a_port_that_is_taken(
 
 def test_processes_started_by_hand_meet_at_a_tcp_address(text: Path, tmp_path: Path) -> None:
     meeting = f"tcp://localhost:{free_port()}"
-    argv = arguments(tmp_path / "run", text, distributed__init_method=meeting, trainer__max_steps=1)
-    assert ranks(2, _started_by_hand, *argv, tmp_path=tmp_path) == [(0, "")] * 2
+    argv = run_args(tmp_path / "run", text, distributed__init_method=meeting, trainer__max_steps=1)
+    assert run_ranks(2, _started_by_hand, *argv, tmp_path=tmp_path) == [(0, "")] * 2
 
 
 @pytest.fixture(params=["torchrun's store", "a file"])
@@ -172,15 +172,15 @@ def test_a_generation_that_stays_incomplete_gives_up() -> None:
 
 
 def test_a_run_is_refused_when_ranks_outnumber_sequences(text: Path, tmp_path: Path) -> None:
-    argv = arguments(tmp_path / "run", text, trainer__batch_size=1)
-    assert ranks(2, train, *argv, tmp_path=tmp_path) == [2, 2]
+    argv = run_args(tmp_path / "run", text, trainer__batch_size=1)
+    assert run_ranks(2, train_main, *argv, tmp_path=tmp_path) == [2, 2]
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(("visible", "taken"), [(["ab", "ab"], [0, 1]), (["a", "b"], [0, 0]), (["a", "a"], None)])
 def test_a_rank_takes_the_gpu_that_it_was_dealt(visible: list[str], taken: list[int] | None, tmp_path: Path) -> None:
     """Both ranks of a machine see both GPUs, or each its own as number 0, as srun may have it, or both the same one."""
-    found = ranks(2, _take, visible, tmp_path=tmp_path)
+    found = run_ranks(2, _take, visible, tmp_path=tmp_path)
     if taken is None:
         assert all("2 processes" in words and "1 GPU" in words for words in found)
     else:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, arguments, environment, free_port, write_text
+from helpers import ROOT, clean_env, free_port, run_args, write_text
 
 import main
 from mingpt.distributed.launch_environment import RankInfo, detect_launch_environment, resolve_init_method
@@ -271,13 +271,13 @@ def losses(command: str, folder: Path, size: int) -> list[float]:
     """The losses of a run of two steps that this command line starts, on so many processes."""
     run_dir, text, aside = folder / "run", write_text(folder / "text.txt"), folder / "aside"
     aside.mkdir()
-    env = environment(
+    env = clean_env(
         PORT=str(free_port()),
         PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         TMPDIR=str(aside),
         HF_HOME=str(aside),
     )
-    argv = arguments(run_dir, text, trainer__max_steps=2)
+    argv = run_args(run_dir, text, trainer__max_steps=2)
     with subprocess.Popen(
         ["bash", "-c", command, "bash", *argv],
         cwd=ROOT,

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from helpers import ROOT, arguments, environment, free_port, rows
+from helpers import ROOT, clean_env, free_port, read_rows, run_args
 
 from mingpt.config_parser import read_config
 
@@ -72,9 +72,9 @@ def test_two_pods_train(text: Path, tmp_path: Path) -> None:
     }
     assert CONTAINER["command"] == ["torchrun", "main.py"]
     command = [sys.executable, "-m", "torch.distributed.run", str(ROOT / "main.py"), *CONTAINER["args"]]
-    command += arguments(tmp_path / "run", text)
+    command += run_args(tmp_path / "run", text)
     pods = [
-        subprocess.Popen(command, env=environment(**env), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        subprocess.Popen(command, env=clean_env(**env), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for _ in range(JOB["spec"]["pytorchReplicaSpecs"]["Worker"]["replicas"])
     ]
     try:
@@ -83,7 +83,7 @@ def test_two_pods_train(text: Path, tmp_path: Path) -> None:
         for pod in pods:
             pod.kill()
     assert [pod.returncode for pod in pods] == [0, 0], said
-    assert [row["world_size"] for row in rows(tmp_path / "run")] == [2] * 12
+    assert [row["world_size"] for row in read_rows(tmp_path / "run")] == [2] * 12
 
 
 @pytest.mark.slow
@@ -95,6 +95,6 @@ def test_the_image_has_all_that_runs(tmp_path: Path) -> None:
             target.parent.mkdir(exist_ok=True)
             target.write_bytes(file.read_bytes())
     for words in (["data/prepare.py"], ["main.py", "--trainer.max_steps=1"]):
-        command, env = [sys.executable, *words], environment(PYTHONPATH="")
+        command, env = [sys.executable, *words], clean_env(PYTHONPATH="")
         done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ranks
+from helpers import run_ranks
 
 from mingpt.utils.device import (
     check_compiler,
@@ -254,7 +254,7 @@ def test_threads_where_the_system_tells_no_affinity(
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library's way with memory is its own")
 def test_freed_memory_is_used_again_without_asking_linux_for_pages(tmp_path: Path) -> None:
     """In a process of its own, which the setting ends with."""
-    [without], [kept] = (ranks(1, _faults, kept, tmp_path=tmp_path) for kept in (False, True))
+    [without], [kept] = (run_ranks(1, _faults, kept, tmp_path=tmp_path) for kept in (False, True))
     assert without > 10_000
     assert kept < 100
 

@@ -10,7 +10,16 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from helpers import arguments, newest, ranks, rows, run_captured, start, wait_for_step, workers
+from helpers import (
+    newest_snapshot,
+    read_rows,
+    run_args,
+    run_captured,
+    run_ranks,
+    start_main,
+    wait_for_step,
+    worker_pids,
+)
 
 from mingpt.config import DistributedConfig
 from mingpt.distributed.health import HealthMonitor
@@ -36,8 +45,8 @@ def test_a_rank_that_is_gone_is_named_by_all_others_in_time(
     port = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False).port
     where = {"tcp": f"tcp://localhost:{port}", "file": f"file://{tmp_path}/meeting"}[method]
     knobs = {"trainer__max_steps": 1_000_000, "distributed__timeout_seconds": TIMEOUT}
-    argv = arguments(tmp_path / "run", text, **knobs)
-    found = ranks(3, _without_one, where, victim, getattr(signal, how), argv, gone=victim, tmp_path=tmp_path)
+    argv = run_args(tmp_path / "run", text, **knobs)
+    found = run_ranks(3, _without_one, where, victim, getattr(signal, how), argv, lost_rank=victim, tmp_path=tmp_path)
     assert found.pop(victim) is None
     for status, err, seconds in found:
         assert status == 1
@@ -45,7 +54,7 @@ def test_a_rank_that_is_gone_is_named_by_all_others_in_time(
         assert err.count("error: ") == 1, err
         assert f"rank {victim}" in err.split("error: ")[1].split(", where")[0]
         assert all(f"rank {rank} (" not in err.split(", where")[0] for rank in {0, 1, 2} - {victim})
-    assert newest(tmp_path / "run")["step"] >= 3
+    assert newest_snapshot(tmp_path / "run")["step"] >= 3
 
 
 def _without_one(where: str, victim: int, how: signal.Signals, argv: list[str]) -> tuple[int, str, float]:
@@ -66,7 +75,7 @@ def _without_one(where: str, victim: int, how: signal.Signals, argv: list[str]) 
 
 
 def test_a_rank_that_crashes_says_so_to_the_others(tmp_path: Path) -> None:
-    told = ranks(3, _crash, tmp_path=tmp_path)
+    told = run_ranks(3, _crash, tmp_path=tmp_path)
     assert told[1] == "ZeroDivisionError: on purpose"
     for words in (told[0], told[2]):
         assert words.startswith("PeerError: rank 1 (")
@@ -86,7 +95,7 @@ def _crash() -> str:
 
 
 def test_waiting_for_a_word_outlasts_the_timeout_of_collectives(tmp_path: Path) -> None:
-    assert ranks(2, _wait, 2, tmp_path=tmp_path) == [{1: "done"}] * 2
+    assert run_ranks(2, _wait, 2, tmp_path=tmp_path) == [{1: "done"}] * 2
 
 
 def _wait(seconds: int) -> dict[int, str]:
@@ -98,7 +107,7 @@ def _wait(seconds: int) -> dict[int, str]:
 
 
 def test_waiting_for_the_word_of_a_dead_rank_ends(tmp_path: Path) -> None:
-    assert ranks(2, _wait_in_vain, tmp_path=tmp_path)[0].startswith("rank 1 (")
+    assert run_ranks(2, _wait_in_vain, tmp_path=tmp_path)[0].startswith("rank 1 (")
 
 
 def _wait_in_vain() -> str:
@@ -132,7 +141,7 @@ HINT = "; start torchrun with --max_restarts=3 and it goes on by itself"
 
 @pytest.mark.parametrize(("restarts", "hint"), [("0", HINT), ("3", ""), (None, "; the same command goes on")])
 def test_what_to_do_when_a_rank_is_gone(restarts: str | None, hint: str, text: Path, tmp_path: Path) -> None:
-    (status, err), _ = ranks(2, _crash_in_step, restarts, arguments(tmp_path / "run", text), tmp_path=tmp_path)
+    (status, err), _ = run_ranks(2, _crash_in_step, restarts, run_args(tmp_path / "run", text), tmp_path=tmp_path)
     assert status == 1
     assert err.endswith(f"failed: ZeroDivisionError: on purpose{hint}\n")
 
@@ -158,10 +167,10 @@ def _crash_in_step(restarts: str | None, argv: list[str]) -> tuple[int, str]:
 
 @pytest.mark.slow
 def test_torchrun_without_restarts_is_told_of(text: Path, tmp_path: Path) -> None:
-    argv = arguments(tmp_path / "run", text, trainer__max_steps=1_000_000)
-    with start(argv, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2") as agent:
+    argv = run_args(tmp_path / "run", text, trainer__max_steps=1_000_000)
+    with start_main(argv, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2") as agent:
         wait_for_step(tmp_path / "run", 5)
-        os.kill(workers(agent.pid)[1], signal.SIGKILL)
+        os.kill(worker_pids(agent.pid)[1], signal.SIGKILL)
         _, err = agent.communicate(timeout=60)
     [said] = [line for line in err.splitlines() if line.startswith("error: ")]
     assert said.endswith(HINT)
@@ -170,13 +179,13 @@ def test_torchrun_without_restarts_is_told_of(text: Path, tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_workers_leave_when_their_launcher_is_killed_and_lose_nothing(text: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    argv = arguments(run, text, trainer__max_steps=1_000_000, trainer__save_every=100_000)
-    with start(argv, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2") as agent:
+    argv = run_args(run, text, trainer__max_steps=1_000_000, trainer__save_every=100_000)
+    with start_main(argv, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2") as agent:
         wait_for_step(run, 5)
-        orphans = workers(agent.pid)
+        orphans = worker_pids(agent.pid)
         agent.kill()
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline and any(Path(f"/proc/{pid}").exists() for pid in orphans):
             time.sleep(0.05)
         assert not any(Path(f"/proc/{pid}").exists() for pid in orphans)
-    assert newest(run)["step"] == rows(run, "stop")[-1]["step"] == rows(run)[-1]["step"]
+    assert newest_snapshot(run)["step"] == read_rows(run, "stop")[-1]["step"] == read_rows(run)[-1]["step"]

@@ -15,7 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import ROOT, arguments, assert_same_bits, curve, environment, free_port, ranks, rows, train
+from helpers import (
+    ROOT,
+    assert_equal_snapshots,
+    clean_env,
+    free_port,
+    loss_curve,
+    read_rows,
+    run_args,
+    run_ranks,
+    train_main,
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -56,7 +66,7 @@ class Cluster:
     """SLURM's controller and nodes, and what is asked of them."""
 
     def __init__(self, folder: Path) -> None:
-        self.env = environment(
+        self.env = clean_env(
             SLURM_CONF=str(folder / "slurm.conf"), PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         )
 
@@ -95,7 +105,7 @@ def wait(until: Callable[[], bool], what: str) -> None:
 def daemon(log: Path, *command: str, **env: str) -> Iterator[None]:
     with (
         log.open("w") as out,
-        subprocess.Popen(command, stdout=out, stderr=out, env=environment(**env), start_new_session=True) as process,
+        subprocess.Popen(command, stdout=out, stderr=out, env=clean_env(**env), start_new_session=True) as process,
     ):
         try:
             yield
@@ -129,10 +139,10 @@ def test_warned_requeued_and_preempted_it_ends_in_the_same_bits(
 ) -> None:
     knobs: dict[str, Any] = {"trainer__max_steps": 600, "trainer__save_every": 10**6, "trainer__eval_every": 500}
     whole, run, out = tmp_path / "whole", tmp_path / "run", tmp_path / "out.txt"
-    assert ranks(2, train, *arguments(whole, text, **knobs), tmp_path=tmp_path) == [0, 0]
+    assert run_ranks(2, train_main, *run_args(whole, text, **knobs), tmp_path=tmp_path) == [0, 0]
 
     options = ("--cpus-per-task=1", f"--output={out}", f"launch/{script}")
-    job = cluster.submit(*options, *arguments(run, text, **knobs))
+    job = cluster.submit(*options, *run_args(run, text, **knobs))
     disturbances = (
         ("scancel", "--signal=USR1", job),  # what --signal=USR1@120 does
         ("scontrol", "requeue", job),
@@ -145,25 +155,27 @@ def test_warned_requeued_and_preempted_it_ends_in_the_same_bits(
     ended = cluster.end(job)
 
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "3"), out.read_text()
-    assert {row["world_size"] for row in rows(run)} == {2}
-    stops = rows(run, "stop")
+    assert {row["world_size"] for row in read_rows(run)} == {2}
+    stops = read_rows(run, "stop")
     assert [row["signal"] for row in stops] == ["SIGUSR1", "SIGTERM", "SIGTERM", None]
-    assert [row["step"] for row in rows(run, "start")] == [0, *(row["step"] for row in stops[:-1])], "nothing is lost"
-    assert_same_bits(whole, run)
-    assert curve(whole) == curve(run)
+    assert [row["step"] for row in read_rows(run, "start")] == [0, *(row["step"] for row in stops[:-1])], (
+        "nothing is lost"
+    )
+    assert_equal_snapshots(whole, run)
+    assert loss_curve(whole) == loss_curve(run)
 
 
 def trains(run_dir: Path, starts: int) -> bool:
     """Whether a run has made 20 steps since so many starts."""
     if not (run_dir / "metrics.jsonl").exists():
         return False
-    started, steps = rows(run_dir, "start"), rows(run_dir)
+    started, steps = read_rows(run_dir, "start"), read_rows(run_dir)
     return len(started) == starts and bool(steps) and steps[-1]["step"] >= started[-1]["step"] + 20
 
 
 def test_preempted_before_the_first_step_it_is_requeued(cluster: Cluster, text: Path, tmp_path: Path) -> None:
     options = ("--cpus-per-task=1", f"--output={tmp_path}/out.txt", "launch/slurm.sbatch")
-    job = cluster.submit(*options, *arguments(tmp_path / "run", text))
+    job = cluster.submit(*options, *run_args(tmp_path / "run", text))
     wait(lambda: f"{job}.0" in cluster.ask("squeue", "--steps", "--noheader", "--format=%i"), "torchrun")
     cluster.submit("--partition=high", "--output=/dev/null", "--wrap=true")
     cluster.back(job, restarts=1)
@@ -183,7 +195,7 @@ def test_a_crash_is_tried_again_for_as_long_as_the_run_gets_further(
     cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
     """A loss that is not finite, always at the same step."""
-    argv = arguments(tmp_path / "run", text, optimizer__learning_rate=1e30, trainer__save_every=1000)
+    argv = run_args(tmp_path / "run", text, optimizer__learning_rate=1e30, trainer__save_every=1000)
     job = cluster.submit("--cpus-per-task=1", f"--output={tmp_path}/out.txt", "launch/slurm.sbatch", *argv)
     cluster.back(job, restarts=1)
     ended = cluster.end(job)

@@ -19,16 +19,16 @@ import torch
 sys.path.append(str(Path(__file__).parent.parent))  # a script has no pytest to do so
 
 from helpers import (
-    KINDS,
-    LARGE,
+    LARGE_CONFIG,
+    MEMORY_KINDS,
     NO_DROPOUT,
-    arguments,
-    curves,
-    deviation,
-    losses,
+    max_relative_error,
     open_trainer,
-    ranks,
+    run_args,
     run_captured,
+    run_ranks,
+    train_curves,
+    train_losses,
     write_text,
 )
 
@@ -94,13 +94,13 @@ def on(stages: int, **knobs: Any) -> dict[str, Any]:
 
 def save_two_stages(folder: Path) -> list[float]:
     """Trains 6 steps on two stages into a folder of that name; losses of steps 7 to 9 of one process."""
-    ranks(
+    run_ranks(
         2,
         run_captured,
-        *arguments(folder / "saved", folder / "text.txt", trainer__max_steps=6, **NO_DROPOUT, **on(2)),
+        *run_args(folder / "saved", folder / "text.txt", trainer__max_steps=6, **NO_DROPOUT, **on(2)),
         tmp_path=folder,
     )
-    [[found]] = ranks(1, curves, folder, [FOUR], 9, tmp_path=folder)
+    [[found]] = run_ranks(1, train_curves, folder, [FOUR], 9, tmp_path=folder)
     return found[6:]
 
 
@@ -111,7 +111,7 @@ def resume(folder: Path, name: str) -> tuple[bool, list[float]]:
     if os.environ.get("RANK", "0") == "0":
         shutil.copytree(folder / "saved" / "snapshots", run / "snapshots")
     knobs = on(stages, distributed__strategy=strategy)
-    with open_trainer(*arguments(run, folder / "text.txt", **NO_DROPOUT, **knobs)) as made:
+    with open_trainer(*run_args(run, folder / "text.txt", **NO_DROPOUT, **knobs)) as made:
         snapshot = SnapshotStorage(str(folder / "saved" / "snapshots"), keep=9).newest(print)
         assert snapshot is not None
         assert snapshot["step"] == made.state.step == 6
@@ -121,12 +121,14 @@ def resume(folder: Path, name: str) -> tuple[bool, list[float]]:
             kept = snapshot["optimizer"][parameter]
             same &= torch.equal(weight, snapshot["model"][parameter]) and state.keys() == kept.keys()
             same &= all(torch.equal(state[key], kept[key]) for key in kept)
-        return same, losses(made, 3)
+        return same, train_losses(made, 3)
 
 
 def memory_of(folder: Path, stages: int) -> tuple[MemoryUsage, list[MemoryUsage], list[int]]:
     """For `ranks`: bytes by formula on the rank with most; on each, measured, and those of embeddings among them."""
-    with open_trainer(*arguments(folder / f"memory-{stages}", folder / "text.txt", **(on(stages) | LARGE))) as made:
+    with open_trainer(
+        *run_args(folder / f"memory-{stages}", folder / "text.txt", **(on(stages) | LARGE_CONFIG))
+    ) as made:
         made.train_step()
         strategy = made.state.strategy
         embeddings = sum(weight.nbytes for name, weight in strategy.parameters.items() if "transformer.w" in name)
@@ -142,12 +144,12 @@ def memory_of(folder: Path, stages: int) -> tuple[MemoryUsage, list[MemoryUsage]
 
 def loss_table(folder: Path) -> list[str]:
     """Each mesh's largest deviation from one process's curve over 20 steps, under both schedules."""
-    [[plain]] = ranks(1, curves, folder, [FOUR], 20, tmp_path=folder)
+    [[plain]] = run_ranks(1, train_curves, folder, [FOUR], 20, tmp_path=folder)
     lines = ["| replicas | stages | 1f1b | gpipe |", "| --- | --- | --- | --- |"]
     for replicas, stages in MESHES:
         both = [on(stages, distributed__pipeline_schedule=schedule) for schedule in ("1f1b", "gpipe")]
-        found, *_ = ranks(replicas * stages, curves, folder, both, 20, tmp_path=folder)
-        cells = [f"{deviation(curve, plain):.0e}" for curve in found] if stages > 1 else ["not cut", "not cut"]
+        found, *_ = run_ranks(replicas * stages, train_curves, folder, both, 20, tmp_path=folder)
+        cells = [f"{max_relative_error(curve, plain):.0e}" for curve in found] if stages > 1 else ["not cut", "not cut"]
         lines.append(f"| {replicas} | {stages} | {' | '.join(cells)} |")
     return lines
 
@@ -155,13 +157,13 @@ def loss_table(folder: Path) -> list[str]:
 def company_table(folder: Path) -> list[str]:
     """What else is set on two replicas of two stages, and the deviation from one process that has it too."""
     alone = [FOUR | COMPANY[name] | {"trainer__compile": False, "distributed__strategy": "ddp"} for name in COMPANY]
-    [plain] = ranks(1, curves, folder, alone, 20, tmp_path=folder)
-    found, *_ = ranks(
-        4, curves, folder, [on(2, **knobs) for knobs in COMPANY.values()], 20, tmp_path=folder, patience=600
+    [plain] = run_ranks(1, train_curves, folder, alone, 20, tmp_path=folder)
+    found, *_ = run_ranks(
+        4, train_curves, folder, [on(2, **knobs) for knobs in COMPANY.values()], 20, tmp_path=folder, timeout=600
     )
     lines = ["| with | |", "| --- | --- |"]
     for name, curve, other in zip(COMPANY, found, plain, strict=True):
-        lines.append(f"| {name} | {deviation(curve, other):.0e} |")
+        lines.append(f"| {name} | {max_relative_error(curve, other):.0e} |")
     for name, knobs in REFUSED.items():
         lines.append(f"| {name} | refused: `{refusal(folder, knobs)}` |")
     return lines
@@ -170,7 +172,7 @@ def company_table(folder: Path) -> list[str]:
 def refusal(folder: Path, knobs: dict[str, Any]) -> str:
     """What is said of these knobs beside two stages."""
     try:
-        read_config(arguments(folder, folder / "text.txt", **on(2, **knobs)))
+        read_config(run_args(folder, folder / "text.txt", **on(2, **knobs)))
     except UserError as error:
         return str(error).split(" (in the command line)")[0]
     raise AssertionError(f"{knobs} go with stages")
@@ -181,8 +183,8 @@ def resume_table(folder: Path) -> list[str]:
     plain = save_two_stages(folder)
     lines = ["| saved by 2 stages, resumed by | bits | next 3 losses |", "| --- | --- | --- |"]
     for name, (replicas, stages, _) in RESUMED.items():
-        same, curve = ranks(replicas * stages, resume, folder, name, tmp_path=folder)[0]
-        lines.append(f"| {name} | {'the same' if same else 'OTHERS'} | {deviation(curve, plain):.0e} |")
+        same, curve = run_ranks(replicas * stages, resume, folder, name, tmp_path=folder)[0]
+        lines.append(f"| {name} | {'the same' if same else 'OTHERS'} | {max_relative_error(curve, plain):.0e} |")
     return lines
 
 
@@ -193,13 +195,13 @@ def memory_table(folder: Path) -> list[str]:
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for stages in (1, 2, 4):
-        formula, held, embeddings = ranks(stages, memory_of, folder, stages, tmp_path=folder)[0]
+        formula, held, embeddings = run_ranks(stages, memory_of, folder, stages, tmp_path=folder)[0]
         blocks = max(part.total - rest for part, rest in zip(held, embeddings, strict=True))
         if stages == 1:
             all_blocks = blocks
         most = max(held, key=lambda part: part.total)
-        cells = [f"{getattr(most, kind) / 2**20:.1f}" for kind in KINDS]
-        ratio = most.total / sum(getattr(formula, kind) for kind in KINDS)
+        cells = [f"{getattr(most, kind) / 2**20:.1f}" for kind in MEMORY_KINDS]
+        ratio = most.total / sum(getattr(formula, kind) for kind in MEMORY_KINDS)
         lines.append(f"| {stages} | {' | '.join(cells)} | {ratio:.3f} | {blocks * stages / all_blocks:.3f} |")
     return lines
 
@@ -212,8 +214,8 @@ def bubble_table(folder: Path, picture: Path) -> list[str]:
         for schedule in ("1f1b", "gpipe"):
             run = folder / f"{schedule}-{number}"
             knobs = EQUAL | on(2, trainer__batch_size=4 * number, trainer__micro_batch_size=4)
-            argv = arguments(run, folder / "text.txt", distributed__pipeline_schedule=schedule, **knobs)
-            ranks(2, run_captured, *argv, tmp_path=folder)
+            argv = run_args(run, folder / "text.txt", distributed__pipeline_schedule=schedule, **knobs)
+            run_ranks(2, run_captured, *argv, tmp_path=folder)
             found = sorted(steps(traces_of(run)), key=lambda step: step.bubble)
             typical = found[len(found) // 2]
             cells.append(f"{typical.bubble:.1%} ({found[0].bubble:.1%} to {found[-1].bubble:.1%})")
