@@ -270,8 +270,9 @@ class Trainer:
             lambda: choose_numerics(config.trainer, context.device, *sizes, one_thread, previous_choices)
         )
         self.model_config = GPTConfig(**asdict(config.model), vocab_size=vocab_size, block_size=config.data.block_size)
-        precision, example = self.numerics.precision, self.train_data[[0]]
-        self.strategy = build_strategy(config, self.model_config, GPT, context, precision, example)
+        with torch.device("meta"):  # the full model need not fit into memory
+            model = GPT(self.model_config)
+        self.strategy = build_strategy(config, model, context, self.numerics.precision, self.train_data[[0]])
         if self.resumed:
             self.snapshots.restore(self.resumed, self.strategy)
         else:

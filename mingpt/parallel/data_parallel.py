@@ -57,28 +57,21 @@ class Strategy:
         optimizer: its step updates all parameters on all ranks
         local_optimizer: the optimizer that updates those of this rank, and has their state
         scaler: gradient scaler, enabled in fp16
-        loss_factor: multiplies losses before backward
         description: rows for the summary at the start
-        is_sharded: a rank holds only a shard of something, so `iter_full_state` needs all ranks
-        estimated_memory: what the rank that needs most will hold
-        device: where parameters are between steps
-        needs_process_group: even one rank needs a process group
-        needs_one_thread: bits depend on the number of CPU threads, which must be one
 
     Args:
         model: on the meta device; its weights are undefined until `load_full_state`
-        context: the ranks
-        config: all sections
         precision: fp32, bf16 or fp16
-        device: where parameters are between steps; None: the device of the rank
+        device: where parameters are between steps, by default the device of the rank
     """
 
-    loss_factor = 1.0
-    is_sharded = False
-    needs_process_group = False
-    needs_one_thread = False
+    loss_factor = 1.0  # multiplies losses before backward
+    is_sharded = False  # a rank holds only a shard of something, so `iter_full_state` needs all ranks
+    needs_process_group = False  # also for one rank
+    shards_optimizer = False  # each rank has the optimizer state of some whole parameters
+    needs_one_thread = False  # bits depend on the number of CPU threads
     newton_schulz = staticmethod(newton_schulz)
-    estimated_memory: MemoryUsage
+    estimated_memory: MemoryUsage  # of the rank that needs most
 
     def __init__(
         self,
@@ -106,11 +99,7 @@ class Strategy:
 
     @classmethod
     def validate(cls, config: Config, world_size: int) -> None:
-        """Checks that each rank gets a sequence.
-
-        Raises:
-            UserError: names the key, and a value that would do.
-        """
+        """Raises a UserError if a rank would get no sequence."""
         if (batch_size := config.trainer.batch_size) < world_size:
             raise UserError(
                 f"trainer.batch_size is {batch_size}, fewer than the {world_size} ranks, and each needs a sequence: "
@@ -119,32 +108,21 @@ class Strategy:
 
     @classmethod
     def validate_device(cls, config: Config, device: torch.device, precision: str) -> None:
-        """Checks that the device and the precision chosen for it suit the strategy.
-
-        Raises:
-            UserError: names the key, and a value that would do.
-        """
+        """Raises a UserError if the device or the precision chosen for it does not suit the strategy."""
 
     @classmethod
     def estimate_memory(cls, config: Config, model: Any, ranks: int, precision: str, activations: float) -> MemoryUsage:
         """Bytes on the rank that needs most.
 
         Args:
-            config: all sections
             model: on the meta device, with `blocks`; one pipeline stage if there are several
             ranks: the number of replicas
-            precision: fp32, bf16 or fp16
-            activations: bytes of activations
+            activations: bytes
         """
         parameters = 4 * sum(p.numel() for p in model.parameters())
         copies = 0 if precision == "fp32" else 2 * sum(p.numel() for p in model.parameters() if p.dim() > 1)
-        state = optimizer_bytes(model, config.optimizer, cls._optimizer_ranks(ranks))
+        state = optimizer_bytes(model, config.optimizer, ranks if cls.shards_optimizer else 1)
         return MemoryUsage(parameters, parameters, state, copies, activations)
-
-    @classmethod
-    def _optimizer_ranks(cls, ranks: int) -> int:
-        """The number of ranks that whole optimizer states are distributed over."""
-        return 1
 
     @classmethod
     def memory_note(cls, parameters: float, optimizer: float, ranks: int) -> str:
@@ -154,18 +132,13 @@ class Strategy:
     # The step
 
     def warm_up(self, forward: Callable[[], Tensor]) -> None:
-        """Prepares for the first step.
-
-        Args:
-            forward: returns a scalar that depends on all parameters, computed by `model`
-        """
+        """Prepares for the first step with a forward pass of `model` to a scalar that depends on all parameters."""
 
     def forward_backward(self, batch: range, data: WindowDataset) -> list[Tensor]:
         """Computes the gradient of the mean loss over the batch, in `grad` of the parameters of this rank.
 
         Args:
             batch: sample numbers, of all ranks together
-            data: the samples
 
         Returns:
             this rank's terms of the mean loss, for `mean_loss`
@@ -258,12 +231,10 @@ class Strategy:
 
     @torch.no_grad()
     def load_full_state(self, weights: Mapping[str, Tensor], state: OptimizerState, source: int) -> None:
-        """Loads weights and optimizer state that rank `source` has, one tensor at a time.
+        """Loads the full weights and optimizer state that rank `source` passes; those of other ranks are ignored.
 
-        Args:
-            weights: full, by name; ignored on other ranks
-            state: full optimizer state; ignored on other ranks
-            source: the rank
+        One tensor at a time is broadcast and sharded, since no rank may have memory for more. That is why
+        torch.distributed.checkpoint.state_dict does not serve here; nor does it know ZeroRedundancyOptimizer.
         """
         meta = {name: {key: tensor.to("meta") for key, tensor in tensors.items()} for name, tensors in state.items()}
         meta = self.context.broadcast_object(meta, source)

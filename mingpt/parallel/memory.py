@@ -33,7 +33,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mingpt.config import GPTConfig, OptimizerConfig
 from mingpt.loss import cross_entropy
 from mingpt.optimizer import param_groups
-from mingpt.parallel.parallelize import BuildModel, apply_activation_checkpointing, meta_stages, split_into_stages
+from mingpt.parallel.parallelize import apply_activation_checkpointing, split_into_stages
 from mingpt.utils.tensors import to_local
 
 
@@ -103,7 +103,7 @@ def optimizer_bytes(model: nn.Module, config: OptimizerConfig, ranks: int = 1) -
 
 @lru_cache
 def activation_bytes(
-    build_model: BuildModel,
+    model_class: type[nn.Module],
     model_config: GPTConfig,
     stage: int,
     stages: int,
@@ -116,19 +116,19 @@ def activation_bytes(
     Measured on models of one and two blocks per stage, without data, and extrapolated.
 
     Args:
-        build_model: the model's class
-        model_config: of the model
+        model_class, model_config: of the whole model
         stage, stages: the pipeline stage and their number
         precision: fp32, bf16 or fp16
         mode: activation checkpointing: none, selective or full
         device: type of the device
     """
-    layers, few = len(meta_stages(build_model, model_config, stages)[stage].blocks), min(stages, 3)
+    layers = model_config.n_layer * (stage + 1) // stages - model_config.n_layer * stage // stages
+    few = min(stages, 3)
     place = (stage > 0) + (stage == stages - 1) if few == 3 else stage  # first, middle or last
 
     def of_blocks(mode: str) -> tuple[float, float]:
         small = (replace(model_config, n_layer=count * few) for count in (1, 2))
-        one, two = (_kept_bytes(build_model, config, place, few, precision, mode, device) for config in small)
+        one, two = (_kept_bytes(model_class, config, place, few, precision, mode, device) for config in small)
         return one, two - one
 
     first, block = of_blocks(mode)
@@ -140,7 +140,7 @@ def activation_bytes(
 
 
 def _kept_bytes(
-    build_model: BuildModel, config: GPTConfig, stage: int, stages: int, precision: str, mode: str, device: str
+    model_class: type[nn.Module], config: GPTConfig, stage: int, stages: int, precision: str, mode: str, device: str
 ) -> int:
     """Bytes that a second sequence adds to what forward keeps for backward, counted on tensors without data."""
     counts = []
@@ -154,7 +154,7 @@ def _kept_bytes(
             return tensor
 
         with FakeTensorMode(), torch.device(device):
-            model: Any = split_into_stages(build_model(config), stages)[stage]
+            model: Any = split_into_stages(model_class(config), stages)[stage]
             apply_activation_checkpointing(model, mode)
             idx = torch.zeros(B, config.block_size, dtype=torch.long)
             x = torch.zeros(*idx.shape, config.n_embd, requires_grad=True) if stage else idx

@@ -12,8 +12,6 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from mingpt.config import GPTConfig
 
-BuildModel = Callable[[GPTConfig], nn.Module]
-
 MATRIX_PRODUCTS = [
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -62,12 +60,7 @@ def apply_compile(model: nn.Module) -> None:
 class GPTStage(nn.Module):
     """Consecutive blocks of a GPT, with the embeddings in the first stage and the output projection in the last.
 
-    It shares modules with the GPT, and its parameters have the same names.
-
-    Args:
-        gpt: the whole model
-        stage: index of the stage
-        stages: number of stages; blocks are distributed evenly
+    Blocks are distributed evenly. Modules are those of the GPT, and parameters have the same names.
     """
 
     def __init__(self, gpt: Any, stage: int, stages: int) -> None:
@@ -100,8 +93,12 @@ def split_into_stages(gpt: nn.Module, stages: int) -> list[GPTStage]:
     return [GPTStage(gpt, stage, stages) for stage in range(stages)]
 
 
+def meta_stages(model: Any, stages: int = 1) -> list[GPTStage]:
+    """The stages of a model like this one, on the meta device. Not to be modified: they are cached."""
+    return _meta_stages(type(model), model.config, stages)  # type: ignore[arg-type]
+
+
 @lru_cache
-def meta_stages(build_model: BuildModel, model_config: GPTConfig, stages: int = 1) -> list[GPTStage]:
-    """The stages of a model on the meta device, which take no memory. Not to be modified: they are cached."""
+def _meta_stages(model_class: type[nn.Module], model_config: GPTConfig, stages: int) -> list[GPTStage]:
     with torch.device("meta"):
-        return split_into_stages(build_model(model_config), stages)
+        return split_into_stages(model_class(model_config), stages)

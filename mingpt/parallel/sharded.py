@@ -45,7 +45,7 @@ def newton_schulz_sharded(rows: Tensor, ns_dtype: torch.dtype, like: DTensor) ->
 class ZeRO1(DDP):
     """DDP with sharded optimizer state: each rank updates whole parameters of its own and broadcasts them."""
 
-    is_sharded = True
+    is_sharded = shards_optimizer = True
 
     def __init__(self, model: nn.Module, context: DistributedContext, config: Config, precision: str) -> None:
         super().__init__(model, context, config, precision)
@@ -54,10 +54,6 @@ class ZeRO1(DDP):
         self.optimizer = build_optimizer(model, config.optimizer, self.dtype, wrapper=wrapper)
         self.local_optimizer = self.optimizer.optim  # type: ignore[attr-defined]
         self.owned = {parameter for group in self.local_optimizer.param_groups for parameter in group["params"]}
-
-    @classmethod
-    def _optimizer_ranks(cls, ranks: int) -> int:
-        return ranks
 
     @classmethod
     def memory_note(cls, parameters: float, optimizer: float, ranks: int) -> str:

@@ -7,23 +7,17 @@ A new strategy is a subclass of `Strategy` in a module of its own, an entry in S
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mingpt.config import Config, GPTConfig
+from mingpt.config import Config
 from mingpt.distributed.process_group import DistributedContext
 from mingpt.parallel.data_parallel import Strategy
 from mingpt.parallel.memory import MemoryUsage, activation_bytes, format_bytes, optimizer_bytes
-from mingpt.parallel.parallelize import (
-    BuildModel,
-    apply_activation_checkpointing,
-    apply_compile,
-    meta_stages,
-    split_into_stages,
-)
+from mingpt.parallel.parallelize import apply_activation_checkpointing, apply_compile, meta_stages, split_into_stages
 from mingpt.utils.device import check_compiler, memory_per_rank
 from mingpt.utils.errors import UserError
 
@@ -44,19 +38,13 @@ def strategy_class(config: Config) -> type[Strategy]:
 
 
 def build_strategy(
-    config: Config,
-    model_config: GPTConfig,
-    build_model: BuildModel,
-    context: DistributedContext,
-    precision: str,
-    example: tuple[Tensor, Tensor],
+    config: Config, model: nn.Module, context: DistributedContext, precision: str, example: tuple[Tensor, Tensor]
 ) -> Strategy:
-    """The model, parallelized as configured, with its optimizer. Weights are undefined until `load_full_state`.
+    """Parallelizes a model as configured, with its optimizer. Weights are undefined until `load_full_state`.
 
     Args:
         config: all sections
-        model_config: of the model
-        build_model: the model's class
+        model: a GPT on the meta device, since no rank may have memory for it; it becomes the strategy's
         context: the ranks
         precision: fp32, bf16 or fp16
         example: inputs and targets, (B, T) each, for a warm-up pass
@@ -65,36 +53,28 @@ def build_strategy(
         UserError: device, compiler or memory do not suffice.
     """
     strategy_class(config).validate_device(config, context.device, precision)
-    job = (config, model_config, build_model, context.world_size, precision, context.device.type)
-    estimate = context.run_on_rank0(lambda: estimate_memory(*job))
+    if config.trainer.compile:
+        context.raise_on_all_ranks(lambda: check_compiler(context.device))
+    run = (config, model, context.world_size, precision, context.device.type)
+    memory = context.run_on_rank0(lambda: estimate_memory(*run))
     available = memory_per_rank(context.device, context.local_world_size)
-    context.raise_on_all_ranks(lambda: check_memory(estimate, available, *job))
-    strategy = _build(config, model_config, build_model, context, precision, example)
-    strategy.estimated_memory = estimate
-    strategy.description["memory"] = format_memory(estimate, config, model_config, build_model, context.world_size)
+    context.raise_on_all_ranks(lambda: check_memory(memory, available, *run))
+    description = format_memory(memory, config, model, context.world_size)
+    if config.distributed.pipeline_stages > 1:
+        strategy = _build_pipeline(config, model, context, precision)
+    else:
+        strategy = _parallelize(model, context, config, precision)
+        strategy.warm_up(lambda: strategy.compute_loss(strategy.model, *example))
+    strategy.estimated_memory = memory
+    strategy.description["memory"] = description
     return strategy
 
 
-def _build(
-    config: Config,
-    model_config: GPTConfig,
-    build_model: BuildModel,
-    context: DistributedContext,
-    precision: str,
-    example: tuple[Tensor, Tensor],
-) -> Strategy:
-    if config.trainer.compile:
-        context.raise_on_all_ranks(lambda: check_compiler(context.device))
-    num_stages = config.distributed.pipeline_stages
-    with torch.device("meta"):  # the full model exists in memory on no rank
-        model = build_model(model_config)
-    if num_stages == 1:
-        strategy = _parallelize(model, context, config, precision)
-        strategy.warm_up(lambda: strategy.compute_loss(strategy.model, *example))
-        return strategy
-
+def _build_pipeline(config: Config, model: Any, context: DistributedContext, precision: str) -> Strategy:
     from mingpt.parallel.pipeline import PipelineParallel, pipeline_groups, stage_io  # noqa: PLC0415 - takes long
 
+    num_stages, model_config = config.distributed.pipeline_stages, model.config
+    stages = meta_stages(model, num_stages)
     replicas, replica, embedding_group = pipeline_groups(context, num_stages)
     inner = _parallelize(split_into_stages(model, num_stages)[replica.rank], replicas, config, precision)
     received = torch.zeros_like(stage_io(model_config, 1, replica.rank, num_stages)[0], device=context.device)
@@ -104,7 +84,6 @@ def _build(
             return inner.model(received).sum()
 
     inner.warm_up(forward)
-    stages = meta_stages(build_model, model_config, num_stages)
     return PipelineParallel(inner, context, replica, embedding_group, config, model_config, stages)
 
 
@@ -153,43 +132,38 @@ def _validate_pipeline(config: Config, ranks: int) -> None:
         )
 
 
-def estimate_memory(
-    config: Config, model_config: GPTConfig, build_model: BuildModel, world_size: int, precision: str, device: str
-) -> MemoryUsage:
+def estimate_memory(config: Config, model: nn.Module, world_size: int, precision: str, device: str) -> MemoryUsage:
     """What the rank that needs most will hold.
 
     Args:
         config: all sections
-        model_config: of the model
-        build_model: the model's class
+        model: a GPT; only its class and its configuration matter
         world_size: number of ranks
         precision: fp32, bf16 or fp16
         device: type of the device
     """
-    cfg, stages = config.trainer, config.distributed.pipeline_stages
-    ranks = world_size // stages
+    cfg, num_stages = config.trainer, config.distributed.pipeline_stages
+    ranks = world_size // num_stages
     share = -(-cfg.batch_size // ranks)
     size = min(share, cfg.micro_batch_size or share)
     usages = []
-    for stage, model in enumerate(meta_stages(build_model, model_config, stages)):
-        activations = size * activation_bytes(
-            build_model, model_config, stage, stages, precision, cfg.activation_checkpointing, device
-        )
-        if stages > 1:
+    for i, stage in enumerate(meta_stages(model, num_stages)):
+        mode, block_size = cfg.activation_checkpointing, stage.config.block_size
+        per_sequence = activation_bytes(type(model), stage.config, i, num_stages, precision, mode, device)  # type: ignore[arg-type]
+        activations = size * per_sequence
+        if num_stages > 1:
             all_first = config.distributed.pipeline_schedule == "gpipe"
-            activations *= share // size if all_first else min(share // size, stages - stage)
-            neighbors = (stage > 0) + (stage < stages - 1)
-            activations += neighbors * share * 4 * model_config.block_size * model_config.n_embd
-        usages.append(strategy_class(config).estimate_memory(config, model, ranks, precision, activations))
+            activations *= share // size if all_first else min(share // size, num_stages - i)
+            neighbors = (i > 0) + (i < num_stages - 1)
+            activations += neighbors * share * 4 * block_size * stage.config.n_embd
+        usages.append(strategy_class(config).estimate_memory(config, stage, ranks, precision, activations))
     return max(usages, key=lambda usage: usage.total)
 
 
-def format_memory(
-    usage: MemoryUsage, config: Config, model_config: GPTConfig, build_model: BuildModel, world_size: int
-) -> str:
+def format_memory(usage: MemoryUsage, config: Config, model: nn.Module, world_size: int) -> str:
     """The estimate in words, with the size of a snapshot."""
-    [model] = meta_stages(build_model, model_config)
-    parameters, state = 4 * sum(p.numel() for p in model.parameters()), optimizer_bytes(model, config.optimizer)
+    [full] = meta_stages(model)
+    parameters, state = 4 * sum(p.numel() for p in full.parameters()), optimizer_bytes(full, config.optimizer)
     note = strategy_class(config).memory_note(parameters, state, world_size)
     return (
         f"{config.distributed.strategy}: {usage}{note if config.distributed.pipeline_stages == 1 else ''}; a "
@@ -201,8 +175,7 @@ def check_memory(
     usage: MemoryUsage,
     available: int,
     config: Config,
-    model_config: GPTConfig,
-    build_model: BuildModel,
+    model: nn.Module,
     world_size: int,
     precision: str,
     device: str,
@@ -210,7 +183,7 @@ def check_memory(
     """Checks that a rank's memory suffices.
 
     Args:
-        usage: what `estimate_memory` returned for the other arguments
+        usage: what `estimate_memory` returned for the arguments from `config` on
         available: bytes of memory per rank
 
     Raises:
@@ -223,14 +196,6 @@ def check_memory(
     changes = [("trainer", "micro_batch_size", size) for size in sizes]
     changes += [("trainer", "activation_checkpointing", "full")]
     changes += [("distributed", "strategy", name) for name in ("zero1", "zero2", "fsdp")[: 3 * (world_size > 1)]]
-    estimate = partial(
-        estimate_memory,
-        model_config=model_config,
-        build_model=build_model,
-        world_size=world_size,
-        precision=precision,
-        device=device,
-    )
     advice = "use a smaller model, or more GPUs with distributed.strategy fsdp"
     for section, key, value in changes:
         try:
@@ -238,7 +203,7 @@ def check_memory(
             validate(changed, world_size)
         except (ValueError, UserError):  # it does not go together with other keys
             continue
-        if estimate(changed).total <= available:
+        if estimate_memory(changed, model, world_size, precision, device).total <= available:
             advice = f"set {section}.{key} to {value}"
             break
     raise UserError(
