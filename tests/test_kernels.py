@@ -1,0 +1,68 @@
+"""The CPU kernels: dropout and attention as batched matrix products."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mingpt.kernels import Dropout, LayerNorm, bmm_attention, use_bmm_attention
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_dropout_zeroes_independent_elements_and_keeps_the_mean(dtype: torch.dtype, p: float) -> None:
+    torch.manual_seed(0)
+    x = torch.full((403, 1001), 3.0, dtype=dtype)  # an odd number of elements
+    y = Dropout(p)(x)
+    assert set(y.unique().tolist()) == {0.0, (x[0, 0] * torch.tensor(1 / (1 - p), dtype=dtype)).item()}
+    zeroed = (y == 0).double()
+    for part in (zeroed, zeroed[:, ::2], zeroed[:, 1::4], zeroed[-100:, -400:]):
+        assert part.mean() == pytest.approx(p, abs=0.01)
+    both = (zeroed[:, :-1] * zeroed[:, 1:]).mean()
+    assert both == pytest.approx(p * p, abs=0.004)  # the four numbers of one draw are independent
+
+
+@pytest.mark.parametrize(("p", "share"), [(1e-7, 0.0), (0.999999, 1.0)])
+def test_dropout_accepts_probabilities_near_0_and_1(p: float, share: float) -> None:
+    torch.manual_seed(0)
+    assert (Dropout(p)(torch.ones(1000, 1000)) == 0).double().mean() == pytest.approx(share, abs=1e-4)
+
+
+def test_bmm_attention_equals_pytorchs_attention_and_its_gradients() -> None:
+    q, k, v = torch.randn(3, 2, 3, 70, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).unbind()
+    inputs = [part.requires_grad_() for part in (q, k, v)]
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    found = bmm_attention(q, k, v, Dropout(0.0))
+    weight = torch.rand_like(expected)
+    for one, other in zip(
+        (found, *torch.autograd.grad((found * weight).sum(), inputs)),
+        (expected, *torch.autograd.grad((expected * weight).sum(), inputs)),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("T", "dtype", "device", "dropout", "expected"),
+    [
+        (512, torch.bfloat16, "cpu", 0.0, True),
+        (2048, torch.float32, "cpu", 0.1, True),
+        (513, torch.bfloat16, "cpu", 0.0, False),
+        (64, torch.float32, "cpu", 0.0, False),
+        (64, torch.bfloat16, "meta", 0.1, False),
+    ],
+)
+def test_attention_is_chosen_by_device_dtype_window_and_dropout(
+    T: int, dtype: torch.dtype, device: str, dropout: float, expected: bool
+) -> None:
+    assert use_bmm_attention(torch.empty(1, 1, T, 8, dtype=dtype, device=device), dropout) == expected
+
+
+def test_layer_norm_returns_the_dtype_of_its_input() -> None:
+    x = torch.randn(2, 5, 8)
+    norm = LayerNorm(8).bfloat16()
+    assert norm(x).dtype == torch.float32
+    torch.testing.assert_close(norm(x), F.layer_norm(x, (8,)))
