@@ -49,11 +49,7 @@ class Trainer:
     """One run on one rank, new or resumed from its newest snapshot.
 
     Attributes:
-        step, samples: finished optimizer steps and the sequences in them
-
-    Args:
-        config: all sections
-        context: the ranks
+        step, samples: finished optimizer steps, and the sequences in them
 
     Raises:
         UserError: text, folders or the snapshot do not fit the configuration.
@@ -80,10 +76,7 @@ class Trainer:
         self._log_start()
 
     def train(self) -> int:
-        """Trains to the last step, or until a signal stops it.
-
-        Returns:
-            exit status: 0 at the last step, 143 or 130 after a signal
+        """Trains to the last step, or until a signal stops it. Returns the exit status.
 
         Raises:
             UserError: a loss is not finite, or a file can't be written.
@@ -247,14 +240,10 @@ class Trainer:
             )
 
     def _load_data(self) -> None:
-        cfg = self.config.trainer
-
-        def characters() -> str:
-            return load_pretrained(cfg.init_from or "", "trainer.init_from", GPT).vocabulary
-
-        extra = characters if cfg.init_from else None
+        cfg, init_from = self.config.trainer, self.config.trainer.init_from or ""
+        extra = (lambda: load_pretrained(init_from, "trainer.init_from", GPT).vocabulary) if init_from else None
         self.corpus = self.context.local_rank0_first(
-            lambda: encode_corpus(self.config.data.path, self.run_dir / "cache", extra, cfg.init_from or "")
+            lambda: encode_corpus(self.config.data.path, self.run_dir / "cache", extra, init_from)
         )
         self.context.check_equal({"the text's SHA-256": self.corpus.sha256})
         self.context.raise_on_all_ranks(lambda: lock_run_dir(self.run_dir, self) if self.context.rank == 0 else None)
