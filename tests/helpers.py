@@ -1,4 +1,4 @@
-"""Helpers of all tests: small runs, the real program, N processes that form a gloo group, contents of a run folder."""
+"""Helpers of all tests: small runs, the program in processes of its own, ranks of a gloo group, run folders, models."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from trainer import Trainer
 
 ROOT = Path(__file__).parent.parent
 
-# A background job of a shell ignores SIGINT, and processes that tests start would inherit that.
+# A background job of a shell ignores SIGINT, which the processes that tests start would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A run small enough for tests: 7,056 parameters, windows of 16, shares that are uneven on 2 and 3 ranks, dropout on.
@@ -57,24 +57,20 @@ SMALL_CONFIG = {
     "trainer.save_every": 3,
     "distributed.timeout_seconds": 60,
 }
+NO_DROPOUT: dict[str, Any] = {"model__dropout": 0.0, "optimizer__decay_steps": 12}
+LARGE_CONFIG = {"data__block_size": 32, "model__n_layer": 4, "model__n_head": 8, "model__n_embd": 512}
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
+MEMORY_KINDS = ("parameters", "gradients", "optimizer")
+V, T = 11, 8  # vocabulary and window of the models of `small_gpt`
 
-# Children are forks of one server, which has imported everything once.
+# Ranks are forks of one server, which has imported everything once.
 FORKSERVER = multiprocessing.get_context("forkserver")
-FORKSERVER.set_forkserver_preload(
-    [
-        "torch",
-        "torch._dynamo",
-        "torch.utils.tensorboard",
-        "main",
-        "sample",
-        "mingpt.parallel.sharded",
-        "pytest",
-        "tests.warm",
-    ]
-)
+PRELOAD = ["torch", "torch._dynamo", "torch.utils.tensorboard", "main", "sample", "mingpt.parallel.sharded", "pytest"]
+FORKSERVER.set_forkserver_preload([*PRELOAD, "tests.warm"])
 
 
 def write_text(path: Path, size: int = 3000) -> Path:
+    """Writes a text with some structure, of 13 distinct characters; returns its path."""
     words = ["anna", "bob", "does", "eat", "figs", "\n"]
     source = random.Random(0)
     path.write_text(" ".join(source.choice(words) for _ in range(size))[:size], encoding="utf-8")
@@ -91,9 +87,9 @@ def run_args(run_dir: Path, text: Path | str, **changes: Any) -> list[str]:
 def clean_env(**changes: str) -> dict[str, str]:
     """This process's environment without a launcher's variables."""
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
-    mine = {k: v for k, v in os.environ.items() if k not in launcher and not k.startswith(("SLURM_", "OMPI_"))}
+    env = {k: v for k, v in os.environ.items() if k not in launcher and not k.startswith(("SLURM_", "OMPI_"))}
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return mine | {"PYTHONPATH": path} | changes
+    return env | {"PYTHONPATH": path} | changes
 
 
 def free_port() -> int:
@@ -171,14 +167,7 @@ def run_ranks(
     A body that raises fails the test with that rank's traceback; one that takes longer than `timeout` seconds is
     killed. The rank `lost_rank` kills or stops itself; its result is None.
     """
-    rendezvous_file = tmp_path / f"rendezvous-{time.monotonic_ns()}"
-    queue = FORKSERVER.SimpleQueue()
-    processes = [
-        FORKSERVER.Process(target=_rank, args=(queue, rank, world_size, rendezvous_file, clean_env(), body, args))
-        for rank in range(world_size)
-    ]
-    for process in processes:
-        process.start()
+    processes, queue = start_ranks(world_size, body, *args, tmp_path=tmp_path)
     deadline = time.monotonic() + timeout
     for rank in sorted(range(world_size), key=lambda rank: rank == lost_rank):
         if rank != lost_rank:
@@ -191,9 +180,23 @@ def run_ranks(
         rank, value, failure = queue.get()
         assert failure is None, f"rank {rank} of {world_size}:\n{failure}"
         results[rank] = value
-    ends = {rank: process.exitcode for rank, process in enumerate(processes) if rank not in results | {lost_rank: None}}
-    assert not ends, f"ranks died or hung, with these exit codes (-9: killed after the timeout): {ends}"
+    exits = {
+        rank: process.exitcode for rank, process in enumerate(processes) if rank not in results | {lost_rank: None}
+    }
+    assert not exits, f"ranks died or hung, with these exit codes (-9: killed after the timeout): {exits}"
     return [results.get(rank) for rank in range(world_size)]
+
+
+def start_ranks(world_size: int, body: Callable[..., Any], *args: Any, tmp_path: Path) -> tuple[list[Any], Any]:
+    """Starts `world_size` processes as `run_ranks` does; returns them and the queue of their results."""
+    rendezvous_file, queue = tmp_path / f"rendezvous-{time.monotonic_ns()}", FORKSERVER.SimpleQueue()
+    processes = [
+        FORKSERVER.Process(target=_rank, args=(queue, rank, world_size, rendezvous_file, clean_env(), body, args))
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    return processes, queue
 
 
 def _rank(
@@ -230,15 +233,20 @@ def run_captured(*argv: str) -> tuple[int, str, str]:
     return status, stdout.getvalue(), stderr.getvalue()
 
 
-V, T = 11, 8
-NO_DROPOUT: dict[str, Any] = {"model__dropout": 0.0, "optimizer__decay_steps": 12}
+def run_each_captured(argvs: list[list[str]]) -> list[tuple[int, str, str]]:
+    """For `run_ranks`: `run_captured` of several command lines, one after the other."""
+    results, init_method = [], os.environ["TEST_INIT_METHOD"]
+    for i, argv in enumerate(argvs):
+        os.environ["TEST_INIT_METHOD"] = f"{init_method}-{i}"
+        results.append(run_captured(*argv))
+    return results
 
 
 def read_rows(run_dir: Path, event: str = "train") -> list[dict]:
     """The complete rows of metrics.jsonl with this event."""
-    found, others = read_metrics(run_dir / "metrics.jsonl")
+    rows, others = read_metrics(run_dir / "metrics.jsonl")
     assert not others
-    return [row for row in found if row["event"] == event]
+    return [row for row in rows if row["event"] == event]
 
 
 def newest_snapshot(run_dir: Path) -> dict:
@@ -270,13 +278,34 @@ def wait_for_step(run_dir: Path, step: int) -> None:
 
 
 def worker_pids(agent: int) -> list[int]:
-    """Process ids of an agent's workers, by local rank."""
+    """Process ids of torchrun's workers, by local rank."""
     children = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
-    environments = {int(pid): Path(f"/proc/{pid}/environ").read_text().split("\0") for pid in children}
-    return sorted(
-        (pid for pid, env in environments.items() if any(word.startswith("LOCAL_RANK=") for word in env)),
-        key=lambda pid: next(word for word in environments[pid] if word.startswith("LOCAL_RANK=")),
-    )
+    ranks = {int(pid): _local_rank(Path(f"/proc/{pid}/environ").read_text().split("\0")) for pid in children}
+    return sorted(filter(ranks.get, ranks), key=ranks.__getitem__)
+
+
+def find_processes(variable: str) -> dict[int, str]:
+    """Processes that run with `NAME=VALUE` in their environment, orphans too: each with its `LOCAL_RANK=...` or ""."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or belongs to another user
+            env = (folder / "environ").read_text(errors="replace").split("\0")
+            if variable in env:
+                found[int(folder.name)] = _local_rank(env)
+    return found
+
+
+def kill_processes(variable: str) -> None:
+    """Kills all processes that `find_processes` finds, and waits until they are gone."""
+    while pids := find_processes(variable):
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _local_rank(env: list[str]) -> str:
+    return next((entry for entry in env if entry.startswith("LOCAL_RANK=")), "")
 
 
 def small_gpt(seed: int = 0, **changes: Any) -> GPT:
@@ -285,7 +314,7 @@ def small_gpt(seed: int = 0, **changes: Any) -> GPT:
 
 
 def random_gpt(**changes: Any) -> GPT:
-    """A model with large weights in float64: a fresh one repeats its last character, and near ties hide mistakes."""
+    """A model with large weights in float64: an untrained one repeats its last character, which hides mistakes."""
     model = small_gpt(seed=3, **changes).double()
     for name, parameter in model.named_parameters():
         if "ln_" not in name:
@@ -297,15 +326,12 @@ def random_tokens(*shape: int, seed: int = 1, vocab_size: int = V) -> Tensor:
     return torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(seed))
 
 
-LARGE_CONFIG = {"data__block_size": 32, "model__n_layer": 4, "model__n_head": 8, "model__n_embd": 512}
-
-
-MEMORY_KINDS = ("parameters", "gradients", "optimizer")
-
-
 @contextmanager
 def open_trainer(*argv: str, rendezvous: Any = "") -> Iterator[Trainer]:
-    """For `run_ranks`: a trainer in this process, without its output. `rendezvous` tells several in a test apart."""
+    """For `run_ranks`: a trainer in this process, without its output.
+
+    `rendezvous` differs between the trainers of one process.
+    """
     config = read_config([*argv, "--distributed.init_method", f"{os.environ['TEST_INIT_METHOD']}-{rendezvous}"])
     with (
         init_distributed(config.distributed) as context,
