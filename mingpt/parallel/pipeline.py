@@ -58,8 +58,6 @@ class PipelineParallel(Strategy):
         context: all ranks
         replica: the ranks of this replica, in the order of their stages
         embedding_group: the first and the last of them
-        config: all sections
-        model_config: of the whole model
         meta_stages: all stages, on the meta device
     """
 
@@ -72,7 +70,6 @@ class PipelineParallel(Strategy):
         replica: DistributedContext,
         embedding_group: DistributedContext,
         config: Config,
-        model_config: GPTConfig,
         meta_stages: list[GPTStage],
     ) -> None:
         self.inner, self.context, self.replica, self.embedding_group = inner, context, replica, embedding_group
@@ -85,7 +82,7 @@ class PipelineParallel(Strategy):
 
         self.size: int = config.trainer.micro_batch_size  # type: ignore[assignment]  # config.py requires a number
         self.count = config.trainer.batch_size // inner.context.world_size // self.size
-        self.stage = _Stage(inner, self, stage_io(model_config, self.size, replica.rank, replica.world_size))
+        self.stage = _Stage(inner, self, stage_io(meta_stages[0].config, self.size, replica.rank, replica.world_size))
         schedule, bubble = config.distributed.pipeline_schedule, replica.world_size - 1
         self.schedule: Any = get_schedule_class(schedule)(self.stage, self.count, self._loss, scale_grads=False)
         context.exit_callbacks.append(self._release)
@@ -156,27 +153,20 @@ class PipelineParallel(Strategy):
 
     def iter_full_state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
         """The ranks of the first replica broadcast their stages, one after another."""
-        state = self.local_optimizer.state
-        metas: dict[str, dict[str, Tensor]] = {}
-        for meta in self.context.all_gather_object(
-            {
-                name: {key: torch.empty(t.shape, dtype=t.dtype, device="meta") for key, t in state[parameter].items()}
-                for name, parameter in self.parameters.items()
-                if state.get(parameter)
-            }
-        ):
-            metas |= meta
+        local = {name: self.local_optimizer.state.get(parameter) for name, parameter in self.parameters.items()}
+        meta = {
+            name: {key: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for key, tensor in state.items()}
+            for name, state in local.items()
+            if state
+        }
+        metas = {name: likes for part in self.context.all_gather_object(meta) for name, likes in part.items()}
         for stage, names in enumerate(self.names):
             elsewhere: Iterator[Any] = ((name, None, {}) for name in names)
             for name, weight, tensors in self.inner.iter_full_state() if stage == self.replica.rank else elsewhere:
                 if name in names:
-                    full = self._broadcast_from(stage, weight, self.full_shapes[name])
-                    likes = metas.get(name, {})
-                    yield (
-                        name,
-                        full,
-                        {k: self._broadcast_from(stage, tensors.get(k), like) for k, like in likes.items()},
-                    )
+                    full, likes = self._broadcast_from(stage, weight, self.full_shapes[name]), metas.get(name, {})
+                    state = {key: self._broadcast_from(stage, tensors.get(key), like) for key, like in likes.items()}
+                    yield name, full, state
 
     def load_tensor(self, name: str, key: str, full: Tensor) -> None:
         if name in self.parameters:

@@ -73,18 +73,17 @@ def build_strategy(
 def _build_pipeline(config: Config, model: Any, context: DistributedContext, precision: str) -> Strategy:
     from mingpt.parallel.pipeline import PipelineParallel, pipeline_groups, stage_io  # noqa: PLC0415 - takes long
 
-    num_stages, model_config = config.distributed.pipeline_stages, model.config
-    stages = meta_stages(model, num_stages)
+    num_stages = config.distributed.pipeline_stages
     replicas, replica, embedding_group = pipeline_groups(context, num_stages)
     inner = _parallelize(split_into_stages(model, num_stages)[replica.rank], replicas, config, precision)
-    received = torch.zeros_like(stage_io(model_config, 1, replica.rank, num_stages)[0], device=context.device)
+    received = torch.zeros_like(stage_io(model.config, 1, replica.rank, num_stages)[0], device=context.device)
 
     def forward() -> Tensor:
         with inner.autocast():
             return inner.model(received).sum()
 
     inner.warm_up(forward)
-    return PipelineParallel(inner, context, replica, embedding_group, config, model_config, stages)
+    return PipelineParallel(inner, context, replica, embedding_group, config, meta_stages(model, num_stages))
 
 
 def _parallelize(model: nn.Module, context: DistributedContext, config: Config, precision: str) -> Strategy:
