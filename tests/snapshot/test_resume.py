@@ -1,0 +1,169 @@
+"""Resuming a run from its snapshots: what they contain, damage, and keys that have changed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import (
+    SMALL_CONFIG,
+    assert_equal_snapshots,
+    loss_curve,
+    newest_snapshot,
+    read_rows,
+    run_args,
+    run_captured,
+    run_ranks,
+    train_main,
+    write_text,
+)
+
+from mingpt.config import GPTConfig, OptimizerConfig, config_to_dict
+from mingpt.config_parser import read_config
+from mingpt.optimizer import learning_rate
+from mingpt.snapshot.storage import load_snapshot
+from model import GPT
+
+SIX_STEPS = {"trainer__max_steps": 6, "optimizer__decay_steps": 12}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with text.txt and two runs with snapshots at steps 3 and 6: one/ on one rank, two/ on two."""
+    folder = tmp_path_factory.mktemp("trained")
+    text = write_text(folder / "text.txt")
+    for size, name in ((1, "one"), (2, "two")):
+        argv = run_args(folder / name, text, **SIX_STEPS)
+        assert run_ranks(size, _train_with_umask, *argv, tmp_path=folder) == [0] * size
+    return folder
+
+
+def _train_with_umask(*argv: str) -> int:
+    os.umask(0o027)
+    return train_main(*argv)
+
+
+@pytest.fixture
+def run_dir(trained: Path, tmp_path: Path) -> Path:
+    """A copy of the run on one rank."""
+    return shutil.copytree(trained / "one", tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ["one", "two"])
+def test_a_snapshot_opens_with_torch_load_and_has_the_documented_content(name: str, trained: Path) -> None:
+    snapshot = torch.load(trained / name / "snapshots/step_00000006.pt", weights_only=True)
+    assert isinstance(snapshot["format"], int)
+    assert (snapshot["step"], snapshot["samples"]) == (6, 6 * SMALL_CONFIG["trainer.batch_size"])
+    assert snapshot["vocabulary"] == "".join(sorted(set((trained / "text.txt").read_text())))
+    assert snapshot["scaler"] == {}  # fp32 needs none
+    assert snapshot["val_loss"] == read_rows(trained / name, "eval")[-1]["val_loss"]
+    assert load_snapshot(str(trained / name / "snapshots/step_00000003.pt"))["val_loss"] is None
+
+    config = snapshot["config"]
+    expected = config_to_dict(read_config(run_args(trained / name, trained / "text.txt", **SIX_STEPS)))
+    assert config["distributed"].pop("init_method").startswith("file://")
+    del expected["distributed"]["init_method"]
+    assert config == expected
+    assert {type(section) for section in (config, *config.values())} == {dict}
+
+    model = GPT(GPTConfig(**config["model"], block_size=16, vocab_size=len(snapshot["vocabulary"])))
+    model.load_state_dict(snapshot["model"])
+    assert set(snapshot["model"]) == set(snapshot["optimizer"]) == {name for name, _ in model.named_parameters()}
+    assert {"transformer.wte.weight", "transformer.h.1.attn.c_attn.bias"} <= set(snapshot["model"])
+    assert {int(state["step"]) for state in snapshot["optimizer"].values()} == {6}
+
+
+def test_files_of_a_run_have_the_mode_of_the_umask(trained: Path) -> None:
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (trained / "one").rglob("*") if path.is_file()}
+    assert {"config.yaml", "metrics.jsonl", "step_00000006.pt", "text.json"} <= set(modes)
+    assert set(modes.values()) == {0o640}
+
+
+def flip_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[1000] ^= 1
+    file.write_bytes(content)
+
+
+def test_resume_skips_a_damaged_snapshot_and_restores_the_same_bits(
+    trained: Path, run_dir: Path, tmp_path: Path
+) -> None:
+    flip_bit(run_dir / "snapshots/step_00000006.pt")
+    argv = run_args(run_dir, trained / "text.txt", **SIX_STEPS)
+    [(status, out, err)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
+    assert (status, err) == (0, "")
+    damaged, used, resumed = [line for line in out.partition("step 4/6")[0].splitlines() if "step_0000000" in line]
+    assert f"{run_dir}/snapshots/step_00000006.pt is damaged (its bytes do not match their SHA-256)" in damaged
+    assert used.endswith(f"{run_dir}/snapshots/step_00000003.pt is used instead")
+    assert resumed.endswith(f"resuming from {run_dir}/snapshots/step_00000003.pt")
+    assert not re.search("the text has changed|the hardware has changed|the learning rate of", out)
+    assert_equal_snapshots(trained / "one", run_dir)
+    assert load_snapshot(str(run_dir / "snapshots/step_00000006.pt"))["step"] == 6
+    assert loss_curve(run_dir) == loss_curve(trained / "one")
+
+
+def test_a_run_does_not_start_anew_if_all_snapshots_are_damaged(trained: Path, run_dir: Path, tmp_path: Path) -> None:
+    files = [run_dir / f"snapshots/step_0000000{step}.pt" for step in (3, 6)]
+    for file in files:
+        flip_bit(file)
+    before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+    argv = run_args(run_dir, trained / "text.txt", **SIX_STEPS)
+    (status, out, err), other = run_ranks(2, run_captured, *argv, tmp_path=tmp_path)
+    assert status == 2
+    assert other == (2, "", "")
+    assert err.startswith(f"error: trainer.snapshot_path: all 2 snapshots in {run_dir}/snapshots are damaged; ")
+    assert err.count("error: ") == 1
+    assert all(f"{file} is damaged" in out for file in files)
+    assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
+
+
+def test_the_best_snapshot_is_kept_across_a_resume(trained: Path, tmp_path: Path) -> None:
+    """The learning rate is so high that the first validation losses stay the lowest."""
+    options = {"trainer__keep_snapshots": 1, "trainer__save_every": 1, "trainer__eval_every": 1}
+    options |= {"optimizer__warmup_steps": 2, "optimizer__learning_rate": 1.0, "optimizer__decay_steps": 99}
+    for last_step in (3, 5):
+        argv = run_args(tmp_path / "run", trained / "text.txt", trainer__max_steps=last_step, **options)
+        assert run_ranks(1, train_main, *argv, tmp_path=tmp_path) == [0]
+    losses = {row["step"]: row["val_loss"] for row in read_rows(tmp_path / "run", "snapshot")}
+    best = min(losses, key=losses.__getitem__)
+    assert list(losses) == [1, 2, 3, 4, 5]
+    assert best < 3, losses
+    files = sorted(os.listdir(tmp_path / "run/snapshots"))
+    assert files == [f"step_0000000{best}.pt", "step_00000005.pt"]
+
+
+def test_weights_that_are_not_finite_are_not_saved(trained: Path, tmp_path: Path) -> None:
+    """The loss of the last step is finite, and its update overflows."""
+    overflow = {"optimizer__learning_rate": 1e38, "optimizer__warmup_steps": 0, "optimizer__decay_steps": 9}
+    argv = run_args(tmp_path / "run", trained / "text.txt", trainer__max_steps=1, **overflow)
+    [(status, _, err)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
+    assert status == 2
+    assert "weights that are not finite; lower optimizer.learning_rate" in err
+    assert not list((tmp_path / "run/snapshots").glob("*"))
+
+
+def test_retuning_keys_follow_the_yaml_and_changes_are_logged(trained: Path, run_dir: Path, tmp_path: Path) -> None:
+    """The learning rate is so low that the weights of step 6 stay; the text is reversed."""
+    text = tmp_path / "text.txt"
+    text.write_text((trained / "text.txt").read_text()[::-1])
+    options = {"optimizer__learning_rate": 1e-12, "optimizer__decay_steps": 20, "trainer__batch_size": 5}
+    argv = run_args(run_dir, text, trainer__max_steps=8, **options)
+    [(status, out, err)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
+    assert (status, err) == (0, "")
+    changes = out.partition("resuming from")[2].partition("step 7/8")[0]
+    digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in (trained / "text.txt", text)]
+    assert f"the text has changed: its SHA-256 is {digests[0]} in the snapshot, {digests[1]} now" in changes
+    assert "the learning rate of step 6 was " in changes
+    config = OptimizerConfig(learning_rate=1e-12, warmup_steps=4, decay_steps=20)
+    rates = [row["learning_rate"] for row in read_rows(run_dir) if row["step"] > 6]
+    assert rates == pytest.approx([learning_rate(step, 8, config) for step in (7, 8)])
+    assert newest_snapshot(run_dir)["samples"] == 6 * 7 + 2 * 5
+    assert [row["samples"] for row in read_rows(run_dir, "start")] == [0, 42]
+    before = load_snapshot(str(run_dir / "snapshots/step_00000006.pt"))["model"]
+    for name, weight in newest_snapshot(run_dir)["model"].items():
+        torch.testing.assert_close(weight, before[name], rtol=0, atol=1e-10, msg=name)
