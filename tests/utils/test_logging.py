@@ -1,0 +1,88 @@
+"""Log lines on pipes and terminals, and the exit status of scripts."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers import clean_env, loss_curve, read_rows, run_args, run_on_terminal, run_program, write_text
+
+from mingpt.utils.errors import UserError
+from mingpt.utils.logging import configure_logging, logger, run_script, set_rank
+
+DATE = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  "
+
+
+@pytest.fixture(autouse=True)
+def default_logging() -> Iterator[None]:
+    configure_logging()
+    yield
+    configure_logging()
+
+
+def test_a_pipe_gets_plain_dated_lines(tmp_path: Path) -> None:
+    """With relative paths, from another folder, and the name of a text that ASCII can't encode."""
+    write_text(tmp_path / "ü.txt")
+    done = run_program("main.py", *run_args(Path("run"), "ü.txt"), cwd=tmp_path, PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "")
+    out = done.stdout
+    assert "\\xfc.txt: 3,000 characters" in out
+    assert not re.findall(r"[^\x20-\x7e\n]", out)  # no carriage return, no escape code
+    assert out.endswith("\n")
+    for step, loss in loss_curve(tmp_path / "run"):
+        line = rf"^{DATE}step +{step}/12  loss {loss:.4f}  .* tokens/s  \d+:\d\d left$"
+        assert len(re.findall(line, out, re.MULTILINE)) == 1
+    for row in read_rows(tmp_path / "run", "eval"):
+        line = rf"^{DATE}step {row['step']}: validation loss {row['val_loss']:.4f} nats per character \(\d+\.\d s\)$"
+        assert len(re.findall(line, out, re.MULTILINE)) == 1
+    for command in ("sample.py --snapshot", "plot.py run", "export.py --snapshot"):
+        assert command in out.partition("done in")[2]
+
+
+def test_ranks_other_than_0_log_warnings_and_errors_only(capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in (0, 1):
+        set_rank(rank)
+        for log in (logger.info, logger.warning, logger.error):
+            log(f"from rank {rank}")
+    out, err = capsys.readouterr()
+    assert re.fullmatch(rf"{DATE}from rank 0\n", out)
+    assert err == "".join(f"{level}: from rank {rank}\n" for rank in (0, 1) for level in ("warning", "error"))
+
+
+def test_info_on_stderr_has_no_date(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("stderr")
+    logger.info("for people")
+    assert capsys.readouterr() == ("", "for people\n")
+
+
+def test_a_warning_overwrites_the_live_line_of_another_rank() -> None:
+    code = "from mingpt.utils.logging import configure_logging, logger; configure_logging(); "
+    code += "print('50/60 #####', end='', flush=True); logger.error('rank 1 is gone')"
+    assert run_on_terminal("-c", code) == (0, "50/60 #####\r\x1b[Kerror: rank 1 is gone\r\n")
+
+
+def test_exit_status_of_scripts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["script.py", "--option"])
+
+    def run(error: BaseException | None, argv: list[str]) -> None:
+        assert argv == ["--option"]
+        if error:
+            raise error
+
+    errors = {None: 0, UserError("data.path: no such file"): 2, KeyboardInterrupt(): 130}
+    assert [run_script(lambda argv, error=error: run(error, argv)) for error in errors] == list(errors.values())
+    assert capsys.readouterr() == ("", "error: data.path: no such file\n")
+
+
+def test_a_script_whose_reader_closes_stdout_succeeds() -> None:
+    code = "import sys; from mingpt.utils.logging import run_script; "
+    code += "sys.exit(run_script(lambda argv: print('line\\n' * 10**6)))"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], env=clean_env(), **pipes) as process:
+        assert process.stdout.readline() == b"line\n"
+        process.stdout.close()
+        assert (process.wait(60), process.stderr.read()) == (0, b"")
