@@ -10,7 +10,6 @@ from mingpt.config import OptimizerConfig
 from mingpt.muon import newton_schulz
 from mingpt.optimizer import build_optimizer
 
-
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
