@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +43,20 @@ from mingpt.utils.summary import model_summary, next_commands, resume_summary, r
 from model import GPT
 
 EXIT_WAIT_SECONDS = 5.0  # how long a failing run waits for a snapshot that is being written
+
+
+class StepResult(NamedTuple):
+    """What `train_step` returns; tensors are on the device.
+
+    Args:
+        losses: this rank's terms of the mean loss
+        grad_norm: before clipping
+        learning_rate: of the step
+    """
+
+    losses: list[Tensor]
+    grad_norm: Tensor
+    learning_rate: float
 
 
 class Trainer:
@@ -112,9 +126,9 @@ class Trainer:
             overdue = self.context.rank == 0 and time.monotonic() > self.saved_at + save_seconds
             votes = self.context.all_reduce_max_async(signals.signal, int(overdue))
             epoch = self.samples // len(self.train_data)
-            losses, grad_norm, lr = self.train_step()
+            result = self.train_step()
             stop_signal, save_now = votes()
-            self._after_step(metrics, losses, grad_norm, lr, bool(stop_signal), bool(save_now))
+            self._after_step(metrics, result, bool(stop_signal), bool(save_now))
             if self.samples // len(self.train_data) > epoch:
                 logger.info(f"step {self.step}: epoch {epoch + 1} is over ({len(self.train_data):,} windows)")
             if self.step == first_step:
@@ -122,8 +136,8 @@ class Trainer:
             after_step()
         return self._finish(metrics, stop_signal if self.step < self.last_step else 0)
 
-    def train_step(self) -> tuple[list[Tensor], Tensor, float]:
-        """One optimizer step; returns this rank's terms of the mean loss, the gradient norm and the learning rate."""
+    def train_step(self) -> StepResult:
+        """One optimizer step: forward and backward of all micro-batches, clipping, and the update."""
         cfg, strategy, batch_size = self.config.optimizer, self.strategy, self.config.trainer.batch_size
         if self.total_samples:
             batch_size = min(batch_size, self.total_samples - self.samples)
@@ -142,7 +156,7 @@ class Trainer:
         if self.memory is None:
             self.memory = measure_memory(strategy.parameters.values(), strategy.local_optimizer)
         strategy.optimizer.zero_grad(set_to_none=True)
-        return losses, grad_norm, lr
+        return StepResult(losses, grad_norm, lr)
 
     def _skip_non_finite(self, grad_norm: Tensor) -> None:
         """Makes the optimizer skip this and all later updates once a gradient is not finite.
@@ -155,9 +169,7 @@ class Trainer:
         self.strategy.local_optimizer.grad_scale = None  # type: ignore[attr-defined]
         self.strategy.local_optimizer.found_inf = (self.bad_step > 0).float()  # type: ignore[attr-defined]
 
-    def _after_step(
-        self, metrics: MetricsLogger, losses: list[Tensor], grad_norm: Tensor, lr: float, stops: bool, save_now: bool
-    ) -> None:
+    def _after_step(self, metrics: MetricsLogger, result: StepResult, stops: bool, save_now: bool) -> None:
         cfg = self.config.trainer
         log, evaluates, save = map(self._is_due, (cfg.log_every, cfg.eval_every, cfg.save_every))
         save = save or save_now or stops
@@ -165,13 +177,13 @@ class Trainer:
             self._check_finite()
         metrics.advance(self.step)
         if log:
-            mean_loss = self.strategy.mean_loss(losses).item()
+            mean_loss = self.strategy.mean_loss(result.losses).item()
             self._check_finite(mean_loss)
             metrics.log_train(
                 self.step,
                 loss=mean_loss,
-                learning_rate=lr,
-                grad_norm=grad_norm.item(),
+                learning_rate=result.learning_rate,
+                grad_norm=result.grad_norm.item(),
                 tokens_per_second=self.timer.tokens_per_second(self.samples, self.train_data.block_size),
                 world_size=self.context.world_size,
                 restart_count=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
