@@ -1,4 +1,4 @@
-"""How ranks meet and agree."""
+"""The process group: its start, collectives, errors and devices."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import io
 import os
 import socket
 import threading
-from collections.abc import Iterator
 from contextlib import redirect_stderr
 from datetime import timedelta
 from pathlib import Path
@@ -26,80 +25,89 @@ from mingpt.distributed.process_group import DistributedContext, init_distribute
 from mingpt.utils.errors import UserError
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
 @pytest.mark.parametrize("count", [1, 7, 8, 100])
-def test_shares_cover_the_batch_and_differ_by_at_most_one(size: int, count: int) -> None:
+def test_shards_cover_the_batch_and_differ_by_at_most_one(world_size: int, count: int) -> None:
     context = DistributedContext(RankInfo())
-    shares = []
-    for rank in range(size):
-        context.rank, context.world_size = rank, size
-        shares.append(context.shard_range(1000, count))
-    assert [number for share in shares for number in share] == list(range(1000, 1000 + count))
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1
-    assert max(map(len, shares)) == context.max_shard_size(count)
+    context.world_size = world_size
+    shards = [context.shard_range(1000, count, rank) for rank in range(world_size)]
+    assert [number for shard in shards for number in shard] == list(range(1000, 1000 + count))
+    sizes = [len(shard) for shard in shards]
+    assert max(sizes) - min(sizes) <= 1
+    assert max(sizes) == context.max_shard_size(count)
 
 
-def test_agreement_between_real_ranks(tmp_path: Path) -> None:
-    first, second, third = run_ranks(3, _agree, tmp_path, tmp_path=tmp_path)
-    assert first["gathered"] == second["gathered"] == third["gathered"] == [0, 10, 20]
-    assert {facts["said"] for facts in (first, second, third)} == {"rank 1: disk full"}
-    assert {facts["differs"] for facts in (first, second, third)} == {
-        "key differs between ranks: a on rank 0, b on rank 2; start all of them with the same code, text, yaml and "
-        "options"
+def test_ranks_share_values_errors_and_gpus(tmp_path: Path) -> None:
+    results = run_ranks(3, _collectives, tmp_path, tmp_path=tmp_path)
+    assert results == [results[0]] * 3
+    shared_gpu_errors = results[0].pop("all see the same one")
+    assert all("3 processes" in error and "1 GPU" in error for error in shared_gpu_errors)
+    assert results[0] == {
+        "all_gather_object": [0, 10, 20],
+        "run_on_rank0": "from rank 0",
+        "raise_on_all_ranks": "rank 1: disk full",
+        "check_equal": "key differs between ranks: a on rank 0, b on rank 2; "
+        "start all of them with the same code, text, yaml and options",
+        "all_reduce_max_async": [[0, 2], [15]],
+        "all see all GPUs": ["cuda:0", "cuda:1", "cuda:2"],
+        "each sees its own": ["cuda:0", "cuda:0", "cuda:0"],  # srun may be configured so
     }
-    assert [facts["from first"] for facts in (first, second, third)] == ["made by 0"] * 3
-    assert [facts["votes"] for facts in (first, second, third)] == [[[0, 2], [15]]] * 3
-    assert sorted(path.name for path in tmp_path.glob("built-*")) == ["built-0"]
+    assert [path.name for path in tmp_path.glob("built-*")] == ["built-0"]
 
 
-def _agree(folder: Path) -> dict[str, Any]:
-    config = DistributedConfig(init_method=os.environ["TEST_INIT_METHOD"], timeout_seconds=60)
-    with init_distributed(config) as context:
-        facts: dict[str, Any] = {"gathered": context.all_gather_object(context.rank * 10)}
-        for name, action in (
-            ("said", lambda: context.raise_on_all_ranks(lambda: _fail("disk full") if context.rank == 1 else 1)),
-            ("differs", lambda: context.check_equal({"same": 1, "key": "b" if context.rank == 2 else "a"})),
-        ):
-            try:
-                action()
-            except UserError as error:
-                facts[name] = str(error)
-        facts["from first"] = context.run_on_rank0(lambda: f"made by {context.rank}")
-        facts["votes"] = [
-            context.all_reduce_max_async(0, context.rank)(),
-            context.all_reduce_max_async(15 if context.rank == 2 else 0)(),
-        ]
-        context.local_rank0_first(
-            lambda: None if list(folder.glob("built-*")) else (folder / f"built-{context.rank}").touch()
-        )
-    assert not dist.is_initialized()
-    return facts
+def _collectives(folder: Path) -> dict[str, Any]:
+    config = DistributedConfig(backend="gloo", init_method=os.environ["TEST_INIT_METHOD"], timeout_seconds=60)
+    results: dict[str, Any] = {}
+    with pytest.raises(ZeroDivisionError), init_distributed(config) as context:
+        _run_collectives(context, results, folder)
+    assert not dist.is_initialized()  # also after an error
+    return results
 
 
-def _fail(words: str) -> None:
-    raise UserError(words)
+def _run_collectives(context: DistributedContext, results: dict[str, Any], folder: Path) -> None:
+    rank = context.rank
+    results["all_gather_object"] = context.all_gather_object(rank * 10)
+    results["run_on_rank0"] = context.run_on_rank0(lambda: f"from rank {rank}")
+    with pytest.raises(UserError) as error:
+        context.raise_on_all_ranks(lambda: _raise(UserError("disk full")) if rank == 1 else None)
+    results["raise_on_all_ranks"] = str(error.value)
+    with pytest.raises(UserError) as error:
+        context.check_equal({"same": 1, "key": "b" if rank == 2 else "a"})
+    results["check_equal"] = str(error.value)
+    first, second = context.all_reduce_max_async(0, rank), context.all_reduce_max_async(15 if rank == 2 else 0)
+    results["all_reduce_max_async"] = [first(), second()]
+    context.local_rank0_first(lambda: list(folder.glob("built-*")) or (folder / f"built-{rank}").touch())
+    gpus = {"all see all GPUs": ["abc"] * 3, "each sees its own": ["a", "b", "c"], "all see the same one": ["a"] * 3}
+    for name, visible in gpus.items():
+        results[name] = context.all_gather_object(_device(context, visible[rank]))
+    raise ZeroDivisionError
 
 
-def test_the_group_is_taken_down_after_an_error(tmp_path: Path) -> None:
-    assert run_ranks(2, _fail_inside, tmp_path=tmp_path) == [False, False]
+def _raise(error: Exception) -> None:
+    raise error
 
 
-def _fail_inside() -> bool:
-    config = DistributedConfig(init_method=os.environ["TEST_INIT_METHOD"], timeout_seconds=60)
-    with pytest.raises(RuntimeError, match="any"), init_distributed(config):
-        raise RuntimeError("any")
-    return dist.is_initialized()
+def _device(context: DistributedContext, gpus: str) -> str:
+    """The device that a rank takes if it sees these GPUs, else the error."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+        patch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(uuid=gpus[number]))
+        patch.setattr(torch.cuda, "set_device", lambda device: None)
+        try:
+            context.init_device("auto")
+        except UserError as error:
+            return str(error)
+    return str(context.device)
 
 
-def test_a_rank_that_waits_in_vain_says_for_whom_and_how_long(text: Path, tmp_path: Path) -> None:
-    meeting = f"file://{tmp_path}/nobody"
-    argv = run_args(tmp_path / "run", text, distributed__init_method=meeting, distributed__timeout_seconds=1)
+def test_an_incomplete_group_is_an_error_with_address_and_timeout(text: Path, tmp_path: Path) -> None:
+    init_method = f"file://{tmp_path}/incomplete"
+    argv = run_args(tmp_path / "run", text, distributed__init_method=init_method, distributed__timeout_seconds=1)
     [(status, err)] = run_ranks(1, _started_by_hand, *argv, tmp_path=tmp_path)
     assert status == 2
-    assert "rank 0 of 2" in err
-    assert meeting in err
-    assert "timeout_seconds is 1" in err
-    assert "are all 2 processes started" in err
+    for part in ("rank 0 of 2", init_method, "timeout_seconds is 1", "are all 2 processes started"):
+        assert part in err
     assert not (tmp_path / "run").exists()
 
 
@@ -109,96 +117,66 @@ def _started_by_hand(*argv: str) -> tuple[int, str]:
         return main.run(argv), err.getvalue()
 
 
-@pytest.mark.parametrize("method", ["env://", "tcp://"])
-def test_a_port_that_is_taken(
-    method: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("scheme", ["env://", "tcp://"])
+def test_a_port_in_use_is_an_error(
+    scheme: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with socket.create_server(("", 0)) as other:
         port = other.getsockname()[1]
-        meeting = method if method == "env://" else f"tcp://localhost:{port}"
+        init_method = scheme if scheme == "env://" else f"tcp://localhost:{port}"
         for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}.items():
             monkeypatch.setenv(name, str(value))
-        argv = run_args(tmp_path / "run", text, distributed__init_method=meeting, distributed__timeout_seconds=5)
+        argv = run_args(tmp_path / "run", text, distributed__init_method=init_method, distributed__timeout_seconds=5)
         assert main.run(argv) == 2
     err = capsys.readouterr().err
     assert f"localhost:{port}" in err
     assert err.endswith("another program has this port: take a free one, or let `torchrun --standalone` find one\n")
 
 
-def test_processes_started_by_hand_meet_at_a_tcp_address(text: Path, tmp_path: Path) -> None:
-    meeting = f"tcp://localhost:{free_port()}"
-    argv = run_args(tmp_path / "run", text, distributed__init_method=meeting, trainer__max_steps=1)
+def test_processes_started_by_hand_rendezvous_at_a_tcp_address(text: Path, tmp_path: Path) -> None:
+    init_method = f"tcp://localhost:{free_port()}"
+    argv = run_args(tmp_path / "run", text, distributed__init_method=init_method, trainer__max_steps=1)
     assert run_ranks(2, _started_by_hand, *argv, tmp_path=tmp_path) == [(0, "")] * 2
 
 
-@pytest.fixture(params=["torchrun's store", "a file"])
-def lasting(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
-    """The init_method of a store that outlives the ranks that met there."""
-    if request.param == "a file":
-        keeper = dist.FileStore(str(tmp_path / "meeting"), 99)
-        yield f"file://{tmp_path}/meeting"
+@pytest.mark.parametrize("lasting_store", ["torchrun's agent", "a file"])
+def test_generations_of_ranks_do_not_see_each_other(
+    lasting_store: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Three ranks, then three others, then two, at a store that outlives them."""
+    if lasting_store == "a file":
+        init_method, server = f"file://{tmp_path}/store", None
     else:
-        keeper = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        init_method, server = "env://", dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         monkeypatch.setenv("MASTER_ADDR", "localhost")
-        monkeypatch.setenv("MASTER_PORT", str(keeper.port))
+        monkeypatch.setenv("MASTER_PORT", str(server.port))
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-        yield "env://"
-    del keeper
-
-
-def test_generations_do_not_meet_the_dead(lasting: str) -> None:
-    """Three ranks, then three others, then two, at one store: each generation sees its own keys alone."""
-    for generation, size in enumerate((3, 3, 2)):
+    generations: list[dict[int, dist.Store]] = []  # a file is removed with its last store, so all are kept
+    for world_size in (3, 3, 2):
         stores: dict[int, dist.Store] = {}
 
-        def come(rank: int, size: int = size, stores: dict = stores) -> None:
-            stores[rank] = rendezvous(lasting, rank, size, timedelta(seconds=30))
+        def join(rank: int, world_size: int = world_size, stores: dict = stores) -> None:
+            stores[rank] = rendezvous(init_method, rank, world_size, timedelta(seconds=30))
 
-        threads = [threading.Thread(target=come, args=(rank,)) for rank in reversed(range(size))]
+        threads = [threading.Thread(target=join, args=(rank,)) for rank in reversed(range(world_size))]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         assert not any(store.check(["address"]) for store in stores.values())
-        stores[size - 1].set("address", str(generation))
-        assert {store.get("address") for store in stores.values()} == {str(generation).encode()}
+        stores[world_size - 1].set("address", str(len(generations)))
+        assert {store.get("address") for store in stores.values()} == {str(len(generations)).encode()}
+        generations.append(stores)
 
 
-def test_a_generation_that_stays_incomplete_gives_up() -> None:
+def test_a_generation_that_stays_incomplete_times_out() -> None:
     server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    server.set("greeting/1", "left by the dead")
+    server.set("token/1", "of a dead rank")
     with pytest.raises(TimeoutError, match="not all 2 ranks"):
         generation_store(server, 0, 2, timedelta(seconds=0.5))
 
 
-def test_a_run_is_refused_when_ranks_outnumber_sequences(text: Path, tmp_path: Path) -> None:
+def test_more_ranks_than_sequences_are_refused(text: Path, tmp_path: Path) -> None:
     argv = run_args(tmp_path / "run", text, trainer__batch_size=1)
     assert run_ranks(2, train_main, *argv, tmp_path=tmp_path) == [2, 2]
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(("visible", "taken"), [(["ab", "ab"], [0, 1]), (["a", "b"], [0, 0]), (["a", "a"], None)])
-def test_a_rank_takes_the_gpu_that_it_was_dealt(visible: list[str], taken: list[int] | None, tmp_path: Path) -> None:
-    """Both ranks of a machine see both GPUs, or each its own as number 0, as srun may have it, or both the same one."""
-    found = run_ranks(2, _take, visible, tmp_path=tmp_path)
-    if taken is None:
-        assert all("2 processes" in words and "1 GPU" in words for words in found)
-    else:
-        assert found == [f"cuda:{number}" for number in taken]
-
-
-def _take(visible: list[str]) -> str:
-    config = DistributedConfig(backend="gloo", init_method=os.environ["TEST_INIT_METHOD"], timeout_seconds=60)
-    mine = visible[int(os.environ["RANK"])]
-    with init_distributed(config) as context:
-        torch.cuda.is_available = lambda: True
-        torch.cuda.device_count = lambda: len(mine)
-        torch.cuda.get_device_properties = lambda number: SimpleNamespace(uuid=mine[number])  # type: ignore[assignment]
-        torch.cuda.set_device = lambda device: None
-        try:
-            context.init_device("auto")
-        except UserError as error:
-            return str(error)
-        finally:
-            torch.cuda.is_available = lambda: False
-        return str(context.device)
