@@ -1,4 +1,4 @@
-"""What is it compared with? nanoGPT and the minGPT-DDP tutorial as they are shipped, and the barest loop there is."""
+"""Baselines: nanoGPT and the minGPT-DDP tutorial as they are published, and a minimal training loop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from benchmarks.harness import silenced
+from benchmarks.harness import suppress_stdout
 from mingpt.optimizer import build_optimizer
 from mingpt.parallel.data_parallel import DTYPES
 from model import GPT
@@ -25,31 +25,30 @@ from trainer import Trainer
 Step = Callable[[], Any]
 
 
-def load(file: Path) -> ModuleType:
-    """The module in a file, under a name that no other module has."""
-    name = f"rival_{file.parent.name}_{file.stem}"
+def import_file(file: Path) -> ModuleType:
+    """Imports a file under a name that no other module has."""
+    name = f"baseline_{file.parent.name}_{file.stem}"
     loader = SourceFileLoader(name, str(file))
     spec = ModuleSpec(name, loader, origin=str(file))
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)  # dataclasses look themselves up there
-    with silenced():
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)  # where dataclasses look up their module
+    with suppress_stdout():
         loader.exec_module(module)
     return module
 
 
-def nanogpt_step(folder: Path, made: Trainer) -> Step:
-    """A step of nanoGPT's train.py on a CPU, with the model's shape, text and batch size of `made`.
-
-    In fp32, with its optimizer, its clipping, its way to fetch a batch, and no biases: its defaults on a CPU.
+def nanogpt_step(folder: Path, trainer: Trainer) -> Step:
+    """A step of nanoGPT's train.py in fp32, its default on CPUs: its model, optimizer, clipping and `get_batch`.
 
     Args:
-        folder: with its model.py
+        folder: contains nanoGPT's model.py
+        trainer: whose model size, text and batch size are used; nanoGPT's model has no biases
     """
-    theirs, shape, B = load(folder / "model.py"), made.state.shape, made.config.trainer.batch_size
-    T, file = shape.block_size, made.run_dir / "train.bin"
-    made.training.tokens.astype(np.uint16).tofile(file)
-    sizes = {key: getattr(shape, key) for key in ("n_layer", "n_head", "n_embd", "vocab_size", "block_size", "dropout")}
-    with silenced():
-        model = theirs.GPT(theirs.GPTConfig(**sizes, bias=False))
+    nanogpt, config, B = import_file(folder / "model.py"), trainer.model_config, trainer.config.trainer.batch_size
+    T, file = config.block_size, trainer.run_dir / "train.bin"
+    trainer.train_data.tokens.astype(np.uint16).tofile(file)
+    keys = ("n_layer", "n_head", "n_embd", "vocab_size", "block_size", "dropout")
+    with suppress_stdout():
+        model = nanogpt.GPT(nanogpt.GPTConfig(**{key: getattr(config, key) for key in keys}, bias=False))
         optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.99), "cpu")
 
     def batch() -> tuple[Tensor, Tensor]:
@@ -70,24 +69,23 @@ def nanogpt_step(folder: Path, made: Trainer) -> Step:
     return step
 
 
-def tutorial_step(folder: Path, made: Trainer) -> Step:
-    """A step of the tutorial's trainer in fp32, with the model's shape, text, batch size and dropout of `made`.
-
-    It gets our batches: its own way to fetch them is measured apart.
+def tutorial_step(folder: Path, trainer: Trainer) -> Step:
+    """A step of the tutorial's trainer in fp32, on batches of ours: its own loading is measured by `tutorial_fetch`.
 
     Args:
-        folder: with its model.py
+        folder: contains the tutorial's model.py
+        trainer: whose model size, dropout and batches are used
     """
-    theirs, shape, dropout = load(folder / "model.py"), made.state.shape, made.state.shape.dropout
-    sizes = {key: getattr(shape, key) for key in ("n_layer", "n_head", "n_embd", "vocab_size", "block_size")}
-    drops = dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), dropout)
-    with silenced():
-        model = theirs.GPT(theirs.GPTConfig(model_type=None, **sizes, **drops))
-    optimizer = theirs.create_optimizer(model, theirs.OptimizerConfig(1e-3, 0.1))
-    numbers = fresh_numbers(made)
+    tutorial, config = import_file(folder / "model.py"), trainer.model_config
+    sizes = {key: getattr(config, key) for key in ("n_layer", "n_head", "n_embd", "vocab_size", "block_size")}
+    dropout = dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), config.dropout)
+    with suppress_stdout():
+        model = tutorial.GPT(tutorial.GPTConfig(model_type=None, **sizes, **dropout))
+    optimizer = tutorial.create_optimizer(model, tutorial.OptimizerConfig(1e-3, 0.1))
+    batches = sample_numbers(trainer)
 
     def step() -> None:
-        idx, targets = made.training[next(numbers)]
+        idx, targets = trainer.train_data[next(batches)]
         _, loss = model(idx, targets.contiguous())
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -98,45 +96,47 @@ def tutorial_step(folder: Path, made: Trainer) -> Step:
     return step
 
 
-def tutorial_fetch(folder: Path, made: Trainer, text: Path) -> Step:
-    """One batch as the tutorial fetches it: character by character from a dictionary, and collated.
+def tutorial_fetch(folder: Path, trainer: Trainer, text: Path) -> Step:
+    """Loads a batch as the tutorial does: encodes character by character with a dictionary, and collates.
 
     Args:
-        folder: with its char_dataset.py
-        made: has T and B
+        folder: contains the tutorial's char_dataset.py
+        trainer: whose block size and batch size are used
         text: the file
     """
-    theirs, T, B = load(folder / "char_dataset.py"), made.training.block_size, made.config.trainer.batch_size
-    with silenced():
-        dataset = theirs.CharDataset(theirs.DataConfig(path=str(text), block_size=T))
+    tutorial, T = import_file(folder / "char_dataset.py"), trainer.train_data.block_size
+    B = trainer.config.trainer.batch_size
+    with suppress_stdout():
+        dataset = tutorial.CharDataset(tutorial.DataConfig(path=str(text), block_size=T))
     return lambda: torch.utils.data.default_collate([dataset[int(i)] for i in torch.randint(len(dataset), (B,))])
 
 
-def fresh_numbers(made: Trainer) -> Iterator[range]:
-    """The sample numbers of one batch after another."""
-    B = made.config.trainer.batch_size
+def sample_numbers(trainer: Trainer) -> Iterator[range]:
+    """The sample numbers of consecutive batches."""
+    B = trainer.config.trainer.batch_size
     return (range(first, first + B) for first in itertools.count(0, B))
 
 
-def fetching(made: Trainer) -> Step:
-    """One batch after another as we fetch it."""
-    numbers = fresh_numbers(made)
-    return lambda: made.training[next(numbers)]
+def fetch_batches(trainer: Trainer) -> Step:
+    """Loads the next batch at each call, as the trainer does."""
+    batches = sample_numbers(trainer)
+    return lambda: trainer.train_data[next(batches)]
 
 
-def bare_loop(made: Trainer) -> Step:
-    """The same mathematics with nothing around it: no log, no checks, batches made beforehand."""
-    model, clip = GPT(made.state.shape), made.config.optimizer.grad_norm_clip
-    optimizer = build_optimizer(model, made.config.optimizer, DTYPES[made.state.precision])
-    batches = itertools.cycle([made.training[numbers] for numbers in itertools.islice(fresh_numbers(made), 50)])
-    precision = made.state.precision
+def minimal_loop(trainer: Trainer) -> Step:
+    """A step with the same model, autocast, optimizer and clipping, without logs, checks or loading of batches."""
+    config, precision = trainer.config.optimizer, trainer.numerics.precision
+    model, dtype = GPT(trainer.model_config), DTYPES[precision]
+    optimizer = build_optimizer(model, config, dtype)
+    numbers = itertools.islice(sample_numbers(trainer), 50)
+    batches = itertools.cycle([trainer.train_data[batch] for batch in numbers])
 
     def step() -> None:
-        with torch.autocast("cpu", DTYPES[precision], enabled=precision != "fp32"):
+        with torch.autocast("cpu", dtype, enabled=precision != "fp32"):
             loss = model(*next(batches))[1]
         loss.backward()
-        if clip is not None:
-            clip_grad_norm_(model.parameters(), clip)
+        if config.grad_norm_clip is not None:
+            clip_grad_norm_(model.parameters(), config.grad_norm_clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 

@@ -1,4 +1,4 @@
-"""What is measured? Each function here yields rows; the first line of its docstring says what they are about."""
+"""The cases of bench.py: each yields rows, and the first line of its docstring labels its row if it is skipped."""
 
 from __future__ import annotations
 
@@ -18,9 +18,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.baselines import Step, bare_loop, fetching, nanogpt_step, tutorial_fetch, tutorial_step
+from benchmarks.baselines import Step, fetch_batches, minimal_loop, nanogpt_step, tutorial_fetch, tutorial_step
 from benchmarks.cluster_model import flops_per_step
-from benchmarks.harness import CPU, MIDDLE, ROOT, SMALL, WIDE, Bench, Row, Shape, row, silenced, time_calls
+from benchmarks.harness import (
+    CPU,
+    LARGE,
+    MEDIUM,
+    ROOT,
+    SMALL,
+    Bench,
+    Row,
+    Shape,
+    median_row,
+    suppress_stdout,
+    time_calls,
+)
 from benchmarks.pipeline_timeline import steps
 from mingpt.config_parser import read_config
 from mingpt.corpus import encode_corpus
@@ -30,60 +42,65 @@ from mingpt.generation import generate
 from mingpt.parallel.data_parallel import DTYPES
 from mingpt.snapshot.storage import load_snapshot
 from mingpt.utils.device import has_bf16
+from mingpt.utils.metrics import MetricsLogger
 from mingpt.utils.signals import SignalHandler
 from model import GPT
 from trainer import Trainer
 
 
-def shape_of(made: Trainer) -> Shape:
-    """The shape that is measured: the command line may have asked for another one."""
-    config = made.state.shape
-    return Shape(config.n_layer, config.n_head, config.n_embd, config.block_size, made.config.trainer.batch_size)
+def actual_shape(trainer: Trainer) -> Shape:
+    """The shape of a trainer, which options of the command line may have changed."""
+    config = trainer.model_config
+    return Shape(config.n_layer, config.n_head, config.n_embd, config.block_size, trainer.config.trainer.batch_size)
 
 
-def trainer(bench: Bench) -> Iterator[Row]:
-    """A bare loop's step with the same mathematics, in whole steps of Trainer.fit()."""
-    steps, pairs = 50, 2 * bench.pairs
-    # The last step comes after the last pair: to evaluate and save is not the loop's own work.
-    keys: dict[str, Any] = {"trainer.max_steps": steps * (pairs + 1) + 1, "trainer.log_every": 10}
-    keys |= {"trainer.eval_every": 10**9, "trainer.sample_every": "null", "trainer.save_every": 10**9}
-    made = bench.trainer(keys=keys, warm=0)
-    bare, ratios = bare_loop(made), list[float]()
+def training_loop(bench: Bench) -> Iterator[Row]:
+    """A bare loop's step with the same mathematics, in whole steps of Trainer.train()."""
+    interval, pairs = 50, 2 * bench.pairs
+    # The last step, which evaluates and saves, comes after the last pair.
+    overrides: dict[str, Any] = {"trainer.max_steps": interval * (pairs + 1) + 1, "trainer.log_every": 10}
+    overrides |= {"trainer.eval_every": 10**9, "trainer.sample_every": "null", "trainer.save_every": 10**9}
+    trainer = bench.build_trainer(overrides=overrides, warmup_steps=0)
+    loop, ratios = minimal_loop(trainer), list[float]()
     began = time.perf_counter()
 
-    def give_way() -> None:
+    def after_step() -> None:
         nonlocal began
-        if made.state.step % steps == 0:
-            own = time.perf_counter() - began
-            ratios.append(time_calls(bare, steps) / own)
+        if trainer.step % interval == 0:
+            seconds = time.perf_counter() - began
+            ratios.append(time_calls(loop, interval) / seconds)
             began = time.perf_counter()
 
-    with silenced(), closing(made._open_metrics()) as metrics, SignalHandler() as stop:
-        if status := made._train(metrics, stop, give_way):  # it took the signal for itself, saved and came back
-            sys.exit(status)
-    yield row("a bare loop's step in a step of `Trainer.fit`, log_every 10", ratios[1:], least=0.98)  # both warm up
+    metrics = MetricsLogger(trainer.run_dir, trainer.step, trainer.last_step)
+    with suppress_stdout(), closing(metrics), SignalHandler() as signals:
+        if status := trainer.train_loop(metrics, signals, after_step):
+            sys.exit(status)  # stopped by a signal
+    what = "a bare loop's step in a step of `Trainer.train`, log_every 10"
+    yield median_row(what, ratios[1:], least=0.98)  # without the pair in which both warm up
 
 
 def nanogpt(bench: Bench) -> Iterator[Row]:
     """nanoGPT's step on a CPU, in steps of ours."""
-    yield from _others(bench, "nanoGPT's step in ours", bench.nanogpt, nanogpt_step, bench.mode.nanogpt)
+    yield from _compare_baseline(bench, "nanoGPT's step in ours", bench.nanogpt, nanogpt_step, bench.goals.nanogpt)
 
 
 def tutorial(bench: Bench) -> Iterator[Row]:
     """The minGPT-DDP tutorial's step, in steps of ours."""
-    yield from _others(bench, "the tutorial's step in ours", bench.tutorial, tutorial_step, bench.mode.tutorial)
+    what = "the tutorial's step in ours"
+    yield from _compare_baseline(bench, what, bench.tutorial, tutorial_step, bench.goals.tutorial)
 
 
-def _others(
-    bench: Bench, what: str, folder: Path | None, step: Callable[[Path, Trainer], Step], goals: tuple[float, ...]
+def _compare_baseline(
+    bench: Bench, what: str, folder: Path | None, build_step: Callable[[Path, Trainer], Step], goals: tuple[float, ...]
 ) -> Iterator[Row]:
-    folder = bench.needs_clone(folder)
-    if bench.mode.words:
-        bench.needs_compiler()
-    for shape, goal in zip((SMALL, MIDDLE, WIDE), goals, strict=True):
-        made = bench.trainer((*bench.mode.words, *shape.words), {"optimizer.name": "adamw"})  # as theirs
-        how = f"{made.state.precision}, AdamW" + (", compiled" if made.config.trainer.compile else "")
-        yield row(f"{what} ({how}), {shape_of(made)}", bench.ratio(step(folder, made), made.train_step), least=goal)
+    folder, options = bench.require_folder(folder), bench.goals.options
+    if options:
+        bench.require_compiler()
+    for shape, goal in zip((SMALL, MEDIUM, LARGE), goals, strict=True):
+        trainer = bench.build_trainer((*options, *shape.options), {"optimizer.name": "adamw"})  # as the baselines
+        how = f"{trainer.numerics.precision}, AdamW" + (", compiled" if trainer.config.trainer.compile else "")
+        ratios = bench.ratio(build_step(folder, trainer), trainer.train_step)
+        yield median_row(f"{what} ({how}), {actual_shape(trainer)}", ratios, least=goal)
 
 
 def peak(bench: Bench) -> Iterator[Row]:
@@ -93,49 +110,52 @@ def peak(bench: Bench) -> Iterator[Row]:
         if precision == "bf16" and not has_bf16(CPU)[0]:
             yield Row(what, "skipped: no bf16 hardware", least=goal)
             continue
-        made = bench.trainer(WIDE.words, {"trainer.precision": precision, "optimizer.name": "adamw"})
-        one, other = (torch.randn(2048, 2048, dtype=DTYPES[precision]) for _ in range(2))
-        ratios = bench.ratio(partial(torch.mm, one, other), made.train_step)
-        done = flops_per_step(made.state.shape, made.config.trainer.batch_size)
-        shares = [done / (2 * 2048**3) * ratio for ratio in ratios]
-        yield row(f"{what}, {shape_of(made)}", shares, "%", least=goal)
+        trainer = bench.build_trainer(LARGE.options, {"trainer.precision": precision, "optimizer.name": "adamw"})
+        a, b = (torch.randn(2048, 2048, dtype=DTYPES[precision]) for _ in range(2))
+        ratios = bench.ratio(partial(torch.mm, a, b), trainer.train_step)
+        flops = flops_per_step(trainer.model_config, trainer.config.trainer.batch_size)
+        utilization = [flops / (2 * 2048**3) * ratio for ratio in ratios]
+        yield median_row(f"{what}, {actual_shape(trainer)}", utilization, "%", least=goal)
 
 
 def ranks(bench: Bench) -> Iterator[Row]:
     """What two ranks of one thread do in the time that one rank of two threads takes."""
-    if bench.context.world_size == 1:
-        yield from bench.on_ranks("ranks", 2)
-        return
     threads = bench.context.world_size
-    for shape in (SMALL, MIDDLE):
-        keys = {"optimizer.name": "adamw"}  # ddp makes each rank do all of Muon's work
-        together = bench.trainer(shape.words, keys | {"trainer.threads": 1})
-        lone = bench.trainer(
-            shape.words, keys | {"trainer.threads": threads}, DistributedContext(RankInfo())
-        )  # only rank 0's counts
+    if threads == 1:
+        yield from bench.run_on_ranks("ranks")
+        return
+    for shape in (SMALL, MEDIUM):
+        overrides = {"optimizer.name": "adamw"}  # with ddp, each rank would repeat all of Muon's work
+        together = bench.build_trainer(shape.options, overrides | {"trainer.threads": 1})
+        alone = bench.build_trainer(
+            shape.options, overrides | {"trainer.threads": threads}, DistributedContext(RankInfo())
+        )
 
-        def alone(made: Trainer = lone) -> None:
+        def one_rank(trainer: Trainer = alone) -> None:
             if bench.context.rank == 0:
                 torch.set_num_threads(threads)
-                made.train_step()
+                trainer.train_step()
 
-        def all_ranks(made: Trainer = together) -> None:
+        def all_ranks(trainer: Trainer = together) -> None:
             torch.set_num_threads(1)
-            made.train_step()
+            trainer.train_step()
 
-        what = f"tokens a second of {threads} ranks of 1 thread in those of 1 rank of {threads}, {shape_of(lone)}"
-        yield row(what, bench.ratio(alone, all_ranks, before=lambda: bench.context.all_gather_object(None)), least=1.0)
+        what = f"tokens a second of {threads} ranks of 1 thread in those of 1 rank of {threads}, {actual_shape(alone)}"
+        ratios = bench.ratio(one_rank, all_ranks, before=lambda: bench.context.all_gather_object(None))
+        yield median_row(what, ratios, least=1.0)
 
 
 def fetch(bench: Bench) -> Iterator[Row]:
     """What fetching a batch takes, of a step and beside the tutorial's way."""
-    made = bench.trainer()
-    yield row("to fetch a batch, of a step", bench.ratio(fetching(made), made.train_step), "%", most=0.005)
-    folder = bench.needs_clone(bench.tutorial)
+    trainer = bench.build_trainer()
+    ratios = bench.ratio(fetch_batches(trainer), trainer.train_step)
+    yield median_row("to fetch a batch, of a step", ratios, "%", most=0.005)
+    folder = bench.require_folder(bench.tutorial)
     for shape in (SMALL, replace(SMALL, B=512)):
-        made = bench.trainer(shape.words, warm=0)
-        what = f"the tutorial's way to fetch a batch of {made.config.trainer.batch_size} in ours"
-        yield row(what, bench.ratio(tutorial_fetch(folder, made, bench.text), fetching(made)), least=50)
+        trainer = bench.build_trainer(shape.options, warmup_steps=0)
+        what = f"the tutorial's way to fetch a batch of {trainer.config.trainer.batch_size} in ours"
+        ratios = bench.ratio(tutorial_fetch(folder, trainer, bench.text), fetch_batches(trainer))
+        yield median_row(what, ratios, least=50)
 
 
 def encoding(bench: Bench) -> Iterator[Row]:
@@ -149,194 +169,196 @@ def encoding(bench: Bench) -> Iterator[Row]:
             tokens = {character: token for token, character in enumerate(sorted(set(text)))}
             np.array([tokens[character] for character in text], dtype=np.uint16)
 
-        def ours(file: Path = file) -> None:
+        def encode(file: Path = file) -> None:
             encode_corpus(str(file), Path(tempfile.mkdtemp(dir=bench.folder)))
 
-        what = (
-            f"a dictionary's loop over {file.stat().st_size / 1e6:.0f} MB of text in encode_corpus, its file included"
-        )
-        yield row(what, bench.ratio(loop, ours), least=20)
+        megabytes = file.stat().st_size / 1e6
+        what = f"a dictionary's loop over {megabytes:.0f} MB of text in encode_corpus, its file included"
+        yield median_row(what, bench.ratio(loop, encode), least=20)
 
 
 FIRST_STEP = r"""
 import re, sys, time, torch
 from pathlib import Path
 began = time.perf_counter()
-from distributed import connect
-from main import read_config
+from mingpt.config_parser import read_config
+from mingpt.distributed.process_group import init_distributed
+from mingpt.parallel.strategies import strategy_class
+from mingpt.utils.logging import configure_logging
 from trainer import Trainer
+configure_logging()
 config = read_config(sys.argv[1:])
-with connect(config.distributed) as world:
-    Trainer(config, world)._step()
-    took = time.perf_counter() - began
-    status = Path("/proc/self/status")  # getrusage counts the text's pages, which Linux takes back when it likes
-    own = re.search(r"RssAnon:\s+(\d+)", status.read_text())[1] if status.exists() else "nan"
-    print(took, float(own) / 1024)
+with init_distributed(config.distributed, needs_process_group=strategy_class(config).needs_process_group) as context:
+    Trainer(config, context).train_step()
+    seconds = time.perf_counter() - began
+    status = Path("/proc/self/status")  # getrusage would include pages of mapped files, which Linux may reclaim
+    private = re.search(r"RssAnon:\s+(\d+)", status.read_text())[1] if status.exists() else "nan"
+    print(seconds, float(private) / 1024)
 """
 
 
 def start(bench: Bench) -> Iterator[Row]:
     """Seconds from PyTorch's own import to the end of the first step, text encoded; absolute."""
     what = "absolute: from `import torch` done to the first step done, 1 MB of text encoded"
-    keys = {"trainer.compile": "false"}
-    took = [first_step(bench.options(keys=keys))[0] for _ in range(min(3, bench.pairs))]
-    yield row(what, took, "s", most=3)
+    options = [bench.run_options(overrides={"trainer.compile": "false"}) for _ in range(min(3, bench.pairs))]
+    yield median_row(what, [measure_first_step(each)[0] for each in options], "s", most=3)
 
 
-def first_step(words: Sequence[str]) -> tuple[float, float]:
-    """Seconds from PyTorch's own import to the end of the first step of a new process, and the MiB that are its own."""
-    command = [sys.executable, "-c", FIRST_STEP, *words]
-    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)  # noqa: S603
-    took, own = map(float, done.stdout.split()[-2:])
-    return took, own
+def measure_first_step(options: Sequence[str]) -> tuple[float, float]:
+    """Measures the first step of a new process.
+
+    Returns:
+        seconds from the end of `import torch` to the end of the step, and MiB of memory that is not mapped from files
+    """
+    command = [sys.executable, "-c", FIRST_STEP, *options]
+    process = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)  # noqa: S603
+    seconds, private = map(float, process.stdout.split()[-2:])
+    return seconds, private
 
 
 def snapshots(bench: Bench) -> Iterator[Row]:
     """What a snapshot costs."""
-    made = bench.trainer()
-    state, size = made.state, f"{sum(tensor.nbytes for tensor in tensors_of(made)) / 1e6:.0f} MB"
-    stalled = [ratio for _ in range(5) for ratio in stalls(bench, made)]
-    yield row(f"what a snapshot holds the step, in plain copies of its {size}", stalled, most=1.5)
+    trainer = bench.build_trainer()
+    size = f"{sum(tensor.nbytes for tensor in snapshot_tensors(trainer)) / 1e6:.0f} MB"
+    stalls = [ratio for _ in range(5) for ratio in stall_ratios(bench, trainer)]
+    yield median_row(f"what a snapshot holds the step, in plain copies of its {size}", stalls, most=1.5)
 
-    def hundred() -> None:
-        time_calls(made.train_step, 100)
+    def train() -> None:
+        time_calls(trainer.train_step, 100)
 
-    def hundred_and_save() -> None:
-        state.save(None, last=False)
-        hundred()
+    def save_and_train() -> None:
+        trainer.save_snapshot(None, is_last=False)
+        train()
 
-    costs = bench.ratio(hundred_and_save, hundred, before=state.writer.wait, times=1)
-    yield row("what save_every 100 adds to a step", [ratio - 1 for ratio in costs], "%", most=0.01)
+    ratios = bench.ratio(save_and_train, train, before=trainer.snapshots.writer.wait, times=1)
+    yield median_row("what save_every 100 adds to a step", [ratio - 1 for ratio in ratios], "%", most=0.01)
     what = f"a snapshot's load with its digest checked in torch.load's of the same {size}"
-    yield row(what, loads(bench, made), most=1.2)
+    yield median_row(what, load_ratios(bench, trainer), most=1.2)
 
 
-def tensors_of(made: Trainer) -> list[Tensor]:
-    """What a snapshot holds."""
-    moments = made.state.strategy.stepper.state.values()
-    return [*made.state.strategy.parameters.values(), *(tensor for tensors in moments for tensor in tensors.values())]
+def snapshot_tensors(trainer: Trainer) -> list[Tensor]:
+    """The tensors of a snapshot: parameters and optimizer state."""
+    state = trainer.strategy.local_optimizer.state.values()
+    return [*trainer.strategy.parameters.values(), *(tensor for tensors in state for tensor in tensors.values())]
 
 
-def stalls(bench: Bench, made: Trainer) -> list[float]:
-    """Seconds for which a snapshot holds the step, in those of a plain copy of its tensors."""
-    tensors = tensors_of(made)
+def stall_ratios(bench: Bench, trainer: Trainer) -> list[float]:
+    """Time for which saving a snapshot blocks training, relative to a copy of its tensors."""
+    tensors = snapshot_tensors(trainer)
     copies = [torch.empty_like(tensor) for tensor in tensors]
 
     def copy() -> None:
-        for aside, tensor in zip(copies, tensors, strict=True):
-            aside.data.copy_(tensor)
+        for target, tensor in zip(copies, tensors, strict=True):
+            target.data.copy_(tensor)
 
-    def step() -> None:  # so that neither finds the state in the processor's cache because of the other
-        made.state.writer.wait()
-        made.train_step()
+    def step() -> None:  # so that neither action finds the tensors in the CPU's cache because of the other
+        trainer.snapshots.writer.wait()
+        trainer.train_step()
 
-    return bench.ratio(lambda: made.state.save(None, last=False), copy, before=step, times=1)
+    return bench.ratio(lambda: trainer.save_snapshot(None, is_last=False), copy, before=step, times=1)
 
 
-def loads(bench: Bench, made: Trainer) -> list[float]:
-    """Seconds in which a snapshot is read, in those of torch.load."""
-    made.state.save(None, last=False)
-    made.state.writer.wait()
-    file = made.folder.file(made.state.step)
+def load_ratios(bench: Bench, trainer: Trainer) -> list[float]:
+    """Time to load and verify a snapshot, relative to torch.load."""
+    trainer.save_snapshot(None, is_last=False)
+    trainer.snapshots.writer.wait()
+    file = trainer.snapshots.storage.file(trainer.step)
     return bench.ratio(lambda: load_snapshot(file), lambda: torch.load(file, weights_only=True))
 
 
 def strategies(bench: Bench) -> Iterator[Row]:
     """A step of each strategy, in steps with DDP."""
     for strategy in ("zero1", "zero2", "fsdp"):
-        yield _compared(bench, "strategy", "ddp", strategy, {})
+        yield _compare_steps(bench, "strategy", "ddp", strategy, {})
     if bench.context.world_size == 1:
-        yield from bench.on_ranks("strategies")
+        yield from bench.run_on_ranks("strategies")
 
 
 def reduction(bench: Bench) -> Iterator[Row]:
     """A step whose bits are the same at every number of ranks, in steps with DDP."""
-    yield _compared(bench, "reduction", "fast", "tree", {"trainer.micro_batch_size": 3, "trainer.threads": 1})
+    yield _compare_steps(bench, "reduction", "fast", "tree", {"trainer.micro_batch_size": 3, "trainer.threads": 1})
     if bench.context.world_size == 1:
-        yield from bench.on_ranks("reduction")
+        yield from bench.run_on_ranks("reduction")
 
 
-def _compared(bench: Bench, key: str, one: str, other: str, keys: dict[str, Any]) -> Row:
-    first, second = (bench.trainer(keys=keys | {f"distributed.{key}": way}) for way in (one, other))
-    number = "1 rank" if bench.context.world_size == 1 else f"{bench.context.world_size} ranks"
-    return row(
-        f"a step with {key} {other} in one with {one}, {number}", bench.ratio(second.train_step, first.train_step)
+def _compare_steps(bench: Bench, key: str, reference: str, value: str, overrides: dict[str, Any]) -> Row:
+    first, second = (
+        bench.build_trainer(overrides=overrides | {f"distributed.{key}": each}) for each in (reference, value)
     )
+    number = "1 rank" if bench.context.world_size == 1 else f"{bench.context.world_size} ranks"
+    ratios = bench.ratio(second.train_step, first.train_step)
+    return median_row(f"a step with {key} {value} in one with {reference}, {number}", ratios)
 
 
 def pipeline(bench: Bench) -> Iterator[Row]:
     """How long a pipeline's stages wait, beside (S - 1) / (M + S - 1), and what a step of them takes."""
-    if bench.context.world_size == 1:
-        yield from bench.on_ranks("pipeline")
+    stages = bench.context.world_size
+    if stages == 1:
+        yield from bench.run_on_ranks("pipeline")
         return
-    stages, B = bench.context.world_size, read_config(bench.options(MIDDLE.words)).trainer.batch_size
-    one_thread = {"trainer.threads": 1, "trainer.micro_batch_size": max(1, B // 4)}
+    B = read_config(bench.run_options(MEDIUM.options)).trainer.batch_size
+    ddp = {"trainer.threads": 1, "trainer.micro_batch_size": max(1, B // 4)}
     for schedule in ("1f1b", "gpipe"):
-        how = one_thread | {"distributed.pipeline_stages": stages, "distributed.pipeline_schedule": schedule}
-        watched = bench.trainer(MIDDLE.words, how | {"trainer.max_steps": 32, "trainer.profile_steps": 20}, warm=0)
-        with silenced():
-            watched.train()
-        found = steps(
-            [
-                Path(run, f"trace-{i}.json")
-                for i, run in enumerate(bench.context.all_gather_object(str(watched.run_dir)))
-            ]
-        )
-        what = f"how long {stages} stages wait ({schedule}) in (S - 1) / (M + S - 1), {shape_of(watched)}"
-        yield row(what, [step.bubble / step.least for step in found], most=1.2)
-        cut, whole = bench.trainer(MIDDLE.words, how), bench.trainer(MIDDLE.words, one_thread)
-        what = f"a step of {stages} stages ({schedule}) in one with ddp on as many ranks, {shape_of(watched)}"
-        yield row(what, bench.ratio(cut.train_step, whole.train_step))
+        pipelined = ddp | {"distributed.pipeline_stages": stages, "distributed.pipeline_schedule": schedule}
+        profiled = {"trainer.max_steps": 32, "trainer.profile_steps": 20}
+        trainer = bench.build_trainer(MEDIUM.options, pipelined | profiled, warmup_steps=0)
+        with suppress_stdout():
+            trainer.train()
+        folders = bench.context.all_gather_object(str(trainer.run_dir))
+        recorded = steps([Path(folder, f"trace-{rank}.json") for rank, folder in enumerate(folders)])
+        what = f"how long {stages} stages wait ({schedule}) in (S - 1) / (M + S - 1), {actual_shape(trainer)}"
+        yield median_row(what, [step.bubble / step.ideal_bubble for step in recorded], most=1.2)
+        first, second = (bench.build_trainer(MEDIUM.options, overrides) for overrides in (pipelined, ddp))
+        what = f"a step of {stages} stages ({schedule}) in one with ddp on as many ranks, {actual_shape(trainer)}"
+        yield median_row(what, bench.ratio(first.train_step, second.train_step))
 
 
 def compile_blocks(bench: Bench) -> Iterator[Row]:
     """What trainer.compile brings, and costs."""
-    bench.needs_compiler()
+    bench.require_compiler()
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(dir=bench.folder)
     torch.compiler.reset()
-    plain, compiled = bench.trainer(), bench.trainer(keys={"trainer.compile": "true"}, warm=0)
-    took = time_calls(compiled.train_step)
-    ratios = bench.ratio(plain.train_step, compiled.train_step)
-    yield row("a step without trainer.compile in one with it", ratios)
-    yield row("absolute: the first compiled step, nothing cached", [took], "s")
-    one = time_calls(plain.train_step, 50) / 50
-    if (gain := one * (1 - 1 / float(np.median(ratios)))) > 0:
-        yield row("steps after which trainer.compile has paid", [took / gain], "steps")
-    else:
-        yield Row("steps after which trainer.compile has paid", "never")
+    eager, compiled = bench.build_trainer(), bench.build_trainer(overrides={"trainer.compile": "true"}, warmup_steps=0)
+    compile_seconds = time_calls(compiled.train_step)
+    ratios = bench.ratio(eager.train_step, compiled.train_step)
+    yield median_row("a step without trainer.compile in one with it", ratios)
+    yield median_row("absolute: the first compiled step, nothing cached", [compile_seconds], "s")
+    gain = time_calls(eager.train_step, 50) / 50 * (1 - 1 / float(np.median(ratios)))
+    what = "steps after which trainer.compile has paid"
+    yield median_row(what, [compile_seconds / gain], "steps") if gain > 0 else Row(what, "never")
 
 
 def optimizer(bench: Bench) -> Iterator[Row]:
     """A step with Muon, in steps with AdamW."""
-    adamw, muon = (bench.trainer(keys={"optimizer.name": name}) for name in ("adamw", "muon"))
-    yield row("a step with muon in one with adamw", bench.ratio(muon.train_step, adamw.train_step))
+    adamw, muon = (bench.build_trainer(overrides={"optimizer.name": name}) for name in ("adamw", "muon"))
+    yield median_row("a step with muon in one with adamw", bench.ratio(muon.train_step, adamw.train_step))
 
 
 def sampling(bench: Bench) -> Iterator[Row]:
     """What the cache of keys and values brings to sampling."""
-    start = torch.zeros(1, dtype=torch.long)
-    for shape in (replace(SMALL, T=256), replace(MIDDLE, T=256)):
-        model = bench.trainer(shape.words, warm=0).state.strategy.whole.eval()
+    prompt = torch.zeros(1, dtype=torch.long)
+    for shape in (replace(SMALL, T=256), replace(MEDIUM, T=256)):
+        model = bench.build_trainer(shape.options, warmup_steps=0).strategy.full_model.eval()
         T = model.config.block_size
 
         @torch.no_grad()
         def recomputed(model: GPT = model, T: int = T) -> None:
-            text = start[None]
+            text = prompt[None]
             while text.size(1) < T:
                 new = torch.multinomial(model(text)[0][:, -1].softmax(-1), 1)
                 text = torch.cat((text, new), 1)
 
         def cached(model: GPT = model, T: int = T) -> None:
-            for _ in generate(model, [start], T - 1):
+            for _ in generate(model, [prompt], T - 1):
                 pass
 
         size = f"{model.config.n_layer} layers {model.config.n_embd} wide"
         what = f"{T} characters recomputed, in those with the cache, {size}"
-        yield row(what, bench.ratio(recomputed, cached), least=5)
+        yield median_row(what, bench.ratio(recomputed, cached), least=5)
 
 
 CASES: dict[str, Callable[[Bench], Iterator[Row]]] = {
-    "trainer": trainer,
+    "trainer": training_loop,
     "nanogpt": nanogpt,
     "tutorial": tutorial,
     "peak": peak,
@@ -352,9 +374,5 @@ CASES: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "optimizer": optimizer,
     "sampling": sampling,
 }
-BASELINE_OPTIONS = {
-    "nanogpt": "nanogpt",
-    "tutorial": "tutorial",
-    "fetch": "tutorial",
-}  # whose folder a measurement wants
-MULTI_RANK_CASES = ("ranks", "strategies", "reduction", "pipeline")  # the others are about one process
+MULTI_RANK_CASES = ("ranks", "strategies", "reduction", "pipeline")  # others measure a single process
+BASELINE_OPTIONS = {"nanogpt": "nanogpt", "tutorial": "tutorial", "fetch": "tutorial"}  # case -> the option it needs

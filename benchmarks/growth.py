@@ -1,10 +1,10 @@
-"""What does the cost do as the work grows? Ratios measured here, drawn, and beside what scaling.py's arithmetic says.
+"""Measures how costs grow with text, width, depth, batch, ranks and snapshots, and compares with cluster_model.py.
 
-    python growth.py --out docs
-    python growth.py shapes ranks
+    python -m benchmarks.growth --out docs
+    python -m benchmarks.growth shapes ranks
 
-writes growth.md and growth.png into that folder (ten minutes; 22 GB of disk for the largest text), or prints only the
-panels that are named.
+The first writes growth.md and growth.png into a folder, which takes ten minutes, and 22 GB of disk for the largest
+text. The second prints some panels only.
 """
 
 from __future__ import annotations
@@ -25,9 +25,18 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.cases import first_step, loads, stalls, tensors_of
-from benchmarks.cluster_model import NUMBERS, SHAPES, TOKENS, Machine, flops_per_step, muon_flops, plan, tables
-from benchmarks.harness import SMALL, Bench, Shape, cores, from_ranks, machine
+from benchmarks.cases import load_ratios, measure_first_step, snapshot_tensors, stall_ratios
+from benchmarks.cluster_model import (
+    GPU_COUNTS,
+    MODELS,
+    TOKENS_PER_STEP,
+    Cluster,
+    estimate_step,
+    flops_per_step,
+    muon_flops,
+    tables,
+)
+from benchmarks.harness import SMALL, Bench, Shape, available_cores, machine_name, torchrun
 from mingpt.config import GPTConfig
 from mingpt.config_parser import read_config
 from mingpt.distributed.launch_environment import RankInfo
@@ -37,14 +46,14 @@ from mingpt.utils.device import tune_malloc
 
 @dataclass(frozen=True)
 class Point:
-    """One ratio.
+    """A measured ratio.
 
     Args:
         panel: what grows
-        x: to what
+        x: its size
         curve: what is measured
-        figure, smallest, largest: of its pairs
-        prediction: by the arithmetic, if it has a say
+        figure, smallest, largest: median and range of all pairs
+        prediction: of the model; None where it has none
     """
 
     panel: str
@@ -56,271 +65,291 @@ class Point:
     prediction: float | None = None
 
 
-def point(panel: str, x: float, curve: str, ratios: Sequence[float]) -> Point:
-    """The median of these ratios."""
+def median_point(panel: str, x: float, curve: str, ratios: Sequence[float]) -> Point:
     return Point(panel, x, curve, statistics.median(ratios), min(ratios), max(ratios))
 
 
-WIDTHS, DEPTHS, BATCHES = (64, 256, 512), (1, 2, 8, 16), (3, 6, 24, 48, 96)
-SHAPES_HERE = {
-    "width": [(width, replace(SMALL, width=width)) for width in WIDTHS],
-    "depth": [(layers, replace(SMALL, layers=layers)) for layers in DEPTHS],
-    "batch": [(B, replace(SMALL, B=B)) for B in BATCHES],
+SHAPES = {
+    "width": [(width, replace(SMALL, width=width)) for width in (64, 256, 512)],
+    "depth": [(layers, replace(SMALL, layers=layers)) for layers in (1, 2, 8, 16)],
+    "batch": [(B, replace(SMALL, B=B)) for B in (3, 6, 24, 48, 96)],
 }
-MEGABYTES = (10, 100, 1_000, 10_000)
-STATES = (48, 128, 512, 1024, 1856)  # widths whose weights and moments are 1 MB to 2 GB
+TEXT_MEGABYTES = (10, 100, 1_000, 10_000)
+SNAPSHOT_WIDTHS = (48, 128, 512, 1024, 1856)  # of models whose snapshots have 1 MB to 2 GB
+MESSAGE_MEGABYTES = (0.001, 4, 40)
 ONE_THREAD = {"trainer.threads": 1}
 
 
 def measure_shapes(bench: Bench) -> Iterator[Point]:
-    """A step of another width, depth or batch, in steps of the default one; one thread."""
-    base = bench.trainer(SMALL.words, ONE_THREAD)
-    for panel, shapes in SHAPES_HERE.items():
+    """Steps of other widths, depths and batches, relative to one of SMALL; one thread."""
+    base = bench.build_trainer(SMALL.options, ONE_THREAD)
+    for panel, shapes in SHAPES.items():
         for x, shape in shapes:
-            made = bench.trainer(shape.words, ONE_THREAD)
-            yield point(panel, x, "step", bench.ratio(made.train_step, base.train_step))
+            trainer = bench.build_trainer(shape.options, ONE_THREAD)
+            yield median_point(panel, x, "step", bench.ratio(trainer.train_step, base.train_step))
 
 
-def text(bench: Bench, sizes: Sequence[int] = MEGABYTES) -> Iterator[Point]:
-    """From `import torch` to the first step with longer texts, encoded before, in that with 1 MB; and memory."""
-    words = {}
+def measure_texts(bench: Bench, sizes: Sequence[int] = TEXT_MEGABYTES) -> Iterator[Point]:
+    """Time and memory until the first step on an encoded text, relative to a text of 1 MB."""
+    options = {}
     for size in (1, *sizes):
         if shutil.disk_usage(bench.folder).free < 2.2e6 * size:
             print(f"text of {size:,} MB: skipped, there is too little disk for it and its tokens", file=sys.stderr)
             continue
         folder = Path(tempfile.mkdtemp(dir=bench.folder))
-        with (folder / "text.txt").open("wb") as out:
+        with (folder / "text.txt").open("wb") as file:
             for _ in range(size):
-                out.write(bench.text.read_bytes())
-        words[size] = bench.options(keys={"data.path": folder / "text.txt", "trainer.run_dir": folder / "run"})
-        first_step(words[size])  # encodes it
+                file.write(bench.text.read_bytes())
+        paths = {"data.path": folder / "text.txt", "trainer.run_dir": folder / "run"}
+        options[size] = bench.run_options(overrides=paths)
+        measure_first_step(options[size])  # encodes the text
         if size == 1:
             continue
-        pairs = [[first_step(words[which]) for which in (size, 1)] for _ in range(bench.pairs)]
-        yield point("text", size, "seconds to the first step", [one[0] / other[0] for one, other in pairs])
-        yield point("text", size, "memory of its own at the first step", [one[1] / other[1] for one, other in pairs])
+        pairs = [[measure_first_step(options[each]) for each in (size, 1)] for _ in range(bench.pairs)]
+        for i, curve in enumerate(("seconds to the first step", "memory of its own at the first step")):
+            yield median_point("text", size, curve, [large[i] / small[i] for large, small in pairs])
         shutil.rmtree(folder)
 
 
-def snapshots(bench: Bench, widths: Sequence[int] = STATES) -> Iterator[Point]:
-    """What a snapshot holds the step, in plain copies of its tensors; and its load, in torch.load's."""
+def measure_snapshots(bench: Bench, widths: Sequence[int] = SNAPSHOT_WIDTHS) -> Iterator[Point]:
+    """For how long saving blocks training, relative to a copy of the tensors, and loading, relative to torch.load."""
     for width in widths:
-        words = Shape(4, 4, width, 64, 1).words
-        made = bench.trainer(words, {"optimizer.name": "adamw"})
-        megabytes = round(sum(tensor.nbytes for tensor in tensors_of(made)) / 1e6, 1)
-        yield point("snapshots", megabytes, "stall, in plain copies", stalls(bench, made))
-        yield point("snapshots", megabytes, "load, in torch.load's", loads(bench, made))
-        shutil.rmtree(made.run_dir)
+        trainer = bench.build_trainer(Shape(4, 4, width, 64, 1).options, {"optimizer.name": "adamw"})
+        megabytes = round(sum(tensor.nbytes for tensor in snapshot_tensors(trainer)) / 1e6, 1)
+        yield median_point("snapshots", megabytes, "stall, in plain copies", stall_ratios(bench, trainer))
+        yield median_point("snapshots", megabytes, "load, in torch.load's", load_ratios(bench, trainer))
+        shutil.rmtree(trainer.run_dir)
 
 
-def measure_ranks(bench: Bench) -> Iterator[Point]:
-    """Run by torchrun: a step of all these ranks, and all-reduces, in steps of one alone, one thread each."""
-    together = bench.trainer(SMALL.words, ONE_THREAD)
-    alone = bench.trainer(SMALL.words, ONE_THREAD, DistributedContext(RankInfo()))
+def measure_rank_group(bench: Bench) -> Iterator[Point]:
+    """Under torchrun: a step and all-reduces of all ranks, relative to a step of one rank; one thread each."""
+    together = bench.build_trainer(SMALL.options, ONE_THREAD)
+    alone = bench.build_trainer(SMALL.options, ONE_THREAD, DistributedContext(RankInfo()))
 
-    def lone() -> None:
+    def one_rank() -> None:
         if bench.context.rank == 0:
             alone.train_step()
 
-    measure = partial(bench.ratio, other=lone, before=lambda: bench.context.all_gather_object(None))
-    yield point("ranks", bench.context.world_size, "step", measure(together.train_step))
-    for megabytes in (0.001, 4, 40):
-        numbers = torch.zeros(int(megabytes * 1e6) // 4)
-        yield point("all-reduce", megabytes, str(bench.context.world_size), measure(partial(dist.all_reduce, numbers)))
+    ranks, barrier = bench.context.world_size, partial(bench.context.all_gather_object, None)
+    yield median_point("ranks", ranks, "step", bench.ratio(together.train_step, one_rank, barrier))
+    for megabytes in MESSAGE_MEGABYTES:
+        tensor = torch.zeros(int(megabytes * 1e6) // 4)
+        ratios = bench.ratio(partial(dist.all_reduce, tensor), one_rank, barrier)
+        yield median_point("all-reduce", megabytes, str(ranks), ratios)
 
 
-def ranks(bench: Bench) -> Iterator[Point]:
-    """A step of 2, 3 and 4 ranks, in steps of one."""
-    for number in (2, 3, 4):
-        yield from (Point(**found) for found in from_ranks(number, 1, "-m", "benchmarks.growth", "measure_ranks"))
-
-
-def fitted(points: Sequence[Point]) -> Machine:
-    """This machine as scaling.py sees one: a rank's thread for a GPU, and a default step of one thread for a second.
-
-    Operations, elementwise work, blocks and a constant explain the steps of all shapes; least squares, relative errors.
-    """
-    rows, found = [], []
-    cases = [(1.0, SMALL)] + [
-        (p.figure, dict(SHAPES_HERE[p.panel])[int(p.x)]) for p in points if p.panel in SHAPES_HERE
-    ]
-    for figure, shape in cases:
-        config = gpt(shape)
-        done = flops_per_step(config, shape.B) + muon_flops(config)
-        rows.append([done / 1e9, shape.layers * shape.B * shape.T * shape.width / 1e6, shape.layers, 1.0])
-        found.append(figure)
-    weights = 1 / np.array(found)
-    (gigaflop, million, block, step), *_ = np.linalg.lstsq(
-        np.array(rows) * weights[:, None], np.ones(len(found)), rcond=None
-    )
-    return Machine(
-        "here", 1e9 / gigaflop, share=1.0, elementwise=million / 1e6, block=block, step=step, hides=0.0, reads=1e30
-    )
-
-
-def gpt(shape: Shape) -> GPTConfig:
-    """The model of a shape."""
-    return GPTConfig(shape.layers, shape.heads, shape.width, vocab_size=65, block_size=shape.T)
-
-
-def with_predictions(points: Sequence[Point]) -> Iterator[Point]:
-    """The same points, with what the arithmetic says of those that are steps."""
-    here = fitted(points)
-    for p in points:
-        if p.panel not in (*SHAPES_HERE, "ranks"):
-            yield p
-            continue
-        shape, number = dict(SHAPES_HERE.get(p.panel, ())).get(int(p.x), SMALL), 1
-        rank = here
-        if p.panel == "ranks":
-            number = int(p.x)
-            sends = sorted((q.x, q.figure) for q in points if (q.panel, q.curve) == ("all-reduce", str(number)))
-            (_, latency), (small, fast), (large, slow) = sends
-            shared = min(1.0, cores() / number)  # more ranks than cores
-            rank = replace(
-                here,
-                flops=here.flops * shared,
-                elementwise=here.elementwise / shared,
-                block=here.block / shared,
-                step=here.step / shared,
-                inside=2 * (large - small) * 1e6 * (number - 1) / number / (slow - fast),
-                latency=latency / (2 * math.log2(number)),
-            )
-        config = read_config([*shape.words, "--trainer.save_every", "1000000000"])
-        yield replace(p, prediction=plan(config, gpt(shape), number, rank).step)
+def measure_ranks(bench: Bench) -> Iterator[Point]:
+    """Steps of 2, 3 and 4 ranks, relative to a step of one."""
+    for ranks in (2, 3, 4):
+        for point in torchrun(ranks, 1, "-m", "benchmarks.growth", "rank_group"):
+            yield Point(**point)
 
 
 PANELS: dict[str, Callable[[Bench], Iterator[Point]]] = {
     "shapes": measure_shapes,
-    "ranks": ranks,
-    "text": text,
-    "snapshots": snapshots,
+    "ranks": measure_ranks,
+    "text": measure_texts,
+    "snapshots": measure_snapshots,
 }
-TITLES = {
-    "text": ("MB of text, encoded", "in those with 1 MB"),
-    "width": ("n_embd (4 layers)", "steps of width 128"),
-    "depth": ("n_layer (128 wide)", "steps of 4 layers"),
-    "batch": ("batch_size", "steps of batch 12"),
-    "ranks": (f"ranks of one thread, {cores()} cores", "steps of one rank"),
-    "snapshots": ("MB of weights and moments", "ratio"),
+
+
+def gpt_config(shape: Shape) -> GPTConfig:
+    return GPTConfig(shape.layers, shape.heads, shape.width, vocab_size=65, block_size=shape.T)
+
+
+def fit_cluster(points: Sequence[Point]) -> Cluster:
+    """This machine as a cluster of one-thread ranks, with time in units of a step of SMALL.
+
+    Least squares of relative errors determine speed of products, elementwise time, and time per block and per step.
+    """
+    coefficients, times = [], []
+    cases = [(point.figure, dict(SHAPES[point.panel])[int(point.x)]) for point in points if point.panel in SHAPES]
+    for figure, shape in [(1.0, SMALL), *cases]:
+        config = gpt_config(shape)
+        flops = flops_per_step(config, shape.B) + muon_flops(config)
+        elements = shape.layers * shape.B * shape.T * shape.width
+        coefficients.append([flops / 1e9, elements / 1e6, shape.layers, 1.0])
+        times.append(figure)
+    relative = np.array(coefficients) / np.array(times)[:, None]
+    (gigaflop, million_elements, block, step), *_ = np.linalg.lstsq(relative, np.ones(len(times)), rcond=None)
+    return Cluster(
+        "this machine",
+        flops=1e9 / gigaflop,
+        utilization=1.0,
+        elementwise_seconds=million_elements / 1e6,
+        block_seconds=block,
+        step_seconds=step,
+        overlap=0.0,
+        memory_bandwidth=1e30,  # the fit includes it
+    )
+
+
+def fit_ranks(cluster: Cluster, points: Sequence[Point], ranks: int) -> Cluster:
+    """The same with bandwidth and latency of all-reduces of so many ranks, which share this machine's cores."""
+    messages = sorted(
+        (point.x, point.figure) for point in points if (point.panel, point.curve) == ("all-reduce", str(ranks))
+    )
+    (_, latency), (small, small_time), (large, large_time) = messages
+    cores_per_rank = min(1.0, available_cores() / ranks)
+    return replace(
+        cluster,
+        flops=cluster.flops * cores_per_rank,
+        elementwise_seconds=cluster.elementwise_seconds / cores_per_rank,
+        block_seconds=cluster.block_seconds / cores_per_rank,
+        step_seconds=cluster.step_seconds / cores_per_rank,
+        intra_node_bandwidth=2 * (large - small) * 1e6 * (ranks - 1) / ranks / (large_time - small_time),
+        latency=latency / (2 * math.log2(ranks)),
+    )
+
+
+def predict(points: Sequence[Point]) -> list[Point]:
+    """Adds the model's predictions to the points that are steps."""
+    cluster = fit_cluster(points)
+
+    def prediction(point: Point) -> float | None:
+        if point.panel not in (*SHAPES, "ranks"):
+            return None
+        shape, ranks, rank = SMALL, 1, cluster
+        if point.panel == "ranks":
+            ranks = int(point.x)
+            rank = fit_ranks(cluster, points, ranks)
+        else:
+            shape = dict(SHAPES[point.panel])[int(point.x)]
+        config = read_config([*shape.options, "--trainer.save_every", "1000000000"])
+        return estimate_step(config, gpt_config(shape), ranks, rank).seconds
+
+    return [replace(point, prediction=prediction(point)) for point in points]
+
+
+AXES = {  # panel -> labels of its axes
+    "text": ("MB of text, encoded", "relative to 1 MB"),
+    "width": ("n_embd (4 layers)", "relative to a step of width 128"),
+    "depth": ("n_layer (128 wide)", "relative to a step of 4 layers"),
+    "batch": ("batch_size", "relative to a step of batch 12"),
+    "ranks": (f"ranks of one thread, {available_cores()} cores", "relative to a step of one rank"),
+    "snapshots": ("MB of weights and optimizer state", "ratio"),
 }
 
 
 def draw(points: Sequence[Point], file: Path) -> None:
-    """Each panel's curves, both axes logarithmic; what the arithmetic says is dashed."""
-    import matplotlib as mpl  # noqa: PLC0415 - only where something is drawn
+    """Draws the curves of each panel on logarithmic axes, with predictions as dashed lines."""
+    import matplotlib as mpl  # noqa: PLC0415 - takes long
 
     mpl.use("Agg")
     from matplotlib import pyplot, ticker  # noqa: PLC0415
 
-    figure, places = pyplot.subplots(2, 3, figsize=(12, 7), layout="constrained")
-    for place, (panel, (x, y)) in zip(places.flat, TITLES.items(), strict=True):
-        mine = [p for p in points if p.panel == panel]
-        for curve in dict.fromkeys(p.curve for p in mine):
-            known = sorted((p for p in mine if p.curve == curve), key=lambda p: p.x)
-            errors = [[p.figure - p.smallest for p in known], [p.largest - p.figure for p in known]]
-            place.errorbar([p.x for p in known], [p.figure for p in known], errors, marker="o", capsize=3, label=curve)
-            if known[0].prediction is not None:
-                place.plot([p.x for p in known], [p.prediction for p in known], "k--", label="arithmetic")
-        place.set(xlabel=x, ylabel=y, xscale="log", yscale="log")
-        if mine:
-            place.legend()
-            low, high = place.get_ylim()
-            place.set_ylim(min(low, 0.5), max(high, 2.0))
-        place.xaxis.set(
-            major_locator=ticker.FixedLocator(sorted({p.x for p in mine})), minor_locator=ticker.NullLocator()
-        )
-        place.yaxis.set(major_locator=ticker.LogLocator(subs=(1, 2, 5)), minor_locator=ticker.NullLocator())
-        for axis in (place.xaxis, place.yaxis):
+    figure, axes = pyplot.subplots(2, 3, figsize=(12, 7), layout="constrained")
+    for ax, (panel, (x_label, y_label)) in zip(axes.flat, AXES.items(), strict=True):
+        shown = sorted((point for point in points if point.panel == panel), key=lambda point: point.x)
+        for name in dict.fromkeys(point.curve for point in shown):
+            curve = [point for point in shown if point.curve == name]
+            x, y = [point.x for point in curve], [point.figure for point in curve]
+            errors = [[p.figure - p.smallest for p in curve], [p.largest - p.figure for p in curve]]
+            ax.errorbar(x, y, errors, marker="o", capsize=3, label=name)
+            if curve[0].prediction is not None:
+                ax.plot(x, [point.prediction for point in curve], "k--", label="predicted")
+        ax.set(xlabel=x_label, ylabel=y_label, xscale="log", yscale="log")
+        if shown:
+            ax.legend()
+            low, high = ax.get_ylim()
+            ax.set_ylim(min(low, 0.5), max(high, 2.0))
+        ticks = sorted({point.x for point in shown})
+        ax.xaxis.set(major_locator=ticker.FixedLocator(ticks), minor_locator=ticker.NullLocator())
+        ax.yaxis.set(major_locator=ticker.LogLocator(subs=(1, 2, 5)), minor_locator=ticker.NullLocator())
+        for axis in (ax.xaxis, ax.yaxis):
             axis.set_major_formatter(ticker.StrMethodFormatter("{x:,g}"))
-    figure.suptitle(machine())
+    figure.suptitle(machine_name())
     figure.savefig(file, dpi=100)
 
 
 def table(points: Sequence[Point]) -> Iterator[str]:
-    """Markdown, line by line."""
-    yield "| what grows | to | what | ratio | smallest to largest | arithmetic |"
+    """A Markdown table, line by line."""
+    yield "| what grows | to | what | ratio | smallest to largest | predicted |"
     yield "|" + " --- |" * 6
     for p in points:
-        told = "" if p.prediction is None else f"{p.prediction:.3g}"
-        yield f"| {p.panel} | {p.x:,g} | {p.curve} | {p.figure:.3g} | {p.smallest:.3g} to {p.largest:.3g} | {told} |"
+        prediction = "" if p.prediction is None else f"{p.prediction:.3g}"
+        spread = f"{p.smallest:.3g} to {p.largest:.3g}"
+        yield f"| {p.panel} | {p.x:,g} | {p.curve} | {p.figure:.3g} | {spread} | {prediction} |"
 
 
-INTRODUCTION = """# What the cost does as the work grows
+INTRODUCTION = """# How costs grow
 
-Written by `python growth.py --out docs`. Ratios of two things that ran in turn on this machine, medians of all pairs.
-"Arithmetic" is what `scaling.py` says of the same steps: one model of the time of a step, with four figures fitted to
-the panels of width, depth and batch (operations a second, elementwise work, what a block and what a step take however
-small they are) and two measured (how fast gloo sends, and how long its shortest message takes), from which it foretells
-the panel of ranks. Steps are in the default mode, with one thread for each rank.
+Written by `python -m benchmarks.growth --out docs`. Each ratio is the median of pairs of measurements that alternate
+between two things on this machine. Steps run in the default mode, with one thread per rank. "Predicted" is what the
+model of [cluster_model.py](../benchmarks/cluster_model.py) says of the same steps. Four of its parameters are fitted to
+the panels of width, depth and batch: operations per second, time per element of activations, and constant times per
+block and per step. Two are measured, gloo's bandwidth and its latency; with them it predicts the panel of ranks.
 
-![what the cost does as the work grows](growth.png)
+![How costs grow](growth.png)
 """
-ON_PAPER = """
-## On 8, 64 and 1,024 GPUs, on paper
+CLUSTERS_INTRODUCTION = """
+## Predictions for 8, 64 and 1,024 GPUs
 
-`python scaling.py`: the same arithmetic with published figures, for {tokens:,} tokens in a step and the default
-optimizer, Muon with AdamW. **No GPU was used**; that a step reaches half of the data sheet's operations a second is
-assumed. "Of linear" is against products alone, spread evenly. The pick is the fastest way that fits into memory; its
-micro-batch is per GPU. `--optimizer.name adamw`, other models and numbers of GPUs are options.
+`python -m benchmarks.cluster_model`: the same model with published figures, for {tokens:,} tokens per step and the
+default optimizer, Muon with AdamW. **No GPU was used**, and that matrix products reach half of the data sheet's
+operations per second is an assumption. "Of linear" is relative to the products alone, divided evenly among GPUs. The
+pick is the fastest configuration that fits into memory; its micro-batch is per GPU. `--optimizer.name adamw`, other
+models and other numbers of GPUs are options.
 """
 
 
 def document(points: Sequence[Point]) -> Iterator[str]:
-    """growth.md, line by line."""
-    here = fitted(points)
+    """The content of growth.md, line by line, from points with predictions."""
     yield INTRODUCTION
-    yield f"## {machine()}\n"
+    yield f"## {machine_name()}\n"
     yield from table(points)
-    for kind, panels in (("fitted", tuple(SHAPES_HERE)), ("foretold", ("ranks",))):
-        off = [abs(p.prediction / p.figure - 1) for p in points if p.panel in panels and p.prediction is not None]
-        if off:
-            middle, worst = statistics.median(off), max(off)
-            yield f"\nOff by {middle:.0%} in the median of {len(off)} {kind} steps, by {worst:.0%} at most."
-    touched = here.elementwise * SMALL.B * SMALL.T * SMALL.width * SMALL.layers
+    for kind, panels in (("fitted", tuple(SHAPES)), ("predicted", ("ranks",))):
+        errors = [abs(p.prediction / p.figure - 1) for p in points if p.panel in panels and p.prediction is not None]
+        if errors:
+            median, worst = statistics.median(errors), max(errors)
+            yield f"\nThe median error of {len(errors)} {kind} steps is {median:.0%}, the largest {worst:.0%}."
+    cluster = fit_cluster(points)
+    elementwise = cluster.elementwise_seconds * SMALL.B * SMALL.T * SMALL.width * SMALL.layers
+    blocks = cluster.block_seconds * SMALL.layers
     yield (
-        f"\nOf a default step of one thread, elementwise work is {touched:.0%}; what blocks and steps take, however "
-        f"small they are, {here.block * SMALL.layers:.0%} and {here.step:.0%}; the rest are products."
+        f"\nOf a default step with one thread, elementwise operations take {elementwise:.0%}, constant times per block "
+        f"and per step {blocks:.0%} and {cluster.step_seconds:.0%}, and matrix products the rest."
     )
-    yield ON_PAPER.format(tokens=TOKENS)
-    yield from tables(read_config([]), SHAPES, NUMBERS)
+    yield CLUSTERS_INTRODUCTION.format(tokens=TOKENS_PER_STEP)
+    yield from tables(read_config([]), MODELS, GPU_COUNTS)
 
 
 def main() -> None:
-    """Measures what the command line asks for."""
+    """Measures the panels that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("panels", nargs="*", metavar="PANEL", help=f"{', '.join(PANELS)}; default: all")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where growth.md and growth.png are written")
-    parser.add_argument("--json", action="store_true", help="print an object for each point")
-    asked = parser.parse_args()
-    known = PANELS | {"of_ranks": measure_ranks}
-    for panel in asked.panels:
-        if panel not in known:
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="folder for growth.md and growth.png")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per point")
+    args = parser.parse_args()
+    measurements = PANELS | {"rank_group": measure_rank_group}
+    for panel in args.panels:
+        if panel not in measurements:
             parser.error(f"there is no panel {panel}; there are: {', '.join(PANELS)}")
-    if asked.out and asked.panels:
+    if args.out and args.panels:
         parser.error("--out is about all panels: name none")
-    if asked.out and not asked.out.is_dir():
-        parser.error(f"--out: there is no folder {asked.out}")
+    if args.out and not args.out.is_dir():
+        parser.error(f"--out: there is no folder {args.out}")
     tune_malloc()
-    points = []
+    panels, points = args.panels or list(PANELS), []
     with tempfile.TemporaryDirectory() as folder, init_distributed(read_config([]).distributed) as context:
-        bench = Bench(context, Path(folder), pairs=5, patience=0.3)
-        for panel in asked.panels or PANELS:
-            for found in known[panel](bench):
-                points.append(found)
-                if asked.json and context.rank == 0:
-                    print(json.dumps(asdict(found)), flush=True)
-                elif context.rank == 0:
-                    print(found, file=sys.stderr, flush=True)
-    if asked.json:
+        bench = Bench(context, Path(folder), pairs=5, min_run_time=0.3)
+        for panel in panels:
+            for point in measurements[panel](bench):
+                points.append(point)
+                if context.rank == 0:
+                    print(
+                        json.dumps(asdict(point)) if args.json else point, file=sys.stdout if args.json else sys.stderr
+                    )
+                    sys.stdout.flush()
+    if args.json:
         return
-    if "shapes" in (asked.panels or PANELS):
-        points = [*with_predictions(points)]
-    if asked.out is None:
+    if "shapes" in panels:
+        points = predict(points)
+    if args.out is None:
         print("\n".join(table(points)))
         return
-    draw(points, asked.out / "growth.png")
-    (asked.out / "growth.md").write_text("\n".join(document(points)))
+    draw(points, args.out / "growth.png")
+    (args.out / "growth.md").write_text("\n".join(document(points)))
 
 
 if __name__ == "__main__":

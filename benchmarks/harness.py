@@ -1,4 +1,4 @@
-"""How is speed measured? Two things in turn, A B A B ..., and their ratio: what disturbs one disturbs the other."""
+"""Measures ratios: two actions alternate, A B A B ..., so that a disturbance of the machine affects both."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from mingpt.utils.errors import UserError
 from trainer import Trainer
 
 ROOT = Path(__file__).parent.parent
-ALPHABET = "\n !$&',-.3:;?" + ascii_letters  # the 65 characters of Shakespeare's plays as Karpathy gathered them
+ALPHABET = "\n !$&',-.3:;?" + ascii_letters  # the 65 characters of the Tiny Shakespeare data set
 CPU = torch.device("cpu")
-UNITS = {"": (1, ""), "%": (100, "%"), "s": (1, " s"), "steps": (1, " steps")}
+UNITS = {"": (1, ""), "%": (100, "%"), "s": (1, " s"), "steps": (1, " steps")}  # name -> factor and suffix
 
 
 class SkippedError(Exception):
-    """This machine, or this command line, can't make the measurement; says why."""
+    """The benchmark can't run on this machine or with these options; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model and its batch: n_layer, n_head, n_embd, block_size (T) and batch_size (B)."""
+    """The size of a model and its batch: n_layer, n_head, n_embd, block_size (T) and batch_size (B)."""
 
     layers: int
     heads: int
@@ -51,44 +51,44 @@ class Shape:
         return f"{self.layers} layers {self.width} wide, T {self.T}, batch {self.B}"
 
     @property
-    def words(self) -> list[str]:
-        """The options of main.py that ask for it."""
+    def options(self) -> list[str]:
+        """The options of main.py that select it."""
         keys = ("model.n_layer", "model.n_head", "model.n_embd", "data.block_size", "trainer.batch_size")
         sizes = (self.layers, self.heads, self.width, self.T, self.B)
         return [word for key, size in zip(keys, sizes, strict=True) for word in (f"--{key}", str(size))]
 
 
-SMALL, MIDDLE, WIDE = Shape(4, 4, 128, 64, 12), Shape(6, 6, 384, 128, 16), Shape(8, 8, 512, 128, 16)
+SMALL, MEDIUM, LARGE = Shape(4, 4, 128, 64, 12), Shape(6, 6, 384, 128, 16), Shape(8, 8, 512, 128, 16)
 
 
 @dataclass(frozen=True)
-class Mode:
-    """What depends on the hardware: how ours trains beside others, and the least that others' steps take in ours.
+class BaselineGoals:
+    """The least ratios of other programs' step times to ours, and how ours is configured for them.
 
     Args:
-        words: options of main.py
-        nanogpt: goals at SMALL, MIDDLE and WIDE
+        options: options of main.py
+        nanogpt: goals for SMALL, MEDIUM and LARGE
         tutorial: the same
     """
 
-    words: tuple[str, ...]
+    options: tuple[str, ...]
     nanogpt: tuple[float, float, float]
     tutorial: tuple[float, float, float]
 
 
-WITH_BF16 = Mode((), (1.4, 2.5, 2.5), (2.5, 2.5, 2.5))
-WITHOUT_BF16 = Mode(("--trainer.compile", "true"), (1.25, 1.08, 1.08), (1.8, 1.3, 1.3))
+WITH_BF16 = BaselineGoals((), (1.4, 2.5, 2.5), (2.5, 2.5, 2.5))
+WITHOUT_BF16 = BaselineGoals(("--trainer.compile", "true"), (1.25, 1.08, 1.08), (1.8, 1.3, 1.3))
 
 
 @dataclass(frozen=True)
 class Row:
-    """One figure.
+    """A result.
 
     Args:
-        what: what it is
+        what: what was measured
         figure: the median, or why there is none
-        smallest, largest: of all pairs; None where there is one value, or none
-        unit: a key of UNITS; shares of 1 are shown as %
+        smallest, largest: of all pairs; None if there is only one value
+        unit: a key of UNITS; fractions of 1 are shown in %
         least, most: the goal
     """
 
@@ -100,15 +100,15 @@ class Row:
     least: float | None = None
     most: float | None = None
 
-    def shown(self, number: float) -> str:
-        """A number in this row's unit."""
-        factor, name = UNITS[self.unit]
+    def format(self, number: float) -> str:
+        """Formats a number in the unit of this row."""
+        factor, suffix = UNITS[self.unit]
         number *= factor
-        return (f"{number:.3g}" if abs(number) < 1000 else f"{number:,.0f}") + name
+        return (f"{number:.3g}" if abs(number) < 1000 else f"{number:,.0f}") + suffix
 
     @property
     def met(self) -> bool | None:
-        """Whether the goal is reached; None without a goal or a figure."""
+        """Whether the goal is met; None without a goal or a figure."""
         if isinstance(self.figure, str):
             return None
         if self.least is not None:
@@ -117,195 +117,197 @@ class Row:
 
     @property
     def goal(self) -> str:
-        """In words, and whether it is missed."""
-        words = "none"
+        text = "none"
         if self.least is not None:
-            words = f"at least {self.shown(self.least)}"
+            text = f"at least {self.format(self.least)}"
         elif self.most is not None:
-            words = f"at most {self.shown(self.most)}"
-        return words + (" (missed)" if self.met is False else "")
+            text = f"at most {self.format(self.most)}"
+        return text + (" (missed)" if self.met is False else "")
 
     @property
     def cells(self) -> list[str]:
         """What, figure, smallest to largest, goal."""
-        figure = self.figure if isinstance(self.figure, str) else self.shown(self.figure)
-        spread = " to ".join(self.shown(end) for end in (self.smallest, self.largest) if end is not None)
+        figure = self.figure if isinstance(self.figure, str) else self.format(self.figure)
+        spread = " to ".join(self.format(end) for end in (self.smallest, self.largest) if end is not None)
         return [self.what, figure, spread, self.goal]
 
 
-def row(what: str, values: Sequence[float], unit: str = "", **goal: float) -> Row:
-    """A row of these values' median, smallest and largest.
-
-    Args:
-        what: what they are
-        values: one for each pair
-        unit: a key of UNITS
-        goal: `least` or `most`
-    """
+def median_row(what: str, values: Sequence[float], unit: str = "", **goal: float) -> Row:
+    """The row of the values' median, smallest and largest; `goal` is `least` or `most`."""
     smallest, largest = (min(values), max(values)) if len(values) > 1 else (None, None)
     return Row(what, statistics.median(values), smallest, largest, unit, **goal)
 
 
 def time_calls(action: Callable[[], Any], times: int = 1) -> float:
-    """Seconds that an action takes, all times together."""
+    """Seconds that all these calls take together."""
     began = time.perf_counter()
     for _ in range(times):
         action()
     return time.perf_counter() - began
 
 
-def silenced() -> redirect_stdout[io.StringIO]:
-    """A block whose prints nobody sees."""
+def suppress_stdout() -> redirect_stdout[io.StringIO]:
     return redirect_stdout(io.StringIO())
 
 
 @dataclass
 class Bench:
-    """Where and how measurements are made.
+    """What all benchmarks of a run share.
 
     Args:
-        world: the ranks
-        folder: for whatever is written
-        words: options of main.py, for all trainers
-        nanogpt, tutorial: folders with the model.py of those, or None
-        pairs: how often each of two things is measured
-        patience: about how many seconds one half of a pair takes, where one step takes less
+        context: the ranks
+        folder: for all files
+        options: options of main.py for all trainers
+        nanogpt, tutorial: folders with these projects' model.py, or None
+        pairs: number of measurements of each ratio
+        min_run_time: approximate seconds for which each action of a pair is repeated, if one call takes less
     """
 
     context: DistributedContext
     folder: Path
-    words: Sequence[str] = ()
+    options: Sequence[str] = ()
     nanogpt: Path | None = None
     tutorial: Path | None = None
     pairs: int = 7
-    patience: float = 0.5
+    min_run_time: float = 0.5
 
     @cached_property
     def text(self) -> Path:
-        """A file of a million characters out of 65, as many as the usual first text has; which ones costs nothing."""
+        """A file of a million random characters from an alphabet of 65; content does not affect speed."""
         file = self.folder / f"text{self.context.rank}.txt"
         file.write_text("".join(np.random.default_rng(0).choice(list(ALPHABET), 10**6)))
         return file
 
     @property
-    def mode(self) -> Mode:
-        """What depends on the hardware, and on the precision if the command line asks for one."""
-        precision, _ = choose_precision(read_config(self.words).trainer.precision, CPU, None)
+    def goals(self) -> BaselineGoals:
+        """The goals for this hardware, and for the precision if an option sets it."""
+        precision, _ = choose_precision(read_config(self.options).trainer.precision, CPU, None)
         return WITH_BF16 if precision == "bf16" else WITHOUT_BF16
 
-    def options(self, words: Sequence[str] = (), keys: Mapping[str, Any] | None = None) -> list[str]:
-        """Options of main.py for a run of its own: `words`, over which the command line wins, over which `keys` win."""
-        run = {"data.path": self.text, "trainer.run_dir": tempfile.mkdtemp(dir=self.folder)}
-        first, last = ([w for k, value in part.items() for w in (f"--{k}", str(value))] for part in (run, keys or {}))
-        return [*first, *words, *self.words, *last]
+    def run_options(self, options: Sequence[str] = (), overrides: Mapping[str, Any] | None = None) -> list[str]:
+        """Options of main.py for a run folder of its own: `options`, then those of the command line, then `overrides`.
 
-    def trainer(
+        Of several values for a key, the last is used.
+        """
+        paths = {"data.path": self.text, "trainer.run_dir": tempfile.mkdtemp(dir=self.folder)}
+        first, last = (
+            [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+            for keys in (paths, overrides or {})
+        )
+        return [*first, *options, *self.options, *last]
+
+    def build_trainer(
         self,
-        words: Sequence[str] = (),
-        keys: Mapping[str, Any] | None = None,
+        options: Sequence[str] = (),
+        overrides: Mapping[str, Any] | None = None,
         context: DistributedContext | None = None,
-        warm: int = 3,
+        warmup_steps: int = 3,
     ) -> Trainer:
-        """A trainer with a run of its own.
+        """A trainer in a run folder of its own.
 
         Args:
-            words, keys: as in `options`
-            world: its ranks, if not all of them
-            warm: steps that it has made
+            options, overrides: as in `run_options`
+            context: its ranks; None: all
+            warmup_steps: number of steps to take before it is returned
         """
-        with silenced():
-            made = Trainer(read_config(self.options(words, keys)), context or self.context)
-        time_calls(made.train_step, warm)
-        return made
+        with suppress_stdout():
+            trainer = Trainer(read_config(self.run_options(options, overrides)), context or self.context)
+        time_calls(trainer.train_step, warmup_steps)
+        return trainer
 
     def ratio(
-        self, one: Callable[[], Any], other: Callable[[], Any], before: Callable[[], Any] = lambda: None, times: int = 0
+        self,
+        action: Callable[[], Any],
+        reference: Callable[[], Any],
+        before: Callable[[], Any] = lambda: None,
+        times: int = 0,
     ) -> list[float]:
-        """Seconds of one thing in seconds of the other, measured in turn; one ratio for each pair.
+        """Time of an action relative to that of a reference, for each pair of measurements.
 
         Args:
-            one: what is measured
-            other: what it is measured in
-            before: comes before each, and is not measured
-            times: how often each runs in a pair; 0: as often as `patience` allows
+            action: the numerator
+            reference: the denominator
+            before: called before each measurement, and not measured
+            times: number of calls per measurement; 0: as many as take `min_run_time`
         """
         pair = 0.0
-        for action in (one, other):
+        for call in (action, reference):
             before()
-            action()
+            call()
             before()
-            pair += time_calls(action)
-        times = self.context.broadcast_object(times or max(1, round(2 * self.patience / pair)))
+            pair += time_calls(call)
+        times = self.context.broadcast_object(times or max(1, round(2 * self.min_run_time / pair)))
         ratios = []
         for _ in range(self.pairs):
-            halves = []
-            for action in (one, other):
+            seconds = []
+            for call in (action, reference):
                 before()
-                halves.append(time_calls(action, times))
-            ratios.append(halves[0] / halves[1])
+                seconds.append(time_calls(call, times))
+            ratios.append(seconds[0] / seconds[1])
         return ratios
 
-    def needs_clone(self, folder: Path | None) -> Path:
-        """The folder; raises SkippedError where the command line gave none."""
+    def require_folder(self, folder: Path | None) -> Path:
+        """Returns the folder of another project; raises SkippedError without one."""
         if folder is None:
             raise SkippedError("its folder is not given")
         return folder
 
-    def needs_cores(self, ranks: int) -> None:
-        """Raises SkippedError where there are fewer cores than ranks."""
-        if cores() < ranks:
-            raise SkippedError(f"{ranks} ranks on {cores()} core")
+    def require_cores(self, ranks: int) -> None:
+        """Raises SkippedError if there are fewer cores than ranks."""
+        if available_cores() < ranks:
+            raise SkippedError(f"{ranks} ranks on {available_cores()} core")
 
-    def needs_compiler(self) -> None:
-        """Raises SkippedError where torch.compile finds no compiler."""
+    def require_compiler(self) -> None:
+        """Raises SkippedError if torch.compile finds no compiler."""
         try:
             check_compiler(CPU)
         except UserError as error:
             raise SkippedError(str(error)) from error
 
-    def on_ranks(self, name: str, ranks: int = 2) -> Iterator[Row]:
-        """The rows of a measurement on ranks that torchrun starts.
+    def run_on_ranks(self, name: str, ranks: int = 2) -> Iterator[Row]:
+        """Runs a case of bench.py under torchrun.
 
         Raises:
-            SkippedError: fewer cores.
-            RuntimeError: a rank failed; with what it said.
+            SkippedError: there are fewer cores than ranks.
+            RuntimeError: a rank failed.
         """
-        self.needs_cores(ranks)
-        for found in from_ranks(ranks, cores() // ranks, "bench.py", name, *self.words):
-            yield Row(**{key: found[key] for key in Row.__dataclass_fields__})
+        self.require_cores(ranks)
+        for result in torchrun(ranks, available_cores() // ranks, "bench.py", name, *self.options):
+            yield Row(**{key: result[key] for key in Row.__dataclass_fields__})
 
 
-def from_ranks(ranks: int, threads: int, *words: str) -> Iterator[dict[str, Any]]:
-    """The objects that a program prints with --json, on ranks that torchrun starts with so many threads each.
+def torchrun(ranks: int, threads: int, *argv: str) -> Iterator[dict[str, Any]]:
+    """Runs a program with --json under torchrun; yields the objects that it prints.
+
+    Args:
+        ranks: number of processes
+        threads: number of threads per process
+        argv: the program with its arguments
 
     Raises:
-        RuntimeError: a rank failed; with what it said.
+        RuntimeError: a rank failed; the message has its stderr.
     """
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    command = [*launcher, *words, "--json"]
-    with tempfile.TemporaryFile("w+") as said:
+    command, env = [*launcher, *argv, "--json"], os.environ | {"OMP_NUM_THREADS": str(threads)}
+    with tempfile.TemporaryFile("w+") as stderr:
         with subprocess.Popen(  # noqa: S603
-            command,
-            env=os.environ | {"OMP_NUM_THREADS": str(threads)},
-            stdout=subprocess.PIPE,
-            stderr=said,
-            text=True,
-            cwd=ROOT,
+            command, env=env, stdout=subprocess.PIPE, stderr=stderr, text=True, cwd=ROOT
         ) as process:
             yield from map(json.loads, process.stdout or ())
         if process.returncode:
-            said.seek(0)
-            raise RuntimeError(f"{' '.join(command)} failed:\n{said.read()}")
+            stderr.seek(0)
+            raise RuntimeError(f"{' '.join(command)} failed:\n{stderr.read()}")
 
 
-def cores() -> int:
-    """Cores that this process may use."""
+def available_cores() -> int:
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def machine() -> str:
-    """The hardware that figures are of, in words."""
+def machine_name() -> str:
+    """CPU, cores, bf16 support and PyTorch's version."""
     info = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     models = [line.partition(":")[2].strip() for line in info if line.startswith("model name")]
     bf16 = "bf16 in hardware" if has_bf16(CPU)[0] else "no bf16 hardware"
-    return f"{models[0] if models else 'unknown CPU'}, {cores()} cores, {bf16}, PyTorch {torch.__version__}"
+    cpu = models[0] if models else "unknown CPU"
+    return f"{cpu}, {available_cores()} cores, {bf16}, PyTorch {torch.__version__}"
