@@ -1,4 +1,4 @@
-"""Told to stop: ranks save and leave together, whoever is run_captured, however often, and whatever writes."""
+"""Signals that stop a run: ranks save and exit together, whichever process is signalled and however often."""
 
 from __future__ import annotations
 
@@ -6,53 +6,65 @@ import os
 import signal
 import threading
 import time
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers import newest_snapshot, read_rows, run_args, run_ranks, start_main, train_main, wait_for_step, worker_pids
 
-from mingpt.utils.signals import SECOND_INTERRUPT_SECONDS, SignalHandler
+from mingpt.utils.signals import EXIT_STATUS, SECOND_INTERRUPT_SECONDS, SignalHandler
 from trainer import Trainer
 
 ENDLESS = {"trainer__max_steps": 1_000_000, "trainer__save_every": 1_000_000}
 
 
-def test_the_first_signal_counts_and_repeats_change_nothing() -> None:
-    with SignalHandler() as stop:
-        assert stop.signal == 0
-        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
-            os.kill(os.getpid(), number)
-        _wait_until(lambda: stop.signal == signal.SIGUSR1)
-        time.sleep(0.05)
-        assert stop.signal == signal.SIGUSR1
-    try:
-        os.kill(os.getpid(), signal.SIGTERM)  # after a stop the process is deaf
+@pytest.fixture
+def handlers() -> Iterator[Callable[[], dict[int, Any]]]:
+    """Returns the signals' handlers, which are restored after the test."""
+
+    def current() -> dict[int, Any]:
+        return {number: signal.getsignal(number) for number in EXIT_STATUS}
+
+    before = current()
+    yield current
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_the_first_signal_is_recorded_and_later_ones_are_ignored(handlers: Callable[[], dict[int, Any]]) -> None:
+    with SignalHandler() as signals:
+        assert signals.signal == 0
         os.kill(os.getpid(), signal.SIGUSR1)
-    finally:
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        deadline = time.monotonic() + 10
+        while not signals.signal and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for number in (signal.SIGTERM, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        time.sleep(0.05)
+        assert signals.signal == signal.SIGUSR1
+    assert set(handlers().values()) == {signal.SIG_IGN}
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_without_a_stop_everything_is_as_it_was() -> None:
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT), threading.active_count()
-    with SignalHandler():
-        pass
-    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT), threading.active_count()) == before
+def test_without_a_signal_handlers_and_threads_are_restored(
+    handlers: Callable[[], dict[int, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, threads = handlers(), threading.active_count()
+    with suppress(ValueError), SignalHandler():
+        raise ValueError
+    assert (handlers(), threading.active_count()) == (before, threads)
 
-
-def _wait_until(condition) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")  # torchrun then sends SIGTERM to ranks that report an error
+    with suppress(ValueError), SignalHandler():
+        raise ValueError
+    assert set(handlers().values()) == {signal.SIG_IGN}
 
 
 @pytest.mark.slow
-def test_two_quick_interrupts_are_one(text: Path, tmp_path: Path) -> None:
-    """Ctrl-C reaches workers twice: from the terminal, and passed on by torchrun."""
+def test_quick_interrupts_count_as_one(text: Path, tmp_path: Path) -> None:
+    """Ctrl-C reaches workers twice: from the terminal, and forwarded by torchrun."""
     with start_main(run_args(tmp_path / "run", text, **ENDLESS)) as process:
         wait_for_step(tmp_path / "run", 5)
         for _ in range(3):
@@ -63,8 +75,8 @@ def test_two_quick_interrupts_are_one(text: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_interrupted_twice_a_run_that_waits_for_a_stopped_peer_ends(text: Path, tmp_path: Path) -> None:
-    argv = run_args(tmp_path / "run", text, distributed__init_method=f"file://{tmp_path}/meeting", **ENDLESS)
+def test_a_second_interrupt_ends_a_run_that_waits_for_a_stopped_rank(text: Path, tmp_path: Path) -> None:
+    argv = run_args(tmp_path / "run", text, distributed__init_method=f"file://{tmp_path}/rendezvous", **ENDLESS)
     with ExitStack() as stack:
         processes = [stack.enter_context(start_main(argv, RANK=str(rank), WORLD_SIZE="2")) for rank in range(2)]
         wait_for_step(tmp_path / "run", 5)
@@ -76,53 +88,60 @@ def test_interrupted_twice_a_run_that_waits_for_a_stopped_peer_ends(text: Path, 
         processes[1].kill()
 
 
-@pytest.mark.slow  # test_main_job_under_torchrun has one
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
-@pytest.mark.parametrize("whom", ["launcher", "workers"])
-def test_a_stop_under_torchrun_saves_whoever_is_told(name: str, whom: str, text: Path, tmp_path: Path) -> None:
-    """torchrun dies of SIGUSR1, for which it has no handler, and its workers take its death for a SIGTERM."""
-    run, number = tmp_path / "run", getattr(signal, name)
-    with start_main(
-        run_args(run, text, **ENDLESS), "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"
-    ) as p:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("to_launcher", "name", "recorded"),
+    [
+        (True, "SIGTERM", "SIGTERM"),
+        (True, "SIGINT", "SIGINT"),
+        (True, "SIGUSR1", "SIGTERM"),  # ends torchrun, which has no handler; its workers treat that as a SIGTERM
+        (False, "SIGUSR1", "SIGUSR1"),
+    ],
+)
+def test_a_signal_to_torchrun_or_its_workers_stops_the_run_and_saves(
+    to_launcher: bool, name: str, recorded: str, text: Path, tmp_path: Path
+) -> None:
+    run, torchrun = tmp_path / "run", ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    with start_main(run_args(run, text, **ENDLESS), *torchrun) as process:
         wait_for_step(run, 5)
-        for pid in [p.pid] if whom == "launcher" else worker_pids(p.pid):
-            os.kill(pid, number)
-        p.communicate(timeout=60)
+        for pid in [process.pid] if to_launcher else worker_pids(process.pid):
+            os.kill(pid, getattr(signal, name))
+        process.communicate(timeout=60)
     stop = read_rows(run, "stop")[-1]
     assert newest_snapshot(run)["step"] == stop["step"] == read_rows(run)[-1]["step"]
-    assert stop["signal"] == ("SIGTERM" if (whom, name) == ("launcher", "SIGUSR1") else name)
+    assert stop["signal"] == recorded
 
 
-def test_no_rank_leaves_before_the_file_is_whole(text: Path, tmp_path: Path) -> None:
-    """A slow disk: writing takes longer than the timeout of collectives, and the stop is repeated meanwhile."""
+def test_no_rank_exits_before_the_snapshot_is_complete(text: Path, tmp_path: Path) -> None:
+    """Writing takes longer than the timeout of collectives, and the signal is repeated meanwhile."""
     argv = run_args(tmp_path / "run", text, distributed__timeout_seconds=2, **ENDLESS)
-    results = run_ranks(3, _stopped_on_a_slow_disk, *argv, tmp_path=tmp_path)
-    assert [status for status, _ in results] == [143] * 3
-    whole = (tmp_path / "run/snapshots" / f"step_{newest_snapshot(tmp_path / 'run')['step']:08d}.pt").stat().st_ctime
-    for _, left in results:
-        assert 0 <= left - whole < 2
+    results = run_ranks(3, stop_with_a_slow_disk, *argv, tmp_path=tmp_path)
+    [snapshot] = (tmp_path / "run/snapshots").iterdir()
+    assert newest_snapshot(tmp_path / "run")["step"] == int(snapshot.stem.removeprefix("step_"))
+    for status, exited_at in results:
+        assert status == 143
+        assert 0 <= exited_at - snapshot.stat().st_ctime < 2
 
 
-def _stopped_on_a_slow_disk(*argv: str) -> tuple[int, float]:
-    from mingpt.snapshot import storage
+def stop_with_a_slow_disk(*argv: str) -> tuple[int, float]:
+    """For `run_ranks`: sends SIGTERM to each rank many times; returns the exit status and the time of the exit."""
+    from mingpt.snapshot.storage import SnapshotStorage
 
-    write, step = storage.SnapshotStorage.write, Trainer.train_step
+    write, train_step = SnapshotStorage.write, Trainer.train_step
 
-    def slowly(*args):
+    def slow_write(*args: Any) -> Any:
         time.sleep(3)
         return write(*args)
 
-    def stop() -> None:
+    def send_signals() -> None:
         for _ in range(12):
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.2)
 
-    def stopped(trainer: Trainer) -> Any:
-        if trainer.state.step == 2:
-            threading.Thread(target=stop, daemon=True).start()
-        return step(trainer)
+    def signalled_step(trainer: Trainer) -> Any:
+        if trainer.step == 2:
+            threading.Thread(target=send_signals, daemon=True).start()
+        return train_step(trainer)
 
-    storage.SnapshotStorage.write = slowly
-    Trainer.train_step = stopped
+    SnapshotStorage.write, Trainer.train_step = slow_write, signalled_step
     return train_main(*argv), time.time()
