@@ -58,7 +58,9 @@ def describe_all(path: str) -> list[list[str]]:
         UserError: there is no snapshot, or it can't be read.
     """
     try:
-        folders = [SnapshotStorage(folder, keep=1) for folder in (path, f"{path}/snapshots")]
+        folder = SnapshotStorage(path, keep=1)
+        is_file = folder.fs.isfile(folder.root)
+        folders = [] if is_file else [folder, SnapshotStorage(f"{path}/snapshots", keep=1)]
         files = [folder.file(step) for folder in folders for step in folder.steps()]
         return [describe(file) for file in files or [path]]
     except OSError as error:

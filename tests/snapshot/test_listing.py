@@ -1,18 +1,17 @@
-"""`python snapshot.py PATH`: what is there, whether it is whole, and whether two runs hold the same bits."""
+"""python -m mingpt.snapshot: lists snapshots, finds damage, and compares runs by fingerprints."""
 
 from __future__ import annotations
 
-import io
 import shutil
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import run_args, run_program, run_ranks, train_main, write_text
 
-from mingpt.snapshot.__main__ import main
+from mingpt.snapshot.__main__ import describe_all, run
 from mingpt.snapshot.storage import fingerprint
+from mingpt.utils.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -26,42 +25,27 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def listed(path: Path) -> tuple[int, list[list[str]], str]:
-    """Exit status, the words of each row, and stderr."""
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        redirect_stdout(io.StringIO()) as out,
-        redirect_stderr(io.StringIO()) as err,
-    ):
-        patch.setattr("sys.argv", ["snapshot.py", str(path)])
-        status = main()
-    return status, [line.split() for line in out.getvalue().splitlines()], err.getvalue()
-
-
 def test_a_run_folder_is_listed_by_step_with_bytes_and_validation_loss(trained: Path) -> None:
-    done = run_program("-m", "mingpt.snapshot", str(trained / "run"))
-    assert (done.returncode, done.stderr) == (0, "")
-    header, first, last = [line.split() for line in done.stdout.splitlines()]
+    process = run_program("-m", "mingpt.snapshot", str(trained / "run"))
+    assert (process.returncode, process.stderr) == (0, "")
+    header, first, last = [line.split() for line in process.stdout.splitlines()]
     assert header == ["step", "written", "bytes", "val_loss", "state", "weights", "optimizer"]
     size = (trained / "run/snapshots/step_00000003.pt").stat().st_size
     val_loss = torch.load(trained / "run/snapshots/step_00000006.pt", weights_only=True)["val_loss"]
-    assert (first[0], first[4:6]) == ("3", [f"{size:,}", "whole"])  # no validation loss was made at step 3
+    assert (first[0], first[4:6]) == ("3", [f"{size:,}", "whole"])  # no evaluation at step 3
     assert (last[0], last[5:7]) == ("6", [f"{val_loss:.4f}", "whole"])
 
 
-@pytest.mark.slow
 def test_fingerprints_are_equal_for_equal_bits_and_differ_otherwise(trained: Path) -> None:
-    def prints(name: str) -> list[list[str]]:
-        return [row[-2:] for row in listed(trained / name)[1][1:]]
+    expected = [row[-2:] for row in describe_all(f"{trained}/run")]
+    for name in ("again", "run/snapshots"):
+        assert [row[-2:] for row in describe_all(f"{trained}/{name}")] == expected
+    assert [describe_all(f"{trained}/run/snapshots/step_00000003.pt")[0][-2:]] == expected[:1]
+    other = [row[-2:] for row in describe_all(f"{trained}/other")]
+    assert len({cell for row in expected + other for cell in row}) == 8
 
-    assert prints("run") == prints("again") == prints("run/snapshots")
-    assert all(set(mine).isdisjoint(other) for mine, other in zip(prints("run"), prints("other"), strict=True))
-    assert len({word for row in prints("run") for word in row}) == 4
-
-
-def test_a_fingerprint_sees_every_bit_name_shape_and_type() -> None:
     tensors = {"a": torch.tensor([0.0, 1.0]), "b": {"c": torch.tensor(2.0)}}
-    others = [
+    changed = [
         tensors | {"a": torch.tensor([-0.0, 1.0])},
         tensors | {"a": torch.tensor([[0.0, 1.0]])},
         tensors | {"a": torch.tensor([0.0, 1.0]).double()},
@@ -69,33 +53,32 @@ def test_a_fingerprint_sees_every_bit_name_shape_and_type() -> None:
         {"a": tensors["a"], "B": tensors["b"]},
     ]
     assert fingerprint(dict(reversed(tensors.items()))) == fingerprint(tensors)
-    assert len({fingerprint(tensors), *map(fingerprint, others)}) == 6
+    assert len({fingerprint(tensors), *map(fingerprint, changed)}) == 6
 
 
-def test_damage_is_told_with_its_place(trained: Path, tmp_path: Path) -> None:
-    run = shutil.copytree(trained / "run/snapshots", tmp_path / "run")
-    weight = torch.load(run / "step_00000003.pt", weights_only=True)["model"]["transformer.wte.weight"]
-    content = bytearray((run / "step_00000003.pt").read_bytes())
+def test_damage_is_reported_with_its_location(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(trained / "run/snapshots", tmp_path / "run")
+    file = folder / "step_00000003.pt"
+    weight = torch.load(file, weights_only=True)["model"]["transformer.wte.weight"]
+    content = bytearray(file.read_bytes())
     content[content.index(weight.numpy().tobytes())] ^= 1
-    (run / "step_00000003.pt").write_bytes(content)
-    (run / "step_00000006.pt").write_bytes(content[:5000])
-    status, [_, flipped, cut], err = listed(run)
-    assert (status, err) == (1, "")
+    file.write_bytes(content)
+    (folder / "step_00000006.pt").write_bytes(content[:5000])
+    with pytest.raises(SystemExit, match="1"):
+        run([str(folder)])
+    flipped, cut = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
     assert flipped[5] == cut[5] == "DAMAGED:"
+    assert "in its part" in " ".join(flipped)
     assert "/data/" in flipped[-1]
     assert " ".join(cut).endswith("cut short, or in the list of its parts")
 
 
-def test_it_wants_a_path(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("sys.argv", ["snapshot.py"])
+def test_a_missing_path_or_snapshot_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        main()
+        run([])
     assert "the following arguments are required: PATH" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("place", ["nowhere", "."])
-def test_where_there_is_none_it_says_so(place: str, tmp_path: Path) -> None:
-    status, listing, err = listed(tmp_path / place)
-    assert (status, listing) == (2, [])
-    assert err.startswith(f"error: PATH: no snapshot at {tmp_path / place}: ")
-    assert err.endswith("; main.py makes them in its run folder\n")
+    for folder in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(UserError, match=rf"^PATH: no snapshot at {folder}: .*; main\.py makes them in its run fol"):
+            run([str(folder)])
