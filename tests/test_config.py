@@ -1,0 +1,341 @@
+"""Yaml and command line: what is read from them, and the one message that refuses them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mingpt.config import KEYS, SECTIONS, Config, ModelConfig, config_to_dict
+from mingpt.config_parser import DEFAULT_CONFIG, read_config
+from mingpt.utils.errors import UserError
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    return tmp_path / "config.yaml"
+
+
+def error_of(*argv: object) -> str:
+    with pytest.raises(UserError) as error:
+        read_config([str(arg) for arg in argv])
+    return str(error.value)
+
+
+def options(values: dict[str, Any]) -> list[str]:
+    return [word for name, value in values.items() for word in (f"--{name}", json.dumps(value))]
+
+
+def write_yaml(file: Path, values: dict[str, Any]) -> None:
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        section, key = name.split(".")
+        sections.setdefault(section, {})[key] = value
+    file.write_text(yaml.safe_dump(sections, sort_keys=False))
+
+
+# Reading
+
+
+@pytest.mark.parametrize("content", ["# nothing\n", "model:\n  n_layer: 2\ndata:\n"])
+def test_keys_that_are_not_given_have_their_defaults(content: str, config_file: Path) -> None:
+    config_file.write_text(content)
+    expected = Config(model=ModelConfig(n_layer=2)) if "n_layer" in content else Config()
+    assert read_config(["--config", str(config_file)]) == expected
+
+
+def test_without_config_the_shipped_yaml_is_read_and_none_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / DEFAULT_CONFIG.name).write_text("model: {n_layer: 2}")
+    monkeypatch.chdir(tmp_path)
+    assert read_config() == Config()
+
+
+def test_the_command_line_overrides_the_yaml(config_file: Path) -> None:
+    config_file.write_text("trainer: {max_steps: 5, batch_size: 6}\n")
+    config = read_config(["--trainer.max_steps", "7", "--config", str(config_file), "--model.n_head=2"])
+    assert (config.trainer.max_steps, config.trainer.batch_size, config.model.n_head) == (7, 6, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("optimizer.learning_rate", "3e-4", 3e-4),
+        ("optimizer.learning_rate", "1E-3", 1e-3),
+        ("optimizer.learning_rate", "2.5e-3", 2.5e-3),
+        ("optimizer.learning_rate", ".5", 0.5),
+        ("optimizer.learning_rate", "1", 1.0),
+        ("optimizer.weight_decay", "1e+1", 10.0),
+        ("trainer.max_epochs", "3", 3),
+        ("trainer.max_epochs", "null", None),
+        ("trainer.micro_batch_size", "~", None),
+        ("model.bias", "false", False),
+        ("optimizer.betas", "[8e-1, .95]", (0.8, 0.95)),
+        ("trainer.threads", "auto", "auto"),
+        ("trainer.threads", "3", 3),
+        ("trainer.precision", "bf16", "bf16"),
+        ("data.path", "s3://bucket/some text.txt", "s3://bucket/some text.txt"),
+        ("data.path", "'1984'", "1984"),
+        ("trainer.snapshot_path", "3e4x", "3e4x"),
+    ],
+)
+def test_values_are_read_alike_from_yaml_and_command_line(
+    name: str, text: str, value: object, config_file: Path
+) -> None:
+    section, key = name.split(".")
+    config_file.write_text(f"{section}:\n  {key}: {text}\n")
+    for argv in (["--config", str(config_file)], [f"--{name}", text], [f"--{name}={text}"]):
+        found = getattr(getattr(read_config(argv), section), key)
+        assert found == value
+        assert type(found) is type(value)
+
+
+@pytest.mark.parametrize("glob", ["*.txt", "[ab]*.txt", "{a,b}.txt", "!a", "@a"])
+def test_a_glob_on_the_command_line_needs_no_yaml_quotes(glob: str) -> None:
+    assert read_config(["--data.path", glob]).data.path == glob
+
+
+def test_print_config_prints_yaml_that_reads_the_same(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--trainer.max_epochs", "2", "--trainer.max_steps", "null", "--optimizer.learning_rate", "3e-4"]
+    argv += ["--optimizer.betas", "[0.8, 0.9]", "--data.path", "'12'"]
+    with pytest.raises(SystemExit) as exit_:
+        read_config([*argv, "--print_config"])
+    assert exit_.value.code == 0
+    config_file.write_text(capsys.readouterr().out)
+    assert read_config(["--config", str(config_file)]) == read_config(argv)
+    printed = yaml.safe_load(config_file.read_text())
+    assert printed == config_to_dict(read_config(argv))
+    assert [f"{section}.{key}" for section, keys in printed.items() for key in keys] == list(KEYS)
+
+
+def test_the_shipped_yaml_has_every_key_in_order_with_its_default_and_description() -> None:
+    text = DEFAULT_CONFIG.read_text()
+    assert json.dumps(yaml.safe_load(text)) == json.dumps(config_to_dict(Config()))
+    comments = re.findall(r"^  \w+: .*? # (.*)$", text, re.MULTILINE)
+    assert comments == [field.description for field in KEYS.values()]
+
+
+def test_help_has_a_short_usage_line_and_every_description_and_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        read_config(["--help"])
+    assert exit_.value.code == 0
+    text = capsys.readouterr().out
+    assert text.splitlines()[0].endswith(" [--config FILE] [--SECTION.KEY VALUE ...]")
+    assert text.splitlines()[1] == ""
+    compact = "".join(text.split())  # lines may break anywhere
+    for name, field in KEYS.items():
+        option = "".join(f"--{name} X {field.description} (default: ".split())
+        default = re.search(re.escape(option) + r"(.*?)\)", compact)
+        section, key = name.split(".")
+        assert default, name
+        assert yaml.safe_load(default[1]) == config_to_dict(Config())[section][key]
+
+
+@pytest.mark.parametrize("argv", [["--local_rank=1"], ["--local-rank", "1"]])
+def test_the_local_rank_that_older_launchers_pass_is_ignored(argv: list[str]) -> None:
+    assert read_config([*argv, "--model.n_layer", "2"]) == Config(model=ModelConfig(n_layer=2))
+
+
+# Refusing
+
+
+@pytest.mark.parametrize(
+    ("content", "parts"),
+    [
+        (b"model: {n_layer: 2\n", ["not valid yaml", "line 2"]),
+        (b"model:\n\tn_layer: 2\n", ["not valid yaml", "line 2"]),
+        (b"model: \xff\xfe\n", ["not valid yaml", "0xff"]),
+        (b"- model\n- data\n", ["['model', 'data']", *SECTIONS]),
+        (b"just words\n", ["'just words'", *SECTIONS]),
+        (b"model: [n_layer]\n", ["model: found ['n_layer'], must hold keys"]),
+        (b"modle:\n  n_layer: 2\n", ["modle: unknown section", "the nearest is model", *SECTIONS]),
+        (b"trainer:\n  max_step: 2\n", ["trainer.max_step: unknown key", "the nearest is trainer.max_steps"]),
+        (b"1: 2\n", ["1: unknown section"]),
+        (b"model:\n  2: 3\n", ["model.2: unknown key"]),
+        (b"model:\n  n_layer: 2\n  n_head: 2\n  n_layer: 3\n", ["duplicate key", "n_layer", "line 4"]),
+        (b"model:\n  n_layer: 2\ndata:\n  block_size: 8\nmodel:\n  n_head: 2\n", ["duplicate", "model", "line 5"]),
+        (b"model: &model\n  n_layer: *model\n", ["n_layer"]),
+        (b"data:\n  path: {{ path }}\n", ["path"]),  # of a template that has not been filled in
+    ],
+)
+def test_invalid_yaml_is_refused_naming_file_and_place(content: bytes, parts: list[str], config_file: Path) -> None:
+    config_file.write_bytes(content)
+    message = error_of("--config", config_file)
+    for part in (str(config_file), *parts):
+        assert part in message
+
+
+def test_yaml_runs_no_code(config_file: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "made by yaml"
+    config_file.write_text(f"data:\n  path: !!python/object/apply:os.mkdir ['{folder}']\n")
+    assert "python/object" in error_of("--config", config_file)
+    assert not folder.exists()
+
+
+def test_a_config_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.yaml", tmp_path):
+        assert error_of("--config", path).startswith(f"--config: {path} can't be read: ")
+    assert "--config" in error_of("--config", "")
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        (["--trainer.max_step", "3"], ["--trainer.max_step is not known", "the nearest is trainer.max_steps"]),
+        (["--trainer.max_step=3"], ["--trainer.max_step=3 is not known", "the nearest is trainer.max_steps"]),
+        (["--learning_rate=3"], ["--learning_rate=3 is not known", "the nearest is optimizer.learning_rate"]),
+        (["stray"], ["stray is not known"]),
+        (["--trainer.max_steps"], ["--trainer.max_steps: expected one argument"]),
+    ],
+)
+def test_unknown_and_incomplete_options_are_refused(argv: list[str], parts: list[str]) -> None:
+    message = error_of(*argv)
+    for part in ("command line: ", *parts, "--help lists all"):
+        assert part in message
+
+
+def test_all_mistakes_are_in_one_message(config_file: Path) -> None:
+    config_file.write_text("modle: {}\ndata: {pth: a}\nmodel: {n_leyer: 2}\noptimizer: 3\n")
+    first, *lines = error_of("--config", config_file).splitlines()
+    assert first == f"{config_file}:"
+    assert [line.split(":")[0] for line in lines] == ["  modle", "  data.pth", "  model.n_leyer", "  optimizer"]
+
+    config_file.write_text("model: {n_layer: two, bias: 3}\ndata: {block_size: 0}\noptimizer: {betas: [2.0, 0.9]}\n")
+    lines = error_of("--config", config_file, "--trainer.max_steps", "many").splitlines()
+    in_file = ("data.block_size", "model.n_layer", "model.bias", "optimizer.betas")
+    starts = [*(f"{name} (in {config_file}): found " for name in in_file), "trainer.max_steps (in the command line): "]
+    assert len(lines) == len(starts)
+    assert all(line.strip().startswith(start) for line, start in zip(lines, starts, strict=True)), lines
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "allowed"),
+    [
+        ("model.n_layer", ["two", 2.5, "2", True, None, [2]], ["a valid integer"]),
+        ("model.dropout", ["much", "0.1", True, None], ["a valid number"]),
+        ("model.bias", [1, "maybe", "true", None], ["a valid boolean"]),
+        ("data.path", [12, True, None, ["a.txt", "b.txt"]], ["a valid string"]),
+        ("data.truncate", ["half", True], ["null or a valid number"]),
+        ("trainer.max_steps", [True, 1.5, "auto"], ["null or a valid integer"]),
+        ("trainer.threads", ["many", 1.5, True, None], ["a valid integer", "'auto'"]),
+        ("trainer.precision", ["fp8", 16, None], ["'auto', 'fp32', 'bf16' or 'fp16'"]),
+        ("distributed.backend", ["mpi"], ["'auto', 'nccl' or 'gloo'"]),
+        ("distributed.strategy", ["zero3"], ["'ddp', 'zero1', 'zero2' or 'fsdp'"]),
+        ("distributed.strategy", ["dp"], ["'ddp'", "DataParallel", "torchrun"]),
+        ("distributed.init_method", [5], ["null or a valid string"]),
+        ("optimizer.betas", [0.9, [0.9], [0.8, 0.9, 0.99], ["a", "b"], [0.9, None], None], []),
+    ],
+)
+def test_values_of_the_wrong_type_are_refused(
+    name: str, values: list[Any], allowed: list[str], config_file: Path
+) -> None:
+    for value in values:
+        write_yaml(config_file, {name: value})
+        for origin, argv in ((config_file, ["--config", config_file]), ("the command line", options({name: value}))):
+            message = error_of(*argv)
+            assert message.startswith(f"{name} (in {origin}): found {value!r}, must be ")
+            assert all(part in message for part in allowed), message
+            assert len(message.splitlines()) == 1
+
+
+FROM_0, FROM_1, ABOVE_0 = (-1, "greater than or equal to 0"), (0, "greater than or equal to 1"), (0.0, "greater than 0")
+OUT_OF_RANGE: dict[str, list[tuple[Any, str]]] = {
+    "data.block_size": [FROM_1],
+    "data.train_split": [ABOVE_0, (1.0, "less than 1")],
+    "data.truncate": [ABOVE_0, (1.5, "less than or equal to 1")],
+    "model.n_layer": [FROM_1],
+    "model.n_head": [FROM_1],
+    "model.n_embd": [FROM_1],
+    "model.dropout": [FROM_0, (1.0, "less than 1")],
+    "optimizer.learning_rate": [ABOVE_0],
+    "optimizer.min_learning_rate": [FROM_0],
+    "optimizer.warmup_steps": [FROM_0],
+    "optimizer.decay_steps": [FROM_1],
+    "optimizer.weight_decay": [FROM_0],
+    "optimizer.betas": [([1, 0.9], "less than 1"), ([0.9, -0.1], "greater than or equal to 0")],
+    "optimizer.grad_norm_clip": [ABOVE_0],
+    "trainer.max_epochs": [FROM_1],
+    "trainer.max_steps": [FROM_1],
+    "trainer.batch_size": [FROM_1],
+    "trainer.micro_batch_size": [FROM_1],
+    "trainer.threads": [(0, "greater than or equal to 1 or 'auto'")],
+    "trainer.seed": [FROM_0, (2**63, f"less than {2**63}")],
+    "trainer.log_every": [FROM_1],
+    "trainer.eval_every": [FROM_1],
+    "trainer.sample_every": [FROM_1],
+    "trainer.save_every": [FROM_1],
+    "trainer.save_minutes": [ABOVE_0],
+    "trainer.keep_snapshots": [FROM_1],
+    "trainer.profile_steps": [FROM_1],
+    "distributed.timeout_seconds": [ABOVE_0],
+    "distributed.pipeline_stages": [FROM_1],
+    "distributed.bucket_cap_mb": [ABOVE_0],
+}
+
+
+@pytest.mark.parametrize("bound", [0, 1])
+def test_values_out_of_range_are_refused_in_one_message(bound: int, config_file: Path) -> None:
+    """Lower bounds, then upper ones, of every key with a number."""
+    assert list(OUT_OF_RANGE) == [n for n, field in KEYS.items() if re.search("int|float", str(field.annotation))]
+    cases = {name: bounds[bound] for name, bounds in OUT_OF_RANGE.items() if bound < len(bounds)}
+    write_yaml(config_file, {name: value for name, (value, _) in cases.items()})
+    lines = error_of("--config", config_file).splitlines()
+    assert len(lines) == len(cases)
+    for line, (name, (value, allowed)) in zip(lines, cases.items(), strict=True):
+        null = "null or " if str(KEYS[name].annotation).endswith("| None") else ""
+        assert line.strip() == f"{name} (in {config_file}): found {value!r}, must be {null}{allowed}"
+
+
+@pytest.mark.parametrize("number", ["nan", "inf"])
+def test_numbers_that_are_not_finite_are_refused_in_one_message(number: str) -> None:
+    names = [name for name, field in KEYS.items() if "float" in str(field.annotation)]
+    argv = [f"--{name}=[.{number}, 0.9]" if name == "optimizer.betas" else f"--{name}=.{number}" for name in names]
+    lines = error_of(*argv).splitlines()
+    assert [line.split()[0] for line in lines] == names
+    for line in lines:
+        assert re.search(rf"found \[?{number}.*, must be (null or )?a finite number$", line)
+
+
+TREE = {"distributed.reduction": "tree", "trainer.micro_batch_size": 2, "trainer.threads": 1}
+OFFLOAD = {"distributed.strategy": "fsdp", "distributed.cpu_offload": True, "optimizer.name": "adamw"}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"model.n_embd": 30}, "model.n_embd is 30, must be divisible by model.n_head, 4"),
+        (
+            {"optimizer.min_learning_rate": 5.0},
+            "optimizer.min_learning_rate is 5.0, must be at least 0 and at most optimizer.learning_rate, 0.003",
+        ),
+        ({"trainer.max_steps": None}, "trainer.max_epochs and trainer.max_steps are both null"),
+        ({"distributed.init_method": "http://a"}, "distributed.init_method is http://a, must be null, env://, tcp://"),
+        ({"distributed.cpu_offload": True}, "distributed.cpu_offload is true, which needs distributed.strategy fsdp"),
+        (OFFLOAD | {"optimizer.name": "muon"}, "optimizer.name is muon, must be adamw with distributed.cpu_offload"),
+        (TREE | {"trainer.micro_batch_size": None}, "trainer.micro_batch_size is null, must be a number with "),
+        (TREE | {"trainer.threads": 2}, "trainer.threads is 2, must be auto or 1 with distributed.reduction tree"),
+        (TREE | {"trainer.precision": "fp16"}, "trainer.precision is fp16, must be auto, fp32 or bf16 with "),
+        *(
+            (TREE | {"distributed.strategy": name}, f"distributed.strategy is {name}, must be ddp with ")
+            for name in ("zero1", "zero2", "fsdp")
+        ),
+    ],
+)
+def test_values_that_do_not_go_together_are_refused(values: dict[str, Any], message: str) -> None:
+    for accepted in (TREE, OFFLOAD):
+        read_config(options(accepted))
+    error = error_of(*options(values))
+    assert error.startswith(message)
+    assert ("distributed.reduction tree" in error) == ("distributed.reduction" in values)
+    assert len(error.splitlines()) == 1
+
+
+def test_conflicts_within_several_sections_are_in_one_message() -> None:
+    message = error_of(*options({"model.n_embd": 30, "optimizer.min_learning_rate": 1.0, "trainer.max_steps": None}))
+    names = ["model.n_embd", "optimizer.min_learning_rate", "trainer.max_epochs"]
+    assert [line.split()[0] for line in message.splitlines()] == names
