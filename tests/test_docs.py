@@ -1,0 +1,218 @@
+"""README.md and docs/: length, links, names and commands."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers import ROOT, clean_env, write_text
+
+DOCS = ROOT / "docs"
+README, *PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+KEY = r"(?:data|model|optimizer|trainer|distributed)\.(?!py\b)\w+"
+SMALL_RUN = {"max_steps": 40, "eval_every": 10, "save_every": 10, "sample_every": 20, "log_every": 5}
+
+each_page = pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.stem)
+
+
+def blocks(page: Path, language: str = "") -> list[str]:
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    return [block for name, block in found if name == language]
+
+
+def prose(page: Path) -> str:
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Words of each command in a block or a code span, which begins with `python` or `torchrun`."""
+    spans = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose(page))]
+    lines = [line for block in blocks(page) for line in block.splitlines()] + spans
+    starts = [re.search(r"\b(python|torchrun) .*", line) for line in lines if not re.search(r"[$;<]|\.\.\.", line)]
+    return [shlex.split(re.split(r" (?:\||&&|>>) ", found[0])[0], comments=True) for found in starts if found]
+
+
+def anchors(page: Path) -> set[str]:
+    """GitHub's anchors of the page's headings."""
+    headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def definitions(body: list[ast.stmt], prefix: str = "") -> Iterator[str]:
+    """Qualified names of functions, classes, methods and constants."""
+    for node in body:
+        match node:
+            case ast.FunctionDef(name=name):
+                yield prefix + name
+            case ast.ClassDef(name=name, body=members):
+                yield name
+                yield from definitions(members, f"{name}.")
+            case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+                yield prefix + name
+
+
+def test_readme_is_short_and_leads_to_every_page() -> None:
+    text = README.read_text()
+    assert len(text.split()) <= 1000
+    assert set(re.findall(r"\]\((docs/[\w-]+\.md)", text)) == {f"docs/{page.name}" for page in PAGES}
+    assert (ROOT / ".ci/run").read_text().endswith(blocks(README)[-1])  # the test commands
+
+
+@each_page
+def test_links_resolve_and_name_what_exists(page: Path) -> None:
+    for text, link in re.findall(r"\[([^\]]*)\]\((?!https?:)([^)]+)\)", page.read_text()):
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+        label = text.strip("`")
+        if label.endswith((".py", ".yaml", ".md")):
+            assert str(target).endswith(f"/{label}"), (text, link)
+        elif text.startswith("`") and target.suffix == ".py":
+            assert label in set(definitions(ast.parse(target.read_text()).body)), f"{link} defines no {label}"
+
+
+@pytest.mark.parametrize("page", [README, DOCS / "architecture.md"], ids=lambda page: page.stem)
+def test_trees_name_what_exists(page: Path) -> None:
+    [tree] = [block for block in blocks(page, "text") if block.startswith("main.py")]
+    for line in tree.splitlines():
+        for name in line.strip().split("  ")[0].split():
+            assert (ROOT / ("mingpt" if line[0] == " " else "") / name).exists(), line
+
+
+@each_page
+def test_keys_and_options_exist(page: Path) -> None:
+    """Yaml keys in backticks, options of main.py with their values, and names of benchmarks."""
+    from benchmarks.cases import CASES
+    from mingpt.config import KEYS
+    from mingpt.config_parser import read_config
+
+    assert set(re.findall(rf"`({KEY})(?=[`: ])|--({KEY})", page.read_text())) <= {
+        pair for key in KEYS for pair in ((key, ""), ("", key))
+    }
+    for words in commands(page):
+        if "main.py" in words and not {"--help", "--print_config", "--config"} & {*words}:
+            read_config([word for word in words[words.index("main.py") + 1 :] if word != "--"])
+        if words[1] == "bench.py" and len(words) > 2 and words[2][0].islower():
+            assert words[2] in CASES
+
+
+@pytest.mark.slow
+def test_options_of_scripts_are_in_their_help() -> None:
+    options: dict[str, set[str]] = {}
+    for words in [words for page in (README, *PAGES) for words in commands(page) if words[0] == "python"]:
+        script = " ".join(words[1 : 3 if words[1] == "-m" else 2])
+        if script.endswith(".py") or script.startswith(("-m mingpt", "-m benchmarks")):
+            options.setdefault(script, set()).update(re.findall(r"--\w+(?![\w.])", " ".join(words)))
+    del options["launch/by_hand.py"]  # all of its options are main.py's
+    assert {"data/prepare.py", "plot.py", "-m mingpt.snapshot", "-m benchmarks.growth"} <= options.keys()
+    for script, names in options.items():
+        command = [sys.executable, *script.split(), "--help"]
+        done = subprocess.run(command, cwd=ROOT, env=clean_env(), capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert names <= {*re.findall(r"--\w+", done.stdout)}, script
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the repository with a short run in its yaml, and stand-ins for pip and pytest that list their calls."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for source in (ROOT / "mingpt", ROOT / "benchmarks", ROOT / "data/prepare.py", *ROOT.glob("*.py")):
+        target = folder / source.relative_to(ROOT)
+        target.parent.mkdir(exist_ok=True)
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, target)
+    yaml = (ROOT / "gpt2_train_cfg.yaml").read_text()
+    for key, value in SMALL_RUN.items():
+        yaml, count = re.subn(rf"^  {key}: \w+", f"  {key}: {value}", yaml, flags=re.MULTILINE)
+        assert count == 1
+    (folder / "gpt2_train_cfg.yaml").write_text(yaml)
+    for name in ("pip", "pytest"):
+        (folder / "bin").mkdir(exist_ok=True)
+        (folder / "bin" / name).write_text(f'#!/bin/sh\necho {name} "$@" >> calls.txt\n')
+        (folder / "bin" / name).chmod(0o755)
+    (folder / "books").mkdir()
+    write_text(folder / "books/one.txt")
+    return folder
+
+
+def start(command: str, folder: Path) -> subprocess.Popen:
+    """Starts a command in bash, in a process group of its own."""
+    path = f"{folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = clean_env(PATH=path, PYTHONPATH="", OMP_NUM_THREADS="1")
+    argv, pipe = ["bash", "-e", "-o", "pipefail", "-c", command], subprocess.PIPE
+    return subprocess.Popen(argv, cwd=folder, env=env, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+
+
+def run(command: str, folder: Path) -> str:
+    """Runs a command, which must succeed; returns stdout and stderr."""
+    with start(command, folder) as process:
+        stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0, stderr
+    assert "Traceback" not in stderr
+    return stdout + stderr
+
+
+@pytest.mark.slow
+def test_readme_works_as_pasted(checkout: Path) -> None:
+    first_run, kill_and_resume, own_text, strategies, tests = blocks(README)
+    *install, train = first_run.splitlines()
+    killed, resumed, on_two_processes = kill_and_resume.splitlines()
+    assert train == killed.partition("#")[0].strip() == resumed.partition("#")[0].strip()
+    run("\n".join(install), checkout)
+    with start(killed, checkout) as process:
+        deadline = time.monotonic() + 60
+        while not (checkout / "runs/default/snapshots/step_00000010.pt").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGKILL)
+    output = run(resumed, checkout)
+    assert re.search(r"resuming from runs/default/snapshots/step_000000[123]0.pt", output)
+    assert "done in" in output
+    assert "already trained" in run(on_two_processes, checkout)
+    assert "GLOBAL_RANK: 1, MEMBER: 2/2" in run(strategies, checkout)
+    assert "Once" in run(own_text, checkout)
+    for words in commands(README):
+        if words[1] in ("sample.py", "-m") and "runs/books" not in words:
+            assert len(run(shlex.join(words), checkout)) > 200
+    run(tests, checkout)
+    calls = ["pip install -r requirements.txt", "pip install -q -r requirements.txt", "pytest", "pytest -m slow"]
+    assert (checkout / "calls.txt").read_text().splitlines() == calls
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # CPython closes it when the loop is over
+def test_docs_work_as_pasted(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Export, pretrained weights, stages, plots, events of torchrun's agent, and a tracker as wandb documents it."""
+    run("python data/prepare.py && python main.py", checkout)
+    for command in blocks(DOCS / "export.md"):
+        run(command, checkout)
+    assert json.loads((checkout / "exported/config.json").read_text())["n_embd"] == 128
+    [stages] = [block for block in blocks(DOCS / "parallelism.md") if "pipeline_stages" in block]
+    assert "1 x 2, 1f1b, 4 micro-batches of 3: each stage waits 20% of the time" in run(stages, checkout)
+    _, plots, agent = blocks(DOCS / "monitoring.md")
+    run(plots.replace("runs/other", "runs/stages"), checkout)
+    assert "workers.default.remaining_restarts=0" in run(f"{agent.strip()} --trainer.run_dir runs/agent", checkout)
+    assert "`torchrun --event_log_handler=console ...`" in (DOCS / "monitoring.md").read_text()
+    events = "torchrun --event_log_handler=console --standalone main.py --trainer.run_dir runs/events"
+    assert '"torchelastic.worker.status.SUCCEEDED"' in run(events, checkout)
+
+    [tracker] = blocks(DOCS / "monitoring.md", "python")
+    logged: list[tuple[int, dict]] = []
+    session = types.SimpleNamespace(log=lambda row, step: logged.append((step, row)))
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda project, id, resume: session))
+    monkeypatch.chdir(checkout)
+    exec(tracker, {})
+    assert [step for step, row in logged if "loss" in row] == list(range(5, 41, 5))
+    assert [step for step, row in logged if "val_loss" in row] == [10, 20, 30, 40]
+    assert [step for step, _ in logged] == sorted(step for step, _ in logged)
