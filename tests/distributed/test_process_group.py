@@ -104,17 +104,11 @@ def _device(context: DistributedContext, gpus: str) -> str:
 def test_an_incomplete_group_is_an_error_with_address_and_timeout(text: Path, tmp_path: Path) -> None:
     init_method = f"file://{tmp_path}/incomplete"
     argv = run_args(tmp_path / "run", text, distributed__init_method=init_method, distributed__timeout_seconds=1)
-    [(status, err)] = run_ranks(1, _started_by_hand, *argv, tmp_path=tmp_path)
+    [(status, err)] = run_ranks(1, _run_with_variables, {"RANK": "0", "WORLD_SIZE": "2"}, argv, tmp_path=tmp_path)
     assert status == 2
     for part in ("rank 0 of 2", init_method, "timeout_seconds is 1", "are all 2 processes started"):
         assert part in err
     assert not (tmp_path / "run").exists()
-
-
-def _started_by_hand(*argv: str) -> tuple[int, str]:
-    os.environ |= {"RANK": os.environ.get("RANK", "0"), "WORLD_SIZE": "2"}
-    with redirect_stderr(io.StringIO()) as err:
-        return main.run(argv), err.getvalue()
 
 
 @pytest.mark.parametrize("scheme", ["env://", "tcp://"])
@@ -133,10 +127,32 @@ def test_a_port_in_use_is_an_error(
     assert err.endswith("another program has this port: take a free one, or let `torchrun --standalone` find one\n")
 
 
-def test_processes_started_by_hand_rendezvous_at_a_tcp_address(text: Path, tmp_path: Path) -> None:
-    init_method = f"tcp://localhost:{free_port()}"
-    argv = run_args(tmp_path / "run", text, distributed__init_method=init_method, trainer__max_steps=1)
-    assert run_ranks(2, _started_by_hand, *argv, tmp_path=tmp_path) == [(0, "")] * 2
+@pytest.mark.parametrize("launcher", ["tcp://", "env://", "srun on one host", "srun on hosts that do not resolve"])
+def test_ranks_rendezvous_with_the_variables_of(launcher: str, text: Path, tmp_path: Path) -> None:
+    """file:// is what all other tests use."""
+    argv, port = run_args(tmp_path / "run", text, trainer__max_steps=1), free_port()
+    slurm = {"SLURM_PROCID": "{rank}", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "1"}
+    env = {
+        "tcp://": {},
+        "env://": {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)},
+        "srun on one host": slurm
+        | {"SLURM_JOB_ID": f"{port - 10000}", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "unknown1"},
+        "srun on hosts that do not resolve": slurm
+        | {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "unknown[1-2]", "SLURM_LOCALID": "0"},
+    }[launcher]
+    if launcher == "tcp://":
+        argv += ["--distributed.init_method", f"tcp://localhost:{port}"]
+    assert run_ranks(2, _run_with_variables, env, argv, tmp_path=tmp_path) == [(0, "")] * 2
+    assert (tmp_path / "run/.meeting-1.0.0").exists() == launcher.endswith("do not resolve")
+
+
+def _run_with_variables(env: dict[str, str], argv: list[str]) -> tuple[int, str]:
+    rank = os.environ.get("RANK")
+    if "SLURM_PROCID" in env:
+        del os.environ["RANK"], os.environ["WORLD_SIZE"]
+    os.environ.update({name: value.format(rank=rank) for name, value in env.items()})
+    with redirect_stderr(io.StringIO()) as err:
+        return main.run(argv), err.getvalue()
 
 
 @pytest.mark.parametrize("lasting_store", ["torchrun's agent", "a file"])
