@@ -5,26 +5,13 @@ from __future__ import annotations
 import json
 import random
 import re
-import signal
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import (
-    ROOT,
-    clean_env,
-    loss_curve,
-    read_rows,
-    run_args,
-    run_on_terminal,
-    run_program,
-    run_ranks,
-    train_main,
-    write_text,
-)
+from helpers import loss_curve, read_rows, run_args, run_on_terminal, run_ranks, train_main, write_text
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
@@ -176,40 +163,38 @@ def test_labels_and_legend_of_the_file(runs: list[Run], tmp_path: Path) -> None:
     assert labels >= {"2 → 1 ranks", "_of $x_{2$", "moved", "validation loss", "restart", "learning rate", "tokens/s"}
 
 
-def test_without_out_the_file_is_in_the_first_run_folder(
+def test_defaults_are_a_file_in_the_first_run_folder_and_80_columns_without_escape_codes(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.chdir(folder)
     run_plot("moved", "whole", "./moved")
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == "drawn: moved/plot.png"
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    lines = out.splitlines()
+    assert max(map(len, lines)) == 80
     assert lines[-4].startswith("aA moved: loss")  # continued on a second line
     assert lines[-2].startswith("bB whole: loss")
+    assert lines[-1] == "drawn: moved/plot.png"
     assert count_pixels(folder / "moved/plot.png", BLUE) > 500
     (folder / "moved/plot.png").unlink()
 
 
 def test_runs_of_any_length_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     one = write_metrics(tmp_path / "one", row("train", 7, loss=2.5))
+    restarted = write_metrics(tmp_path / "restarted", row("start", 0), row("start", 0), row("train", 9, loss=2.0))
     long = write_metrics(tmp_path / "long", *(row("train", i, loss=3 + i / 1e5) for i in range(0, 50_000, 10)))
     evals = [row("eval", step, val_loss=2.0) for step in (5, 9)]
     short = write_metrics(tmp_path / "short", row("train", 5, loss=2.0), *evals)
-    for argv in ([one], [one, long], [long, one, short]):
+    for argv in ([one], [one, long], [long, one, short], [restarted]):
         run_plot(*argv, "--out", tmp_path / "out.png")
         assert count_pixels(tmp_path / "out.png", list(COLORS)[len(argv) - 1]) > 0
         out, err = capsys.readouterr()
         assert err == ""
         assert all(len(line) <= 80 for line in out.splitlines())
+    assert out.count("┊") > 10
 
 
 # The terminal
-
-
-def test_a_restart_before_the_first_loss_is_marked(tmp_path: Path) -> None:
-    rows = [row("start", 0), row("start", 0), row("train", 5, loss=3.0), row("train", 9, loss=2.0)]
-    run = read_run(write_metrics(tmp_path / "run", *rows), "")
-    assert run.restarts == {0: []}
-    assert terminal_plot([run], 80, 20, color=False).count("┊") > 10
 
 
 @pytest.mark.parametrize(("columns", "no_color"), [(80, ""), (200, "1")])
@@ -238,50 +223,13 @@ def test_the_plot_fits_the_terminal(columns: int, no_color: str, folder: Path, t
             assert re.search(rf"\x1b\[38;5;{code}m[^\n]*●", raw)
 
 
-def test_a_pipe_gets_80_columns_without_escape_codes(folder: Path, tmp_path: Path) -> None:
-    done = run_program("plot.py", str(folder / "whole"), "--out", str(tmp_path / "whole.png"), NO_COLOR="")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "\x1b" not in done.stdout
-    assert max(map(len, done.stdout.splitlines())) == 80
-    assert {*"aA"} <= set("".join(re.findall("[│┤](.*)│", done.stdout)))
-
-
-def test_it_ends_when_its_reader_does(folder: Path, tmp_path: Path) -> None:
-    """As with `| head -1`; the output is wide, so that it does not fit into the pipe."""
-    command = [sys.executable, ROOT / "plot.py", folder / "whole", "--out", tmp_path / "whole.png"]
-    env = clean_env(COLUMNS="5000")
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env) as process:
-        assert b"validation loss" in process.stdout.readline()
-        process.stdout.close()
-        assert process.wait(30) == 0
-        assert process.stderr.read() == b""
-
-
-def test_ctrl_c_ends_it_without_a_traceback(folder: Path, tmp_path: Path) -> None:
-    """The output is wide, so that it does not fit into the terminal's buffer."""
-    interrupted = []
-
-    def interrupt(process: subprocess.Popen, master: int, raw: bytes) -> None:
-        if not interrupted:
-            interrupted.append(process.send_signal(signal.SIGINT))
-
-    argv = ["plot.py", folder / "whole", "--out", tmp_path / "whole.png"]
-    status, raw = run_on_terminal(*argv, columns=5000, watch=interrupt)
-    assert status == 130
-    assert "Traceback" not in raw
-    assert "drawn:" not in raw
-
-
 # Mistakes
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (
-            "nowhere",
-            "no metrics.jsonl in TMP/nowhere, .* main.py writes one into trainer.run_dir when training begins$",
-        ),
+        ("nowhere", "no metrics.jsonl in TMP/nowhere, .* main.py writes one into trainer.run_dir when training"),
         ("run/snapshots", "no metrics.jsonl in TMP/run/snapshots, .* did you mean TMP/run[?]$"),
         ("run/metrics.jsonl", "no metrics.jsonl in TMP/run/metrics.jsonl, .* did you mean TMP/run[?]$"),
         (".", "no metrics.jsonl in TMP, .* did you mean TMP/empty TMP/no_loss TMP/run TMP/unreadable[?]$"),
@@ -310,11 +258,3 @@ def test_each_mistake_is_one_message(
     assert out == ""
     assert re.match(f"error: .*{message.replace('TMP', str(tmp_path))}", err)
     assert len(err.splitlines()) == 1
-
-
-def test_a_run_must_be_named(capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        plot.run([])
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert "RUN" in err.splitlines()[-1]
