@@ -1,15 +1,16 @@
-"""A save that is cut off at any moment, by SIGKILL or by a loss of power, leaves a whole snapshot and nothing torn."""
+"""A save that SIGKILL or a loss of power interrupts at any system call leaves a whole snapshot and no torn one."""
 
 from __future__ import annotations
 
 import builtins
 import io
+import itertools
 import os
 import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import pytest
 import torch
@@ -18,103 +19,101 @@ from helpers import run_ranks
 from mingpt.snapshot.storage import SnapshotStorage
 from mingpt.utils.errors import UserError
 
-STALE = "step_00000001.pt.77.tmp"  # what an earlier killed save left: pruning has two files to unlink
+LEFTOVER = "step_00000001.pt.77.tmp"  # of an earlier killed save: pruning has two files to unlink
 
 
 def snapshot(step: int) -> dict[str, Any]:
-    """Larger than the file's buffer, so that it takes several writes."""
+    """Larger than a file's buffer, so that it takes several writes."""
     return {"step": step, "model": {name: torch.full((5000,), float(step)) for name in ("a", "b", "c")}}
 
 
-class Machine:
-    """Stands between a save and the system: notes each call that changes a folder, and ends the process at one of them.
+class CrashingSystem:
+    """Records the calls that change a folder, and kills the process at one of them.
 
     Args:
-        folder: only what happens in it counts
-        fatal: number of the call to die at; None: none
+        folder: calls for other folders are ignored
+        crash_at: number of the call; None: no crash
         moment: `before` the call, `after` it, `half` way through a write, or after it by a loss of `power`, which also
-            takes what was not synced: contents of files, and names in the folder. Deletions are taken to be on disk at
-            once, which is the worst that may happen.
+            discards what was not synced: contents of files, and renames in the folder. Deletions are kept, which is the
+            worst case.
     """
 
-    def __init__(self, folder: str, fatal: int | None, moment: str) -> None:
-        self.folder, self.fatal, self.moment = folder, fatal, moment
+    def __init__(self, folder: str, crash_at: int | None, moment: str) -> None:
+        self.folder, self.crash_at, self.moment = folder, crash_at, moment
         self.calls: list[str] = []
-        self.unsynced: dict[int, int] = {}  # inode -> size that is on disk
-        self.renamed: list[tuple[str, str]] = []
+        self.synced_sizes: dict[int, int] = {}  # by inode, of files with writes that are not synced
+        self.renames: list[tuple[str, str]] = []  # not synced
         self.real: dict[str, Callable[..., Any]] = {}
-        self.pass_through(builtins, "open", "open", self.open)
-        self.pass_through(os, "open", "open folder", os.open)
-        self.pass_through(os, "fsync", "fsync", self.fsync)
+        self.intercept(builtins, "open", "open", self.open)
+        self.intercept(os, "open", "open folder", os.open)
+        self.intercept(os, "fsync", "fsync", self.fsync)
         for name in ("rename", "replace"):
-            self.pass_through(os, name, "rename", self.rename)
+            self.intercept(os, name, "rename", self.rename)
         for name in ("remove", "unlink"):
-            self.pass_through(os, name, "unlink", os.unlink)
+            self.intercept(os, name, "unlink", os.unlink)
 
-    def pass_through(self, module: Any, name: str, label: str, body: Callable[..., Any]) -> None:
+    def intercept(self, module: Any, name: str, label: str, body: Callable[..., Any]) -> None:
         real = self.real[label] = getattr(module, name)
 
-        def called(target: Any, *args: Any, **kwargs: Any) -> Any:
-            ours = isinstance(target, int) or str(target).startswith(self.folder)  # fsync has a descriptor
+        def intercepted(target: Any, *args: Any, **kwargs: Any) -> Any:
+            is_here = isinstance(target, int) or str(target).startswith(self.folder)  # fsync has a descriptor
             reads = label == "open" and "r" in kwargs.get("mode", args[0] if args else "r")
-            if reads or not ours:
+            if reads or not is_here:
                 return real(target, *args, **kwargs)
             return self.call(label, lambda: body(target, *args, **kwargs))
 
-        setattr(module, name, called)
+        setattr(module, name, intercepted)
 
     def call(self, label: str, body: Callable[[], Any], half: Callable[[], Any] | None = None) -> Any:
         self.calls.append(label)
-        fatal = len(self.calls) - 1 == self.fatal
-        if fatal and self.moment == "half" and half:
+        crashes = len(self.calls) - 1 == self.crash_at
+        if crashes and self.moment == "half" and half:
             half()
-        if fatal and self.moment in ("before", "half"):
-            self.die()
+        if crashes and self.moment in ("before", "half"):
+            self.crash()
         result = body()
-        if fatal:
-            self.die()
+        if crashes:
+            self.crash()
         return result
 
-    def die(self) -> NoReturn:
+    def crash(self) -> NoReturn:
         if self.moment == "power":
-            for source, target in reversed(self.renamed):
+            for source, target in reversed(self.renames):
                 self.real["rename"](target, source)
             for entry in os.scandir(self.folder):
-                if entry.inode() in self.unsynced:
-                    os.truncate(entry.path, self.unsynced[entry.inode()])
+                if entry.inode() in self.synced_sizes:
+                    os.truncate(entry.path, self.synced_sizes[entry.inode()])
         os.kill(os.getpid(), signal.SIGKILL)
-        raise AssertionError("survived SIGKILL")
+        raise AssertionError("SIGKILL did not end the process")
 
     def open(self, path: str, mode: str) -> io.BufferedWriter:
-        raw = _File(path, mode)
-        raw.machine = self
-        self.unsynced[os.fstat(raw.fileno()).st_ino] = 0
-        return io.BufferedWriter(raw)  # what open() itself returns
+        raw = _InterceptedFile(path, mode)
+        raw.system = self
+        self.synced_sizes[os.fstat(raw.fileno()).st_ino] = 0
+        return io.BufferedWriter(raw)  # as open() returns
 
     def fsync(self, descriptor: int) -> None:
         self.real["fsync"](descriptor)
         if os.path.samestat(os.fstat(descriptor), os.stat(self.folder)):
-            self.renamed.clear()
-        self.unsynced.pop(os.fstat(descriptor).st_ino, None)
+            self.renames.clear()
+        self.synced_sizes.pop(os.fstat(descriptor).st_ino, None)
 
     def rename(self, source: str, target: str) -> None:
         self.real["rename"](source, target)
-        self.renamed.append((source, target))
+        self.renames.append((source, target))
 
 
-class _File(io.FileIO):
-    """An open file whose writes are the system's."""
-
-    machine: Machine
+class _InterceptedFile(io.FileIO):
+    system: CrashingSystem
 
     def write(self, data: Any) -> int:
         write = super().write
-        self.machine.unsynced.setdefault(os.fstat(self.fileno()).st_ino, 0)
-        return self.machine.call("write", lambda: write(data), half=lambda: write(data[: len(data) // 2]))
+        self.system.synced_sizes.setdefault(os.fstat(self.fileno()).st_ino, 0)
+        return self.system.call("write", lambda: write(data), half=lambda: write(data[: len(data) // 2]))
 
 
-def in_a_fork(body: Callable[[], Any]) -> int:
-    """Runs the body in a copy of this process; returns its exit status, negative if a signal ended it."""
+def run_in_fork(body: Callable[[], Any]) -> int:
+    """Runs the body in a fork of this process; returns its exit status, negative if a signal ended it."""
     child = os.fork()
     if not child:
         status = 1
@@ -126,55 +125,67 @@ def in_a_fork(body: Callable[[], Any]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def die_at_every_call(place: str, moment: str) -> tuple[list[str], list[tuple]]:
-    """The calls of a save, and what was found after each death: (call, exit status, what newest gave, said, names)."""
-    calm, log = Path(place, "calm"), Path(place, "calls")
-    SnapshotStorage(str(calm), keep=1).write(snapshot(1), None)
-    Path(calm, STALE).write_text("torn")
+class Outcome(NamedTuple):
+    """What a crash left.
 
-    def save(folder: Path, fatal: int | None) -> None:
-        machine = Machine(str(folder), fatal, moment)
+    Args:
+        call: number and name of the call of the crash
+        status: exit status of the save
+        loaded: step and values of the newest snapshot
+        messages: of load_newest
+        files: in the folder after one more save
+    """
+
+    call: str
+    status: int
+    loaded: tuple[int, set[float]] | None
+    messages: list[str]
+    files: list[str]
+
+
+def crash_at_every_call(path: str, moment: str) -> tuple[list[str], list[Outcome]]:
+    """For `run_ranks`: the calls of a save, and the outcome of a crash at each of them."""
+    initial, log = Path(path, "initial"), Path(path, "calls")
+    SnapshotStorage(str(initial), keep=1).write(snapshot(1), None)
+    Path(initial, LEFTOVER).touch()
+
+    def save(folder: Path, crash_at: int | None) -> None:
+        system = CrashingSystem(str(folder), crash_at, moment)
         SnapshotStorage(str(folder), keep=1).write(snapshot(2), None)
-        log.write_text("\n".join(machine.calls))
+        log.write_text("\n".join(system.calls))
 
-    assert in_a_fork(lambda: save(shutil.copytree(calm, Path(place, "undisturbed")), None)) == 0
-    calls = log.read_text().split("\n")
-    found = []
-    for fatal, call in enumerate(calls):
+    assert run_in_fork(lambda: save(shutil.copytree(initial, Path(path, "no crash")), None)) == 0
+    calls, outcomes = log.read_text().split("\n"), []
+    for number, call in enumerate(calls):
         if moment == "half" and call != "write":
             continue
-        folder = shutil.copytree(calm, Path(place, str(fatal)))
-        status = in_a_fork(lambda folder=folder, fatal=fatal: save(folder, fatal))
-        said: list[str] = []
-        snapshots = SnapshotStorage(str(folder), keep=1)
+        folder = shutil.copytree(initial, Path(path, str(number)))
+        status = run_in_fork(lambda folder=folder, number=number: save(folder, number))
+        storage, messages, loaded = SnapshotStorage(str(folder), keep=1), [], None
         try:
-            loaded = snapshots.newest(said.append)
+            if newest := storage.load_newest(messages.append):
+                values = {value for weight in newest["model"].values() for value in weight.unique().tolist()}
+                loaded = (newest["step"], values)
         except UserError as error:
-            loaded, said = None, [*said, str(error)]
-        values = loaded and {value for weight in loaded["model"].values() for value in weight.unique().tolist()}
-        snapshots.write(snapshot(3), None)
-        found.append((f"{fatal} {call}", status, loaded and (loaded["step"], values), said, os.listdir(folder)))
+            messages.append(str(error))
+        storage.write(snapshot(3), None)
+        outcomes.append(Outcome(f"{number} {call}", status, loaded, messages, os.listdir(folder)))
         shutil.rmtree(folder)
-    return calls, found
+    return calls, outcomes
 
 
 @pytest.mark.parametrize("moment", ["before", "after", "half", "power"])
-def test_a_save_that_dies_at_any_call_leaves_the_old_snapshot_or_the_new_one(moment: str, tmp_path: Path) -> None:
-    [(calls, found)] = run_ranks(1, die_at_every_call, str(tmp_path), moment, tmp_path=tmp_path)
-    assert calls.count("write") > 5, calls
-    for call, status, loaded, said, after_the_next in found:
-        assert status == -signal.SIGKILL, call
-        assert loaded in ((1, {1.0}), (2, {2.0})), (call, said)
-        assert said == [], call
-        assert after_the_next == ["step_00000003.pt"], call
-    whole = [loaded[0] for _, _, loaded, _, _ in found]
-    assert whole == sorted(whole)
-    assert set(whole) == ({1} if moment == "half" else {1, 2})
-
-
-def test_a_save_syncs_before_it_renames_and_unlinks_only_then(tmp_path: Path) -> None:
-    """Guards the test above: its deaths are at every kind of call."""
-    [(calls, _)] = run_ranks(1, die_at_every_call, str(tmp_path), "half", tmp_path=tmp_path)
-    order = [call for call, before in zip(calls, [None, *calls], strict=False) if call != before]
+def test_a_crash_at_any_call_of_a_save_leaves_the_previous_snapshot_or_the_next(moment: str, tmp_path: Path) -> None:
+    [(calls, outcomes)] = run_ranks(1, crash_at_every_call, str(tmp_path), moment, tmp_path=tmp_path)
+    order = [call for call, _ in itertools.groupby(calls)]
     assert order == ["open", "write", "fsync", "rename", "open folder", "fsync", "unlink"]
+    assert calls.count("write") > 5
     assert calls.count("unlink") == 2
+    for call, status, loaded, messages, files in outcomes:
+        assert status == -signal.SIGKILL, call
+        assert loaded in ((1, {1.0}), (2, {2.0})), (call, messages)
+        assert messages == [], call
+        assert files == ["step_00000003.pt"], call
+    steps = [outcome.loaded[0] for outcome in outcomes]
+    assert steps == sorted(steps)
+    assert set(steps) == ({1} if moment == "half" else {1, 2})
