@@ -2,7 +2,8 @@
 
 Exact resume needs the same choices, so they are saved in the snapshot and kept while the hardware allows.
 
-`torch.accelerator` (PyTorch 2.13) has no names, UUIDs, bf16 flags or seeds, so branches on the type of device remain.
+Branches on the type of device remain, since `torch.accelerator` (PyTorch 2.13) has no device names, UUIDs, seeds or
+flags of bf16 arithmetic, raises an error without an accelerator, and selects devices that `backend` does not mean.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ import torch
 
 from mingpt.utils.errors import UserError
 
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
 
 def use_cuda(backend: str) -> bool:
-    """Returns whether ranks train on CUDA GPUs: with nccl always, with gloo never, with auto if there are any.
+    """Whether ranks train on CUDA GPUs: with nccl always, with gloo never, with auto if there are any.
 
     Raises:
         UserError: nccl without a GPU.
@@ -31,14 +34,14 @@ def use_cuda(backend: str) -> bool:
 
 
 def visible_gpu_uuids(backend: str) -> list[str]:
-    """Returns the UUIDs of the GPUs that this process may use; none if it trains on the CPU."""
+    """UUIDs of the GPUs that this process may use; none if it trains on the CPU."""
     if not use_cuda(backend):
         return []
     return [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
 
 
 def choose_device(backend: str, local_rank: int, local_world_size: int, world_size: int) -> torch.device:
-    """Returns this rank's device: a GPU of its own or the CPU; Apple's GPU only for a single process.
+    """This rank's device: a GPU of its own or the CPU; Apple's GPU only for a single process.
 
     Raises:
         UserError: more processes on this host than GPUs.
@@ -56,25 +59,25 @@ def choose_device(backend: str, local_rank: int, local_world_size: int, world_si
 
 
 def device_name(device: torch.device) -> str:
-    """Returns the device with its model, such as `cuda:1 (NVIDIA H200)`."""
+    """The device with its model, such as `cuda:1 (NVIDIA H200)`."""
     return f"{device} ({device_kind(device)})"
 
 
 def device_kind(device: torch.device) -> str:
-    """Returns the device's model, as far as results depend on it, such as `NVIDIA H200` or `x86_64 AVX512`."""
+    """The device's model, as far as results depend on it, such as `NVIDIA H200` or `x86_64 AVX512`."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
 
 
 def has_bf16(device: torch.device) -> tuple[bool, str]:
-    """Returns whether the device multiplies bfloat16 in hardware, and the reason.
+    """Whether the device multiplies bfloat16 in hardware, and the reason.
 
-    On CPUs, PyTorch's own "supported" includes emulation, which is several times slower than fp32.
+    What PyTorch calls supported on a CPU includes emulation, which is several times slower than fp32.
     """
     if device.type == "cuda":
         has = torch.cuda.is_bf16_supported(including_emulation=False)
-        return has, f"this GPU {'has' if has else 'has no'} bf16 hardware"
+        return has, f"this GPU has {'' if has else 'no '}bf16 hardware"
     if device.type == "cpu":
         flags = torch.cpu.get_capabilities()
         has = flags.get("avx512_bf16", False) or flags.get("amx_tile", False)
@@ -83,12 +86,9 @@ def has_bf16(device: torch.device) -> tuple[bool, str]:
 
 
 def choose_precision(requested: str, device: torch.device, saved: str | None) -> tuple[str, str]:
-    """Returns the precision of matrix products, and the reason.
+    """Chooses the precision of matrix products; returns it and the reason.
 
-    Args:
-        requested: auto, fp32, bf16 or fp16
-        device: where they run
-        saved: precision of the snapshot that training resumes from
+    `saved` is the precision of the snapshot that training resumes from.
 
     Raises:
         UserError: fp16 on another device than a CUDA GPU.
@@ -108,12 +108,9 @@ def choose_precision(requested: str, device: torch.device, saved: str | None) ->
 
 
 def choose_threads(requested: int | str, local_world_size: int, saved: int | None) -> tuple[int, str]:
-    """Returns the number of CPU threads of this rank, and the reason.
+    """Chooses the number of CPU threads of this rank; returns it and the reason.
 
-    Args:
-        requested: a number, or auto
-        local_world_size: number of ranks on this host
-        saved: threads of the snapshot that training resumes from, if the number of ranks is the same
+    `saved` is that of the snapshot that training resumes from, if the number of ranks is the same.
     """
     if isinstance(requested, int):
         return requested, "as asked"
@@ -127,17 +124,11 @@ def choose_threads(requested: int | str, local_world_size: int, saved: int | Non
 
 
 def check_compiler(device: torch.device) -> None:
-    """Checks that torch.compile finds the compiler that it needs.
-
-    Raises:
-        UserError: there is no C++ compiler (CPU) or no Triton (GPU).
-    """
-    if device.type == "cuda":
-        if importlib.util.find_spec("triton") is None:
-            raise UserError("trainer.compile is true, but Triton is not here: pip install triton, or set it to false")
-        return
+    """Raises a UserError if torch.compile does not find the compiler it needs: Triton on a GPU, C++ on a CPU."""
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        raise UserError("trainer.compile is true, but Triton is not here: pip install triton, or set it to false")
     compiler = os.environ.get("CXX") or ("clang++" if platform.system() == "Darwin" else "g++")  # as torch.compile does
-    if shutil.which(compiler) is None:
+    if device.type != "cuda" and shutil.which(compiler) is None:
         raise UserError(
             f"trainer.compile is true, but there is no C++ compiler: found no {compiler}; install one, let CXX name "
             "it, or set trainer.compile to false"
@@ -145,13 +136,12 @@ def check_compiler(device: torch.device) -> None:
 
 
 def memory_per_rank(device: torch.device, local_world_size: int) -> int:
-    """Returns the bytes that a rank may use: its GPU's, or its share of the host's memory or of its cgroup's limit."""
+    """Bytes that a rank may use: its GPU's, or its share of the host's memory or of the cgroup's limit."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    file = Path("/sys/fs/cgroup/memory.max")
-    limit = file.read_text().strip() if file.exists() else ""
-    return min(memory, int(limit) if limit.isdecimal() else memory) // local_world_size
+    limit = CGROUP_LIMIT.read_text().strip() if CGROUP_LIMIT.exists() else "max"
+    return min(memory, memory if limit == "max" else int(limit)) // local_world_size
 
 
 def set_deterministic(device: torch.device) -> None:
@@ -162,7 +152,7 @@ def set_deterministic(device: torch.device) -> None:
 
 
 def seed_device(device: torch.device, seed: int) -> None:
-    """Seeds the device's own generator; torch.manual_seed would seed all devices', in 0.1 ms."""
+    """Seeds this device's generator; torch.manual_seed seeds those of all devices, which takes 0.1 ms."""
     if device.type == "cpu":
         torch.default_generator.manual_seed(seed)
     else:
@@ -170,9 +160,9 @@ def seed_device(device: torch.device, seed: int) -> None:
 
 
 def tune_malloc() -> None:
-    """Makes glibc keep freed memory for the next step, instead of returning it to Linux and faulting pages in again.
+    """Makes glibc keep freed memory for the next step instead of returning it to Linux.
 
-    Without it, steps of models at least 192 wide took 7% longer (measured). Other C libraries are left alone.
+    Page faults otherwise make steps of models at least 192 wide 7% slower (measured).
     """
     if platform.libc_ver()[0] == "glibc":
         c_library = ctypes.CDLL(None)
