@@ -269,12 +269,15 @@ def loss_curve(run_dir: Path) -> list[tuple[int, float]]:
 
 
 def wait_for_step(run_dir: Path, step: int) -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        if (run_dir / "metrics.jsonl").exists() and any(row["step"] >= step for row in read_rows(run_dir)):
-            return
+    file = run_dir / "metrics.jsonl"
+    wait_until(lambda: file.exists() and any(row["step"] >= step for row in read_rows(run_dir)), f"step {step}")
+
+
+def wait_until(condition: Callable[[], bool], name: str, timeout: float = 60) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"{name}: not within {timeout} s"
         time.sleep(0.02)
-    raise AssertionError(f"step {step} not reached in 60 s")
 
 
 def worker_pids(agent: int) -> list[int]:
@@ -343,7 +346,7 @@ def open_trainer(*argv: str, rendezvous: Any = "") -> Iterator[Trainer]:
 
 def train_losses(trainer: Trainer, steps: int) -> list[float]:
     """Trains so many steps; returns the mean loss over the batch of each."""
-    return [trainer.strategy.mean_loss(trainer.train_step()[0]).item() for _ in range(steps)]
+    return [trainer.strategy.mean_loss(trainer.train_step().losses).item() for _ in range(steps)]
 
 
 def train_curves(folder: Path, changes: list[dict[str, Any]], steps: int) -> list[list[float]]:
