@@ -1,9 +1,17 @@
-"""Snapshots in an object store: a real S3 server, reached the way a user would, that stumbles, dies and comes back."""
+"""Snapshots in an object store: a real S3 server, moto's, behind a proxy that causes faults."""
 
 from __future__ import annotations
 
 import gc
+import http.client
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -11,47 +19,166 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from helpers import loss_curve, read_rows, run_args, run_program, run_ranks, train_main
-from store import Proxy, healthy, in_turn, s3_server
+from helpers import (
+    assert_equal_snapshots,
+    free_port,
+    loss_curve,
+    read_rows,
+    run_args,
+    run_captured,
+    run_ranks,
+    start_main,
+    train_main,
+    write_text,
+)
 
-from mingpt.snapshot import storage
+from mingpt.snapshot import storage as storage_module
 from mingpt.snapshot.storage import SnapshotStorage, load_snapshot
 from mingpt.utils.errors import UserError
 
-WHY = "needs pip install -r .ci/requirements.txt"
-pytest.importorskip("moto", reason=WHY)
-s3fs = pytest.importorskip("s3fs", reason=WHY)
+REASON = "needs pip install -r .ci/requirements.txt"
+pytest.importorskip("moto", reason=REASON)
+s3fs = pytest.importorskip("s3fs", reason=REASON)
 
 pytestmark = pytest.mark.slow
 
-ACCOUNT = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
-PART = 5 << 20  # the least that S3 takes for a part of an upload
-NUMBERS = count(1)
+ENVIRONMENT = {
+    "AWS_ACCESS_KEY_ID": "test",
+    "AWS_SECRET_ACCESS_KEY": "test",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_MAX_ATTEMPTS": "1",  # botocore does not retry; s3fs and the program do
+}
+ERROR = b"<?xml version='1.0'?><Error><Code>ServiceUnavailable</Code><Message>caused by a test</Message></Error>"
+UPLOADS = ("PUT", "POST")
+PART_SIZE = 5 << 20  # S3's minimum for a part of an upload
+BUCKETS = count(1)
+
+
+class FaultyProxy(ThreadingHTTPServer):
+    """Forwards requests to a server, except for faults: `503`, `slow`, `silent`, `cut request`, `cut response`.
+
+    Args:
+        server_port: of the server
+        port: of the proxy; 0: a free one
+    """
+
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def __init__(self, server_port: int, port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), _Handler)
+        self.upstream_port = server_port
+        self.choose_fault: Callable[[str], str] = no_fault  # "PUT /bucket/key" -> fault
+        self.uploads = 0  # number of upload requests so far
+        self.faults: list[str] = []  # so far
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def stop(self) -> None:
+        """Refuses connections from now on, and cuts those that are open."""
+        self.choose_fault = lambda request: "cut request"
+        self.shutdown()
+        self.server_close()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Clients that close a connection are part of these tests."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: FaultyProxy
+
+    def forward(self) -> None:
+        fault = self.server.choose_fault(f"{self.command} {self.path}")
+        self.server.uploads += self.command in UPLOADS
+        self.server.faults += [fault] if fault else []
+        size = int(self.headers.get("Content-Length", 0))
+        body = self.rfile.read(size // 2 if fault == "cut request" else size)
+        if fault in ("cut request", "silent"):
+            time.sleep(30 if fault == "silent" else 0)
+            return self.cut()
+        if fault == "503":
+            return self.respond(503, {"Content-Type": "application/xml"}, ERROR)
+        time.sleep(1 if fault == "slow" else 0)
+        upstream = http.client.HTTPConnection("127.0.0.1", self.server.upstream_port, timeout=60)
+        upstream.request(self.command, self.path, body, dict(self.headers.items()))
+        response = upstream.getresponse()
+        content, headers = response.read(), dict(response.getheaders())
+        upstream.close()
+        if fault == "cut response" and not content:
+            return self.cut()
+        self.respond(response.status, headers, content, cut=fault == "cut response")
+
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = forward  # noqa: N815
+
+    def respond(self, status: int, headers: dict[str, str], content: bytes, cut: bool = False) -> None:
+        self.send_response_only(status)
+        size = headers.get("Content-Length") if self.command == "HEAD" else None
+        for name, value in headers.items():
+            if name.lower() not in ("content-length", "transfer-encoding", "connection"):
+                self.send_header(name, value)
+        self.send_header("Content-Length", size or str(len(content)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content[: len(content) // 2] if cut else content)
+        if cut:
+            self.cut()
+
+    def cut(self) -> None:
+        self.close_connection = True
+        self.connection.shutdown(socket.SHUT_RDWR)
+
+    def log_message(self, *args: object) -> None: ...
+
+
+def no_fault(request: str) -> str:
+    return ""
+
+
+def fault_sequence(*faults: str) -> Callable[[str], str]:
+    """One fault for each of the next upload requests."""
+    remaining = list(faults)
+    return lambda request: remaining.pop(0) if remaining and request.startswith(UPLOADS) else ""
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[int]:
-    with s3_server() as port:
-        yield port
+def server_port() -> Iterator[int]:
+    """The port of moto's server."""
+    port = free_port()
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            deadline = time.monotonic() + 60
+            while True:
+                try:
+                    socket.create_connection(("127.0.0.1", port), timeout=1).close()
+                    break
+                except OSError:
+                    assert process.poll() is None
+                    assert time.monotonic() < deadline
+                    time.sleep(0.05)
+            yield port
+        finally:
+            process.kill()
 
 
 @pytest.fixture
-def store(server: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    """The server behind a proxy, which the environment names; the program retries, and botocore does not."""
-    proxy = Proxy(server)
+def proxy(server_port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+    """A proxy that the environment names as S3's endpoint; parts are as small as S3 allows, and retries are fast."""
+    proxy = FaultyProxy(server_port)
     endpoint = f"http://127.0.0.1:{proxy.server_address[1]}"
-    for name, value in (ACCOUNT | {"AWS_ENDPOINT_URL": endpoint, "AWS_MAX_ATTEMPTS": "1"}).items():
+    for name, value in (ENVIRONMENT | {"AWS_ENDPOINT_URL": endpoint}).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(storage, "RETRIES", (0.01, 0.02, 0.03))
+    monkeypatch.setattr(storage_module, "RETRY_DELAYS", (0.01, 0.02, 0.03))
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"default_block_size": PART_SIZE})
     s3fs.S3FileSystem.clear_instance_cache()  # an instance keeps its endpoint
     yield proxy
     proxy.stop()
 
 
 @pytest.fixture
-def url(store: Proxy) -> str:
-    """A folder in a bucket that nobody has used."""
-    bucket = f"bucket-{next(NUMBERS)}"
+def url(proxy: FaultyProxy) -> str:
+    """A folder in an empty bucket."""
+    bucket = f"bucket-{next(BUCKETS)}"
     fsspec.filesystem("s3").mkdir(bucket)
     return f"s3://{bucket}/a/run"
 
@@ -61,22 +188,21 @@ def small(step: int, tensors: int = 1, size: int = 12) -> dict[str, Any]:
 
 
 def large(step: int) -> dict[str, Any]:
-    """Goes up in three parts."""
-    return small(step, tensors=6, size=PART // 10)
+    """A snapshot that is uploaded in three parts."""
+    return small(step, tensors=6, size=PART_SIZE // 10)
 
 
-def seen_afresh(url: str) -> SnapshotStorage:
-    """The folder as another process would see it: nothing is cached."""
+def uncached_storage(url: str) -> SnapshotStorage:
+    """The folder as another process sees it."""
     s3fs.S3FileSystem.clear_instance_cache()
     return SnapshotStorage(url, keep=1)
 
 
 def assert_newest_is(step: int, url: str) -> None:
-    """Whole, and nothing is damaged."""
-    said: list[str] = []
-    newest = seen_afresh(url).newest(said.append)
+    messages: list[str] = []
+    newest = uncached_storage(url).load_newest(messages.append)
     assert newest is not None
-    assert (newest["step"], said) == (step, [])
+    assert (newest["step"], messages) == (step, [])
     assert all((weight == step).all() for weight in newest["model"].values())
 
 
@@ -85,131 +211,128 @@ def unfinished_uploads(url: str) -> list[dict]:
     return fsspec.filesystem("s3").call_s3("list_multipart_uploads", Bucket=bucket).get("Uploads", [])
 
 
-# A folder in the store
-
-
 def test_snapshots_are_written_found_loaded_and_pruned(url: str) -> None:
-    folder = SnapshotStorage(url, keep=2)
-    assert folder.newest(print) is None
-    assert folder.write(small(1), None) == f"{url}/step_00000001.pt"
+    storage = SnapshotStorage(url, keep=2)
+    assert storage.load_newest(print) is None
+    assert storage.write(small(1), None) == f"{url}/step_00000001.pt"
     for step in (2, 3, 4, 5):
-        folder.write(small(step), 2)
-    assert SnapshotStorage(url, keep=2).steps() == folder.steps() == [2, 4, 5]
+        storage.write(small(step), 2)
+    assert SnapshotStorage(url, keep=2).steps() == storage.steps() == [2, 4, 5]
     assert_newest_is(5, url)
-    assert (load_snapshot(folder.file(2))["model"]["0"] == 2).all()
+    assert (load_snapshot(storage.file(2))["model"]["0"] == 2).all()
 
     fs = fsspec.filesystem("s3")
-    content = bytearray(fs.cat_file(folder.file(5)))
+    content = bytearray(fs.cat_file(storage.file(5)))
     content[1000] ^= 1
-    fs.pipe_file(folder.file(5), bytes(content))
-    said: list[str] = []
-    newest = folder.newest(said.append)
+    fs.pipe_file(storage.file(5), bytes(content))
+    messages: list[str] = []
+    newest = storage.load_newest(messages.append)
     assert newest is not None
     assert newest["step"] == 4
-    assert [line.split()[0] for line in said] == [folder.file(5), folder.file(4)]
+    assert [message.split()[0] for message in messages] == [storage.file(5), storage.file(4)]
 
 
-STUMBLES = {
-    "some 503": ["503"] * 3,
-    "a slow answer": ["slow"],
-    "a cut upload": ["cut request"],
-    "many cut uploads": ["cut request"] * 12,  # more than s3fs repeats by itself
-    "a lost answer": ["cut answer"],
-    "many lost answers": ["cut answer"] * 12,
-    "a bit of all": ["503", "cut request", "503", "cut answer", "slow"],
+FAULTS = {
+    "503": ["503"] * 3,
+    "slow": ["slow"],
+    "cut request": ["cut request"],
+    "cut response": ["cut response"],
+    "mixed": ["503", "cut request", "503", "cut response", "slow"],
+    "many cut requests": ["cut request"] * 12,  # more than s3fs retries by itself
+    "many cut responses": ["cut response"] * 12,
 }
 
 
 @pytest.mark.parametrize(
-    ("name", "what"),
-    [(name, small) for name in STUMBLES] + [(name, large) for name in STUMBLES if not name.startswith("many")],
+    ("name", "snapshot"),
+    [(name, small) for name in FAULTS] + [(name, large) for name in ("503", "cut request", "cut response")],
 )
-def test_a_store_that_stumbles_gets_the_whole_file(
-    name: str, what: Callable[[int], dict[str, Any]], store: Proxy, url: str, monkeypatch: pytest.MonkeyPatch
+def test_a_snapshot_is_whole_after_temporary_faults_at_any_request_of_its_upload(
+    name: str, snapshot: Callable[[int], dict[str, Any]], proxy: FaultyProxy, url: str
 ) -> None:
-    monkeypatch.setitem(fsspec.config.conf, "s3", {"default_block_size": PART})
-    seen_afresh(url).write(what(1), None)
-    uploads, store.uploads = store.uploads - 1, 0  # without the one that made the bucket
-    assert uploads == (1 if what is small else 5)  # start, three parts, end
-    for before in range(uploads):
-        store.met.clear()
-        store.rule = in_turn(*[""] * before, *STUMBLES[name])
-        seen_afresh(url).write(what(before + 2), None)
-        assert store.met == STUMBLES[name]
-        assert seen_afresh(url).steps() == [before + 2]
+    proxy.uploads = 0
+    uncached_storage(url).write(snapshot(1), None)
+    requests = proxy.uploads
+    assert requests == (1 if snapshot is small else 5)  # start, three parts, end
+    for before in range(requests):
+        proxy.faults.clear()
+        proxy.choose_fault = fault_sequence(*[""] * before, *FAULTS[name])
+        uncached_storage(url).write(snapshot(before + 2), None)
+        assert proxy.faults == FAULTS[name]
+        assert uncached_storage(url).steps() == [before + 2]
         assert_newest_is(before + 2, url)
-    if "cut answer" not in STUMBLES[name]:  # else the store has begun uploads whose names it could not tell
+    if "cut response" not in FAULTS[name]:  # else the client does not know the ids of uploads that it started
         assert unfinished_uploads(url) == []
 
 
-@pytest.mark.parametrize("fault", ["503", "cut request", "cut answer"])
-def test_a_store_that_stumbles_is_read(fault: str, store: Proxy, url: str) -> None:
+@pytest.mark.parametrize("fault", ["503", "cut request", "cut response"])
+def test_a_snapshot_is_read_in_spite_of_temporary_faults(fault: str, proxy: FaultyProxy, url: str) -> None:
     SnapshotStorage(url, keep=1).write(small(3), None)
-    for asked in ("list-type", "step_00000003.pt"):
-        left = [fault] * 2
-        store.rule = lambda request, asked=asked, left=left: left.pop() if left and asked in request else ""
+    for target in ("list-type", "step_00000003.pt"):
+        remaining = [fault] * 2
+        proxy.choose_fault = lambda request, target=target, remaining=remaining: (
+            remaining.pop() if remaining and target in request else ""
+        )
         assert_newest_is(3, url)
-        assert left == []
+        assert remaining == []
 
 
 @pytest.mark.parametrize("fault", ["503", "cut request", "silent", "refused"])
-def test_a_store_that_stays_dead_is_a_users_error_and_costs_nothing_that_was_there(
-    fault: str, store: Proxy, server: int, url: str, monkeypatch: pytest.MonkeyPatch
+def test_a_permanent_fault_is_reported_and_existing_snapshots_stay(
+    fault: str, proxy: FaultyProxy, server_port: int, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage, "RETRIES", ())
+    monkeypatch.setattr(storage_module, "RETRY_DELAYS", ())
     monkeypatch.setitem(fsspec.config.conf, "s3", {"config_kwargs": {"read_timeout": 0.1}})
-    folder = seen_afresh(url)
-    folder.write(small(1), None)
-    store.rule = lambda request: fault
+    storage = uncached_storage(url)
+    storage.write(small(1), None)
+    proxy.choose_fault = lambda request: fault
     if fault == "refused":
-        store.stop()
-    with pytest.raises(UserError, match=r"trainer\.snapshot_path: s3://.*/step_00000002\.pt"):
-        folder.write(small(2), None)
-    with pytest.raises(UserError, match=r"trainer\.snapshot_path: s3://"):  # and not: there is none
-        seen_afresh(url).newest(print)
-    again = Proxy(server, store.server_address[1]) if fault == "refused" else store
-    again.rule = healthy
+        proxy.stop()
+    with pytest.raises(UserError, match=r"trainer\.snapshot_path: s3://.*/step_00000002\.pt can't be written"):
+        storage.write(small(2), None)
+    with pytest.raises(UserError, match=r"trainer\.snapshot_path: s3://.* can't be read"):
+        uncached_storage(url).load_newest(print)
+    restarted = FaultyProxy(server_port, proxy.server_address[1]) if fault == "refused" else proxy
+    restarted.choose_fault = no_fault
     assert_newest_is(1, url)
-    folder.write(small(3), None)
-    assert seen_afresh(url).steps() == [3]
+    storage.write(small(3), None)
+    assert uncached_storage(url).steps() == [3]
     assert_newest_is(3, url)
-    if again is not store:
-        again.stop()
+    if restarted is not proxy:
+        restarted.stop()
 
 
 @pytest.mark.parametrize("requests_before", [0, 1, 2, 3, 4])
-def test_an_upload_that_fails_midway_is_discarded(
-    requests_before: int, store: Proxy, url: str, monkeypatch: pytest.MonkeyPatch
+def test_an_upload_that_fails_at_one_request_is_discarded(
+    requests_before: int, proxy: FaultyProxy, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(fsspec.config.conf, "s3", {"default_block_size": PART})
-    monkeypatch.setattr(storage, "RETRIES", ())
-    folder = seen_afresh(url)
-    folder.write(small(1), None)
-    store.rule = in_turn(*[""] * requests_before, "503")
+    monkeypatch.setattr(storage_module, "RETRY_DELAYS", ())
+    storage = uncached_storage(url)
+    storage.write(small(1), None)
+    proxy.choose_fault = fault_sequence(*[""] * requests_before, "503")
     with pytest.raises(UserError, match="can't be written"):
-        folder.write(large(2), None)
-    assert store.met == ["503"]
-    assert seen_afresh(url).steps() == [1]
+        storage.write(large(2), None)
+    assert proxy.faults == ["503"]
+    assert uncached_storage(url).steps() == [1]
     assert_newest_is(1, url)
     assert unfinished_uploads(url) == []
-    folder.write(large(3), None)
+    storage.write(large(3), None)
     assert_newest_is(3, url)
 
 
-def test_a_store_that_dies_midway_and_comes_back_shows_no_half_file(
-    store: Proxy, url: str, monkeypatch: pytest.MonkeyPatch
+def test_an_upload_is_not_completed_when_the_store_is_back(
+    proxy: FaultyProxy, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(fsspec.config.conf, "s3", {"default_block_size": PART})
-    monkeypatch.setattr(storage, "RETRIES", ())
-    folder = seen_afresh(url)
-    folder.write(small(1), None)
-    left = ["", "", "503"]
-    store.rule = lambda request: (left.pop(0) if len(left) > 1 else left[0]) if "step" in request else ""
+    monkeypatch.setattr(storage_module, "RETRY_DELAYS", ())
+    storage = uncached_storage(url)
+    storage.write(small(1), None)
+    requests = count()
+    proxy.choose_fault = lambda request: "503" if "step" in request and next(requests) > 1 else ""
     with pytest.raises(UserError, match="can't be written"):
-        folder.write(large(2), None)
-    store.rule = healthy
-    gc.collect()  # an open file that is forgotten closes itself
-    assert seen_afresh(url).steps() == [1]
+        storage.write(large(2), None)
+    proxy.choose_fault = no_fault
+    gc.collect()  # closes open files
+    assert uncached_storage(url).steps() == [1]
 
 
 class Interruption(BaseException):
@@ -221,81 +344,97 @@ class Interrupting:
         raise Interruption
 
 
-def test_a_save_that_is_interrupted_midway_shows_no_file(url: str) -> None:
-    folder = SnapshotStorage(url, keep=1)
-    folder.write(small(1), None)
+def test_an_interrupted_save_leaves_no_file(url: str) -> None:
+    storage = SnapshotStorage(url, keep=1)
+    storage.write(small(1), None)
     with pytest.raises(Interruption):
-        folder.write(small(2) | {"z": Interrupting()}, None)
-    gc.collect()  # an open file that is forgotten closes itself
-    assert seen_afresh(url).steps() == [1]
+        storage.write(small(2) | {"z": Interrupting()}, None)
+    gc.collect()  # closes open files
+    assert uncached_storage(url).steps() == [1]
 
 
 # Whole runs
 
 
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with text.txt and run/, with its snapshots in a local folder."""
+    folder = tmp_path_factory.mktemp("local")
+    argv = run_args(folder / "run", write_text(folder / "text.txt"))
+    assert run_ranks(1, train_main, *argv, tmp_path=folder) == [0]
+    return folder
+
+
 def assert_same_end(run_dir: Path, url: str, local: Path) -> None:
-    mine = seen_afresh(url).newest(print)
-    other = SnapshotStorage(str(local / "snapshots"), keep=9).newest(print)
-    assert mine is not None
-    assert other is not None
-    assert mine["step"] == other["step"]
-    for name, weight in mine["model"].items():
-        assert weight.equal(other["model"][name]), name
-        for key, value in mine["optimizer"][name].items():
-            assert value.equal(other["optimizer"][name][key]), (name, key)
-    assert loss_curve(run_dir) == loss_curve(local)
+    """The newest snapshot in the store, and the losses, are those of the local run."""
+    (run_dir / "snapshots").mkdir()
+    fsspec.filesystem("s3").get_file(f"{url}/step_00000012.pt", str(run_dir / "snapshots/step_00000012.pt"))
+    assert_equal_snapshots(run_dir, local / "run")
+    assert loss_curve(run_dir) == loss_curve(local / "run")
+    shutil.rmtree(run_dir / "snapshots")
 
 
-def test_a_run_resumes_from_the_store_bit_for_bit(url: str, text: Path, tmp_path: Path) -> None:
-    run, local = tmp_path / "run", tmp_path / "local"
-    assert run_ranks(1, train_main, *run_args(local, text), tmp_path=tmp_path) == [0]
-    for stop in (7, 12):
-        knobs = {"trainer__snapshot_path": url, "trainer__max_steps": stop, "optimizer__decay_steps": 12}
-        done = run_program("main.py", *run_args(run, text, **knobs))
-        assert (done.returncode, done.stderr) == (0, "")
-    assert f"going on from {url}/step_00000007.pt" in done.stdout
-    assert [row["step"] for row in read_rows(run, "start")] == [0, 7]
-    assert not (run / "snapshots").exists()
-    assert_same_end(run, url, local)
-
-
-@pytest.mark.parametrize("lost", [[6], [9, 12]])
-def test_a_run_goes_on_while_the_store_is_down(
-    lost: list[int], store: Proxy, url: str, text: Path, tmp_path: Path
+def test_a_run_killed_in_an_upload_resumes_with_the_same_bits(
+    proxy: FaultyProxy, url: str, local: Path, tmp_path: Path
 ) -> None:
-    run, local = tmp_path / "run", tmp_path / "local"
-    assert run_ranks(1, train_main, *run_args(local, text), tmp_path=tmp_path) == [0]
-    store.rule = lambda request: "503" if any(f"step_{step:08d}" in request for step in lost) else ""
-    argv = run_args(run, text, trainer__snapshot_path=url)
-    done = run_program("main.py", *argv)
-    assert "Traceback" not in done.stderr
-    said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert [step for step in (3, 6, 9, 12) if any(f"{url}/step_{step:08d}.pt" in line for line in said)] == lost
-    assert [row["step"] for row in read_rows(run, "snapshot") if "error" in row] == lost
-    assert done.returncode == (2 if 12 in lost else 0)
-    assert loss_curve(run) == loss_curve(local)
+    run_dir = tmp_path / "run"
+    argv = run_args(run_dir, local / "text.txt", trainer__snapshot_path=url)
+    with start_main(argv) as process:
 
-    store.rule = healthy
-    assert seen_afresh(url).steps() == [step for step in (3, 6, 9, 12) if step not in lost]
-    again = run_program("main.py", *argv)
-    assert (again.returncode, again.stderr) == (0, "")
-    assert ("already trained" in again.stdout) == (12 not in lost)
-    assert_same_end(run, url, local)
+        def kill_in_upload(request: str) -> str:
+            if not (request.startswith(UPLOADS) and "step_00000009" in request):
+                return ""
+            process.kill()
+            return "cut request"
+
+        proxy.choose_fault = kill_in_upload
+        process.communicate(timeout=120)
+    assert process.returncode == -9
+    proxy.choose_fault = no_fault
+    assert uncached_storage(url).steps()[-1] == 6
+    [(status, out, err)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
+    assert (status, err) == (0, "")
+    assert f"resuming from {url}/step_00000006.pt" in out
+    assert [row["step"] for row in read_rows(run_dir, "start")] == [0, 6]
+    assert not (run_dir / "snapshots").exists()
+    assert_same_end(run_dir, url, local)
 
 
-def test_a_run_that_cannot_ask_the_store_does_not_start_anew(
-    store: Proxy, url: str, text: Path, tmp_path: Path
+def test_a_run_continues_while_the_store_fails_and_resumes_from_the_newest_snapshot(
+    proxy: FaultyProxy, url: str, local: Path, tmp_path: Path
 ) -> None:
-    argv = run_args(tmp_path / "run", text, trainer__snapshot_path=url)
-    assert run_program("main.py", *argv, "--trainer.max_steps", "6").returncode == 0
+    run_dir, failing = tmp_path / "run", [6, 12]
+    proxy.choose_fault = lambda request: "503" if any(f"step_{step:08d}" in request for step in failing) else ""
+    argv = run_args(run_dir, local / "text.txt", trainer__snapshot_path=url)
+    [(status, _, err)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
+    assert status == 2
+    for step in (3, 6, 9, 12):
+        warning = f"warning: step {step}: trainer.snapshot_path: {url}/step_{step:08d}.pt can't be written: "
+        assert (warning in err) == (step in failing)
+    assert f"error: training has reached step 12, but its snapshot is not saved: trainer.snapshot_path: {url}/" in err
+    assert [row["step"] for row in read_rows(run_dir, "snapshot") if "error" in row] == failing
+    assert loss_curve(run_dir) == loss_curve(local / "run")
+
+    proxy.choose_fault = no_fault
+    assert uncached_storage(url).steps() == [3, 9]
+    [(status, out, err)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
+    assert (status, err) == (0, "")
+    assert f"resuming from {url}/step_00000009.pt" in out
+    assert_same_end(run_dir, url, local)
+
+
+def test_a_run_does_not_start_anew_if_the_store_cannot_be_read(
+    proxy: FaultyProxy, url: str, local: Path, tmp_path: Path
+) -> None:
+    argv = run_args(tmp_path / "run", local / "text.txt", trainer__snapshot_path=url, trainer__max_steps=6)
+    assert run_ranks(1, train_main, *argv, tmp_path=tmp_path) == [0]
     before = (tmp_path / "run/metrics.jsonl").read_bytes()
-    for asked in ("list-type", "step_00000006.pt"):
-        store.rule = lambda request, asked=asked: "503" if asked in request else ""
-        done = run_program("main.py", *argv)
-        assert done.returncode == 2, done.stderr
-        assert done.stderr.count("error: ") == 1
-        assert "Traceback" not in done.stderr
-        assert "trainer.snapshot_path" in done.stderr
+    for target in ("list-type", "step_00000006.pt"):
+        proxy.choose_fault = lambda request, target=target: "503" if target in request else ""
+        [(status, _, err)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
+        assert status == 2
+        assert err.startswith(f"error: trainer.snapshot_path: {url}")
+        assert err.count("error: ") == 1
         assert (tmp_path / "run/metrics.jsonl").read_bytes() == before
-    store.rule = healthy
-    assert seen_afresh(url).steps() == [3, 6]
+    proxy.choose_fault = no_fault
+    assert uncached_storage(url).steps() == [3, 6]
