@@ -6,8 +6,8 @@ class UserError(Exception):
 
 
 class PeerError(Exception):
-    """Another rank, or the store that ranks meet at, is gone; exit status 1."""
+    """Another rank or the rendezvous store is gone; exit status 1."""
 
 
 class StoreUnreachableError(PeerError):
-    """The store that ranks meet at is gone."""
+    """The rendezvous store is gone."""

@@ -14,17 +14,14 @@ import yaml
 
 from mingpt.utils.errors import UserError
 
-LOCK_TIMEOUT = 5.0  # seconds to wait for another run, which may be about to exit
+LOCK_TIMEOUT = 5.0  # seconds that another run has to exit
 
 
 def lock_run_dir(run_dir: Path, owner: object) -> None:
-    """Locks the run folder for as long as `owner` lives: two runs in one folder would mix up rows and snapshots.
+    """Locks the run folder until `owner` is collected; raises a UserError if another process holds the lock.
 
-    The lock is an abstract socket, a name that Linux frees however the process ends. It does not exclude other hosts.
-    A lock file would, but after the loss of a host it would remain.
-
-    Raises:
-        UserError: another process holds the lock.
+    The lock is an abstract socket, which Linux frees however the process ends. It does not exclude other hosts: a lock
+    file would, but would remain after the loss of a host.
     """
     folder, lock = run_dir.stat(), socket.socket(socket.AF_UNIX)
     deadline = time.monotonic() + LOCK_TIMEOUT
@@ -44,11 +41,7 @@ def lock_run_dir(run_dir: Path, owner: object) -> None:
 
 
 def write_config(run_dir: Path, config: dict[str, Any]) -> None:
-    """Writes config.yaml; it is complete or absent, however the process ends.
-
-    Raises:
-        UserError: it can't be written.
-    """
+    """Writes config.yaml, complete or not at all however the process ends; raises a UserError if that fails."""
     try:
         temporary = run_dir / "config.yaml.tmp"
         temporary.write_text(yaml.safe_dump(config, sort_keys=False))

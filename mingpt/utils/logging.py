@@ -1,4 +1,4 @@
-"""The program's logger, which does not break the live line, and the exit status of scripts."""
+"""The program's logger, which writes above the live line, and the exit status of scripts."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class _TqdmHandler(logging.Handler):
         return self.rank == 0 or record.levelno >= logging.WARNING
 
     def emit(self, record: logging.LogRecord) -> None:
-        # Streams are looked up here, since they may have been redirected. Errors such as BrokenPipeError propagate.
+        # Streams are looked up here, since they may be redirected. Errors such as BrokenPipeError propagate.
         message = record.getMessage()
         if record.levelno >= logging.WARNING:
             stream, message = sys.stderr, f"{record.levelname.lower()}: {message}"
             if stream.isatty() and not ProgressLine.alive:
-                message = f"\r\x1b[K{message}"  # overwrites another rank's live line, which comes again below
+                message = f"\r\x1b[K{message}"  # overwrites another rank's live line, which is drawn again below
         else:
             stream = getattr(sys, self.info_stream)
             if self.info_stream == "stdout" and not stream.isatty():
@@ -47,7 +47,7 @@ _handler = _TqdmHandler()
 def configure_logging(info_stream: Literal["stdout", "stderr"] = "stdout") -> None:
     """Sends INFO to this stream, with date and time if it is stdout and no terminal; WARNING and ERROR to stderr.
 
-    Programs call it at their start. It resets the rank to 0.
+    It resets the rank to 0.
     """
     _handler.info_stream, _handler.rank = info_stream, 0
     logger.addHandler(_handler)  # once, however often this is called
@@ -61,11 +61,9 @@ def set_rank(rank: int) -> None:
 
 
 def run_script(run: Callable[[Sequence[str]], None]) -> int:
-    """Calls `run` with the command line's arguments.
+    """Calls `run` with the command line's arguments and returns the exit status.
 
-    Returns:
-        exit status: 0, also if the reader of stdout has closed it, as `head` does; 2 after a UserError, which is
-        logged; 130 after Ctrl-C
+    It is 0, also if the reader of stdout has closed it, as `head` does; 2 after a UserError; 130 after Ctrl-C.
     """
     configure_logging()
     try:

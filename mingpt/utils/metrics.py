@@ -1,4 +1,4 @@
-"""A run's metrics: metrics.jsonl for programs, events for TensorBoard, and lines on the screen."""
+"""Metrics of a run: metrics.jsonl, TensorBoard's events, and log lines."""
 
 from __future__ import annotations
 
@@ -19,12 +19,9 @@ SCALARS = ("loss", "learning_rate", "grad_norm", "tokens_per_second", "world_siz
 
 
 class MetricsLogger:
-    """Writes metrics.jsonl and TensorBoard's events, and shows the run's progress.
+    """Writes metrics.jsonl and TensorBoard's events, and shows progress, in a run from `step` to `last_step`.
 
-    Args:
-        folder: the run folder
-        step: the step that training continues from; rows of later steps, and a torn last row, are removed
-        last_step: the step that training ends with
+    It removes rows of later steps than `step` and a torn last row.
 
     Raises:
         UserError: the files can't be written.
@@ -37,7 +34,7 @@ class MetricsLogger:
         try:
             _remove_rows_after(step, file)
             self.descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-            self.events = SummaryWriter(str(folder), purge_step=step + 1)  # TensorBoard hides the steps of a kill
+            self.events = SummaryWriter(str(folder), purge_step=step + 1)  # TensorBoard hides later steps
         except OSError as error:
             raise UserError(
                 f"trainer.run_dir: {file} can't be written: {error.strerror}; make it writable, or set another"
@@ -45,7 +42,7 @@ class MetricsLogger:
         self.line = ProgressLine(step, last_step)
 
     def log(self, event: str, step: int, **values: Any) -> None:
-        """Appends a row. It is a single write, so that a kill leaves at most one torn row, the last."""
+        """Appends a row by a single write, so that a kill leaves at most one torn row, the last."""
         row = json.dumps({"event": event, "step": step, "time": time.time(), **values})
         try:
             os.write(self.descriptor, row.encode() + b"\n")
@@ -58,11 +55,9 @@ class MetricsLogger:
             logger.warning(f"step {step}: trainer.run_dir: metrics can't be written: {error}; training continues")
 
     def advance(self, step: int) -> None:
-        """Moves the live line to a finished step."""
         self.line.advance(step)
 
     def log_train(self, step: int, **values: float | int) -> None:
-        """Writes and shows a step's loss and speed."""
         self.log("train", step, **values)
         line, loss, speed = self.line, values["loss"], values["tokens_per_second"]
         line.fields |= {"loss": f"loss {loss:.3f}", "speed": f"{_format_short(speed)} tok/s"}
@@ -75,7 +70,6 @@ class MetricsLogger:
         line.refresh()
 
     def log_eval(self, step: int, val_loss: float, seconds: float) -> None:
-        """Writes and shows a validation loss."""
         self.log("eval", step, val_loss=val_loss)
         self.line.fields["val"] = f"val {val_loss:.3f}"
         logger.info(f"step {step}: validation loss {val_loss:.4f} nats per character ({seconds:.1f} s)")
@@ -93,7 +87,6 @@ class MetricsLogger:
             self.line.saved_at = time.monotonic()
 
     def close(self) -> None:
-        """Leaves the live line as it is and closes the files."""
         self.line.close()
         with suppress(OSError):  # each row has warned of it
             self.events.close()
@@ -111,11 +104,7 @@ class NullMetricsLogger(MetricsLogger):
 
 
 class StepTimer:
-    """Measures throughput without pauses.
-
-    Args:
-        samples: number of samples before the first step
-    """
+    """Measures throughput without pauses, from a number of samples on."""
 
     def __init__(self, samples: int) -> None:
         self.started = self.since = time.perf_counter()
@@ -134,12 +123,7 @@ class StepTimer:
         self.since += time.perf_counter() - paused
 
     def tokens_per_second(self, samples: int, tokens_per_sample: int) -> float:
-        """Returns the average rate since the last call.
-
-        Args:
-            samples: number of samples so far
-            tokens_per_sample: length of a sample
-        """
+        """Returns the average rate since the last call, given the number of samples so far."""
         now = time.perf_counter()
         rate = (samples - self.samples) * tokens_per_sample / (now - self.since)
         self.since, self.samples = now, samples
@@ -155,11 +139,7 @@ def _format_short(number: float) -> str:
 
 
 def read_metrics(file: Path) -> tuple[list[dict[str, Any]], int]:
-    """Returns the rows of a metrics.jsonl, and how many other lines it has; a torn last one is not counted.
-
-    Raises:
-        OSError: the file can't be read.
-    """
+    """Returns the rows of a metrics.jsonl, and how many other lines it has; a torn last one is not counted."""
     rows, others = [], 0
     with file.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
@@ -177,10 +157,9 @@ def read_metrics(file: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def _remove_rows_after(step: int, file: Path) -> None:
-    """Rewrites metrics.jsonl without rows of later steps and without a torn one; writes a new file and renames it."""
-    if not file.exists():
-        return
-    rows, _ = read_metrics(file)
-    temporary = file.with_name(f"{file.name}.tmp")
-    temporary.write_text("".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step))
-    os.replace(temporary, file)
+    """Replaces metrics.jsonl by a file without rows of later steps and without a torn one."""
+    if file.exists():
+        rows, _ = read_metrics(file)
+        temporary = file.with_name(f"{file.name}.tmp")
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step))
+        os.replace(temporary, file)

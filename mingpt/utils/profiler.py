@@ -10,17 +10,12 @@ from torch.profiler import profile, schedule
 
 from mingpt.utils.logging import logger
 
-SKIP_STEPS = 10  # steps in which memory, caches and gradients' buckets settle
+SKIP_STEPS = 10  # in which memory, caches and gradient buckets settle
 
 
 @contextmanager
 def profile_steps(steps: int | None, trace: Path) -> Iterator[Callable[[], None]]:
-    """Yields a function to call after each step.
-
-    Args:
-        steps: number of steps to record; None: no trace
-        trace: file for the trace, in Chrome's format
-    """
+    """Records so many steps in Chrome's trace format, or none; yields a function to call after each step."""
     if steps is None:
         yield lambda: None
         return

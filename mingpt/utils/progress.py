@@ -1,4 +1,4 @@
-"""The live line on a terminal, and bars of work that takes long."""
+"""The live line on a terminal, and options of progress bars."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-# For tqdm: a bar on a terminal, shown after a second and removed when the work is done.
+# Arguments of tqdm for a bar on a terminal that appears after a second and is removed at the end.
 BAR_OPTIONS: dict[str, Any] = {"unit_scale": True, "delay": 1, "disable": None, "leave": False}
 
 
@@ -21,13 +21,10 @@ def format_duration(seconds: float) -> str:
 
 
 class ProgressLine(tqdm):
-    """The live line: steps, a bar that takes what width is left, losses, speed, time left and the last snapshot's age.
+    """The live line: steps, a bar in the width that is left, losses, speed, time left and the last snapshot's age.
 
-    It follows the terminal's width. If stdout is no terminal, nothing is shown.
-
-    Args:
-        step: the step that training continues from
-        last_step: the step that training ends with
+    It follows the terminal's width. If stdout is no terminal, nothing is shown. Training runs from `step` to
+    `last_step`.
     """
 
     alive = False  # whether this process shows one
@@ -47,7 +44,6 @@ class ProgressLine(tqdm):
         )
 
     def advance(self, step: int) -> None:
-        """Moves to a finished step."""
         self.step = step
         self.update(step - self.n)
 
@@ -58,7 +54,7 @@ class ProgressLine(tqdm):
 
     @property
     def format_dict(self) -> dict[str, Any]:
-        """What `bar_format` may name; tqdm reads it at each refresh."""
+        """Values for `bar_format`, which tqdm reads at each refresh."""
         status = [self.fields[name] for name in ("loss", "val", "speed") if name in self.fields]
         if self.step > self.first_step:
             status.append(f"{self.time_left()} left")

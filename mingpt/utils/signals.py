@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop, and the death of its launcher."""
+"""Signals that stop a run, and the loss of its launcher."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from types import TracebackType
 
 EXIT_STATUS = {signal.SIGTERM: 143, signal.SIGUSR1: 143, signal.SIGINT: 130}  # signal -> exit status
 SECOND_INTERRUPT_SECONDS = 1.0  # a SIGINT within this time of the first may be the launcher's copy of the first
-POLL_SECONDS = 0.5  # seconds between checks of the launcher
+POLL_SECONDS = 0.5  # between checks of the launcher
 
 
 class SignalHandler:
-    """Records the first signal that asks to stop, within the context; ranks then agree on the step to stop at.
+    """Records the first signal within the context; ranks then agree on the step to stop at.
 
     Attribute `signal` is its number, or 0. Further signals change nothing, except that a second SIGINT, at least a
     second after the first, ends the process at once. Python runs signal handlers in the main thread only, which may be
-    waiting in a collective for a rank that never comes. So a thread reads signals from the interpreter's wakeup fd.
+    waiting in a collective for a rank that is gone. So a thread reads signals from the interpreter's wakeup fd.
 
-    torchrun's workers outlive it if it is killed, and would still be in the run folder at the next start. For them,
-    their launcher's death counts as a SIGTERM.
+    torchrun's workers continue if it is killed, and would still lock the run folder at the next start. So the end of
+    their launcher counts as a SIGTERM.
     """
 
     def __init__(self) -> None:
@@ -41,10 +41,10 @@ class SignalHandler:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Restores signal handlers, or ignores signals if this process was asked to stop or its launcher will do so.
+        """Restores signal handlers, or ignores signals after one was received and where the launcher will send one.
 
         The launcher repeats a signal when other ranks exit first. And without restarts, torchrun stops all ranks as
-        soon as one fails, while the others still have to find out which rank is gone and say so.
+        soon as one fails, while the others still have to find and report the rank that is gone.
         """
         ignore = self.signal or (error is not None and os.environ.get("TORCHELASTIC_MAX_RESTARTS") == "0")
         for number, handler in self.old_handlers.items():

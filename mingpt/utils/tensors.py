@@ -1,4 +1,4 @@
-"""What several modules do with tensors."""
+"""Tensor utilities."""
 
 from torch import Tensor
 
