@@ -268,9 +268,11 @@ def loss_curve(run_dir: Path) -> list[tuple[int, float]]:
     return [(row["step"], row["loss"]) for row in read_rows(run_dir)]
 
 
-def wait_for_step(run_dir: Path, step: int) -> None:
+def wait_for_step(run_dir: Path, step: int, timeout: float = 60) -> None:
     file = run_dir / "metrics.jsonl"
-    wait_until(lambda: file.exists() and any(row["step"] >= step for row in read_rows(run_dir)), f"step {step}")
+    wait_until(
+        lambda: file.exists() and any(row["step"] >= step for row in read_rows(run_dir)), f"step {step}", timeout
+    )
 
 
 def wait_until(condition: Callable[[], bool], name: str, timeout: float = 60) -> None:
