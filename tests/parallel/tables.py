@@ -1,194 +1,296 @@
-"""What the strategies have in common, and what each saves: a loss table, a resume matrix and a memory table.
+"""The tables of docs/strategies.md and docs/pipeline.md, and the runs behind them, which the tests beside it share.
 
-    python tests/tables.py > docs/strategies.md
-
-trains every combination on real processes over gloo and writes what came of it. The slow tests assert the same.
+python -m tests.parallel.tables strategies > docs/strategies.md
+python -m tests.parallel.tables pipeline > docs/pipeline.md
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-sys.path.append(str(Path(__file__).parent.parent))  # a script has no pytest to do so
+sys.path.append(str(Path(__file__).parents[1]))  # pytest adds it by itself
 
 from helpers import (
     LARGE_CONFIG,
     MEMORY_KINDS,
     NO_DROPOUT,
+    loss_curve,
     max_relative_error,
+    newest_snapshot,
     open_trainer,
     run_args,
-    run_captured,
+    run_each_captured,
     run_ranks,
-    train_curves,
     train_losses,
     write_text,
 )
 
+from benchmarks.pipeline_timeline import steps, traces_of
+from mingpt.config_parser import read_config
 from mingpt.parallel.memory import MemoryUsage
-from mingpt.snapshot.storage import SnapshotStorage
 from mingpt.utils.device import device_kind
+from mingpt.utils.errors import UserError
+
+Options = dict[str, Any]  # of a run, by names such as trainer__batch_size
 
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
+# Each strategy with each kind of activation checkpointing, so that all pairs of two options occur.
+TRAINED: list[Options] = [
+    {
+        "distributed__strategy": strategy,
+        "trainer__activation_checkpointing": mode,
+        "trainer__micro_batch_size": 2 if (i + j) % 2 else None,
+        "optimizer__name": "muon" if (i // 2 + j) % 2 else "adamw",
+    }
+    for i, strategy in enumerate(STRATEGIES)
+    for j, mode in enumerate(("none", "selective", "full"))
+]
+# In micro-batches of one sequence, because each shape is compiled.
+COMPILED: list[Options] = [
+    {
+        "distributed__strategy": strategy,
+        "trainer__activation_checkpointing": mode,
+        "trainer__micro_batch_size": 1,
+        "trainer__compile": True,
+    }
+    for strategy, mode in (("ddp", "none"), ("ddp", "full"), ("fsdp", "none"), ("fsdp", "selective"))
+]
+RESUMED = list(zip(STRATEGIES, STRATEGIES[1:] + STRATEGIES[:1], strict=True))  # saved by, resumed by
+
+# Enough blocks and micro-batches for two replicas of four stages.
+PIPELINE: Options = {"model__n_layer": 4, "trainer__batch_size": 8, "trainer__micro_batch_size": 1}
+SCHEDULED: list[Options] = [
+    {"distributed__pipeline_stages": stages, "distributed__pipeline_schedule": schedule}
+    for stages in (2, 4)
+    for schedule in ("1f1b", "gpipe")
+]
+COMBINED: list[Options] = [  # with two stages
+    {"distributed__strategy": "zero1", "optimizer__name": "muon"},
+    {"distributed__strategy": "zero2", "trainer__activation_checkpointing": "selective"},
+    {"distributed__strategy": "fsdp", "trainer__activation_checkpointing": "full"},
+    {"distributed__strategy": "fsdp", "optimizer__name": "muon"},
+    {"trainer__precision": "bf16"},
+    {"distributed__strategy": "fsdp", "trainer__compile": True},
+]
+REFUSED: list[Options] = [
+    {"distributed__reduction": "tree"},
+    {"distributed__strategy": "fsdp", "distributed__cpu_offload": True},
+]
+PIPELINE_RESUMED = [(1, 1, "ddp"), (4, 4, "ddp"), (4, 2, "fsdp"), (2, 1, "fsdp")]  # ranks, stages, strategy
+WRITTEN_BY = (
+    f"Written by `python -m tests.parallel.tables {{}}` ({device_kind(torch.device('cpu'))}, "
+    f"PyTorch {torch.__version__}, gloo)."
+)
+# Stages of equal size, except for the embeddings, whose computation takes much longer than communication.
+TIMED: Options = {
+    "data__block_size": 128,
+    "model__n_embd": 384,
+    "model__n_head": 6,
+    "trainer__profile_steps": 12,
+}
 
 
-def combinations(compiled: bool) -> list[dict[str, Any]]:
-    """All strategies, with and without accumulation and activation checkpointing.
+def with_stages(stages: int, **changes: Any) -> Options:
+    return PIPELINE | {"distributed__pipeline_stages": stages} | changes
 
-    Compiled ones in micro-batches of one sequence alone, a shape that all numbers of ranks share: each takes long.
+
+def label(options: Options) -> str:
+    names = {name: name.split("__")[1] for name in options} | {"optimizer__name": "optimizer"}
+    return ", ".join(f"{names[name]}: {'null' if value is None else value}" for name, value in options.items())
+
+
+def train(folder: Path, ranks: int, runs: dict[str, Options], steps: int) -> dict[str, list[float]]:
+    """Trains without dropout, in run folders of these names; returns the losses of each run."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = write_text(folder / "text.txt")
+    every = dict.fromkeys(("trainer__max_steps", "trainer__eval_every", "trainer__save_every"), steps)
+    argvs = [run_args(folder / name, text, **(NO_DROPOUT | every | options)) for name, options in runs.items()]
+    for results in run_ranks(ranks, run_each_captured, argvs, tmp_path=folder, timeout=600):
+        for status, _, err in results:
+            assert status == 0, err
+    return {name: [loss for _, loss in loss_curve(folder / name)] for name in runs}
+
+
+def loss_errors(folder: Path, ranks: int, runs: list[Options], steps: int = 12) -> list[float]:
+    """The largest relative deviation of each run's losses from those of the same training in one process.
+
+    That process uses ddp and the whole batch at once, without activation checkpointing and compilation.
     """
-    recompute, sizes = ("none", "selective", "full"), (1,) if compiled else (None, 2)
-    return [
-        {
-            "distributed__strategy": strategy,
-            "trainer__micro_batch_size": size,
-            "trainer__activation_checkpointing": how,
-            "trainer__compile": compiled,
-        }
-        for strategy, size, how in itertools.product(STRATEGIES, sizes, recompute)
-    ]
+    names = ("model__n_layer", "optimizer__name", "trainer__batch_size", "trainer__precision")
+    plain = [{name: run[name] for name in names if name in run} | {"trainer__micro_batch_size": None} for run in runs]
+    distinct = {str(i): options for i, options in enumerate(plain) if options not in plain[:i]}
+    expected = train(folder / f"plain-{ranks}", 1, distinct, steps)
+    found = train(folder / str(ranks), ranks, {str(i): options for i, options in enumerate(runs)}, steps)
+    return [max_relative_error(found[str(i)], expected[str(plain.index(p))]) for i, p in enumerate(plain)]
 
 
-def save_each(folder: Path, number: int) -> list[float]:
-    """Trains 6 steps with each strategy into a folder of its name, and returns the losses of steps 7 to 9."""
-    for strategy in STRATEGIES:
-        argv = run_args(folder / strategy, folder / "text.txt", trainer__max_steps=6, **NO_DROPOUT)
-        run_ranks(number, run_captured, *argv, "--distributed.strategy", strategy, tmp_path=folder)
-    argv = run_args(folder / "whole", folder / "text.txt", **NO_DROPOUT)
-    [found] = run_ranks(1, _whole, *argv, tmp_path=folder)
-    return found
+def resume(folder: Path, runs: list[tuple[str, Options]]) -> list[tuple[bool, list[float]]]:
+    """For `run_ranks`: resumes runs in these folders, of six steps each, with these options.
 
-
-def _whole(*argv: str) -> list[float]:
-    with open_trainer(*argv) as made:
-        return train_losses(made, 9)[6:]
-
-
-def resume_each(folder: Path) -> dict[tuple[str, str], tuple[bool, list[float]]]:
-    """For `ranks`: for each (saved by, resumed by), whether all bits came back, and the losses of the next 3 steps."""
-    found = {}
-    rank, number = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-    for saved, resumed in itertools.product(STRATEGIES, STRATEGIES):
-        run = folder / f"{saved}-{resumed}-{number}"
+    Returns:
+        of each, whether weights and optimizer state have the bits of the snapshot, and the losses of the next 3 steps
+    """
+    results, rank, ranks = [], os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    for i, (saved, options) in enumerate(runs):
+        run_dir = folder / f"{saved}-{i}-{ranks}"
         if rank == "0":
-            shutil.copytree(folder / saved / "snapshots", run / "snapshots")
-        argv = run_args(run, folder / "text.txt", distributed__strategy=resumed, **NO_DROPOUT)
-        with open_trainer(*argv, rendezvous=run.name) as made:
-            snapshot = SnapshotStorage(str(folder / saved / "snapshots"), keep=9).newest(print)
-            assert snapshot is not None
-            same = []
-            for name, weight, state in made.state.strategy.state():
-                same.append(torch.equal(weight, snapshot["model"][name]))
-                same += [torch.equal(state[key], value) for key, value in snapshot["optimizer"][name].items()]
-            same.append(len(same) == 4 * len(snapshot["model"]))
-            found[saved, resumed] = all(same), train_losses(made, 3)
-    return found
+            shutil.copytree(folder / saved / "snapshots", run_dir / "snapshots")
+        with open_trainer(*run_args(run_dir, folder / "text.txt", **(NO_DROPOUT | options)), rendezvous=i) as trainer:
+            snapshot = newest_snapshot(folder / saved)
+            assert snapshot["step"] == trainer.step == 6
+            full = {name: {"weight": weight, **state} for name, weight, state in trainer.strategy.iter_full_state()}
+            saved_state = {name: {"weight": snapshot["model"][name], **snapshot["optimizer"][name]} for name in full}
+            is_equal = full.keys() == snapshot["model"].keys() and all(
+                full[name].keys() == saved_state[name].keys()
+                and all(torch.equal(tensor, saved_state[name][key]) for key, tensor in full[name].items())
+                for name in full
+            )
+            results.append((is_equal, train_losses(trainer, 3)))
+    return results
 
 
-def memory_of_each(folder: Path, optimizer: str = "adamw") -> dict[str, tuple[MemoryUsage, list[MemoryUsage]]]:
-    """For `ranks`: for each strategy, bytes by formula on the rank with most, and measured on each."""
-    found = {}
-    for strategy in STRATEGIES:
-        run = folder / f"{strategy}-{os.environ.get('WORLD_SIZE')}"
-        knobs = {"trainer__batch_size": 4, "distributed__strategy": strategy, "optimizer__name": optimizer}
-        argv = run_args(run, folder / "text.txt", **knobs, **LARGE_CONFIG)
-        with open_trainer(*argv, rendezvous=strategy) as made:
-            made.train_step()
-            found[strategy] = made.state.need, made.context.all_gather_object(made.held)
-    return found
+def measure(folder: Path, runs: list[Options]) -> list[tuple[MemoryUsage, list[MemoryUsage], list[int]]]:
+    """For `run_ranks`: memory of a large model with each of these options, after a step.
+
+    Returns:
+        of each, the estimate for the rank with most, the usage of each rank, and, in it, the bytes of embeddings
+    """
+    results, ranks = [], os.environ.get("WORLD_SIZE", "1")
+    for i, options in enumerate(runs):
+        argv = run_args(folder / f"{ranks}-{i}", folder / "text.txt", **(options | LARGE_CONFIG))
+        with open_trainer(*argv, rendezvous=i) as trainer:
+            trainer.train_step()
+            strategy, gather = trainer.strategy, trainer.context.all_gather_object
+            embeddings = sum(weight.nbytes for name, weight in strategy.parameters.items() if "transformer.w" in name)
+            results.append((strategy.estimated_memory, gather(trainer.memory), gather(4 * embeddings)))
+    return results
 
 
-# As Markdown
+def refusal(options: Options) -> str:
+    """The message with which the configuration refuses these options with two stages."""
+    try:
+        read_config(run_args(Path("run"), "text.txt", **with_stages(2), **options))
+    except UserError as error:
+        return str(error).split(" (in the command line)")[0]
+    raise AssertionError(f"{label(options)} is accepted")
 
 
-def loss_table(folder: Path, numbers: list[int], compiled: bool) -> list[str]:
-    """Each combination's largest deviation from one process's plain curve over 20 steps, by number of ranks."""
-    [[plain]] = run_ranks(1, train_curves, folder, [{}], 20, tmp_path=folder)
-    rows = combinations(False) + (combinations(True) if compiled else [])
-    columns = [run_ranks(number, train_curves, folder, rows, 20, tmp_path=folder, timeout=600)[0] for number in numbers]
-    lines = [
-        f"| strategy | micro-batches | activation checkpointing | compiled | {' | '.join(map(_ranks, numbers))} |",
-        "|" + " --- |" * (4 + len(numbers)),
-    ]
-    for i, row in enumerate(rows):
-        words = [
-            row["distributed__strategy"],
-            f"of {size}" if (size := row["trainer__micro_batch_size"]) else "one",
-            row["trainer__activation_checkpointing"],
-            "yes" if row["trainer__compile"] else "no",
-            *(f"{max_relative_error(column[i], plain):.0e}" for column in columns),
-        ]
-        lines.append(f"| {' | '.join(words)} |")
-    return lines
+def markdown(header: list[Any], rows: Iterable[Iterable[Any]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
-def resume_table(folder: Path, numbers: list[int]) -> list[str]:
-    """What each strategy saved on two ranks, resumed by each."""
-    plain = save_each(folder, 2)
-    lines = [
-        f"| saved by, on 2 ranks | resumed by | {' | '.join(map(_ranks, numbers))} |",
-        "|" + " --- |" * (2 + len(numbers)),
-    ]
-    columns = [run_ranks(number, resume_each, folder, tmp_path=folder)[0] for number in numbers]
-    for saved, resumed in itertools.product(STRATEGIES, STRATEGIES):
+def loss_table(folder: Path, base: Options, runs: list[Options], ranks: list[int]) -> str:
+    columns = [loss_errors(folder / str(n), n, [base | options for options in runs]) for n in ranks]
+    rows = [[label(options), *(f"{column[i]:.0e}" for column in columns)] for i, options in enumerate(runs)]
+    return markdown(["options", *(f"{n} rank{'s' * (n > 1)}" for n in ranks)], rows)
+
+
+def resume_table(folder: Path, base: Options, saved: dict[str, Options], runs: list[tuple[str, int, Options]]) -> str:
+    expected = train(folder, 1, {"plain": base}, 9)["plain"][6:]
+    train(folder, 2, {name: base | options for name, options in saved.items()}, 6)
+    rows = []
+    for name, n, options in runs:
+        [(is_equal, losses)] = run_ranks(n, resume, folder, [(name, base | options)], tmp_path=folder)[0]
+        restored = "the same bits" if is_equal else "OTHER BITS"
+        rows.append([name, n, label(options), restored, f"{max_relative_error(losses, expected):.0e}"])
+    return markdown(["saved on 2 ranks with", "ranks", "resumed with", "restored", "losses of steps 7 to 9"], rows)
+
+
+def memory_table(folder: Path, runs: list[tuple[int, Options]]) -> str:
+    rows = []
+    for n, options in runs:
+        [(estimate, usages, embeddings)] = run_ranks(n, measure, folder, [options], tmp_path=folder)[0]
+        usage = max(usages, key=lambda usage: usage.total)
+        blocks = max(usage.total - rest for usage, rest in zip(usages, embeddings, strict=True))
+        pairs = [(getattr(usage, kind), getattr(estimate, kind)) for kind in MEMORY_KINDS]
+        cells = [f"{found / 2**20:.1f} ({expected / 2**20:.1f})" for found, expected in pairs]
+        rows.append([n, label(options), *cells, f"{blocks / 2**20:.1f}"])
+    return markdown(["ranks", "options", *MEMORY_KINDS, "all without embeddings"], rows)
+
+
+def waiting_table(folder: Path) -> str:
+    rows = []
+    for n in (2, 4, 8):
+        size = {"trainer__batch_size": 4 * n, "trainer__micro_batch_size": 4}
+        runs = {s: TIMED | with_stages(2, **size, distributed__pipeline_schedule=s) for s in ("1f1b", "gpipe")}
+        train(folder / str(n), 2, runs, 24)
         cells = []
-        for column in columns:
-            same, curve = column[saved, resumed]
-            cells.append(f"{'same bits' if same else 'OTHER BITS'}, then {max_relative_error(curve, plain):.0e}")
-        lines.append(f"| {saved} | {resumed} | {' | '.join(cells)} |")
-    return lines
+        for schedule in runs:
+            waiting = sorted(step.bubble for step in steps(traces_of(folder / str(n) / schedule)))
+            cells.append(f"{waiting[len(waiting) // 2]:.1%} ({waiting[0]:.1%} to {waiting[-1]:.1%})")
+        rows.append([n, *cells, f"{1 / (n + 1):.1%}"])
+    return markdown(["micro-batches", "1f1b", "gpipe", "(S - 1) / (M + S - 1)"], rows)
 
 
-def memory_table(folder: Path, numbers: list[int]) -> list[str]:
-    """MiB on the rank that holds most, by formula and measured."""
-    lines = [
-        "| ranks | strategy | parameters | gradients | optimizer state | all three, measured / formula |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for number in numbers:
-        for strategy, (formula, held) in run_ranks(number, memory_of_each, folder, tmp_path=folder)[0].items():
-            most = max(held, key=lambda part: part.total)
-            cells = [
-                f"{getattr(most, kind) / 2**20:.1f} ({getattr(formula, kind) / 2**20:.1f})" for kind in MEMORY_KINDS
-            ]
-            ratio = most.total / sum(getattr(formula, kind) for kind in MEMORY_KINDS)
-            lines.append(f"| {number} | {strategy} | {' | '.join(cells)} | {ratio:.3f} |")
-    return lines
+def strategies_page(folder: Path) -> str:
+    by_name = {name: {"distributed__strategy": name} for name in STRATEGIES}
+    resumed = [(saved, n, by_name[name]) for n in (3, 4) for saved, name in RESUMED]
+    return f"""\
+# Strategies: equal losses, one snapshot format, less memory
+
+{WRITTEN_BY.format("strategies")}
+
+## Losses: largest relative deviation from one process with ddp, in 12 steps in fp32, batches of 7
+
+{loss_table(folder / "losses", {}, TRAINED + COMPILED, [1, 2, 3, 4])}
+
+## Resume: the restored state, and the deviation of the next losses from an uninterrupted run
+
+{resume_table(folder / "resume", {}, by_name, resumed)}
+
+## Memory: MiB on the rank with most, measured (estimated), 4 layers 512 wide, fp32, AdamW
+
+{memory_table(folder / "memory", [(n, options) for n in (1, 2, 4) for options in by_name.values()])}"""
 
 
-def _ranks(number: int) -> str:
-    return "1 rank" if number == 1 else f"{number} ranks"
+def pipeline_page(folder: Path) -> str:
+    resumed = [("2 stages", n, with_stages(stages, distributed__strategy=s)) for n, stages, s in PIPELINE_RESUMED]
+    refused = markdown(["options", "message"], ([label(options), refusal(options)] for options in REFUSED))
+    return f"""\
+# Pipeline stages: equal losses, one snapshot format, less memory
 
+{WRITTEN_BY.format("pipeline")}
 
-def main() -> None:
-    """Writes all three to stdout."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_text(folder / "text.txt")
-        parts = {
-            "Losses: largest relative deviation from one process over 20 steps, fp32, batch of 7 on uneven shares": (
-                loss_table(folder, [1, 2, 3, 4], compiled=True)
-            ),
-            "Resume: the bits that come back, and the next 3 losses' deviation from an undisturbed run": (
-                resume_table(folder, [1, 2, 3])
-            ),
-            "Memory: MiB on the rank with most, measured (and by formula), 4 layers 512 wide, fp32": (
-                memory_table(folder, [1, 2, 4])
-            ),
-        }
-    machine = f"{device_kind(torch.device('cpu'))}, PyTorch {torch.__version__}, gloo"
-    print(f"# Strategies: one truth, one snapshot, less memory\n\nWritten by `python tests/tables.py` ({machine}).")
-    for title, lines in parts.items():
-        print(f"\n## {title}\n", *lines, sep="\n")
+Ranks form a mesh of replicas x stages. Blocks are distributed evenly; the embeddings are in the first stage, and the
+output projection, tied to them, is in the last. With S stages and M micro-batches per replica, each stage waits at
+least (S - 1) / (M + S - 1) of the time. In fp16, all stages skip a step whose gradient overflows in one.
+
+## Losses: largest relative deviation from one process, in 12 steps in fp32, 8 micro-batches
+
+{loss_table(folder / "losses", PIPELINE, SCHEDULED, [4, 8])}
+
+## Other options, with 2 replicas x 2 stages: deviation from one process
+
+{loss_table(folder / "options", with_stages(2), COMBINED, [4])}
+
+{refused}
+
+## Resume: the restored state, and the deviation of the next losses from one process
+
+{resume_table(folder / "resume", PIPELINE, {"2 stages": with_stages(2)}, resumed)}
+
+## Memory: MiB on the rank with most, measured (estimated), 4 layers 512 wide, fp32, AdamW
+
+{memory_table(folder / "memory", [(n, with_stages(n)) for n in (1, 2, 4)])}
+
+## Waiting: median (range) over the steps of 2 stages with one thread each, 4 layers 384 wide, T = 128
+
+{waiting_table(folder / "waiting")}
+
+![a step of two stages, four micro-batches](pipeline.png)
+
+`python -m benchmarks.pipeline_timeline` draws the steps of a run."""
 
 
 if __name__ == "__main__":
-    main()
+    with tempfile.TemporaryDirectory() as name:
+        print({"strategies": strategies_page, "pipeline": pipeline_page}[sys.argv[1]](Path(name)))
