@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -20,46 +20,43 @@ from trainer import Trainer
 ENDLESS = {"trainer__max_steps": 1_000_000, "trainer__save_every": 1_000_000}
 
 
+def get_handlers() -> dict[int, Any]:
+    return {number: signal.getsignal(number) for number in EXIT_STATUS}
+
+
 @pytest.fixture
-def handlers() -> Iterator[Callable[[], dict[int, Any]]]:
-    """Returns the signals' handlers, which are restored after the test."""
-
-    def current() -> dict[int, Any]:
-        return {number: signal.getsignal(number) for number in EXIT_STATUS}
-
-    before = current()
-    yield current
-    for number, handler in before.items():
+def handlers_before() -> Iterator[dict[int, Any]]:
+    """Restores the signals' handlers after the test."""
+    handlers = get_handlers()
+    yield handlers
+    for number, handler in handlers.items():
         signal.signal(number, handler)
 
 
-def test_the_first_signal_is_recorded_and_later_ones_are_ignored(handlers: Callable[[], dict[int, Any]]) -> None:
+@pytest.mark.usefixtures("handlers_before")
+def test_the_first_signal_is_recorded_and_later_ones_are_ignored() -> None:
     with SignalHandler() as signals:
         assert signals.signal == 0
         os.kill(os.getpid(), signal.SIGUSR1)
         deadline = time.monotonic() + 10
         while not signals.signal and time.monotonic() < deadline:
             time.sleep(0.01)
-        for number in (signal.SIGTERM, signal.SIGTERM):
-            os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.05)
         assert signals.signal == signal.SIGUSR1
-    assert set(handlers().values()) == {signal.SIG_IGN}
-    os.kill(os.getpid(), signal.SIGTERM)
+    assert set(get_handlers().values()) == {signal.SIG_IGN}
 
 
-def test_without_a_signal_handlers_and_threads_are_restored(
-    handlers: Callable[[], dict[int, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before, threads = handlers(), threading.active_count()
+def test_without_a_signal_handlers_and_threads_are_restored(handlers_before: dict, monkeypatch: Any) -> None:
+    threads = threading.active_count()
     with suppress(ValueError), SignalHandler():
         raise ValueError
-    assert (handlers(), threading.active_count()) == (before, threads)
+    assert (get_handlers(), threading.active_count()) == (handlers_before, threads)
 
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")  # torchrun then sends SIGTERM to ranks that report an error
     with suppress(ValueError), SignalHandler():
         raise ValueError
-    assert set(handlers().values()) == {signal.SIG_IGN}
+    assert set(get_handlers().values()) == {signal.SIG_IGN}
 
 
 @pytest.mark.slow
