@@ -7,28 +7,29 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
-def rank(number: int, size: int, meeting: str, options: list[str]) -> None:
-    """One process of the run."""
-    import main  # noqa: PLC0415  # each process has a PyTorch of its own
+def run_rank(rank: int, world_size: int, rendezvous_file: str, options: list[str]) -> None:
+    import main  # noqa: PLC0415  # not in the parent process, which only waits
 
-    os.environ |= {"RANK": str(number), "WORLD_SIZE": str(size)}
-    sys.argv = ["main.py", *options, "--distributed.init_method", f"file://{meeting}"]
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    sys.argv = ["main.py", *options, "--distributed.init_method", f"file://{rendezvous_file}"]
     main.main()
 
 
 if __name__ == "__main__":
-    size, options = int(sys.argv[1]), sys.argv[2:]
-    with tempfile.TemporaryDirectory() as folder:  # a file to meet at must be new at each start
-        start = multiprocessing.get_context("spawn").Process
-        ranks = [start(target=rank, args=(i, size, f"{folder}/meeting", options)) for i in range(size)]
-        for each in ranks:
-            each.start()
+    world_size, options = int(sys.argv[1]), sys.argv[2:]
+    with tempfile.TemporaryDirectory() as folder:
+        context = multiprocessing.get_context("spawn")
+        ranks = [
+            context.Process(target=run_rank, args=(rank, world_size, f"{folder}/rendezvous", options))
+            for rank in range(world_size)
+        ]
+        for process in ranks:
+            process.start()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the ranks too, which save
-        signal.signal(signal.SIGTERM, lambda number, frame: [each.terminate() for each in ranks])
-        for each in ranks:
-            each.join()
-    sys.exit(max(abs(each.exitcode) for each in ranks))
+        signal.signal(signal.SIGTERM, lambda number, frame: [process.terminate() for process in ranks])
+        for process in ranks:
+            process.join()
+    sys.exit(max(abs(process.exitcode) for process in ranks))

@@ -1,9 +1,10 @@
-"""launch/kubernetes.yaml: what the operator's schema knows, and a command that trains."""
+"""launch/kubernetes.yaml fits the training operator's schema, and its command and image train."""
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,16 +17,16 @@ from helpers import ROOT, clean_env, free_port, read_rows, run_args
 from mingpt.config_parser import read_config
 
 TEXT = (ROOT / "launch/kubernetes.yaml").read_text()
-GPU = TEXT.replace("## ", "")
 KINDS = {"PersistentVolumeClaim": "V1PersistentVolumeClaim", "PyTorchJob": "KubeflowOrgV1PyTorchJob"}
 CLAIM, JOB = yaml.safe_load_all(TEXT)
-POD = JOB["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
+WORKER = JOB["spec"]["pytorchReplicaSpecs"]["Worker"]
+POD = WORKER["template"]["spec"]
 CONTAINER = POD["containers"][0]
 ENV = {variable["name"]: variable["value"] for variable in CONTAINER["env"]}
 
 
-def check(text: str) -> None:
-    """Sends documents through the published models, which drop keys that they don't know, and change a wrong type."""
+def check_schema(text: str) -> None:
+    """Converts documents to the operator's published models, which drop unknown keys, and back."""
     pytest.importorskip("kubeflow.training", reason="kubeflow-training is not installed")
     from kubeflow.training.api_client import ApiClient
 
@@ -35,32 +36,33 @@ def check(text: str) -> None:
         assert client.sanitize_for_serialization(model) == document
 
 
-def test_the_schema_knows_every_key() -> None:
-    check(TEXT)
-    check(GPU)
-    assert "nvidia.com/gpu" in yaml.safe_dump_all(yaml.safe_load_all(GPU))
+def test_all_keys_are_in_the_schema_also_those_for_gpus() -> None:
+    with_gpus = TEXT.replace("## ", "")
+    check_schema(TEXT)
+    check_schema(with_gpus)
+    assert "nvidia.com/gpu" in yaml.safe_dump_all(yaml.safe_load_all(with_gpus))
 
 
 @pytest.mark.parametrize(
-    ("found", "mistaken"),
+    ("correct", "mistaken"),
     [("minReplicas", "minNodes"), ("mountPath:", "path:"), ('value: "4"', "value: 4"), ("accessModes", "accessMode")],
 )
-def test_a_mistake_would_be_seen(found: str, mistaken: str) -> None:
-    assert found in TEXT
+def test_a_mistake_does_not_fit_the_schema(correct: str, mistaken: str) -> None:
+    assert correct in TEXT
     with pytest.raises((AssertionError, ValueError)):
-        check(TEXT.replace(found, mistaken))
+        check_schema(TEXT.replace(correct, mistaken))
 
 
-def test_what_belongs_together() -> None:
+def test_values_that_depend_on_each_other_agree() -> None:
     assert POD["volumes"][0]["persistentVolumeClaim"]["claimName"] == CLAIM["metadata"]["name"]
     run_dir = read_config(CONTAINER["args"]).trainer.run_dir
-    assert Path(run_dir).is_relative_to(CONTAINER["volumeMounts"][0]["mountPath"]), "on the claim"
+    assert Path(run_dir).is_relative_to(CONTAINER["volumeMounts"][0]["mountPath"]), "on the claimed volume"
     assert int(ENV["PET_SHUTDOWN_TIMEOUT"]) < POD["terminationGracePeriodSeconds"]
 
 
 @pytest.mark.slow
 def test_two_pods_train(text: Path, tmp_path: Path) -> None:
-    """Its command, with the variables that the operator sets (training-operator 1.9, pkg/controller.v1/pytorch)."""
+    """The container's command with the variables that the operator sets (1.9, pkg/controller.v1/pytorch)."""
     policy = JOB["spec"]["elasticPolicy"]
     env = ENV | {
         "PET_NPROC_PER_NODE": JOB["spec"]["nprocPerNode"],
@@ -68,33 +70,36 @@ def test_two_pods_train(text: Path, tmp_path: Path) -> None:
         "PET_RDZV_BACKEND": policy["rdzvBackend"],
         "PET_NNODES": f"{policy['minReplicas']}:{policy['maxReplicas']}",
         "PET_MAX_RESTARTS": str(policy["maxRestarts"]),
-        "PET_RDZV_CONF": "last_call_timeout=5",  # not from the yaml: for a test, 30 seconds are long to wait for more
+        "PET_RDZV_CONF": "last_call_timeout=5",  # by default torchrun waits 30 seconds for more pods
     }
     assert CONTAINER["command"] == ["torchrun", "main.py"]
     command = [sys.executable, "-m", "torch.distributed.run", str(ROOT / "main.py"), *CONTAINER["args"]]
     command += run_args(tmp_path / "run", text)
     pods = [
         subprocess.Popen(command, env=clean_env(**env), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for _ in range(JOB["spec"]["pytorchReplicaSpecs"]["Worker"]["replicas"])
+        for _ in range(WORKER["replicas"])
     ]
     try:
-        said = [pod.communicate(timeout=120)[0] for pod in pods]
+        outputs = [pod.communicate(timeout=120)[0] for pod in pods]
     finally:
         for pod in pods:
             pod.kill()
-    assert [pod.returncode for pod in pods] == [0, 0], said
+    assert [pod.returncode for pod in pods] == [0, 0], outputs
     assert [row["world_size"] for row in read_rows(tmp_path / "run")] == [2] * 12
 
 
 @pytest.mark.slow
-def test_the_image_has_all_that_runs(tmp_path: Path) -> None:
-    copied = re.findall(r"^COPY (.+) \S+$", (ROOT / "launch/Dockerfile").read_text(), re.MULTILINE)
-    for pattern in " ".join(copied).split():
-        for file in ROOT.glob(pattern):
-            target = tmp_path / file.relative_to(ROOT)
-            target.parent.mkdir(exist_ok=True)
-            target.write_bytes(file.read_bytes())
-    for words in (["data/prepare.py"], ["main.py", "--trainer.max_steps=1"]):
-        command, env = [sys.executable, *words], clean_env(PYTHONPATH="")
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
+def test_the_image_has_all_files_that_its_programs_need(tmp_path: Path) -> None:
+    instructions = re.findall(r"^COPY (.+)$", (ROOT / "launch/Dockerfile").read_text(), re.MULTILINE)
+    for *sources, target in (instruction.split() for instruction in instructions):
+        for source in sources:
+            if (ROOT / source).is_dir():
+                shutil.copytree(ROOT / source, tmp_path / target, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                (tmp_path / target).mkdir(exist_ok=True)
+                shutil.copy(ROOT / source, tmp_path / target)
+    scripts = ",".join(file.stem for file in tmp_path.glob("*.py"))
+    for program in (["data/prepare.py"], ["main.py", "--trainer.max_steps=1"], ["-c", f"import {scripts}"]):
+        command, env = [sys.executable, *program], clean_env(PYTHONPATH="")
+        result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr
