@@ -170,7 +170,8 @@ def encoding(bench: Bench) -> Iterator[Row]:
             np.array([tokens[character] for character in text], dtype=np.uint16)
 
         def encode(file: Path = file) -> None:
-            encode_corpus(str(file), Path(tempfile.mkdtemp(dir=bench.folder)))
+            with suppress_stdout():
+                encode_corpus(str(file), Path(tempfile.mkdtemp(dir=bench.folder)))
 
         megabytes = file.stat().st_size / 1e6
         what = f"a dictionary's loop over {megabytes:.0f} MB of text in encode_corpus, its file included"
