@@ -20,6 +20,7 @@ from helpers import (
     small_gpt,
     train_curves,
     train_losses,
+    write_text,
 )
 from torch.profiler import ProfilerActivity, profile
 
@@ -89,8 +90,6 @@ def test_each_strategy_resumes_what_another_saved(ranks: int, tmp_path: Path) ->
 @pytest.fixture(scope="module")
 def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Results of several bodies by rank."""
-    from helpers import write_text
-
     folder = tmp_path_factory.mktemp("two")
     write_text(folder / "text.txt")
     return run_ranks(2, _on_two_ranks, folder, tmp_path=folder)
