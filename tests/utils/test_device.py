@@ -202,20 +202,17 @@ def test_freed_memory_is_reused_without_page_faults(tmp_path: Path) -> None:
     assert after < 100
 
 
-def page_faults_before_and_after_tuning() -> tuple[int, int]:
-    """For `run_ranks`, since the setting lasts until the process ends."""
-    before = page_faults_per_step()
-    tune_malloc()
-    return before, page_faults_per_step()
-
-
-def page_faults_per_step() -> int:
-    """Page faults of a step that allocates what previous steps have freed."""
-    for _ in range(10):
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        tensors = [torch.ones(10_000_000) for _ in range(4)]
-        del tensors
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+def page_faults_before_and_after_tuning() -> list[int]:
+    """For `run_ranks`, since the setting lasts until the process ends: page faults of a step that reuses memory."""
+    faults = []
+    for tune in (lambda: None, tune_malloc):
+        tune()
+        for _ in range(10):
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            tensors = [torch.ones(10_000_000) for _ in range(4)]
+            del tensors
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return faults
 
 
 def test_seed_device_gives_the_numbers_of_torch_manual_seed() -> None:

@@ -5,13 +5,8 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import pytest
 from helpers import ROOT, clean_env, loss_curve, read_rows, run_args, run_on_terminal, set_columns
 
 from mingpt.utils.progress import format_duration
@@ -88,42 +83,21 @@ line.close()"""
     assert screen(f"{before}warning: of step 50", 80) == ["warning: of step 50"]  # in place of the live line
 
 
-class SlowServer(BaseHTTPRequestHandler):
-    """Takes 1.3 seconds to send a text of 70 characters."""
-
-    def do_HEAD(self) -> None:
-        self.send_response(200)
-        self.send_header("Content-Length", "70")
-        self.end_headers()
-
-    def do_GET(self) -> None:
-        self.do_HEAD()
-        for part in range(14):
-            time.sleep(0.1 if part else 0)
-            self.wfile.write(b"abcde")
-
-    def log_message(self, *args: object) -> None:
-        pass
-
-
-@pytest.fixture
-def slow_url() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), SlowServer) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}/text.txt"
-        server.shutdown()
-        thread.join()
-
-
-def test_a_download_of_over_a_second_has_a_bar_on_a_terminal_until_it_is_done(slow_url: str, tmp_path: Path) -> None:
+def test_a_download_of_over_a_second_has_a_bar_on_a_terminal_until_it_is_done(tmp_path: Path) -> None:
     """Encoding takes less than a second and has none; on a pipe, nothing is shown."""
-    code = "from pathlib import Path; from mingpt.corpus import encode_corpus; "
-    code += f"encode_corpus({slow_url!r}, Path({{!r}}))"
-    command = [sys.executable, "-c", code.format(f"{tmp_path}/pipe")]
+    code = """
+import io, sys, time
+from pathlib import Path
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
+from mingpt.corpus import encode_corpus
+MemoryFileSystem().pipe("/text.txt", b"abcde" * 14)
+MemoryFileSystem.blocksize = 5
+MemoryFile.read = lambda file, size: time.sleep(0.1) or io.BytesIO.read(file, size)
+encode_corpus("memory://text.txt", Path(sys.argv[1]))"""
+    command = [sys.executable, "-c", code, str(tmp_path / "pipe")]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, env=clean_env()) as process:
-        status, raw = run_on_terminal("-c", code.format(f"{tmp_path}/terminal"))
-        assert (process.communicate(timeout=60)[1], process.returncode, status) == (b"", 0, 0)
+        status, raw = run_on_terminal("-c", code, tmp_path / "terminal")
+        assert (process.communicate(timeout=60)[1], process.returncode, status) == (b"", 0, 0), raw
     bars = [part for part in re.split("[\r\n]+", raw) if part.strip()]
     assert bars
     assert all(re.match(r"fetching: +\d+%\|.*\| \d+\.\d/70\.0", bar) for bar in bars), bars
