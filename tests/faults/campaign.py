@@ -1,6 +1,9 @@
-"""Does a run survive anything? Random faults on real processes; the end is compared with an undisturbed run's bits.
+"""A campaign of random faults: real processes are killed, stopped and restarted, and every run must end in the bits of
+an undisturbed one.
 
-A run is a function of its seed but for the machine's timing: `python tests/faults/campaign.py --only 17` repeats one.
+    python -m tests.faults.campaign --report report.md
+
+A run is a function of its seed, except for the timing of the machine: `--only 17` repeats one.
 """
 
 from __future__ import annotations
@@ -18,14 +21,21 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-sys.path.extend(str(folder) for folder in Path(__file__).parents[1:3])  # a script has no pytest to do so
-
-from helpers import ROOT, assert_equal_snapshots, clean_env, loss_curve, run_args, write_text
+from tests.helpers import (
+    ROOT,
+    TORCHRUN,
+    assert_equal_snapshots,
+    clean_env,
+    find_processes,
+    kill_processes,
+    loss_curve,
+    run_args,
+    write_text,
+)
 
 KINDS = KILL, KILL_LAUNCHER, KILL_ALL, TERM, TERM_ALL, PAUSE, STOP = (
     "SIGKILL of a worker",
@@ -36,191 +46,183 @@ KINDS = KILL, KILL_LAUNCHER, KILL_ALL, TERM, TERM_ALL, PAUSE, STOP = (
     "SIGSTOP of a worker, brief",
     "SIGSTOP of a worker, lasting",
 )
-FEWEST, MOST, ENOUGH = 4, 6, 200  # faults of a run, and of a whole campaign
-STEPS = 400  # more than MOST faults use up, so that all of them come before the end
-PATIENCE = 150  # seconds for what takes ten: to start, to stop, to get to a step
+MIN_FAULTS, MAX_FAULTS, CAMPAIGN_FAULTS = 4, 6, 200  # of a run, and of a campaign
+STEPS = 400  # more than MAX_FAULTS use up, so that all faults happen before the end
+TIMEOUT = 150  # seconds to start, to stop or to reach a step, each of which takes ten
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What a run is made of. Each start of the launcher takes the next number of `processes`."""
+class Plan(NamedTuple):
+    """The options of a run.
 
-    way: str  # tree, or a strategy
+    Args:
+        strategy: distributed.strategy, or tree
+        world_sizes: number of ranks of each start of the launcher
+        uses_launcher: otherwise, a single process runs without torchrun
+        stages: pipeline stages
+    """
+
+    strategy: str
     optimizer: str
-    processes: list[int]
-    launcher: bool  # without one, a single process runs on its own
+    world_sizes: list[int]
+    uses_launcher: bool
     save_every: int
     stages: int
 
 
-def plan(draw: random.Random, stages: int) -> Plan:
-    way, optimizer = draw.choice(["tree", "ddp", "zero1", "zero2", "fsdp"]), draw.choice(["adamw", "muon"])
-    processes = [draw.randint(1, 4)]
-    for _ in range(MOST):  # only the tree's bits are the same on another number
-        others = [other for other in range(1, 5) if other != processes[-1]]
-        processes.append(draw.choice(others) if way == "tree" else processes[-1])
-    if stages > 1:  # with which the tree does not go
-        way, processes = way.replace("tree", "ddp"), [stages * draw.randint(1, 2)] * len(processes)
-    return Plan(way, optimizer, processes, draw.random() < 0.5, draw.choice([1, 2, 3, 5, 7, 10, 15, 20]), stages)
+def draw_plan(rng: random.Random, stages: int) -> Plan:
+    strategy = rng.choice(["tree", "ddp", "zero1", "zero2", "fsdp"])
+    optimizer = rng.choice(["adamw", "muon"])
+    world_sizes = [rng.randint(1, 4)]
+    for _ in range(MAX_FAULTS):  # only the bits of the tree are the same for another number of ranks
+        others = [other for other in range(1, 5) if other != world_sizes[-1]]
+        world_sizes.append(rng.choice(others) if strategy == "tree" else world_sizes[-1])
+    if stages > 1:  # the tree does not go with stages
+        strategy, world_sizes = strategy.replace("tree", "ddp"), [stages * rng.randint(1, 2)] * len(world_sizes)
+    return Plan(strategy, optimizer, world_sizes, rng.random() < 0.5, rng.choice([1, 2, 3, 5, 7, 10, 15, 20]), stages)
 
 
 class Run:
-    """The program at work, started again whenever a fault has ended it.
+    """main.py in processes of its own, started again whenever a fault has ended it.
 
-    Attributes: `struck` has kind, step and whether in a save of each fault that happened, `lost` the steps that each
-    start had to do again, `failure` what went wrong.
+    Attributes:
+        faults: kind, step, and whether a snapshot was being written, of each fault that happened
+        lost_steps: the steps that each start had to repeat
+        failure: why the run is not as it should be, or empty
     """
 
     def __init__(self, plan: Plan, run_dir: Path, text: Path) -> None:
         self.plan, self.run_dir = plan, run_dir
-        key = "distributed__reduction" if plan.way == "tree" else "distributed__strategy"
-        knobs: dict[str, Any] = {key: plan.way, "optimizer__name": plan.optimizer, "distributed__timeout_seconds": 8}
-        knobs |= {"trainer__max_steps": STEPS, "trainer__save_every": plan.save_every, "trainer__eval_every": 40}
+        key = "distributed__reduction" if plan.strategy == "tree" else "distributed__strategy"
+        options: dict[str, Any] = {key: plan.strategy, "optimizer__name": plan.optimizer}
+        options |= {"distributed__timeout_seconds": 8, "trainer__max_steps": STEPS}
+        options |= {"trainer__save_every": plan.save_every, "trainer__eval_every": 40}
         if plan.stages > 1:
-            knobs |= {"distributed__pipeline_stages": plan.stages, "trainer__batch_size": 8}
-        self.argv = run_args(run_dir, text, **knobs)
-        self.mark = f"CAMPAIGN_RUN={uuid.uuid4().hex}"  # by which even an orphan is found
+            options |= {"distributed__pipeline_stages": plan.stages, "trainer__batch_size": 8}
+        self.argv = run_args(run_dir, text, **options)
+        self.variable = f"CAMPAIGN_RUN={uuid.uuid4().hex}"
         self.log = run_dir.with_suffix(".log").open("w")
-        self.launches, self.starts, self.started, self.step = 0, 0, 0.0, 0
-        self.struck: list[tuple[str, int, bool]] = []
-        self.lost: list[int] = []
-        self.failure, self.may_leave, self.done = "", False, False
+        self.launches, self.starts, self.started_at, self.step = 0, 0, 0.0, 0
+        self.faults: list[tuple[str, int, bool]] = []
+        self.lost_steps: list[int] = []
+        self.failure, self.may_exit, self.done = "", False, False
         self.launch()
 
     def launch(self) -> None:
-        number = self.plan.processes[self.launches]
+        world_size = self.plan.world_sizes[self.launches]
         self.launches += 1
-        self.bare = number == 1 and not self.plan.launcher
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={number}", "--max_restarts=20"]
-        command = [sys.executable, *([] if self.bare else torchrun), str(ROOT / "main.py"), *self.argv]
-        env = clean_env(**dict([self.mark.split("=")]))
-        # A session of its own: Ctrl-C is for the campaign, which ends its processes itself.
+        self.is_single = world_size == 1 and not self.plan.uses_launcher
+        launcher = [] if self.is_single else [*TORCHRUN, f"--nproc_per_node={world_size}", "--max_restarts=20"]
+        command = [sys.executable, *launcher, str(ROOT / "main.py"), *self.argv]
+        env = clean_env(**dict([self.variable.split("=")]))
+        # In a session of its own, since on Ctrl-C the campaign ends its processes itself.
         self.process = subprocess.Popen(command, stdout=self.log, stderr=self.log, env=env, start_new_session=True)
 
-    def pids(self) -> dict[int, str]:
-        """The living processes of this run, each with its local rank or none."""
-        found = {}
-        for folder in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):  # it has ended since, or is another user's
-                words = (folder / "environ").read_text(errors="replace").split("\0")
-                if self.mark in words:
-                    found[int(folder.name)] = next((word for word in words if word.startswith("LOCAL_RANK=")), "")
-        return found
-
     def workers(self) -> list[int]:
-        """The training processes by rank."""
-        ranks = self.pids()
-        return [self.process.pid] if self.bare else sorted(filter(ranks.get, ranks), key=ranks.__getitem__)
+        """Process ids by rank."""
+        ranks = find_processes(self.variable)
+        return [self.process.pid] if self.is_single else sorted(filter(ranks.get, ranks), key=ranks.__getitem__)
 
-    def look(self) -> None:
-        """Notes how far the run is and from where it went on, and starts it again when a fault has ended it."""
-        status, lines = self.process.poll(), []  # status first: what it wrote before it left is then read
+    def update(self) -> None:
+        """Reads the progress of the run, and starts it again if a fault has ended it."""
+        status, lines = self.process.poll(), []  # status first, so that all rows of an ended run are read
         with suppress(FileNotFoundError):
             lines = (self.run_dir / "metrics.jsonl").read_bytes().splitlines(keepends=True)[-80:]
         for row in (json.loads(line) for line in lines if line.endswith(b"\n")):
-            if row["event"] == "start" and row["time"] > self.started:
-                self.started, self.starts = row["time"], self.starts + 1
-                self.lost.append(self.step - row["step"])
+            if row["event"] == "start" and row["time"] > self.started_at:
+                self.started_at, self.starts = row["time"], self.starts + 1
+                self.lost_steps.append(self.step - row["step"])
                 self.step = row["step"]
             elif row["event"] == "train":
                 self.step = max(self.step, row["step"])
         if status == 0:
             self.done = True
-        elif status is not None and not self.may_leave:
-            raise AssertionError(f"the program left with status {status} at step {self.step}, which no fault explains")
-        elif status is not None and not self.pids():
-            self.may_leave = False
+        elif status is not None and not self.may_exit:
+            raise AssertionError(f"exit status {status} at step {self.step}, which no fault explains")
+        elif status is not None and not find_processes(self.variable):
+            self.may_exit = False
             self.launch()
 
-    def wait(self, until: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + PATIENCE
-        while not until():
+    def wait(self, condition: Callable[[], bool], name: str) -> None:
+        deadline = time.monotonic() + TIMEOUT
+        while not condition():
             if self.done or time.monotonic() > deadline:
-                raise AssertionError(f"{what}: not {'before the end' if self.done else f'within {PATIENCE} s'}")
+                raise AssertionError(f"{name}: not {'before the end' if self.done else f'within {TIMEOUT} s'}")
             time.sleep(0.01)
-            self.look()
+            self.update()
 
-    def save_begins(self) -> bool:
-        """Waits for a snapshot that is being written; without a pause, for that takes only milliseconds."""
+    def wait_for_save(self) -> bool:
+        """Waits for a snapshot that is being written, without a pause, since that takes only milliseconds."""
         folder, deadline = self.run_dir / "snapshots", time.monotonic() + 3
-        torn = set(folder.glob("*.tmp"))
+        leftovers = set(folder.glob("*.tmp"))
         while time.monotonic() < deadline:
-            if not torn.issuperset(folder.glob("*.tmp")):
+            if not leftovers.issuperset(folder.glob("*.tmp")):
                 return True
         return False
 
-    def strike(self, draw: random.Random) -> None:
-        """Lets a fault happen, and waits until the run has gone on."""
-        # Always equally many draws, so that chance in one fault does not decide the next.
-        kind, target = draw.choices(KINDS, (3, 2, 2, 2, 2, 1, 2))[0], self.step + draw.randint(0, 25)
-        aimed, chosen, wakes = draw.random() < 1 / 3, draw.randrange(12), draw.random() < 0.5
-        delay, pause = draw.uniform(0, 0.04), draw.uniform(0.5, 1.5)
+    def inject_fault(self, rng: random.Random) -> None:
+        """Causes a fault, and waits until the run has continued."""
+        # Always the same number of draws, so that the outcome of a fault does not change the next one.
+        kind, target = rng.choices(KINDS, (3, 2, 2, 2, 2, 1, 2))[0], self.step + rng.randint(0, 25)
+        aims_at_save, index, wakes = rng.random() < 1 / 3, rng.randrange(12), rng.random() < 0.5
+        delay, pause = rng.uniform(0, 0.04), rng.uniform(0.5, 1.5)
         self.wait(lambda: self.step >= target, f"step {target}")
-        workers = self.workers()
-        everyone = list({self.process.pid, *workers})
-        # Only rank 0 writes: the others' death would leave its save whole.
-        victim = workers[0 if aimed else chosen % len(workers)]
-        inside = aimed and self.save_begins()
-        time.sleep(0 if aimed else delay)
-        starts = self.starts
-        launcher = [self.process.pid]
-        hit = {TERM: launcher, KILL_LAUNCHER: launcher, KILL_ALL: everyone, TERM_ALL: everyone}.get(kind, [victim])
-        for pid in hit:
+        workers, launcher, starts = self.workers(), self.process.pid, self.starts
+        victim = workers[0 if aims_at_save else index % len(workers)]  # rank 0 writes snapshots
+        in_save = aims_at_save and self.wait_for_save()
+        time.sleep(0 if aims_at_save else delay)
+        all_pids = list({launcher, *workers})
+        pids = {TERM: [launcher], KILL_LAUNCHER: [launcher], KILL_ALL: all_pids, TERM_ALL: all_pids}
+        for pid in pids.get(kind, [victim]):
             os.kill(pid, signal.Signals[kind.split()[0]])
-        self.may_leave = kind in (KILL_LAUNCHER, KILL_ALL, TERM, TERM_ALL) or (self.bare and kind != PAUSE)
-        self.look()
-        self.struck.append((kind, self.step, inside))
+        self.may_exit = kind in pids or (self.is_single and kind != PAUSE)
+        self.update()
+        self.faults.append((kind, self.step, in_save))
         if kind == STOP:
-            self.wait(lambda: set(self.workers()) <= {victim}, "the other ranks give up")
+            self.wait(lambda: set(self.workers()) <= {victim}, "exit of the other ranks")
         if kind in (PAUSE, STOP):
             time.sleep(pause)
             wakes = kind == PAUSE or (wakes and len(workers) > 1)
             os.kill(victim, signal.SIGCONT if wakes else signal.SIGKILL)
         if kind != PAUSE:
             self.wait(lambda: self.starts > starts, f"a start after {kind}")
-        lost, every = self.lost[-1], self.plan.save_every
+        lost, save_every = self.lost_steps[-1], self.plan.save_every
         if kind in (TERM, TERM_ALL) and lost:
-            raise AssertionError(f"{kind}: {lost} steps lost, though it was told to save")
-        if lost > 2 * every:  # the second save_every is for what was being written, which the next save waits for
-            raise AssertionError(f"{kind}: {lost} steps lost, with save_every {every}")
+            raise AssertionError(f"{kind}: {lost} steps lost, although it saves")
+        if lost > 2 * save_every:  # the next save waits for the one that is being written
+            raise AssertionError(f"{kind}: {lost} steps lost, with save_every {save_every}")
 
     def close(self) -> None:
-        """Ends all processes."""
-        while pids := self.pids():
-            for pid in pids:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.01)
+        kill_processes(self.variable)
         self.process.wait()
         self.log.close()
 
 
-def undisturbed(plan: Plan, folder: Path, text: Path) -> Path:
-    """The run folder of a run without faults whose bits a plan's run must reach; made once."""
-    number = 1 if plan.way == "tree" else plan.processes[0]
-    run_dir = folder / f"{plan.way}-{plan.optimizer}-{number}-{plan.stages}"
+def undisturbed_run(plan: Plan, folder: Path, text: Path) -> Path:
+    """The folder of a run without faults that ends in the bits of the plan's run; trained at the first call."""
+    world_size = 1 if plan.strategy == "tree" else plan.world_sizes[0]
+    run_dir = folder / f"{plan.strategy}-{plan.optimizer}-{world_size}-{plan.stages}"
     if not run_dir.exists():
-        alone = Plan(plan.way, plan.optimizer, [number], launcher=False, save_every=100, stages=plan.stages)
-        with closing(Run(alone, run_dir, text)) as run:
+        with closing(
+            Run(plan._replace(world_sizes=[world_size], uses_launcher=False, save_every=100), run_dir, text)
+        ) as run:
             run.wait(lambda: run.done, "the end of the undisturbed run")
     return run_dir
 
 
-def survive(seed: int, folder: Path, stages: int = 1) -> Run:
-    """A seed's run with all its faults, to its end; undisturbed runs stay in the folder for the next seeds."""
-    text, run_dir = write_text(folder / "text.txt"), folder / f"seed-{seed}"
-    draw = random.Random(seed)
-    planned = plan(draw, stages)
-    whole = undisturbed(planned, folder, text)
-    with closing(Run(planned, run_dir, text)) as run:
+def run_with_faults(seed: int, folder: Path, stages: int = 1) -> Run:
+    """Runs the plan of a seed with all its faults; the folder keeps undisturbed runs for the next seeds."""
+    text, run_dir, rng = write_text(folder / "text.txt"), folder / f"seed-{seed}", random.Random(seed)
+    plan = draw_plan(rng, stages)
+    undisturbed = undisturbed_run(plan, folder, text)
+    with closing(Run(plan, run_dir, text)) as run:
         try:
             run.wait(lambda: run.starts == 1, "the first start")
-            for _ in range(draw.randint(FEWEST, MOST)):
-                run.strike(draw)
+            for _ in range(rng.randint(MIN_FAULTS, MAX_FAULTS)):
+                run.inject_fault(rng)
             run.wait(lambda: run.done, "the end")
-            assert_equal_snapshots(whole, run_dir)
-            assert loss_curve(whole) == loss_curve(run_dir), "losses"
-            assert run.starts == 1 + sum(kind != PAUSE for kind, *_ in run.struck), "a restart that no fault explains"
+            assert_equal_snapshots(undisturbed, run_dir)
+            assert loss_curve(undisturbed) == loss_curve(run_dir), "losses"
+            assert run.starts == 1 + sum(kind != PAUSE for kind, *_ in run.faults), "a restart that no fault explains"
         except (AssertionError, ProcessLookupError) as error:
             output = run_dir.with_suffix(".log").read_text(errors="replace")
             run.failure = f"{type(error).__name__}: {error}\n{output[-6000:]}"
@@ -228,47 +230,50 @@ def survive(seed: int, folder: Path, stages: int = 1) -> Run:
     return run
 
 
-def line(seed: int, run: Run) -> str:
-    """What the person watching sees of a run."""
-    numbers = ", ".join(f"{number}" for number in run.plan.processes[: run.launches])
-    struck = ", ".join(f"{kind} @{step}{' in a save' * inside}" for kind, step, inside in run.struck)
-    end = f"DIFFERENT: {run.failure}\nagain: python tests/faults/campaign.py --only {seed}" if run.failure else "equal"
-    how = f"{run.plan.way}, {run.plan.optimizer}, save_every {run.plan.save_every}, processes {numbers}"
-    how += " without launcher" * run.bare + f", {run.plan.stages} stages" * (run.plan.stages > 1)
-    return f"seed {seed}: {how}: {struck}: {sum(run.lost)} steps recomputed: {end}"
+def format_run(seed: int, run: Run) -> str:
+    plan, again = run.plan, f"again: python -m tests.faults.campaign --only {seed}"
+    parts = [f"{plan.strategy}, {plan.optimizer}, save_every {plan.save_every}"]
+    parts[0] += f", ranks {', '.join(map(str, plan.world_sizes[: run.launches]))}"
+    parts[0] += " without launcher" * run.is_single + f", {plan.stages} stages" * (plan.stages > 1)
+    parts.append(", ".join(f"{kind} @{step}{' in a save' * in_save}" for kind, step, in_save in run.faults))
+    parts.append(f"{sum(run.lost_steps)} steps recomputed")
+    return ": ".join([f"seed {seed}", *parts, f"DIFFERENT: {run.failure}\n{again}" if run.failure else "equal"])
 
 
-def table(runs: Sequence[Run]) -> str:
-    """The campaign's outcome in Markdown."""
+def format_report(runs: Sequence[Run]) -> str:
+    """A table in Markdown."""
     rows = ["| fault | happened | inside a save | recovered bit for bit |", "| --- | --- | --- | --- |"]
-    struck = [(kind, inside, not run.failure) for run in runs for kind, _, inside in run.struck]
+    faults = [(kind, in_save, not run.failure) for run in runs for kind, _, in_save in run.faults]
     for name, kinds in [*((kind, [kind]) for kind in KINDS), ("total", KINDS)]:
-        of = [flags for kind, *flags in struck if kind in kinds]
-        rows.append(f"| {name} | {len(of)} | {sum(inside for inside, _ in of)} | {sum(equal for _, equal in of)} |")
-    most, beyond = zip(*((steps, steps - run.plan.save_every) for run in runs for steps in [0, *run.lost]), strict=True)
+        found = [flags for kind, *flags in faults if kind in kinds]
+        rows.append(
+            f"| {name} | {len(found)} | {sum(saves for saves, _ in found)} | {sum(equal for _, equal in found)} |"
+        )
+    lost = [(steps, steps - run.plan.save_every) for run in runs for steps in [0, *run.lost_steps]]
+    most, beyond = (max(0, *column) for column in zip(*lost, strict=True))
     rows += ["", f"{sum(not run.failure for run in runs)} of {len(runs)} runs ended in an undisturbed run's bits."]
-    rows += [f"Most steps recomputed after a fault: {max(most)}; beyond save_every: {max(0, *beyond)}."]
+    rows += [f"Most steps recomputed after a fault: {most}; beyond save_every: {beyond}."]
     return "\n".join(rows)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Disturbs runs at random and compares where they end.")
-    parser.add_argument("--runs", type=int, metavar="N", help=f"how many (default: until {ENOUGH} faults happened)")
-    parser.add_argument("--only", type=int, metavar="SEED", help="this one alone")
+    parser = argparse.ArgumentParser(description="Injects random faults into runs and compares where they end.")
+    parser.add_argument("--runs", type=int, metavar="N", help=f"default: until {CAMPAIGN_FAULTS} faults have happened")
+    parser.add_argument("--only", type=int, metavar="SEED", help="a single run")
     parser.add_argument("--stages", type=int, default=1, metavar="N", help="pipeline stages of all runs (default: 1)")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="where the table is written, too")
-    known = parser.parse_args()
+    parser.add_argument("--report", type=Path, metavar="FILE", help="file for the table")
+    args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that all processes are ended
     runs: list[Run] = []
     with tempfile.TemporaryDirectory(prefix="campaign-") as folder:
-        for seed in count() if known.only is None else [known.only]:
-            runs.append(survive(seed, Path(folder), known.stages))
-            print(line(seed, runs[-1]), flush=True)
-            if len(runs) == known.runs or (not known.runs and sum(len(run.struck) for run in runs) >= ENOUGH):
+        for seed in count() if args.only is None else [args.only]:
+            runs.append(run_with_faults(seed, Path(folder), args.stages))
+            print(format_run(seed, runs[-1]), flush=True)
+            if len(runs) == args.runs or (not args.runs and sum(len(run.faults) for run in runs) >= CAMPAIGN_FAULTS):
                 break
-    print(table(runs))
-    if known.report:
-        known.report.write_text(table(runs) + "\n")
+    print(format_report(runs))
+    if args.report:
+        args.report.write_text(format_report(runs) + "\n")
     return int(any(run.failure for run in runs))
 
 

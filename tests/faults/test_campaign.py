@@ -1,11 +1,12 @@
-"""A short campaign of faults; `python tests/faults/campaign.py` runs a long one."""
+"""A short campaign of random faults; `python -m tests.faults.campaign` runs a long one."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from campaign import survive
+
+from tests.faults.campaign import MIN_FAULTS, run_with_faults
 
 
 @pytest.fixture(scope="module")
@@ -14,8 +15,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("seed", "stages"), [(0, 1), (1, 1), (2, 1), (3, 1), (0, 2)])
-def test_what_a_fault_interrupts_ends_in_the_same_bits(seed: int, stages: int, folder: Path) -> None:
-    run = survive(seed, folder, stages)
+@pytest.mark.parametrize(("seed", "stages"), [(0, 1), (1, 1), (2, 1), (0, 2)])
+def test_random_faults_change_no_bit(seed: int, stages: int, folder: Path) -> None:
+    run = run_with_faults(seed, folder, stages)
     assert not run.failure, run.failure
-    assert len(run.struck) >= 4
+    assert len(run.faults) >= MIN_FAULTS
