@@ -2,8 +2,8 @@
 
 Exact resume needs the same choices, so they are saved in the snapshot and kept while the hardware allows.
 
-Branches on the type of device remain, since `torch.accelerator` (PyTorch 2.13) has no device names, UUIDs, seeds or
-flags of bf16 arithmetic, raises an error without an accelerator, and selects devices that `backend` does not mean.
+Branches on the type of device remain: `torch.accelerator` (PyTorch 2.13) has no device names, UUIDs, seeds or flags of
+bf16 arithmetic, raises errors on a machine without one, and includes GPUs for which distributed.backend has no value.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class _TqdmHandler(logging.Handler):
         message = record.getMessage()
         if record.levelno >= logging.WARNING:
             stream, message = sys.stderr, f"{record.levelname.lower()}: {message}"
-            if stream.isatty() and not ProgressLine.alive:
+            if stream.isatty() and not ProgressLine.is_active:
                 message = f"\r\x1b[K{message}"  # overwrites another rank's live line, which is drawn again below
         else:
             stream = getattr(sys, self.info_stream)

@@ -28,7 +28,7 @@ class MetricsLogger:
     """
 
     def __init__(self, folder: Path, step: int, last_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - importing torch is slow, for read_metrics
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - slow, and read_metrics needs no torch
 
         file = folder / "metrics.jsonl"
         try:

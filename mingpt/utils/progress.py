@@ -27,20 +27,20 @@ class ProgressLine(tqdm):
     `last_step`.
     """
 
-    alive = False  # whether this process shows one
+    is_active = False  # whether this process shows one
 
     def __init__(self, step: int, last_step: int) -> None:
         self.step, self.first_step, self.last_step = step, step, last_step
         self.fields: dict[str, str] = {}  # what is shown for "loss", "val" and "speed"
         self.started, self.saved_at = time.monotonic(), math.inf
-        ProgressLine.alive = sys.stdout.isatty()
+        ProgressLine.is_active = sys.stdout.isatty()
         super().__init__(
             total=last_step,
             initial=step,
             dynamic_ncols=True,
             bar_format="{n_fmt}/{total_fmt} {bar} {status}",
             file=sys.stdout,
-            disable=not ProgressLine.alive,
+            disable=not ProgressLine.is_active,
         )
 
     def advance(self, step: int) -> None:
@@ -64,5 +64,5 @@ class ProgressLine(tqdm):
 
     def close(self) -> None:
         """Leaves the line as it is."""
-        ProgressLine.alive = False
+        ProgressLine.is_active = False
         super().close()
