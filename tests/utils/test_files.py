@@ -1,0 +1,41 @@
+"""The run folder's lock, and config.yaml."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mingpt.utils import files
+from mingpt.utils.errors import UserError
+from mingpt.utils.files import lock_run_dir, write_config
+
+
+class Owner:
+    """An object that weak references can refer to."""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="run folders are locked on Linux only")
+def test_a_run_folder_is_locked_until_its_owner_is_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "LOCK_TIMEOUT", 0.1)
+    (tmp_path / "other").mkdir()
+    owners = [Owner(), Owner()]
+    lock_run_dir(tmp_path, owners[0])
+    lock_run_dir(tmp_path / "other", owners[1])
+    with pytest.raises(UserError, match=rf"^trainer\.run_dir: another process is training in {tmp_path}; wait for it"):
+        lock_run_dir(tmp_path, owners[1])
+    del owners[0]
+    lock_run_dir(tmp_path, owners[0])
+
+
+def test_config_is_replaced_or_refused_with_the_name_of_the_file(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        write_config(tmp_path, {"trainer": {"seed": seed, "run_dir": str(tmp_path)}})
+    assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == {"trainer": {"seed": 2, "run_dir": str(tmp_path)}}
+    (tmp_path / "config.yaml").unlink()
+    (tmp_path / "config.yaml").mkdir()
+    with pytest.raises(UserError, match=rf"^trainer\.run_dir: {tmp_path}/config.yaml can't be written: Is a directory"):
+        write_config(tmp_path, {})
