@@ -19,7 +19,7 @@ from mingpt.loss import IGNORE_INDEX
 from mingpt.utils.errors import UserError
 from mingpt.utils.hashing import hash64
 
-LOOKAHEAD = 4096  # samples whose windows are computed at once: a dozen take as long as thousands
+LOOKAHEAD = 4096  # samples whose starts are computed at once: a dozen take as long as thousands
 
 
 def train_val_split(corpus: Corpus, config: DataConfig) -> tuple[np.ndarray, np.ndarray]:
@@ -48,7 +48,6 @@ def permute(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
 
     Args:
         index: (n,) integers in [0, size)
-        size: number of integers that are permuted
         key: (n,) uint64, which selects the permutation for each index
     """
     side = np.uint64(math.isqrt(size - 1) + 1)

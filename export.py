@@ -1,4 +1,4 @@
-"""Exports a snapshot as a folder that Hugging Face transformers loads."""
+"""Exports a snapshot into a folder that Hugging Face transformers loads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from model import GPT
 
 
 def hf_config(config: GPTConfig) -> dict[str, Any]:
-    """Returns config.json: GPT-2's, with `bias`, which transformers ignores and load_pretrained needs."""
+    """Returns config.json: GPT-2's, and `bias`, which transformers ignores and load_pretrained needs."""
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -48,7 +48,7 @@ def hf_config(config: GPTConfig) -> dict[str, Any]:
 
 
 def hf_tokenizer(vocabulary: str) -> dict[str, Any]:
-    """Returns tokenizer.json: each character is a token, and an unknown one is an error."""
+    """Returns tokenizer.json: each character is a token."""
     return {
         "version": "1.0",
         "truncation": None,
@@ -61,13 +61,13 @@ def hf_tokenizer(vocabulary: str) -> dict[str, Any]:
         "model": {
             "type": "WordLevel",
             "vocab": {character: token for token, character in enumerate(vocabulary)},
-            "unk_token": "",  # not in the vocabulary, so an unknown character is an error
+            "unk_token": "",  # it is not in the vocabulary, so an unknown character is an error
         },
     }
 
 
 def hf_weights(pretrained: Pretrained) -> dict[str, torch.Tensor]:
-    """Returns the weights by transformers' names, fp32; zeros in place of biases that the model does not have."""
+    """Returns the weights by transformers' names, fp32, with zeros for biases that the model does not have."""
     weights = {}
     for name, weight in pretrained.weights.items():
         weights[name] = weight.t().contiguous() if TRANSPOSED.fullmatch(name) else weight.contiguous()
@@ -78,8 +78,7 @@ def hf_weights(pretrained: Pretrained) -> dict[str, torch.Tensor]:
 
 def model_card(pretrained: Pretrained, source: str, name: str) -> str:
     """Returns README.md: training text, loss, and the command that trained the model."""
-    snapshot, config = pretrained.snapshot, pretrained.model_config
-    defaults = config_to_dict(Config())
+    snapshot, config, defaults = pretrained.snapshot, pretrained.model_config, config_to_dict(Config())
     options = [
         f"--{section}.{key} {shlex.quote(json.dumps(value) if not isinstance(value, str) else value)}"
         for section, keys in snapshot["config"].items()
@@ -94,9 +93,9 @@ pipeline_tag: text-generation
 
 # {name}
 
-A GPT that writes characters: {config.n_layer} layers, {config.n_head} heads, {config.n_embd} wide,
-{sum(weight.numel() for weight in pretrained.weights.values()):,} parameters. It sees {config.block_size} characters at
-once, so prompt and new text together may have as many, and it knows {config.vocab_size} of them.
+A character-level GPT: {config.n_layer} layers, {config.n_head} heads, {config.n_embd} wide,
+{sum(weight.numel() for weight in pretrained.weights.values()):,} parameters, {config.vocab_size} distinct characters.
+Prompt and generated text together have at most {config.block_size} characters.
 
 | | |
 | --- | --- |
@@ -118,11 +117,10 @@ print(tokenizer.decode(model.generate(**prompt)[0]))
 
 
 def export(pretrained: Pretrained, source: str, out: Path) -> None:
-    """Writes the folder beside its final place and renames it.
+    """Writes a folder of another name and renames it.
 
     Args:
-        pretrained: a snapshot's
-        source: path of the snapshot
+        source: path of the snapshot, for the model card
         out: a folder that is empty or does not exist
 
     Raises:
@@ -139,17 +137,17 @@ def export(pretrained: Pretrained, source: str, out: Path) -> None:
         },
         "generation_config.json": {"do_sample": True, "temperature": 0.8, "max_length": block_size},
     }
+    files = {name: json.dumps(content, indent=2, ensure_ascii=False) + "\n" for name, content in json_files.items()}
+    files["README.md"] = model_card(pretrained, source, out.name)
     try:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise UserError(f"--out: {out} is not an empty folder; name one that is, or that is not there yet")
         out.parent.mkdir(parents=True, exist_ok=True)
         unfinished = Path(tempfile.mkdtemp(prefix=f"{out.name}.unfinished-", dir=out.parent))
         try:
-            unfinished.chmod(0o755)  # as mkdir would, not as mkdtemp does
-            for name, content in json_files.items():
-                text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+            unfinished.chmod(0o755)  # mkdtemp's is 0o700
+            for name, text in files.items():
                 (unfinished / name).write_text(text, encoding="utf-8")
-            (unfinished / "README.md").write_text(model_card(pretrained, source, out.name), encoding="utf-8")
             weights = safetensors.torch.save(hf_weights(pretrained), {"format": "pt"})
             (unfinished / "model.safetensors").write_bytes(weights)
             os.replace(unfinished, out)
@@ -160,18 +158,13 @@ def export(pretrained: Pretrained, source: str, out: Path) -> None:
 
 
 def run(argv: Sequence[str]) -> None:
-    """Exports a snapshot.
-
-    Raises:
-        UserError: the snapshot can't be loaded, or the folder can't be written.
-    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--snapshot",
         metavar="PATH",
-        help="file, or folder of which the newest is loaded; may be a URL (default: the default run)",
+        help="file, or folder (its newest snapshot is loaded); may be a URL (default: the default run)",
     )
-    parser.add_argument("--out", metavar="FOLDER", required=True, help="folder to make; an empty one will do")
+    parser.add_argument("--out", metavar="FOLDER", required=True, help="new or empty folder")
     args = parser.parse_args(argv)
     path = args.snapshot or default_snapshot_path()
     pretrained = load_pretrained(path, "--snapshot", GPT)

@@ -29,11 +29,9 @@ from mingpt.utils.metrics import read_metrics
 COLORS = {"tab:blue": 33, "tab:orange": 208, "tab:green": 34, "tab:red": 160, "tab:purple": 135, "tab:brown": 130}
 COLORS |= {"tab:pink": 212, "tab:olive": 142, "tab:cyan": 38}
 GRAY, TERMINAL_GRAY = "tab:gray", 245
-# each curve's event in metrics.jsonl, and each panel's title
-EVENTS = {"loss": "train", "val_loss": "eval", "learning_rate": "train", "grad_norm": "train"}
-EVENTS |= {"tokens_per_second": "train"}
 PANELS = {"loss": "loss, nats per character", "learning_rate": "learning rate", "grad_norm": "gradient norm"}
 PANELS |= {"tokens_per_second": "tokens/s"}
+EVENTS = dict.fromkeys(PANELS, "train") | {"val_loss": "eval"}  # in metrics.jsonl
 DASH_COLUMNS = 3
 
 Curve = tuple[list[float], list[float]]  # steps and values
@@ -41,21 +39,15 @@ Curve = tuple[list[float], list[float]]  # steps and values
 
 @dataclass(frozen=True)
 class Run:
-    """The metrics of a run.
-
-    Args:
-        name: what the run is called in the plots
-        curves: for each key of `EVENTS`
-        restarts: for each step that the run was restarted from, the numbers of ranks before and after if they differ
-    """
+    """The metrics of a run. The name is that in the plots."""
 
     name: str
-    curves: dict[str, Curve]
-    restarts: dict[int, list[int]]
+    curves: dict[str, Curve]  # by key of EVENTS
+    restarts: dict[int, list[int]]  # step -> numbers of ranks before and after, if they differ
 
 
 def select_curve(rows: Sequence[dict[str, Any]], event: str, key: str) -> Curve:
-    """Returns the key's finite values in rows of an event."""
+    """Returns the finite values of a key in rows of an event."""
     pairs = [(row["step"], row.get(key)) for row in rows if row["event"] == event]
     finite = [(step, value) for step, value in pairs if isinstance(value, float | int) and abs(value) < 1e300]
     return [step for step, _ in finite], [value for _, value in finite]
@@ -77,27 +69,21 @@ def restart_label(sizes: Sequence[int]) -> str:
 
 def unique_names(folders: Sequence[Path]) -> list[str]:
     """Returns the shortest end of each path that no other has; unprintable characters are replaced."""
-    paths = [folder.parts for folder in folders]
-    names = [
-        str(next(Path(*path[-n:]) for n in count(1) if [other[-n:] for other in paths].count(path[-n:]) == 1))
-        for path in paths
-    ]
-    return ["".join(c if c.isprintable() else "\ufffd" for c in name) for name in names]
+    names = []
+    for path in folders:
+        n = next(n for n in count(1) if sum(other.parts[-n:] == path.parts[-n:] for other in folders) == 1)
+        names.append("".join(c if c.isprintable() else "\ufffd" for c in str(Path(*path.parts[-n:]))))
+    return names
 
 
 def read_run(folder: Path, name: str) -> Run:
-    """Reads a run folder.
-
-    Raises:
-        UserError: it is no run folder, or has no loss yet.
-    """
+    """Raises a UserError if the folder is no run folder, or has no loss yet."""
     file = folder / "metrics.jsonl"
     if not os.path.isfile(file):
         above = [parent for parent in folder.parents if os.path.isfile(parent / "metrics.jsonl")]
         below = sorted(other.parent for other in folder.glob("*/metrics.jsonl"))
-        hint = "main.py writes one into trainer.run_dir when training begins"
-        if near := above[:1] or below:
-            hint = f"did you mean {' '.join(map(str, near))}?"
+        near = " ".join(map(str, above[:1] or below))
+        hint = f"did you mean {near}?" if near else "main.py writes one into trainer.run_dir when training begins"
         raise UserError(f"there is no metrics.jsonl in {folder}, so it is no run folder; {hint}")
     try:
         rows, others = read_metrics(file)
@@ -113,7 +99,7 @@ def read_run(folder: Path, name: str) -> Run:
 
 
 def draw(runs: Sequence[Run], file: Path) -> None:
-    """Draws four panels into a file. Lines of earlier runs are wider, so that they show under equal ones.
+    """Draws the panels into a file. Lines of earlier runs are wider, so that equal ones do not hide them.
 
     Raises:
         UserError: the file can't be written, or its suffix is no image format.
@@ -129,8 +115,7 @@ def draw(runs: Sequence[Run], file: Path) -> None:
     axes = figure.subplots(len(PANELS), sharex=True, height_ratios=(3, 1, 1, 1))
     widths = np.linspace(4.0, 1.2, len(runs)) if len(runs) > 1 else [1.5]
     labeled = [run for run in runs if any(run.restarts.values())]
-    label_style: dict[str, Any] = {"rotation": "vertical", "verticalalignment": "top"}
-    label_style |= {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
+    position = {"xycoords": ("data", "axes fraction"), "xytext": (3, 0), "textcoords": "offset points"}
     for run, color, width in zip(runs, COLORS, widths, strict=False):
         for ax, key in zip(axes, PANELS, strict=True):
             steps, values = run.curves[key]
@@ -141,14 +126,15 @@ def draw(runs: Sequence[Run], file: Path) -> None:
         for step, sizes in run.restarts.items():
             if sizes:
                 height = 0.97 - 0.3 * (labeled.index(run) % 3)
-                axes[0].annotate(restart_label(sizes), (step, height), (3, 0), color=color, **label_style)
+                label = axes[0].annotate(restart_label(sizes), (step, height), **position, color=color)
+                label.set(rotation="vertical", verticalalignment="top")
     for ax, title in zip(axes, PANELS.values(), strict=True):
         ax.set_ylabel(title)
         ax.grid(alpha=0.25)
         ax.spines[["top", "right"]].set_visible(False)
         ax.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.10g}"))
-    for ax in axes[1:]:
-        ax.set_ylim(bottom=0)
+        if ax is not axes[0]:
+            ax.set_ylim(bottom=0)
     axes[-1].set_xlabel("step")
     axes[-1].xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     axes[-1].xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
@@ -181,13 +167,14 @@ def summarize(run: Run) -> str:
 def terminal_plot(runs: Sequence[Run], width: int, height: int, color: bool) -> str:
     """Returns a plot of losses as lines and validation losses as dots, and a summary of each run.
 
-    Without color they are letters, small and capital. Lines of later runs are dashed, so that equal ones show between.
+    Without color they are letters, small and capital. Lines of later runs are dashed, so that they do not hide equal
+    ones.
 
     Args:
         runs: at most len(COLORS)
         width: columns, at least 20
         height: rows of the plot without summaries, at least 8
-        color: whether to use color codes
+        color: whether to use the terminal's color codes
     """
     import plotext  # noqa: PLC0415
     from matplotlib.ticker import MaxNLocator  # noqa: PLC0415
@@ -195,7 +182,7 @@ def terminal_plot(runs: Sequence[Run], width: int, height: int, color: bool) -> 
     def pixel(code: int) -> plotext.pixel:
         return plotext.pixel(code if color else None, "default")
 
-    plotext.terminal.limit(False, False)  # width and height are ours, also where there is no terminal
+    plotext.terminal.limit(False, False)  # keeps width and height where there is no terminal
     figure = plotext.figure.clear().theme("simple").canvas("default").plot_size(width, height)
     figure.title("loss and validation loss, nats per character").label("step")
     shown = [run.curves[key] for run in runs for key in ("loss", "val_loss")]
@@ -225,15 +212,15 @@ def terminal_plot(runs: Sequence[Run], width: int, height: int, color: bool) -> 
         if run.curves["val_loss"][0]:
             figure.draw(figure.signal(*run.curves["val_loss"], marker=plotext.marker(dot, pixel(code))))
         summary = f"{'━' if color else letter}{dot} {summarize(run)}"
-        for text in textwrap.wrap(summary, width, subsequent_indent="   "):
-            summaries.append(plotext.colorize(text, pixel(code)).string(colorless=not color))
+        lines = textwrap.wrap(summary, width, subsequent_indent="   ")
+        summaries += [plotext.colorize(text, pixel(code)).string(colorless=not color) for text in lines]
     ruler = figure.ruler("x", "upper").ticks(list(labels), list(labels.values()))
     ruler.grid(True, "dotted", pixel(TERMINAL_GRAY))
     return "\n".join([figure.build().string(colorless=not color).rstrip("\n"), *summaries])
 
 
 def run(argv: Sequence[str]) -> None:
-    """Plots the runs that the command line names."""
+    """Plots the runs that the command line names, into a file and on the terminal."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder (main.py's trainer.run_dir)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where to (default: plot.png in the first run folder)")

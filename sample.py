@@ -1,4 +1,4 @@
-"""Generates text from a snapshot: on stdout prompts and text, and nothing else. The training text is not needed."""
+"""Generates text from a snapshot. Only prompts and text are written to stdout. The training text is not needed."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--snapshot",
         metavar="PATH",
-        help="file, folder of which the newest is loaded, or export.py's; may be a URL (default: the default run)",
+        help="file, folder (its newest snapshot is loaded) or export; may be a URL (default: the default run)",
     )
     parser.add_argument(
         "--prompt",
         action="append",
-        help="text to continue; -: stdin, without its last line break; several are continued at once "
-        "(default: the vocabulary's first character, mostly a line break)",
+        help="text to continue; -: stdin, without its last line break; may be given several times "
+        "(default: the vocabulary's first character, usually a line break)",
     )
-    parser.add_argument("--max_new_tokens", type=int, default=500, help="characters to write (default: %(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest (default: %(default)s)")
-    parser.add_argument("--top_k", type=int, help="choose among the k likeliest only (default: all)")
-    parser.add_argument("--top_p", type=float, help="choose among the fewest whose chances add up to p (default: all)")
-    parser.add_argument("--seed", type=int, default=1, help="another one, another text (default: %(default)s)")
+    parser.add_argument("--max_new_tokens", type=int, default=500, help="characters to generate (default: %(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: most likely only (default: %(default)s)")
+    parser.add_argument("--top_k", type=int, help="sample from the k most likely characters (default: all)")
+    parser.add_argument("--top_p", type=float, help="sample from the fewest with probabilities of sum p (default: all)")
+    parser.add_argument("--seed", type=int, default=1, help="of the random numbers (default: %(default)s)")
     return parser
 
 
@@ -47,11 +47,7 @@ def check_args(args: argparse.Namespace) -> None:
 
 
 def read_prompts(options: Sequence[str] | None, vocabulary: str) -> list[str]:
-    """Returns the prompts.
-
-    Raises:
-        UserError: a prompt is empty, or holds a character that is not in the vocabulary.
-    """
+    """Returns the prompts; raises a UserError if one is empty, or has a character that is not in the vocabulary."""
     if options is None:
         return [vocabulary[0]]
     try:
@@ -67,11 +63,7 @@ def read_prompts(options: Sequence[str] | None, vocabulary: str) -> list[str]:
 
 
 def run(argv: Sequence[str]) -> None:
-    """Writes one prompt's text as it is generated; those of several when all are complete, with empty lines between.
-
-    Raises:
-        UserError: an option is out of range, or the snapshot can't be loaded.
-    """
+    """Writes one prompt's text as it is generated; those of several when all are complete, with empty lines between."""
     configure_logging(info_stream="stderr")
     args = build_parser().parse_args(argv)
     check_args(args)

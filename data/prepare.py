@@ -1,4 +1,4 @@
-"""Where does text come from? From Python's own documentation without a download, or tiny shakespeare from the net."""
+"""Writes training text: Python's own documentation, without a network, or tiny shakespeare, which is downloaded."""
 
 from __future__ import annotations
 
@@ -8,22 +8,14 @@ import os
 import sys
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import NoReturn
 
 import fsspec
 from fsspec.callbacks import TqdmCallback
 
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent
 SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-
-
-def write(text: bytes, name: str) -> None:
-    """Writes a text beside this file: whole, or not at all."""
-    target = HERE / name
-    beside = target.with_suffix(".tmp")
-    beside.write_bytes(text)
-    os.replace(beside, target)
-    print(f"{os.path.relpath(target)}: {len(text.decode()):,} characters, {len(set(text.decode()))} distinct")
 
 
 def documentation() -> None:
@@ -34,26 +26,33 @@ def documentation() -> None:
 def shakespeare() -> None:
     """Tiny shakespeare (public domain): 1,115,394 characters, 65 distinct."""
     fs, path = fsspec.url_to_fs(SHAKESPEARE)
-    beside = HERE / "shakespeare.download"
+    download = FOLDER / "shakespeare.download"
     try:
         with TqdmCallback(tqdm_kwargs={"unit": "B", "unit_scale": True, "disable": None}) as progress:
-            fs.get_file(path, str(beside), callback=progress)
-        text = beside.read_bytes()
-    except Exception as error:  # each kind of failing network raises its own
-        sys.exit(_failed(f"{SHAKESPEARE} can't be downloaded: {error or type(error).__name__}; is there a network?"))
+            fs.get_file(path, str(download), callback=progress)
+        text = download.read_bytes()
+    except Exception as error:  # each kind of network failure raises its own
+        fail(f"{SHAKESPEARE} can't be downloaded: {error or type(error).__name__}; is there a network?")
     finally:
-        beside.unlink(missing_ok=True)
+        download.unlink(missing_ok=True)
     found = hashlib.sha256(text).hexdigest()
     if found != SHAKESPEARE_SHA256:
-        sys.exit(
-            _failed(f"{SHAKESPEARE} has SHA-256 {found}, expected {SHAKESPEARE_SHA256}; nothing was written: try again")
-        )
+        fail(f"{SHAKESPEARE} has SHA-256 {found}, expected {SHAKESPEARE_SHA256}; nothing was written: try again")
     write(text, "shakespeare.txt")
 
 
-def _failed(message: str) -> int:
+def write(text: bytes, name: str) -> None:
+    """Writes the whole file or nothing."""
+    target = FOLDER / name
+    unfinished = target.with_suffix(".tmp")
+    unfinished.write_bytes(text)
+    os.replace(unfinished, target)
+    print(f"{os.path.relpath(target)}: {len(text.decode()):,} characters, {len(set(text.decode()))} distinct")
+
+
+def fail(message: str) -> NoReturn:
     print(f"error: {message}", file=sys.stderr)
-    return 2
+    sys.exit(2)
 
 
 if __name__ == "__main__":

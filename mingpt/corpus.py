@@ -1,4 +1,4 @@
-"""Text files -> vocabulary -> tokens, encoded once into a cache that all ranks map into memory."""
+"""Text files -> vocabulary -> tokens, encoded once into a cache, which is mapped into memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Corpus:
 
     Args:
         vocabulary: the distinct characters, sorted; a character's index is its token
-        tokens: (n,) the text as unsigned integers, mapped into memory
+        tokens: (n,) unsigned integers, mapped into memory
         sha256: digest of the text's bytes
     """
 
@@ -47,14 +47,12 @@ class Corpus:
 def encode_corpus(
     path: str, cache_dir: Path, extra_characters: Callable[[], str] | None = None, cache_key: str = ""
 ) -> Corpus:
-    """Encodes a text into a cache, or opens the cache if the text has not changed.
-
-    A text counts as unchanged while names, sizes and modification times (for a URL, fsspec's `ukey`) are the same.
+    """Encodes a text into a cache, or opens the cache while file names, sizes and modification times are the same.
 
     Args:
-        path: file, glob or fsspec URL
+        path: file, glob or fsspec URL; for a URL, fsspec's `ukey` is compared
         cache_dir: folder of the cache
-        extra_characters: returns characters that the vocabulary holds besides those of the text; called only when the
+        extra_characters: returns characters that the vocabulary has besides those of the text; called only when the
             text is encoded
         cache_key: identifies extra_characters; a cache with another key is not used
 
@@ -69,7 +67,7 @@ def encode_corpus(
         return _open_cache(index, identity)
     except (OSError, ValueError, KeyError):
         pass  # there is no cache, or it is of another text
-    extra_codes = [] if extra_characters is None else [ord(character) for character in extra_characters()]
+    extra_codes = [ord(character) for character in extra_characters()] if extra_characters else []
     logger.info(f"encoding {path} into {cache_dir}, once")
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
@@ -85,8 +83,7 @@ def encode_corpus(
             with ThreadPoolExecutor(1) as pool:  # hashlib releases the interpreter's lock
                 digest = pool.submit(_sha256, files)
                 unfinished = os.path.join(folder, "tokens.npy")
-                size = sum(os.path.getsize(name) for name in files)
-                with tqdm(desc="encoding", total=size, unit="B", **BAR_OPTIONS) as bar:
+                with tqdm(desc="encoding", total=sum(map(os.path.getsize, files)), unit="B", **BAR_OPTIONS) as bar:
                     vocabulary = _write_tokens(files, unfinished, bar, extra_codes)
                 if not vocabulary:
                     raise UserError(f"data.path: {path} is empty; it must hold text: name another file")
@@ -94,8 +91,9 @@ def encode_corpus(
             tokens = cache_dir / f"tokens-{sha256[:16]}.npy"
             os.replace(unfinished, tokens)
             meta = {"identity": identity, "vocabulary": vocabulary, "sha256": sha256, "tokens": tokens.name}
-            Path(folder, "text.json").write_text(json.dumps(meta))
-            os.replace(Path(folder, "text.json"), index)
+            unfinished_index = Path(folder, index.name)
+            unfinished_index.write_text(json.dumps(meta))
+            os.replace(unfinished_index, index)
     except OSError as error:
         raise UserError(
             f"data.path: {path} can't be encoded into {cache_dir}: {error}; make room there, or set another "
@@ -122,18 +120,17 @@ def _find_files(path: str) -> tuple[fsspec.AbstractFileSystem, list[str], str]:
         names = sorted(fs.glob(root)) if any(c in path for c in "*?[") else [root]
         infos = [fs.info(name) for name in names]
     except FileNotFoundError:
-        names = infos = []
-    except Exception as error:  # each kind of store has its own
+        infos = []
+    except Exception as error:  # each file system raises its own
         raise UserError(
             f"data.path: {path} can't be read: {error}; it may be a file, a glob, or a URL that fsspec knows"
         ) from error
-    infos = [info for info in infos if info["type"] == "file"]
-    if not infos:
+    names = [info["name"] for info in infos if info["type"] == "file"]
+    if not names:
         raise UserError(
             f"data.path: no text at {path} (working directory {os.getcwd()}); "
             "`python data/prepare.py` writes data/input.txt, the default"
         )
-    names = [info["name"] for info in infos]
     if isinstance(fs, LocalFileSystem):
         return fs, names, repr([(name, os.stat(name).st_size, os.stat(name).st_mtime_ns) for name in names])
     return fs, names, repr([(name, fs.ukey(name)) for name in names])
@@ -144,52 +141,46 @@ def _download(fs: fsspec.AbstractFileSystem, names: Sequence[str], folder: str) 
     for name, file in zip(names, files, strict=True):
         try:
             fs.get_file(name, file, callback=TqdmCallback(tqdm_kwargs={"desc": "fetching", "unit": "B", **BAR_OPTIONS}))
-        except Exception as error:  # each kind of store has its own
+        except Exception as error:  # each file system raises its own
             raise UserError(f"data.path: {name} can't be fetched: {error}; copy it here, or try again later") from error
     return files
 
 
 def _sha256(files: Sequence[str]) -> str:
     digest = hashlib.sha256()
-    for chunk, _, _ in _read(files, 32 * CHUNK_SIZE):  # few iterations: each one takes the interpreter's lock
-        digest.update(chunk)
-    return digest.hexdigest()
-
-
-def _read(files: Sequence[str], size: int) -> Iterator[tuple[bytes, str, bool]]:
     for name in files:
         with open(name, "rb", buffering=0) as file:
-            while chunk := file.read(size):
-                yield chunk, name, False
-            yield b"", name, True
+            while chunk := file.read(32 * CHUNK_SIZE):  # few iterations: each one takes the interpreter's lock
+                digest.update(chunk)
+    return digest.hexdigest()
 
 
 def _decode(files: Sequence[str], bar: tqdm) -> Iterator[bytes | np.ndarray]:
     """Yields the text's code points in pieces: bytes if all are below 256, else (n,) uint32."""
-    rest, done = b"", 0  # start of a character whose end is in the next chunk; decoded bytes of this file
-    for chunk, name, is_last in _read(files, CHUNK_SIZE):
-        bar.update(len(chunk))
-        piece: bytes | np.ndarray = chunk
-        if not rest and chunk.isascii():
-            done += len(chunk)
-        else:
-            data = rest + chunk
-            try:
-                text, used = codecs.utf_8_decode(data, "strict", is_last)
-            except UnicodeDecodeError as error:
-                raise UserError(
-                    f"data.path: {name} is not UTF-8 text: byte {done + error.start} is {data[error.start]:#04x}; "
-                    "convert it, as `iconv -f LATIN1 -t UTF-8` does from Latin-1"
-                ) from error
-            rest, done = data[used:], done + used
-            try:
-                piece = text.encode("latin-1")
-            except UnicodeEncodeError:
-                piece = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
-        if len(piece):
-            yield piece
-        if is_last:
-            rest, done = b"", 0
+    for name in files:
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        with open(name, "rb", buffering=0) as file:
+            chunk = None
+            while chunk != b"":
+                chunk = file.read(CHUNK_SIZE)
+                bar.update(len(chunk))
+                piece: bytes | np.ndarray = chunk
+                incomplete, _ = decoder.getstate()  # a character whose end is in the next chunk
+                if incomplete or not chunk.isascii():
+                    try:
+                        text = decoder.decode(chunk, final=not chunk)
+                    except UnicodeDecodeError as error:
+                        byte = file.tell() - len(error.object) + error.start
+                        raise UserError(
+                            f"data.path: {name} is not UTF-8 text: byte {byte} is {error.object[error.start]:#04x}; "
+                            "convert it, as `iconv -f LATIN1 -t UTF-8` does from Latin-1"
+                        ) from error
+                    try:
+                        piece = text.encode("latin-1")
+                    except UnicodeEncodeError:
+                        piece = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+                if len(piece):
+                    yield piece
 
 
 def _add_codes(piece: bytes | np.ndarray, codes: set[int]) -> None:

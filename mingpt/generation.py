@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-NO_TOKEN = -1  # stands for no character: the prompt is still being read, or its text is complete
+NO_TOKEN = -1  # no character is generated: the prompt is still being read, or the text is complete
 
 
 @torch.no_grad()
@@ -25,20 +25,18 @@ def generate(
 ) -> Iterator[Tensor]:
     """Yields the next character of each text, (B,), one position at a time. Leaves the model in eval mode.
 
-    All texts advance together. While a longer prompt is still being read, NO_TOKEN is yielded for it, so each text is
-    what it would be alone, except that all texts draw from one stream of random numbers. Keys and values are cached
-    until the window is full; from then on it slides, which changes all positions, and each character costs a pass over
-    the whole window.
+    While a longer prompt is still being read, NO_TOKEN is yielded for it, so each text is what it would be alone,
+    except that all texts draw from one stream of random numbers. Keys and values are cached until the window is full;
+    from then on it slides, which changes all positions, and each character takes a pass over the whole window.
 
     Args:
         model: a GPT, with `config.block_size` and `new_kv_caches()`, on the prompts' device
         prompts: B tensors of (T,) tokens, T at least 1; only the last block_size of each count
-        max_new_tokens: number of characters to generate for each prompt
+        max_new_tokens: for each prompt
         temperature: divisor of the logits; 0 selects the most likely character
-        top_k: sample from the k most likely characters only; None: from all
+        top_k: sample from the k most likely characters only
         top_p: sample from the fewest characters whose probabilities add up to this (Holtzman et al., "The Curious Case
-            of Neural Text Degeneration", 2020); None: from all
-        generator: source of random numbers
+            of Neural Text Degeneration", 2020)
     """
     model.eval()
     gpt: Any = model

@@ -130,11 +130,8 @@ def test_transformers_has_the_same_tokens_logits_and_greedy_text(trained: Path, 
 
 
 def init_options(source: Path) -> dict[str, Any]:
-    return {
-        "trainer__init_from": source,
-        "data__block_size": 256,
-        "model__bias": load(source).model_config.bias,
-    }
+    bias = load(source).model_config.bias
+    return {"trainer__init_from": source, "data__block_size": 256, "model__bias": bias}
 
 
 def test_a_run_starts_from_an_export_or_a_snapshot_and_new_characters_get_new_embeddings(
@@ -199,45 +196,28 @@ def test_a_start_from_other_weights_is_refused_in_one_message(exported: Path, tm
     assert not list((tmp_path / "run").glob("snapshots/*"))
 
 
-# Mistakes of export.py's caller
+# Mistakes in the options of export.py
 
 
-@pytest.mark.parametrize(
-    ("snapshot", "out", "messages"),
-    [
-        ("RUN", "TMP/full", ["--out: TMP/full is not an empty folder"]),
-        ("RUN", "TMP/file", ["--out: TMP/file is not an empty folder"]),
-        ("RUN", "TMP/file/below", ["--out: TMP/file/below can't be written"]),
-        ("TMP/none", "TMP/new", ["--snapshot", "TMP/none", "no snapshot"]),
-        ("EXPORT", "TMP/new", ["--snapshot: EXPORT is an export already"]),
-    ],
-)
 def test_a_refused_export_is_one_message_and_writes_nothing(
-    snapshot: str,
-    out: str,
-    messages: list[str],
-    trained: Path,
-    exported: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture,
+    trained: Path, exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
     (tmp_path / "full").mkdir()
-    (tmp_path / "full/notes").write_text("notes")
-    (tmp_path / "file").write_text("notes")
-
-    def expand(template: str) -> str:
-        return template.replace("RUN", str(trained)).replace("EXPORT", str(exported)).replace("TMP", str(tmp_path))
-
-    monkeypatch.setattr(sys, "argv", ["export.py", "--snapshot", expand(snapshot), "--out", expand(out)])
-    assert run_script(run) == 2
-    captured = capfd.readouterr()
-    assert captured.out == ""
-    [line] = captured.err.splitlines()
-    assert line.startswith("error: ")
-    assert all(expand(message) in line for message in messages)
-    assert sorted(os.listdir(tmp_path)) == ["file", "full"]
-    assert os.listdir(tmp_path / "full") == ["notes"]
+    for file in ("file", "full/file"):
+        (tmp_path / file).write_text("notes")
+    for snapshot, out, message in (
+        (trained, "full", f"--out: {tmp_path}/full is not an empty folder"),
+        (trained, "file", f"--out: {tmp_path}/file is not an empty folder"),
+        (trained, "file/below", f"--out: {tmp_path}/file/below can't be written"),
+        (tmp_path / "none", "new", f"--snapshot: no snapshot at {tmp_path}/none"),
+        (exported, "new", f"--snapshot: {exported} is an export already"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["export.py", "--snapshot", str(snapshot), "--out", str(tmp_path / out)])
+        assert run_script(run) == 2
+        stdout, stderr = capfd.readouterr()
+        assert (stdout, len(stderr.splitlines())) == ("", 1)
+        assert stderr.startswith(f"error: {message}")
+        assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")} == {"file", "full", "full/file"}
 
 
 def test_a_failed_export_leaves_nothing_and_an_empty_folder_is_accepted(

@@ -58,7 +58,7 @@ def run_plot(*argv: str | Path) -> None:
 # Reading
 
 
-def test_curves_and_restarts_are_those_of_the_rows(folder: Path, runs: list[Run]) -> None:
+def test_curves_and_restarts_are_those_of_the_rows_in_any_order(folder: Path, runs: list[Run], tmp_path: Path) -> None:
     for run in runs:
         rows, evals = read_rows(folder / run.name), read_rows(folder / run.name, "eval")
         for key in ("loss", "learning_rate", "grad_norm", "tokens_per_second"):
@@ -66,6 +66,9 @@ def test_curves_and_restarts_are_those_of_the_rows(folder: Path, runs: list[Run]
         assert run.curves["val_loss"] == ([row["step"] for row in evals], [row["val_loss"] for row in evals])
     assert [run.curves["val_loss"][0] for run in runs] == [[4, 8, 12], [4, 6, 8, 12]]
     assert [run.restarts for run in runs] == [{}, {6: [2, 1]}]
+    lines = (folder / "moved/metrics.jsonl").read_text().splitlines(keepends=True)
+    random.Random(0).shuffle(lines)
+    assert read_run(write_metrics(tmp_path / "moved", *lines), "moved") == runs[1]
 
 
 @pytest.mark.parametrize(
@@ -82,12 +85,6 @@ def test_curves_and_restarts_are_those_of_the_rows(folder: Path, runs: list[Run]
 )
 def test_find_restarts(starts: list[tuple[int, int | None]], expected: dict[int, list[int]]) -> None:
     assert find_restarts([json.loads(row("start", step, world_size=size)) for step, size in starts]) == expected
-
-
-def test_rows_may_be_in_any_order(folder: Path, runs: list[Run], tmp_path: Path) -> None:
-    lines = (folder / "moved/metrics.jsonl").read_text().splitlines(keepends=True)
-    random.Random(0).shuffle(lines)
-    assert read_run(write_metrics(tmp_path / "moved", *lines), "moved") == runs[1]
 
 
 def test_missing_and_non_finite_values_are_left_out(tmp_path: Path) -> None:

@@ -103,10 +103,3 @@ def test_a_failed_download_is_one_message_and_writes_nothing(
     assert line.startswith(f"error: {url} {message}")  # begins a line, after any bar
     assert os.listdir(tmp_path) == ["shakespeare.txt"]
     assert (tmp_path / "shakespeare.txt").read_text() == "an earlier one"
-
-
-def test_an_unknown_text_is_refused(tmp_path: Path) -> None:
-    done = prepare(tmp_path, "goethe")
-    assert done.returncode == 2
-    assert all(name in done.stderr for name in ("goethe", "documentation", "shakespeare"))
-    assert os.listdir(tmp_path) == []
