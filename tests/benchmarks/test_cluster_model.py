@@ -1,4 +1,4 @@
-"""What a step takes on paper: operations as counted, links as published, and the ways that fit."""
+"""The model of a cluster: operations as PyTorch counts them, communication, and the choice of a strategy."""
 
 from __future__ import annotations
 
@@ -9,114 +9,127 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.cluster_model import MACHINES, SHAPES, Machine, exposed, flops_per_step, muon_flops, plan, plans, run
+from benchmarks.cluster_model import (
+    CLUSTERS,
+    MODELS,
+    Cluster,
+    estimate_step,
+    exposed_seconds,
+    fastest_per_strategy,
+    flops_per_step,
+    muon_flops,
+    run,
+)
 from mingpt.config import Config, GPTConfig, OptimizerConfig
 from mingpt.config_parser import read_config
 from mingpt.optimizer import build_optimizer
-from mingpt.utils.progress import run_script
+from mingpt.utils.logging import run_script
 from model import GPT
 
-SHAPE = GPTConfig(n_layer=3, n_head=2, n_embd=32, vocab_size=11, block_size=16)
-DGX, ETHERNET = MACHINES
+SMALL = GPTConfig(n_layer=3, n_head=2, n_embd=32, vocab_size=11, block_size=16)
+INFINIBAND, ETHERNET = CLUSTERS
+STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
 
 
-def config(**knobs: Any) -> Config:
-    words = [word for key, value in knobs.items() for word in (f"--{key.replace('__', '.')}", str(value))]
-    return read_config(["--trainer.batch_size", "2048", "--trainer.save_every", "1000", *words])
+def config(**changes: Any) -> Config:
+    options = [word for key, value in changes.items() for word in (f"--{key.replace('__', '.')}", str(value))]
+    return read_config(["--trainer.batch_size", "2048", "--trainer.save_every", "1000", *options])
 
 
-def test_operations_are_those_that_pytorch_counts() -> None:
-    model, idx = GPT(SHAPE), torch.zeros(5, 16, dtype=torch.long)
-    with FlopCounterMode(display=False) as counted, torch.autocast("cpu", torch.bfloat16):  # attention in products
+def test_flops_equal_those_of_a_step_on_the_cpu_and_the_usual_formula() -> None:
+    model, idx = GPT(SMALL), torch.zeros(5, 16, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter, torch.autocast("cpu", torch.bfloat16):  # with bmm_attention
         model(idx, idx)[1].backward()
-    assert counted.get_total_flops() == flops_per_step(SHAPE, 5)
+    weights = sum(
+        weight.numel() for name, weight in model.named_parameters() if weight.dim() == 2 and "wpe" not in name
+    )
+    formula = 5 * 16 * (6 * weights + 12 * SMALL.n_layer * SMALL.n_embd * 16)
+    assert flops_per_step(SMALL, 5) == counter.get_total_flops() == formula
 
 
-def test_muons_operations_are_those_that_pytorch_counts() -> None:
-    model = GPT(SHAPE)
+def test_muons_flops_equal_those_of_its_step() -> None:
+    model = GPT(SMALL)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer = build_optimizer(model, OptimizerConfig(name="muon"))
-    with FlopCounterMode(display=False) as counted:
+    with FlopCounterMode(display=False) as counter:
         optimizer.step()
-    assert counted.get_total_flops() == muon_flops(SHAPE)
+    assert muon_flops(SMALL) == counter.get_total_flops() > 0
 
 
-def test_a_ring_sends_all_but_its_own_part_over_its_slowest_link() -> None:
-    machine = Machine("", inside=100.0, between=50.0, gpus=4, latency=0.0)
-    assert machine.passes(1000, 1) == 0
-    assert machine.passes(1000, 2) == 5
-    assert machine.passes(1000, 4) == 7.5
-    assert machine.passes(1000, 8) == 17.5
-    assert replace(machine, latency=1.0).passes(1000, 8) == 17.5 + 3
+def test_a_ring_sends_all_but_one_shard_over_its_slowest_link() -> None:
+    cluster = Cluster("", intra_node_bandwidth=100.0, inter_node_bandwidth=50.0, gpus_per_node=4, latency=0.0)
+    assert [cluster.ring_seconds(1000, ranks) for ranks in (1, 2, 4, 8)] == [0, 5, 7.5, 17.5]
+    assert replace(cluster, latency=1.0).ring_seconds(1000, 8) == 17.5 + 3
 
 
 @pytest.mark.parametrize(
-    ("sent", "hiding", "seconds"), [(10.0, 100.0, 1.0), (100.0, 10.0, 90.0), (100.0, 95.0, 10.0), (0.0, 1.0, 0.0)]
+    ("communication", "compute", "exposed"), [(10, 100, 1), (100, 10, 90), (100, 95, 10), (0, 1, 0)]
 )
-def test_sending_hides_behind_computing_but_for_its_last_part(sent: float, hiding: float, seconds: float) -> None:
-    assert exposed(sent, hiding, last=0.1) == pytest.approx(seconds)
+def test_computation_hides_communication_except_for_the_last_part(
+    communication: float, compute: float, exposed: float
+) -> None:
+    assert exposed_seconds(communication, compute, last=0.1) == pytest.approx(exposed)
 
 
-def test_more_gpus_are_faster_and_less_than_linear_while_the_network_keeps_up() -> None:
-    def fastest(ranks: int, machine: Machine) -> float:
-        return min(way.step for way in plans(config(), SHAPES["1.5B"], ranks, machine))
+def test_more_gpus_are_faster_but_less_than_linearly() -> None:
+    def fastest(ranks: int, cluster: Cluster) -> float:
+        return min(each.seconds for each in fastest_per_strategy(config(), MODELS["1.5B"], ranks, cluster))
 
-    steps = [fastest(ranks, DGX) for ranks in (8, 64, 1024)]
-    assert steps[0] / 8 < steps[1] < steps[0]
-    assert steps[1] / 16 < steps[2] < steps[1]
-    assert fastest(1024, ETHERNET) > fastest(64, ETHERNET) * 0.9  # the gradient crosses each node's link all the same
-
-
-def test_what_is_picked_fits_and_what_does_not_is_not_there() -> None:
-    found = {way.strategy: way for way in plans(config(), SHAPES["13B"], 8, DGX)}
-    assert found.keys() == {"zero2", "fsdp"}  # 12 bytes for each of 13 billion parameters are more than 141 GB
-    assert all(way.memory < DGX.memory for way in found.values())
-    assert not list(plans(config(), SHAPES["13B"], 8, replace(DGX, memory=1e9)))
-    small = {way.strategy for way in plans(config(), SHAPES["124M"], 8, DGX)}
-    assert small == {"ddp", "zero1", "zero2", "fsdp"}
+    seconds = [fastest(ranks, INFINIBAND) for ranks in (8, 64, 1024)]
+    assert seconds[0] / 8 < seconds[1] < seconds[0]
+    assert seconds[1] / 16 < seconds[2] < seconds[1]
+    assert fastest(1024, ETHERNET) > fastest(64, ETHERNET) * 0.9  # each node still receives the full gradient
 
 
-def test_a_slower_network_makes_ranks_wait() -> None:
-    for strategy in ("ddp", "zero1", "zero2", "fsdp"):
-        asked = config(distributed__strategy=strategy, trainer__micro_batch_size=2)
-        fast, slow = (plan(asked, SHAPES["1.5B"], 64, machine) for machine in MACHINES)
-        assert fast.waiting < slow.waiting
-        assert (fast.compute, fast.update, fast.memory) == (slow.compute, slow.update, slow.memory)
+def test_only_configurations_that_fit_into_memory_are_chosen() -> None:
+    found = {each.strategy: each for each in fastest_per_strategy(config(), MODELS["13B"], 8, INFINIBAND)}
+    assert found.keys() == {"zero2", "fsdp"}  # 12 bytes per parameter of an unsharded 13B are more than 141 GB
+    assert all(each.memory < INFINIBAND.memory for each in found.values())
+    assert not list(fastest_per_strategy(config(), MODELS["13B"], 8, replace(INFINIBAND, memory=1e9)))
+    small = fastest_per_strategy(config(), MODELS["124M"], 8, INFINIBAND)
+    assert [each.strategy for each in small] == list(STRATEGIES)
 
 
-def test_ddp_repeats_muon_and_the_others_deal_it_out() -> None:
-    ways = {
-        (strategy, name): plan(
-            config(distributed__strategy=strategy, optimizer__name=name), SHAPES["1.5B"], 16, DGX
-        ).update
-        for strategy in ("ddp", "zero1", "fsdp")
-        for name in ("adamw", "muon")
-    }
-    added = {strategy: ways[strategy, "muon"] - ways[strategy, "adamw"] for strategy in ("ddp", "zero1", "fsdp")}
-    assert added["zero1"] == pytest.approx(added["ddp"] / 16, rel=0.1)
-    assert added["fsdp"] == pytest.approx(added["ddp"] / 16, rel=0.1)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_slower_network_exposes_more_communication_and_changes_nothing_else(strategy: str) -> None:
+    changed = config(distributed__strategy=strategy, trainer__micro_batch_size=2)
+    fast, slow = (estimate_step(changed, MODELS["1.5B"], 64, cluster) for cluster in CLUSTERS)
+    assert fast.communication < slow.communication
+    assert (fast.compute, fast.optimizer, fast.memory) == (slow.compute, slow.optimizer, slow.memory)
 
 
-def test_a_line_is_printed_for_each_model_and_number(capsys) -> None:
-    words = ("--model.n_layer", "2", "--model.n_head", "4", "--model.n_embd", "256", "--data.block_size", "1024")
-    run(["--ranks", "4", "16", *words])
+def test_ddp_repeats_muon_on_each_rank_and_other_strategies_divide_it() -> None:
+    def muon_seconds(strategy: str) -> float:
+        adamw, muon = (config(distributed__strategy=strategy, optimizer__name=name) for name in ("adamw", "muon"))
+        return estimate_step(muon, MODELS["1.5B"], 16, INFINIBAND).optimizer - (
+            estimate_step(adamw, MODELS["1.5B"], 16, INFINIBAND).optimizer
+        )
+
+    for strategy in ("zero1", "fsdp"):
+        assert muon_seconds(strategy) == pytest.approx(muon_seconds("ddp") / 16, rel=0.1)
+
+
+def test_a_row_is_printed_for_each_cluster_and_number_of_gpus(capsys) -> None:
+    sizes = ("--model.n_layer", "2", "--model.n_head", "4", "--model.n_embd", "256", "--data.block_size", "1024")
+    run(["--ranks", "4", "16", *sizes])
     out = capsys.readouterr().out
-    lines = [line for line in out.splitlines() if line.startswith("| 15M | ")]
-    assert [line.split(" | ")[1] for line in lines] == ["4", "16"] * 2
+    rows = [line for line in out.splitlines() if line.startswith("| 15M | ")]
+    assert [row.split(" | ")[1] for row in rows] == ["4", "16"] * 2
     assert "100 Gb/s Ethernet" in out
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("options", "message"),
     [
         (("--ranks", "0"), "error: --ranks: 0 is no number of GPUs, must be at least 1"),
-        (("--model.n_layer", "0"), "error: model.n_layer is 0, must be at least 1 (in the command line)"),
+        (("--model.n_layer", "0"), "error: model.n_layer (in the command line): found 0, must be greater than or"),
         (("--gpus", "8"), "error: command line: unrecognized arguments: --gpus 8; --help lists all"),
     ],
 )
-def test_a_mistake_is_one_message(words: tuple[str, ...], said: str, monkeypatch, capsys) -> None:
-    monkeypatch.setattr("sys.argv", ["scaling.py", *words])
+def test_a_wrong_option_is_one_message(options: tuple[str, ...], message: str, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("sys.argv", ["cluster_model.py", *options])
     assert run_script(run) == 2
     printed = capsys.readouterr()
-    assert (printed.err.strip(), printed.out) == (said, "")
+    assert printed.err.startswith(message)
+    assert (printed.err.count("\n"), printed.out) == (1, "")

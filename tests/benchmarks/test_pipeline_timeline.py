@@ -1,16 +1,16 @@
-"""Which stage is at work when: what stages wait is counted right, and drawn."""
+"""The timeline of a pipeline: its bubble is computed correctly, and drawn."""
 
 from __future__ import annotations
 
 import json
 import struct
 from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers import run_program
 
-from benchmarks.pipeline_timeline import Span, Step, steps, traces_of
+from benchmarks.pipeline_timeline import Span, Step, run, steps, traces_of
+from mingpt.utils.logging import run_script
 
 # Forward takes 1 second and backward 2; two micro-batches on two stages, 1F1B.
 IDEAL = [
@@ -19,73 +19,70 @@ IDEAL = [
 ]
 
 
-def trace(file: Path, stage: list[tuple[str, int, int, int]], firsts: tuple[int, ...] = (0,)) -> Path:
-    """A trace with a step that begins at each of these seconds, and what does not matter."""
-    events: list[dict[str, Any]] = [{"name": "forward 0", "cat": "cpu_op", "ts": 0, "dur": 1}, {"ph": "M", "ts": 0}]
-    for number, first in enumerate(firsts, start=11):
-        spans: list[tuple[str, float, float]] = [(f"ProfilerStep#{number}", first - 0.01, first + 9)]
-        spans += [(f"{kind} {i}", first + start, first + end) for kind, i, start, end in stage]
-        events += [
-            {"cat": "user_annotation", "name": name, "ts": 1e6 * start, "dur": 1e6 * (end - start)}
-            for name, start, end in spans
-        ]
-    file.write_text(json.dumps({"traceEvents": events[::-1]}))
-    return file
-
-
-def run_of(folder: Path, stages: int, firsts: tuple[int, ...] = (0,)) -> Path:
+def write_run(folder: Path, stages: int, starts: tuple[int, ...] = (0,)) -> Path:
+    """A run folder with two traces, of steps that begin at these seconds, and of other events."""
     folder.mkdir()
     (folder / "config.yaml").write_text(f"distributed: {{pipeline_stages: {stages}}}")
     for rank, stage in enumerate(IDEAL):
-        trace(folder / f"trace-{rank}.json", stage, firsts)
+        events: list[dict] = [{"name": "forward 0", "cat": "cpu_op", "ts": 0, "dur": 1}, {"ph": "M", "ts": 0}]
+        for number, first in enumerate(starts, start=11):
+            spans: list[tuple[str, float, float]] = [(f"ProfilerStep#{number}", first - 0.01, first + 9)]
+            spans += [(f"{kind} {i}", first + start, first + end) for kind, i, start, end in stage]
+            events += [
+                {"cat": "user_annotation", "name": name, "ts": 1e6 * start, "dur": 1e6 * (end - start)}
+                for name, start, end in spans
+            ]
+        (folder / f"trace-{rank}.json").write_text(json.dumps({"traceEvents": events[::-1]}))
     return folder
 
 
-def test_what_equal_stages_wait_is_the_formula(tmp_path: Path) -> None:
-    found = steps(traces_of(run_of(tmp_path / "run", 2, (100, 200))))
-    assert [step.number for step in found] == [12, 13]  # as metrics.jsonl counts, from 1
+def test_equal_stages_have_the_ideal_bubble(tmp_path: Path) -> None:
+    found = steps(traces_of(write_run(tmp_path / "run", 2, (100, 200))))
+    assert [step.number for step in found] == [12, 13]  # as in metrics.jsonl, from 1
     for step in found:
-        assert step.bubble == pytest.approx(step.least) == pytest.approx(1 / 3)
+        assert step.bubble == pytest.approx(step.ideal_bubble) == pytest.approx(1 / 3)
         assert step.stages[1][1].kind == "backward"
     assert (found[0].start, found[0].end) == (100, 109)
-    assert str(found[0]) == "step 12: stages wait 33.3% of the time, at best 33.3%"
 
 
-def test_a_stage_that_waits_longer_shows() -> None:
-    late = [
-        [Span("forward", 0, 0, 1), Span("backward", 0, 5, 6)],
-        [Span("forward", 0, 1, 2), Span("backward", 0, 4, 5)],
-    ]
-    assert Step(1, late).bubble == pytest.approx(1 - 4 / 12)
-    assert Step(1, late).least == pytest.approx(1 / 2)
+def test_idle_time_between_spans_is_part_of_the_bubble() -> None:
+    first = [Span("forward", 0, 0, 1), Span("backward", 0, 5, 6)]
+    second = [Span("forward", 0, 1, 2), Span("backward", 0, 4, 5)]
+    step = Step(1, [first, second])
+    assert step.bubble == pytest.approx(1 - 4 / 12)
+    assert step.ideal_bubble == pytest.approx(1 / 2)
 
 
-def test_it_is_drawn(tmp_path: Path) -> None:
-    done = run_program("-m", "benchmarks.pipeline_timeline", str(run_of(tmp_path / "run", 2)))
-    assert done.returncode == 0, done.stderr
-    assert "step 12: stages wait 33.3% of the time" in done.stdout
-    picture = (tmp_path / "run/timeline.png").read_bytes()
-    assert struct.unpack(">II", picture[16:24]) == (900, 240)
-
-
-def test_a_run_must_be_named() -> None:
-    done = run_program("-m", "benchmarks.pipeline_timeline")
-    assert done.returncode == 2
-    assert "the following arguments are required: RUN" in done.stderr
+def test_the_command_prints_the_bubble_and_draws_an_image(tmp_path: Path) -> None:
+    process = run_program("-m", "benchmarks.pipeline_timeline", str(write_run(tmp_path / "run", 2)))
+    assert process.returncode == 0, process.stderr
+    assert "step 12: stages wait 33.3% of the time, at best 33.3%\n" in process.stdout
+    image = (tmp_path / "run/timeline.png").read_bytes()
+    assert struct.unpack(">II", image[16:24]) == (900, 240)
 
 
 @pytest.mark.parametrize(
-    ("stages", "out", "words"),
+    ("stages", "out", "message"),
     [
         (1, None, "run has no stages: train with --distributed.pipeline_stages 2 --trainer.profile_steps 3"),
         (3, None, "run has no trace-2.json: train with"),
-        (2, "picture.foo", "--out: picture.foo can't be written"),
+        (2, "image.foo", "--out: image.foo can't be written"),
     ],
 )
-def test_what_is_not_there_is_one_message(stages: int, out: str | None, words: str, tmp_path: Path) -> None:
-    run = run_of(tmp_path / "run", stages)
-    done = run_program("-m", "benchmarks.pipeline_timeline", str(run), *(["--out", out] if out else []), cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.count("error: ") == 1
-    assert words in done.stderr
-    assert "Traceback" not in done.stderr
+def test_a_missing_input_is_one_message(
+    stages: int, out: str | None, message: str, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    options = ["--out", out] if out else []
+    monkeypatch.setattr("sys.argv", ["pipeline_timeline.py", str(write_run(tmp_path / "run", stages)), *options])
+    assert run_script(run) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert message in error
+
+
+def test_a_run_folder_is_required(monkeypatch, capsys) -> None:
+    monkeypatch.setattr("sys.argv", ["pipeline_timeline.py"])
+    with pytest.raises(SystemExit, match="2"):
+        run_script(run)
+    assert "the following arguments are required: RUN" in capsys.readouterr().err
