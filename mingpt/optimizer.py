@@ -32,12 +32,7 @@ def learning_rate(step: int, last_step: int, config: OptimizerConfig) -> float:
 
 
 def param_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
-    """Matrices of the blocks (for Muon), other matrices, and the rest, which has no weight decay; none is empty.
-
-    Args:
-        model: its `blocks` are needed with muon only
-        config: the optimizer section
-    """
+    """Matrices of the blocks (for Muon), other matrices, and the rest, which has no weight decay; none is empty."""
     hidden: set[nn.Parameter] = set()
     if config.name == "muon":
         hidden = {p for block in model.blocks for p in block.parameters() if p.dim() >= 2}  # type: ignore[union-attr]
@@ -60,8 +55,6 @@ def build_optimizer(
     """Fused AdamW (Loshchilov and Hutter, 2019), or Muon with AdamW.
 
     Args:
-        model: whose parameters are optimized
-        config: the optimizer section
         ns_dtype: dtype of Muon's matrix products
         newton_schulz: function that orthogonalizes Muon's updates
         wrapper: builds an optimizer from groups, class and settings, as ZeroRedundancyOptimizer does

@@ -39,21 +39,13 @@ from mingpt.utils.tensors import to_local
 
 @dataclass(frozen=True)
 class MemoryUsage:
-    """Bytes that a rank holds on its device.
-
-    Args:
-        parameters: its shard, or all
-        gradients: its shard, or all
-        optimizer: its shard of the optimizer state, or all
-        unsharded: parameters, gradients and copies that exist for a part of the step
-        activations: what forward keeps for backward
-    """
+    """Bytes that a rank holds on its device: its shards, or all."""
 
     parameters: float
     gradients: float
-    optimizer: float
-    unsharded: float = 0
-    activations: float = 0
+    optimizer: float  # state
+    unsharded: float = 0  # parameters, gradients and copies that exist for a part of the step
+    activations: float = 0  # what forward keeps for backward
 
     @property
     def total(self) -> float:
@@ -117,10 +109,8 @@ def activation_bytes(
 
     Args:
         model_class, model_config: of the whole model
-        stage, stages: the pipeline stage and their number
-        precision: fp32, bf16 or fp16
+        stage, stages: index of the pipeline stage, and the number of stages
         mode: activation checkpointing: none, selective or full
-        device: type of the device
     """
     layers = model_config.n_layer * (stage + 1) // stages - model_config.n_layer * stage // stages
     few = min(stages, 3)

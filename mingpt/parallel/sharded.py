@@ -28,13 +28,7 @@ from mingpt.utils.tensors import to_local
 
 
 def newton_schulz_sharded(rows: Tensor, ns_dtype: torch.dtype, like: DTensor) -> Tensor:
-    """`newton_schulz` for matrices sharded by rows: each rank receives some of them in full.
-
-    Args:
-        rows: (k, rows of this rank, n)
-        ns_dtype: dtype of the products
-        like: one of the k parameters, (m, n)
-    """
+    """`newton_schulz` for k matrices (m, n) sharded by rows: each rank receives some of them in full."""
     shape, stride = torch.Size((len(rows), *like.shape)), (like.numel(), like.size(1), 1)
     sharded = partial(DTensor.from_local, device_mesh=like.device_mesh, shape=shape, stride=stride)
     full = sharded(rows, placements=[Shard(1)]).redistribute(placements=[Shard(0)]).to_local()

@@ -43,9 +43,7 @@ def build_strategy(
     """Parallelizes a model as configured, with its optimizer. Weights are undefined until `load_full_state`.
 
     Args:
-        config: all sections
         model: a GPT on the meta device, since no rank may have memory for it; it becomes the strategy's
-        context: the ranks
         precision: fp32, bf16 or fp16
         example: inputs and targets, (B, T) each, for a warm-up pass
 
@@ -135,9 +133,7 @@ def estimate_memory(config: Config, model: nn.Module, world_size: int, precision
     """What the rank that needs most will hold.
 
     Args:
-        config: all sections
         model: a GPT; only its class and its configuration matter
-        world_size: number of ranks
         precision: fp32, bf16 or fp16
         device: type of the device
     """

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -65,10 +66,7 @@ class TreeReduction(Strategy):
         share = -(-config.trainer.batch_size // ranks)
         micro_batches = -(-share // min(share, config.trainer.micro_batch_size or share))
         # The gradient of one micro-batch, and a partial sum per digit of a binary counter.
-        sums = usage.gradients * (1 + micro_batches.bit_length())
-        return MemoryUsage(
-            usage.parameters, usage.gradients, usage.optimizer, usage.unsharded + sums, usage.activations
-        )
+        return replace(usage, unsharded=usage.unsharded + usage.gradients * (1 + micro_batches.bit_length()))
 
     def micro_batches(self, batch: range) -> list[tuple[range, float]]:
         """This rank's micro-batches, whose bounds do not depend on the number of ranks."""
@@ -126,9 +124,6 @@ class PartialSums:
 
     Node k of level l covers the leaves from k 2**l to (k + 1) 2**l, as far as they exist. Its sum is that of its left
     child plus that of its right child.
-
-    Args:
-        num_leaves: leaves of the whole tree
     """
 
     def __init__(self, num_leaves: int) -> None:

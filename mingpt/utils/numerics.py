@@ -11,19 +11,12 @@ from mingpt.utils.device import choose_precision, choose_threads, device_kind, s
 
 
 class Numerics(NamedTuple):
-    """What was chosen.
+    """What was chosen."""
 
-    Args:
-        precision: fp32, bf16 or fp16
-        threads: CPU threads of this rank
-        choices: the same with world size and hardware, for the snapshot
-        reasons: rows for the summary at the start
-    """
-
-    precision: str
-    threads: int
-    choices: dict[str, Any]
-    reasons: dict[str, str]
+    precision: str  # fp32, bf16 or fp16
+    threads: int  # CPU threads of this rank
+    choices: dict[str, Any]  # the same with world size and hardware, for the snapshot
+    reasons: dict[str, str]  # rows for the summary at the start
 
 
 def choose_numerics(
@@ -37,9 +30,6 @@ def choose_numerics(
     """Chooses precision and threads, and applies threads and `deterministic`.
 
     Args:
-        cfg: the trainer section
-        device: of this rank
-        world_size, local_world_size: ranks, and ranks on this machine
         one_thread: the strategy needs one thread per rank
         previous: the choices in the snapshot, or empty
 

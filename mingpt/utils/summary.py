@@ -39,13 +39,10 @@ def run_summary(
     """Ranks, choices, text and length of a run.
 
     Args:
-        config: all sections
         members: host and device of each rank
         facts: rows such as backend and precision
         characters: length of the text
-        vocab_size: distinct characters
-        windows: training windows per epoch
-        last_step: the step that training ends with
+        windows: per epoch
     """
     cfg, T = config.trainer, config.data.block_size
     epochs = last_step * cfg.batch_size / windows
@@ -64,13 +61,7 @@ def run_summary(
 def resume_summary(
     header: Mapping[str, Any], file: str, text_sha256: str, hardware: str, learning_rate: float
 ) -> Iterator[str]:
-    """Lines that name the snapshot, and what has changed since it was saved.
-
-    Args:
-        header: the snapshot
-        file: its path
-        text_sha256, hardware, learning_rate: those of this run at the snapshot's step
-    """
+    """Lines that name the snapshot's file, and what has changed in this run since it was saved."""
     yield f"resuming from {file}"
     if (then := header["text_sha256"]) != text_sha256:
         yield f"the text has changed: its SHA-256 is {then} in the snapshot, {text_sha256} now"
