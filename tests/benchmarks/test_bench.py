@@ -1,0 +1,209 @@
+"""bench.py measures its cases and prints their rows; the figures depend on the machine and are not tested."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import run_program
+
+from bench import run, run_case
+from benchmarks import cases, harness
+from benchmarks.cases import CASES, MULTI_RANK_CASES
+from benchmarks.harness import Bench, Row, Shape, SkippedError, median_row
+from mingpt.distributed.launch_environment import RankInfo
+from mingpt.distributed.process_group import DistributedContext
+from mingpt.utils.logging import run_script
+
+TINY = (*Shape(1, 2, 16, 16, 12).options[:8], "--trainer.threads", "1")  # without a batch size: cases set their own
+
+# The parts of both baselines that a step needs.
+MODEL = """
+import torch
+from dataclasses import dataclass
+
+class GPTConfig:
+    def __init__(self, **sizes): self.sizes = sizes
+
+@dataclass
+class OptimizerConfig:
+    learning_rate: float = 3e-4
+    weight_decay: float = 0.1
+
+class GPT(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        print("number of parameters: 0.00M")
+        size = config.sizes["vocab_size"]
+        self.table = torch.nn.Embedding(size, size)
+    def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
+        return torch.optim.AdamW(self.parameters(), lr=learning_rate)
+    def forward(self, idx, targets):
+        logits = self.table(idx)
+        return logits, torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+def create_optimizer(model, config):
+    return torch.optim.AdamW(model.parameters(), lr=config.learning_rate)
+"""
+DATASET = """
+import torch
+from dataclasses import dataclass
+from pathlib import Path
+
+@dataclass
+class DataConfig:
+    path: str = None
+    block_size: int = None
+
+class CharDataset:
+    def __init__(self, config):
+        self.text, self.T = Path(config.path).read_text(), config.block_size
+    def __len__(self):
+        return len(self.text) - self.T
+    def __getitem__(self, i):
+        window = torch.tensor([ord(c) for c in self.text[i : i + self.T + 1]])
+        return window[:-1], window[1:]
+"""
+
+
+@pytest.fixture
+def bench(tmp_path: Path, one_thread: None) -> Bench:
+    """A bench with a tiny model, a short text, one pair and both baselines."""
+    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "char_dataset.py").write_text(DATASET)
+    bench = Bench(DistributedContext(RankInfo()), tmp_path, TINY, tmp_path, tmp_path, pairs=1, min_run_time=0.0)
+    bench.text.write_text(bench.text.read_text()[:50_000])
+    return bench
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        pytest.param("trainer", 1, marks=pytest.mark.slow),
+        ("nanogpt", 3),
+        ("tutorial", 3),
+        ("peak", 2),
+        ("fetch", 3),
+        ("encoding", 2),
+        ("optimizer", 1),
+        pytest.param("snapshots", 3, marks=pytest.mark.slow),
+        pytest.param("sampling", 2, marks=pytest.mark.slow),
+        pytest.param("start", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_case_of_one_process_yields_rows_and_prints_nothing(
+    bench: Bench, name: str, count: int, monkeypatch, capsys
+) -> None:
+    monkeypatch.setattr(cases, "has_bf16", lambda device: (False, "for this test"))
+    monkeypatch.setattr(Bench, "goals", harness.WITH_BF16)  # the others compile
+    rows = list(run_case(name, bench))
+    assert len(rows) == count
+    for row in rows:
+        if isinstance(row.figure, str):
+            assert (name, row.figure) == ("peak", "skipped: no bf16 hardware")
+        else:
+            assert row.smallest is None or row.smallest <= row.figure <= row.largest
+            assert row.figure > 0 or "save_every" in row.what
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("names", "count"), [(("ranks", "reduction"), 4), (("strategies",), 6), (("pipeline",), 4), (("compile",), 3)]
+)
+def test_cases_that_start_ranks_or_compile_print_rows_as_json(names: tuple[str, ...], count: int) -> None:
+    process = run_program("bench.py", *names, "--json", *TINY, "--model.n_layer", "2")
+    assert process.returncode == 0, process.stderr
+    rows = [json.loads(line) for line in process.stdout.splitlines()]
+    assert len(rows) == count, process.stdout
+    assert {row["name"] for row in rows} == {*names}
+    assert all(row["figure"] == "never" or row["figure"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("nanogpt", "its folder is not given"),
+        ("tutorial", "its folder is not given"),
+        ("ranks", "2 ranks on 1 core"),
+        ("compile", "no C++ compiler"),
+    ],
+)
+def test_a_skipped_case_gives_the_reason(bench: Bench, name: str, reason: str, monkeypatch) -> None:
+    bench.nanogpt = bench.tutorial = None
+    monkeypatch.setattr(harness, "available_cores", lambda: 1)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    [row] = run_case(name, bench)
+    assert row.figure.startswith("skipped: ")
+    assert reason in row.figure
+    assert row.cells[1:3] == [row.figure, ""]
+
+
+def test_cases_of_one_process_are_skipped_on_several_ranks(bench: Bench) -> None:
+    bench.context.world_size = 2
+    for name in CASES.keys() - set(MULTI_RANK_CASES):
+        [row] = run_case(name, bench)
+        assert row.figure.startswith("skipped: "), name
+
+
+def test_measurements_of_a_ratio_alternate(bench: Bench) -> None:
+    calls: list[str] = []
+    bench.pairs = 2
+    ratios = bench.ratio(lambda: calls.append("A"), lambda: calls.append("B"), lambda: calls.append("-"), times=2)
+    assert "".join(calls) == "-A-A-B-B" + 2 * "-AA-BB"
+    assert len(ratios) == 2
+
+
+def test_a_row_has_median_range_and_goal() -> None:
+    assert median_row("x", [3.0, 1.0, 2.0], least=1.5).cells == ["x", "2", "1 to 3", "at least 1.5"]
+    missed = median_row("x", [0.004, 0.012], "%", most=0.005)
+    assert missed.cells == ["x", "0.8%", "0.4% to 1.2%", "at most 0.5% (missed)"]
+    assert median_row("x", [1234.5], "steps").cells == ["x", "1,234 steps", "", "none"]
+    assert Row("x", "skipped: for a reason", least=1.5).cells == ["x", "skipped: for a reason", "", "at least 1.5"]
+
+
+def test_json_rows_have_figures_command_and_goal(capsys, monkeypatch) -> None:
+    def case(bench: Bench) -> Iterator[Row]:
+        yield median_row("one", [1.0, 2.0], least=1.0)
+        raise SkippedError("a reason")
+
+    monkeypatch.setitem(CASES, "start", case)
+    monkeypatch.setattr("sys.argv", ["bench.py", "--json", "start", *TINY])
+    assert run_script(run) == 0
+    row, skipped = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (row["name"], row["what"], row["figure"], row["met"]) == ("start", "one", 1.5, True)
+    assert (row["smallest"], row["largest"], row["goal"]) == (1.0, 2.0, "at least 1")
+    assert row["command"].startswith("python bench.py start --data.block_size 16 --model.n_layer 1")
+    assert skipped["figure"] == "skipped: a reason"
+
+
+def test_the_table_names_machine_and_command(capsys, monkeypatch) -> None:
+    monkeypatch.setattr("sys.argv", ["bench.py", "nanogpt"])
+    assert run_script(run) == 0
+    heading, _, header, line, skipped = capsys.readouterr().out.splitlines()
+    assert heading.startswith("## ")
+    assert f"PyTorch {torch.__version__}" in heading
+    assert header == "| what | figure | smallest to largest | goal | command |"
+    assert line.count("---") == 5
+    assert "| skipped: its folder is not given |" in skipped
+    assert skipped.endswith("| `python bench.py nanogpt --nanogpt FOLDER` |")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("everything",), "error: there is no measurement everything; there are: trainer, "),
+        (("start", "--model.n_embed", "8"), "error: command line: unrecognized arguments: --model.n_embed"),
+        (("nanogpt", "--nanogpt", "nowhere"), "error: --nanogpt: there is no model.py in nowhere"),
+        (("start", "--model.n_layer", "0"), "error: model.n_layer (in the command line): found 0, must be greater"),
+    ],
+)
+def test_a_wrong_option_is_one_message(options: tuple[str, ...], message: str, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("sys.argv", ["bench.py", *options])
+    assert run_script(run) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith(message)
+    assert (printed.err.count("\n"), printed.out) == (1, "")
