@@ -1,17 +1,17 @@
-"""The rendezvous of a start's ranks at a key-value store, and their heartbeats in it."""
+"""The rendezvous of ranks at a key-value store, and their heartbeats in it."""
 
 from __future__ import annotations
 
 import os
 import platform
-import queue
+import re
 import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from contextlib import suppress
 from datetime import timedelta
-from itertools import count
 from typing import Any
 
 import torch.distributed as dist
@@ -31,7 +31,7 @@ def rendezvous(init_method: str, rank: int, world_size: int, timeout: timedelta)
     """Returns a store that the ranks of this start share with each other, and with no earlier start.
 
     Raises:
-        ValueError, RuntimeError, OSError: the address is invalid, or the other ranks did not come.
+        ValueError, RuntimeError, OSError: the address is invalid, or the other ranks did not connect.
     """
     if uses_agent_store(init_method):
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -43,7 +43,7 @@ def rendezvous(init_method: str, rank: int, world_size: int, timeout: timedelta)
 
 
 def generation_store(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """Returns a view of a store that outlives its ranks: a prefix that only the ranks of this start use.
+    """Returns a view of a store that outlives its ranks, with a prefix that only the ranks of this start use.
 
     torchrun gives the same store to every generation of workers, and a file remains when ranks exit. gloo would read
     the addresses of dead processes there (torch 2.13: workers then hang or are refused at about every second restart).
@@ -52,12 +52,11 @@ def generation_store(store: dist.Store, rank: int, world_size: int, timeout: tim
     rank that finds its own token in the offer accepts. When all have accepted, which dead ranks can't, rank 0 confirms.
 
     Raises:
-        TimeoutError: the other ranks did not come.
+        TimeoutError: the other ranks did not connect.
     """
     token, token_keys = uuid.uuid4().hex, [f"token/{other}" for other in range(world_size)]
     store.set(token_keys[rank], token)
-    offered = None
-    deadline = time.monotonic() + timeout.total_seconds()
+    offered, deadline = None, time.monotonic() + timeout.total_seconds()
     while time.monotonic() < deadline:
         if rank == 0 and offered != (tokens := store.multi_get(token_keys)):
             offered = tokens
@@ -78,13 +77,7 @@ class HealthMonitor:
 
     A backend's error says that some rank is gone, but not which one. So a thread of each rank sets a heartbeat in the
     store, which others read only after an error. The first rank that finds the cause writes it to the store for the
-    others, since they see that rank exit in turn.
-
-    Args:
-        store: of this start
-        rank: of this process
-        world_size: number of ranks
-        store_host: the process that hosts the store, for messages
+    others, since they see that rank exit in turn. Messages name the process that hosts the store as `store_host`.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, store_host: str) -> None:
@@ -100,22 +93,18 @@ class HealthMonitor:
 
     def _send_heartbeats(self) -> None:
         with suppress(RuntimeError, OSError):  # without a store no rank reads them, and training may continue
-            for number in count():
-                self.heartbeat_store.set(f"heartbeat/{self.rank}", str(number))
-                if self.stopped.wait(HEARTBEAT_INTERVAL):
-                    return
+            while not self.stopped.wait(HEARTBEAT_INTERVAL):
+                self.heartbeat_store.set(f"heartbeat/{self.rank}", str(time.monotonic()))
 
     def stop(self) -> None:
-        """Ends the heartbeats and their thread."""
         self.stopped.set()
         self.thread.join(HEARTBEAT_TIMEOUT)
 
     def exchange(self, message: str, ranks: Sequence[int]) -> dict[int, str]:
-        """Sends a message to all ranks, and returns those of `ranks`; waits without a timeout, unlike a collective.
+        """Sends a message to all ranks and returns those of `ranks`, for which it waits without a timeout.
 
         Raises:
-            PeerError: one of the ranks is gone.
-            StoreUnreachableError: the store is gone.
+            PeerError: one of `ranks` is gone, or the store (StoreUnreachableError).
         """
         self._query(self.store.set, f"message/{self.rank}", message)
         messages = {rank: self._wait_for("message", rank) for rank in ranks}
@@ -139,8 +128,6 @@ class HealthMonitor:
 
     def explain(self, error: Exception) -> Exception:
         """Returns the exception to raise in place of `error`: a PeerError if the cause is another rank."""
-        if isinstance(error, PeerError):
-            return error
         if isinstance(error, RuntimeError):  # as all backends raise, and others too
             try:
                 cause = self._query(self._find_cause, error)
@@ -156,46 +143,38 @@ class HealthMonitor:
         return error
 
     def _query(self, request: Callable[..., Any], *args: Any) -> Any:
-        """Returns the store's answer. A thread waits for it, because a store whose process is stopped blocks for ever.
-
-        Raises:
-            StoreUnreachableError: there is no answer in time.
-        """
-        answers: queue.Queue = queue.Queue()
+        """Returns the store's answer. A thread waits for it, because a request to a stopped process blocks for ever."""
+        answer: futures.Future[Any] = futures.Future()
 
         def send() -> None:
             try:
-                answers.put(request(*args))
+                answer.set_result(request(*args))
             except (RuntimeError, OSError) as error:
-                answers.put(error)
+                answer.set_exception(error)
 
         threading.Thread(target=send, daemon=True).start()
         try:
-            answer = answers.get(timeout=HEARTBEAT_TIMEOUT + 1)
-        except queue.Empty:
-            answer = TimeoutError("no answer")
-        if isinstance(answer, Exception):
+            return answer.result(timeout=HEARTBEAT_TIMEOUT + 1)
+        except (RuntimeError, OSError, futures.TimeoutError) as error:
             raise StoreUnreachableError(
                 f"{self.store_host}, where ranks meet, is gone, stopped or cut off from {self.name}: no answer"
-            ) from answer
-        return answer
+            ) from error
 
     def _find_cause(self, error: Exception | None) -> str:
         """Returns the cause that another rank has found, else the ranks without heartbeat, else an empty string."""
-        store = self.store
         keys = [f"heartbeat/{rank}" for rank in range(self.world_size)]
-        started, before = time.monotonic(), store.multi_get(keys)
+        started, before = time.monotonic(), self.store.multi_get(keys)
         while time.monotonic() < started + HEARTBEAT_TIMEOUT:
-            if store.check(["cause"]):
-                return store.get("cause").decode()
+            if self.store.check(["cause"]):
+                return self.store.get("cause").decode()
             time.sleep(0.1)
-        now = store.multi_get(keys)
-        gone = [store.get(f"name/{rank}").decode() for rank in range(self.world_size) if now[rank] == before[rank]]
+        now = self.store.multi_get(keys)
+        gone = [self.store.get(f"name/{rank}").decode() for rank in range(self.world_size) if now[rank] == before[rank]]
         if gone:
-            silence = f"sent no heartbeat for {HEARTBEAT_TIMEOUT:g} seconds: dead, stopped or cut off"
-            cause = f"{' and '.join(gone)} {silence}"
-        elif "timeout" in str(error).lower() or "timed out" in str(error).lower():
+            names = " and ".join(gone)
+            cause = f"{names} sent no heartbeat for {HEARTBEAT_TIMEOUT:g} seconds: dead, stopped or cut off"
+        elif re.search("timeout|timed out", str(error), re.IGNORECASE):
             cause = f"all {self.world_size} ranks are alive, but one of them did not answer in time: {error}"
         else:
             return ""
-        return store.compare_set("cause", "", cause).decode()
+        return self.store.compare_set("cause", "", cause).decode()

@@ -1,4 +1,4 @@
-"""What a launcher tells a process: its rank, the number of ranks, and where they rendezvous."""
+"""Rank, number of ranks and rendezvous address from a launcher's variables, and the network interface of gloo."""
 
 from __future__ import annotations
 
@@ -23,67 +23,48 @@ DEFAULT_ROUTE_HOST = "192.0.2.1"  # an address reserved for documentation (RFC 5
 
 @dataclass(frozen=True)
 class RankInfo:
-    """A process's rank, as far as its launcher tells.
-
-    Args:
-        rank: number among all processes
-        world_size: number of processes
-        local_rank: number among the processes of its host
-        local_world_size: number of processes on its host
-        init_method: where ranks rendezvous, as `torch.distributed.init_process_group` takes it
-        fallback_file: name of a file, unique to this start, for a rendezvous in the run folder if init_method's host
-            can't be resolved
-    """
+    """A process's rank, as far as its launcher sets it."""
 
     rank: int = 0
     world_size: int = 1
     local_rank: int | None = None
     local_world_size: int | None = None
-    init_method: str | None = None
-    fallback_file: str | None = None
+    init_method: str | None = None  # as `torch.distributed.init_process_group` takes it
+    fallback_file: str | None = None  # in the run folder, unique to this start, if init_method's host does not resolve
 
 
 def detect_launch_environment(env: Mapping[str, str]) -> RankInfo:
     """Returns this process's rank according to its launcher's variables; without a launcher, rank 0 of 1.
 
-    RANK has precedence: torchrun sets it, also inside srun, and so do ranks that are started by hand.
-
     Raises:
-        UserError: a launcher's variables are incomplete, or not numbers that fit together.
+        UserError: a launcher's variables are incomplete, not integers, or contradict each other.
     """
-    if "RANK" in env:
-        rank, world_size, local_rank, local_world_size = _integers(
-            env, ("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        )
-        return RankInfo(rank, world_size, local_rank, local_world_size, _master_address(env))
+    if "RANK" in env:  # first, because torchrun sets it inside srun too
+        rank, size, local_rank, local_size = _integers(env, ("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+        return RankInfo(rank, size, local_rank, local_size, _master_address(env))
     # Before SLURM: mpirun starts its daemons on other hosts as a SLURM step, whose variables its ranks inherit.
     if "OMPI_COMM_WORLD_RANK" in env or "OMPI_COMM_WORLD_SIZE" in env:
-        rank, world_size, local_rank, local_world_size = _integers(
-            env,
-            ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-            ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-        )
-        job_file = _mpirun_file(env) if local_world_size == world_size else None
-        return RankInfo(rank, world_size, local_rank, local_world_size, _master_address(env, job_file))
-    # The shell of a batch script has SLURM_PROCID and SLURM_NTASKS too, but it is not in a step, and is alone.
+        required = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+        optional = ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
+        rank, size, local_rank, local_size = _integers(env, required, optional)
+        # mpirun creates this folder for a job, private to the user, and removes it after the job.
+        folder, job = env.get("PMIX_SERVER_TMPDIR"), env.get("PMIX_NAMESPACE")
+        file = f"file://{folder}/meeting-{job}" if folder and job and local_size == size else None
+        return RankInfo(rank, size, local_rank, local_size, _master_address(env, file))
+    # The shell of a batch script has SLURM_PROCID and SLURM_NTASKS too, but it is a single process in no step.
     if "SLURM_STEP_ID" in env and env.get("SLURM_STEP_NUM_TASKS") != "1":
-        required = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_JOB_ID", "SLURM_STEP_ID")
-        rank, world_size, job, step, local_rank = _integers(env, required, ("SLURM_LOCALID",))
+        names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_JOB_ID", "SLURM_STEP_ID")
+        rank, size, job, step, local_rank = _integers(env, names, ("SLURM_LOCALID",))
         restarts = env.get("SLURM_RESTART_COUNT", 0)  # a requeued job keeps its number
         init_method = _master_address(env, _slurm_address(env, job, step))
-        return RankInfo(rank, world_size, local_rank, None, init_method, f".meeting-{job}.{step}.{restarts}")
+        return RankInfo(rank, size, local_rank, None, init_method, f".meeting-{job}.{step}.{restarts}")
     if "WORLD_SIZE" in env:
         _integers(env, ("RANK", "WORLD_SIZE"))  # raises
     return RankInfo()
 
 
 def resolve_init_method(rank_info: RankInfo, init_method: str | None, run_dir: str) -> str:
-    """Returns the init_method of this process: the configured one, else the launcher's.
-
-    Args:
-        rank_info: what the launcher tells
-        init_method: distributed.init_method
-        run_dir: a folder that all ranks share, for `rank_info.fallback_file`
+    """Returns `init_method`, else the launcher's, or a file in `run_dir` if the launcher's host does not resolve.
 
     Raises:
         UserError: there is none, or the run folder can't be created.
@@ -96,7 +77,10 @@ def resolve_init_method(rank_info: RankInfo, init_method: str | None, run_dir: s
             "other ranks at: set both, or set distributed.init_method to tcp://host:port or file:///path"
         )
     host = urlsplit(found).hostname
-    if init_method or rank_info.fallback_file is None or host is None or _is_resolvable(host):
+    if init_method or rank_info.fallback_file is None or host is None:
+        return found
+    with suppress(OSError):
+        socket.getaddrinfo(host, None)
         return found
     folder = Path(run_dir).resolve()
     try:
@@ -113,12 +97,6 @@ def select_gloo_interface(store: dist.Store, rank: int, world_size: int, init_me
 
     gloo listens at the address of the host's own name, which many systems map to 127.0.1.1 or to nothing. On a single
     host the loopback is right, and a GLOO_SOCKET_IFNAME that is set already is left as it is.
-
-    Args:
-        store: shared by all ranks
-        rank: of this process
-        world_size: number of ranks
-        init_method: where ranks rendezvous
     """
     store.set(f"host/{rank}", platform.node())
     hosts = {store.get(f"host/{other}") for other in range(world_size)}
@@ -133,11 +111,7 @@ def select_gloo_interface(store: dist.Store, rank: int, world_size: int, init_me
 
 
 def _integers(env: Mapping[str, str], required: Sequence[str], optional: Sequence[str] = ()) -> list[Any]:
-    """Returns the variables' values, None for an optional one that is not set; the first two are rank and world size.
-
-    Raises:
-        UserError: one is missing or not an integer, or they contradict each other.
-    """
+    """Returns the values, None for an optional variable that is not set; rank and number of ranks are the first two."""
     rank, world_size, *_ = required
     found = {name: env.get(name) for name in required}
     found |= {name: env[name] for name in (*optional, "WORLD_SIZE") if name in env}
@@ -173,21 +147,8 @@ def _slurm_address(env: Mapping[str, str], job: int, step: int) -> str | None:
     return f"tcp://{host}:{10000 + (job + 1009 * step) % 20000}"  # below 32768, where systems assign ports
 
 
-def _mpirun_file(env: Mapping[str, str]) -> str | None:
-    """Returns a file in the folder that mpirun creates for a job, private to the user, and removes after it."""
-    folder, job = env.get("PMIX_SERVER_TMPDIR"), env.get("PMIX_NAMESPACE")
-    return f"file://{folder}/meeting-{job}" if folder and job else None
-
-
-def _is_resolvable(host: str) -> bool:
-    try:
-        return bool(socket.getaddrinfo(host, None))
-    except OSError:
-        return False
-
-
 def _address_towards(host: str) -> str | None:
-    """Returns this host's address on the route to another one; None if there is no route but the loopback."""
+    """Returns this host's IPv4 address on the route to another one; None if there is no route but the loopback."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
         probe.connect((host, 9))  # of a datagram socket, this sends nothing
         address = probe.getsockname()[0]

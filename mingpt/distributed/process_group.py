@@ -1,14 +1,11 @@
-"""The process group, and the collectives on it that training uses.
-
-A single process needs no process group: every method then does the local equivalent.
-"""
+"""The process group and its collectives, which a single process without a group computes locally."""
 
 from __future__ import annotations
 
 import os
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -26,34 +23,26 @@ from mingpt.distributed.launch_environment import (
     select_gloo_interface,
 )
 from mingpt.utils.device import choose_device, use_cuda, visible_gpu_uuids
-from mingpt.utils.errors import StoreUnreachableError, UserError
+from mingpt.utils.errors import PeerError, StoreUnreachableError, UserError
 from mingpt.utils.logging import set_rank
 
 T = TypeVar("T")
 
 
 class DistributedContext:
-    """This process's rank and device, and collectives with the other ranks.
+    """This process's rank and device, and collectives with the other ranks."""
 
-    Args:
-        rank_info: what the launcher tells
-        health: heartbeats of all ranks; None for a single process
-        timeout: of collectives in subgroups
-    """
-
-    def __init__(
-        self, rank_info: RankInfo, health: HealthMonitor | None = None, timeout: timedelta | None = None
-    ) -> None:
-        self.rank, self.world_size, self.health, self.timeout = rank_info.rank, rank_info.world_size, health, timeout
+    def __init__(self, info: RankInfo, health: HealthMonitor | None = None, timeout: timedelta | None = None) -> None:
+        self.rank, self.world_size, self.health, self.timeout = info.rank, info.world_size, health, timeout
         self.group: dist.ProcessGroup | None = None  # None: all ranks
         self.exit_callbacks: list[Callable[[], None]] = []  # called before the process group is destroyed
         host, hosts = platform.node(), self.all_gather_object(platform.node())
-        self.local_rank = hosts[: self.rank].count(host) if rank_info.local_rank is None else rank_info.local_rank
-        self.local_world_size = rank_info.local_world_size or hosts.count(host)
+        self.local_rank = hosts[: self.rank].count(host) if info.local_rank is None else info.local_rank
+        self.local_world_size = info.local_world_size or hosts.count(host)
         self.device = torch.device("cpu")
 
     def subgroup(self, groups: Iterable[Sequence[int]]) -> DistributedContext:
-        """Returns the context of the group of ranks that has this rank; all ranks must list the same groups."""
+        """Returns the context of this rank's group of ranks; all ranks must list the same groups."""
         context = copy(self)
         for ranks in groups:
             group = dist.new_group(list(ranks), timeout=self.timeout)
@@ -62,14 +51,9 @@ class DistributedContext:
         return context
 
     def init_device(self, backend: str) -> None:
-        """Sets `device` to this rank's GPU or the CPU.
-
-        Raises:
-            UserError: there are fewer GPUs than processes on some host, on every rank.
-        """
+        """Sets `device`; on all ranks, it is a UserError if some host has fewer GPUs than processes."""
         host, gpus = platform.node(), self.raise_on_all_ranks(lambda: visible_gpu_uuids(backend))
-        others = self.all_gather_object((host, gpus))
-        others.pop(self.rank)
+        others = [other for rank, other in enumerate(self.all_gather_object((host, gpus))) if rank != self.rank]
         # srun may assign GPUs: each process then sees only its own, as number 0.
         exclusive = not any(other_host == host and set(uuids) & set(gpus) for other_host, uuids in others)
         local_rank, local_size = (0, 1) if gpus and exclusive else (self.local_rank, self.local_world_size)
@@ -79,7 +63,7 @@ class DistributedContext:
 
     @property
     def backend(self) -> str:
-        """Name of the backend that reduces gradients."""
+        """The backend that reduces gradients."""
         if self.world_size == 1:
             return "none, one process"
         return "nccl" if self.device.type == "cuda" else "gloo"
@@ -99,18 +83,13 @@ class DistributedContext:
         return values[0]
 
     def raise_on_all_ranks(self, action: Callable[[], T]) -> T:
-        """Runs `action` on every rank and returns its result.
-
-        Raises:
-            UserError: of the first rank that failed, on every rank.
-        """
+        """Runs `action` and returns its result; the UserError of the first rank that has one is raised on all ranks."""
         result, error = None, None
         try:
             result = action()
         except UserError as raised:
             error = str(raised)
-        errors = self.all_gather_object(error)
-        for rank, message in enumerate(errors):
+        for rank, message in enumerate(self.all_gather_object(error)):
             if message is not None:
                 raise UserError(f"rank {rank}: {message}" if rank else message)
         return result  # type: ignore[return-value]
@@ -120,20 +99,13 @@ class DistributedContext:
         return self.broadcast_object(self.raise_on_all_ranks(action if self.rank == 0 else lambda: None))  # type: ignore[return-value]
 
     def local_rank0_first(self, action: Callable[[], T]) -> T:
-        """Runs `action` on one rank of each file system before the other ranks, for which it should be quick.
-
-        Rank 0 is first, then local rank 0 of each host, which finds the work done if the file system is shared.
-        """
+        """Runs `action` on rank 0, then on local rank 0 of each host, then on all ranks, which find its files."""
         self.raise_on_all_ranks(lambda: action() if self.rank == 0 else None)
         self.raise_on_all_ranks(lambda: action() if self.local_rank == 0 else None)
         return self.raise_on_all_ranks(action)
 
     def check_equal(self, values: Mapping[str, Any]) -> None:
-        """Checks that all ranks pass the same values.
-
-        Raises:
-            UserError: one differs; the message has rank, name and both values.
-        """
+        """Raises a UserError with rank, name and both values if ranks pass different values."""
         first, *others = self.all_gather_object(dict(values))
         for rank, other in enumerate(others, start=1):
             for name in sorted(first.keys() | other.keys()):
@@ -180,19 +152,11 @@ class DistributedContext:
         return wait
 
     def exchange_messages(self, ranks: Sequence[int], message: str) -> dict[int, str]:
-        """Sends a message to all ranks, and returns those of `ranks`; waits as long as they are alive.
-
-        For work that may take longer than a collective's timeout.
-
-        Raises:
-            PeerError: one of the ranks is gone.
-        """
-        if self.health is None:
-            return {self.rank: message}
-        try:
-            return self.health.exchange(message, ranks)
-        except StoreUnreachableError:  # the process that hosts it has exited or was killed: nothing to wait for
-            return {self.rank: message}
+        """Sends a message to all ranks and returns those of `ranks`, for which it waits as long as they are alive."""
+        if self.health is not None:
+            with suppress(StoreUnreachableError):  # the process that hosts it is gone: there is nothing to wait for
+                return self.health.exchange(message, ranks)
+        return {self.rank: message}
 
 
 @contextmanager
@@ -202,12 +166,11 @@ def init_distributed(
     """Initializes the process group that the launcher describes, and destroys it on exit.
 
     Args:
-        config: section distributed
-        run_dir: a folder that ranks share, for the rendezvous if the launcher's address can't be resolved
-        needs_process_group: whether a single process needs a group, of itself alone
+        run_dir: shared by all ranks, which rendezvous there if the launcher's address does not resolve
+        needs_process_group: whether a single process needs a group too
 
     Raises:
-        UserError: the launcher's variables do not fit, or the other ranks did not come.
+        UserError: the launcher's variables are wrong, or the other ranks did not connect.
         PeerError: another rank is gone.
     """
     info, health = detect_launch_environment(os.environ), None
@@ -215,34 +178,30 @@ def init_distributed(
     backend = "cpu:gloo,cuda:nccl" if use_cuda(config.backend) else "gloo"
     timeout = timedelta(seconds=config.timeout_seconds)
     if info.world_size > 1:
-        init_method = resolve_init_method(info, config.init_method, run_dir)
-        health = _init_process_group(info, config, init_method, backend, timeout)
+        health = _init_process_group(info, config, run_dir, backend)
     elif needs_process_group:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     context = None
     try:
         context = DistributedContext(info, health, timeout)
         yield context
-    except UserError:
-        raise
     except Exception as error:
-        explained = health.explain(error) if health else error
+        explained = health.explain(error) if health and not isinstance(error, (UserError, PeerError)) else error
         if explained is error:
             raise
         raise explained from error
     finally:
         for callback in context.exit_callbacks if context else []:
             callback()
-        if health is not None:
+        if health:
             health.stop()
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def _init_process_group(
-    info: RankInfo, config: DistributedConfig, init_method: str, backend: str, timeout: timedelta
-) -> HealthMonitor:
-    rank, world_size = info.rank, info.world_size
+def _init_process_group(info: RankInfo, config: DistributedConfig, run_dir: str, backend: str) -> HealthMonitor:
+    rank, world_size, timeout = info.rank, info.world_size, timedelta(seconds=config.timeout_seconds)
+    init_method = resolve_init_method(info, config.init_method, run_dir)
     try:
         store = rendezvous(init_method, rank, world_size, timeout)
         select_gloo_interface(dist.PrefixStore("network", store), rank, world_size, init_method)
