@@ -21,7 +21,7 @@ COLUMNS = ["step", "written", "bytes", "val_loss", "state", "weights", "optimize
 
 
 def locate_damage(path: str) -> str:
-    """Returns the damaged part of a snapshot, as far as the checksums of the zip archive tell."""
+    """Returns the damaged part of a snapshot, according to the checksums of the zip archive."""
     with local_copy(path) as name:
         try:
             with zipfile.ZipFile(name) as archive:
@@ -52,11 +52,7 @@ def describe(path: str) -> list[str]:
 
 
 def describe_all(path: str) -> list[list[str]]:
-    """Returns a row for each snapshot in a run folder or a folder of snapshots, or for one file.
-
-    Raises:
-        UserError: there is no snapshot, or it can't be read.
-    """
+    """Returns a row for each snapshot in a run folder or a folder of snapshots, or for one file."""
     try:
         folder = SnapshotStorage(path, keep=1)
         is_file = folder.fs.isfile(folder.root)

@@ -24,7 +24,7 @@ CHUNK_SIZE = 1 << 20  # bytes under one digest
 
 
 class DamagedSnapshotError(Exception):
-    """The file's bytes are not those that were written."""
+    """The bytes of the file are not those that were written."""
 
 
 class HashingFile(io.RawIOBase):
@@ -73,9 +73,8 @@ def verify_digest(name: str) -> None:
 
         trailer = os.pread(file.fileno(), TRAILER_SIZE, content)
         if not content or not trailer.startswith(TRAILER_MAGIC):
-            raise DamagedSnapshotError(
-                f"{size} bytes without the mark at the end: cut short, or no snapshot of this program"
-            )
+            found = f"{size} bytes without the mark at the end"
+            raise DamagedSnapshotError(f"{found}: cut short, or no snapshot of this program")
         starts, total = range(0, content, CHUNK_SIZE), hashlib.sha256()
         digests = pool.map(chunk_digest, starts)
         for digest in tqdm(digests, f"reading {os.path.basename(name)}", len(starts), unit="MiB", **BAR_OPTIONS):

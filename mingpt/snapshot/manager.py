@@ -23,19 +23,12 @@ FullState = Iterable[tuple[str, Tensor, dict[str, Tensor]]]  # name, weight and 
 
 
 class SaveResult(NamedTuple):
-    """The outcome of a save.
-
-    Args:
-        step: of the snapshot
-        val_loss: of the snapshot
-        error: why there is no snapshot, or a PruneError
-        best: step and val_loss of the best snapshot, this one included
-    """
+    """The outcome of a save."""
 
     step: int
     val_loss: float | None
-    error: Exception | None
-    best: dict[str, Any]
+    error: Exception | None  # why there is no snapshot, or a PruneError
+    best: dict[str, Any]  # step and val_loss of the best snapshot, this one included
 
     @property
     def is_saved(self) -> bool:
@@ -58,12 +51,7 @@ class AsyncSnapshotWriter:
 
     @torch.no_grad()
     def save(self, header: dict[str, Any], state: FullState) -> None:
-        """Copies the state to staging buffers and returns. The save before must be done.
-
-        Args:
-            header: the snapshot without `model` and `optimizer`
-            state: the tensors
-        """
+        """Copies the state to staging buffers and returns. The save before must be done; `header` is the rest."""
         snapshot = header | {"model": {}, "optimizer": {}}
         for name, weight, moments in state:
             tensors = {"": weight, **moments}
@@ -81,7 +69,7 @@ class AsyncSnapshotWriter:
         return self.pending is None or bool(wait([self.pending], seconds).done)
 
     def poll(self) -> SaveResult | None:
-        """The result of the current save, once, when it is done."""
+        """Returns the result of the current save, once, when it is done."""
         if self.pending is None or not self.pending.done():
             return None
         result, self.pending = self.pending.result(), None
@@ -94,8 +82,7 @@ class AsyncSnapshotWriter:
 
     def _run(self) -> None:
         while True:
-            snapshot, future = self.queue.get()
-            error = None
+            (snapshot, future), error = self.queue.get(), None
             try:
                 if not get_total_norm(list(snapshot["model"].values())).isfinite():
                     raise UserError("the step's update made weights that are not finite; lower optimizer.learning_rate")
@@ -120,7 +107,6 @@ class SnapshotManager:
     """The snapshots of a run, on all its ranks.
 
     Args:
-        context: the ranks
         path: folder or fsspec URL
         keep: number of newest snapshots to keep, in addition to the best
         timeout_seconds: timeout of collectives
@@ -138,17 +124,36 @@ class SnapshotManager:
         self.best: dict[str, Any] = {"step": None, "val_loss": math.inf}
 
     def load_newest(self) -> dict[str, Any] | None:
-        """The newest snapshot that any rank has, without `model` and `optimizer`, on all ranks; None if there is none.
+        """Returns on all ranks the newest snapshot that any has, without `model` and `optimizer`; None if none has one.
 
         Raises:
             UserError: there are snapshots, and all are damaged.
         """
-        self.snapshot, self.source_rank, self.has_newest = find_source_snapshot(
-            self.context, self.storage, self.writer_ranks
-        )
-        tensors = ("model", "optimizer")
-        header = {key: value for key, value in (self.snapshot or {}).items() if key not in tensors}
-        header = self.context.broadcast_object(header, self.source_rank)
+        context, snapshot, failure = self.context, None, ""
+        messages: list[str] = []
+        if context.rank in self.writer_ranks:
+            try:
+                snapshot = self.storage.load_newest(messages.append)
+            except UserError as error:
+                failure = str(error)
+        found = context.all_gather_object((-1 if snapshot is None else snapshot["step"], messages, failure))
+        steps = [step for step, _, _ in found]
+        self.source_rank = steps.index(max(steps))
+        self.has_newest = steps[context.rank] == max(steps)
+        for rank, (_, messages, failure) in enumerate(found):
+            prefix = f"rank {rank}: " if rank else ""
+            for message in filter(None, [*messages, failure]):
+                logger.info(prefix + message)
+            if failure and max(steps) < 0:
+                raise UserError(prefix + failure)
+        if len(self.writer_ranks) > 1:
+            logger.info(
+                f"snapshots are written by ranks {self.writer_ranks}, which share no folder; "
+                f"the newest is rank {self.source_rank}'s"
+            )
+        self.snapshot = snapshot if context.rank == self.source_rank else None
+        header = {key: value for key, value in (self.snapshot or {}).items() if key not in ("model", "optimizer")}
+        header = context.broadcast_object(header, self.source_rank)
         self.best = header.get("best", self.best)
         return header or None
 
@@ -166,7 +171,6 @@ class SnapshotManager:
 
         Args:
             header: the snapshot without `model`, `optimizer`, `scaler` and `best`
-            model: the strategy
             is_last: the run ends with this step, so the save waits for the one before as long as it takes
         """
         ready = self.writer.wait(self.max_wait)
@@ -206,7 +210,7 @@ class SnapshotManager:
 
 
 def elect_writer_ranks(context: DistributedContext, storage: SnapshotStorage) -> list[int]:
-    """Rank 0, and the first rank of each machine that does not share rank 0's snapshot folder.
+    """Returns rank 0, and the first rank of each machine that does not share rank 0's snapshot folder.
 
     Raises:
         UserError: one of them can't write.
@@ -223,51 +227,14 @@ def elect_writer_ranks(context: DistributedContext, storage: SnapshotStorage) ->
     return ranks
 
 
-def find_source_snapshot(
-    context: DistributedContext, storage: SnapshotStorage, writer_ranks: list[int]
-) -> tuple[dict[str, Any] | None, int, bool]:
-    """The newest snapshot of all writer ranks, on the rank that has it (else None); that rank; if this rank has it too.
-
-    Raises:
-        UserError: there are snapshots, and all are damaged.
-    """
-    snapshot, failure = None, ""
-    remarks: list[str] = []
-    if context.rank in writer_ranks:
-        try:
-            snapshot = storage.load_newest(remarks.append)
-        except UserError as error:
-            failure = str(error)
-    found = context.all_gather_object((-1 if snapshot is None else snapshot["step"], remarks, failure))
-    steps = [step for step, _, _ in found]
-    source_rank = steps.index(max(steps))
-    for rank, (_, lines, error_text) in enumerate(found):
-        prefix = f"rank {rank}: " if rank else ""
-        for line in lines + ([error_text] if error_text else []):
-            logger.info(prefix + line)
-        if error_text and max(steps) < 0:
-            raise UserError(prefix + error_text)
-    if len(writer_ranks) > 1:
-        logger.info(
-            f"snapshots are written by ranks {writer_ranks}, which share no folder; the newest is rank {source_rank}'s"
-        )
-    return (snapshot if context.rank == source_rank else None), source_rank, steps[context.rank] == max(steps)
-
-
 def check_compatible(header: dict[str, Any], config: dict[str, Any], vocabulary: str) -> None:
-    """Checks that a snapshot has the configured model; other keys may differ.
-
-    Args:
-        header: the snapshot, with or without its tensors
-        config: the sections of this run, as dictionaries
-        vocabulary: of the text of this run
+    """Checks that a snapshot fits the configuration and the vocabulary of this run.
 
     Raises:
         UserError: the vocabulary differs, or a key that determines shapes or meaning of the tensors.
     """
     keys = [("model", key) for key in config["model"] if key != "dropout"]
-    keys += [("data", "block_size"), ("optimizer", "name")]
-    for section, key in keys:
+    for section, key in [*keys, ("data", "block_size"), ("optimizer", "name")]:
         now, then = config[section][key], header["config"][section][key]
         if now != then:
             raise UserError(
@@ -276,9 +243,8 @@ def check_compatible(header: dict[str, Any], config: dict[str, Any], vocabulary:
             )
     known = header["vocabulary"]
     if vocabulary != known:
-        new, old = (
-            "".join(c for c in one if c not in other) for one, other in ((vocabulary, known), (known, vocabulary))
-        )
+        new = "".join(c for c in vocabulary if c not in known)
+        old = "".join(c for c in known if c not in vocabulary)
         raise UserError(
             f"data.path: the text has {len(vocabulary)} distinct characters, but the snapshot of step {header['step']} "
             f"in the run folder {len(known)} (only in the text: {new!r}; only in the snapshot: {old!r}): use the "

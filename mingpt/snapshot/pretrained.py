@@ -27,19 +27,12 @@ TRANSPOSED = re.compile(r".*\.(c_attn|c_proj|c_fc)\.weight")
 
 @dataclass(frozen=True)
 class Pretrained:
-    """Weights and vocabulary of a trained model.
-
-    Args:
-        model_config: the model's configuration
-        vocabulary: its characters, in the order of their tokens
-        weights: state dict, by GPT-2's parameter names
-        snapshot: full content of the snapshot; empty for an export
-    """
+    """Weights and vocabulary of a trained model."""
 
     model_config: GPTConfig
-    vocabulary: str
-    weights: dict[str, Tensor]
-    snapshot: dict[str, Any]
+    vocabulary: str  # its characters, in the order of their tokens
+    weights: dict[str, Tensor]  # state dict, by GPT-2's parameter names
+    snapshot: dict[str, Any]  # full content of the snapshot; empty for an export
 
 
 def load_pretrained(path: str, asked_by: str, build_model: Callable[[GPTConfig], nn.Module]) -> Pretrained:
@@ -49,7 +42,7 @@ def load_pretrained(path: str, asked_by: str, build_model: Callable[[GPTConfig],
         path: a snapshot, a folder of snapshots or run folder (the newest undamaged one is loaded), or a folder that
             export.py has written; each may be an fsspec URL
         asked_by: option or key that names the path, for messages
-        build_model: builds the model, whose parameter names and shapes those of an export are compared with
+        build_model: builds the model that an export is compared with
 
     Raises:
         UserError: there is no undamaged snapshot and no export.
@@ -66,19 +59,15 @@ def load_pretrained(path: str, asked_by: str, build_model: Callable[[GPTConfig],
         else:
             snapshot = load_snapshot(path)
     except DamagedSnapshotError as error:
-        raise UserError(
-            f"{asked_by}: {path} is damaged: {error}; name another, or its folder, of which the newest undamaged one "
-            "is loaded"
-        ) from error
+        advice = "name another, or its folder, of which the newest undamaged one is loaded"
+        raise UserError(f"{asked_by}: {path} is damaged: {error}; {advice}") from error
     except (FileNotFoundError, NotADirectoryError):
         pass
     except (KeyError, TypeError, SafetensorError) as error:
         raise UserError(f"{asked_by}: {path} is not as export.py writes it ({error!r}): export it again") from error
     except (OSError, ValueError, ImportError) as error:
-        raise UserError(
-            f"{asked_by}: {path} can't be read: {error}; it may be a snapshot, a run folder, an export's folder, or "
-            "the URL of one"
-        ) from error
+        advice = "it may be a snapshot, a run folder, an export's folder, or the URL of one"
+        raise UserError(f"{asked_by}: {path} can't be read: {error}; {advice}") from error
     if snapshot is None:
         raise UserError(f"{asked_by}: no snapshot at {path} (working directory {os.getcwd()}); main.py makes them")
     config, vocabulary = snapshot["config"], snapshot["vocabulary"]
@@ -115,9 +104,8 @@ def adapt_weights(pretrained: Pretrained, model: nn.Module, vocabulary: str, pat
     """Returns the pretrained weights with an embedding for each character of another vocabulary.
 
     Args:
-        pretrained: source of the weights
         model: freshly initialized, with `config`; the embeddings of new characters are its own
-        vocabulary: its characters
+        vocabulary: of `model`
         path: of the pretrained model, for messages
 
     Raises:

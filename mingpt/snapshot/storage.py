@@ -11,7 +11,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any, TypeVar
 
 import fsspec
@@ -55,12 +54,11 @@ def _reason(error: Exception) -> str:
 class SnapshotStorage:
     """The snapshots of a run: files `step_00000500.pt` in a local folder or at any fsspec URL.
 
+    All methods raise UserError if the folder can't be read or written.
+
     Args:
         path: folder or URL
         keep: number of newest snapshots to keep; the best by validation loss is kept too
-
-    Raises:
-        UserError: fsspec can't open the URL.
     """
 
     def __init__(self, path: str, keep: int) -> None:
@@ -75,7 +73,6 @@ class SnapshotStorage:
         return sorted(int(match[1]) for name in self._names() if (match := SNAPSHOT_NAME.fullmatch(name)))
 
     def file(self, step: int) -> str:
-        """Returns the path or URL of a step's snapshot."""
         return f"{self.path.rstrip('/')}/step_{step:08d}.pt"
 
     def _names(self) -> list[str]:
@@ -100,11 +97,7 @@ class SnapshotStorage:
         return action(*args, **kwargs)
 
     def put_marker(self, name: str) -> None:
-        """Writes an empty file by which other ranks find out whether they share the folder.
-
-        Raises:
-            UserError: the folder can't be written.
-        """
+        """Writes an empty file by which other ranks find out whether they share the folder."""
         with _raise_user_error(f"{self.path} can't be written", "make it writable, or set another"):
             self._retry(self.fs.makedirs, self.root, exist_ok=True)
             self._retry(self.fs.pipe_file, f"{self.root}/{name}.mark", b"")
@@ -118,10 +111,6 @@ class SnapshotStorage:
 
     def write(self, snapshot: dict[str, Any], best_step: int | None) -> str:
         """Writes a snapshot, then deletes those that are no longer kept. Returns its path.
-
-        Args:
-            snapshot: content; `step` determines the file's name
-            best_step: step of the snapshot with the lowest validation loss
 
         Raises:
             UserError: the snapshot can't be written. Existing snapshots are untouched.
@@ -182,7 +171,7 @@ class SnapshotStorage:
         """Loads the newest undamaged snapshot; returns None if there are no snapshots.
 
         Args:
-            report: called with a message for each damaged file, and for the older file that is used instead
+            report: receives a message for each damaged file, and for the older file that is used instead
 
         Raises:
             UserError: all snapshots are damaged, or the newest can't be read.
@@ -190,9 +179,8 @@ class SnapshotStorage:
         steps = self.steps()
         for step in reversed(steps):
             path = self.file(step)
-            with _raise_user_error(
-                f"{path} can't be read", "make it readable, or move it away to go on from the one before"
-            ):
+            advice = "make it readable, or move it away to go on from the one before"
+            with _raise_user_error(f"{path} can't be read", advice):
                 try:
                     snapshot = self._retry(load_snapshot, path)
                 except (DamagedSnapshotError, FileNotFoundError) as error:
@@ -202,18 +190,13 @@ class SnapshotStorage:
                 report(f"{path} is used instead")
             return snapshot
         if steps:
-            raise UserError(
-                f"trainer.snapshot_path: all {len(steps)} snapshots in {self.path} are damaged; move them away to "
-                "start anew"
-            )
+            problem = f"all {len(steps)} snapshots in {self.path} are damaged"
+            raise UserError(f"trainer.snapshot_path: {problem}; move them away to start anew")
         return None
 
 
 def load_snapshot(path: str) -> dict[str, Any]:
-    """Verifies a snapshot's digest and loads it onto the CPU, mapped into memory.
-
-    Args:
-        path: file or fsspec URL
+    """Verifies the digest of a file or fsspec URL, and loads it onto the CPU, mapped into memory.
 
     Raises:
         DamagedSnapshotError: the digest does not match, or the file is no snapshot.
@@ -227,26 +210,20 @@ def load_snapshot(path: str) -> dict[str, Any]:
         except (RuntimeError, pickle.UnpicklingError) as error:
             raise DamagedSnapshotError(f"torch.load refuses it: {error}") from error
     if snapshot["format"] != FORMAT_VERSION:
-        raise UserError(
-            f"{path} has format {snapshot['format']}, this program reads {FORMAT_VERSION}: take the program that "
-            "wrote it"
-        )
+        found = f"{path} has format {snapshot['format']}"
+        raise UserError(f"{found}, this program reads {FORMAT_VERSION}: take the program that wrote it")
     return snapshot
 
 
 @contextmanager
 def local_copy(path: str) -> Iterator[str]:
-    """Context manager that gives the name of a local file with the bytes of a file or fsspec URL.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-    """
+    """Context manager that gives the name of a local file with the bytes of a file or fsspec URL."""
     fs, name = fsspec.url_to_fs(path)
     if isinstance(fs, LocalFileSystem):
         yield name
         return
     with tempfile.TemporaryDirectory() as folder:
-        copy = str(Path(folder, "snapshot.pt"))
+        copy = f"{folder}/snapshot.pt"
         fs.get_file(name, copy)
         yield copy
 
