@@ -1,0 +1,68 @@
+"""Activation checkpointing, compilation and stages leave outputs, gradients and parameter names as they are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import T, V, random_tokens, small_gpt
+from torch import Tensor
+
+from mingpt.parallel.parallelize import apply_activation_checkpointing, apply_compile, split_into_stages
+from model import KVCache
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def loss_and_gradients(model: torch.nn.Module) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    loss = model(random_tokens(3, T), random_tokens(3, T, seed=2))[1]
+    loss.backward()
+    return {"loss": loss, **{name: parameter.grad for name, parameter in model.named_parameters()}}
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_activation_checkpointing_recomputes_blocks_with_the_same_bits_and_dropout(mode: str) -> None:
+    expected, model, calls = loss_and_gradients(small_gpt(dropout=0.2)), small_gpt(dropout=0.2), []
+    model.blocks[0].mlp.act.register_forward_hook(lambda *_: calls.append(1))
+    apply_activation_checkpointing(model, mode)
+    found = loss_and_gradients(model)
+    assert len(calls) == 2  # forward and backward
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+    assert model.state_dict().keys() == small_gpt().state_dict().keys()
+
+
+@pytest.mark.slow
+def test_compilation_changes_rounding_only() -> None:
+    expected, model = loss_and_gradients(small_gpt()), small_gpt()
+    apply_activation_checkpointing(model, "full")
+    apply_compile(model)
+    found = loss_and_gradients(model)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
+    assert model.state_dict().keys() == small_gpt().state_dict().keys()
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
+def test_stages_compute_what_the_whole_model_does(num_stages: int) -> None:
+    """Each parameter is in one stage, wte in the first and the last, and blocks are distributed evenly."""
+    model = small_gpt(n_layer=5).eval()
+    stages, idx = [stage.eval() for stage in split_into_stages(model, num_stages)], random_tokens(3, T)
+    x = idx
+    for stage in stages:
+        x = stage(x)
+    assert x.shape == (3, T, V)
+    assert torch.equal(x, model(idx)[0])
+    names = [name for stage in stages for name in stage.state_dict()]
+    assert sorted(names) == sorted([*model.state_dict(), *["transformer.wte.weight"] * (num_stages > 1)])
+    sizes = [len(stage.blocks) for stage in stages]
+    assert max(sizes) - min(sizes) <= 1
+    with torch.no_grad():
+        caches = [[KVCache(T) for _ in stage.blocks] for stage in stages]
+        for part in idx.split([T - 2, 1, 1], 1):
+            x = part
+            for stage, stage_caches in zip(stages, caches, strict=True):
+                x = stage(x, stage_caches)
+    assert torch.allclose(x, model(idx)[0][:, -1:], atol=1e-6)
