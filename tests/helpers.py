@@ -168,18 +168,19 @@ def run_ranks(
     killed. The rank `lost_rank` kills or stops itself; its result is None.
     """
     processes, queue = start_ranks(world_size, body, *args, tmp_path=tmp_path)
-    deadline = time.monotonic() + timeout
-    for rank in sorted(range(world_size), key=lambda rank: rank == lost_rank):
-        if rank != lost_rank:
-            processes[rank].join(max(0.1, deadline - time.monotonic()))
-        if processes[rank].is_alive():
-            processes[rank].kill()
-            processes[rank].join()
-    results = {}
-    while not queue.empty():
-        rank, value, failure = queue.get()
-        assert failure is None, f"rank {rank} of {world_size}:\n{failure}"
-        results[rank] = value
+    awaited = [process for rank, process in enumerate(processes) if rank != lost_rank]
+    results, failures, deadline = {}, [], time.monotonic() + timeout
+    while not queue.empty() or (time.monotonic() < deadline and any(process.is_alive() for process in awaited)):
+        if queue.empty():  # read while ranks run, since a large result fills the pipe
+            time.sleep(0.01)
+            continue
+        rank, results[rank], failure = queue.get()
+        failures += [f"rank {rank} of {world_size}:\n{failure}"] if failure else []
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+        process.join()
+    assert not failures, "\n".join(failures)
     exits = {
         rank: process.exitcode for rank, process in enumerate(processes) if rank not in results | {lost_rank: None}
     }
