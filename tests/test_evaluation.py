@@ -1,89 +1,111 @@
-"""What a run shows of its model: samples that are the same everywhere and leave training alone."""
+"""Evaluation and samples during training have the same bits on any number of ranks, and do not change training."""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import (
+    NO_DROPOUT,
     assert_equal_snapshots,
     loss_curve,
     newest_snapshot,
+    open_trainer,
     read_rows,
     run_args,
+    run_each_captured,
     run_program,
     run_ranks,
-    train_main,
+    train_losses,
+    write_text,
 )
 
 from mingpt.config import GPTConfig
-from mingpt.evaluation import SAMPLE_LENGTH
+from mingpt.evaluation import SAMPLE_LENGTH, evaluate, generate_sample
 from mingpt.generation import generate
-from mingpt.utils.metrics import Metrics
+from mingpt.utils.logging import configure_logging
+from mingpt.utils.metrics import MetricsLogger
 from model import GPT
 
 
-def samples(run: Path) -> list[tuple[int, str]]:
-    return [(row["step"], row["text"]) for row in read_rows(run, "sample")]
+def samples(run_dir: Path) -> list[tuple[int, str]]:
+    return [(row["step"], row["text"]) for row in read_rows(run_dir, "sample")]
 
 
-def test_samples_change_no_bit_of_training(text: Path, tmp_path: Path) -> None:
-    """With dropout, whose random numbers a sample must not take."""
-    for name, every in (("without", "null"), ("with", 5)):
-        assert run_ranks(
-            1, train_main, *run_args(tmp_path / name, text, trainer__sample_every=every), tmp_path=tmp_path
-        ) == [0]
-    assert_equal_snapshots(tmp_path / "without", tmp_path / "with")
-    assert loss_curve(tmp_path / "without") == loss_curve(tmp_path / "with")
-    assert samples(tmp_path / "without") == []
-    assert [step for step, _ in samples(tmp_path / "with")] == [5, 10, 12]
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run folders of training with samples and without."""
+    folder = tmp_path_factory.mktemp("evaluation")
+    text = write_text(folder / "text.txt")
+    argvs = [run_args(folder / str(every), text, trainer__sample_every=every) for every in (None, 5)]
+    assert [status for status, _, _ in run_ranks(1, run_each_captured, argvs, tmp_path=folder)[0]] == [0, 0]
+    return folder
 
 
-def test_a_sample_is_what_the_snapshot_writes(text: Path, tmp_path: Path) -> None:
-    assert run_ranks(1, train_main, *run_args(tmp_path / "run", text, trainer__sample_every=99), tmp_path=tmp_path) == [
-        0
-    ]
-    [(step, written)] = samples(tmp_path / "run")
-    snapshot = newest_snapshot(tmp_path / "run")
+def test_samples_change_no_bit_of_training_and_evaluation(folder: Path) -> None:
+    """With dropout, whose random numbers a sample does not use."""
+    assert_equal_snapshots(folder / "None", folder / "5")
+    assert loss_curve(folder / "None") == loss_curve(folder / "5")
+    without, with_samples = (
+        [(row["step"], row["val_loss"]) for row in read_rows(folder / name, "eval")] for name in ("None", "5")
+    )
+    assert without == with_samples
+    assert samples(folder / "None") == []
+    assert [step for step, _ in samples(folder / "5")] == [5, 10, 12]
+
+
+def test_the_snapshot_generates_the_same_sample(folder: Path) -> None:
+    snapshot = newest_snapshot(folder / "5")
     vocabulary = snapshot["vocabulary"]
     model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=16, vocab_size=len(vocabulary), block_size=16))
     model.load_state_dict(snapshot["model"])
     generator = torch.Generator().manual_seed(1)
-    start = torch.zeros(1, dtype=torch.long)
-    again = generate(model, [start], SAMPLE_LENGTH, temperature=0.8, generator=generator)
-    assert (step, written) == (12, "".join(vocabulary[int(token)] for token in again))
+    tokens = generate(model, [torch.zeros(1, dtype=torch.long)], SAMPLE_LENGTH, temperature=0.8, generator=generator)
+    assert samples(folder / "5")[-1] == (12, "".join(vocabulary[int(token)] for token in tokens))
 
 
-@pytest.mark.parametrize(
-    "strategy", ["fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "zero1", "zero2"))]
-)
-def test_ranks_write_together_what_one_process_writes(strategy: str, text: Path, tmp_path: Path) -> None:
-    knobs = {"trainer__sample_every": 99, "model__dropout": 0.0}
-    assert run_ranks(1, train_main, *run_args(tmp_path / "one", text, **knobs), tmp_path=tmp_path) == [0]
-    argv = run_args(tmp_path / "two", text, distributed__strategy=strategy, **knobs)
-    assert run_ranks(2, train_main, *argv, tmp_path=tmp_path) == [0, 0]
-    assert samples(tmp_path / "two") == samples(tmp_path / "one")
-    assert [step for step, _ in samples(tmp_path / "one")] == [12]
+def test_evaluation_and_samples_are_equal_on_any_number_of_ranks(folder: Path) -> None:
+    """The evaluation of equal weights to the last bit, a sample after steps that differ by rounding errors."""
+    [expected] = run_ranks(1, _evaluate, folder, ["ddp"], tmp_path=folder)[0]
+    for ranks, strategies in ((2, ["zero1", "fsdp"]), (3, ["ddp", "zero2"])):
+        for results in run_ranks(ranks, _evaluate, folder, strategies, tmp_path=folder):
+            assert results == [expected] * len(strategies), (ranks, strategies)
+
+
+def _evaluate(folder: Path, strategies: list[str]) -> list[tuple[float, str]]:
+    results = []
+    for name in strategies:
+        run_dir = folder / f"{name}-{os.environ.get('WORLD_SIZE')}"
+        argv = run_args(run_dir, folder / "text.txt", distributed__strategy=name, **NO_DROPOUT)
+        with open_trainer(*argv, rendezvous=name) as trainer:
+            loss = evaluate(trainer.strategy, trainer.val_data, batch_size=3)
+            train_losses(trainer, 3)
+            results.append((loss, generate_sample(trainer.strategy, trainer.corpus.vocabulary, seed=1)))
+    return results
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "knobs", [{"trainer__compile": True}, {"trainer__precision": "bf16", "distributed__strategy": "fsdp"}]
+    "options", [{"trainer__compile": True}, {"trainer__precision": "bf16", "distributed__strategy": "fsdp"}]
 )
-def test_samples_of_compiled_blocks_and_of_sharded_ones_in_bf16(knobs: dict, text: Path, tmp_path: Path) -> None:
-    """Nothing is compiled for a sample, which has a shape for each character."""
-    argv = run_args(tmp_path / "run", text, trainer__sample_every=6, trainer__micro_batch_size=1, **knobs)
-    done = run_program("main.py", *argv, "--trainer.batch_size", "2", TORCH_LOGS="recompiles")
+def test_samples_of_compiled_and_of_sharded_bf16_blocks(options: dict, text: Path, tmp_path: Path) -> None:
+    """Nothing is compiled for a sample, in which each character has a shape of its own."""
+    size = {"trainer__sample_every": 6, "trainer__micro_batch_size": 1, "trainer__batch_size": 2}
+    done = run_program("main.py", *run_args(tmp_path / "run", text, **size, **options), TORCH_LOGS="recompiles")
     assert done.returncode == 0, done.stderr
-    assert "cache" not in done.stderr  # as guards would name what differs
-    assert [len(written) for _, written in samples(tmp_path / "run")] == [SAMPLE_LENGTH, SAMPLE_LENGTH]
+    assert "cache" not in done.stderr  # which a failed guard on the cache's length would name
+    assert [len(text) for _, text in samples(tmp_path / "run")] == [SAMPLE_LENGTH, SAMPLE_LENGTH]
 
 
-def test_what_would_move_the_cursor_is_not_shown_but_recorded(tmp_path: Path, capsys) -> None:
-    metrics = Metrics(tmp_path, 0, 9)
-    metrics.sample(3, "\nab\x1b[2Jc\rd\n\te\n")
+def test_control_characters_of_a_sample_are_recorded_but_not_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure_logging()
+    metrics = MetricsLogger(tmp_path, 0, 9)
+    metrics.log_sample(3, "\nab\x1b[2Jc\rd\n\te\n")
     metrics.close()
     assert capsys.readouterr().out[21:] == "step 3 writes:\n    ab\ufffd[2Jc\ufffdd\n    \te\n"
     [row] = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
