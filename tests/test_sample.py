@@ -56,6 +56,12 @@ def run_sample(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str
     return run
 
 
+@pytest.fixture
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
 def newest(run_dir: Path) -> Path:
     return run_dir / "snapshots/step_00000006.pt"
 
@@ -170,30 +176,34 @@ def test_a_damaged_snapshot_is_named_and_an_older_one_used(
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("--prompt", "what?", "'?hw' not in the snapshot's vocabulary, which is '\\n abdenostñú—🙂'"),
-        ("--prompt", "", "empty"),
-        ("--max_new_tokens", "-1", "-1"),
-        ("--temperature", "-0.5", "-0.5"),
-        ("--temperature", "nan", "nan"),
-        ("--temperature", "inf", "below 2**63"),
-        ("--top_k", "0", "0"),
-        ("--top_p", "0", "0"),
-        ("--top_p", "1.1", "1.1"),
-        ("--top_p", "nan", "nan"),
-        ("--seed", str(1 << 70), str(1 << 70)),
-        ("--snapshot", "TMP/none", "no snapshot at TMP/none"),
-        ("--snapshot", "TMP", "no snapshot at TMP"),
-        ("--snapshot", "TMP/words.txt", "TMP/words.txt"),
-        ("--snapshot", "TMP/words.txt/below", "TMP/words.txt/below"),
-        ("--snapshot", "nosuch://place", "nosuch://place"),
+        ("prompt", "what?", ": '?hw' not in the snapshot's vocabulary, which is '\\n abdenostñú—🙂'"),
+        ("prompt", "", " is empty"),
+        ("max_new_tokens", "-1", " is -1, must be at least 0"),
+        ("temperature", "-0.5", " is -0.5, must be at least 0"),
+        ("temperature", "nan", " is nan"),
+        ("temperature", "inf", " is inf, must be at least 0 and below 2**63"),
+        ("top_k", "0", " is 0, must be at least 1"),
+        ("top_p", "0", " is 0.0, must be above 0 and at most 1"),
+        ("top_p", "1.1", " is 1.1"),
+        ("top_p", "nan", " is nan"),
+        ("seed", str(1 << 70), f" is {1 << 70}"),
+        ("snapshot", "none", ": no snapshot at none"),
+        ("snapshot", ".", ": no snapshot at ."),
+        ("snapshot", "words.txt", ": words.txt"),
+        ("snapshot", "words.txt/below", ": no snapshot at words.txt/below"),
+        ("snapshot", "nosuch://place", ": nosuch://place can't be read"),
     ],
 )
 def test_each_mistake_is_one_message(
-    option: str, value: str, message: str, trained: Path, tmp_path: Path, run_sample: RunSample
+    option: str, value: str, message: str, trained: Path, in_tmp_path: Path, run_sample: RunSample
 ) -> None:
-    (tmp_path / "words.txt").write_text("no snapshot " * 100)
-    value, message = value.replace("TMP", str(tmp_path)), message.replace("TMP", str(tmp_path))
-    assert_refused(run_sample("--snapshot", trained, option, value), option, message)
+    (in_tmp_path / "words.txt").write_text("no snapshot " * 100)
+    assert_refused(run_sample("--snapshot", trained, f"--{option}", value), f"error: --{option}{message}")
+
+
+def test_the_default_is_the_default_run(in_tmp_path: Path, run_sample: RunSample) -> None:
+    assert_refused(run_sample(), "--snapshot", "runs/default", str(in_tmp_path), "main.py")
+    assert list(in_tmp_path.iterdir()) == []
 
 
 def test_weights_that_are_not_finite_are_refused(trained: Path, tmp_path: Path, run_sample: RunSample) -> None:
@@ -201,12 +211,6 @@ def test_weights_that_are_not_finite_are_refused(trained: Path, tmp_path: Path, 
     snapshot["model"] = {name: weight / 0 for name, weight in snapshot["model"].items()}
     file = SnapshotStorage(str(tmp_path), keep=1).write(snapshot, None)
     assert_refused(run_sample("--snapshot", file), file, "not finite", "older")
-
-
-def test_the_default_is_the_default_run(tmp_path: Path, run_sample: RunSample, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert_refused(run_sample(), "--snapshot", "runs/default", str(tmp_path), "main.py")
-    assert list(tmp_path.iterdir()) == []
 
 
 @contextmanager
