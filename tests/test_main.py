@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,11 @@ from trainer import Trainer
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def argv(text: Path, tmp_path: Path) -> list[str]:
+    return run_args(tmp_path / "run", text)
 
 
 @pytest.fixture(scope="module")
@@ -68,57 +74,47 @@ def test_a_mistake_ends_the_program_with_status_2_and_one_message(tmp_path: Path
     assert os.listdir(tmp_path) == []
 
 
-OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB."
-
-
-@pytest.mark.parametrize(
-    ("error", "max_restarts", "status", "message"),
-    [
-        (
-            torch.OutOfMemoryError(f"{OUT_OF_MEMORY}\nmore"),
-            None,
-            2,
-            f"out of memory in training: {OUT_OF_MEMORY}; lower ",
-        ),
-        (PeerError("rank 1 is gone"), None, 1, "rank 1 is gone; the same command resumes\n"),
-        (PeerError("rank 1 is gone"), "0", 1, "rank 1 is gone; start torchrun with --max_restarts=3 and it "),
-        (PeerError("rank 1 is gone"), "3", 1, "rank 1 is gone\n"),
-    ],
-)
 def test_errors_in_training_have_their_status_and_one_message(
-    error: Exception,
-    max_restarts: str | None,
-    status: int,
-    message: str,
-    text: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(trainer: Trainer) -> Any:
-        raise error
+    memory, gone = "CUDA out of memory. Tried to allocate 2.00 GiB.", "rank 1 is gone"
+    for kind, text, max_restarts, status, message in (
+        (
+            torch.OutOfMemoryError,
+            f"{memory}\nmore",
+            "0",
+            2,
+            f"out of memory in training: {memory}; lower trainer.micro",
+        ),
+        (PeerError, gone, None, 1, f"{gone}; the same command resumes\n"),
+        (PeerError, gone, "0", 1, f"{gone}; start torchrun with --max_restarts=3 and it resumes"),
+        (PeerError, gone, "3", 1, f"{gone}\n"),
+    ):
+        monkeypatch.setattr(Trainer, "train_step", fail_with(kind, text))
+        monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", str(max_restarts))
+        if max_restarts is None:
+            monkeypatch.delenv("TORCHELASTIC_MAX_RESTARTS")
+        assert main.run(argv) == status
+        stderr = capsys.readouterr().err
+        assert_one_message(stderr)
+        assert stderr.startswith(f"error: {message}")
 
-    monkeypatch.setattr(Trainer, "train_step", fail)
-    if max_restarts is not None:
-        monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", max_restarts)
-    assert main.run(run_args(tmp_path / "run", text)) == status
-    stderr = capsys.readouterr().err
-    assert_one_message(stderr)
-    assert stderr.startswith(f"error: {message}")
 
-
-def test_a_crash_is_not_caught_and_an_interrupt_before_training_is_status_130(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_other_errors_are_not_caught_and_an_interrupt_before_training_is_status_130(
+    argv: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(error: BaseException) -> Any:
-        raise error
-
-    argv = run_args(tmp_path / "run", text)
-    monkeypatch.setattr(Trainer, "train_step", lambda trainer: fail(RuntimeError("shape '[2]' is invalid")))
+    monkeypatch.setattr(Trainer, "train_step", fail_with(RuntimeError, "shape '[2]' is invalid"))
     with pytest.raises(RuntimeError, match="shape"):
         main.run(argv)
-    monkeypatch.setattr(Trainer, "__init__", lambda *args: fail(KeyboardInterrupt()))
+    monkeypatch.setattr(Trainer, "__init__", fail_with(KeyboardInterrupt))
     assert main.run(argv) == 130
+
+
+def fail_with(kind: type[BaseException], text: str = "") -> Callable[..., None]:
+    def fail(*args: Any) -> None:
+        raise kind(text)  # a new one each time, since its traceback keeps the trainer and its lock alive
+
+    return fail
 
 
 # Text and folders
@@ -152,26 +148,25 @@ def test_an_unusable_text_is_refused(
 
 
 def test_paths_that_cannot_be_opened_or_created_are_refused(
-    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    argv: list[str], text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    below_a_file = str(text / "folder")
     for key, path in (
         ("data.path", "nosuch://host"),
         ("trainer.snapshot_path", "nosuch://host"),
-        ("trainer.snapshot_path", below_a_file),
-        ("trainer.run_dir", below_a_file),
+        ("trainer.snapshot_path", f"{text}/below a file"),
+        ("trainer.run_dir", f"{text}/below a file"),
     ):
-        message = error_of(capsys, *run_args(tmp_path / "run", text), f"--{key}", path)
+        message = error_of(capsys, *argv, f"--{key}", path)
         assert key in message
         assert path.split(":")[0] in message
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl"])
 def test_a_folder_in_place_of_a_file_of_the_run_is_refused(
-    name: str, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run" / name).mkdir(parents=True)
-    message = error_of(capsys, *run_args(tmp_path / "run", text))
+    message = error_of(capsys, *argv)
     for part in ("trainer.run_dir", str(tmp_path / "run" / name), "directory", "set another"):
         assert part in message
 
@@ -189,7 +184,7 @@ time.sleep(60)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the lock exists on Linux only")
 def test_a_run_folder_is_locked_until_its_process_is_killed(
-    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "LOCK_TIMEOUT", 0.1)
     run_dir = tmp_path / "run"
@@ -198,7 +193,7 @@ def test_a_run_folder_is_locked_until_its_process_is_killed(
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=clean_env(), cwd=ROOT) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"locked\n"
-        message = error_of(capsys, *run_args(run_dir, text))
+        message = error_of(capsys, *argv)
         process.kill()
     for part in (
         "trainer.run_dir",
@@ -206,7 +201,7 @@ def test_a_run_folder_is_locked_until_its_process_is_killed(
         "wait for it, stop it, or set another",
     ):
         assert part in message
-    assert main.run(run_args(run_dir, text, trainer__max_steps=1)) == 0
+    assert main.run([*argv, "--trainer.max_steps", "1"]) == 0
 
 
 # What the hardware cannot do

@@ -162,7 +162,7 @@ def _validation_loss(*argv: str) -> tuple[float, float]:
 def test_under_torchrun_a_kill_a_stop_and_a_resume_end_in_the_same_bits(text: Path, tmp_path: Path) -> None:
     """Then the run can be sampled, and a further start trains nothing."""
     whole, run_dir = tmp_path / "whole", tmp_path / "run"
-    options = {"trainer__max_steps": 600, "trainer__eval_every": 300, "trainer__save_every": 10}
+    options = {"trainer__max_steps": 300, "trainer__eval_every": 150, "trainer__save_every": 10}
     argv = run_args(run_dir, text, **options)
     with start_main(argv, *TORCHRUN, "--nproc_per_node=2", "--max_restarts=3") as agent:
         wait_for_step(run_dir, 30)
@@ -175,7 +175,7 @@ def test_under_torchrun_a_kill_a_stop_and_a_resume_end_in_the_same_bits(text: Pa
         assert out.count(member) == 2
     [stop] = read_rows(run_dir, "stop")
     assert (stop["signal"], stop["step"]) == ("SIGTERM", newest_snapshot(run_dir)["step"])
-    assert read_rows(run_dir)[-1]["step"] == stop["step"] < 600
+    assert read_rows(run_dir)[-1]["step"] == stop["step"] < 300
     assert {row["restart_count"] for row in read_rows(run_dir)} == {0, 1}
 
     _, resumed = run_all(2, [run_args(whole, text, **options), argv], tmp_path)
