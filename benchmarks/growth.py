@@ -76,6 +76,7 @@ SHAPES = {
 }
 TEXT_MEGABYTES = (10, 100, 1_000, 10_000)
 SNAPSHOT_WIDTHS = (48, 128, 512, 1024, 1856)  # of models whose snapshots have 1 MB to 2 GB
+RANK_COUNTS = (2, 3, 4)
 MESSAGE_MEGABYTES = (0.001, 4, 40)
 ONE_THREAD = {"trainer.threads": 1}
 
@@ -139,8 +140,8 @@ def measure_rank_group(bench: Bench) -> Iterator[Point]:
 
 
 def measure_ranks(bench: Bench) -> Iterator[Point]:
-    """Steps of 2, 3 and 4 ranks, relative to a step of one."""
-    for ranks in (2, 3, 4):
+    """Steps of several ranks, relative to a step of one."""
+    for ranks in RANK_COUNTS:
         for point in torchrun(ranks, 1, "-m", "benchmarks.growth", "rank_group"):
             yield Point(**point)
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import run_program
+from helpers import run_program, run_ranks
 
 from bench import run, run_case
 from benchmarks import cases, harness
 from benchmarks.cases import CASES, MULTI_RANK_CASES
 from benchmarks.harness import Bench, Row, Shape, SkippedError, median_row
+from mingpt.config_parser import read_config
 from mingpt.distributed.launch_environment import RankInfo
-from mingpt.distributed.process_group import DistributedContext
+from mingpt.distributed.process_group import DistributedContext, init_distributed
 from mingpt.utils.logging import run_script
 
 TINY = (*Shape(1, 2, 16, 16, 12).options[:8], "--trainer.threads", "1")  # without a batch size: cases set their own
@@ -25,24 +27,22 @@ MODEL = """
 import torch
 from dataclasses import dataclass
 
-class GPTConfig:
-    def __init__(self, **sizes): self.sizes = sizes
-
 @dataclass
 class OptimizerConfig:
     learning_rate: float = 3e-4
     weight_decay: float = 0.1
 
-class GPT(torch.nn.Module):
+class GPTConfig:
+    def __init__(self, **sizes): self.sizes = sizes
+
+class GPT(torch.nn.Embedding):
     def __init__(self, config):
-        super().__init__()
         print("number of parameters: 0.00M")
-        size = config.sizes["vocab_size"]
-        self.table = torch.nn.Embedding(size, size)
+        super().__init__(config.sizes["vocab_size"], config.sizes["vocab_size"])
     def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
         return torch.optim.AdamW(self.parameters(), lr=learning_rate)
     def forward(self, idx, targets):
-        logits = self.table(idx)
+        logits = super().forward(idx)
         return logits, torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 def create_optimizer(model, config):
@@ -50,17 +50,11 @@ def create_optimizer(model, config):
 """
 DATASET = """
 import torch
-from dataclasses import dataclass
-from pathlib import Path
-
-@dataclass
-class DataConfig:
-    path: str = None
-    block_size: int = None
+from types import SimpleNamespace as DataConfig
 
 class CharDataset:
     def __init__(self, config):
-        self.text, self.T = Path(config.path).read_text(), config.block_size
+        self.text, self.T = open(config.path).read(), config.block_size
     def __len__(self):
         return len(self.text) - self.T
     def __getitem__(self, i):
@@ -110,16 +104,33 @@ def test_a_case_of_one_process_yields_rows_and_prints_nothing(
     assert capsys.readouterr().out == ""
 
 
+def measure_on_ranks(folder: Path) -> dict[str, list[Row]]:
+    """For `run_ranks`: the rows of the cases that need several ranks."""
+    config = read_config(["--distributed.init_method", os.environ["TEST_INIT_METHOD"]]).distributed
+    with init_distributed(config, needs_process_group=True) as context:
+        bench = Bench(context, folder, [*TINY, "--model.n_layer", "2"], pairs=1, min_run_time=0.0)
+        return {name: list(run_case(name, bench)) for name in MULTI_RANK_CASES}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("names", "count"), [(("ranks", "reduction"), 4), (("strategies",), 6), (("pipeline",), 4), (("compile",), 3)]
-)
-def test_cases_that_start_ranks_or_compile_print_rows_as_json(names: tuple[str, ...], count: int) -> None:
-    process = run_program("bench.py", *names, "--json", *TINY, "--model.n_layer", "2")
+def test_cases_of_several_ranks_yield_rows(tmp_path: Path) -> None:
+    rows = run_ranks(2, measure_on_ranks, tmp_path, tmp_path=tmp_path, timeout=240)[0]
+    assert {name: len(found) for name, found in rows.items()} == {
+        "ranks": 2,
+        "strategies": 3,
+        "reduction": 1,
+        "pipeline": 4,
+    }
+    assert all(row.figure > 0 for found in rows.values() for row in found)
+
+
+@pytest.mark.slow
+def test_the_program_compiles_starts_ranks_and_prints_rows_as_json() -> None:
+    process = run_program("bench.py", "reduction", "compile", "--json", *TINY)
     assert process.returncode == 0, process.stderr
     rows = [json.loads(line) for line in process.stdout.splitlines()]
-    assert len(rows) == count, process.stdout
-    assert {row["name"] for row in rows} == {*names}
+    assert [row["name"] for row in rows] == ["reduction"] * 2 + ["compile"] * 3
+    assert [row["what"].split(", ")[1] for row in rows[:2]] == ["1 rank", "2 ranks"]
     assert all(row["figure"] == "never" or row["figure"] > 0 for row in rows)
 
 

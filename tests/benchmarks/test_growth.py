@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import run_program
 
 from benchmarks import growth
 from benchmarks.cluster_model import MODELS, Cluster, count_parameters, estimate_step, meta_gpt
 from benchmarks.growth import (
+    MESSAGE_MEGABYTES,
     PANELS,
     SHAPES,
     Point,
@@ -21,6 +20,7 @@ from benchmarks.growth import (
     draw,
     fit_cluster,
     gpt_config,
+    measure_ranks,
     measure_shapes,
     measure_snapshots,
     measure_texts,
@@ -119,13 +119,14 @@ def test_a_text_without_enough_disk_space_is_skipped_with_a_message(bench: Bench
 
 
 @pytest.mark.slow
-def test_the_command_measures_2_to_4_ranks() -> None:
-    process = run_program("-m", "benchmarks.growth", "ranks", "--json")
-    assert process.returncode == 0, process.stderr
-    found = [json.loads(line) for line in process.stdout.splitlines()]
-    assert [each["x"] for each in found if each["panel"] == "ranks"] == [2, 3, 4]
-    assert sum(each["panel"] == "all-reduce" for each in found) == 9
-    assert all(each["figure"] > 0 for each in found)
+def test_ranks_are_measured_under_torchrun(bench: Bench, monkeypatch) -> None:
+    monkeypatch.setattr(growth, "RANK_COUNTS", (2,))
+    found = list(measure_ranks(bench))
+    assert [(point.panel, point.x, point.curve) for point in found] == [
+        ("ranks", 2, "step"),
+        *(("all-reduce", size, "2") for size in MESSAGE_MEGABYTES),
+    ]
+    assert all(point.figure > 0 for point in found)
 
 
 def test_document_and_image_show_points_errors_and_clusters(points: list[Point], tmp_path: Path, monkeypatch) -> None:
