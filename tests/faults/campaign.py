@@ -235,14 +235,14 @@ def format_run(seed: int, run: Run) -> str:
     parts = [f"{plan.strategy}, {plan.optimizer}, save_every {plan.save_every}"]
     parts[0] += f", ranks {', '.join(map(str, plan.world_sizes[: run.launches]))}"
     parts[0] += " without launcher" * run.is_single + f", {plan.stages} stages" * (plan.stages > 1)
-    parts.append(", ".join(f"{kind} @{step}{' in a save' * in_save}" for kind, step, in_save in run.faults))
+    parts.append(", ".join(f"{kind} @{step}{' while saving' * in_save}" for kind, step, in_save in run.faults))
     parts.append(f"{sum(run.lost_steps)} steps recomputed")
     return ": ".join([f"seed {seed}", *parts, f"DIFFERENT: {run.failure}\n{again}" if run.failure else "equal"])
 
 
 def format_report(runs: Sequence[Run]) -> str:
     """A table in Markdown."""
-    rows = ["| fault | happened | inside a save | recovered bit for bit |", "| --- | --- | --- | --- |"]
+    rows = ["| fault | number | while saving | recovered bit for bit |", "| --- | --- | --- | --- |"]
     faults = [(kind, in_save, not run.failure) for run in runs for kind, _, in_save in run.faults]
     for name, kinds in [*((kind, [kind]) for kind in KINDS), ("total", KINDS)]:
         found = [flags for kind, *flags in faults if kind in kinds]
@@ -251,7 +251,10 @@ def format_report(runs: Sequence[Run]) -> str:
         )
     lost = [(steps, steps - run.plan.save_every) for run in runs for steps in [0, *run.lost_steps]]
     most, beyond = (max(0, *column) for column in zip(*lost, strict=True))
-    rows += ["", f"{sum(not run.failure for run in runs)} of {len(runs)} runs ended in an undisturbed run's bits."]
+    rows += [
+        "",
+        f"{sum(not run.failure for run in runs)} of {len(runs)} runs ended with the bits of an undisturbed run.",
+    ]
     rows += [f"Most steps recomputed after a fault: {most}; beyond save_every: {beyond}."]
     return "\n".join(rows)
 
