@@ -178,17 +178,14 @@ def test_under_torchrun_a_kill_a_stop_and_a_resume_end_in_the_same_bits(text: Pa
     assert read_rows(run_dir)[-1]["step"] == stop["step"] < 300
     assert {row["restart_count"] for row in read_rows(run_dir)} == {0, 1}
 
-    _, resumed = run_all(2, [run_args(whole, text, **options), argv], tmp_path)
+    _, resumed, again = run_all(2, [run_args(whole, text, **options), argv, argv], tmp_path)
     assert_equal_snapshots(whole, run_dir)
     assert loss_curve(whole) == loss_curve(run_dir)
     command = resumed.partition("to sample:  python ")[2].splitlines()[0].split()
     sampled = run_program(*command, "--prompt", "anna", "--max_new_tokens", "30", "--seed", "2")
     assert (sampled.returncode, sampled.stdout[:4], len(sampled.stdout)) == (0, "anna", 34), sampled.stderr
-
-    before = (run_dir / "metrics.jsonl").read_bytes()
-    [again] = run_all(2, [argv], tmp_path)
     assert "already trained: " in again
-    assert (run_dir / "metrics.jsonl").read_bytes() == before
+    assert len(read_rows(run_dir, "start")) == 3
 
 
 @pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), pytest.param("SIGTERM", 143, marks=pytest.mark.slow)])

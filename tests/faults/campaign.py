@@ -245,16 +245,13 @@ def format_report(runs: Sequence[Run]) -> str:
     rows = ["| fault | number | while saving | recovered bit for bit |", "| --- | --- | --- | --- |"]
     faults = [(kind, in_save, not run.failure) for run in runs for kind, _, in_save in run.faults]
     for name, kinds in [*((kind, [kind]) for kind in KINDS), ("total", KINDS)]:
-        found = [flags for kind, *flags in faults if kind in kinds]
-        rows.append(
-            f"| {name} | {len(found)} | {sum(saves for saves, _ in found)} | {sum(equal for _, equal in found)} |"
-        )
+        found = [(in_save, equal) for kind, in_save, equal in faults if kind in kinds]
+        in_saves, equals = sum(in_save for in_save, _ in found), sum(equal for _, equal in found)
+        rows.append(f"| {name} | {len(found)} | {in_saves} | {equals} |")
     lost = [(steps, steps - run.plan.save_every) for run in runs for steps in [0, *run.lost_steps]]
     most, beyond = (max(0, *column) for column in zip(*lost, strict=True))
-    rows += [
-        "",
-        f"{sum(not run.failure for run in runs)} of {len(runs)} runs ended with the bits of an undisturbed run.",
-    ]
+    equal = sum(not run.failure for run in runs)
+    rows += ["", f"{equal} of {len(runs)} runs ended with the bits of an undisturbed run."]
     rows += [f"Most steps recomputed after a fault: {most}; beyond save_every: {beyond}."]
     return "\n".join(rows)
 
