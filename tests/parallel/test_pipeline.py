@@ -57,7 +57,7 @@ from trainer import Trainer
 
 @pytest.mark.parametrize(("ranks", "steps"), [(4, 4), *(pytest.param(n, 12, marks=pytest.mark.slow) for n in (4, 8))])
 def test_stages_train_with_the_losses_of_one_process(ranks: int, steps: int, tmp_path: Path) -> None:
-    runs = [PIPELINE | options for options in SCHEDULED]
+    runs = [PIPELINE | options for options in (SCHEDULED if steps == 12 else SCHEDULED[1:3])]
     for options, error in zip(runs, loss_errors(tmp_path, ranks, runs, steps), strict=True):
         assert error < 1e-5, options
 

@@ -37,7 +37,7 @@ def test_all_strategies_train_with_the_same_losses(ranks: int, steps: int, tmp_p
 
     With Muon and fsdp, each of three ranks has rows of all matrices, and with two blocks one updates no whole matrix.
     """
-    runs = TRAINED if steps == 12 else [options for options in TRAINED if options["trainer__micro_batch_size"]]
+    runs = TRAINED if steps == 12 else [TRAINED[i] for i in (1, 5, 7, 9)]  # each strategy once
     for options, error in zip(runs, loss_errors(tmp_path, ranks, runs, steps), strict=True):
         assert error < 1e-5, options
 
