@@ -210,13 +210,12 @@ def memory_table(folder: Path, runs: list[tuple[int, Options]]) -> str:
     write_text(folder / "text.txt")
     rows = []
     for n, options in runs:
-        [(estimate, usages, embeddings)] = run_ranks(n, measure, folder, [options], tmp_path=folder)[0]
+        [(estimate, usages, _)] = run_ranks(n, measure, folder, [options], tmp_path=folder)[0]
         usage = max(usages, key=lambda usage: usage.total)
-        blocks = max(usage.total - rest for usage, rest in zip(usages, embeddings, strict=True))
         pairs = [(getattr(usage, kind), getattr(estimate, kind)) for kind in MEMORY_KINDS]
         cells = [f"{found / 2**20:.1f} ({expected / 2**20:.1f})" for found, expected in pairs]
-        rows.append([n, label(options), *cells, f"{blocks / 2**20:.1f}"])
-    return markdown(["ranks", "options", *MEMORY_KINDS, "all without embeddings"], rows)
+        rows.append([n, label(options), *cells])
+    return markdown(["ranks", "options", *MEMORY_KINDS], rows)
 
 
 def waiting_table(folder: Path) -> str:
