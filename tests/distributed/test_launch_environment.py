@@ -30,17 +30,11 @@ MASTER = {"MASTER_ADDR": "gpu1", "MASTER_PORT": "29400"}
 BY_HAND = {"RANK": "1", "WORLD_SIZE": "4"}
 TORCHRUN = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", **MASTER}
 DEEPSPEED = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_SIZE": "2", "CROSS_RANK": "0", **MASTER}
-BATCH = {  # the shell of a batch script
-    "SLURM_JOB_ID": "4711",
-    "SLURM_PROCID": "0",
-    "SLURM_LOCALID": "0",
-    "SLURM_NTASKS": "2",
-    "SLURM_JOB_NODELIST": "node[01-03,07],gpu5",
-}
-STEP = BATCH | {  # a task that srun has started in it
+# The variables of a batch script's shell, and of a task that srun has started in it
+BATCH = {"SLURM_JOB_ID": "4711", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "5"}
+STEP = BATCH | {
     "SLURM_PROCID": "3",
     "SLURM_LOCALID": "1",
-    "SLURM_NTASKS": "5",
     "SLURM_STEP_ID": "2",
     "SLURM_STEP_NUM_TASKS": "5",
     "SLURM_STEP_NUM_NODES": "5",
@@ -105,8 +99,8 @@ def test_rank_info_of_each_launcher(env: dict[str, str], expected: RankInfo) -> 
     ],
 )
 def test_first_host_of_a_slurm_node_list(nodes: str, expected: str) -> None:
-    found = detect_launch_environment(STEP | {"SLURM_STEP_NODELIST": nodes}).init_method
-    assert found == f"tcp://{expected}:{STEP_PORT}"
+    info = detect_launch_environment(STEP | {"SLURM_STEP_NODELIST": nodes})
+    assert info.init_method == f"tcp://{expected}:{STEP_PORT}"
 
 
 def test_slurm_steps_have_ports_of_their_own_outside_the_ephemeral_range() -> None:
