@@ -88,7 +88,8 @@ def encode_corpus(
                 if not vocabulary:
                     raise UserError(f"data.path: {path} is empty; it must hold text: name another file")
                 sha256 = digest.result()
-            tokens = cache_dir / f"tokens-{sha256[:16]}.npy"
+            name = hashlib.sha256((sha256 + vocabulary).encode()).hexdigest()[:16]  # tokens depend on both
+            tokens = cache_dir / f"tokens-{name}.npy"
             os.replace(unfinished, tokens)
             meta = {"identity": identity, "vocabulary": vocabulary, "sha256": sha256, "tokens": tokens.name}
             unfinished_index = Path(folder, index.name)

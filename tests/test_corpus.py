@@ -158,7 +158,7 @@ from mingpt.corpus import encode_corpus
 _, text, cache, name, calls = sys.argv
 remaining = [getattr(os, name)] * int(calls)
 setattr(os, name, lambda *args: remaining.pop()(*args) if remaining else os.kill(os.getpid(), signal.SIGKILL))
-encode_corpus(text, Path(cache))
+encode_corpus(text, Path(cache), lambda: "#", "other characters")
 """
 MEMORY = """
 import resource, sys
@@ -176,13 +176,14 @@ def run_script(script: str, *args: object) -> subprocess.CompletedProcess:
 
 @pytest.mark.parametrize(("function", "calls"), [("fsync", 0), ("replace", 0), ("replace", 1)])
 def test_a_kill_while_encoding_leaves_nothing_wrong(function: str, calls: int, tmp_path: Path) -> None:
-    """Killed before the tokens are on disk, before they are renamed, and before the index is."""
+    """Killed before the tokens are on disk, before they are renamed, and before the index is. The text is the same."""
     file, cache = tmp_path / "text.txt", tmp_path / "cache"
     file.write_text("one text")
     encode_corpus(str(file), cache)
-    file.write_text("another text")
     assert run_script(KILL_AT_CALL, file, cache, function, calls).returncode == -signal.SIGKILL
     assert list(cache.glob("unfinished-*"))
+    assert decode(encode_corpus(str(file), cache)) == "one text"
+    file.write_text("another text")
     assert decode(encode_corpus(str(file), cache)) == "another text"
     assert len(list(cache.iterdir())) == 2
 
