@@ -54,7 +54,7 @@ def _reason(error: Exception) -> str:
 class SnapshotStorage:
     """The snapshots of a run: files `step_00000500.pt` in a local folder or at any fsspec URL.
 
-    All methods raise UserError if the folder can't be read or written.
+    Its methods raise UserError if the folder can't be read or written.
 
     Args:
         path: folder or URL

@@ -61,16 +61,6 @@ def test_the_writer_saves_the_state_of_the_step_and_reuses_its_buffers(tmp_path:
     assert len(addresses) == 1
 
 
-def test_the_writer_returns_why_a_save_failed(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    writer = AsyncSnapshotWriter(SnapshotStorage(str(tmp_path / "file"), keep=3))
-    writer.save({"step": 1, "val_loss": None, "best": {"step": None}}, [("weight", torch.ones(1), {})])
-    assert writer.wait(20)
-    result = writer.poll()
-    assert result is not None
-    assert (result.step, result.is_saved, type(result.error)) == (1, False, UserError)
-
-
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_a_save_that_would_wait_too_long_is_skipped_and_the_last_is_made(
     strategy: str, text: Path, tmp_path: Path
