@@ -42,6 +42,8 @@ from mingpt.config_parser import read_config
 from mingpt.distributed.launch_environment import RankInfo
 from mingpt.distributed.process_group import DistributedContext, init_distributed
 from mingpt.utils.device import tune_malloc
+from mingpt.utils.errors import UserError
+from mingpt.utils.logging import run_script
 
 
 @dataclass(frozen=True)
@@ -315,21 +317,25 @@ def document(points: Sequence[Point]) -> Iterator[str]:
     yield from tables(read_config([]), MODELS, GPU_COUNTS)
 
 
-def main() -> None:
-    """Measures the panels that the command line names."""
+def run(argv: Sequence[str]) -> None:
+    """Measures the panels that the command line names.
+
+    Raises:
+        UserError: there is no such panel or folder.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("panels", nargs="*", metavar="PANEL", help=f"{', '.join(PANELS)}; default: all")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="folder for growth.md and growth.png")
     parser.add_argument("--json", action="store_true", help="print one JSON object per point")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     measurements = PANELS | {"rank_group": measure_rank_group}
     for panel in args.panels:
         if panel not in measurements:
-            parser.error(f"there is no panel {panel}; there are: {', '.join(PANELS)}")
+            raise UserError(f"there is no panel {panel}; there are: {', '.join(PANELS)}")
     if args.out and args.panels:
-        parser.error("--out is about all panels: name none")
+        raise UserError("--out is about all panels: name none")
     if args.out and not args.out.is_dir():
-        parser.error(f"--out: there is no folder {args.out}")
+        raise UserError(f"--out: there is no folder {args.out}")
     tune_malloc()
     panels, points = args.panels or list(PANELS), []
     with tempfile.TemporaryDirectory() as folder, init_distributed(read_config([]).distributed) as context:
@@ -354,4 +360,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(run))

@@ -1,4 +1,4 @@
-"""bench.py measures its cases and prints their rows; the figures depend on the machine and are not tested."""
+"""bench.py measures its cases and prints their rows, whose figures are not tested; command lines of benchmarks."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from helpers import run_program, run_ranks
 
+import bench as bench_program
 from bench import run, run_case
-from benchmarks import cases, harness
+from benchmarks import cases, cluster_model, growth, harness, pipeline_timeline
 from benchmarks.cases import CASES, MULTI_RANK_CASES
 from benchmarks.harness import Bench, Row, Shape, SkippedError, median_row
 from mingpt.config_parser import read_config
@@ -50,11 +52,12 @@ def create_optimizer(model, config):
 """
 DATASET = """
 import torch
+from pathlib import Path
 from types import SimpleNamespace as DataConfig
 
 class CharDataset:
     def __init__(self, config):
-        self.text, self.T = open(config.path).read(), config.block_size
+        self.text, self.T = Path(config.path).read_text(), config.block_size
     def __len__(self):
         return len(self.text) - self.T
     def __getitem__(self, i):
@@ -73,20 +76,12 @@ def bench(tmp_path: Path, one_thread: None) -> Bench:
     return bench
 
 
+FAST = {"nanogpt": 3, "tutorial": 3, "peak": 2, "fetch": 3, "encoding": 2, "optimizer": 1}  # case -> number of rows
+SLOW = {"trainer": 1, "snapshots": 3, "sampling": 2, "start": 1}
+
+
 @pytest.mark.parametrize(
-    ("name", "count"),
-    [
-        pytest.param("trainer", 1, marks=pytest.mark.slow),
-        ("nanogpt", 3),
-        ("tutorial", 3),
-        ("peak", 2),
-        ("fetch", 3),
-        ("encoding", 2),
-        ("optimizer", 1),
-        pytest.param("snapshots", 3, marks=pytest.mark.slow),
-        pytest.param("sampling", 2, marks=pytest.mark.slow),
-        pytest.param("start", 1, marks=pytest.mark.slow),
-    ],
+    ("name", "count"), [*FAST.items(), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW.items())]
 )
 def test_a_case_of_one_process_yields_rows_and_prints_nothing(
     bench: Bench, name: str, count: int, monkeypatch, capsys
@@ -115,12 +110,7 @@ def measure_on_ranks(folder: Path) -> dict[str, list[Row]]:
 @pytest.mark.slow
 def test_cases_of_several_ranks_yield_rows(tmp_path: Path) -> None:
     rows = run_ranks(2, measure_on_ranks, tmp_path, tmp_path=tmp_path, timeout=240)[0]
-    assert {name: len(found) for name, found in rows.items()} == {
-        "ranks": 2,
-        "strategies": 3,
-        "reduction": 1,
-        "pipeline": 4,
-    }
+    assert [len(rows[name]) for name in ("ranks", "strategies", "reduction", "pipeline")] == [2, 3, 1, 4]
     assert all(row.figure > 0 for found in rows.values() for row in found)
 
 
@@ -134,30 +124,21 @@ def test_the_program_compiles_starts_ranks_and_prints_rows_as_json() -> None:
     assert all(row["figure"] == "never" or row["figure"] > 0 for row in rows)
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("nanogpt", "its folder is not given"),
-        ("tutorial", "its folder is not given"),
-        ("ranks", "2 ranks on 1 core"),
-        ("compile", "no C++ compiler"),
-    ],
-)
-def test_a_skipped_case_gives_the_reason(bench: Bench, name: str, reason: str, monkeypatch) -> None:
+def test_a_skipped_case_gives_the_reason(bench: Bench, monkeypatch) -> None:
     bench.nanogpt = bench.tutorial = None
     monkeypatch.setattr(harness, "available_cores", lambda: 1)
     monkeypatch.setenv("CXX", "no-such-compiler")
-    [row] = run_case(name, bench)
-    assert row.figure.startswith("skipped: ")
-    assert reason in row.figure
-    assert row.cells[1:3] == [row.figure, ""]
-
-
-def test_cases_of_one_process_are_skipped_on_several_ranks(bench: Bench) -> None:
+    no_folder = "its folder is not given"
+    reasons = {"nanogpt": no_folder, "tutorial": no_folder, "ranks": "2 ranks on 1 core", "compile": "no C++ compiler"}
+    for name, reason in reasons.items():
+        [row] = run_case(name, bench)
+        assert row.figure.startswith("skipped: ")
+        assert reason in row.figure
+        assert row.cells[1:3] == [row.figure, ""]
     bench.context.world_size = 2
     for name in CASES.keys() - set(MULTI_RANK_CASES):
         [row] = run_case(name, bench)
-        assert row.figure.startswith("skipped: "), name
+        assert row.figure == "skipped: it is about one process, and these are several", name
 
 
 def test_measurements_of_a_ratio_alternate(bench: Bench) -> None:
@@ -204,17 +185,23 @@ def test_the_table_names_machine_and_command(capsys, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("program", "options", "message"),
     [
-        (("everything",), "error: there is no measurement everything; there are: trainer, "),
-        (("start", "--model.n_embed", "8"), "error: command line: unrecognized arguments: --model.n_embed"),
-        (("nanogpt", "--nanogpt", "nowhere"), "error: --nanogpt: there is no model.py in nowhere"),
-        (("start", "--model.n_layer", "0"), "error: model.n_layer (in the command line): found 0, must be greater"),
+        (bench_program, "everything", "there is no measurement everything; there are: trainer, "),
+        (bench_program, "start --model.n_embed 8", "command line: unrecognized arguments: --model.n_embed"),
+        (bench_program, "nanogpt --nanogpt nowhere", "--nanogpt: there is no model.py in nowhere"),
+        (bench_program, "start --model.n_layer 0", "model.n_layer (in the command line): found 0, must be greater"),
+        (cluster_model, "--ranks 0", "--ranks: 0 is no number of GPUs, must be at least 1"),
+        (cluster_model, "--gpus 8", "command line: unrecognized arguments: --gpus 8; --help lists all"),
+        (growth, "tiem", "there is no panel tiem; there are: shapes, ranks, text, snapshots"),
+        (growth, "text --out .", "--out is about all panels: name none"),
+        (growth, "--out nowhere", "--out: there is no folder nowhere"),
+        (pipeline_timeline, "nowhere", "RUN: nowhere has no trace-0.json: train with"),
     ],
 )
-def test_a_wrong_option_is_one_message(options: tuple[str, ...], message: str, capsys, monkeypatch) -> None:
-    monkeypatch.setattr("sys.argv", ["bench.py", *options])
-    assert run_script(run) == 2
+def test_a_wrong_option_is_one_message(program: Any, options: str, message: str, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("sys.argv", ["program", *options.split()])
+    assert run_script(program.run) == 2
     printed = capsys.readouterr()
-    assert printed.err.startswith(message)
+    assert printed.err.startswith(f"error: {message}")
     assert (printed.err.count("\n"), printed.out) == (1, "")

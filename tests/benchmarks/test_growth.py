@@ -11,36 +11,14 @@ import torch
 
 from benchmarks import growth
 from benchmarks.cluster_model import MODELS, Cluster, count_parameters, estimate_step, meta_gpt
-from benchmarks.growth import (
-    MESSAGE_MEGABYTES,
-    PANELS,
-    SHAPES,
-    Point,
-    document,
-    draw,
-    fit_cluster,
-    gpt_config,
-    measure_ranks,
-    measure_shapes,
-    measure_snapshots,
-    measure_texts,
-    predict,
-)
+from benchmarks.growth import MESSAGE_MEGABYTES, SHAPES, Point, fit_cluster, gpt_config, predict
 from benchmarks.harness import SMALL, Bench, Shape
 from mingpt.config_parser import read_config
 from mingpt.distributed.launch_environment import RankInfo
 from mingpt.distributed.process_group import DistributedContext
 
-CLUSTER = Cluster(
-    "",
-    flops=1e10,
-    utilization=1.0,
-    elementwise_seconds=3e-7,
-    block_seconds=0.05,
-    step_seconds=0.1,
-    overlap=0.0,
-    memory_bandwidth=1e30,
-)
+CONSTANTS = {"elementwise_seconds": 3e-7, "block_seconds": 0.05, "step_seconds": 0.1}
+CLUSTER = replace(Cluster("", 1e10, utilization=1.0, overlap=0.0, memory_bandwidth=1e30), **CONSTANTS)
 
 
 @pytest.fixture
@@ -70,8 +48,8 @@ def points() -> list[Point]:
 def test_the_fit_recovers_the_parameters_of_the_model(points: list[Point]) -> None:
     base, found = step_seconds(SMALL), fit_cluster(points)
     assert found.flops == pytest.approx(CLUSTER.flops * base, rel=1e-3)
-    for key in ("elementwise_seconds", "block_seconds", "step_seconds"):
-        assert getattr(found, key) == pytest.approx(getattr(CLUSTER, key) / base, rel=1e-3), key
+    for key, seconds in CONSTANTS.items():
+        assert getattr(found, key) == pytest.approx(seconds / base, rel=1e-3), key
     steps = [point for point in predict(points) if point.panel in SHAPES]
     assert len(steps) == sum(map(len, SHAPES.values()))
     for point in steps:
@@ -92,14 +70,14 @@ def test_steps_of_ranks_are_predicted_from_those_of_one_rank_and_the_link(
 def test_shapes_are_measured(bench: Bench, monkeypatch) -> None:
     tiny = Shape(1, 2, 16, 16, 2)
     monkeypatch.setattr(growth, "SHAPES", {"width": [(16, tiny)], "depth": [(2, replace(tiny, layers=2))]})
-    found = list(measure_shapes(bench))
+    found = list(growth.measure_shapes(bench))
     assert [(point.panel, point.x) for point in found] == [("width", 16), ("depth", 2)]
     assert all(0 < point.figure < 1 for point in found)
 
 
 @pytest.mark.slow
 def test_texts_and_snapshots_are_measured_and_deleted(bench: Bench, tmp_path: Path) -> None:
-    found = [*measure_texts(bench, [2]), *measure_snapshots(bench, [16])]
+    found = [*growth.measure_texts(bench, [2]), *growth.measure_snapshots(bench, [16])]
     assert [(point.panel, point.curve) for point in found] == [
         ("text", "seconds to the first step"),
         ("text", "memory of its own at the first step"),
@@ -114,14 +92,14 @@ def test_texts_and_snapshots_are_measured_and_deleted(bench: Bench, tmp_path: Pa
 def test_a_text_without_enough_disk_space_is_skipped_with_a_message(bench: Bench, monkeypatch, capsys) -> None:
     monkeypatch.setattr(growth, "measure_first_step", lambda options: (1.0, 1.0))
     monkeypatch.setattr(growth.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 10**7}))
-    assert {point.x for point in measure_texts(bench, [2, 1000])} == {2}
+    assert {point.x for point in growth.measure_texts(bench, [2, 1000])} == {2}
     assert "text of 1,000 MB: skipped" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_ranks_are_measured_under_torchrun(bench: Bench, monkeypatch) -> None:
     monkeypatch.setattr(growth, "RANK_COUNTS", (2,))
-    found = list(measure_ranks(bench))
+    found = list(growth.measure_ranks(bench))
     assert [(point.panel, point.x, point.curve) for point in found] == [
         ("ranks", 2, "step"),
         *(("all-reduce", size, "2") for size in MESSAGE_MEGABYTES),
@@ -133,26 +111,10 @@ def test_document_and_image_show_points_errors_and_clusters(points: list[Point],
     monkeypatch.setattr(growth, "GPU_COUNTS", (8,))
     monkeypatch.setattr(growth, "MODELS", {"124M": MODELS["124M"]})
     predicted = predict(points)
-    text = "\n".join(document(predicted))
+    text = "\n".join(growth.document(predicted))
     for point in predicted:
         assert f"\n| {point.panel} | {point.x:,g} | {point.curve} | {point.figure:.3g} | " in text
     assert "\nThe median error of 12 fitted steps is 0%, the largest 0%.\n" in text
     assert text.count("\n| 124M | 8 | ") == 2
-    draw(predicted, tmp_path / "growth.png")
+    growth.draw(predicted, tmp_path / "growth.png")
     assert (tmp_path / "growth.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("tiem",), f"there is no panel tiem; there are: {', '.join(PANELS)}"),
-        (("--panel", "text"), "unrecognized arguments: --panel"),
-        (("text", "--out", "."), "--out is about all panels: name none"),
-        (("--out", "nowhere"), "--out: there is no folder nowhere"),
-    ],
-)
-def test_a_wrong_option_is_one_message(options: tuple[str, ...], message: str, monkeypatch, capsys) -> None:
-    monkeypatch.setattr("sys.argv", ["growth.py", *options])
-    with pytest.raises(SystemExit, match="2"):
-        growth.main()
-    assert capsys.readouterr().err.strip().endswith(message)

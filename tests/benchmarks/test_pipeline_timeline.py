@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from helpers import run_program
 
-from benchmarks.pipeline_timeline import Span, Step, run, steps, traces_of
-from mingpt.utils.logging import run_script
+from benchmarks.pipeline_timeline import Span, Step, draw, steps, traces_of
+from mingpt.utils.errors import UserError
 
 # Forward takes 1 second and backward 2; two micro-batches on two stages, 1F1B.
 IDEAL = [
@@ -62,27 +62,15 @@ def test_the_command_prints_the_bubble_and_draws_an_image(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("stages", "out", "message"),
-    [
-        (1, None, "run has no stages: train with --distributed.pipeline_stages 2 --trainer.profile_steps 3"),
-        (3, None, "run has no trace-2.json: train with"),
-        (2, "image.foo", "--out: image.foo can't be written"),
-    ],
+    ("stages", "message"),
+    [(1, "has no stages: train with --distributed.pipeline_stages 2"), (3, "has no trace-2.json: train with")],
 )
-def test_a_missing_input_is_one_message(
-    stages: int, out: str | None, message: str, tmp_path: Path, monkeypatch, capsys
-) -> None:
-    options = ["--out", out] if out else []
-    monkeypatch.setattr("sys.argv", ["pipeline_timeline.py", str(write_run(tmp_path / "run", stages)), *options])
-    assert run_script(run) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1
-    assert message in error
+def test_a_run_without_traces_is_refused(stages: int, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        traces_of(write_run(tmp_path / "run", stages))
 
 
-def test_a_run_folder_is_required(monkeypatch, capsys) -> None:
-    monkeypatch.setattr("sys.argv", ["pipeline_timeline.py"])
-    with pytest.raises(SystemExit, match="2"):
-        run_script(run)
-    assert "the following arguments are required: RUN" in capsys.readouterr().err
+def test_an_unknown_image_format_is_refused(tmp_path: Path) -> None:
+    [step] = steps(traces_of(write_run(tmp_path / "run", 2)))
+    with pytest.raises(UserError, match=r"--out: .*image.foo can't be written"):
+        draw(step, tmp_path / "image.foo")
