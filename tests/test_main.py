@@ -280,7 +280,8 @@ def test_ranks_agree_on_configuration_text_and_code(text: Path, tmp_path: Path) 
     other = tmp_path / "other.txt"
     other.write_text(text.read_text()[::-1])
     same = run_args(tmp_path / "shared", text, trainer__max_steps=1)
-    own_paths = [run_args(tmp_path / str(rank), text, trainer__max_steps=1) for rank in (0, 1)]
+    paths = (text, shutil.copy(text, tmp_path / "copy.txt"))
+    own_paths = [run_args(tmp_path / str(rank), path, trainer__max_steps=1) for rank, path in enumerate(paths)]
     cases = [  # the command line of each rank, and parts of the message
         (
             [same, [*same, "--optimizer.learning_rate", "1e-2"]],
