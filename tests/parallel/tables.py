@@ -22,6 +22,7 @@ from helpers import (
     LARGE_CONFIG,
     MEMORY_KINDS,
     NO_DROPOUT,
+    assert_equal_snapshots,
     loss_curve,
     max_relative_error,
     newest_snapshot,
@@ -146,31 +147,38 @@ def resume(folder: Path, runs: list[tuple[str, Options]]) -> list[tuple[bool, li
         with open_trainer(*run_args(run_dir, folder / "text.txt", **(NO_DROPOUT | options)), rendezvous=i) as trainer:
             snapshot = newest_snapshot(folder / saved)
             assert snapshot["step"] == trainer.step == 6
-            full = {name: {"weight": weight, **state} for name, weight, state in trainer.strategy.iter_full_state()}
-            saved_state = {name: {"weight": snapshot["model"][name], **snapshot["optimizer"][name]} for name in full}
-            is_equal = full.keys() == snapshot["model"].keys() and all(
-                full[name].keys() == saved_state[name].keys()
-                and all(torch.equal(tensor, saved_state[name][key]) for key, tensor in full[name].items())
-                for name in full
-            )
+            found, expected = {}, {(name, ""): weight for name, weight in snapshot["model"].items()}
+            expected |= {(name, key): t for name, state in snapshot["optimizer"].items() for key, t in state.items()}
+            for name, weight, state in trainer.strategy.iter_full_state():
+                found |= {(name, key): tensor.clone() for key, tensor in {"": weight, **state}.items()}
+            is_equal = found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in found)
             results.append((is_equal, train_losses(trainer, 3)))
     return results
 
 
-def measure(folder: Path, runs: list[Options]) -> list[tuple[MemoryUsage, list[MemoryUsage], list[int]]]:
-    """For `run_ranks`: memory of a large model with each of these options, after a step.
+def assert_exact_resume(folder: Path, ranks: int, runs: dict[str, Options]) -> None:
+    """Trains eight steps at once, and five and then, in new processes, three: losses and snapshots are equal."""
+    text = write_text(folder / "text.txt")
+    for part, stop in (("whole", 8), ("parts", 5), ("parts", 8)):
+        schedule = {"trainer__max_steps": stop, "optimizer__decay_steps": 12}
+        argvs = [run_args(folder / f"{name}-{part}", text, **options, **schedule) for name, options in runs.items()]
+        for results in run_ranks(ranks, run_each_captured, argvs, tmp_path=folder, timeout=300):
+            assert {status for status, _, _ in results} == {0}
+    for name in runs:
+        whole, parts = folder / f"{name}-whole", folder / f"{name}-parts"
+        assert_equal_snapshots(whole, parts)
+        assert loss_curve(whole) == loss_curve(parts)
 
-    Returns:
-        of each, the estimate for the rank with most, the usage of each rank, and, in it, the bytes of embeddings
-    """
+
+def measure(folder: Path, runs: list[Options]) -> list[tuple[MemoryUsage, list[MemoryUsage]]]:
+    """For `run_ranks`: memory of a large model after a step: the estimate for the rank with most, and of each rank."""
     results, ranks = [], os.environ.get("WORLD_SIZE", "1")
     for i, options in enumerate(runs):
         argv = run_args(folder / f"{ranks}-{i}", folder / "text.txt", **(options | LARGE_CONFIG))
         with open_trainer(*argv, rendezvous=i) as trainer:
             trainer.train_step()
-            strategy, gather = trainer.strategy, trainer.context.all_gather_object
-            embeddings = sum(weight.nbytes for name, weight in strategy.parameters.items() if "transformer.w" in name)
-            results.append((strategy.estimated_memory, gather(trainer.memory), gather(4 * embeddings)))
+            usages = trainer.context.all_gather_object(trainer.memory)
+            results.append((trainer.strategy.estimated_memory, usages))
     return results
 
 
@@ -205,12 +213,12 @@ def resume_table(folder: Path, base: Options, saved: dict[str, Options], runs: l
     return markdown(["saved on 2 ranks with", "ranks", "resumed with", "restored", "losses of steps 7 to 9"], rows)
 
 
-def memory_table(folder: Path, runs: list[tuple[int, Options]]) -> str:
+def memory_table(folder: Path, base: Options, runs: list[tuple[int, Options]]) -> str:
     folder.mkdir()
     write_text(folder / "text.txt")
     rows = []
     for n, options in runs:
-        [(estimate, usages, _)] = run_ranks(n, measure, folder, [options], tmp_path=folder)[0]
+        [(estimate, usages)] = run_ranks(n, measure, folder, [base | options], tmp_path=folder)[0]
         usage = max(usages, key=lambda usage: usage.total)
         pairs = [(getattr(usage, kind), getattr(estimate, kind)) for kind in MEMORY_KINDS]
         cells = [f"{found / 2**20:.1f} ({expected / 2**20:.1f})" for found, expected in pairs]
@@ -250,11 +258,14 @@ def strategies_page(folder: Path) -> str:
 
 ## Memory: MiB on the rank with most, measured (estimated), 4 layers 512 wide, fp32, AdamW
 
-{memory_table(folder / "memory", [(n, options) for n in (2, 4) for options in by_name.values()])}"""
+{memory_table(folder / "memory", {}, [(n, options) for n in (2, 4) for options in by_name.values()])}"""
 
 
 def pipeline_page(folder: Path) -> str:
-    resumed = [("2 stages", n, with_stages(stages, distributed__strategy=s)) for n, stages, s in PIPELINE_RESUMED]
+    resumed = [
+        ("2 stages", n, {"distributed__pipeline_stages": stages, "distributed__strategy": strategy})
+        for n, stages, strategy in PIPELINE_RESUMED
+    ]
     refused = markdown(["options", "message"], ([label(options), refusal(options)] for options in REFUSED))
     return f"""\
 # Pipeline stages: equal losses, one snapshot format, less memory
@@ -281,7 +292,7 @@ least (S - 1) / (M + S - 1) of the time. In fp16, all stages skip a step whose g
 
 ## Memory: MiB on the rank with most, measured (estimated), 4 layers 512 wide, fp32, AdamW
 
-{memory_table(folder / "memory", [(n, with_stages(n)) for n in (1, 2, 4)])}
+{memory_table(folder / "memory", PIPELINE, [(n, {"distributed__pipeline_stages": n}) for n in (1, 2, 4)])}
 
 ## Waiting: median (range) over the steps of 2 stages with one thread each, 4 layers 384 wide, T = 128
 

@@ -9,13 +9,10 @@ import pytest
 import torch
 from helpers import (
     MEMORY_KINDS,
-    assert_equal_snapshots,
-    loss_curve,
     max_relative_error,
     newest_snapshot,
     open_trainer,
     run_args,
-    run_each_captured,
     run_ranks,
     small_gpt,
     train_curves,
@@ -24,7 +21,17 @@ from helpers import (
 )
 from torch.profiler import ProfilerActivity, profile
 
-from tests.parallel.tables import COMPILED, RESUMED, STRATEGIES, TRAINED, loss_errors, measure, resume, train
+from tests.parallel.tables import (
+    COMPILED,
+    RESUMED,
+    STRATEGIES,
+    TRAINED,
+    assert_exact_resume,
+    loss_errors,
+    measure,
+    resume,
+    train,
+)
 
 BY_NAME: dict[str, dict[str, Any]] = {name: {"distributed__strategy": name} for name in STRATEGIES}
 
@@ -49,31 +56,17 @@ def test_compiled_blocks_train_with_the_same_losses(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_resume_is_exact_with_every_strategy(text: Path, tmp_path: Path) -> None:
-    """On three ranks with uneven shares, dropout and accumulation; Muon trains some parameters with AdamW."""
-    argvs = [
-        run_args(tmp_path / f"{name}-{part}", text, **options, trainer__max_steps=stop, optimizer__decay_steps=12)
-        for name, options in [*((n, o | {"optimizer__name": "muon"}) for n, o in BY_NAME.items()), ("adamw", {})]
-        for part, stop in (("whole", 12), ("parts", 5), ("parts", 12))
-    ]
-    for results in run_ranks(3, run_each_captured, argvs, tmp_path=tmp_path):
-        assert {status for status, _, _ in results} == {0}
-    for name in (*BY_NAME, "adamw"):
-        assert_equal_snapshots(tmp_path / f"{name}-whole", tmp_path / f"{name}-parts")
-        assert loss_curve(tmp_path / f"{name}-whole") == loss_curve(tmp_path / f"{name}-parts")
+def test_resume_is_exact_with_every_strategy(tmp_path: Path) -> None:
+    """On three ranks with uneven shares, dropout and accumulation; with Muon, AdamW trains some parameters."""
+    runs = {name: {"optimizer__name": "muon", **options} for name, options in BY_NAME.items()}
+    assert_exact_resume(tmp_path, 3, runs | {"adamw": {}})
 
 
 @pytest.mark.slow
-def test_resume_is_exact_with_compiled_blocks_and_names_stay(text: Path, tmp_path: Path) -> None:
-    """With dropout, whose random numbers the compiler draws; each part in a new process, as after a failure."""
-    options = {"trainer__compile": True, "trainer__micro_batch_size": 1, "optimizer__decay_steps": 12}
-    for name, stop in (("whole", 12), ("parts", 5), ("parts", 12)):
-        argv = run_args(tmp_path / name, text, trainer__max_steps=stop, **options)
-        [[(status, _, err)]] = run_ranks(1, run_each_captured, [argv], tmp_path=tmp_path, timeout=300)
-        assert status == 0, err
-    assert_equal_snapshots(tmp_path / "whole", tmp_path / "parts")
-    assert loss_curve(tmp_path / "whole") == loss_curve(tmp_path / "parts")
-    assert newest_snapshot(tmp_path / "parts")["model"].keys() == small_gpt().state_dict().keys()
+def test_resume_is_exact_with_compiled_blocks_whose_parameters_keep_their_names(tmp_path: Path) -> None:
+    """With dropout, whose random numbers the compiler draws."""
+    assert_exact_resume(tmp_path, 1, {"compiled": {"trainer__compile": True, "trainer__micro_batch_size": 1}})
+    assert newest_snapshot(tmp_path / "compiled-parts")["model"].keys() == small_gpt().state_dict().keys()
 
 
 @pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.slow)])
@@ -161,12 +154,12 @@ def test_measured_memory_is_the_estimated(ranks: int, text: Path, tmp_path: Path
     strategies = ("ddp",) if ranks == 1 else STRATEGIES
     runs = [{"optimizer__name": o, **BY_NAME[name]} for o in ("adamw", "muon") for name in strategies]
     found, *_ = run_ranks(ranks, measure, tmp_path, runs, tmp_path=tmp_path)
-    for options, (estimate, usages, _) in zip(runs, found, strict=True):
+    for options, (estimate, usages) in zip(runs, found, strict=True):
         for kind in MEMORY_KINDS:
             most = max(getattr(usage, kind) for usage in usages)
             assert most == pytest.approx(getattr(estimate, kind), rel=0.05), (options, kind)
     parameters = found[0][0].parameters
     bytes_per_parameter = {"ddp": 16, "zero1": 8 + 8 / ranks, "zero2": 16 / ranks, "fsdp": 16 / ranks}
-    for name, (_, usages, _) in zip(strategies, found, strict=False):
+    for name, (_, usages) in zip(strategies, found, strict=False):
         mean = sum(usage.total for usage in usages) / ranks
         assert mean == pytest.approx(bytes_per_parameter[name] * parameters / 4, rel=0.05), name
