@@ -9,8 +9,6 @@ Without names, all cases run. FOLDER contains the model.py of nanoGPT or of the 
 those of main.py, and apply to every case.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys

@@ -3,8 +3,6 @@
 The window of sample i is a pure function of (seed, i), so there is no sampler state to save.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

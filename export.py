@@ -1,7 +1,5 @@
 """Exports a snapshot into a folder that Hugging Face transformers loads."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

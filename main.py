@@ -1,7 +1,5 @@
 """Entry point: configuration -> process group -> Trainer -> exit status."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import sys

@@ -3,8 +3,6 @@
 Dimensions: B sequences, T characters, C = n_embd, H = n_head, V = vocab_size.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -6,8 +6,6 @@
 Restarts are dotted lines, labeled where the number of ranks changes.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

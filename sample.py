@@ -1,7 +1,5 @@
 """Generates text from a snapshot. Only prompts and text are written to stdout. The training text is not needed."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Progress is two integers, step and samples. Sample order, dropout and learning r
 number), so a run that resumes from a snapshot is the same run.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import platform

@@ -1,7 +1,5 @@
 """Baselines: nanoGPT and the minGPT-DDP tutorial as they are published, and a minimal training loop."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import sys

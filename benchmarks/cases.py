@@ -1,7 +1,5 @@
 """The cases of bench.py: each yields rows, and the first line of its docstring labels its row if it is skipped."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -8,8 +8,6 @@ Without sizes of a model, for GPTs of 124M to 13B parameters. No GPU was used; b
 arithmetic with steps measured on a CPU.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Iterator, Sequence

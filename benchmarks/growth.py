@@ -7,8 +7,6 @@ The first writes growth.md and growth.png into a folder, which takes ten minutes
 text. The second prints some panels only.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

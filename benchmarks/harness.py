@@ -1,7 +1,5 @@
 """Measures ratios: two actions alternate, A B A B ..., so that a disturbance of the machine affects both."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

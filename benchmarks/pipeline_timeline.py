@@ -7,8 +7,6 @@ share. Steps are counted from the start of that run. The ideal bubble is (S - 1)
 micro-batches, the minimum for 1F1B and GPipe (Huang et al., "GPipe", 2019).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """Writes training text: Python's own documentation, without a network, or tiny shakespeare, which is downloaded."""
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import os

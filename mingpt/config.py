@@ -1,7 +1,5 @@
 """The configuration: every key with its type, default, description and bounds, and the checks between keys."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -42,7 +40,7 @@ class ModelConfig:
     bias: bool = Field(default=True, description="biases in linear layers and layer norms, as in GPT-2")
 
     @model_validator(mode="after")
-    def _check(self) -> ModelConfig:
+    def _check(self) -> "ModelConfig":
         if self.n_embd % self.n_head:
             raise ValueError(f"model.n_embd is {self.n_embd}, must be divisible by model.n_head, {self.n_head}")
         return self
@@ -80,7 +78,7 @@ class OptimizerConfig:
     )
 
     @model_validator(mode="after")
-    def _check(self) -> OptimizerConfig:
+    def _check(self) -> "OptimizerConfig":
         if self.min_learning_rate > self.learning_rate:
             raise ValueError(
                 f"optimizer.min_learning_rate is {self.min_learning_rate}, must be at least 0 and at most "
@@ -147,7 +145,7 @@ class TrainerConfig:
     )
 
     @model_validator(mode="after")
-    def _check(self) -> TrainerConfig:
+    def _check(self) -> "TrainerConfig":
         if self.max_epochs is None and self.max_steps is None:
             raise ValueError(
                 "trainer.max_epochs and trainer.max_steps are both null; set one, or training would not end"
@@ -188,7 +186,7 @@ class DistributedConfig:
     )
 
     @model_validator(mode="after")
-    def _check(self) -> DistributedConfig:
+    def _check(self) -> "DistributedConfig":
         if self.init_method is not None and not self.init_method.startswith(("env://", "tcp://", "file://")):
             raise ValueError(
                 f"distributed.init_method is {self.init_method}, must be null, env://, tcp://host:port or file:///path"
@@ -226,7 +224,7 @@ class Config:
     distributed: DistributedConfig = Field(default_factory=DistributedConfig)
 
     @model_validator(mode="after")
-    def _check(self) -> Config:
+    def _check(self) -> "Config":
         for error in (*self._pipeline_errors(), *self._tree_errors()):
             raise ValueError(error)
         if self.distributed.cpu_offload and self.optimizer.name == "muon":

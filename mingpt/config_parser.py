@@ -1,7 +1,5 @@
 """Yaml file and command line -> Config, or one message that lists every mistake."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import json

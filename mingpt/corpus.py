@@ -1,7 +1,5 @@
 """Text files -> vocabulary -> tokens, encoded once into a cache, which is mapped into memory."""
 
-from __future__ import annotations
-
 import codecs
 import hashlib
 import itertools

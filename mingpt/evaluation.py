@@ -1,7 +1,5 @@
 """Validation loss and generated samples during training, with the same bits on any number of ranks."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import torch

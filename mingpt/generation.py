@@ -1,7 +1,5 @@
 """Text generation with cached keys and values, for several prompts at once."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Faster forms of PyTorch's layers on CPUs, and a layer norm that takes weights of any dtype."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Muon for the matrices of the blocks and AdamW for all other parameters, in one optimizer."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable

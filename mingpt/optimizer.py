@@ -1,7 +1,5 @@
 """Parameter groups, the optimizer, and the learning-rate schedule as a pure function of the step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

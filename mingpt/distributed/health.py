@@ -1,7 +1,5 @@
 """The rendezvous of ranks at a key-value store, and their heartbeats in it."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -1,7 +1,5 @@
 """Rank, number of ranks and rendezvous address from a launcher's variables, and the network interface of gloo."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -1,7 +1,5 @@
 """The process group and its collectives, which a single process without a group computes locally."""
 
-from __future__ import annotations
-
 import os
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -41,7 +39,7 @@ class DistributedContext:
         self.local_world_size = info.local_world_size or hosts.count(host)
         self.device = torch.device("cpu")
 
-    def subgroup(self, groups: Iterable[Sequence[int]]) -> DistributedContext:
+    def subgroup(self, groups: Iterable[Sequence[int]]) -> "DistributedContext":
         """Returns the context of this rank's group of ranks; all ranks must list the same groups."""
         context = copy(self)
         for ranks in groups:

@@ -14,8 +14,6 @@ et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023
 With every strategy, all ranks make the same number of forward passes, because sharded ones gather parameters in each.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -93,7 +91,7 @@ class Strategy:
     # What a configuration needs
 
     @classmethod
-    def for_world_size(cls, world_size: int) -> type[Strategy]:
+    def for_world_size(cls, world_size: int) -> type["Strategy"]:
         """The class to use with this number of ranks."""
         return cls
 

@@ -19,8 +19,6 @@ A pipeline stage is a model of its own on the n ranks of its replicas. It keeps 
 flight and has a receive buffer for each, and fsdp holds all its blocks unsharded from the first backward pass on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Activation checkpointing, compilation and pipeline stages, applied to a model from outside."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any

@@ -5,8 +5,6 @@ are those of torch.distributed.pipelining (GPipe: Huang et al., 2019; 1F1B: Nara
 Pipeline Parallelism for DNN Training", 2019). The ranks with the same stage use any data-parallel strategy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any

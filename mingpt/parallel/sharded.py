@@ -1,7 +1,5 @@
 """Sharded strategies: ZeRO-1, and FSDP2 for ZeRO-2 and ZeRO-3."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial

@@ -4,8 +4,6 @@ A new strategy is a subclass of `Strategy` in a module of its own, an entry in S
 `distributed.strategy` in mingpt/config.py.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from importlib import import_module
 from typing import Any

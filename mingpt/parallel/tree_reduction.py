@@ -7,8 +7,6 @@ counter. Then each rank completes the tree for its slice of the gradient (a redu
 slices are gathered. With a power of two of ranks and even shares, each sends as much as in a ring all-reduce.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Lists snapshots with fingerprints, by which two runs are compared: python -m mingpt.snapshot PATH."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -5,8 +5,6 @@ of the SHA-256 digests of each MiB before it, so that all cores verify it. torch
 so any program can open the file.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import os

@@ -1,7 +1,5 @@
 """Which ranks write snapshots, which one is resumed from, and writing in the background."""
 
-from __future__ import annotations
-
 import math
 import queue
 import threading

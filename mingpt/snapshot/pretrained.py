@@ -1,7 +1,5 @@
 """Pretrained models: weights and vocabulary of a snapshot, or of an export in Hugging Face's format."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

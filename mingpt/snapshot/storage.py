@@ -1,7 +1,5 @@
 """The snapshots of a run, in a local folder or an object store: writing, finding, loading and pruning."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import pickle

@@ -6,8 +6,6 @@ Branches on the type of device remain: `torch.accelerator` (PyTorch 2.13) has no
 bf16 arithmetic, raises errors on a machine without one, and includes GPUs for which distributed.backend has no value.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """Hashing of integers, from which all random choices of training data and dropout derive."""
 
-from __future__ import annotations
-
 import numpy as np
 
 

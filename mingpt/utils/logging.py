@@ -1,7 +1,5 @@
 """The program's logger, which writes above the live line, and the exit status of scripts."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -1,7 +1,5 @@
 """Metrics of a run: metrics.jsonl, TensorBoard's events, and log lines."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

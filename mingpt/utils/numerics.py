@@ -1,7 +1,5 @@
 """Choices that determine the last bits of a run: rules on hardware flags, saved in the snapshot and kept on resume."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """A trace of a few steps, for https://ui.perfetto.dev, and a table of their operations."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The live line on a terminal, and options of progress bars."""
 
-from __future__ import annotations
-
 import math
 import sys
 import time

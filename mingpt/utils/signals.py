@@ -1,7 +1,5 @@
 """Signals that stop a run, and the loss of its launcher."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -30,7 +28,7 @@ class SignalHandler:
         self.interrupted = 0.0
         self.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
-    def __enter__(self) -> SignalHandler:
+    def __enter__(self) -> "SignalHandler":
         self.reader, self.writer = socket.socketpair()
         self.reader.settimeout(POLL_SECONDS)
         self.writer.setblocking(False)

@@ -1,7 +1,5 @@
 """Texts logged at the start and at the end of a run."""
 
-from __future__ import annotations
-
 import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
