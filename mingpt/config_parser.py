@@ -169,8 +169,10 @@ def _validate(values: Sections, origins: dict[str, str]) -> Config:
                 continue
             section, key, *_ = (str(part) for part in error["loc"])
             name, allowed = f"{section}.{key}", error["msg"].replace("Input should be ", "")
+            if key == "betas" and not error["type"].startswith(("greater", "less")):
+                allowed = "a list of two numbers"
             if name in mistakes:
-                mistakes[name] += f" or {allowed}"
+                mistakes[name] += f" or {allowed}" * (allowed not in mistakes[name])
             else:
                 value = values[section][key]
                 null = "null or " if type(None) in get_args(KEYS[name].annotation) else ""
