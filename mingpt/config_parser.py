@@ -169,7 +169,7 @@ def _validate(values: Sections, origins: dict[str, str]) -> Config:
                 continue
             section, key, *_ = (str(part) for part in error["loc"])
             name, allowed = f"{section}.{key}", error["msg"].replace("Input should be ", "")
-            if key == "betas" and not error["type"].startswith(("greater", "less")):
+            if key == "betas" and error["type"] in ("missing", "too_long", "tuple_type", "float_type"):
                 allowed = "a list of two numbers"
             if name in mistakes:
                 mistakes[name] += f" or {allowed}" * (allowed not in mistakes[name])

@@ -1,7 +1,5 @@
 """Helpers of all tests: small runs, the program in processes of its own, ranks of a gloo group, run folders, models."""
 
-from __future__ import annotations
-
 import fcntl
 import io
 import multiprocessing
@@ -27,6 +25,7 @@ from torch import Tensor, nn
 from mingpt.config import GPTConfig
 from mingpt.config_parser import read_config
 from mingpt.distributed.process_group import init_distributed
+from mingpt.parallel.strategies import strategy_class
 from mingpt.snapshot.storage import SnapshotStorage
 from mingpt.utils.metrics import read_metrics
 from model import GPT
@@ -339,8 +338,9 @@ def open_trainer(*argv: str, rendezvous: Any = "") -> Iterator[Trainer]:
     `rendezvous` differs between the trainers of one process.
     """
     config = read_config([*argv, "--distributed.init_method", f"{os.environ['TEST_INIT_METHOD']}-{rendezvous}"])
+    needs_group = strategy_class(config).needs_process_group
     with (
-        init_distributed(config.distributed) as context,
+        init_distributed(config.distributed, needs_process_group=needs_group) as context,
         redirect_stdout(io.StringIO()),
         redirect_stderr(io.StringIO()),
     ):

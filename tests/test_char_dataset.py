@@ -1,7 +1,5 @@
 """Windows of text and their order."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

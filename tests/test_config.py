@@ -1,7 +1,5 @@
 """Yaml and command line: what is read from them, and the one message that refuses them."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -228,7 +226,7 @@ def test_all_mistakes_are_in_one_message(config_file: Path) -> None:
         ("distributed.strategy", ["zero3"], ["'ddp', 'zero1', 'zero2' or 'fsdp'"]),
         ("distributed.strategy", ["dp"], ["'ddp'", "DataParallel", "torchrun"]),
         ("distributed.init_method", [5], ["null or a valid string"]),
-        ("optimizer.betas", [0.9, [0.9], [0.8, 0.9, 0.99], ["a", "b"], [0.9, None], None], []),
+        ("optimizer.betas", [0.9, [0.9], [0.8, 0.9, 0.99], ["a", "b"], [0.9, None], None], ["a list of two numbers"]),
     ],
 )
 def test_values_of_the_wrong_type_are_refused(

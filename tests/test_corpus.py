@@ -1,7 +1,5 @@
 """Encoding of text, and its cache."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import random

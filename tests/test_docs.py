@@ -1,7 +1,5 @@
 """README.md and docs/: length, links, names and commands."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -1,7 +1,5 @@
 """Evaluation and samples during training have the same bits on any number of ranks, and do not change training."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Exports: what transformers loads, generates and saves, and runs that start from pretrained weights."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

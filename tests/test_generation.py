@@ -1,7 +1,5 @@
 """Generated text: independent of the cache and of other prompts, and distributed as the model's probabilities."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

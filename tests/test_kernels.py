@@ -1,7 +1,5 @@
 """The CPU kernels: dropout and attention as batched matrix products."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

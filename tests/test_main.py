@@ -1,7 +1,5 @@
 """main.py: exit statuses, one message for each mistake, and ranks that must agree."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

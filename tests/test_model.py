@@ -1,7 +1,5 @@
 """The model: causality, an entropy that no loss is below, GPT-2's names and initialization, loss, dropout, KV cache."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

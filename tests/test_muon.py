@@ -1,7 +1,5 @@
 """Muon: its updates beside AdamW's in one optimizer, and orthogonalization in batches."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

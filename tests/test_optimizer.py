@@ -1,7 +1,5 @@
 """The learning-rate schedule, parameter groups, AdamW step by step, and steps that found_inf skips."""
 
-from __future__ import annotations
-
 import math
 from typing import Literal
 

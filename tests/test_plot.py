@@ -1,7 +1,5 @@
 """plot.py: what it reads from run folders, and what it draws into a file and on the terminal."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """data/prepare.py: Python's documentation without a network, tiny shakespeare with one."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -1,7 +1,5 @@
 """sample.py: stdout has prompt and text only, and each mistake is one message."""
 
-from __future__ import annotations
-
 import io
 import math
 import shutil

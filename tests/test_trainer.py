@@ -1,7 +1,5 @@
 """Whole runs: exact resume, the same losses on any number of ranks, signals, restarts, and no wait for the device."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Imported by the tests' fork server, so that processes forked from it find caches filled."""
 
-from __future__ import annotations
-
 from mingpt.config import GPTConfig
 from mingpt.config_parser import read_config
 from mingpt.parallel.strategies import estimate_memory

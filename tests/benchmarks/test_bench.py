@@ -1,7 +1,5 @@
 """bench.py measures its cases and prints their rows, whose figures are not tested; command lines of benchmarks."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The model of a cluster: operations as PyTorch counts them, communication, and the choice of a strategy."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Growth: its panels are measured, and predictions are exact for steps that follow the model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The timeline of a pipeline: its bubble is computed correctly, and drawn."""
 
-from __future__ import annotations
-
 import json
 import struct
 from pathlib import Path

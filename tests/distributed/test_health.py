@@ -1,7 +1,5 @@
 """When a rank fails, the others exit in time and name it; when the launcher is killed, no process is left."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Ranks and addresses from launchers' variables, and the network interface of hosts whose names do not resolve."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

@@ -1,7 +1,5 @@
 """The process group: its start, collectives, errors and devices."""
 
-from __future__ import annotations
-
 import io
 import os
 import socket

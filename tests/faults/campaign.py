@@ -6,8 +6,6 @@ an undisturbed one.
 A run is a function of its seed, except for the timing of the machine: `--only 17` repeats one.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -5,8 +5,6 @@
 trains both in runs/, which takes minutes on two cores.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """A short campaign of random faults; `python -m tests.faults.campaign` runs a long one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

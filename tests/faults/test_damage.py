@@ -1,7 +1,5 @@
 """A damaged snapshot is noticed, named, and skipped in favour of the one before it."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from pathlib import Path

@@ -3,8 +3,6 @@
 Two launchers of torchrun on this machine stand for two nodes, which differ by their addresses alone.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

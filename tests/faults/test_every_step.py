@@ -1,7 +1,5 @@
 """SIGKILL of all ranks after every step of a run: it ends in the same bits."""
 
-from __future__ import annotations
-
 import os
 import signal
 from itertools import cycle

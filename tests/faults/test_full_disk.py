@@ -1,7 +1,5 @@
 """A full disk, or a folder that can't be written, costs saves and not the run: real runs on a real small disk."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

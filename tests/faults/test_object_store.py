@@ -1,7 +1,5 @@
 """Snapshots in an object store: a real S3 server, moto's, behind a proxy that causes faults."""
 
-from __future__ import annotations
-
 import gc
 import http.client
 import shutil

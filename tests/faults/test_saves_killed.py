@@ -1,7 +1,5 @@
 """A save that SIGKILL or a loss of power interrupts at any system call leaves a whole snapshot and no torn one."""
 
-from __future__ import annotations
-
 import builtins
 import io
 import itertools

@@ -1,7 +1,5 @@
 """launch/kubernetes.yaml fits the training operator's schema, and its command and image train."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The real launchers, each of which starts the same run on two processes; SLURM and Kubernetes have their own files."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """launch/*.sbatch on a real SLURM cluster on this machine, whose two nodes are two daemons."""
 
-from __future__ import annotations
-
 import getpass
 import os
 import shutil

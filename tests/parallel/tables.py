@@ -4,8 +4,6 @@ python -m tests.parallel.tables strategies > docs/strategies.md
 python -m tests.parallel.tables pipeline > docs/pipeline.md
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Memory per rank: estimates before training, the check against what there is, and a step that runs out of memory."""
 
-from __future__ import annotations
-
 import os
 import resource
 from collections.abc import Callable

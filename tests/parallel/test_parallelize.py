@@ -1,7 +1,5 @@
 """Activation checkpointing and stages, applied from outside, keep outputs, gradients and parameter names."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers import T, V, random_tokens, small_gpt

@@ -1,7 +1,5 @@
 """Pipeline stages have the losses and snapshots of one process, and fail and stop like other ranks."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """All strategies have the same losses and snapshots, exchange gradients once per step, and use the estimated memory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The tree reduction gives the same bits at any number of ranks, and agrees with the fast one to rounding error."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -127,6 +125,22 @@ def test_a_rank_sends_complete_subtrees() -> None:
     assert subtree_ranges(range(4, 7), 7) == [range(4, 7)]  # the right edge, where nodes are smaller
     assert subtree_ranges(range(2, 2), 7) == []
     assert len(subtree_ranges(range(1, 1023), 1024)) == 18
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "precision", "message"),
+    [
+        ({}, "cuda", "fp32", r"trainer\.deterministic is false, must be true .* on GPUs"),
+        ({"trainer__deterministic": "true"}, "cuda", "fp16", r"trainer\.precision is fp16, kept .* set bf16 or fp32"),
+    ],
+)
+def test_devices_and_precisions_without_equal_bits_are_refused(
+    options: dict, device: str, precision: str, message: str
+) -> None:
+    config = read_config(run_args(Path("run"), "text.txt", **options, **TREE))
+    with pytest.raises(UserError, match=message):
+        TreeReduction.validate_device(config, torch.device(device), precision)
+    TreeReduction.validate_device(config, torch.device("cpu"), "bf16")
 
 
 def test_more_ranks_than_micro_batches_are_refused() -> None:

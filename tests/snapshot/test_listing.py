@@ -1,7 +1,5 @@
 """python -m mingpt.snapshot: lists snapshots, finds damage, and compares runs by fingerprints."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

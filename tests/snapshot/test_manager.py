@@ -1,7 +1,5 @@
 """Who writes snapshots, which one a run resumes from, and writing in the background."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Resuming a run from its snapshots: what they contain, damage, and keys that have changed."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -1,7 +1,5 @@
 """SnapshotStorage: files are whole under their final name, verified, found, pruned, and loaded without running code."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import os

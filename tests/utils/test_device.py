@@ -1,7 +1,5 @@
 """Rules on hardware flags: device, precision and threads. The flags are simulated, so no test needs the hardware."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import platform

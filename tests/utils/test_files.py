@@ -1,7 +1,5 @@
 """The run folder's lock, and config.yaml."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

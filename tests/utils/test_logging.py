@@ -1,7 +1,5 @@
 """Log lines on pipes and terminals, and the exit status of scripts."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

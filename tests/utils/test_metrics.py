@@ -1,7 +1,5 @@
 """metrics.jsonl and TensorBoard's events, in runs, across restarts and on full disks."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

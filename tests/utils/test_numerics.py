@@ -1,7 +1,5 @@
 """Choices that are saved in the snapshot and kept on resume."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

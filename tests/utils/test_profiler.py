@@ -1,7 +1,5 @@
 """The trace of a few steps."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The live line and bars, on terminals."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Signals that stop a run: ranks save and exit together, whichever process is signalled and however often."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

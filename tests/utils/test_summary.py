@@ -1,7 +1,5 @@
 """Texts logged at the start of a run."""
 
-from __future__ import annotations
-
 import pytest
 
 from mingpt.config import GPTConfig
