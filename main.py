@@ -86,7 +86,7 @@ def main() -> None:
     status = run(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # the interpreter's own exit would abort if it meets a thread of PyTorch's C++ code
+    os._exit(status)  # the interpreter's own exit would abort if it encountered a thread of PyTorch's C++ code
 
 
 if __name__ == "__main__":

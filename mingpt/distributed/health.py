@@ -155,7 +155,7 @@ class HealthMonitor:
             return answer.result(timeout=HEARTBEAT_TIMEOUT + 1)
         except (RuntimeError, OSError, futures.TimeoutError) as error:
             raise StoreUnreachableError(
-                f"{self.store_host}, where ranks meet, is gone, stopped or cut off from {self.name}: no answer"
+                f"{self.store_host}, which hosts the store, is gone, stopped or cut off from {self.name}: no answer"
             ) from error
 
     def _find_cause(self, error: Exception | None) -> str:

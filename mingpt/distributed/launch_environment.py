@@ -47,7 +47,7 @@ def detect_launch_environment(env: Mapping[str, str]) -> RankInfo:
         rank, size, local_rank, local_size = _integers(env, required, optional)
         # mpirun creates this folder for a job, private to the user, and removes it after the job.
         folder, job = env.get("PMIX_SERVER_TMPDIR"), env.get("PMIX_NAMESPACE")
-        file = f"file://{folder}/meeting-{job}" if folder and job and local_size == size else None
+        file = f"file://{folder}/rendezvous-{job}" if folder and job and local_size == size else None
         return RankInfo(rank, size, local_rank, local_size, _master_address(env, file))
     # The shell of a batch script has SLURM_PROCID and SLURM_NTASKS too, but it is a single process in no step.
     if "SLURM_STEP_ID" in env and env.get("SLURM_STEP_NUM_TASKS") != "1":
@@ -55,7 +55,7 @@ def detect_launch_environment(env: Mapping[str, str]) -> RankInfo:
         rank, size, job, step, local_rank = _integers(env, names, ("SLURM_LOCALID",))
         restarts = env.get("SLURM_RESTART_COUNT", 0)  # a requeued job keeps its number
         init_method = _master_address(env, _slurm_address(env, job, step))
-        return RankInfo(rank, size, local_rank, None, init_method, f".meeting-{job}.{step}.{restarts}")
+        return RankInfo(rank, size, local_rank, None, init_method, f".rendezvous-{job}.{step}.{restarts}")
     if "WORLD_SIZE" in env:
         _integers(env, ("RANK", "WORLD_SIZE"))  # raises
     return RankInfo()
@@ -71,8 +71,8 @@ def resolve_init_method(rank_info: RankInfo, init_method: str | None, run_dir: s
     if found is None:
         variables = {name: os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")}
         raise UserError(
-            f"environment: {variables}; rank {rank_info.rank} of {rank_info.world_size} has no address to meet the "
-            "other ranks at: set both, or set distributed.init_method to tcp://host:port or file:///path"
+            f"environment: {variables}; rank {rank_info.rank} of {rank_info.world_size} has no rendezvous "
+            "address: set both, or set distributed.init_method to tcp://host:port or file:///path"
         )
     host = urlsplit(found).hostname
     if init_method or rank_info.fallback_file is None or host is None:

@@ -133,7 +133,8 @@ def test_an_unreachable_store_is_named() -> None:
     health = HealthMonitor(dist.TCPStore("localhost", store.port, is_master=False), 1, 2, "rank 0")
     del store
     with pytest.raises(
-        StoreUnreachableError, match=r"^rank 0, where ranks meet, is gone, stopped or cut off from rank 1 \("
+        StoreUnreachableError,
+        match=r"^rank 0, which hosts the store, is gone, stopped or cut off from rank 1 \(",
     ):
         health.exchange("message", [0])
     health.stop()

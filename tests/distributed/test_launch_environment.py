@@ -40,7 +40,7 @@ STEP = BATCH | {
     "SLURM_LAUNCH_NODE_IPADDR": "192.0.2.1",
 }
 STEP_PORT = 10000 + 4711 + 2 * 1009
-STEP_FILE = ".meeting-4711.2.0"
+STEP_FILE = ".rendezvous-4711.2.0"
 MPIRUN = {
     "OMPI_COMM_WORLD_RANK": "1",
     "OMPI_COMM_WORLD_SIZE": "2",
@@ -49,7 +49,7 @@ MPIRUN = {
     "PMIX_SERVER_TMPDIR": "/run/ompi.12622",
     "PMIX_NAMESPACE": "prterun-vm-12622@1",
 }
-MPIRUN_FILE = "file:///run/ompi.12622/meeting-prterun-vm-12622@1"
+MPIRUN_FILE = "file:///run/ompi.12622/rendezvous-prterun-vm-12622@1"
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ MPIRUN_FILE = "file:///run/ompi.12622/meeting-prterun-vm-12622@1"
         (STEP, RankInfo(3, 5, 1, None, f"tcp://node01:{STEP_PORT}", STEP_FILE)),
         (
             STEP | {"SLURM_RESTART_COUNT": "1"},
-            RankInfo(3, 5, 1, None, f"tcp://node01:{STEP_PORT}", ".meeting-4711.2.1"),
+            RankInfo(3, 5, 1, None, f"tcp://node01:{STEP_PORT}", ".rendezvous-4711.2.1"),
         ),
         (STEP | MASTER | {"WORLD_SIZE": "5"}, RankInfo(3, 5, 1, None, "env://", STEP_FILE)),
         (STEP | {"SLURM_STEP_NUM_NODES": "1"}, RankInfo(3, 5, 1, None, f"tcp://127.0.0.1:{STEP_PORT}", STEP_FILE)),

@@ -141,7 +141,7 @@ def test_ranks_rendezvous_with_the_variables_of(launcher: str, text: Path, tmp_p
     if launcher == "tcp://":
         argv += ["--distributed.init_method", f"tcp://localhost:{port}"]
     assert run_ranks(2, _run_with_variables, env, argv, tmp_path=tmp_path) == [(0, "")] * 2
-    assert (tmp_path / "run/.meeting-1.0.0").exists() == launcher.endswith("do not resolve")
+    assert (tmp_path / "run/.rendezvous-1.0.0").exists() == launcher.endswith("do not resolve")
 
 
 def _run_with_variables(env: dict[str, str], argv: list[str]) -> tuple[int, str]:
