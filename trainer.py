@@ -27,7 +27,7 @@ from mingpt.optimizer import learning_rate
 from mingpt.parallel.memory import MemoryUsage, format_bytes, measure_memory
 from mingpt.parallel.strategies import build_strategy, strategy_class, validate
 from mingpt.snapshot.manager import SnapshotManager, check_compatible
-from mingpt.snapshot.pretrained import adapt_weights, load_pretrained
+from mingpt.snapshot.pretrained import load_initial_weights, load_pretrained
 from mingpt.utils.device import device_name
 from mingpt.utils.errors import UserError
 from mingpt.utils.files import lock_run_dir, write_config
@@ -44,16 +44,10 @@ EXIT_WAIT_SECONDS = 5.0  # how long a failing run waits for a snapshot that is b
 
 
 class StepResult(NamedTuple):
-    """What `train_step` returns; tensors are on the device.
+    """What `train_step` returns; tensors are on the device."""
 
-    Args:
-        losses: this rank's terms of the mean loss
-        grad_norm: before clipping
-        learning_rate: of the step
-    """
-
-    losses: list[Tensor]
-    grad_norm: Tensor
+    losses: list[Tensor]  # this rank's terms of the mean loss
+    grad_norm: Tensor  # before clipping
     learning_rate: float
 
 
@@ -84,7 +78,6 @@ class Trainer:
         self.last_step = self._last_step()
         self.memory: MemoryUsage | None = None  # measured in the first step
         self.bad_step = torch.zeros((), device=self.strategy.device)  # the first step with a non-finite gradient
-        self.save_error = ""  # why the newest snapshot does not exist
         self._log_start()
 
     def train(self) -> int:
@@ -205,7 +198,7 @@ class Trainer:
         self.snapshots.writer.wait()
         self._log_saves(metrics)
         # Ranks exit together: if one exits, torchrun ends the others, which may still be writing.
-        errors = self.context.exchange_messages(self.snapshots.writer_ranks, self.save_error)
+        errors = self.context.exchange_messages(self.snapshots.writer_ranks, self.snapshots.last_error)
         signal_name = signal.Signals(stop_signal).name if stop_signal else None
         metrics.log("stop", self.step, signal=signal_name)
         if any(errors.values()):
@@ -280,13 +273,8 @@ class Trainer:
 
     def _initial_weights(self) -> dict[str, Tensor]:
         torch.manual_seed(self.config.trainer.seed)
-        path = self.config.trainer.init_from
-        if path is None:
-            return GPT(self.model_config).state_dict()
-        pretrained = load_pretrained(path, "trainer.init_from", GPT)
-        new = set(self.corpus.vocabulary).difference(pretrained.vocabulary)
-        logger.info(f"starting from the weights of {path}, with {len(new)} new characters {''.join(sorted(new))!r}")
-        return adapt_weights(pretrained, GPT(self.model_config), self.corpus.vocabulary, path)
+        model, path = GPT(self.model_config), self.config.trainer.init_from
+        return model.state_dict() if path is None else load_initial_weights(path, model, self.corpus.vocabulary)
 
     def _is_due(self, every: int) -> bool:
         return self.step % every == 0 or self.step == self.last_step
@@ -322,14 +310,11 @@ class Trainer:
 
     def _log_saves(self, metrics: MetricsLogger) -> None:
         for result in self.snapshots.poll():
-            if result.error is not None and not isinstance(result.error, UserError):
-                raise result.error
-            self.save_error = "" if result.is_saved else str(result.error)
             if result.is_saved:
                 path = self.snapshots.storage.file(result.step)
                 metrics.log_snapshot(result.step, path=path, val_loss=result.val_loss)
             else:
-                metrics.log_snapshot(result.step, error=self.save_error)
+                metrics.log_snapshot(result.step, error=str(result.error))
             if result.error is not None:
                 logger.warning(f"step {result.step}: {result.error}; training continues, and the next save tries again")
 

@@ -119,6 +119,7 @@ class SnapshotManager:
         self.writer = AsyncSnapshotWriter(self.storage)
         self.writer_ranks = elect_writer_ranks(context, self.storage)
         self.results: list[SaveResult] = []
+        self.last_error = ""  # why the newest snapshot does not exist
         self.best: dict[str, Any] = {"step": None, "val_loss": math.inf}
 
     def load_newest(self) -> dict[str, Any] | None:
@@ -188,9 +189,13 @@ class SnapshotManager:
         self._start(header, model, writes=ready and self.context.rank in self.writer_ranks)
 
     def poll(self) -> list[SaveResult]:
-        """Results of saves since the last call."""
+        """Results of saves since the last call. An error of the writer that is no UserError is raised."""
         self._collect_result()
         results, self.results = self.results, []
+        for result in results:
+            if result.error is not None and not isinstance(result.error, UserError):
+                raise result.error
+            self.last_error = "" if result.is_saved else str(result.error)
         return results
 
     def _collect_result(self) -> None:

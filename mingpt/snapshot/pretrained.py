@@ -98,17 +98,17 @@ def _load_export(path: str, build_model: Callable[[GPTConfig], nn.Module]) -> Pr
     return Pretrained(model_config, "".join(sorted(tokens, key=tokens.get)), weights, {})
 
 
-def adapt_weights(pretrained: Pretrained, model: nn.Module, vocabulary: str, path: str) -> dict[str, Tensor]:
-    """Returns the pretrained weights with an embedding for each character of another vocabulary.
+def load_initial_weights(path: str, model: Any, vocabulary: str) -> dict[str, Tensor]:
+    """Returns pretrained weights (trainer.init_from) for a model with another vocabulary.
 
-    Args:
-        model: freshly initialized, with `config`; the embeddings of new characters are its own
-        vocabulary: of `model`
-        path: of the pretrained model, for messages
+    Embeddings of new characters are those of `model`, which is freshly initialized.
 
     Raises:
-        UserError: the configurations of the two models differ.
+        UserError: the weights can't be loaded, or the configurations of the two models differ.
     """
+    pretrained = load_pretrained(path, "trainer.init_from", type(model))
+    new = set(vocabulary).difference(pretrained.vocabulary)
+    logger.info(f"starting from the weights of {path}, with {len(new)} new characters {''.join(sorted(new))!r}")
     for key in ("n_layer", "n_head", "n_embd", "bias", "block_size"):
         found, allowed = getattr(model.config, key), getattr(pretrained.model_config, key)
         if found != allowed:
