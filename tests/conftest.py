@@ -1,5 +1,6 @@
 """Fixtures of all tests."""
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,3 +23,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def signal_handlers() -> Iterator[None]:
+    """Restores signal handlers: a run that ends in the test's process may leave signals ignored, also for children."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
