@@ -52,8 +52,8 @@ def test_all_ranks_name_the_lost_one_in_time(
         assert status == 1
         assert seconds < TIMEOUT + 5
         assert err.count("error: ") == 1, err
-        assert f"rank {lost_rank}" in err.split("error: ")[1].split(", where")[0]
-        assert all(f"rank {rank} (" not in err.split(", where")[0] for rank in {0, 1, 2} - {lost_rank})
+        assert f"rank {lost_rank}" in err.split("error: ")[1].split(", which")[0]
+        assert all(f"rank {rank} (" not in err.split(", which")[0] for rank in {0, 1, 2} - {lost_rank})
     assert newest_snapshot(tmp_path / "run")["step"] >= 3
 
 
