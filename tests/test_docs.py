@@ -110,8 +110,7 @@ def test_keys_and_options_exist(page: Path) -> None:
 @pytest.mark.slow
 def test_options_of_scripts_are_in_their_help() -> None:
     options: dict[str, set[str]] = {}
-    pages = [page for page in (README, *PAGES) if page.stem not in ("strategies", "pipeline")]  # which a test writes
-    for words in [words for page in pages for words in commands(page) if words[0] == "python"]:
+    for words in [words for page in (README, *PAGES) for words in commands(page) if words[0] == "python"]:
         script = " ".join(words[1 : 3 if words[1] == "-m" else 2])
         options.setdefault(script, set()).update(re.findall(r"--\w+(?![\w.])", " ".join(words)))
     assert {"data/prepare.py", "plot.py", "-m mingpt.snapshot", "-m benchmarks.growth"} <= options.keys()

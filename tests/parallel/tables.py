@@ -4,6 +4,7 @@ python -m tests.parallel.tables strategies > docs/strategies.md
 python -m tests.parallel.tables pipeline > docs/pipeline.md
 """
 
+import argparse
 import os
 import shutil
 import sys
@@ -302,5 +303,9 @@ least (S - 1) / (M + S - 1) of the time. In fp16, all stages skip a step whose g
 
 
 if __name__ == "__main__":
+    pages = {"strategies": strategies_page, "pipeline": pipeline_page}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("page", choices=pages)
+    write_page = pages[parser.parse_args().page]
     with tempfile.TemporaryDirectory() as name:
-        print({"strategies": strategies_page, "pipeline": pipeline_page}[sys.argv[1]](Path(name)))
+        print(write_page(Path(name)))
