@@ -102,15 +102,20 @@ class DistributedContext:
         self.raise_on_all_ranks(lambda: action() if self.local_rank == 0 else None)
         return self.raise_on_all_ranks(action)
 
-    def check_equal(self, values: Mapping[str, Any]) -> None:
-        """Raises a UserError with rank, name and both values if ranks pass different values."""
+    def check_equal(
+        self,
+        values: Mapping[str, Any],
+        *,
+        advice: str = "start all of them with the same code, text, yaml and options",
+    ) -> None:
+        """Raises a UserError with rank, name, both values and `advice` if ranks pass different values."""
         first, *others = self.all_gather_object(dict(values))
         for rank, other in enumerate(others, start=1):
             for name in sorted(first.keys() | other.keys()):
                 if first.get(name) != other.get(name):
                     raise UserError(
                         f"{name} differs between ranks: {first.get(name)} on rank 0, {other.get(name)} on rank {rank}; "
-                        "start all of them with the same code, text, yaml and options"
+                        f"{advice}"
                     )
 
     def shard_range(self, first: int, count: int, rank: int | None = None) -> range:
