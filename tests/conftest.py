@@ -1,10 +1,16 @@
 """Fixtures of all tests."""
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+# Before PyTorch is imported: where it sees GPUs, ranks use nccl and need a GPU each.
+os.environ.setdefault("TEST_VISIBLE_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 from helpers import write_text
 
 

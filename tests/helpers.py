@@ -60,6 +60,9 @@ NO_DROPOUT: dict[str, Any] = {"model__dropout": 0.0, "optimizer__decay_steps": 1
 LARGE_CONFIG = {"data__block_size": 32, "model__n_layer": 4, "model__n_head": 8, "model__n_embd": 512}
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 MEMORY_KINDS = ("parameters", "gradients", "optimizer")
+# Environment of processes that use GPUs, for tests marked `gpu`: conftest.py hides GPUs from all others.
+_visible = os.environ.get("TEST_VISIBLE_GPUS", "all")
+VISIBLE_GPUS = {"CUDA_VISIBLE_DEVICES": None if _visible == "all" else _visible}
 V, T = 11, 8  # vocabulary and window of the models of `small_gpt`
 
 # Ranks are forks of one server, which has imported everything once.
@@ -83,12 +86,12 @@ def run_args(run_dir: Path, text: Path | str, **changes: Any) -> list[str]:
     return [word for name, value in values.items() for word in (f"--{name}", "null" if value is None else str(value))]
 
 
-def clean_env(**changes: str) -> dict[str, str]:
-    """This process's environment without a launcher's variables."""
+def clean_env(**changes: str | None) -> dict[str, str]:
+    """This process's environment without a launcher's variables; changes to None remove a variable."""
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
     env = {k: v for k, v in os.environ.items() if k not in launcher and not k.startswith(("SLURM_", "OMPI_"))}
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return env | {"PYTHONPATH": path} | changes
+    return {k: v for k, v in (env | {"PYTHONPATH": path} | changes).items() if v is not None}
 
 
 def free_port() -> int:
@@ -100,7 +103,7 @@ def free_port() -> int:
             return port
 
 
-def run_program(*argv: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess:
+def run_program(*argv: str, cwd: Path | None = None, **env: str | None) -> subprocess.CompletedProcess:
     """Runs a program of this repository to its end."""
     command = [sys.executable, *(str(ROOT / word) if word.endswith(".py") else word for word in argv)]
     return subprocess.run(
@@ -109,7 +112,7 @@ def run_program(*argv: str, cwd: Path | None = None, **env: str) -> subprocess.C
 
 
 @contextmanager
-def start_main(argv: list[str], *launcher: str, **env: str) -> Iterator[subprocess.Popen]:
+def start_main(argv: list[str], *launcher: str, **env: str | None) -> Iterator[subprocess.Popen]:
     """Starts main.py, as `python LAUNCHER main.py ARGV`, and ends it if the block does not."""
     command = [sys.executable, *launcher, str(ROOT / "main.py"), *argv]
     with subprocess.Popen(
@@ -127,7 +130,7 @@ def run_on_terminal(
     *argv: str | Path,
     columns: int = 80,
     watch: Callable[[subprocess.Popen, int, bytes], None] = lambda process, master, raw: None,
-    **env: str,
+    **env: str | None,
 ) -> tuple[int, str]:
     """Runs a program of this repository on a terminal of its own; returns its exit status and its output.
 
