@@ -101,12 +101,13 @@ class TreeReduction(Strategy):
             row[:total] = value
         sent = rows.view(-1, world_size, slice_size).transpose(0, 1).reshape(-1, slice_size)  # the slices of each rank
         received = sent.new_empty(sum(map(len, subtrees)), slice_size)
-        dist.all_to_all_single(received, sent, [len(ranges) for ranges in subtrees], [len(rows)] * world_size)
+        splits = [len(ranges) for ranges in subtrees], [len(rows)] * world_size
+        dist.all_to_all_single(received, sent, *splits, group=self.context.group)
         tree = PartialSums(self.num_leaves)
         for leaves, value in zip((leaves for ranges in subtrees for leaves in ranges), received, strict=True):
             tree.add(leaves, value)
         gradient = rows.new_empty(world_size * slice_size)
-        dist.all_gather_single(gradient, tree.nodes[0][1])
+        dist.all_gather_single(gradient, tree.nodes[0][1], group=self.context.group)
         return gradient[:total]
 
     def mean_loss(self, losses: list[Tensor]) -> Tensor:

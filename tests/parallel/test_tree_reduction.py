@@ -93,10 +93,19 @@ def test_gradients_are_the_sums_of_one_tree(ranks: int, tmp_path: Path) -> None:
             assert torch.equal(torch.tensor(gradient), _tree_sum(list(torch.tensor(leaves)))), len(leaves)
 
 
-def _reduce_leaves() -> list[tuple[list, list]]:
-    config = DistributedConfig(init_method=os.environ["TEST_INIT_METHOD"], timeout_seconds=60)
+def test_a_group_of_ranks_sums_up_its_own_tree(tmp_path: Path) -> None:
+    """Ranks 0 and 2; rank 1 is alone."""
+    zero, one, two = run_ranks(3, _reduce_leaves, [[0, 2], [1]], tmp_path=tmp_path)
+    assert zero == one == two
+    for leaves, gradient in two:
+        assert torch.equal(torch.tensor(gradient), _tree_sum(list(torch.tensor(leaves)))), len(leaves)
+
+
+def _reduce_leaves(groups: list[list[int]] | None = None) -> list[tuple[list, list]]:
+    config = DistributedConfig(init_method=os.environ["TEST_INIT_METHOD"], timeout_seconds=30)
     results = []
-    with init_distributed(config) as context:
+    with init_distributed(config) as world:
+        context = world if groups is None else world.subgroup(groups)
         model = torch.nn.ParameterList([torch.zeros(3, 2), torch.zeros(1), torch.zeros(4)])
         config = read_config(["--optimizer.name=adamw", "--trainer.micro_batch_size=1"])
         tree = TreeReduction(model, context, config, "fp32")
