@@ -12,10 +12,9 @@ from mingpt.config import config_to_dict
 from mingpt.config_parser import read_config
 from mingpt.distributed.launch_environment import detect_launch_environment
 from mingpt.distributed.process_group import init_distributed
-from mingpt.parallel.memory import is_oom_error
 from mingpt.parallel.strategies import strategy_class
 from mingpt.utils.device import tune_malloc
-from mingpt.utils.errors import PeerError, UserError
+from mingpt.utils.errors import PeerError, UserError, is_oom_error
 from mingpt.utils.logging import configure_logging, logger, set_rank
 from trainer import Trainer
 

@@ -63,11 +63,6 @@ def format_bytes(number: float) -> str:
     return f"{number / 2**30:.2f} GiB" if number >= 2**30 else f"{number / 2**20:.1f} MiB"
 
 
-def is_oom_error(error: RuntimeError) -> bool:
-    """Whether memory ran out: the CUDA allocator has its own exception, the CPU's only a message."""
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
-
-
 def measure_memory(parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> MemoryUsage:
     """What this rank holds between backward and the end of the step."""
     parameters = list(parameters)

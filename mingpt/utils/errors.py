@@ -11,3 +11,10 @@ class PeerError(Exception):
 
 class StoreUnreachableError(PeerError):
     """The rendezvous store is gone."""
+
+
+def is_oom_error(error: Exception) -> bool:
+    """Whether memory ran out: the CUDA allocator has its own exception, the CPU's only a message."""
+    import torch  # noqa: PLC0415  # plot.py, which imports this module, starts without it
+
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)

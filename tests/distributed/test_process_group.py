@@ -72,7 +72,7 @@ def _run_collectives(context: DistributedContext, results: dict[str, Any], folde
     with pytest.raises(UserError) as error:
         context.check_equal({"same": 1, "key": "b" if rank == 2 else "a"})
     results["check_equal"] = str(error.value)
-    with pytest.raises(UserError, match="^key differs between ranks: 0 on rank 0, 1 on rank 1; set it$"):
+    with pytest.raises(UserError, match=r"^key differs between ranks: 0 on rank 0, 1 on rank 1; set it$"):
         context.check_equal({"key": rank}, advice="set it")
     first, second = context.all_reduce_max_async(0, rank), context.all_reduce_max_async(15 if rank == 2 else 0)
     results["all_reduce_max_async"] = [first(), second()]

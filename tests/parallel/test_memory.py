@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from mingpt.config import Config, GPTConfig
 from mingpt.config_parser import read_config
 from mingpt.loss import cross_entropy
-from mingpt.parallel.memory import MemoryUsage, format_bytes, is_oom_error
+from mingpt.parallel.memory import MemoryUsage, format_bytes
 from mingpt.parallel.parallelize import split_into_stages
 from mingpt.parallel.strategies import check_memory, estimate_memory
-from mingpt.utils.errors import UserError
+from mingpt.utils.errors import UserError, is_oom_error
 from model import GPT
 from trainer import Trainer
 
