@@ -65,16 +65,18 @@ def run(argv: Sequence[str]) -> None:
         tempfile.TemporaryDirectory() as folder,
         init_distributed(config.distributed, needs_process_group=True) as context,
     ):
+        context.init_device(config.distributed.backend)
+        machine = machine_name(context.device)
         bench = Bench(context, Path(folder), options, args.nanogpt, args.tutorial)
         if context.rank == 0 and not args.json:
             header = f"| what | figure | smallest to largest | goal | command |\n|{' --- |' * 5}"
-            print(f"## {machine_name()}\n\n{header}", flush=True)
+            print(f"## {machine}\n\n{header}", flush=True)
         for name in args.names or CASES:
             clone = [f"--{BASELINE_OPTIONS[name]}", "FOLDER"] if name in BASELINE_OPTIONS else []
             command = shlex.join(["python", "bench.py", name, *clone, *options])
             for row in run_case(name, bench):
                 if context.rank == 0 and args.json:
-                    facts = {"goal": row.goal, "met": row.met, "command": command, "machine": machine_name()}
+                    facts = {"goal": row.goal, "met": row.met, "command": command, "machine": machine}
                     print(json.dumps(asdict(row) | {"name": name} | facts), flush=True)
                 elif context.rank == 0:
                     print(f"| {' | '.join([*row.cells, f'`{command}`'])} |", flush=True)

@@ -35,29 +35,34 @@ def import_file(file: Path) -> ModuleType:
 
 
 def nanogpt_step(folder: Path, trainer: Trainer) -> Step:
-    """A step of nanoGPT's train.py in fp32, its default on CPUs: its model, optimizer, clipping and `get_batch`.
+    """A step of nanoGPT's train.py: its model, optimizer, clipping and `get_batch`.
+
+    As its defaults are, in fp32 on a CPU, and with autocast in the trainer's precision on a GPU.
 
     Args:
         folder: contains nanoGPT's model.py
         trainer: whose model size, text and batch size are used; nanoGPT's model has no biases
     """
     nanogpt, config, B = import_file(folder / "model.py"), trainer.model_config, trainer.config.trainer.batch_size
-    T, file = config.block_size, trainer.run_dir / "train.bin"
+    T, file, device = config.block_size, trainer.run_dir / "train.bin", trainer.context.device
+    dtype, on_gpu = DTYPES[trainer.numerics.precision], device.type == "cuda"
     trainer.train_data.tokens.astype(np.uint16).tofile(file)
     keys = ("n_layer", "n_head", "n_embd", "vocab_size", "block_size", "dropout")
     with suppress_stdout():
-        model = nanogpt.GPT(nanogpt.GPTConfig(**{key: getattr(config, key) for key in keys}, bias=False))
-        optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.99), "cpu")
+        model = nanogpt.GPT(nanogpt.GPTConfig(**{key: getattr(config, key) for key in keys}, bias=False)).to(device)
+        optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.99), device.type)
 
     def batch() -> tuple[Tensor, Tensor]:
         data = np.memmap(file, dtype=np.uint16, mode="r")
         ix = torch.randint(len(data) - T, (B,))
         x = torch.stack([torch.from_numpy((data[i : i + T]).astype(np.int64)) for i in ix])
         y = torch.stack([torch.from_numpy((data[i + 1 : i + 1 + T]).astype(np.int64)) for i in ix])
-        return x, y
+        return (x.pin_memory(), y.pin_memory()) if on_gpu else (x, y)
 
     def step() -> None:
-        _, loss = model(*batch())
+        x, y = (tensor.to(device, non_blocking=on_gpu) for tensor in batch())
+        with torch.autocast(device.type, dtype, enabled=on_gpu and dtype != torch.float32):
+            _, loss = model(x, y)
         loss.backward()
         clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -78,13 +83,13 @@ def tutorial_step(folder: Path, trainer: Trainer) -> Step:
     sizes = {key: getattr(config, key) for key in ("n_layer", "n_head", "n_embd", "vocab_size", "block_size")}
     dropout = dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), config.dropout)
     with suppress_stdout():
-        model = tutorial.GPT(tutorial.GPTConfig(model_type=None, **sizes, **dropout))
+        model = tutorial.GPT(tutorial.GPTConfig(model_type=None, **sizes, **dropout)).to(trainer.context.device)
     optimizer = tutorial.create_optimizer(model, tutorial.OptimizerConfig(1e-3, 0.1))
     batches = sample_numbers(trainer)
 
     def step() -> None:
-        idx, targets = trainer.train_data[next(batches)]
-        _, loss = model(idx, targets.contiguous())
+        idx, targets = (tensor.contiguous().to(trainer.context.device) for tensor in trainer.train_data[next(batches)])
+        _, loss = model(idx, targets)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         clip_grad_norm_(model.parameters(), 1.0)
@@ -124,13 +129,14 @@ def fetch_batches(trainer: Trainer) -> Step:
 def minimal_loop(trainer: Trainer) -> Step:
     """A step with the same model, autocast, optimizer and clipping, without logs, checks or loading of batches."""
     config, precision = trainer.config.optimizer, trainer.numerics.precision
-    model, dtype = GPT(trainer.model_config), DTYPES[precision]
+    model, dtype, device = GPT(trainer.model_config), DTYPES[precision], trainer.context.device
+    model.to(device)
     optimizer = build_optimizer(model, config, dtype)
     numbers = itertools.islice(sample_numbers(trainer), 50)
-    batches = itertools.cycle([trainer.train_data[batch] for batch in numbers])
+    batches = itertools.cycle([[tensor.to(device) for tensor in trainer.train_data[batch]] for batch in numbers])
 
     def step() -> None:
-        with torch.autocast("cpu", dtype, enabled=precision != "fp32"):
+        with torch.autocast(device.type, dtype, enabled=precision != "fp32"):
             loss = model(*next(batches))[1]
         loss.backward()
         if config.grad_norm_clip is not None:

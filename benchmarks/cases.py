@@ -19,7 +19,6 @@ from torch import Tensor
 from benchmarks.baselines import Step, fetch_batches, minimal_loop, nanogpt_step, tutorial_fetch, tutorial_step
 from benchmarks.cluster_model import flops_per_step
 from benchmarks.harness import (
-    CPU,
     LARGE,
     MEDIUM,
     ROOT,
@@ -29,7 +28,7 @@ from benchmarks.harness import (
     Shape,
     median_row,
     suppress_stdout,
-    time_calls,
+    synchronize,
 )
 from benchmarks.pipeline_timeline import steps
 from mingpt.config_parser import read_config
@@ -65,8 +64,9 @@ def training_loop(bench: Bench) -> Iterator[Row]:
     def after_step() -> None:
         nonlocal began
         if trainer.step % interval == 0:
+            synchronize(bench.context.device)
             seconds = time.perf_counter() - began
-            ratios.append(time_calls(loop, interval) / seconds)
+            ratios.append(bench.time_calls(loop, interval) / seconds)
             began = time.perf_counter()
 
     metrics = MetricsLogger(trainer.run_dir, trainer.step, trainer.last_step)
@@ -78,7 +78,7 @@ def training_loop(bench: Bench) -> Iterator[Row]:
 
 
 def nanogpt(bench: Bench) -> Iterator[Row]:
-    """nanoGPT's step on a CPU, in steps of ours."""
+    """nanoGPT's step, in steps of ours."""
     yield from _compare_baseline(bench, "nanoGPT's step in ours", bench.nanogpt, nanogpt_step, bench.goals.nanogpt)
 
 
@@ -89,7 +89,11 @@ def tutorial(bench: Bench) -> Iterator[Row]:
 
 
 def _compare_baseline(
-    bench: Bench, what: str, folder: Path | None, build_step: Callable[[Path, Trainer], Step], goals: tuple[float, ...]
+    bench: Bench,
+    what: str,
+    folder: Path | None,
+    build_step: Callable[[Path, Trainer], Step],
+    goals: tuple[float | None, ...],
 ) -> Iterator[Row]:
     folder, options = bench.require_folder(folder), bench.goals.options
     if options:
@@ -103,9 +107,10 @@ def _compare_baseline(
 
 def peak(bench: Bench) -> Iterator[Row]:
     """A step's floating-point operations per second, in those of a product of two 2048 x 2048 matrices."""
+    bench.require_cpu("its goals and sizes are a CPU's; `python selftest.py --only speed` has a GPU's utilization")
     for precision, goal in (("fp32", 0.8), ("bf16", 0.65)):
         what = f"a step's operations a second in those of one product, {precision}"
-        if precision == "bf16" and not has_bf16(CPU)[0]:
+        if precision == "bf16" and not has_bf16(bench.context.device)[0]:
             yield Row(what, "skipped: no bf16 hardware", least=goal)
             continue
         trainer = bench.build_trainer(LARGE.options, {"trainer.precision": precision, "optimizer.name": "adamw"})
@@ -118,6 +123,7 @@ def peak(bench: Bench) -> Iterator[Row]:
 
 def ranks(bench: Bench) -> Iterator[Row]:
     """What two ranks of one thread do in the time that one rank of two threads takes."""
+    bench.require_cpu("it compares ranks with threads of a CPU")
     threads = bench.context.world_size
     if threads == 1:
         yield from bench.run_on_ranks("ranks")
@@ -188,7 +194,10 @@ from trainer import Trainer
 configure_logging()
 config = read_config(sys.argv[1:])
 with init_distributed(config.distributed, needs_process_group=strategy_class(config).needs_process_group) as context:
+    context.init_device(config.distributed.backend)
     Trainer(config, context).train_step()
+    if context.device.type != "cpu":
+        torch.accelerator.synchronize()
     seconds = time.perf_counter() - began
     status = Path("/proc/self/status")  # getrusage would include pages of mapped files, which Linux may reclaim
     private = re.search(r"RssAnon:\s+(\d+)", status.read_text())[1] if status.exists() else "nan"
@@ -223,7 +232,8 @@ def snapshots(bench: Bench) -> Iterator[Row]:
     yield median_row(f"what a snapshot holds the step, in plain copies of its {size}", stalls, most=1.5)
 
     def train() -> None:
-        time_calls(trainer.train_step, 100)
+        for _ in range(100):
+            trainer.train_step()
 
     def save_and_train() -> None:
         trainer.save_snapshot(None, is_last=False)
@@ -244,11 +254,11 @@ def snapshot_tensors(trainer: Trainer) -> list[Tensor]:
 def stall_ratios(bench: Bench, trainer: Trainer) -> list[float]:
     """Time for which saving a snapshot blocks training, relative to a copy of its tensors."""
     tensors = snapshot_tensors(trainer)
-    copies = [torch.empty_like(tensor) for tensor in tensors]
+    copies = [torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda) for tensor in tensors]
 
     def copy() -> None:
         for target, tensor in zip(copies, tensors, strict=True):
-            target.data.copy_(tensor)
+            target.data.copy_(tensor, non_blocking=tensor.is_cuda)
 
     def step() -> None:  # so that neither action finds the tensors in the CPU's cache because of the other
         trainer.snapshots.writer.wait()
@@ -275,7 +285,10 @@ def strategies(bench: Bench) -> Iterator[Row]:
 
 def reduction(bench: Bench) -> Iterator[Row]:
     """A step whose bits are the same at every number of ranks, in steps with DDP."""
-    yield _compare_steps(bench, "reduction", "fast", "tree", {"trainer.micro_batch_size": 3, "trainer.threads": 1})
+    overrides: dict[str, Any] = {"trainer.micro_batch_size": 3, "trainer.threads": 1}
+    if bench.context.device.type == "cuda":  # which the tree requires there
+        overrides["trainer.deterministic"] = "true"
+    yield _compare_steps(bench, "reduction", "fast", "tree", overrides)
     if bench.context.world_size == 1:
         yield from bench.run_on_ranks("reduction")
 
@@ -291,6 +304,7 @@ def _compare_steps(bench: Bench, key: str, reference: str, value: str, overrides
 
 def pipeline(bench: Bench) -> Iterator[Row]:
     """How long a pipeline's stages wait, beside (S - 1) / (M + S - 1), and what a step of them takes."""
+    bench.require_cpu("the profiler's spans of a stage's work are those of the CPU, which does not wait for a GPU")
     stages = bench.context.world_size
     if stages == 1:
         yield from bench.run_on_ranks("pipeline")
@@ -318,11 +332,11 @@ def compile_blocks(bench: Bench) -> Iterator[Row]:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(dir=bench.folder)
     torch.compiler.reset()
     eager, compiled = bench.build_trainer(), bench.build_trainer(overrides={"trainer.compile": "true"}, warmup_steps=0)
-    compile_seconds = time_calls(compiled.train_step)
+    compile_seconds = bench.time_calls(compiled.train_step)
     ratios = bench.ratio(eager.train_step, compiled.train_step)
     yield median_row("a step without trainer.compile in one with it", ratios)
     yield median_row("absolute: the first compiled step, nothing cached", [compile_seconds], "s")
-    gain = time_calls(eager.train_step, 50) / 50 * (1 - 1 / float(np.median(ratios)))
+    gain = bench.time_calls(eager.train_step, 50) / 50 * (1 - 1 / float(np.median(ratios)))
     what = "steps after which trainer.compile has paid"
     yield median_row(what, [compile_seconds / gain], "steps") if gain > 0 else Row(what, "never")
 
@@ -335,7 +349,7 @@ def optimizer(bench: Bench) -> Iterator[Row]:
 
 def sampling(bench: Bench) -> Iterator[Row]:
     """What the cache of keys and values brings to sampling."""
-    prompt = torch.zeros(1, dtype=torch.long)
+    prompt = torch.zeros(1, dtype=torch.long, device=bench.context.device)
     for shape in (replace(SMALL, T=256), replace(MEDIUM, T=256)):
         model = bench.build_trainer(shape.options, warmup_steps=0).strategy.full_model.eval()
         T = model.config.block_size

@@ -101,8 +101,8 @@ def measure_texts(bench: Bench, sizes: Sequence[int] = TEXT_MEGABYTES) -> Iterat
         with (folder / "text.txt").open("wb") as file:
             for _ in range(size):
                 file.write(bench.text.read_bytes())
-        paths = {"data.path": folder / "text.txt", "trainer.run_dir": folder / "run"}
-        options[size] = bench.run_options(overrides=paths)
+        overrides = {"data.path": folder / "text.txt", "trainer.run_dir": folder / "run"}
+        options[size] = bench.run_options(overrides=overrides | {"distributed.backend": "gloo"})  # as the other panels
         measure_first_step(options[size])  # encodes the text
         if size == 1:
             continue

@@ -21,7 +21,7 @@ import torch
 
 from mingpt.config_parser import read_config
 from mingpt.distributed.process_group import DistributedContext
-from mingpt.utils.device import check_compiler, choose_precision, has_bf16
+from mingpt.utils.device import check_compiler, choose_precision, device_kind, has_bf16
 from mingpt.utils.errors import UserError
 from trainer import Trainer
 
@@ -65,17 +65,18 @@ class BaselineGoals:
 
     Args:
         options: options of main.py
-        nanogpt: goals for SMALL, MEDIUM and LARGE
+        nanogpt: goals for SMALL, MEDIUM and LARGE; None where there is none
         tutorial: the same
     """
 
     options: tuple[str, ...]
-    nanogpt: tuple[float, float, float]
-    tutorial: tuple[float, float, float]
+    nanogpt: tuple[float | None, ...]
+    tutorial: tuple[float | None, ...]
 
 
 WITH_BF16 = BaselineGoals((), (1.4, 2.5, 2.5), (2.5, 2.5, 2.5))
 WITHOUT_BF16 = BaselineGoals(("--trainer.compile", "true"), (1.25, 1.08, 1.08), (1.8, 1.3, 1.3))
+ON_GPU = BaselineGoals((), (None, None, None), (None, None, None))
 
 
 @dataclass(frozen=True)
@@ -130,18 +131,16 @@ class Row:
         return [self.what, figure, spread, self.goal]
 
 
-def median_row(what: str, values: Sequence[float], unit: str = "", **goal: float) -> Row:
+def median_row(what: str, values: Sequence[float], unit: str = "", **goal: float | None) -> Row:
     """The row of the values' median, smallest and largest; `goal` is `least` or `most`."""
     smallest, largest = (min(values), max(values)) if len(values) > 1 else (None, None)
     return Row(what, statistics.median(values), smallest, largest, unit, **goal)
 
 
-def time_calls(action: Callable[[], Any], times: int = 1) -> float:
-    """Seconds that all these calls take together."""
-    began = time.perf_counter()
-    for _ in range(times):
-        action()
-    return time.perf_counter() - began
+def synchronize(device: torch.device) -> None:
+    """Waits for the work of a GPU, whose kernels run after the calls that start them have returned."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def suppress_stdout() -> redirect_stdout[io.StringIO]:
@@ -178,8 +177,10 @@ class Bench:
 
     @property
     def goals(self) -> BaselineGoals:
-        """The goals for this hardware, and for the precision if an option sets it."""
-        precision, _ = choose_precision(read_config(self.options).trainer.precision, CPU, None)
+        """The goals for this hardware, and for the precision if an option sets it; there are none for GPUs."""
+        if self.context.device.type != "cpu":
+            return ON_GPU
+        precision, _ = choose_precision(read_config(self.options).trainer.precision, self.context.device, None)
         return WITH_BF16 if precision == "bf16" else WITHOUT_BF16
 
     def run_options(self, options: Sequence[str] = (), overrides: Mapping[str, Any] | None = None) -> list[str]:
@@ -210,8 +211,18 @@ class Bench:
         """
         with suppress_stdout():
             trainer = Trainer(read_config(self.run_options(options, overrides)), context or self.context)
-        time_calls(trainer.train_step, warmup_steps)
+        for _ in range(warmup_steps):
+            trainer.train_step()
         return trainer
+
+    def time_calls(self, action: Callable[[], Any], times: int = 1) -> float:
+        """Seconds that all these calls take together, with the device's work that they start."""
+        synchronize(self.context.device)
+        began = time.perf_counter()
+        for _ in range(times):
+            action()
+        synchronize(self.context.device)
+        return time.perf_counter() - began
 
     def ratio(
         self,
@@ -233,14 +244,14 @@ class Bench:
             before()
             call()
             before()
-            pair += time_calls(call)
+            pair += self.time_calls(call)
         times = self.context.broadcast_object(times or max(1, round(2 * self.min_run_time / pair)))
         ratios = []
         for _ in range(self.pairs):
             seconds = []
             for call in (action, reference):
                 before()
-                seconds.append(time_calls(call, times))
+                seconds.append(self.time_calls(call, times))
             ratios.append(seconds[0] / seconds[1])
         return ratios
 
@@ -250,15 +261,22 @@ class Bench:
             raise SkippedError("its folder is not given")
         return folder
 
-    def require_cores(self, ranks: int) -> None:
-        """Raises SkippedError if there are fewer cores than ranks."""
-        if available_cores() < ranks:
-            raise SkippedError(f"{ranks} ranks on {available_cores()} core")
+    def require_processors(self, ranks: int) -> None:
+        """Raises SkippedError if there are fewer cores, or GPUs, than ranks."""
+        on_gpu = self.context.device.type == "cuda"
+        number, name = (torch.cuda.device_count(), "GPU") if on_gpu else (available_cores(), "core")
+        if number < ranks:
+            raise SkippedError(f"{ranks} ranks on {number} {name}")
+
+    def require_cpu(self, reason: str) -> None:
+        """Raises SkippedError if this benchmark, which is about CPUs, would run on a GPU."""
+        if self.context.device.type != "cpu":
+            raise SkippedError(f"{reason}; to run it on the CPU: --distributed.backend gloo")
 
     def require_compiler(self) -> None:
         """Raises SkippedError if torch.compile finds no compiler."""
         try:
-            check_compiler(CPU)
+            check_compiler(self.context.device)
         except UserError as error:
             raise SkippedError(str(error)) from error
 
@@ -266,11 +284,12 @@ class Bench:
         """Runs a case of bench.py under torchrun.
 
         Raises:
-            SkippedError: there are fewer cores than ranks.
+            SkippedError: there are fewer cores, or GPUs, than ranks.
             RuntimeError: a rank failed.
         """
-        self.require_cores(ranks)
-        for result in torchrun(ranks, available_cores() // ranks, "bench.py", name, *self.options):
+        self.require_processors(ranks)
+        threads = max(1, available_cores() // ranks)
+        for result in torchrun(ranks, threads, "bench.py", name, *self.options):
             yield Row(**{key: result[key] for key in Row.__dataclass_fields__})
 
 
@@ -302,10 +321,11 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def machine_name() -> str:
-    """CPU, cores, bf16 support and PyTorch's version."""
+def machine_name(device: torch.device = CPU) -> str:
+    """GPU or CPU, cores, bf16 support and PyTorch's version."""
     info = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     models = [line.partition(":")[2].strip() for line in info if line.startswith("model name")]
-    bf16 = "bf16 in hardware" if has_bf16(CPU)[0] else "no bf16 hardware"
-    cpu = models[0] if models else "unknown CPU"
-    return f"{cpu}, {available_cores()} cores, {bf16}, PyTorch {torch.__version__}"
+    bf16 = "bf16 in hardware" if has_bf16(device)[0] else "no bf16 hardware"
+    cpu = f"{models[0] if models else 'unknown CPU'}, {available_cores()} cores"
+    gpu = f"{device_kind(device)} with " if device.type == "cuda" else ""
+    return f"{gpu}{cpu}, {bf16}, PyTorch {torch.__version__}"

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from torch.autograd.profiler_util import EventList
 from torch.profiler import profile, schedule
 
 from mingpt.utils.logging import logger
@@ -24,9 +25,14 @@ def profile_steps(steps: int | None, trace: Path) -> Iterator[Callable[[], None]
             logger.info(f"trainer.profile_steps: the run ended before step {SKIP_STEPS + 2}, the first to be recorded")
             return
         profiler.export_chrome_trace(str(trace))
-        table = profiler.key_averages().table("self_cpu_time_total", row_limit=12, max_name_column_width=50)
-        logger.info(f"{table}\n{count} steps in {trace}: open it at https://ui.perfetto.dev")
+        logger.info(f"{operations_table(profiler.key_averages())}\n{count} steps in {trace}: open it at https://ui.perfetto.dev")
 
     plan = schedule(skip_first=SKIP_STEPS, wait=0, warmup=1, active=steps, repeat=1)
     with profile(schedule=plan, on_trace_ready=write) as profiler:
         yield profiler.step
+
+
+def operations_table(averages: EventList) -> str:
+    """The operations that took longest: on the GPU if there was work for one, otherwise on the CPU."""
+    device = "device" if any(event.self_device_time_total > 0 for event in averages) else "cpu"
+    return averages.table(f"self_{device}_time_total", row_limit=12, max_name_column_width=50)

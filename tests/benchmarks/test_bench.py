@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,49 @@ def test_measurements_of_a_ratio_alternate(bench: Bench) -> None:
     ratios = bench.ratio(lambda: calls.append("A"), lambda: calls.append("B"), lambda: calls.append("-"), times=2)
     assert "".join(calls) == "-A-A-B-B" + 2 * "-AA-BB"
     assert len(ratios) == 2
+
+
+def test_measurements_wait_for_a_gpu_before_they_read_the_clock(bench: Bench, monkeypatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: calls.append(device.type[0]))
+    monkeypatch.setattr(time, "perf_counter", lambda: calls.append("t") or float(len(calls)))
+    bench.time_calls(lambda: calls.append("A"))
+    assert "".join(calls) == "tAt"
+    calls.clear()
+    bench.context.device = torch.device("cuda", 0)
+    bench.ratio(lambda: calls.append("A"), lambda: calls.append("B"), times=2)
+    assert "".join(calls) == "ActActBctBctctAActctBBct"
+
+
+def test_bench_takes_the_device_of_main(capsys, monkeypatch) -> None:
+    """A pretended GPU: its name is in the header, and cases that are about CPUs are skipped with the reason."""
+
+    def init_device(context: DistributedContext, backend: str) -> None:
+        context.device = torch.device("cpu" if backend == "gloo" else "cuda")
+
+    monkeypatch.setattr(DistributedContext, "init_device", init_device)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+    monkeypatch.setattr("sys.argv", ["bench.py", "peak", "ranks", "pipeline"])
+    assert run_script(run) == 0
+    heading, *_, peak, ranks, pipeline = capsys.readouterr().out.splitlines()
+    assert heading.startswith("## NVIDIA H100 with ")
+    for line, reason in ((peak, "a CPU's"), (ranks, "threads of a CPU"), (pipeline, "does not wait for a GPU")):
+        assert "skipped: " in line
+        assert reason in line
+        assert "to run it on the CPU: --distributed.backend gloo" in line
+    monkeypatch.setattr("sys.argv", ["bench.py", "nanogpt", "--distributed.backend", "gloo"])
+    assert run_script(run) == 0
+    assert "NVIDIA" not in capsys.readouterr().out
+
+
+def test_there_are_no_goals_for_gpus_which_ranks_need_one_each(bench: Bench, monkeypatch) -> None:
+    assert bench.goals in (harness.WITH_BF16, harness.WITHOUT_BF16)
+    bench.context.device = torch.device("cuda", 0)
+    assert {*bench.goals.nanogpt, *bench.goals.tutorial} == {None}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(SkippedError, match="2 ranks on 1 GPU"):
+        bench.require_processors(2)
 
 
 def test_a_row_has_median_range_and_goal() -> None:
