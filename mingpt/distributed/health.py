@@ -18,6 +18,7 @@ from mingpt.utils.errors import PeerError, StoreUnreachableError
 
 HEARTBEAT_INTERVAL = 0.5  # seconds between heartbeats
 HEARTBEAT_TIMEOUT = 2.0  # seconds without one, after which a rank counts as gone
+NCCL_DUMP_KEY = "exception_dump"  # kStoreDumpKey in ProcessGroupNCCL.hpp
 
 
 def uses_agent_store(init_method: str) -> bool:
@@ -63,6 +64,10 @@ def generation_store(store: dist.Store, rank: int, world_size: int, timeout: tim
         if offered_to[rank : rank + 1] == [token]:
             store.set(f"{prefix}/accepted/{rank}", "")
             if rank == 0 and store.check([f"{prefix}/accepted/{other}" for other in range(world_size)]):
+                # NCCL's watchdog sets this key when it has failed, in the store below all prefixes. If it were still
+                # there when ranks proceed, NCCL would end them too, after some minutes (HeartbeatMonitor::runLoop in
+                # ProcessGroupNCCL.cpp). Nobody sets it again: the ranks of the last start are dead.
+                store.delete_key(NCCL_DUMP_KEY)
                 store.set(f"{prefix}/confirmed", "")
             if store.check([f"{prefix}/confirmed"]):
                 return dist.PrefixStore(prefix, store)

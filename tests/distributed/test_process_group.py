@@ -17,7 +17,7 @@ from helpers import free_port, run_args, run_ranks, train_main
 
 import main
 from mingpt.config import DistributedConfig
-from mingpt.distributed.health import generation_store, rendezvous
+from mingpt.distributed.health import NCCL_DUMP_KEY, generation_store, rendezvous
 from mingpt.distributed.launch_environment import RankInfo
 from mingpt.distributed.process_group import DistributedContext, init_distributed
 from mingpt.utils.errors import UserError
@@ -159,11 +159,12 @@ def _run_with_variables(env: dict[str, str], argv: list[str]) -> tuple[int, str]
 def test_generations_of_ranks_do_not_see_each_other(
     lasting_store: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Three ranks, then three others, then two, at a store that outlives them."""
+    """Three ranks, then three others, then two, at a store that outlives them. All leave what NCCL's watchdog does."""
+    raw: dist.Store
     if lasting_store == "a file":
-        init_method, server = f"file://{tmp_path}/store", None
+        init_method, raw = f"file://{tmp_path}/store", dist.FileStore(f"{tmp_path}/store")
     else:
-        init_method, server = "env://", dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        init_method, raw = "env://", (server := dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False))
         monkeypatch.setenv("MASTER_ADDR", "localhost")
         monkeypatch.setenv("MASTER_PORT", str(server.port))
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
@@ -180,6 +181,8 @@ def test_generations_of_ranks_do_not_see_each_other(
         for thread in threads:
             thread.join()
         assert not any(store.check(["address"]) for store in stores.values())
+        assert not raw.check([NCCL_DUMP_KEY])
+        raw.set(NCCL_DUMP_KEY, "rank")
         stores[world_size - 1].set("address", str(len(generations)))
         assert {store.get("address") for store in stores.values()} == {str(len(generations)).encode()}
         generations.append(stores)
