@@ -3,11 +3,13 @@
 from typing import Protocol
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mingpt.generation import generate
 from mingpt.parallel.data_parallel import Strategy, WindowDataset
 
 SAMPLE_LENGTH = 100  # characters
+NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH, SDPBackend.OVERRIDEABLE]
 
 
 class ValidationWindows(WindowDataset, Protocol):
@@ -39,8 +41,8 @@ def generate_sample(strategy: Strategy, vocabulary: str, seed: int) -> str:
     device, model = strategy.context.device, strategy.full_model
     generator = torch.Generator(device).manual_seed(seed)
     start = torch.zeros(1, dtype=torch.long, device=device)
-    # A growing cache has a new shape for each character, and each would be compiled.
-    with strategy.autocast(), torch.compiler.set_stance("force_eager"):
+    # A growing cache has a new shape for each character: torch.compile would compile each, and cuDNN plan each.
+    with strategy.autocast(), torch.compiler.set_stance("force_eager"), sdpa_kernel(NOT_CUDNN):
         text = [int(new) for new in generate(model, [start], SAMPLE_LENGTH, temperature=0.8, generator=generator)]
     model.train()
     return "".join(vocabulary[token] for token in text)

@@ -85,6 +85,18 @@ def _evaluate(folder: Path, strategies: list[str]) -> list[tuple[float, str]]:
     return results
 
 
+def test_cudnn_attention_is_off_for_samples_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEST_INIT_METHOD", "file:///unused")
+    states = set()
+    with open_trainer(*run_args(folder / "cudnn", folder / "text.txt")) as trainer:
+        hook = lambda *args: states.add((model.training, torch.backends.cuda.cudnn_sdp_enabled()))  # noqa: E731
+        model = trainer.strategy.full_model
+        model.register_forward_hook(hook)
+        generate_sample(trainer.strategy, trainer.corpus.vocabulary, seed=1)
+        train_losses(trainer, 1)
+    assert states == {(False, False), (True, True)}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{"trainer__compile": True}, {"trainer__precision": "bf16", "distributed__strategy": "fsdp"}]
