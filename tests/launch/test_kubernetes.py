@@ -15,6 +15,8 @@ from helpers import ROOT, clean_env, free_port, read_rows, run_args
 from mingpt.config_parser import read_config
 
 TEXT = (ROOT / "launch/kubernetes.yaml").read_text()
+WITH_GPUS = TEXT.replace("## ", "")
+DOCKERFILE = (ROOT / "launch/Dockerfile").read_text()
 KINDS = {"PersistentVolumeClaim": "V1PersistentVolumeClaim", "PyTorchJob": "KubeflowOrgV1PyTorchJob"}
 CLAIM, JOB = yaml.safe_load_all(TEXT)
 WORKER = JOB["spec"]["pytorchReplicaSpecs"]["Worker"]
@@ -35,10 +37,18 @@ def check_schema(text: str) -> None:
 
 
 def test_all_keys_are_in_the_schema_also_those_for_gpus() -> None:
-    with_gpus = TEXT.replace("## ", "")
     check_schema(TEXT)
-    check_schema(with_gpus)
-    assert "nvidia.com/gpu" in yaml.safe_dump_all(yaml.safe_load_all(with_gpus))
+    check_schema(WITH_GPUS)
+
+
+@pytest.mark.parametrize(("text", "limits"), [(TEXT, None), (WITH_GPUS, {"nvidia.com/gpu": "8"})])
+def test_a_pod_has_no_limit_of_memory_which_would_have_to_grow_with_its_processes(
+    text: str, limits: dict[str, str] | None
+) -> None:
+    _, job = yaml.safe_load_all(text)
+    [container] = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
+    assert container["resources"]["requests"].keys() == {"cpu", "memory"}
+    assert container["resources"].get("limits") == limits
 
 
 @pytest.mark.parametrize(
@@ -86,9 +96,15 @@ def test_two_pods_train(text: Path, tmp_path: Path) -> None:
     assert [row["world_size"] for row in read_rows(tmp_path / "run")] == [2] * 12
 
 
+def test_the_image_has_compilers_for_cpus_and_gpus() -> None:
+    """Debian's g++ depends on its gcc."""
+    [packages] = re.findall(r"^RUN .*apt-get install((?: --?[a-z-]+| [a-z0-9.+-]+)*)", DOCKERFILE, re.MULTILINE)
+    assert "g++" in packages.split()
+
+
 @pytest.mark.slow
 def test_the_image_has_all_files_that_its_programs_need(tmp_path: Path) -> None:
-    instructions = re.findall(r"^COPY (.+)$", (ROOT / "launch/Dockerfile").read_text(), re.MULTILINE)
+    instructions = re.findall(r"^COPY (.+)$", DOCKERFILE, re.MULTILINE)
     for *sources, target in (instruction.split() for instruction in instructions):
         for source in sources:
             if (ROOT / source).is_dir():
