@@ -51,14 +51,18 @@ class AsyncSnapshotWriter:
     def save(self, header: dict[str, Any], state: FullState) -> None:
         """Copies the state to staging buffers and returns. The save before must be done; `header` is the rest."""
         snapshot = header | {"model": {}, "optimizer": {}}
+        devices: set[torch.device] = set()
         for name, weight, moments in state:
             tensors = {"": weight, **moments}
             copies = {key: self._buffer(f"{name}/{key}", tensor) for key, tensor in tensors.items()}
-            torch._foreach_copy_(list(copies.values()), list(tensors.values()), non_blocking=True)
+            # Elsewhere it is unsafe without pinned memory (https://github.com/pytorch/pytorch/issues/189690).
+            torch._foreach_copy_(list(copies.values()), list(tensors.values()), non_blocking=weight.is_cuda)
+            devices.add(weight.device)
             snapshot["model"][name] = copies.pop("")
             snapshot["optimizer"][name] = copies
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+        for device in devices:
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
         self.pending = Future()
         self.queue.put((snapshot, self.pending))
 
@@ -160,7 +164,8 @@ class SnapshotManager:
         """Loads the tensors of the newest snapshot, and copies it to writer ranks that do not have it."""
         snapshot, self.snapshot = self.snapshot or {}, None
         model.load_full_state(snapshot.get("model", {}), snapshot.get("optimizer", {}), self.source_rank)
-        model.scaler.load_state_dict(header["scaler"])
+        if header["scaler"]:  # empty if the run that saved it was not in fp16
+            model.scaler.load_state_dict(header["scaler"])
         is_missing = self.context.rank in self.writer_ranks and not self.has_newest
         if any(self.context.all_gather_object(is_missing)):
             self._start(header, model, writes=is_missing)

@@ -7,6 +7,7 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from helpers import (
     train_main,
     write_text,
 )
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mingpt.config import Config, config_to_dict
 from mingpt.snapshot.manager import AsyncSnapshotWriter, SnapshotManager, check_compatible
@@ -57,6 +59,30 @@ def test_the_writer_saves_the_state_of_the_step_and_reuses_its_buffers(tmp_path:
         assert writer.poll() is None
         addresses |= {buffer.data_ptr() for buffer in writer.staging_buffers.values()}
     assert len(addresses) == 1
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        ("cuda:0", [("copy", True), ("synchronize", torch.device("cuda:0")), ("write", 1)]),
+        ("mps:0", [("copy", False), ("synchronize", torch.device("mps:0")), ("write", 1)]),
+        ("cpu", [("copy", False), ("write", 1)]),  # where a GPU is not used, it is not initialized
+    ],
+)
+def test_copies_are_complete_before_they_are_written(
+    device: str, expected: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies to pageable memory block; on MPS all staging buffers are pageable."""
+    events: list[tuple] = []
+    writer = AsyncSnapshotWriter(SnapshotStorage(str(tmp_path), keep=1))
+    writer.queue = SimpleNamespace(put=lambda item: events.append(("write", item[0]["step"])))  # type: ignore[assignment]
+    copy = lambda copies, tensors, non_blocking: events.append(("copy", non_blocking))  # noqa: E731
+    monkeypatch.setattr(torch, "_foreach_copy_", copy)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda of: events.append(("synchronize", of)))
+    with FakeTensorMode():
+        weight, moment = torch.ones(3, device=device), torch.ones(3, device=device)
+        writer.save({"step": 1}, [("weight", weight, {"moment": moment})])
+    assert events == expected
 
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])

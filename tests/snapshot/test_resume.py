@@ -16,6 +16,7 @@ from helpers import (
     read_rows,
     run_args,
     run_captured,
+    run_each_captured,
     run_ranks,
     train_main,
     write_text,
@@ -25,6 +26,7 @@ from mingpt.config import GPTConfig, OptimizerConfig, config_to_dict
 from mingpt.config_parser import read_config
 from mingpt.optimizer import learning_rate
 from mingpt.snapshot.storage import load_snapshot
+from mingpt.utils import numerics
 from model import GPT
 
 SIX_STEPS = {"trainer__max_steps": 6, "optimizer__decay_steps": 12}
@@ -118,6 +120,23 @@ def test_a_run_does_not_start_anew_if_all_snapshots_are_damaged(trained: Path, r
     assert err.count("error: ") == 1
     assert all(f"{file} is damaged" in out for file in files)
     assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
+
+
+def test_a_run_resumes_in_fp16_and_back(run_dir: Path, trained: Path, tmp_path: Path) -> None:
+    """The scaler's state is restored if the snapshot has one."""
+    argvs = [
+        run_args(run_dir, trained / "text.txt", trainer__precision=precision, trainer__max_steps=steps)
+        for precision, steps in (("fp16", 7), ("fp16", 8), ("fp32", 9))
+    ]
+    [results] = run_ranks(1, _train_with_fp16_on_the_cpu, argvs, tmp_path=tmp_path)
+    assert all((status, err) == (0, "") for status, _, err in results), results
+    scalers = [load_snapshot(f"{run_dir}/snapshots/step_{step:08}.pt")["scaler"] for step in (7, 8, 9)]
+    assert [scaler.get("_growth_tracker") for scaler in scalers] == [1, 2, None]  # steps since the scale changed
+
+
+def _train_with_fp16_on_the_cpu(argvs: list[list[str]]) -> list[tuple[int, str, str]]:
+    numerics.choose_precision = lambda requested, device, saved: (requested, "as asked")  # type: ignore[assignment]
+    return run_each_captured(argvs)
 
 
 def test_the_best_snapshot_is_kept_across_a_resume(trained: Path, tmp_path: Path) -> None:
