@@ -14,7 +14,7 @@ from mingpt.distributed.launch_environment import detect_launch_environment
 from mingpt.distributed.process_group import init_distributed
 from mingpt.parallel.strategies import strategy_class
 from mingpt.utils.device import tune_malloc
-from mingpt.utils.errors import PeerError, UserError, is_oom_error
+from mingpt.utils.errors import PeerError, SharedUserError, UserError, is_oom_error
 from mingpt.utils.logging import configure_logging, logger, set_rank
 from trainer import Trainer
 
@@ -35,10 +35,11 @@ def code_digest() -> str:
 def run(argv: Sequence[str]) -> int:
     """Trains as the command line says; returns the exit status."""
     configure_logging()
-    reports_errors = True
+    reports_errors, rank = True, 0
     try:
         # One process per machine reports errors of the yaml, which all of them read; without a local rank, all do.
-        reports_errors = detect_launch_environment(os.environ).local_rank in (None, 0)
+        info = detect_launch_environment(os.environ)
+        reports_errors, rank = info.local_rank in (None, 0), info.rank
         config = read_config(argv)
         reports_errors = True  # errors before the group exists are each process's own
         needs_group = strategy_class(config).needs_process_group
@@ -53,7 +54,7 @@ def run(argv: Sequence[str]) -> int:
             context.check_equal(shared | {"the code's SHA-256": code_digest()})
             return Trainer(config, context).train()
     except UserError as error:
-        if reports_errors:
+        if reports_errors and not (rank and isinstance(error, SharedUserError)):
             logger.error(str(error))
         return 2
     except PeerError as error:

@@ -21,7 +21,7 @@ from mingpt.distributed.launch_environment import (
     select_gloo_interface,
 )
 from mingpt.utils.device import choose_device, use_cuda, visible_gpu_uuids
-from mingpt.utils.errors import PeerError, StoreUnreachableError, UserError
+from mingpt.utils.errors import PeerError, SharedUserError, StoreUnreachableError, UserError
 from mingpt.utils.logging import set_rank
 
 T = TypeVar("T")
@@ -207,6 +207,7 @@ def _init_process_group(info: RankInfo, config: DistributedConfig, run_dir: str,
     init_method = resolve_init_method(info, config.init_method, run_dir)
     try:
         store = rendezvous(init_method, rank, world_size, timeout)
+        _check_backends(dist.PrefixStore("backend", store), rank, world_size, backend)
         select_gloo_interface(dist.PrefixStore("network", store), rank, world_size, init_method)
         store_host = "torchrun's agent" if uses_agent_store(init_method) else "rank 0"
         health = HealthMonitor(store, rank, world_size, store_host)
@@ -222,3 +223,23 @@ def _init_process_group(info: RankInfo, config: DistributedConfig, run_dir: str,
             f"rank {rank} of {world_size} on {platform.node()} found no process group at {init_method}{address} "
             f"(distributed.timeout_seconds is {config.timeout_seconds:g}): {error}; {advice}"
         ) from error
+
+
+def _check_backends(store: dist.Store, rank: int, world_size: int, backend: str) -> None:
+    """Compares what ranks have chosen: one whose GPU's driver is broken chooses gloo, and would wait for the others.
+
+    Raises:
+        SharedUserError: they differ.
+    """
+    store.set(f"choice/{rank}", f"{backend} on rank {rank} ({platform.node()})")
+    choices = [choice.decode() for choice in store.multi_get([f"choice/{other}" for other in range(world_size)])]
+    different = [choice for choice in choices if choice.split()[0] != choices[0].split()[0]]
+    if different:
+        store.set(f"received/{rank}", "")
+        # Together, since rank 0 may host the store, and torchrun ends rank 0 once another has failed.
+        with suppress(RuntimeError, OSError):
+            store.multi_get([f"received/{other}" for other in range(world_size)])
+        raise SharedUserError(
+            f"the backend differs between ranks: {choices[0]}, {different[0]}; PyTorch sees no GPU where it is gloo: "
+            "check the driver there with nvidia-smi, or train on the CPU everywhere with --distributed.backend gloo"
+        )

@@ -5,6 +5,10 @@ class UserError(Exception):
     """A mistake in yaml, data or snapshot; exit status 2."""
 
 
+class SharedUserError(UserError):
+    """A mistake that all ranks find at the same time, before they have a process group: rank 0 reports it."""
+
+
 class PeerError(Exception):
     """Another rank or the rendezvous store is gone; exit status 1."""
 
