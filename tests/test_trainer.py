@@ -17,6 +17,7 @@ from helpers import (
     open_trainer,
     read_rows,
     run_args,
+    run_captured,
     run_each_captured,
     run_program,
     run_ranks,
@@ -32,6 +33,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import main
 from mingpt.evaluation import evaluate
 from mingpt.snapshot.storage import load_snapshot
+from mingpt.utils import device
+from mingpt.utils.errors import UserError
 from trainer import Trainer
 
 
@@ -84,6 +87,38 @@ def test_a_non_finite_loss_ends_the_run_and_changes_no_snapshot(
     assert all(weight.isfinite().all() for weight in newest["model"].values())
     first = load_snapshot(str(run_dir / "snapshots/step_00000003.pt"))
     assert torch.equal(first["model"]["transformer.wte.weight"], saved)
+
+
+def test_on_mps_a_non_finite_gradient_ends_the_run_before_the_update(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernels ignore `found_inf`. The device is said to be MPS once the gradient is there."""
+    monkeypatch.setenv("TEST_INIT_METHOD", "file:///unused")
+    with open_trainer(*run_args(tmp_path / "run", text)) as trainer:
+
+        def infinite_norm(max_norm: float | None) -> torch.Tensor:
+            trainer.context.device = torch.device("mps")
+            return torch.tensor(torch.inf)
+
+        monkeypatch.setattr(trainer.strategy, "clip_grad_norm_", infinite_norm)
+        monkeypatch.setattr(trainer.strategy.optimizer, "step", lambda: pytest.fail("the weights are updated"))
+        with pytest.raises(UserError, match=r"^step 1: the loss is not finite; no weight .* was changed by it"):
+            trainer.train_step()
+
+
+def test_ranks_whose_hardware_selects_different_precisions_are_refused(text: Path, tmp_path: Path) -> None:
+    argv = run_args(tmp_path / "run", text, trainer__precision="auto")
+    results = run_ranks(2, _train_with_bf16_on_rank_0, *argv, tmp_path=tmp_path)
+    message = "the precision that trainer.precision selects differs between ranks: bf16 on rank 0, fp32 on rank 1; set "
+    assert [(status, stderr.partition("trainer.precision to fp32")[0]) for status, _, stderr in results] == [
+        (2, f"error: {message}"),
+        (2, ""),  # rank 0 reports it
+    ]
+
+
+def _train_with_bf16_on_rank_0(*argv: str) -> tuple[int, str, str]:
+    device.has_bf16 = lambda device: (os.environ["RANK"] == "0", "")
+    return run_captured(*argv)
 
 
 # Any number of ranks

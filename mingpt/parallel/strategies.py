@@ -16,7 +16,7 @@ from mingpt.distributed.process_group import DistributedContext
 from mingpt.parallel.data_parallel import Strategy
 from mingpt.parallel.memory import MemoryUsage, activation_bytes, format_bytes, optimizer_bytes
 from mingpt.parallel.parallelize import apply_activation_checkpointing, apply_compile, meta_stages, split_into_stages
-from mingpt.utils.device import check_compiler, memory_per_rank
+from mingpt.utils.device import NCCL_BYTES, check_compiler, memory_per_rank
 from mingpt.utils.errors import UserError
 
 STRATEGIES = {  # imported only if configured: some take most of a second
@@ -53,7 +53,7 @@ def build_strategy(
         context.raise_on_all_ranks(lambda: check_compiler(context.device))
     run = (config, model, context.world_size, precision, context.device.type)
     memory = context.run_on_rank0(lambda: estimate_memory(*run))
-    available = memory_per_rank(context.device, context.local_world_size)
+    available = memory_per_rank(context.device, context.local_world_size, context.world_size)
     context.raise_on_all_ranks(lambda: check_memory(memory, available, *run))
     description = format_memory(memory, config, model, context.world_size)
     if config.distributed.pipeline_stages > 1:
@@ -199,6 +199,7 @@ def check_memory(
         if estimate_memory(changed, model, world_size, precision, device).total <= available:
             advice = f"set {section}.{key} to {value}"
             break
-    raise UserError(
-        f"out of memory before the first step: it needs {usage}, and there are {format_bytes(available)}; {advice}"
-    )
+    there = format_bytes(available)
+    if device == "cuda":
+        there += " free on the GPU" + f", besides {format_bytes(NCCL_BYTES)} for NCCL's buffers" * (world_size > 1)
+    raise UserError(f"out of memory before the first step: it needs {usage}, and there are {there}; {advice}")

@@ -18,6 +18,7 @@ import torch
 from mingpt.utils.errors import UserError
 
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+NCCL_BYTES = 2**30  # for a communicator's buffers; 688 MB on four A100 (https://github.com/NVIDIA/nccl/issues/964)
 
 
 def use_cuda(backend: str) -> bool:
@@ -122,21 +123,30 @@ def choose_threads(requested: int | str, local_world_size: int, saved: int | Non
 
 
 def check_compiler(device: torch.device) -> None:
-    """Raises a UserError if torch.compile does not find the compiler it needs: Triton on a GPU, C++ on a CPU."""
-    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
-        raise UserError("trainer.compile is true, but Triton is not here: pip install triton, or set it to false")
-    compiler = os.environ.get("CXX") or ("clang++" if platform.system() == "Darwin" else "g++")  # as torch.compile does
-    if device.type != "cuda" and shutil.which(compiler) is None:
+    """Raises a UserError if torch.compile does not find what it needs: Triton and a C compiler on a GPU, else C++."""
+    if device.type == "cuda":
+        if importlib.util.find_spec("triton") is None:
+            raise UserError("trainer.compile is true, but Triton is not here: pip install triton, or set it to false")
+        # Triton compiles the code that launches its kernels (its runtime/build.py).
+        language, variable, compilers = "C", "CC", [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    else:
+        default = "clang++" if platform.system() == "Darwin" else "g++"  # as torch.compile does
+        language, variable, compilers = "C++", "CXX", [os.environ.get("CXX") or default]
+    if not any(map(shutil.which, compilers)):
         raise UserError(
-            f"trainer.compile is true, but there is no C++ compiler: found no {compiler}; install one, let CXX name "
-            "it, or set trainer.compile to false"
+            f"trainer.compile is true, but there is no {language} compiler: found no {' or '.join(compilers)}; install "
+            f"one, let {variable} name it, or set trainer.compile to false"
         )
 
 
-def memory_per_rank(device: torch.device, local_world_size: int) -> int:
-    """Bytes that a rank may use: its GPU's, or its share of the host's memory or of the cgroup's limit."""
+def memory_per_rank(device: torch.device, local_world_size: int, world_size: int) -> int:
+    """Bytes that a rank may use: what is free on its GPU, or its share of the host's memory or of the cgroup's limit.
+
+    On a GPU, neither the CUDA context nor NCCL's buffers count as free; PyTorch's allocator knows of neither.
+    """
     if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
+        free, _ = torch.cuda.mem_get_info(device)  # which creates the context
+        return max(0, free - NCCL_BYTES * (world_size > 1))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = CGROUP_LIMIT.read_text().strip() if CGROUP_LIMIT.exists() else "max"
     return min(memory, memory if limit == "max" else int(limit)) // local_world_size
@@ -146,7 +156,13 @@ def set_deterministic(device: torch.device) -> None:
     """Selects deterministic kernels on a CUDA GPU; on CPUs, all kernels that training uses are."""
     if device.type == "cuda":
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS's condition, per PyTorch's notes on reproducibility
+        # NVLS sums in varying order (https://github.com/pytorch/pytorch/issues/154880). PyTorch excludes it only if
+        # deterministic algorithms are on when the process group is made, which is before this. NCCL reads the variable
+        # when it creates a communicator, which is at the first collective on a GPU, after this.
+        os.environ.setdefault("NCCL_ALGO", "^NVLS")
         torch.use_deterministic_algorithms(True)
+        # Nothing reads uninitialized memory, so filling each new tensor would only cost time.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def seed_device(device: torch.device, seed: int) -> None:

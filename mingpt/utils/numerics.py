@@ -40,11 +40,14 @@ def choose_numerics(
         threads, threads_reason = choose_threads(cfg.threads, local_world_size, kept)
     precision, reason = choose_precision(cfg.precision, device, previous.get("precision"))
     torch.set_num_threads(threads)
+    reasons = {"precision": f"{precision} ({reason})", "threads": f"{threads} per rank ({threads_reason})"}
     if cfg.deterministic:
         set_deterministic(device)
+    elif device.type == "cuda":  # attention's backward pass adds in varying order
+        reasons["resume"] = "to rounding error; with trainer.deterministic: true, to the last bit"
     return Numerics(
         precision,
         threads,
         {"precision": precision, "threads": threads, "world_size": world_size, "hardware": device_kind(device)},
-        {"precision": f"{precision} ({reason})", "threads": f"{threads} per rank ({threads_reason})"},
+        reasons,
     )

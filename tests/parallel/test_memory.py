@@ -150,6 +150,14 @@ def test_too_little_memory_is_refused_with_the_cheapest_change(
         assert format_bytes(number) in str(refused.value)
 
 
+def test_on_a_gpu_the_message_says_what_is_free_and_what_nccl_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = estimate(1)
+    monkeypatch.setattr("mingpt.parallel.strategies.estimate_memory", lambda *args: usage)
+    for ranks, free in ((1, "free on the GPU;"), (2, "free on the GPU, besides 1.00 GiB for NCCL's buffers;")):
+        with pytest.raises(UserError, match=rf"and there are 0\.0 MiB {free}"):
+            check_memory(usage, 0, build_config(), MODEL, ranks, "fp32", "cuda")
+
+
 def test_a_run_that_needs_too_much_memory_ends_before_the_first_step(text: Path, tmp_path: Path) -> None:
     argv = run_args(tmp_path / "run", text, model__n_embd=65536)
     [[(status, _, err)]] = run_ranks(1, run_each_captured, [argv], tmp_path=tmp_path)

@@ -4,7 +4,8 @@ import importlib.util
 import os
 import platform
 import resource
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from helpers import run_ranks
 
 from mingpt.utils.device import (
+    NCCL_BYTES,
     check_compiler,
     choose_device,
     choose_precision,
@@ -20,6 +22,7 @@ from mingpt.utils.device import (
     has_bf16,
     memory_per_rank,
     seed_device,
+    set_deterministic,
     tune_malloc,
     use_cuda,
     visible_gpu_uuids,
@@ -153,6 +156,35 @@ def test_compile_on_a_gpu_without_triton_is_refused(monkeypatch: pytest.MonkeyPa
         check_compiler(GPU)
 
 
+@pytest.mark.parametrize(
+    ("device", "env", "installed", "missing"),
+    [
+        (GPU, {}, "g++ clang++", "no C compiler: found no gcc or clang; install one, let CC name it"),
+        (GPU, {"CC": "icx"}, "gcc clang", "no C compiler: found no icx; "),
+        (GPU, {"CXX": "icpx"}, "gcc", None),
+        (GPU, {}, "clang", None),
+        (GPU, {"CC": "icx"}, "icx", None),
+        (CPU, {}, "gcc clang", r"no C\+\+ compiler: found no (g|clang)\+\+; install one, let CXX name it"),
+        (CPU, {"CXX": "icpx"}, "g++ clang++", r"no C\+\+ compiler: found no icpx; "),
+        (CPU, {"CC": "icx"}, "g++ clang++", None),
+    ],
+)
+def test_compile_needs_a_c_compiler_for_triton_on_a_gpu_and_else_a_cpp_compiler(
+    device: torch.device, env: dict[str, str], installed: str, missing: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(shutil, "which", lambda name: name if name in installed.split() else None)
+    for variable in ("CC", "CXX"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in env.items():
+        monkeypatch.setenv(variable, value)
+    if missing is None:
+        check_compiler(device)
+    else:
+        with pytest.raises(UserError, match=rf"^trainer\.compile is true, but there is {missing}"):
+            check_compiler(device)
+
+
 def test_threads(set_hardware: SetHardware, monkeypatch: pytest.MonkeyPatch) -> None:
     for requested, ranks, saved, omp, expected, reason in [
         ("auto", 1, None, None, 8, "auto: 8 cores / 1 ranks"),
@@ -190,7 +222,40 @@ def test_ranks_share_the_hosts_memory_or_their_cgroups(
         (tmp_path / "memory.max").write_text(limit)
     monkeypatch.setattr("mingpt.utils.device.CGROUP_LIMIT", tmp_path / "memory.max")
     monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 2**12, "SC_PHYS_PAGES": 2**19}.__getitem__)
-    assert memory_per_rank(CPU, local_world_size=2) == expected
+    assert memory_per_rank(CPU, local_world_size=2, world_size=2) == expected
+
+
+def test_a_rank_may_use_what_is_free_on_its_gpu_less_nccls_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = {0: 70 * 2**30, 1: 2**20}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[device.index], 80 * 2**30))
+    assert memory_per_rank(GPU, local_world_size=1, world_size=1) == free[0]
+    assert memory_per_rank(GPU, local_world_size=1, world_size=2) == free[0] - NCCL_BYTES
+    assert memory_per_rank(torch.device("cuda", 1), local_world_size=2, world_size=2) == 0
+
+
+@pytest.fixture
+def nccl_algo(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Restores what `set_deterministic` sets; NCCL_ALGO is unset."""
+    for variable in ("NCCL_ALGO", "CUBLAS_WORKSPACE_CONFIG"):
+        monkeypatch.setenv(variable, "")  # so that it is restored
+        monkeypatch.delenv(variable)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("nccl_algo")
+def test_deterministic_on_a_gpu_excludes_nvls_and_does_not_fill_new_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_deterministic(CPU)
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert "NCCL_ALGO" not in os.environ
+    set_deterministic(GPU)
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    assert os.environ["NCCL_ALGO"] == "^NVLS"
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    set_deterministic(GPU)
+    assert os.environ["NCCL_ALGO"] == "Ring"
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries are left alone")

@@ -29,3 +29,16 @@ def test_choices_are_applied_and_threads_kept_at_the_same_number_of_ranks(
     assert numerics.choices == previous | new_facts
     assert numerics.reasons["threads"] == f"{expected} per rank ({reason})"
     assert numerics.reasons["precision"] == "fp32 (auto: kept from the snapshot)"
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_on_cuda_the_summary_says_what_an_exact_resume_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mingpt.utils.numerics.set_deterministic", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    for device, deterministic, expected in (
+        (torch.device("cuda", 0), False, "to rounding error; with trainer.deterministic: true, to the last bit"),
+        (torch.device("cuda", 0), True, None),
+        (torch.device("cpu"), False, None),
+    ):
+        cfg = TrainerConfig(precision="fp32", threads=1, deterministic=deterministic)
+        assert choose_numerics(cfg, device, 1, 1, False, {}).reasons.get("resume") == expected
