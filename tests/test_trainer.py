@@ -22,6 +22,7 @@ from helpers import (
     run_program,
     run_ranks,
     start_main,
+    train_losses,
     train_main,
     wait_for_step,
     wait_until,
@@ -31,6 +32,8 @@ from helpers import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import main
+import trainer as trainer_module
+from mingpt.distributed.process_group import DistributedContext
 from mingpt.evaluation import evaluate
 from mingpt.snapshot.storage import load_snapshot
 from mingpt.utils import device
@@ -104,6 +107,29 @@ def test_on_mps_a_non_finite_gradient_ends_the_run_before_the_update(
         monkeypatch.setattr(trainer.strategy.optimizer, "step", lambda: pytest.fail("the weights are updated"))
         with pytest.raises(UserError, match=r"^step 1: the loss is not finite; no weight .* was changed by it"):
             trainer.train_step()
+
+
+def test_numerics_are_chosen_before_ranks_exchange_tensors(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL's communicators, which the first exchange creates, depend on `trainer.deterministic`."""
+    calls: list[str] = []
+
+    def record(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: (calls.append(name), function(*args))[1])
+
+    for owner, name in (
+        (trainer_module, "choose_numerics"),
+        (DistributedContext, "broadcast_tensor"),
+        (DistributedContext, "all_reduce"),
+    ):
+        record(owner, name)
+    monkeypatch.setenv("TEST_INIT_METHOD", "file:///unused")
+    with open_trainer(*run_args(tmp_path / "run", text)) as trainer:
+        train_losses(trainer, 1)
+    assert calls[0] == "choose_numerics"
+    assert set(calls) == {"choose_numerics", "broadcast_tensor", "all_reduce"}
 
 
 def test_ranks_whose_hardware_selects_different_precisions_are_refused(text: Path, tmp_path: Path) -> None:

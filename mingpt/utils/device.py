@@ -124,14 +124,12 @@ def choose_threads(requested: int | str, local_world_size: int, saved: int | Non
 
 def check_compiler(device: torch.device) -> None:
     """Raises a UserError if torch.compile does not find what it needs: Triton and a C compiler on a GPU, else C++."""
+    language, variable, names = "C++", "CXX", ["clang++" if platform.system() == "Darwin" else "g++"]
     if device.type == "cuda":
         if importlib.util.find_spec("triton") is None:
             raise UserError("trainer.compile is true, but Triton is not here: pip install triton, or set it to false")
-        # Triton compiles the code that launches its kernels (its runtime/build.py).
-        language, variable, compilers = "C", "CC", [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
-    else:
-        default = "clang++" if platform.system() == "Darwin" else "g++"  # as torch.compile does
-        language, variable, compilers = "C++", "CXX", [os.environ.get("CXX") or default]
+        language, variable, names = "C", "CC", ["gcc", "clang"]  # Triton's runtime/build.py: for its kernels' launchers
+    compilers = [os.environ[variable]] if os.environ.get(variable) else names
     if not any(map(shutil.which, compilers)):
         raise UserError(
             f"trainer.compile is true, but there is no {language} compiler: found no {' or '.join(compilers)}; install "

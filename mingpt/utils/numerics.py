@@ -44,7 +44,9 @@ def choose_numerics(
     if cfg.deterministic:
         set_deterministic(device)
     elif device.type == "cuda":  # attention's backward pass adds in varying order
-        reasons["resume"] = "to rounding error; with trainer.deterministic: true, to the last bit"
+        reasons["resume"] = (
+            "equals an uninterrupted run to rounding error; with trainer.deterministic: true, to the last bit"
+        )
     return Numerics(
         precision,
         threads,

@@ -234,8 +234,8 @@ def test_a_rank_may_use_what_is_free_on_its_gpu_less_nccls_buffers(monkeypatch: 
 
 
 @pytest.fixture
-def nccl_algo(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Restores what `set_deterministic` sets; NCCL_ALGO is unset."""
+def not_deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Unsets the variables that `set_deterministic` sets, and restores all that it changes."""
     for variable in ("NCCL_ALGO", "CUBLAS_WORKSPACE_CONFIG"):
         monkeypatch.setenv(variable, "")  # so that it is restored
         monkeypatch.delenv(variable)
@@ -244,7 +244,7 @@ def nccl_algo(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
 
 
-@pytest.mark.usefixtures("nccl_algo")
+@pytest.mark.usefixtures("not_deterministic")
 def test_deterministic_on_a_gpu_excludes_nvls_and_does_not_fill_new_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     set_deterministic(CPU)
     assert not torch.are_deterministic_algorithms_enabled()

@@ -35,8 +35,9 @@ def test_choices_are_applied_and_threads_kept_at_the_same_number_of_ranks(
 def test_on_cuda_the_summary_says_what_an_exact_resume_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mingpt.utils.numerics.set_deterministic", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    advice = "equals an uninterrupted run to rounding error; with trainer.deterministic: true, to the last bit"
     for device, deterministic, expected in (
-        (torch.device("cuda", 0), False, "to rounding error; with trainer.deterministic: true, to the last bit"),
+        (torch.device("cuda", 0), False, advice),
         (torch.device("cuda", 0), True, None),
         (torch.device("cpu"), False, None),
     ):
