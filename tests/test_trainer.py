@@ -119,12 +119,9 @@ def test_numerics_are_chosen_before_ranks_exchange_tensors(
         function = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *args: (calls.append(name), function(*args))[1])
 
-    for owner, name in (
-        (trainer_module, "choose_numerics"),
-        (DistributedContext, "broadcast_tensor"),
-        (DistributedContext, "all_reduce"),
-    ):
-        record(owner, name)
+    record(trainer_module, "choose_numerics")
+    record(DistributedContext, "broadcast_tensor")
+    record(DistributedContext, "all_reduce")
     monkeypatch.setenv("TEST_INIT_METHOD", "file:///unused")
     with open_trainer(*run_args(tmp_path / "run", text)) as trainer:
         train_losses(trainer, 1)
