@@ -152,14 +152,13 @@ class Trainer:
     def _skip_non_finite(self, grad_norm: Tensor) -> None:
         """Makes the optimizer skip this and all later updates once a gradient is not finite.
 
-        Fused kernels read `found_inf`, GradScaler's own mechanism, so nothing waits for the device; only MPS's does not
-        read it, and there the run ends here. All ranks have the same norm.
+        Fused kernels, except MPS's, read GradScaler's `found_inf`, so nothing waits. All ranks have the same norm.
         """
         is_first = (self.bad_step == 0) & ~grad_norm.isfinite()
         self.bad_step = torch.where(is_first, self.step, self.bad_step)
         self.strategy.local_optimizer.grad_scale = None  # type: ignore[attr-defined]
         self.strategy.local_optimizer.found_inf = (self.bad_step > 0).float()  # type: ignore[attr-defined]
-        if self.context.device.type == "mps":
+        if self.context.device.type == "mps":  # where nothing would be skipped
             self._check_finite()
 
     def _after_step(self, metrics: MetricsLogger, result: StepResult, stops: bool, save_now: bool) -> None:
@@ -263,8 +262,7 @@ class Trainer:
         self.numerics = context.raise_on_all_ranks(
             lambda: choose_numerics(config.trainer, context.device, *sizes, one_thread, previous_choices)
         )
-        precision = {"the precision that trainer.precision selects": self.numerics.precision}
-        context.check_equal(precision, advice="set trainer.precision to fp32, or to bf16, slow on hardware without it")
+        context.check_equal({"what trainer.precision: auto gives": self.numerics.precision}, advice="set it to either")
         self.model_config = GPTConfig(**asdict(config.model), vocab_size=vocab_size, block_size=config.data.block_size)
         with torch.device("meta"):  # the full model need not fit into memory
             model = GPT(self.model_config)
