@@ -144,7 +144,8 @@ def memory_per_rank(device: torch.device, local_world_size: int, world_size: int
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)  # which creates the context
-        return max(0, free - NCCL_BYTES * (world_size > 1))
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return max(0, free + cached - NCCL_BYTES * (world_size > 1))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = CGROUP_LIMIT.read_text().strip() if CGROUP_LIMIT.exists() else "max"
     return min(memory, memory if limit == "max" else int(limit)) // local_world_size

@@ -231,6 +231,9 @@ def test_a_rank_may_use_what_is_free_on_its_gpu_less_nccls_buffers(monkeypatch: 
     assert memory_per_rank(GPU, local_world_size=1, world_size=1) == free[0]
     assert memory_per_rank(GPU, local_world_size=1, world_size=2) == free[0] - NCCL_BYTES
     assert memory_per_rank(torch.device("cuda", 1), local_world_size=2, world_size=2) == 0
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5 * 2**30)  # of which PyTorch reuses what is free
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3 * 2**30)
+    assert memory_per_rank(GPU, local_world_size=1, world_size=1) == free[0] + 2 * 2**30
 
 
 @pytest.fixture
