@@ -25,7 +25,9 @@ def profile_steps(steps: int | None, trace: Path) -> Iterator[Callable[[], None]
             logger.info(f"trainer.profile_steps: the run ended before step {SKIP_STEPS + 2}, the first to be recorded")
             return
         profiler.export_chrome_trace(str(trace))
-        logger.info(f"{operations_table(profiler.key_averages())}\n{count} steps in {trace}: open it at https://ui.perfetto.dev")
+        logger.info(
+            f"{operations_table(profiler.key_averages())}\n{count} steps in {trace}: open it at https://ui.perfetto.dev"
+        )
 
     plan = schedule(skip_first=SKIP_STEPS, wait=0, warmup=1, active=steps, repeat=1)
     with profile(schedule=plan, on_trace_ready=write) as profiler:
