@@ -175,14 +175,20 @@ class Strategy:
 
     def compute_loss(self, model: Callable[..., Any], idx: Tensor, targets: Tensor) -> Tensor:
         """The mean loss of inputs and targets, (B, T) each."""
-        idx, targets = self.to_device(idx), self.to_device(targets)
+        idx, targets = self.to_device(idx, targets)
         with self.autocast():
             return model(idx, targets)[1]
 
-    def to_device(self, tensor: Tensor) -> Tensor:
-        """Copies to the device of this rank, from pinned memory and asynchronously on CUDA."""
+    def to_device(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Copies tensors of one shape and dtype to the device of this rank, on CUDA in one asynchronous copy.
+
+        That needs pinned memory without gaps, and `pin_memory` would keep the strides of a window's two views.
+        """
         device = self.context.device
-        return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+        if device.type != "cuda":
+            return tuple(tensor.to(device) for tensor in tensors)
+        pinned = torch.empty(len(tensors), *tensors[0].shape, dtype=tensors[0].dtype, pin_memory=True)
+        return torch.stack(tensors, out=pinned).to(device, non_blocking=True).unbind()
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.context.device.type, self.dtype, enabled=self.dtype != torch.float32)

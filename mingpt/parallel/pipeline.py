@@ -116,8 +116,9 @@ class PipelineParallel(Strategy):
     def _run(self, run: Any, idx: Tensor, targets: Tensor) -> list[Tensor]:
         """Passes a replica's share through the schedule; returns the loss of each micro-batch in the last stage."""
         self.loss_sums: list[Tensor] = []
-        inputs = [self.to_device(idx)] * self.stage.is_first
-        run(*inputs, target=self.to_device(targets) if self.stage.is_last else None, return_outputs=False)
+        inputs = self.to_device(idx) if self.stage.is_first else ()
+        [target] = self.to_device(targets) if self.stage.is_last else [None]
+        run(*inputs, target=target, return_outputs=False)
         return self.loss_sums
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
