@@ -196,7 +196,7 @@ def estimate_step(config: Config, model_config: GPTConfig, ranks: int, cluster: 
     forward, backward = (part * compute / micro_batches * cluster.overlap for part in (1 / 3, 2 / 3))
     block = 1 / model_config.n_layer
     if strategy in ("ddp", "zero1"):
-        bucket = min(1.0, config.distributed.bucket_cap_mb * 2**20 / (4 * parameters))
+        bucket = min(1.0, (config.distributed.bucket_cap_mb or 25) * 2**20 / (4 * parameters))
         communication = exposed_seconds(2 * reduce, backward, bucket) + (reduce if strategy == "zero1" else 0.0)
     elif strategy == "zero2":
         communication = exposed_seconds(gather, forward, block) + exposed_seconds(reduce, backward, block)

@@ -179,7 +179,11 @@ class DistributedConfig:
     pipeline_schedule: Literal["1f1b", "gpipe"] = Field(
         default="1f1b", description="order of a stage's micro-batches: 1f1b, or gpipe (all forward passes first)"
     )
-    bucket_cap_mb: float = Field(default=25.0, gt=0, description="size in MiB of the gradient buckets of ddp and zero1")
+    bucket_cap_mb: float | None = Field(
+        default=None,
+        gt=0,
+        description="size in MiB of the gradient buckets of ddp and zero1; null: 25, after a first bucket of 1",
+    )
     reduction: Literal["fast", "tree"] = Field(
         default="fast",
         description="gradient summation: fast (the backend's all-reduce); tree: same bits for any number of ranks",
