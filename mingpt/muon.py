@@ -34,11 +34,18 @@ class MuonWithAdamW(Optimizer):
         super().__init__(groups, settings)
         self.adamw = AdamW([g for g in self.param_groups if not g["muon"]])
         self.adamw.state = self.state
+        self._step_supports_amp_scaling = True  # GradScaler sets `found_inf` instead of reading it
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Updates all parameters; none if `found_inf` is 1, like fused AdamW, without a device synchronization."""
+        """Updates all parameters; none if `found_inf` is 1, like fused AdamW, without a device synchronization.
+
+        Raises:
+            ValueError: gradients are still multiplied by GradScaler's factor.
+        """
         found_inf = getattr(self, "found_inf", None)
+        if getattr(self, "grad_scale", None) is not None:
+            raise ValueError("gradients are scaled: call GradScaler.unscale_ before its step")
         for group in self.param_groups:
             same_shape: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
             for parameter in group["params"] if group["muon"] else ():

@@ -56,6 +56,15 @@ def test_updates_equal_those_of_pytorchs_muon_and_adamw(dtype: torch.dtype) -> N
     }
 
 
+def test_scaled_gradients_raise_an_error() -> None:
+    """Momentum would mix them with those of other scales."""
+    model = TwoBlocks()
+    optimizer, scaler = build_optimizer(model, OptimizerConfig(name="muon")), torch.amp.GradScaler("cpu")
+    scaler.scale(sum(parameter.sum() for parameter in model.parameters())).backward()
+    with pytest.raises(ValueError, match="gradients are scaled"):
+        scaler.step(optimizer)
+
+
 @pytest.mark.parametrize("sizes", [(3, 8, 20), (3, 20, 8), (1, 8, 8), (0, 8, 8)])
 def test_newton_schulz_keeps_singular_vectors_and_brings_singular_values_near_1(sizes: tuple[int, ...]) -> None:
     gradients = torch.randn(sizes, generator=torch.Generator().manual_seed(0)) * 1e-3

@@ -34,6 +34,19 @@ def newton_schulz_sharded(rows: Tensor, ns_dtype: torch.dtype, like: DTensor) ->
     return updates.redistribute(placements=[Shard(1)]).to_local()
 
 
+class _ZeroRedundancyOptimizer(ZeroRedundancyOptimizer):
+    """One whose local optimizer skips updates by `found_inf`, so that GradScaler does not wait for the device."""
+
+    _step_supports_amp_scaling = True
+    grad_scale: Tensor | None  # GradScaler sets both for the time of a step
+    found_inf: Tensor
+
+    def step(self, closure: None = None, **kwargs: Any) -> None:  # type: ignore[override]
+        if hasattr(self, "found_inf"):
+            self.optim.grad_scale, self.optim.found_inf = self.grad_scale, self.found_inf
+        super().step(closure, **kwargs)
+
+
 class ZeRO1(DDP):
     """DDP with sharded optimizer state: each rank updates whole parameters of its own and broadcasts them."""
 
@@ -42,7 +55,7 @@ class ZeRO1(DDP):
     def __init__(self, model: nn.Module, context: DistributedContext, config: Config, precision: str) -> None:
         super().__init__(model, context, config, precision)
         # Each rank broadcasts its updated parameters as one tensor.
-        wrapper = partial(ZeroRedundancyOptimizer, parameters_as_bucket_view=True, process_group=context.group)
+        wrapper = partial(_ZeroRedundancyOptimizer, parameters_as_bucket_view=True, process_group=context.group)
         self.optimizer = build_optimizer(model, config.optimizer, self.dtype, wrapper=wrapper)
         self.local_optimizer = self.optimizer.optim  # type: ignore[attr-defined]
         self.owned = {parameter for group in self.local_optimizer.param_groups for parameter in group["params"]}
@@ -101,6 +114,11 @@ class FSDP(Strategy):
             raise UserError(
                 f"distributed.cpu_offload is true, which needs a GPU to offload from; here is {device_kind(device)}: "
                 "set it to false"
+            )
+        if config.distributed.cpu_offload and precision == "fp16":
+            raise UserError(
+                "trainer.precision is fp16, must be bf16 or fp32 with distributed.cpu_offload: gradients that overflow "
+                "are found on the GPU, and the optimizer on the CPU does not wait for that"
             )
 
     @classmethod

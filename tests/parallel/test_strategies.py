@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,8 +18,12 @@ from helpers import (
     train_losses,
     write_text,
 )
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from mingpt.config_parser import read_config
+from mingpt.parallel.sharded import FSDP
+from mingpt.utils.errors import UserError
 from tests.parallel.tables import (
     COMPILED,
     RESUMED,
@@ -32,6 +37,8 @@ from tests.parallel.tables import (
 )
 
 BY_NAME: dict[str, dict[str, Any]] = {name: {"distributed__strategy": name} for name in STRATEGIES}
+
+WITH_MUON = {f"{name} with muon": {"optimizer__name": "muon", **BY_NAME[name]} for name in ("ddp", "zero1", "fsdp")}
 
 
 @pytest.mark.parametrize(
@@ -93,6 +100,17 @@ def _on_two_ranks(folder: Path) -> dict[str, Any]:
         with open_trainer(*run_args(folder / name, folder / "text.txt", **options), rendezvous=name) as trainer:
             train_losses(trainer, 1)
             results[name] = _reduced_numbers(trainer), *_overflow(trainer)
+    for name, options in WITH_MUON.items():
+        with open_trainer(*run_args(folder / name, folder / "text.txt", **options), rendezvous=name) as trainer:
+            train_losses(trainer, 1)
+            results[name] = [], *_overflow(trainer)
+    for cap in (None, 25.0, 0.5):
+        wide = {"model__n_layer": 1, "model__n_embd": 192, "distributed__bucket_cap_mb": cap}
+        argv = run_args(folder / f"bucket-{cap}", folder / "text.txt", **wide)
+        with open_trainer(*argv, rendezvous=f"bucket-{cap}") as trainer:
+            train_losses(trainer, 1)
+            sizes = trainer.strategy.ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"]
+            results[f"buckets of {cap}"] = [int(size) for size in sizes.split(",")]
     return results
 
 
@@ -105,17 +123,27 @@ def _reduced_numbers(trainer: Any) -> list[int]:
 
 
 def _overflow(trainer: Any) -> tuple[list[float], list[bool]]:
-    """Scales, and whether weights changed, in three steps of which the second overflows on rank 1."""
+    """Scales, and whether weights or their state changed, in three steps of which the second overflows on rank 1."""
     strategy, scales, changed = trainer.strategy, [], []
-    strategy.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler = strategy.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def step_without_waiting(optimizer: torch.optim.Optimizer) -> None:
+        with mock.patch.object(Tensor, "item", side_effect=AssertionError("the host would wait for the device")):
+            torch.amp.GradScaler.step(scaler, optimizer)
+
+    def full_state() -> list[Tensor]:
+        state = [(weight, *tensors.values()) for _, weight, tensors in strategy.iter_full_state()]
+        return [tensor.clone() for tensors in state for tensor in tensors]
+
+    scaler.step = step_without_waiting
     compute_loss = strategy.compute_loss
     for step in range(3):
         factor = float("inf") if step == 1 and trainer.context.rank == 1 else 1.0
         strategy.compute_loss = lambda *args, by=factor: compute_loss(*args) * by
-        before = [weight.clone() for _, weight, _ in strategy.iter_full_state()]
+        before = full_state()
         trainer.train_step()
-        changed.append(not all(map(torch.equal, before, (weight for _, weight, _ in strategy.iter_full_state()))))
-        scales.append(strategy.scaler.get_scale())
+        changed.append(not all(map(torch.equal, before, full_state())))
+        scales.append(scaler.get_scale())
     return scales, changed
 
 
@@ -137,13 +165,32 @@ def test_each_gradient_is_reduced_once_per_step(name: str, on_two_ranks: list[di
         assert len(numbers) == (3 if sharded else 1)  # two blocks and the rest
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_first_bucket_is_small_unless_the_size_is_set(on_two_ranks: list[dict[str, Any]]) -> None:
+    """With the default, communication begins when gradients of 1 MiB exist; this model has 1.7 MiB."""
+    for results in on_two_ranks:
+        first, second = results["buckets of None"]
+        assert first == 4 * (8 * 192 * 192 + 7 * 192)  # ln_f and the MLP
+        assert results["buckets of 25.0"] == [first + second]
+        assert len(results["buckets of 0.5"]) == 4
+
+
+@pytest.mark.parametrize("name", [*STRATEGIES, *WITH_MUON])
 def test_all_ranks_skip_a_step_that_overflows_on_one(name: str, on_two_ranks: list[dict[str, Any]]) -> None:
-    """As in fp16 on GPUs, with the CPU's scaler."""
+    """As in fp16 on GPUs, with the CPU's scaler, whose step reads no value for which the host would wait."""
     for results in on_two_ranks:
         _, scales, changed = results[name]
         assert scales == [1024.0, 512.0, 512.0]
         assert changed == [True, False, True]
+
+
+def test_cpu_offload_in_fp16_is_refused() -> None:
+    """The optimizer on the CPU would read the scaler's copies from the GPU before they are complete."""
+    options = {"distributed__strategy": "fsdp", "distributed__cpu_offload": True}
+    config = read_config(run_args(Path("run"), "text.txt", **options))
+    for precision in ("fp32", "bf16"):
+        FSDP.validate_device(config, torch.device("cuda"), precision)
+    with pytest.raises(UserError, match=r"^trainer\.precision is fp16, must be bf16 or fp32 with .*cpu_offload"):
+        FSDP.validate_device(config, torch.device("cuda"), "fp16")
 
 
 @pytest.mark.slow
