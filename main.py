@@ -3,14 +3,15 @@
 import hashlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from mingpt.config import config_to_dict
 from mingpt.config_parser import read_config
-from mingpt.distributed.launch_environment import detect_launch_environment
+from mingpt.distributed.launch_environment import detect_launch_environment, restart_hint
 from mingpt.distributed.process_group import init_distributed
 from mingpt.parallel.strategies import strategy_class
 from mingpt.utils.device import tune_malloc
@@ -58,7 +59,7 @@ def run(argv: Sequence[str]) -> int:
             logger.error(str(error))
         return 2
     except PeerError as error:
-        logger.error(f"{error}{_restart_hint(os.environ)}")
+        logger.error(f"{error}{restart_hint(os.environ)}")
         return 1
     except RuntimeError as error:
         if not is_oom_error(error):
@@ -72,21 +73,18 @@ def run(argv: Sequence[str]) -> int:
         return 130
 
 
-def _restart_hint(env: Mapping[str, str]) -> str:
-    """How to resume after a rank has failed; empty if torchrun restarts, or has restarted, the run."""
-    restarts = env.get("TORCHELASTIC_MAX_RESTARTS")
-    if restarts is None:
-        return "; the same command resumes"
-    return "; start torchrun with --max_restarts=3 and it resumes by itself" if restarts == "0" else ""
-
-
-@record  # torchrun's summary then shows a worker's traceback
 def main() -> None:
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # for paths the terminal can't show
-    status = run(sys.argv[1:])
+    status = 1
+    try:
+        status = record(run)(sys.argv[1:]) or 0  # torchrun's summary then shows a worker's traceback
+    except Exception:
+        traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # the interpreter's own exit would abort if it encountered a thread of PyTorch's C++ code
+    # The interpreter's own exit would abort if it encountered a thread of PyTorch's C++ code, and would wait in the
+    # destructor of a process group that has failed.
+    os._exit(status)
 
 
 if __name__ == "__main__":

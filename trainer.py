@@ -93,6 +93,7 @@ class Trainer:
                 f"at step {self.last_step}. To continue, raise trainer.max_steps or trainer.max_epochs; to start a new "
                 f"run, set another trainer.run_dir.\n{next_commands(file, str(self.run_dir))}"
             )
+            self.context.end_collectives()
             self.snapshots.writer.wait()
             return 0
         self.context.run_on_rank0(lambda: write_config(self.run_dir, self.config_dict))
@@ -196,6 +197,7 @@ class Trainer:
 
     def _finish(self, metrics: MetricsLogger, stop_signal: int) -> int:
         """Waits for the last snapshot on all ranks; returns the exit status."""
+        self.context.end_collectives()
         self.snapshots.writer.wait()
         self._log_saves(metrics)
         # Ranks exit together: if one exits, torchrun ends the others, which may still be writing.

@@ -1,6 +1,7 @@
 """main.py: exit statuses, one message for each mistake, and ranks that must agree."""
 
 import io
+import json
 import os
 import platform
 import re
@@ -16,7 +17,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import ROOT, clean_env, free_port, run_args, run_each_captured, run_program, run_ranks, write_text
+from helpers import (
+    ROOT,
+    clean_env,
+    free_port,
+    run_args,
+    run_each_captured,
+    run_program,
+    run_ranks,
+    start_ranks,
+    write_text,
+)
 
 import main
 from mingpt.utils import files
@@ -105,6 +116,33 @@ def test_other_errors_are_not_caught_and_an_interrupt_before_training_is_status_
         main.run(argv)
     monkeypatch.setattr(Trainer, "__init__", fail_with(KeyboardInterrupt))
     assert main.run(argv) == 130
+
+
+def test_a_crash_shows_its_traceback_and_ends_the_process_without_waiting_for_destructors(
+    argv: list[str], tmp_path: Path
+) -> None:
+    """torchrun reads the error file for its summary."""
+    [process], queue = start_ranks(1, _crash, argv, tmp_path, tmp_path=tmp_path)
+    process.join(30)
+    stderr, summary = (tmp_path / "stderr").read_text(), json.loads((tmp_path / "error.json").read_text())
+    assert (process.exitcode, queue.empty()) == (1, True)
+    assert stderr.startswith("Traceback (most recent call last):")
+    assert stderr.endswith("RuntimeError: shape '[2]' is invalid\n")
+    assert summary["message"]["message"] == "RuntimeError: shape '[2]' is invalid"
+
+
+def _crash(argv: list[str], folder: Path) -> None:
+    os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / "error.json")
+    Trainer.train_step = fail_with(RuntimeError, "shape '[2]' is invalid")  # type: ignore[method-assign]
+    with (folder / "stderr").open("w") as stderr, open(os.devnull, "w") as null:
+        os.dup2(stderr.fileno(), 2)
+        os.dup2(null.fileno(), 1)
+    sys.argv = ["main.py", *argv]
+    main.main()
+
+
+def test_help_is_no_error() -> None:
+    assert run_program("main.py", "--help").returncode == 0
 
 
 def fail_with(kind: type[BaseException], text: str = "") -> Callable[..., None]:

@@ -14,10 +14,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mingpt.utils.errors import PeerError, StoreUnreachableError
+from mingpt.distributed.launch_environment import restart_hint
+from mingpt.utils.errors import PeerError, StoreUnreachableError, is_oom_error
+from mingpt.utils.logging import logger
 
 HEARTBEAT_INTERVAL = 0.5  # seconds between heartbeats
 HEARTBEAT_TIMEOUT = 2.0  # seconds without one, after which a rank counts as gone
+GRACE_SECONDS = 5.0  # for the main thread to report an error, in which it waits for a snapshot that is being written
+FILE_SYSTEM = "the file system"  # the host of a store at file://
 NCCL_DUMP_KEY = "exception_dump"  # kStoreDumpKey in ProcessGroupNCCL.hpp
 
 
@@ -79,29 +83,79 @@ class HealthMonitor:
     """Heartbeats in the store, from which ranks find out which of them is gone.
 
     A backend's error says that some rank is gone, but not which one. So a thread of each rank sets a heartbeat in the
-    store, which others read only after an error. The first rank that finds the cause writes it to the store for the
-    others, since they see that rank exit in turn. Messages name the process that hosts the store as `store_host`.
+    store, and after an error the main thread reads those of all ranks. The first rank that finds the cause writes it
+    to the store for the others, since they see that rank exit in turn.
+
+    A main thread that waits for a GPU gets no error: NCCL's kernel waits there for the rank that is gone. So each rank
+    also watches the cause and the heartbeat of its successor, rank + 1: whatever the number of ranks, each makes three
+    small requests at an interval. When a cause is written, or after `timeout_seconds` without that heartbeat, the main
+    thread has GRACE_SECONDS to fail by itself; then a thread reports the cause and ends the process.
+
+    Args:
+        store_host: the process that hosts the store, as messages name it
+        timeout_seconds: how long a rank may be stopped
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, store_host: str) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, world_size: int, store_host: str, timeout_seconds: float = 600
+    ) -> None:
         # Connections of their own: a request waits for the one before it on the same connection.
         self.heartbeat_store, self.store = (dist.PrefixStore("health", store.clone()) for _ in range(2))  # type: ignore[attr-defined]
         self.rank, self.world_size, self.store_host = rank, world_size, store_host
+        self.timeout_seconds = timeout_seconds
         self.name = f"rank {rank} ({platform.node()}, process {os.getpid()})"
         self.store.set(f"name/{rank}", self.name)
         self.store.set(f"heartbeat/{rank}", "")
         self.stopped = threading.Event()
-        self.thread = threading.Thread(target=self._send_heartbeats, daemon=True)
-        self.thread.start()
+        self.is_watching = True
+        self.report_lock = threading.RLock()  # held by the thread that reports an error and ends the process
+        self.successor_heartbeat, self.has_cause = b"", False  # as last read
+        self.threads = [threading.Thread(target=run, daemon=True) for run in (self._send_heartbeats, self._watch)]
 
-    def _send_heartbeats(self) -> None:
-        with suppress(RuntimeError, OSError):  # without a store no rank reads them, and training may continue
-            while not self.stopped.wait(HEARTBEAT_INTERVAL):
-                self.heartbeat_store.set(f"heartbeat/{self.rank}", str(time.monotonic()))
+    def start(self) -> None:
+        """Starts the heartbeats, after all ranks have constructed theirs."""
+        for thread in self.threads:
+            thread.start()
 
     def stop(self) -> None:
+        """Ends the heartbeats. The caller reports the error, if there is one."""
+        self.report_lock.acquire()
         self.stopped.set()
-        self.thread.join(HEARTBEAT_TIMEOUT)
+
+    def _send_heartbeats(self) -> None:
+        successor = (self.rank + 1) % self.world_size
+        while not self.stopped.wait(HEARTBEAT_INTERVAL):
+            try:
+                self.heartbeat_store.set(f"heartbeat/{self.rank}", str(time.monotonic()))
+                self.successor_heartbeat = self.heartbeat_store.get(f"heartbeat/{successor}")
+                self.has_cause = self.heartbeat_store.check(["cause"])
+            except (RuntimeError, OSError):  # training may continue without a store
+                if self.store_host != FILE_SYSTEM:  # TCPStore does not connect again, and logs each trial
+                    return
+
+    def _watch(self) -> None:
+        """Ends the process when another rank is gone and the main thread does not notice.
+
+        It counts intervals instead of reading the clock, since this process may have been stopped too. If the store
+        does not answer for so long and rank 0 hosts it, rank 0 is gone. The loss of a torchrun agent is no reason to
+        end: torchrun notices it, and workers save a snapshot when theirs is gone.
+        """
+        last, silent = b"", 0
+        while not self.stopped.wait(HEARTBEAT_INTERVAL):
+            silent = silent + 1 if self.successor_heartbeat == last else 0
+            last = self.successor_heartbeat
+            is_silent = silent * HEARTBEAT_INTERVAL >= self.timeout_seconds
+            if not self.is_watching or not (is_silent or self.has_cause):
+                continue
+            silent = 0
+            try:
+                cause = self._query(self._find_cause, None)
+            except StoreUnreachableError as error:
+                cause = str(error) if self.store_host == "rank 0" else ""
+            is_blocked = cause and not self.stopped.wait(GRACE_SECONDS) and self.is_watching
+            if is_blocked and self.report_lock.acquire(blocking=False):
+                logger.error(f"{cause}{restart_hint(os.environ)}")
+                os._exit(1)
 
     def exchange(self, message: str, ranks: Sequence[int]) -> dict[int, str]:
         """Sends a message to all ranks and returns those of `ranks`, for which it waits without a timeout.
@@ -131,7 +185,8 @@ class HealthMonitor:
 
     def explain(self, error: Exception) -> Exception:
         """Returns the exception to raise in place of `error`: a PeerError if the cause is another rank."""
-        if isinstance(error, RuntimeError):  # as all backends raise, and others too
+        self.report_lock.acquire()
+        if isinstance(error, RuntimeError) and not is_oom_error(error):  # as all backends raise, and others too
             try:
                 cause = self._query(self._find_cause, error)
             except PeerError as unreachable:
@@ -172,7 +227,10 @@ class HealthMonitor:
                 return self.store.get("cause").decode()
             time.sleep(0.1)
         now = self.store.multi_get(keys)
-        gone = [self.store.get(f"name/{rank}").decode() for rank in range(self.world_size) if now[rank] == before[rank]]
+        silent = [rank for rank in range(self.world_size) if now[rank] == before[rank]]
+        if self.rank in silent:
+            return ""  # the store no longer shows even this rank's heartbeats, so it says nothing of the others
+        gone = [self.store.get(f"name/{rank}").decode() for rank in silent]
         if gone:
             names = " and ".join(gone)
             cause = f"{names} sent no heartbeat for {HEARTBEAT_TIMEOUT:g} seconds: dead, stopped or cut off"

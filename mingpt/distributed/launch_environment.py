@@ -61,6 +61,14 @@ def detect_launch_environment(env: Mapping[str, str]) -> RankInfo:
     return RankInfo()
 
 
+def restart_hint(env: Mapping[str, str]) -> str:
+    """Returns how to resume after a rank has failed; empty if torchrun restarts, or has restarted, the run."""
+    restarts = env.get("TORCHELASTIC_MAX_RESTARTS")
+    if restarts is None:
+        return "; the same command resumes"
+    return "; start torchrun with --max_restarts=3 and it resumes by itself" if restarts == "0" else ""
+
+
 def resolve_init_method(rank_info: RankInfo, init_method: str | None, run_dir: str) -> str:
     """Returns `init_method`, else the launcher's, or a file in `run_dir` if the launcher's host does not resolve.
 

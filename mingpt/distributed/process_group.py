@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mingpt.config import DistributedConfig
-from mingpt.distributed.health import HealthMonitor, rendezvous, uses_agent_store
+from mingpt.distributed.health import FILE_SYSTEM, HealthMonitor, rendezvous, uses_agent_store
 from mingpt.distributed.launch_environment import (
     RankInfo,
     detect_launch_environment,
@@ -23,6 +23,8 @@ from mingpt.distributed.launch_environment import (
 from mingpt.utils.device import choose_device, use_cuda, visible_gpu_uuids
 from mingpt.utils.errors import PeerError, SharedUserError, StoreUnreachableError, UserError
 from mingpt.utils.logging import set_rank
+
+CUDA_EXTRA_TIMEOUT = timedelta(seconds=60)  # of NCCL's collectives, in addition to distributed.timeout_seconds
 
 T = TypeVar("T")
 
@@ -45,6 +47,7 @@ class DistributedContext:
         for ranks in groups:
             group = dist.new_group(list(ranks), timeout=self.timeout)
             if self.rank in ranks:
+                _extend_cuda_timeout(group)
                 context.rank, context.world_size, context.group = ranks.index(self.rank), len(ranks), group
         return context
 
@@ -154,6 +157,11 @@ class DistributedContext:
 
         return wait
 
+    def end_collectives(self) -> None:
+        """Declares that training has ended here: from now on the loss of another rank does not end this process."""
+        if self.health is not None:
+            self.health.is_watching = False
+
     def exchange_messages(self, ranks: Sequence[int], message: str) -> dict[int, str]:
         """Sends a message to all ranks and returns those of `ranks`, for which it waits as long as they are alive."""
         if self.health is not None:
@@ -162,20 +170,27 @@ class DistributedContext:
         return {self.rank: message}
 
 
+_contexts: list[DistributedContext] = []  # the one whose process group exists in this process
+
+
 @contextmanager
 def init_distributed(
     config: DistributedConfig, run_dir: str = ".", needs_process_group: bool = False
 ) -> Iterator[DistributedContext]:
     """Initializes the process group that the launcher describes, and destroys it on exit.
 
+    After an error the group stays, since the process is about to report it and to end. NCCL would first wait for ranks
+    that are gone or wait themselves (pytorch#196968). If the process continues, the next call destroys the group.
+
     Args:
         run_dir: shared by all ranks, which rendezvous there if the launcher's address does not resolve
         needs_process_group: whether a single process needs a group too
 
     Raises:
-        UserError: the launcher's variables are wrong, or the other ranks did not connect.
+        UserError: the launcher's variables are wrong, the other ranks did not connect, or they have other backends.
         PeerError: another rank is gone.
     """
+    _destroy_process_group()
     info, health = detect_launch_environment(os.environ), None
     set_rank(info.rank)
     backend = "cpu:gloo,cuda:nccl" if use_cuda(config.backend) else "gloo"
@@ -184,9 +199,9 @@ def init_distributed(
         health = _init_process_group(info, config, run_dir, backend)
     elif needs_process_group:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    context = None
     try:
         context = DistributedContext(info, health, timeout)
+        _contexts.append(context)
         yield context
     except Exception as error:
         explained = health.explain(error) if health and not isinstance(error, (UserError, PeerError)) else error
@@ -194,12 +209,17 @@ def init_distributed(
             raise
         raise explained from error
     finally:
-        for callback in context.exit_callbacks if context else []:
-            callback()
         if health:
             health.stop()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    _destroy_process_group()
+
+
+def _destroy_process_group() -> None:
+    for callback in [callback for context in _contexts for callback in context.exit_callbacks]:
+        callback()
+    _contexts.clear()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _init_process_group(info: RankInfo, config: DistributedConfig, run_dir: str, backend: str) -> HealthMonitor:
@@ -209,10 +229,13 @@ def _init_process_group(info: RankInfo, config: DistributedConfig, run_dir: str,
         store = rendezvous(init_method, rank, world_size, timeout)
         _check_backends(dist.PrefixStore("backend", store), rank, world_size, backend)
         select_gloo_interface(dist.PrefixStore("network", store), rank, world_size, init_method)
-        store_host = "torchrun's agent" if uses_agent_store(init_method) else "rank 0"
-        health = HealthMonitor(store, rank, world_size, store_host)
+        store_host = FILE_SYSTEM if init_method.startswith("file://") else "rank 0"
+        store_host = "torchrun's agent" if uses_agent_store(init_method) else store_host
+        health = HealthMonitor(store, rank, world_size, store_host, config.timeout_seconds)
         group_store = dist.PrefixStore("group", store)
         dist.init_process_group(backend, store=group_store, rank=rank, world_size=world_size, timeout=timeout)
+        _extend_cuda_timeout(dist.group.WORLD)  # type: ignore[arg-type]
+        health.start()
         return health
     except (ValueError, RuntimeError, OSError) as error:
         address = f" {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}" if init_method == "env://" else ""
@@ -223,6 +246,17 @@ def _init_process_group(info: RankInfo, config: DistributedConfig, run_dir: str,
             f"rank {rank} of {world_size} on {platform.node()} found no process group at {init_method}{address} "
             f"(distributed.timeout_seconds is {config.timeout_seconds:g}): {error}; {advice}"
         ) from error
+
+
+def _extend_cuda_timeout(group: dist.ProcessGroup) -> None:
+    """Gives NCCL more time than gloo, so that a collective on the CPU, such as the vote of each step, fails first.
+
+    Its error is an exception, after which ranks find out which of them is gone. NCCL's watchdog ends the process
+    (handleException in ProcessGroupNCCL.cpp). `setTimeout` there applies to collectives from then on.
+    """
+    cpu_backend, cuda_backend = (group._get_backend(torch.device(kind)) for kind in ("cpu", "cuda"))
+    if cuda_backend is not cpu_backend:
+        cuda_backend._set_default_timeout(cuda_backend.options._timeout + CUDA_EXTRA_TIMEOUT)
 
 
 def _check_backends(store: dist.Store, rank: int, world_size: int, backend: str) -> None:

@@ -1,12 +1,16 @@
 """When a rank fails, the others exit in time and name it; when the launcher is killed, no process is left."""
 
 import os
+import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from helpers import (
     free_port,
@@ -16,11 +20,14 @@ from helpers import (
     run_captured,
     run_ranks,
     start_main,
+    start_ranks,
     wait_for_step,
     worker_pids,
 )
 
+import main
 from mingpt.config import DistributedConfig
+from mingpt.distributed import health
 from mingpt.distributed.health import HealthMonitor
 from mingpt.distributed.process_group import init_distributed
 from mingpt.utils.errors import PeerError, StoreUnreachableError
@@ -101,6 +108,107 @@ def _crash(argv: list[str]) -> tuple[int, str]:
     except ZeroDivisionError as error:
         return 1, type(error).__name__
     return status, err
+
+
+@pytest.mark.parametrize(
+    ("scheme", "lost_rank", "fault", "grace_seconds", "message"),
+    [
+        ("file", 1, "exception", 0.5, r"rank 1 \(.*\) failed: ZeroDivisionError: on purpose"),
+        pytest.param("file", 1, "SIGKILL", 5, r"rank 1 \(.*\) sent no heartbeat for 2 seconds", marks=pytest.mark.slow),
+        pytest.param("file", 1, "SIGSTOP", 5, r"rank 1 \(.*\) sent no heartbeat for 2 seconds", marks=pytest.mark.slow),
+        pytest.param("tcp", 0, "SIGKILL", 5, r"rank 0, which hosts the store, is gone", marks=pytest.mark.slow),
+        pytest.param("tcp", 0, "SIGSTOP", 5, r"rank 0, which hosts the store, is gone", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_whose_main_thread_is_blocked_names_the_lost_one(
+    scheme: str, lost_rank: int, fault: str, grace_seconds: float, message: str, text: Path, tmp_path: Path
+) -> None:
+    """A sleep stands for a synchronization with a GPU, where NCCL's kernel waits for the lost rank."""
+    init_method = {"tcp": f"tcp://localhost:{free_port()}", "file": f"file://{tmp_path}/store"}[scheme]
+    argv = run_args(tmp_path / "run", text, distributed__init_method=init_method, distributed__timeout_seconds=TIMEOUT)
+    faults = {1 - lost_rank: "sleep", lost_rank: fault}
+    results = _run_main_with_faults(faults, grace_seconds, argv, tmp_path, 1 - lost_rank)
+    status, err, seconds = results[1 - lost_rank]
+    assert status == 1
+    assert re.search(rf"^error: {message}.*; the same command resumes\n\Z", err, re.MULTILINE), err
+    assert err.count("error: ") == 1, err
+    assert seconds < (2 if fault == "exception" else TIMEOUT + 9)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_for_less_than_the_timeout_is_waited_for(text: Path, tmp_path: Path) -> None:
+    argv = run_args(tmp_path / "run", text, distributed__init_method=f"file://{tmp_path}/store")
+    results = _run_main_with_faults({1: "brief SIGSTOP"}, 0.1, argv, tmp_path, 0, 1)
+    assert [(status, err) for status, err, _ in results] == [(0, "")] * 2
+    assert newest_snapshot(tmp_path / "run")["step"] == 12
+
+
+def test_a_rank_out_of_memory_says_so_at_once_and_the_others_name_it(text: Path, tmp_path: Path) -> None:
+    """With nccl, destroying the process group waits for the other ranks (pytorch#196968)."""
+    argv = run_args(tmp_path / "run", text, distributed__init_method=f"file://{tmp_path}/store")
+    faults = {1: "out of memory"}
+    (status, err, seconds), other = _run_main_with_faults(faults, 5, argv, tmp_path, 0, 1)
+    assert status == 1
+    assert re.fullmatch(r"error: rank 1 \(.*\) failed: OutOfMemoryError: on purpose; the same command resumes\n", err)
+    assert seconds < 4
+    status, err, seconds = other
+    assert status == 2
+    assert err.startswith("error: out of memory in training: on purpose; lower trainer.micro_batch_size")
+    assert seconds < 1
+
+
+def _run_main_with_faults(
+    faults: dict[int, str], grace_seconds: float, argv: list[str], folder: Path, *awaited: int
+) -> list[tuple[int, str, float]]:
+    """Runs main.py on two ranks and waits for some of them.
+
+    Returns, of each rank, the status, stderr and the seconds from the first fault to its message.
+    """
+    processes, _ = start_ranks(2, _main_with_faults, faults, grace_seconds, argv, folder, tmp_path=folder)
+    try:
+        for rank in awaited:
+            processes[rank].join(timeout=40)
+        began = (folder / "fault").stat().st_mtime if (folder / "fault").exists() else 0.0
+        files = [folder / f"stderr-{rank}" for rank in range(2)]
+        return [
+            (process.exitcode, file.read_text(), file.stat().st_mtime - began)
+            for process, file in zip(processes, files, strict=True)
+        ]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _main_with_faults(faults: dict[int, str], grace_seconds: float, argv: list[str], folder: Path) -> None:
+    """Before step 6, a rank does what `faults` says. Destroying the process group blocks."""
+    rank, train_step = int(os.environ["RANK"]), Trainer.train_step
+
+    def step_or_fail(trainer: Trainer) -> Any:
+        if trainer.step == 5 and rank in faults:
+            if faults[rank] != "sleep":
+                (folder / "fault").touch()
+            if faults[rank].startswith("SIG"):
+                os.kill(os.getpid(), getattr(signal, faults[rank]))
+            elif faults[rank] == "brief SIGSTOP":
+                subprocess.run(["sh", "-c", "(kill -STOP $PPID; sleep 5; kill -CONT $PPID) &"], check=True)
+                time.sleep(1)
+            else:
+                error = {"out of memory": torch.OutOfMemoryError, "exception": ZeroDivisionError}.get(faults[rank])
+                if error:
+                    raise error("on purpose")
+                time.sleep(1000)
+        return train_step(trainer)
+
+    Trainer.train_step = step_or_fail  # type: ignore[method-assign]
+    health.GRACE_SECONDS = grace_seconds  # type: ignore[attr-defined]
+    if "out of memory" in faults.values():
+        dist.destroy_process_group = lambda: time.sleep(1000)
+    with (folder / f"stderr-{rank}").open("w") as stderr, open(os.devnull, "w") as null:
+        os.dup2(stderr.fileno(), 2)
+        os.dup2(null.fileno(), 1)
+    sys.argv = ["main.py", *argv]
+    main.main()
 
 
 def test_exchange_outlasts_the_timeout_of_collectives_and_ends_without_heartbeats(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import os
 import socket
 import threading
 from contextlib import redirect_stderr
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -58,7 +59,10 @@ def _collectives(folder: Path) -> dict[str, Any]:
     results: dict[str, Any] = {}
     with pytest.raises(ZeroDivisionError), init_distributed(config) as context:
         _run_collectives(context, results, folder)
-    assert not dist.is_initialized()  # also after an error
+    assert dist.is_initialized()  # NCCL would wait for other ranks
+    with init_distributed(replace(config, init_method=f"{config.init_method}-2")) as context:
+        assert context.all_gather_object(None) == [None] * 3
+    assert not dist.is_initialized()
     return results
 
 
@@ -99,6 +103,29 @@ def _device(context: DistributedContext, gpus: str) -> str:
         except UserError as error:
             return str(error)
     return str(context.device)
+
+
+def test_nccl_has_a_longer_timeout_than_gloo(tmp_path: Path) -> None:
+    """The vote of a step on gloo then fails first, and its error is explained before NCCL ends the process."""
+    assert run_ranks(2, _timeouts, tmp_path=tmp_path) == [[(30, 90), (30, 90)]] * 2
+
+
+def _timeouts() -> list[tuple[float, ...]]:
+    """Seconds on the CPU and on GPUs, where another gloo takes NCCL's place; of all ranks and of a subgroup."""
+    init, create = dist.init_process_group, dist.ProcessGroupGloo
+    dist.Backend.register_backend("second_gloo", lambda *args: create(*args[:3], timeout=args[3]), devices=["cuda"])
+    dist.init_process_group = lambda backend, **options: init(backend.replace("nccl", "second_gloo"), **options)
+    config = DistributedConfig(init_method=os.environ["TEST_INIT_METHOD"], timeout_seconds=30)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        with init_distributed(config) as context:
+            groups: list[Any] = [dist.group.WORLD, context.subgroup([[0], [1]]).group]
+            return [
+                tuple(
+                    group._get_backend(torch.device(kind)).options._timeout.total_seconds() for kind in ("cpu", "cuda")
+                )
+                for group in groups
+            ]
 
 
 def test_an_incomplete_group_is_an_error_with_address_and_timeout(text: Path, tmp_path: Path) -> None:
