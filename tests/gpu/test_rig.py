@@ -1,0 +1,49 @@
+"""On GPUs the host waits for nothing between log lines: each configuration on a pretended GPU."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import ROOT, run_program
+
+from tests.gpu.pretended_gpu import pretended_gpu_env
+from tests.gpu.rig import CASES
+
+# One of each strategy, precision, optimizer, checkpointing and schedule, and each group of mistakes.
+FAST = [
+    "fsdp-fp16-muon-selective",
+    "zero1-fp16-muon-none",
+    "ddp-bf16-adamw-full",
+    "tree-fp32-muon",
+    "gpipe-ddp-bf16-adamw-stage1",
+    "fault-strided",
+    "fault-item",
+    "fault-race",
+]
+SLOW = [name for name in CASES if name not in FAST]
+
+
+@pytest.fixture(scope="module")
+def report(library: Path) -> Callable[[str], dict[str, Any]]:
+    """The result of a case; one process runs all fast ones, one all others."""
+    results: dict[str, dict[str, Any]] = {}
+
+    def result_of(name: str) -> dict[str, Any]:
+        if name not in results:
+            names = FAST if name in FAST else SLOW
+            done = run_program("-m", "tests.gpu.rig", "--json", *names, cwd=ROOT, **pretended_gpu_env(library))
+            assert done.returncode == 0, done.stderr
+            results.update(json.loads(done.stdout))
+        return results[name]
+
+    return result_of
+
+
+@pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_the_host_does_not_wait_between_log_lines(name: str, report: Callable[[str], dict[str, Any]]) -> None:
+    """And mistakes are found."""
+    result = report(name)
+    assert not result["found"], "\n".join(result["found"])
+    assert not result["missing"]
