@@ -1,0 +1,201 @@
+"""Tests this program on this machine, on as many ranks as are started.
+
+    python selftest.py
+    torchrun --standalone --nproc_per_node=N selftest.py
+    python selftest.py --only machine speed
+
+Each check prints PASS, FAIL or SKIP with what it found, or with the reason. The last line is a JSON object with all
+results, for a report of a problem. Exit status: 0; 1 if a check fails; 2 for a wrong option.
+"""
+
+import argparse
+import gc
+import json
+import logging
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from copy import copy
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from benchmarks import selftest_checks as checks
+from benchmarks import selftest_faults as faults
+from benchmarks.harness import ROOT, SkippedError, machine_name
+from benchmarks.selftest_checks import CheckFailedError, SelfTest
+from mingpt.config import DistributedConfig
+from mingpt.distributed.process_group import DistributedContext, init_distributed
+from mingpt.utils.device import set_deterministic, tune_malloc
+from mingpt.utils.errors import PeerError, UserError
+from mingpt.utils.logging import run_script
+
+FUNCTIONS = (
+    *(checks.machine, checks.fp32, checks.bf16, checks.fp16, checks.waits),
+    *(checks.deterministic, checks.resume, checks.tree, checks.default, checks.snapshot),
+    *(faults.kill_step, faults.kill_eval, faults.oom, faults.stop, faults.restart),
+    *(checks.memory, checks.speed, checks.strategies),
+)
+CHECKS: dict[str, Callable[[SelfTest], str]] = {check.__name__: check for check in FUNCTIONS}
+TIMEOUT = 120.0  # seconds that a rank waits for another within a check
+AGREEMENT_TIMEOUT = timedelta(hours=1)  # for which ranks wait for one that makes a check alone
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a check found, on one rank or on all.
+
+    Args:
+        status: PASS, FAIL or SKIP
+        detail: what was found, or the reason
+        seconds: that it took
+        ended: seconds since 1970
+        broke_off: whether an exception of the program has ended it
+    """
+
+    name: str
+    status: str
+    detail: str
+    seconds: float = 0.0
+    ended: float = 0.0
+    broke_off: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.status}  {self.name:<13}  {self.detail}" + f" ({self.seconds:.1f} s)" * (self.seconds >= 0.1)
+
+
+def title(name: str) -> str:
+    return (CHECKS[name].__doc__ or "").split("\n")[0]
+
+
+def run_check(name: str, test: SelfTest) -> Result:
+    """Runs a check on this rank."""
+    began, broke_off = time.perf_counter(), False
+    try:
+        status, detail = "PASS", CHECKS[name](test)
+    except SkippedError as reason:
+        status, detail = "SKIP", str(reason)
+    except CheckFailedError as error:
+        status, detail = "FAIL", str(error)
+    except Exception as error:  # whatever it is, the other checks go on
+        status, broke_off = "FAIL", True
+        detail = f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"
+    return Result(name, status, detail, round(time.perf_counter() - began, 1), time.time(), broke_off)
+
+
+def agree(mine: Result, agreement: DistributedContext) -> tuple[Result, str]:
+    """What rank 0 found, or the rank that failed first; and why the ranks can't go on together, or an empty string."""
+    try:
+        results = agreement.all_gather_object(mine)
+    except RuntimeError as error:
+        gone = f"another rank is gone: {str(error).splitlines()[0]}"
+        return replace(mine, status="FAIL", detail=gone), f"another rank is gone since {mine.name}"
+    failed = [rank for rank, result in enumerate(results) if result.status == "FAIL"]
+    rank = min(failed, key=lambda rank: results[rank].ended, default=0)  # later ones may have failed because of it
+    prefix, broken = f"rank {rank}: " if failed and len(results) > 1 else "", ""
+    if any(result.broke_off for result in results) and len({result.detail for result in results}) > 1:
+        broken = f"ranks are out of step since rank {rank} failed in {mine.name}"
+    return replace(results[rank], detail=prefix + results[rank].detail), broken
+
+
+def run_checks(names: Sequence[str], test: SelfTest, agreement: DistributedContext) -> tuple[list[Result], str]:
+    """Runs checks on all ranks; rank 0 prints each result, and on a terminal the title of the check that runs.
+
+    Args:
+        agreement: all ranks, in a process group that no check uses
+
+    Returns:
+        the results, and why the ranks could not go on together, or an empty string
+    """
+    results, broken = list[Result](), ""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+    for name in names:
+        if width and test.context.rank == 0:
+            print(f"      {name:<13}  {title(name)}"[: width - 1], end="", flush=True)
+        result = Result(name, "SKIP", broken)
+        if not broken:
+            result, broken = agree(run_check(name, test), agreement)
+        results.append(result)
+        line = str(result)
+        if width:
+            line = "\r\x1b[K" + textwrap.fill(line, width, subsequent_indent=" " * 21, break_on_hyphens=False)
+        if test.context.rank == 0:
+            print(line, flush=True)
+    return results, broken
+
+
+def summary(results: Sequence[Result], device: torch.device, ranks: int) -> dict[str, object]:
+    """What a report of a problem needs."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    git = shutil.which("git") and subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+    return {
+        "status": "FAIL" if any(result.status == "FAIL" for result in results) else "PASS",
+        "machine": machine_name(device),
+        "ranks": ranks,
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "commit": git.stdout.strip() if git and git.returncode == 0 else None,
+        "checks": [{key: asdict(result)[key] for key in ("name", "status", "detail", "seconds")} for result in results],
+    }
+
+
+def run(argv: Sequence[str]) -> None:
+    """Runs the checks that the command line names, or all.
+
+    Raises:
+        UserError: there is no such check.
+    """
+    titles = "\n".join(f"  {name:<15}{title(name)}" for name in CHECKS)
+    parser = argparse.ArgumentParser(
+        description=f"{__doc__}\nchecks:\n{titles}", formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="the checks to run")
+    names = parser.parse_args(argv).only or list(CHECKS)
+    for name in names:
+        if name not in CHECKS:
+            raise UserError(f"--only: there is no check {name}; there are: {', '.join(CHECKS)}")
+
+    tune_malloc()
+    gc.freeze()  # each check collects what the one before has left
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # it warns that gloo lacks an all-to-all
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))  # so that files and processes are removed
+    config = DistributedConfig(timeout_seconds=TIMEOUT)
+    with tempfile.TemporaryDirectory() as folder, init_distributed(config, needs_process_group=True) as context:
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
+        context.init_device(config.backend)
+        set_deterministic(context.device)  # NCCL reads its variables once
+        torch.use_deterministic_algorithms(False)
+        agreement = copy(context)
+        agreement.timeout = AGREEMENT_TIMEOUT
+        agreement = agreement.subgroup([range(context.world_size)])
+        results, broken = run_checks(names, SelfTest(context, Path(folder)), agreement)
+        if context.rank == 0:
+            counts = Counter(result.status for result in results)
+            print(", ".join(f"{counts[status]} {status}" for status in ("PASS", "FAIL", "SKIP")))
+            print(json.dumps(summary(results, context.device, context.world_size)), flush=True)
+        with suppress(RuntimeError):  # torchrun ends the others when the first exits with an error
+            agreement.all_gather_object(None)
+        if broken:
+            raise PeerError(broken)  # so that the process group stays, which could not be destroyed
+    if any(result.status == "FAIL" for result in results):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(run_script(run))
+    except PeerError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,262 @@
+"""selftest.py passes, and fails with the right check when something is broken on purpose."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from helpers import ROOT, TORCHRUN, VISIBLE_GPUS, clean_env, find_processes, kill_processes, wait_until
+
+import selftest
+from benchmarks.selftest_checks import COLUMNS, peak_flops
+from mingpt.utils.logging import run_script
+from selftest import CHECKS, Result, agree
+
+NEEDS_GPU = {"fp16", "waits", "default", "speed", "strategies"}
+
+# Programs that run selftest.py after a line that breaks something.
+BREAK = f"""
+import os, sys
+sys.path.insert(0, {str(ROOT)!r})
+import selftest
+from benchmarks import fault_injection, selftest_checks
+from mingpt.parallel import data_parallel, sharded, tree_reduction
+from mingpt.snapshot.manager import AsyncSnapshotWriter
+from mingpt.utils.logging import run_script
+from trainer import Trainer
+rank = int(os.environ.get("RANK", "0"))
+"""
+RUN = """
+sys.exit(run_script(selftest.run))
+"""
+
+
+@pytest.fixture
+def variable(tmp_path: Path) -> Iterator[str]:
+    """The temporary folder of a self-test, as a variable by which its processes are found."""
+    (tmp_path / "tmp").mkdir()
+    variable = f"TMPDIR={tmp_path / 'tmp'}"
+    yield variable
+    kill_processes(variable)
+
+
+def run_selftest(
+    variable: str, *argv: str, ranks: int = 1, timeout: float = 240, **env: str | None
+) -> tuple[int, dict[str, list[str]], dict[str, Any], str]:
+    """Runs it; returns its exit status, status and detail by check as printed, the JSON object, and stderr."""
+    name, value = variable.split("=")
+    launcher = [*TORCHRUN, f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    command, env = [sys.executable, *launcher, *argv], clean_env(**{name: value}, OMP_NUM_THREADS="1", **env)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout, check=False)
+    *lines, _, summary = done.stdout.splitlines() or ["", "{}"]
+    rows = [re.fullmatch(r"(PASS|FAIL|SKIP)  (\w+) +(.*?)( \([\d.]+ s\))?", line) for line in lines]
+    assert all(rows), done.stdout + done.stderr
+    left = {path.name.partition("_")[0] for path in Path(value).iterdir()}
+    assert left <= {"torchelastic", "torchinductor"}  # of the launcher above, and headers that torch.compile compiles
+    assert not find_processes(variable)
+    return done.returncode, {row[2]: [row[1], row[3]] for row in rows if row}, json.loads(summary), done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_all_checks_pass_or_say_why_not(ranks: int, variable: str) -> None:
+    status, rows, summary, stderr = run_selftest(variable, "selftest.py", ranks=ranks)
+    assert status == 0, rows
+    assert list(rows) == list(CHECKS)
+    skipped = {name: detail for name, (status, detail) in rows.items() if status == "SKIP"}
+    assert set(skipped) == NEEDS_GPU | ({"tree"} if ranks == 1 else set())
+    assert all(detail.strip() for detail in skipped.values())
+    assert [[check["status"], check["detail"]] for check in summary["checks"]] == list(rows.values())
+    assert (summary["status"], summary["ranks"], summary["cuda"]) == ("PASS", ranks, None)
+    for fault in ("kill_step", "kill_eval", "oom", "stop"):
+        assert re.match(r"after \d+\.\d s: rank 1 \(", rows[fault][1]), rows[fault]
+    assert rows["restart"][1].startswith("resumed from step 1")
+    assert "Traceback" not in stderr
+
+
+@pytest.mark.gpu
+def test_all_checks_pass_on_gpus(variable: str) -> None:
+    status, rows, _, stderr = run_selftest(variable, "selftest.py", timeout=1800, **VISIBLE_GPUS)
+    assert status == 0, (rows, stderr)
+    assert {name for name, (status, _) in rows.items() if status == "SKIP"} <= {"tree", "bf16"}
+
+
+CONTROLS = {  # what is broken, the check that fails, and a part of its line
+    "fsdp's gradients twice as large": (
+        "sharded.FSDP.loss_factor = property(lambda self: 2.0, lambda self, value: None)",
+        "fp32",
+        "fsdp's gradient norms differ by 1 (allowed 0.01)",
+    ),
+    "dropout with a random seed": (
+        "data_parallel.seed_device = lambda device, seed: data_parallel.torch.default_generator.seed()",
+        "deterministic",
+        "other bits with ddp from step 1 on; zero1",
+    ),
+    "no optimizer state after a restart": (
+        "load = data_parallel.Strategy.load_full_state\n"
+        "data_parallel.Strategy.load_full_state = lambda self, weights, state, source: load(self, weights, {}, source)",
+        "resume",
+        "other bits with ddp from step 6 on; zero1",
+    ),
+    "snapshots without copies": (
+        "AsyncSnapshotWriter._buffer = lambda self, name, tensor: tensor",
+        "snapshot",
+        "the file has other bits than the state at its step with ddp",
+    ),
+    "an estimate without optimizer state": (
+        "data_parallel.optimizer_bytes = lambda *args: 0",
+        "memory",
+        "estimated and measured: ddp 0.",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("control", CONTROLS)
+def test_the_right_check_finds_what_is_broken(control: str, variable: str, tmp_path: Path) -> None:
+    line, check, message = CONTROLS[control]
+    (tmp_path / "broken.py").write_text(BREAK + line + RUN)
+    other = "memory" if check == "snapshot" else "snapshot"
+    status, rows, summary, _ = run_selftest(variable, str(tmp_path / "broken.py"), "--only", check, other)
+    assert (status, summary["status"]) == (1, "FAIL")
+    assert {name: row[0] for name, row in rows.items()} == {check: "FAIL", other: "PASS"}
+    assert message in rows[check][1]
+
+
+@pytest.mark.slow
+def test_bits_that_depend_on_the_number_of_ranks_are_found(variable: str, tmp_path: Path) -> None:
+    line = "data_parallel.Strategy.dropout_seed = lambda self, first: first + self.context.rank"
+    (tmp_path / "broken.py").write_text(BREAK + line + RUN)
+    status, rows, _, _ = run_selftest(variable, str(tmp_path / "broken.py"), "--only", "tree", "resume", ranks=2)
+    assert status == 1
+    assert rows["tree"] == ["FAIL", "rank 0: other bits on 1 ranks than on 2"]
+    assert rows["resume"][0] == "PASS"
+
+
+@pytest.mark.slow
+def test_a_fault_that_no_rank_names_is_a_failure(variable: str, tmp_path: Path) -> None:
+    """The program that the check starts is broken through a module that Python imports at its start."""
+    line = "from mingpt.distributed.health import HealthMonitor\nHealthMonitor._find_cause = lambda self, error: ''\n"
+    (tmp_path / "sitecustomize.py").write_text(line)
+    path = f"{tmp_path}:{ROOT}"
+    status, rows, _, _ = run_selftest(variable, "selftest.py", "--only", "kill_step", "restart", PYTHONPATH=path)
+    assert status == 1
+    assert rows["kill_step"][0] == "FAIL"
+    assert rows["kill_step"][1].startswith("no rank named rank 1: torchrun's exit status is 1; ")
+    assert rows["restart"][0] == "PASS"
+
+
+@pytest.mark.slow
+def test_checks_are_skipped_after_one_rank_has_lost_the_others(variable: str, tmp_path: Path) -> None:
+    lines = (
+        "selftest.TIMEOUT = 5.0\n"
+        "step = Trainer.train_step\n"
+        "Trainer.train_step = lambda self: 1 / 0 if self.step == 3 and rank == 1 else step(self)"
+    )
+    (tmp_path / "broken.py").write_text(BREAK + lines + RUN)
+    names = ("machine", "fp32", "tree", "snapshot")
+    status, rows, _, stderr = run_selftest(variable, str(tmp_path / "broken.py"), "--only", *names, ranks=2)
+    assert status == 1
+    assert rows["machine"][0] == "PASS"
+    assert rows["fp32"] == ["FAIL", "rank 1: ZeroDivisionError: division by zero"]
+    assert rows["tree"] == rows["snapshot"] == ["SKIP", "ranks are out of step since rank 1 failed in fp32"]
+    assert "Traceback" not in re.sub(r"(?s)Traceback.*ChildFailedError.*", "", stderr)  # torchrun's own
+
+
+@pytest.mark.slow
+def test_speed_is_measured_for_each_column(variable: str, tmp_path: Path) -> None:
+    """Of tiny models on the CPU, with a pretended peak."""
+    lines = (
+        "from benchmarks.harness import Shape\n"
+        "selftest_checks.require_gpu = lambda test, reason='': None\n"
+        "selftest_checks.peak_flops = lambda device: 1e12\n"
+        "tiny = Shape(1, 2, 16, 16, 8)\n"
+        "selftest_checks.COLUMNS = {name: (tiny, {'trainer.precision': 'bf16'}) for name in ('10.7M', '124M')}\n"
+    )
+    (tmp_path / "broken.py").write_text(BREAK + lines + RUN)
+    status, rows, _, _ = run_selftest(variable, str(tmp_path / "broken.py"), "--only", "speed", "strategies")
+    assert status == 0, rows
+    speed = r"[\d,]+ tokens/s in bf16 \(MFU [\d.]+%\)"
+    expected = "; ".join(f"{name} {speed}; {name} compiled {speed}" for name in ("10.7M", "124M"))
+    assert re.fullmatch(expected, rows["speed"][1]), rows["speed"]
+    assert re.match(r"ddp [\d.]+, zero1 [\d.]+, zero2 [\d.]+, fsdp [\d.]+, tree [\d.]+ of ddp's", rows["strategies"][1])
+
+
+@pytest.mark.slow
+def test_sigterm_leaves_no_process_and_no_file(variable: str, tmp_path: Path) -> None:
+    name, value = variable.split("=")
+    command, env = [sys.executable, "selftest.py", "--only", "stop"], clean_env(**{name: value})
+    with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        wait_until(lambda: bool(list(Path(value).glob("*/*/struck"))), "the fault")
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=30)
+    assert process.returncode == 143
+    wait_until(lambda: not find_processes(variable), "all processes have ended")
+    assert list(Path(value).iterdir()) == []
+
+
+def result(status: str, detail: str, ended: float, broke_off: bool = False) -> Result:
+    return Result("fp32", status, detail, ended=ended, broke_off=broke_off)
+
+
+@pytest.mark.parametrize(
+    ("results", "status", "detail", "broken"),
+    [
+        ([result("PASS", "fine", 1), result("PASS", "", 2)], "PASS", "fine", ""),
+        ([result("PASS", "fine", 1), result("FAIL", "wrong", 2)], "FAIL", "rank 1: wrong", ""),
+        ([result("FAIL", "oh", 1, True), result("FAIL", "oh", 2, True)], "FAIL", "rank 0: oh", ""),
+        ([result("FAIL", "timeout", 9, True), result("FAIL", "oh", 2, True)], "FAIL", "rank 1: oh", "since rank 1"),
+    ],
+)
+def test_ranks_agree_on_the_first_failure(results: list[Result], status: str, detail: str, broken: str) -> None:
+    agreement: Any = SimpleNamespace(all_gather_object=lambda mine: results)
+    found, reason = agree(results[0], agreement)
+    assert (found.status, found.detail) == (status, detail)
+    assert broken in reason
+    assert bool(reason) == bool(broken)
+
+
+def test_a_check_that_does_not_exist_is_one_message(monkeypatch, capsys) -> None:
+    monkeypatch.setattr("sys.argv", ["selftest.py", "--only", "speeed"])
+    assert run_script(selftest.run) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: --only: there is no check speeed; there are: machine, fp32, ")
+    assert error.count("\n") == 1
+
+
+def test_checks_have_titles_that_fit() -> None:
+    for name in CHECKS:
+        assert 0 < len(selftest.title(name)) < 80 - len(str(Result(name, "PASS", ""))), name
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-40GB", 312e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA GeForce RTX 4090", 165.2e12),
+        ("NVIDIA A10G", None),
+        ("Tesla V100-SXM2-16GB", None),
+    ],
+)
+def test_peaks_are_found_by_name(name: str, peak: float | None) -> None:
+    assert peak_flops(name) == peak
+
+
+def test_columns_are_those_of_the_documentation() -> None:
+    page = (ROOT / "docs/configuration.md").read_text()
+    table = {cells[1].strip(): cells[2:5] for line in page.splitlines() if len(cells := line.split("|")) == 6}
+    sizes = table["`model.n_layer`, `model.n_head`, `model.n_embd`"]
+    assert [cell.strip() for cell in sizes] == [f"{s.layers}, {s.heads}, {s.width}" for s, _ in COLUMNS.values()]
+    assert [int(cell) for cell in table["`data.block_size`"]] == [shape.T for shape, _ in COLUMNS.values()]
+    for key, default in {"model.dropout": 0.0, "optimizer.name": "muon"}.items():
+        assert [cell.strip() for cell in table[f"`{key}`"]] == [str(o.get(key, default)) for _, o in COLUMNS.values()]
