@@ -22,7 +22,7 @@ HEARTBEAT_INTERVAL = 0.5  # seconds between heartbeats
 HEARTBEAT_TIMEOUT = 2.0  # seconds without one, after which a rank counts as gone
 GRACE_SECONDS = 5.0  # for the main thread to report an error, in which it waits for a snapshot that is being written
 FILE_SYSTEM = "the file system"  # the host of a store at file://
-NCCL_DUMP_KEY = "exception_dump"  # kStoreDumpKey in ProcessGroupNCCL.hpp
+NCCL_DUMP_KEY = "exception_dump"  # set by NCCL's watchdog, below all prefixes (kStoreDumpKey in ProcessGroupNCCL.hpp)
 
 
 def uses_agent_store(init_method: str) -> bool:
@@ -68,9 +68,8 @@ def generation_store(store: dist.Store, rank: int, world_size: int, timeout: tim
         if offered_to[rank : rank + 1] == [token]:
             store.set(f"{prefix}/accepted/{rank}", "")
             if rank == 0 and store.check([f"{prefix}/accepted/{other}" for other in range(world_size)]):
-                # NCCL's watchdog sets this key when it has failed, in the store below all prefixes. If it were still
-                # there when ranks proceed, NCCL would end them too, after some minutes (HeartbeatMonitor::runLoop in
-                # ProcessGroupNCCL.cpp). Nobody sets it again: the ranks of the last start are dead.
+                # If this key were still there when ranks proceed, NCCL would end them too, after some minutes
+                # (HeartbeatMonitor::runLoop in ProcessGroupNCCL.cpp). The ranks that could set it again are dead.
                 store.delete_key(NCCL_DUMP_KEY)
                 store.set(f"{prefix}/confirmed", "")
             if store.check([f"{prefix}/confirmed"]):
@@ -87,9 +86,10 @@ class HealthMonitor:
     to the store for the others, since they see that rank exit in turn.
 
     A main thread that waits for a GPU gets no error: NCCL's kernel waits there for the rank that is gone. So each rank
-    also watches the cause and the heartbeat of its successor, rank + 1: whatever the number of ranks, each makes three
-    small requests at an interval. When a cause is written, or after `timeout_seconds` without that heartbeat, the main
-    thread has GRACE_SECONDS to fail by itself; then a thread reports the cause and ends the process.
+    also watches the cause and the heartbeat of its successor, rank + 1; with any number of ranks, each makes four small
+    requests at an interval. When there is a cause, after `timeout_seconds` without that heartbeat, or when a watchdog
+    of NCCL has seen a failure, after which it ends its process within a minute, the main thread has GRACE_SECONDS to
+    fail by itself. Then a thread reports the cause and ends the process.
 
     Args:
         store_host: the process that hosts the store, as messages name it
@@ -109,7 +109,7 @@ class HealthMonitor:
         self.stopped = threading.Event()
         self.is_watching = True
         self.report_lock = threading.RLock()  # held by the thread that reports an error and ends the process
-        self.successor_heartbeat, self.has_cause = b"", False  # as last read
+        self.successor_heartbeat, self.has_failure = b"", False  # as last read
         self.threads = [threading.Thread(target=run, daemon=True) for run in (self._send_heartbeats, self._watch)]
 
     def start(self) -> None:
@@ -124,11 +124,12 @@ class HealthMonitor:
 
     def _send_heartbeats(self) -> None:
         successor = (self.rank + 1) % self.world_size
+        root_store = self.heartbeat_store._underlying_non_prefix_store  # type: ignore[attr-defined]
         while not self.stopped.wait(HEARTBEAT_INTERVAL):
             try:
                 self.heartbeat_store.set(f"heartbeat/{self.rank}", str(time.monotonic()))
                 self.successor_heartbeat = self.heartbeat_store.get(f"heartbeat/{successor}")
-                self.has_cause = self.heartbeat_store.check(["cause"])
+                self.has_failure = self.heartbeat_store.check(["cause"]) or root_store.check([NCCL_DUMP_KEY])
             except (RuntimeError, OSError):  # training may continue without a store
                 if self.store_host != FILE_SYSTEM:  # TCPStore does not connect again, and logs each trial
                     return
@@ -145,7 +146,7 @@ class HealthMonitor:
             silent = silent + 1 if self.successor_heartbeat == last else 0
             last = self.successor_heartbeat
             is_silent = silent * HEARTBEAT_INTERVAL >= self.timeout_seconds
-            if not self.is_watching or not (is_silent or self.has_cause):
+            if not self.is_watching or not (is_silent or self.has_failure):
                 continue
             silent = 0
             try:

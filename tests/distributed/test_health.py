@@ -114,6 +114,9 @@ def _crash(argv: list[str]) -> tuple[int, str]:
     ("scheme", "lost_rank", "fault", "grace_seconds", "message"),
     [
         ("file", 1, "exception", 0.5, r"rank 1 \(.*\) failed: ZeroDivisionError: on purpose"),
+        pytest.param(
+            "file", 1, "SIGKILL seen by NCCL", 0.5, r"rank 1 \(.*\) sent no heartbeat", marks=pytest.mark.slow
+        ),
         pytest.param("file", 1, "SIGKILL", 5, r"rank 1 \(.*\) sent no heartbeat for 2 seconds", marks=pytest.mark.slow),
         pytest.param("file", 1, "SIGSTOP", 5, r"rank 1 \(.*\) sent no heartbeat for 2 seconds", marks=pytest.mark.slow),
         pytest.param("tcp", 0, "SIGKILL", 5, r"rank 0, which hosts the store, is gone", marks=pytest.mark.slow),
@@ -132,7 +135,7 @@ def test_a_rank_whose_main_thread_is_blocked_names_the_lost_one(
     assert status == 1
     assert re.search(rf"^error: {message}.*; the same command resumes\n\Z", err, re.MULTILINE), err
     assert err.count("error: ") == 1, err
-    assert seconds < (2 if fault == "exception" else TIMEOUT + 9)
+    assert seconds < {"exception": 2, "SIGKILL seen by NCCL": TIMEOUT}.get(fault, TIMEOUT + 9)
 
 
 @pytest.mark.slow
@@ -188,8 +191,11 @@ def _main_with_faults(faults: dict[int, str], grace_seconds: float, argv: list[s
         if trainer.step == 5 and rank in faults:
             if faults[rank] != "sleep":
                 (folder / "fault").touch()
+            if faults[rank].endswith("NCCL"):
+                root_store = trainer.context.health.store._underlying_non_prefix_store  # type: ignore[union-attr]
+                root_store.set(health.NCCL_DUMP_KEY, "rank 0's watchdog")
             if faults[rank].startswith("SIG"):
-                os.kill(os.getpid(), getattr(signal, faults[rank]))
+                os.kill(os.getpid(), getattr(signal, faults[rank].split()[0]))
             elif faults[rank] == "brief SIGSTOP":
                 subprocess.run(["sh", "-c", "(kill -STOP $PPID; sleep 5; kill -CONT $PPID) &"], check=True)
                 time.sleep(1)
