@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.stage import InferenceMode
 from torch.nn.parallel import DistributedDataParallel, distributed
+from torch.nn.utils import get_total_norm
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mingpt.config_parser import read_config
@@ -46,7 +47,7 @@ class _EnoughError(Exception):
 
 
 def dry_run(rank: int, world_size: int, argv: list[str], fault: str | None = None) -> dict[str, int]:
-    """What `HostWaits` finds in steps, with all that the loop does between log lines, and in evaluation.
+    """What `HostWaits` finds in steps, with all that the loop does between log lines, in evaluation and in saving.
 
     Args:
         argv: options of the run
@@ -72,6 +73,9 @@ def dry_run(rank: int, world_size: int, argv: list[str], fault: str | None = Non
         with suppress(DynamicOutputShapeException):  # which is among what was found
             _train(trainer, watch)
             trainer.strategy.evaluate_batches([range(0, 2), range(2, 4), range(4, 5)], trainer.val_data)
+            watch.recording = False
+            if world_size == 1:  # with several ranks, the writer is the same
+                _save(trainer, watch)
         for callback in context.exit_callbacks:
             callback()
         return dict(watch.found)
@@ -87,6 +91,17 @@ def _train(trainer: Trainer, watch: HostWaits) -> None:
 
     with suppress(_EnoughError):
         trainer.train_loop(NullMetricsLogger(), SimpleNamespace(signal=0), after_step)
+
+
+def _save(trainer: Trainer, watch: HostWaits) -> None:
+    """Starts to save a snapshot, which may wait, and reads the weights like the thread that writes it."""
+
+    def read(job: tuple[dict[str, Any], Any]) -> None:
+        watch.recording = True
+        get_total_norm(list(job[0]["model"].values()))
+
+    with mock.patch.object(trainer.snapshots.writer, "queue", SimpleNamespace(put=read)):
+        trainer.save_snapshot(val_loss=None, is_last=False)
 
 
 def _patches() -> list[Any]:
@@ -150,6 +165,7 @@ def _copies(copy: Callable[[Tensor, torch.device], Tensor]) -> Any:
 
 
 FAULTS: dict[str, Callable[[], Any]] = {
+    "snapshot": lambda: mock.patch.object(torch.accelerator, "synchronize"),
     "strided": lambda: _copies(lambda tensor, device: tensor.pin_memory().to(device, non_blocking=True)),
     "pageable": lambda: _copies(lambda tensor, device: tensor.contiguous().to(device, non_blocking=True)),
     "blocking": lambda: _copies(lambda tensor, device: tensor.contiguous().pin_memory().to(device)),

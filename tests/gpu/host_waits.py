@@ -70,9 +70,10 @@ class HostWaits(TorchDispatchMode):
             raise
         if op is aten._to_copy:
             self._check_copy(args[0], result, kwargs.get("non_blocking", False), is_new=True)
-        elif op is aten.copy_:
+        elif op in (aten.copy_, aten._foreach_copy_):
             non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
-            self._check_copy(args[1], args[0], non_blocking, is_new=False)
+            for target, source in zip(tree_leaves(args[0]), tree_leaves(args[1]), strict=True):
+                self._check_copy(source, target, non_blocking, is_new=False)
         return self._pin(result) if pin_memory else result
 
     def _check_copy(self, source: Tensor, target: Tensor, non_blocking: bool, is_new: bool) -> None:

@@ -3,10 +3,10 @@
     python -m tests.gpu.rig [PATTERN ...]
 
 runs the cases whose names match a pattern, by default all, and prints a table: seconds, and what was found. A case
-trains a few steps on one rank of a pretended GPU, with all that the loop does between log lines, and evaluates. Nothing
-may be found: no operation for which the host waits for the device, no copy from the device that is read without a
-synchronization, and no copy to the device from memory that is not pinned, or of a tensor that is not contiguous. Cases
-whose names begin with "fault" make a mistake, which must be found.
+trains a few steps on one rank of a pretended GPU, with all that the loop does between log lines, and evaluates; with
+one rank, it starts to save a snapshot, too. Nothing may be found: no operation for which the host waits for the device,
+no copy from the device that is read without a synchronization, and no copy to the device from memory that is not
+pinned, or of a tensor that is not contiguous. Cases whose names begin with "fault" make a mistake, which must be found.
 
 It does not see kernels (their results, their speed, whether there is one for a dtype, waits inside them), NCCL and what
 other ranks do, races between streams, the C++ code of DistributedDataParallel, compiled code, memory that runs out, and
@@ -89,6 +89,7 @@ def _cases() -> dict[str, Case]:
         if strategy == "fsdp" and precision != "fp16" and optimizer == "adamw":
             case = Case(options | {"distributed.cpu_offload": "true"}, expected=OFFLOAD_WAITS)
             cases[f"offload-{precision}"] = case
+    race = "reads a copy from the device without a synchronization"
     for fault, expected in {
         "strided": "copy to the device of a tensor that is not contiguous: mingpt/parallel/data_parallel.py:",
         "pageable": "copy to the device from memory that is not pinned: mingpt/parallel/data_parallel.py:",
@@ -100,7 +101,8 @@ def _cases() -> dict[str, Case]:
         "synchronize": "torch.cuda.synchronize() waits for the device: trainer.py:",
         "event": "torch.cuda.Event.synchronize() waits for the device: trainer.py:",
         "read": "copy to the host that is not non_blocking: trainer.py:",
-        "race": "aten.add reads a copy from the device without a synchronization: trainer.py:",
+        "snapshot": f"aten.linalg_vector_norm {race}: mingpt/snapshot/manager.py:",
+        "race": f"aten.add {race}: trainer.py:",
     }.items():
         cases[f"fault-{fault}"] = Case({}, world_size=1, fault=fault, expected=(expected,))
     return cases
