@@ -172,7 +172,7 @@ def run(argv: Sequence[str]) -> None:
     gc.freeze()  # each check collects what the one before has left
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # it warns that gloo lacks an all-to-all
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))  # so that files and processes are removed
-    config = DistributedConfig(timeout_seconds=TIMEOUT)
+    config = DistributedConfig(backend="auto" if torch.cuda.is_available() else "gloo", timeout_seconds=TIMEOUT)
     with tempfile.TemporaryDirectory() as folder, init_distributed(config, needs_process_group=True) as context:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
         context.init_device(config.backend)

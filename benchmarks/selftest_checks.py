@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -147,6 +148,10 @@ def require_gpu(test: SelfTest, reason: str = "it needs a CUDA GPU") -> None:
         raise SkippedError(reason)
 
 
+def gpu_precisions(test: SelfTest) -> list[str]:
+    return ["fp32", "fp16"] + ["bf16"] * has_bf16(test.context.device)[0]
+
+
 @contextmanager
 def open_trainer(
     test: SelfTest,
@@ -213,7 +218,8 @@ def machine(test: SelfTest) -> str:
     if on_gpu(test):
         free, total = (format_bytes(number) for number in torch.cuda.mem_get_info(test.context.device))
         nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "none"
-        facts += [f"CUDA {torch.version.cuda}", f"driver {driver}", f"NCCL {nccl}", f"{free} of {total} free"]
+        facts += [f"driver {driver}", f"CUDA {torch.version.cuda}", f"cuDNN {torch.backends.cudnn.version()}"]
+        facts += [f"NCCL {nccl}", f"{free} of {total} free"]
     try:
         check_compiler(test.context.device)
         facts.append("compiler found")
@@ -236,7 +242,8 @@ class _Operations(TorchDispatchMode):
 
 def _attention(test: SelfTest) -> str:
     """The operations of attention in a forward pass of the default configuration, in its precision."""
-    with open_trainer(test, {}, SMALL.options) as trainer, _Operations() as operations:
+    options = replace(SMALL, B=max(SMALL.B, test.context.world_size)).options
+    with open_trainer(test, {}, options) as trainer, _Operations() as operations:
         trainer.strategy.compute_loss(trainer.strategy.full_model, *trainer.train_data[range(2)])
     return ", ".join(sorted(name for name in operations.names if "dot_product" in name)) or "bmm"
 
@@ -287,12 +294,11 @@ def _compare_curves(test: SelfTest, precision: str) -> str:
 def waits(test: SelfTest) -> str:
     """No step waits for the GPU (cuda.set_sync_debug_mode)."""
     require_gpu(test)
-    precisions = ["fp32", "fp16"] + ["bf16"] * has_bf16(test.context.device)[0]
-    cases = [(name, precision) for name in strategy_options(test) for precision in precisions]
-    cases.remove(("tree", "fp16"))
-    found = {}
-    for name, precision in cases:
-        overrides = strategy_options(test)[name] | {"trainer.precision": precision}
+    options, found = strategy_options(test), {}
+    for name, precision in product(options, gpu_precisions(test)):
+        if (name, precision) == ("tree", "fp16"):
+            continue
+        overrides = options[name] | {"trainer.precision": precision}
         # A warning, unlike an error, leaves the ranks in step, and shows all places.
         with open_trainer(test, overrides, warmup_steps=3) as trainer, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -308,7 +314,7 @@ def waits(test: SelfTest) -> str:
             found[f"{name} in {precision}"] = sorted(places)
     if found:
         raise CheckFailedError("; ".join(f"{case}: {', '.join(places)}" for case, places in found.items()))
-    return f"no step of {', '.join(strategy_options(test))} in {', '.join(precisions)}"
+    return f"no step of {', '.join(options)} in {', '.join(gpu_precisions(test))}"
 
 
 def deterministic(test: SelfTest) -> str:
@@ -345,15 +351,16 @@ def tree(test: SelfTest) -> str:
     context, overrides = test.context, strategy_options(test)["tree"]
     if context.world_size == 1:
         raise SkippedError("there is one rank: start it with torchrun --nproc_per_node=N")
-    curves = []
+    curves = {}
     for ranks in range(1, context.world_size + 1):
-        group = context.subgroup([range(ranks), range(ranks, context.world_size)][: 1 + (ranks < context.world_size)])
+        groups = [range(ranks), range(ranks, context.world_size)]
+        group = context.subgroup([group for group in groups if group])
         if context.rank < ranks:
-            curves.append(train_curve(test, overrides, FEW_STEPS, group))
-        context.all_gather_object(None)
-    for ranks, curve in enumerate(curves[::-1]):
-        if curve != curves[-1]:
-            raise CheckFailedError(f"other bits on {context.world_size - ranks} ranks than on {context.world_size}")
+            curves[ranks] = train_curve(test, overrides, FEW_STEPS, group)
+        context.all_gather_object(None)  # the others wait
+    wrong = [ranks for ranks, curve in curves.items() if curve != curves[context.world_size]]
+    if wrong:
+        raise CheckFailedError(f"other bits on {', '.join(map(str, wrong))} ranks than on {context.world_size}")
     return f"the same bits on 1 to {context.world_size} ranks after {FEW_STEPS} steps"
 
 
@@ -403,15 +410,15 @@ def memory(test: SelfTest) -> str:
     found, wrong = [], []
     for name, overrides in strategy_options(test).items():
         estimate, usage, peak = _measure_memory(test, overrides)
-        told = estimate.parameters + estimate.gradients + estimate.optimizer
-        found.append(f"{name} {format_bytes(told)} and {format_bytes(usage.total)}")
+        kept = estimate.parameters + estimate.gradients + estimate.optimizer
+        found.append(f"{name} {kept / 2**20:.1f}/{usage.total / 2**20:.1f}")
         if on_gpu(test):
-            found[-1] += f", at the peak {format_bytes(estimate.total)} and {format_bytes(peak)}"
-        if abs(usage.total - told) > 0.1 * told:
+            found[-1] += f" (peak {estimate.total / 2**20:.1f}/{peak / 2**20:.1f})"
+        if abs(usage.total - kept) > 0.1 * kept:
             wrong.append(found[-1])
     if wrong:
-        raise CheckFailedError(f"parameters, gradients and optimizer state, estimated and measured: {'; '.join(wrong)}")
-    return f"estimated and measured: {'; '.join(found)}"
+        raise CheckFailedError(f"MiB estimated/measured differ: {', '.join(wrong)}")
+    return f"MiB estimated/measured: {', '.join(found)}"
 
 
 def _measure_memory(test: SelfTest, overrides: Overrides) -> tuple[MemoryUsage, MemoryUsage, int]:
@@ -479,10 +486,11 @@ def strategies(test: SelfTest) -> str:
     """The step of each strategy beside that of ddp."""
     require_gpu(test)
     shape, overrides = COLUMNS["10.7M"]
-    options = replace(shape, B=max(shape.B, 4 * test.context.world_size)).options
+    share = max(1, shape.B // (4 * test.context.world_size))  # a quarter of a rank's, for strategies that accumulate
+    options = replace(shape, B=4 * share * test.context.world_size).options
     found, test.pairs = [], 3
     for name, strategy in strategy_options(test).items():
-        micro_batch = {} if name in ("ddp", "zero1", "zero2", "fsdp") else {"trainer.micro_batch_size": 2}
+        micro_batch = {} if name in ("ddp", "zero1", "zero2", "fsdp") else {"trainer.micro_batch_size": share}
         with (
             open_trainer(test, overrides | micro_batch, options, warmup_steps=3) as ddp,
             open_trainer(test, overrides | micro_batch | strategy, options, warmup_steps=3) as other,

@@ -108,7 +108,7 @@ def _interrupt(test: SelfTest, fault: str, own_message: str = "") -> str:
     if own_message not in outcome.output:
         raise CheckFailedError(f"the rank itself did not report {own_message!r}: {_last_line(outcome)}")
     gloo = "with gloo, as there are fewer GPUs than ranks, " if on_gpu(test) and "gloo" in _options(test) else ""
-    return f"{gloo}after {outcome.seconds:.1f} s: {shorten(outcome.message, 110)}"
+    return f"{gloo}after {outcome.seconds:.1f} s: {shorten(outcome.message, 150)}"
 
 
 def _last_line(outcome: Outcome) -> str:

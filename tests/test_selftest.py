@@ -112,7 +112,7 @@ CONTROLS = {  # what is broken, the check that fails, and a part of its line
     "an estimate without optimizer state": (
         "data_parallel.optimizer_bytes = lambda *args: 0",
         "memory",
-        "estimated and measured: ddp 0.",
+        "MiB estimated/measured differ: ddp 0.",
     ),
 }
 
@@ -186,6 +186,32 @@ def test_speed_is_measured_for_each_column(variable: str, tmp_path: Path) -> Non
     expected = "; ".join(f"{name} {speed}; {name} compiled {speed}" for name in ("10.7M", "124M"))
     assert re.fullmatch(expected, rows["speed"][1]), rows["speed"]
     assert re.match(r"ddp [\d.]+, zero1 [\d.]+, zero2 [\d.]+, fsdp [\d.]+, tree [\d.]+ of ddp's", rows["strategies"][1])
+
+
+@pytest.mark.slow
+def test_a_step_that_waits_for_the_gpu_is_found(variable: str, tmp_path: Path) -> None:
+    """On the CPU, with a pretended GPU that warns as PyTorch does."""
+    lines = """
+import torch, warnings
+selftest_checks.on_gpu = lambda test: True
+selftest_checks.strategy_options = lambda test: {name: {"distributed.strategy": name} for name in ("ddp", "fsdp")}
+torch.cuda.synchronize = torch.cuda.empty_cache = lambda: None
+forward_backward, mode = data_parallel.Strategy.forward_backward, []
+torch.cuda.set_sync_debug_mode = mode.append
+
+def waiting(strategy, *args):
+    if mode[-1:] == ["warn"] and isinstance(strategy, sharded.FSDP):
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
+    return forward_backward(strategy, *args)
+
+data_parallel.Strategy.forward_backward = waiting
+selftest_checks.gpu_precisions = lambda test: ["fp32", "bf16"]
+"""
+    (tmp_path / "broken.py").write_text(BREAK + lines + RUN)
+    status, rows, _, _ = run_selftest(variable, str(tmp_path / "broken.py"), "--only", "waits", "default")
+    assert status == 1
+    assert re.fullmatch(r"fsdp in fp32: \S+/trainer.py:\d+; fsdp in bf16: \S+/trainer.py:\d+", rows["waits"][1]), rows
+    assert rows["default"] == ["PASS", "ddp equal bits, fsdp equal bits after 20 steps"]
 
 
 @pytest.mark.slow
