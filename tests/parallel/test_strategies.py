@@ -1,6 +1,7 @@
 """All strategies have the same losses and snapshots, exchange gradients once per step, and use the estimated memory."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from mingpt.config_parser import read_config
+from mingpt.parallel.data_parallel import Strategy
 from mingpt.parallel.sharded import FSDP
 from mingpt.utils.errors import UserError
 from tests.parallel.tables import (
@@ -181,6 +183,15 @@ def test_all_ranks_skip_a_step_that_overflows_on_one(name: str, on_two_ranks: li
         _, scales, changed = results[name]
         assert scales == [1024.0, 512.0, 512.0]
         assert changed == [True, False, True]
+
+
+def test_batches_are_not_copied_on_the_cpu() -> None:
+    windows = torch.zeros(2, 9)
+    idx, targets = windows[:, :-1], windows[:, 1:]
+    strategy = SimpleNamespace(context=SimpleNamespace(device=torch.device("cpu")))
+    found = Strategy.to_device(strategy, idx, targets)
+    assert found[0] is idx
+    assert found[1] is targets
 
 
 def test_cpu_offload_in_fp16_is_refused() -> None:
