@@ -28,13 +28,14 @@ from copy import copy
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from traceback import extract_tb
 
 import torch
 
 from benchmarks import selftest_checks as checks
 from benchmarks import selftest_faults as faults
 from benchmarks.harness import ROOT, SkippedError, machine_name
-from benchmarks.selftest_checks import CheckFailedError, SelfTest
+from benchmarks.selftest_checks import CheckFailedError, SelfTest, share_groups
 from mingpt.config import DistributedConfig
 from mingpt.distributed.process_group import DistributedContext, init_distributed
 from mingpt.utils.device import set_deterministic, tune_malloc
@@ -54,22 +55,14 @@ AGREEMENT_TIMEOUT = timedelta(hours=1)  # for which ranks wait for one that make
 
 @dataclass(frozen=True)
 class Result:
-    """What a check found, on one rank or on all.
-
-    Args:
-        status: PASS, FAIL or SKIP
-        detail: what was found, or the reason
-        seconds: that it took
-        ended: seconds since 1970
-        broke_off: whether an exception of the program has ended it
-    """
+    """What a check found, on one rank or on all."""
 
     name: str
-    status: str
-    detail: str
-    seconds: float = 0.0
-    ended: float = 0.0
-    broke_off: bool = False
+    status: str  # PASS, FAIL or SKIP
+    detail: str  # what was found, or the reason
+    seconds: float = 0.0  # that it took
+    ended: float = 0.0  # seconds since 1970
+    broke_off: bool = False  # an exception of the program has ended it
 
     def __str__(self) -> str:
         return f"{self.status}  {self.name:<13}  {self.detail}" + f" ({self.seconds:.1f} s)" * (self.seconds >= 0.1)
@@ -90,7 +83,9 @@ def run_check(name: str, test: SelfTest) -> Result:
         status, detail = "FAIL", str(error)
     except Exception as error:  # whatever it is, the other checks go on
         status, broke_off = "FAIL", True
+        place = [frame for frame in extract_tb(error.__traceback__) if frame.filename.startswith(str(ROOT))][-1]
         detail = f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"
+        detail += f" ({Path(place.filename).relative_to(ROOT)}, line {place.lineno})"
     return Result(name, status, detail, round(time.perf_counter() - began, 1), time.time(), broke_off)
 
 
@@ -181,6 +176,7 @@ def run(argv: Sequence[str]) -> None:
         agreement = copy(context)
         agreement.timeout = AGREEMENT_TIMEOUT
         agreement = agreement.subgroup([range(context.world_size)])
+        share_groups(context)
         results, broken = run_checks(names, SelfTest(context, Path(folder)), agreement)
         if context.rank == 0:
             counts = Counter(result.status for result in results)

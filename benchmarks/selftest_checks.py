@@ -11,7 +11,7 @@ import statistics
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -111,6 +111,19 @@ class SelfTest(Bench):
     def run_options(self, options: Sequence[str] = (), overrides: Mapping[str, Any] | None = None) -> list[str]:
         """As in Bench, with the default of all other keys, whatever gpt2_train_cfg.yaml has."""
         return ["--config", str(self.text.with_suffix(".yaml")), *super().run_options(options, overrides)]
+
+
+def share_groups(context: DistributedContext) -> None:
+    """Makes trainers with equal groups of ranks share them, since NCCL's buffers for each take memory on the GPU."""
+    subgroup, made = context.subgroup, dict[tuple[tuple[int, ...], ...], DistributedContext]()
+
+    def subgroup_once(groups: Iterable[Sequence[int]]) -> DistributedContext:
+        key = tuple(map(tuple, groups))
+        if key not in made:
+            made[key] = subgroup(key)
+        return made[key]
+
+    context.subgroup = subgroup_once  # type: ignore[method-assign]
 
 
 def tiny_options(world_size: int) -> list[str]:
