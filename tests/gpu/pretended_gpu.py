@@ -10,13 +10,14 @@ tests/gpu/sitecustomize/sitecustomize.py, which calls `install`.
 
 import contextlib
 import ctypes
-import importlib.util
 import os
+import platform
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from importlib.abc import MetaPathFinder
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,8 +29,12 @@ NAME = "NVIDIA H100 80GB HBM3"
 on_synchronize: list[Callable[[str], None]] = []  # called with the name of a function that waits for the device
 
 
-def compiler() -> str | None:
-    return shutil.which("g++")
+def why_not() -> str:
+    """Why no GPU can be pretended here; empty if one can."""
+    libraries = [_torch_folder() / "lib" / name for name in ("libtorch_cuda.so", "libtorch_hip.so")]
+    if platform.system() != "Linux" or any(library.exists() for library in libraries):
+        return "a GPU is pretended in a CPU build of PyTorch, on Linux"
+    return "" if shutil.which("g++") else "there is no g++ to compile the pretended GPU"
 
 
 def compile_library(folder: Path) -> Path:
@@ -38,7 +43,7 @@ def compile_library(folder: Path) -> Path:
     include = [f"-I{torch / path}" for path in ("include", "include/torch/csrc/api/include")]
     link = [f"-L{torch / 'lib'}", f"-Wl,-rpath,{torch / 'lib'}", "-ltorch_cpu", "-lc10"]
     options = ["-std=c++20", "-O1", "-shared", "-fPIC", "-o", str(library)]
-    subprocess.run([compiler() or "g++", *options, str(FOLDER / "pretended_gpu.cpp"), *include, *link], check=True)
+    subprocess.run(["g++", *options, str(FOLDER / "pretended_gpu.cpp"), *include, *link], check=True)
     return library
 
 
@@ -60,9 +65,8 @@ class _TorchFinder(MetaPathFinder):
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
         if fullname != "torch":
             return None
-        sys.meta_path.remove(self)
         ctypes.CDLL(os.environ[LIBRARY], ctypes.RTLD_GLOBAL)
-        spec: Any = importlib.util.find_spec("torch")
+        spec: Any = PathFinder.find_spec("torch")
         exec_module = spec.loader.exec_module
 
         def exec_and_patch(module: Any) -> None:
@@ -74,7 +78,7 @@ class _TorchFinder(MetaPathFinder):
 
 
 def _torch_folder() -> Path:
-    spec: Any = importlib.util.find_spec("torch")
+    spec: Any = PathFinder.find_spec("torch")
     return Path(spec.submodule_search_locations[0])
 
 
