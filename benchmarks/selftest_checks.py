@@ -503,10 +503,12 @@ def strategies(test: SelfTest) -> str:
     options = replace(shape, B=4 * share * test.context.world_size).options
     found, test.pairs = [], 3
     for name, strategy in strategy_options(test).items():
-        micro_batch = {} if name in ("ddp", "zero1", "zero2", "fsdp") else {"trainer.micro_batch_size": share}
+        if name == "ddp":
+            continue
+        common = overrides | ({"trainer.micro_batch_size": share} if name in ("tree", "2 stages") else {})
         with (
-            open_trainer(test, overrides | micro_batch, options, warmup_steps=3) as ddp,
-            open_trainer(test, overrides | micro_batch | strategy, options, warmup_steps=3) as other,
+            open_trainer(test, common, options, warmup_steps=3) as ddp,
+            open_trainer(test, common | strategy, options, warmup_steps=3) as other,
         ):
             ratio = statistics.median(test.ratio(other.train_step, ddp.train_step))
         found.append(f"{name} {ratio:.2f}")
