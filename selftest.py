@@ -34,8 +34,9 @@ import torch
 
 from benchmarks import selftest_checks as checks
 from benchmarks import selftest_faults as faults
+from benchmarks import selftest_performance as performance
 from benchmarks.harness import ROOT, SkippedError, machine_name
-from benchmarks.selftest_checks import CheckFailedError, SelfTest, share_groups
+from benchmarks.selftest_harness import CheckFailedError, SelfTest, share_groups
 from mingpt.config import DistributedConfig
 from mingpt.distributed.process_group import DistributedContext, init_distributed
 from mingpt.utils.device import set_deterministic, tune_malloc
@@ -46,7 +47,7 @@ FUNCTIONS = (
     *(checks.machine, checks.fp32, checks.bf16, checks.fp16, checks.waits),
     *(checks.deterministic, checks.resume, checks.tree, checks.default, checks.snapshot),
     *(faults.kill_step, faults.kill_eval, faults.oom, faults.stop, faults.restart),
-    *(checks.memory, checks.speed, checks.strategies),
+    *(performance.memory, performance.speed, performance.strategies),
 )
 CHECKS: dict[str, Callable[[SelfTest], str]] = {check.__name__: check for check in FUNCTIONS}
 TIMEOUT = 120.0  # seconds that a rank waits for another within a check

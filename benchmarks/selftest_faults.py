@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.harness import ROOT, SkippedError
-from benchmarks.selftest_checks import CheckFailedError, SelfTest, on_gpu, tiny_options
+from benchmarks.selftest_harness import CheckFailedError, SelfTest, on_gpu, tiny_options
 
 LAST_STEP = 40
 LIMIT = 180  # seconds after which ranks that have not ended are killed

@@ -14,7 +14,7 @@ import pytest
 from helpers import ROOT, TORCHRUN, VISIBLE_GPUS, clean_env, find_processes, kill_processes, wait_until
 
 import selftest
-from benchmarks.selftest_checks import COLUMNS, peak_flops
+from benchmarks.selftest_performance import COLUMNS, peak_flops
 from mingpt.utils.logging import run_script
 from selftest import CHECKS, Result, agree
 
@@ -25,7 +25,7 @@ BREAK = f"""
 import os, sys
 sys.path.insert(0, {str(ROOT)!r})
 import selftest
-from benchmarks import fault_injection, selftest_checks
+from benchmarks import fault_injection, selftest_checks, selftest_harness, selftest_performance
 from mingpt.parallel import data_parallel, sharded, tree_reduction
 from mingpt.snapshot.manager import AsyncSnapshotWriter
 from mingpt.utils.logging import run_script
@@ -165,7 +165,7 @@ def test_checks_are_skipped_after_one_rank_has_lost_the_others(variable: str, tm
     assert status == 1
     assert rows["machine"][0] == "PASS"
     assert rows["fp32"][0] == "FAIL"
-    assert re.match("rank 1: ZeroDivisionError: division by zero .benchmarks/selftest_checks.py, line", rows["fp32"][1])
+    assert re.match("rank 1: ZeroDivisionError: division by zero .benchmarks/selftest_harness.py, line", rows["fp32"][1])
     assert rows["tree"] == rows["snapshot"] == ["SKIP", "ranks are out of step since rank 1 failed in fp32"]
     assert "Traceback" not in re.sub(r"(?s)Traceback.*ChildFailedError.*", "", stderr)  # torchrun's own
 
@@ -175,10 +175,10 @@ def test_speed_is_measured_for_each_column(variable: str, tmp_path: Path) -> Non
     """Of tiny models on the CPU, with a pretended peak."""
     lines = (
         "from benchmarks.harness import Shape\n"
-        "selftest_checks.require_gpu = lambda test, reason='': None\n"
-        "selftest_checks.peak_flops = lambda device: 1e12\n"
+        "selftest_performance.require_gpu = lambda test, reason='': None\n"
+        "selftest_performance.peak_flops = lambda device: 1e12\n"
         "tiny = Shape(1, 2, 16, 16, 8)\n"
-        "selftest_checks.COLUMNS = {name: (tiny, {'trainer.precision': 'bf16'}) for name in ('10.7M', '124M')}\n"
+        "selftest_performance.COLUMNS = {name: (tiny, {'trainer.precision': 'bf16'}) for name in ('10.7M', '124M')}\n"
     )
     (tmp_path / "broken.py").write_text(BREAK + lines + RUN)
     status, rows, _, _ = run_selftest(variable, str(tmp_path / "broken.py"), "--only", "speed", "strategies")
@@ -194,7 +194,7 @@ def test_a_step_that_waits_for_the_gpu_is_found(variable: str, tmp_path: Path) -
     """On the CPU, with a pretended GPU that warns as PyTorch does."""
     lines = """
 import torch, warnings
-selftest_checks.on_gpu = lambda test: True
+selftest_harness.on_gpu = lambda test: True
 selftest_checks.strategy_options = lambda test: {name: {"distributed.strategy": name} for name in ("ddp", "fsdp")}
 torch.cuda.synchronize = torch.cuda.empty_cache = lambda: None
 forward_backward, mode = data_parallel.Strategy.forward_backward, []
