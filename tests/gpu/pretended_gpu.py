@@ -154,7 +154,7 @@ def _patch() -> None:
         "get_device_properties": get_device_properties,
         "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
         "is_available": lambda: visible_gpus() > 0,
-        "is_bf16_supported": lambda including_emulation=True: True,
+        "is_bf16_supported": lambda including_emulation=True: visible_gpus() > 0,
         "is_initialized": lambda: visible_gpus() > 0,
         "manual_seed": ignore(),
         "manual_seed_all": ignore(),
