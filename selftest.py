@@ -63,7 +63,7 @@ class Result:
     detail: str  # what was found, or the reason
     seconds: float = 0.0  # that it took
     ended: float = 0.0  # seconds since 1970
-    broke_off: bool = False  # an exception of the program has ended it
+    raised: bool = False  # another exception than those of checks
 
     def __str__(self) -> str:
         return f"{self.status}  {self.name:<13}  {self.detail}" + f" ({self.seconds:.1f} s)" * (self.seconds >= 0.1)
@@ -75,7 +75,7 @@ def title(name: str) -> str:
 
 def run_check(name: str, test: SelfTest) -> Result:
     """Runs a check on this rank."""
-    began, broke_off = time.perf_counter(), False
+    began, raised = time.perf_counter(), False
     try:
         status, detail = "PASS", CHECKS[name](test)
     except SkippedError as reason:
@@ -83,11 +83,11 @@ def run_check(name: str, test: SelfTest) -> Result:
     except CheckFailedError as error:
         status, detail = "FAIL", str(error)
     except Exception as error:  # whatever it is, the other checks go on
-        status, broke_off = "FAIL", True
+        status, raised = "FAIL", True
         place = [frame for frame in extract_tb(error.__traceback__) if frame.filename.startswith(str(ROOT))][-1]
         detail = f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"
         detail += f" ({Path(place.filename).relative_to(ROOT)}, line {place.lineno})"
-    return Result(name, status, detail, round(time.perf_counter() - began, 1), time.time(), broke_off)
+    return Result(name, status, detail, round(time.perf_counter() - began, 1), time.time(), raised)
 
 
 def agree(mine: Result, agreement: DistributedContext) -> tuple[Result, str]:
@@ -100,7 +100,7 @@ def agree(mine: Result, agreement: DistributedContext) -> tuple[Result, str]:
     failed = [rank for rank, result in enumerate(results) if result.status == "FAIL"]
     rank = min(failed, key=lambda rank: results[rank].ended, default=0)  # later ones may have failed because of it
     prefix, broken = f"rank {rank}: " if failed and len(results) > 1 else "", ""
-    if any(result.broke_off for result in results) and len({result.detail for result in results}) > 1:
+    if any(result.raised for result in results) and len({result.detail for result in results}) > 1:
         broken = f"ranks are out of step since rank {rank} failed in {mine.name}"
     return replace(results[rank], detail=prefix + results[rank].detail), broken
 

@@ -53,7 +53,7 @@ class Shape:
         """The options of main.py that select it."""
         keys = ("model.n_layer", "model.n_head", "model.n_embd", "data.block_size", "trainer.batch_size")
         sizes = (self.layers, self.heads, self.width, self.T, self.B)
-        return [word for key, size in zip(keys, sizes, strict=True) for word in (f"--{key}", str(size))]
+        return to_options(dict(zip(keys, sizes, strict=True)))
 
 
 SMALL, MEDIUM, LARGE = Shape(4, 4, 128, 64, 12), Shape(6, 6, 384, 128, 16), Shape(8, 8, 512, 128, 16)
@@ -143,6 +143,15 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
+def to_options(values: Mapping[str, Any]) -> list[str]:
+    """Values of keys such as `trainer.batch_size` as options of main.py."""
+    return [word for key, value in values.items() for word in (f"--{key}", str(value))]
+
+
+def max_relative_error(found: Sequence[float], expected: Sequence[float]) -> float:
+    return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
+
+
 def suppress_stdout() -> redirect_stdout[io.StringIO]:
     return redirect_stdout(io.StringIO())
 
@@ -189,11 +198,7 @@ class Bench:
         Of several values for a key, the last is used.
         """
         paths = {"data.path": self.text, "trainer.run_dir": tempfile.mkdtemp(dir=self.folder)}
-        first, last = (
-            [word for key, value in keys.items() for word in (f"--{key}", str(value))]
-            for keys in (paths, overrides or {})
-        )
-        return [*first, *options, *self.options, *last]
+        return [*to_options(paths), *options, *self.options, *to_options(overrides or {})]
 
     def build_trainer(
         self,

@@ -18,14 +18,13 @@ import torch.distributed as dist
 from torch.utils import collect_env
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.harness import SMALL, SkippedError, machine_name
+from benchmarks.harness import SMALL, SkippedError, machine_name, max_relative_error
 from benchmarks.selftest_harness import (
     CheckFailedError,
     Curve,
     Overrides,
     SelfTest,
     full_state,
-    max_relative_error,
     on_gpu,
     open_trainer,
     require_gpu,

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.harness import Bench, Shape, SkippedError
+from benchmarks.harness import Bench, Shape, SkippedError, to_options
 from mingpt.distributed.process_group import DistributedContext
 from mingpt.snapshot.storage import fingerprint
 from trainer import Trainer
@@ -87,8 +87,7 @@ def tiny_options(world_size: int) -> list[str]:
         "trainer.threads": 1,
         "distributed.timeout_seconds": 120,
     }
-    shape = Shape(2, 2, 64, 32, 4 * max(2, world_size))
-    return [*shape.options, *(word for key, value in values.items() for word in (f"--{key}", str(value)))]
+    return [*Shape(2, 2, 64, 32, 4 * max(2, world_size)).options, *to_options(values)]
 
 
 def strategy_options(test: SelfTest) -> dict[str, Overrides]:
@@ -159,7 +158,3 @@ def train_curve(
             norms.append(result.grad_norm.item())
         trainer.save_snapshot(None, is_last=True)
         return Curve(losses, norms, fingerprint(full_state(trainer)))
-
-
-def max_relative_error(found: Sequence[float], expected: Sequence[float]) -> float:
-    return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))

@@ -44,8 +44,8 @@ PEAK_FLOPS = {
     "RTX 4090": 165.2e12,
     "RTX 3090": 71e12,
 }
-# The columns of the table of larger models in docs/configuration.md, as far as they matter for speed. At 124M
-# parameters, the batch is that of one rank, 4 micro-batches in place of 40.
+# The columns of the table of larger models in docs/configuration.md, as far as they matter for speed. Each rank has
+# the whole batch, at 124M parameters a tenth of it.
 COLUMNS: dict[str, tuple[Shape, Overrides]] = {
     "default": (SMALL, {}),
     "10.7M": (Shape(6, 6, 384, 256, 64), {"model.dropout": 0.2, "optimizer.name": "adamw"}),
@@ -94,8 +94,7 @@ def speed(test: SelfTest) -> str:
     for name, (shape, overrides) in COLUMNS.items():
         text = _gpt2_text(test) if name == "124M" else {}
         try:
-            ranks = test.context.world_size
-            options = replace(shape, B=shape.B * ranks if name == "124M" else max(shape.B, ranks)).options
+            options = replace(shape, B=shape.B * test.context.world_size).options
             for compiled in ("false", "true"):
                 torch.compiler.reset()
                 with open_trainer(test, overrides | text | {"trainer.compile": compiled}, options) as trainer:
@@ -135,13 +134,12 @@ def strategies(test: SelfTest) -> str:
     """The step of each strategy beside that of ddp."""
     require_gpu(test)
     shape, overrides = COLUMNS["10.7M"]
-    share = max(1, shape.B // (4 * test.context.world_size))  # a quarter of a rank's, for strategies that accumulate
-    options = replace(shape, B=4 * share * test.context.world_size).options
+    options = replace(shape, B=shape.B * test.context.world_size).options
     found, test.pairs = [], 3
     for name, strategy in strategy_options(test).items():
         if name == "ddp":
             continue
-        common = overrides | ({"trainer.micro_batch_size": share} if name in ("tree", "2 stages") else {})
+        common = overrides | ({"trainer.micro_batch_size": shape.B // 4} if name in ("tree", "2 stages") else {})
         with (
             open_trainer(test, common, options, warmup_steps=3) as ddp,
             open_trainer(test, common | strategy, options, warmup_steps=3) as other,

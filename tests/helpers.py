@@ -363,7 +363,3 @@ def train_curves(folder: Path, changes: list[dict[str, Any]], steps: int) -> lis
         with open_trainer(*argv, rendezvous=i) as trainer:
             curves.append(train_losses(trainer, steps))
     return curves
-
-
-def max_relative_error(found: list[float], expected: list[float]) -> float:
-    return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))

@@ -63,6 +63,13 @@ def run_selftest(
     return done.returncode, {row[2]: [row[1], row[3]] for row in rows if row}, json.loads(summary), done.stderr
 
 
+def run_broken(lines: str, variable: str, folder: Path, *argv: str, **options: Any) -> tuple:
+    """`run_selftest` after lines that break something."""
+    file = folder / "broken.py"
+    file.write_text(BREAK + lines + RUN)
+    return run_selftest(variable, str(file), *argv, **options)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_all_checks_pass_or_say_why_not(ranks: int, variable: str) -> None:
@@ -121,9 +128,8 @@ CONTROLS = {  # what is broken, the check that fails, and a part of its line
 @pytest.mark.parametrize("control", CONTROLS)
 def test_the_right_check_finds_what_is_broken(control: str, variable: str, tmp_path: Path) -> None:
     line, check, message = CONTROLS[control]
-    (tmp_path / "broken.py").write_text(BREAK + line + RUN)
     other = "memory" if check == "snapshot" else "snapshot"
-    status, rows, summary, _ = run_selftest(variable, str(tmp_path / "broken.py"), "--only", check, other)
+    status, rows, summary, _ = run_broken(line, variable, tmp_path, "--only", check, other)
     assert (status, summary["status"]) == (1, "FAIL")
     assert {name: row[0] for name, row in rows.items()} == {check: "FAIL", other: "PASS"}
     assert message in rows[check][1]
@@ -132,8 +138,7 @@ def test_the_right_check_finds_what_is_broken(control: str, variable: str, tmp_p
 @pytest.mark.slow
 def test_bits_that_depend_on_the_number_of_ranks_are_found(variable: str, tmp_path: Path) -> None:
     line = "data_parallel.Strategy.dropout_seed = lambda self, first: first + self.context.rank"
-    (tmp_path / "broken.py").write_text(BREAK + line + RUN)
-    status, rows, _, _ = run_selftest(variable, str(tmp_path / "broken.py"), "--only", "tree", "resume", ranks=2)
+    status, rows, _, _ = run_broken(line, variable, tmp_path, "--only", "tree", "resume", ranks=2)
     assert status == 1
     assert rows["tree"] == ["FAIL", "rank 0: other bits on 1 ranks than on 2"]
     assert rows["resume"][0] == "PASS"
@@ -159,9 +164,8 @@ def test_checks_are_skipped_after_one_rank_has_lost_the_others(variable: str, tm
         "step = Trainer.train_step\n"
         "Trainer.train_step = lambda self: 1 / 0 if self.step == 3 and rank == 1 else step(self)"
     )
-    (tmp_path / "broken.py").write_text(BREAK + lines + RUN)
     names = ("machine", "fp32", "tree", "snapshot")
-    status, rows, _, stderr = run_selftest(variable, str(tmp_path / "broken.py"), "--only", *names, ranks=2)
+    status, rows, _, stderr = run_broken(lines, variable, tmp_path, "--only", *names, ranks=2)
     assert status == 1
     assert rows["machine"][0] == "PASS"
     assert rows["fp32"][0] == "FAIL"
@@ -181,8 +185,7 @@ def test_speed_is_measured_for_each_column(variable: str, tmp_path: Path) -> Non
         "tiny = Shape(1, 2, 16, 16, 8)\n"
         "selftest_performance.COLUMNS = {name: (tiny, {'trainer.precision': 'bf16'}) for name in ('10.7M', '124M')}\n"
     )
-    (tmp_path / "broken.py").write_text(BREAK + lines + RUN)
-    status, rows, _, _ = run_selftest(variable, str(tmp_path / "broken.py"), "--only", "speed", "strategies")
+    status, rows, _, _ = run_broken(lines, variable, tmp_path, "--only", "speed", "strategies")
     assert status == 0, rows
     speed = r"[\d,]+ tokens/s in bf16 \(MFU [\d.]+%\)"
     expected = "; ".join(f"{name} {speed}; {name} compiled {speed}" for name in ("10.7M", "124M"))
@@ -209,8 +212,7 @@ def waiting(strategy, *args):
 data_parallel.Strategy.forward_backward = waiting
 selftest_checks.gpu_precisions = lambda test: ["fp32", "bf16"]
 """
-    (tmp_path / "broken.py").write_text(BREAK + lines + RUN)
-    status, rows, _, _ = run_selftest(variable, str(tmp_path / "broken.py"), "--only", "waits", "default")
+    status, rows, _, _ = run_broken(lines, variable, tmp_path, "--only", "waits", "default")
     assert status == 1
     assert re.fullmatch(r"fsdp in fp32: \S+/trainer.py:\d+; fsdp in bf16: \S+/trainer.py:\d+", rows["waits"][1]), rows
     assert rows["default"] == ["PASS", "ddp equal bits, fsdp equal bits after 20 steps"]
@@ -229,8 +231,8 @@ def test_sigterm_leaves_no_process_and_no_file(variable: str, tmp_path: Path) ->
     assert list(Path(value).iterdir()) == []
 
 
-def result(status: str, detail: str, ended: float, broke_off: bool = False) -> Result:
-    return Result("fp32", status, detail, ended=ended, broke_off=broke_off)
+def result(status: str, detail: str, ended: float, raised: bool = False) -> Result:
+    return Result("fp32", status, detail, ended=ended, raised=raised)
 
 
 @pytest.mark.parametrize(

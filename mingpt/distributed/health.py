@@ -96,9 +96,7 @@ class HealthMonitor:
         timeout_seconds: how long a rank may be stopped
     """
 
-    def __init__(
-        self, store: dist.Store, rank: int, world_size: int, store_host: str, timeout_seconds: float = 600
-    ) -> None:
+    def __init__(self, store: dist.Store, rank: int, world_size: int, store_host: str, timeout_seconds: float) -> None:
         # Connections of their own: a request waits for the one before it on the same connection.
         self.heartbeat_store, self.store = (dist.PrefixStore("health", store.clone()) for _ in range(2))  # type: ignore[attr-defined]
         self.rank, self.world_size, self.store_host = rank, world_size, store_host

@@ -262,7 +262,7 @@ def _exchange() -> tuple[dict[int, str], str]:
 
 def test_an_unreachable_store_is_named() -> None:
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    health = HealthMonitor(dist.TCPStore("localhost", store.port, is_master=False), 1, 2, "rank 0")
+    health = HealthMonitor(dist.TCPStore("localhost", store.port, is_master=False), 1, 2, "rank 0", TIMEOUT)
     del store
     with pytest.raises(
         StoreUnreachableError,

@@ -42,7 +42,7 @@ class _FakeMode(FakeTensorMode):
     avoid_device_init = True  # so that torch.tensor(..., device="cuda") is dispatched as the copy it is
 
 
-class _EnoughError(Exception):
+class _LastStepError(Exception):
     pass
 
 
@@ -87,9 +87,9 @@ def _train(trainer: Trainer, watch: HostWaits) -> None:
     def after_step() -> None:
         watch.recording = True  # after the first step, which allocates
         if trainer.step == first + STEPS:
-            raise _EnoughError
+            raise _LastStepError
 
-    with suppress(_EnoughError):
+    with suppress(_LastStepError):
         trainer.train_loop(NullMetricsLogger(), SimpleNamespace(signal=0), after_step)
 
 

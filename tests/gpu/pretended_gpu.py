@@ -29,7 +29,7 @@ NAME = "NVIDIA H100 80GB HBM3"
 on_synchronize: list[Callable[[str], None]] = []  # called with the name of a function that waits for the device
 
 
-def why_not() -> str:
+def unsupported_reason() -> str:
     """Why no GPU can be pretended here; empty if one can."""
     libraries = [_torch_folder() / "lib" / name for name in ("libtorch_cuda.so", "libtorch_hip.so")]
     if platform.system() != "Linux" or any(library.exists() for library in libraries):

@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("patterns", nargs="*", default=["*"], metavar="PATTERN", help="names of cases; * is any text")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args()
-    if reason := pretended_gpu.why_not():
+    if reason := pretended_gpu.unsupported_reason():
         parser.error(reason)
     with tempfile.TemporaryDirectory() as folder:
         if pretended_gpu.LIBRARY not in os.environ:

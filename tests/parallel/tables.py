@@ -23,7 +23,6 @@ from helpers import (
     NO_DROPOUT,
     assert_equal_snapshots,
     loss_curve,
-    max_relative_error,
     newest_snapshot,
     open_trainer,
     run_args,
@@ -33,6 +32,7 @@ from helpers import (
     write_text,
 )
 
+from benchmarks.harness import max_relative_error
 from benchmarks.pipeline_timeline import steps, traces_of
 from mingpt.config_parser import read_config
 from mingpt.parallel.memory import MemoryUsage

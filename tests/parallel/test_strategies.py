@@ -9,7 +9,6 @@ import pytest
 import torch
 from helpers import (
     MEMORY_KINDS,
-    max_relative_error,
     newest_snapshot,
     open_trainer,
     run_args,
@@ -22,6 +21,7 @@ from helpers import (
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.harness import max_relative_error
 from mingpt.config_parser import read_config
 from mingpt.parallel.data_parallel import Strategy
 from mingpt.parallel.sharded import FSDP
