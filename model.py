@@ -1,4 +1,17 @@
-"""GPT-2 (Radford et al., "Language models are unsupervised multitask learners", 2019), with its parameter names.
+"""GPT in two architectures: GPT-2's and nanochat's, with the same structure and GPT-2's parameter names.
+
+                       gpt2                                        nanochat
+positions              learned, added to the embedding             rotary, in queries and keys
+normalization          LayerNorm with weights                      RMSNorm without weights, also of the embedding,
+                                                                   and of queries and keys (QK-norm)
+activation             GELU                                        ReLU squared
+output projections     random, scaled by the depth                 zero at the start
+head                   the embedding, transposed (weight tying)    a matrix of its own; logits capped at 15
+biases                 with model.bias                             none
+
+GPT-2: Radford et al., "Language models are unsupervised multitask learners", 2019. nanochat: Karpathy,
+https://github.com/karpathy/nanochat, 2025; rotary positions: Su et al., "RoFormer", 2021; RMSNorm: Zhang and Sennrich,
+2019; QK-norm: Henry et al., 2020; ReLU squared: So et al., "Primer", 2021; capped logits: Gemma 2, 2024.
 
 Dimensions: B sequences, T characters, C = n_embd, H = n_head, V = vocab_size.
 """
@@ -12,6 +25,9 @@ from torch import Tensor, nn
 from mingpt.config import GPTConfig
 from mingpt.kernels import Dropout, LayerNorm, bmm_attention, use_bmm_attention
 from mingpt.loss import cross_entropy
+
+ROTARY_BASE = 10_000.0
+LOGIT_CAP = 15.0
 
 
 class KVCache:
@@ -37,20 +53,43 @@ class KVCache:
         return self.keys[:, :, : new.stop], self.values[:, :, : new.stop]
 
 
+def rms_norm(x: Tensor) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], eps=1e-6)
+
+
+def build_norm(config: GPTConfig) -> nn.Module:
+    if config.architecture == "nanochat":
+        return nn.RMSNorm(config.n_embd, eps=1e-6, elementwise_affine=False)
+    return LayerNorm(config.n_embd, bias=config.bias)
+
+
+def rotate(x: Tensor, start: int) -> Tensor:
+    """Rotates queries or keys, (B, H, T, D), of which the first is at position `start`, by angles that grow with it."""
+    T, D = x.shape[2:]
+    positions = torch.arange(start, start + T, device=x.device)
+    angles = torch.outer(positions, ROTARY_BASE ** (-torch.arange(0, D, 2, device=x.device) / D))  # (T, D/2)
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    first, second = x.chunk(2, -1)
+    return torch.cat((first * cos + second * sin, second * cos - first * sin), -1)
+
+
 class CausalSelfAttention(nn.Module):
     """Multi-head attention in which a position attends to itself and to earlier positions."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.n_head = config.n_head
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.n_head, self.is_rotary = config.n_head, config.architecture == "nanochat"
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.has_bias)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.has_bias)
         self.attn_dropout, self.resid_dropout = Dropout(config.dropout), Dropout(config.dropout)
 
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
         """(B, T, C) -> (B, T, C); T must be 1 if the cache is not empty."""
         B, T, C = x.shape
         q, k, v = (y.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for y in self.c_attn(x).split(C, 2))
+        if self.is_rotary:
+            start = 0 if cache is None else cache.length
+            q, k = (rms_norm(rotate(y, start)) for y in (q, k))
         is_causal = True
         if cache is not None:
             is_causal = cache.length == 0  # a single new character attends to all cached ones
@@ -63,14 +102,21 @@ class CausalSelfAttention(nn.Module):
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))
 
 
+class ReLUSquared(nn.Module):
+    """The square of ReLU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x).square()
+
+
 class MLP(nn.Module):
-    """Two linear layers with GELU between them (Hendrycks and Gimpel, 2016; the tanh approximation, as in GPT-2)."""
+    """Two linear layers with ReLU squared or GELU between them (Hendrycks and Gimpel, 2016; with tanh, as in GPT-2)."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
-        self.act = nn.GELU(approximate="tanh")
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.has_bias)
+        self.act = ReLUSquared() if config.architecture == "nanochat" else nn.GELU(approximate="tanh")
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.has_bias)
         self.dropout = Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -78,13 +124,13 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A transformer block: attention and MLP, each after a layer norm and with a residual connection."""
+    """A transformer block: attention and MLP, each after a normalization and with a residual connection."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.ln_1 = LayerNorm(config.n_embd, bias=config.bias)
+        self.ln_1 = build_norm(config)
         self.attn = CausalSelfAttention(config)
-        self.ln_2 = LayerNorm(config.n_embd, bias=config.bias)
+        self.ln_2 = build_norm(config)
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
@@ -93,25 +139,28 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predicts the next character at each position. The output projection is wte, transposed (weight tying)."""
+    """Predicts the next character at each position."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.config = config
-        self.transformer = nn.ModuleDict(
-            {
-                "wte": nn.Embedding(config.vocab_size, config.n_embd),
-                "wpe": nn.Embedding(config.block_size, config.n_embd),
-                "drop": Dropout(config.dropout),
-                "h": nn.ModuleList(Block(config) for _ in range(config.n_layer)),
-                "ln_f": LayerNorm(config.n_embd, bias=config.bias),
-            }
-        )
+        self.config, self.is_nanochat = config, config.architecture == "nanochat"
+        modules = {
+            "wte": nn.Embedding(config.vocab_size, config.n_embd),
+            "wpe": nn.Embedding(config.block_size, config.n_embd),
+            "drop": Dropout(config.dropout),
+            "h": nn.ModuleList(Block(config) for _ in range(config.n_layer)),
+            "ln_f": build_norm(config),
+        }
+        if self.is_nanochat:
+            del modules["wpe"]
+        self.transformer = nn.ModuleDict(modules)
+        if self.is_nanochat:
+            self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
             elif name.endswith("c_proj.weight"):  # 2 n_layer of these add up along the residual path
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * config.n_layer))
+                nn.init.normal_(parameter, std=0.0 if self.is_nanochat else 0.02 / math.sqrt(2 * config.n_layer))
             elif parameter.dim() == 2:
                 nn.init.normal_(parameter, std=0.02)
 
@@ -147,12 +196,19 @@ class GPT(nn.Module):
 
     def embed(self, idx: Tensor, start: int = 0) -> Tensor:
         """(B, T) characters, the first at position `start` -> (B, T, C)"""
-        positions = torch.arange(start, start + idx.size(1), device=idx.device)
-        return self.transformer["drop"](self.transformer["wte"](idx) + self.transformer["wpe"](positions))
+        x = self.transformer["wte"](idx)
+        if self.is_nanochat:
+            x = rms_norm(x)
+        else:
+            x = x + self.transformer["wpe"](torch.arange(start, start + idx.size(1), device=idx.device))
+        return self.transformer["drop"](x)
 
     def unembed(self, x: Tensor) -> Tensor:
         """(B, T, C) -> logits (B, T, V)"""
-        return F.linear(self.transformer["ln_f"](x), self.transformer["wte"].weight)  # type: ignore[arg-type]
+        x = self.transformer["ln_f"](x)
+        if self.is_nanochat:
+            return LOGIT_CAP * torch.tanh(self.lm_head(x).to(x.dtype) / LOGIT_CAP)  # autocast's product is in bf16
+        return F.linear(x, self.transformer["wte"].weight)  # type: ignore[arg-type]
 
     def new_kv_caches(self) -> list[KVCache]:
         """Empty caches, one per block."""

@@ -89,10 +89,10 @@ CLUSTERS = (
     Cluster("the same GPUs, 100 Gb/s Ethernet a node", inter_node_bandwidth=12.5e9, latency=50e-6),
 )
 MODELS = {
-    "124M": GPTConfig(n_layer=12, n_head=12, n_embd=768, vocab_size=VOCAB_SIZE, block_size=1024),
-    "1.5B": GPTConfig(n_layer=48, n_head=25, n_embd=1600, vocab_size=VOCAB_SIZE, block_size=1024),
-    "6.7B": GPTConfig(n_layer=32, n_head=32, n_embd=4096, vocab_size=VOCAB_SIZE, block_size=1024),
-    "13B": GPTConfig(n_layer=40, n_head=40, n_embd=5120, vocab_size=VOCAB_SIZE, block_size=1024),
+    "124M": GPTConfig(architecture="gpt2", n_layer=12, n_head=12, n_embd=768, vocab_size=VOCAB_SIZE, block_size=1024),
+    "1.5B": GPTConfig(architecture="gpt2", n_layer=48, n_head=25, n_embd=1600, vocab_size=VOCAB_SIZE, block_size=1024),
+    "6.7B": GPTConfig(architecture="gpt2", n_layer=32, n_head=32, n_embd=4096, vocab_size=VOCAB_SIZE, block_size=1024),
+    "13B": GPTConfig(architecture="gpt2", n_layer=40, n_head=40, n_embd=5120, vocab_size=VOCAB_SIZE, block_size=1024),
 }
 
 
@@ -294,7 +294,7 @@ def run(argv: Sequence[str]) -> None:
             raise UserError(f"--ranks: {number} is no number of GPUs, must be at least 1")
     config, models = read_config(config_options(args)), MODELS
     if any(getattr(args, f"model.{key}") for key in ("n_layer", "n_head", "n_embd")):
-        sizes = {key: getattr(config.model, key) for key in ("n_layer", "n_head", "n_embd", "bias")}
+        sizes = {key: getattr(config.model, key) for key in ("architecture", "n_layer", "n_head", "n_embd", "bias")}
         model_config = GPTConfig(**sizes, vocab_size=VOCAB_SIZE, block_size=config.data.block_size)
         models = {f"{count_parameters(meta_gpt(model_config)) / 1e6:,.0f}M": model_config}
     for line in tables(config, models, args.ranks):

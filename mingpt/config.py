@@ -29,21 +29,35 @@ class DataConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class ModelConfig:
-    """The shape of the model."""
+    """The architecture and the shape of the model."""
 
+    architecture: Literal["gpt2", "nanochat"] = Field(
+        default="nanochat",
+        description="gpt2, or nanochat: rotary positions, RMSNorm, ReLU squared; docs/performance.md compares them",
+    )
     n_layer: int = Field(default=4, ge=1, description="transformer blocks")
     n_head: int = Field(default=4, ge=1, description="attention heads in each block; must divide n_embd")
     n_embd: int = Field(default=128, ge=1, description="embedding dimension (C)")
     dropout: float = Field(
         default=0.0, ge=0, lt=1, description="dropout probability; 0.1 to 0.2 helps where many epochs overfit"
     )
-    bias: bool = Field(default=True, description="biases in linear layers and layer norms, as in GPT-2")
+    bias: bool = Field(default=True, description="gpt2 alone: biases in linear layers and layer norms")
 
     @model_validator(mode="after")
     def _check(self) -> "ModelConfig":
         if self.n_embd % self.n_head:
             raise ValueError(f"model.n_embd is {self.n_embd}, must be divisible by model.n_head, {self.n_head}")
+        if self.architecture == "nanochat" and self.n_embd // self.n_head % 2:
+            raise ValueError(
+                f"model.n_embd / model.n_head is {self.n_embd} / {self.n_head}, must be even with model.architecture "
+                "nanochat, whose rotary positions pair dimensions; or set that to gpt2"
+            )
         return self
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether linear layers have biases."""
+        return self.bias and self.architecture == "gpt2"
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

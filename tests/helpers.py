@@ -317,8 +317,13 @@ def _local_rank(env: list[str]) -> str:
 
 
 def small_gpt(seed: int = 0, **changes: Any) -> GPT:
+    """A model whose blocks have an effect: nanochat's output projections are zero at the start."""
     torch.manual_seed(seed)
-    return GPT(GPTConfig(**{"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": V, "block_size": T} | changes))
+    model = GPT(GPTConfig(**{"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": V, "block_size": T} | changes))
+    for parameter in model.parameters():
+        if not parameter.any() and parameter.dim() == 2:
+            nn.init.normal_(parameter, std=0.01)
+    return model
 
 
 def random_gpt(**changes: Any) -> GPT:

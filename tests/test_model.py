@@ -1,4 +1,4 @@
-"""The model: causality, an entropy that no loss is below, GPT-2's names and initialization, loss, dropout, KV cache."""
+"""Both architectures: causality, an entropy that no loss is below, names, initialization, loss, dropout, KV cache."""
 
 import math
 
@@ -14,11 +14,13 @@ from mingpt.optimizer import build_optimizer, learning_rate
 from model import GPT, KVCache
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+both_architectures = pytest.mark.parametrize("architecture", ["gpt2", "nanochat"])
 
 
-def test_no_logit_depends_on_a_later_character() -> None:
+@both_architectures
+def test_no_logit_depends_on_a_later_character(architecture: str) -> None:
     length = 40
-    model = small_gpt(block_size=length)
+    model = small_gpt(architecture=architecture, block_size=length)
     base = random_tokens(length).expand(length, -1)
     position = torch.arange(length)
     one_changed = torch.where(position == position[:, None], (base + 1) % V, base)  # row t: character t differs
@@ -35,8 +37,9 @@ def test_no_logit_depends_on_a_later_character() -> None:
     assert not torch.equal(after[20, 20:], before[20, 20:])
 
 
-def test_no_gradient_flows_from_a_logit_to_a_later_character() -> None:
-    model, embedded = small_gpt(), []
+@both_architectures
+def test_no_gradient_flows_from_a_logit_to_a_later_character(architecture: str) -> None:
+    model, embedded = small_gpt(architecture=architecture), []
     model.transformer.drop.register_forward_hook(lambda module, args, output: embedded.append(output))
     logits, _ = model(random_tokens(1, T))
     for t in range(T):
@@ -56,9 +59,10 @@ def random_walk(length: int, seed: int) -> Tensor:
     return torch.multinomial(STEPS, length, replacement=True, generator=generator).cumsum(0) % LETTERS
 
 
-def test_held_out_loss_approaches_the_entropy_of_the_source_and_is_not_below_it() -> None:
+@both_architectures
+def test_held_out_loss_approaches_the_entropy_of_the_source_and_is_not_below_it(architecture: str) -> None:
     window, batch, steps = 16, 32, 150
-    model = small_gpt(n_embd=32, vocab_size=LETTERS, block_size=window)
+    model = small_gpt(architecture=architecture, n_embd=32, vocab_size=LETTERS, block_size=window)
     config = OptimizerConfig(name="adamw", learning_rate=1e-2, warmup_steps=10)
     optimizer = build_optimizer(model, config)
     for step, text in enumerate(random_walk(steps * batch * (window + 1), seed=1).view(steps, batch, -1), start=1):
@@ -90,17 +94,26 @@ def test_parameters_have_the_names_of_gpt_2(bias: bool) -> None:
     expected = {"transformer.wte.weight", "transformer.wpe.weight"} | {f"transformer.{name}.weight" for name in layers}
     if bias:
         expected |= {f"transformer.{name}.bias" for name in layers}
-    model = small_gpt(bias=bias)
+    model = small_gpt(architecture="gpt2", bias=bias)
     assert set(model.state_dict()) == {name for name, _ in model.named_parameters()} == expected
 
 
-def test_the_default_model_has_809856_parameters() -> None:
-    model = GPT(GPTConfig(vocab_size=65, block_size=64))
-    assert sum(parameter.numel() for parameter in model.parameters()) == 809_856
+def test_nanochat_has_weights_of_linear_layers_and_embeddings_alone() -> None:
+    matrices = [name for name in BLOCK if "ln_" not in name]
+    expected = {"transformer.wte.weight", "lm_head.weight"}
+    expected |= {f"transformer.h.{i}.{name}.weight" for i in range(2) for name in matrices}
+    model = small_gpt(architecture="nanochat", bias=True)
+    assert set(model.state_dict()) == {name for name, _ in model.named_parameters()} == expected
+
+
+@pytest.mark.parametrize(("architecture", "expected"), [("gpt2", 809_856), ("nanochat", 803_072)])
+def test_the_default_shape_has_this_many_parameters(architecture: str, expected: int) -> None:
+    model = GPT(GPTConfig(architecture=architecture, vocab_size=65, block_size=64))
+    assert sum(parameter.numel() for parameter in model.parameters()) == expected
 
 
 def test_initial_weights_are_distributed_as_in_gpt_2() -> None:
-    model = small_gpt(n_layer=3, n_embd=128, vocab_size=65, block_size=64)
+    model = small_gpt(architecture="gpt2", n_layer=3, n_embd=128, vocab_size=65, block_size=64)
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             assert not parameter.any(), name
@@ -114,8 +127,21 @@ def test_initial_weights_are_distributed_as_in_gpt_2() -> None:
     assert loss.item() == pytest.approx(math.log(65), abs=0.2)  # that of a uniform distribution
 
 
-def test_loss_is_the_mean_over_targets_and_leaves_out_ignore_index() -> None:
-    model, idx, targets = random_gpt(), random_tokens(3, 5), random_tokens(3, 5, seed=2)
+def test_initial_weights_of_nanochat_make_blocks_the_identity() -> None:
+    torch.manual_seed(1)
+    model = GPT(GPTConfig(architecture="nanochat", n_layer=3, vocab_size=65, block_size=64))
+    for name, parameter in model.named_parameters():
+        if name.endswith("c_proj.weight"):
+            assert not parameter.any(), name
+        else:
+            assert parameter.std().item() == pytest.approx(0.02, rel=0.05), name
+    x = torch.randn(2, 5, 128)
+    assert all(torch.equal(block(x), x) for block in model.blocks)
+
+
+@both_architectures
+def test_loss_is_the_mean_over_targets_and_leaves_out_ignore_index(architecture: str) -> None:
+    model, idx, targets = random_gpt(architecture=architecture), random_tokens(3, 5), random_tokens(3, 5, seed=2)
     logits, loss = model(idx, targets)
     assert logits.shape == (3, 5, V)
     assert model(idx)[1] is None
@@ -129,7 +155,7 @@ def test_loss_is_the_mean_over_targets_and_leaves_out_ignore_index() -> None:
 
 
 def test_logits_equal_those_of_gpt_2_computed_step_by_step() -> None:
-    model, idx = random_gpt(), random_tokens(1, T)
+    model, idx = random_gpt(architecture="gpt2"), random_tokens(1, T)
     weights = {name.removeprefix("transformer."): tensor for name, tensor in model.state_dict().items()}
 
     def norm(x: Tensor, name: str) -> Tensor:
@@ -153,15 +179,47 @@ def test_logits_equal_those_of_gpt_2_computed_step_by_step() -> None:
     assert torch.allclose(model(idx)[0][0], norm(x, "ln_f") @ weights["wte.weight"].T, rtol=0, atol=1e-10)
 
 
-def test_more_characters_than_block_size_raise_an_error() -> None:
-    model = small_gpt()
+def test_logits_equal_those_of_nanochat_computed_step_by_step() -> None:
+    model, idx = random_gpt(architecture="nanochat"), random_tokens(1, T)
+    weights = {name.removeprefix("transformer."): tensor for name, tensor in model.state_dict().items()}
+    turn = torch.exp(-1j * torch.outer(torch.arange(T), 10_000 ** (-torch.arange(4) / 4)))  # of a pair of dimensions
+
+    def norm(x: Tensor) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+
+    def rotate(x: Tensor) -> Tensor:
+        pairs = torch.complex(x[:, :4], x[:, 4:]) * turn
+        return norm(torch.cat((pairs.real, pairs.imag), 1))
+
+    x = norm(weights["wte.weight"][idx[0]])  # (T, C)
+    for i in range(2):
+        q, k, v = (norm(x) @ weights[f"h.{i}.attn.c_attn.weight"].T).split(16, 1)
+        heads = []
+        for head in (slice(0, 8), slice(8, 16)):
+            score = rotate(q[:, head]) @ rotate(k[:, head]).T / math.sqrt(8)
+            heads.append(score.masked_fill(torch.ones(T, T).triu(1) == 1, -math.inf).softmax(1) @ v[:, head])
+        x = x + torch.cat(heads, 1) @ weights[f"h.{i}.attn.c_proj.weight"].T
+        hidden = norm(x) @ weights[f"h.{i}.mlp.c_fc.weight"].T
+        x = x + hidden.clamp(min=0) ** 2 @ weights[f"h.{i}.mlp.c_proj.weight"].T
+    expected = 15 * torch.tanh(norm(x) @ weights["lm_head.weight"].T / 15)
+    assert torch.allclose(model(idx)[0][0], expected, rtol=0, atol=1e-6)  # the angles are in fp32
+
+
+@both_architectures
+def test_more_characters_than_block_size_raise_an_error(architecture: str) -> None:
+    model = small_gpt(architecture=architecture)
     model(random_tokens(1, T))
     with pytest.raises(ValueError, match=rf"{T + 1} characters.*block_size\) is {T}"):
         model(random_tokens(1, T + 1))
 
 
-def test_dropout_repeats_with_its_seed_and_is_off_in_eval() -> None:
-    model, idx, targets = small_gpt(dropout=0.3), random_tokens(4, T), random_tokens(4, T, seed=2)
+@both_architectures
+def test_dropout_repeats_with_its_seed_and_is_off_in_eval(architecture: str) -> None:
+    model, idx, targets = (
+        small_gpt(architecture=architecture, dropout=0.3),
+        random_tokens(4, T),
+        random_tokens(4, T, seed=2),
+    )
 
     def loss(seed: int) -> float:
         torch.manual_seed(seed)
@@ -169,21 +227,25 @@ def test_dropout_repeats_with_its_seed_and_is_off_in_eval() -> None:
 
     assert loss(1) == loss(1) != loss(2)
     model.eval()
-    without = small_gpt(dropout=0.0)(idx, targets)[1].item()  # in training mode, same weights
+    without = small_gpt(architecture=architecture, dropout=0.0)(idx, targets)[
+        1
+    ].item()  # in training mode, same weights
     assert loss(1) == loss(2) == without
 
 
+@both_architectures
 @pytest.mark.parametrize("name", ["drop", "h.1.attn.attn_dropout", "h.1.attn.resid_dropout", "h.1.mlp.dropout"])
-def test_dropout_applies_to_embeddings_attention_and_both_branches(name: str) -> None:
-    model, idx = small_gpt(dropout=0.0), random_tokens(2, T)
+def test_dropout_applies_to_embeddings_attention_and_both_branches(architecture: str, name: str) -> None:
+    model, idx = small_gpt(architecture=architecture, dropout=0.0), random_tokens(2, T)
     without = model(idx)[0]
     model.transformer.get_submodule(name).p = 0.5
     assert not torch.equal(model(idx)[0], without)
     assert torch.equal(model.eval()(idx)[0], without)
 
 
-def test_logits_with_a_kv_cache_equal_those_of_one_pass() -> None:
-    model, idx = random_gpt(), random_tokens(3, T)
+@both_architectures
+def test_logits_with_a_kv_cache_equal_those_of_one_pass(architecture: str) -> None:
+    model, idx = random_gpt(architecture=architecture), random_tokens(3, T)
     caches = [KVCache(T), KVCache(T)]
     parts = [model(part, caches=caches)[0] for part in idx.split([3, 1, 1, 1, 1, 1], 1)]
     assert torch.allclose(torch.cat(parts, 1), model(idx)[0], rtol=0, atol=1e-10)

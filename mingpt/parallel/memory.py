@@ -125,10 +125,13 @@ def activation_bytes(
 def _kept_bytes(
     model_class: type[nn.Module], config: GPTConfig, stage: int, stages: int, precision: str, mode: str, device: str
 ) -> int:
-    """Bytes that a second sequence adds to what forward keeps for backward, counted on tensors without data."""
+    """Bytes that a third sequence adds to what forward keeps for backward, counted on tensors without data.
+
+    A second one may add others: where the first dimension is 1, some copies are views.
+    """
     counts = []
     dtype = torch.float16 if precision == "fp16" else torch.bfloat16
-    for B in (1, 2):
+    for B in (2, 3):
         storages: dict[int, torch.UntypedStorage] = {}
 
         def pack(tensor: Tensor, storages: dict = storages) -> Tensor:

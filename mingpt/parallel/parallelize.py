@@ -67,10 +67,13 @@ class GPTStage(nn.Module):
         first, end = (len(gpt.blocks) * i // stages for i in (stage, stage + 1))
         modules: dict[str, nn.Module] = dict(gpt.transformer)
         modules["h"] = nn.ModuleDict({str(i): gpt.blocks[i] for i in range(first, end)})
+        has_head = hasattr(gpt, "lm_head")
         unused = set() if self.is_first else {"wpe", "drop"}
         unused |= set() if self.is_last else {"ln_f"}
-        unused |= set() if self.is_first or self.is_last else {"wte"}
+        unused |= set() if self.is_first or (self.is_last and not has_head) else {"wte"}
         self.transformer = nn.ModuleDict({name: module for name, module in modules.items() if name not in unused})
+        if self.is_last and has_head:
+            self.lm_head = gpt.lm_head
         self.embed, self.unembed, self.new_kv_caches = gpt.embed, gpt.unembed, gpt.new_kv_caches
 
     @property

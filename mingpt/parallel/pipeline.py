@@ -24,7 +24,7 @@ from mingpt.utils.device import seed_device
 from mingpt.utils.hashing import hash64
 from mingpt.utils.tensors import to_local
 
-WTE = "transformer.wte.weight"  # in the first stage and, as the output projection, in the last
+WTE = "transformer.wte.weight"  # in the first stage and, where it is the output projection too, in the last
 
 
 def pipeline_groups(
@@ -75,7 +75,9 @@ class PipelineParallel(Strategy):
         self.parameters, self.optimizer, self.local_optimizer = inner.parameters, inner.optimizer, inner.local_optimizer
         self.full_model = PipelinedModel(inner.full_model, replica)
         self.names = [[name for name, _ in stage.named_parameters()] for stage in meta_stages]
-        self.names[-1].remove(WTE)  # it belongs to the first stage
+        self.ties_weights = WTE in self.names[-1]
+        if self.ties_weights:
+            self.names[-1].remove(WTE)  # it belongs to the first stage
         self.full_shapes = {name: weight for stage in meta_stages for name, weight in stage.named_parameters()}
 
         self.size: int = config.trainer.micro_batch_size  # type: ignore[assignment]  # config.py requires a number
@@ -105,7 +107,7 @@ class PipelineParallel(Strategy):
         self.loss_factor = self.inner.loss_factor / (len(batch) * targets.size(1))
         self.scaler.scale(torch.zeros((), device=self.device))  # `unscale_` needs it where no loss is scaled
         sums = self._run(self.schedule.step, idx, targets)
-        if self.stage.is_first or self.stage.is_last:
+        if self.ties_weights and WTE in self.parameters:
             self.embedding_group.all_reduce(to_local(self.parameters[WTE].grad))  # type: ignore[arg-type]
         if self.scaler.is_enabled():
             overflow = 0 * self.grad_norm(self.parameters)  # NaN on all ranks if on one, so that all skip the step
@@ -146,7 +148,7 @@ class PipelineParallel(Strategy):
         return self.context.all_reduce(losses)
 
     def grad_norm(self, parameters: Mapping[str, Tensor]) -> Tensor:
-        """Over all stages; wte, which two stages have, counts once."""
+        """Over all stages; wte, which two stages may have, counts once."""
         mine = {name: parameters[name] for name in self.names[self.replica.rank]}
         return self.replica.all_reduce(self.inner.grad_norm(mine) ** 2).sqrt()
 

@@ -22,6 +22,8 @@ from mingpt.utils.logging import logger
 # transformers stores these as (in, out), as GPT-2's original code does; torch.nn.Linear stores (out, in).
 TRANSPOSED = re.compile(r".*\.(c_attn|c_proj|c_fc)\.weight")
 
+EMBEDDINGS = {"transformer.wte.weight", "lm_head.weight"}  # with a row for each character
+
 
 @dataclass(frozen=True)
 class Pretrained:
@@ -109,14 +111,15 @@ def load_initial_weights(path: str, model: Any, vocabulary: str) -> dict[str, Te
     pretrained = load_pretrained(path, "trainer.init_from", type(model))
     new = set(vocabulary).difference(pretrained.vocabulary)
     logger.info(f"starting from the weights of {path}, with {len(new)} new characters {''.join(sorted(new))!r}")
-    for key in ("n_layer", "n_head", "n_embd", "bias", "block_size"):
+    for key in ("architecture", "n_layer", "n_head", "n_embd", "bias", "block_size"):
         found, allowed = getattr(model.config, key), getattr(pretrained.model_config, key)
         if found != allowed:
             name = f"data.{key}" if key == "block_size" else f"model.{key}"
             raise UserError(f"{name} is {found}, but {allowed} in trainer.init_from, {path}: set {name} to {allowed}")
-    wte = "transformer.wte.weight"
-    rows = model.get_parameter(wte).detach().clone()  # (V, C)
-    for token, character in enumerate(vocabulary):
-        if character in pretrained.vocabulary:
-            rows[token] = pretrained.weights[wte][pretrained.vocabulary.index(character)]
-    return pretrained.weights | {wte: rows}
+    weights, initial = dict(pretrained.weights), model.state_dict()
+    for name in EMBEDDINGS & weights.keys():
+        weights[name] = initial[name].clone()  # (V, C)
+        for token, character in enumerate(vocabulary):
+            if character in pretrained.vocabulary:
+                weights[name][token] = pretrained.weights[name][pretrained.vocabulary.index(character)]
+    return weights

@@ -33,15 +33,17 @@ def config(**changes: Any) -> Config:
     return read_config(["--trainer.batch_size", "2048", "--trainer.save_every", "1000", *options])
 
 
-def test_flops_equal_those_of_a_step_on_the_cpu_and_the_usual_formula() -> None:
-    model, idx = GPT(SMALL), torch.zeros(5, 16, dtype=torch.long)
+@pytest.mark.parametrize(("architecture", "lookup"), [("gpt2", "wpe"), ("nanochat", "wte")])
+def test_flops_equal_those_of_a_step_on_the_cpu_and_the_usual_formula(architecture: str, lookup: str) -> None:
+    shape = replace(SMALL, architecture=architecture)
+    model, idx = GPT(shape), torch.zeros(5, 16, dtype=torch.long)
     with FlopCounterMode(display=False) as counter, torch.autocast("cpu", torch.bfloat16):  # with bmm_attention
         model(idx, idx)[1].backward()
     weights = sum(
-        weight.numel() for name, weight in model.named_parameters() if weight.dim() == 2 and "wpe" not in name
+        weight.numel() for name, weight in model.named_parameters() if weight.dim() == 2 and lookup not in name
     )
     formula = 5 * 16 * (6 * weights + 12 * SMALL.n_layer * SMALL.n_embd * 16)
-    assert flops_per_step(SMALL, 5) == counter.get_total_flops() == formula
+    assert flops_per_step(shape, 5) == counter.get_total_flops() == formula
 
 
 def test_muons_flops_equal_those_of_its_step() -> None:
@@ -104,7 +106,18 @@ def test_ddp_repeats_muon_on_each_rank_and_other_strategies_divide_it() -> None:
 
 
 def test_a_row_is_printed_for_each_cluster_and_number_of_gpus(capsys) -> None:
-    sizes = ("--model.n_layer", "2", "--model.n_head", "4", "--model.n_embd", "256", "--data.block_size", "1024")
+    sizes = (
+        "--model.architecture",
+        "gpt2",
+        "--model.n_layer",
+        "2",
+        "--model.n_head",
+        "4",
+        "--model.n_embd",
+        "256",
+        "--data.block_size",
+        "1024",
+    )
     run(["--ranks", "4", "16", *sizes])
     out = capsys.readouterr().out
     rows = [line for line in out.splitlines() if line.startswith("| 15M | ")]

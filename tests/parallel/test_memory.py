@@ -23,7 +23,8 @@ from trainer import Trainer
 
 
 def build_gpt(**changes: Any) -> GPT:
-    return GPT(GPTConfig(**{"n_layer": 3, "n_head": 2, "n_embd": 64, "vocab_size": 11, "block_size": 32} | changes))
+    sizes = {"n_layer": 3, "n_head": 2, "n_embd": 64, "vocab_size": 11, "block_size": 32}
+    return GPT(GPTConfig(**{"architecture": "gpt2", **sizes} | changes))
 
 
 MODEL = build_gpt()
@@ -82,21 +83,23 @@ def kept_bytes(model: nn.Module, forward: Callable[[], Tensor | None]) -> int:
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_estimated_activations_are_those_that_forward_keeps(precision: str, dropout: float) -> None:
+@pytest.mark.parametrize("architecture", ["gpt2", "nanochat"])
+def test_estimated_activations_are_those_that_forward_keeps(architecture: str, precision: str, dropout: float) -> None:
     """In bf16 with casts of the matrices.
 
     With dropout, attention in fp32 keeps scaled queries and keys that tensors without data do not show.
     """
-    model, idx = build_gpt(dropout=dropout), torch.zeros(5, 32, dtype=torch.long)
+    model, idx = build_gpt(architecture=architecture, dropout=dropout), torch.zeros(5, 32, dtype=torch.long)
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
         found = kept_bytes(model, lambda: model(idx, idx)[1])
     usage = estimate(1, model, precision, trainer__batch_size=5, trainer__micro_batch_size=None)
     assert usage.activations + usage.unsharded == pytest.approx(found, rel=0.1 if dropout else 0.02)
 
 
-def test_estimated_activations_of_a_stage_are_those_of_its_micro_batches_in_flight() -> None:
+@pytest.mark.parametrize("architecture", ["gpt2", "nanochat"])
+def test_estimated_activations_of_a_stage_are_those_of_its_micro_batches_in_flight(architecture: str) -> None:
     """Of four micro-batches of 5; with receive buffers for all four, from each neighbor."""
-    model, idx = build_gpt(n_layer=6), torch.zeros(5, 32, dtype=torch.long)
+    model, idx = build_gpt(architecture=architecture, n_layer=6), torch.zeros(5, 32, dtype=torch.long)
     stages = split_into_stages(model, 3)
     first, last = (lambda: stages[0](idx)), (lambda: cross_entropy(stages[2](torch.zeros(5, 32, 64)), idx))
     middle = lambda: stages[1](torch.zeros(5, 32, 64, requires_grad=True))  # noqa: E731

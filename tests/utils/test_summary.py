@@ -7,9 +7,11 @@ from mingpt.utils.summary import model_summary
 from model import GPT
 
 
-@pytest.mark.parametrize("bias", [True, False])
-def test_the_model_summary_adds_up_to_the_models_parameters(bias: bool) -> None:
-    model = GPT(GPTConfig(n_layer=3, n_head=2, n_embd=32, bias=bias, vocab_size=70, block_size=24))
+@pytest.mark.parametrize(("architecture", "bias"), [("gpt2", True), ("gpt2", False), ("nanochat", False)])
+def test_the_model_summary_adds_up_to_the_models_parameters(architecture: str, bias: bool) -> None:
+    model = GPT(
+        GPTConfig(architecture=architecture, n_layer=3, n_head=2, n_embd=32, bias=bias, vocab_size=70, block_size=24)
+    )
     title, *layers, total = (line.split() for line in model_summary(model).splitlines())
     assert title == ["layer", "parameters", "bytes"]
     counts = {name: (int(count.replace(",", "")), int(size.replace(",", ""))) for name, count, size in layers}
