@@ -22,7 +22,7 @@ from char_dataset import CharDataset, ValidationDataset, train_val_split
 from mingpt.config import Config, GPTConfig, config_to_dict
 from mingpt.corpus import encode_corpus
 from mingpt.distributed.process_group import DistributedContext
-from mingpt.evaluation import evaluate, generate_sample
+from mingpt.evaluation import choose_sample_prompt, evaluate, generate_sample
 from mingpt.optimizer import learning_rate
 from mingpt.parallel.memory import MemoryUsage, format_bytes, measure_memory
 from mingpt.parallel.strategies import build_strategy, strategy_class, validate
@@ -189,7 +189,8 @@ class Trainer:
                 self.val_loss = val_loss
                 metrics.log_eval(self.step, val_loss, time.perf_counter() - began)
             if cfg.sample_every is not None and self._is_due(cfg.sample_every):
-                metrics.log_sample(self.step, generate_sample(self.strategy, self.corpus.vocabulary, cfg.seed))
+                sample = generate_sample(self.strategy, self.corpus.vocabulary, self.sample_prompt, cfg.seed)
+                metrics.log_sample(self.step, sample)
             if save:
                 self.save_snapshot(val_loss, is_last=stops or self.step == self.last_step)
                 self.saved_at = time.monotonic()
@@ -256,6 +257,7 @@ class Trainer:
         training, validation = train_val_split(self.corpus, self.config.data)
         self.train_data = CharDataset(training, self.config.data.block_size, cfg.seed)
         self.val_data = ValidationDataset(validation, self.config.data.block_size)
+        self.sample_prompt = choose_sample_prompt(cfg.sample_prompt, validation, self.corpus.vocabulary)
         self.total_samples = (cfg.max_epochs or 0) * len(self.train_data)  # 0: no limit
 
     def _build_strategy(self, previous_choices: dict[str, Any]) -> None:

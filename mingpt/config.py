@@ -141,6 +141,9 @@ class TrainerConfig:
     log_every: int = Field(default=100, ge=1, description="steps between rows of training metrics")
     eval_every: int = Field(default=400, ge=1, description="steps between evaluations on the whole validation text")
     sample_every: int | None = Field(default=400, ge=1, description="steps between generated samples; null: none")
+    sample_prompt: str | None = Field(
+        default=None, description="text that samples begin with; null: the first words of the validation text"
+    )
     save_every: int = Field(default=400, ge=1, description="steps between snapshots")
     save_minutes: float | None = Field(
         default=None,
@@ -164,6 +167,8 @@ class TrainerConfig:
             raise ValueError(
                 "trainer.max_epochs and trainer.max_steps are both null; set one, or training would not end"
             )
+        if self.sample_prompt == "":
+            raise ValueError("trainer.sample_prompt is empty, must be null or hold at least one character")
         return self
 
 

@@ -62,7 +62,8 @@ def read_config(argv: Sequence[str] = ()) -> Config:
     for name in KEYS:
         if (text := getattr(args, name)) is not None:
             section, key = name.split(".")
-            values.setdefault(section, {})[key] = _parse_value(text)
+            is_verbatim = name == "trainer.sample_prompt" and text != "null"  # "ROMEO:" is a mapping in yaml
+            values.setdefault(section, {})[key] = text if is_verbatim else _parse_value(text)
             origins[name] = "the command line"
     config = _validate(values, origins)
     if args.print_config:

@@ -1,14 +1,19 @@
 """Validation loss and generated samples during training, with the same bits on any number of ranks."""
 
+import re
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mingpt.generation import generate
 from mingpt.parallel.data_parallel import Strategy, WindowDataset
+from mingpt.utils.errors import UserError
 
-SAMPLE_LENGTH = 100  # characters
+SAMPLE_LENGTH = 100  # characters after the prompt
+# Default prompts, the best first: words of one line at the start of a paragraph; anywhere; a short line; no words.
+PROMPTS = (r"\n\n(\S.{15,28}\S)(?=\s)", r"\s(\S.{15,28}\S)(?=\s)", r"\s(\S.{0,28}\S)(?=\s)", r"(\S(?:.{0,28}\S)?)")
 NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH, SDPBackend.OVERRIDEABLE]
 
 
@@ -32,17 +37,37 @@ def evaluate(strategy: Strategy, data: ValidationWindows, batch_size: int) -> fl
     return ((losses * counts).sum() / counts.sum()).item()
 
 
+def choose_sample_prompt(prompt: str | None, tokens: np.ndarray, vocabulary: str) -> str:
+    """Returns `trainer.sample_prompt`; if that is null, the first words of the validation text, at most 30 characters.
+
+    Args:
+        prompt: the key's value
+        tokens: (n,) the validation text, n at least 1
+
+    Raises:
+        UserError: the text does not have one of the characters.
+    """
+    if prompt is None:
+        start = "".join(vocabulary[token] for token in tokens[:1000])
+        return next((found[1] for pattern in PROMPTS if (found := re.search(pattern, start))), start[0])
+    if unknown := sorted(set(prompt) - set(vocabulary)):
+        raise UserError(
+            f"trainer.sample_prompt: {''.join(unknown)!r} not in the text's vocabulary, which is {vocabulary!r}"
+        )
+    return prompt
+
+
 @torch.no_grad()
-def generate_sample(strategy: Strategy, vocabulary: str, seed: int) -> str:
-    """Text that the model generates after the first character of the vocabulary, on all ranks together.
+def generate_sample(strategy: Strategy, vocabulary: str, prompt: str, seed: int) -> str:
+    """The prompt and the text that the model generates after it, on all ranks together.
 
     The random numbers are the same in each call, so that samples differ only by the model.
     """
     device, model = strategy.context.device, strategy.full_model
     generator = torch.Generator(device).manual_seed(seed)
-    start = torch.zeros(1, dtype=torch.long, device=device)
+    tokens = torch.tensor([vocabulary.index(character) for character in prompt], device=device)
     # A growing cache has a new shape for each character: torch.compile would compile each, and cuDNN plan each.
     with strategy.autocast(), torch.compiler.set_stance("force_eager"), sdpa_kernel(NOT_CUDNN):
-        text = [int(new) for new in generate(model, [start], SAMPLE_LENGTH, temperature=0.8, generator=generator)]
+        text = [int(new) for new in generate(model, [tokens], SAMPLE_LENGTH, temperature=0.8, generator=generator)]
     model.train()
-    return "".join(vocabulary[token] for token in text)
+    return prompt + "".join(vocabulary[token] for token in text)

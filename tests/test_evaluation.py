@@ -4,6 +4,7 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from helpers import (
@@ -22,15 +23,32 @@ from helpers import (
 )
 
 from mingpt.config import GPTConfig
-from mingpt.evaluation import SAMPLE_LENGTH, evaluate, generate_sample
+from mingpt.config_parser import read_config
+from mingpt.evaluation import SAMPLE_LENGTH, choose_sample_prompt, evaluate, generate_sample
 from mingpt.generation import generate
 from mingpt.utils.logging import configure_logging
 from mingpt.utils.metrics import MetricsLogger
 from model import GPT
 
+PROMPT = "does bob eat figs"  # longer than the window of the small runs
+
 
 def samples(run_dir: Path) -> list[tuple[int, str]]:
     return [(row["step"], row["text"]) for row in read_rows(run_dir, "sample")]
+
+
+def default_prompt(text: Path) -> str:
+    """The prompt of a run with default keys: words of the first lines of the last tenth."""
+    content = text.read_text()
+    prompt = choose_sample_prompt(None, *encode(content[int(0.9 * len(content)) :]))
+    assert 3 <= len(prompt.split()) <= 8
+    return prompt
+
+
+def encode(text: str) -> tuple[np.ndarray, str]:
+    """Tokens and vocabulary."""
+    vocabulary = "".join(sorted(set(text)))
+    return np.array([vocabulary.index(character) for character in text], dtype=np.uint8), vocabulary
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +78,66 @@ def test_the_snapshot_generates_the_same_sample(folder: Path) -> None:
     vocabulary = snapshot["vocabulary"]
     model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=16, vocab_size=len(vocabulary), block_size=16))
     model.load_state_dict(snapshot["model"])
-    generator = torch.Generator().manual_seed(1)
-    tokens = generate(model, [torch.zeros(1, dtype=torch.long)], SAMPLE_LENGTH, temperature=0.8, generator=generator)
-    assert samples(folder / "5")[-1] == (12, "".join(vocabulary[int(token)] for token in tokens))
+    generator, prompt = torch.Generator().manual_seed(1), default_prompt(folder / "text.txt")
+    tokens = [torch.tensor([vocabulary.index(character) for character in prompt])]
+    steps = generate(model, tokens, SAMPLE_LENGTH, temperature=0.8, generator=generator)
+    assert samples(folder / "5")[-1] == (12, prompt + "".join(vocabulary[int(token)] for token in steps))
+
+
+@pytest.mark.parametrize(
+    ("text", "prompt"),
+    [
+        ("t of it.\n\nThe first words of a paragraph are taken.\n", "The first words of a paragraph"),
+        ("nd of a line,\nthen a line whose first words are taken.", "then a line whose first words"),
+        ("ds of one long line that has no line break at all", "of one long line that has no"),
+        ("er\nroses are\nred, violets\nare blue\n", "roses are"),
+        ("\tone\u3000two \n three four five, six, seven", "three four five, six,"),
+        ("\u6f22\u5b57" * 40, "\u6f22\u5b57" * 15),
+        ("ACGT\n" * 9, "ACGT"),
+        ("  ab", "ab"),
+        ("a ", "a"),
+        ("\n \n", "\n"),
+    ],
+)
+def test_the_default_prompt_is_the_first_words_of_any_text(text: str, prompt: str) -> None:
+    assert choose_sample_prompt(None, *encode(text)) == prompt
+
+
+@pytest.mark.parametrize("prompt", ["ROMEO:", "The ", "12", "a\n", "- # 'x'", "yes"])
+def test_a_prompt_on_the_command_line_is_taken_verbatim(prompt: str) -> None:
+    config = read_config(["--trainer.sample_prompt", prompt])
+    assert config.trainer.sample_prompt == prompt
+    assert read_config(["--trainer.sample_prompt", "null"]).trainer.sample_prompt is None
+
+
+def test_samples_begin_with_the_prompt_on_two_ranks_and_after_a_restart(folder: Path) -> None:
+    options = {"trainer__sample_every": 3, "trainer__sample_prompt": PROMPT, "optimizer__decay_steps": 12}
+    argvs = [
+        run_args(folder / name, folder / "text.txt", **options, trainer__max_steps=last_step)
+        for name, last_step in (("once", 12), ("twice", 6), ("twice", 12))
+    ]
+    for results in run_ranks(2, run_each_captured, argvs, tmp_path=folder):
+        assert [status for status, _, _ in results] == [0, 0, 0]
+    once = samples(folder / "once")
+    assert [(step, len(text)) for step, text in once] == [(n, len(PROMPT) + SAMPLE_LENGTH) for n in (3, 6, 9, 12)]
+    assert all(text.startswith(PROMPT) for _, text in once)
+    assert samples(folder / "twice") == once
+
+
+def test_a_prompt_that_the_text_cannot_continue_is_refused_before_training(text: Path, tmp_path: Path) -> None:
+    vocabulary = "".join(sorted(set(text.read_text())))
+    cases = {
+        "": "trainer.sample_prompt is empty, must be null or hold at least one character (in the command line)",
+        "anna? Yes": f"trainer.sample_prompt: '?Y' not in the text's vocabulary, which is {vocabulary!r}",
+    }
+    argvs = [run_args(tmp_path / "run", text, trainer__sample_prompt=prompt) for prompt in cases]
+    first, second = run_ranks(2, run_each_captured, argvs, tmp_path=tmp_path)
+    for (status, _, stderr), message in zip(first, cases.values(), strict=True):
+        assert (status, stderr) == (2, f"error: {message}\n")
+    assert [status for status, _, _ in second] == [2, 2]
+    done = run_program("main.py", *argvs[1])
+    assert (done.returncode, done.stderr) == (2, first[1][2])
+    assert not list((tmp_path / "run").glob("[!c]*"))  # nothing but the cache
 
 
 def test_evaluation_and_samples_are_equal_on_any_number_of_ranks(folder: Path) -> None:
@@ -81,7 +156,7 @@ def _evaluate(folder: Path, strategies: list[str]) -> list[tuple[float, str]]:
         with open_trainer(*argv, rendezvous=name) as trainer:
             loss = evaluate(trainer.strategy, trainer.val_data, batch_size=3)
             train_losses(trainer, 3)
-            results.append((loss, generate_sample(trainer.strategy, trainer.corpus.vocabulary, seed=1)))
+            results.append((loss, generate_sample(trainer.strategy, trainer.corpus.vocabulary, PROMPT, seed=1)))
     return results
 
 
@@ -92,7 +167,7 @@ def test_cudnn_attention_is_off_for_samples_alone(folder: Path, monkeypatch: pyt
         hook = lambda *args: states.add((model.training, torch.backends.cuda.cudnn_sdp_enabled()))  # noqa: E731
         model = trainer.strategy.full_model
         model.register_forward_hook(hook)
-        generate_sample(trainer.strategy, trainer.corpus.vocabulary, seed=1)
+        generate_sample(trainer.strategy, trainer.corpus.vocabulary, PROMPT, seed=1)
         train_losses(trainer, 1)
     assert states == {(False, False), (True, True)}
 
@@ -107,7 +182,8 @@ def test_samples_of_compiled_and_of_sharded_bf16_blocks(options: dict, text: Pat
     done = run_program("main.py", *run_args(tmp_path / "run", text, **size, **options), TORCH_LOGS="recompiles")
     assert done.returncode == 0, done.stderr
     assert "cache" not in done.stderr  # which a failed guard on the cache's length would name
-    assert [len(text) for _, text in samples(tmp_path / "run")] == [SAMPLE_LENGTH, SAMPLE_LENGTH]
+    length = len(default_prompt(text)) + SAMPLE_LENGTH
+    assert [len(sample) for _, sample in samples(tmp_path / "run")] == [length, length]
 
 
 def test_control_characters_of_a_sample_are_recorded_but_not_printed(

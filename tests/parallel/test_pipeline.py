@@ -94,7 +94,7 @@ def _results(folder: Path, stages: int) -> dict[str, Any]:
     with open_trainer(*run_args(folder / f"run-{stages}", folder / "text.txt", **(NO_DROPOUT | options))) as trainer:
         train_losses(trainer, 4)
         results["losses"].append(evaluate(trainer.strategy, trainer.val_data, 2))
-        results["sample"] = generate_sample(trainer.strategy, trainer.corpus.vocabulary, seed=1)
+        results["sample"] = generate_sample(trainer.strategy, trainer.corpus.vocabulary, "bob", seed=1)
     return results
 
 
