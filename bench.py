@@ -5,8 +5,8 @@
     python bench.py nanogpt tutorial --nanogpt FOLDER --tutorial FOLDER --json
     torchrun --standalone --nproc_per_node=4 bench.py strategies
 
-Without names, all cases run. FOLDER contains the model.py of nanoGPT or of the minGPT-DDP tutorial. Other options are
-those of main.py, and apply to every case.
+Without names, all cases run but time_to_loss, which takes as long as the others together. FOLDER contains the
+model.py of nanoGPT or of the minGPT-DDP tutorial. Other options are those of main.py, and apply to every case.
 """
 
 import json
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.cases import BASELINE_OPTIONS, CASES, MULTI_RANK_CASES
+from benchmarks.cases import BASELINE_OPTIONS, CASES, LONG_CASES, MULTI_RANK_CASES
 from benchmarks.harness import Bench, Row, SkippedError, machine_name
 from mingpt.config_parser import build_parser, config_options, read_config
 from mingpt.distributed.process_group import init_distributed
@@ -71,7 +71,7 @@ def run(argv: Sequence[str]) -> None:
         if context.rank == 0 and not args.json:
             header = f"| what | figure | smallest to largest | goal | command |\n|{' --- |' * 5}"
             print(f"## {machine}\n\n{header}", flush=True)
-        for name in args.names or CASES:
+        for name in args.names or [name for name in CASES if name not in LONG_CASES]:
             clone = [f"--{BASELINE_OPTIONS[name]}", "FOLDER"] if name in BASELINE_OPTIONS else []
             command = shlex.join(["python", "bench.py", name, *clone, *options])
             for row in run_case(name, bench):

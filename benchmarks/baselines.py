@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from benchmarks.harness import suppress_stdout
+from char_dataset import ValidationDataset
+from mingpt.loss import cross_entropy
 from mingpt.optimizer import build_optimizer
 from mingpt.parallel.data_parallel import DTYPES
 from model import GPT
@@ -34,8 +36,8 @@ def import_file(file: Path) -> ModuleType:
     return module
 
 
-def nanogpt_step(folder: Path, trainer: Trainer) -> Step:
-    """A step of nanoGPT's train.py: its model, optimizer, clipping and `get_batch`.
+class NanoGPT:
+    """nanoGPT's train.py: its model, optimizer, clipping and `get_batch`.
 
     As its defaults are, in fp32 on a CPU, and with autocast in the trainer's precision on a GPU.
 
@@ -43,33 +45,50 @@ def nanogpt_step(folder: Path, trainer: Trainer) -> Step:
         folder: contains nanoGPT's model.py
         trainer: whose model size, text and batch size are used; nanoGPT's model has no biases
     """
-    nanogpt, config, B = import_file(folder / "model.py"), trainer.model_config, trainer.config.trainer.batch_size
-    T, file, device = config.block_size, trainer.run_dir / "train.bin", trainer.context.device
-    dtype, on_gpu = DTYPES[trainer.numerics.precision], device.type == "cuda"
-    trainer.train_data.tokens.astype(np.uint16).tofile(file)
-    keys = ("n_layer", "n_head", "n_embd", "vocab_size", "block_size", "dropout")
-    with suppress_stdout():
-        model = nanogpt.GPT(nanogpt.GPTConfig(**{key: getattr(config, key) for key in keys}, bias=False)).to(device)
-        optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.99), device.type)
 
-    def batch() -> tuple[Tensor, Tensor]:
-        data = np.memmap(file, dtype=np.uint16, mode="r")
-        ix = torch.randint(len(data) - T, (B,))
-        x = torch.stack([torch.from_numpy((data[i : i + T]).astype(np.int64)) for i in ix])
-        y = torch.stack([torch.from_numpy((data[i + 1 : i + 1 + T]).astype(np.int64)) for i in ix])
-        return (x.pin_memory(), y.pin_memory()) if on_gpu else (x, y)
+    def __init__(self, folder: Path, trainer: Trainer) -> None:
+        nanogpt, config = import_file(folder / "model.py"), trainer.model_config
+        self.device, self.T, self.B = trainer.context.device, config.block_size, trainer.config.trainer.batch_size
+        self.dtype, self.on_gpu = DTYPES[trainer.numerics.precision], self.device.type == "cuda"
+        self.file = trainer.run_dir / "train.bin"
+        trainer.train_data.tokens.astype(np.uint16).tofile(self.file)
+        keys = ("n_layer", "n_head", "n_embd", "vocab_size", "block_size", "dropout")
+        sizes = {key: getattr(config, key) for key in keys}
+        with suppress_stdout():
+            self.model = nanogpt.GPT(nanogpt.GPTConfig(**sizes, bias=False)).to(self.device)
+            self.optimizer = self.model.configure_optimizers(0.1, 1e-3, (0.9, 0.99), self.device.type)
 
-    def step() -> None:
-        x, y = (tensor.to(device, non_blocking=on_gpu) for tensor in batch())
-        with torch.autocast(device.type, dtype, enabled=on_gpu and dtype != torch.float32):
-            _, loss = model(x, y)
+    def step(self, learning_rate: float = 1e-3) -> None:
+        """One step of training, after which the loss is read."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        x, y = (tensor.to(self.device, non_blocking=self.on_gpu) for tensor in self._batch())
+        with torch.autocast(self.device.type, self.dtype, enabled=self.on_gpu and self.dtype != torch.float32):
+            _, loss = self.model(x, y)
         loss.backward()
-        clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
         loss.item()
 
-    return step
+    def _batch(self) -> tuple[Tensor, Tensor]:
+        data, T = np.memmap(self.file, dtype=np.uint16, mode="r"), self.T
+        ix = torch.randint(len(data) - T, (self.B,))
+        x = torch.stack([torch.from_numpy((data[i : i + T]).astype(np.int64)) for i in ix])
+        y = torch.stack([torch.from_numpy((data[i + 1 : i + 1 + T]).astype(np.int64)) for i in ix])
+        return (x.pin_memory(), y.pin_memory()) if self.on_gpu else (x, y)
+
+    @torch.no_grad()
+    def evaluate(self, data: ValidationDataset) -> float:
+        """The mean loss over the whole validation text, in nats per character, in the trainer's windows."""
+        self.model.eval()
+        total = 0.0
+        for start in range(0, len(data), 64):
+            idx, targets = (tensor.to(self.device) for tensor in data[range(start, min(start + 64, len(data)))])
+            logits, _ = self.model(idx, targets)
+            total += cross_entropy(logits, targets, "sum").item()
+        self.model.train()
+        return total / data.count(range(len(data)))
 
 
 def tutorial_step(folder: Path, trainer: Trainer) -> Step:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.baselines import Step, fetch_batches, minimal_loop, nanogpt_step, tutorial_fetch, tutorial_step
+from benchmarks.baselines import NanoGPT, Step, fetch_batches, minimal_loop, tutorial_fetch, tutorial_step
 from benchmarks.cluster_model import flops_per_step
 from benchmarks.harness import (
     LARGE,
@@ -30,6 +30,7 @@ from benchmarks.harness import (
     suppress_stdout,
     synchronize,
 )
+from benchmarks.learning import counting, time_to_loss
 from benchmarks.pipeline_timeline import steps
 from mingpt.config_parser import read_config
 from mingpt.corpus import encode_corpus
@@ -79,7 +80,8 @@ def training_loop(bench: Bench) -> Iterator[Row]:
 
 def nanogpt(bench: Bench) -> Iterator[Row]:
     """nanoGPT's step, in steps of ours."""
-    yield from _compare_baseline(bench, "nanoGPT's step in ours", bench.nanogpt, nanogpt_step, bench.goals.nanogpt)
+    what, goals = "nanoGPT's step in ours", bench.goals.nanogpt
+    yield from _compare_baseline(bench, what, bench.nanogpt, lambda *args: NanoGPT(*args).step, goals)
 
 
 def tutorial(bench: Bench) -> Iterator[Row]:
@@ -386,6 +388,10 @@ CASES: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "compile": compile_blocks,
     "optimizer": optimizer,
     "sampling": sampling,
+    "counting": counting,
+    "time_to_loss": time_to_loss,
 }
 MULTI_RANK_CASES = ("ranks", "strategies", "reduction", "pipeline")  # others measure a single process
-BASELINE_OPTIONS = {"nanogpt": "nanogpt", "tutorial": "tutorial", "fetch": "tutorial"}  # case -> the option it needs
+LONG_CASES = ("time_to_loss",)  # run only if they are named
+# Case -> the option it needs.
+BASELINE_OPTIONS = {"nanogpt": "nanogpt", "tutorial": "tutorial", "fetch": "tutorial", "time_to_loss": "nanogpt"}

@@ -28,7 +28,8 @@ from trainer import Trainer
 ROOT = Path(__file__).parent.parent
 ALPHABET = "\n !$&',-.3:;?" + ascii_letters  # the 65 characters of the Tiny Shakespeare data set
 CPU = torch.device("cpu")
-UNITS = {"": (1, ""), "%": (100, "%"), "s": (1, " s"), "steps": (1, " steps")}  # name -> factor and suffix
+# name -> factor, digits and suffix
+UNITS = {"": (1, 3, ""), "%": (100, 3, "%"), "s": (1, 3, " s"), "steps": (1, 3, " steps"), "nats": (1, 4, " nats")}
 
 
 class SkippedError(Exception):
@@ -101,9 +102,9 @@ class Row:
 
     def format(self, number: float) -> str:
         """Formats a number in the unit of this row."""
-        factor, suffix = UNITS[self.unit]
+        factor, digits, suffix = UNITS[self.unit]
         number *= factor
-        return (f"{number:.3g}" if abs(number) < 1000 else f"{number:,.0f}") + suffix
+        return (f"{number:.{digits}g}" if abs(number) < 1000 else f"{number:,.0f}") + suffix
 
     @property
     def met(self) -> bool | None:

@@ -44,7 +44,7 @@ class GPT(torch.nn.Embedding):
         return torch.optim.AdamW(self.parameters(), lr=learning_rate)
     def forward(self, idx, targets):
         logits = super().forward(idx)
-        return logits, torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return logits, torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
 
 def create_optimizer(model, config):
     return torch.optim.AdamW(model.parameters(), lr=config.learning_rate)

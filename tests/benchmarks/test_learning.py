@@ -1,0 +1,162 @@
+"""The cases of bench.py about learning: what they train, on which text, and until when."""
+
+import math
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import write_text
+from test_bench import MODEL, TINY
+
+from bench import run, run_case
+from benchmarks import baselines, learning
+from benchmarks.cases import CASES, LONG_CASES
+from benchmarks.harness import Bench
+from mingpt.distributed.launch_environment import RankInfo
+from mingpt.distributed.process_group import DistributedContext
+from mingpt.loss import IGNORE_INDEX
+from mingpt.utils.logging import run_script
+from trainer import Trainer
+
+
+@pytest.fixture
+def bench(tmp_path: Path, one_thread: None, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """A bench with a tiny model, a short text that can be learned, three repetitions and a short recipe of nanoGPT."""
+    (tmp_path / "model.py").write_text(MODEL)
+    text = write_text(tmp_path / "words.txt")
+    monkeypatch.setattr(learning, "RECIPE_STEPS", 20)
+    options = [*TINY, "--trainer.batch_size", "8", "--optimizer.warmup_steps", "2", "--data.path", str(text)]
+    return Bench(DistributedContext(RankInfo()), tmp_path, options, nanogpt=tmp_path)
+
+
+def test_counting_measures_the_validation_part_of_the_text(bench: Bench) -> None:
+    text = Path(bench.options[-1])
+    losses = [row.figure for row in run_case("counting", bench)]
+    assert len(losses) == 3
+    assert all(0.3 < loss < 0.6 for loss in losses)  # six words in random order, of 4.3 characters with the space
+    text.write_text(text.read_text()[:2700] + "sgif" * 75)  # the last tenth is something else
+    assert all(row.figure > 1.5 for row in run_case("counting", bench))
+
+
+def test_counting_prints_four_digits_and_its_command(bench: Bench, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("sys.argv", ["bench.py", "counting", *bench.options[-2:]])
+    assert run_script(run) == 0
+    *_, line = capsys.readouterr().out.splitlines()
+    assert line.startswith("| validation loss of a 7-gram model, per character | 0.")
+    assert len(line.split("|")[2].split(".")[1].removesuffix(" nats ")) == 4
+    assert line.endswith(f"| none | `python bench.py counting --data.path {bench.options[-1]}` |")
+
+
+def test_without_a_text_counting_gives_the_reason(bench: Bench) -> None:
+    bench.options = ["--data.path", "nowhere.txt"]
+    [row] = run_case("counting", bench)
+    assert row.figure.startswith("skipped: data.path: no text at nowhere.txt")
+
+
+def test_time_to_loss_stops_at_the_loss_of_the_recipe(bench: Bench, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(learning, "LOSS", 2.0)
+    monkeypatch.setattr(learning, "STEPS_TO_LOSS", 60)
+    calls: list[tuple] = []
+
+    def record(name: str) -> None:
+        function = getattr(learning, name)
+        monkeypatch.setattr(
+            learning, name, lambda *args: calls.append((name, *args[1:], function(*args))) or calls[-1][-1]
+        )
+
+    record("train_recipe")
+    record("train_to_loss")
+    absolute, ratio = run_case("time_to_loss", bench)
+    assert absolute.what.startswith("absolute: training seconds to validation loss 2 (losses 1.")
+    assert 0 < absolute.smallest <= absolute.figure <= absolute.largest
+    assert absolute.unit == "s"
+    assert 0 < ratio.smallest <= ratio.figure <= ratio.largest
+    assert ratio.goal.startswith("at most 0.2")
+    assert [call[:-1] for call in calls[:3]] == [("train_to_loss", seed, 60, 2.0) for seed in (1, 2, 3)]
+    for seed, theirs, ours in zip((1, 2, 3), calls[3::2], calls[4::2], strict=True):
+        assert theirs[:-1] == ("train_recipe", bench.nanogpt, seed)
+        assert ours[:-1] == ("train_to_loss", seed, learning.STEPS_TO_RECIPES_LOSS, theirs[-1].loss)
+    assert capsys.readouterr().out == ""
+
+
+def test_our_run_ends_at_the_first_evaluation_at_the_loss(bench: Bench) -> None:
+    reached = learning.train_to_loss(bench, 1, 400, 2.4)
+    assert reached.loss <= 2.4
+    assert 20 <= reached.steps < 400
+    assert reached.steps % 20 == 0
+    earlier = learning.train_to_loss(bench, 1, 400, reached.loss + 1e-6)
+    assert earlier[1:] == reached[1:]
+    assert learning.train_to_loss(bench, 2, 400, 2.4)[1:] != reached[1:]
+    bench.options = [*bench.options, "--trainer.max_steps", "7", "--trainer.eval_every", "5"]
+    assert learning.train_to_loss(bench, 1, 400, 0.0).steps == 7  # options of the command line win
+
+
+def test_evaluation_is_not_training_time(bench: Bench, monkeypatch) -> None:
+    now, losses = [0.0], iter([9.0, 8.0, 7.0])
+
+    def evaluate(*args: object) -> float:
+        now[0] += 1000
+        return next(losses)
+
+    def train_step(trainer: Trainer) -> None:
+        now[0] += 1
+        trainer.step += 1
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(learning, "evaluate", evaluate)
+    monkeypatch.setattr(Trainer, "train_step", train_step)
+    assert learning.train_to_loss(bench, 1, 40, 7.5) == (6.0, 6, 7.0)
+
+
+def test_a_loss_that_is_not_reached_has_no_figure(bench: Bench, monkeypatch) -> None:
+    monkeypatch.setattr(learning, "LOSS", 0.01)
+    monkeypatch.setattr(learning, "STEPS_TO_LOSS", 3)
+    bench.nanogpt = None
+    row, skipped = run_case("time_to_loss", bench)
+    assert row.figure == "not reached by 3 of 3 runs"
+    assert "after 3, 3, 3 steps" in row.what
+    assert skipped.figure == "skipped: its folder is not given"
+    runs = [learning.Run(1.0, 5, math.nan), learning.Run(1.0, 5, 1.0)]
+    assert learning._row("", runs, [1.0, 1.0], [0.1, 0.1], most=0.2).figure == "not reached by 1 of 2 runs"
+
+
+def test_the_recipe_has_nanogpts_schedule_model_and_seeds(bench: Bench, monkeypatch) -> None:
+    monkeypatch.setattr(learning, "RECIPE_STEPS", 2000)
+    rates = [learning.recipe_learning_rate(step) for step in (0, 99, 100, 1050, 2000)]
+    assert rates == pytest.approx([1e-3 / 101, 1e-3 * 100 / 101, 1e-3, 5.5e-4, 1e-4])
+    monkeypatch.setattr(learning, "RECIPE_STEPS", 5)
+    built, used = [], []
+
+    class Recorded(baselines.NanoGPT):
+        def __init__(self, folder: Path, trainer: object) -> None:
+            super().__init__(folder, trainer)
+            built.append((self, trainer))
+
+        def step(self, learning_rate: float) -> None:
+            super().step(learning_rate)
+            used.append(self.optimizer.param_groups[0]["lr"])
+
+    monkeypatch.setattr(learning, "NanoGPT", Recorded)
+    first, second, other = (learning.train_recipe(bench, bench.nanogpt, seed) for seed in (1, 1, 2))
+    assert first.loss == second.loss != other.loss
+    assert used[:5] == [learning.recipe_learning_rate(step) for step in range(5)]
+    nanogpt, trainer = built[0]
+    config = trainer.model_config  # not that of the command line
+    assert (config.n_layer, config.n_head, config.n_embd, config.block_size, nanogpt.B) == (4, 4, 128, 64, 12)
+    idx, targets = trainer.val_data[range(len(trainer.val_data))]
+    with torch.no_grad():
+        losses = torch.nn.functional.cross_entropy(
+            nanogpt.model.weight[idx].flatten(0, 1), targets.flatten(), reduction="none", ignore_index=IGNORE_INDEX
+        )
+    assert first.loss == pytest.approx((losses.sum() / (targets != IGNORE_INDEX).sum()).item(), rel=1e-6)
+
+
+def test_long_cases_run_only_if_they_are_named(capsys, monkeypatch) -> None:
+    called: list[str] = []
+    for name in CASES:
+        monkeypatch.setitem(CASES, name, lambda bench, name=name: called.append(name) or iter(()))
+    for names in ([], ["time_to_loss"]):
+        monkeypatch.setattr("sys.argv", ["bench.py", *names])
+        assert run_script(run) == 0
+    assert called == [name for name in CASES if name not in LONG_CASES] + ["time_to_loss"]
