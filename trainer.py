@@ -113,7 +113,7 @@ class Trainer:
         """Steps, each followed by whatever is due. All ranks stop after the same step, agreed on during the step."""
         save_seconds = 60 * (self.config.trainer.save_minutes or math.inf)
         self.saved_at, self.val_loss, stop_signal = time.monotonic(), math.nan, 0
-        self.timer, first_step = StepTimer(self.samples), self.step + 1
+        self.timer, self.first_step = StepTimer(self.samples), self.step + 1
         while self.step < self.last_step and not stop_signal:
             overdue = self.context.rank == 0 and time.monotonic() > self.saved_at + save_seconds
             votes = self.context.all_reduce_max_async(signals.signal, int(overdue))
@@ -123,7 +123,7 @@ class Trainer:
             self._after_step(metrics, result, bool(stop_signal), bool(save_now))
             if self.samples // len(self.train_data) > epoch:
                 logger.info(f"step {self.step}: epoch {epoch + 1} is over ({len(self.train_data):,} windows)")
-            if self.step == first_step:
+            if self.step == self.first_step:
                 self._log_memory()
             after_step()
         return self._finish(metrics, stop_signal if self.step < self.last_step else 0)
@@ -168,9 +168,12 @@ class Trainer:
         save = save or save_now or stops
         if self.context.device.type == "cpu" or log or evaluates or save:
             self._check_finite()
-        metrics.advance(self.step)
+        # On one process's CPU, reading the loss waits for nothing.
+        is_free = self.context.device.type == "cpu" and self.context.world_size == 1
+        reads_loss = log or is_free or self.step == self.first_step
+        mean_loss = self.strategy.mean_loss(result.losses).item() if reads_loss else math.nan
+        metrics.advance(self.step, mean_loss)
         if log:
-            mean_loss = self.strategy.mean_loss(result.losses).item()
             self._check_finite(mean_loss)
             metrics.log_train(
                 self.step,

@@ -1,6 +1,7 @@
 """Metrics of a run: metrics.jsonl, TensorBoard's events, and log lines."""
 
 import json
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -52,13 +53,16 @@ class MetricsLogger:
         except OSError as error:
             logger.warning(f"step {step}: trainer.run_dir: metrics can't be written: {error}; training continues")
 
-    def advance(self, step: int) -> None:
+    def advance(self, step: int, loss: float) -> None:
+        """Moves the live line on to a step, with its loss unless that is nan."""
+        if not math.isnan(loss):
+            self.line.fields["loss"] = f"loss {loss:.3f}"
         self.line.advance(step)
 
     def log_train(self, step: int, **values: float | int) -> None:
         self.log("train", step, **values)
         line, loss, speed = self.line, values["loss"], values["tokens_per_second"]
-        line.fields |= {"loss": f"loss {loss:.3f}", "speed": f"{_format_short(speed)} tok/s"}
+        line.fields["speed"] = f"{_format_short(speed)} tok/s"
         if line.disable:
             logger.info(
                 f"step {step:>{len(str(line.last_step))}}/{line.last_step}  loss {loss:.4f}  "

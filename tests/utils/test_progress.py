@@ -4,8 +4,22 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-from helpers import ROOT, clean_env, loss_curve, read_rows, run_args, run_on_terminal, set_columns
+import pytest
+from helpers import (
+    NO_DROPOUT,
+    ROOT,
+    TORCHRUN,
+    clean_env,
+    loss_curve,
+    read_rows,
+    run_args,
+    run_on_terminal,
+    run_ranks,
+    set_columns,
+    train_main,
+)
 
 from mingpt.utils.progress import format_duration
 
@@ -50,6 +64,28 @@ def test_the_live_line_fits_the_terminal_and_stays_below_log_lines(text: Path, t
     [last] = [line for line in lines if re.match(r"\d+/12 ", line)]  # log lines leave no copies of the live line
     assert lines.index(last) > lines.index(evals[-1])
     assert not [line for line in lines if line.startswith("step ") and "/12" in line]  # the live line has these
+
+
+def test_the_live_line_has_the_loss_of_each_step_on_one_process_and_of_first_and_logged_ones_on_two(
+    text: Path, tmp_path: Path
+) -> None:
+    """The mean over the whole batch."""
+    size: dict[str, Any] = {"trainer__max_steps": 7, **NO_DROPOUT}
+    assert run_ranks(2, train_main, *run_args(tmp_path / "all", text, **size), tmp_path=tmp_path) == [0, 0]
+    losses = dict(loss_curve(tmp_path / "all"))
+    for name, launcher, shown_steps in (
+        ("one", (), {step: step for step in range(1, 8)}),
+        ("two", (*TORCHRUN, "--nproc_per_node=2"), {1: 1, 2: 1, 3: 1, 4: 1, 5: 5, 6: 5, 7: 7}),
+    ):
+        command = [*launcher, str(ROOT / "main.py"), *run_args(tmp_path / name, text, trainer__log_every=5, **size)]
+        status, raw = run_on_terminal(*command, columns=100, TQDM_MININTERVAL="0", TQDM_MINITERS="1")
+        assert status == 0, raw
+        updates = [part for part in re.split(r"[\r\n]+", raw) if re.match("[1-7]/7 ", part)]
+        shown = [re.sub(r"/7 .* loss (\d\.\d{3}) .*", r" \1", update).split() for update in updates]
+        assert {int(step) for step, _ in shown} == set(shown_steps), raw
+        for step, loss in shown:
+            assert float(loss) == pytest.approx(losses[shown_steps[int(step)]], abs=6e-4), (name, step)
+        assert [step for step, _ in loss_curve(tmp_path / name)] == [5, 7]
 
 
 def test_the_live_line_follows_the_width_of_the_terminal() -> None:
