@@ -155,7 +155,7 @@ PANELS: dict[str, Callable[[Bench], Iterator[Point]]] = {
 
 
 def gpt_config(shape: Shape) -> GPTConfig:
-    return GPTConfig(shape.layers, shape.heads, shape.width, vocab_size=65, block_size=shape.T)
+    return GPTConfig(n_layer=shape.layers, n_head=shape.heads, n_embd=shape.width, vocab_size=65, block_size=shape.T)
 
 
 def fit_cluster(points: Sequence[Point]) -> Cluster:

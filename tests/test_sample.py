@@ -34,7 +34,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     text = write_text(folder / "text.txt")
     text.write_text(text.read_text().replace("figs", "ñandú—🙂"), encoding="utf-8")
-    argv = run_args(folder / "run", text, trainer__max_steps=6)
+    argv = run_args(folder / "run", text, trainer__max_steps=6, optimizer__learning_rate=3e-2)
     assert run_ranks(1, train_main, *argv, tmp_path=folder) == [0]
     text.unlink()
     shutil.rmtree(folder / "run/cache")

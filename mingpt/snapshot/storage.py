@@ -210,7 +210,7 @@ def load_snapshot(path: str) -> dict[str, Any]:
     if snapshot["format"] != FORMAT_VERSION:
         found = f"{path} has format {snapshot['format']}"
         raise UserError(f"{found}, this program reads {FORMAT_VERSION}: take the program that wrote it")
-    snapshot["config"]["model"].setdefault("architecture", "gpt2")  # the only one that there was
+    snapshot.get("config", {"model": {}})["model"].setdefault("architecture", "gpt2")  # there was no other, and no key
     return snapshot
 
 

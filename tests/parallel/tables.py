@@ -42,9 +42,11 @@ from mingpt.utils.errors import UserError
 Options = dict[str, Any]  # of a run, by names such as trainer__batch_size
 
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
+ARCHITECTURES = ("gpt2", "nanochat")
 # Each strategy with each kind of activation checkpointing, so that all pairs of two options occur.
 TRAINED: list[Options] = [
     {
+        "model__architecture": ARCHITECTURES[(i // 2 + j // 2) % 2],
         "distributed__strategy": strategy,
         "trainer__activation_checkpointing": mode,
         "trainer__micro_batch_size": 2 if (i + j) % 2 else None,
@@ -56,28 +58,33 @@ TRAINED: list[Options] = [
 # In micro-batches of one sequence, because each shape is compiled.
 COMPILED: list[Options] = [
     {
+        "model__architecture": ARCHITECTURES[i % 2],
         "distributed__strategy": strategy,
         "trainer__activation_checkpointing": mode,
         "trainer__micro_batch_size": 1,
         "trainer__compile": True,
     }
-    for strategy, mode in (("ddp", "none"), ("ddp", "full"), ("fsdp", "none"), ("fsdp", "selective"))
+    for i, (strategy, mode) in enumerate((("ddp", "none"), ("ddp", "full"), ("fsdp", "selective"), ("fsdp", "none")))
 ]
 RESUMED = list(zip(STRATEGIES, STRATEGIES[1:] + STRATEGIES[:1], strict=True))  # saved by, resumed by
 
 # Enough blocks and micro-batches for two replicas of four stages.
 PIPELINE: Options = {"model__n_layer": 4, "trainer__batch_size": 8, "trainer__micro_batch_size": 1}
 SCHEDULED: list[Options] = [
-    {"distributed__pipeline_stages": stages, "distributed__pipeline_schedule": schedule}
-    for stages in (2, 4)
-    for schedule in ("1f1b", "gpipe")
+    {
+        "model__architecture": ARCHITECTURES[(i + j) % 2],
+        "distributed__pipeline_stages": stages,
+        "distributed__pipeline_schedule": schedule,
+    }
+    for i, stages in enumerate((2, 4))
+    for j, schedule in enumerate(("1f1b", "gpipe"))
 ]
 COMBINED: list[Options] = [  # with two stages
     {"distributed__strategy": "zero1", "optimizer__name": "muon"},
     {"distributed__strategy": "zero2", "trainer__activation_checkpointing": "selective"},
     {"distributed__strategy": "fsdp", "trainer__activation_checkpointing": "full"},
-    {"distributed__strategy": "fsdp", "optimizer__name": "muon"},
-    {"trainer__precision": "bf16"},
+    {"distributed__strategy": "fsdp", "optimizer__name": "muon", "model__architecture": "gpt2"},
+    {"trainer__precision": "bf16", "model__architecture": "gpt2"},
     {"distributed__strategy": "fsdp", "trainer__compile": True},
 ]
 REFUSED: list[Options] = [
@@ -124,7 +131,7 @@ def loss_errors(folder: Path, ranks: int, runs: list[Options], steps: int = 12) 
 
     That process uses ddp and the whole batch at once, without activation checkpointing and compilation.
     """
-    names = ("model__n_layer", "optimizer__name", "trainer__batch_size", "trainer__precision")
+    names = ("model__architecture", "model__n_layer", "optimizer__name", "trainer__batch_size", "trainer__precision")
     plain = [{name: run[name] for name in names if name in run} | {"trainer__micro_batch_size": None} for run in runs]
     distinct = {str(i): options for i, options in enumerate(plain) if options not in plain[:i]}
     expected = train(folder / f"plain-{ranks}", 1, distinct, steps)
@@ -272,8 +279,9 @@ def pipeline_page(folder: Path) -> str:
 {WRITTEN_BY.format("pipeline")}
 
 Ranks form a mesh of replicas x stages. Blocks are distributed evenly; the embeddings are in the first stage, and the
-output projection, tied to them, is in the last. With S stages and M micro-batches per replica, each stage waits at
-least (S - 1) / (M + S - 1) of the time. In fp16, all stages skip a step whose gradient overflows in one.
+output projection is in the last, which has a copy of the embeddings if it is tied to them. With S stages and M
+micro-batches per replica, each stage waits at least (S - 1) / (M + S - 1) of the time. In fp16, all stages skip a step
+whose gradient overflows in one.
 
 ## Losses: largest relative deviation from one process, in 12 steps in fp32, 8 micro-batches
 

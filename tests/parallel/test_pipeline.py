@@ -79,7 +79,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str
 def _results(folder: Path, stages: int) -> dict[str, Any]:
     options = with_stages(stages, trainer__micro_batch_size=2, distributed__pipeline_schedule="gpipe")
     results: dict[str, Any] = {}
-    dropout = run_args(folder / f"dropout-{stages}", folder / "text.txt", optimizer__name="muon", **options)
+    tied: dict[str, Any] = options | {"optimizer__name": "muon", "model__architecture": "gpt2"}
+    dropout = run_args(folder / f"dropout-{stages}", folder / "text.txt", **tied)
     with open_trainer(*dropout, rendezvous="dropout") as trainer:
         strategy = trainer.strategy
         results["losses"] = [evaluate(strategy, trainer.val_data, 2)]
@@ -171,7 +172,7 @@ def test_the_last_batch_may_be_short(tmp_path: Path) -> None:
             4,
             {
                 "fsdp": {"distributed__strategy": "fsdp", "trainer__activation_checkpointing": "full"},
-                "zero1": {"distributed__strategy": "zero1", "optimizer__name": "muon"},
+                "zero1": {"distributed__strategy": "zero1", "optimizer__name": "muon", "model__architecture": "gpt2"},
             },
             marks=pytest.mark.slow,
         ),

@@ -28,7 +28,7 @@ TREE = {"distributed__reduction": "tree"}
 # Runs on one and on three ranks.
 RUNS = {
     "bf16": {"trainer__precision": "bf16", **TREE},
-    "muon": {"optimizer__name": "muon", **TREE},
+    "muon": {"optimizer__name": "muon", "model__architecture": "gpt2", **TREE},
     # 167 windows in batches of 83: one for the last step, in which two of three ranks have no micro-batch.
     "short": {
         "trainer__max_steps": None,

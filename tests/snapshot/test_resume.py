@@ -74,7 +74,7 @@ def test_a_snapshot_opens_with_torch_load_and_has_the_documented_content(name: s
     model = GPT(GPTConfig(**config["model"], block_size=16, vocab_size=len(snapshot["vocabulary"])))
     model.load_state_dict(snapshot["model"])
     assert set(snapshot["model"]) == set(snapshot["optimizer"]) == {name for name, _ in model.named_parameters()}
-    assert {"transformer.wte.weight", "transformer.h.1.attn.c_attn.bias"} <= set(snapshot["model"])
+    assert {"transformer.wte.weight", "transformer.h.1.attn.c_attn.weight"} <= set(snapshot["model"])
     assert {int(state["step"]) for state in snapshot["optimizer"].values()} == {6}
 
 
