@@ -319,7 +319,7 @@ class CountWaits(TorchDispatchMode):
 def test_steps_between_log_lines_do_not_wait_for_the_device(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the CPU the loss is checked in every step, so after each step the device is said to be another."""
+    """Only the first step's loss is read. On the CPU each is, so after each step the device is said to be another."""
     monkeypatch.setenv("TEST_INIT_METHOD", "file:///unused")
     options = {"trainer__log_every": 4, "trainer__eval_every": 12, "trainer__save_every": 12}
     with open_trainer(*run_args(tmp_path / "run", text, **options)) as trainer:
@@ -336,4 +336,4 @@ def test_steps_between_log_lines_do_not_wait_for_the_device(
         with CountWaits() as waits:
             assert trainer.train() == 0
     found = [after > before for before, after in zip(counts, [*counts[1:], waits.count], strict=True)]
-    assert found == [step % 4 == 0 for step in range(1, 13)]
+    assert found == [step == 1 or step % 4 == 0 for step in range(1, 13)]
