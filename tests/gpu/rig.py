@@ -81,12 +81,14 @@ class Case(NamedTuple):
 
 
 def _cases() -> dict[str, Case]:
+    """All cases; those of selective checkpointing and of gpipe have the architecture gpt2, the others nanochat."""
     cases: dict[str, Case] = {}
     for precision, optimizer in product(PRECISIONS, OPTIMIZERS):
         name, options = f"{precision}-{optimizer}", {"trainer.precision": precision, "optimizer.name": optimizer}
         cases[f"one-{name}"] = Case(options, world_size=1)
         for strategy, mode in product(("ddp", "zero1", "zero2", "fsdp"), ("none", "selective", "full")):
             parallel = {"distributed.strategy": strategy, "trainer.activation_checkpointing": mode}
+            parallel["model.architecture"] = "gpt2" if mode == "selective" else "nanochat"
             cases[f"{strategy}-{name}-{mode}"] = Case(options | parallel)
         if precision != "fp16":
             tree = {"distributed.reduction": "tree", "trainer.deterministic": "true"}
@@ -97,6 +99,7 @@ def _cases() -> dict[str, Case]:
         stages = options | {"distributed.pipeline_stages": 2, "model.n_layer": 2}
         for schedule, stage in product(("1f1b", "gpipe"), (0, 1)):
             pipeline = stages | {"distributed.pipeline_schedule": schedule}
+            pipeline["model.architecture"] = "gpt2" if schedule == "gpipe" else "nanochat"
             cases[f"{schedule}-{name}-stage{stage}"] = Case(pipeline, rank=stage)
         for strategy, stage in product(("zero1", "zero2", "fsdp"), (0, 1)):
             if name == "fp16-muon":  # two replicas; the other combinations have no other code
