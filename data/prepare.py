@@ -1,24 +1,91 @@
-"""Writes training text: Python's own documentation, without a network, or tiny shakespeare, which is downloaded."""
+"""Writes training text: prose of Python's own documentation, without a network, or tiny shakespeare, by download."""
 
 import argparse
+import ast
 import hashlib
 import os
+import re
+import runpy
 import sys
+import sysconfig
+import textwrap
+from collections.abc import Iterator
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import NoReturn
 
 import fsspec
 from fsspec.callbacks import TqdmCallback
 
 FOLDER = Path(__file__).parent
+LIBRARY = Path(sysconfig.get_path("stdlib"))
+# What some distributions leave out or patch, and what is for one platform only.
+OMITTED = {"distutils", "ensurepip", "idlelib", "lib2to3", "macholib", "msilib", "site", "sysconfig", "test", "tests"}
+OMITTED |= {"this", "tkinter", "turtledemo", "venv", "_vendor"}
+WIDTH = 72  # of lines
+MIN_LENGTH = 400_000  # of the text
+MIN_LETTERS = 0.92  # of a paragraph's characters, with spaces
+SENTENCES = re.compile(r"""(?=(\S+ ){5})[A-Z][A-Za-z0-9 ,.;:!?'"()/_-]*[.!?]["')]?""")
+MARKUP = (
+    (r":[\w:]+:`[~!]?([^`<]*?)(?: *<[^`]*>)?`", r"\1"),  # :class:`name`
+    (r"``([^`]*)``|`([^`']*)['`]_*", r"\1\2"),  # ``code``, `name`, `name'
+    (r"(?<!\w)(\*\*?)(\w[^*]*)\1(?!\w)", r"\2"),  # *emphasis*
+    (r" \[\d+\]_?", ""),  # footnotes
+    (r"(?<=[.!?]) [^.!?]*:+$", ""),  # a last sentence that introduces code or a list
+)
+ASCII = str.maketrans({"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"', "\u2013": "-", "\u2014": "-"})
 SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
 
 def documentation() -> None:
-    """The English reference text that ships with Python (`help("assert")` shows a part), the same for each version."""
-    write("\n\n".join(topics[name].strip() for name in sorted(topics)).encode() + b"\n", "input.txt")
+    """English prose from Python's documentation: the topics of help() and the docstrings of the standard library."""
+    topics = LIBRARY / "pydoc_data/topics.py"
+    if not topics.is_file():
+        fail(f"{LIBRARY} has no sources of Python's library (no {topics.name}); use a Python that includes them")
+    texts = [*runpy.run_path(str(topics))["topics"].values()]
+    for file in library_files():
+        texts += docstrings(ast.parse(file.read_bytes()))
+    unique = dict.fromkeys(paragraph for text in texts for paragraph in prose(text))
+    text = "\n\n".join(textwrap.fill(paragraph, WIDTH, break_on_hyphens=False) for paragraph in unique)
+    if len(text) < MIN_LENGTH:
+        fail(f"{LIBRARY} has {len(text):,} characters of prose, must have {MIN_LENGTH:,}; use a complete Python")
+    version = ".".join(map(str, sys.version_info[:3]))
+    write(f"{text}\n".encode(), "input.txt", f"prose of Python {version}'s documentation")
+
+
+def library_files() -> Iterator[Path]:
+    """Yields the sources of the standard library, in an order and from a list that do not depend on the platform."""
+    for name in sorted(sys.stdlib_module_names - OMITTED):
+        files = [LIBRARY / f"{name}.py", *(LIBRARY / name).rglob("*.py")]
+        for file in sorted(files, key=lambda file: file.relative_to(LIBRARY).as_posix()):
+            if file.is_file() and OMITTED.isdisjoint(file.relative_to(LIBRARY).parts):
+                yield file
+
+
+def docstrings(node: ast.AST) -> Iterator[str]:
+    """Yields the docstrings of a module and of the classes and functions in it."""
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        yield ast.get_docstring(node) or ""
+    for child in getattr(node, "body", []):
+        yield from docstrings(child)
+
+
+def prose(text: str) -> Iterator[str]:
+    """Yields the paragraphs of a reStructuredText document that are sentences, each on one line, without markup."""
+    literal_indent = sys.maxsize  # of a paragraph that ends in "::": what is indented deeper is code
+    for block in re.split(r"\n\s*\n", text.expandtabs().translate(ASCII)):
+        lines = block.strip("\n").splitlines() or [""]
+        indents = {len(line) - len(line.lstrip()) for line in lines}
+        if min(indents) > literal_indent:
+            continue
+        literal_indent = min(indents) if block.rstrip().endswith("::") else sys.maxsize
+        paragraph = " ".join(block.split())
+        for pattern, replacement in MARKUP:
+            paragraph = re.sub(pattern, replacement, paragraph)
+        letters = sum(character.isalpha() or character == " " for character in paragraph)
+        # In lists, tables and signatures, lines are indented differently.
+        if len(indents) == 1 and SENTENCES.fullmatch(paragraph) and letters >= MIN_LETTERS * len(paragraph):
+            yield paragraph
 
 
 def shakespeare() -> None:
@@ -36,16 +103,17 @@ def shakespeare() -> None:
     found = hashlib.sha256(text).hexdigest()
     if found != SHAKESPEARE_SHA256:
         fail(f"{SHAKESPEARE} has SHA-256 {found}, expected {SHAKESPEARE_SHA256}; nothing was written: try again")
-    write(text, "shakespeare.txt")
+    write(text, "shakespeare.txt", "tiny shakespeare")
 
 
-def write(text: bytes, name: str) -> None:
+def write(text: bytes, name: str, description: str) -> None:
     """Writes the whole file or nothing."""
     target = FOLDER / name
     unfinished = target.with_suffix(".tmp")
     unfinished.write_bytes(text)
     os.replace(unfinished, target)
-    print(f"{os.path.relpath(target)}: {len(text.decode()):,} characters, {len(set(text.decode()))} distinct")
+    characters = text.decode()
+    print(f"{os.path.relpath(target)}: {description}, {len(characters):,} characters, {len(set(characters))} distinct")
 
 
 def fail(message: str) -> NoReturn:
