@@ -101,8 +101,9 @@ def _compare_baseline(
     if options:
         bench.require_compiler()
     for shape, goal in zip((SMALL, MEDIUM, LARGE), goals, strict=True):
-        trainer = bench.build_trainer((*options, *shape.options), {"optimizer.name": "adamw"})  # as the baselines
-        how = f"{trainer.numerics.precision}, AdamW" + (", compiled" if trainer.config.trainer.compile else "")
+        same = ("--model.architecture", "gpt2", *options, *shape.options)  # as the baselines
+        trainer = bench.build_trainer(same, {"optimizer.name": "adamw"})
+        how = f"{trainer.config.model.architecture}, {trainer.numerics.precision}, AdamW" + (", compiled" if trainer.config.trainer.compile else "")
         ratios = bench.ratio(build_step(folder, trainer), trainer.train_step)
         yield median_row(f"{what} ({how}), {actual_shape(trainer)}", ratios, least=goal)
 
