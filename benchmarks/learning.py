@@ -33,7 +33,7 @@ RECIPE = {
 }
 RECIPE_STEPS, RECIPE_WARMUP = 2000, 100
 # The lengths of our runs: short ones whose learning rate has decayed when they reach the loss of tiny shakespeare.
-STEPS_TO_RECIPES_LOSS = 350
+STEPS_TO_RECIPES_LOSS = 500
 LOSS, STEPS_TO_LOSS = 1.6, 2400
 
 
@@ -78,8 +78,8 @@ def time_to_loss(bench: Bench) -> Iterator[Row]:
 
 
 def train_to_loss(bench: Bench, seed: int, steps: int, target: float) -> Run:
-    """Trains as main.py does until the validation loss is `target`, or to the last step; evaluates 20 times or so."""
-    defaults = {"trainer.max_steps": steps, "trainer.eval_every": max(1, steps // 20)}
+    """Trains as main.py does until the validation loss is `target`, or to the last step; evaluates ten times or so."""
+    defaults = {"trainer.max_steps": steps, "trainer.eval_every": max(1, steps // 10)}
     trainer = bench.build_trainer(_text_options(bench, defaults), {"trainer.seed": seed}, warmup_steps=0)
     seconds, loss, cfg = 0.0, math.inf, trainer.config.trainer
     while trainer.step < trainer.last_step and loss > target:
