@@ -103,7 +103,8 @@ def _compare_baseline(
     for shape, goal in zip((SMALL, MEDIUM, LARGE), goals, strict=True):
         same = ("--model.architecture", "gpt2", *options, *shape.options)  # as the baselines
         trainer = bench.build_trainer(same, {"optimizer.name": "adamw"})
-        how = f"{trainer.config.model.architecture}, {trainer.numerics.precision}, AdamW" + (", compiled" if trainer.config.trainer.compile else "")
+        how = f"{trainer.config.model.architecture}, {trainer.numerics.precision}, AdamW"
+        how += ", compiled" if trainer.config.trainer.compile else ""
         ratios = bench.ratio(build_step(folder, trainer), trainer.train_step)
         yield median_row(f"{what} ({how}), {actual_shape(trainer)}", ratios, least=goal)
 
