@@ -198,7 +198,7 @@ def test_docs_work_as_pasted(checkout: Path, monkeypatch: pytest.MonkeyPatch) ->
     run("python data/prepare.py && python main.py", checkout)
     for command in blocks(DOCS / "export.md"):
         run(command, checkout)
-    assert json.loads((checkout / "exported/config.json").read_text())["n_embd"] == 128
+    assert json.loads((checkout / "exported/config.json").read_text())["hidden_size"] == 128
     [stages] = [block for block in blocks(DOCS / "parallelism.md") if "pipeline_stages" in block]
     assert "1 x 2, 1f1b, 4 micro-batches of 3: each stage waits 20% of the time" in run(stages, checkout)
     _, plots, agent = blocks(DOCS / "monitoring.md")
