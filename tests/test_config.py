@@ -215,6 +215,7 @@ def test_all_mistakes_are_in_one_message(config_file: Path) -> None:
     ("name", "values", "allowed"),
     [
         ("model.n_layer", ["two", 2.5, "2", True, None, [2]], ["a valid integer"]),
+        ("model.architecture", ["llama", 2, None], ["'gpt2' or 'nanochat'"]),
         ("model.dropout", ["much", "0.1", True, None], ["a valid number"]),
         ("model.bias", [1, "maybe", "true", None], ["a valid boolean"]),
         ("data.path", [12, True, None, ["a.txt", "b.txt"]], ["a valid string"]),
@@ -295,6 +296,7 @@ OFFLOAD = {"distributed.strategy": "fsdp", "distributed.cpu_offload": True, "opt
     ("values", "message"),
     [
         ({"model.n_embd": 30}, "model.n_embd is 30, must be divisible by model.n_head, 4"),
+        ({"model.n_embd": 12}, "model.n_embd / model.n_head is 12 / 4, must be even with model.architecture nanochat"),
         (
             {"optimizer.min_learning_rate": 5.0},
             "optimizer.min_learning_rate is 5.0, must be at least 0 and at most optimizer.learning_rate, 0.003",
@@ -315,6 +317,7 @@ OFFLOAD = {"distributed.strategy": "fsdp", "distributed.cpu_offload": True, "opt
 def test_values_that_do_not_go_together_are_refused(values: dict[str, Any], message: str) -> None:
     for accepted in (TREE, OFFLOAD):
         read_config(options(accepted))
+    read_config(options({"model.n_embd": 12, "model.architecture": "gpt2"}))
     error = error_of(*options(values))
     assert error.startswith(message)
     assert ("distributed.reduction tree" in error) == ("distributed.reduction" in values)
