@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mingpt.config import GPTConfig
-from mingpt.kernels import Dropout, LayerNorm, bmm_attention, use_bmm_attention
+from mingpt.kernels import Dropout, LayerNorm, bmm_attention, relu_squared, rms_norm, use_bmm_attention
 from mingpt.loss import cross_entropy
 
 ROTARY_BASE = 10_000.0
@@ -53,14 +53,15 @@ class KVCache:
         return self.keys[:, :, : new.stop], self.values[:, :, : new.stop]
 
 
-def rms_norm(x: Tensor) -> Tensor:
-    return F.rms_norm(x, x.shape[-1:], eps=1e-6)
+class RMSNorm(nn.Module):
+    """RMSNorm without weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x)
 
 
 def build_norm(config: GPTConfig) -> nn.Module:
-    if config.architecture == "nanochat":
-        return nn.RMSNorm(config.n_embd, eps=1e-6, elementwise_affine=False)
-    return LayerNorm(config.n_embd, bias=config.bias)
+    return RMSNorm() if config.architecture == "nanochat" else LayerNorm(config.n_embd, bias=config.bias)
 
 
 def rotate(x: Tensor, start: int) -> Tensor:
@@ -106,7 +107,7 @@ class ReLUSquared(nn.Module):
     """The square of ReLU."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.relu(x).square()
+        return relu_squared(x)
 
 
 class MLP(nn.Module):
