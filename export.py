@@ -9,69 +9,16 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import safetensors.torch
-import torch
 
-from mingpt.config import Config, GPTConfig, config_to_dict
+from mingpt.config import Config, config_to_dict
 from mingpt.config_parser import default_snapshot_path
-from mingpt.snapshot.pretrained import TRANSPOSED, Pretrained, load_pretrained
+from mingpt.snapshot.hf_format import hf_config, hf_tokenizer, hf_weights
+from mingpt.snapshot.pretrained import Pretrained, load_pretrained
 from mingpt.utils.errors import UserError
 from mingpt.utils.logging import run_script
 from model import GPT
-
-
-def hf_config(config: GPTConfig) -> dict[str, Any]:
-    """Returns config.json: GPT-2's, and `bias`, which transformers ignores and load_pretrained needs."""
-    return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "n_layer": config.n_layer,
-        "n_head": config.n_head,
-        "n_embd": config.n_embd,
-        "n_positions": config.block_size,
-        "vocab_size": config.vocab_size,
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": 1e-5,
-        "embd_pdrop": config.dropout,
-        "attn_pdrop": config.dropout,
-        "resid_pdrop": config.dropout,
-        "bias": config.bias,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "tie_word_embeddings": True,
-        "dtype": "float32",
-    }
-
-
-def hf_tokenizer(vocabulary: str) -> dict[str, Any]:
-    """Returns tokenizer.json: each character is a token."""
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False},
-        "post_processor": None,
-        "decoder": {"type": "Fuse"},
-        "model": {
-            "type": "WordLevel",
-            "vocab": {character: token for token, character in enumerate(vocabulary)},
-            "unk_token": "",  # it is not in the vocabulary, so an unknown character is an error
-        },
-    }
-
-
-def hf_weights(pretrained: Pretrained) -> dict[str, torch.Tensor]:
-    """Returns the weights by transformers' names, fp32, with zeros for biases that the model does not have."""
-    weights = {}
-    for name, weight in pretrained.weights.items():
-        weights[name] = weight.t().contiguous() if TRANSPOSED.fullmatch(name) else weight.contiguous()
-        if not pretrained.model_config.bias and name.endswith("weight") and ".wte." not in name and ".wpe." not in name:
-            weights[name.removesuffix("weight") + "bias"] = torch.zeros(weights[name].size(-1))
-    return weights
 
 
 def model_card(pretrained: Pretrained, source: str, name: str) -> str:
@@ -91,8 +38,9 @@ pipeline_tag: text-generation
 
 # {name}
 
-A character-level GPT: {config.n_layer} layers, {config.n_head} heads, {config.n_embd} wide,
-{sum(weight.numel() for weight in pretrained.weights.values()):,} parameters, {config.vocab_size} distinct characters.
+A character-level GPT of architecture {config.architecture}: {config.n_layer} layers, {config.n_head} heads,
+{config.n_embd} wide, {sum(weight.numel() for weight in pretrained.weights.values()):,} parameters,
+{config.vocab_size} distinct characters.
 Prompt and generated text together have at most {config.block_size} characters.
 
 | | |
@@ -146,7 +94,7 @@ def export(pretrained: Pretrained, source: str, out: Path) -> None:
             unfinished.chmod(0o755)  # mkdtemp's is 0o700
             for name, text in files.items():
                 (unfinished / name).write_text(text, encoding="utf-8")
-            weights = safetensors.torch.save(hf_weights(pretrained), {"format": "pt"})
+            weights = safetensors.torch.save(hf_weights(pretrained.model_config, pretrained.weights), {"format": "pt"})
             (unfinished / "model.safetensors").write_bytes(weights)
             os.replace(unfinished, out)
         finally:

@@ -269,7 +269,12 @@ def _run_without_gpu_and_compiler(argvs: list[list[str]]) -> list[tuple[int, str
 
 @pytest.mark.parametrize(
     ("name", "now", "then"),
-    [("model.n_embd", "32", "16"), ("model.bias", "false", "true"), ("data.block_size", "8", "16")],
+    [
+        ("model.architecture", "gpt2", "nanochat"),
+        ("model.n_embd", "32", "16"),
+        ("model.bias", "false", "true"),
+        ("data.block_size", "8", "16"),
+    ],
 )
 def test_a_snapshot_of_another_shape_is_refused_and_nothing_changes(
     name: str, now: str, then: str, trained: Path, capsys: pytest.CaptureFixture[str]

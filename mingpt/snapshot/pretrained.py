@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +14,10 @@ from torch import Tensor, nn
 
 from mingpt.config import GPTConfig
 from mingpt.snapshot.digest import DamagedSnapshotError
+from mingpt.snapshot.hf_format import CONFIG_KEYS, gpt_config, gpt_vocabulary, gpt_weights
 from mingpt.snapshot.storage import SnapshotStorage, load_snapshot, local_copy
 from mingpt.utils.errors import UserError
 from mingpt.utils.logging import logger
-
-# transformers stores these as (in, out), as GPT-2's original code does; torch.nn.Linear stores (out, in).
-TRANSPOSED = re.compile(r".*\.(c_attn|c_proj|c_fc)\.weight")
 
 EMBEDDINGS = {"transformer.wte.weight", "lm_head.weight"}  # with a row for each character
 
@@ -53,7 +50,7 @@ def load_pretrained(path: str, asked_by: str, build_model: Callable[[GPTConfig],
         fs, name = fsspec.url_to_fs(path)
         if fs.isdir(name):
             if fs.isfile(f"{name}/config.json"):
-                return _load_export(path, build_model)
+                return _load_export(path, asked_by, build_model)
             for folder in (f"{path}/snapshots", path):
                 snapshot = snapshot or SnapshotStorage(folder, keep=1).load_newest(logger.warning)
         else:
@@ -75,29 +72,21 @@ def load_pretrained(path: str, asked_by: str, build_model: Callable[[GPTConfig],
     return Pretrained(model_config, vocabulary, snapshot["model"], snapshot)
 
 
-def _load_export(path: str, build_model: Callable[[GPTConfig], nn.Module]) -> Pretrained:
+def _load_export(path: str, asked_by: str, build_model: Callable[[GPTConfig], nn.Module]) -> Pretrained:
     def read_json(name: str) -> Any:
         with fsspec.open(f"{path}/{name}", encoding="utf-8", mode="r") as file:
             return json.load(file)
 
-    config, tokens = read_json("config.json"), read_json("tokenizer.json")["model"]["vocab"]
-    model_config = GPTConfig(
-        **{name: config[name] for name in ("n_layer", "n_head", "n_embd", "bias")},
-        dropout=config["resid_pdrop"],
-        vocab_size=config["vocab_size"],
-        block_size=config["n_positions"],
-    )
+    config = read_json("config.json")
+    if (model_type := config.get("model_type")) not in CONFIG_KEYS:
+        allowed = " or ".join(CONFIG_KEYS)
+        raise UserError(f"{asked_by}: model_type is {model_type} in {path}/config.json, must be {allowed}")
+    model_config, vocabulary = gpt_config(config), gpt_vocabulary(read_json("tokenizer.json"))
     with local_copy(f"{path}/model.safetensors") as file:
         stored = safetensors.torch.load_file(file)
     with torch.device("meta"):
         expected = build_model(model_config).state_dict()
-    weights = {}
-    for name, parameter in expected.items():  # other stored tensors are left out, such as zeros in place of biases
-        weight = stored[name].t().contiguous() if TRANSPOSED.fullmatch(name) else stored[name]
-        if weight.shape != parameter.shape:
-            raise ValueError(f"{name} has shape {tuple(weight.shape)}, config.json says {tuple(parameter.shape)}")
-        weights[name] = weight.float()
-    return Pretrained(model_config, "".join(sorted(tokens, key=tokens.get)), weights, {})
+    return Pretrained(model_config, vocabulary, gpt_weights(model_config, stored, expected), {})
 
 
 def load_initial_weights(path: str, model: Any, vocabulary: str) -> dict[str, Tensor]:

@@ -25,6 +25,7 @@ from helpers import (
 from mingpt.config import GPTConfig, OptimizerConfig, config_to_dict
 from mingpt.config_parser import read_config
 from mingpt.optimizer import learning_rate
+from mingpt.snapshot.digest import save_with_digest
 from mingpt.snapshot.storage import load_snapshot
 from mingpt.utils import numerics
 from model import GPT
@@ -137,6 +138,30 @@ def test_a_run_resumes_in_fp16_and_back(run_dir: Path, trained: Path, tmp_path: 
 def _train_with_fp16_on_the_cpu(argvs: list[list[str]]) -> list[tuple[int, str, str]]:
     numerics.choose_precision = lambda requested, device, saved: (requested, "as asked")  # type: ignore[assignment]
     return run_each_captured(argvs)
+
+
+def test_a_snapshot_without_the_key_architecture_is_gpt2s(trained: Path, tmp_path: Path) -> None:
+    snapshots = tmp_path / "run/snapshots"
+    argv = run_args(tmp_path / "run", trained / "text.txt", **SIX_STEPS)
+    short = [*argv, "--trainer.max_steps", "3", "--model.architecture", "gpt2"]
+    assert run_ranks(1, train_main, *short, tmp_path=tmp_path) == [0]
+    snapshot = load_snapshot(str(snapshots / "step_00000003.pt"))
+    assert snapshot["config"]["model"].pop("architecture") == "gpt2"
+    with (tmp_path / "old.pt").open("wb") as file:
+        save_with_digest(snapshot, file)
+    (tmp_path / "old.pt").replace(snapshots / "step_00000003.pt")
+
+    nanochat = [*argv, "--model.architecture", "nanochat"]
+    start = run_args(tmp_path / "new", trained / "text.txt", trainer__init_from=snapshots, trainer__max_steps=1)
+    argvs = [nanochat, [*start, "--model.architecture", "nanochat"], [*start, "--model.architecture", "gpt2"]]
+    [results] = run_ranks(1, run_each_captured, [*argvs, [*argv, "--model.architecture", "gpt2"]], tmp_path=tmp_path)
+    assert [status for status, _, _ in results] == [2, 2, 0, 0]
+    key = "error: model.architecture is nanochat, but gpt2 in"
+    places = ("the snapshot of step 3 in the run folder: ", "trainer.init_from, ")
+    for (_, _, err), where in zip(results[:2], places, strict=True):
+        assert err.startswith(f"{key} {where}")
+        assert len(err.splitlines()) == 1
+    assert newest_snapshot(tmp_path / "run")["step"] == 6
 
 
 def test_the_best_snapshot_is_kept_across_a_resume(trained: Path, tmp_path: Path) -> None:
