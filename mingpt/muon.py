@@ -12,6 +12,7 @@ from torch.optim import AdamW, Optimizer
 from mingpt.utils.tensors import to_local
 
 MOMENTUM = 0.95  # with Nesterov momentum
+ITERATIONS, COEFFICIENTS = 5, (3.4445, -4.775, 2.0315)  # x <- a x + b (x x^T) x + c (x x^T)^2 x
 
 # (k, m, n) gradients, dtype of the products, one of the k parameters -> (k, m, n)
 NewtonSchulz = Callable[[Tensor, torch.dtype, Tensor], Tensor]
@@ -91,8 +92,34 @@ def newton_schulz(gradients: Tensor, ns_dtype: torch.dtype, like: Tensor) -> Ten
         raise ValueError(f"a shard, {tuple(gradients.shape[1:])}, of {tuple(like.shape)} has other singular vectors")
     transposed = gradients.size(1) > gradients.size(2)
     x = gradients.mT if transposed else gradients
-    x = (x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)).to(ns_dtype)
-    for _ in range(5):
-        square = torch.bmm(x, x.mT)
-        x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=-4.775, alpha=2.0315), x, beta=3.4445)
-    return (x.mT if transposed else x).float()
+    norm = x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    if ns_dtype == torch.float32 and x.size(1) < x.size(2):
+        updates = torch.bmm(_product_of_factors(torch.bmm(x, x.mT) / norm**2) / norm, x)
+    else:
+        updates = (x / norm).to(ns_dtype)
+        a, b, c = COEFFICIENTS
+        for _ in range(ITERATIONS):
+            square = torch.bmm(updates, updates.mT)
+            updates = torch.baddbmm(updates, torch.baddbmm(square, square, square, beta=b, alpha=c), updates, beta=a)
+    return (updates.mT if transposed else updates).float()
+
+
+def _product_of_factors(square: Tensor) -> Tensor:
+    """The matrix by which all iterations together multiply x, from x x^T: (k, m, m) -> (k, m, m).
+
+    An iteration multiplies x by a + b (x x^T) + c (x x^T)^2. These factors are polynomials in x x^T, so they commute
+    and need no products of the size of x. Their differences of nearly equal numbers are too inexact in bf16.
+    """
+    a, b, c = COEFFICIENTS
+
+    def factor_of(square: Tensor) -> Tensor:
+        factor = torch.baddbmm(square, square, square, beta=b, alpha=c)
+        factor.diagonal(dim1=1, dim2=2).add_(a)
+        return factor
+
+    product = factor = factor_of(square)
+    for _ in range(ITERATIONS - 1):
+        square = torch.bmm(factor, torch.bmm(factor, square))
+        factor = factor_of(square)
+        product = torch.bmm(factor, product)
+    return product

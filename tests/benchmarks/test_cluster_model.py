@@ -50,7 +50,7 @@ def test_muons_flops_equal_those_of_its_step() -> None:
     model = GPT(SMALL)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    optimizer = build_optimizer(model, OptimizerConfig(name="muon"))
+    optimizer = build_optimizer(model, OptimizerConfig(name="muon"), torch.bfloat16)
     with FlopCounterMode(display=False) as counter:
         optimizer.step()
     assert muon_flops(SMALL) == counter.get_total_flops() > 0
