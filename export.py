@@ -116,6 +116,11 @@ def run(argv: Sequence[str]) -> None:
     pretrained = load_pretrained(path, "--snapshot", GPT)
     if not pretrained.snapshot:
         raise UserError(f"--snapshot: {path} is an export already; copy the folder")
+    if (size := pretrained.model_config.conv_kernel_size) is not None:
+        raise UserError(
+            f"--snapshot: {path} has model.conv_kernel_size {size}, must be null: transformers' classes have no place "
+            "for convolutions"
+        )
     export(pretrained, path, Path(args.out))
     print(
         f"{args.out}: step {pretrained.snapshot['step']}; open it with transformers' "

@@ -39,6 +39,7 @@ class KVCache:
 
     def __init__(self, size: int) -> None:
         self.size, self.length = size, 0
+        self.recent: dict[nn.Module, Tensor] = {}  # the last inputs of a convolution, (B, conv_kernel_size - 1, C)
         self.keys: Tensor | None = None  # (B, H, size, C/H); the first `length` characters are valid
         self.values: Tensor | None = None
 
@@ -72,6 +73,32 @@ def rotate(x: Tensor, start: int) -> Tensor:
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     first, second = x.chunk(2, -1)
     return torch.cat((first * cos + second * sin, second * cos - first * sin), -1)
+
+
+class CausalConv(nn.Module):
+    """A depthwise convolution of the last characters, which passes on the newest alone before training.
+
+    Allen-Zhu, "Physics of Language Models: Part 4.1, Architecture Design and the Magic of Canon Layers", 2025.
+    """
+
+    def __init__(self, channels: int, kernel_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(channels, 1, kernel_size))  # like nn.Conv1d's, which is slower
+        with torch.no_grad():
+            self.weight[:, :, -1] = 1
+
+    def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
+        """(B, T, C) -> (B, T, C)"""
+        (B, T, C), kernel_size = x.shape, self.weight.size(2)
+        past = cache.recent.get(self) if cache is not None else None
+        x = torch.cat((x.new_zeros(B, kernel_size - 1, C) if past is None else past, x), 1)
+        if cache is not None:
+            cache.recent[self] = x[:, T:]
+        weights = self.weight.to(x.dtype).squeeze(1).unbind(1)
+        y = x[:, :T] * weights[0]
+        for i, weight in enumerate(weights[1:], start=1):
+            y = torch.addcmul(y, x[:, i : i + T], weight)
+        return y
 
 
 class CausalSelfAttention(nn.Module):
@@ -125,7 +152,10 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A transformer block: attention and MLP, each after a normalization and with a residual connection."""
+    """A transformer block: attention and MLP, each after a normalization and with a residual connection.
+
+    With `conv_kernel_size`, each has a causal convolution before it.
+    """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -133,10 +163,18 @@ class Block(nn.Module):
         self.attn = CausalSelfAttention(config)
         self.ln_2 = build_norm(config)
         self.mlp = MLP(config)
+        size = config.conv_kernel_size
+        self.conv_1, self.conv_2 = (CausalConv(config.n_embd, size) if size else None for _ in range(2))
 
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
-        x = x + self.attn(self.ln_1(x), cache)
-        return x + self.mlp(self.ln_2(x))
+        h = self.ln_1(x)
+        if self.conv_1 is not None:
+            h = self.conv_1(h, cache)
+        x = x + self.attn(h, cache)
+        h = self.ln_2(x)
+        if self.conv_2 is not None:
+            h = self.conv_2(h, cache)
+        return x + self.mlp(h)
 
 
 class GPT(nn.Module):

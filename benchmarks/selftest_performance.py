@@ -48,8 +48,14 @@ PEAK_FLOPS = {
 # the whole batch, at 124M parameters a tenth of it.
 COLUMNS: dict[str, tuple[Shape, Overrides]] = {
     "default": (SMALL, {}),
-    "10.7M": (Shape(6, 6, 384, 256, 64), {"model.dropout": 0.2, "optimizer.name": "adamw"}),
-    "124M": (Shape(12, 12, 768, 1024, 48), {"optimizer.name": "adamw", "trainer.micro_batch_size": 12}),
+    "10.7M": (
+        Shape(6, 6, 384, 256, 64),
+        {"model.architecture": "gpt2", "model.dropout": 0.2, "optimizer.name": "adamw"},
+    ),
+    "124M": (
+        Shape(12, 12, 768, 1024, 48),
+        {"model.architecture": "gpt2", "optimizer.name": "adamw", "trainer.micro_batch_size": 12},
+    ),
 }
 
 

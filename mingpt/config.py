@@ -41,6 +41,11 @@ class ModelConfig:
     dropout: float = Field(
         default=0.0, ge=0, lt=1, description="dropout probability; 0.1 to 0.2 helps where many epochs overfit"
     )
+    conv_kernel_size: int | None = Field(
+        default=None,
+        ge=2,
+        description="characters in a causal convolution before attention and MLP, such as 4; null: none, for export.py",
+    )
     bias: bool = Field(default=True, description="gpt2 alone: biases in linear layers and layer norms")
 
     @model_validator(mode="after")
@@ -107,7 +112,7 @@ class TrainerConfig:
 
     max_epochs: int | None = Field(default=None, ge=1, description="passes over the training text; null: no limit")
     max_steps: int | None = Field(
-        default=2400, ge=1, description="steps; null: no limit. The first limit reached ends the run"
+        default=1600, ge=1, description="steps; null: no limit. The first limit reached ends the run"
     )
     batch_size: int = Field(default=12, ge=1, description="sequences per step, over all ranks")
     micro_batch_size: int | None = Field(

@@ -321,8 +321,8 @@ def small_gpt(seed: int = 0, **changes: Any) -> GPT:
     torch.manual_seed(seed)
     model = GPT(GPTConfig(**{"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": V, "block_size": T} | changes))
     for parameter in model.parameters():
-        if not parameter.any() and parameter.dim() == 2:
-            nn.init.normal_(parameter, std=0.01)
+        if parameter.dim() == 3 or (parameter.dim() == 2 and not parameter.any()):
+            nn.init.normal_(parameter, std=0.01 if parameter.dim() == 2 else 0.3)
     return model
 
 
@@ -331,7 +331,7 @@ def random_gpt(**changes: Any) -> GPT:
     model = small_gpt(seed=3, **changes).double()
     for name, parameter in model.named_parameters():
         if "ln_" not in name:
-            nn.init.normal_(parameter, std=1.0 if parameter.dim() == 2 else 0.2)
+            nn.init.normal_(parameter, std=1.0 if parameter.dim() >= 2 else 0.2)
     return model
 
 

@@ -29,12 +29,14 @@ def generate_without_cache(model: GPT, idx: Tensor, number: int) -> Tensor:
 
 @pytest.mark.parametrize("prompt", [1, 3, T - 1, T, T + 5])
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("architecture", ["gpt2", "nanochat"])
+@pytest.mark.parametrize(
+    "architecture", [{"architecture": "gpt2"}, {"architecture": "nanochat"}, {"conv_kernel_size": 3}]
+)
 def test_greedy_text_is_the_same_with_and_without_a_cache_and_has_no_dropout(
-    architecture: str, batch: int, prompt: int
+    architecture: dict[str, Any], batch: int, prompt: int
 ) -> None:
-    model, idx = random_gpt(architecture=architecture, dropout=0.5).train(), random_tokens(batch, prompt)
-    expected = generate_without_cache(random_gpt(architecture=architecture), idx, 3 * T)
+    model, idx = random_gpt(**architecture, dropout=0.5).train(), random_tokens(batch, prompt)
+    expected = generate_without_cache(random_gpt(**architecture), idx, 3 * T)
     assert len(expected.unique()) >= 2  # constant text would be equal by chance
     for options in ({"temperature": 0}, {"top_k": 1}, {"top_p": 1e-9}):
         assert torch.equal(generate_all(model, idx, 3 * T, **options), expected)
@@ -43,7 +45,7 @@ def test_greedy_text_is_the_same_with_and_without_a_cache_and_has_no_dropout(
 
 @pytest.mark.parametrize("lengths", [(1, 3, T + 5), (T, T + 1, 2), (4, 4)])
 def test_each_of_several_prompts_is_continued_as_it_would_be_alone(lengths: tuple[int, ...]) -> None:
-    model, number = random_gpt(), 2 * T
+    model, number = random_gpt(conv_kernel_size=3), 2 * T
     prompts = [random_tokens(length, seed=length + i) for i, length in enumerate(lengths)]
     for prompt, row in zip(prompts, torch.stack(list(generate(model, prompts, number, 0)), 1), strict=True):
         assert torch.equal(row[row != NO_TOKEN], generate_without_cache(model, prompt[None], number)[0])

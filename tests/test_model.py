@@ -1,26 +1,28 @@
-"""Both architectures: causality, an entropy that no loss is below, names, initialization, loss, dropout, KV cache."""
+"""All architectures: causality, an entropy that no loss is below, names, initialization, loss, dropout, KV cache."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import T, V, random_gpt, random_tokens, small_gpt
-from torch import Tensor
+from torch import Tensor, nn
 
 from mingpt.config import GPTConfig, OptimizerConfig
 from mingpt.loss import IGNORE_INDEX
 from mingpt.optimizer import build_optimizer, learning_rate
-from model import GPT, KVCache
+from model import GPT, CausalConv, KVCache
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-both_architectures = pytest.mark.parametrize("architecture", ["gpt2", "nanochat"])
+ARCHITECTURES = ({"architecture": "gpt2"}, {"architecture": "nanochat"}, {"conv_kernel_size": 3})
+all_architectures = pytest.mark.parametrize("options", ARCHITECTURES, ids=["gpt2", "nanochat", "convolutions"])
 
 
-@both_architectures
-def test_no_logit_depends_on_a_later_character(architecture: str) -> None:
+@all_architectures
+def test_no_logit_depends_on_a_later_character(options: dict[str, Any]) -> None:
     length = 40
-    model = small_gpt(architecture=architecture, block_size=length)
+    model = small_gpt(**options, block_size=length)
     base = random_tokens(length).expand(length, -1)
     position = torch.arange(length)
     one_changed = torch.where(position == position[:, None], (base + 1) % V, base)  # row t: character t differs
@@ -37,9 +39,9 @@ def test_no_logit_depends_on_a_later_character(architecture: str) -> None:
     assert not torch.equal(after[20, 20:], before[20, 20:])
 
 
-@both_architectures
-def test_no_gradient_flows_from_a_logit_to_a_later_character(architecture: str) -> None:
-    model, embedded = small_gpt(architecture=architecture), []
+@all_architectures
+def test_no_gradient_flows_from_a_logit_to_a_later_character(options: dict[str, Any]) -> None:
+    model, embedded = small_gpt(**options), []
     model.transformer.drop.register_forward_hook(lambda module, args, output: embedded.append(output))
     logits, _ = model(random_tokens(1, T))
     for t in range(T):
@@ -59,10 +61,10 @@ def random_walk(length: int, seed: int) -> Tensor:
     return torch.multinomial(STEPS, length, replacement=True, generator=generator).cumsum(0) % LETTERS
 
 
-@both_architectures
-def test_held_out_loss_approaches_the_entropy_of_the_source_and_is_not_below_it(architecture: str) -> None:
+@all_architectures
+def test_held_out_loss_approaches_the_entropy_of_the_source_and_is_not_below_it(options: dict[str, Any]) -> None:
     window, batch, steps = 16, 32, 150
-    model = small_gpt(architecture=architecture, n_embd=32, vocab_size=LETTERS, block_size=window)
+    model = small_gpt(**options, n_embd=32, vocab_size=LETTERS, block_size=window)
     config = OptimizerConfig(name="adamw", learning_rate=1e-2, warmup_steps=10)
     optimizer = build_optimizer(model, config)
     for step, text in enumerate(random_walk(steps * batch * (window + 1), seed=1).view(steps, batch, -1), start=1):
@@ -104,11 +106,23 @@ def test_nanochat_has_weights_of_linear_layers_and_embeddings_alone() -> None:
     expected |= {f"transformer.h.{i}.{name}.weight" for i in range(2) for name in matrices}
     model = small_gpt(architecture="nanochat", bias=True)
     assert set(model.state_dict()) == {name for name, _ in model.named_parameters()} == expected
+    convs = {f"transformer.h.{i}.conv_{j}.weight" for i in range(2) for j in (1, 2)}
+    assert set(small_gpt(architecture="nanochat", conv_kernel_size=3).state_dict()) == expected | convs
 
 
-@pytest.mark.parametrize(("architecture", "expected"), [("gpt2", 809_856), ("nanochat", 803_072)])
-def test_the_default_shape_has_this_many_parameters(architecture: str, expected: int) -> None:
-    model = GPT(GPTConfig(architecture=architecture, vocab_size=65, block_size=64))
+def test_a_convolution_is_that_of_pytorch_and_the_identity_at_the_start() -> None:
+    conv, x = CausalConv(5, kernel_size=3), torch.randn(2, 7, 5, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(conv(x), x)
+    nn.init.normal_(conv.weight)
+    expected = F.conv1d(F.pad(x.mT, (2, 0)), conv.weight, groups=5).mT
+    assert torch.allclose(conv(x), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"), [*zip(ARCHITECTURES, (809_856, 803_072, 803_072 + 8 * 128 * 3), strict=True)]
+)
+def test_the_default_shape_has_this_many_parameters(options: dict[str, Any], expected: int) -> None:
+    model = GPT(GPTConfig(**options, vocab_size=65, block_size=64))
     assert sum(parameter.numel() for parameter in model.parameters()) == expected
 
 
@@ -139,9 +153,9 @@ def test_initial_weights_of_nanochat_make_blocks_the_identity() -> None:
     assert all(torch.equal(block(x), x) for block in model.blocks)
 
 
-@both_architectures
-def test_loss_is_the_mean_over_targets_and_leaves_out_ignore_index(architecture: str) -> None:
-    model, idx, targets = random_gpt(architecture=architecture), random_tokens(3, 5), random_tokens(3, 5, seed=2)
+@all_architectures
+def test_loss_is_the_mean_over_targets_and_leaves_out_ignore_index(options: dict[str, Any]) -> None:
+    model, idx, targets = random_gpt(**options), random_tokens(3, 5), random_tokens(3, 5, seed=2)
     logits, loss = model(idx, targets)
     assert logits.shape == (3, 5, V)
     assert model(idx)[1] is None
@@ -205,18 +219,18 @@ def test_logits_equal_those_of_nanochat_computed_step_by_step() -> None:
     assert torch.allclose(model(idx)[0][0], expected, rtol=0, atol=1e-6)  # the angles are in fp32
 
 
-@both_architectures
-def test_more_characters_than_block_size_raise_an_error(architecture: str) -> None:
-    model = small_gpt(architecture=architecture)
+@all_architectures
+def test_more_characters_than_block_size_raise_an_error(options: dict[str, Any]) -> None:
+    model = small_gpt(**options)
     model(random_tokens(1, T))
     with pytest.raises(ValueError, match=rf"{T + 1} characters.*block_size\) is {T}"):
         model(random_tokens(1, T + 1))
 
 
-@both_architectures
-def test_dropout_repeats_with_its_seed_and_is_off_in_eval(architecture: str) -> None:
+@all_architectures
+def test_dropout_repeats_with_its_seed_and_is_off_in_eval(options: dict[str, Any]) -> None:
     model, idx, targets = (
-        small_gpt(architecture=architecture, dropout=0.3),
+        small_gpt(**options, dropout=0.3),
         random_tokens(4, T),
         random_tokens(4, T, seed=2),
     )
@@ -227,25 +241,23 @@ def test_dropout_repeats_with_its_seed_and_is_off_in_eval(architecture: str) -> 
 
     assert loss(1) == loss(1) != loss(2)
     model.eval()
-    without = small_gpt(architecture=architecture, dropout=0.0)(idx, targets)[
-        1
-    ].item()  # in training mode, same weights
+    without = small_gpt(**options, dropout=0.0)(idx, targets)[1].item()  # in training mode, same weights
     assert loss(1) == loss(2) == without
 
 
-@both_architectures
+@all_architectures
 @pytest.mark.parametrize("name", ["drop", "h.1.attn.attn_dropout", "h.1.attn.resid_dropout", "h.1.mlp.dropout"])
-def test_dropout_applies_to_embeddings_attention_and_both_branches(architecture: str, name: str) -> None:
-    model, idx = small_gpt(architecture=architecture, dropout=0.0), random_tokens(2, T)
+def test_dropout_applies_to_embeddings_attention_and_both_branches(options: dict[str, Any], name: str) -> None:
+    model, idx = small_gpt(**options, dropout=0.0), random_tokens(2, T)
     without = model(idx)[0]
     model.transformer.get_submodule(name).p = 0.5
     assert not torch.equal(model(idx)[0], without)
     assert torch.equal(model.eval()(idx)[0], without)
 
 
-@both_architectures
-def test_logits_with_a_kv_cache_equal_those_of_one_pass(architecture: str) -> None:
-    model, idx = random_gpt(architecture=architecture), random_tokens(3, T)
+@all_architectures
+def test_logits_with_a_kv_cache_equal_those_of_one_pass(options: dict[str, Any]) -> None:
+    model, idx = random_gpt(**options), random_tokens(3, T)
     caches = [KVCache(T), KVCache(T)]
     parts = [model(part, caches=caches)[0] for part in idx.split([3, 1, 1, 1, 1, 1], 1)]
     assert torch.allclose(torch.cat(parts, 1), model(idx)[0], rtol=0, atol=1e-10)

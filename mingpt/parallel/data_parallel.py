@@ -118,7 +118,7 @@ class Strategy:
             activations: bytes
         """
         parameters = 4 * sum(p.numel() for p in model.parameters())
-        copies = 0 if precision == "fp32" else 2 * sum(p.numel() for p in model.parameters() if p.dim() > 1)
+        copies = 0 if precision == "fp32" else 2 * sum(p.numel() for p in model.parameters() if p.dim() == 2)
         state = optimizer_bytes(model, config.optimizer, ranks if cls.shards_optimizer else 1)
         return MemoryUsage(parameters, parameters, state, copies, activations)
 

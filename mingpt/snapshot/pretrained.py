@@ -100,7 +100,7 @@ def load_initial_weights(path: str, model: Any, vocabulary: str) -> dict[str, Te
     pretrained = load_pretrained(path, "trainer.init_from", type(model))
     new = set(vocabulary).difference(pretrained.vocabulary)
     logger.info(f"starting from the weights of {path}, with {len(new)} new characters {''.join(sorted(new))!r}")
-    for key in ("architecture", "n_layer", "n_head", "n_embd", "bias", "block_size"):
+    for key in ("architecture", "conv_kernel_size", "n_layer", "n_head", "n_embd", "bias", "block_size"):
         found, allowed = getattr(model.config, key), getattr(pretrained.model_config, key)
         if found != allowed:
             name = f"data.{key}" if key == "block_size" else f"model.{key}"

@@ -20,6 +20,7 @@ from mingpt.utils.errors import UserError
 
 T = TypeVar("T")
 
+KEYS_SINCE_ADDED = {"architecture": "gpt2", "conv_kernel_size": None}  # of older snapshots' models, and their values
 FORMAT_VERSION = 1
 SNAPSHOT_NAME = re.compile(r"step_(\d{8})\.pt")
 LEFTOVER_NAME = re.compile(r"step_\d{8}\.pt\..*\.tmp|.*\.mark")  # of processes that were killed
@@ -210,7 +211,8 @@ def load_snapshot(path: str) -> dict[str, Any]:
     if snapshot["format"] != FORMAT_VERSION:
         found = f"{path} has format {snapshot['format']}"
         raise UserError(f"{found}, this program reads {FORMAT_VERSION}: take the program that wrote it")
-    snapshot.get("config", {"model": {}})["model"].setdefault("architecture", "gpt2")  # there was no other, and no key
+    if "config" in snapshot:
+        snapshot["config"]["model"] = KEYS_SINCE_ADDED | snapshot["config"]["model"]
     return snapshot
 
 

@@ -47,6 +47,7 @@ ARCHITECTURES = ("gpt2", "nanochat")
 TRAINED: list[Options] = [
     {
         "model__architecture": ARCHITECTURES[(i // 2 + j // 2) % 2],
+        "model__conv_kernel_size": (None, 3)[(i + i // 2 + j // 2) % 2],
         "distributed__strategy": strategy,
         "trainer__activation_checkpointing": mode,
         "trainer__micro_batch_size": 2 if (i + j) % 2 else None,
@@ -59,6 +60,7 @@ TRAINED: list[Options] = [
 COMPILED: list[Options] = [
     {
         "model__architecture": ARCHITECTURES[i % 2],
+        "model__conv_kernel_size": 3 if i % 2 else None,
         "distributed__strategy": strategy,
         "trainer__activation_checkpointing": mode,
         "trainer__micro_batch_size": 1,
@@ -73,6 +75,7 @@ PIPELINE: Options = {"model__n_layer": 4, "trainer__batch_size": 8, "trainer__mi
 SCHEDULED: list[Options] = [
     {
         "model__architecture": ARCHITECTURES[(i + j) % 2],
+        "model__conv_kernel_size": 3 if j else None,
         "distributed__pipeline_stages": stages,
         "distributed__pipeline_schedule": schedule,
     }
@@ -131,7 +134,14 @@ def loss_errors(folder: Path, ranks: int, runs: list[Options], steps: int = 12) 
 
     That process uses ddp and the whole batch at once, without activation checkpointing and compilation.
     """
-    names = ("model__architecture", "model__n_layer", "optimizer__name", "trainer__batch_size", "trainer__precision")
+    names = (
+        "model__architecture",
+        "model__conv_kernel_size",
+        "model__n_layer",
+        "optimizer__name",
+        "trainer__batch_size",
+        "trainer__precision",
+    )
     plain = [{name: run[name] for name in names if name in run} | {"trainer__micro_batch_size": None} for run in runs]
     distinct = {str(i): options for i, options in enumerate(plain) if options not in plain[:i]}
     expected = train(folder / f"plain-{ranks}", 1, distinct, steps)
