@@ -253,6 +253,7 @@ TOO_SMALL = [  # keys, a value, and the range that the message names
     ("trainer.micro_batch_size trainer.profile_steps trainer.keep_snapshots", 0, "greater than or equal to 1"),
     ("trainer.log_every trainer.eval_every trainer.sample_every trainer.save_every", 0, "greater than or equal to 1"),
     ("distributed.pipeline_stages", 0, "greater than or equal to 1"),
+    ("model.conv_kernel_size", 1, "greater than or equal to 2"),
     ("trainer.threads", 0, "greater than or equal to 1 or 'auto'"),
 ]
 TOO_LARGE = [

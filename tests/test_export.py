@@ -24,6 +24,7 @@ from helpers import (
 
 from export import export, run
 from mingpt.config_parser import read_config
+from mingpt.snapshot.digest import save_with_digest
 from mingpt.snapshot.pretrained import Pretrained, load_pretrained
 from mingpt.snapshot.storage import SnapshotStorage, load_snapshot
 from mingpt.utils.errors import UserError
@@ -235,6 +236,22 @@ def test_a_refused_export_is_one_message_and_writes_nothing(
         assert (stdout, len(stderr.splitlines())) == ("", 1)
         assert stderr.startswith(f"error: {message}")
         assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")} == {"file", "full", "full/file"}
+
+
+def test_a_model_with_convolutions_is_not_exported(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    snapshot, file = load(trained).snapshot, tmp_path / "convolutions.pt"
+    snapshot["config"]["model"]["conv_kernel_size"] = 4
+    with file.open("wb") as stream:
+        save_with_digest(snapshot, stream)
+    monkeypatch.setattr(sys, "argv", ["export.py", "--snapshot", str(file), "--out", str(tmp_path / "out")])
+    assert run_script(run) == 2
+    assert capfd.readouterr().err == (
+        f"error: --snapshot: {file} has model.conv_kernel_size 4, must be null: transformers' classes have no place "
+        "for convolutions\n"
+    )
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_failed_export_leaves_nothing_and_an_empty_folder_is_accepted(

@@ -81,11 +81,11 @@ class Case(NamedTuple):
 
 
 def _cases() -> dict[str, Case]:
-    """All cases; those of selective checkpointing and of gpipe have the architecture gpt2, the others nanochat."""
+    """All cases; those of selective checkpointing and of gpipe have the architecture gpt2, the others nanochat, with convolutions on one rank."""
     cases: dict[str, Case] = {}
     for precision, optimizer in product(PRECISIONS, OPTIMIZERS):
         name, options = f"{precision}-{optimizer}", {"trainer.precision": precision, "optimizer.name": optimizer}
-        cases[f"one-{name}"] = Case(options, world_size=1)
+        cases[f"one-{name}"] = Case(options | {"model.conv_kernel_size": 4}, world_size=1)
         for strategy, mode in product(("ddp", "zero1", "zero2", "fsdp"), ("none", "selective", "full")):
             parallel = {"distributed.strategy": strategy, "trainer.activation_checkpointing": mode}
             parallel["model.architecture"] = "gpt2" if mode == "selective" else "nanochat"
