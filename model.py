@@ -83,9 +83,9 @@ class CausalConv(nn.Module):
 
     def __init__(self, channels: int, kernel_size: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(channels, 1, kernel_size))  # like nn.Conv1d's, which is slower
-        with torch.no_grad():
-            self.weight[:, :, -1] = 1
+        weight = torch.zeros(channels, 1, kernel_size)  # like nn.Conv1d's, which is slower
+        weight[:, :, -1] = 1
+        self.weight = nn.Parameter(weight)
 
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
         """(B, T, C) -> (B, T, C)"""

@@ -81,7 +81,7 @@ class Case(NamedTuple):
 
 
 def _cases() -> dict[str, Case]:
-    """All cases; those of selective checkpointing and of gpipe have the architecture gpt2, the others nanochat, with convolutions on one rank."""
+    """All cases: selective checkpointing and gpipe with gpt2, others with nanochat, one rank with convolutions."""
     cases: dict[str, Case] = {}
     for precision, optimizer in product(PRECISIONS, OPTIMIZERS):
         name, options = f"{precision}-{optimizer}", {"trainer.precision": precision, "optimizer.name": optimizer}
