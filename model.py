@@ -62,6 +62,7 @@ class RMSNorm(nn.Module):
 
 
 def build_norm(config: GPTConfig) -> nn.Module:
+    """The normalization of C channels."""
     return RMSNorm() if config.architecture == "nanochat" else LayerNorm(config.n_embd, bias=config.bias)
 
 
@@ -83,7 +84,7 @@ class CausalConv(nn.Module):
 
     def __init__(self, channels: int, kernel_size: int) -> None:
         super().__init__()
-        weight = torch.zeros(channels, 1, kernel_size)  # like nn.Conv1d's, which is slower
+        weight = torch.zeros(channels, 1, kernel_size)  # the shape of nn.Conv1d's
         weight[:, :, -1] = 1
         self.weight = nn.Parameter(weight)
 
