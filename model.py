@@ -22,12 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mingpt.config import GPTConfig
+from mingpt.config import LOGIT_CAP, ROTARY_BASE, GPTConfig
 from mingpt.kernels import Dropout, LayerNorm, bmm_attention, relu_squared, rms_norm, use_bmm_attention
 from mingpt.loss import cross_entropy
-
-ROTARY_BASE = 10_000.0
-LOGIT_CAP = 15.0
 
 
 class KVCache:
@@ -69,11 +66,10 @@ def build_norm(config: GPTConfig) -> nn.Module:
 def rotate(x: Tensor, start: int) -> Tensor:
     """Rotates queries or keys, (B, H, T, D), of which the first is at position `start`, by angles that grow with it."""
     T, D = x.shape[2:]
+    frequencies = ROTARY_BASE ** (-torch.arange(0, D, 2, device=x.device) / D)
     positions = torch.arange(start, start + T, device=x.device)
-    angles = torch.outer(positions, ROTARY_BASE ** (-torch.arange(0, D, 2, device=x.device) / D))  # (T, D/2)
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-    first, second = x.chunk(2, -1)
-    return torch.cat((first * cos + second * sin, second * cos - first * sin), -1)
+    angles = torch.outer(positions, torch.cat((frequencies, -frequencies)))  # (T, D)
+    return torch.addcmul(x * angles.cos().to(x.dtype), x.roll(D // 2, -1), angles.sin().to(x.dtype))
 
 
 class CausalConv(nn.Module):
@@ -90,16 +86,13 @@ class CausalConv(nn.Module):
 
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
         """(B, T, C) -> (B, T, C)"""
-        (B, T, C), kernel_size = x.shape, self.weight.size(2)
+        B, T, C = x.shape
         past = cache.recent.get(self) if cache is not None else None
-        x = torch.cat((x.new_zeros(B, kernel_size - 1, C) if past is None else past, x), 1)
+        x = torch.cat((x.new_zeros(B, self.weight.size(2) - 1, C) if past is None else past, x), 1)
         if cache is not None:
             cache.recent[self] = x[:, T:]
-        weights = self.weight.to(x.dtype).squeeze(1).unbind(1)
-        y = x[:, :T] * weights[0]
-        for i, weight in enumerate(weights[1:], start=1):
-            y = torch.addcmul(y, x[:, i : i + T], weight)
-        return y
+        # conv2d reads channels in the last dimension without a copy; conv1d does not.
+        return F.conv2d(x.mT.unsqueeze(2), self.weight.unsqueeze(2).to(x.dtype), groups=C).squeeze(2).mT
 
 
 class CausalSelfAttention(nn.Module):
@@ -115,10 +108,10 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
         """(B, T, C) -> (B, T, C); T must be 1 if the cache is not empty."""
         B, T, C = x.shape
-        q, k, v = (y.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for y in self.c_attn(x).split(C, 2))
+        qk, v = self.c_attn(x).view(B, T, -1, C // self.n_head).transpose(1, 2).split((2 * self.n_head, self.n_head), 1)
         if self.is_rotary:
-            start = 0 if cache is None else cache.length
-            q, k = (rms_norm(rotate(y, start)) for y in (q, k))
+            qk = rms_norm(rotate(qk, start=0 if cache is None else cache.length))
+        q, k = qk.chunk(2, 1)
         is_causal = True
         if cache is not None:
             is_causal = cache.length == 0  # a single new character attends to all cached ones

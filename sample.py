@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from mingpt.config_parser import default_snapshot_path
+from mingpt.corpus import encode
 from mingpt.generation import NO_TOKEN, generate
 from mingpt.snapshot.pretrained import load_pretrained
 from mingpt.utils.errors import UserError
@@ -45,7 +46,7 @@ def check_args(args: argparse.Namespace) -> None:
 
 
 def read_prompts(options: Sequence[str] | None, vocabulary: str) -> list[str]:
-    """Returns the prompts; raises a UserError if one is empty, or has a character that is not in the vocabulary."""
+    """Returns the prompts; raises a UserError if one is empty or not UTF-8."""
     if options is None:
         return [vocabulary[0]]
     try:
@@ -55,8 +56,6 @@ def read_prompts(options: Sequence[str] | None, vocabulary: str) -> list[str]:
     for prompt in prompts:
         if not prompt:
             raise UserError("--prompt is empty; it must hold at least one character")
-        if unknown := sorted(set(prompt) - set(vocabulary)):
-            raise UserError(f"--prompt: {''.join(unknown)!r} not in the snapshot's vocabulary, which is {vocabulary!r}")
     return prompts
 
 
@@ -72,7 +71,7 @@ def run(argv: Sequence[str]) -> None:
     model, vocabulary = GPT(pretrained.model_config), pretrained.vocabulary
     model.load_state_dict(pretrained.weights)
     texts = read_prompts(args.prompt, vocabulary)
-    prompts = [torch.tensor([vocabulary.index(character) for character in text]) for text in texts]
+    prompts = [torch.tensor(encode(text, vocabulary, "--prompt")) for text in texts]
     generator = torch.Generator().manual_seed(args.seed)
     steps = generate(model, prompts, args.max_new_tokens, args.temperature, args.top_k, args.top_p, generator)
     sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]

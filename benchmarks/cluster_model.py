@@ -146,7 +146,7 @@ def muon_flops(model_config: GPTConfig) -> int:
     """Floating-point operations of Muon's Newton-Schulz iterations in bf16 for all matrices of the blocks."""
     with FlopCounterMode(display=False) as counter:
         for parameter in meta_gpt(model_config).blocks[0].parameters():
-            if parameter.dim() >= 2:
+            if parameter.dim() == 2:
                 newton_schulz(parameter.detach()[None], torch.bfloat16, parameter)
     return model_config.n_layer * counter.get_total_flops()
 

@@ -65,6 +65,12 @@ class ModelConfig:
         return self.bias and self.architecture == "gpt2"
 
 
+# nanochat's constants, which transformers' NanoChatForCausalLM has in its config.json.
+ROTARY_BASE = 10_000.0
+LOGIT_CAP = 15.0
+RMS_NORM_EPS = 1e-6
+
+
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class GPTConfig(ModelConfig):
     """The shape of the model, with the two sizes that come from the text and the data section."""
@@ -75,7 +81,7 @@ class GPTConfig(ModelConfig):
 
 @dataclass(frozen=True, config=STRICT)
 class OptimizerConfig:
-    """The optimizer and the learning-rate schedule: linear warm-up, then cosine decay."""
+    """The optimizer and the learning-rate schedule: linear warm-up, then linear decay."""
 
     name: Literal["muon", "adamw"] = Field(
         default="muon", description="muon (for the matrices of the blocks, with AdamW for all else) or adamw"
@@ -83,7 +89,7 @@ class OptimizerConfig:
     learning_rate: float = Field(
         default=3e-3, gt=0, description="peak learning rate, reached at the end of the warm-up"
     )
-    min_learning_rate: float = Field(default=0.0, ge=0, description="learning rate at the end of the cosine decay")
+    min_learning_rate: float = Field(default=0.0, ge=0, description="learning rate at the end of the linear decay")
     warmup_steps: int = Field(default=100, ge=0, description="steps of linear warm-up from 0")
     decay_steps: int | None = Field(
         default=None,

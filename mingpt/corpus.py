@@ -42,6 +42,23 @@ class Corpus:
     sha256: str
 
 
+def encode(text: str, vocabulary: str, source: str) -> list[int]:
+    """The tokens of a text.
+
+    Args:
+        source: the option or key that the text is from, for the message
+
+    Raises:
+        UserError: a character is not in the vocabulary.
+    """
+    tokens = {character: token for token, character in enumerate(vocabulary)}
+    if unknown := sorted(set(text) - set(vocabulary)):
+        raise UserError(
+            f"{source}: {''.join(unknown)!r} not in the training text's vocabulary, which is {vocabulary!r}"
+        )
+    return [tokens[character] for character in text]
+
+
 def encode_corpus(
     path: str, cache_dir: Path, extra_characters: Callable[[], str] | None = None, cache_key: str = ""
 ) -> Corpus:

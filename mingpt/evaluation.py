@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from mingpt.corpus import encode
 from mingpt.generation import generate
 from mingpt.parallel.data_parallel import Strategy, WindowDataset
-from mingpt.utils.errors import UserError
 
 SAMPLE_LENGTH = 100  # characters after the prompt
 # Default prompts, the best first: words of one line at the start of a paragraph; anywhere; a short line; no words.
@@ -50,10 +50,7 @@ def choose_sample_prompt(prompt: str | None, tokens: np.ndarray, vocabulary: str
     if prompt is None:
         start = "".join(vocabulary[token] for token in tokens[:1000])
         return next((found[1] for pattern in PROMPTS if (found := re.search(pattern, start))), start[0])
-    if unknown := sorted(set(prompt) - set(vocabulary)):
-        raise UserError(
-            f"trainer.sample_prompt: {''.join(unknown)!r} not in the text's vocabulary, which is {vocabulary!r}"
-        )
+    encode(prompt, vocabulary, "trainer.sample_prompt")
     return prompt
 
 
@@ -65,7 +62,7 @@ def generate_sample(strategy: Strategy, vocabulary: str, prompt: str, seed: int)
     """
     device, model = strategy.context.device, strategy.full_model
     generator = torch.Generator(device).manual_seed(seed)
-    tokens = torch.tensor([vocabulary.index(character) for character in prompt], device=device)
+    tokens = torch.tensor(encode(prompt, vocabulary, "trainer.sample_prompt"), device=device)
     # A growing cache has a new shape for each character: torch.compile would compile each, and cuDNN plan each.
     with strategy.autocast(), torch.compiler.set_stance("force_eager"), sdpa_kernel(NOT_CUDNN):
         text = [int(new) for new in generate(model, [tokens], SAMPLE_LENGTH, temperature=0.8, generator=generator)]

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mingpt.config import RMS_NORM_EPS
+
 
 class Dropout(nn.Dropout):
     """Dropout that draws 64 random bits for four elements on CPUs, whose generator is sequential.
@@ -32,24 +34,24 @@ class LayerNorm(nn.LayerNorm):
 
 class _RMSNormFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        scale = (norm.square() / x.size(-1) + eps).rsqrt()
+        scale = (norm.square() / x.size(-1) + RMS_NORM_EPS).rsqrt()
         y = x * scale
         ctx.save_for_backward(y, scale)
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         y, scale = ctx.saved_tensors
-        return torch.addcmul(grad, y, (grad * y).mean(-1, keepdim=True), value=-1).mul_(scale), None
+        return torch.addcmul(grad, y, (grad * y).mean(-1, keepdim=True), value=-1).mul_(scale)
 
 
-def rms_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
+def rms_norm(x: Tensor) -> Tensor:
     """RMSNorm over the last dimension, without weights; `F.rms_norm` is several kernels on CPUs, in double the time."""
     if _is_eager_on_cpu(x) and x.dtype != torch.bfloat16:
-        return _RMSNormFunction.apply(x, eps)
-    return F.rms_norm(x, x.shape[-1:], eps=eps)
+        return _RMSNormFunction.apply(x)
+    return F.rms_norm(x, x.shape[-1:], eps=RMS_NORM_EPS)
 
 
 class _ReLUSquaredFunction(torch.autograd.Function):

@@ -128,7 +128,7 @@ def test_a_prompt_that_the_text_cannot_continue_is_refused_before_training(text:
     vocabulary = "".join(sorted(set(text.read_text())))
     cases = {
         "": "trainer.sample_prompt is empty, must be null or hold at least one character (in the command line)",
-        "anna? Yes": f"trainer.sample_prompt: '?Y' not in the text's vocabulary, which is {vocabulary!r}",
+        "anna? Yes": f"trainer.sample_prompt: '?Y' not in the training text's vocabulary, which is {vocabulary!r}",
     }
     argvs = [run_args(tmp_path / "run", text, trainer__sample_prompt=prompt) for prompt in cases]
     first, second = run_ranks(2, run_each_captured, argvs, tmp_path=tmp_path)

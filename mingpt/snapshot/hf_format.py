@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mingpt.config import GPTConfig
+from mingpt.config import LOGIT_CAP, RMS_NORM_EPS, ROTARY_BASE, GPTConfig
 
 # Keys of GPTConfig, and those of config.json. transformers keeps `bias`, which it has no key for.
 CONFIG_KEYS = {
@@ -63,12 +63,12 @@ def hf_config(config: GPTConfig) -> dict[str, Any]:
         "nanochat": {
             "architectures": ["NanoChatForCausalLM"],
             "hidden_act": "relu2",
-            "rms_norm_eps": 1e-6,
+            "rms_norm_eps": RMS_NORM_EPS,
             "intermediate_size": 4 * config.n_embd,
             "num_key_value_heads": config.n_head,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-            "rope_theta": 10000.0,  # where transformers before version 5 reads it
-            "final_logit_softcapping": 15.0,
+            "rope_parameters": {"rope_type": "default", "rope_theta": ROTARY_BASE},
+            "rope_theta": ROTARY_BASE,  # where transformers before version 5 reads it
+            "final_logit_softcapping": LOGIT_CAP,
             "attention_bias": False,
             "tie_word_embeddings": False,
             "pad_token_id": None,
