@@ -87,10 +87,10 @@ class OptimizerConfig:
         default="muon", description="muon (for the matrices of the blocks, with AdamW for all else) or adamw"
     )
     learning_rate: float = Field(
-        default=3e-3, gt=0, description="peak learning rate, reached at the end of the warm-up"
+        default=5e-3, gt=0, description="peak learning rate, reached at the end of the warm-up"
     )
     min_learning_rate: float = Field(default=0.0, ge=0, description="learning rate at the end of the linear decay")
-    warmup_steps: int = Field(default=100, ge=0, description="steps of linear warm-up from 0")
+    warmup_steps: int = Field(default=30, ge=0, description="steps of linear warm-up from 0")
     decay_steps: int | None = Field(
         default=None,
         ge=1,

@@ -300,7 +300,7 @@ OFFLOAD = {"distributed.strategy": "fsdp", "distributed.cpu_offload": True, "opt
         ({"model.n_embd": 12}, "model.n_embd / model.n_head is 12 / 4, must be even with model.architecture nanochat"),
         (
             {"optimizer.min_learning_rate": 5.0},
-            "optimizer.min_learning_rate is 5.0, must be at least 0 and at most optimizer.learning_rate, 0.003",
+            "optimizer.min_learning_rate is 5.0, must be at least 0 and at most optimizer.learning_rate, 0.005",
         ),
         ({"trainer.max_steps": None}, "trainer.max_epochs and trainer.max_steps are both null"),
         ({"distributed.init_method": "http://a"}, "distributed.init_method is http://a, must be null, env://, tcp://"),
