@@ -104,6 +104,7 @@ def newton_schulz(gradients: Tensor, ns_dtype: torch.dtype, like: Tensor) -> Ten
         square = square_of(gradients)
         norm_squared = square.diagonal(dim1=1, dim2=2).sum(1).clamp(min=1e-14)[:, None, None]
         product = _product_of_factors(square / (SAFETY**2 * norm_squared))
+        # Not divided by the norm, like `square`, because rows or columns are normalized below.
         updates = torch.bmm(gradients, product) if is_tall else torch.bmm(product, gradients)
     else:
         norm = gradients.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)

@@ -106,19 +106,8 @@ def test_ddp_repeats_muon_on_each_rank_and_other_strategies_divide_it() -> None:
 
 
 def test_a_row_is_printed_for_each_cluster_and_number_of_gpus(capsys) -> None:
-    sizes = (
-        "--model.architecture",
-        "gpt2",
-        "--model.n_layer",
-        "2",
-        "--model.n_head",
-        "4",
-        "--model.n_embd",
-        "256",
-        "--data.block_size",
-        "1024",
-    )
-    run(["--ranks", "4", "16", *sizes])
+    sizes = "--model.architecture gpt2 --model.n_layer 2 --model.n_head 4 --model.n_embd 256 --data.block_size 1024"
+    run(["--ranks", "4", "16", *sizes.split()])
     out = capsys.readouterr().out
     rows = [line for line in out.splitlines() if line.startswith("| 15M | ")]
     assert [row.split(" | ")[1] for row in rows] == ["4", "16"] * 2
