@@ -331,7 +331,7 @@ def test_ranks_agree_on_configuration_text_and_code(text: Path, tmp_path: Path) 
     cases = [  # the command line of each rank, and parts of the message
         (
             [same, [*same, "--optimizer.learning_rate", "1e-2"]],
-            ["optimizer.learning_rate", "0.003 on rank 0", "0.01 on rank 1"],
+            ["optimizer.learning_rate", "0.005 on rank 0", "0.01 on rank 1"],
         ),
         ([[*same, "--trainer.batch_size", "1"]] * 2, ["trainer.batch_size is 1", "2 ranks"]),
         ([run_args(tmp_path / "0", text), run_args(tmp_path / "1", other)], ["text", "on rank 0", "on rank 1"]),
