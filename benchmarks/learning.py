@@ -34,7 +34,7 @@ RECIPE = {
 RECIPE_STEPS, RECIPE_WARMUP = 2000, 100
 # The lengths of our runs: short ones whose learning rate has decayed when they reach the loss of tiny shakespeare.
 STEPS_TO_RECIPES_LOSS = 320
-LOSS, STEPS_TO_LOSS = 1.6, 1400
+LOSS, STEPS_TO_LOSS = 1.6, 1500
 
 
 def counting(bench: Bench) -> Iterator[Row]:
