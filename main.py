@@ -5,6 +5,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -13,10 +14,12 @@ from mingpt.config import config_to_dict
 from mingpt.config_parser import read_config
 from mingpt.distributed.launch_environment import detect_launch_environment, restart_hint
 from mingpt.distributed.process_group import init_distributed
-from mingpt.parallel.strategies import strategy_class
+from mingpt.distributed.supervisor import is_supervised
+from mingpt.distributed.surviving_context import init_surviving, supervise
+from mingpt.parallel.strategies import strategy_class, validate
 from mingpt.utils.device import tune_malloc
-from mingpt.utils.errors import PeerError, SharedUserError, UserError, is_oom_error
-from mingpt.utils.logging import configure_logging, logger, set_rank
+from mingpt.utils.errors import PeerError, RunEnded, SharedUserError, UserError, is_oom_error
+from mingpt.utils.logging import configure_logging, logger
 from trainer import Trainer
 
 ROOT = Path(__file__).parent
@@ -42,10 +45,15 @@ def run(argv: Sequence[str]) -> int:
         info = detect_launch_environment(os.environ)
         reports_errors, rank = info.local_rank in (None, 0), info.rank
         config = read_config(argv)
+        if config.distributed.survive and not is_supervised(os.environ):
+            validate(config, info.world_size)
+            supervise(config.distributed, config.trainer.run_dir)
         reports_errors = True  # errors before the group exists are each process's own
         needs_group = strategy_class(config).needs_process_group
-        with init_distributed(config.distributed, config.trainer.run_dir, needs_group) as context:
-            set_rank(context.rank)
+        init = (
+            init_surviving if config.distributed.survive else partial(init_distributed, needs_process_group=needs_group)
+        )
+        with init(config.distributed, config.trainer.run_dir) as context:
             reports_errors = context.rank == 0  # from here on, all ranks raise the same UserError
             context.init_device(config.distributed.backend)
             tune_malloc()
@@ -54,6 +62,8 @@ def run(argv: Sequence[str]) -> int:
             shared = {name: value for name, value in facts.items() if name not in MAY_DIFFER}
             context.check_equal(shared | {"the code's SHA-256": code_digest()})
             return Trainer(config, context).train()
+    except RunEnded:
+        return 0
     except UserError as error:
         if reports_errors and not (rank and isinstance(error, SharedUserError)):
             logger.error(str(error))

@@ -9,11 +9,12 @@ import os
 import platform
 import signal
 import time
+import weakref
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ from mingpt.parallel.strategies import build_strategy, strategy_class, validate
 from mingpt.snapshot.manager import SnapshotManager, check_compatible
 from mingpt.snapshot.pretrained import load_initial_weights, load_pretrained
 from mingpt.utils.device import device_name
-from mingpt.utils.errors import UserError
+from mingpt.utils.errors import MembershipChanged, UserError
 from mingpt.utils.files import lock_run_dir, write_config
 from mingpt.utils.logging import logger
 from mingpt.utils.metrics import MetricsLogger, NullMetricsLogger, StepTimer
@@ -39,6 +40,9 @@ from mingpt.utils.progress import format_duration
 from mingpt.utils.signals import EXIT_STATUS, SignalHandler
 from mingpt.utils.summary import model_summary, next_commands, resume_summary, run_summary
 from model import GPT
+
+if TYPE_CHECKING:
+    from mingpt.distributed.membership import View
 
 EXIT_WAIT_SECONDS = 5.0  # how long a failing run waits for a snapshot that is being written
 
@@ -51,11 +55,24 @@ class StepResult(NamedTuple):
     learning_rate: float
 
 
+class Progress(NamedTuple):
+    """What a rank has besides the state of model and optimizer, as it tells the others in a new view."""
+
+    step: int
+    samples: int
+    result: StepResult | None
+    val_loss: float
+    best: dict[str, Any]
+    device: str
+
+
 class Trainer:
     """One run on one rank, new or resumed from its newest snapshot.
 
     Attributes:
-        step, samples: finished optimizer steps, and the sequences in them
+        step, samples: finished optimizer steps, and the sequences in them; step -1: this rank has no state yet, and
+            gets it from another
+        settled: the newest step whose metrics are written, with all else that is due after it
 
     Raises:
         UserError: text, folders or the snapshot do not fit the configuration.
@@ -69,16 +86,19 @@ class Trainer:
         self._load_data()
         path = cfg.snapshot_path or str(self.run_dir / "snapshots")
         self.snapshots = SnapshotManager(context, path, cfg.keep_snapshots, config.distributed.timeout_seconds)
-        self.resumed = self.snapshots.load_newest()
-        header = self.resumed or {"step": 0, "samples": 0, "choices": {}}
+        self.resumed = None if context.is_joining else self.snapshots.load_newest()
+        header = self.resumed or {"step": -int(context.is_joining), "samples": 0, "choices": {}}
         if self.resumed:
             check_compatible(self.resumed, self.config_dict, self.corpus.vocabulary)
         self.step, self.samples = header["step"], header["samples"]
         self._build_strategy(header["choices"])
-        self.last_step = self._last_step()
         self.memory: MemoryUsage | None = None  # measured in the first step
         self.bad_step = torch.zeros((), device=self.strategy.device)  # the first step with a non-finite gradient
-        self._log_start()
+        self.metrics: MetricsLogger = NullMetricsLogger()
+        self.result: StepResult | None = None  # of the newest step
+        self.settled, self.first_step, self.epoch = self.step, self.step + 1, self.samples // len(self.train_data)
+        self.val_loss, self.stop_signal = math.nan, 0
+        self.save_errors: dict[int, str] = {}  # by rank, of the last snapshot
 
     def train(self) -> int:
         """Trains to the last step, or until a signal stops it. Returns the exit status.
@@ -96,37 +116,36 @@ class Trainer:
             self.context.end_collectives()
             self.snapshots.writer.wait()
             return 0
-        self.context.run_on_rank0(lambda: write_config(self.run_dir, self.config_dict))
-        metrics = self.context.raise_on_all_ranks(self._open_metrics)
+        if not self.config.distributed.survive:  # otherwise when it becomes a member
+            self._log_start(self.context.all_gather_object(self._describe_device()))
+            self.context.raise_on_all_ranks(self._open_files)
         trace = self.run_dir / f"trace-{self.context.rank}.json"
-        with (
-            closing(metrics),
-            profile_steps(self.config.trainer.profile_steps, trace) as profiler_step,
-            SignalHandler() as signals,
-        ):
+        with profile_steps(self.config.trainer.profile_steps, trace) as profiler_step, SignalHandler() as signals:
             try:
-                return self.train_loop(metrics, signals, profiler_step)
+                return self.train_loop(signals, profiler_step)
             finally:
+                self.metrics.close()
                 self.snapshots.writer.wait(EXIT_WAIT_SECONDS)
 
-    def train_loop(self, metrics: MetricsLogger, signals: SignalHandler, after_step: Callable[[], None]) -> int:
+    def train_loop(self, signals: SignalHandler, after_step: Callable[[], None]) -> int:
         """Steps, each followed by whatever is due. All ranks stop after the same step, agreed on during the step."""
+        self.signals, self.saved_at, self.timer = signals, time.monotonic(), StepTimer(self.samples)
+        while self.settled < self.last_step and not self.stop_signal:
+            try:
+                if self.step == self.settled:
+                    self.vote = self._start_vote()
+                    self.result = self.train_step()
+                self.settle()
+                after_step()
+            except MembershipChanged:
+                self._regroup()
+        return self._finish()
+
+    def _start_vote(self) -> Callable[[], list[int]]:
+        """Starts to agree on what a single rank knows: a signal to stop, and that a save is overdue."""
         save_seconds = 60 * (self.config.trainer.save_minutes or math.inf)
-        self.saved_at, self.val_loss, stop_signal = time.monotonic(), math.nan, 0
-        self.timer, self.first_step = StepTimer(self.samples), self.step + 1
-        while self.step < self.last_step and not stop_signal:
-            overdue = self.context.rank == 0 and time.monotonic() > self.saved_at + save_seconds
-            votes = self.context.all_reduce_max_async(signals.signal, int(overdue))
-            epoch = self.samples // len(self.train_data)
-            result = self.train_step()
-            stop_signal, save_now = votes()
-            self._after_step(metrics, result, bool(stop_signal), bool(save_now))
-            if self.samples // len(self.train_data) > epoch:
-                logger.info(f"step {self.step}: epoch {epoch + 1} is over ({len(self.train_data):,} windows)")
-            if self.step == self.first_step:
-                self._log_memory()
-            after_step()
-        return self._finish(metrics, stop_signal if self.step < self.last_step else 0)
+        overdue = self.context.rank == 0 and time.monotonic() > self.saved_at + save_seconds
+        return self.context.all_reduce_max_async(self.signals.signal, int(overdue))
 
     def train_step(self) -> StepResult:
         """One optimizer step: forward and backward of all micro-batches, clipping, and the update."""
@@ -162,56 +181,76 @@ class Trainer:
         if self.context.device.type == "mps":  # where nothing would be skipped
             self._check_finite()
 
-    def _after_step(self, metrics: MetricsLogger, result: StepResult, stops: bool, save_now: bool) -> None:
-        cfg = self.config.trainer
+    def settle(self) -> None:
+        """Writes and shows what is due after a step: metrics, validation loss, a sample, a snapshot."""
+        cfg, result = self.config.trainer, self.result
+        assert result is not None
+        stop_signal, save_now = self.vote()
+        is_last = bool(stop_signal) or self.step == self.last_step
         log, evaluates, save = map(self._is_due, (cfg.log_every, cfg.eval_every, cfg.save_every))
-        save = save or save_now or stops
+        save = save or bool(save_now) or is_last
+        is_first = self.step == self.first_step
         if self.context.device.type == "cpu" or log or evaluates or save:
             self._check_finite()
         # On one process's CPU, reading the loss waits for nothing.
         is_free = self.context.device.type == "cpu" and self.context.world_size == 1
-        reads_loss = log or is_free or self.step == self.first_step
+        reads_loss = log or is_free or is_first
         mean_loss = self.strategy.mean_loss(result.losses).item() if reads_loss else math.nan
-        metrics.advance(self.step, mean_loss)
         if log:
             self._check_finite(mean_loss)
-            metrics.log_train(
-                self.step,
-                loss=mean_loss,
-                learning_rate=result.learning_rate,
-                grad_norm=result.grad_norm.item(),
-                tokens_per_second=self.timer.tokens_per_second(self.samples, self.train_data.block_size),
-                world_size=self.context.world_size,
-                restart_count=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-            )
+        speed = self.timer.tokens_per_second(self.samples, self.train_data.block_size) if log else 0.0
         with self.timer.pause():
-            val_loss = None
-            if evaluates:
-                began = time.perf_counter()
-                val_loss = evaluate(self.strategy, self.val_data, cfg.micro_batch_size or cfg.batch_size)
-                self.val_loss = val_loss
-                metrics.log_eval(self.step, val_loss, time.perf_counter() - began)
+            val_loss, began = None, time.perf_counter()
+            if evaluates:  # before anything is written, since it ends when the membership changes
+                batch_size = cfg.micro_batch_size or cfg.batch_size
+                val_loss = self.val_loss = evaluate(self.strategy, self.val_data, batch_size)
+            eval_seconds = time.perf_counter() - began
+            self.metrics.advance(self.step, mean_loss)
+            if log:
+                self.metrics.log_train(
+                    self.step,
+                    loss=mean_loss,
+                    learning_rate=result.learning_rate,
+                    grad_norm=result.grad_norm.item(),
+                    tokens_per_second=speed,
+                    world_size=self.context.world_size,
+                    restart_count=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+                    **({} if self.context.view is None else {"view": self.context.view}),
+                )
+            if val_loss is not None:
+                self.metrics.log_eval(self.step, val_loss, eval_seconds)
             if cfg.sample_every is not None and self._is_due(cfg.sample_every):
                 sample = generate_sample(self.strategy, self.corpus.vocabulary, self.sample_prompt, cfg.seed)
-                metrics.log_sample(self.step, sample)
+                self.metrics.log_sample(self.step, sample)
             if save:
-                self.save_snapshot(val_loss, is_last=stops or self.step == self.last_step)
+                self.save_snapshot(val_loss, is_last)
                 self.saved_at = time.monotonic()
-            self._log_saves(metrics)
+            self._log_saves()
+        if self.samples // len(self.train_data) > self.epoch:
+            logger.info(f"step {self.step}: epoch {self.epoch + 1} is over ({len(self.train_data):,} windows)")
+            self.epoch = self.samples // len(self.train_data)
+        if is_first:
+            self._log_memory()
+        if is_last:
+            self._wait_for_last_save()
+        self.settled, self.stop_signal = self.step, stop_signal
 
-    def _finish(self, metrics: MetricsLogger, stop_signal: int) -> int:
-        """Waits for the last snapshot on all ranks; returns the exit status."""
+    def _wait_for_last_save(self) -> None:
+        """Ranks exit together: if one exits, torchrun ends the others, which may still be writing."""
         self.context.end_collectives()
         self.snapshots.writer.wait()
-        self._log_saves(metrics)
-        # Ranks exit together: if one exits, torchrun ends the others, which may still be writing.
-        errors = self.context.exchange_messages(self.snapshots.writer_ranks, self.snapshots.last_error)
+        self._log_saves()
+        self.save_errors = self.context.exchange_messages(self.snapshots.writer_ranks, self.snapshots.last_error)
+
+    def _finish(self) -> int:
+        """Reports how the run has ended; returns the exit status."""
+        stop_signal = self.stop_signal if self.step < self.last_step else 0
         signal_name = signal.Signals(stop_signal).name if stop_signal else None
-        metrics.log("stop", self.step, signal=signal_name)
-        if any(errors.values()):
+        self.metrics.log("stop", self.step, signal=signal_name)
+        if any(self.save_errors.values()):
             raise UserError(
                 f"training has reached step {self.step}, but its snapshot is not saved: "
-                f"{next(filter(None, errors.values()))}; then the same command resumes from the newest"
+                f"{next(filter(None, self.save_errors.values()))}; then the same command resumes from the newest"
             )
         if stop_signal:
             logger.info(f"stopped by {signal_name} at step {self.step}, and saved; the same command resumes")
@@ -222,6 +261,42 @@ class Trainer:
             f"{next_commands(file, str(self.run_dir))}"
         )
         return 0
+
+    def _regroup(self) -> None:
+        """With distributed.survive: becomes a member of the next view, with the newest state of its members."""
+        while True:
+            with suppress(MembershipChanged):
+                view = self.context.regroup(self.step)
+                self._catch_up(view)
+                return
+
+    def _catch_up(self, view: "View") -> None:
+        if view.steps[self.context.rank] < 0:  # the members go on from their state, whatever this rank has loaded
+            self.step, self.result = -1, None
+            self.metrics.close()
+            self.metrics = NullMetricsLogger()
+        best, device = self.snapshots.best, self._describe_device()
+        mine = Progress(self.step, self.samples, self.result, self.val_loss, best, device)
+        everyone = self.context.all_gather_object((mine, self.settled, self.metrics.is_open))
+        steps = [progress.step for progress, *_ in everyone]
+        newest = steps.index(max(steps))
+        if min(steps) < max(steps):
+            self.strategy.copy_full_state(newest, keep=self.step < max(steps))
+        progress, (_, settled, rank0_was_rank0) = everyone[newest][0], everyone[0]
+        self.step, self.samples, self.result, self.val_loss, self.snapshots.best, _ = progress
+        # Who takes part in a step has settled the one before. Whether a rank 0 that is gone had settled the newest
+        # step too is not known: it is settled again, and rows of it are removed from the files before.
+        self.settled = settled if rank0_was_rank0 else self.step - (self.result is not None)
+        if mine.step < 0:
+            self.timer = StepTimer(self.samples)
+        self.epoch = self.samples // len(self.train_data)
+        if not rank0_was_rank0:
+            if self.result is None:
+                self._log_start([progress.device for progress, *_ in everyone])
+            self._open_files()
+        self.metrics.log_view(self.settled, view.number, view.members, view.left, view.why)
+        if self.step > self.settled:
+            self.vote = self._start_vote()
 
     def save_snapshot(self, val_loss: float | None, is_last: bool) -> None:
         """Starts to save a snapshot of this step; `is_last` says that the run ends with it."""
@@ -256,12 +331,17 @@ class Trainer:
             lambda: encode_corpus(self.config.data.path, self.run_dir / "cache", extra, init_from)
         )
         self.context.check_equal({"the text's SHA-256": self.corpus.sha256})
-        self.context.raise_on_all_ranks(lambda: lock_run_dir(self.run_dir, self) if self.context.rank == 0 else None)
+        if not self.config.distributed.survive:  # otherwise the supervisor of rank 0 has locked it
+            self.context.raise_on_all_ranks(self._lock_run_dir)
         training, validation = train_val_split(self.corpus, self.config.data)
         self.train_data = CharDataset(training, self.config.data.block_size, cfg.seed)
         self.val_data = ValidationDataset(validation, self.config.data.block_size)
         self.sample_prompt = choose_sample_prompt(cfg.sample_prompt, validation, self.corpus.vocabulary)
         self.total_samples = (cfg.max_epochs or 0) * len(self.train_data)  # 0: no limit
+
+    def _lock_run_dir(self) -> None:
+        if self.context.rank == 0:
+            weakref.finalize(self, os.close, lock_run_dir(self.run_dir))
 
     def _build_strategy(self, previous_choices: dict[str, Any]) -> None:
         config, context, vocab_size = self.config, self.context, len(self.corpus.vocabulary)
@@ -276,7 +356,7 @@ class Trainer:
         self.strategy = build_strategy(config, model, context, self.numerics.precision, self.train_data[[0]])
         if self.resumed:
             self.snapshots.restore(self.resumed, self.strategy)
-        else:
+        elif not context.is_joining:
             weights = context.raise_on_all_ranks(lambda: self._initial_weights() if context.rank == 0 else {})
             self.strategy.load_full_state(weights, {}, 0)
 
@@ -288,7 +368,8 @@ class Trainer:
     def _is_due(self, every: int) -> bool:
         return self.step % every == 0 or self.step == self.last_step
 
-    def _last_step(self) -> int:
+    @property
+    def last_step(self) -> int:
         """The step at which max_steps or max_epochs is reached."""
         cfg = self.config.trainer
         ends = [] if cfg.max_steps is None else [cfg.max_steps]
@@ -296,19 +377,24 @@ class Trainer:
             ends.append(self.step + max(0, -(-(self.total_samples - self.samples) // cfg.batch_size)))
         return min(ends)
 
-    def _open_metrics(self) -> MetricsLogger:
+    def _open_files(self) -> None:
+        """On rank 0, writes config.yaml and opens the metrics, without rows of steps that are not settled."""
         if self.context.rank:
-            return NullMetricsLogger()
-        metrics = MetricsLogger(self.run_dir, self.step, self.last_step)
-        metrics.log("start", self.step, samples=self.samples, **self.numerics.choices)
-        return metrics
+            return
+        write_config(self.run_dir, self.config_dict)
+        self.metrics = MetricsLogger(self.run_dir, self.settled, self.last_step)
+        if self.result is None:
+            self.metrics.log("start", self.step, samples=self.samples, **self.numerics.choices)
 
-    def _log_start(self) -> None:
+    def _describe_device(self) -> str:
+        return f"{platform.node()} {device_name(self.context.device)}"
+
+    def _log_start(self, devices: list[str]) -> None:
+        """Shows what is about to be trained, on which device of each rank."""
         config, context = self.config, self.context
-        members = context.all_gather_object(f"{platform.node()} {device_name(context.device)}")
         facts = {"backend": context.backend, **self.numerics.reasons, **self.strategy.description}
         sizes = (len(self.corpus.tokens), len(self.corpus.vocabulary))
-        logger.info(run_summary(config, members, facts, *sizes, len(self.train_data), self.last_step))
+        logger.info(run_summary(config, devices, facts, *sizes, len(self.train_data), self.last_step))
         with torch.device("meta"):
             logger.info(model_summary(GPT(self.model_config)))
         if self.resumed:
@@ -317,18 +403,20 @@ class Trainer:
             for line in resume_summary(self.resumed, file, self.corpus.sha256, hardware, lr):
                 logger.info(line)
 
-    def _log_saves(self, metrics: MetricsLogger) -> None:
+    def _log_saves(self) -> None:
         for result in self.snapshots.poll():
             if result.is_saved:
                 path = self.snapshots.storage.file(result.step)
-                metrics.log_snapshot(result.step, path=path, val_loss=result.val_loss)
+                self.metrics.log_snapshot(result.step, path=path, val_loss=result.val_loss)
             else:
-                metrics.log_snapshot(result.step, error=str(result.error))
+                self.metrics.log_snapshot(result.step, error=str(result.error))
             if result.error is not None:
                 logger.warning(f"step {result.step}: {result.error}; training continues, and the next save tries again")
 
     def _log_memory(self) -> None:
-        usage = max(self.context.all_gather_object(self.memory), key=lambda memory: memory.total)  # type: ignore[union-attr]
+        # With distributed.survive, all ranks need the same, and those that join later make no such call.
+        usages = [self.memory] if self.config.distributed.survive else self.context.all_gather_object(self.memory)
+        usage = max(usages, key=lambda memory: memory.total)  # type: ignore[union-attr]
         cuda = self.context.device.type == "cuda"
         peak = f"; at the peak {format_bytes(torch.cuda.max_memory_allocated())}, activations included" if cuda else ""
         logger.info(f"memory measured, on the rank with most: {usage}{peak}")

@@ -70,9 +70,9 @@ def training_loop(bench: Bench) -> Iterator[Row]:
             ratios.append(bench.time_calls(loop, interval) / seconds)
             began = time.perf_counter()
 
-    metrics = MetricsLogger(trainer.run_dir, trainer.step, trainer.last_step)
-    with suppress_stdout(), closing(metrics), SignalHandler() as signals:
-        if status := trainer.train_loop(metrics, signals, after_step):
+    trainer.metrics = MetricsLogger(trainer.run_dir, trainer.step, trainer.last_step)
+    with suppress_stdout(), closing(trainer.metrics), SignalHandler() as signals:
+        if status := trainer.train_loop(signals, after_step):
             sys.exit(status)  # stopped by a signal
     what = "a bare loop's step in a step of `Trainer.train`, log_every 10"
     yield median_row(what, ratios[1:], least=0.98)  # without the pair in which both warm up

@@ -218,6 +218,10 @@ class DistributedConfig:
         default="fast",
         description="gradient summation: fast (the backend's all-reduce); tree: same bits for any number of ranks",
     )
+    survive: bool = Field(
+        default=False,
+        description="with reduction tree, go on without a rank that is lost, and start it again, which joins the others",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> "DistributedConfig":
@@ -240,6 +244,16 @@ class DistributedConfig:
             )
         if self.reduction == "tree" and self.strategy != "ddp":
             raise ValueError(f"distributed.strategy is {self.strategy}, must be ddp with distributed.reduction tree")
+        if self.survive and self.reduction != "tree":
+            raise ValueError(
+                "distributed.survive is true, which needs distributed.reduction tree (with distributed.strategy ddp and "
+                f"distributed.pipeline_stages 1), not {self.reduction}"
+            )
+        if self.survive and (self.init_method or "").startswith("file://"):
+            raise ValueError(
+                f"distributed.survive is true, which needs a store at a host and port, not {self.init_method}: set "
+                "distributed.init_method to null or tcp://host:port"
+            )
         return self
 
 

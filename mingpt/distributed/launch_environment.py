@@ -116,6 +116,13 @@ def select_gloo_interface(store: dist.Store, rank: int, world_size: int, init_me
                 return
 
 
+def local_address(store: dist.Store, world_size: int, master: str) -> str | None:
+    """Returns this host's address for the others, after `select_gloo_interface` with the same store; None: unknown."""
+    if len({store.get(f"host/{rank}") for rank in range(world_size)}) == 1:
+        return "127.0.0.1"
+    return _address_towards(master) or _address_towards(DEFAULT_ROUTE_HOST)
+
+
 def _integers(env: Mapping[str, str], required: Sequence[str], optional: Sequence[str] = ()) -> list[Any]:
     """Returns the values, None for an optional variable that is not set; rank and number of ranks are the first two."""
     rank, world_size, *_ = required

@@ -34,6 +34,8 @@ class DistributedContext:
 
     def __init__(self, info: RankInfo, health: HealthMonitor | None = None, timeout: timedelta | None = None) -> None:
         self.rank, self.world_size, self.health, self.timeout = info.rank, info.world_size, health, timeout
+        self.view: int | None = None  # number of the view of the membership, with distributed.survive
+        self.is_joining = False  # with distributed.survive: others have the state of the run, and this process has not
         self.group: dist.ProcessGroup | None = None  # None: all ranks
         self.exit_callbacks: list[Callable[[], None]] = []  # called before the process group is destroyed
         host, hosts = platform.node(), self.all_gather_object(platform.node())
@@ -135,6 +137,14 @@ class DistributedContext:
         if self.world_size > 1:
             dist.all_reduce(tensor, group=self.group)
         return tensor
+
+    def all_gather(self, gathered: Tensor, tensor: Tensor) -> None:
+        """Overwrites `gathered`, (n * world_size,), with the tensors of all ranks, (n,) each."""
+        dist.all_gather_single(gathered, tensor, group=self.group)
+
+    def all_to_all(self, received: Tensor, sent: Tensor, received_rows: list[int], sent_rows: list[int]) -> None:
+        """Sends consecutive rows to each rank and overwrites `received` with those of each, as many as listed."""
+        dist.all_to_all_single(received, sent, received_rows, sent_rows, group=self.group)
 
     def broadcast_tensor(self, tensor: Tensor, source: int) -> None:
         """Overwrites the tensor with the source rank's."""

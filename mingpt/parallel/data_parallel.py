@@ -148,8 +148,7 @@ class Strategy:
                 loss = self.compute_loss(self.model, *data[numbers]) * weight
                 self.scaler.scale(loss * self.loss_factor).backward()
             losses.append(loss.detach())
-        self.finish_gradients()
-        return losses
+        return self.finish_gradients(losses)
 
     def micro_batches(self, batch: range) -> list[tuple[range, float]]:
         """This rank's sample numbers per micro-batch, each with its weight in the mean over the batch.
@@ -170,8 +169,9 @@ class Strategy:
         """Wraps forward and backward of a micro-batch; ranks exchange gradients in the last one of the step."""
         yield
 
-    def finish_gradients(self) -> None:
-        """Runs after the last micro-batch."""
+    def finish_gradients(self, losses: list[Tensor]) -> list[Tensor]:
+        """Runs after the last micro-batch, with its losses on this rank; returns what `forward_backward` returns."""
+        return losses
 
     def compute_loss(self, model: Callable[..., Any], idx: Tensor, targets: Tensor) -> Tensor:
         """The mean loss of inputs and targets, (B, T) each."""
@@ -240,12 +240,30 @@ class Strategy:
         One tensor at a time is broadcast and sharded, since no rank may have memory for more. That is why
         torch.distributed.checkpoint.state_dict does not serve here; nor does it know ZeroRedundancyOptimizer.
         """
+        for name, key, full in self._broadcast_full_state(weights, state, source):
+            self.load_tensor(name, key, full)
+
+    @torch.no_grad()
+    def copy_full_state(self, source: int, keep: bool) -> None:
+        """Copies the full state of rank `source` to the ranks that pass `keep`, completely or not at all."""
+        weights, state = {}, {}
+        if self.context.rank == source:
+            for name, weight, tensors in self.iter_full_state():
+                weights[name], state[name] = weight, tensors
+        received = [item for item in self._broadcast_full_state(weights, state, source) if keep]
+        for name, key, full in received:
+            self.load_tensor(name, key, full)
+
+    def _broadcast_full_state(
+        self, weights: Mapping[str, Tensor], state: OptimizerState, source: int
+    ) -> Iterator[tuple[str, str, Tensor]]:
+        """Yields name, key and value of each tensor that rank `source` passes; weights have an empty key."""
         meta = {name: {key: tensor.to("meta") for key, tensor in tensors.items()} for name, tensors in state.items()}
         meta = self.context.broadcast_object(meta, source)
         for name, like in self.full_shapes.items():
-            self.load_tensor(name, "", self._broadcast_from(source, weights.get(name), like))
+            yield name, "", self._broadcast_from(source, weights.get(name), like)
             for key, like_state in meta.get(name, {}).items():
-                self.load_tensor(name, key, self._broadcast_from(source, state.get(name, {}).get(key), like_state))
+                yield name, key, self._broadcast_from(source, state.get(name, {}).get(key), like_state)
 
     def load_tensor(self, name: str, key: str, full: Tensor) -> None:
         """Keeps this rank's shard of a parameter, or, with a key, of that tensor of its optimizer state."""

@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import lru_cache
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from mingpt.config import Config
@@ -84,38 +83,40 @@ class TreeReduction(Strategy):
         for parameter in parameters:
             parameter.grad = None
 
-    def finish_gradients(self) -> None:
-        gradient = self._reduce() if self.context.world_size > 1 else self.sums.nodes[0][1]
+    def finish_gradients(self, losses: list[Tensor]) -> list[Tensor]:
+        """Returns the losses of all micro-batches of all ranks, in order."""
+        gradient, losses = self._reduce(losses) if self.context.world_size > 1 else (self.sums.nodes[0][1], losses)
         sizes = [parameter.numel() for parameter in self.parameters.values()]
         for parameter, values in zip(self.parameters.values(), gradient.split(sizes), strict=True):
             parameter.grad = values.view_as(parameter)
+        return losses
 
-    def _reduce(self) -> Tensor:
-        """Sums over ranks: all-to-all of slices, the upper part of the tree for one slice, all-gather."""
+    def _reduce(self, losses: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """Sums over ranks: all-to-all of slices, the upper part of the tree for one slice, all-gather.
+
+        Each row has a column per micro-batch for its loss, so that a rank with the gradient has all losses too.
+        """
         world_size, total = self.context.world_size, sum(p.numel() for p in self.parameters.values())
         shares = (self.context.shard_range(0, self.num_leaves, rank) for rank in range(world_size))
         subtrees = [subtree_ranges(leaves, self.num_leaves) for leaves in shares]
-        slice_size = -(-total // world_size)
+        slice_size = -(-(total + self.num_leaves) // world_size)
         rows = torch.zeros(len(self.sums.nodes), world_size * slice_size, device=self.context.device)
-        for row, (_, value) in zip(rows, self.sums.nodes, strict=True):
+        for row, (leaves, value) in zip(rows, self.sums.nodes, strict=True):
             row[:total] = value
+            first = leaves.start - self.leaves.start
+            row[total + leaves.start : total + leaves.stop] = torch.stack(losses[first : first + len(leaves)])
         sent = rows.view(-1, world_size, slice_size).transpose(0, 1).reshape(-1, slice_size)  # the slices of each rank
         received = sent.new_empty(sum(map(len, subtrees)), slice_size)
-        splits = [len(ranges) for ranges in subtrees], [len(rows)] * world_size
-        dist.all_to_all_single(received, sent, *splits, group=self.context.group)
+        self.context.all_to_all(received, sent, list(map(len, subtrees)), [len(rows)] * world_size)
         tree = PartialSums(self.num_leaves)
         for leaves, value in zip((leaves for ranges in subtrees for leaves in ranges), received, strict=True):
             tree.add(leaves, value)
         gradient = rows.new_empty(world_size * slice_size)
-        dist.all_gather_single(gradient, tree.nodes[0][1], group=self.context.group)
-        return gradient[:total]
+        self.context.all_gather(gradient, tree.nodes[0][1])
+        return gradient[:total], list(gradient[total : total + self.num_leaves])
 
     def mean_loss(self, losses: list[Tensor]) -> Tensor:
-        """Losses of micro-batches are exchanged one by one and added in order."""
-        leaves = torch.zeros(self.num_leaves, device=self.context.device)
-        if losses:
-            leaves[self.leaves.start : self.leaves.stop] = torch.stack(losses)
-        return self.context.all_reduce(leaves).sum()
+        return torch.stack(losses).sum()
 
 
 class PartialSums:

@@ -17,6 +17,14 @@ class StoreUnreachableError(PeerError):
     """The rendezvous store is gone."""
 
 
+class MembershipChanged(Exception):
+    """With distributed.survive, a rank is gone or another one waits to join: the ranks form a new view."""
+
+
+class RunEnded(Exception):
+    """With distributed.survive, the others have ended the run."""
+
+
 def is_oom_error(error: Exception) -> bool:
     """Whether memory ran out: the CUDA allocator has its own exception, the CPU's only a message."""
     import torch  # noqa: PLC0415  # plot.py, which imports this module, starts without it

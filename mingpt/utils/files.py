@@ -4,7 +4,6 @@ import os
 import socket
 import sys
 import time
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,21 @@ from mingpt.utils.errors import UserError
 LOCK_TIMEOUT = 5.0  # seconds that another run has to exit
 
 
-def lock_run_dir(run_dir: Path, owner: object) -> None:
-    """Locks the run folder until `owner` is collected; raises a UserError if another process holds the lock.
+def lock_run_dir(run_dir: Path) -> int:
+    """Locks the run folder until the file descriptor that it returns is closed.
 
     The lock is an abstract socket, which Linux frees however the process ends. It does not exclude other hosts: a lock
     file would, but would remain after the loss of a host.
+
+    Raises:
+        UserError: another process holds the lock, or the folder can't be made.
     """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"trainer.run_dir: {run_dir} can't be made: {error.strerror}; set it to a folder that you may write to"
+        ) from error
     folder, lock = run_dir.stat(), socket.socket(socket.AF_UNIX)
     deadline = time.monotonic() + LOCK_TIMEOUT
     while sys.platform == "linux":
@@ -35,7 +43,7 @@ def lock_run_dir(run_dir: Path, owner: object) -> None:
                     "or set another trainer.run_dir"
                 ) from None
             time.sleep(0.1)
-    weakref.finalize(owner, os.close, lock.detach())
+    return lock.detach()
 
 
 def write_config(run_dir: Path, config: dict[str, Any]) -> None:

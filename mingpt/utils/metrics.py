@@ -4,7 +4,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from textwrap import indent
@@ -25,6 +25,8 @@ class MetricsLogger:
     Raises:
         UserError: the files can't be written.
     """
+
+    is_open = True
 
     def __init__(self, folder: Path, step: int, last_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - slow, and read_metrics needs no torch
@@ -88,6 +90,19 @@ class MetricsLogger:
         if "path" in values:
             self.line.saved_at = time.monotonic()
 
+    def log_view(self, step: int, view: int, members: Sequence[str], left: Sequence[str], why: str) -> None:
+        """Writes and shows who takes part from now on.
+
+        Args:
+            members: in rank order
+            left: members of the view before that are gone
+            why: that view is over
+        """
+        self.log("view", step, view=view, members=members, left=left, why=why)
+        if view > 1:
+            gone = f"{' and '.join(left)} gone, " if left else ""
+            logger.info(f"step {step}: {gone}{len(members)} ranks continue (view {view}: {why})")
+
     def close(self) -> None:
         self.line.close()
         with suppress(OSError):  # each row has warned of it
@@ -98,11 +113,13 @@ class MetricsLogger:
 class NullMetricsLogger(MetricsLogger):
     """Does nothing, on ranks other than 0."""
 
+    is_open = False
+
     def __init__(self) -> None: ...
 
     def _ignore(self, *args: Any, **kwargs: Any) -> None: ...
 
-    log = advance = log_train = log_eval = log_sample = log_snapshot = close = _ignore
+    log = advance = log_train = log_eval = log_sample = log_snapshot = log_view = close = _ignore
 
 
 class StepTimer:

@@ -26,7 +26,9 @@ class SignalHandler:
     def __init__(self) -> None:
         self.signal = 0
         self.interrupted = 0.0
-        self.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        supervisor = os.environ.get("MINGPT_SUPERVISOR_PID")  # of mingpt/distributed/supervisor.py
+        launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        self.launcher = int(supervisor) if supervisor else launcher
 
     def __enter__(self) -> "SignalHandler":
         self.reader, self.writer = socket.socketpair()

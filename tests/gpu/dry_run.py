@@ -31,7 +31,6 @@ from mingpt.distributed.launch_environment import RankInfo
 from mingpt.distributed.process_group import DistributedContext
 from mingpt.parallel import data_parallel
 from mingpt.parallel.data_parallel import Strategy
-from mingpt.utils.metrics import NullMetricsLogger
 from tests.gpu.host_waits import HostWaits
 from trainer import Trainer
 
@@ -90,7 +89,7 @@ def _train(trainer: Trainer, watch: HostWaits) -> None:
             raise _LastStepError
 
     with suppress(_LastStepError):
-        trainer.train_loop(NullMetricsLogger(), SimpleNamespace(signal=0), after_step)
+        trainer.train_loop(SimpleNamespace(signal=0), after_step)
 
 
 def _save(trainer: Trainer, watch: HostWaits) -> None:

@@ -111,11 +111,13 @@ def _reduce_leaves(groups: list[list[int]] | None = None) -> list[tuple[list, li
         tree = TreeReduction(model, context, config, "fp32")
         for count in range(1, 10):
             leaves = torch.randn(count, 11, generator=torch.Generator().manual_seed(count)) * 1e3
+            losses = []
             for numbers, _ in tree.micro_batches(range(40, 40 + count)):
                 with tree.gradient_sync(is_last=False):
                     for parameter, part in zip(model, leaves[numbers.start - 40].split([6, 1, 4]), strict=True):
                         parameter.grad = part.view_as(parameter).clone()
-            tree.finish_gradients()
+                losses.append(torch.tensor(float(numbers.start)))
+            assert torch.stack(tree.finish_gradients(losses)).tolist() == list(range(40, 40 + count))
             results.append((leaves.tolist(), torch.cat([parameter.grad.flatten() for parameter in model]).tolist()))
     return results
 

@@ -1,0 +1,132 @@
+"""Which other processes are alive: heartbeats in a key-value store, and connections that close with a process."""
+
+import json
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import torch.distributed as dist
+
+HEARTBEAT_INTERVAL = 0.3  # seconds between heartbeats, and between looks at those of others
+HEARTBEAT_TIMEOUT = 1.2  # seconds without one, after which a process counts as gone
+WAITING_TIMEOUT = 1.0  # seconds after which a main thread that last said that it waits no longer does
+CONNECT_TIMEOUT = 0.5  # seconds
+LOOPBACK = "127.0.0.1"
+
+
+class Liveness:
+    """This process's heartbeat, and a thread that looks at the heartbeats and connections of those that it watches.
+
+    Each process listens at a port and never accepts. The kernel completes connections to it, and closes them when the
+    process ends in whatever way, so that the others know at once. A stopped process, or a lost machine, closes nothing:
+    its heartbeat stays the same. Silence is counted in looks and not by the clock, because this process or the store
+    may have been stopped meanwhile.
+
+    Args:
+        store: with a connection that only this object uses
+        name: of this process, unique in the store
+        address: at which other processes reach this one, None if that is not known
+        on_look: called by the thread after each look, with the store
+    """
+
+    def __init__(
+        self, store: dist.Store, name: str, address: str | None, on_look: Callable[[dist.Store], None]
+    ) -> None:
+        self.store, self.name, self.on_look = store, name, on_look
+        self.watched: Sequence[str] = ()
+        self.waiting_until = 0.0  # for which time the heartbeat says that the main thread waits for something
+        self.silence: dict[str, float] = {}  # seconds
+        self.heartbeats: dict[str, bytes] = {}
+        self.connections: dict[str, socket.socket | None] = {}
+        self.closed: set[str] = set()  # those whose connection has closed
+        self.heard: set[str] = set()  # those whose heartbeat has changed
+        self.listener = socket.create_server(("", 0), backlog=1024)
+        port = self.listener.getsockname()[1]
+        self.store.set(f"address/{name}", json.dumps([address, port] if address else None))
+        self.store.set(f"heartbeat/{name}", "0")
+        self.wakeup, self.waker = socket.socketpair()
+        self.wakeup.setblocking(False)
+        self.waker.setblocking(False)
+        self.stopped = False
+        self.thread = threading.Thread(target=self._run, daemon=True)
+
+    def start(self) -> None:
+        self.thread.start()
+
+    def stop(self) -> None:
+        """Ends the heartbeats and closes the connections, by which the others see that this process has left."""
+        self.stopped = True
+        self.look_now()
+        self.thread.join(HEARTBEAT_TIMEOUT)
+        for connection in filter(None, (self.listener, *self.connections.values())):
+            connection.close()
+
+    def look_now(self) -> None:
+        """Makes the thread look without waiting for the interval to end."""
+        with suppress(BlockingIOError):
+            self.waker.send(b"x")
+
+    def set_waiting(self) -> None:
+        """Declares that the main thread is waiting, for a second from now."""
+        self.waiting_until = time.monotonic() + WAITING_TIMEOUT
+
+    def is_gone(self, name: str, timeout: float = HEARTBEAT_TIMEOUT) -> bool:
+        """Whether a process has ended, or sent no heartbeat for `timeout` seconds."""
+        return name != self.name and (name in self.closed or self.silence.get(name, 0.0) > timeout)
+
+    def is_alive(self, name: str) -> bool:
+        """Whether the heartbeat of a process has been seen to change, and not to stop."""
+        return name in self.heard and not self.is_gone(name)
+
+    def is_waiting(self, name: str) -> bool:
+        """Whether the main thread of a process that is alive says that it waits."""
+        return not self.is_gone(name) and self.heartbeats.get(name, b"").endswith(b"waiting")
+
+    def _run(self) -> None:
+        count, looked = 0, time.monotonic()
+        with suppress(RuntimeError, OSError):  # without a store, training goes on while nobody fails
+            while not self.stopped:
+                count += 1
+                waiting = " waiting" if time.monotonic() < self.waiting_until else ""
+                self.store.set(f"heartbeat/{self.name}", f"{count}{waiting}")
+                now = time.monotonic()
+                self._look(min(now - looked, 2 * HEARTBEAT_INTERVAL))
+                looked = now
+                self.on_look(self.store)
+                self._wait()
+
+    def _look(self, seconds: float) -> None:
+        names = [name for name in self.watched if name != self.name]
+        if not names:
+            return
+        for name, heartbeat in zip(names, self.store.multi_get([f"heartbeat/{n}" for n in names]), strict=True):
+            is_new = heartbeat != self.heartbeats.get(name)
+            self.silence[name] = 0.0 if is_new else self.silence[name] + seconds
+            if is_new and name in self.heartbeats:
+                self.heard.add(name)
+            self.heartbeats[name] = heartbeat
+            if name not in self.connections:
+                self._connect(name)
+
+    def _connect(self, name: str) -> None:
+        self.connections[name] = None
+        address = json.loads(self.store.get(f"address/{name}"))
+        try:
+            self.connections[name] = address and socket.create_connection(address, CONNECT_TIMEOUT)
+        except ConnectionRefusedError:
+            if address[0] == LOOPBACK:  # elsewhere a firewall may refuse, and heartbeats alone decide
+                self.closed.add(name)
+        except OSError:
+            pass
+
+    def _wait(self) -> None:
+        """Waits for the next look, or until a connection closes."""
+        open_names = [name for name in self.watched if self.connections.get(name) and name not in self.closed]
+        names = {self.connections[name]: name for name in open_names}
+        readable, _, _ = select.select([self.wakeup, *names], [], [], HEARTBEAT_INTERVAL)
+        if self.wakeup in readable:
+            self.wakeup.recv(1024)
+        self.closed.update(names[connection] for connection in readable if connection in names)  # nobody ever writes

@@ -1,0 +1,282 @@
+"""Who takes part: views of the membership, decided one after another in a key-value store.
+
+A view is a number and a list of members in rank order. Keys in the store, N being the number of a view:
+
+    joiners        names of all processes that have asked to take part, in order
+    state/NAME     the step that a process had loaded when it asked; -1: none, it gets the state from a member
+    view/N         the members of view N, and the steps they had finished; written once, by compare_set
+    ended/N        why view N is over; written once, by compare_set
+    ready/N/NAME   a member of view N - 1 has left that view, and the step that it has finished
+    end            the run has ended; why its last snapshot is not saved, or nothing
+
+View N + 1 is decided after view N is over, when each member of view N is either ready or gone. docs/fault-tolerance.md
+has the states, and why no finished step is lost.
+"""
+
+import json
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from mingpt.distributed.liveness import HEARTBEAT_TIMEOUT, Liveness
+from mingpt.utils.errors import MembershipChanged, RunEnded
+
+STATE_TIMEOUT = 60.0  # seconds without a heartbeat, after which a member counts as gone if nobody else has its state
+CONNECT_SECONDS = 10.0  # to form the group of a view
+GROUP_TIMEOUT = timedelta(seconds=30)  # of a group that is formed in vain
+COLLECTIVE_TIMEOUT = timedelta(days=1)  # members leave a collective when its view is over
+POLL_SECONDS = 0.005
+
+
+class StateLostError(Exception):
+    """No process is left that has the state of the run."""
+
+
+@dataclass(frozen=True)
+class View:
+    """A view of the membership."""
+
+    number: int = 0
+    members: Sequence[str] = ()  # in rank order
+    steps: Sequence[int] = ()  # that each had finished when the view was decided; -1: it has no state
+    left: Sequence[str] = ()  # who was in the view before
+    why: str = ""  # the view before is over
+
+
+class Membership:
+    """This process's part in the views.
+
+    Args:
+        store: shared by all processes of the run
+        founders: the number of processes that form the first view
+        label: names this process in messages
+        address: at which other processes reach this one, None if that is not known
+        arrival_seconds: how long a member whose heart beats may take to leave a view that is over
+    """
+
+    def __init__(
+        self, store: dist.Store, founders: int, label: str, address: str | None, arrival_seconds: float
+    ) -> None:
+        # A request waits for the one before it on the same connection, so threads have their own. They are opened here,
+        # because the store looks up the name of whoever connects, which may take seconds (torch 2.13).
+        self.store, self.group_store = store, store.clone()
+        self.founders, self.label, self.address, self.arrival_seconds = founders, label, address, arrival_seconds
+        self.view, self.group = View(), None
+        self.lock = threading.Lock()
+        self.is_over = threading.Event()  # the view is
+        self.is_over.set()
+        self.has_joiners = False  # as rank 0 of the view sees it
+        self.abandoned: list[tuple[object, list[dist.Work]]] = []  # groups, with collectives that have not ended
+        self.pending: list[dist.Work] = []  # collectives of this group
+        self.store.append("joiners", "")
+        self._start_liveness()
+
+    def _start_liveness(self) -> None:
+        self.name = f"{self.label}/{uuid.uuid4().hex[:8]}"
+        self.liveness = Liveness(self.store.clone(), self.name, self.address, self._on_look)
+        self.liveness.start()
+
+    # The heartbeats' thread
+
+    def _on_look(self, store: dist.Store) -> None:
+        """Ends the view when a member is gone, and notices when another has ended it, or somebody wants to join."""
+        view = self.view
+        if self.is_over.is_set() or not view.members:
+            return
+        gone = [name for name in view.members if self.liveness.is_gone(name)]
+        if gone:
+            self.end_view(f"{' and '.join(gone)} gone", store)
+        is_over = bool(gone) or store.check([f"ended/{view.number}"])
+        has_joiners = not is_over and view.members[0] == self.name and bool(self._joiners(store, view))
+        with self.lock:
+            if view is self.view:
+                self.has_joiners = has_joiners
+                if is_over:
+                    self.is_over.set()
+
+    def _joiners(self, store: dist.Store, view: View) -> list[str]:
+        """The processes that wait to take part, in the order in which they asked."""
+        names = store.get("joiners").decode().split()[-1000:]
+        names = [name for name in names if name not in view.members and not self.liveness.is_gone(name)]
+        self.liveness.watched = (*view.members, *names)
+        return [name for name in names if name == self.name or self.liveness.is_waiting(name)]
+
+    # The main thread
+
+    @property
+    def rank(self) -> int:
+        return self.view.members.index(self.name)
+
+    def check(self) -> None:
+        """Raises MembershipChanged if the view is over."""
+        if self.is_over.is_set():
+            raise MembershipChanged
+
+    def end_view(self, reason: str, store: dist.Store | None = None) -> None:
+        (store or self.store).compare_set(f"ended/{self.view.number}", "", reason)
+
+    def has_live_members(self) -> bool:
+        """Whether a member of the newest view is alive, so that the state need not be loaded from a snapshot."""
+        view = self._newest_view(self.view)
+        self.liveness.watched = view.members
+        self.liveness.look_now()
+        while not self._is_lost(view):
+            if any(map(self.liveness.is_alive, view.members)):
+                return True
+            time.sleep(POLL_SECONDS)
+        return False
+
+    def regroup(self, step: int) -> View:
+        """Leaves the view, and returns the next one that this process is in and that has a group.
+
+        Args:
+            step: the step of this process's state; -1: it has none
+
+        Raises:
+            RunEnded: the run has ended meanwhile.
+            StateLostError: `step` is -1, and no process is left that has the state.
+        """
+        if self.view.members:
+            self.end_view("a member has left it")
+        else:
+            self._ask_to_join(step)
+        self.is_over.set()
+        self._abandon_group()
+        view = self.view
+        while True:
+            view = self._next_view(view, step)
+            self.liveness.watched = view.members
+            self.liveness.look_now()
+            if group := self._form_group(view):
+                with self.lock:
+                    self.view, self.group, self.has_joiners = view, group, False
+                    self.is_over.clear()
+                return view
+            self.view = view
+            self.end_view("its group could not be formed")
+
+    def _ask_to_join(self, step: int) -> None:
+        self.store.set(f"state/{self.name}", str(step))
+        self.store.append("joiners", f"{self.name} ")
+
+    def _next_view(self, view: View, step: int) -> View:
+        """Waits for a view after this one, with this process; members propose it."""
+        while True:
+            is_member = self.name in view.members
+            if is_member:
+                self.store.set(f"ready/{view.number + 1}/{self.name}", str(step))
+            since = time.monotonic()
+            while not self.store.check([f"view/{view.number + 1}"]):
+                if self.store.check(["end"]):
+                    raise RunEnded
+                if is_member:
+                    self._propose(view, since)
+                else:
+                    self.liveness.set_waiting()
+                    self._found(view, step)
+                time.sleep(POLL_SECONDS)
+            view = self._read_view(view.number + 1) if is_member else self._newest_view(view)
+            if self.name in view.members:
+                return view
+            if is_member:  # the others went on without this process
+                self.liveness.stop()
+                self._start_liveness()
+                step = -1
+                self._ask_to_join(step)
+            self.liveness.watched = view.members
+
+    def _read_view(self, number: int) -> View:
+        return View(**json.loads(self.store.get(f"view/{number}")))
+
+    def _newest_view(self, view: View) -> View:
+        while self.store.check([f"view/{view.number + 1}"]):
+            view = self._read_view(view.number + 1)
+        return view
+
+    def _is_lost(self, view: View) -> bool:
+        """Whether nobody is left who has the state."""
+        return all(self.liveness.is_gone(name, STATE_TIMEOUT) for name in view.members)
+
+    def _propose(self, last: View, since: float) -> None:
+        """Decides the view after `last`, if each of its members is ready or gone."""
+        ready, steps, missing = [], [], []
+        for name in last.members:
+            key = f"ready/{last.number + 1}/{name}"
+            if self.store.check([key]):
+                ready.append(name)
+                steps.append(int(self.store.get(key)))
+            else:
+                missing.append(name)
+        # If all that are ready have less than the newest state, those that have it are waited for much longer.
+        has_state = max(steps) >= max(last.steps)
+        timeout = HEARTBEAT_TIMEOUT if has_state else STATE_TIMEOUT
+        is_late = has_state and time.monotonic() > since + self.arrival_seconds
+        if all(self.liveness.is_gone(name, timeout) for name in missing) or is_late:
+            joiners = self._joiners(self.store, last)
+            self._decide(last, ready + joiners, steps + [-1] * len(joiners))
+
+    def _found(self, last: View, step: int) -> None:
+        """Decides a view of processes that have loaded their state, if `last` has no members or all of them are lost."""
+        if not self._is_lost(last):
+            return
+        if step < 0:
+            raise StateLostError
+        joiners = [*self._joiners(self.store, last)]
+        states = {name: int(self.store.get(f"state/{name}")) for name in joiners}
+        names = [name for name, state in states.items() if state >= 0]
+        if len(names) >= (1 if last.number else self.founders):
+            if last.number:
+                self.store.compare_set(f"ended/{last.number}", "", "all its members are gone")
+            self._decide(last, names, [states[name] for name in names])
+
+    def _decide(self, last: View, members: list[str], steps: list[int]) -> None:
+        why = self.store.get(f"ended/{last.number}").decode() if last.number else ""
+        view = View(last.number + 1, members, steps, sorted(set(last.members) - set(members)), why)
+        self.store.compare_set(f"view/{view.number}", "", json.dumps(asdict(view)))
+
+    def _form_group(self, view: View) -> dist.ProcessGroupGloo | None:
+        """Returns the group of a view, None if somebody in it is gone or the view was ended."""
+        result: list[dist.ProcessGroupGloo] = []
+        self.group_store = self.group_store or self.store.clone()
+        store, self.group_store = self.group_store, None
+        rank, size = view.members.index(self.name), len(view.members)
+
+        def form() -> None:
+            with suppress(RuntimeError):
+                store.set_timeout(GROUP_TIMEOUT)
+                group_store = dist.PrefixStore(f"group/{view.number}", store)
+                group = dist.ProcessGroupGloo(group_store, rank, size, COLLECTIVE_TIMEOUT)
+                group.allreduce([torch.zeros(1)]).wait(GROUP_TIMEOUT)
+                self.group_store = store
+                result.append(group)
+
+        thread = threading.Thread(target=form, daemon=True)
+        thread.start()
+        deadline = time.monotonic() + CONNECT_SECONDS
+        while thread.is_alive() and time.monotonic() < deadline:
+            thread.join(2 * POLL_SECONDS)
+            if any(map(self.liveness.is_gone, view.members)) or self.store.check([f"ended/{view.number}"]):
+                thread.join(10 * POLL_SECONDS)
+                break
+        return result[0] if result else None  # otherwise the thread ends by itself, and its group is not used
+
+    def _abandon_group(self) -> None:
+        """Keeps the group until its collectives have ended.
+
+        gloo can't abort (torch 2.13: `abort` does nothing), and its destructor waits for collectives that go on.
+        """
+        self.abandoned.append((self.group, self.pending))
+        self.group, self.pending = None, []
+        self.abandoned = [(group, works) for group, works in self.abandoned if not all(w.is_completed() for w in works)]
+
+    def leave(self) -> None:
+        """Stops taking part; the others see at once that this process is gone."""
+        self.is_over.set()
+        self.liveness.stop()

@@ -1,0 +1,113 @@
+"""The parent of a trainer with distributed.survive: starts it again when a signal has ended it.
+
+    python supervisor.py COMMAND...
+
+The launcher sees this process only, which does nothing that could fail, and imports nothing but the standard library.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+PID, TOKEN, JOINED_FD = "MINGPT_SUPERVISOR_PID", "MINGPT_SUPERVISOR_TOKEN", "MINGPT_JOINED_FD"
+RESTART_STATUS = 75  # of a trainer that asks to be started again, as no process is left that has the state
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # forwarded
+MAX_FAILURES = 5  # trainers in a row that end by a signal before they have joined
+MAX_DELAY = 8.0  # seconds between them
+POLL_SECONDS = 0.5  # between checks of the launcher
+
+
+def is_supervised(env: Mapping[str, str]) -> bool:
+    """Whether this process is a trainer that a supervisor has started."""
+    return PID in env
+
+
+def become_supervisor() -> NoReturn:
+    """Replaces this process by a supervisor that runs the same command."""
+    command = [sys.executable, *sys.orig_argv[1:]]
+    os.execv(sys.executable, [sys.executable, "-I", str(Path(__file__).resolve()), *command])
+
+
+def report_joined() -> None:
+    """Tells the supervisor that this trainer has become a member."""
+    os.write(int(os.environ[JOINED_FD]), b"x")
+
+
+class Supervisor:
+    """Runs a command until it ends by itself, or a signal is to stop it."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self.command = command
+        self.child: subprocess.Popen[bytes] | None = None
+        self.stopped_by = 0
+        self.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        self.token = uuid.uuid4().hex
+        self.joined, self.joined_writer = os.pipe()
+        os.set_blocking(self.joined, False)
+        for number in SIGNALS:
+            signal.signal(number, self._forward)
+
+    def run(self) -> int:
+        """Returns the exit status: the trainer's, or 128 + the signal that ended it."""
+        failures = 0
+        while True:
+            status = self._run_once()
+            if status >= 0 and status != RESTART_STATUS:
+                return status
+            if self.stopped_by:
+                return 128 + self.stopped_by
+            failures = 0 if self._has_joined() else failures + 1
+            name = signal.Signals(-status).name if status < 0 else "the loss of all others"
+            rank = os.environ.get("RANK", "0")
+            if failures == MAX_FAILURES:
+                print(
+                    f"error: rank {rank}: its process was ended by {name}, {failures} times in a row before it had "
+                    "joined the others; the same command resumes",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                return 128 - status if status < 0 else status
+            print(
+                f"warning: rank {rank}: its process was ended by {name}: starting another", file=sys.stderr, flush=True
+            )
+            self._sleep(min(MAX_DELAY, 2.0 ** (failures - 1)) if failures else 0.0)
+
+    def _run_once(self) -> int:
+        env = {**os.environ, PID: str(os.getpid()), TOKEN: self.token, JOINED_FD: str(self.joined_writer)}
+        self.child = subprocess.Popen(self.command, env=env, pass_fds=[self.joined_writer])
+        if self.stopped_by:  # while it was started
+            self.child.send_signal(self.stopped_by)
+        while True:
+            try:
+                return self.child.wait(POLL_SECONDS)
+            except subprocess.TimeoutExpired:
+                if self.launcher not in (None, os.getppid()):
+                    self.launcher = None
+                    self._forward(signal.SIGTERM, None)
+
+    def _has_joined(self) -> bool:
+        try:
+            return bool(os.read(self.joined, 1 << 16))
+        except BlockingIOError:
+            return False
+
+    def _sleep(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and not self.stopped_by:
+            time.sleep(0.05)
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        self.stopped_by = self.stopped_by or number
+        if self.child is not None and self.child.returncode is None:
+            self.child.send_signal(number)
+
+
+if __name__ == "__main__":
+    sys.exit(Supervisor(sys.argv[1:]).run())

@@ -1,0 +1,336 @@
+"""With distributed.survive: collectives within a view of the membership, which end when the view does.
+
+While a Trainer is constructed, its process is alone: rank 0 of 1, without collectives. It becomes a member at the first
+`regroup`.
+"""
+
+import os
+import pickle
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mingpt.config import DistributedConfig
+from mingpt.distributed.health import uses_agent_store
+from mingpt.distributed.launch_environment import (
+    RankInfo,
+    detect_launch_environment,
+    local_address,
+    resolve_init_method,
+    select_gloo_interface,
+)
+from mingpt.distributed.membership import POLL_SECONDS, Membership, StateLostError, View
+from mingpt.distributed.process_group import DistributedContext
+from mingpt.distributed.supervisor import RESTART_STATUS, TOKEN, become_supervisor, report_joined
+from mingpt.utils.device import choose_device
+from mingpt.utils.errors import MembershipChanged, UserError
+from mingpt.utils.files import lock_run_dir
+from mingpt.utils.logging import set_rank
+
+WAIT_SLICE = timedelta(seconds=0.1)  # between looks, in a collective, at whether the view is over
+MAX_VIEWS = 20  # in a row without a finished step
+
+T = TypeVar("T")
+
+
+class SurvivingContext(DistributedContext):
+    """This process's rank in the view, and collectives that raise MembershipChanged once the view is over.
+
+    Attributes:
+        launch_rank: the rank that the launcher has given to this process
+    """
+
+    def __init__(self, info: RankInfo, store: dist.Store, address: str | None, timeout: timedelta) -> None:
+        super().__init__(RankInfo(0, 1, info.local_rank or 0, info.local_world_size), None, timeout)
+        self.launch_rank, self.store, self.calls = info.rank, store, 0
+        label = f"{info.rank}@{platform.node()}:{os.getpid()}"
+        self.membership = Membership(store, info.world_size, label, address, timeout.total_seconds())
+        self.is_joining = self.membership.has_live_members()
+        self.views_without_step, self.last_step = 0, -1
+        self.ends_view = False  # after this step, since somebody waits to join
+        set_rank(info.rank or int(self.is_joining))  # only a founder logs before it is a member
+
+    # Views
+
+    def regroup(self, step: int) -> View:
+        """Waits for the next view with this process.
+
+        Args:
+            step: the step of this process's state; -1: it has none
+
+        Raises:
+            RunEnded: the run has ended meanwhile.
+            RuntimeError: no step was finished in many views.
+        """
+        self.views_without_step = self.views_without_step + 1 if step == self.last_step else 0
+        self.last_step = step
+        if self.views_without_step > MAX_VIEWS:
+            raise RuntimeError(
+                f"no step was finished in {MAX_VIEWS} views; the last one was ended: {self.membership.view.why}"
+            )
+        try:
+            view = self.membership.regroup(step)
+        except StateLostError:
+            os._exit(RESTART_STATUS)
+        self.rank, self.world_size, self.view, self.calls = self.membership.rank, len(view.members), view.number, 0
+        self.ends_view = False
+        set_rank(self.rank)
+        report_joined()
+        return view
+
+    # While the Trainer is constructed
+
+    def init_device(self, backend: str) -> None:
+        """Sets `device`; it is a UserError unless it is the CPU."""
+        self.device = choose_device(backend, self.local_rank, self.local_world_size, max(2, self.local_world_size))
+        if self.device.type != "cpu":
+            raise UserError(
+                f"distributed.survive is true, which does not support {self.device.type} yet: set distributed.backend "
+                "to gloo, or distributed.survive to false"
+            )
+
+    def check_equal(
+        self,
+        values: Mapping[str, Any],
+        *,
+        advice: str = "start all of them with the same code, text, yaml and options",
+    ) -> None:
+        """Raises a UserError if another process has passed different values, before or after."""
+        for name, value in values.items():
+            first = self.store.compare_set(f"equal/{name}", "", repr(value)).decode()
+            if first != repr(value):
+                raise UserError(
+                    f"{name} differs between ranks: {value} on rank {self.launch_rank}, {first} on another; {advice}"
+                )
+
+    def local_rank0_first(self, action: Callable[[], T]) -> T:
+        """Runs `action` after the process that the launcher calls rank 0, and after local rank 0 of this machine."""
+        own = "0" if self.launch_rank == 0 else platform.node()
+        first = self.launch_rank == 0 or self.local_rank == 0
+        for key in ["0"] * (self.launch_rank != 0) + [platform.node()] * (not first):
+            while not self.store.check([f"prepared/{key}"]):
+                time.sleep(POLL_SECONDS)
+        result = action()
+        if first:
+            for key in {own, platform.node()}:
+                self.store.set(f"prepared/{key}", "")
+        return result
+
+    # Collectives
+
+    def all_gather_object(self, value: T) -> list[T]:
+        if self.world_size == 1:
+            return [value]
+        self.calls += 1
+        prefix = f"object/{self.view}/{self.calls}"
+        self.store.set(f"{prefix}/{self.rank}", pickle.dumps(value))
+        keys = [f"{prefix}/{rank}" for rank in range(self.world_size)]
+        while not self.store.check(keys):
+            self.membership.check()
+            time.sleep(POLL_SECONDS)
+        return [pickle.loads(answer) for answer in self.store.multi_get(keys)]
+
+    def broadcast_object(self, value: T, source: int = 0) -> T:
+        return self.all_gather_object(value if self.rank == source else None)[source]  # type: ignore[return-value]
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        if self.world_size > 1:
+            self._run(lambda group: group.allreduce([tensor]))
+        return tensor
+
+    def all_gather(self, gathered: Tensor, tensor: Tensor) -> None:
+        self._run(lambda group: group._allgather_base(gathered, tensor))
+
+    def all_to_all(self, received: Tensor, sent: Tensor, received_rows: list[int], sent_rows: list[int]) -> None:
+        self._run(lambda group: group.alltoall_base(received, sent, received_rows, sent_rows))
+
+    def broadcast_tensor(self, tensor: Tensor, source: int) -> None:
+        if self.world_size > 1:
+            options = dist.BroadcastOptions()
+            options.rootRank = source
+            self._run(lambda group: group.broadcast([tensor], options))
+
+    def all_reduce_max_async(self, *values: int) -> Callable[[], list[int]]:
+        """As in a DistributedContext; besides, the view ends with this step if somebody waits to join."""
+        self.membership.check()
+        if self.ends_view:
+            raise MembershipChanged
+        tensor = torch.tensor([*values, int(self.membership.has_joiners)], dtype=torch.int32)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        work = self._start(lambda group: group.allreduce([tensor], options)) if self.world_size > 1 else None
+
+        def wait() -> list[int]:
+            if work is not None:
+                self._wait(work)
+            *maxima, joiners = tensor.tolist()
+            self.ends_view = bool(joiners)
+            return maxima
+
+        return wait
+
+    def _run(self, start: Callable[[Any], dist.Work]) -> None:
+        self._wait(self._start(start))
+
+    def _start(self, start: Callable[[Any], dist.Work]) -> dist.Work:
+        """Starts a collective. Its tensors must be used nowhere else: if it is abandoned, it may complete later."""
+        self.membership.check()
+        pending = self.membership.pending
+        pending[:] = [work for work in pending if not work.is_completed()]
+        try:
+            pending.append(start(self.membership.group))
+        except RuntimeError as error:
+            self._end_view(error)
+        return pending[-1]
+
+    def _wait(self, work: dist.Work) -> None:
+        while True:
+            try:
+                work.wait(WAIT_SLICE)
+                return
+            except RuntimeError as error:
+                if work.is_completed():
+                    self._end_view(error)
+                self.membership.check()
+
+    def _end_view(self, error: RuntimeError) -> NoReturn:
+        """Ends the view, as a collective has failed: another process is gone, or has left the view."""
+        self.membership.liveness.look_now()
+        self.membership.end_view(str(error).splitlines()[0][:200])
+        raise MembershipChanged from error
+
+    # The end of the run
+
+    def exchange_messages(self, ranks: Any, message: str) -> dict[int, str]:
+        """Rank 0 sends its message to all others, which wait for it as long as rank 0 is a member."""
+        with suppress(RuntimeError, OSError):  # without a store, there is nothing to wait for
+            if self.rank == 0:
+                self.store.set("end", message)
+            while not self.store.check(["end"]):
+                self.membership.check()
+                time.sleep(POLL_SECONDS)
+            return {0: self.store.get("end").decode()}
+        return {self.rank: message}
+
+
+def supervise(config: DistributedConfig, run_dir: str) -> NoReturn:
+    """Replaces this process by the supervisor of a trainer. Rank 0 locks the run folder, and starts the store.
+
+    Raises:
+        UserError: the launcher's variables are wrong, or another run uses the folder.
+    """
+    info = detect_launch_environment(os.environ)
+    if info.world_size == 1 and info.init_method is None:
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+        info = detect_launch_environment(os.environ)
+    init_method = _init_method(info, config, run_dir)
+    if info.rank == 0:
+        os.set_inheritable(lock_run_dir(Path(run_dir)), True)
+        if not uses_agent_store(init_method):
+            host, port = _host_port(init_method)
+            port = _fork_store(host, port)
+            if init_method == "env://":
+                os.environ["MASTER_PORT"] = str(port)
+    become_supervisor()
+
+
+def _init_method(info: RankInfo, config: DistributedConfig, run_dir: str) -> str:
+    init_method = resolve_init_method(info, config.init_method, run_dir)
+    if init_method.startswith("file://"):
+        raise UserError(
+            f"distributed.survive is true, which needs a store at a host and port, not {init_method}: set "
+            "distributed.init_method to tcp://host:port, the first host and a free port of it"
+        )
+    return init_method
+
+
+def _host_port(init_method: str) -> tuple[str, int]:
+    if init_method == "env://":
+        return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    url = urlsplit(init_method)
+    if url.hostname is None or url.port is None:
+        raise UserError(f"distributed.init_method is {init_method}, must be tcp://host:port")
+    return url.hostname, url.port
+
+
+def _fork_store(host: str, port: int) -> int:
+    """Hosts the store in a process of its own, which ends with this one. Returns its port."""
+    reader, writer = os.pipe()
+    parent = os.getpid()
+    if os.fork() == 0:
+        try:
+            store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
+            os.write(writer, str(store.port).encode())
+            while os.getppid() == parent:
+                time.sleep(0.2)
+        except BaseException as error:  # no code of the caller may run in this process
+            os.write(writer, f"{error}".encode())
+        os._exit(0)
+    os.close(writer)
+    answer = os.read(reader, 1000).decode()
+    os.close(reader)
+    if not answer.isdecimal():
+        raise UserError(f"rank 0 can't host the store at {host}:{port}: {answer.splitlines()[0] if answer else ''}")
+    return int(answer)
+
+
+@contextmanager
+def init_surviving(config: DistributedConfig, run_dir: str) -> Iterator[SurvivingContext]:
+    """Connects to the store, and returns a context that is no member yet.
+
+    Raises:
+        UserError: the launcher's variables are wrong, or the others did not connect.
+    """
+    info, timeout = detect_launch_environment(os.environ), timedelta(seconds=config.timeout_seconds)
+    set_rank(info.rank)
+    init_method = _init_method(info, config, run_dir)
+    host, port = _host_port(init_method)
+    try:
+        root = dist.TCPStore(host, port, is_master=False, timeout=timeout)
+        store = _generation_store(root, info, config.timeout_seconds)
+        select_gloo_interface(dist.PrefixStore("network", store), info.rank, info.world_size, init_method)
+        address = local_address(dist.PrefixStore("network", store), info.world_size, host)
+    except (ValueError, RuntimeError, OSError) as error:
+        raise UserError(
+            f"rank {info.rank} of {info.world_size} on {platform.node()} found no store at {host}:{port} "
+            f"(distributed.timeout_seconds is {config.timeout_seconds:g}): {error}; are all {info.world_size} "
+            "processes started, and does this address lead to the first one?"
+        ) from error
+    context = SurvivingContext(info, store, address, timeout)
+    try:
+        yield context
+    finally:
+        context.membership.leave()
+
+
+def _generation_store(store: dist.Store, info: RankInfo, timeout: float) -> dist.Store:
+    """Returns a view of the store that only the trainers of these supervisors use.
+
+    torchrun's store outlives its workers. So each supervisor has a token, and the prefix is a digest of all tokens. A
+    token of an earlier start may still be there: a prefix counts once the trainers of all supervisors have accepted it.
+
+    Raises:
+        TimeoutError: the others did not connect.
+    """
+    keys = [f"token/{rank}" for rank in range(info.world_size)]
+    store.set(keys[info.rank], os.environ[TOKEN])
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if store.check(keys):
+            prefix = sha256(b" ".join(store.multi_get(keys))).hexdigest()
+            store.set(f"{prefix}/accepted/{info.rank}", "")
+            if store.check([f"{prefix}/accepted/{rank}" for rank in range(info.world_size)]):
+                return dist.PrefixStore(prefix, store)
+        time.sleep(0.02)
+    raise TimeoutError(f"not all {info.world_size} ranks came to the store")
