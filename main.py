@@ -5,17 +5,16 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from functools import partial
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from mingpt.config import config_to_dict
+from mingpt.config import Config, config_to_dict
 from mingpt.config_parser import read_config
 from mingpt.distributed.launch_environment import detect_launch_environment, restart_hint
-from mingpt.distributed.process_group import init_distributed
+from mingpt.distributed.process_group import DistributedContext, init_distributed
 from mingpt.distributed.supervisor import is_supervised
-from mingpt.distributed.surviving_context import init_surviving, supervise
 from mingpt.parallel.strategies import strategy_class, validate
 from mingpt.utils.device import tune_malloc
 from mingpt.utils.errors import PeerError, RunEnded, SharedUserError, UserError, is_oom_error
@@ -36,6 +35,19 @@ def code_digest() -> str:
     return digest.hexdigest()
 
 
+def choose_group(config: Config, world_size: int) -> AbstractContextManager[DistributedContext]:
+    """The process group of this run; with distributed.survive, this process first becomes its trainer's supervisor."""
+    if not config.distributed.survive:
+        needs_group = strategy_class(config).needs_process_group
+        return init_distributed(config.distributed, config.trainer.run_dir, needs_group)
+    from mingpt.distributed.surviving_context import init_surviving, supervise  # noqa: PLC0415 - only if configured
+
+    if not is_supervised(os.environ):
+        validate(config, world_size)
+        supervise(config.distributed, config.trainer.run_dir)
+    return init_surviving(config.distributed, config.trainer.run_dir)
+
+
 def run(argv: Sequence[str]) -> int:
     """Trains as the command line says; returns the exit status."""
     configure_logging()
@@ -45,15 +57,9 @@ def run(argv: Sequence[str]) -> int:
         info = detect_launch_environment(os.environ)
         reports_errors, rank = info.local_rank in (None, 0), info.rank
         config = read_config(argv)
-        if config.distributed.survive and not is_supervised(os.environ):
-            validate(config, info.world_size)
-            supervise(config.distributed, config.trainer.run_dir)
+        group = choose_group(config, info.world_size)
         reports_errors = True  # errors before the group exists are each process's own
-        needs_group = strategy_class(config).needs_process_group
-        init = (
-            init_surviving if config.distributed.survive else partial(init_distributed, needs_process_group=needs_group)
-        )
-        with init(config.distributed, config.trainer.run_dir) as context:
+        with group as context:
             reports_errors = context.rank == 0  # from here on, all ranks raise the same UserError
             context.init_device(config.distributed.backend)
             tune_malloc()

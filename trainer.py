@@ -183,8 +183,8 @@ class Trainer:
 
     def settle(self) -> None:
         """Writes and shows what is due after a step: metrics, validation loss, a sample, a snapshot."""
-        cfg, result = self.config.trainer, self.result
-        assert result is not None
+        cfg = self.config.trainer
+        result: StepResult = self.result  # type: ignore[assignment]
         stop_signal, save_now = self.vote()
         is_last = bool(stop_signal) or self.step == self.last_step
         log, evaluates, save = map(self._is_due, (cfg.log_every, cfg.eval_every, cfg.save_every))
@@ -266,7 +266,7 @@ class Trainer:
         """With distributed.survive: becomes a member of the next view, with the newest state of its members."""
         while True:
             with suppress(MembershipChanged):
-                view = self.context.regroup(self.step)
+                view = self.context.regroup(self.step)  # type: ignore[attr-defined]  # no other context raises it
                 self._catch_up(view)
                 return
 
@@ -294,7 +294,7 @@ class Trainer:
             if self.result is None:
                 self._log_start([progress.device for progress, *_ in everyone])
             self._open_files()
-        self.metrics.log_view(self.settled, view.number, view.members, view.left, view.why)
+        self.metrics.log_view(self.settled, view.number, view.members, view.left, view.joined, view.why)
         if self.step > self.settled:
             self.vote = self._start_vote()
 

@@ -220,7 +220,7 @@ class DistributedConfig:
     )
     survive: bool = Field(
         default=False,
-        description="with reduction tree, go on without a rank that is lost, and start it again, which joins the others",
+        description="with reduction tree: continue without a lost rank, and let a new process take its place",
     )
 
     @model_validator(mode="after")
@@ -246,8 +246,8 @@ class DistributedConfig:
             raise ValueError(f"distributed.strategy is {self.strategy}, must be ddp with distributed.reduction tree")
         if self.survive and self.reduction != "tree":
             raise ValueError(
-                "distributed.survive is true, which needs distributed.reduction tree (with distributed.strategy ddp and "
-                f"distributed.pipeline_stages 1), not {self.reduction}"
+                f"distributed.survive is true, which needs distributed.reduction tree, not {self.reduction}: set it, "
+                "with distributed.strategy ddp and distributed.pipeline_stages 1"
             )
         if self.survive and (self.init_method or "").startswith("file://"):
             raise ValueError(

@@ -210,8 +210,7 @@ HOLD_LOCK = """
 import sys, time
 from pathlib import Path
 from mingpt.utils.files import lock_run_dir
-owner = lambda: None
-lock_run_dir(Path(sys.argv[1]), owner)
+lock_run_dir(Path(sys.argv[1]))
 print("locked", flush=True)
 time.sleep(60)
 """

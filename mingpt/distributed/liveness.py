@@ -124,8 +124,8 @@ class Liveness:
 
     def _wait(self) -> None:
         """Waits for the next look, or until a connection closes."""
-        open_names = [name for name in self.watched if self.connections.get(name) and name not in self.closed]
-        names = {self.connections[name]: name for name in open_names}
+        connections = {name: self.connections.get(name) for name in self.watched if name not in self.closed}
+        names = {connection: name for name, connection in connections.items() if connection}
         readable, _, _ = select.select([self.wakeup, *names], [], [], HEARTBEAT_INTERVAL)
         if self.wakeup in readable:
             self.wakeup.recv(1024)

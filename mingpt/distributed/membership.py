@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,8 @@ GROUP_TIMEOUT = timedelta(seconds=30)  # of a group that is formed in vain
 COLLECTIVE_TIMEOUT = timedelta(days=1)  # members leave a collective when its view is over
 POLL_SECONDS = 0.005
 
+Store = Any  # a dist.Store, whose type lacks clone and append (torch 2.13)
+
 
 class StateLostError(Exception):
     """No process is left that has the state of the run."""
@@ -46,8 +49,13 @@ class View:
     number: int = 0
     members: Sequence[str] = ()  # in rank order
     steps: Sequence[int] = ()  # that each had finished when the view was decided; -1: it has no state
-    left: Sequence[str] = ()  # who was in the view before
+    left: Sequence[str] = ()  # members of the view before that are not in this one
     why: str = ""  # the view before is over
+
+    @property
+    def joined(self) -> list[str]:
+        """Members that get the state from another."""
+        return [name for name, step in zip(self.members, self.steps, strict=True) if step < 0]
 
 
 class Membership:
@@ -61,14 +69,13 @@ class Membership:
         arrival_seconds: how long a member whose heart beats may take to leave a view that is over
     """
 
-    def __init__(
-        self, store: dist.Store, founders: int, label: str, address: str | None, arrival_seconds: float
-    ) -> None:
+    def __init__(self, store: Store, founders: int, label: str, address: str | None, arrival_seconds: float) -> None:
         # A request waits for the one before it on the same connection, so threads have their own. They are opened here,
         # because the store looks up the name of whoever connects, which may take seconds (torch 2.13).
         self.store, self.group_store = store, store.clone()
         self.founders, self.label, self.address, self.arrival_seconds = founders, label, address, arrival_seconds
-        self.view, self.group = View(), None
+        self.view = View()
+        self.group: Any = None  # a ProcessGroupGloo
         self.lock = threading.Lock()
         self.is_over = threading.Event()  # the view is
         self.is_over.set()
@@ -85,14 +92,14 @@ class Membership:
 
     # The heartbeats' thread
 
-    def _on_look(self, store: dist.Store) -> None:
+    def _on_look(self, store: Store) -> None:
         """Ends the view when a member is gone, and notices when another has ended it, or somebody wants to join."""
         view = self.view
         if self.is_over.is_set() or not view.members:
             return
         gone = [name for name in view.members if self.liveness.is_gone(name)]
         if gone:
-            self.end_view(f"{' and '.join(gone)} gone", store)
+            self.end_view("a member is gone", store)
         is_over = bool(gone) or store.check([f"ended/{view.number}"])
         has_joiners = not is_over and view.members[0] == self.name and bool(self._joiners(store, view))
         with self.lock:
@@ -101,7 +108,7 @@ class Membership:
                 if is_over:
                     self.is_over.set()
 
-    def _joiners(self, store: dist.Store, view: View) -> list[str]:
+    def _joiners(self, store: Store, view: View) -> list[str]:
         """The processes that wait to take part, in the order in which they asked."""
         names = store.get("joiners").decode().split()[-1000:]
         names = [name for name in names if name not in view.members and not self.liveness.is_gone(name)]
@@ -119,7 +126,7 @@ class Membership:
         if self.is_over.is_set():
             raise MembershipChanged
 
-    def end_view(self, reason: str, store: dist.Store | None = None) -> None:
+    def end_view(self, reason: str, store: Store | None = None) -> None:
         (store or self.store).compare_set(f"ended/{self.view.number}", "", reason)
 
     def has_live_members(self) -> bool:
@@ -132,6 +139,11 @@ class Membership:
                 return True
             time.sleep(POLL_SECONDS)
         return False
+
+    def is_left_out(self) -> bool:
+        """Whether the next view is decided, without this process."""
+        number = self.view.number + 1
+        return self.store.check([f"view/{number}"]) and self.name not in self._read_view(number).members
 
     def regroup(self, step: int) -> View:
         """Leaves the view, and returns the next one that this process is in and that has a group.
@@ -219,18 +231,20 @@ class Membership:
         timeout = HEARTBEAT_TIMEOUT if has_state else STATE_TIMEOUT
         is_late = has_state and time.monotonic() > since + self.arrival_seconds
         if all(self.liveness.is_gone(name, timeout) for name in missing) or is_late:
+            if max(steps) < 0:
+                raise StateLostError
             joiners = self._joiners(self.store, last)
             self._decide(last, ready + joiners, steps + [-1] * len(joiners))
 
     def _found(self, last: View, step: int) -> None:
-        """Decides a view of processes that have loaded their state, if `last` has no members or all of them are lost."""
+        """Decides a view of processes that have loaded their state, if `last` has no members or all are lost."""
         if not self._is_lost(last):
             return
         if step < 0:
             raise StateLostError
-        joiners = [*self._joiners(self.store, last)]
+        joiners = self._joiners(self.store, last)
         states = {name: int(self.store.get(f"state/{name}")) for name in joiners}
-        names = [name for name, state in states.items() if state >= 0]
+        names = sorted((name for name in joiners if states[name] >= 0), key=lambda name: int(name.split("@")[0]))
         if len(names) >= (1 if last.number else self.founders):
             if last.number:
                 self.store.compare_set(f"ended/{last.number}", "", "all its members are gone")
@@ -241,9 +255,9 @@ class Membership:
         view = View(last.number + 1, members, steps, sorted(set(last.members) - set(members)), why)
         self.store.compare_set(f"view/{view.number}", "", json.dumps(asdict(view)))
 
-    def _form_group(self, view: View) -> dist.ProcessGroupGloo | None:
+    def _form_group(self, view: View) -> Any:
         """Returns the group of a view, None if somebody in it is gone or the view was ended."""
-        result: list[dist.ProcessGroupGloo] = []
+        result = []
         self.group_store = self.group_store or self.store.clone()
         store, self.group_store = self.group_store, None
         rank, size = view.members.index(self.name), len(view.members)
@@ -252,7 +266,7 @@ class Membership:
             with suppress(RuntimeError):
                 store.set_timeout(GROUP_TIMEOUT)
                 group_store = dist.PrefixStore(f"group/{view.number}", store)
-                group = dist.ProcessGroupGloo(group_store, rank, size, COLLECTIVE_TIMEOUT)
+                group: Any = dist.ProcessGroupGloo(group_store, rank, size, COLLECTIVE_TIMEOUT)
                 group.allreduce([torch.zeros(1)]).wait(GROUP_TIMEOUT)
                 self.group_store = store
                 result.append(group)

@@ -167,6 +167,10 @@ class DistributedContext:
 
         return wait
 
+    def is_left_out(self) -> bool:
+        """Whether, with distributed.survive, the other ranks have gone on without this one, which may not know it."""
+        return False
+
     def end_collectives(self) -> None:
         """Declares that training has ended here: from now on the loss of another rank does not end this process."""
         if self.health is not None:

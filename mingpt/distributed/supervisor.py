@@ -5,6 +5,7 @@
 The launcher sees this process only, which does nothing that could fail, and imports nothing but the standard library.
 """
 
+import math
 import os
 import signal
 import subprocess
@@ -21,7 +22,8 @@ RESTART_STATUS = 75  # of a trainer that asks to be started again, as no process
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # forwarded
 MAX_FAILURES = 5  # trainers in a row that end by a signal before they have joined
 MAX_DELAY = 8.0  # seconds between them
-POLL_SECONDS = 0.5  # between checks of the launcher
+STOPPED_SECONDS = 60.0  # after which a stopped trainer is ended, so that another can take its place
+POLL_SECONDS = 0.02  # between looks at the trainer and the launcher
 
 
 def is_supervised(env: Mapping[str, str]) -> bool:
@@ -32,7 +34,7 @@ def is_supervised(env: Mapping[str, str]) -> bool:
 def become_supervisor() -> NoReturn:
     """Replaces this process by a supervisor that runs the same command."""
     command = [sys.executable, *sys.orig_argv[1:]]
-    os.execv(sys.executable, [sys.executable, "-I", str(Path(__file__).resolve()), *command])
+    os.execv(sys.executable, [sys.executable, "-I", str(Path(__file__).resolve()), *command])  # noqa: S606
 
 
 def report_joined() -> None:
@@ -81,16 +83,23 @@ class Supervisor:
 
     def _run_once(self) -> int:
         env = {**os.environ, PID: str(os.getpid()), TOKEN: self.token, JOINED_FD: str(self.joined_writer)}
-        self.child = subprocess.Popen(self.command, env=env, pass_fds=[self.joined_writer])
+        self.child = subprocess.Popen(self.command, env=env, pass_fds=[self.joined_writer])  # noqa: S603
         if self.stopped_by:  # while it was started
             self.child.send_signal(self.stopped_by)
+        stopped_at = math.inf
         while True:
-            try:
-                return self.child.wait(POLL_SECONDS)
-            except subprocess.TimeoutExpired:
-                if self.launcher not in (None, os.getppid()):
-                    self.launcher = None
-                    self._forward(signal.SIGTERM, None)
+            pid, status = os.waitpid(self.child.pid, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
+            if pid and (os.WIFEXITED(status) or os.WIFSIGNALED(status)):
+                self.child.returncode = os.waitstatus_to_exitcode(status)
+                return self.child.returncode
+            if pid:
+                stopped_at = time.monotonic() if os.WIFSTOPPED(status) else math.inf
+            if time.monotonic() > stopped_at + STOPPED_SECONDS:
+                self.child.kill()
+            if self.launcher not in (None, os.getppid()):
+                self.launcher = None
+                self._forward(signal.SIGTERM, None)
+            time.sleep(POLL_SECONDS)
 
     def _has_joined(self) -> bool:
         try:
@@ -107,6 +116,7 @@ class Supervisor:
         self.stopped_by = self.stopped_by or number
         if self.child is not None and self.child.returncode is None:
             self.child.send_signal(number)
+            self.child.send_signal(signal.SIGCONT)  # a stopped process would not end
 
 
 if __name__ == "__main__":

@@ -75,9 +75,7 @@ class SurvivingContext(DistributedContext):
         self.views_without_step = self.views_without_step + 1 if step == self.last_step else 0
         self.last_step = step
         if self.views_without_step > MAX_VIEWS:
-            raise RuntimeError(
-                f"no step was finished in {MAX_VIEWS} views; the last one was ended: {self.membership.view.why}"
-            )
+            raise RuntimeError(f"no step was finished in {MAX_VIEWS} views; {self.membership.view.why}")
         try:
             view = self.membership.regroup(step)
         except StateLostError:
@@ -133,12 +131,12 @@ class SurvivingContext(DistributedContext):
             return [value]
         self.calls += 1
         prefix = f"object/{self.view}/{self.calls}"
-        self.store.set(f"{prefix}/{self.rank}", pickle.dumps(value))
-        keys = [f"{prefix}/{rank}" for rank in range(self.world_size)]
+        self.store.set(f"{prefix}/{self.rank}", pickle.dumps(value))  # type: ignore[arg-type]
+        keys, deadline = [f"{prefix}/{rank}" for rank in range(self.world_size)], self._deadline()
         while not self.store.check(keys):
-            self.membership.check()
+            self._check(deadline)
             time.sleep(POLL_SECONDS)
-        return [pickle.loads(answer) for answer in self.store.multi_get(keys)]
+        return [pickle.loads(answer) for answer in self.store.multi_get(keys)]  # noqa: S301 - from this run's processes
 
     def broadcast_object(self, value: T, source: int = 0) -> T:
         return self.all_gather_object(value if self.rank == source else None)[source]  # type: ignore[return-value]
@@ -164,10 +162,10 @@ class SurvivingContext(DistributedContext):
         """As in a DistributedContext; besides, the view ends with this step if somebody waits to join."""
         self.membership.check()
         if self.ends_view:
-            raise MembershipChanged
+            self._end_view("a process has asked to join")
         tensor = torch.tensor([*values, int(self.membership.has_joiners)], dtype=torch.int32)
         options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX
+        options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
         work = self._start(lambda group: group.allreduce([tensor], options)) if self.world_size > 1 else None
 
         def wait() -> list[int]:
@@ -190,26 +188,40 @@ class SurvivingContext(DistributedContext):
         try:
             pending.append(start(self.membership.group))
         except RuntimeError as error:
-            self._end_view(error)
+            self._end_view("a collective has failed", error)
         return pending[-1]
 
     def _wait(self, work: dist.Work) -> None:
+        deadline = self._deadline()
         while True:
             try:
                 work.wait(WAIT_SLICE)
                 return
             except RuntimeError as error:
-                if work.is_completed():
-                    self._end_view(error)
-                self.membership.check()
+                if work.is_completed():  # another process is gone, or has left the view
+                    self._end_view("a collective has failed", error)
+            self._check(deadline)
 
-    def _end_view(self, error: RuntimeError) -> NoReturn:
-        """Ends the view, as a collective has failed: another process is gone, or has left the view."""
+    def _deadline(self) -> float:
+        return time.monotonic() + self.timeout.total_seconds()  # type: ignore[union-attr]
+
+    def _check(self, deadline: float) -> None:
+        """Raises MembershipChanged if the view is over, and ends it after the deadline."""
+        self.membership.check()
+        if time.monotonic() > deadline:
+            self._end_view("a member has not come to a collective in time")
+
+    def _end_view(self, why: str, error: RuntimeError | None = None) -> NoReturn:
         self.membership.liveness.look_now()
-        self.membership.end_view(str(error).splitlines()[0][:200])
+        self.membership.end_view(why)
         raise MembershipChanged from error
 
     # The end of the run
+
+    def is_left_out(self) -> bool:
+        with suppress(RuntimeError, OSError):
+            return self.membership.is_left_out()
+        return False
 
     def exchange_messages(self, ranks: Any, message: str) -> dict[int, str]:
         """Rank 0 sends its message to all others, which wait for it as long as rank 0 is a member."""

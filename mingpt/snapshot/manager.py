@@ -4,7 +4,7 @@ import math
 import queue
 import threading
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from typing import Any, NamedTuple, Protocol
 
@@ -40,8 +40,8 @@ class AsyncSnapshotWriter:
     exists before the first save, because starting it would delay the step until it gets the interpreter's lock.
     """
 
-    def __init__(self, storage: SnapshotStorage) -> None:
-        self.storage = storage
+    def __init__(self, storage: SnapshotStorage, is_left_out: Callable[[], bool] = lambda: False) -> None:
+        self.storage, self.is_left_out = storage, is_left_out
         self.staging_buffers: dict[str, Tensor] = {}
         self.pending: Future[SaveResult] | None = None
         self.queue: queue.SimpleQueue[tuple[dict[str, Any], Future[SaveResult]]] = queue.SimpleQueue()
@@ -88,7 +88,7 @@ class AsyncSnapshotWriter:
             try:
                 if not get_total_norm(list(snapshot["model"].values())).isfinite():
                     raise UserError("the step's update made weights that are not finite; lower optimizer.learning_rate")
-                self.storage.write(snapshot, snapshot["best"]["step"])
+                self.storage.write(snapshot, snapshot["best"]["step"], self.is_left_out)
             except Exception as raised:  # reported by the training loop
                 error = raised
             future.set_result(SaveResult(snapshot["step"], snapshot["val_loss"], error, snapshot["best"]))
@@ -120,7 +120,7 @@ class SnapshotManager:
     def __init__(self, context: DistributedContext, path: str, keep: int, timeout_seconds: float) -> None:
         self.context, self.storage = context, SnapshotStorage(path, keep)
         self.max_wait = timeout_seconds / 2  # other ranks wait in a collective meanwhile
-        self.writer = AsyncSnapshotWriter(self.storage)
+        self.writer = AsyncSnapshotWriter(self.storage, context.is_left_out)
         self.writer_ranks = elect_writer_ranks(context, self.storage)
         self.results: list[SaveResult] = []
         self.last_error = ""  # why the newest snapshot does not exist
@@ -191,7 +191,10 @@ class SnapshotManager:
         if header["val_loss"] is not None and header["val_loss"] < best["val_loss"]:
             best = {"step": header["step"], "val_loss": header["val_loss"]}
         header = header | {"scaler": model.scaler.state_dict(), "best": best}
-        self._start(header, model, writes=ready and self.context.rank in self.writer_ranks)
+        writes = self.context.rank in self.writer_ranks
+        if not writes:  # it may have to take over from the rank that writes
+            self.best = best
+        self._start(header, model, writes=ready and writes)
 
     def poll(self) -> list[SaveResult]:
         """Results of saves since the last call. An error of the writer that is no UserError is raised."""

@@ -108,8 +108,13 @@ class SnapshotStorage:
         with suppress(Exception):
             self.fs.rm_file(f"{self.root}/{name}.mark")
 
-    def write(self, snapshot: dict[str, Any], best_step: int | None) -> str:
+    def write(
+        self, snapshot: dict[str, Any], best_step: int | None, is_left_out: Callable[[], bool] = lambda: False
+    ) -> str:
         """Writes a snapshot, then deletes those that are no longer kept. Returns its path.
+
+        Args:
+            is_left_out: whether other ranks continue the run without this one, so that it must not delete any
 
         Raises:
             UserError: the snapshot can't be written. Existing snapshots are untouched.
@@ -122,7 +127,8 @@ class SnapshotStorage:
                 self.fs.makedirs(self.root, exist_ok=True)
             self._retry(self._write_and_rename if self.is_local else self._upload, content, target)
         try:
-            self._retry(self._prune, snapshot["step"], best_step)
+            if not is_left_out():
+                self._retry(self._prune, snapshot["step"], best_step)
         except Exception as error:
             raise PruneError(
                 f"trainer.snapshot_path: {target} is whole, but older ones can't be deleted and stay: {_reason(error)}"

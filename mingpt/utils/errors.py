@@ -17,11 +17,11 @@ class StoreUnreachableError(PeerError):
     """The rendezvous store is gone."""
 
 
-class MembershipChanged(Exception):
+class MembershipChanged(Exception):  # noqa: N818 - an event
     """With distributed.survive, a rank is gone or another one waits to join: the ranks form a new view."""
 
 
-class RunEnded(Exception):
+class RunEnded(Exception):  # noqa: N818 - an event
     """With distributed.survive, the others have ended the run."""
 
 

@@ -90,18 +90,21 @@ class MetricsLogger:
         if "path" in values:
             self.line.saved_at = time.monotonic()
 
-    def log_view(self, step: int, view: int, members: Sequence[str], left: Sequence[str], why: str) -> None:
+    def log_view(
+        self, step: int, view: int, members: Sequence[str], left: Sequence[str], joined: Sequence[str], why: str
+    ) -> None:
         """Writes and shows who takes part from now on.
 
         Args:
             members: in rank order
             left: members of the view before that are gone
-            why: that view is over
+            joined: members that have got the state from another
+            why: the view before is over
         """
-        self.log("view", step, view=view, members=members, left=left, why=why)
+        self.log("view", step, view=view, members=members, left=left, joined=joined, why=why)
+        changes = [f"{', '.join(names)} {verb}" for names, verb in ((left, "is gone"), (joined, "has joined")) if names]
         if view > 1:
-            gone = f"{' and '.join(left)} gone, " if left else ""
-            logger.info(f"step {step}: {gone}{len(members)} ranks continue (view {view}: {why})")
+            logger.info(f"step {step}: {'; '.join([*changes, why])}; ranks now: {len(members)} (view {view})")
 
     def close(self) -> None:
         self.line.close()

@@ -1,5 +1,6 @@
 """The run folder's lock, and config.yaml."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -11,21 +12,15 @@ from mingpt.utils.errors import UserError
 from mingpt.utils.files import lock_run_dir, write_config
 
 
-class Owner:
-    """An object that weak references can refer to."""
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="run folders are locked on Linux only")
-def test_a_run_folder_is_locked_until_its_owner_is_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_folder_is_locked_until_the_descriptor_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "LOCK_TIMEOUT", 0.1)
-    (tmp_path / "other").mkdir()
-    owners = [Owner(), Owner()]
-    lock_run_dir(tmp_path, owners[0])
-    lock_run_dir(tmp_path / "other", owners[1])
+    lock = lock_run_dir(tmp_path)
+    os.close(lock_run_dir(tmp_path / "other"))
     with pytest.raises(UserError, match=rf"^trainer\.run_dir: another process is training in {tmp_path}; wait for it"):
-        lock_run_dir(tmp_path, owners[1])
-    del owners[0]
-    lock_run_dir(tmp_path, owners[0])
+        lock_run_dir(tmp_path)
+    os.close(lock)
+    os.close(lock_run_dir(tmp_path))
 
 
 def test_config_is_replaced_or_refused_with_the_name_of_the_file(tmp_path: Path) -> None:

@@ -1,0 +1,57 @@
+"""distributed.survive: the loss of a rank ends no run, and loses no finished step."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import ROOT, TORCHRUN, assert_equal_snapshots, newest_snapshot, run_program, write_text
+
+from tests.faults.survive import Plan, curves, options, undisturbed_run
+
+PLACES = [  # of a rank in a view, the signal that it gets there, and how many ranks the view must have
+    ("forward", 1, "SIGKILL", 3),
+    ("collective", 1, "SIGKILL", 2),
+    ("gathered", 1, "SIGKILL", 3),
+    ("decided", 2, "SIGKILL", 3),
+    ("written", 0, "SIGKILL", 3),
+    ("saving", 0, "SIGKILL", 2),
+    ("copying", None, "SIGKILL", 1),
+    ("evaluating", 1, "SIGKILL", 2),
+]
+MORE_PLACES = [
+    ("writing", 0, "SIGSTOP", 3),
+    ("in collective", 1, "SIGKILL", 3),
+    ("left", 0, "SIGKILL", 3),
+    ("committed", 1, "SIGKILL", 3),
+    ("saving", 0, "SIGSTOP", 2),
+    ("settled", 0, "SIGKILL", 3),
+    ("ready", 1, "SIGKILL", 3),
+    ("copied", None, "SIGKILL", 1),
+    ("gathered", 1, "SIGSTOP", 3),
+    ("saved", 0, "SIGKILL", 2),
+    ("written", 0, "SIGSTOP", 3),
+    ("forward", 2, "SIGKILL", 3),
+    ("formed", 1, "SIGKILL", 3),
+]
+
+
+@pytest.mark.parametrize(
+    "places", [PLACES, pytest.param(MORE_PLACES, marks=pytest.mark.slow)], ids=["places", "more places"]
+)
+def test_a_rank_that_is_lost_anywhere_loses_no_step(places: list[Any], tmp_path: Path) -> None:
+    plan, text = Plan("muon", "fp32", 3, 20), write_text(tmp_path / "text.txt")
+    folder = tmp_path / "orders"
+    folder.mkdir()
+    argv = options(plan, tmp_path / "run", text, 10**6, distributed__survive=True)
+    orders = {"KILL_AT": json.dumps(places), "KILL_AT_FOLDER": str(folder)}
+    run = run_program(*TORCHRUN, "--nproc_per_node=3", str(ROOT / "tests/faults/kill_at.py"), *argv, **orders)
+    assert "stopped by SIGTERM" in run.stdout, run.stderr
+    assert [file.name.rsplit(" ", 1)[0] for file in sorted(folder.iterdir())] == [
+        f"{i} {place}" for i, (place, *_) in enumerate(places)
+    ]
+    undisturbed = undisturbed_run(plan, tmp_path, text, newest_snapshot(tmp_path / "run")["step"])
+    assert_equal_snapshots(undisturbed, tmp_path / "run")
+    assert curves(undisturbed) == curves(tmp_path / "run")
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if row["event"] == "start"] == [0]
