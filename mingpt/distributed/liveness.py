@@ -61,12 +61,15 @@ class Liveness:
         self.stopped = True
         self.look_now()
         self.thread.join(HEARTBEAT_TIMEOUT)
-        for connection in filter(None, (self.listener, *self.connections.values())):
+        connections = [self.listener, *self.connections.values()]
+        if not self.thread.is_alive():
+            connections += [self.wakeup, self.waker]
+        for connection in filter(None, connections):
             connection.close()
 
     def look_now(self) -> None:
         """Makes the thread look without waiting for the interval to end."""
-        with suppress(BlockingIOError):
+        with suppress(OSError):  # it has been told already, or has stopped
             self.waker.send(b"x")
 
     def set_waiting(self) -> None:

@@ -17,9 +17,8 @@ import json
 import threading
 import time
 import uuid
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -47,9 +46,11 @@ class View:
     """A view of the membership."""
 
     number: int = 0
-    members: Sequence[str] = ()  # in rank order
-    steps: Sequence[int] = ()  # that each had finished when the view was decided; -1: it has no state
-    left: Sequence[str] = ()  # members of the view before that are not in this one
+    members: list[str] = field(default_factory=list)  # in rank order
+    steps: list[int] = field(
+        default_factory=list
+    )  # that each had finished at its beginning; -1: none
+    left: list[str] = field(default_factory=list)  # members of the view before that are not in this one
     why: str = ""  # the view before is over
 
     @property

@@ -23,6 +23,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.faults import survive
 from tests.helpers import (
     ROOT,
     TORCHRUN,
@@ -259,19 +260,25 @@ def main() -> int:
     parser.add_argument("--runs", type=int, metavar="N", help=f"default: until {CAMPAIGN_FAULTS} faults have happened")
     parser.add_argument("--only", type=int, metavar="SEED", help="a single run")
     parser.add_argument("--stages", type=int, default=1, metavar="N", help="pipeline stages of all runs (default: 1)")
+    parser.add_argument("--survive", action="store_true", help="runs with distributed.survive, which restart nothing")
     parser.add_argument("--report", type=Path, metavar="FILE", help="file for the table")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that all processes are ended
-    runs: list[Run] = []
+    runs: list[Any] = []
     with tempfile.TemporaryDirectory(prefix="campaign-") as folder:
         for seed in count() if args.only is None else [args.only]:
-            runs.append(run_with_faults(seed, Path(folder), args.stages))
-            print(format_run(seed, runs[-1]), flush=True)
+            if args.survive:
+                runs.append(survive.run_with_faults(seed, Path(folder)))
+                print(survive.format_run(seed, runs[-1]), flush=True)
+            else:
+                runs.append(run_with_faults(seed, Path(folder), args.stages))
+                print(format_run(seed, runs[-1]), flush=True)
             if len(runs) == args.runs or (not args.runs and sum(len(run.faults) for run in runs) >= CAMPAIGN_FAULTS):
                 break
-    print(format_report(runs))
+    report = survive.format_report(runs) if args.survive else format_report(runs)
+    print(report)
     if args.report:
-        args.report.write_text(format_report(runs) + "\n")
+        args.report.write_text(report + "\n")
     return int(any(run.failure for run in runs))
 
 

@@ -49,7 +49,7 @@ def reach(place: str) -> None:
     if place not in WHILE_REGROUPING and context.view not in views[-1:]:  # others may not have the state yet
         return
     try:
-        (FOLDER / f"{done} {place} {os.getpid()}").touch(exist_ok=False)
+        (FOLDER / f"{done}_{place}_{os.getpid()}").touch(exist_ok=False)
     except FileExistsError:
         return
     if name == "SIGSTOP":

@@ -1,0 +1,151 @@
+"""Views of the membership, with members in threads of one process and a real store."""
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from mingpt.distributed import liveness, membership
+from mingpt.distributed.membership import Membership, StateLostError, View
+from mingpt.utils.errors import RunEnded
+
+
+@pytest.fixture
+def store() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+class Run:
+    """Members of a run, each with a thread that may wait for a view."""
+
+    def __init__(self, store: dist.TCPStore, founders: int) -> None:
+        self.store, self.founders = store, founders
+        self.pool, self.all = ThreadPoolExecutor(8), []
+
+    def member(self, rank: int, arrival_seconds: float = 60.0) -> Membership:
+        member = Membership(self.store.clone(), self.founders, f"{rank}@host:1", "127.0.0.1", arrival_seconds)
+        self.all.append(member)
+        return member
+
+    def regroup(self, member: Membership, step: int) -> "Future[View]":
+        return self.pool.submit(member.regroup, step)
+
+    def first_view(self, *steps: int) -> list[Membership]:
+        members = [self.member(rank) for rank in range(self.founders)]
+        for view in [self.regroup(member, step) for member, step in zip(members, steps, strict=True)]:
+            view.result(20)
+        return members
+
+
+@pytest.fixture
+def run(store: dist.TCPStore) -> Iterator[Run]:
+    run = Run(store, 2)
+    yield run
+    store.set("end", "")  # so that nobody waits any longer
+    for member in run.all:
+        member.leave()
+    run.pool.shutdown()
+
+
+def fall_silent(member: Membership) -> None:
+    """Does what SIGSTOP does: no heartbeats, and no connection is closed."""
+    member.liveness.stopped = True
+    member.liveness.look_now()
+    member.liveness.thread.join()
+
+
+def test_the_first_view_has_all_founders_by_rank(run: Run) -> None:
+    late, early = run.member(1), run.member(0)
+    first = run.regroup(late, 7)
+    time.sleep(0.5)
+    assert not first.done()
+    views = [view.result(20) for view in (run.regroup(early, 7), first)]
+    assert views[0] == views[1] == View(1, [early.name, late.name], [7, 7])
+    assert (early.rank, late.rank) == (0, 1)
+
+
+def test_the_end_of_a_member_is_seen_at_once_and_leaves_it_out(run: Run) -> None:
+    one, other = run.first_view(3, 3)
+    began = time.monotonic()
+    other.leave()
+    assert one.is_over.wait(10)
+    view = run.regroup(one, 5).result(20)
+    assert time.monotonic() - began < liveness.HEARTBEAT_TIMEOUT
+    assert view == View(2, [one.name], [5], [other.name], "a member is gone")
+
+
+def test_a_process_joins_behind_the_members_and_without_a_state(run: Run) -> None:
+    one, other = run.first_view(0, 0)
+    third = run.member(0)
+    assert third.has_live_members()
+    joined = run.regroup(third, 9)  # whatever it has loaded
+    while not one.has_joiners:
+        time.sleep(0.01)
+    views = [view.result(20) for view in (run.regroup(one, 4), run.regroup(other, 4), joined)]
+    assert views[0] == views[1] == views[2] == View(2, [one.name, other.name, third.name], [4, 4, -1], [], views[0].why)
+    assert views[0].joined == [third.name]
+
+
+def test_a_member_that_was_left_out_comes_back_under_a_new_name_without_a_state(run: Run) -> None:
+    one, other = run.first_view(0, 0)
+    fall_silent(other)
+    view = run.regroup(one, 6).result(20)
+    assert (view.members, view.left) == ([one.name], [other.name])
+    assert other.is_left_out()
+    assert not one.is_left_out()
+    old = other.name
+    back = run.regroup(other, 8)
+    while not one.has_joiners:
+        time.sleep(0.01)
+    view = run.regroup(one, 7).result(20)
+    assert back.result(20) == view
+    assert (view.members, view.steps) == ([one.name, other.name], [7, -1])
+    assert other.name != old
+
+
+def test_members_wait_for_those_that_have_the_newest_state(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has just joined must not go on without the one that it is to get the state from."""
+    monkeypatch.setattr(membership, "STATE_TIMEOUT", 2.5)
+    one, other = run.first_view(0, 0)
+    other.leave()
+    run.regroup(one, 5).result(20)
+    third = run.member(1)
+    joined = run.regroup(third, -1)
+    while not one.has_joiners:
+        time.sleep(0.01)
+    assert run.regroup(one, 5).result(20).steps == joined.result(20).steps == [5, -1]
+    fall_silent(one)
+    began = time.monotonic()
+    with pytest.raises(StateLostError):
+        run.regroup(third, -1).result(20)
+    assert time.monotonic() - began > 2.0
+
+
+def test_a_member_that_lives_but_does_not_come_is_left_out_in_the_end(store: dist.TCPStore, run: Run) -> None:
+    one, other = run.member(0, arrival_seconds=2.0), run.member(1)
+    for view in [run.regroup(one, 0), run.regroup(other, 0)]:
+        view.result(20)
+    began = time.monotonic()
+    view = run.regroup(one, 1).result(20)
+    assert (view.members, view.left) == ([one.name], [other.name])
+    assert time.monotonic() - began > 2.0
+
+
+def test_all_that_wait_learn_that_the_run_has_ended(store: dist.TCPStore, run: Run) -> None:
+    run.first_view(0, 0)
+    waiting = run.regroup(run.member(0), -1)
+    store.set("end", "")
+    with pytest.raises(RunEnded):
+        waiting.result(20)
+
+
+def test_processes_that_have_loaded_a_snapshot_continue_when_all_members_are_gone(run: Run) -> None:
+    for member in run.first_view(0, 0):
+        member.leave()
+    new = run.member(1)
+    assert not new.has_live_members()
+    assert run.regroup(new, 40).result(20).steps == [40]
+    late = run.member(0)
+    assert late.has_live_members()
