@@ -40,7 +40,7 @@ def choose_group(config: Config, world_size: int) -> AbstractContextManager[Dist
     if not config.distributed.survive:
         needs_group = strategy_class(config).needs_process_group
         return init_distributed(config.distributed, config.trainer.run_dir, needs_group)
-    from mingpt.distributed.surviving_context import init_surviving, supervise  # noqa: PLC0415 - only if configured
+    from mingpt.distributed.surviving_launch import init_surviving, supervise  # noqa: PLC0415 - only if configured
 
     if not is_supervised(os.environ):
         validate(config, world_size)

@@ -25,6 +25,7 @@ from mingpt.corpus import encode_corpus
 from mingpt.distributed.process_group import DistributedContext
 from mingpt.evaluation import choose_sample_prompt, evaluate, generate_sample
 from mingpt.optimizer import learning_rate
+from mingpt.parallel.catch_up import Progress, catch_up
 from mingpt.parallel.memory import MemoryUsage, format_bytes, measure_memory
 from mingpt.parallel.strategies import build_strategy, strategy_class, validate
 from mingpt.snapshot.manager import SnapshotManager, check_compatible
@@ -53,17 +54,6 @@ class StepResult(NamedTuple):
     losses: list[Tensor]  # this rank's terms of the mean loss
     grad_norm: Tensor  # before clipping
     learning_rate: float
-
-
-class Progress(NamedTuple):
-    """What a rank has besides the state of model and optimizer, as it tells the others in a new view."""
-
-    step: int
-    samples: int
-    result: StepResult | None
-    val_loss: float
-    best: dict[str, Any]
-    device: str
 
 
 class Trainer:
@@ -267,32 +257,26 @@ class Trainer:
         while True:
             with suppress(MembershipChanged):
                 view = self.context.regroup(self.step)  # type: ignore[attr-defined]  # no other context raises it
-                self._catch_up(view)
+                self._enter(view)
                 return
 
-    def _catch_up(self, view: "View") -> None:
+    def _enter(self, view: "View") -> None:
         if view.steps[self.context.rank] < 0:  # the members go on from their state, whatever this rank has loaded
             self.step, self.result = -1, None
             self.metrics.close()
             self.metrics = NullMetricsLogger()
-        best, device = self.snapshots.best, self._describe_device()
-        mine = Progress(self.step, self.samples, self.result, self.val_loss, best, device)
-        everyone = self.context.all_gather_object((mine, self.settled, self.metrics.is_open))
-        steps = [progress.step for progress, *_ in everyone]
-        newest = steps.index(max(steps))
-        if min(steps) < max(steps):
-            self.strategy.copy_full_state(newest, keep=self.step < max(steps))
-        progress, (_, settled, rank0_was_rank0) = everyone[newest][0], everyone[0]
-        self.step, self.samples, self.result, self.val_loss, self.snapshots.best, _ = progress
-        # Who takes part in a step has settled the one before. Whether a rank 0 that is gone had settled the newest
-        # step too is not known: it is settled again, and rows of it are removed from the files before.
-        self.settled = settled if rank0_was_rank0 else self.step - (self.result is not None)
+        device, is_writer = self._describe_device(), self.metrics.is_open
+        mine = Progress(
+            self.step, self.samples, self.result, self.val_loss, self.snapshots.best, self.settled, is_writer, device
+        )
+        now, had = catch_up(self.strategy, mine)
+        self.step, self.samples, self.result, self.val_loss, self.snapshots.best, self.settled, *_ = now
+        self.epoch = self.samples // len(self.train_data)
         if mine.step < 0:
             self.timer = StepTimer(self.samples)
-        self.epoch = self.samples // len(self.train_data)
-        if not rank0_was_rank0:
+        if not had[0].is_writer:
             if self.result is None:
-                self._log_start([progress.device for progress, *_ in everyone])
+                self._log_start([progress.device for progress in had])
             self._open_files()
         self.metrics.log_view(self.settled, view.number, view.members, view.left, view.joined, view.why)
         if self.step > self.settled:

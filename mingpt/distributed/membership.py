@@ -47,9 +47,7 @@ class View:
 
     number: int = 0
     members: list[str] = field(default_factory=list)  # in rank order
-    steps: list[int] = field(
-        default_factory=list
-    )  # that each had finished at its beginning; -1: none
+    steps: list[int] = field(default_factory=list)  # that each had finished at its beginning; -1: none
     left: list[str] = field(default_factory=list)  # members of the view before that are not in this one
     why: str = ""  # the view before is over
 

@@ -8,33 +8,21 @@ import os
 import pickle
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
-from hashlib import sha256
-from pathlib import Path
 from typing import Any, NoReturn, TypeVar
-from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mingpt.config import DistributedConfig
-from mingpt.distributed.health import uses_agent_store
-from mingpt.distributed.launch_environment import (
-    RankInfo,
-    detect_launch_environment,
-    local_address,
-    resolve_init_method,
-    select_gloo_interface,
-)
+from mingpt.distributed.launch_environment import RankInfo
 from mingpt.distributed.membership import POLL_SECONDS, Membership, StateLostError, View
 from mingpt.distributed.process_group import DistributedContext
-from mingpt.distributed.supervisor import RESTART_STATUS, TOKEN, become_supervisor, report_joined
+from mingpt.distributed.supervisor import RESTART_STATUS, report_joined
 from mingpt.utils.device import choose_device
 from mingpt.utils.errors import MembershipChanged, UserError
-from mingpt.utils.files import lock_run_dir
 from mingpt.utils.logging import set_rank
 
 WAIT_SLICE = timedelta(seconds=0.1)  # between looks, in a collective, at whether the view is over
@@ -233,116 +221,3 @@ class SurvivingContext(DistributedContext):
                 time.sleep(POLL_SECONDS)
             return {0: self.store.get("end").decode()}
         return {self.rank: message}
-
-
-def supervise(config: DistributedConfig, run_dir: str) -> NoReturn:
-    """Replaces this process by the supervisor of a trainer. Rank 0 locks the run folder, and starts the store.
-
-    Raises:
-        UserError: the launcher's variables are wrong, or another run uses the folder.
-    """
-    info = detect_launch_environment(os.environ)
-    if info.world_size == 1 and info.init_method is None:
-        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-        info = detect_launch_environment(os.environ)
-    init_method = _init_method(info, config, run_dir)
-    if info.rank == 0:
-        os.set_inheritable(lock_run_dir(Path(run_dir)), True)
-        if not uses_agent_store(init_method):
-            host, port = _host_port(init_method)
-            port = _fork_store(host, port)
-            if init_method == "env://":
-                os.environ["MASTER_PORT"] = str(port)
-    become_supervisor()
-
-
-def _init_method(info: RankInfo, config: DistributedConfig, run_dir: str) -> str:
-    init_method = resolve_init_method(info, config.init_method, run_dir)
-    if init_method.startswith("file://"):
-        raise UserError(
-            f"distributed.survive is true, which needs a store at a host and port, not {init_method}: set "
-            "distributed.init_method to tcp://host:port, the first host and a free port of it"
-        )
-    return init_method
-
-
-def _host_port(init_method: str) -> tuple[str, int]:
-    if init_method == "env://":
-        return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    url = urlsplit(init_method)
-    if url.hostname is None or url.port is None:
-        raise UserError(f"distributed.init_method is {init_method}, must be tcp://host:port")
-    return url.hostname, url.port
-
-
-def _fork_store(host: str, port: int) -> int:
-    """Hosts the store in a process of its own, which ends with this one. Returns its port."""
-    reader, writer = os.pipe()
-    parent = os.getpid()
-    if os.fork() == 0:
-        try:
-            store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
-            os.write(writer, str(store.port).encode())
-            while os.getppid() == parent:
-                time.sleep(0.2)
-        except BaseException as error:  # no code of the caller may run in this process
-            os.write(writer, f"{error}".encode())
-        os._exit(0)
-    os.close(writer)
-    answer = os.read(reader, 1000).decode()
-    os.close(reader)
-    if not answer.isdecimal():
-        raise UserError(f"rank 0 can't host the store at {host}:{port}: {answer.splitlines()[0] if answer else ''}")
-    return int(answer)
-
-
-@contextmanager
-def init_surviving(config: DistributedConfig, run_dir: str) -> Iterator[SurvivingContext]:
-    """Connects to the store, and returns a context that is no member yet.
-
-    Raises:
-        UserError: the launcher's variables are wrong, or the others did not connect.
-    """
-    info, timeout = detect_launch_environment(os.environ), timedelta(seconds=config.timeout_seconds)
-    set_rank(info.rank)
-    init_method = _init_method(info, config, run_dir)
-    host, port = _host_port(init_method)
-    try:
-        root = dist.TCPStore(host, port, is_master=False, timeout=timeout)
-        store = _generation_store(root, info, config.timeout_seconds)
-        select_gloo_interface(dist.PrefixStore("network", store), info.rank, info.world_size, init_method)
-        address = local_address(dist.PrefixStore("network", store), info.world_size, host)
-    except (ValueError, RuntimeError, OSError) as error:
-        raise UserError(
-            f"rank {info.rank} of {info.world_size} on {platform.node()} found no store at {host}:{port} "
-            f"(distributed.timeout_seconds is {config.timeout_seconds:g}): {error}; are all {info.world_size} "
-            "processes started, and does this address lead to the first one?"
-        ) from error
-    context = SurvivingContext(info, store, address, timeout)
-    try:
-        yield context
-    finally:
-        context.membership.leave()
-
-
-def _generation_store(store: dist.Store, info: RankInfo, timeout: float) -> dist.Store:
-    """Returns a view of the store that only the trainers of these supervisors use.
-
-    torchrun's store outlives its workers. So each supervisor has a token, and the prefix is a digest of all tokens. A
-    token of an earlier start may still be there: a prefix counts once the trainers of all supervisors have accepted it.
-
-    Raises:
-        TimeoutError: the others did not connect.
-    """
-    keys = [f"token/{rank}" for rank in range(info.world_size)]
-    store.set(keys[info.rank], os.environ[TOKEN])
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        if store.check(keys):
-            prefix = sha256(b" ".join(store.multi_get(keys))).hexdigest()
-            store.set(f"{prefix}/accepted/{info.rank}", "")
-            if store.check([f"{prefix}/accepted/{rank}" for rank in range(info.world_size)]):
-                return dist.PrefixStore(prefix, store)
-        time.sleep(0.02)
-    raise TimeoutError(f"not all {info.world_size} ranks came to the store")
