@@ -273,12 +273,12 @@ def main() -> int:
             else:
                 runs.append(run_with_faults(seed, Path(folder), args.stages))
                 print(format_run(seed, runs[-1]), flush=True)
+            report = survive.format_report(runs) if args.survive else format_report(runs)
+            if args.report:  # after each run, since a campaign may be ended
+                args.report.write_text(report + "\n")
             if len(runs) == args.runs or (not args.runs and sum(len(run.faults) for run in runs) >= CAMPAIGN_FAULTS):
                 break
-    report = survive.format_report(runs) if args.survive else format_report(runs)
     print(report)
-    if args.report:
-        args.report.write_text(report + "\n")
     return int(any(run.failure for run in runs))
 
 
