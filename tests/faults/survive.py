@@ -137,6 +137,8 @@ class SurviveRun:
                     due = time.monotonic() + self.rng.uniform(0.2, 2.0)
 
     def inject(self, step: int, holders: list[int]) -> None:
+        if len(holders) == 1 and self.rng.random() < 0.8:  # a supervisor gives up when none of its processes can join
+            return
         [kind] = self.rng.choices(KINDS, WEIGHTS)
         rank0 = holders[0]
         safe = self.rng.choice(holders[1:] if kind in (KILL_RANK_0, KILL_SAVING) and len(holders) > 1 else holders)
