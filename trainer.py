@@ -81,7 +81,7 @@ class Trainer:
         if self.resumed:
             check_compatible(self.resumed, self.config_dict, self.corpus.vocabulary)
         self.step, self.samples = header["step"], header["samples"]
-        self._build_strategy(header["choices"])
+        self._build_strategy(context.first_value("choices", header["choices"]))
         self.memory: MemoryUsage | None = None  # measured in the first step
         self.bad_step = torch.zeros((), device=self.strategy.device)  # the first step with a non-finite gradient
         self.metrics: MetricsLogger = NullMetricsLogger()
@@ -109,7 +109,7 @@ class Trainer:
         if not self.config.distributed.survive:  # otherwise when it becomes a member
             self._log_start(self.context.all_gather_object(self._describe_device()))
             self.context.raise_on_all_ranks(self._open_files)
-        trace = self.run_dir / f"trace-{self.context.rank}.json"
+        trace = self.run_dir / f"trace-{self.context.launch_rank}.json"
         with profile_steps(self.config.trainer.profile_steps, trace) as profiler_step, SignalHandler() as signals:
             try:
                 return self.train_loop(signals, profiler_step)

@@ -100,6 +100,7 @@ class Membership:
         if gone:
             self.end_view("a member is gone", store)
         is_over = bool(gone) or store.check([f"ended/{view.number}"])
+        self.liveness.watched = view.members
         has_joiners = not is_over and view.members[0] == self.name and bool(self._joiners(store, view))
         with self.lock:
             if view is self.view:

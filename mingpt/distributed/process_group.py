@@ -34,6 +34,7 @@ class DistributedContext:
 
     def __init__(self, info: RankInfo, health: HealthMonitor | None = None, timeout: timedelta | None = None) -> None:
         self.rank, self.world_size, self.health, self.timeout = info.rank, info.world_size, health, timeout
+        self.launch_rank = info.rank  # with distributed.survive, `rank` is another one in each view
         self.view: int | None = None  # number of the view of the membership, with distributed.survive
         self.is_joining = False  # with distributed.survive: others have the state of the run, and this process has not
         self.group: dist.ProcessGroup | None = None  # None: all ranks
@@ -122,6 +123,10 @@ class DistributedContext:
                         f"{name} differs between ranks: {first.get(name)} on rank 0, {other.get(name)} on rank {rank}; "
                         f"{advice}"
                     )
+
+    def first_value(self, name: str, value: T) -> T:
+        """Returns the value that the first process has passed; they differ only with distributed.survive."""
+        return value
 
     def shard_range(self, first: int, count: int, rank: int | None = None) -> range:
         """Returns a rank's shard of [first, first + count), by default this rank's; sizes differ by at most one."""

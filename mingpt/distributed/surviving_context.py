@@ -4,6 +4,7 @@ While a Trainer is constructed, its process is alone: rank 0 of 1, without colle
 `regroup`.
 """
 
+import json
 import os
 import pickle
 import platform
@@ -34,13 +35,13 @@ T = TypeVar("T")
 class SurvivingContext(DistributedContext):
     """This process's rank in the view, and collectives that raise MembershipChanged once the view is over.
 
-    Attributes:
-        launch_rank: the rank that the launcher has given to this process
+    Raises:
+        UserError: a process that must come first has not come in time.
     """
 
     def __init__(self, info: RankInfo, store: dist.Store, address: str | None, timeout: timedelta) -> None:
         super().__init__(RankInfo(0, 1, info.local_rank or 0, info.local_world_size), None, timeout)
-        self.launch_rank, self.store, self.calls = info.rank, store, 0
+        self.launch_rank, self.store, self.calls = info.rank, store, 0  # calls of all_gather_object
         label = f"{info.rank}@{platform.node()}:{os.getpid()}"
         self.membership = Membership(store, info.world_size, label, address, timeout.total_seconds())
         self.is_joining = self.membership.has_live_members()
@@ -99,18 +100,31 @@ class SurvivingContext(DistributedContext):
                     f"{name} differs between ranks: {value} on rank {self.launch_rank}, {first} on another; {advice}"
                 )
 
+    def first_value(self, name: str, value: T) -> T:
+        return json.loads(self.store.compare_set(f"first/{name}", "", json.dumps(value)))
+
     def local_rank0_first(self, action: Callable[[], T]) -> T:
         """Runs `action` after the process that the launcher calls rank 0, and after local rank 0 of this machine."""
-        own = "0" if self.launch_rank == 0 else platform.node()
-        first = self.launch_rank == 0 or self.local_rank == 0
-        for key in ["0"] * (self.launch_rank != 0) + [platform.node()] * (not first):
-            while not self.store.check([f"prepared/{key}"]):
-                time.sleep(POLL_SECONDS)
+        if self.launch_rank > 0:
+            self._wait_until_prepared("rank 0")
+            if self.local_rank > 0:
+                self._wait_until_prepared(platform.node())
         result = action()
-        if first:
-            for key in {own, platform.node()}:
-                self.store.set(f"prepared/{key}", "")
+        if self.launch_rank == 0:
+            self.store.set("prepared/rank 0", "")
+        if self.local_rank == 0:
+            self.store.set(f"prepared/{platform.node()}", "")
         return result
+
+    def _wait_until_prepared(self, who: str) -> None:
+        deadline = self._deadline()
+        while not self.store.check([f"prepared/{who}"]):
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"distributed.timeout_seconds is {self.timeout.total_seconds():g}, in which "  # type: ignore[union-attr]
+                    f"{who} has not prepared the text: see its messages, or raise it"
+                )
+            time.sleep(POLL_SECONDS)
 
     # Collectives
 

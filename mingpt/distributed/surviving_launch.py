@@ -24,7 +24,7 @@ from mingpt.distributed.launch_environment import (
 )
 from mingpt.distributed.supervisor import TOKEN, become_supervisor
 from mingpt.distributed.surviving_context import SurvivingContext
-from mingpt.utils.errors import UserError
+from mingpt.utils.errors import PeerError, UserError
 from mingpt.utils.files import lock_run_dir
 from mingpt.utils.logging import set_rank
 
@@ -116,6 +116,8 @@ def init_surviving(config: DistributedConfig, run_dir: str) -> Iterator[Survivin
     context = SurvivingContext(info, store, address, timeout)
     try:
         yield context
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        raise PeerError(f"the store at {host}:{port} is gone, or cut off from rank {info.rank}") from error
     finally:
         context.membership.leave()
 

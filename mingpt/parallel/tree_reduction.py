@@ -113,7 +113,7 @@ class TreeReduction(Strategy):
             tree.add(leaves, value)
         gradient = rows.new_empty(world_size * slice_size)
         self.context.all_gather(gradient, tree.nodes[0][1])
-        return gradient[:total], list(gradient[total : total + self.num_leaves])
+        return gradient[:total], list(gradient[total : total + self.num_leaves].clone())  # which outlive the gradient
 
     def mean_loss(self, losses: list[Tensor]) -> Tensor:
         return torch.stack(losses).sum()

@@ -177,8 +177,8 @@ class SnapshotManager:
             header: the snapshot without `model`, `optimizer`, `scaler` and `best`
             is_last: the run ends with this step, so the save waits for the one before as long as it takes
         """
-        ready = self.writer.wait(self.max_wait)
-        while is_last and not all(self.context.all_gather_object(ready)):
+        ready = self.writer.wait(None if is_last and not model.is_sharded else self.max_wait)
+        while is_last and model.is_sharded and not all(self.context.all_gather_object(ready)):
             ready = self.writer.wait(self.max_wait)
         if not ready:
             late = UserError(

@@ -185,7 +185,7 @@ class SurviveRun:
             elif row["event"] == "train":
                 if change is not None:
                     pids = {int(name.split(":")[1].split("/")[0]) for name in change["left"]}
-                    kind = "SIGKILL" if pids & self.killed else "SIGSTOP" if pids & self.was_stopped else ""
+                    kind = "SIGSTOP" if pids & self.was_stopped else "SIGKILL" if pids & self.killed else ""
                     (self.stalls[kind] if kind else self.joins).append(row["time"] - last)
                 last, change = row["time"], None
 
