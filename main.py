@@ -15,7 +15,7 @@ from mingpt.config_parser import read_config
 from mingpt.distributed.launch_environment import detect_launch_environment, restart_hint
 from mingpt.distributed.process_group import DistributedContext, init_distributed
 from mingpt.distributed.supervisor import is_supervised
-from mingpt.parallel.strategies import strategy_class, validate
+from mingpt.parallel.strategies import strategy_class
 from mingpt.utils.device import tune_malloc
 from mingpt.utils.errors import PeerError, RunEnded, SharedUserError, UserError, is_oom_error
 from mingpt.utils.logging import configure_logging, logger
@@ -35,7 +35,7 @@ def code_digest() -> str:
     return digest.hexdigest()
 
 
-def choose_group(config: Config, world_size: int) -> AbstractContextManager[DistributedContext]:
+def choose_group(config: Config) -> AbstractContextManager[DistributedContext]:
     """The process group of this run; with distributed.survive, this process first becomes its trainer's supervisor."""
     if not config.distributed.survive:
         needs_group = strategy_class(config).needs_process_group
@@ -43,7 +43,6 @@ def choose_group(config: Config, world_size: int) -> AbstractContextManager[Dist
     from mingpt.distributed.surviving_launch import init_surviving, supervise  # noqa: PLC0415 - only if configured
 
     if not is_supervised(os.environ):
-        validate(config, world_size)
         supervise(config.distributed, config.trainer.run_dir)
     return init_surviving(config.distributed, config.trainer.run_dir)
 
@@ -57,7 +56,7 @@ def run(argv: Sequence[str]) -> int:
         info = detect_launch_environment(os.environ)
         reports_errors, rank = info.local_rank in (None, 0), info.rank
         config = read_config(argv)
-        group = choose_group(config, info.world_size)
+        group = choose_group(config)
         reports_errors = True  # errors before the group exists are each process's own
         with group as context:
             reports_errors = context.rank == 0  # from here on, all ranks raise the same UserError

@@ -72,7 +72,7 @@ class Trainer:
         self.config, self.context, cfg = config, context, config.trainer
         self.config_dict = config_to_dict(config)
         self.run_dir = Path(cfg.run_dir)
-        validate(config, context.world_size)
+        context.local_rank0_first(lambda: validate(config, context.launch_world_size))
         self._load_data()
         path = cfg.snapshot_path or str(self.run_dir / "snapshots")
         self.snapshots = SnapshotManager(context, path, cfg.keep_snapshots, config.distributed.timeout_seconds)

@@ -313,6 +313,10 @@ OFFLOAD = {"distributed.strategy": "fsdp", "distributed.cpu_offload": True, "opt
             (TREE | {"distributed.strategy": name}, f"distributed.strategy is {name}, must be ddp with ")
             for name in ("zero1", "zero2", "fsdp")
         ),
+        (
+            {"distributed.survive": True, "distributed.reduction": "fast"},
+            "distributed.survive is true, which needs distributed.reduction tree, not fast: set it, with ",
+        ),
     ],
 )
 def test_values_that_do_not_go_together_are_refused(values: dict[str, Any], message: str) -> None:
@@ -323,6 +327,12 @@ def test_values_that_do_not_go_together_are_refused(values: dict[str, Any], mess
     assert error.startswith(message)
     assert ("distributed.reduction tree" in error) == ("distributed.reduction" in values)
     assert len(error.splitlines()) == 1
+
+
+def test_survive_needs_a_store_at_a_host_and_port() -> None:
+    values = TREE | {"distributed.survive": True, "distributed.init_method": "file:///tmp/rendezvous"}
+    assert error_of(*options(values)).startswith("distributed.survive is true, which needs a store at a host and port")
+    read_config(options(values | {"distributed.init_method": "tcp://host:2000"}))
 
 
 def test_conflicts_within_several_sections_are_in_one_message() -> None:

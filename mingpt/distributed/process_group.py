@@ -34,7 +34,8 @@ class DistributedContext:
 
     def __init__(self, info: RankInfo, health: HealthMonitor | None = None, timeout: timedelta | None = None) -> None:
         self.rank, self.world_size, self.health, self.timeout = info.rank, info.world_size, health, timeout
-        self.launch_rank = info.rank  # with distributed.survive, `rank` is another one in each view
+        # With distributed.survive, `rank` and `world_size` are others in each view.
+        self.launch_rank, self.launch_world_size = info.rank, info.world_size
         self.view: int | None = None  # number of the view of the membership, with distributed.survive
         self.is_joining = False  # with distributed.survive: others have the state of the run, and this process has not
         self.group: dist.ProcessGroup | None = None  # None: all ranks

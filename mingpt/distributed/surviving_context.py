@@ -41,7 +41,8 @@ class SurvivingContext(DistributedContext):
 
     def __init__(self, info: RankInfo, store: dist.Store, address: str | None, timeout: timedelta) -> None:
         super().__init__(RankInfo(0, 1, info.local_rank or 0, info.local_world_size), None, timeout)
-        self.launch_rank, self.store, self.calls = info.rank, store, 0  # calls of all_gather_object
+        self.launch_rank, self.launch_world_size = info.rank, info.world_size
+        self.store, self.calls = store, 0  # of all_gather_object in this view, before of local_rank0_first
         label = f"{info.rank}@{platform.node()}:{os.getpid()}"
         self.membership = Membership(store, info.world_size, label, address, timeout.total_seconds())
         self.is_joining = self.membership.has_live_members()
@@ -105,24 +106,26 @@ class SurvivingContext(DistributedContext):
 
     def local_rank0_first(self, action: Callable[[], T]) -> T:
         """Runs `action` after the process that the launcher calls rank 0, and after local rank 0 of this machine."""
+        self.calls += 1
+        first, second = (f"prepared/{self.calls}/{who}" for who in ("", platform.node()))
         if self.launch_rank > 0:
-            self._wait_until_prepared("rank 0")
+            self._wait_for(first)
             if self.local_rank > 0:
-                self._wait_until_prepared(platform.node())
+                self._wait_for(second)
         result = action()
         if self.launch_rank == 0:
-            self.store.set("prepared/rank 0", "")
+            self.store.set(first, "")
         if self.local_rank == 0:
-            self.store.set(f"prepared/{platform.node()}", "")
+            self.store.set(second, "")
         return result
 
-    def _wait_until_prepared(self, who: str) -> None:
+    def _wait_for(self, key: str) -> None:
         deadline = self._deadline()
-        while not self.store.check([f"prepared/{who}"]):
+        while not self.store.check([key]):
             if time.monotonic() > deadline:
                 raise UserError(
                     f"distributed.timeout_seconds is {self.timeout.total_seconds():g}, in which "  # type: ignore[union-attr]
-                    f"{who} has not prepared the text: see its messages, or raise it"
+                    "rank 0 has not prepared the text for the others: see its messages, or raise it"
                 )
             time.sleep(POLL_SECONDS)
 
