@@ -29,6 +29,7 @@ from mingpt.distributed.liveness import HEARTBEAT_TIMEOUT, Liveness
 from mingpt.utils.errors import MembershipChanged, RunEnded
 
 STATE_TIMEOUT = 60.0  # seconds without a heartbeat, after which a member counts as gone if nobody else has its state
+DECISION_SECONDS = 0.5  # for the first member that is ready to decide the next view, before others do
 CONNECT_SECONDS = 10.0  # to form the group of a view
 GROUP_TIMEOUT = timedelta(seconds=30)  # of a group that is formed in vain
 COLLECTIVE_TIMEOUT = timedelta(days=1)  # members leave a collective when its view is over
@@ -226,6 +227,13 @@ class Membership:
                 steps.append(int(self.store.get(key)))
             else:
                 missing.append(name)
+        # The first one knows best who waits to join. Others decide if it does not.
+        if (
+            ready[0] != self.name
+            and not self.liveness.is_gone(ready[0])
+            and time.monotonic() < since + DECISION_SECONDS
+        ):
+            return
         # If all that are ready have less than the newest state, those that have it are waited for much longer.
         has_state = max(steps) >= max(last.steps)
         timeout = HEARTBEAT_TIMEOUT if has_state else STATE_TIMEOUT

@@ -4,7 +4,7 @@ import math
 import queue
 import threading
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future, wait
 from typing import Any, NamedTuple, Protocol
 
@@ -40,8 +40,8 @@ class AsyncSnapshotWriter:
     exists before the first save, because starting it would delay the step until it gets the interpreter's lock.
     """
 
-    def __init__(self, storage: SnapshotStorage, is_left_out: Callable[[], bool] = lambda: False) -> None:
-        self.storage, self.is_left_out = storage, is_left_out
+    def __init__(self, storage: SnapshotStorage) -> None:
+        self.storage = storage
         self.staging_buffers: dict[str, Tensor] = {}
         self.pending: Future[SaveResult] | None = None
         self.queue: queue.SimpleQueue[tuple[dict[str, Any], Future[SaveResult]]] = queue.SimpleQueue()
@@ -88,7 +88,7 @@ class AsyncSnapshotWriter:
             try:
                 if not get_total_norm(list(snapshot["model"].values())).isfinite():
                     raise UserError("the step's update made weights that are not finite; lower optimizer.learning_rate")
-                self.storage.write(snapshot, snapshot["best"]["step"], self.is_left_out)
+                self.storage.write(snapshot, snapshot["best"]["step"])
             except Exception as raised:  # reported by the training loop
                 error = raised
             future.set_result(SaveResult(snapshot["step"], snapshot["val_loss"], error, snapshot["best"]))
@@ -118,9 +118,9 @@ class SnapshotManager:
     """
 
     def __init__(self, context: DistributedContext, path: str, keep: int, timeout_seconds: float) -> None:
-        self.context, self.storage = context, SnapshotStorage(path, keep)
+        self.context, self.storage = context, SnapshotStorage(path, keep, context.is_left_out)
         self.max_wait = timeout_seconds / 2  # other ranks wait in a collective meanwhile
-        self.writer = AsyncSnapshotWriter(self.storage, context.is_left_out)
+        self.writer = AsyncSnapshotWriter(self.storage)
         self.writer_ranks = elect_writer_ranks(context, self.storage)
         self.results: list[SaveResult] = []
         self.last_error = ""  # why the newest snapshot does not exist

@@ -58,14 +58,15 @@ class SnapshotStorage:
     Args:
         path: folder or URL
         keep: number of newest snapshots to keep; the best by validation loss is kept too
+        is_left_out: whether other ranks continue the run without this one, which then must not delete any
     """
 
-    def __init__(self, path: str, keep: int) -> None:
+    def __init__(self, path: str, keep: int, is_left_out: Callable[[], bool] = lambda: False) -> None:
         with _raise_user_error(f"{path} can't be opened", "it may be a folder, or a URL that fsspec knows"):
             self.fs, self.root = fsspec.url_to_fs(path)
         self.is_local = isinstance(self.fs, LocalFileSystem)
         self.path = self.root if self.is_local and "://" in path else path
-        self.keep = keep
+        self.keep, self.is_left_out = keep, is_left_out
 
     def steps(self) -> list[int]:
         """Returns the steps of all snapshots, damaged ones included, in ascending order."""
@@ -108,13 +109,8 @@ class SnapshotStorage:
         with suppress(Exception):
             self.fs.rm_file(f"{self.root}/{name}.mark")
 
-    def write(
-        self, snapshot: dict[str, Any], best_step: int | None, is_left_out: Callable[[], bool] = lambda: False
-    ) -> str:
+    def write(self, snapshot: dict[str, Any], best_step: int | None) -> str:
         """Writes a snapshot, then deletes those that are no longer kept. Returns its path.
-
-        Args:
-            is_left_out: whether other ranks continue the run without this one, so that it must not delete any
 
         Raises:
             UserError: the snapshot can't be written. Existing snapshots are untouched.
@@ -127,7 +123,7 @@ class SnapshotStorage:
                 self.fs.makedirs(self.root, exist_ok=True)
             self._retry(self._write_and_rename if self.is_local else self._upload, content, target)
         try:
-            if not is_left_out():
+            if not self.is_left_out():
                 self._retry(self._prune, snapshot["step"], best_step)
         except Exception as error:
             raise PruneError(

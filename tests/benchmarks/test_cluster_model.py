@@ -67,6 +67,7 @@ def test_computation_hides_communication_except_for_the_last_part() -> None:
     assert [exposed_seconds(*seconds, last=0.1) for seconds in cases] == pytest.approx([1, 90, 10, 0])
 
 
+@pytest.mark.slow
 def test_more_gpus_are_faster_but_less_than_linearly() -> None:
     def fastest(ranks: int, cluster: Cluster) -> float:
         return min(each.seconds for each in fastest_per_strategy(config(), MODELS["1.5B"], ranks, cluster))
@@ -77,6 +78,7 @@ def test_more_gpus_are_faster_but_less_than_linearly() -> None:
     assert fastest(1024, ETHERNET) > fastest(64, ETHERNET) * 0.9  # each node still receives the full gradient
 
 
+@pytest.mark.slow
 def test_only_configurations_that_fit_into_memory_are_chosen() -> None:
     found = {each.strategy: each for each in fastest_per_strategy(config(), MODELS["13B"], 8, INFINIBAND)}
     assert found.keys() == {"zero2", "fsdp"}  # 12 bytes per parameter of an unsharded 13B are more than 141 GB

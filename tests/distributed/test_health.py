@@ -235,6 +235,7 @@ def _main_with_faults(faults: dict[int, str], grace_seconds: float, argv: list[s
     main.main()
 
 
+@pytest.mark.slow
 def test_exchange_outlasts_the_timeout_of_collectives_and_ends_without_heartbeats(tmp_path: Path) -> None:
     rank0, rank1 = run_ranks(2, _exchange, tmp_path=tmp_path)
     assert rank0[0] == rank1[0] == {1: "done"}

@@ -107,7 +107,7 @@ def test_a_member_that_was_left_out_comes_back_under_a_new_name_without_a_state(
 
 def test_members_wait_for_those_that_have_the_newest_state(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that has just joined must not go on without the one that it is to get the state from."""
-    monkeypatch.setattr(membership, "STATE_TIMEOUT", 2.5)
+    monkeypatch.setattr(membership, "STATE_TIMEOUT", 2.0)
     one, other = run.first_view(0, 0)
     other.leave()
     run.regroup(one, 5).result(20)
@@ -120,7 +120,7 @@ def test_members_wait_for_those_that_have_the_newest_state(run: Run, monkeypatch
     began = time.monotonic()
     with pytest.raises(StateLostError):
         run.regroup(third, -1).result(20)
-    assert time.monotonic() - began > 2.0
+    assert time.monotonic() - began > 1.5
 
 
 def test_a_member_that_lives_but_does_not_come_is_left_out_in_the_end(store: dist.TCPStore, run: Run) -> None:
@@ -130,7 +130,7 @@ def test_a_member_that_lives_but_does_not_come_is_left_out_in_the_end(store: dis
     began = time.monotonic()
     view = run.regroup(one, 1).result(20)
     assert (view.members, view.left) == ([one.name], [other.name])
-    assert time.monotonic() - began > 2.0
+    assert time.monotonic() - began > 1.5
 
 
 def test_all_that_wait_learn_that_the_run_has_ended(store: dist.TCPStore, run: Run) -> None:

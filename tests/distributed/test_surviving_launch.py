@@ -27,6 +27,7 @@ def trainers(variable: str) -> list[int]:
     return [pid for pid, env in environments.items() if b"\0MINGPT_SUPERVISOR_PID=" in env]
 
 
+@pytest.mark.slow
 def test_a_process_without_a_launcher_starts_again_from_its_newest_snapshot(text: Path, tmp_path: Path) -> None:
     """There is nobody to get the state from."""
     argv = run_args(tmp_path / "run", text, trainer__max_steps=10**6, **SURVIVE)

@@ -16,8 +16,7 @@ PLACES = [  # of a rank in a view, the signal that it gets there, and how many r
     ("decided", 2, "SIGKILL", 3),
     ("written", 0, "SIGKILL", 3),
     ("saving", 0, "SIGKILL", 2),
-    ("copying", None, "SIGKILL", 1),
-    ("evaluating", 1, "SIGKILL", 2),
+    ("evaluating", 0, "SIGKILL", 2),
 ]
 MORE_PLACES = [
     ("writing", 0, "SIGSTOP", 3),
@@ -27,6 +26,7 @@ MORE_PLACES = [
     ("saving", 0, "SIGSTOP", 2),
     ("settled", 0, "SIGKILL", 3),
     ("ready", 1, "SIGKILL", 3),
+    ("copying", None, "SIGKILL", 1),
     ("copied", None, "SIGKILL", 1),
     ("gathered", 1, "SIGSTOP", 3),
     ("saved", 0, "SIGKILL", 2),
