@@ -58,7 +58,7 @@ def draw_plan(rng: random.Random) -> Plan:
 
 def options(plan: Plan, run_dir: Path, text: Path, steps: int, **changes: Any) -> list[str]:
     values = {"optimizer__name": plan.optimizer, "trainer__precision": plan.precision, "model__dropout": 0.1}
-    values |= {"trainer__max_steps": steps, "trainer__eval_every": 40, "trainer__save_every": plan.save_every}
+    values |= {"trainer__max_steps": steps, "trainer__eval_every": 20, "trainer__save_every": plan.save_every}
     values |= {
         "optimizer__decay_steps": STEPS,
         "trainer__micro_batch_size": 2,

@@ -28,11 +28,11 @@ MORE_PLACES = [
     ("ready", 1, "SIGKILL", 3),
     ("copying", None, "SIGKILL", 1),
     ("copied", None, "SIGKILL", 1),
+    ("forward", 2, "SIGKILL", 3),
+    ("formed", 1, "SIGKILL", 3),
     ("gathered", 1, "SIGSTOP", 3),
     ("saved", 0, "SIGKILL", 2),
     ("written", 0, "SIGSTOP", 3),
-    ("forward", 2, "SIGKILL", 3),
-    ("formed", 1, "SIGKILL", 3),
 ]
 
 
@@ -40,7 +40,7 @@ MORE_PLACES = [
     "places", [PLACES, pytest.param(MORE_PLACES, marks=pytest.mark.slow)], ids=["places", "more places"]
 )
 def test_a_rank_that_is_lost_anywhere_loses_no_step(places: list[Any], tmp_path: Path) -> None:
-    plan, text = Plan("muon", "fp32", 3, 20), write_text(tmp_path / "text.txt")
+    plan, text = Plan("muon", "fp32", 3, 10), write_text(tmp_path / "text.txt")
     folder = tmp_path / "orders"
     folder.mkdir()
     argv = options(plan, tmp_path / "run", text, 10**6, distributed__survive=True)
