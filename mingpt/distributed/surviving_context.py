@@ -23,7 +23,7 @@ from mingpt.distributed.membership import POLL_SECONDS, Membership, StateLostErr
 from mingpt.distributed.process_group import DistributedContext
 from mingpt.distributed.supervisor import RESTART_STATUS, report_joined
 from mingpt.utils.device import choose_device
-from mingpt.utils.errors import MembershipChanged, UserError
+from mingpt.utils.errors import MembershipChanged, RunEnded, UserError
 from mingpt.utils.logging import set_rank
 
 WAIT_SLICE = timedelta(seconds=0.1)  # between looks, in a collective, at whether the view is over
@@ -36,13 +36,15 @@ class SurvivingContext(DistributedContext):
     """This process's rank in the view, and collectives that raise MembershipChanged once the view is over.
 
     Raises:
-        UserError: a process that must come first has not come in time.
+        RunEnded: the run has ended while this process started.
     """
 
     def __init__(self, info: RankInfo, store: dist.Store, address: str | None, timeout: timedelta) -> None:
         super().__init__(RankInfo(0, 1, info.local_rank or 0, info.local_world_size), None, timeout)
         self.launch_rank, self.launch_world_size = info.rank, info.world_size
         self.store, self.calls = store, 0  # of all_gather_object in this view, before of local_rank0_first
+        if store.check(["end"]):
+            raise RunEnded
         label = f"{info.rank}@{platform.node()}:{os.getpid()}"
         self.membership = Membership(store, info.world_size, label, address, timeout.total_seconds())
         self.is_joining = self.membership.has_live_members()

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from mingpt.distributed.launch_environment import (
     resolve_init_method,
     select_gloo_interface,
 )
-from mingpt.distributed.supervisor import TOKEN, become_supervisor
+from mingpt.distributed.supervisor import SIGNALS, TOKEN, become_supervisor
 from mingpt.distributed.surviving_context import SurvivingContext
 from mingpt.utils.errors import PeerError, UserError
 from mingpt.utils.files import lock_run_dir
@@ -76,6 +77,10 @@ def _fork_store(host: str, port: int) -> int:
     parent = os.getpid()
     if os.fork() == 0:
         try:
+            for number in SIGNALS:  # the run saves a snapshot first, and this process ends with its parent
+                signal.signal(number, signal.SIG_IGN)
+            # It looks up the name of whoever connects, and answers nobody meanwhile (torch 2.13).
+            os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
             store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
             os.write(writer, str(store.port).encode())
             while os.getppid() == parent:
