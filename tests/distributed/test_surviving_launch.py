@@ -65,6 +65,7 @@ def test_ranks_started_by_hand_meet_at_a_store_that_outlives_rank_0(text: Path, 
     wait_until(lambda: not find_processes(variable), "the end of the store")
 
 
+@pytest.mark.slow
 def test_bad_input_ends_the_run_with_one_message(text: Path, tmp_path: Path) -> None:
     argv = run_args(tmp_path / "run", text, trainer__batch_size=2, **SURVIVE)
     run = run_program(*TORCHRUN, "--nproc_per_node=2", "main.py", *argv)

@@ -66,6 +66,7 @@ def test_the_live_line_fits_the_terminal_and_stays_below_log_lines(text: Path, t
     assert not [line for line in lines if line.startswith("step ") and "/12" in line]  # the live line has these
 
 
+@pytest.mark.slow
 def test_the_live_line_has_the_loss_of_each_step_on_one_process_and_of_first_and_logged_ones_on_two(
     text: Path, tmp_path: Path
 ) -> None:
