@@ -50,8 +50,8 @@ def reach(place: str) -> None:
     if place not in WHILE_REGROUPING and context.view not in views[-1:]:  # others may not have the state yet
         return
     try:
-        (FOLDER / f"{done}_{place}_{os.getpid()}").touch(exist_ok=False)
-    except FileExistsError:
+        (FOLDER / f"{done}_{place}").touch(exist_ok=False)
+    except FileExistsError:  # another process has done so at the same time
         return
     if name == "SIGSTOP":
         subprocess.Popen(["sh", "-c", f"sleep 3; kill -CONT {os.getpid()}"])

@@ -47,7 +47,7 @@ def test_a_rank_that_is_lost_anywhere_loses_no_step(places: list[Any], tmp_path:
     orders = {"KILL_AT": json.dumps(places), "KILL_AT_FOLDER": str(folder)}
     run = run_program(*TORCHRUN, "--nproc_per_node=3", str(ROOT / "tests/faults/kill_at.py"), *argv, **orders)
     assert "stopped by SIGTERM" in run.stdout, run.stderr
-    done = sorted((int(number), place) for file in folder.iterdir() for number, place, _ in [file.name.split("_")])
+    done = sorted((int(number), place) for file in folder.iterdir() for number, place in [file.name.split("_")])
     assert done == list(enumerate(place for place, *_ in places))
     undisturbed = undisturbed_run(plan, tmp_path, text, newest_snapshot(tmp_path / "run")["step"])
     assert_equal_snapshots(undisturbed, tmp_path / "run")
