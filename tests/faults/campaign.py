@@ -149,15 +149,6 @@ class Run:
             time.sleep(0.01)
             self.update()
 
-    def wait_for_save(self) -> bool:
-        """Waits for a snapshot that is being written, without a pause, since that takes only milliseconds."""
-        folder, deadline = self.run_dir / "snapshots", time.monotonic() + 3
-        leftovers = set(folder.glob("*.tmp"))
-        while time.monotonic() < deadline:
-            if not leftovers.issuperset(folder.glob("*.tmp")):
-                return True
-        return False
-
     def inject_fault(self, rng: random.Random) -> None:
         """Causes a fault, and waits until the run has continued."""
         # Always the same number of draws, so that the outcome of a fault does not change the next one.
@@ -167,7 +158,7 @@ class Run:
         self.wait(lambda: self.step >= target, f"step {target}")
         workers, launcher, starts = self.workers(), self.process.pid, self.starts
         victim = workers[0 if aims_at_save else index % len(workers)]  # rank 0 writes snapshots
-        in_save = aims_at_save and self.wait_for_save()
+        in_save = aims_at_save and survive.wait_for_save(self.run_dir)
         time.sleep(0 if aims_at_save else delay)
         all_pids = list({launcher, *workers})
         pids = {TERM: [launcher], KILL_LAUNCHER: [launcher], KILL_ALL: all_pids, TERM_ALL: all_pids}

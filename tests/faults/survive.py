@@ -68,6 +68,16 @@ def options(plan: Plan, run_dir: Path, text: Path, steps: int, **changes: Any) -
     return run_args(run_dir, text, **(values | changes))
 
 
+def wait_for_save(run_dir: Path) -> bool:
+    """Waits for a snapshot that is being written, without a pause, since that takes only milliseconds."""
+    folder, deadline = run_dir / "snapshots", time.monotonic() + 3
+    leftovers = set(folder.glob("*.tmp"))
+    while time.monotonic() < deadline:
+        if not leftovers.issuperset(folder.glob("*.tmp")):
+            return True
+    return False
+
+
 class SurviveRun:
     """A run under torchrun, whose ranks are killed and stopped, but never all that have its state.
 
@@ -151,7 +161,7 @@ class SurviveRun:
         if len(victims) < count:
             return
         victims = victims[:count]
-        if kind == KILL_SAVING and not self.wait_for_save():
+        if kind == KILL_SAVING and not wait_for_save(self.run_dir):
             return
         if kind == STOP:
             self.stopped[victims[0]] = time.monotonic() + self.rng.uniform(0.3, 5)
@@ -168,14 +178,6 @@ class SurviveRun:
     def send(self, pid: int, number: int) -> None:
         with suppress(ProcessLookupError):
             os.kill(pid, number)
-
-    def wait_for_save(self) -> bool:
-        folder, deadline = self.run_dir / "snapshots", time.monotonic() + 3
-        leftovers = set(folder.glob("*.tmp"))
-        while time.monotonic() < deadline:
-            if not leftovers.issuperset(folder.glob("*.tmp")):
-                return True
-        return False
 
     def measure_stalls(self) -> None:
         last, change = 0.0, None
