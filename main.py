@@ -1,8 +1,10 @@
 """Entry point: configuration -> process group -> Trainer -> exit status."""
 
+import faulthandler
 import hashlib
 import os
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -75,6 +77,7 @@ def run(argv: Sequence[str]) -> int:
         return 2
     except PeerError as error:
         logger.error(f"{error}{restart_hint(os.environ)}")
+        time.sleep(error.linger_seconds)
         return 1
     except RuntimeError as error:
         if not is_oom_error(error):
@@ -90,6 +93,7 @@ def run(argv: Sequence[str]) -> int:
 
 def main() -> None:
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # for paths the terminal can't show
+    faulthandler.enable()  # gloo aborts the process if the sizes of a collective differ between ranks
     status = 1
     try:
         status = record(run)(sys.argv[1:]) or 0  # torchrun's summary then shows a worker's traceback

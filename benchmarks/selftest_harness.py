@@ -67,10 +67,10 @@ def share_groups(context: DistributedContext) -> None:
     """Makes trainers with equal groups of ranks share them, since NCCL's buffers for each take memory on the GPU."""
     subgroup, made = context.subgroup, dict[tuple[tuple[int, ...], ...], DistributedContext]()
 
-    def subgroup_once(groups: Iterable[Sequence[int]]) -> DistributedContext:
+    def subgroup_once(groups: Iterable[Sequence[int]], description: str | None = None) -> DistributedContext:
         key = tuple(map(tuple, groups))
         if key not in made:
-            made[key] = subgroup(key)
+            made[key] = subgroup(key, description)
         return made[key]
 
     context.subgroup = subgroup_once  # type: ignore[method-assign]

@@ -1,5 +1,6 @@
 """The rendezvous of ranks at a key-value store, and their heartbeats in it."""
 
+import json
 import os
 import platform
 import re
@@ -15,11 +16,13 @@ from typing import Any
 import torch.distributed as dist
 
 from mingpt.distributed.launch_environment import restart_hint
+from mingpt.distributed.position import Position, PositionReader, SlowRanks, count_collectives, explain_wait
 from mingpt.utils.errors import PeerError, StoreUnreachableError, is_oom_error
 from mingpt.utils.logging import logger
 
 HEARTBEAT_INTERVAL = 0.5  # seconds between heartbeats
 HEARTBEAT_TIMEOUT = 2.0  # seconds without one, after which a rank counts as gone
+ALL_ALIVE_SECONDS = 0.7  # in which all ranks send a heartbeat if none is gone
 GRACE_SECONDS = 5.0  # for the main thread to report an error, in which it waits for a snapshot that is being written
 FILE_SYSTEM = "the file system"  # the host of a store at file://
 NCCL_DUMP_KEY = "exception_dump"  # set by NCCL's watchdog, below all prefixes (kStoreDumpKey in ProcessGroupNCCL.hpp)
@@ -81,9 +84,10 @@ def generation_store(store: dist.Store, rank: int, world_size: int, timeout: tim
 class HealthMonitor:
     """Heartbeats in the store, from which ranks find out which of them is gone.
 
-    A backend's error says that some rank is gone, but not which one. So a thread of each rank sets a heartbeat in the
-    store, and after an error the main thread reads those of all ranks. The first rank that finds the cause writes it
-    to the store for the others, since they see that rank exit in turn.
+    A backend's error says that some rank is gone or late, but not which one. So a thread of each rank sets a heartbeat
+    with its position in the store, and after an error the main thread reads those of all ranks. The first rank that
+    finds the cause writes it to the store for the others, since they see that rank exit in turn. The thread of rank 0
+    also warns of ranks for which the others wait.
 
     A main thread that waits for a GPU gets no error: NCCL's kernel waits there for the rank that is gone. So each rank
     also watches the cause and the heartbeat of its successor, rank + 1; with any number of ranks, each makes four small
@@ -102,6 +106,7 @@ class HealthMonitor:
         self.rank, self.world_size, self.store_host = rank, world_size, store_host
         self.timeout_seconds = timeout_seconds
         self.name = f"rank {rank} ({platform.node()}, process {os.getpid()})"
+        self.heartbeat_keys = [f"heartbeat/{other}" for other in range(world_size)]
         self.store.set(f"name/{rank}", self.name)
         self.store.set(f"heartbeat/{rank}", "")
         self.stopped = threading.Event()
@@ -123,9 +128,14 @@ class HealthMonitor:
     def _send_heartbeats(self) -> None:
         successor = (self.rank + 1) % self.world_size
         root_store = self.heartbeat_store._underlying_non_prefix_store  # type: ignore[attr-defined]
+        reader, slow_ranks = PositionReader(count_collectives), SlowRanks()
         while not self.stopped.wait(HEARTBEAT_INTERVAL):
             try:
-                self.heartbeat_store.set(f"heartbeat/{self.rank}", str(time.monotonic()))
+                heartbeat = json.dumps([time.monotonic(), reader.read()])
+                self.heartbeat_store.set(f"heartbeat/{self.rank}", heartbeat)
+                if self.rank == 0 and self.is_watching:
+                    heartbeats = self.heartbeat_store.multi_get(self.heartbeat_keys)
+                    slow_ranks.look(_positions(heartbeats), HEARTBEAT_INTERVAL)
                 self.successor_heartbeat = self.heartbeat_store.get(f"heartbeat/{successor}")
                 self.has_failure = self.heartbeat_store.check(["cause"]) or root_store.check([NCCL_DUMP_KEY])
             except (RuntimeError, OSError):  # training may continue without a store
@@ -191,9 +201,8 @@ class HealthMonitor:
             except PeerError as unreachable:
                 return unreachable
             if cause:
-                if self.rank == 0:  # it may host the store, which other ranks read a moment later
-                    time.sleep(2 * HEARTBEAT_INTERVAL)
-                return PeerError(cause)
+                # Rank 0 may host the store, which other ranks read a moment later.
+                return PeerError(cause, 2 * HEARTBEAT_INTERVAL if self.rank == 0 else 0.0)
         summary = (str(error).strip().splitlines() or [""])[0]
         with suppress(PeerError):
             self._query(self.store.compare_set, "cause", "", f"{self.name} failed: {type(error).__name__}: {summary}")
@@ -218,23 +227,37 @@ class HealthMonitor:
             ) from error
 
     def _find_cause(self, error: Exception | None) -> str:
-        """Returns the cause that another rank has found, else the ranks without heartbeat, else an empty string."""
-        keys = [f"heartbeat/{rank}" for rank in range(self.world_size)]
-        started, before = time.monotonic(), self.store.multi_get(keys)
-        while time.monotonic() < started + HEARTBEAT_TIMEOUT:
-            if self.store.check(["cause"]):
-                return self.store.get("cause").decode()
-            time.sleep(0.1)
-        now = self.store.multi_get(keys)
-        silent = [rank for rank in range(self.world_size) if now[rank] == before[rank]]
+        """Returns the cause that another rank has found, else the rank that is gone or late, else an empty string."""
+        started, before = time.monotonic(), self.store.multi_get(self.heartbeat_keys)
+        for seconds in (ALL_ALIVE_SECONDS, HEARTBEAT_TIMEOUT):
+            while time.monotonic() < started + seconds:
+                if self.store.check(["cause"]):
+                    return self.store.get("cause").decode()
+                time.sleep(0.1)
+            now = self.store.multi_get(self.heartbeat_keys)
+            silent = [rank for rank in range(self.world_size) if now[rank] == before[rank]]
+            if not silent:
+                break
         if self.rank in silent:
             return ""  # the store no longer shows even this rank's heartbeats, so it says nothing of the others
-        gone = [self.store.get(f"name/{rank}").decode() for rank in silent]
-        if gone:
-            names = " and ".join(gone)
-            cause = f"{names} sent no heartbeat for {HEARTBEAT_TIMEOUT:g} seconds: dead, stopped or cut off"
-        elif re.search("timeout|timed out", str(error), re.IGNORECASE):
-            cause = f"all {self.world_size} ranks are alive, but one of them did not answer in time: {error}"
+        names = {rank: self.store.get(f"name/{rank}").decode() for rank in range(self.world_size)}
+        if silent:
+            gone, last = " and ".join(names[rank] for rank in silent), _positions(now)
+            lines = " and ".join(last[rank].line if rank in last else "the start" for rank in silent)
+            cause = (
+                f"{gone} sent no heartbeat for {HEARTBEAT_TIMEOUT:g} seconds: dead, stopped or cut off, last seen at "
+                f"{lines}"
+            )
+        elif re.search("timeout|timed out|gloo", str(error), re.IGNORECASE):
+            late = explain_wait(_positions(now), names)
+            if not late and not re.search("timeout|timed out", str(error), re.IGNORECASE):
+                return ""
+            cause = f"all {self.world_size} ranks are alive, but {late or f'one did not answer in time: {error}'}"
         else:
             return ""
         return self.store.compare_set("cause", "", cause).decode()
+
+
+def _positions(heartbeats: Sequence[bytes]) -> dict[int, Position]:
+    """The positions in heartbeats, by rank. A rank's first heartbeat has none."""
+    return {rank: Position(*json.loads(heartbeat)[1]) for rank, heartbeat in enumerate(heartbeats) if heartbeat}

@@ -10,6 +10,8 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
+from mingpt.distributed.position import Position
+
 HEARTBEAT_INTERVAL = 0.3  # seconds between heartbeats, and between looks at those of others
 HEARTBEAT_TIMEOUT = 1.2  # seconds without one, after which a process counts as gone
 WAITING_TIMEOUT = 1.0  # seconds after which a main thread that last said that it waits no longer does
@@ -29,13 +31,19 @@ class Liveness:
         store: with a connection that only this object uses
         name: of this process, unique in the store
         address: at which other processes reach this one, None if that is not known
-        on_look: called by the thread after each look, with the store
+        read_position: called by the thread for each heartbeat, which carries the result
+        on_look: called by the thread after each look, with the store and the seconds since the last look
     """
 
     def __init__(
-        self, store: dist.Store, name: str, address: str | None, on_look: Callable[[dist.Store], None]
+        self,
+        store: dist.Store,
+        name: str,
+        address: str | None,
+        read_position: Callable[[], Position],
+        on_look: Callable[[dist.Store, float], None],
     ) -> None:
-        self.store, self.name, self.on_look = store, name, on_look
+        self.store, self.name, self.read_position, self.on_look = store, name, read_position, on_look
         self.watched: Sequence[str] = ()
         self.waiting_until = 0.0  # for which time the heartbeat says that the main thread waits for something
         self.silence: dict[str, float] = {}  # seconds
@@ -46,7 +54,7 @@ class Liveness:
         self.listener = socket.create_server(("", 0), backlog=1024)
         port = self.listener.getsockname()[1]
         self.store.set(f"address/{name}", json.dumps([address, port] if address else None))
-        self.store.set(f"heartbeat/{name}", "0")
+        self.store.set(f"heartbeat/{name}", json.dumps([0, False, None]))
         self.wakeup, self.waker = socket.socketpair()
         self.wakeup.setblocking(False)
         self.waker.setblocking(False)
@@ -86,19 +94,28 @@ class Liveness:
 
     def is_waiting(self, name: str) -> bool:
         """Whether the main thread of a process that is alive says that it waits."""
-        return not self.is_gone(name) and self.heartbeats.get(name, b"").endswith(b"waiting")
+        if self.is_gone(name) or name not in self.heartbeats:
+            return False
+        _, is_waiting, _ = json.loads(self.heartbeats[name])
+        return is_waiting
+
+    def positions(self, names: Sequence[str]) -> dict[int, Position]:
+        """Where the main threads of these processes are, by their index, as far as it is known."""
+        beats = [(i, json.loads(self.heartbeats[name])) for i, name in enumerate(names) if name in self.heartbeats]
+        return {i: Position(*position) for i, (_, _, position) in beats if position}
 
     def _run(self) -> None:
         count, looked = 0, time.monotonic()
         with suppress(RuntimeError, OSError):  # without a store, training goes on while nobody fails
             while not self.stopped:
                 count += 1
-                waiting = " waiting" if time.monotonic() < self.waiting_until else ""
-                self.store.set(f"heartbeat/{self.name}", f"{count}{waiting}")
+                heartbeat = json.dumps([count, time.monotonic() < self.waiting_until, self.read_position()])
+                self.store.set(f"heartbeat/{self.name}", heartbeat)
+                self.heartbeats[self.name] = heartbeat.encode()
                 now = time.monotonic()
-                self._look(min(now - looked, 2 * HEARTBEAT_INTERVAL))
-                looked = now
-                self.on_look(self.store)
+                seconds, looked = min(now - looked, 2 * HEARTBEAT_INTERVAL), now
+                self._look(seconds)
+                self.on_look(self.store, seconds)
                 self._wait()
 
     def _look(self, seconds: float) -> None:

@@ -17,6 +17,7 @@ import json
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -26,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from mingpt.distributed.liveness import HEARTBEAT_TIMEOUT, Liveness
+from mingpt.distributed.position import Position, SlowRanks, explain_wait
 from mingpt.utils.errors import MembershipChanged, RunEnded
 
 STATE_TIMEOUT = 60.0  # seconds without a heartbeat, after which a member counts as gone if nobody else has its state
@@ -67,13 +69,23 @@ class Membership:
         label: names this process in messages
         address: at which other processes reach this one, None if that is not known
         arrival_seconds: how long a member whose heart beats may take to leave a view that is over
+        read_position: returns where the main thread is
     """
 
-    def __init__(self, store: Store, founders: int, label: str, address: str | None, arrival_seconds: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        founders: int,
+        label: str,
+        address: str | None,
+        arrival_seconds: float,
+        read_position: Callable[[], Position],
+    ) -> None:
         # A request waits for the one before it on the same connection, so threads have their own. They are opened here,
         # because the store looks up the name of whoever connects, which may take seconds (torch 2.13).
         self.store, self.group_store = store, store.clone()
         self.founders, self.label, self.address, self.arrival_seconds = founders, label, address, arrival_seconds
+        self.read_position, self.slow_ranks = read_position, SlowRanks()
         self.view = View()
         self.group: Any = None  # a ProcessGroupGloo
         self.lock = threading.Lock()
@@ -87,13 +99,16 @@ class Membership:
 
     def _start_liveness(self) -> None:
         self.name = f"{self.label}/{uuid.uuid4().hex[:8]}"
-        self.liveness = Liveness(self.store.clone(), self.name, self.address, self._on_look)
+        self.liveness = Liveness(self.store.clone(), self.name, self.address, self.read_position, self._on_look)
         self.liveness.start()
 
     # The heartbeats' thread
 
-    def _on_look(self, store: Store) -> None:
-        """Ends the view when a member is gone, and notices when another has ended it, or somebody wants to join."""
+    def _on_look(self, store: Store, seconds: float) -> None:
+        """Ends the view when a member is gone, and notices when another has ended it, or somebody wants to join.
+
+        On rank 0, it warns of members for which the others wait.
+        """
         view = self.view
         if self.is_over.is_set() or not view.members:
             return
@@ -102,7 +117,10 @@ class Membership:
             self.end_view("a member is gone", store)
         is_over = bool(gone) or store.check([f"ended/{view.number}"])
         self.liveness.watched = view.members
-        has_joiners = not is_over and view.members[0] == self.name and bool(self._joiners(store, view))
+        is_rank0 = not is_over and view.members[0] == self.name
+        has_joiners = is_rank0 and bool(self._joiners(store, view))
+        if is_rank0:
+            self.slow_ranks.look(self.liveness.positions(view.members), seconds)
         with self.lock:
             if view is self.view:
                 self.has_joiners = has_joiners
@@ -129,6 +147,12 @@ class Membership:
 
     def end_view(self, reason: str, store: Store | None = None) -> None:
         (store or self.store).compare_set(f"ended/{self.view.number}", "", reason)
+
+    def explain_wait(self) -> str:
+        """Says which member has not come to a collective in time, and where each is."""
+        names = {rank: f"rank {rank} ({name.split('/')[0]})" for rank, name in enumerate(self.view.members)}
+        late = explain_wait(self.liveness.positions(self.view.members), names)
+        return late or "a member has not come to a collective in time"
 
     def has_live_members(self) -> bool:
         """Whether a member of the newest view is alive, so that the state need not be loaded from a snapshot."""

@@ -45,11 +45,11 @@ class DistributedContext:
         self.local_world_size = info.local_world_size or hosts.count(host)
         self.device = torch.device("cpu")
 
-    def subgroup(self, groups: Iterable[Sequence[int]]) -> "DistributedContext":
+    def subgroup(self, groups: Iterable[Sequence[int]], description: str | None = None) -> "DistributedContext":
         """Returns the context of this rank's group of ranks; all ranks must list the same groups."""
         context = copy(self)
         for ranks in groups:
-            group = dist.new_group(list(ranks), timeout=self.timeout)
+            group = dist.new_group(list(ranks), timeout=self.timeout, group_desc=description)
             if self.rank in ranks:
                 _extend_cuda_timeout(group)
                 context.rank, context.world_size, context.group = ranks.index(self.rank), len(ranks), group
@@ -166,12 +166,12 @@ class DistributedContext:
         tensor = torch.tensor(values, dtype=torch.int32)
         work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, async_op=True) if self.world_size > 1 else None
 
-        def wait() -> list[int]:
+        def all_reduce_max() -> list[int]:
             if work is not None:
                 work.wait()
             return tensor.tolist()
 
-        return wait
+        return all_reduce_max
 
     def is_left_out(self) -> bool:
         """Whether, with distributed.survive, the other ranks have gone on without this one, which may not know it."""

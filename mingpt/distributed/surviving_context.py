@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mingpt.distributed.launch_environment import RankInfo
 from mingpt.distributed.membership import POLL_SECONDS, Membership, StateLostError, View
+from mingpt.distributed.position import PositionReader
 from mingpt.distributed.process_group import DistributedContext
 from mingpt.distributed.supervisor import RESTART_STATUS, report_joined
 from mingpt.utils.device import choose_device
@@ -42,11 +43,12 @@ class SurvivingContext(DistributedContext):
     def __init__(self, info: RankInfo, store: dist.Store, address: str | None, timeout: timedelta) -> None:
         super().__init__(RankInfo(0, 1, info.local_rank or 0, info.local_world_size), None, timeout)
         self.launch_rank, self.launch_world_size = info.rank, info.world_size
-        self.store, self.calls = store, 0  # of all_gather_object in this view, before of local_rank0_first
+        self.store, self.calls = store, 0  # collectives of this view, or before calls of local_rank0_first
         if store.check(["end"]):
             raise RunEnded
         label = f"{info.rank}@{platform.node()}:{os.getpid()}"
-        self.membership = Membership(store, info.world_size, label, address, timeout.total_seconds())
+        reader = PositionReader(lambda: {f"view {self.view}": self.calls})
+        self.membership = Membership(store, info.world_size, label, address, timeout.total_seconds(), reader.read)
         self.is_joining = self.membership.has_live_members()
         self.views_without_step, self.last_step = 0, -1
         self.ends_view = False  # after this step, since somebody waits to join
@@ -175,14 +177,14 @@ class SurvivingContext(DistributedContext):
         options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
         work = self._start(lambda group: group.allreduce([tensor], options)) if self.world_size > 1 else None
 
-        def wait() -> list[int]:
+        def all_reduce_max() -> list[int]:
             if work is not None:
                 self._wait(work)
             *maxima, joiners = tensor.tolist()
             self.ends_view = bool(joiners)
             return maxima
 
-        return wait
+        return all_reduce_max
 
     def _run(self, start: Callable[[Any], dist.Work]) -> None:
         self._wait(self._start(start))
@@ -190,6 +192,7 @@ class SurvivingContext(DistributedContext):
     def _start(self, start: Callable[[Any], dist.Work]) -> dist.Work:
         """Starts a collective. Its tensors must be used nowhere else: if it is abandoned, it may complete later."""
         self.membership.check()
+        self.calls += 1
         pending = self.membership.pending
         pending[:] = [work for work in pending if not work.is_completed()]
         try:
@@ -216,7 +219,7 @@ class SurvivingContext(DistributedContext):
         """Raises MembershipChanged if the view is over, and ends it after the deadline."""
         self.membership.check()
         if time.monotonic() > deadline:
-            self._end_view("a member has not come to a collective in time")
+            self._end_view(self.membership.explain_wait())
 
     def _end_view(self, why: str, error: RuntimeError | None = None) -> NoReturn:
         self.membership.liveness.look_now()

@@ -16,6 +16,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.profiler import record_function
 
 from mingpt.config import Config, GPTConfig
+from mingpt.distributed.position import POINT_TO_POINT
 from mingpt.distributed.process_group import DistributedContext
 from mingpt.loss import IGNORE_INDEX, cross_entropy
 from mingpt.parallel.data_parallel import Strategy, WindowDataset
@@ -36,7 +37,7 @@ def pipeline_groups(
     """
     rows = [range(start, start + stages) for start in range(0, context.world_size, stages)]
     ends = [[row[0], row[-1]] for row in rows] + [[rank] for row in rows for rank in row[1:-1]]
-    return context.subgroup(zip(*rows, strict=True)), context.subgroup(rows), context.subgroup(ends)
+    return context.subgroup(zip(*rows, strict=True)), context.subgroup(rows, POINT_TO_POINT), context.subgroup(ends)
 
 
 def stage_io(config: GPTConfig, B: int, stage: int, stages: int) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,15 @@ class SharedUserError(UserError):
 
 
 class PeerError(Exception):
-    """Another rank or the rendezvous store is gone; exit status 1."""
+    """Another rank or the rendezvous store is gone; exit status 1.
+
+    Args:
+        linger_seconds: for which this process must not end after its message
+    """
+
+    def __init__(self, message: str, linger_seconds: float = 0.0) -> None:
+        super().__init__(message)
+        self.linger_seconds = linger_seconds
 
 
 class StoreUnreachableError(PeerError):

@@ -117,9 +117,7 @@ def _crash(argv: list[str]) -> tuple[int, str]:
         pytest.param(
             "file", 1, "SIGKILL seen by NCCL", 0.5, r"rank 1 \(.*\) sent no heartbeat", marks=pytest.mark.slow
         ),
-        pytest.param("file", 1, "SIGKILL", 5, r"rank 1 \(.*\) sent no heartbeat for 2 seconds", marks=pytest.mark.slow),
         pytest.param("file", 1, "SIGSTOP", 5, r"rank 1 \(.*\) sent no heartbeat for 2 seconds", marks=pytest.mark.slow),
-        pytest.param("tcp", 0, "SIGKILL", 5, r"rank 0, which hosts the store, is gone", marks=pytest.mark.slow),
         pytest.param("tcp", 0, "SIGSTOP", 5, r"rank 0, which hosts the store, is gone", marks=pytest.mark.slow),
     ],
 )

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from mingpt.distributed import liveness, membership
 from mingpt.distributed.membership import Membership, StateLostError, View
+from mingpt.distributed.position import Position
 from mingpt.utils.errors import RunEnded
 
 
@@ -25,7 +26,8 @@ class Run:
         self.pool, self.all = ThreadPoolExecutor(8), []
 
     def member(self, rank: int, arrival_seconds: float = 60.0) -> Membership:
-        member = Membership(self.store.clone(), self.founders, f"{rank}@host:1", "127.0.0.1", arrival_seconds)
+        args = (self.store.clone(), self.founders, f"{rank}@host:1", "127.0.0.1", arrival_seconds)
+        member = Membership(*args, lambda: Position({}, "", "", 0.0))
         self.all.append(member)
         return member
 

@@ -53,6 +53,9 @@ def reach(place: str) -> None:
         (FOLDER / f"{done}_{place}").touch(exist_ok=False)
     except FileExistsError:  # another process has done so at the same time
         return
+    if name == "hang":
+        time.sleep(8)
+        return
     if name == "SIGSTOP":
         subprocess.Popen(["sh", "-c", f"sleep 3; kill -CONT {os.getpid()}"])
     os.kill(os.getpid(), getattr(signal, name))

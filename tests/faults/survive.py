@@ -185,7 +185,7 @@ class SurviveRun:
             if row["event"] == "view" and row["view"] > 1:
                 change = change or row
             elif row["event"] == "train":
-                if change is not None:
+                if change is not None and last:
                     pids = {int(name.split(":")[1].split("/")[0]) for name in change["left"]}
                     kind = "SIGSTOP" if pids & self.was_stopped else "SIGKILL" if pids & self.killed else ""
                     (self.stalls[kind] if kind else self.joins).append(row["time"] - last)

@@ -1,6 +1,7 @@
 """distributed.survive: the loss of a rank ends no run, and loses no finished step."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -54,3 +55,21 @@ def test_a_rank_that_is_lost_anywhere_loses_no_step(places: list[Any], tmp_path:
     assert curves(undisturbed) == curves(tmp_path / "run")
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if row["event"] == "start"] == [0]
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_named_and_the_others_continue(tmp_path: Path) -> None:
+    """It is named after distributed.timeout_seconds, and waited for once more as long."""
+    folder = tmp_path / "orders"
+    folder.mkdir()
+    argv = options(Plan("adamw", "fp32", 3, 10), tmp_path / "run", write_text(tmp_path / "text.txt"), 10**6)
+    argv += ["--distributed.survive", "true", "--distributed.timeout_seconds", "2"]
+    orders = {"KILL_AT": json.dumps([("forward", 1, "hang", 3)]), "KILL_AT_FOLDER": str(folder)}
+    run = run_program(*TORCHRUN, "--nproc_per_node=3", str(ROOT / "tests/faults/kill_at.py"), *argv, **orders)
+    assert "stopped by SIGTERM" in run.stdout, run.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    [view] = [row for row in rows if row["event"] == "view" and "not come" in row["why"]]
+    late = r"rank 1 \(\d@.*:\d+\) has not come to collective \d+ \(\w+\)"
+    where = r"rank 1: tests/faults/kill_at\.py:\d+ for [12]\.\d seconds"
+    assert re.fullmatch(rf"{late}; (.*; )?{where}(; .*)?", view["why"])
+    assert len(view["members"]) == 2
