@@ -1,7 +1,10 @@
 """Fixtures of all tests."""
 
 import os
+import shutil
 import signal
+import subprocess
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,13 +14,35 @@ import pytest
 os.environ.setdefault("TEST_VISIBLE_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-from helpers import write_text
+from helpers import ip, write_text
 
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
     """A text of 3,000 characters with some structure."""
     return write_text(tmp_path / "text.txt")
+
+
+@pytest.fixture
+def namespaces() -> Iterator[list[str]]:
+    """Two network namespaces, connected by eth1 at 10.213.0.1 and 10.213.0.2; eth0 leads elsewhere."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("creates network namespaces: needs root and iproute2")
+    names = [f"{end}-{uuid.uuid4().hex[:8]}" for end in "ab"]
+    try:
+        for name in names:
+            ip("netns", "add", name)
+            ip("-n", name, "link", "add", "eth0", "type", "veth", "peer", "name", "peer0")
+        ip("link", "add", "eth1", "netns", names[0], "type", "veth", "peer", "name", "eth1", "netns", names[1])
+        for number, name in enumerate(names, start=1):
+            ip("-n", name, "address", "add", f"10.77.{number}.1/24", "dev", "eth0")
+            ip("-n", name, "address", "add", f"10.213.0.{number}/24", "dev", "eth1")
+            for device in ("lo", "eth0", "eth1"):
+                ip("-n", name, "link", "set", device, "up")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
 
 
 @pytest.fixture

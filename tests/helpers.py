@@ -292,6 +292,15 @@ def worker_pids(agent: int) -> list[int]:
     return sorted(filter(ranks.get, ranks), key=ranks.__getitem__)
 
 
+def ip(*args: str) -> None:
+    subprocess.run(["ip", *args], check=True, capture_output=True)
+
+
+def in_namespace(name: str) -> list[str]:
+    """The beginning of a command that runs in a network namespace, on a host with a name of its own."""
+    return ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", f'hostname host-{name}; exec "$@"', "-"]
+
+
 def find_processes(variable: str) -> dict[int, str]:
     """Processes that run with `NAME=VALUE` in their environment, orphans too: each with its `LOCAL_RANK=...` or ""."""
     found = {}

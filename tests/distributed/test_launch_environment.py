@@ -1,18 +1,15 @@
 """Ranks and addresses from launchers' variables, and the network interface of hosts whose names do not resolve."""
 
 import os
-import shutil
 import socket
 import subprocess
 import sys
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
-from helpers import ROOT, clean_env, read_rows, run_args
+from helpers import ROOT, clean_env, in_namespace, ip, read_rows, run_args
 
 import main
 from mingpt.distributed import launch_environment
@@ -230,32 +227,6 @@ def test_gloo_interface_leads_to_the_other_hosts(
     assert os.environ.get("GLOO_SOCKET_IFNAME") == expected
 
 
-def ip(*args: str) -> None:
-    subprocess.run(["ip", *args], check=True, capture_output=True)
-
-
-@pytest.fixture
-def namespaces() -> Iterator[list[str]]:
-    """Two network namespaces, connected by eth1 at 10.213.0.1 and 10.213.0.2; eth0 leads elsewhere."""
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("creates network namespaces: needs root and iproute2")
-    names = [f"{end}-{uuid.uuid4().hex[:8]}" for end in "ab"]
-    try:
-        for name in names:
-            ip("netns", "add", name)
-            ip("-n", name, "link", "add", "eth0", "type", "veth", "peer", "name", "peer0")
-        ip("link", "add", "eth1", "netns", names[0], "type", "veth", "peer", "name", "eth1", "netns", names[1])
-        for number, name in enumerate(names, start=1):
-            ip("-n", name, "address", "add", f"10.77.{number}.1/24", "dev", "eth0")
-            ip("-n", name, "address", "add", f"10.213.0.{number}/24", "dev", "eth1")
-            for device in ("lo", "eth0", "eth1"):
-                ip("-n", name, "link", "set", device, "up")
-        yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("init_method", ["tcp://10.213.0.1:29500", "file"])
 def test_hosts_whose_names_do_not_resolve_train_together(
@@ -267,8 +238,7 @@ def test_hosts_whose_names_do_not_resolve_train_together(
             ip("-n", name, "route", "add", "default", "dev", "eth1")
         argv = run_args(tmp_path / "run", text, trainer__max_steps=2, distributed__timeout_seconds=20)
         argv += ["--distributed.init_method", init_method.replace("file", f"file://{tmp_path}/store")]
-        host = ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", f'hostname host-{name}; exec "$@"', "-"]
-        command = [*host, sys.executable, str(ROOT / "main.py"), *argv]
+        command = [*in_namespace(name), sys.executable, str(ROOT / "main.py"), *argv]
         env = clean_env(RANK=str(rank), WORLD_SIZE="2")
         processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env))
     try:

@@ -2,11 +2,26 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import ROOT, TORCHRUN, assert_equal_snapshots, newest_snapshot, run_program, write_text
+from helpers import (
+    ROOT,
+    TORCHRUN,
+    assert_equal_snapshots,
+    clean_env,
+    in_namespace,
+    ip,
+    newest_snapshot,
+    read_rows,
+    run_program,
+    wait_for_step,
+    wait_until,
+    write_text,
+)
 
 from tests.faults.survive import Plan, curves, options, undisturbed_run
 
@@ -73,3 +88,39 @@ def test_a_rank_that_hangs_is_named_and_the_others_continue(tmp_path: Path) -> N
     where = r"rank 1: tests/faults/kill_at\.py:\d+ for [12]\.\d seconds"
     assert re.fullmatch(rf"{late}; (.*; )?{where}(; .*)?", view["why"])
     assert len(view["members"]) == 2
+
+
+@pytest.mark.slow
+def test_a_machine_that_is_cut_off_is_left_out_and_joins_again(namespaces: list[str], tmp_path: Path) -> None:
+    """Two processes on the machine with the store, one on the other."""
+    plan, text, run_dir = Plan("adamw", "fp32", 3, 50), write_text(tmp_path / "text.txt"), tmp_path / "run"
+    init_method = "tcp://10.213.0.1:29500"
+    argv = options(plan, run_dir, text, 10**6, distributed__survive=True, distributed__init_method=init_method)
+    processes = []
+    for rank in range(3):
+        command = [*in_namespace(namespaces[rank // 2]), sys.executable, str(ROOT / "main.py"), *argv]
+        env = clean_env(RANK=str(rank), WORLD_SIZE="3")
+        with (tmp_path / f"log-{rank}").open("w") as log:
+            processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=env))
+
+    def sizes() -> list[int]:
+        file = run_dir / "metrics.jsonl"
+        return [len(row["members"]) for row in read_rows(run_dir, "view")] if file.exists() else []
+
+    try:
+        wait_for_step(run_dir, 20)
+        ip("-n", namespaces[1], "link", "set", "eth1", "down")
+        wait_until(lambda: sizes() == [3, 2], "a view without the other machine")
+        wait_for_step(run_dir, read_rows(run_dir)[-1]["step"] + 20)
+        ip("-n", namespaces[1], "link", "set", "eth1", "up")
+        wait_until(lambda: sizes()[:3] == [3, 2, 3], "a view with the other machine")
+        wait_for_step(run_dir, read_rows(run_dir)[-1]["step"] + 20)
+        processes[0].terminate()
+        statuses = [process.wait(60) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert statuses == [143] * 3
+    undisturbed = undisturbed_run(plan, tmp_path, text, newest_snapshot(run_dir)["step"])
+    assert_equal_snapshots(undisturbed, run_dir)
+    assert curves(undisturbed) == curves(run_dir)
