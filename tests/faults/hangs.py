@@ -161,7 +161,7 @@ def check(plan: Plan, results: dict[int, Result]) -> str:
         if [result.status for result in results.values()] != [0] * plan.world_size:
             return f"status {results}"
         if not re.fullmatch(pattern, results[0].stderr):
-            return results[0].stderr
+            return f"rank 0: {results[0].stderr!r}"
         return ""
     others = {rank: result for rank, result in results.items() if rank != plan.rank}
     if plan.kind == MISMATCH and (aborted := find_aborted(results)):
@@ -175,8 +175,8 @@ def check(plan: Plan, results: dict[int, Result]) -> str:
         head += rf"(?:.*; )?rank {plan.rank}: {re.escape(line)} for \d"
     for rank, result in others.items():
         found = re.match(head, result.stderr)
-        if not found or result.status != 1:
-            return f"rank {rank}: {result.stderr}"
+        if not found or result.status != 1 or "main.py" in result.stderr:  # where a rank is after its collective
+            return f"rank {rank}: {result.stderr!r}"
         if plan.kind == HANG and plan.strategy != "stages" and (found["number"] or "") not in result.numbers:
             return f"rank {rank}: collective {found['number']}, has started {result.numbers}"
         if result.seconds > TIMEOUT + HEARTBEAT_TIMEOUT + 1:
