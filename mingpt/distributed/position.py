@@ -172,5 +172,11 @@ class SlowRanks:
             now_waited = waited + seconds if counts == position.counts else 0.0
             self.behind[rank] = position.counts, now_waited
             if waited < SLOW_SECONDS <= now_waited:
-                with suppress(OSError):  # the reader of stderr is gone, and the heartbeats must go on
-                    logger.warning(f"rank {rank} is {now_waited:.1f} seconds behind the others, at {position.line}")
+                message = f"rank {rank} is {now_waited:.1f} seconds behind the others, at {position.line}"
+                # The caller sends heartbeats, and a pipe or a terminal that nobody reads blocks whoever writes.
+                threading.Thread(target=_warn, args=(message,), daemon=True).start()
+
+
+def _warn(message: str) -> None:
+    with suppress(OSError):  # the reader of stderr is gone
+        logger.warning(message)

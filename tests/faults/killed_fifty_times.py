@@ -15,9 +15,9 @@ from dataclasses import replace
 
 from mingpt.utils.metrics import read_metrics
 from plot import draw, read_run
-from tests.helpers import ROOT, TORCHRUN, assert_equal_snapshots, start_main, wait_for_step
+from tests.helpers import ROOT, TORCHRUN, assert_equal_snapshots, wait_for_step
 
-MAX_STEPS, KILLS, WORLD_SIZE = 1000, 50, 4
+MAX_STEPS, KILLS, WORLD_SIZE = 600, 50, 4
 OPTIONS = f"""--trainer.max_steps {MAX_STEPS} --trainer.log_every 1 --trainer.eval_every 50 --trainer.sample_every null
     --trainer.save_every 50 --trainer.micro_batch_size 3 --distributed.reduction tree"""
 UNDISTURBED, KILLED = ROOT / "runs/undisturbed", ROOT / "runs/killed"
@@ -38,13 +38,13 @@ def main() -> None:
     for run_dir in (UNDISTURBED, KILLED):
         shutil.rmtree(run_dir, ignore_errors=True)
     survive = [*argv, str(KILLED), "--distributed.survive", "true"]
-    with start_main(survive, *TORCHRUN, f"--nproc_per_node={WORLD_SIZE}") as launcher:
+    command = [sys.executable, *TORCHRUN, f"--nproc_per_node={WORLD_SIZE}", "main.py", *survive]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL):
         for kill in range(KILLS):
             wait_for_step(KILLED, (kill + 1) * MAX_STEPS // (KILLS + 5), timeout=600)
             while len(pids := members()) < 2:
                 time.sleep(0.01)
             os.kill(pids[kill % len(pids)], signal.SIGKILL)
-        launcher.communicate()
     subprocess.run([sys.executable, "main.py", *argv, str(UNDISTURBED)], check=True)
     rows, _ = read_metrics(KILLED / "metrics.jsonl")
     kills: dict[int, list[int]] = {row["step"]: [] for row in rows if row["event"] == "view" and row["left"]}
