@@ -4,7 +4,6 @@ import faulthandler
 import hashlib
 import os
 import sys
-import time
 import traceback
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -20,7 +19,7 @@ from mingpt.distributed.supervisor import is_supervised
 from mingpt.parallel.strategies import strategy_class
 from mingpt.utils.device import tune_malloc
 from mingpt.utils.errors import PeerError, RunEnded, SharedUserError, UserError, is_oom_error
-from mingpt.utils.logging import configure_logging, logger
+from mingpt.utils.logging import configure_logging, logger, report_peer_error
 from trainer import Trainer
 
 ROOT = Path(__file__).parent
@@ -76,8 +75,7 @@ def run(argv: Sequence[str]) -> int:
             logger.error(str(error))
         return 2
     except PeerError as error:
-        logger.error(f"{error}{restart_hint(os.environ)}")
-        time.sleep(error.linger_seconds)
+        report_peer_error(error, restart_hint(os.environ))
         return 1
     except RuntimeError as error:
         if not is_oom_error(error):

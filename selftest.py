@@ -192,7 +192,4 @@ def run(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(run_script(run))
-    except PeerError as error:
-        sys.exit(f"error: {error}")
+    sys.exit(run_script(run))

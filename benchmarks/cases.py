@@ -32,6 +32,7 @@ from benchmarks.harness import (
 )
 from benchmarks.learning import counting, time_to_loss
 from benchmarks.pipeline_timeline import steps
+from benchmarks.survive import survive
 from mingpt.config_parser import read_config
 from mingpt.corpus import encode_corpus
 from mingpt.distributed.launch_environment import RankInfo
@@ -386,6 +387,7 @@ CASES: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "snapshots": snapshots,
     "strategies": strategies,
     "reduction": reduction,
+    "survive": survive,
     "pipeline": pipeline,
     "compile": compile_blocks,
     "optimizer": optimizer,
@@ -393,7 +395,7 @@ CASES: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "counting": counting,
     "time_to_loss": time_to_loss,
 }
-MULTI_RANK_CASES = ("ranks", "strategies", "reduction", "pipeline")  # others measure a single process
+MULTI_RANK_CASES = ("ranks", "strategies", "reduction", "survive", "pipeline")  # others measure a single process
 LONG_CASES = ("time_to_loss",)  # run only if they are named
 # Case -> the option it needs.
 BASELINE_OPTIONS = {"nanogpt": "nanogpt", "tutorial": "tutorial", "fetch": "tutorial", "time_to_loss": "nanogpt"}

@@ -64,14 +64,14 @@ class SelfTest(Bench):
 
 
 def share_groups(context: DistributedContext) -> None:
-    """Makes trainers with equal groups of ranks share them, since NCCL's buffers for each take memory on the GPU."""
-    subgroup, made = context.subgroup, dict[tuple[tuple[int, ...], ...], DistributedContext]()
+    """Makes trainers with equal process groups share them, since NCCL's buffers for each take memory on the GPU."""
+    subgroup, made = context.subgroup, dict[Any, DistributedContext]()
 
     def subgroup_once(groups: Iterable[Sequence[int]], description: str | None = None) -> DistributedContext:
-        key = tuple(map(tuple, groups))
-        if key not in made:
-            made[key] = subgroup(key, description)
-        return made[key]
+        ranks = tuple(map(tuple, groups))
+        if (ranks, description) not in made:
+            made[ranks, description] = subgroup(ranks, description)
+        return made[ranks, description]
 
     context.subgroup = subgroup_once  # type: ignore[method-assign]
 

@@ -1,6 +1,5 @@
 """The rendezvous of ranks at a key-value store, and their heartbeats in it."""
 
-import json
 import os
 import platform
 import re
@@ -16,7 +15,15 @@ from typing import Any
 import torch.distributed as dist
 
 from mingpt.distributed.launch_environment import restart_hint
-from mingpt.distributed.position import Position, PositionReader, SlowRanks, count_collectives, explain_wait
+from mingpt.distributed.position import (
+    Heartbeat,
+    Position,
+    PositionReader,
+    SlowRanks,
+    count_collectives,
+    decode_heartbeat,
+    explain_wait,
+)
 from mingpt.utils.errors import PeerError, StoreUnreachableError, is_oom_error
 from mingpt.utils.logging import logger
 
@@ -90,10 +97,10 @@ class HealthMonitor:
     also warns of ranks for which the others wait.
 
     A main thread that waits for a GPU gets no error: NCCL's kernel waits there for the rank that is gone. So each rank
-    also watches the cause and the heartbeat of its successor, rank + 1; with any number of ranks, each makes four small
-    requests at an interval. When there is a cause, after `timeout_seconds` without that heartbeat, or when a watchdog
-    of NCCL has seen a failure, after which it ends its process within a minute, the main thread has GRACE_SECONDS to
-    fail by itself. Then a thread reports the cause and ends the process.
+    also watches the cause and the heartbeat of its successor, rank + 1. That makes four small requests per interval
+    with any number of ranks; rank 0 makes one more, for all heartbeats. When there is a cause, after `timeout_seconds`
+    without that heartbeat, or when a watchdog of NCCL has seen a failure, after which it ends its process within a
+    minute, the main thread has GRACE_SECONDS to fail by itself. Then a thread reports the cause and ends the process.
 
     Args:
         store_host: the process that hosts the store, as messages name it
@@ -108,7 +115,7 @@ class HealthMonitor:
         self.name = f"rank {rank} ({platform.node()}, process {os.getpid()})"
         self.heartbeat_keys = [f"heartbeat/{other}" for other in range(world_size)]
         self.store.set(f"name/{rank}", self.name)
-        self.store.set(f"heartbeat/{rank}", "")
+        self.store.set(f"heartbeat/{rank}", Heartbeat(0).encode())
         self.stopped = threading.Event()
         self.is_watching = True
         self.report_lock = threading.RLock()  # held by the thread that reports an error and ends the process
@@ -131,8 +138,8 @@ class HealthMonitor:
         reader, slow_ranks = PositionReader(count_collectives), SlowRanks()
         while not self.stopped.wait(HEARTBEAT_INTERVAL):
             try:
-                heartbeat = json.dumps([time.monotonic(), reader.read()])
-                self.heartbeat_store.set(f"heartbeat/{self.rank}", heartbeat)
+                heartbeat = Heartbeat(time.monotonic(), reader.read())
+                self.heartbeat_store.set(f"heartbeat/{self.rank}", heartbeat.encode())
                 if self.rank == 0 and self.is_watching:
                     heartbeats = self.heartbeat_store.multi_get(self.heartbeat_keys)
                     slow_ranks.look(_positions(heartbeats), HEARTBEAT_INTERVAL)
@@ -260,4 +267,5 @@ class HealthMonitor:
 
 def _positions(heartbeats: Sequence[bytes]) -> dict[int, Position]:
     """The positions in heartbeats, by rank. A rank's first heartbeat has none."""
-    return {rank: Position(*json.loads(heartbeat)[1]) for rank, heartbeat in enumerate(heartbeats) if heartbeat}
+    positions = [decode_heartbeat(heartbeat).position for heartbeat in heartbeats]
+    return {rank: position for rank, position in enumerate(positions) if position}

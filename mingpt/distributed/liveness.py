@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
-from mingpt.distributed.position import Position
+from mingpt.distributed.position import Heartbeat, Position, decode_heartbeat
 
 HEARTBEAT_INTERVAL = 0.3  # seconds between heartbeats, and between looks at those of others
 HEARTBEAT_TIMEOUT = 1.2  # seconds without one, after which a process counts as gone
@@ -54,7 +54,7 @@ class Liveness:
         self.listener = socket.create_server(("", 0), backlog=1024)
         port = self.listener.getsockname()[1]
         self.store.set(f"address/{name}", json.dumps([address, port] if address else None))
-        self.store.set(f"heartbeat/{name}", json.dumps([0, False, None]))
+        self.store.set(f"heartbeat/{name}", Heartbeat(0).encode())
         self.wakeup, self.waker = socket.socketpair()
         self.wakeup.setblocking(False)
         self.waker.setblocking(False)
@@ -96,20 +96,20 @@ class Liveness:
         """Whether the main thread of a process that is alive says that it waits."""
         if self.is_gone(name) or name not in self.heartbeats:
             return False
-        _, is_waiting, _ = json.loads(self.heartbeats[name])
-        return is_waiting
+        return decode_heartbeat(self.heartbeats[name]).is_waiting
 
     def positions(self, names: Sequence[str]) -> dict[int, Position]:
         """Where the main threads of these processes are, by their index, as far as it is known."""
-        beats = [(i, json.loads(self.heartbeats[name])) for i, name in enumerate(names) if name in self.heartbeats]
-        return {i: Position(*position) for i, (_, _, position) in beats if position}
+        known = [(i, self.heartbeats[name]) for i, name in enumerate(names) if name in self.heartbeats]
+        positions = [(i, decode_heartbeat(heartbeat).position) for i, heartbeat in known]
+        return {i: position for i, position in positions if position}
 
     def _run(self) -> None:
         count, looked = 0, time.monotonic()
         with suppress(RuntimeError, OSError):  # without a store, training goes on while nobody fails
             while not self.stopped:
                 count += 1
-                heartbeat = json.dumps([count, time.monotonic() < self.waiting_until, self.read_position()])
+                heartbeat = Heartbeat(count, self.read_position(), time.monotonic() < self.waiting_until).encode()
                 self.store.set(f"heartbeat/{self.name}", heartbeat)
                 self.heartbeats[self.name] = heartbeat.encode()
                 now = time.monotonic()

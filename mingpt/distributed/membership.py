@@ -5,7 +5,8 @@ A view is a number and a list of members in rank order. Keys in the store, N bei
     joiners        names of all processes that have asked to take part, in order
     state/NAME     the step that a process had loaded when it asked; -1: none, it gets the state from a member
     view/N         the members of view N, and the steps they had finished; written once, by compare_set
-    ended/N        why view N is over; written once, by compare_set
+    ended/N        why view N is over, and the members that have not come to a collective in time; written once, by
+                   compare_set
     ready/N/NAME   a member of view N - 1 has left that view, and the step that it has finished
     end            the run has ended; why its last snapshot is not saved, or nothing
 
@@ -17,24 +18,17 @@ import json
 import threading
 import time
 import uuid
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from mingpt.distributed.liveness import HEARTBEAT_TIMEOUT, Liveness
-from mingpt.distributed.position import Position, SlowRanks, explain_wait
+from mingpt.distributed.position import Position, SlowRanks, explain_wait, find_late
+from mingpt.distributed.view_group import ViewGroup
 from mingpt.utils.errors import MembershipChanged, RunEnded
 
 STATE_TIMEOUT = 60.0  # seconds without a heartbeat, after which a member counts as gone if nobody else has its state
 DECISION_SECONDS = 0.5  # for the first member that is ready to decide the next view, before others do
-CONNECT_SECONDS = 10.0  # to form the group of a view
-GROUP_TIMEOUT = timedelta(seconds=30)  # of a group that is formed in vain
-COLLECTIVE_TIMEOUT = timedelta(days=1)  # members leave a collective when its view is over
 POLL_SECONDS = 0.005
 
 Store = Any  # a dist.Store, whose type lacks clone and append (torch 2.13)
@@ -83,17 +77,14 @@ class Membership:
     ) -> None:
         # A request waits for the one before it on the same connection, so threads have their own. They are opened here,
         # because the store looks up the name of whoever connects, which may take seconds (torch 2.13).
-        self.store, self.group_store = store, store.clone()
+        self.store, self.group = store, ViewGroup(store)
         self.founders, self.label, self.address, self.arrival_seconds = founders, label, address, arrival_seconds
         self.read_position, self.slow_ranks = read_position, SlowRanks()
         self.view = View()
-        self.group: Any = None  # a ProcessGroupGloo
         self.lock = threading.Lock()
         self.is_over = threading.Event()  # the view is
         self.is_over.set()
         self.has_joiners = False  # as rank 0 of the view sees it
-        self.abandoned: list[tuple[object, list[dist.Work]]] = []  # groups, with collectives that have not ended
-        self.pending: list[dist.Work] = []  # collectives of this group
         self.store.append("joiners", "")
         self._start_liveness()
 
@@ -145,14 +136,16 @@ class Membership:
         if self.is_over.is_set():
             raise MembershipChanged
 
-    def end_view(self, reason: str, store: Store | None = None) -> None:
-        (store or self.store).compare_set(f"ended/{self.view.number}", "", reason)
+    def end_view(self, reason: str, store: Store | None = None, late: Sequence[str] = ()) -> None:
+        (store or self.store).compare_set(f"ended/{self.view.number}", "", json.dumps([reason, late]))
 
-    def explain_wait(self) -> str:
-        """Says which member has not come to a collective in time, and where each is."""
-        names = {rank: f"rank {rank} ({name.split('/')[0]})" for rank, name in enumerate(self.view.members)}
-        late = explain_wait(self.liveness.positions(self.view.members), names)
-        return late or "a member has not come to a collective in time"
+    def end_late_view(self) -> None:
+        """Ends the view because a collective takes too long: the members that have not come to it are left out."""
+        members = self.view.members
+        positions = self.liveness.positions(members)
+        names = {rank: f"rank {rank} ({name.split('/')[0]})" for rank, name in enumerate(members)}
+        reason = explain_wait(positions, names) or "a member has not come to a collective in time"
+        self.end_view(reason, late=[members[rank] for rank in find_late(positions)])
 
     def has_live_members(self) -> bool:
         """Whether a member of the newest view is alive, so that the state need not be loaded from a snapshot."""
@@ -185,15 +178,15 @@ class Membership:
         else:
             self._ask_to_join(step)
         self.is_over.set()
-        self._abandon_group()
+        self.group.abandon()
         view = self.view
         while True:
             view = self._next_view(view, step)
             self.liveness.watched = view.members
             self.liveness.look_now()
-            if group := self._form_group(view):
+            if self._form_group(view):
                 with self.lock:
-                    self.view, self.group, self.has_joiners = view, group, False
+                    self.view, self.has_joiners = view, False
                     self.is_over.clear()
                 return view
             self.view = view
@@ -232,6 +225,10 @@ class Membership:
     def _read_view(self, number: int) -> View:
         return View(**json.loads(self.store.get(f"view/{number}")))
 
+    def _ending(self, view: View) -> tuple[str, list[str]]:
+        """Why a view is over, and the members that have not come to a collective in time."""
+        return tuple(json.loads(self.store.get(f"ended/{view.number}"))) if view.number else ("", [])
+
     def _newest_view(self, view: View) -> View:
         while self.store.check([f"view/{view.number + 1}"]):
             view = self._read_view(view.number + 1)
@@ -262,7 +259,8 @@ class Membership:
         has_state = max(steps) >= max(last.steps)
         timeout = HEARTBEAT_TIMEOUT if has_state else STATE_TIMEOUT
         is_late = has_state and time.monotonic() > since + self.arrival_seconds
-        if all(self.liveness.is_gone(name, timeout) for name in missing) or is_late:
+        _, late = self._ending(last)
+        if is_late or all(self.liveness.is_gone(name, timeout) or (has_state and name in late) for name in missing):
             if max(steps) < 0:
                 raise StateLostError
             joiners = self._joiners(self.store, last)
@@ -279,48 +277,22 @@ class Membership:
         names = sorted((name for name in joiners if states[name] >= 0), key=lambda name: int(name.split("@")[0]))
         if len(names) >= (1 if last.number else self.founders):
             if last.number:
-                self.store.compare_set(f"ended/{last.number}", "", "all its members are gone")
+                self.store.compare_set(f"ended/{last.number}", "", json.dumps(["all its members are gone", []]))
             self._decide(last, names, [states[name] for name in names])
 
     def _decide(self, last: View, members: list[str], steps: list[int]) -> None:
-        why = self.store.get(f"ended/{last.number}").decode() if last.number else ""
+        why, _ = self._ending(last)
         view = View(last.number + 1, members, steps, sorted(set(last.members) - set(members)), why)
         self.store.compare_set(f"view/{view.number}", "", json.dumps(asdict(view)))
 
-    def _form_group(self, view: View) -> Any:
-        """Returns the group of a view, None if somebody in it is gone or the view was ended."""
-        result = []
-        self.group_store = self.group_store or self.store.clone()
-        store, self.group_store = self.group_store, None
-        rank, size = view.members.index(self.name), len(view.members)
+    def _form_group(self, view: View) -> bool:
+        """Forms the group of a view, unless somebody in it is gone or the view was ended."""
 
-        def form() -> None:
-            with suppress(RuntimeError):
-                store.set_timeout(GROUP_TIMEOUT)
-                group_store = dist.PrefixStore(f"group/{view.number}", store)
-                group: Any = dist.ProcessGroupGloo(group_store, rank, size, COLLECTIVE_TIMEOUT)
-                group.allreduce([torch.zeros(1)]).wait(GROUP_TIMEOUT)
-                self.group_store = store
-                result.append(group)
+        def is_vain() -> bool:
+            is_ended = self.store.check([f"ended/{view.number}"])
+            return is_ended or any(map(self.liveness.is_gone, view.members))
 
-        thread = threading.Thread(target=form, daemon=True)
-        thread.start()
-        deadline = time.monotonic() + CONNECT_SECONDS
-        while thread.is_alive() and time.monotonic() < deadline:
-            thread.join(2 * POLL_SECONDS)
-            if any(map(self.liveness.is_gone, view.members)) or self.store.check([f"ended/{view.number}"]):
-                thread.join(10 * POLL_SECONDS)
-                break
-        return result[0] if result else None  # otherwise the thread ends by itself, and its group is not used
-
-    def _abandon_group(self) -> None:
-        """Keeps the group until its collectives have ended.
-
-        gloo can't abort (torch 2.13: `abort` does nothing), and its destructor waits for collectives that go on.
-        """
-        self.abandoned.append((self.group, self.pending))
-        self.group, self.pending = None, []
-        self.abandoned = [(group, works) for group, works in self.abandoned if not all(w.is_completed() for w in works)]
+        return self.group.form(view.number, view.members.index(self.name), len(view.members), is_vain)
 
     def leave(self) -> None:
         """Stops taking part; the others see at once that this process is gone."""

@@ -4,6 +4,7 @@ The step is unchanged. With each heartbeat, a thread reads the sequence numbers 
 the main thread.
 """
 
+import json
 import sys
 import threading
 import time
@@ -32,6 +33,22 @@ class Position(NamedTuple):
     function: str  # the collective that its main thread is in; empty if none
     line: str  # file:line of this program that its main thread executes, or that has called the collective
     seconds: float  # since one of these changed
+
+
+class Heartbeat(NamedTuple):
+    """What a process sets in the store at intervals."""
+
+    number: float  # another one each time
+    position: Position | None = None  # None: it has just started
+    is_waiting: bool = False  # its main thread waits for the others
+
+    def encode(self) -> str:
+        return json.dumps(self)
+
+
+def decode_heartbeat(heartbeat: bytes) -> Heartbeat:
+    number, position, is_waiting = json.loads(heartbeat)
+    return Heartbeat(number, position and Position(*position), is_waiting)
 
 
 class PositionReader:

@@ -190,16 +190,12 @@ class SurvivingContext(DistributedContext):
         self._wait(self._start(start))
 
     def _start(self, start: Callable[[Any], dist.Work]) -> dist.Work:
-        """Starts a collective. Its tensors must be used nowhere else: if it is abandoned, it may complete later."""
         self.membership.check()
         self.calls += 1
-        pending = self.membership.pending
-        pending[:] = [work for work in pending if not work.is_completed()]
         try:
-            pending.append(start(self.membership.group))
+            return self.membership.group.start(start)
         except RuntimeError as error:
             self._end_view("a collective has failed", error)
-        return pending[-1]
 
     def _wait(self, work: dist.Work) -> None:
         deadline = self._deadline()
@@ -219,7 +215,8 @@ class SurvivingContext(DistributedContext):
         """Raises MembershipChanged if the view is over, and ends it after the deadline."""
         self.membership.check()
         if time.monotonic() > deadline:
-            self._end_view(self.membership.explain_wait())
+            self.membership.end_late_view()
+            raise MembershipChanged
 
     def _end_view(self, why: str, error: RuntimeError | None = None) -> NoReturn:
         self.membership.liveness.look_now()

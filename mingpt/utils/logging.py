@@ -9,7 +9,7 @@ from typing import Literal
 
 from tqdm import tqdm
 
-from mingpt.utils.errors import UserError
+from mingpt.utils.errors import PeerError, UserError
 from mingpt.utils.progress import ProgressLine
 
 logger = logging.getLogger("mingpt")
@@ -58,10 +58,17 @@ def set_rank(rank: int) -> None:
     _handler.rank = rank
 
 
+def report_peer_error(error: PeerError, hint: str = "") -> None:
+    """Logs it with this hint, and waits as long as other ranks may still need this process."""
+    logger.error(f"{error}{hint}")
+    time.sleep(error.linger_seconds)
+
+
 def run_script(run: Callable[[Sequence[str]], None]) -> int:
     """Calls `run` with the command line's arguments and returns the exit status.
 
-    It is 0, also if the reader of stdout has closed it, as `head` does; 2 after a UserError; 130 after Ctrl-C.
+    It is 0, also if the reader of stdout has closed it, as `head` does; 1 after a PeerError; 2 after a UserError; 130
+    after Ctrl-C.
     """
     configure_logging()
     try:
@@ -70,6 +77,9 @@ def run_script(run: Callable[[Sequence[str]], None]) -> int:
     except UserError as error:
         logger.error(str(error))
         return 2
+    except PeerError as error:
+        report_peer_error(error)
+        return 1
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:

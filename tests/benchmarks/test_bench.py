@@ -109,7 +109,7 @@ def measure_on_ranks(folder: Path) -> dict[str, list[Row]]:
 @pytest.mark.slow
 def test_cases_of_several_ranks_yield_rows(tmp_path: Path) -> None:
     rows = run_ranks(2, measure_on_ranks, tmp_path, tmp_path=tmp_path, timeout=240)[0]
-    assert [len(rows[name]) for name in ("ranks", "strategies", "reduction", "pipeline")] == [2, 3, 1, 4]
+    assert [len(rows[name]) for name in MULTI_RANK_CASES] == [2, 3, 1, 1, 4]
     assert all(row.figure > 0 for found in rows.values() for row in found)
 
 

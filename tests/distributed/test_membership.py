@@ -12,6 +12,8 @@ from mingpt.distributed.membership import Membership, StateLostError, View
 from mingpt.distributed.position import Position
 from mingpt.utils.errors import RunEnded
 
+NOWHERE = Position({}, "", "", 0.0)
+
 
 @pytest.fixture
 def store() -> dist.TCPStore:
@@ -25,9 +27,9 @@ class Run:
         self.store, self.founders = store, founders
         self.pool, self.all = ThreadPoolExecutor(8), []
 
-    def member(self, rank: int, arrival_seconds: float = 60.0) -> Membership:
+    def member(self, rank: int, arrival_seconds: float = 60.0, position: Position = NOWHERE) -> Membership:
         args = (self.store.clone(), self.founders, f"{rank}@host:1", "127.0.0.1", arrival_seconds)
-        member = Membership(*args, lambda: Position({}, "", "", 0.0))
+        member = Membership(*args, lambda: position)
         self.all.append(member)
         return member
 
@@ -133,6 +135,19 @@ def test_a_member_that_lives_but_does_not_come_is_left_out_in_the_end(store: dis
     view = run.regroup(one, 1).result(20)
     assert (view.members, view.left) == ([one.name], [other.name])
     assert time.monotonic() - began > 1.5
+
+
+def test_a_member_for_which_a_collective_has_waited_is_not_waited_for_again(store: dist.TCPStore, run: Run) -> None:
+    waiting, hanging = Position({"view 1": 2}, "all_reduce", "a.py:1", 9.0), Position({"view 1": 1}, "", "b.py:2", 9.0)
+    one, other = run.member(0, position=waiting), run.member(1, position=hanging)
+    for view in [run.regroup(one, 0), run.regroup(other, 0)]:
+        view.result(20)
+    while len(one.liveness.positions(one.view.members)) < 2:
+        time.sleep(0.01)
+    one.end_late_view()
+    view = run.regroup(one, 1).result(20)
+    assert (view.members, view.left) == ([one.name], [other.name])
+    assert view.why.startswith("rank 1 (1@host:1) has not come to collective 2 (all_reduce); ")
 
 
 def test_all_that_wait_learn_that_the_run_has_ended(store: dist.TCPStore, run: Run) -> None:

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,7 +49,7 @@ PLACES: dict[str, tuple[Any, str, Any, str]] = {
 REPLACE = """
 def replaced(*args, **kwargs):
     if is_due():
-        act()
+        {action}
         sleep(seconds)
     return function(*args, **kwargs)
 """
@@ -73,6 +74,14 @@ class Result(NamedTuple):
     stderr: str
     seconds: float  # from the fault to its error
     numbers: list[str]  # of the collectives that it has started, by group
+
+
+class Run(NamedTuple):
+    """A run that has ended."""
+
+    plan: Plan
+    failure: str  # why the messages are not as they should be, or empty
+    results: dict[int, Result]
 
 
 def draw_plan(seed: int) -> Plan:
@@ -138,7 +147,7 @@ def run_rank(plan: Plan, argv: list[str], folder: Path) -> None:
             "sleep": time.sleep,
         }
         names["seconds"] = SLOW_SECONDS if plan.kind == SLOW else 1000
-        exec(REPLACE.replace("act()", gather if plan.kind == MISMATCH else "pass"), names)
+        exec(REPLACE.format(action=gather if plan.kind == MISMATCH else "pass"), names)
         setattr(owner, name, names["replaced"])
     with (folder / f"stderr-{rank}").open("w") as stderr, open(os.devnull, "w") as null:
         os.dup2(stderr.fileno(), 2)
@@ -184,8 +193,7 @@ def check(plan: Plan, results: dict[int, Result]) -> str:
     return ""
 
 
-def run(plan: Plan, folder: Path) -> tuple[str, dict[int, Result]]:
-    """Returns why it is not as it should be, or an empty string, and what each rank has said."""
+def run_with_fault(plan: Plan, folder: Path) -> Run:
     processes, _ = start_ranks(plan.world_size, run_rank, plan, options(plan, folder), folder, tmp_path=folder)
     deadline = time.monotonic() + DONE_SECONDS
     for rank, process in enumerate(processes):
@@ -193,7 +201,8 @@ def run(plan: Plan, folder: Path) -> tuple[str, dict[int, Result]]:
             process.join(max(0.0, deadline - time.monotonic()))
     results: dict[int, Result] = {}
     if not (folder / "fault").exists():
-        return f"no fault: {[(folder / f'stderr-{rank}').read_text() for rank in range(plan.world_size)]}", results
+        stderrs = [(folder / f"stderr-{rank}").read_text() for rank in range(plan.world_size)]
+        return Run(plan, f"no fault: {stderrs}", results)
     for rank, process in enumerate(processes):
         stderr, numbers = folder / f"stderr-{rank}", folder / f"numbers-{rank}"
         seconds = stderr.stat().st_mtime - (folder / "fault").stat().st_mtime
@@ -201,19 +210,25 @@ def run(plan: Plan, folder: Path) -> tuple[str, dict[int, Result]]:
         results[rank] = Result(process.exitcode, stderr.read_text(), seconds, counts)
         process.kill()
         process.join()
-    return check(plan, results), results
+    return Run(plan, check(plan, results), results)
 
 
-def format_report(runs: list[tuple[Plan, str, list[float]]]) -> str:
+def format_report(runs: Sequence[Run]) -> str:
     """A table in Markdown."""
     rows = ["| fault | number | named rightly | seconds from the timeout to the message |"]
     rows.append("| --- | --- | --- | --- |")
-    for kind in KINDS:
-        found = [run for run in runs if run[0].kind == kind]
-        late = [seconds - TIMEOUT for _, failure, all_seconds in found for seconds in all_seconds if kind == HANG]
+    for kind, is_aborted in [*((kind, False) for kind in KINDS), (MISMATCH, True)]:
+        found = [run for run in runs if run.plan.kind == kind and bool(find_aborted(run.results)) == is_aborted]
+        late = [
+            result.seconds - TIMEOUT
+            for run in found
+            for rank, result in run.results.items()
+            if kind == HANG and rank != run.plan.rank
+        ]
         times = f"median {statistics.median(late):.2f}, largest {max(late):.2f}" if late else ""
-        rows.append(f"| {kind} | {len(found)} | {sum(not failure for _, failure, _ in found)} | {times} |")
-    strategies = Counter(plan.strategy for plan, *_ in runs)
+        name = f"{kind}, by which gloo ended a process" if is_aborted else kind
+        rows.append(f"| {name} | {len(found)} | {sum(not run.failure for run in found)} | {times} |")
+    strategies = Counter(run.plan.strategy for run in runs)
     rows += ["", ", ".join(f"{name}: {count}" for name, count in strategies.items())]
     return "\n".join(rows)
 
@@ -224,19 +239,20 @@ def run_all() -> int:
     parser.add_argument("--only", type=int, metavar="SEED", help="a single run")
     parser.add_argument("--report", type=Path, metavar="FILE", help="file for the table")
     args = parser.parse_args()
-    runs = []
+    runs: list[Run] = []
     for seed in range(args.runs) if args.only is None else [args.only]:
         plan = draw_plan(seed)
         with tempfile.TemporaryDirectory(prefix="hangs-") as folder:
-            failure, results = run(plan, Path(folder))
-        runs.append((plan, failure, [result.seconds for rank, result in results.items() if rank != plan.rank]))
-        print(f"seed {seed}: {', '.join(map(str, plan))}: {'WRONG: ' + failure if failure else 'right'}", flush=True)
+            run = run_with_fault(plan, Path(folder))
+        runs.append(run)
+        outcome = f"WRONG: {run.failure}" if run.failure else "right"
+        print(f"seed {seed}: {', '.join(map(str, plan))}: {outcome}", flush=True)
         if args.only is not None:
-            print(*(f"rank {rank}: {result}" for rank, result in results.items()), sep="\n")
+            print(*(f"rank {rank}: {result}" for rank, result in run.results.items()), sep="\n")
         if args.report:  # after each run, since it may be ended
             args.report.write_text(format_report(runs) + "\n")
     print(format_report(runs))
-    return int(any(failure for _, failure, _ in runs))
+    return int(any(run.failure for run in runs))
 
 
 if __name__ == "__main__":

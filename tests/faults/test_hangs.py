@@ -19,5 +19,5 @@ from tests.faults.hangs import HANG, MISMATCH, SLOW, Plan
     ],
 )
 def test_a_rank_for_which_the_others_wait_is_named_with_its_line(plan: Plan, tmp_path: Path) -> None:
-    failure, _ = hangs.run(plan, tmp_path)
-    assert not failure
+    run = hangs.run_with_fault(plan, tmp_path)
+    assert not run.failure

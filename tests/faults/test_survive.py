@@ -74,18 +74,17 @@ def test_a_rank_that_is_lost_anywhere_loses_no_step(places: list[Any], tmp_path:
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_named_and_the_others_continue(tmp_path: Path) -> None:
-    """It is named after distributed.timeout_seconds, and waited for once more as long."""
     folder = tmp_path / "orders"
     folder.mkdir()
     argv = options(Plan("adamw", "fp32", 3, 10), tmp_path / "run", write_text(tmp_path / "text.txt"), 10**6)
-    argv += ["--distributed.survive", "true", "--distributed.timeout_seconds", "2"]
+    argv += ["--distributed.survive", "true", "--distributed.timeout_seconds", "4"]
     orders = {"KILL_AT": json.dumps([("forward", 1, "hang", 3)]), "KILL_AT_FOLDER": str(folder)}
     run = run_program(*TORCHRUN, "--nproc_per_node=3", str(ROOT / "tests/faults/kill_at.py"), *argv, **orders)
     assert "stopped by SIGTERM" in run.stdout, run.stderr
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     [view] = [row for row in rows if row["event"] == "view" and "not come" in row["why"]]
     late = r"rank 1 \(\d@.*:\d+\) has not come to collective \d+ \(\w+\)"
-    where = r"rank 1: tests/faults/kill_at\.py:\d+ for [12]\.\d seconds"
+    where = r"rank 1: tests/faults/kill_at\.py:\d+ for [34]\.\d seconds"
     assert re.fullmatch(rf"{late}; (.*; )?{where}(; .*)?", view["why"])
     assert len(view["members"]) == 2
 
@@ -120,6 +119,7 @@ def test_a_machine_that_is_cut_off_is_left_out_and_joins_again(namespaces: list[
     finally:
         for process in processes:
             process.kill()
+            process.wait()
     assert statuses == [143] * 3
     undisturbed = undisturbed_run(plan, tmp_path, text, newest_snapshot(run_dir)["step"])
     assert_equal_snapshots(undisturbed, run_dir)

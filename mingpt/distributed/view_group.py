@@ -1,0 +1,75 @@
+"""The gloo group of a view of the membership, with its collectives."""
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+CONNECT_SECONDS = 10.0  # to form a group
+GROUP_TIMEOUT = timedelta(seconds=30)  # of a group that is formed in vain
+COLLECTIVE_TIMEOUT = timedelta(days=1)  # members leave a collective when its view is over
+POLL_SECONDS = 0.01
+
+
+class ViewGroup:
+    """A group that is formed anew for each view.
+
+    gloo can't abort (torch 2.13: `abort` does nothing), and the destructor of a group waits for collectives that go on.
+    So a group is kept until its collectives have ended.
+
+    Args:
+        store: shared by all processes of the run
+    """
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+        self.connection = store.clone()  # None while a thread forms a group with it
+        self.group: Any = None  # a ProcessGroupGloo
+        self.pending: list[dist.Work] = []  # collectives of this group
+        self.abandoned: list[tuple[object, list[dist.Work]]] = []  # earlier groups, with theirs
+
+    def form(self, number: int, rank: int, size: int, is_vain: Callable[[], bool]) -> bool:
+        """Forms the group of view `number`, unless somebody does not connect or `is_vain` becomes true."""
+        store, self.connection = self.connection or self.store.clone(), None
+        result = []
+
+        def connect() -> None:
+            with suppress(RuntimeError):
+                store.set_timeout(GROUP_TIMEOUT)
+                group_store = dist.PrefixStore(f"group/{number}", store)
+                group: Any = dist.ProcessGroupGloo(group_store, rank, size, COLLECTIVE_TIMEOUT)
+                group.allreduce([torch.zeros(1)]).wait(GROUP_TIMEOUT)
+                self.connection = store
+                result.append(group)
+
+        thread = threading.Thread(target=connect, daemon=True)
+        thread.start()
+        deadline = time.monotonic() + CONNECT_SECONDS
+        while thread.is_alive() and time.monotonic() < deadline:
+            thread.join(POLL_SECONDS)
+            if is_vain():
+                thread.join(5 * POLL_SECONDS)
+                break
+        self.group = result[0] if result else None  # otherwise the thread ends by itself, and its group is not used
+        return self.group is not None
+
+    def start(self, collective: Callable[[Any], dist.Work]) -> dist.Work:
+        """Starts a collective. Its tensors must be used nowhere else: if it is abandoned, it may complete later.
+
+        Raises:
+            RuntimeError: a process is gone.
+        """
+        self.pending = [work for work in self.pending if not work.is_completed()]
+        self.pending.append(collective(self.group))
+        return self.pending[-1]
+
+    def abandon(self) -> None:
+        """Uses this group no longer."""
+        self.abandoned.append((self.group, self.pending))
+        self.group, self.pending = None, []
+        self.abandoned = [(group, works) for group, works in self.abandoned if not all(w.is_completed() for w in works)]
