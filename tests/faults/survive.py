@@ -1,5 +1,5 @@
-"""Random faults in runs with distributed.survive: every run must end in the bits of an undisturbed one, without a
-restart and without the loss of a finished step.
+"""Random faults in runs with distributed.survive: every run must end in the bits of an undisturbed one, without the
+loss of a finished step; only the loss of a supervisor or of the store's host ends it, and the same command resumes.
 
     python -m tests.faults.campaign --survive --runs 10 --report report.md
 """
@@ -31,15 +31,18 @@ from tests.helpers import (
     write_text,
 )
 
-KINDS = KILL, KILL_RANK_0, KILL_TWO, KILL_AGAIN, KILL_SAVING, STOP = (
+KINDS = KILL, KILL_RANK_0, KILL_TWO, KILL_AGAIN, KILL_SAVING, STOP, KILL_SUPERVISOR, KILL_LAUNCHER = (
     "SIGKILL of a rank",
     "SIGKILL of rank 0",
     "SIGKILL of two ranks at once",
     "SIGKILL of another rank while the others regroup",
     "SIGKILL of rank 0 in a save",
     "SIGSTOP of a rank",
+    "SIGKILL of a supervisor",
+    "SIGKILL of torchrun, which hosts the store",
 )
-WEIGHTS = (4, 2, 2, 2, 1, 3)
+WEIGHTS = (8, 4, 4, 4, 2, 6, 1, 1)
+ENDING = (KILL_SUPERVISOR, KILL_LAUNCHER)  # faults after which the same command is given again
 STEPS, TIMEOUT = 3000, 900
 
 
@@ -83,8 +86,10 @@ class SurviveRun:
 
     Attributes:
         faults: kind, step and process ids of each
+        reached: the step at each fault after which the run was started again
         stalls: seconds without a step after each fault, by the signal
         joins: seconds without a step where a rank has joined
+        lost_steps: that were trained again after each start
         failure: why the run is not as it should be, or empty
     """
 
@@ -93,17 +98,22 @@ class SurviveRun:
         self.variable = f"CAMPAIGN_RUN={uuid.uuid4().hex}"
         self.log = run_dir.with_suffix(".log")
         argv = options(plan, run_dir, text, steps, distributed__survive=True)
-        command = [sys.executable, *TORCHRUN, f"--nproc_per_node={plan.world_size}", str(ROOT / "main.py"), *argv]
-        env = clean_env(**dict([self.variable.split("=")]))
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True)
+        self.command = [sys.executable, *TORCHRUN, f"--nproc_per_node={plan.world_size}", str(ROOT / "main.py"), *argv]
         self.faults: list[tuple[str, int, list[int]]] = []
+        self.reached: list[int] = []
         self.killed: set[int] = set()
         self.stopped: dict[int, float] = {}  # process id -> when to continue it
         self.was_stopped: set[int] = set()
         self.stalls: dict[str, list[float]] = {"SIGKILL": [], "SIGSTOP": []}
         self.joins: list[float] = []
+        self.lost_steps: list[int] = []
         self.failure = ""
+        self.launch()
+
+    def launch(self) -> None:
+        env = clean_env(**dict([self.variable.split("=")]))
+        with self.log.open("a") as log:
+            self.process = subprocess.Popen(self.command, stdout=log, stderr=log, env=env, start_new_session=True)
 
     def rows(self) -> list[dict[str, Any]]:
         with suppress(FileNotFoundError):
@@ -111,14 +121,24 @@ class SurviveRun:
             return [json.loads(line) for line in lines if line.endswith(b"\n")]
         return []
 
+    def rows_since_start(self) -> list[dict[str, Any]]:
+        """The rows since the newest start; none if it has not written one."""
+        rows = self.rows()
+        starts = [i for i, row in enumerate(rows) if row["event"] == "start"]
+        return rows[starts[-1] :] if len(starts) == 1 + len(self.reached) else []
+
     def trainers(self) -> set[int]:
         """Process ids of the trainers that run, members or not."""
+        return self.find_by("environ", "\0MINGPT_SUPERVISOR_PID=") - self.killed
+
+    def find_by(self, file: str, text: str) -> set[int]:
+        """Process ids of this run's processes with a text in a file of /proc."""
         found = set()
         for pid in find_processes(self.variable):
             with suppress(OSError):
-                if "\0MINGPT_SUPERVISOR_PID=" in Path(f"/proc/{pid}/environ").read_text(errors="replace"):
+                if text in Path(f"/proc/{pid}/{file}").read_text(errors="replace"):
                     found.add(pid)
-        return found - self.killed
+        return found
 
     def holders(self, rows: Sequence[dict[str, Any]]) -> list[int]:
         """Process ids of the members that surely have the state: those of the newest view that has finished a step."""
@@ -130,8 +150,8 @@ class SurviveRun:
     def run(self) -> None:
         """Injects faults until the last steps."""
         deadline = time.monotonic() + TIMEOUT
-        due = 0.0
-        while self.process.poll() is None:
+        due, is_ending = 0.0, False
+        while self.process.poll() is None or is_ending:
             if time.monotonic() > deadline:
                 raise AssertionError(f"not ended within {TIMEOUT} s")
             for pid, until in list(self.stopped.items()):
@@ -139,16 +159,24 @@ class SurviveRun:
                     self.send(pid, signal.SIGCONT)
                     del self.stopped[pid]
             time.sleep(0.02)
-            if time.monotonic() > due:
-                rows = self.rows()
+            if is_ending:
+                if not find_processes(self.variable):
+                    self.process.wait()
+                    trained = [row["step"] for row in self.rows() if row["event"] == "train"]
+                    self.reached.append(trained[-1])
+                    self.launch()
+                    is_ending = False
+            elif time.monotonic() > due:
+                rows = self.rows_since_start()
                 step = max((row["step"] for row in rows if row["event"] == "train"), default=0)
                 if 0 < step < self.steps - 100 and (holders := self.holders(rows)):
-                    self.inject(step, holders)
+                    is_ending = self.inject(step, holders) in ENDING
                     due = time.monotonic() + self.rng.uniform(0.2, 2.0)
 
-    def inject(self, step: int, holders: list[int]) -> None:
+    def inject(self, step: int, holders: list[int]) -> str | None:
+        """Causes a fault and returns its kind, if it is possible."""
         if len(holders) == 1 and self.rng.random() < 0.8:  # a supervisor gives up when none of its processes can join
-            return
+            return None
         [kind] = self.rng.choices(KINDS, WEIGHTS)
         rank0 = holders[0]
         safe = self.rng.choice(holders[1:] if kind in (KILL_RANK_0, KILL_SAVING) and len(holders) > 1 else holders)
@@ -157,12 +185,16 @@ class SurviveRun:
         self.rng.shuffle(victims)
         if kind in (KILL_RANK_0, KILL_SAVING):
             victims = [rank0] if rank0 != safe else []
+        if kind == KILL_SUPERVISOR:
+            victims = [self.rng.choice(sorted(self.find_by("cmdline", "/supervisor.py\0")))]
+        if kind == KILL_LAUNCHER:
+            victims = [self.process.pid]
         count = 2 if kind in (KILL_TWO, KILL_AGAIN) else 1
         if len(victims) < count:
-            return
+            return None
         victims = victims[:count]
         if kind == KILL_SAVING and not wait_for_save(self.run_dir):
-            return
+            return None
         if kind == STOP:
             self.stopped[victims[0]] = time.monotonic() + self.rng.uniform(0.3, 5)
             self.was_stopped.add(victims[0])
@@ -174,6 +206,7 @@ class SurviveRun:
                 self.killed.add(pid)
                 self.send(pid, signal.SIGKILL)
         self.faults.append((kind, step, victims))
+        return kind
 
     def send(self, pid: int, number: int) -> None:
         with suppress(ProcessLookupError):
@@ -182,7 +215,9 @@ class SurviveRun:
     def measure_stalls(self) -> None:
         last, change = 0.0, None
         for row in self.rows():
-            if row["event"] == "view" and row["view"] > 1:
+            if row["event"] == "start":
+                last, change = 0.0, None
+            elif row["event"] == "view" and row["view"] > 1:
                 change = change or row
             elif row["event"] == "train":
                 if change is not None and last:
@@ -225,7 +260,10 @@ def run_with_faults(seed: int, folder: Path, steps: int = STEPS) -> SurviveRun:
         assert_equal_snapshots(undisturbed, run_dir)
         assert curves(undisturbed) == curves(run_dir), "metrics"
         assert all(row["restart_count"] == 0 for row in run.rows() if row["event"] == "train"), "a restart"
-        assert sum(row["event"] == "start" for row in run.rows()) == 1, "started from a snapshot"
+        _, *starts = [row["step"] for row in run.rows() if row["event"] == "start"]
+        assert len(starts) == len(run.reached), f"started from a snapshot: {starts}"
+        run.lost_steps = [reached - start for reached, start in zip(run.reached, starts, strict=True)]
+        assert all(lost <= 2 * plan.save_every for lost in run.lost_steps), f"{run.lost_steps} steps lost"
         run.measure_stalls()
     except (AssertionError, OSError) as error:
         run.failure = f"{type(error).__name__}: {error}\n{run.log.read_text(errors='replace')[-6000:]}"
@@ -259,11 +297,11 @@ def format_report(runs: Sequence[SurviveRun]) -> str:
         "",
         f"{kills} processes were killed and {stops} stopped. {equal} of {len(runs)} runs ended with the bits of",
     ]
-    rows += ["an undisturbed run, and wrote each row once.", ""]
-    rows += [
-        "| seconds without a step | number | median | 95th percentile | largest |",
-        "| --- | --- | --- | --- | --- |",
-    ]
+    rows += ["an undisturbed run, and wrote each row once."]
+    if lost := [steps for run in runs for steps in run.lost_steps]:
+        rows.append(f"The same command was given again {len(lost)} times, and repeated at most {max(lost)} steps.")
+    rows += ["", "| seconds without a step | number | median | 95th percentile | largest |"]
+    rows.append("| --- | --- | --- | --- | --- |")
     for name in ("SIGKILL", "SIGSTOP", "joining"):
         stalls = sorted(s for run in runs for s in (run.joins if name == "joining" else run.stalls[name]))
         if stalls:
