@@ -109,11 +109,7 @@ def find_late(positions: Mapping[int, Position]) -> dict[int, str]:
 
     A rank that is in a collective, or ahead of others in another group, is not late but waits, too.
     """
-    counts: dict[str, list[int]] = {}
-    for position in positions.values():
-        for group, count in position.counts.items():
-            counts.setdefault(group, []).append(count)
-    least, most = ({group: choose(values) for group, values in counts.items()} for choose in (min, max))
+    least, most = count_extremes(positions)
     late = {}
     for rank, position in positions.items():
         behind = [group for group, count in position.counts.items() if count < most[group]]
@@ -121,6 +117,15 @@ def find_late(positions: Mapping[int, Position]) -> dict[int, str]:
         if behind and not is_ahead and not position.function:
             late[rank] = behind[0]
     return late
+
+
+def count_extremes(positions: Mapping[int, Position]) -> tuple[dict[str, int], dict[str, int]]:
+    """The least and the most collectives that a rank has started, by process group."""
+    counts: dict[str, list[int]] = {}
+    for position in positions.values():
+        for group, count in position.counts.items():
+            counts.setdefault(group, []).append(count)
+    return {group: min(each) for group, each in counts.items()}, {group: max(each) for group, each in counts.items()}
 
 
 def explain_wait(positions: Mapping[int, Position], names: Mapping[int, str]) -> str:
@@ -139,6 +144,7 @@ def explain_wait(positions: Mapping[int, Position], names: Mapping[int, str]) ->
         places.setdefault((position.function, position.line, rank in late), []).append(rank)
     if len(places) == 1:
         return ""
+    least, most = count_extremes(positions)
     outside = [rank for rank, position in positions.items() if not position.function]
     if late:
         named, group = list(late), next(iter(late.values()))
@@ -146,17 +152,19 @@ def explain_wait(positions: Mapping[int, Position], names: Mapping[int, str]) ->
         newest = positions[max(members, key=lambda rank: positions[rank].counts[group])]
         function = f" ({newest.function})" if newest.function else ""
         what = f"not come to collective {newest.counts[group]:,}{function}"
-    elif 0 < len(outside) < len(positions):
+    elif least == most and 0 < len(outside) <= len(positions) / 2:  # more of them are in backward, which calls DDP's
         named, what = outside, "not answered"
     else:
-        named, what = list(positions), "come to different collectives"
+        named, what = [], "come to different collectives"
     each = [
         f"{format_ranks(ranks)}: {f'in {function} at ' if function else ''}{line} for "
         f"{max(positions[rank].seconds for rank in ranks):.1f} seconds"
         for (function, line, _), ranks in places.items()
     ]
-    who = " and ".join(names[rank] for rank in named)
-    return f"{who} {'has' if len(named) == 1 else 'have'} {what}; {'; '.join(each)}"
+    who = [names[rank] for rank in named[:MAX_LISTED]] or ["ranks"]
+    if len(named) > MAX_LISTED:
+        who.append(f"{len(named) - MAX_LISTED} others")
+    return f"{' and '.join(who)} {'has' if len(named) == 1 else 'have'} {what}; {'; '.join(each)}"
 
 
 def format_ranks(ranks: Sequence[int]) -> str:

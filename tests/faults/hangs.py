@@ -177,7 +177,7 @@ def check(plan: Plan, results: dict[int, Result]) -> str:
         return "" if all("collective mismatch" in results[rank].stderr for rank in aborted) else f"{results}"
     head = rf"error: all {plan.world_size} ranks are alive, but "
     if plan.kind == MISMATCH:
-        head += rf"rank .*; (?:.*; )?rank {plan.rank}: in all_gather_object at {re.escape(line)} for \d"
+        head += rf"ranks? .*; (?:.*; )?rank {plan.rank}: in all_gather_object at {re.escape(line)} for \d"
     else:
         not_come = r"not (?:answered|come to collective (?P<number>[\d,]+)(?: \(\w+\))?)"
         head += rf"rank {plan.rank} \([^)]*\) has {not_come}; "

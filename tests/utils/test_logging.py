@@ -3,13 +3,14 @@
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from helpers import clean_env, loss_curve, read_rows, run_args, run_on_terminal, run_program, write_text
 
-from mingpt.utils.errors import UserError
+from mingpt.utils.errors import PeerError, UserError
 from mingpt.utils.logging import configure_logging, logger, run_script, set_rank
 
 DATE = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  "
@@ -71,9 +72,12 @@ def test_exit_status_of_scripts(capsys: pytest.CaptureFixture[str], monkeypatch:
         if error:
             raise error
 
-    errors = {None: 0, UserError("data.path: no such file"): 2, KeyboardInterrupt(): 130}
+    errors = {None: 0, UserError("data.path: no such file"): 2, KeyboardInterrupt(): 130, PeerError("rank 1 died"): 1}
     assert [run_script(lambda argv, error=error: run(error, argv)) for error in errors] == list(errors.values())
-    assert capsys.readouterr() == ("", "error: data.path: no such file\n")
+    assert capsys.readouterr() == ("", "error: data.path: no such file\nerror: rank 1 died\n")
+    began = time.monotonic()
+    run_script(lambda argv: run(PeerError("rank 1 died", linger_seconds=0.2), argv))
+    assert time.monotonic() - began >= 0.2
 
 
 def test_a_script_whose_reader_closes_stdout_succeeds() -> None:
