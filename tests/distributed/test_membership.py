@@ -10,6 +10,7 @@ import torch.distributed as dist
 from mingpt.distributed import liveness, membership
 from mingpt.distributed.membership import Membership, StateLostError, View
 from mingpt.distributed.position import Position
+from mingpt.distributed.view_group import CONNECT_SECONDS
 from mingpt.utils.errors import RunEnded
 
 NOWHERE = Position({}, "", "", 0.0)
@@ -78,6 +79,21 @@ def test_the_end_of_a_member_is_seen_at_once_and_leaves_it_out(run: Run) -> None
     view = run.regroup(one, 5).result(20)
     assert time.monotonic() - began < liveness.HEARTBEAT_TIMEOUT
     assert view == View(2, [one.name], [5], [other.name], "a member is gone")
+
+
+def test_a_group_is_not_waited_for_when_somebody_in_it_has_ended(run: Run) -> None:
+    one, other = run.member(0), run.member(1)
+
+    def end(*args: object) -> bool:
+        other.leave()
+        raise SystemExit
+
+    other.group.form = end  # type: ignore[method-assign]
+    began = time.monotonic()
+    views = run.regroup(one, 0), run.regroup(other, 0)
+    assert views[0].result(20) == View(2, [one.name], [0], [other.name], "its group could not be formed")
+    assert time.monotonic() - began < CONNECT_SECONDS
+    assert isinstance(views[1].exception(), SystemExit)
 
 
 def test_a_process_joins_behind_the_members_and_without_a_state(run: Run) -> None:

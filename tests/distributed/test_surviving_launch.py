@@ -1,5 +1,6 @@
 """The start of a run with distributed.survive, and what ends it."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -53,13 +54,13 @@ def test_ranks_started_by_hand_meet_at_a_store_that_outlives_rank_0(text: Path, 
     argv = run_args(tmp_path / "run", text, trainer__max_steps=10**6, distributed__init_method=address, **SURVIVE)
     command, variable = [sys.executable, str(ROOT / "main.py"), *argv], f"SURVIVE_TEST={tmp_path}"
     envs = [clean_env(RANK=str(rank), WORLD_SIZE="2", SURVIVE_TEST=str(tmp_path)) for rank in range(2)]
-    runs = [subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL) for env in envs]
+    runs = [subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL, start_new_session=True) for env in envs]
     file = tmp_path / "run/metrics.jsonl"
     wait_until(lambda: file.exists() and '"train"' in file.read_text(), "the first step")
     [first] = [pid for pid in trainers(variable) if b"\0RANK=0\0" in Path(f"/proc/{pid}/environ").read_bytes()]
     subprocess.run(["kill", "-KILL", str(first)], check=True)
     wait_until(lambda: '"joined": ["0@' in file.read_text(), "the return of rank 0")
-    runs[1].send_signal(signal.SIGTERM)
+    os.killpg(runs[0].pid, signal.SIGTERM)  # as a terminal does with Ctrl-C: also to the process with the store
     assert [run.wait(60) for run in runs] == [143, 143]
     assert file.read_text().count('"start"') == 1
     wait_until(lambda: not find_processes(variable), "the end of the store")
