@@ -43,7 +43,6 @@ RESTART_HINT = "; start torchrun with --max_restarts=3 and it resumes by itself"
         ("tcp", 2, "SIGKILL"),
         pytest.param("tcp", 0, "SIGKILL", marks=pytest.mark.slow),  # rank 0 hosts the store
         pytest.param("tcp", 0, "SIGSTOP", marks=pytest.mark.slow),
-        pytest.param("file", 0, "SIGSTOP", marks=pytest.mark.slow),
     ],
 )
 def test_all_ranks_name_the_lost_one_in_time(
