@@ -168,7 +168,7 @@ def test_a_run_starts_from_an_export_or_a_snapshot_and_new_characters_get_new_em
             assert all(0 < row.std() < 0.05 for row in rows.values())
 
 
-@pytest.mark.parametrize("trained", ["nanochat"], indirect=True)
+@pytest.mark.parametrize("trained", [("nanochat", True)], indirect=True, ids=["nanochat"])
 def test_a_run_that_started_from_an_export_resumes_without_it(exported: Path, tmp_path: Path) -> None:
     text, source = write_text(tmp_path / "other.txt"), shutil.copytree(exported, tmp_path / "source")
     changes = {"trainer__max_steps": 6} | init_options(source)
