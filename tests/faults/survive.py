@@ -56,7 +56,8 @@ class Plan(NamedTuple):
 
 
 def draw_plan(rng: random.Random) -> Plan:
-    return Plan(rng.choice(["adamw", "muon"]), "fp32", rng.randint(2, 4), rng.choice([5, 20, 50]))
+    optimizer, world_size, save_every = rng.choice(["adamw", "muon"]), rng.randint(2, 4), rng.choice([5, 20, 50])
+    return Plan(optimizer, rng.choice(["fp32", "bf16"]), world_size, save_every)
 
 
 def options(plan: Plan, run_dir: Path, text: Path, steps: int, **changes: Any) -> list[str]:
@@ -276,7 +277,10 @@ def run_with_faults(seed: int, folder: Path, steps: int = STEPS) -> SurviveRun:
 
 def format_run(seed: int, run: SurviveRun) -> str:
     counts = Counter(kind for kind, *_ in run.faults)
-    parts = [f"seed {seed}", f"{run.plan.optimizer}, {run.plan.world_size} ranks, save_every {run.plan.save_every}"]
+    parts = [
+        f"seed {seed}",
+        f"{run.plan.optimizer}, {run.plan.precision}, {run.plan.world_size} ranks, save_every {run.plan.save_every}",
+    ]
     parts.append(", ".join(f"{count} x {kind}" for kind, count in counts.items()))
     for name, stalls in {**run.stalls, "joining": run.joins}.items():
         if stalls:
