@@ -42,6 +42,11 @@ def report_joined() -> None:
     os.write(int(os.environ[JOINED_FD]), b"x")
 
 
+def report(message: str) -> None:
+    """Writes a line to stderr, on a terminal over another rank's live line, which is drawn again below."""
+    print(f"\r\x1b[K{message}" if sys.stderr.isatty() else message, file=sys.stderr, flush=True)
+
+
 class Supervisor:
     """Runs a command until it ends by itself, or a signal is to stop it."""
 
@@ -69,16 +74,12 @@ class Supervisor:
             name = signal.Signals(-status).name if status < 0 else "the loss of all others"
             rank = os.environ.get("RANK", "0")
             if failures == MAX_FAILURES:
-                print(
+                report(
                     f"error: rank {rank}: its process was ended by {name}, {failures} times in a row before it had "
-                    "joined the others; the same command resumes",
-                    file=sys.stderr,
-                    flush=True,
+                    "joined the others; the same command resumes"
                 )
                 return 128 - status if status < 0 else status
-            print(
-                f"warning: rank {rank}: its process was ended by {name}: starting another", file=sys.stderr, flush=True
-            )
+            report(f"warning: rank {rank}: its process was ended by {name}: starting another")
             self._sleep(min(MAX_DELAY, 2.0 ** (failures - 1)) if failures else 0.0)
 
     def _run_once(self) -> int:

@@ -102,7 +102,7 @@ class SurvivingContext(DistributedContext):
             first = self.store.compare_set(f"equal/{name}", "", repr(value)).decode()
             if first != repr(value):
                 raise UserError(
-                    f"{name} differs between ranks: {value} on rank {self.launch_rank}, {first} on another; {advice}"
+                    f"{name} differs between ranks: {value!r} on rank {self.launch_rank}, {first} on another; {advice}"
                 )
 
     def first_value(self, name: str, value: T) -> T:
