@@ -31,17 +31,19 @@ def learning_rate(step: int, last_step: int, config: OptimizerConfig) -> float:
 
 
 def param_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
-    """Matrices of the blocks (for Muon), other matrices, and the rest, which has no weight decay; none is empty."""
+    """Matrices of the blocks (for Muon), other matrices, and the rest, which has no weight decay.
+
+    A group may be empty: a middle stage of a pipeline may have nothing but matrices of blocks.
+    """
     hidden: set[nn.Parameter] = set()
     if config.name == "muon":
         hidden = {p for block in model.blocks for p in block.parameters() if p.dim() == 2}  # type: ignore[union-attr]
     others = [p for p in model.parameters() if p not in hidden]
-    groups = [
+    return [
         {"params": [p for p in model.parameters() if p in hidden], "weight_decay": config.weight_decay, "muon": True},
         {"params": [p for p in others if p.dim() == 2], "weight_decay": config.weight_decay, "muon": False},
         {"params": [p for p in others if p.dim() != 2], "weight_decay": 0.0, "muon": False},
     ]
-    return [group for group in groups if group["params"]]
 
 
 def build_optimizer(

@@ -56,6 +56,11 @@ TRAINED: list[Options] = [
     for i, strategy in enumerate(STRATEGIES)
     for j, mode in enumerate(("none", "selective", "full"))
 ]
+# The default model and optimizer.
+TRAINED += [
+    {"model__architecture": "nanochat", "distributed__strategy": strategy, "optimizer__name": "muon"}
+    for strategy in STRATEGIES
+]
 # In micro-batches of one sequence, because each shape is compiled.
 COMPILED: list[Options] = [
     {
@@ -76,6 +81,7 @@ SCHEDULED: list[Options] = [
     {
         "model__architecture": ARCHITECTURES[(i + j) % 2],
         "model__conv_kernel_size": 3 if j else None,
+        "optimizer__name": "muon" if stages == 4 else "adamw",
         "distributed__pipeline_stages": stages,
         "distributed__pipeline_schedule": schedule,
     }
@@ -90,6 +96,8 @@ COMBINED: list[Options] = [  # with two stages
     {"trainer__precision": "bf16", "model__architecture": "gpt2"},
     {"distributed__strategy": "fsdp", "trainer__compile": True},
 ]
+# With three stages, of which the middle one has only matrices of blocks in the default model.
+MIDDLE_STAGE: list[Options] = [{"distributed__strategy": name, "optimizer__name": "muon"} for name in STRATEGIES]
 REFUSED: list[Options] = [
     {"distributed__reduction": "tree"},
     {"distributed__strategy": "fsdp", "distributed__cpu_offload": True},

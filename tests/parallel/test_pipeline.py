@@ -37,6 +37,7 @@ from mingpt.parallel.strategies import validate
 from mingpt.utils.errors import UserError
 from tests.parallel.tables import (
     COMBINED,
+    MIDDLE_STAGE,
     PIPELINE,
     PIPELINE_RESUMED,
     REFUSED,
@@ -66,6 +67,15 @@ def test_other_options_train_with_the_losses_of_one_process(tmp_path: Path) -> N
     runs = [with_stages(2, **options) for options in COMBINED]
     for options, error in zip(COMBINED, loss_errors(tmp_path, 4, runs), strict=True):
         assert error < (1e-2 if "trainer__precision" in options else 1e-5), options
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [3, 6])
+def test_a_middle_stage_trains_with_every_strategy(ranks: int, tmp_path: Path) -> None:
+    """The default model, whose middle stage has nothing that AdamW trains, on one replica and on two."""
+    runs = [with_stages(3, **options) for options in MIDDLE_STAGE]
+    for options, error in zip(MIDDLE_STAGE, loss_errors(tmp_path, ranks, runs), strict=True):
+        assert error < 1e-5, options
 
 
 @pytest.fixture(scope="module")
