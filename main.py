@@ -6,7 +6,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -96,9 +96,11 @@ def main() -> None:
     try:
         status = record(run)(sys.argv[1:]) or 0  # torchrun's summary then shows a worker's traceback
     except Exception:
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
+        with suppress(OSError):
+            traceback.print_exc()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # nobody reads it, or the disk is full
+            stream.flush()
     # The interpreter's own exit would abort if it encountered a thread of PyTorch's C++ code, and would wait in the
     # destructor of a process group that has failed.
     os._exit(status)

@@ -59,7 +59,9 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def signal_handlers() -> Iterator[None]:
     """Restores signal handlers: a run that ends in the test's process may leave signals ignored, also for children."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    handlers = {
+        number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+    }
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)

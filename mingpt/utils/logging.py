@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Literal
 
 from tqdm import tqdm
@@ -25,7 +26,7 @@ class _TqdmHandler(logging.Handler):
         return self.rank == 0 or record.levelno >= logging.WARNING
 
     def emit(self, record: logging.LogRecord) -> None:
-        # Streams are looked up here, since they may be redirected. Errors such as BrokenPipeError propagate.
+        # Streams are looked up here, since they may be redirected.
         message = record.getMessage()
         if record.levelno >= logging.WARNING:
             stream, message = sys.stderr, f"{record.levelname.lower()}: {message}"
@@ -35,8 +36,10 @@ class _TqdmHandler(logging.Handler):
             stream = getattr(sys, self.info_stream)
             if self.info_stream == "stdout" and not stream.isatty():
                 message = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {message}"
-        tqdm.write(message, file=stream)
-        stream.flush()
+        # A reader that has ended (`| head`), a full disk or a closed terminal must not end training.
+        with suppress(OSError):
+            tqdm.write(message, file=stream)
+            stream.flush()
 
 
 _handler = _TqdmHandler()

@@ -7,9 +7,12 @@ import threading
 import time
 from types import TracebackType
 
-EXIT_STATUS = {signal.SIGTERM: 143, signal.SIGUSR1: 143, signal.SIGINT: 130}  # signal -> exit status
+# signal -> exit status
+EXIT_STATUS = {signal.SIGTERM: 143, signal.SIGUSR1: 143, signal.SIGHUP: 143, signal.SIGINT: 130}
 SECOND_INTERRUPT_SECONDS = 1.0  # a SIGINT within this time of the first may be the launcher's copy of the first
 POLL_SECONDS = 0.5  # between checks of the launcher
+# Read when the program starts: a launcher that ends before training begins would leave this process to another parent.
+PARENT = os.getppid()
 
 
 class SignalHandler:
@@ -20,21 +23,22 @@ class SignalHandler:
     waiting in a collective for a rank that is gone. So a thread reads signals from the interpreter's wakeup fd.
 
     torchrun's workers continue if it is killed, and would still lock the run folder at the next start. So the end of
-    their launcher counts as a SIGTERM.
+    their launcher counts as a SIGTERM. SIGHUP comes when the terminal is closed; under `nohup` it stays ignored.
     """
 
     def __init__(self) -> None:
         self.signal = 0
         self.interrupted = 0.0
         supervisor = os.environ.get("MINGPT_SUPERVISOR_PID")  # of mingpt/distributed/supervisor.py
-        launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        launcher = PARENT if "TORCHELASTIC_RUN_ID" in os.environ else None
         self.launcher = int(supervisor) if supervisor else launcher
 
     def __enter__(self) -> "SignalHandler":
         self.reader, self.writer = socket.socketpair()
         self.reader.settimeout(POLL_SECONDS)
         self.writer.setblocking(False)
-        self.old_handlers = {number: signal.signal(number, lambda number, frame: None) for number in EXIT_STATUS}
+        handled = [number for number in EXIT_STATUS if number != signal.SIGHUP or not _is_ignored(number)]
+        self.old_handlers = {number: signal.signal(number, lambda number, frame: None) for number in handled}
         self.old_fd = signal.set_wakeup_fd(self.writer.fileno(), warn_on_full_buffer=False)
         self.thread = threading.Thread(target=self._read, daemon=True)
         self.thread.start()
@@ -75,3 +79,7 @@ class SignalHandler:
             self.interrupted = self.interrupted or now
         if number in EXIT_STATUS:
             self.signal = self.signal or number
+
+
+def _is_ignored(number: int) -> bool:
+    return signal.getsignal(number) == signal.SIG_IGN

@@ -8,7 +8,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers import clean_env, loss_curve, read_rows, run_args, run_on_terminal, run_program, write_text
+from helpers import (
+    ROOT,
+    clean_env,
+    loss_curve,
+    newest_snapshot,
+    read_rows,
+    run_args,
+    run_on_terminal,
+    run_program,
+    start_main,
+    wait_for_step,
+    write_text,
+)
 
 from mingpt.utils.errors import PeerError, UserError
 from mingpt.utils.logging import configure_logging, logger, run_script, set_rank
@@ -88,3 +100,26 @@ def test_a_script_whose_reader_closes_stdout_succeeds() -> None:
         assert process.stdout.readline() == b"line\n"
         process.stdout.close()
         assert (process.wait(60), process.stderr.read()) == (0, b"")
+
+
+def test_training_continues_when_the_reader_of_stdout_ends(text: Path, tmp_path: Path) -> None:
+    """As in `main.py | head -1`; SIGTERM then still saves."""
+    run_dir = tmp_path / "run"
+    argv = run_args(run_dir, text, trainer__max_steps=1_000_000, trainer__save_every=1_000_000)
+    with start_main(argv) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        wait_for_step(run_dir, 20)
+        process.terminate()
+        errors = process.stderr.read()
+        assert (process.wait(60), errors) == (143, "")
+    assert newest_snapshot(run_dir)["step"] == read_rows(run_dir)[-1]["step"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_training_continues_when_the_disk_of_its_output_is_full(text: Path, tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "main.py"), *run_args(tmp_path / "run", text)]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=full, env=clean_env(), timeout=120, check=False)
+    assert done.returncode == 0
+    assert newest_snapshot(tmp_path / "run")["step"] == 12

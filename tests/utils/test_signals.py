@@ -1,16 +1,33 @@
 """Signals that stop a run: ranks save and exit together, whichever process is signalled and however often."""
 
+import fcntl
 import os
+import pty
 import signal
+import subprocess
+import sys
+import termios
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from subprocess import Popen
 from typing import Any
 
 import pytest
-from helpers import newest_snapshot, read_rows, run_args, run_ranks, start_main, train_main, wait_for_step, worker_pids
+from helpers import (
+    ROOT,
+    clean_env,
+    newest_snapshot,
+    read_rows,
+    run_args,
+    run_ranks,
+    start_main,
+    train_main,
+    wait_for_step,
+    worker_pids,
+)
 
 from mingpt.utils.signals import EXIT_STATUS, SECOND_INTERRUPT_SECONDS, SignalHandler
 from trainer import Trainer
@@ -57,6 +74,33 @@ def test_without_a_signal_handlers_and_threads_are_restored(handlers_before: dic
     assert set(get_handlers().values()) == {signal.SIG_IGN}
 
 
+WORKER = """
+import time
+from mingpt.utils.signals import SignalHandler
+print("started", flush=True)
+input()
+with SignalHandler() as signals:
+    deadline = time.monotonic() + 10
+    while not signals.signal and time.monotonic() < deadline:
+        time.sleep(0.05)
+print(signals.signal, flush=True)
+"""
+LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+
+
+def test_a_launcher_that_ends_before_training_begins_counts_as_sigterm() -> None:
+    """As when torchrun is killed while its workers encode the text."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    env = clean_env(TORCHELASTIC_RUN_ID="1")
+    with Popen([sys.executable, "-c", LAUNCHER, WORKER], env=env, text=True, **pipes) as launcher:
+        assert launcher.stdout.readline() == "started\n"
+        launcher.kill()
+        launcher.wait()
+        launcher.stdin.write("\n")
+        launcher.stdin.flush()
+        assert launcher.stdout.readline() == f"{signal.SIGTERM.value}\n"
+
+
 @pytest.mark.slow
 def test_quick_interrupts_count_as_one(text: Path, tmp_path: Path) -> None:
     """Ctrl-C reaches workers twice: from the terminal, and forwarded by torchrun."""
@@ -67,6 +111,47 @@ def test_quick_interrupts_count_as_one(text: Path, tmp_path: Path) -> None:
             time.sleep(0.01)
         assert process.wait(60) == 130
     assert newest_snapshot(tmp_path / "run")["step"] == read_rows(tmp_path / "run", "stop")[-1]["step"]
+
+
+def test_a_closed_terminal_stops_the_run_and_saves(text: Path, tmp_path: Path) -> None:
+    """The run gets a SIGHUP, and can no longer write its live line."""
+    run_dir = tmp_path / "run"
+    master, slave = pty.openpty()
+
+    def take_terminal() -> None:
+        os.setsid()
+        fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
+
+    command = [sys.executable, str(ROOT / "main.py"), *run_args(run_dir, text, **ENDLESS)]
+    ends = {"stdin": slave, "stdout": slave, "stderr": slave}
+    with Popen(command, env=clean_env(), preexec_fn=take_terminal, **ends) as process:  # noqa: PLW1509
+        os.close(slave)
+        reader = threading.Thread(target=read_until, args=(master, b"loss"))  # the live line
+        reader.start()
+        reader.join(60)
+        os.close(master)
+        assert process.wait(60) == 143
+    stop = read_rows(run_dir, "stop")[-1]
+    assert stop["signal"] == "SIGHUP"
+    assert newest_snapshot(run_dir)["step"] == stop["step"]
+
+
+def read_until(descriptor: int, text: bytes) -> None:
+    found = b""
+    while text not in found:
+        found += os.read(descriptor, 65536)
+
+
+def test_nohup_continues_when_the_terminal_is_closed(text: Path, tmp_path: Path) -> None:
+    command = ["nohup", sys.executable, str(ROOT / "main.py"), *run_args(tmp_path / "run", text, **ENDLESS)]
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with Popen(command, env=clean_env(), **pipes) as process:
+        wait_for_step(tmp_path / "run", 5)
+        process.send_signal(signal.SIGHUP)
+        wait_for_step(tmp_path / "run", read_rows(tmp_path / "run")[-1]["step"] + 20)
+        process.terminate()
+        assert process.wait(60) == 143
+    assert read_rows(tmp_path / "run", "stop")[-1]["signal"] == "SIGTERM"
 
 
 @pytest.mark.slow
