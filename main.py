@@ -44,7 +44,7 @@ def choose_group(config: Config) -> AbstractContextManager[DistributedContext]:
     from mingpt.distributed.surviving_launch import init_surviving, supervise  # noqa: PLC0415 - only if configured
 
     if not is_supervised(os.environ):
-        supervise(config.distributed, config.trainer.run_dir)
+        supervise(config)
     return init_surviving(config.distributed, config.trainer.run_dir)
 
 

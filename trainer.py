@@ -21,20 +21,21 @@ from torch import Tensor
 
 from char_dataset import CharDataset, ValidationDataset, train_val_split
 from mingpt.config import Config, GPTConfig, config_to_dict
-from mingpt.corpus import encode_corpus
+from mingpt.corpus import check_text, encode_corpus
 from mingpt.distributed.process_group import DistributedContext
 from mingpt.evaluation import choose_sample_prompt, evaluate, generate_sample
 from mingpt.optimizer import learning_rate
 from mingpt.parallel.catch_up import Progress, catch_up
 from mingpt.parallel.memory import MemoryUsage, format_bytes, measure_memory
 from mingpt.parallel.strategies import build_strategy, strategy_class, validate
-from mingpt.snapshot.manager import SnapshotManager, check_compatible
+from mingpt.snapshot.manager import SnapshotManager, check_compatible, new_run_advice
 from mingpt.snapshot.pretrained import load_initial_weights, load_pretrained
 from mingpt.utils.device import device_name
 from mingpt.utils.errors import MembershipChanged, UserError
-from mingpt.utils.files import lock_run_dir, write_config
+from mingpt.utils.files import write_config
+from mingpt.utils.lock import lock_run
 from mingpt.utils.logging import logger
-from mingpt.utils.metrics import MetricsLogger, NullMetricsLogger, StepTimer
+from mingpt.utils.metrics import MetricsLogger, NullMetricsLogger, StepTimer, saved_steps
 from mingpt.utils.numerics import choose_numerics
 from mingpt.utils.profiler import profile_steps
 from mingpt.utils.progress import format_duration
@@ -74,12 +75,14 @@ class Trainer:
         self.run_dir = Path(cfg.run_dir)
         context.local_rank0_first(lambda: validate(config, context.launch_world_size))
         self._load_data()
-        path = cfg.snapshot_path or str(self.run_dir / "snapshots")
+        path = str(self.run_dir / "snapshots") if cfg.snapshot_path is None else cfg.snapshot_path
         self.snapshots = SnapshotManager(context, path, cfg.keep_snapshots, config.distributed.timeout_seconds)
         self.resumed = None if context.is_joining else self.snapshots.load_newest()
         header = self.resumed or {"step": -int(context.is_joining), "samples": 0, "choices": {}}
         if self.resumed:
             check_compatible(self.resumed, self.config_dict, self.corpus.vocabulary)
+        elif not context.is_joining:
+            context.raise_on_all_ranks(self._check_new)
         self.step, self.samples = header["step"], header["samples"]
         self._build_strategy(context.first_value("choices", header["choices"]))
         self.memory: MemoryUsage | None = None  # measured in the first step
@@ -101,7 +104,7 @@ class Trainer:
             logger.info(
                 f"already trained: {file} is at step {self.step}, and training ends "
                 f"at step {self.last_step}. To continue, raise trainer.max_steps or trainer.max_epochs; to start a new "
-                f"run, set another trainer.run_dir.\n{next_commands(file, str(self.run_dir))}"
+                f"run, {new_run_advice(self.config_dict)}.\n{next_commands(file, str(self.run_dir))}"
             )
             self.context.end_collectives()
             self.snapshots.writer.wait()
@@ -309,23 +312,35 @@ class Trainer:
             )
 
     def _load_data(self) -> None:
+        self.context.local_rank0_first(lambda: check_text(self.config.data.path))  # before a folder is made
+        if not self.config.distributed.survive:  # otherwise the supervisor of rank 0 has locked the folders
+            self.context.raise_on_all_ranks(self._lock_folders)
         cfg, init_from = self.config.trainer, self.config.trainer.init_from or ""
         extra = (lambda: load_pretrained(init_from, "trainer.init_from", GPT).vocabulary) if init_from else None
         self.corpus = self.context.local_rank0_first(
             lambda: encode_corpus(self.config.data.path, self.run_dir / "cache", extra, init_from)
         )
         self.context.check_equal({"the text's SHA-256": self.corpus.sha256})
-        if not self.config.distributed.survive:  # otherwise the supervisor of rank 0 has locked it
-            self.context.raise_on_all_ranks(self._lock_run_dir)
         training, validation = train_val_split(self.corpus, self.config.data)
         self.train_data = CharDataset(training, self.config.data.block_size, cfg.seed)
         self.val_data = ValidationDataset(validation, self.config.data.block_size)
         self.sample_prompt = choose_sample_prompt(cfg.sample_prompt, validation, self.corpus.vocabulary)
         self.total_samples = (cfg.max_epochs or 0) * len(self.train_data)  # 0: no limit
 
-    def _lock_run_dir(self) -> None:
+    def _check_new(self) -> None:
+        """Raises a UserError if this run, which has no snapshot, has had one: its rows would be removed."""
+        saved = saved_steps(self.run_dir / "metrics.jsonl") if self.context.rank == 0 else []
+        if saved:
+            raise UserError(
+                f"trainer.snapshot_path: there is no snapshot in {self.snapshots.storage.path}, but according to "
+                f"{self.run_dir}/metrics.jsonl this run has saved {len(saved)}, the last at step {saved[-1]}: mount "
+                f"the disk, or copy the snapshots there; to start anew, {new_run_advice(self.config_dict)}"
+            )
+
+    def _lock_folders(self) -> None:
         if self.context.rank == 0:
-            weakref.finalize(self, os.close, lock_run_dir(self.run_dir))
+            for descriptor in lock_run(self.config.trainer):
+                weakref.finalize(self, os.close, descriptor)
 
     def _build_strategy(self, previous_choices: dict[str, Any]) -> None:
         config, context, vocab_size = self.config, self.context, len(self.corpus.vocabulary)

@@ -1,14 +1,16 @@
 """The configuration: every key with its type, default, description and bounds, and the checks between keys."""
 
+import os
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, TypeAdapter, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, model_validator
 from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
 
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 Beta = Annotated[float, Field(ge=0, lt=1)]
+Folder = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]  # ~ as a shell reads it
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -165,10 +167,10 @@ class TrainerConfig:
     profile_steps: int | None = Field(
         default=None, ge=1, description="steps to record in a profiler trace per rank, from step 12 on; null: no trace"
     )
-    run_dir: str = Field(
+    run_dir: Folder = Field(
         default="runs/default", description="run folder: config.yaml, metrics.jsonl, snapshots/, cache/"
     )
-    snapshot_path: str | None = Field(
+    snapshot_path: Folder | None = Field(
         default=None, description="folder or fsspec URL of the snapshots; null: snapshots/ in run_dir"
     )
 
@@ -180,6 +182,17 @@ class TrainerConfig:
             )
         if self.sample_prompt == "":
             raise ValueError("trainer.sample_prompt is empty, must be null or hold at least one character")
+        # Parts of URLs, by which fsspec would take the folder for another.
+        if "://" in self.run_dir or "::" in self.run_dir or self.run_dir.startswith(("file:", "local:")):
+            raise ValueError(
+                f"trainer.run_dir is {self.run_dir}, must be a folder of this machine and no URL; only "
+                "trainer.snapshot_path may be one"
+            )
+        if self.snapshot_path is not None and "::" in self.snapshot_path:
+            raise ValueError(
+                f"trainer.snapshot_path is {self.snapshot_path}, must be a folder or a URL without ::, which chains "
+                "file systems such as caches"
+            )
         return self
 
 

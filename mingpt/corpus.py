@@ -20,6 +20,7 @@ from fsspec.implementations.local import LocalFileSystem
 from tqdm import tqdm
 
 from mingpt.utils.errors import UserError
+from mingpt.utils.files import replace_file
 from mingpt.utils.logging import logger
 from mingpt.utils.progress import BAR_OPTIONS
 
@@ -57,6 +58,11 @@ def encode(text: str, vocabulary: str, source: str) -> list[int]:
             f"{source}: {''.join(unknown)!r} not in the training text's vocabulary, which is {vocabulary!r}"
         )
     return [tokens[character] for character in text]
+
+
+def check_text(path: str) -> None:
+    """Raises a UserError if there is no text at a path: file, glob or fsspec URL."""
+    _find_files(path)
 
 
 def encode_corpus(
@@ -107,9 +113,7 @@ def encode_corpus(
             tokens = cache_dir / f"tokens-{name}.npy"
             os.replace(unfinished, tokens)
             meta = {"identity": identity, "vocabulary": vocabulary, "sha256": sha256, "tokens": tokens.name}
-            unfinished_index = Path(folder, index.name)
-            unfinished_index.write_text(json.dumps(meta))
-            os.replace(unfinished_index, index)
+            replace_file(index, json.dumps(meta))
     except OSError as error:
         raise UserError(
             f"data.path: {path} can't be encoded into {cache_dir}: {error}; make room there, or set another "

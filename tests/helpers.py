@@ -27,6 +27,7 @@ from mingpt.config_parser import read_config
 from mingpt.distributed.process_group import init_distributed
 from mingpt.parallel.strategies import strategy_class
 from mingpt.snapshot.storage import SnapshotStorage
+from mingpt.utils.lock import LOCK_NAME
 from mingpt.utils.metrics import read_metrics
 from model import GPT
 from trainer import Trainer
@@ -250,6 +251,11 @@ def read_rows(run_dir: Path, event: str = "train") -> list[dict]:
     rows, others = read_metrics(run_dir / "metrics.jsonl")
     assert not others
     return [row for row in rows if row["event"] == event]
+
+
+def list_snapshots(run_dir: Path) -> list[str]:
+    """The names of all files in the folder of snapshots but that of its lock."""
+    return sorted(name for name in os.listdir(run_dir / "snapshots") if name != LOCK_NAME)
 
 
 def newest_snapshot(run_dir: Path) -> dict:

@@ -339,3 +339,18 @@ def test_conflicts_within_several_sections_are_in_one_message() -> None:
     message = error_of(*options({"model.n_embd": 30, "optimizer.min_learning_rate": 1.0, "trainer.max_steps": None}))
     names = ["model.n_embd", "optimizer.min_learning_rate", "trainer.max_epochs"]
     assert [line.split()[0] for line in message.splitlines()] == names
+
+
+def test_folders_of_a_run_are_expanded_once_and_urls_are_refused_where_a_folder_is_needed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    cfg = read_config(["--trainer.run_dir=~/runs/a", "--trainer.snapshot_path=~/snapshots"]).trainer
+    assert (cfg.run_dir, cfg.snapshot_path) == ("/home/ada/runs/a", "/home/ada/snapshots")
+    for run_dir in ("s3://bucket/run", "file:runs", "runs/a::b"):
+        with pytest.raises(UserError, match=rf"^trainer\.run_dir is {run_dir}, must be a folder of this machine"):
+            read_config([f"--trainer.run_dir={run_dir}"])
+    with pytest.raises(
+        UserError, match=r"^trainer\.snapshot_path is simplecache::/a, must be a folder or a URL without"
+    ):
+        read_config(["--trainer.snapshot_path=simplecache::/a"])

@@ -6,7 +6,6 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -19,7 +18,6 @@ import torch
 import torch.distributed as dist
 from helpers import (
     ROOT,
-    clean_env,
     free_port,
     run_args,
     run_each_captured,
@@ -30,8 +28,8 @@ from helpers import (
 )
 
 import main
-from mingpt.utils import files
 from mingpt.utils.errors import PeerError
+from mingpt.utils.lock import LOCK_NAME
 from trainer import Trainer
 
 
@@ -73,8 +71,8 @@ def error_of(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
 
 
 def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
-    """Bytes and modification time of all files, by their path in the folder."""
-    found = sorted(path for path in folder.rglob("*") if path.is_file())
+    """Bytes and modification time of all files but locks, by their path in the folder."""
+    found = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != LOCK_NAME)
     return {str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns) for path in found}
 
 
@@ -206,38 +204,6 @@ def test_a_folder_in_place_of_a_file_of_the_run_is_refused(
         assert part in message
 
 
-HOLD_LOCK = """
-import sys, time
-from pathlib import Path
-from mingpt.utils.files import lock_run_dir
-lock_run_dir(Path(sys.argv[1]))
-print("locked", flush=True)
-time.sleep(60)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the lock exists on Linux only")
-def test_a_run_folder_is_locked_until_its_process_is_killed(
-    argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(files, "LOCK_TIMEOUT", 0.1)
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    command = [sys.executable, "-c", HOLD_LOCK, str(run_dir)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=clean_env(), cwd=ROOT) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"locked\n"
-        message = error_of(capsys, *argv)
-        process.kill()
-    for part in (
-        "trainer.run_dir",
-        f"another process is training in {run_dir}",
-        "wait for it, stop it, or set another",
-    ):
-        assert part in message
-    assert main.run([*argv, "--trainer.max_steps", "1"]) == 0
-
-
 # What the hardware cannot do
 
 
@@ -255,7 +221,7 @@ def test_what_this_machine_cannot_do_is_refused(text: Path, tmp_path: Path) -> N
         assert status == 2
         assert_one_message(stderr)
         assert all(part in stderr for part in parts), stderr
-    assert not list((tmp_path / "run").glob("snapshots/*"))
+    assert not list((tmp_path / "run").glob("snapshots/step_*"))
 
 
 def _run_without_gpu_and_compiler(argvs: list[list[str]]) -> list[tuple[int, str, str]]:

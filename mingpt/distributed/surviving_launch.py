@@ -8,13 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from hashlib import sha256
-from pathlib import Path
 from typing import NoReturn
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
-from mingpt.config import DistributedConfig
+from mingpt.config import Config, DistributedConfig
 from mingpt.distributed.health import uses_agent_store
 from mingpt.distributed.launch_environment import (
     RankInfo,
@@ -26,24 +25,25 @@ from mingpt.distributed.launch_environment import (
 from mingpt.distributed.supervisor import SIGNALS, TOKEN, become_supervisor
 from mingpt.distributed.surviving_context import SurvivingContext
 from mingpt.utils.errors import PeerError, UserError
-from mingpt.utils.files import lock_run_dir
+from mingpt.utils.lock import lock_run
 from mingpt.utils.logging import set_rank
 
 
-def supervise(config: DistributedConfig, run_dir: str) -> NoReturn:
-    """Replaces this process by the supervisor of a trainer. Rank 0 locks the run folder, and starts the store.
+def supervise(config: Config) -> NoReturn:
+    """Replaces this process by the supervisor of a trainer. Rank 0 locks the run's folders, and starts the store.
 
     Raises:
-        UserError: the launcher's variables are wrong, or another run uses the folder.
+        UserError: the launcher's variables are wrong, or another run uses a folder.
     """
     info = detect_launch_environment(os.environ)
     if info.world_size == 1 and info.init_method is None:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
         info = detect_launch_environment(os.environ)
-    init_method = _init_method(info, config, run_dir)
+    init_method = _init_method(info, config.distributed, config.trainer.run_dir)
     if info.rank == 0:
-        os.set_inheritable(lock_run_dir(Path(run_dir)), True)
+        for descriptor in lock_run(config.trainer):
+            os.set_inheritable(descriptor, True)
         if not uses_agent_store(init_method):
             host, port = _host_port(init_method)
             port = _fork_store(host, port)

@@ -122,6 +122,7 @@ class SnapshotManager:
         self.max_wait = timeout_seconds / 2  # other ranks wait in a collective meanwhile
         self.writer = AsyncSnapshotWriter(self.storage)
         self.writer_ranks = elect_writer_ranks(context, self.storage)
+        self.storage.remember_lock()
         self.results: list[SaveResult] = []
         self.last_error = ""  # why the newest snapshot does not exist
         self.best: dict[str, Any] = {"step": None, "val_loss": math.inf}
@@ -238,6 +239,13 @@ def elect_writer_ranks(context: DistributedContext, storage: SnapshotStorage) ->
     return ranks
 
 
+def new_run_advice(config: dict[str, Any]) -> str:
+    """What to set so that a new run finds no snapshot of this one."""
+    if config["trainer"]["snapshot_path"] is None:
+        return "set another trainer.run_dir"
+    return "set another trainer.run_dir and trainer.snapshot_path"
+
+
 def check_compatible(header: dict[str, Any], config: dict[str, Any], vocabulary: str) -> None:
     """Checks that a snapshot fits the configuration and the vocabulary of this run.
 
@@ -250,7 +258,7 @@ def check_compatible(header: dict[str, Any], config: dict[str, Any], vocabulary:
         if now != then:
             raise UserError(
                 f"{section}.{key} is {now}, but {then} in the snapshot of step {header['step']} in the run folder: "
-                f"set it to {then} to resume, or set another trainer.run_dir to start a new run"
+                f"set it to {then} to resume, or {new_run_advice(config)} to start a new run"
             )
     known = header["vocabulary"]
     if vocabulary != known:
@@ -259,5 +267,5 @@ def check_compatible(header: dict[str, Any], config: dict[str, Any], vocabulary:
         raise UserError(
             f"data.path: the text has {len(vocabulary)} distinct characters, but the snapshot of step {header['step']} "
             f"in the run folder {len(known)} (only in the text: {new!r}; only in the snapshot: {old!r}): use the "
-            "snapshot's text to resume, or set another trainer.run_dir to start a new run"
+            f"snapshot's text to resume, or {new_run_advice(config)} to start a new run"
         )

@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 import fsspec
@@ -17,13 +18,16 @@ from fsspec.implementations.local import LocalFileSystem
 
 from mingpt.snapshot.digest import DamagedSnapshotError, save_with_digest, verify_digest
 from mingpt.utils.errors import UserError
+from mingpt.utils.files import sync_folder
+from mingpt.utils.lock import Identity, lock_folder, lock_identity
 
 T = TypeVar("T")
 
 KEYS_SINCE_ADDED = {"architecture": "gpt2", "conv_kernel_size": None}  # of older snapshots' models, and their values
 FORMAT_VERSION = 1
 SNAPSHOT_NAME = re.compile(r"step_(\d{8})\.pt")
-LEFTOVER_NAME = re.compile(r"step_\d{8}\.pt\..*\.tmp|.*\.mark")  # of processes that were killed
+# Of processes that were killed; a uuid is in each name, since the folder may hold files of others.
+LEFTOVER_NAME = re.compile(r"step_\d{8}\.pt\.[0-9a-f]{32}\.tmp|[0-9a-f]{32}\.mark")
 RETRY_DELAYS = (0.5, 1.0, 2.0, 4.0)  # seconds between attempts on a remote file system
 RETRY_DEADLINE = 60.0  # seconds after which no attempt begins: a store's own client may retry for long in each
 NO_RETRY = (FileNotFoundError, PermissionError, NotADirectoryError, FileExistsError, DamagedSnapshotError, UserError)
@@ -50,6 +54,10 @@ def _reason(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
+def _file_name(step: int) -> str:
+    return f"step_{step:08d}.pt"
+
+
 class SnapshotStorage:
     """The snapshots of a run: files `step_00000500.pt` in a local folder or at any fsspec URL.
 
@@ -65,15 +73,23 @@ class SnapshotStorage:
         with _raise_user_error(f"{path} can't be opened", "it may be a folder, or a URL that fsspec knows"):
             self.fs, self.root = fsspec.url_to_fs(path)
         self.is_local = isinstance(self.fs, LocalFileSystem)
-        self.path = self.root if self.is_local and "://" in path else path
+        is_plain = not self.is_local or os.path.abspath(path) == self.root
+        self.path = path.rstrip("/") if is_plain else self.root  # as messages name it
         self.keep, self.is_left_out = keep, is_left_out
+        self.lock_identity: Identity | None = None  # of the lock by which this run has the folder
 
     def steps(self) -> list[int]:
         """Returns the steps of all snapshots, damaged ones included, in ascending order."""
         return sorted(int(match[1]) for name in self._names() if (match := SNAPSHOT_NAME.fullmatch(name)))
 
     def file(self, step: int) -> str:
-        return f"{self.path.rstrip('/')}/step_{step:08d}.pt"
+        """The path of a snapshot, for messages and for `load_snapshot`."""
+        return f"{self.path}/{_file_name(step)}"
+
+    def remember_lock(self) -> None:
+        """From now on `write` refuses a folder that another run has locked since."""
+        if self.is_local:
+            self.lock_identity = lock_identity(Path(self.root))
 
     def _names(self) -> list[str]:
         with _raise_user_error(f"{self.path} can't be read", "make it readable, or set another"):
@@ -116,20 +132,40 @@ class SnapshotStorage:
             UserError: the snapshot can't be written. Existing snapshots are untouched.
             PruneError: the snapshot is written, but older ones can't be deleted.
         """
-        target = self.file(snapshot["step"])
+        shown = self.file(snapshot["step"])
+        target = f"{self.root}/{_file_name(snapshot['step'])}"
         content = {"format": FORMAT_VERSION, **snapshot}
-        with _raise_user_error(f"{target} can't be written", "make room, or make it writable"):
+        with _raise_user_error(f"{shown} can't be written", "make room, or make it writable"):
             if self.is_local:
-                self.fs.makedirs(self.root, exist_ok=True)
-            self._retry(self._write_and_rename if self.is_local else self._upload, content, target)
+                self._keep_lock()
+                self._write_and_rename(content, target)
+            else:
+                self._retry(self._upload, content, target)
         try:
             if not self.is_left_out():
                 self._retry(self._prune, snapshot["step"], best_step)
         except Exception as error:
             raise PruneError(
-                f"trainer.snapshot_path: {target} is whole, but older ones can't be deleted and stay: {_reason(error)}"
+                f"trainer.snapshot_path: {shown} is whole, but older ones can't be deleted and stay: {_reason(error)}"
             ) from error
-        return target
+        return shown
+
+    def _keep_lock(self) -> None:
+        """Raises a UserError if another run has locked the folder since `remember_lock`.
+
+        A folder that was deleted is made again, and locked until this process ends.
+        """
+        os.makedirs(self.root, exist_ok=True)
+        found = lock_identity(Path(self.root))
+        if self.lock_identity is None or found == self.lock_identity:
+            return
+        if found is not None:
+            raise UserError(
+                f"trainer.snapshot_path: {self.path} was deleted or taken over, and is another run's now: this run "
+                "saves nothing there; stop it"
+            )
+        lock_folder(Path(self.root), "trainer.snapshot_path", "set another")
+        self.remember_lock()
 
     def _write_and_rename(self, content: dict[str, Any], target: str) -> None:
         temporary = f"{target}.{uuid.uuid4().hex}.tmp"
@@ -143,9 +179,7 @@ class SnapshotStorage:
             with suppress(OSError):
                 os.unlink(temporary)
             raise
-        folder = os.open(self.root, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
+        sync_folder(self.root)
 
     def _upload(self, content: dict[str, Any], target: str) -> None:
         file = self.fs.open(target, "wb")
@@ -162,7 +196,7 @@ class SnapshotStorage:
     def _prune(self, newest: int, best_step: int | None) -> None:
         # Files of later steps were found damaged when this run started. They don't count, and they stay as evidence.
         past = [step for step in self.steps() if step <= newest]
-        expired = [f"step_{step:08d}.pt" for step in past[: -self.keep] if step != best_step]
+        expired = [_file_name(step) for step in past[: -self.keep] if step != best_step]
         leftovers = [name for name in self._names() if LEFTOVER_NAME.fullmatch(name)]
         for name in expired + leftovers:
             with suppress(FileNotFoundError):  # another machine may have deleted it

@@ -1,57 +1,55 @@
-"""The run folder's lock, and config.yaml."""
+"""Files that are replaced as a whole, config.yaml, and folders of fsspec paths."""
 
 import os
-import socket
-import sys
-import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import yaml
+from fsspec.implementations.local import LocalFileSystem
 
 from mingpt.utils.errors import UserError
 
-LOCK_TIMEOUT = 5.0  # seconds that another run has to exit
 
-
-def lock_run_dir(run_dir: Path) -> int:
-    """Locks the run folder until the file descriptor that it returns is closed.
-
-    The lock is an abstract socket, which Linux frees however the process ends. It does not exclude other hosts: a lock
-    file would, but would remain after the loss of a host.
+def replace_file(file: Path, text: str) -> None:
+    """Replaces a file's content: however the process or the machine stops, the file is the old or the new one.
 
     Raises:
-        UserError: another process holds the lock, or the folder can't be made.
+        OSError: it can't be written.
     """
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"trainer.run_dir: {run_dir} can't be made: {error.strerror}; set it to a folder that you may write to"
-        ) from error
-    folder, lock = run_dir.stat(), socket.socket(socket.AF_UNIX)
-    deadline = time.monotonic() + LOCK_TIMEOUT
-    while sys.platform == "linux":
+    temporary = file.with_name(f"{file.name}.tmp")
+    with open(temporary, "w", encoding="utf-8") as opened:
+        opened.write(text)
+        opened.flush()
+        os.fsync(opened.fileno())
+    os.replace(temporary, file)
+    sync_folder(file.parent)
+
+
+def sync_folder(folder: Path | str) -> None:
+    """Flushes the names in a folder to disk, where the file system can: FUSE and CIFS may refuse it."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
         try:
-            lock.bind(f"\0minGPT {folder.st_dev} {folder.st_ino}")
-            break
-        except OSError:
-            if time.monotonic() > deadline:
-                lock.close()
-                raise UserError(
-                    f"trainer.run_dir: another process is training in {run_dir}; wait for it, stop it, "
-                    "or set another trainer.run_dir"
-                ) from None
-            time.sleep(0.1)
-    return lock.detach()
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def local_folder(path: str) -> Path | None:
+    """The folder that an fsspec path names on this machine; None if it is on another file system, or fsspec fails."""
+    try:
+        fs, root = fsspec.url_to_fs(path)
+    except Exception:  # each file system raises its own; who reads or writes the path reports it
+        return None
+    return Path(root) if isinstance(fs, LocalFileSystem) else None
 
 
 def write_config(run_dir: Path, config: dict[str, Any]) -> None:
     """Writes config.yaml, complete or not at all however the process ends; raises a UserError if that fails."""
     try:
-        temporary = run_dir / "config.yaml.tmp"
-        temporary.write_text(yaml.safe_dump(config, sort_keys=False))
-        os.replace(temporary, run_dir / "config.yaml")
+        replace_file(run_dir / "config.yaml", yaml.safe_dump(config, sort_keys=False))
     except OSError as error:
         raise UserError(
             f"trainer.run_dir: {run_dir}/config.yaml can't be written: {error.strerror}; make it writable, or "

@@ -1,16 +1,18 @@
 """Metrics of a run: metrics.jsonl, TensorBoard's events, and log lines."""
 
+import errno
 import json
 import math
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from textwrap import indent
 from typing import Any
 
 from mingpt.utils.errors import UserError
+from mingpt.utils.files import replace_file
 from mingpt.utils.logging import logger
 from mingpt.utils.progress import ProgressLine
 
@@ -29,31 +31,41 @@ class MetricsLogger:
     is_open = True
 
     def __init__(self, folder: Path, step: int, last_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - slow, and read_metrics needs no torch
+        from mingpt.utils.tensorboard import EventFile  # noqa: PLC0415 - slow, and read_metrics needs no torch
 
         file = folder / "metrics.jsonl"
         try:
             _remove_rows_after(step, file)
             self.descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-            self.events = SummaryWriter(str(folder), purge_step=step + 1)  # TensorBoard hides later steps
+            self.events = EventFile(folder, purge_step=step + 1)  # TensorBoard hides later steps
         except OSError as error:
             raise UserError(
                 f"trainer.run_dir: {file} can't be written: {error.strerror}; make it writable, or set another"
             ) from error
+        self.is_torn = False  # the last row in the file has no end
         self.line = ProgressLine(step, last_step)
 
     def log(self, event: str, step: int, **values: Any) -> None:
         """Appends a row by a single write, so that a kill leaves at most one torn row, the last."""
         row = json.dumps({"event": event, "step": step, "time": time.time(), **values})
         try:
-            os.write(self.descriptor, row.encode() + b"\n")
-            for name in SCALARS:
-                if values.get(name) is not None and event in ("train", "eval"):
-                    self.events.add_scalar(name, values[name], step)
+            self._append(row)
+            if event in ("train", "eval"):
+                self.events.add_scalars(step, {name: values[name] for name in SCALARS if values.get(name) is not None})
             if event == "sample":
-                self.events.add_text("sample", indent(values["text"], "    "), step)  # verbatim, in markdown
+                self.events.add_text(step, "sample", indent(values["text"], "    "))  # verbatim, in markdown
         except OSError as error:
             logger.warning(f"step {step}: trainer.run_dir: metrics can't be written: {error}; training continues")
+
+    def _append(self, row: str) -> None:
+        line = row.encode() + b"\n"
+        if self.is_torn:
+            line = b"\n" + line  # or this row would be lost with the torn one
+        written = os.write(self.descriptor, line)
+        if written:
+            self.is_torn = written < len(line)
+        if written < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def advance(self, step: int, loss: float) -> None:
         """Moves the live line on to a step, with its loss unless that is nan."""
@@ -108,8 +120,7 @@ class MetricsLogger:
 
     def close(self) -> None:
         self.line.close()
-        with suppress(OSError):  # each row has warned of it
-            self.events.close()
+        self.events.close()
         os.close(self.descriptor)
 
 
@@ -178,10 +189,16 @@ def read_metrics(file: Path) -> tuple[list[dict[str, Any]], int]:
     return rows, others
 
 
+def saved_steps(file: Path) -> list[int]:
+    """Returns the steps whose snapshots were written, according to a metrics.jsonl, which need not exist."""
+    if not file.is_file():
+        return []
+    rows, _ = read_metrics(file)
+    return [row["step"] for row in rows if row["event"] == "snapshot" and "path" in row]
+
+
 def _remove_rows_after(step: int, file: Path) -> None:
     """Replaces metrics.jsonl by a file without rows of later steps and without a torn one."""
     if file.exists():
         rows, _ = read_metrics(file)
-        temporary = file.with_name(f"{file.name}.tmp")
-        temporary.write_text("".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step))
-        os.replace(temporary, file)
+        replace_file(file, "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step))

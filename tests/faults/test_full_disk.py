@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from helpers import (
     assert_equal_snapshots,
+    list_snapshots,
     loss_curve,
     newest_snapshot,
     read_rows,
@@ -134,7 +135,7 @@ def paused_between_saves(process: subprocess.Popen, run_dir: Path) -> Iterator[N
     while True:
         process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
-        if sorted(os.listdir(run_dir / "snapshots")) == file_names(save_steps(run_dir, failed=False)):
+        if list_snapshots(run_dir) == file_names(save_steps(run_dir, failed=False)):
             break
         process.send_signal(signal.SIGCONT)
         time.sleep(0.01)
@@ -164,7 +165,7 @@ def test_a_run_continues_while_snapshots_cannot_be_written(
     assert saved[0] == SAVE_EVERY
     assert failed
     assert (failed[-1] < LAST_STEP) == ends_in_time
-    assert sorted(os.listdir(run_dir / "snapshots")) == file_names(saved)
+    assert list_snapshots(run_dir) == file_names(saved)
     assert newest_snapshot(run_dir)["step"] == max(saved)  # it is whole
     assert "Traceback" not in err
     errors = [row["error"] for row in read_rows(run_dir, "snapshot") if "error" in row]

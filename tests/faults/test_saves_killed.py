@@ -16,7 +16,7 @@ from helpers import run_ranks
 
 from mingpt.snapshot.storage import SnapshotStorage
 
-LEFTOVER = "step_00000001.pt.77.tmp"  # of an earlier killed save: pruning has two files to unlink
+LEFTOVER = f"step_00000001.pt.{'77' * 16}.tmp"  # of an earlier killed save: pruning has two files to unlink
 
 
 def snapshot(step: int) -> dict[str, Any]:

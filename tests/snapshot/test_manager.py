@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers import (
     assert_equal_snapshots,
+    list_snapshots,
     loss_curve,
     newest_snapshot,
     read_rows,
@@ -210,7 +211,7 @@ def test_ranks_resume_from_the_newest_snapshot_of_any_machine(fault: str, traine
     elif fault == "rank 0 has an older one":
         (tmp_path / "rank0/snapshots/step_00000006.pt").unlink()
     elif fault == "rank 0 has a damaged one":
-        for file in (tmp_path / "rank0/snapshots").iterdir():
+        for file in (tmp_path / "rank0/snapshots").glob("step_*"):
             file.write_bytes(file.read_bytes()[:-1])
     options = {"trainer__save_every": 20, "optimizer__decay_steps": 12, "distributed__strategy": "zero1"}
     out = train_on_two_machines(tmp_path, *run_args(tmp_path / "RANK", trained / "text.txt", **options))
@@ -238,7 +239,7 @@ def test_a_run_does_not_start_anew_if_the_only_snapshots_are_damaged_ones_of_ano
 def test_machines_that_share_a_folder_write_one_snapshot(text: Path, tmp_path: Path) -> None:
     out = train_on_two_machines(tmp_path, *run_args(tmp_path / "run", text, trainer__max_steps=1))
     assert "snapshots are written by ranks" not in out
-    assert os.listdir(tmp_path / "run/snapshots") == ["step_00000001.pt"]
+    assert list_snapshots(tmp_path / "run") == ["step_00000001.pt"]
 
 
 # Incompatible snapshots

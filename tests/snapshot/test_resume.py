@@ -11,6 +11,7 @@ import torch
 from helpers import (
     SMALL_CONFIG,
     assert_equal_snapshots,
+    list_snapshots,
     loss_curve,
     newest_snapshot,
     read_rows,
@@ -112,7 +113,7 @@ def test_a_run_does_not_start_anew_if_all_snapshots_are_damaged(trained: Path, r
     files = [run_dir / f"snapshots/step_0000000{step}.pt" for step in (3, 6)]
     for file in files:
         flip_bit(file)
-    before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+    before = {path: path.read_bytes() for path in run_dir.rglob("step_*") if path.is_file()}
     argv = run_args(run_dir, trained / "text.txt", **SIX_STEPS)
     (status, out, err), other = run_ranks(2, run_captured, *argv, tmp_path=tmp_path)
     assert status == 2
@@ -120,7 +121,7 @@ def test_a_run_does_not_start_anew_if_all_snapshots_are_damaged(trained: Path, r
     assert err.startswith(f"error: trainer.snapshot_path: all 2 snapshots in {run_dir}/snapshots are damaged; ")
     assert err.count("error: ") == 1
     assert all(f"{file} is damaged" in out for file in files)
-    assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
+    assert {path: path.read_bytes() for path in run_dir.rglob("step_*") if path.is_file()} == before
 
 
 def test_a_run_resumes_in_fp16_and_back(run_dir: Path, trained: Path, tmp_path: Path) -> None:
@@ -175,7 +176,7 @@ def test_the_best_snapshot_is_kept_across_a_resume(trained: Path, tmp_path: Path
     best = min(losses, key=losses.__getitem__)
     assert list(losses) == [1, 2, 3, 4, 5]
     assert best < 3, losses
-    files = sorted(os.listdir(tmp_path / "run/snapshots"))
+    files = list_snapshots(tmp_path / "run")
     assert files == [f"step_0000000{best}.pt", "step_00000005.pt"]
 
 
@@ -186,7 +187,7 @@ def test_weights_that_are_not_finite_are_not_saved(trained: Path, tmp_path: Path
     [(status, _, err)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
     assert status == 2
     assert "weights that are not finite; lower optimizer.learning_rate" in err
-    assert not list((tmp_path / "run/snapshots").glob("*"))
+    assert not list((tmp_path / "run/snapshots").glob("step_*"))
 
 
 def test_retuning_keys_follow_the_yaml_and_changes_are_logged(trained: Path, run_dir: Path, tmp_path: Path) -> None:

@@ -40,6 +40,23 @@ def test_a_snapshot_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert sorted(os.listdir(folder)) == file_names(7, 12_345_678)
 
 
+@pytest.mark.parametrize(
+    "path", ["{tmp}/folder", "folder", "file:folder", "file://{tmp}/folder", "~/folder", "local:folder"]
+)
+def test_every_path_of_a_folder_is_written_and_read_at_the_same_place(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    storage = SnapshotStorage(path.format(tmp=tmp_path), keep=3)
+    storage.put_marker("0" * 32)
+    shown = storage.write(small_snapshot(7), None)
+    assert sorted(os.listdir(tmp_path / "folder")) == ["0" * 32 + ".mark", *file_names(7)]
+    assert os.path.samefile(shown, tmp_path / "folder/step_00000007.pt")
+    assert load_snapshot(shown)["step"] == 7
+    assert storage.load_newest(print)["step"] == 7
+
+
 class FolderSpy:
     """Lists a folder while it is itself being pickled."""
 
@@ -178,8 +195,10 @@ def test_a_damaged_later_file_is_neither_counted_nor_deleted(tmp_path: Path) -> 
 
 def test_leftovers_of_killed_saves_are_removed_and_other_files_are_not(tmp_path: Path) -> None:
     storage = SnapshotStorage(str(tmp_path), keep=1)
-    others = ["notes.txt", "other.tmp", "step_3.pt", "step_00000001.pt.copy"]
-    for name in [*others, "step_00000004.pt.123.tmp", "step_00000099.pt.4.tmp", "0a1b.mark"]:
+    others = ["notes.txt", "other.tmp", "step_3.pt", "step_00000001.pt.copy", "thesis.mark", "step_00000001.pt.old.tmp"]
+    unique = "0123456789abcdef" * 2
+    leftovers = [f"step_00000004.pt.{unique}.tmp", f"step_00000099.pt.{unique}.tmp", f"{unique}.mark"]
+    for name in others + leftovers:
         (tmp_path / name).touch()
     assert storage.steps() == []
     for step in (5, 6):

@@ -1,26 +1,13 @@
-"""The run folder's lock, and config.yaml."""
+"""config.yaml is replaced as a whole, and fsspec paths of this machine are folders."""
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
-from mingpt.utils import files
 from mingpt.utils.errors import UserError
-from mingpt.utils.files import lock_run_dir, write_config
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="run folders are locked on Linux only")
-def test_a_run_folder_is_locked_until_the_descriptor_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "LOCK_TIMEOUT", 0.1)
-    lock = lock_run_dir(tmp_path)
-    os.close(lock_run_dir(tmp_path / "other"))
-    with pytest.raises(UserError, match=rf"^trainer\.run_dir: another process is training in {tmp_path}; wait for it"):
-        lock_run_dir(tmp_path)
-    os.close(lock)
-    os.close(lock_run_dir(tmp_path))
+from mingpt.utils.files import local_folder, replace_file, sync_folder, write_config
 
 
 def test_config_is_replaced_or_refused_with_the_name_of_the_file(tmp_path: Path) -> None:
@@ -32,3 +19,41 @@ def test_config_is_replaced_or_refused_with_the_name_of_the_file(tmp_path: Path)
     (tmp_path / "config.yaml").mkdir()
     with pytest.raises(UserError, match=rf"^trainer\.run_dir: {tmp_path}/config.yaml can't be written: Is a directory"):
         write_config(tmp_path, {})
+
+
+def test_a_file_is_flushed_to_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And then its name in the folder."""
+    calls: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def record_fsync(descriptor: int) -> None:
+        is_folder = os.path.samestat(os.fstat(descriptor), os.stat(tmp_path))
+        calls.append("fsync folder" if is_folder else "fsync file")
+        fsync(descriptor)
+
+    def record_replace(source: Path, target: Path) -> None:
+        calls.append("replace")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(os, "replace", record_replace)
+    replace_file(tmp_path / "file", "text")
+    assert calls == ["fsync file", "replace", "fsync folder"]
+    assert (tmp_path / "file").read_text() == "text"
+
+
+def test_a_file_system_that_cannot_flush_folders_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int) -> None:
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    before = os.listdir("/proc/self/fd")
+    sync_folder(tmp_path)
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_local_folders_of_paths_and_urls() -> None:
+    assert local_folder("/tmp/x") == local_folder("file:///tmp/x") == Path("/tmp/x")
+    assert local_folder("x") == Path("x").absolute()
+    assert local_folder("memory://x") is None
+    assert local_folder("no-such-protocol://x") is None

@@ -1,0 +1,129 @@
+"""Locks of folders: one run at a time writes to a folder, on one host or several that share it."""
+
+import fcntl
+import json
+import os
+import platform
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from mingpt.config import TrainerConfig
+from mingpt.utils.errors import UserError
+from mingpt.utils.files import local_folder
+from mingpt.utils.logging import logger
+
+LOCK_NAME = ".lock"
+LOCK_TIMEOUT = 5.0  # seconds that another run on this host has to exit
+# Seconds after which the lock of another host is replaced. An NFS server takes back the locks of a host that is lost
+# after 90 seconds (the default lease of Linux's server); other file systems may never do it.
+OTHER_HOST_TIMEOUT = 100.0
+RETRY_SECONDS = 0.1
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers on a host
+
+Identity = tuple[int, int]  # device and inode of a lock file
+
+
+def lock_run(config: TrainerConfig) -> list[int]:
+    """Locks the run folder and the folder of its snapshots, if that is on this machine; returns file descriptors.
+
+    Raises:
+        UserError: another process holds a lock, or a folder can't be written.
+    """
+    run_dir = Path(config.run_dir)
+    descriptors = [lock_folder(run_dir, "trainer.run_dir", "set another trainer.run_dir")]
+    if config.snapshot_path is None:
+        descriptors.append(lock_folder(run_dir / "snapshots", "trainer.run_dir", "set another trainer.run_dir"))
+    elif (folder := local_folder(config.snapshot_path)) is not None:
+        descriptors.append(lock_folder(folder, "trainer.snapshot_path", "set another trainer.snapshot_path"))
+    return descriptors
+
+
+def lock_folder(folder: Path, key: str, advice: str) -> int:
+    """Locks a folder until the file descriptor that it returns is closed, as it is when the process ends.
+
+    The lock is a `flock` on a file in the folder, which excludes other containers, and other hosts where the file
+    system supports it. A lock that another host holds may be left from a host that is lost. After a while its file is
+    replaced; if that other run is alive, it finds another identity (`lock_identity`) and no longer saves.
+
+    Args:
+        key: configuration key that names the folder, for messages
+        advice: what to do instead of waiting for the other run
+
+    Raises:
+        UserError: another process holds the lock, or the folder can't be written.
+    """
+    file = folder / LOCK_NAME
+    started = time.monotonic()
+    is_told = False
+    while True:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise UserError(
+                f"{key}: {folder} can't be written: {error.strerror}; set it to a folder that you may write to"
+            ) from error
+        if _try_lock(descriptor, file):
+            _write_holder(descriptor)
+            return descriptor
+        holder = _read_holder(descriptor)
+        os.close(descriptor)
+        waited = time.monotonic() - started
+        is_other_host = holder.get("host_id") not in (None, _host_id())
+        if not is_other_host and waited > LOCK_TIMEOUT:
+            process = f"process {holder['process']}" if "process" in holder else "another process"
+            raise UserError(f"{key}: {process} is training in {folder}; wait for it, stop it, or {advice}")
+        if is_other_host and not is_told:
+            is_told = True
+            logger.warning(
+                f"{key}: process {holder['process']} on {holder['host']} has locked {folder}; its lock is replaced in "
+                f"{OTHER_HOST_TIMEOUT:g} seconds: if that run is not lost, stop this one"
+            )
+        if is_other_host and waited > OTHER_HOST_TIMEOUT:
+            with suppress(FileNotFoundError):
+                file.unlink()
+        time.sleep(RETRY_SECONDS)
+
+
+def lock_identity(folder: Path) -> Identity | None:
+    """Identifies the lock file of a folder; None if there is none.
+
+    While the file is locked, no other file can have its identity, even after it is deleted.
+    """
+    with suppress(OSError):
+        status = os.stat(folder / LOCK_NAME)
+        return status.st_dev, status.st_ino
+    return None
+
+
+def _try_lock(descriptor: int, file: Path) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        logger.warning(f"{file} can't be locked: {error.strerror}; make sure that no other process trains there")
+    # The folder may have been deleted between opening the file and locking it.
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(descriptor), os.stat(file))
+    return False
+
+
+def _host_id() -> str:
+    return BOOT_ID.read_text().strip() if BOOT_ID.exists() else platform.node()
+
+
+def _write_holder(descriptor: int) -> None:
+    holder = {"process": os.getpid(), "host": platform.node(), "host_id": _host_id()}
+    with suppress(OSError):  # a full disk: the lock holds nevertheless
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+
+
+def _read_holder(descriptor: int) -> dict:
+    with suppress(OSError, ValueError):
+        holder = json.loads(os.pread(descriptor, 1000, 0))
+        if {"process", "host", "host_id"} <= holder.keys():
+            return holder
+    return {}

@@ -1,0 +1,182 @@
+"""One run at a time writes to a folder, and a run whose folder another one has notices that."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import (
+    ROOT,
+    clean_env,
+    newest_snapshot,
+    read_rows,
+    run_args,
+    run_captured,
+    run_ranks,
+    start_main,
+    train_main,
+    wait_for_step,
+    wait_until,
+)
+
+from mingpt.utils import lock
+from mingpt.utils.errors import UserError
+from mingpt.utils.lock import LOCK_NAME, lock_folder, lock_identity
+
+ENDLESS = {"trainer__max_steps": 1_000_000, "trainer__eval_every": 1_000_000, "trainer__save_every": 20}
+HOLD_LOCK = """
+import sys, time
+from pathlib import Path
+from mingpt.utils.lock import lock_folder
+lock_folder(Path(sys.argv[1]), "trainer.run_dir", "")
+print("locked", flush=True)
+time.sleep(60)
+"""
+
+
+def take(folder: Path) -> int:
+    return lock_folder(folder, "trainer.run_dir", "set another trainer.run_dir")
+
+
+def test_a_folder_is_locked_until_the_descriptor_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "LOCK_TIMEOUT", 0.1)
+    descriptor = take(tmp_path)
+    os.close(take(tmp_path / "other"))
+    message = rf"^trainer\.run_dir: process {os.getpid()} is training in {tmp_path}; wait for it, stop it, or set anoth"
+    with pytest.raises(UserError, match=message):
+        take(tmp_path)
+    os.close(descriptor)
+    os.close(take(tmp_path))
+
+
+def test_a_lock_ends_with_its_process_and_excludes_other_network_namespaces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As containers on one host have them."""
+    monkeypatch.setattr(lock, "LOCK_TIMEOUT", 0.1)
+    unshare = ["unshare", "--net"] if os.geteuid() == 0 and shutil.which("unshare") else []
+    command = [*unshare, sys.executable, "-c", HOLD_LOCK, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=clean_env(), cwd=ROOT) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"locked\n"
+        with pytest.raises(UserError, match="is training in"):
+            take(tmp_path)
+        process.kill()
+        process.wait()
+        os.close(take(tmp_path))
+
+
+def test_the_lock_of_another_host_is_replaced_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That host may be lost. If it is not, it finds another identity."""
+    monkeypatch.setattr(lock, "OTHER_HOST_TIMEOUT", 0.3)
+    descriptor = take(tmp_path)
+    holder = {"process": 7, "host": "node7", "host_id": "another"}
+    os.pwrite(descriptor, json.dumps(holder).encode().ljust(200), 0)
+    identity = lock_identity(tmp_path)
+    messages: list[str] = []
+    monkeypatch.setattr(lock.logger, "warning", messages.append)
+    os.close(take(tmp_path))
+    [message] = messages
+    assert message.startswith(f"trainer.run_dir: process 7 on node7 has locked {tmp_path}; its lock is replaced in ")
+    assert lock_identity(tmp_path) not in (None, identity)
+    os.close(descriptor)
+
+
+def test_a_file_system_without_locks_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(95, "Operation not supported")
+
+    messages: list[str] = []
+    monkeypatch.setattr(lock.logger, "warning", messages.append)
+    monkeypatch.setattr(lock.fcntl, "flock", refuse)
+    os.close(take(tmp_path))
+    assert messages == [
+        f"{tmp_path}/{LOCK_NAME} can't be locked: Operation not supported; make sure that no other process trains there"
+    ]
+
+
+def test_two_runs_with_one_snapshot_path_are_refused(text: Path, tmp_path: Path) -> None:
+    snapshots = {"trainer__snapshot_path": tmp_path / "snapshots"}
+    with start_main(run_args(tmp_path / "one", text, **ENDLESS, **snapshots)) as process:
+        wait_for_step(tmp_path / "one", 1)
+        argv = run_args(tmp_path / "two", text, **snapshots)
+        [(status, _, err)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
+        process.terminate()
+        process.communicate()
+    assert status == 2
+    assert err.startswith(f"error: trainer.snapshot_path: process {process.pid} is training in {tmp_path}/snapshots; ")
+    assert err.endswith("or set another trainer.snapshot_path\n")
+
+
+def test_a_second_start_does_not_disturb_the_first_while_it_encodes(text: Path, tmp_path: Path) -> None:
+    """The second one would remove the unfinished cache of the first."""
+    argv = run_args(tmp_path / "run", text)
+    assert run_ranks(1, _start_again_while_encoding, argv, tmp_path=tmp_path) == [(0, 2)]
+
+
+def _start_again_while_encoding(argv: list[str]) -> tuple[int, int]:
+    from mingpt import corpus
+
+    write_tokens, statuses = corpus._write_tokens, []
+
+    def start_another(*args: Any) -> str:
+        command = [sys.executable, str(ROOT / "main.py"), *argv]
+        statuses.append(subprocess.run(command, capture_output=True, check=False).returncode)
+        return write_tokens(*args)
+
+    corpus._write_tokens = start_another
+    return train_main(*argv), statuses[0]
+
+
+def test_a_run_whose_folder_another_run_has_saves_nothing_there(text: Path, tmp_path: Path) -> None:
+    """Its folder was deleted, and the same command started again."""
+    run_dir = tmp_path / "run"
+    argv = run_args(run_dir, text, **(ENDLESS | {"trainer__save_every": 1_000_000}))
+    with start_main(argv) as first:
+        wait_for_step(run_dir, 30)
+        run_dir.rename(tmp_path / "deleted")
+        shutil.rmtree(tmp_path / "deleted", ignore_errors=True)  # the run may add a file meanwhile
+        with start_main(argv) as second:
+            wait_for_step(run_dir, 10)
+            first.terminate()
+            _, err = first.communicate(timeout=60)
+            assert first.returncode == 2
+            assert not list(run_dir.glob("snapshots/step_*"))
+            second.terminate()
+            second.communicate(timeout=60)
+            assert second.returncode == 143
+    assert newest_snapshot(run_dir)["step"] == read_rows(run_dir)[-1]["step"]
+    assert f"{run_dir}/snapshots was deleted or taken over, and is another run's now: this run saves nothing" in err
+    assert "Traceback" not in err
+
+
+def test_a_run_whose_folder_was_deleted_makes_it_again(text: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with start_main(run_args(run_dir, text, **ENDLESS)) as process:
+        wait_for_step(run_dir, 30)
+        (run_dir / "snapshots").rename(tmp_path / "deleted")
+        wait_until(lambda: bool(list(run_dir.glob("snapshots/step_*.pt"))), "a snapshot")
+        process.terminate()
+        process.communicate(timeout=60)
+    assert process.returncode == 143
+
+
+def test_a_run_without_the_snapshots_that_it_has_saved_does_not_start_anew(text: Path, tmp_path: Path) -> None:
+    """As when the disk of trainer.snapshot_path is not mounted."""
+    run_dir, snapshots = tmp_path / "run", tmp_path / "disk/snapshots"
+    argv = run_args(run_dir, text, trainer__snapshot_path=snapshots, trainer__max_steps=7)
+    assert run_ranks(1, train_main, *argv, tmp_path=tmp_path) == [0]
+    before = (run_dir / "metrics.jsonl").read_bytes()
+    snapshots.rename(tmp_path / "not mounted")
+    [(status, _, err)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
+    assert status == 2
+    assert err == (
+        f"error: trainer.snapshot_path: there is no snapshot in {snapshots}, but according to {run_dir}/metrics.jsonl "
+        "this run has saved 3, the last at step 7: mount the disk, or copy the snapshots there; to start anew, set "
+        "another trainer.run_dir and trainer.snapshot_path\n"
+    )
+    assert (run_dir / "metrics.jsonl").read_bytes() == before
