@@ -50,8 +50,9 @@ def test_every_path_of_a_folder_is_written_and_read_at_the_same_place(
     monkeypatch.setenv("HOME", str(tmp_path))
     storage = SnapshotStorage(path.format(tmp=tmp_path), keep=3)
     storage.put_marker("0" * 32)
+    assert os.listdir(tmp_path) == ["folder"]
+    assert os.listdir(tmp_path / "folder") == ["0" * 32 + ".mark"]
     shown = storage.write(small_snapshot(7), None)
-    assert sorted(os.listdir(tmp_path / "folder")) == ["0" * 32 + ".mark", *file_names(7)]
     assert os.path.samefile(shown, tmp_path / "folder/step_00000007.pt")
     assert load_snapshot(shown)["step"] == 7
     assert storage.load_newest(print)["step"] == 7
