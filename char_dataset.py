@@ -109,28 +109,38 @@ class CharDataset(Dataset):
 
 
 class ValidationDataset(Dataset):
-    """The validation text in consecutive windows; IGNORE_INDEX fills the targets of the last one.
+    """The validation text in windows; IGNORE_INDEX fills the targets of the last one.
 
     Args:
         tokens: (n,) validation text
         block_size: characters in a window (T)
+        max_windows: if the text has more windows, so many of them, evenly spread; None: all
     """
 
-    def __init__(self, tokens: np.ndarray, block_size: int) -> None:
-        self.tokens, self.block_size = tokens, block_size
+    def __init__(self, tokens: np.ndarray, block_size: int, max_windows: int | None = None) -> None:
+        self.tokens = tokens
+        self.block_size = block_size
+        self.windows_in_text = math.ceil((len(tokens) - 1) / block_size)
+        self.windows = min(self.windows_in_text, max_windows or self.windows_in_text)
 
     def __len__(self) -> int:
-        return math.ceil((len(self.tokens) - 1) / self.block_size)
+        return self.windows
+
+    def starts(self, windows: range) -> np.ndarray:
+        """Returns the position in the text, (B,), at which each of these windows starts."""
+        in_text = np.asarray(windows, dtype=np.int64) * self.windows_in_text // self.windows
+        return in_text * self.block_size
 
     def count(self, windows: range) -> int:
         """Returns the number of targets in these windows."""
-        return min(windows.stop * self.block_size, len(self.tokens) - 1) - windows.start * self.block_size
+        targets_left = len(self.tokens) - 1 - self.starts(windows)
+        return int(np.minimum(targets_left, self.block_size).sum())
 
     def __getitem__(self, windows: range) -> tuple[Tensor, Tensor]:
-        """Returns inputs and targets of B consecutive windows, (B, T), int64."""
-        size = len(windows) * self.block_size
-        text = self.tokens[windows.start * self.block_size : windows.stop * self.block_size + 1].astype(np.int64)
-        idx, targets = torch.zeros(size, dtype=torch.int64), torch.full((size,), IGNORE_INDEX)
-        idx[: len(text) - 1] = torch.from_numpy(text[:-1])
-        targets[: len(text) - 1] = torch.from_numpy(text[1:])
-        return idx.view(-1, self.block_size), targets.view(-1, self.block_size)
+        """Returns inputs and targets of B windows, (B, T), int64."""
+        positions = self.starts(windows)[:, None] + np.arange(self.block_size + 1)  # (B, T + 1)
+        has_target = positions[:, 1:] < len(self.tokens)
+        text = self.tokens[np.minimum(positions, len(self.tokens) - 1)].astype(np.int64)
+        idx = np.where(has_target, text[:, :-1], 0)
+        targets = np.where(has_target, text[:, 1:], IGNORE_INDEX)
+        return torch.from_numpy(idx), torch.from_numpy(targets)

@@ -23,7 +23,7 @@ from char_dataset import CharDataset, ValidationDataset, train_val_split
 from mingpt.config import Config, GPTConfig, config_to_dict
 from mingpt.corpus import check_text, encode_corpus
 from mingpt.distributed.process_group import DistributedContext
-from mingpt.evaluation import choose_sample_prompt, evaluate, generate_sample
+from mingpt.evaluation import Evaluation, choose_sample_prompt, generate_sample
 from mingpt.optimizer import learning_rate
 from mingpt.parallel.catch_up import Progress, catch_up
 from mingpt.parallel.memory import MemoryUsage, format_bytes, measure_memory
@@ -64,6 +64,7 @@ class Trainer:
         step, samples: finished optimizer steps, and the sequences in them; step -1: this rank has no state yet, and
             gets it from another
         settled: the newest step whose metrics are written, with all else that is due after it
+        lacks_evaluation: a stop has broken off the evaluation of the newest step; the next start makes up for it
 
     Raises:
         UserError: text, folders or the snapshot do not fit the configuration.
@@ -91,6 +92,7 @@ class Trainer:
         self.result: StepResult | None = None  # of the newest step
         self.settled, self.first_step, self.epoch = self.step, self.step + 1, self.samples // len(self.train_data)
         self.val_loss, self.stop_signal = math.nan, 0
+        self.lacks_evaluation = bool(self.resumed) and self._was_evaluation_broken_off()
         self.save_errors: dict[int, str] = {}  # by rank, of the last snapshot
 
     def train(self) -> int:
@@ -99,7 +101,7 @@ class Trainer:
         Raises:
             UserError: a loss is not finite, or a file can't be written.
         """
-        if self.resumed and self.step >= self.last_step:
+        if self.resumed and self.step >= self.last_step and not self.lacks_evaluation:
             file = self.snapshots.storage.file(self.step)
             logger.info(
                 f"already trained: {file} is at step {self.step}, and training ends "
@@ -123,8 +125,11 @@ class Trainer:
     def train_loop(self, signals: SignalHandler, after_step: Callable[[], None]) -> int:
         """Steps, each followed by whatever is due. All ranks stop after the same step, agreed on during the step."""
         self.signals, self.saved_at, self.timer = signals, time.monotonic(), StepTimer(self.samples)
-        while self.settled < self.last_step and not self.stop_signal:
+        while (self.settled < self.last_step or self.lacks_evaluation) and not self.stop_signal:
             try:
+                if self.lacks_evaluation:
+                    self._make_up_evaluation()
+                    continue
                 if self.step == self.settled:
                     self.vote = self._start_vote()
                     self.result = self.train_step()
@@ -179,9 +184,8 @@ class Trainer:
         cfg = self.config.trainer
         result: StepResult = self.result  # type: ignore[assignment]
         stop_signal, save_now = self.vote()
-        is_last = bool(stop_signal) or self.step == self.last_step
         log, evaluates, save = map(self._is_due, (cfg.log_every, cfg.eval_every, cfg.save_every))
-        save = save or bool(save_now) or is_last
+        save = save or bool(save_now) or bool(stop_signal) or self.step == self.last_step
         is_first = self.step == self.first_step
         if self.context.device.type == "cpu" or log or evaluates or save:
             self._check_finite()
@@ -193,11 +197,13 @@ class Trainer:
             self._check_finite(mean_loss)
         speed = self.timer.tokens_per_second(self.samples, self.train_data.block_size) if log else 0.0
         with self.timer.pause():
-            val_loss, began = None, time.perf_counter()
+            val_loss = None
+            began = time.perf_counter()
             if evaluates:  # before anything is written, since it ends when the membership changes
-                batch_size = cfg.micro_batch_size or cfg.batch_size
-                val_loss = self.val_loss = evaluate(self.strategy, self.val_data, batch_size)
+                val_loss, stop_signal = self._evaluate(stop_signal)
             eval_seconds = time.perf_counter() - began
+            is_last = bool(stop_signal) or self.step == self.last_step
+            save = save or is_last
             self.metrics.advance(self.step, mean_loss)
             if log:
                 self.metrics.log_train(
@@ -227,6 +233,47 @@ class Trainer:
         if is_last:
             self._wait_for_last_save()
         self.settled, self.stop_signal = self.step, stop_signal
+        self.lacks_evaluation = evaluates and val_loss is None
+
+    def _evaluate(self, stop_signal: int) -> tuple[float | None, int]:
+        """Computes the validation loss, unless a signal stops the run before or meanwhile.
+
+        Returns:
+            the loss, None if it was broken off, and the signal or 0; the same on all ranks
+        """
+        evaluation = Evaluation(
+            self.strategy, self.val_data, self.config.trainer.micro_batch_size or self.config.trainer.batch_size
+        )
+        while not stop_signal and not evaluation.is_done:
+            vote = self.context.all_reduce_max_async(self.signals.signal)
+            evaluation.advance()
+            self.metrics.show_evaluation(evaluation.batches_done / len(evaluation.batches))
+            [stop_signal] = vote()
+        self.metrics.show_evaluation(None)
+        if not evaluation.is_done:
+            return None, stop_signal
+        self.val_loss = evaluation.mean_loss()
+        return self.val_loss, stop_signal
+
+    def _make_up_evaluation(self) -> None:
+        """Evaluates the step that the run has resumed from, and saves it again, with its validation loss."""
+        began = time.perf_counter()
+        with self.timer.pause():
+            val_loss, self.stop_signal = self._evaluate(0)
+        if val_loss is not None:
+            self.metrics.log_eval(self.step, val_loss, time.perf_counter() - began)
+            is_last = self.step == self.last_step
+            self.save_snapshot(val_loss, is_last)
+            if is_last:
+                self._wait_for_last_save()
+            self.lacks_evaluation = False
+
+    def _was_evaluation_broken_off(self) -> bool:
+        """Whether the snapshot is of a step whose evaluation a signal has broken off."""
+        header: dict[str, Any] = self.resumed  # type: ignore[assignment]
+        eval_every = header["config"]["trainer"]["eval_every"]
+        is_due = self.step % eval_every == 0 or self.step == self.last_step
+        return is_due and header["val_loss"] is None
 
     def _wait_for_last_save(self) -> None:
         """Ranks exit together: if one exits, torchrun ends the others, which may still be writing."""
@@ -237,7 +284,7 @@ class Trainer:
 
     def _finish(self) -> int:
         """Reports how the run has ended; returns the exit status."""
-        stop_signal = self.stop_signal if self.step < self.last_step else 0
+        stop_signal = self.stop_signal if self.step < self.last_step or self.lacks_evaluation else 0
         signal_name = signal.Signals(stop_signal).name if stop_signal else None
         self.metrics.log("stop", self.step, signal=signal_name)
         if any(self.save_errors.values()):
@@ -270,10 +317,19 @@ class Trainer:
             self.metrics = NullMetricsLogger()
         device, is_writer = self._describe_device(), self.metrics.is_open
         mine = Progress(
-            self.step, self.samples, self.result, self.val_loss, self.snapshots.best, self.settled, is_writer, device
+            self.step,
+            self.samples,
+            self.result,
+            self.val_loss,
+            self.snapshots.best,
+            self.settled,
+            self.lacks_evaluation,
+            is_writer,
+            device,
         )
         now, had = catch_up(self.strategy, mine)
         self.step, self.samples, self.result, self.val_loss, self.snapshots.best, self.settled, *_ = now
+        self.lacks_evaluation = now.lacks_evaluation
         self.epoch = self.samples // len(self.train_data)
         if mine.step < 0:
             self.timer = StepTimer(self.samples)
@@ -323,7 +379,7 @@ class Trainer:
         self.context.check_equal({"the text's SHA-256": self.corpus.sha256})
         training, validation = train_val_split(self.corpus, self.config.data)
         self.train_data = CharDataset(training, self.config.data.block_size, cfg.seed)
-        self.val_data = ValidationDataset(validation, self.config.data.block_size)
+        self.val_data = ValidationDataset(validation, self.config.data.block_size, cfg.eval_windows)
         self.sample_prompt = choose_sample_prompt(cfg.sample_prompt, validation, self.corpus.vocabulary)
         self.total_samples = (cfg.max_epochs or 0) * len(self.train_data)  # 0: no limit
 
@@ -392,6 +448,11 @@ class Trainer:
         """Shows what is about to be trained, on which device of each rank."""
         config, context = self.config, self.context
         facts = {"backend": context.backend, **self.numerics.reasons, **self.strategy.description}
+        if len(self.val_data) < self.val_data.windows_in_text:
+            facts["evaluation"] = (
+                f"{len(self.val_data):,} of the {self.val_data.windows_in_text:,} windows of the validation text, "
+                "evenly spread"
+            )
         sizes = (len(self.corpus.tokens), len(self.corpus.vocabulary))
         logger.info(run_summary(config, devices, facts, *sizes, len(self.train_data), self.last_step))
         with torch.device("meta"):

@@ -152,7 +152,12 @@ class TrainerConfig:
         description="initial weights: a snapshot, run folder or exported folder; null: random initialization",
     )
     log_every: int = Field(default=100, ge=1, description="steps between rows of training metrics")
-    eval_every: int = Field(default=400, ge=1, description="steps between evaluations on the whole validation text")
+    eval_every: int = Field(default=400, ge=1, description="steps between evaluations on the validation text")
+    eval_windows: int | None = Field(
+        default=20_000,
+        ge=1,
+        description="windows in an evaluation, evenly spread over the validation text; null: all",
+    )
     sample_every: int | None = Field(default=400, ge=1, description="steps between generated samples; null: none")
     sample_prompt: str | None = Field(
         default=None, description="text that samples begin with; null: the first words of the validation text"

@@ -26,15 +26,47 @@ class ValidationWindows(WindowDataset, Protocol):
         """The number of targets in these windows."""
 
 
-def evaluate(strategy: Strategy, data: ValidationWindows, batch_size: int) -> float:
-    """The mean loss over the whole validation text, in nats per character.
+class Evaluation:
+    """The mean loss over validation windows, computed in rounds, between which it can be broken off.
 
     Batches have fixed bounds; their losses are exchanged one by one and added in order.
+
+    Args:
+        batch_size: windows in a batch
     """
-    batches = [range(start, min(start + batch_size, len(data))) for start in range(0, len(data), batch_size)]
-    losses = strategy.evaluate_batches(batches, data).cpu().double()
-    counts = torch.tensor([data.count(batch) for batch in batches], dtype=torch.float64)
-    return ((losses * counts).sum() / counts.sum()).item()
+
+    def __init__(self, strategy: Strategy, data: ValidationWindows, batch_size: int) -> None:
+        self.strategy = strategy
+        self.data = data
+        starts = range(0, len(data), batch_size)
+        self.batches = [range(start, min(start + batch_size, len(data))) for start in starts]
+        self.losses = torch.zeros(len(self.batches), device=strategy.context.device)
+        self.batches_done = 0
+
+    @property
+    def is_done(self) -> bool:
+        return self.batches_done == len(self.batches)
+
+    def advance(self) -> None:
+        """Evaluates the next batches, one on each rank."""
+        first = self.batches_done
+        last = min(first + self.strategy.batches_per_round, len(self.batches))
+        self.losses[first:last] = self.strategy.evaluate_round(self.batches[first:last], self.data)
+        self.batches_done = last
+
+    def mean_loss(self) -> float:
+        """The mean loss in nats per character, on all ranks."""
+        losses = self.strategy.context.all_reduce(self.losses).cpu().double()
+        counts = torch.tensor([self.data.count(batch) for batch in self.batches], dtype=torch.float64)
+        return ((losses * counts).sum() / counts.sum()).item()
+
+
+def evaluate(strategy: Strategy, data: ValidationWindows, batch_size: int) -> float:
+    """The mean loss over all windows, in nats per character."""
+    evaluation = Evaluation(strategy, data, batch_size)
+    while not evaluation.is_done:
+        evaluation.advance()
+    return evaluation.mean_loss()
 
 
 def choose_sample_prompt(prompt: str | None, tokens: np.ndarray, vocabulary: str) -> str:

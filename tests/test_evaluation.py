@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from pathlib import Path
 
 import numpy as np
@@ -9,16 +10,20 @@ import pytest
 import torch
 from helpers import (
     NO_DROPOUT,
+    TORCHRUN,
     assert_equal_snapshots,
     loss_curve,
     newest_snapshot,
     open_trainer,
     read_rows,
     run_args,
+    run_captured,
     run_each_captured,
     run_program,
     run_ranks,
+    start_main,
     train_losses,
+    wait_for_step,
     write_text,
 )
 
@@ -137,7 +142,8 @@ def test_a_prompt_that_the_text_cannot_continue_is_refused_before_training(text:
     assert [status for status, _, _ in second] == [2, 2]
     done = run_program("main.py", *argvs[1])
     assert (done.returncode, done.stderr) == (2, first[1][2])
-    assert not list((tmp_path / "run").glob("[!c]*"))  # nothing but the cache
+    assert not list((tmp_path / "run").rglob("[!.]*.*l*"))  # no config.yaml, no metrics.jsonl
+    assert not list((tmp_path / "run").rglob("step_*"))
 
 
 def test_evaluation_and_samples_are_equal_on_any_number_of_ranks(folder: Path) -> None:
@@ -196,3 +202,41 @@ def test_control_characters_of_a_sample_are_recorded_but_not_printed(
     assert capsys.readouterr().out[21:] == "step 3 writes:\n    ab\ufffd[2Jc\ufffdd\n    \te\n"
     [row] = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert (row["event"], row["step"], row["text"]) == ("sample", 3, "\nab\x1b[2Jc\rd\n\te\n")
+
+
+def test_a_signal_breaks_off_an_evaluation_and_the_next_start_makes_up_for_it(tmp_path: Path) -> None:
+    """In the middle of training on two ranks, and after the last step on one."""
+    text, run_dir = write_text(tmp_path / "text.txt", 200_000), tmp_path / "run"  # evaluations of some seconds
+    options = NO_DROPOUT | {"trainer__max_steps": 8, "trainer__save_every": 100}
+    whole = run_args(tmp_path / "whole", text, **options)
+    assert run_ranks(1, run_captured, *whole, tmp_path=tmp_path)[0][0] == 0
+    argv = run_args(run_dir, text, **options)
+    for step, launcher in ((4, (*TORCHRUN, "--nproc_per_node=2")), (8, ())):
+        with start_main(argv, *launcher) as process:
+            wait_for_step(run_dir, step - 1)
+            time.sleep(0.3)
+            process.terminate()
+            process.communicate(timeout=60)
+            assert process.returncode == (1 if launcher else 143)
+        assert read_rows(run_dir, "stop")[-1]["signal"] == "SIGTERM"
+        assert newest_snapshot(run_dir)["step"] == step
+        assert newest_snapshot(run_dir)["val_loss"] is None
+        assert [row["step"] for row in read_rows(run_dir, "eval")] == list(range(4, step, 4))
+    [(status, out, _)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
+    assert status == 0
+    found, expected = ([row["val_loss"] for row in read_rows(tmp_path / name, "eval")] for name in ("run", "whole"))
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert newest_snapshot(run_dir)["val_loss"] == found[-1]
+    assert "done in 0:0" in out
+    assert f"validation loss {expected[-1]:.4f}, snapshot" in out
+    [(status, out, _)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
+    assert "already trained" in out
+
+
+def test_the_start_says_which_part_of_the_validation_text_is_measured(tmp_path: Path, text: Path) -> None:
+    argvs = [run_args(tmp_path / str(n), text, trainer__max_steps=1, trainer__eval_windows=n) for n in (5, 19, None)]
+    [(_, part, _), (_, whole, _), (_, none, _)] = run_ranks(1, run_each_captured, argvs, tmp_path=tmp_path)[0]
+    assert "5 of the 19 windows of the validation text, evenly spread" in part
+    assert "of the validation text" not in whole + none
+    losses = [read_rows(tmp_path / str(n), "eval")[0]["val_loss"] for n in (5, 19, None)]
+    assert losses[0] != losses[1] == losses[2]

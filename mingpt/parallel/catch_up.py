@@ -14,6 +14,7 @@ class Progress(NamedTuple):
     val_loss: float
     best: dict[str, Any]  # step and val_loss of the best snapshot
     settled: int  # the newest step of which it knows that all files are written
+    lacks_evaluation: bool  # that of the newest step was broken off
     is_writer: bool  # it was rank 0 in the view before too
     device: str
 

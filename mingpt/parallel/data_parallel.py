@@ -210,18 +210,27 @@ class Strategy:
 
     # Evaluation
 
+    @property
+    def batches_per_round(self) -> int:
+        """How many batches the ranks evaluate at once."""
+        return self.context.world_size
+
     @torch.no_grad()
-    def evaluate_batches(self, batches: list[range], data: WindowDataset) -> Tensor:
-        """The mean loss of each batch, (len(batches),), on all ranks; each batch is computed by one rank."""
-        losses, world_size = torch.zeros(len(batches), device=self.context.device), self.context.world_size
+    def evaluate_round(self, batches: list[range], data: WindowDataset) -> Tensor:
+        """The mean loss of each batch that this rank computes, (len(batches),); zero for those of other ranks.
+
+        Args:
+            batches: at most `batches_per_round`; all ranks pass the same
+        """
+        losses = torch.zeros(len(batches), device=self.context.device)
+        is_spare = self.context.rank >= len(batches)  # it computes a batch too, since sharded strategies gather
+        mine = 0 if is_spare else self.context.rank
         self.full_model.eval()
-        for start in range(0, len(batches), world_size):
-            mine = start + self.context.rank
-            loss = self.compute_loss(self.full_model, *data[batches[mine if mine < len(batches) else 0]])
-            if mine < len(batches):
-                losses[mine] = loss
+        loss = self.compute_loss(self.full_model, *data[batches[mine]])
         self.full_model.train()
-        return self.context.all_reduce(losses)
+        if not is_spare:
+            losses[mine] = loss
+        return losses
 
     # The full state
 

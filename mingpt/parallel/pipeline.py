@@ -130,23 +130,26 @@ class PipelineParallel(Strategy):
         self.loss_sums.append(loss.detach())
         return self.scaler.scale(loss * self.loss_factor)
 
-    @torch.no_grad()
-    def evaluate_batches(self, batches: list[range], data: WindowDataset) -> Tensor:
+    @property
+    def batches_per_round(self) -> int:
         """Each replica takes as many batches at a time as a step has micro-batches."""
-        losses, replicas = torch.zeros(len(batches), device=self.context.device), self.inner.context
+        return self.count * self.inner.context.world_size
+
+    @torch.no_grad()
+    def evaluate_round(self, batches: list[range], data: WindowDataset) -> Tensor:
+        losses = torch.zeros(len(batches), device=self.context.device)
+        first = self.count * self.inner.context.rank
+        mine = batches[first : first + self.count]
+        idx = torch.zeros(self.count, self.size, data.block_size, dtype=torch.long)
+        targets = torch.full_like(idx, IGNORE_INDEX)
+        for i, batch in enumerate(mine):
+            idx[i, : len(batch)], targets[i, : len(batch)] = data[batch]
         self.full_model.eval()
-        for start in range(0, len(batches), self.count * replicas.world_size):
-            first = start + self.count * replicas.rank
-            mine = batches[first : first + self.count]
-            idx = torch.zeros(self.count, self.size, data.block_size, dtype=torch.long)
-            targets = torch.full_like(idx, IGNORE_INDEX)
-            for i, batch in enumerate(mine):
-                idx[i, : len(batch)], targets[i, : len(batch)] = data[batch]
-            sums = self._run(self.schedule.eval, idx.flatten(0, 1), targets.flatten(0, 1))
-            for i, (total, target) in enumerate(zip(sums[: len(mine)], targets, strict=False)):
-                losses[first + i] = total / int((target != IGNORE_INDEX).sum())
+        sums = self._run(self.schedule.eval, idx.flatten(0, 1), targets.flatten(0, 1))
         self.full_model.train()
-        return self.context.all_reduce(losses)
+        for i, (total, target) in enumerate(zip(sums[: len(mine)], targets, strict=False)):
+            losses[first + i] = total / int((target != IGNORE_INDEX).sum())
+        return losses
 
     def grad_norm(self, parameters: Mapping[str, Tensor]) -> Tensor:
         """Over all stages; wte, which two stages may have, counts once."""

@@ -85,6 +85,10 @@ class MetricsLogger:
             )
         line.refresh()
 
+    def show_evaluation(self, done: float | None) -> None:
+        """Shows in the live line which part of an evaluation is done; None: it has ended."""
+        self.line.show_evaluation(done)
+
     def log_eval(self, step: int, val_loss: float, seconds: float) -> None:
         self.log("eval", step, val_loss=val_loss)
         self.line.fields["val"] = f"val {val_loss:.3f}"
@@ -133,7 +137,7 @@ class NullMetricsLogger(MetricsLogger):
 
     def _ignore(self, *args: Any, **kwargs: Any) -> None: ...
 
-    log = advance = log_train = log_eval = log_sample = log_snapshot = log_view = close = _ignore
+    log = advance = log_train = show_evaluation = log_eval = log_sample = log_snapshot = log_view = close = _ignore
 
 
 class StepTimer:

@@ -10,6 +10,8 @@ from tqdm import tqdm
 # Arguments of tqdm for a bar on a terminal that appears after a second and is removed at the end.
 BAR_OPTIONS: dict[str, Any] = {"unit_scale": True, "delay": 1, "disable": None, "leave": False}
 
+EVALUATION_INTERVAL = 0.1  # seconds between changes of the part of an evaluation that is done
+
 
 def format_duration(seconds: float) -> str:
     """Formats seconds as `m:ss` or `h:mm:ss`."""
@@ -29,8 +31,9 @@ class ProgressLine(tqdm):
 
     def __init__(self, step: int, last_step: int) -> None:
         self.step, self.first_step, self.last_step = step, step, last_step
-        self.fields: dict[str, str] = {}  # what is shown for "loss", "val" and "speed"
+        self.fields: dict[str, str] = {}  # what is shown for "loss", "val", "evaluation" and "speed"
         self.started, self.saved_at = time.monotonic(), math.inf
+        self.evaluation_shown_at = time.monotonic()
         ProgressLine.is_active = sys.stdout.isatty()
         super().__init__(
             total=last_step,
@@ -45,6 +48,16 @@ class ProgressLine(tqdm):
         self.step = step
         self.update(step - self.n)
 
+    def show_evaluation(self, done: float | None) -> None:
+        """Shows which part of an evaluation is done, at most ten times per second; None: it has ended."""
+        now = time.monotonic()
+        if done is None:
+            self.fields.pop("evaluation", None)
+        elif now > self.evaluation_shown_at + EVALUATION_INTERVAL:
+            self.evaluation_shown_at = now
+            self.fields["evaluation"] = f"evaluating {done:.0%}"
+            self.refresh()
+
     def time_left(self) -> str:
         """Returns the time until the last step, at the average pace so far, pauses included."""
         done = self.step - self.first_step
@@ -53,7 +66,7 @@ class ProgressLine(tqdm):
     @property
     def format_dict(self) -> dict[str, Any]:
         """Values for `bar_format`, which tqdm reads at each refresh."""
-        status = [self.fields[name] for name in ("loss", "val", "speed") if name in self.fields]
+        status = [self.fields[name] for name in ("loss", "val", "evaluation", "speed") if name in self.fields]
         if self.step > self.first_step:
             status.append(f"{self.time_left()} left")
         if (age := time.monotonic() - self.saved_at) >= 0:

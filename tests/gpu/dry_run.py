@@ -71,7 +71,7 @@ def dry_run(rank: int, world_size: int, argv: list[str], fault: str | None = Non
         trainer = Trainer(config, context)
         with suppress(DynamicOutputShapeException):  # which is among what was found
             _train(trainer, watch)
-            trainer.strategy.evaluate_batches([range(0, 2), range(2, 4), range(4, 5)], trainer.val_data)
+            trainer.strategy.evaluate_round([range(0, 2)], trainer.val_data)
             watch.recording = False
             if world_size == 1:  # with several ranks, the writer is the same
                 _save(trainer, watch)
