@@ -46,6 +46,7 @@ from model import GPT
 if TYPE_CHECKING:
     from mingpt.distributed.membership import View
 
+MIN_LOSS_SCALE = 1e-4  # of GradScaler, which halves its scale after each overflow; as in fairseq
 EXIT_WAIT_SECONDS = 5.0  # how long a failing run waits for a snapshot that is being written
 
 
@@ -356,6 +357,13 @@ class Trainer:
         self.snapshots.save(header, self.strategy, is_last)
 
     def _check_finite(self, mean_loss: float = 0.0) -> None:
+        scaler = self.strategy.scaler
+        if scaler.is_enabled() and scaler.get_scale() < MIN_LOSS_SCALE:
+            raise UserError(
+                f"step {self.step}: in fp16, the gradients have overflowed at every loss scale down to "
+                f"{MIN_LOSS_SCALE:g}, and the weights no longer change: lower optimizer.learning_rate, or set "
+                "trainer.precision to bf16 or fp32"
+            )
         bad_step = int(self.bad_step) if math.isfinite(mean_loss) else self.step
         if bad_step:
             storage, cfg = self.snapshots.storage, self.config.optimizer
@@ -374,7 +382,9 @@ class Trainer:
         cfg, init_from = self.config.trainer, self.config.trainer.init_from or ""
         extra = (lambda: load_pretrained(init_from, "trainer.init_from", GPT).vocabulary) if init_from else None
         self.corpus = self.context.local_rank0_first(
-            lambda: encode_corpus(self.config.data.path, self.run_dir / "cache", extra, init_from)
+            lambda: encode_corpus(
+                self.config.data.path, self.run_dir / "cache", extra, init_from, verify=self.context.local_rank == 0
+            )
         )
         self.context.check_equal({"the text's SHA-256": self.corpus.sha256})
         training, validation = train_val_split(self.corpus, self.config.data)

@@ -43,6 +43,10 @@ class Corpus:
     sha256: str
 
 
+class DamagedCacheError(Exception):
+    """The cached tokens are not those that were written."""
+
+
 def encode(text: str, vocabulary: str, source: str) -> list[int]:
     """The tokens of a text.
 
@@ -66,7 +70,11 @@ def check_text(path: str) -> None:
 
 
 def encode_corpus(
-    path: str, cache_dir: Path, extra_characters: Callable[[], str] | None = None, cache_key: str = ""
+    path: str,
+    cache_dir: Path,
+    extra_characters: Callable[[], str] | None = None,
+    cache_key: str = "",
+    verify: bool = True,
 ) -> Corpus:
     """Encodes a text into a cache, or opens the cache while file names, sizes and modification times are the same.
 
@@ -76,6 +84,7 @@ def encode_corpus(
         extra_characters: returns characters that the vocabulary has besides those of the text; called only when the
             text is encoded
         cache_key: identifies extra_characters; a cache with another key is not used
+        verify: whether to compare the cached tokens with their SHA-256, which one process per machine needs to do
 
     Raises:
         UserError: the text is missing, empty or not UTF-8, or the cache can't be written.
@@ -85,7 +94,9 @@ def encode_corpus(
         identity += f" and {cache_key}"
     index = cache_dir / "text.json"
     try:
-        return _open_cache(index, identity)
+        return _open_cache(index, identity, verify)
+    except DamagedCacheError:
+        logger.warning(f"the text's cache in {cache_dir} is damaged: its bytes do not match their SHA-256")
     except (OSError, ValueError, KeyError):
         pass  # there is no cache, or it is of another text
     extra_codes = [ord(character) for character in extra_characters()] if extra_characters else []
@@ -111,8 +122,15 @@ def encode_corpus(
                 sha256 = digest.result()
             name = hashlib.sha256((sha256 + vocabulary).encode()).hexdigest()[:16]  # tokens depend on both
             tokens = cache_dir / f"tokens-{name}.npy"
+            tokens_sha256 = _sha256([unfinished])
             os.replace(unfinished, tokens)
-            meta = {"identity": identity, "vocabulary": vocabulary, "sha256": sha256, "tokens": tokens.name}
+            meta = {
+                "identity": identity,
+                "vocabulary": vocabulary,
+                "sha256": sha256,
+                "tokens": tokens.name,
+                "tokens_sha256": tokens_sha256,
+            }
             replace_file(index, json.dumps(meta))
     except OSError as error:
         raise UserError(
@@ -122,14 +140,17 @@ def encode_corpus(
     for old in cache_dir.glob("tokens-*.npy"):
         if old != tokens:
             old.unlink(missing_ok=True)
-    return _open_cache(index, identity)
+    return _open_cache(index, identity, verify=False)
 
 
-def _open_cache(index: Path, identity: str) -> Corpus:
+def _open_cache(index: Path, identity: str, verify: bool) -> Corpus:
     meta = json.loads(index.read_text())
     if meta["identity"] != identity:
         raise ValueError("the text has changed since it was encoded")
-    tokens = np.load(index.parent / meta["tokens"], mmap_mode="r")
+    file = index.parent / meta["tokens"]
+    if verify and _sha256([str(file)]) != meta["tokens_sha256"]:
+        raise DamagedCacheError
+    tokens = np.load(file, mmap_mode="r")
     return Corpus(meta["vocabulary"], np.asarray(tokens), meta["sha256"])
 
 

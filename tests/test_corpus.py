@@ -1,6 +1,7 @@
 """Encoding of text, and its cache."""
 
 import hashlib
+import logging
 import os
 import random
 import signal
@@ -128,6 +129,24 @@ def test_the_cache_is_used_until_the_text_changes(tmp_path: Path, monkeypatch: p
     (cache / "text.json").write_text("{torn")
     assert decode(encode_corpus(str(file), cache)) == "same size"
     assert len(list(cache.iterdir())) == 2
+
+
+@pytest.mark.parametrize("value", [3, 200])
+def test_a_damaged_cache_is_named_and_made_again(value: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A token that is changed to another one, or to none of the vocabulary."""
+    file, cache = tmp_path / "text.txt", tmp_path / "cache"
+    file.write_text("some text")
+    encode_corpus(str(file), cache)
+    [tokens] = cache.glob("tokens-*.npy")
+    content = bytearray(tokens.read_bytes())
+    content[-1] = value
+    tokens.write_bytes(content)
+    with caplog.at_level(logging.WARNING, logger="mingpt"):
+        assert decode(encode_corpus(str(file), cache)) == "some text"
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
+        f"the text's cache in {cache} is damaged: its bytes do not match their SHA-256"
+    ]
+    assert decode(encode_corpus(str(file), cache)) == "some text"
 
 
 def test_extra_characters_are_in_the_vocabulary_and_their_key_identifies_the_cache(tmp_path: Path) -> None:

@@ -109,6 +109,22 @@ def test_on_mps_a_non_finite_gradient_ends_the_run_before_the_update(
             trainer.train_step()
 
 
+def test_gradients_that_overflow_at_every_loss_scale_end_the_run(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in fp16 on GPUs, with the CPU's scaler: each such step is skipped, and halves the scale."""
+    monkeypatch.setenv("TEST_INIT_METHOD", "file:///unused")
+    with open_trainer(*run_args(tmp_path / "run", text)) as trainer:
+        compute_loss = trainer.strategy.compute_loss
+        monkeypatch.setattr(trainer.strategy, "compute_loss", lambda *args: compute_loss(*args) * torch.inf)
+        monkeypatch.setattr(trainer.strategy, "scaler", torch.amp.GradScaler("cpu", init_scale=3e-4))
+        trainer.train_step()
+        trainer._check_finite()
+        trainer.train_step()
+        with pytest.raises(UserError, match=r"^step 2: in fp16, the gradients have overflowed at every loss scale"):
+            trainer._check_finite()
+
+
 def test_numerics_are_chosen_before_ranks_exchange_tensors(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
