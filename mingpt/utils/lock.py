@@ -57,32 +57,25 @@ def lock_folder(folder: Path, key: str, advice: str) -> int:
     started = time.monotonic()
     is_told = False
     while True:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
-        except OSError as error:
-            raise UserError(
-                f"{key}: {folder} can't be written: {error.strerror}; set it to a folder that you may write to"
-            ) from error
+        descriptor = _open(file, key)
         if _try_lock(descriptor, file):
             _write_holder(descriptor)
             return descriptor
         holder = _read_holder(descriptor)
         os.close(descriptor)
         waited = time.monotonic() - started
-        is_other_host = holder.get("host_id") not in (None, _host_id())
-        if not is_other_host and waited > LOCK_TIMEOUT:
-            process = f"process {holder['process']}" if "process" in holder else "another process"
+        if holder.get("host_id", _host_id()) != _host_id():
+            if not is_told:
+                is_told = True
+                logger.warning(
+                    f"{key}: process {holder['process']} on {holder['host']} has locked {folder}; its lock is replaced "
+                    f"in {OTHER_HOST_TIMEOUT:g} seconds: if that run is not lost, stop this one"
+                )
+            if waited > OTHER_HOST_TIMEOUT:
+                file.unlink(missing_ok=True)
+        elif waited > LOCK_TIMEOUT:
+            process = f"process {holder['process']}" if holder else "another process"
             raise UserError(f"{key}: {process} is training in {folder}; wait for it, stop it, or {advice}")
-        if is_other_host and not is_told:
-            is_told = True
-            logger.warning(
-                f"{key}: process {holder['process']} on {holder['host']} has locked {folder}; its lock is replaced in "
-                f"{OTHER_HOST_TIMEOUT:g} seconds: if that run is not lost, stop this one"
-            )
-        if is_other_host and waited > OTHER_HOST_TIMEOUT:
-            with suppress(FileNotFoundError):
-                file.unlink()
         time.sleep(RETRY_SECONDS)
 
 
@@ -95,6 +88,16 @@ def lock_identity(folder: Path) -> Identity | None:
         status = os.stat(folder / LOCK_NAME)
         return status.st_dev, status.st_ino
     return None
+
+
+def _open(file: Path, key: str) -> int:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise UserError(
+            f"{key}: {file.parent} can't be written: {error.strerror}; set it to a folder that you may write to"
+        ) from error
 
 
 def _try_lock(descriptor: int, file: Path) -> bool:
