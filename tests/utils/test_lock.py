@@ -99,21 +99,23 @@ def test_a_file_system_without_locks_is_warned_of(tmp_path: Path, monkeypatch: p
     ]
 
 
-def test_two_runs_with_one_snapshot_path_are_refused(text: Path, tmp_path: Path) -> None:
-    snapshots = {"trainer__snapshot_path": tmp_path / "snapshots"}
-    with start_main(run_args(tmp_path / "one", text, **ENDLESS, **snapshots)) as process:
-        wait_for_step(tmp_path / "one", 1)
-        argv = run_args(tmp_path / "two", text, **snapshots)
-        [(status, _, err)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
-        process.terminate()
-        process.communicate()
-    assert status == 2
-    assert err.startswith(f"error: trainer.snapshot_path: process {process.pid} is training in {tmp_path}/snapshots; ")
-    assert err.endswith("or set another trainer.snapshot_path\n")
+def test_a_snapshot_path_of_another_run_is_refused(text: Path, tmp_path: Path) -> None:
+    """Its own run folder is another one."""
+    descriptor = take(tmp_path / "snapshots")
+    argv = run_args(tmp_path / "run", text, trainer__snapshot_path=tmp_path / "snapshots")
+    [(status, _, err)] = run_ranks(1, _run_impatiently, argv, tmp_path=tmp_path)
+    os.close(descriptor)
+    message = f"process {os.getpid()} is training in {tmp_path}/snapshots; wait for it, stop it, or set another "
+    assert (status, err) == (2, f"error: trainer.snapshot_path: {message}trainer.snapshot_path\n")
 
 
-def test_a_second_start_does_not_disturb_the_first_while_it_encodes(text: Path, tmp_path: Path) -> None:
-    """The second one would remove the unfinished cache of the first."""
+def _run_impatiently(argv: list[str]) -> tuple[int, str, str]:
+    lock.LOCK_TIMEOUT = 0.1
+    return run_captured(*argv)
+
+
+def test_folders_are_locked_before_the_text_is_encoded(text: Path, tmp_path: Path) -> None:
+    """A second start would remove the unfinished cache of the first."""
     argv = run_args(tmp_path / "run", text)
     assert run_ranks(1, _start_again_while_encoding, argv, tmp_path=tmp_path) == [(0, 2)]
 
@@ -121,11 +123,11 @@ def test_a_second_start_does_not_disturb_the_first_while_it_encodes(text: Path, 
 def _start_again_while_encoding(argv: list[str]) -> tuple[int, int]:
     from mingpt import corpus
 
+    lock.LOCK_TIMEOUT = 0.1
     write_tokens, statuses = corpus._write_tokens, []
 
     def start_another(*args: Any) -> str:
-        command = [sys.executable, str(ROOT / "main.py"), *argv]
-        statuses.append(subprocess.run(command, capture_output=True, check=False).returncode)
+        statuses.append(run_captured(*argv)[0])
         return write_tokens(*args)
 
     corpus._write_tokens = start_another
@@ -154,6 +156,7 @@ def test_a_run_whose_folder_another_run_has_saves_nothing_there(text: Path, tmp_
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_a_run_whose_folder_was_deleted_makes_it_again(text: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with start_main(run_args(run_dir, text, **ENDLESS)) as process:
