@@ -7,9 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from mingpt.utils.errors import UserError
+from mingpt.utils.yaml_format import dump_yaml
 
 LOCK_TIMEOUT = 5.0  # seconds that another run has to exit
 
@@ -50,7 +49,7 @@ def write_config(run_dir: Path, config: dict[str, Any]) -> None:
     """Writes config.yaml, complete or not at all however the process ends; raises a UserError if that fails."""
     try:
         temporary = run_dir / "config.yaml.tmp"
-        temporary.write_text(yaml.safe_dump(config, sort_keys=False))
+        temporary.write_text(dump_yaml(config))
         os.replace(temporary, run_dir / "config.yaml")
     except OSError as error:
         raise UserError(
