@@ -115,7 +115,9 @@ def run(argv: Sequence[str]) -> None:
     )
     parser.add_argument("--out", metavar="FOLDER", required=True, help="new or empty folder")
     args = parser.parse_args(argv)
-    path = args.snapshot or default_snapshot_path()
+    path = default_snapshot_path() if args.snapshot is None else args.snapshot
+    if not args.out:
+        raise UserError("--out is empty, must be a new or empty folder")
     pretrained = load_pretrained(path, "--snapshot", GPT)
     if not pretrained.snapshot:
         raise UserError(f"--snapshot: {path} is an export already; copy the folder")
