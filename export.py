@@ -13,7 +13,7 @@ from pathlib import Path
 import safetensors.torch
 
 from mingpt.config import Config, config_to_dict
-from mingpt.config_parser import default_snapshot_path
+from mingpt.config_parser import default_snapshot_path, option_words
 from mingpt.snapshot.hf_format import hf_config, hf_tokenizer, hf_weights
 from mingpt.snapshot.pretrained import Pretrained, load_pretrained
 from mingpt.utils.errors import UserError
@@ -24,12 +24,11 @@ from model import GPT
 def model_card(pretrained: Pretrained, source: str, name: str) -> str:
     """Returns README.md: training text, loss, and the command that trained the model."""
     snapshot, config, defaults = pretrained.snapshot, pretrained.model_config, config_to_dict(Config())
-    options = [
-        f"--{section}.{key} {shlex.quote(json.dumps(value) if not isinstance(value, str) else value)}"
-        for section, keys in snapshot["config"].items()
-        for key, value in keys.items()
-        if value != defaults[section].get(key)
-    ]
+    command = ["python", "main.py"]
+    for section, keys in snapshot["config"].items():
+        for key, value in keys.items():
+            if value != defaults[section].get(key):
+                command += option_words(f"{section}.{key}", value)
     val_loss = "not measured" if snapshot["val_loss"] is None else f"{snapshot['val_loss']:.4f} nats per character"
     return f"""---
 library_name: transformers
@@ -50,7 +49,11 @@ Prompt and generated text together have at most {config.block_size} characters.
 | SHA-256 of the text | {snapshot["text_sha256"]} |
 | exported from | {os.path.basename(source)} |
 
-Trained by `{" ".join(["python main.py", *options])}`.
+Trained by
+
+```
+{shlex.join(command)}
+```
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -112,7 +115,9 @@ def run(argv: Sequence[str]) -> None:
     )
     parser.add_argument("--out", metavar="FOLDER", required=True, help="new or empty folder")
     args = parser.parse_args(argv)
-    path = args.snapshot or default_snapshot_path()
+    path = default_snapshot_path() if args.snapshot is None else args.snapshot
+    if not args.out:
+        raise UserError("--out is empty, must be a new or empty folder")
     pretrained = load_pretrained(path, "--snapshot", GPT)
     if not pretrained.snapshot:
         raise UserError(f"--snapshot: {path} is an export already; copy the folder")

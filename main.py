@@ -54,8 +54,9 @@ def run(argv: Sequence[str]) -> int:
     reports_errors, rank = True, 0
     try:
         # One process per machine reports errors of the yaml, which all of them read; without a local rank, all do.
+        # Rank 0 always does, since a local rank that is set by hand may be any number.
         info = detect_launch_environment(os.environ)
-        reports_errors, rank = info.local_rank in (None, 0), info.rank
+        reports_errors, rank = info.local_rank in (None, 0) or info.rank == 0, info.rank
         config = read_config(argv)
         group = choose_group(config)
         reports_errors = True  # errors before the group exists are each process's own

@@ -14,6 +14,8 @@ from mingpt.utils.errors import UserError
 from mingpt.utils.logging import configure_logging, run_script
 from model import GPT
 
+LOWEST = 1e-3  # of temperatures other than 0 and of top_p, where either hardly differs from the most likely character
+
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -41,8 +43,11 @@ def check_args(args: argparse.Namespace) -> None:
     for name, lowest in (("max_new_tokens", 0), ("temperature", 0), ("top_k", 1), ("seed", 0)):
         if (value := getattr(args, name)) is not None and not lowest <= value < 2**63:
             raise UserError(f"--{name} is {value}, must be at least {lowest} and below 2**63")
-    if args.top_p is not None and not 0 < args.top_p <= 1:
-        raise UserError(f"--top_p is {args.top_p}, must be above 0 and at most 1")
+    # Below, logits would overflow, and no character would be left.
+    if 0 < args.temperature < LOWEST:
+        raise UserError(f"--temperature is {args.temperature}, must be 0 or at least {LOWEST}")
+    if args.top_p is not None and not LOWEST <= args.top_p <= 1:
+        raise UserError(f"--top_p is {args.top_p}, must be at least {LOWEST} and at most 1")
 
 
 def read_prompts(options: Sequence[str] | None, vocabulary: str) -> list[str]:
@@ -64,7 +69,7 @@ def run(argv: Sequence[str]) -> None:
     configure_logging(info_stream="stderr")
     args = build_parser().parse_args(argv)
     check_args(args)
-    path = args.snapshot or default_snapshot_path()
+    path = default_snapshot_path() if args.snapshot is None else args.snapshot
     pretrained = load_pretrained(path, "--snapshot", GPT)
     if not all(weight.isfinite().all() for weight in pretrained.weights.values()):
         raise UserError(f"--snapshot: {path} has weights that are not finite; take an older one")

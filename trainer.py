@@ -214,7 +214,7 @@ class Trainer:
                     grad_norm=result.grad_norm.item(),
                     tokens_per_second=speed,
                     world_size=self.context.world_size,
-                    restart_count=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+                    restart_count=self.context.restart_count,
                     **({} if self.context.view is None else {"view": self.context.view}),
                 )
             if val_loss is not None:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, model_validator
 from pydantic.dataclasses import dataclass
@@ -10,7 +11,11 @@ from pydantic.fields import FieldInfo
 
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 Beta = Annotated[float, Field(ge=0, lt=1)]
-Folder = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]  # ~ as a shell reads it
+MAX_STEPS = 99_999_999  # snapshots are named step_00000500.pt, with eight digits
+MAX_SEQUENCES = 2**20  # in a batch, far more than any that helps
+MAX_THREADS = 1024  # more than any machine has cores; a million would take all threads that a machine can start
+NO_NUL = r"^[^\x00]+$"  # the operating system accepts no empty name, and no NUL in one
+Folder = Annotated[str, Field(pattern=NO_NUL), AfterValidator(os.path.expanduser)]  # ~ as a shell reads it
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -18,9 +23,11 @@ class DataConfig:
     """The training text."""
 
     path: str = Field(
-        default="data/input.txt", description="UTF-8 text: a file, a glob (files in sorted order) or an fsspec URL"
+        default="data/input.txt",
+        pattern=NO_NUL,
+        description="UTF-8 text: a file, a glob (files in sorted order) or an fsspec URL",
     )
-    block_size: int = Field(default=64, ge=1, description="characters in the model's context window (T)")
+    block_size: int = Field(default=64, ge=1, le=2**20, description="characters in the model's context window (T)")
     train_split: float = Field(
         default=0.9, gt=0, lt=1, description="fraction of the text to train on; the rest is for validation"
     )
@@ -31,21 +38,25 @@ class DataConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class ModelConfig:
-    """The architecture and the shape of the model."""
+    """The architecture and the shape of the model.
+
+    The upper bounds are beyond any model that exists, and below what overflows the 64 bits of a tensor's size.
+    """
 
     architecture: Literal["gpt2", "nanochat"] = Field(
         default="nanochat",
         description="gpt2, or nanochat: rotary positions, RMSNorm, ReLU squared; docs/performance.md compares them",
     )
-    n_layer: int = Field(default=4, ge=1, description="transformer blocks")
-    n_head: int = Field(default=4, ge=1, description="attention heads in each block; must divide n_embd")
-    n_embd: int = Field(default=128, ge=1, description="embedding dimension (C)")
+    n_layer: int = Field(default=4, ge=1, le=1000, description="transformer blocks")
+    n_head: int = Field(default=4, ge=1, le=1024, description="attention heads in each block; must divide n_embd")
+    n_embd: int = Field(default=128, ge=1, le=2**16, description="embedding dimension (C)")
     dropout: float = Field(
         default=0.0, ge=0, lt=1, description="dropout probability; 0.1 to 0.2 helps where many epochs overfit"
     )
     conv_kernel_size: int | None = Field(
         default=None,
         ge=2,
+        le=1024,
         description="characters in a causal convolution before attention and MLP, such as 4; null: none, for export.py",
     )
     bias: bool = Field(default=True, description="gpt2 alone: biases in linear layers and layer norms")
@@ -88,17 +99,18 @@ class OptimizerConfig:
     name: Literal["muon", "adamw"] = Field(
         default="muon", description="muon (for the matrices of the blocks, with AdamW for all else) or adamw"
     )
-    learning_rate: float = Field(
-        default=5e-3, gt=0, description="peak learning rate, reached at the end of the warm-up"
+    learning_rate: float = Field(  # by far above what trains: 3e38 overflows the weights in one step
+        default=5e-3, gt=0, le=10, description="peak learning rate, reached at the end of the warm-up"
     )
     min_learning_rate: float = Field(default=0.0, ge=0, description="learning rate at the end of the linear decay")
-    warmup_steps: int = Field(default=30, ge=0, description="steps of linear warm-up from 0")
+    warmup_steps: int = Field(default=30, ge=0, le=MAX_STEPS, description="steps of linear warm-up from 0")
     decay_steps: int | None = Field(
         default=None,
         ge=1,
+        le=MAX_STEPS,
         description="step at which the decay reaches min_learning_rate; null: the last step of the run",
     )
-    weight_decay: float = Field(default=0.1, ge=0, description="decoupled weight decay, for matrices only")
+    weight_decay: float = Field(default=0.1, ge=0, le=10, description="decoupled weight decay, for matrices only")
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.99), description="AdamW's coefficients for the running averages")
     grad_norm_clip: float | None = Field(
         default=1.0, gt=0, description="maximum global gradient norm; null: no clipping"
@@ -118,21 +130,24 @@ class OptimizerConfig:
 class TrainerConfig:
     """The training loop: its length, batches, evaluation and snapshots. Steps are optimizer steps."""
 
-    max_epochs: int | None = Field(default=None, ge=1, description="passes over the training text; null: no limit")
-    max_steps: int | None = Field(
-        default=1600, ge=1, description="steps; null: no limit. The first limit reached ends the run"
+    max_epochs: int | None = Field(
+        default=None, ge=1, le=MAX_STEPS, description="passes over the training text; null: no limit"
     )
-    batch_size: int = Field(default=12, ge=1, description="sequences per step, over all ranks")
+    max_steps: int | None = Field(
+        default=1600, ge=1, le=MAX_STEPS, description="steps; null: no limit. The first limit reached ends the run"
+    )
+    batch_size: int = Field(default=12, ge=1, le=MAX_SEQUENCES, description="sequences per step, over all ranks")
     micro_batch_size: int | None = Field(
         default=None,
         ge=1,
+        le=MAX_SEQUENCES,
         description="maximum number of sequences per forward pass on a rank; null: the rank's whole share",
     )
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         default="auto",
         description="autocast dtype: fp32, bf16, fp16 (CUDA only); auto: bf16 where hardware supports it, else fp32",
     )
-    threads: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+    threads: Annotated[int, Field(ge=1, le=MAX_THREADS)] | Literal["auto"] = Field(
         default="auto", description="CPU threads per rank; auto: OMP_NUM_THREADS, else cores / ranks on the machine"
     )
     compile: bool = Field(
@@ -149,28 +164,38 @@ class TrainerConfig:
     seed: int = Field(default=1, ge=0, lt=2**63, description="seed of initial weights, sample order and dropout")
     init_from: str | None = Field(
         default=None,
+        pattern=NO_NUL,
         description="initial weights: a snapshot, run folder or exported folder; null: random initialization",
     )
-    log_every: int = Field(default=100, ge=1, description="steps between rows of training metrics")
-    eval_every: int = Field(default=400, ge=1, description="steps between evaluations on the validation text")
+    log_every: int = Field(default=100, ge=1, le=MAX_STEPS, description="steps between rows of training metrics")
+    eval_every: int = Field(
+        default=400, ge=1, le=MAX_STEPS, description="steps between evaluations on the validation text"
+    )
     eval_windows: int | None = Field(
         default=20_000,
         ge=1,
         description="windows in an evaluation, evenly spread over the validation text; null: all",
     )
-    sample_every: int | None = Field(default=400, ge=1, description="steps between generated samples; null: none")
+    sample_every: int | None = Field(
+        default=400, ge=1, le=MAX_STEPS, description="steps between generated samples; null: none"
+    )
     sample_prompt: str | None = Field(
         default=None, description="text that samples begin with; null: the first words of the validation text"
     )
-    save_every: int = Field(default=400, ge=1, description="steps between snapshots")
+    save_every: int = Field(default=400, ge=1, le=MAX_STEPS, description="steps between snapshots")
     save_minutes: float | None = Field(
         default=None,
         gt=0,
         description="minutes after which a snapshot is saved whatever the step; null: steps alone decide",
     )
-    keep_snapshots: int = Field(default=3, ge=1, description="newest snapshots to keep, in addition to the best one")
+    keep_snapshots: int = Field(
+        default=3, ge=1, le=MAX_STEPS, description="newest snapshots to keep, in addition to the best one"
+    )
     profile_steps: int | None = Field(
-        default=None, ge=1, description="steps to record in a profiler trace per rank, from step 12 on; null: no trace"
+        default=None,
+        ge=1,
+        le=MAX_STEPS,
+        description="steps to record in a profiler trace per rank, from step 12 on; null: no trace",
     )
     run_dir: Folder = Field(
         default="runs/default", description="run folder: config.yaml, metrics.jsonl, snapshots/, cache/"
@@ -201,6 +226,17 @@ class TrainerConfig:
         return self
 
 
+def _is_init_method(address: str) -> bool:
+    """Whether it is an address at which ranks can rendezvous."""
+    if not address.startswith("tcp://"):
+        return address == "env://" or (address.startswith("file:///") and not address.endswith("/"))
+    try:
+        url = urlsplit(address)
+        return bool(url.hostname and url.port) and not (url.path or url.query or url.fragment)
+    except ValueError:  # a port that is no number or above 65535, or half of an IPv6 address
+        return False
+
+
 @dataclass(frozen=True, config=STRICT)
 class DistributedConfig:
     """The process group and how the model is parallelized."""
@@ -211,10 +247,11 @@ class DistributedConfig:
     )
     init_method: str | None = Field(
         default=None,
+        pattern=NO_NUL,
         description="rendezvous address: tcp://host:port or file:///path; null: from the launcher's environment",
     )
-    timeout_seconds: float = Field(
-        default=600.0, gt=0, description="seconds to wait for another process before failing"
+    timeout_seconds: float = Field(  # PyTorch counts nanoseconds, in 64 bits: 1e10 would be no time at all
+        default=600.0, ge=1, le=1e8, description="seconds to wait for another process before failing"
     )
     strategy: Literal["ddp", "zero1", "zero2", "fsdp"] = Field(
         default="ddp",
@@ -230,6 +267,7 @@ class DistributedConfig:
     bucket_cap_mb: float | None = Field(
         default=None,
         gt=0,
+        le=1e6,  # PyTorch counts bytes, in 64 bits
         description="size in MiB of the gradient buckets of ddp and zero1; null: 25, after a first bucket of 1",
     )
     reduction: Literal["fast", "tree"] = Field(
@@ -243,9 +281,10 @@ class DistributedConfig:
 
     @model_validator(mode="after")
     def _check(self) -> "DistributedConfig":
-        if self.init_method is not None and not self.init_method.startswith(("env://", "tcp://", "file://")):
+        if self.init_method is not None and not _is_init_method(self.init_method):
             raise ValueError(
-                f"distributed.init_method is {self.init_method}, must be null, env://, tcp://host:port or file:///path"
+                f"distributed.init_method is {self.init_method!r}, must be null, env://, tcp://host:port or "
+                "file:///path"
             )
         if self.cpu_offload and self.strategy != "fsdp":
             raise ValueError(

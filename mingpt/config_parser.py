@@ -3,7 +3,7 @@
 import argparse
 import difflib
 import json
-import re
+import reprlib
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -12,34 +12,21 @@ from typing import Any, NoReturn, get_args
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from mingpt.config import KEYS, SECTIONS, Config, config_to_dict
+from mingpt.config import KEYS, NO_NUL, SECTIONS, Config, config_to_dict
 from mingpt.utils.errors import UserError
+from mingpt.utils.yaml_format import dump_yaml, load_yaml
 
 DEFAULT_CONFIG = Path(__file__).parent.parent / "gpt2_train_cfg.yaml"
 HINTS = {
     "dp": "; DataParallel is one process that copies the model to all its GPUs in every step, and slow: write ddp, and "
     "start a process for each GPU with torchrun"
 }
+MAX_BYTES = 2**20  # of a yaml file; the shipped one has 6,000
 Sections = dict[str, dict[str, Any]]
 
-
-class _Loader(yaml.SafeLoader):
-    """SafeLoader that refuses duplicate keys and reads 3e-4 as a number (yaml 1.1 takes it for a string)."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                raise yaml.constructor.ConstructorError(None, None, "a key must be a word", key.start_mark)
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key.value!r}", key.start_mark)
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
+_short = reprlib.Repr()  # of values in messages, which may be long, nested, or contain themselves
+_short.maxstring = _short.maxother = _short.maxlong = 200
+_short.maxlevel = 2
 
 
 def read_config(argv: Sequence[str] = ()) -> Config:
@@ -53,21 +40,19 @@ def read_config(argv: Sequence[str] = ()) -> Config:
     """
     args, unknown = build_parser().parse_known_args(argv)
     if unknown:
-        raise UserError(
-            f"command line: {unknown[0]} is not known{_nearest(unknown[0].lstrip('-'), KEYS)}; --help lists all"
-        )
+        nearest = _nearest(unknown[0].lstrip("-"), KEYS)
+        raise UserError(f"command line: {_shown_name(unknown[0])} is not known{nearest}; --help lists all")
     file = DEFAULT_CONFIG if args.config is None else Path(args.config)
     values = _read_yaml(file) if args.config is not None or file.exists() else {}
     origins = dict.fromkeys((f"{section}.{key}" for section in values for key in values[section]), str(file))
     for name in KEYS:
         if (text := getattr(args, name)) is not None:
             section, key = name.split(".")
-            is_verbatim = name == "trainer.sample_prompt" and text != "null"  # "ROMEO:" is a mapping in yaml
-            values.setdefault(section, {})[key] = text if is_verbatim else _parse_value(text)
+            values.setdefault(section, {})[key] = _parse_option(name, text)
             origins[name] = "the command line"
     config = _validate(values, origins)
     if args.print_config:
-        print(yaml.safe_dump(config_to_dict(config), sort_keys=False), end="")
+        print(dump_yaml(config_to_dict(config)), end="")
         sys.exit(0)
     return config
 
@@ -101,8 +86,16 @@ def build_parser() -> argparse.ArgumentParser:
 def config_options(args: argparse.Namespace) -> list[str]:
     """The options that `build_parser` parsed, as a command line for `read_config`."""
     given = {key: getattr(args, key) for key in ("config", *KEYS)}
-    options = [word for key, value in given.items() if value is not None for word in (f"--{key}", value)]
+    options = [word for key, text in given.items() if text is not None for word in option_words(key, text)]
     return options + ["--print_config"] * args.print_config
+
+
+def option_words(name: str, value: Any) -> list[str]:
+    """An option with its value, as words of a command line: text as it is, all else in JSON, which is yaml too."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    if text.startswith("-"):  # it would be taken for another option
+        return [f"--{name}={text}"]
+    return [f"--{name}", text]
 
 
 def default_snapshot_path() -> str:
@@ -113,42 +106,64 @@ def default_snapshot_path() -> str:
 
 def _read_yaml(file: Path) -> Sections:
     try:
-        content = yaml.load(file.read_text(encoding="utf-8"), _Loader) or {}
-        json.dumps(content, default=str)
+        with file.open("rb") as opened:
+            content = opened.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise UserError(f"--config: {file} is larger than {MAX_BYTES} bytes; name a yaml file")
+        sections = load_yaml(content.decode()) or {}
     except OSError as error:
         raise UserError(f"--config: {file} can't be read: {error.strerror}; name a yaml file") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         text = " ".join(str(error).replace('"<unicode string>", ', "").split())
         raise UserError(f"{file} is not valid yaml: {text}") from error
-    except ValueError:
-        raise UserError(
-            f"{file} is not valid yaml here: an alias contains itself, such as n_layer: *model in model"
-        ) from None
-    if not isinstance(content, dict):
-        raise UserError(f"{file} holds {content!r}; it must hold the sections {', '.join(SECTIONS)}")
-    values = {section: keys if keys is not None else {} for section, keys in content.items()}
-    if mistakes := list(_unknown_names(values)):
+    if not isinstance(sections, dict):
+        raise UserError(f"{file} holds {_short.repr(sections)}; it must hold the sections {', '.join(SECTIONS)}")
+    values = {section: keys if keys is not None else {} for section, keys in sections.items()}
+    if mistakes := list(_structural_mistakes(values)):
         raise UserError("\n  ".join([f"{file}:", *mistakes]))
     return values
 
 
-def _unknown_names(values: dict[Any, Any]) -> Iterator[str]:
+def _structural_mistakes(values: dict[str, Any]) -> Iterator[str]:
     for section, keys in values.items():
         if section not in SECTIONS:
-            nearest = _nearest(str(section), SECTIONS)
-            yield f"{section}: unknown section{nearest}; there are {', '.join(SECTIONS)}"
+            nearest = _nearest(section, SECTIONS)
+            yield f"{_shown_name(section)}: unknown section{nearest}; there are {', '.join(SECTIONS)}"
         elif not isinstance(keys, dict):
-            yield f"{section}: found {keys!r}, must hold keys with values"
+            yield f"{section}: found {_short.repr(keys)}, must hold keys with values"
         else:
-            names = (f"{section}.{key}" for key in keys)
-            yield from (f"{n}: unknown key{_nearest(n, KEYS)}; --help lists all" for n in names if n not in KEYS)
+            for key, value in keys.items():
+                name = f"{section}.{key}"
+                if name not in KEYS:
+                    yield f"{_shown_name(name)}: unknown key{_nearest(name, KEYS)}; --help lists all"
+                elif _is_nested(value):
+                    yield f"{name}: found {_short.repr(value)}, must be one value, or a list of values"
 
 
-def _parse_value(text: str) -> Any:
+def _is_nested(value: Any) -> bool:
+    """Whether it is more than a value or a list of values; an alias of yaml can make it endless."""
+    if isinstance(value, list):
+        return any(isinstance(item, (list, dict)) for item in value)
+    return isinstance(value, dict)
+
+
+def _parse_option(name: str, text: str) -> Any:
+    """Text as it is, `null` where the key allows it, and all else as in yaml."""
+    annotation = KEYS[name].annotation
+    if annotation is str:
+        return text
+    if annotation == str | None:
+        return None if text == "null" else text
     try:
-        return yaml.load(text, _Loader)
+        value = load_yaml(text)
     except yaml.YAMLError:
         return text
+    return text if _is_nested(value) else value
+
+
+def _shown_name(name: str) -> str:
+    """A name that is not known, in one short line."""
+    return name if name.isprintable() and len(name) <= 100 else _short.repr(name)
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
@@ -157,11 +172,18 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _validate(values: Sections, origins: dict[str, str]) -> Config:
+    mistakes: dict[str, str] = {}
+    for section, keys in values.items():
+        for key, value in keys.items():
+            name = f"{section}.{key}"
+            if not _is_unicode(value):
+                mistakes[name] = f" (in {origins[name]}): found {_short.repr(value)}, must be UTF-8 text"
+    if mistakes:
+        raise _user_error(mistakes)
     try:
         # In JSON a list may become a tuple and an integer a float, while no string becomes a number.
-        return TypeAdapter(Config).validate_json(json.dumps(values, default=str))
+        return TypeAdapter(Config).validate_json(json.dumps(values))
     except ValidationError as invalid:
-        mistakes: dict[str, str] = {}
         for error in invalid.errors(include_url=False):
             if error["type"] == "value_error":  # from a check between keys, whose message begins with a key
                 message = error["msg"].removeprefix("Value error, ")
@@ -172,11 +194,26 @@ def _validate(values: Sections, origins: dict[str, str]) -> Config:
             name, allowed = f"{section}.{key}", error["msg"].replace("Input should be ", "")
             if key == "betas" and error["type"] in ("missing", "too_long", "tuple_type", "float_type"):
                 allowed = "a list of two numbers"
+            if error["type"] == "string_pattern_mismatch" and error["ctx"]["pattern"] == NO_NUL:
+                allowed = "at least one character, none of them NUL"
             if name in mistakes:
                 mistakes[name] += f" or {allowed}" * (allowed not in mistakes[name])
             else:
                 value = values[section][key]
                 null = "null or " if type(None) in get_args(KEYS[name].annotation) else ""
                 hint = HINTS.get(str(value), "")
-                mistakes[name] = f" (in {origins[name]}): found {value!r}, must be {null}{allowed}{hint}"
-        raise UserError("\n  ".join(name + text for name, text in mistakes.items())) from invalid
+                mistakes[name] = f" (in {origins[name]}): found {_short.repr(value)}, must be {null}{allowed}{hint}"
+        raise _user_error(mistakes) from invalid
+
+
+def _is_unicode(value: Any) -> bool:
+    """False for text with half of a surrogate pair, as Python reads bytes of a command line that are not UTF-8."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _user_error(mistakes: dict[str, str]) -> UserError:
+    return UserError("\n  ".join(name + text for name, text in mistakes.items()))

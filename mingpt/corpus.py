@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -20,6 +21,7 @@ from fsspec.implementations.local import LocalFileSystem
 from tqdm import tqdm
 
 from mingpt.utils.errors import UserError
+from mingpt.utils.file_systems import open_file_system
 from mingpt.utils.files import replace_file
 from mingpt.utils.logging import logger
 from mingpt.utils.progress import BAR_OPTIONS
@@ -66,7 +68,8 @@ def encode(text: str, vocabulary: str, source: str) -> list[int]:
 
 def check_text(path: str) -> None:
     """Raises a UserError if there is no text at a path: file, glob or fsspec URL."""
-    _find_files(path)
+    with ExitStack() as stack:
+        _find_files(path, stack)
 
 
 def encode_corpus(
@@ -89,7 +92,21 @@ def encode_corpus(
     Raises:
         UserError: the text is missing, empty or not UTF-8, or the cache can't be written.
     """
-    fs, names, identity = _find_files(path)
+    with ExitStack() as stack:
+        fs, names, identity = _find_files(path, stack)
+        return _encode(path, fs, names, identity, cache_dir, extra_characters, cache_key, verify)
+
+
+def _encode(
+    path: str,
+    fs: fsspec.AbstractFileSystem,
+    names: Sequence[str],
+    identity: str,
+    cache_dir: Path,
+    extra_characters: Callable[[], str] | None,
+    cache_key: str,
+    verify: bool,
+) -> Corpus:
     if cache_key:
         identity += f" and {cache_key}"
     index = cache_dir / "text.json"
@@ -97,8 +114,8 @@ def encode_corpus(
         return _open_cache(index, identity, verify)
     except DamagedCacheError:
         logger.warning(f"the text's cache in {cache_dir} is damaged: its bytes do not match their SHA-256")
-    except (OSError, ValueError, KeyError):
-        pass  # there is no cache, or it is of another text
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        pass  # there is no cache, or it is of another text, or its index is damaged
     extra_codes = [ord(character) for character in extra_characters()] if extra_characters else []
     logger.info(f"encoding {path} into {cache_dir}, once")
     try:
@@ -154,10 +171,13 @@ def _open_cache(index: Path, identity: str, verify: bool) -> Corpus:
     return Corpus(meta["vocabulary"], np.asarray(tokens), meta["sha256"])
 
 
-def _find_files(path: str) -> tuple[fsspec.AbstractFileSystem, list[str], str]:
-    """Returns the file system, the sorted names, and a string that changes when a file does."""
+def _find_files(path: str, stack: ExitStack) -> tuple[fsspec.AbstractFileSystem, list[str], str]:
+    """Returns the file system, the sorted names, and a string that changes when a file does.
+
+    The file system is usable until `stack` is closed.
+    """
     try:
-        fs, root = fsspec.url_to_fs(path)
+        fs, root = stack.enter_context(open_file_system(path))
         names = sorted(fs.glob(root)) if any(c in path for c in "*?[") else [root]
         infos = [fs.info(name) for name in names]
     except FileNotFoundError:

@@ -90,8 +90,8 @@ def test_the_model_card_has_text_loss_and_command(
     assert snapshot["text_sha256"] in card
     assert f"{snapshot['val_loss']:.4f} nats" in card
     assert f"A character-level GPT of architecture {snapshot['config']['model']['architecture']}: 2 layers" in card
-    [line] = [line for line in card.splitlines() if line.startswith("Trained by `python main.py ")]
-    options = shlex.split(line.removeprefix("Trained by `python main.py ").removesuffix("`."))
+    command = card.partition("Trained by\n\n```\npython main.py ")[2].partition("\n```\n")[0]
+    options = shlex.split(command)
     with pytest.raises(SystemExit, match="0"):
         read_config([*options, "--trainer.run_dir", f"{tmp_path}/again", "--print_config"])
     config = capsys.readouterr().out

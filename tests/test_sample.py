@@ -181,7 +181,7 @@ def test_a_damaged_snapshot_is_named_and_an_older_one_used(
         ("temperature", "nan", " is nan"),
         ("temperature", "inf", " is inf, must be at least 0 and below 2**63"),
         ("top_k", "0", " is 0, must be at least 1"),
-        ("top_p", "0", " is 0.0, must be above 0 and at most 1"),
+        ("top_p", "0", " is 0.0, must be at least 0.001 and at most 1"),
         ("top_p", "1.1", " is 1.1"),
         ("top_p", "nan", " is nan"),
         ("seed", str(1 << 70), f" is {1 << 70}"),

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mingpt.distributed.launch_environment import restart_hint
+from mingpt.distributed.launch_environment import host_and_port, restart_hint
 from mingpt.distributed.position import (
     Heartbeat,
     Position,
@@ -47,12 +47,16 @@ def rendezvous(init_method: str, rank: int, world_size: int, timeout: timedelta)
         ValueError, RuntimeError, OSError: the address is invalid, or the other ranks did not connect.
     """
     if uses_agent_store(init_method):
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        address, port = host_and_port(init_method)
         agent_store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
         return generation_store(agent_store, rank, world_size, timeout)
+    if init_method.startswith("file://"):  # PyTorch's rendezvous would take # and ? for the end of the path
+        file_store = dist.FileStore(init_method.removeprefix("file://"), world_size)
+        file_store.set_timeout(timeout)
+        return generation_store(file_store, rank, world_size, timeout)
     store, _, _ = next(dist.rendezvous(init_method, rank, world_size, timeout=timeout))
     store.set_timeout(timeout)
-    return generation_store(store, rank, world_size, timeout) if init_method.startswith("file://") else store
+    return store
 
 
 def generation_store(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:

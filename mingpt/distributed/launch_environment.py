@@ -1,12 +1,16 @@
-"""Rank, number of ranks and rendezvous address from a launcher's variables, and the network interface of gloo."""
+"""Rank, number of ranks and rendezvous address from a launcher's variables, and the network interface of gloo.
+
+Here alone a launcher's variables are read as numbers, and checked.
+"""
 
 import os
 import platform
 import re
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,8 +18,12 @@ from urllib.parse import urlsplit
 import psutil
 import torch.distributed as dist
 
+from mingpt.utils.device import omp_num_threads
 from mingpt.utils.errors import UserError
 
+MAX_RANKS = 2**20
+MAX_PORT = 2**16 - 1
+RESOLVE_SECONDS = 5.0  # for which the name of a host is looked up again, since a server of names may be slow to start
 DEFAULT_ROUTE_HOST = "192.0.2.1"  # an address reserved for documentation (RFC 5737): its route is the default one
 
 
@@ -29,14 +37,21 @@ class RankInfo:
     local_world_size: int | None = None
     init_method: str | None = None  # as `torch.distributed.init_process_group` takes it
     fallback_file: str | None = None  # in the run folder, unique to this start, if init_method's host does not resolve
+    restart_count: int = 0  # as torchrun tells it
 
 
 def detect_launch_environment(env: Mapping[str, str]) -> RankInfo:
     """Returns this process's rank according to its launcher's variables; without a launcher, rank 0 of 1.
 
     Raises:
-        UserError: a launcher's variables are incomplete, not integers, or contradict each other.
+        UserError: a launcher's variables are incomplete, not integers, out of range, or contradict each other.
     """
+    omp_num_threads(env)  # raises
+    restart_count = _integer(env, "TORCHELASTIC_RESTART_COUNT", 0, 2**31)
+    return replace(_detect_rank(env), restart_count=restart_count)
+
+
+def _detect_rank(env: Mapping[str, str]) -> RankInfo:
     if "RANK" in env:  # first, because torchrun sets it inside srun too
         rank, size, local_rank, local_size = _integers(env, ("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
         return RankInfo(rank, size, local_rank, local_size, _master_address(env))
@@ -53,7 +68,7 @@ def detect_launch_environment(env: Mapping[str, str]) -> RankInfo:
     if "SLURM_STEP_ID" in env and env.get("SLURM_STEP_NUM_TASKS") != "1":
         names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_JOB_ID", "SLURM_STEP_ID")
         rank, size, job, step, local_rank = _integers(env, names, ("SLURM_LOCALID",))
-        restarts = env.get("SLURM_RESTART_COUNT", 0)  # a requeued job keeps its number
+        restarts = _integer(env, "SLURM_RESTART_COUNT", 0, 2**31)  # a requeued job keeps its number
         init_method = _master_address(env, _slurm_address(env, job, step))
         return RankInfo(rank, size, local_rank, None, init_method, f".rendezvous-{job}.{step}.{restarts}")
     if "WORLD_SIZE" in env:
@@ -73,21 +88,30 @@ def resolve_init_method(rank_info: RankInfo, init_method: str | None, run_dir: s
     """Returns `init_method`, else the launcher's, or a file in `run_dir` if the launcher's host does not resolve.
 
     Raises:
-        UserError: there is none, or the run folder can't be created.
+        UserError: there is none, it leads nowhere, or the run folder can't be created.
     """
     found = init_method or rank_info.init_method
-    if found is None:
+    if found is None or (found == "env://" and rank_info.init_method != "env://"):
         variables = {name: os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")}
         raise UserError(
             f"environment: {variables}; rank {rank_info.rank} of {rank_info.world_size} has no rendezvous "
             "address: set both, or set distributed.init_method to tcp://host:port or file:///path"
         )
-    host = urlsplit(found).hostname
-    if init_method or rank_info.fallback_file is None or host is None:
+    source = "environment: the rendezvous address" if init_method is None else "distributed.init_method"
+    if found.startswith("file://"):
+        folder = Path(found.removeprefix("file://")).parent
+        if not folder.is_dir():
+            raise UserError(f"{source} is {found}, but there is no folder {folder}; make it, or name another")
         return found
-    with suppress(OSError):
-        socket.getaddrinfo(host, None)
+    host, port = host_and_port(found)
+    may_fall_back = init_method is None and rank_info.fallback_file is not None and found != "env://"
+    if _resolves(host, 0.0 if may_fall_back else RESOLVE_SECONDS):
         return found
+    if not may_fall_back:
+        raise UserError(
+            f"{source} is {host}:{port}, but this machine, {platform.node()}, knows no host {host!r}; name the host of "
+            "rank 0 as this machine knows it, or its IP address"
+        )
     folder = Path(run_dir).resolve()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -95,7 +119,27 @@ def resolve_init_method(rank_info: RankInfo, init_method: str | None, run_dir: s
         raise UserError(
             f"trainer.run_dir: {folder} can't be created: {error.strerror}; set it to a folder that you may write to"
         ) from error
-    return f"file://{folder / rank_info.fallback_file}"
+    return f"file://{folder / str(rank_info.fallback_file)}"
+
+
+def host_and_port(init_method: str) -> tuple[str, int]:
+    """Returns the address of the store at env:// or tcp://host:port, which have been checked."""
+    if init_method == "env://":
+        return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    url = urlsplit(init_method)
+    return url.hostname, url.port  # type: ignore[return-value]
+
+
+def _resolves(host: str, seconds: float) -> bool:
+    """Whether the name of a host has an address, now or within so many seconds."""
+    deadline = time.monotonic() + seconds
+    while True:
+        with suppress(OSError, UnicodeError):  # UnicodeError: no name of a host at all, such as one with two dots
+            socket.getaddrinfo(host, None)
+            return True
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.5)
 
 
 def select_gloo_interface(store: dist.Store, rank: int, world_size: int, init_method: str) -> None:
@@ -108,8 +152,8 @@ def select_gloo_interface(store: dist.Store, rank: int, world_size: int, init_me
     hosts = {store.get(f"host/{other}") for other in range(world_size)}
     if len(hosts) == 1 or "GLOO_SOCKET_IFNAME" in os.environ or _address_towards(platform.node()):
         return
-    master = os.environ.get("MASTER_ADDR") if init_method == "env://" else urlsplit(init_method).hostname
-    if address := _address_towards(master or "") or _address_towards(DEFAULT_ROUTE_HOST):
+    master = "" if init_method.startswith("file://") else host_and_port(init_method)[0]
+    if address := _address_towards(master) or _address_towards(DEFAULT_ROUTE_HOST):
         for name, addresses in psutil.net_if_addrs().items():
             if address in (interface.address for interface in addresses):
                 os.environ["GLOO_SOCKET_IFNAME"] = name
@@ -124,27 +168,57 @@ def local_address(store: dist.Store, world_size: int, master: str) -> str | None
 
 
 def _integers(env: Mapping[str, str], required: Sequence[str], optional: Sequence[str] = ()) -> list[Any]:
-    """Returns the values, None for an optional variable that is not set; rank and number of ranks are the first two."""
+    """Returns the values, None for an optional variable that is not set.
+
+    The first two are rank and number of ranks, the first two optional ones those on this machine.
+    """
     rank, world_size, *_ = required
     found = {name: env.get(name) for name in required}
     found |= {name: env[name] for name in (*optional, "WORLD_SIZE") if name in env}
     try:
         values = {name: int(value) for name, value in found.items()}  # type: ignore[arg-type]
-        if not 0 <= values[rank] < values[world_size] == values.get("WORLD_SIZE", values[world_size]):
+        ranks = values[world_size]
+        if not 0 <= values[rank] < ranks <= MAX_RANKS or ranks != values.get("WORLD_SIZE", ranks):
+            raise ValueError
+        local_rank = values.get(optional[0], 0) if optional else 0
+        local_size = values.get(optional[1]) if len(optional) > 1 else None
+        if local_rank < 0 or (local_size is not None and not local_rank < local_size <= ranks):
             raise ValueError
     except (TypeError, ValueError):
         same = "" if world_size == "WORLD_SIZE" else f", and WORLD_SIZE, if set, equal to {world_size}"
+        local = f", {optional[0]} from 0 to {optional[1]} - 1" if len(optional) > 1 else ""
         raise UserError(
-            f"environment: {found}; a launcher sets whole numbers, {rank} from 0 to {world_size} - 1{same}; "
+            f"environment: {found}; a launcher sets whole numbers, {rank} from 0 to {world_size} - 1{local}{same}; "
             "for one process unset them"
         ) from None
     return [values.get(name) for name in (*required, *optional)]
 
 
+def _integer(env: Mapping[str, str], name: str, lowest: int, highest: int) -> int:
+    """Returns a variable's value; the lowest, if it is not set."""
+    text = env.get(name)
+    if text is None:
+        return lowest
+    try:
+        number = int(text)
+    except ValueError:
+        number = lowest - 1
+    if not lowest <= number <= highest:
+        raise UserError(f"environment: {name} is {text!r}, must be a whole number from {lowest} to {highest}")
+    return number
+
+
 def _master_address(env: Mapping[str, str], default: str | None = None) -> str | None:
     """Returns env:// if MASTER_ADDR and MASTER_PORT are set, the default if neither is; one alone is a mistake."""
     given = [name in env for name in ("MASTER_ADDR", "MASTER_PORT")]
-    return "env://" if all(given) else None if any(given) else default
+    if not any(given):
+        return default
+    if not all(given):
+        return None
+    _integer(env, "MASTER_PORT", 0, MAX_PORT)  # 0: a supervisor of distributed.survive finds a free one
+    if not env["MASTER_ADDR"]:
+        raise UserError("environment: MASTER_ADDR is empty, must be the host of rank 0")
+    return "env://"
 
 
 def _slurm_address(env: Mapping[str, str], job: int, step: int) -> str | None:

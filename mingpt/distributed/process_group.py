@@ -17,6 +17,7 @@ from mingpt.distributed.health import FILE_SYSTEM, HealthMonitor, rendezvous, us
 from mingpt.distributed.launch_environment import (
     RankInfo,
     detect_launch_environment,
+    host_and_port,
     resolve_init_method,
     select_gloo_interface,
 )
@@ -36,6 +37,7 @@ class DistributedContext:
         self.rank, self.world_size, self.health, self.timeout = info.rank, info.world_size, health, timeout
         # With distributed.survive, `rank` and `world_size` are others in each view.
         self.launch_rank, self.launch_world_size = info.rank, info.world_size
+        self.restart_count = info.restart_count
         self.view: int | None = None  # number of the view of the membership, with distributed.survive
         self.is_joining = False  # with distributed.survive: others have the state of the run, and this process has not
         self.group: dist.ProcessGroup | None = None  # None: all ranks
@@ -258,7 +260,7 @@ def _init_process_group(info: RankInfo, config: DistributedConfig, run_dir: str,
         health.start()
         return health
     except (ValueError, RuntimeError, OSError) as error:
-        address = f" {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}" if init_method == "env://" else ""
+        address = " {}:{}".format(*host_and_port(init_method)) if init_method == "env://" else ""
         advice = f"are all {world_size} processes started, and does this address lead to the first one?"
         if "EADDRINUSE" in str(error):
             advice = "another program has this port: take a free one, or let `torchrun --standalone` find one"

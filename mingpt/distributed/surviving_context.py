@@ -43,6 +43,7 @@ class SurvivingContext(DistributedContext):
     def __init__(self, info: RankInfo, store: dist.Store, address: str | None, timeout: timedelta) -> None:
         super().__init__(RankInfo(0, 1, info.local_rank or 0, info.local_world_size), None, timeout)
         self.launch_rank, self.launch_world_size = info.rank, info.world_size
+        self.restart_count = info.restart_count
         self.store, self.calls = store, 0  # collectives of this view, or before calls of local_rank0_first
         if store.check(["end"]):
             raise RunEnded

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from datetime import timedelta
 from hashlib import sha256
 from typing import NoReturn
-from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
@@ -18,6 +17,7 @@ from mingpt.distributed.health import uses_agent_store
 from mingpt.distributed.launch_environment import (
     RankInfo,
     detect_launch_environment,
+    host_and_port,
     local_address,
     resolve_init_method,
     select_gloo_interface,
@@ -45,7 +45,7 @@ def supervise(config: Config) -> NoReturn:
         for descriptor in lock_run(config.trainer):
             os.set_inheritable(descriptor, True)
         if not uses_agent_store(init_method):
-            host, port = _host_port(init_method)
+            host, port = host_and_port(init_method)
             port = _fork_store(host, port)
             if init_method == "env://":
                 os.environ["MASTER_PORT"] = str(port)
@@ -60,15 +60,6 @@ def _init_method(info: RankInfo, config: DistributedConfig, run_dir: str) -> str
             "distributed.init_method to tcp://host:port, the first host and a free port of it"
         )
     return init_method
-
-
-def _host_port(init_method: str) -> tuple[str, int]:
-    if init_method == "env://":
-        return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    url = urlsplit(init_method)
-    if url.hostname is None or url.port is None:
-        raise UserError(f"distributed.init_method is {init_method}, must be tcp://host:port")
-    return url.hostname, url.port
 
 
 def _fork_store(host: str, port: int) -> int:
@@ -106,7 +97,7 @@ def init_surviving(config: DistributedConfig, run_dir: str) -> Iterator[Survivin
     info, timeout = detect_launch_environment(os.environ), timedelta(seconds=config.timeout_seconds)
     set_rank(info.rank)
     init_method = _init_method(info, config, run_dir)
-    host, port = _host_port(init_method)
+    host, port = host_and_port(init_method)
     try:
         root = dist.TCPStore(host, port, is_master=False, timeout=timeout)
         store = _generation_store(root, info, config.timeout_seconds)

@@ -51,6 +51,8 @@ def describe(path: str) -> list[str]:
 
 def describe_all(path: str) -> list[list[str]]:
     """Returns a row for each snapshot in a run folder or a folder of snapshots, or for one file."""
+    if not path:
+        raise UserError("PATH is empty, must be a run folder, a folder of snapshots, or one file")
     try:
         folder = SnapshotStorage(path, keep=1)
         is_file = folder.fs.isfile(folder.root)
@@ -72,7 +74,8 @@ def run(argv: Sequence[str]) -> None:
         description="Lists snapshots with fingerprints of weights and optimizer state, which are equal for equal bits.",
     )
     parser.add_argument("path", metavar="PATH", help="run folder, folder of snapshots, or one file; may be a URL")
-    rows = [COLUMNS, *describe_all(parser.parse_args(argv).path.rstrip("/"))]
+    path = parser.parse_args(argv).path
+    rows = [COLUMNS, *describe_all(path.rstrip("/") or path)]
     widths = [max(len(row[i]) for row in rows if i < len(row) and len(row[i]) < 40) for i in range(len(COLUMNS))]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip())

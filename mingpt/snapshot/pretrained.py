@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import fsspec
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
@@ -17,6 +16,7 @@ from mingpt.snapshot.digest import DamagedSnapshotError
 from mingpt.snapshot.hf_format import CONFIG_KEYS, gpt_config, gpt_vocabulary, gpt_weights
 from mingpt.snapshot.storage import SnapshotStorage, load_snapshot, local_copy
 from mingpt.utils.errors import UserError
+from mingpt.utils.file_systems import open_file_system
 from mingpt.utils.logging import logger
 
 EMBEDDINGS = {"transformer.wte.weight", "lm_head.weight"}  # with a row for each character
@@ -44,13 +44,17 @@ def load_pretrained(path: str, asked_by: str, build_model: Callable[[GPTConfig],
     Raises:
         UserError: there is no undamaged snapshot and no export.
     """
-    path = path.rstrip("/")
+    if not path:  # as of a shell's variable that is not set; it would be the working directory
+        raise UserError(f"{asked_by} is empty; it may be a snapshot, a run folder or an export's folder, or a URL")
+    path = path.rstrip("/") or "/"
     snapshot = None
     try:
-        fs, name = fsspec.url_to_fs(path)
-        if fs.isdir(name):
-            if fs.isfile(f"{name}/config.json"):
-                return _load_export(path, asked_by, build_model)
+        with open_file_system(path) as (fs, name):
+            is_folder = fs.isdir(name)
+            is_export = is_folder and fs.isfile(f"{name}/config.json")
+        if is_export:
+            return _load_export(path, asked_by, build_model)
+        if is_folder:
             for folder in (f"{path}/snapshots", path):
                 snapshot = snapshot or SnapshotStorage(folder, keep=1).load_newest(logger.warning)
         else:
@@ -60,7 +64,7 @@ def load_pretrained(path: str, asked_by: str, build_model: Callable[[GPTConfig],
         raise UserError(f"{asked_by}: {path} is damaged: {error}; {advice}") from error
     except (FileNotFoundError, NotADirectoryError):
         pass
-    except (KeyError, TypeError, SafetensorError) as error:
+    except (KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
         raise UserError(f"{asked_by}: {path} is not as export.py writes it ({error!r}): export it again") from error
     except (OSError, ValueError, ImportError) as error:
         advice = "it may be a snapshot, a run folder, an export's folder, or the URL of one"
@@ -73,9 +77,12 @@ def load_pretrained(path: str, asked_by: str, build_model: Callable[[GPTConfig],
 
 
 def _load_export(path: str, asked_by: str, build_model: Callable[[GPTConfig], nn.Module]) -> Pretrained:
-    def read_json(name: str) -> Any:
-        with fsspec.open(f"{path}/{name}", encoding="utf-8", mode="r") as file:
-            return json.load(file)
+    def read_json(name: str) -> dict[str, Any]:
+        with local_copy(f"{path}/{name}") as copy, open(copy, encoding="utf-8") as file:
+            content = json.load(file)
+        if not isinstance(content, dict):
+            raise TypeError(f"{name} holds a {type(content).__name__}, no object")
+        return content
 
     config = read_json("config.json")
     if (model_type := config.get("model_type")) not in CONFIG_KEYS:

@@ -18,6 +18,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from mingpt.snapshot.digest import DamagedSnapshotError, save_with_digest, verify_digest
 from mingpt.utils.errors import UserError
+from mingpt.utils.file_systems import open_file_system
 from mingpt.utils.files import sync_folder
 from mingpt.utils.lock import Identity, lock_folder, lock_identity
 
@@ -255,14 +256,14 @@ def load_snapshot(path: str) -> dict[str, Any]:
 @contextmanager
 def local_copy(path: str) -> Iterator[str]:
     """Context manager that gives the name of a local file with the bytes of a file or fsspec URL."""
-    fs, name = fsspec.url_to_fs(path)
-    if isinstance(fs, LocalFileSystem):
-        yield name
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        copy = f"{folder}/snapshot.pt"
-        fs.get_file(name, copy)
-        yield copy
+    with open_file_system(path) as (fs, name):
+        if isinstance(fs, LocalFileSystem):
+            yield name
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            copy = f"{folder}/snapshot.pt"
+            fs.get_file(name, copy)
+            yield copy
 
 
 def fingerprint(tensors: dict[str, Any]) -> str:

@@ -11,10 +11,12 @@ import importlib.util
 import os
 import platform
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
+from mingpt.config import MAX_THREADS
 from mingpt.utils.errors import UserError
 
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -123,11 +125,30 @@ def choose_threads(requested: int | str, local_world_size: int, saved: int | Non
         return requested, "as asked"
     if saved is not None:
         return saved, "auto: kept from the snapshot"
-    threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]  # a list has a number for each level of nesting
-    if threads.isdecimal() and int(threads):
-        return int(threads), "auto: OMP_NUM_THREADS"
+    threads = omp_num_threads(os.environ)
+    if threads is not None:
+        return threads, "auto: OMP_NUM_THREADS"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // local_world_size), f"auto: {cores} cores / {local_world_size} ranks"
+
+
+def omp_num_threads(env: Mapping[str, str]) -> int | None:
+    """Returns the number of threads that OMP_NUM_THREADS asks for; None if it is not set, empty or 0.
+
+    Raises:
+        UserError: it is no number, or more threads than MAX_THREADS.
+    """
+    text = env.get("OMP_NUM_THREADS", "")
+    first = text.split(",")[0]  # a list has a number for each level of nesting
+    try:
+        threads = int(first or "0")
+    except ValueError:
+        threads = -1
+    if not 0 <= threads <= MAX_THREADS:
+        raise UserError(
+            f"environment: OMP_NUM_THREADS is {text!r}, must be a whole number of threads, at most {MAX_THREADS}"
+        )
+    return threads or None
 
 
 def check_compiler(device: torch.device) -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
-import yaml
 from fsspec.implementations.local import LocalFileSystem
 
 from mingpt.utils.errors import UserError
+from mingpt.utils.yaml_format import dump_yaml
 
 
 def replace_file(file: Path, text: str) -> None:
@@ -49,7 +49,7 @@ def local_folder(path: str) -> Path | None:
 def write_config(run_dir: Path, config: dict[str, Any]) -> None:
     """Writes config.yaml, complete or not at all however the process ends; raises a UserError if that fails."""
     try:
-        replace_file(run_dir / "config.yaml", yaml.safe_dump(config, sort_keys=False))
+        replace_file(run_dir / "config.yaml", dump_yaml(config))
     except OSError as error:
         raise UserError(
             f"trainer.run_dir: {run_dir}/config.yaml can't be written: {error.strerror}; make it writable, or "

@@ -115,7 +115,12 @@ def test_slurm_steps_have_ports_of_their_own_outside_the_ephemeral_range() -> No
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK': '2'"),
         ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK': '-1'"),
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK': 'x'"),
+        (BY_HAND | {"WORLD_SIZE": "1" + 30 * "0"}, "WORLD_SIZE': '1000"),
         (BY_HAND | {"LOCAL_RANK": "x"}, "LOCAL_RANK': 'x'"),
+        (BY_HAND | {"LOCAL_RANK": "-1"}, "LOCAL_RANK': '-1'"),
+        (TORCHRUN | {"LOCAL_RANK": "2"}, "LOCAL_RANK': '2'"),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE': '0'"),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "1000000"}, "LOCAL_WORLD_SIZE': '1000000'"),
         (BATCH | {"WORLD_SIZE": "2"}, "RANK': None"),
         (BATCH | {"SLURM_STEP_ID": "0"}, "SLURM_STEP_NUM_TASKS': None"),
         (STEP | {"SLURM_PROCID": "5"}, "SLURM_PROCID': '5'"),
@@ -129,6 +134,31 @@ def test_incomplete_or_contradictory_variables_are_refused(env: dict[str, str], 
     with pytest.raises(UserError, match=r"environment: .* from 0 to ") as error:
         detect_launch_environment(env)
     assert named in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        (BY_HAND | MASTER | {"MASTER_PORT": "abc"}, "MASTER_PORT is 'abc', must be a whole number from 0 to 65535"),
+        (BY_HAND | MASTER | {"MASTER_PORT": "99999"}, "MASTER_PORT is '99999', must be a whole number from 0 to 65535"),
+        (BY_HAND | MASTER | {"MASTER_PORT": ""}, "MASTER_PORT is '', must be a whole number from 0 to 65535"),
+        (BY_HAND | MASTER | {"MASTER_ADDR": ""}, "MASTER_ADDR is empty, must be the host of rank 0"),
+        (STEP | MASTER | {"MASTER_PORT": "-1"}, "MASTER_PORT is '-1'"),
+        (STEP | {"SLURM_RESTART_COUNT": "../1"}, "SLURM_RESTART_COUNT is '../1', must be a whole number"),
+        ({"TORCHELASTIC_RESTART_COUNT": "abc"}, "TORCHELASTIC_RESTART_COUNT is 'abc', must be a whole number"),
+        ({"OMP_NUM_THREADS": "1000000"}, "OMP_NUM_THREADS is '1000000', must be a whole number of threads, at most"),
+        ({"OMP_NUM_THREADS": 20 * "9"}, "OMP_NUM_THREADS is '99999999999999999999', must be a whole number"),
+        ({"OMP_NUM_THREADS": "two"}, "OMP_NUM_THREADS is 'two', must be a whole number of threads"),
+    ],
+)
+def test_variables_that_are_no_numbers_or_out_of_range_are_refused(env: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError, match="^environment: " + message.replace(".", r"\.")):
+        detect_launch_environment(env)
+
+
+def test_the_restart_count_of_torchrun_is_read() -> None:
+    assert detect_launch_environment(TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "3"}).restart_count == 3
+    assert detect_launch_environment(TORCHRUN).restart_count == 0
 
 
 @pytest.mark.parametrize(
@@ -154,22 +184,48 @@ def test_ranks_without_an_address_are_refused(
         resolve_init_method(info, None, str(tmp_path))
     assert f"rank {info.rank} of {info.world_size}" in str(error.value)
     assert str(env.get("MASTER_ADDR")) in str(error.value)
-    assert resolve_init_method(info, "tcp://gpu1:29400", str(tmp_path)) == "tcp://gpu1:29400"
+    with pytest.raises(UserError, match=r"MASTER_ADDR.*MASTER_PORT.*distributed\.init_method"):
+        resolve_init_method(info, "env://", str(tmp_path))
+    assert resolve_init_method(info, "tcp://127.0.0.1:29400", str(tmp_path)) == "tcp://127.0.0.1:29400"
+
+
+def test_an_address_that_leads_nowhere_is_refused_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(launch_environment, "RESOLVE_SECONDS", 0.1)
+    for name, value in MASTER.items():
+        monkeypatch.setenv(name, value.replace("gpu1", "no-such-host.invalid"))
+    info = detect_launch_environment(BY_HAND | MASTER)
+    for init_method, message in (
+        (
+            "tcp://no-such-host.invalid:29400",
+            r"distributed\.init_method is no-such-host\.invalid:29400, .* knows no host ",
+        ),
+        (f"tcp://{'long' * 20}.invalid:29400", r"distributed\.init_method is longlong.* knows no host "),
+        (f"file://{tmp_path}/none/store", rf"distributed\.init_method is .* but there is no folder {tmp_path}/none; "),
+        (None, r"environment: the rendezvous address is no-such-host\.invalid:29400, .* knows no host "),
+    ):
+        with pytest.raises(UserError, match=f"^{message}"):
+            resolve_init_method(info, init_method, str(tmp_path))
+    assert resolve_init_method(info, f"file://{tmp_path}/store", str(tmp_path)) == f"file://{tmp_path}/store"
 
 
 def test_slurm_hosts_that_do_not_resolve_rendezvous_in_the_run_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     run_dir, info = tmp_path / "runs/mine", detect_launch_environment(STEP)
-    assert resolve_init_method(detect_launch_environment(STEP | MASTER), None, str(run_dir)) == "env://"
+    for name, value in MASTER.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(launch_environment, "RESOLVE_SECONDS", 0.1)
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, port: [host])
+    assert resolve_init_method(detect_launch_environment(STEP | MASTER), None, str(run_dir)) == "env://"
     assert resolve_init_method(info, None, str(run_dir)) == f"tcp://node01:{STEP_PORT}"
 
     def fail(host: str, port: None) -> list:
         raise socket.gaierror(f"{host} is not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", fail)
-    assert resolve_init_method(info, "tcp://gpu1:29400", str(run_dir)) == "tcp://gpu1:29400"
+    for rank_info, init_method in ((info, "tcp://gpu1:29400"), (detect_launch_environment(STEP | MASTER), None)):
+        with pytest.raises(UserError, match=r"gpu1:29400, .* knows no host 'gpu1'"):
+            resolve_init_method(rank_info, init_method, str(run_dir))
     assert not run_dir.exists()
     assert resolve_init_method(info, None, str(run_dir)) == f"file://{run_dir}/{STEP_FILE}"
     assert run_dir.is_dir()
@@ -179,7 +235,13 @@ def test_slurm_hosts_that_do_not_resolve_rendezvous_in_the_run_folder(
 
 
 @pytest.mark.parametrize(
-    ("env", "reports"), [(BY_HAND | MASTER, True), (TORCHRUN, True), (TORCHRUN | {"LOCAL_RANK": "1"}, False)]
+    ("env", "reports"),
+    [
+        (BY_HAND | MASTER, True),
+        (TORCHRUN, True),
+        (TORCHRUN | {"LOCAL_RANK": "1"}, False),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "3"}, True),
+    ],
 )
 def test_one_process_of_each_host_reports_an_error_in_the_yaml(
     env: dict[str, str],

@@ -196,6 +196,8 @@ def test_threads(set_hardware: SetHardware, monkeypatch: pytest.MonkeyPatch) -> 
         ("auto", 9, None, None, 1, "auto: 8 cores / 9 ranks"),
         ("auto", 2, None, "", 4, "auto: 8 cores / 2 ranks"),
         ("auto", 2, None, "0", 4, "auto: 8 cores / 2 ranks"),
+        ("auto", 2, None, " 016 ", 16, "auto: OMP_NUM_THREADS"),
+        ("auto", 2, None, "1024", 1024, "auto: OMP_NUM_THREADS"),
         ("auto", 2, None, "1", 1, "auto: OMP_NUM_THREADS"),
         ("auto", 2, None, "16", 16, "auto: OMP_NUM_THREADS"),
         ("auto", 2, None, "3,2", 3, "auto: OMP_NUM_THREADS"),

@@ -1,0 +1,211 @@
+"""Bad input of every kind ends with status 2 and one message that names it, at once, and leaves nothing behind."""
+
+import json
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from helpers import run_args, run_ranks, train_main, write_text
+from test_main import assert_one_message
+
+import export
+import main
+import sample
+from mingpt.distributed import launch_environment
+from mingpt.snapshot import __main__ as listing
+from mingpt.utils.logging import run_script
+
+TREE = ["--distributed.reduction", "tree", "--trainer.micro_batch_size", "2", "--distributed.survive", "true"]
+TWO = {"RANK": "0", "WORLD_SIZE": "2"}
+MASTER = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
+ONE = {"RANK": "0", "WORLD_SIZE": "1"}
+WRONG_KEY = ["--trainer.max_step", "3"]
+DEEP = "model: " + 2000 * "[" + 2000 * "]" + "\n"
+BOMB = "model:\n  n_layer: &a [1, 2]\n" + "".join(
+    f"  n{i}: &{'abcdefghijklmnop'[i]} [{', '.join(20 * ['*' + 'abcdefghijklmnop'[i - 1]])}]\n" for i in range(1, 16)
+)
+
+# Variables, options, what the yaml holds, and parts of the message
+CASES: list[tuple[dict[str, str], list[str], str | bytes, list[str]]] = [
+    ({}, ["--data.path", "a\udcff.txt"], "", ["data.path", r"'a\udcff.txt'", "must be UTF-8 text"]),
+    ({}, ["--trainer.run_dir", "a\udcff"], "", ["trainer.run_dir", "must be UTF-8 text"]),
+    ({}, ["--trainer.run_dir", ""], "", ["trainer.run_dir", "found '', must be at least one character"]),
+    ({}, ["--trainer.snapshot_path", ""], "", ["trainer.snapshot_path", "must be null or at least one character"]),
+    ({}, ["--trainer.init_from", ""], "", ["trainer.init_from", "must be null or at least one character"]),
+    ({}, [], 'data: {path: "a\\0b"}', ["data.path", r"found 'a\x00b'", "NUL"]),
+    ({}, ["--trainer.run_dir", "x" * 300], "", ["trainer.run_dir", "can't be made: File name too long"]),
+    ({}, ["--distributed.timeout_seconds", "1e15"], "", ["distributed.timeout_seconds", "less than or equal to"]),
+    ({}, ["--distributed.timeout_seconds", "1e10"], "", ["distributed.timeout_seconds", "less than or equal to"]),
+    ({}, ["--distributed.bucket_cap_mb", "1e13"], "", ["distributed.bucket_cap_mb", "less than or equal to"]),
+    ({}, ["--model.n_embd", str(2**32)], "", ["model.n_embd", "less than or equal to 65536"]),
+    ({}, ["--model.n_embd", 5000 * "9"], "", ["model.n_embd", "must be a valid integer"]),
+    ({}, ["--model.n_embd", "0x" + 5000 * "f"], "", ["model.n_embd", "must be a valid integer"]),
+    ({}, [], f"model: {{n_embd: 0x{5000 * 'f'}}}", ["too many digits"]),
+    ({}, [], f"model: {{n_embd: {5000 * '9'}}}", ["4300 digits"]),
+    ({}, ["--model.n_embd", "65536"], "", ["out of memory before the first step"]),
+    ({}, ["--trainer.threads", "1000000"], "", ["trainer.threads", "less than or equal to 1024 or 'auto'"]),
+    ({"OMP_NUM_THREADS": "1000000"}, [], "", ["OMP_NUM_THREADS is '1000000', must be a whole number"]),
+    ({"OMP_NUM_THREADS": 20 * "9"}, [], "", ["OMP_NUM_THREADS is '99999999999999999999', must be a whole number"]),
+    ({}, [], "trainer:\n  2024-01-31: 3\n", ["trainer.2024-01-31: unknown key"]),
+    ({}, [], "2024-01-31: {}\n", ["2024-01-31: unknown section"]),
+    ({}, [], "trainer:\n  !!binary aGk=: 3\n", ["trainer.aGk=: unknown key"]),
+    ({}, [], "data: {path: !!binary aGk=}\n", ["not valid yaml", "could not determine a constructor", "binary"]),
+    ({}, [], "data: {path: !!timestamp 2024-01-31}\n", ["not valid yaml", "could not determine a constructor"]),
+    ({}, [], DEEP, ["not valid yaml: it is nested too deeply"]),
+    ({}, ["--model.n_layer", 2000 * "["], "", ["model.n_layer", "must be a valid integer"]),
+    ({}, [], BOMB, ["model.n15: unknown key"]),
+    ({}, [], "model: &a {n_layer: *a}\n", ["model.n_layer: found", "must be one value, or a list of values"]),
+    ({}, ["--config", "/dev/zero"], "", ["--config: /dev/zero is larger than 1048576 bytes"]),
+    ({}, ["--distributed.init_method", "tcp://[::1"], "", ["distributed.init_method is 'tcp://[::1', must be null"]),
+    ({}, ["--distributed.init_method", "tcp://host"], "", ["distributed.init_method is 'tcp://host', must be null"]),
+    ({}, ["--distributed.init_method", "file://a/b"], "", ["distributed.init_method is 'file://a/b', must be null"]),
+    ({}, [*TREE, "--distributed.init_method", "tcp://host:abc"], "", ["init_method is 'tcp://host:abc'"]),
+    ({}, [*TREE, "--distributed.init_method", "tcp://host:99999"], "", ["init_method is 'tcp://host:99999'"]),
+    (TWO | MASTER | {"MASTER_PORT": "abc"}, [], "", ["environment: MASTER_PORT is 'abc', must be a whole number"]),
+    (TWO | MASTER | {"MASTER_PORT": "abc"}, TREE, "", ["environment: MASTER_PORT is 'abc', must be a whole number"]),
+    (TWO, [*TREE, "--distributed.init_method", "env://"], "", ["MASTER_ADDR", "MASTER_PORT", "no rendezvous address"]),
+    ({"TORCHELASTIC_RESTART_COUNT": "abc"}, [], "", ["TORCHELASTIC_RESTART_COUNT is 'abc'"]),
+    (ONE | {"LOCAL_RANK": "3"}, WRONG_KEY, "", ["--trainer.max_step is not known"]),
+    (ONE | {"LOCAL_RANK": "-1"}, WRONG_KEY, "", ["environment: ", "'LOCAL_RANK': '-1'"]),
+    (ONE | {"LOCAL_WORLD_SIZE": "1000000"}, [], "", ["environment: ", "'LOCAL_WORLD_SIZE': '1000000'"]),
+    (TWO | MASTER | {"MASTER_ADDR": "no-such-host.invalid"}, [], "", ["knows no host 'no-such-host.invalid'"]),
+    (TWO, ["--distributed.init_method", "tcp://no-such-host.invalid:29400"], "", ["init_method", "knows no host"]),
+    (TWO, ["--distributed.init_method", "file:///no/such/store"], "", ["init_method", "no folder /no/such"]),
+    ({}, ["--optimizer.learning_rate", "3e38"], "", ["optimizer.learning_rate", "less than or equal to 10"]),
+    ({}, ["--data.path", "nosuch::file:///text.txt"], "", ["data.path: nosuch::file:///text.txt can't be read"]),
+]
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(launch_environment, "RESOLVE_SECONDS", 0.1)
+
+
+@pytest.mark.parametrize(("env", "argv", "yaml", "parts"), CASES, ids=range(len(CASES)))
+def test_bad_input_of_a_run_is_refused_in_one_message(
+    env: dict[str, str],
+    argv: list[str],
+    yaml: str | bytes,
+    parts: list[str],
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    config = tmp_path / "config.yaml"
+    config.write_bytes(yaml if isinstance(yaml, bytes) else yaml.encode())
+    options = run_args(tmp_path / "run", text, trainer__max_steps=1)
+    if yaml:
+        options = []
+    began = time.monotonic()
+    assert main.run(["--config", str(config), *options, *argv]) == 2
+    assert time.monotonic() - began < 10
+    _, err = capsys.readouterr()
+    assert_one_message(err)
+    assert all(part in err for part in parts), err
+    assert len(err) < 3000
+    assert {path.name for path in tmp_path.iterdir()} <= {"config.yaml", "text.txt", "run"}
+
+
+@pytest.mark.parametrize("content", ["[1, 2]", "null", '"text"', "3", '{"identity": 3}', "[" * 100_000])
+def test_a_damaged_index_of_the_text_cache_is_made_again(content: str, text: Path, tmp_path: Path) -> None:
+    argv = run_args(tmp_path / "run", text, trainer__max_steps=1)
+    (tmp_path / "run/cache").mkdir(parents=True)
+    (tmp_path / "run/cache/text.json").write_text(content)
+    assert main.run(argv) == 0
+    assert json.loads((tmp_path / "run/cache/text.json").read_text())["sha256"]
+
+
+# The scripts beside main.py
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of one step and its export."""
+    folder = tmp_path_factory.mktemp("trained")
+    argv = run_args(folder / "run", write_text(folder / "text.txt"), trainer__max_steps=1)
+    assert run_ranks(1, train_main, *argv, tmp_path=folder) == [0]
+    export.run(["--snapshot", str(folder / "run"), "--out", str(folder / "export")])
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["sample.py", "--snapshot", ""], "--snapshot is empty; it may be a snapshot, "),
+        (["export.py", "--snapshot", "", "--out", "new"], "--snapshot is empty; it may be a snapshot, "),
+        (["export.py", "--snapshot", "run", "--out", ""], "--out is empty, must be a new or empty folder"),
+        (["mingpt.snapshot", ""], "PATH is empty, must be a run folder, "),
+        (["sample.py", "--snapshot", "/"], "--snapshot: no snapshot at / "),
+        (["sample.py", "--snapshot", "run", "--temperature", "1e-40"], "--temperature is 1e-40, must be 0 or at least"),
+        (["sample.py", "--snapshot", "run", "--temperature", "nan"], "--temperature is nan, must be at least 0"),
+        (["sample.py", "--snapshot", "run", "--top_p", "1e-300"], "--top_p is 1e-300, must be at least 0.001 and at"),
+    ],
+)
+def test_bad_options_of_scripts_are_refused_in_one_message(
+    argv: list[str],
+    message: str,
+    trained: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    programs = {"sample.py": sample.run, "export.py": export.run, "mingpt.snapshot": listing.run}
+    monkeypatch.chdir(trained)
+    monkeypatch.setattr(sys, "argv", argv)
+    assert run_script(programs[argv[0]]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"error: {message}")
+    assert_one_message(err)
+    assert {path.name for path in trained.iterdir()} == {"text.txt", "run", "export"}
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json"])
+@pytest.mark.parametrize(
+    "content", ["[1, 2]", "null", "3", "{", "[" * 100_000, '{"model_type": "gpt2"}', '{"model": []}']
+)
+def test_an_export_with_other_json_is_refused_in_one_message(
+    file: str,
+    content: str,
+    trained: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = shutil.copytree(trained / "export", tmp_path / "export")
+    (folder / file).write_text(content)
+    monkeypatch.setattr(sys, "argv", ["sample.py", "--snapshot", str(folder)])
+    assert run_script(sample.run) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: --snapshot: ")
+    assert str(folder) in err
+    assert_one_message(err)
+
+
+# What is left in the temporary folder
+
+
+@pytest.mark.parametrize("protocol", ["simplecache", "filecache"])
+def test_caching_urls_leave_no_folders(protocol: str, trained: Path, tmp_path: Path) -> None:
+    """main.py ends without the interpreter's exit, at which fsspec would remove them."""
+    url = f"{protocol}::file://{trained}"
+    changes = {"data__path": f"{url}/text.txt", "trainer__init_from": f"{url}/run/snapshots/step_00000001.pt"}
+    argv = run_args(tmp_path / "run", trained / "text.txt", trainer__max_steps=1, **changes)
+    (tmp_path / "temporary").mkdir()
+    assert run_ranks(1, _run_in_temporary_folder, str(tmp_path / "temporary"), argv, tmp_path=tmp_path) == [(0, [])]
+
+
+def _run_in_temporary_folder(folder: str, argv: list[str]) -> tuple[int, list[str]]:
+    import tempfile
+
+    tempfile.tempdir = folder
+    return train_main(*argv), os.listdir(folder)
