@@ -270,7 +270,8 @@ class Trainer:
             self.step, self.samples, self.result, self.val_loss, self.snapshots.best, self.settled, is_writer, device
         )
         now, had = catch_up(self.strategy, mine)
-        self.step, self.samples, self.result, self.val_loss, self.snapshots.best, self.settled, *_ = now
+        self.step, self.samples, result, self.val_loss, self.snapshots.best, self.settled, *_ = now
+        self.result = result and StepResult(*result)
         self.epoch = self.samples // len(self.train_data)
         if mine.step < 0:
             self.timer = StepTimer(self.samples)
@@ -399,8 +400,10 @@ class Trainer:
 
     def _log_memory(self) -> None:
         # With distributed.survive, all ranks need the same, and those that join later make no such call.
-        usages = [self.memory] if self.config.distributed.survive else self.context.all_gather_object(self.memory)
-        usage = max(usages, key=lambda memory: memory.total)  # type: ignore[union-attr]
+        usage: MemoryUsage = self.memory  # type: ignore[assignment]
+        if not self.config.distributed.survive:
+            usages = [MemoryUsage(**values) for values in self.context.all_gather_object(asdict(usage))]
+            usage = max(usages, key=lambda memory: memory.total)
         cuda = self.context.device.type == "cuda"
         peak = f"; at the peak {format_bytes(torch.cuda.max_memory_allocated())}, activations included" if cuda else ""
         logger.info(f"memory measured, on the rank with most: {usage}{peak}")
