@@ -19,6 +19,7 @@ from types import FrameType
 from typing import NoReturn
 
 PID, TOKEN, REPORT_FD = "MINGPT_SUPERVISOR_PID", "MINGPT_SUPERVISOR_TOKEN", "MINGPT_REPORT_FD"
+LAUNCHER = "MINGPT_LAUNCHER_PID"  # set by a launcher whose end is to stop its processes
 # What a trainer reports: it has become a member; it has finished a step; the run has failed, for all ranks.
 JOINED, TRAINED, FAILED = b"j", b"t", b"f"
 RESTART_STATUS = 75  # of a trainer that asks to be started again, as no process is left that has the state
@@ -71,7 +72,9 @@ class Supervisor:
         self.command = command
         self.child: subprocess.Popen[bytes] | None = None
         self.stopped_by = 0
-        self.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        # torchrun, or launch/by_hand.py. Others end their processes themselves.
+        is_watched = "TORCHELASTIC_RUN_ID" in os.environ or LAUNCHER in os.environ
+        self.launcher = os.getppid() if is_watched else None
         self.token = uuid.uuid4().hex
         self.reports, self.reports_writer = os.pipe()
         os.set_blocking(self.reports, False)

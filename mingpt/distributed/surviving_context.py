@@ -232,6 +232,13 @@ class SurvivingContext(DistributedContext):
 
     # The end of the run
 
+    def is_reported(self, message: str) -> bool:
+        """Whether another process reports this error; this one does if it is the first that asks."""
+        key = f"reported/{sha256(message.encode(errors='replace')).hexdigest()}"
+        with suppress(RuntimeError, OSError):
+            return self.store.compare_set(key, "", self.membership.label).decode() != self.membership.label
+        return False
+
     def has_failed_for_all(self, error: Exception) -> bool:
         """Whether the run must end with this error, else only this process."""
         places = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)]

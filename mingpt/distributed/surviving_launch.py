@@ -139,7 +139,10 @@ def init_surviving(config: DistributedConfig, run_dir: str) -> Iterator[Survivin
     context = SurvivingContext(info, store, address, timeout)
     try:
         yield context
-    except (UserError, PeerError, RunEnded):
+    except UserError as error:
+        error.is_reported = context.is_reported(str(error))
+        raise
+    except (PeerError, RunEnded):
         raise
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         tell_supervisor(FAILED)

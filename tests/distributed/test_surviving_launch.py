@@ -21,6 +21,7 @@ from helpers import (
     find_processes,
     free_port,
     kill_processes,
+    newest_snapshot,
     read_rows,
     run_args,
     run_program,
@@ -100,12 +101,15 @@ def test_ranks_started_by_hand_meet_at_a_store_that_outlives_rank_0(text: Path, 
 
 @pytest.mark.slow
 def test_bad_input_ends_the_run_with_one_message(text: Path, tmp_path: Path) -> None:
-    argv = run_args(tmp_path / "run", text, trainer__batch_size=2, **SURVIVE)
-    run = run_program(*TORCHRUN, "--nproc_per_node=2", "main.py", *argv)
-    assert run.returncode == 1
-    [error] = [line for line in run.stderr.splitlines() if line.startswith(("error:", "warning:"))]
-    assert error.startswith("error: trainer.batch_size / trainer.micro_batch_size is 2 / 2, fewer micro-batches than ")
-    assert 'main.py", line' not in run.stderr
+    few = "trainer.batch_size / trainer.micro_batch_size is 2 / 2, fewer micro-batches than "
+    inputs = [({"trainer__batch_size": 2}, few), ({"optimizer__learning_rate": 1e30}, "step 2: the loss is not finite")]
+    for changes, message in inputs:
+        argv = run_args(tmp_path / "run", text, **changes, **SURVIVE)
+        run = run_program(*TORCHRUN, "--nproc_per_node=2", "main.py", *argv)
+        assert run.returncode == 1
+        [error] = [line for line in run.stderr.splitlines() if line.startswith(("error:", "warning:"))]
+        assert error.startswith(f"error: {message}")
+        assert 'main.py", line' not in run.stderr
 
 
 class Exploit:
@@ -191,3 +195,21 @@ def test_the_same_error_in_all_trainers_ends_the_run(text: Path, tmp_path: Path)
     assert run.stderr.count("ZeroDivisionError: at step 3") >= 2
     assert "starting another" not in run.stderr
     assert [row["step"] for row in read_rows(tmp_path / "run")] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("changes", [{}, SURVIVE], ids=["", "survive"])
+def test_the_loss_of_by_hand_py_stops_its_ranks(changes: dict[str, Any], text: Path, tmp_path: Path) -> None:
+    argv = run_args(tmp_path / "run", text, trainer__max_steps=10**6, **changes)
+    command = [sys.executable, str(ROOT / "launch/by_hand.py"), "2", *argv]
+    variable = f"SURVIVE_TEST={tmp_path}"
+    env = clean_env(SURVIVE_TEST=str(tmp_path), TMPDIR=str(tmp_path))
+    with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as launcher:
+        try:
+            wait_for_step(tmp_path / "run", 1)
+            launcher.kill()
+            wait_until(lambda: not find_processes(variable), "the end of all ranks", timeout=20)
+        finally:
+            kill_processes(variable)
+        _, stderr = launcher.communicate()
+    assert not stderr
+    assert newest_snapshot(tmp_path / "run")["step"] == read_rows(tmp_path / "run")[-1]["step"]
