@@ -72,7 +72,7 @@ def run(argv: Sequence[str]) -> int:
     except RunEnded:
         return 0
     except UserError as error:
-        if reports_errors and not (rank and isinstance(error, SharedUserError)):
+        if reports_errors and not error.is_reported and not (rank and isinstance(error, SharedUserError)):
             logger.error(str(error))
         return 2
     except PeerError as error:

@@ -93,7 +93,7 @@ def run_check(name: str, test: SelfTest) -> Result:
 def agree(mine: Result, agreement: DistributedContext) -> tuple[Result, str]:
     """What rank 0 found, or the rank that failed first; and why the ranks can't go on together, or an empty string."""
     try:
-        results = agreement.all_gather_object(mine)
+        results = [Result(**values) for values in agreement.all_gather_object(asdict(mine))]
     except RuntimeError as error:
         gone = f"another rank is gone: {str(error).splitlines()[0]}"
         return replace(mine, status="FAIL", detail=gone), f"another rank is gone since {mine.name}"

@@ -125,7 +125,8 @@ class Trainer:
 
     def train_loop(self, signals: SignalHandler, after_step: Callable[[], None]) -> int:
         """Steps, each followed by whatever is due. All ranks stop after the same step, agreed on during the step."""
-        self.signals, self.saved_at, self.timer = signals, time.monotonic(), StepTimer(self.samples)
+        self.signals, self.timer = signals, StepTimer(self.samples)
+        self._schedule_save()
         while (self.settled < self.last_step or self.lacks_evaluation) and not self.stop_signal:
             try:
                 if self.lacks_evaluation:
@@ -140,10 +141,12 @@ class Trainer:
                 self._regroup()
         return self._finish()
 
+    def _schedule_save(self) -> None:
+        self.overdue_at = time.monotonic() + 60 * (self.config.trainer.save_minutes or math.inf)
+
     def _start_vote(self) -> Callable[[], list[int]]:
         """Starts to agree on what a single rank knows: a signal to stop, and that a save is overdue."""
-        save_seconds = 60 * (self.config.trainer.save_minutes or math.inf)
-        overdue = self.context.rank == 0 and time.monotonic() > self.saved_at + save_seconds
+        overdue = self.context.rank == 0 and time.monotonic() > self.overdue_at
         return self.context.all_reduce_max_async(self.signals.signal, int(overdue))
 
     def train_step(self) -> StepResult:
@@ -224,7 +227,7 @@ class Trainer:
                 self.metrics.log_sample(self.step, sample)
             if save:
                 self.save_snapshot(val_loss, is_last)
-                self.saved_at = time.monotonic()
+                self._schedule_save()
             self._log_saves()
         if self.samples // len(self.train_data) > self.epoch:
             logger.info(f"step {self.step}: epoch {self.epoch + 1} is over ({len(self.train_data):,} windows)")
@@ -329,7 +332,8 @@ class Trainer:
             device,
         )
         now, had = catch_up(self.strategy, mine)
-        self.step, self.samples, self.result, self.val_loss, self.snapshots.best, self.settled, *_ = now
+        self.step, self.samples, result, self.val_loss, self.snapshots.best, self.settled, *_ = now
+        self.result = result and StepResult(*result)
         self.lacks_evaluation = now.lacks_evaluation
         self.epoch = self.samples // len(self.train_data)
         if mine.step < 0:
@@ -338,6 +342,9 @@ class Trainer:
             if self.result is None:
                 self._log_start([progress.device for progress in had])
             self._open_files()
+            due = self.settled - self.settled % self.config.trainer.save_every
+            if self.context.rank == 0 and self.snapshots.is_missing(due):  # the rank that wrote it is gone
+                self.overdue_at = -math.inf
         self.metrics.log_view(self.settled, view.number, view.members, view.left, view.joined, view.why)
         if self.step > self.settled:
             self.vote = self._start_vote()
@@ -485,8 +492,10 @@ class Trainer:
 
     def _log_memory(self) -> None:
         # With distributed.survive, all ranks need the same, and those that join later make no such call.
-        usages = [self.memory] if self.config.distributed.survive else self.context.all_gather_object(self.memory)
-        usage = max(usages, key=lambda memory: memory.total)  # type: ignore[union-attr]
+        usage: MemoryUsage = self.memory  # type: ignore[assignment]
+        if not self.config.distributed.survive:
+            usages = [MemoryUsage(**values) for values in self.context.all_gather_object(asdict(usage))]
+            usage = max(usages, key=lambda memory: memory.total)
         cuda = self.context.device.type == "cuda"
         peak = f"; at the peak {format_bytes(torch.cuda.max_memory_allocated())}, activations included" if cuda else ""
         logger.info(f"memory measured, on the rank with most: {usage}{peak}")

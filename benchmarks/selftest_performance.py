@@ -3,7 +3,7 @@
 import gc
 import re
 import statistics
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import torch
@@ -86,8 +86,10 @@ def _measure_memory(test: SelfTest, overrides: Overrides) -> tuple[MemoryUsage, 
         options += ["--model.n_layer", "8", "--model.n_embd", "512", "--data.block_size", "256"]
     with open_trainer(test, overrides, options, warmup_steps=3) as trainer:
         peak = torch.cuda.max_memory_allocated() - before if on_gpu(test) else 0
-        usages, peaks = test.context.all_gather_object(trainer.memory), test.context.all_gather_object(peak)
-        return trainer.strategy.estimated_memory, max(filter(None, usages), key=lambda usage: usage.total), max(peaks)
+        measured: MemoryUsage = trainer.memory  # type: ignore[assignment]  # after the warm-up steps
+        usages = [MemoryUsage(**values) for values in test.context.all_gather_object(asdict(measured))]
+        peaks = test.context.all_gather_object(peak)
+        return trainer.strategy.estimated_memory, max(usages, key=lambda usage: usage.total), max(peaks)
 
 
 def speed(test: SelfTest) -> str:

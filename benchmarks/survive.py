@@ -12,7 +12,7 @@ from benchmarks.harness import Bench, Row, median_row
 from mingpt.distributed.health import HealthMonitor
 from mingpt.distributed.launch_environment import RankInfo
 from mingpt.distributed.liveness import LOOPBACK
-from mingpt.distributed.supervisor import JOINED_FD
+from mingpt.distributed.supervisor import REPORT_FD
 from mingpt.distributed.surviving_context import SurvivingContext
 from trainer import Trainer
 
@@ -38,7 +38,7 @@ def open_surviving_context(bench: Bench) -> Iterator[SurvivingContext]:
     """The context of a trainer on the same ranks, all of one machine, without a supervisor."""
     health: HealthMonitor = bench.context.health  # type: ignore[assignment]  # there is one with several ranks
     info = RankInfo(bench.context.rank, bench.context.world_size, bench.context.local_rank)
-    os.environ[JOINED_FD] = str(os.open(os.devnull, os.O_WRONLY))
+    os.environ[REPORT_FD] = str(os.open(os.devnull, os.O_WRONLY))
     store, timeout = dist.PrefixStore("survive", health.store), timedelta(seconds=health.timeout_seconds)
     context = SurvivingContext(info, store, LOOPBACK, timeout)
     try:

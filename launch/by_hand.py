@@ -1,35 +1,47 @@
-"""Starts ranks on this machine with Python's multiprocessing: python launch/by_hand.py 2 [options of main.py]."""
+"""Starts ranks on this machine with Python's subprocess: python launch/by_hand.py 2 [options of main.py]."""
 
-import multiprocessing
 import os
 import signal
+import socket
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import FrameType
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+MAIN = Path(__file__).resolve().parent.parent / "main.py"
+
+ranks: list[subprocess.Popen[bytes]] = []
 
 
-def run_rank(rank: int, world_size: int, rendezvous_file: str, options: list[str]) -> None:
-    import main  # noqa: PLC0415  # not in the parent process, which only waits
+def terminate(number: int, frame: FrameType | None) -> None:
+    for process in ranks:
+        process.terminate()
 
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    sys.argv = ["main.py", *options, "--distributed.init_method", f"file://{rendezvous_file}"]
-    main.main()
+
+def choose_init_method(options: list[str], folder: str) -> str:
+    """A file, which nobody else can reach; with distributed.survive, which needs a store, a free port."""
+    if "--distributed.survive" not in options:
+        return f"file://{folder}/rendezvous"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"tcp://127.0.0.1:{server.getsockname()[1]}"
+
+
+def main() -> int:
+    world_size = int(sys.argv[1])
+    options = sys.argv[2:]
+    signal.signal(signal.SIGTERM, terminate)
+    with tempfile.TemporaryDirectory() as folder:
+        init_method = choose_init_method(options, folder)
+        command = [sys.executable, str(MAIN), "--distributed.init_method", init_method, *options]
+        for rank in range(world_size):
+            env = os.environ | {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+            env |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}
+            env["MINGPT_LAUNCHER_PID"] = str(os.getpid())  # if this process is killed, the ranks save and exit
+            ranks.append(subprocess.Popen(command, env=env))  # noqa: S603
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the ranks too, which save
+        return max(abs(process.wait()) for process in ranks)
 
 
 if __name__ == "__main__":
-    world_size, options = int(sys.argv[1]), sys.argv[2:]
-    with tempfile.TemporaryDirectory() as folder:
-        context = multiprocessing.get_context("spawn")
-        ranks = [
-            context.Process(target=run_rank, args=(rank, world_size, f"{folder}/rendezvous", options))
-            for rank in range(world_size)
-        ]
-        for process in ranks:
-            process.start()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the ranks too, which save
-        signal.signal(signal.SIGTERM, lambda number, frame: [process.terminate() for process in ranks])
-        for process in ranks:
-            process.join()
-    sys.exit(max(abs(process.exitcode) for process in ranks))
+    sys.exit(main())

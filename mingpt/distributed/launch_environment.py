@@ -167,6 +167,21 @@ def local_address(store: dist.Store, world_size: int, master: str) -> str | None
     return _address_towards(master) or _address_towards(DEFAULT_ROUTE_HOST)
 
 
+def listening_address(host: str) -> str | None:
+    """Returns the IPv4 address of this machine that other processes reach by connecting to `host`; None: unknown.
+
+    A name may lead to the loopback here and to a network's address on other machines, or to a router's address.
+    """
+    try:
+        address = socket.gethostbyname(host)
+    except (OSError, UnicodeError):
+        return None
+    if address.startswith("127."):
+        return address if host in (address, "localhost") else None
+    interfaces = [interface for addresses in psutil.net_if_addrs().values() for interface in addresses]
+    return address if any(address == interface.address for interface in interfaces) else None
+
+
 def _integers(env: Mapping[str, str], required: Sequence[str], optional: Sequence[str] = ()) -> list[Any]:
     """Returns the values, None for an optional variable that is not set.
 

@@ -3,13 +3,13 @@
 import json
 import select
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch.distributed as dist
 
+from mingpt.distributed.daemon_thread import DaemonThread
 from mingpt.distributed.position import Heartbeat, Position, decode_heartbeat
 
 HEARTBEAT_INTERVAL = 0.3  # seconds between heartbeats, and between looks at those of others
@@ -51,7 +51,7 @@ class Liveness:
         self.connections: dict[str, socket.socket | None] = {}
         self.closed: set[str] = set()  # those whose connection has closed
         self.heard: set[str] = set()  # those whose heartbeat has changed
-        self.listener = socket.create_server(("", 0), backlog=1024)
+        self.listener = socket.create_server((address or LOOPBACK, 0), backlog=1024)
         port = self.listener.getsockname()[1]
         self.store.set(f"address/{name}", json.dumps([address, port] if address else None))
         self.store.set(f"heartbeat/{name}", Heartbeat(0).encode())
@@ -59,10 +59,9 @@ class Liveness:
         self.wakeup.setblocking(False)
         self.waker.setblocking(False)
         self.stopped = False
-        self.thread = threading.Thread(target=self._run, daemon=True)
 
     def start(self) -> None:
-        self.thread.start()
+        self.thread = DaemonThread(self._run)
 
     def stop(self) -> None:
         """Ends the heartbeats and closes the connections, by which the others see that this process has left."""

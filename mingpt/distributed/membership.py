@@ -8,6 +8,8 @@ A view is a number and a list of members in rank order. Keys in the store, N bei
     ended/N        why view N is over, and the members that have not come to a collective in time; written once, by
                    compare_set
     ready/N/NAME   a member of view N - 1 has left that view, and the step that it has finished
+    failed/N/NAME  a member of view N has failed with an error; a digest of its traceback
+    failures       for each view in which a member has failed, the newest step that members had at its beginning
     end            the run has ended; why its last snapshot is not saved, or nothing
 
 View N + 1 is decided after view N is over, when each member of view N is either ready or gone. docs/fault-tolerance.md
@@ -29,6 +31,8 @@ from mingpt.utils.errors import MembershipChanged, RunEnded
 
 STATE_TIMEOUT = 60.0  # seconds without a heartbeat, after which a member counts as gone if nobody else has its state
 DECISION_SECONDS = 0.5  # for the first member that is ready to decide the next view, before others do
+FAILURE_SECONDS = 1.0  # for all members to fail with the same traceback
+MAX_FAILURES = 5  # views in a row in which a member has failed, without a newer step
 POLL_SECONDS = 0.005
 
 Store = Any  # a dist.Store, whose type lacks clone and append (torch 2.13)
@@ -293,6 +297,42 @@ class Membership:
             return is_ended or any(map(self.liveness.is_gone, view.members))
 
         return self.group.form(view.number, view.members.index(self.name), len(view.members), is_vain)
+
+    def has_failed_for_all(self, rank: int, traceback: str) -> bool:
+        """Whether the run must end since this process has failed with an error, else only this process.
+
+        Args:
+            rank: by which the launcher knows this process
+            traceback: a digest, the same in processes that fail alike
+        """
+        view = self.view
+        if not view.members:
+            return self._has_failed_alike_before(rank, traceback)
+        self.store.set(f"failed/{view.number}/{self.name}", traceback)
+        if self.store.compare_set(f"failed/{view.number}", "", self.name).decode() == self.name:
+            self.store.append("failures", f"{max(view.steps)} ")
+        steps = [int(step) for step in self.store.get("failures").decode().split()[-MAX_FAILURES:]]
+        if len(steps) == MAX_FAILURES and max(steps) == steps[0]:
+            return True
+        return len(view.members) == self.founders and self._do_all_fail_alike(view)
+
+    def _has_failed_alike_before(self, rank: int, traceback: str) -> bool:
+        """Whether nobody trains yet, and the process before this one has failed with the same traceback."""
+        if self.store.check(["view/1"]):
+            return False
+        key = f"failed/0/{rank}"
+        before = self.store.get(key).decode() if self.store.check([key]) else ""
+        self.store.set(key, traceback)
+        return before == traceback
+
+    def _do_all_fail_alike(self, view: View) -> bool:
+        keys = [f"failed/{view.number}/{name}" for name in view.members]
+        deadline = time.monotonic() + FAILURE_SECONDS
+        while not self.store.check(keys):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(POLL_SECONDS)
+        return len(set(self.store.multi_get(keys))) == 1
 
     def leave(self) -> None:
         """Stops taking part; the others see at once that this process is gone."""

@@ -21,11 +21,14 @@ from mingpt.distributed.launch_environment import (
     resolve_init_method,
     select_gloo_interface,
 )
+from mingpt.distributed.plain_data import decode, encode
 from mingpt.utils.device import choose_device, use_cuda, visible_gpu_uuids
 from mingpt.utils.errors import PeerError, SharedUserError, StoreUnreachableError, UserError
 from mingpt.utils.logging import set_rank
 
 CUDA_EXTRA_TIMEOUT = timedelta(seconds=60)  # of NCCL's collectives, in addition to distributed.timeout_seconds
+
+MAX_OBJECT_BYTES = 1 << 30
 
 T = TypeVar("T")
 
@@ -76,18 +79,31 @@ class DistributedContext:
         return "nccl" if self.device.type == "cuda" else "gloo"
 
     def all_gather_object(self, value: T) -> list[T]:
-        """Returns each rank's value, in rank order."""
-        values: list[Any] = [value] * self.world_size
-        if self.world_size > 1:
-            dist.all_gather_object(values, value, group=self.group)
-        return values
+        """Returns each rank's value, in rank order. It is plain data; with several ranks, tuples become lists."""
+        if self.world_size == 1:
+            return [value]
+        data = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
+        sizes = torch.empty(self.world_size, dtype=torch.int64)
+        dist.all_gather_single(sizes, torch.tensor([len(data)]), group=self.group)
+        largest = _checked_size(int(sizes.max()))
+        padded = torch.zeros(largest, dtype=torch.uint8)
+        padded[: len(data)] = data
+        gathered = torch.empty(self.world_size * largest, dtype=torch.uint8)
+        dist.all_gather_single(gathered, padded, group=self.group)
+        rows = gathered.view(self.world_size, largest)
+        return [decode(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes.tolist(), strict=True)]
 
     def broadcast_object(self, value: T, source: int = 0) -> T:
-        """Returns the source rank's value."""
-        values = [value]
-        if self.world_size > 1:
-            dist.broadcast_object_list(values, group_src=source, group=self.group)
-        return values[0]
+        """Returns the source rank's value. It is plain data; with several ranks, tuples become lists."""
+        if self.world_size == 1:
+            return value
+        data = torch.frombuffer(bytearray(encode(value if self.rank == source else None)), dtype=torch.uint8)
+        size = torch.tensor([len(data)])
+        dist.broadcast(size, group_src=source, group=self.group)
+        if self.rank != source:
+            data = torch.empty(_checked_size(int(size)), dtype=torch.uint8)
+        dist.broadcast(data, group_src=source, group=self.group)
+        return decode(data.numpy().tobytes())
 
     def raise_on_all_ranks(self, action: Callable[[], T]) -> T:
         """Runs `action` and returns its result; the UserError of the first rank that has one is raised on all ranks."""
@@ -190,6 +206,12 @@ class DistributedContext:
             with suppress(StoreUnreachableError):  # the process that hosts it is gone: there is nothing to wait for
                 return self.health.exchange(message, ranks)
         return {self.rank: message}
+
+
+def _checked_size(size: int) -> int:
+    if not 0 < size <= MAX_OBJECT_BYTES:
+        raise RuntimeError(f"gloo has received {size} as the size of an object: ranks are in different collectives")
+    return size
 
 
 _contexts: list[DistributedContext] = []  # the one whose process group exists in this process

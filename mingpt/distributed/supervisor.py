@@ -1,4 +1,4 @@
-"""The parent of a trainer with distributed.survive: starts it again when a signal has ended it.
+"""The parent of a trainer with distributed.survive: starts it again when a signal or an error has ended it.
 
     python supervisor.py COMMAND...
 
@@ -13,15 +13,20 @@ import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-PID, TOKEN, JOINED_FD = "MINGPT_SUPERVISOR_PID", "MINGPT_SUPERVISOR_TOKEN", "MINGPT_JOINED_FD"
+PID, TOKEN, REPORT_FD = "MINGPT_SUPERVISOR_PID", "MINGPT_SUPERVISOR_TOKEN", "MINGPT_REPORT_FD"
+LAUNCHER = "MINGPT_LAUNCHER_PID"  # set by a launcher whose end is to stop its processes
+# What a trainer reports: it has become a member; it has finished a step; the run has failed, for all ranks.
+JOINED, TRAINED, FAILED = b"j", b"t", b"f"
 RESTART_STATUS = 75  # of a trainer that asks to be started again, as no process is left that has the state
+FINAL_STATUSES = (0, 2, 128 + signal.SIGTERM, 128 + signal.SIGINT)  # of a trainer that is not started again
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # forwarded
-MAX_FAILURES = 5  # trainers in a row that end by a signal before they have joined
-MAX_DELAY = 8.0  # seconds between them
+MAX_FAILURES = 5  # trainers of a rank that end before any of them has become a member
+MAX_DELAY = 30.0  # seconds between trainers that end without a finished step
 STOPPED_SECONDS = 60.0  # after which a stopped trainer is ended, so that another can take its place
 POLL_SECONDS = 0.02  # between looks at the trainer and the launcher
 
@@ -37,9 +42,22 @@ def become_supervisor() -> NoReturn:
     os.execv(sys.executable, [sys.executable, "-I", str(Path(__file__).resolve()), *command])  # noqa: S606
 
 
-def report_joined() -> None:
-    """Tells the supervisor that this trainer has become a member."""
-    os.write(int(os.environ[JOINED_FD]), b"x")
+_told: set[bytes] = set()  # what this trainer has reported
+
+
+def tell_supervisor(what: bytes) -> None:
+    """Reports to the supervisor, once, that this trainer has JOINED or TRAINED, or that the run has FAILED."""
+    if what not in _told:
+        _told.add(what)
+        os.write(int(os.environ[REPORT_FD]), what)
+
+
+def describe(status: int) -> str:
+    """What has ended a process with this status."""
+    if status < 0:
+        number = -status
+        return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    return "the loss of all others" if status == RESTART_STATUS else f"an error (status {status})"
 
 
 def report(message: str) -> None:
@@ -48,45 +66,52 @@ def report(message: str) -> None:
 
 
 class Supervisor:
-    """Runs a command until it ends by itself, or a signal is to stop it."""
+    """Runs a command until it ends with a final status, or a signal is to stop it."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self.command = command
         self.child: subprocess.Popen[bytes] | None = None
         self.stopped_by = 0
-        self.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        # torchrun, or launch/by_hand.py. Others end their processes themselves.
+        is_watched = "TORCHELASTIC_RUN_ID" in os.environ or LAUNCHER in os.environ
+        self.launcher = os.getppid() if is_watched else None
         self.token = uuid.uuid4().hex
-        self.joined, self.joined_writer = os.pipe()
-        os.set_blocking(self.joined, False)
+        self.reports, self.reports_writer = os.pipe()
+        os.set_blocking(self.reports, False)
         for number in SIGNALS:
             signal.signal(number, self._forward)
 
     def run(self) -> int:
-        """Returns the exit status: the trainer's, or 128 + the signal that ended it."""
+        """Returns the exit status: the trainer's, or 128 + the signal that ended it.
+
+        Once a trainer of this rank has been a member, the others train on without it. So another one is started,
+        however many have ended. Before that, the others wait for this rank.
+        """
         failures = 0
+        has_joined = False
         while True:
             status = self._run_once()
-            if status >= 0 and status != RESTART_STATUS:
-                return status
+            reports = self._read_reports()
+            if status in FINAL_STATUSES or FAILED in reports:
+                return status if status >= 0 else 128 - status
             if self.stopped_by:
                 return 128 + self.stopped_by
-            failures = 0 if self._has_joined() else failures + 1
-            name = signal.Signals(-status).name if status < 0 else "the loss of all others"
-            rank = os.environ.get("RANK", "0")
-            if failures == MAX_FAILURES:
-                report(
-                    f"error: rank {rank}: its process was ended by {name}, {failures} times in a row before it had "
-                    "joined the others; the same command resumes"
-                )
+            failures = 0 if TRAINED in reports else failures + 1
+            has_joined = has_joined or JOINED in reports
+            ended = f"rank {os.environ.get('RANK', '0')}: its process was ended by {describe(status)}"
+            if failures == MAX_FAILURES and not has_joined:
+                report(f"error: {ended}, {failures} times before it had joined the others; the same command resumes")
                 return 128 - status if status < 0 else status
-            report(f"warning: rank {rank}: its process was ended by {name}: starting another")
-            self._sleep(min(MAX_DELAY, 2.0 ** (failures - 1)) if failures else 0.0)
+            delay = min(MAX_DELAY, 2.0 ** (failures - 1)) if failures else 0.0
+            pause = f" in {delay:g} s, after {failures} without a finished step" if failures else ""
+            report(f"warning: {ended}: starting another{pause}")
+            self._sleep(delay)
 
     def _run_once(self) -> int:
-        env = {**os.environ, PID: str(os.getpid()), TOKEN: self.token, JOINED_FD: str(self.joined_writer)}
-        self.child = subprocess.Popen(self.command, env=env, pass_fds=[self.joined_writer])  # noqa: S603
+        env = {**os.environ, PID: str(os.getpid()), TOKEN: self.token, REPORT_FD: str(self.reports_writer)}
+        self.child = subprocess.Popen(self.command, env=env, pass_fds=[self.reports_writer])  # noqa: S603
         if self.stopped_by:  # while it was started
-            self.child.send_signal(self.stopped_by)
+            self._send(self.stopped_by)
         stopped_at = math.inf
         while True:
             pid, status = os.waitpid(self.child.pid, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
@@ -96,28 +121,40 @@ class Supervisor:
             if pid:
                 stopped_at = time.monotonic() if os.WIFSTOPPED(status) else math.inf
             if time.monotonic() > stopped_at + STOPPED_SECONDS:
-                self.child.kill()
-            if self.launcher not in (None, os.getppid()):
-                self.launcher = None
-                self._forward(signal.SIGTERM, None)
+                self._send(signal.SIGKILL)
+            self._look_at_launcher()
             time.sleep(POLL_SECONDS)
 
-    def _has_joined(self) -> bool:
+    def _read_reports(self) -> bytes:
         try:
-            return bool(os.read(self.joined, 1 << 16))
+            return os.read(self.reports, 1 << 16)
         except BlockingIOError:
-            return False
+            return b""
+
+    def _look_at_launcher(self) -> None:
+        if self.launcher not in (None, os.getppid()):
+            self.launcher = None
+            self._forward(signal.SIGTERM, None)
 
     def _sleep(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not self.stopped_by:
-            time.sleep(0.05)
+            self._look_at_launcher()
+            time.sleep(POLL_SECONDS)
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         self.stopped_by = self.stopped_by or number
+        self._send(number)
+        self._send(signal.SIGCONT)  # a stopped process would not end
+
+    def _send(self, number: int) -> None:
+        """Sends a signal to the trainer, if there is one.
+
+        Not by Popen.send_signal, which waits for a child that has just ended: `os.waitpid` would fail then.
+        """
         if self.child is not None and self.child.returncode is None:
-            self.child.send_signal(number)
-            self.child.send_signal(signal.SIGCONT)  # a stopped process would not end
+            with suppress(ProcessLookupError):
+                os.kill(self.child.pid, number)
 
 
 if __name__ == "__main__":

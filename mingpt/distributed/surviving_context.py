@@ -6,12 +6,13 @@ While a Trainer is constructed, its process is alone: rank 0 of 1, without colle
 
 import json
 import os
-import pickle
 import platform
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
+from hashlib import sha256
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -20,9 +21,10 @@ from torch import Tensor
 
 from mingpt.distributed.launch_environment import RankInfo
 from mingpt.distributed.membership import POLL_SECONDS, Membership, StateLostError, View
+from mingpt.distributed.plain_data import decode, encode
 from mingpt.distributed.position import PositionReader
 from mingpt.distributed.process_group import DistributedContext
-from mingpt.distributed.supervisor import RESTART_STATUS, report_joined
+from mingpt.distributed.supervisor import FAILED, JOINED, RESTART_STATUS, TRAINED, tell_supervisor
 from mingpt.utils.device import choose_device
 from mingpt.utils.errors import MembershipChanged, RunEnded, UserError
 from mingpt.utils.logging import set_rank
@@ -53,6 +55,7 @@ class SurvivingContext(DistributedContext):
         self.is_joining = self.membership.has_live_members()
         self.views_without_step, self.last_step = 0, -1
         self.ends_view = False  # after this step, since somebody waits to join
+        self.votes = 0  # calls of all_reduce_max_async in this view, one at the beginning of each step
         set_rank(info.rank or int(self.is_joining))  # only a founder logs before it is a member
 
     # Views
@@ -70,15 +73,16 @@ class SurvivingContext(DistributedContext):
         self.views_without_step = self.views_without_step + 1 if step == self.last_step else 0
         self.last_step = step
         if self.views_without_step > MAX_VIEWS:
+            tell_supervisor(FAILED)
             raise RuntimeError(f"no step was finished in {MAX_VIEWS} views; {self.membership.view.why}")
         try:
             view = self.membership.regroup(step)
         except StateLostError:
             os._exit(RESTART_STATUS)
         self.rank, self.world_size, self.view, self.calls = self.membership.rank, len(view.members), view.number, 0
-        self.ends_view = False
+        self.ends_view, self.votes = False, 0
         set_rank(self.rank)
-        report_joined()
+        tell_supervisor(JOINED)
         return view
 
     # While the Trainer is constructed
@@ -141,12 +145,12 @@ class SurvivingContext(DistributedContext):
             return [value]
         self.calls += 1
         prefix = f"object/{self.view}/{self.calls}"
-        self.store.set(f"{prefix}/{self.rank}", pickle.dumps(value))  # type: ignore[arg-type]
+        self.store.set(f"{prefix}/{self.rank}", encode(value))  # type: ignore[arg-type]
         keys, deadline = [f"{prefix}/{rank}" for rank in range(self.world_size)], self._deadline()
         while not self.store.check(keys):
             self._check(deadline)
             time.sleep(POLL_SECONDS)
-        return [pickle.loads(answer) for answer in self.store.multi_get(keys)]  # noqa: S301 - from this run's processes
+        return [decode(answer) for answer in self.store.multi_get(keys)]
 
     def broadcast_object(self, value: T, source: int = 0) -> T:
         return self.all_gather_object(value if self.rank == source else None)[source]  # type: ignore[return-value]
@@ -173,6 +177,9 @@ class SurvivingContext(DistributedContext):
         self.membership.check()
         if self.ends_view:
             self._end_view("a process has asked to join")
+        self.votes += 1
+        if self.votes == 2:
+            tell_supervisor(TRAINED)
         tensor = torch.tensor([*values, int(self.membership.has_joiners)], dtype=torch.int32)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
@@ -225,6 +232,22 @@ class SurvivingContext(DistributedContext):
         raise MembershipChanged from error
 
     # The end of the run
+
+    def is_reported(self, message: str) -> bool:
+        """Whether another process reports this error; this one does if it is the first that asks."""
+        key = f"reported/{sha256(message.encode(errors='replace')).hexdigest()}"
+        with suppress(RuntimeError, OSError):
+            return self.store.compare_set(key, "", self.membership.label).decode() != self.membership.label
+        return False
+
+    def has_failed_for_all(self, error: Exception) -> bool:
+        """Whether the run must end with this error, else only this process."""
+        places = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)]
+        digest = sha256("\n".join([type(error).__name__, *places]).encode()).hexdigest()
+        try:
+            return self.membership.has_failed_for_all(self.launch_rank, digest)
+        except (RuntimeError, OSError):  # the store is gone
+            return True
 
     def is_left_out(self) -> bool:
         with suppress(RuntimeError, OSError):

@@ -3,6 +3,7 @@
 import os
 import platform
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,13 +19,15 @@ from mingpt.distributed.launch_environment import (
     RankInfo,
     detect_launch_environment,
     host_and_port,
+    listening_address,
     local_address,
     resolve_init_method,
     select_gloo_interface,
 )
-from mingpt.distributed.supervisor import SIGNALS, TOKEN, become_supervisor
+from mingpt.distributed.liveness import LOOPBACK
+from mingpt.distributed.supervisor import FAILED, SIGNALS, TOKEN, become_supervisor, tell_supervisor
 from mingpt.distributed.surviving_context import SurvivingContext
-from mingpt.utils.errors import PeerError, UserError
+from mingpt.utils.errors import PeerError, RunEnded, UserError, is_oom_error
 from mingpt.utils.lock import lock_run
 from mingpt.utils.logging import set_rank
 
@@ -45,7 +48,7 @@ def supervise(config: Config) -> NoReturn:
         for descriptor in lock_run(config.trainer):
             os.set_inheritable(descriptor, True)
         if not uses_agent_store(init_method):
-            host, port = host_and_port(init_method)
+            host, port = _host_port(info, init_method)
             port = _fork_store(host, port)
             if init_method == "env://":
                 os.environ["MASTER_PORT"] = str(port)
@@ -62,6 +65,13 @@ def _init_method(info: RankInfo, config: DistributedConfig, run_dir: str) -> str
     return init_method
 
 
+def _host_port(info: RankInfo, init_method: str) -> tuple[str, int]:
+    """The store's address for all processes."""
+    host, port = host_and_port(init_method)
+    is_one_machine = info.local_world_size == info.world_size and not uses_agent_store(init_method)
+    return LOOPBACK if is_one_machine else host, port
+
+
 def _fork_store(host: str, port: int) -> int:
     """Hosts the store in a process of its own, which ends with this one. Returns its port."""
     reader, writer = os.pipe()
@@ -72,7 +82,7 @@ def _fork_store(host: str, port: int) -> int:
                 signal.signal(number, signal.SIG_IGN)
             # It looks up the name of whoever connects, and answers nobody meanwhile (torch 2.13).
             os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
-            store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
+            store = _listen(host, port)
             os.write(writer, str(store.port).encode())
             while os.getppid() == parent:
                 time.sleep(0.2)
@@ -87,6 +97,17 @@ def _fork_store(host: str, port: int) -> int:
     return int(answer)
 
 
+def _listen(host: str, port: int) -> dist.TCPStore:
+    """Returns the store, which by itself would listen at all addresses of this machine (torch 2.13)."""
+    address = listening_address(host)
+    if address is None:
+        return dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
+    listener = socket.create_server((address, port), backlog=1024)
+    port = listener.getsockname()[1]
+    fd = listener.detach()
+    return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
+
+
 @contextmanager
 def init_surviving(config: DistributedConfig, run_dir: str) -> Iterator[SurvivingContext]:
     """Connects to the store, and returns a context that is no member yet.
@@ -97,7 +118,7 @@ def init_surviving(config: DistributedConfig, run_dir: str) -> Iterator[Survivin
     info, timeout = detect_launch_environment(os.environ), timedelta(seconds=config.timeout_seconds)
     set_rank(info.rank)
     init_method = _init_method(info, config, run_dir)
-    host, port = host_and_port(init_method)
+    host, port = _host_port(info, init_method)
     try:
         root = dist.TCPStore(host, port, is_master=False, timeout=timeout)
         store = _generation_store(root, info, config.timeout_seconds)
@@ -112,8 +133,21 @@ def init_surviving(config: DistributedConfig, run_dir: str) -> Iterator[Survivin
     context = SurvivingContext(info, store, address, timeout)
     try:
         yield context
+    except UserError as error:
+        error.is_reported = context.is_reported(str(error))
+        raise
+    except (PeerError, RunEnded):
+        raise
     except (dist.DistNetworkError, dist.DistStoreError) as error:
+        tell_supervisor(FAILED)
         raise PeerError(f"the store at {host}:{port} is gone, or cut off from rank {info.rank}") from error
+    except Exception as error:
+        if context.has_failed_for_all(error):
+            tell_supervisor(FAILED)
+            raise
+        if is_oom_error(error):  # which would end the run, with advice for all ranks
+            raise MemoryError(str(error)) from error
+        raise
     finally:
         context.membership.leave()
 

@@ -10,7 +10,7 @@ class Progress(NamedTuple):
 
     step: int  # -1: it has no state
     samples: int
-    result: Any  # losses and norm of the newest step; None: there was no step since the start
+    result: Any  # losses, norm and learning rate of the newest step; None: there was no step since the start
     val_loss: float
     best: dict[str, Any]  # step and val_loss of the best snapshot
     settled: int  # the newest step of which it knows that all files are written
@@ -28,7 +28,7 @@ def catch_up(strategy: Strategy, mine: Progress) -> tuple[Progress, list[Progres
     Raises:
         MembershipChanged: the view is over; then this rank has the state that it had before.
     """
-    had = strategy.context.all_gather_object(mine)
+    had = [Progress(*values) for values in strategy.context.all_gather_object(tuple(mine))]
     steps = [progress.step for progress in had]
     source = steps.index(max(steps))
     if min(steps) < max(steps):

@@ -4,7 +4,7 @@ A new strategy is a subclass of `Strategy` in a module of its own, an entry in S
 `distributed.strategy` in mingpt/config.py.
 """
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib import import_module
 from typing import Any
 
@@ -52,7 +52,7 @@ def build_strategy(
     if config.trainer.compile:
         context.raise_on_all_ranks(lambda: check_compiler(context.device))
     run = (config, model, context.world_size, precision, context.device.type)
-    memory = context.run_on_rank0(lambda: estimate_memory(*run))
+    memory = MemoryUsage(**context.run_on_rank0(lambda: asdict(estimate_memory(*run))))
     available = memory_per_rank(context.device, context.local_world_size, context.world_size)
     context.raise_on_all_ranks(lambda: check_memory(memory, available, *run))
     description = format_memory(memory, config, model, context.world_size)

@@ -197,6 +197,13 @@ class SnapshotManager:
             self.best = best
         self._start(header, model, writes=ready and writes)
 
+    def is_missing(self, step: int) -> bool:
+        """Whether there is no snapshot of this step or a later one, as far as is known."""
+        try:
+            return max(self.storage.steps(), default=0) < step
+        except UserError:  # which the next save reports
+            return True
+
     def poll(self) -> list[SaveResult]:
         """Results of saves since the last call. An error of the writer that is no UserError is raised."""
         self._collect_result()

@@ -4,6 +4,8 @@
 class UserError(Exception):
     """A mistake in yaml, data or snapshot; exit status 2."""
 
+    is_reported = False  # by another rank
+
 
 class SharedUserError(UserError):
     """A mistake that all ranks find at the same time, before they have a process group: rank 0 reports it."""

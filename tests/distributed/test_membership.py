@@ -182,3 +182,35 @@ def test_processes_that_have_loaded_a_snapshot_continue_when_all_members_are_gon
     assert run.regroup(new, 40).result(20).steps == [40]
     late = run.member(0)
     assert late.has_live_members()
+
+
+def test_the_same_error_in_all_trainers_ends_the_run(run: Run) -> None:
+    one, other = run.first_view(0, 0)
+    outcomes = [run.pool.submit(member.has_failed_for_all, 0, "same") for member in (one, other)]
+    assert [outcome.result(20) for outcome in outcomes] == [True, True]
+
+
+def test_an_error_in_one_trainer_ends_the_run_only_if_no_step_is_finished_any_more(run: Run) -> None:
+    one, other = run.first_view(0, 0)
+    ends = [run.pool.submit(member.has_failed_for_all, 0, name) for name, member in (("a", one), ("b", other))]
+    assert [end.result(20) for end in ends] == [False, False]  # they differ
+    one.leave()
+    steps = [5, 5, 5, 5, 5]
+    for step in steps:
+        view = run.regroup(other, step).result(20)
+        assert max(view.steps) == step
+        assert other.has_failed_for_all(0, "c") == (view.number == 1 + len(steps))
+        other.end_view("a failure")
+
+
+def test_an_error_before_the_first_view_ends_the_run_when_it_is_repeated(run: Run) -> None:
+    one, other = run.member(0), run.member(1)
+    assert not one.has_failed_for_all(0, "a")
+    assert not one.has_failed_for_all(0, "b")
+    assert not other.has_failed_for_all(1, "b")
+    assert one.has_failed_for_all(0, "b")
+    for view in [run.regroup(member, 0) for member in (one, other)]:
+        view.result(20)
+    joiner = run.member(1)
+    assert not joiner.has_failed_for_all(1, "b")
+    assert not joiner.has_failed_for_all(1, "b")

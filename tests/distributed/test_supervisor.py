@@ -19,8 +19,8 @@ file, words = Path(sys.argv[1]), sys.argv[2:]
 with file.open("a") as log:
     log.write(f"{os.getpid()}\\n")
 word = words[min(len(file.read_text().splitlines()), len(words)) - 1]
-if word.startswith("join "):
-    os.write(int(os.environ["MINGPT_JOINED_FD"]), b"x")
+if " " in word:
+    os.write(int(os.environ["MINGPT_REPORT_FD"]), word[0].encode())
 action = word.split()[-1]
 if action == "sleep":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -57,14 +57,19 @@ def test_a_supervisor_needs_only_the_standard_library() -> None:
 @pytest.mark.parametrize(
     ("words", "status", "starts", "part"),
     [
-        (["SIGKILL", "0"], 0, 2, "its process was ended by SIGKILL: starting another"),
+        (["SIGKILL", "0"], 0, 2, "ended by SIGKILL: starting another in 0.1 s, after 1 without a finished step"),
         (["2"], 2, 1, ""),
-        (["75", "0"], 0, 2, "starting another"),
-        (["join SIGKILL"] * 3 + ["3"], 3, 4, "starting another"),
-        (["SIGSEGV"], 139, 5, "ended by SIGSEGV, 5 times in a row before it had joined the others"),
+        (["143"], 143, 1, ""),
+        (["75", "0"], 0, 2, "ended by the loss of all others: starting another"),
+        (["1", "0"], 0, 2, "ended by an error (status 1): starting another"),
+        (["failed 1"], 1, 1, ""),
+        (["trained SIGKILL"] * 3 + ["2"], 2, 4, "ended by SIGKILL: starting another\n"),
+        (["joined SIGKILL"] + ["SIGKILL", "1"] * 3 + ["0"], 0, 8, "(status 1): starting another in 0.1 s, after 7 "),
+        (["SIGSEGV"], 139, 5, "ended by SIGSEGV, 5 times before it had joined the others"),
+        (["1"], 1, 5, "ended by an error (status 1), 5 times before it had joined the others"),
     ],
 )
-def test_only_signals_start_another_process(
+def test_a_process_is_started_again_unless_its_end_is_final(
     words: list[str], status: int, starts: int, part: str, tmp_path: Path
 ) -> None:
     process = start(*command(tmp_path / "starts", *words, MAX_DELAY=0.1))
@@ -72,6 +77,16 @@ def test_only_signals_start_another_process(
     assert process.returncode == status
     assert len((tmp_path / "starts").read_text().splitlines()) == starts
     assert part in stderr
+
+
+def test_a_signal_just_after_the_end_of_the_process_changes_nothing(tmp_path: Path) -> None:
+    process = start(*command(tmp_path / "starts", "0", POLL_SECONDS=1))
+    stat = Path(f"/proc/{child_of(tmp_path / 'starts')}/stat")
+    wait_until(lambda: stat.read_text().split()[2] == "Z", "end of the child")
+    process.send_signal(signal.SIGTERM)
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 0, stderr
+    assert not stderr
 
 
 def test_signals_reach_a_process_even_if_it_is_stopped(tmp_path: Path) -> None:

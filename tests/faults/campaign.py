@@ -249,6 +249,7 @@ def format_report(runs: Sequence[Run]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Injects random faults into runs and compares where they end.")
     parser.add_argument("--runs", type=int, metavar="N", help=f"default: until {CAMPAIGN_FAULTS} faults have happened")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the first run (default: 0)")
     parser.add_argument("--only", type=int, metavar="SEED", help="a single run")
     parser.add_argument("--stages", type=int, default=1, metavar="N", help="pipeline stages of all runs (default: 1)")
     parser.add_argument("--survive", action="store_true", help="runs with distributed.survive, which restart nothing")
@@ -257,7 +258,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that all processes are ended
     runs: list[Any] = []
     with tempfile.TemporaryDirectory(prefix="campaign-") as folder:
-        for seed in count() if args.only is None else [args.only]:
+        for seed in count(args.seed) if args.only is None else [args.only]:
             if args.survive:
                 runs.append(survive.run_with_faults(seed, Path(folder)))
                 print(survive.format_run(seed, runs[-1]), flush=True)

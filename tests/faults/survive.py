@@ -176,7 +176,7 @@ class SurviveRun:
 
     def inject(self, step: int, holders: list[int]) -> str | None:
         """Causes a fault and returns its kind, if it is possible."""
-        if len(holders) == 1 and self.rng.random() < 0.8:  # a supervisor gives up when none of its processes can join
+        if len(holders) == 1 and self.rng.random() < 0.8:  # so that others can join
             return None
         [kind] = self.rng.choices(KINDS, WEIGHTS)
         rank0 = holders[0]

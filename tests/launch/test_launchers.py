@@ -23,7 +23,7 @@ LAUNCHERS = {
     "torch.distributed.launch": f'{LAUNCH} --nproc_per_node=2 main.py "$@"',
     "torch.distributed.launch --use_env": f'{LAUNCH} --use_env --nproc_per_node=2 main.py "$@"',
     "by hand": f"export MASTER_ADDR=localhost MASTER_PORT=$PORT; {RANKS}",
-    "multiprocessing": 'python launch/by_hand.py 2 "$@"',
+    "launch/by_hand.py": 'python launch/by_hand.py 2 "$@"',
     "accelerate": 'accelerate launch --multi_gpu --num_processes=2 --main_process_port=$PORT main.py "$@"',
     "torchx": 'torchx run -s local_cwd dist.ddp -j 1x2 --script main.py -- "$@"',
     "deepspeed": 'deepspeed --num_gpus=2 --master_port=$PORT main.py "$@"',

@@ -10,6 +10,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +202,7 @@ def measure(folder: Path, runs: list[Options]) -> list[tuple[MemoryUsage, list[M
         argv = run_args(folder / f"{ranks}-{i}", folder / "text.txt", **(options | LARGE_CONFIG))
         with open_trainer(*argv, rendezvous=i) as trainer:
             trainer.train_step()
-            usages = trainer.context.all_gather_object(trainer.memory)
+            usages = [MemoryUsage(**values) for values in trainer.context.all_gather_object(asdict(trainer.memory))]
             results.append((trainer.strategy.estimated_memory, usages))
     return results
 
