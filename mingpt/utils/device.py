@@ -125,19 +125,18 @@ def choose_threads(requested: int | str, local_world_size: int, saved: int | Non
     asked = omp_num_threads(os.environ)
     if saved is not None:
         # Before OMP_NUM_THREADS, which torchrun sets to 1 by itself: with another number the last bits would differ.
-        other = (
-            "" if asked in (None, saved) else f", not {asked} as OMP_NUM_THREADS says; set trainer.threads to change it"
-        )
-        return saved, f"auto: kept from the snapshot{other}"
+        reason = "auto: kept from the snapshot"
+        if asked not in (None, saved):
+            reason += f", not {asked} as OMP_NUM_THREADS says; set trainer.threads to change it"
+        return saved, reason
     if asked is not None:
         return asked, "auto: OMP_NUM_THREADS"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cpu_limit()
     if quota is not None and quota < cores:
         # More threads than the quota would be stopped together for a part of each period.
-        return max(
-            1, int(quota) // local_world_size
-        ), f"auto: a CPU quota of {quota:g} cores / {local_world_size} ranks"
+        reason = f"auto: a CPU quota of {quota:g} cores / {local_world_size} ranks"
+        return max(1, int(quota) // local_world_size), reason
     return max(1, cores // local_world_size), f"auto: {cores} cores / {local_world_size} ranks"
 
 

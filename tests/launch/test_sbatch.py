@@ -15,8 +15,14 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("run_dir", ["runs/plain", "runs/try #2", "1e3", "2024-01-31", "it's"])
-@pytest.mark.parametrize("progress", [True, False])
+@pytest.mark.parametrize(
+    ("run_dir", "progress"),
+    [
+        ("runs/try #2", True),
+        pytest.param("runs/try #2", False, marks=pytest.mark.slow),
+        *(pytest.param(name, True, marks=pytest.mark.slow) for name in ("runs/plain", "1e3", "2024-01-31", "it's")),
+    ],
+)
 def test_a_job_that_fails_is_requeued_if_it_has_made_progress(run_dir: str, progress: bool, tmp_path: Path) -> None:
     for name, script in COMMANDS.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")

@@ -112,7 +112,7 @@ REPORT = """
 import torch
 from mingpt.utils.cgroup import cpu_limit
 from mingpt.utils.device import choose_threads, memory_per_rank
-print(cpu_limit(), choose_threads("auto", 1, None), memory_per_rank(torch.device("cpu"), 1, 1))
+print(cpu_limit(), *choose_threads("auto", 1, None), memory_per_rank(torch.device("cpu"), 1, 1))
 """
 
 
@@ -133,4 +133,4 @@ def test_limits_of_a_real_cgroup_hold_for_memory_and_threads() -> None:
         for folder in reversed(folders):
             if folder.exists():
                 folder.rmdir()
-    assert done.stdout == f'1.0 (1, "auto: a CPU quota of 1 cores / 1 ranks") {2 * GIB}\n', done.stderr
+    assert done.stdout == f"1.0 1 auto: a CPU quota of 1 cores / 1 ranks {2 * GIB}\n", done.stderr
