@@ -148,7 +148,7 @@ class TrainerConfig:
         description="autocast dtype: fp32, bf16, fp16 (CUDA only); auto: bf16 where hardware supports it, else fp32",
     )
     threads: Annotated[int, Field(ge=1, le=MAX_THREADS)] | Literal["auto"] = Field(
-        default="auto", description="CPU threads per rank; auto: OMP_NUM_THREADS, else cores / ranks on the machine"
+        default="auto", description="CPU threads per rank; auto: OMP_NUM_THREADS, else cores or CPU quota / ranks here"
     )
     compile: bool = Field(
         default=False, description="compile each block with torch.compile; takes a minute or so at the start"

@@ -12,14 +12,13 @@ import os
 import platform
 import shutil
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 
 from mingpt.config import MAX_THREADS
+from mingpt.utils.cgroup import cpu_limit, memory_limit
 from mingpt.utils.errors import UserError
 
-CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 NCCL_BYTES = 2**30  # for a communicator's buffers; 688 MB on four A100 (https://github.com/NVIDIA/nccl/issues/964)
 
 
@@ -123,12 +122,21 @@ def choose_threads(requested: int | str, local_world_size: int, saved: int | Non
     """
     if isinstance(requested, int):
         return requested, "as asked"
+    asked = omp_num_threads(os.environ)
     if saved is not None:
-        return saved, "auto: kept from the snapshot"
-    threads = omp_num_threads(os.environ)
-    if threads is not None:
-        return threads, "auto: OMP_NUM_THREADS"
+        # Before OMP_NUM_THREADS, which torchrun sets to 1 by itself: with another number the last bits would differ.
+        reason = "auto: kept from the snapshot"
+        if asked not in (None, saved):
+            reason += f", not {asked} as OMP_NUM_THREADS says; set trainer.threads to change it"
+        return saved, reason
+    if asked is not None:
+        return asked, "auto: OMP_NUM_THREADS"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = cpu_limit()
+    if quota is not None and quota < cores:
+        # More threads than the quota would be stopped together for a part of each period.
+        reason = f"auto: a CPU quota of {quota:g} cores / {local_world_size} ranks"
+        return max(1, int(quota) // local_world_size), reason
     return max(1, cores // local_world_size), f"auto: {cores} cores / {local_world_size} ranks"
 
 
@@ -176,8 +184,10 @@ def memory_per_rank(device: torch.device, local_world_size: int, world_size: int
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return max(0, free + cached - NCCL_BYTES * (world_size > 1))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = CGROUP_LIMIT.read_text().strip() if CGROUP_LIMIT.exists() else "max"
-    return min(memory, memory if limit == "max" else int(limit)) // local_world_size
+    limit = memory_limit()
+    if limit is not None:
+        memory = min(memory, limit)
+    return memory // local_world_size
 
 
 def set_deterministic(device: torch.device) -> None:

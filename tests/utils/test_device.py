@@ -49,6 +49,7 @@ def set_hardware(monkeypatch: pytest.MonkeyPatch) -> SetHardware:
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: cpu_flags)
         monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
+        monkeypatch.setattr("mingpt.utils.device.cpu_limit", lambda: None)
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
     set_flags()
@@ -189,6 +190,9 @@ def test_compile_needs_a_c_compiler_for_triton_on_a_gpu_and_else_a_cpp_compiler(
             check_compiler(device)
 
 
+NOT_OMP = "auto: kept from the snapshot, not 1 as OMP_NUM_THREADS says; set trainer.threads to change it"
+
+
 def test_threads(set_hardware: SetHardware, monkeypatch: pytest.MonkeyPatch) -> None:
     for requested, ranks, saved, omp, expected, reason in [
         ("auto", 1, None, None, 8, "auto: 8 cores / 1 ranks"),
@@ -202,7 +206,8 @@ def test_threads(set_hardware: SetHardware, monkeypatch: pytest.MonkeyPatch) -> 
         ("auto", 2, None, "16", 16, "auto: OMP_NUM_THREADS"),
         ("auto", 2, None, "3,2", 3, "auto: OMP_NUM_THREADS"),
         ("auto", 2, 3, None, 3, "auto: kept from the snapshot"),
-        ("auto", 2, 3, "1", 3, "auto: kept from the snapshot"),
+        ("auto", 2, 3, "3", 3, "auto: kept from the snapshot"),
+        ("auto", 2, 3, "1", 3, NOT_OMP),
         (5, 2, 3, "1", 5, "as asked"),
         (5, 2, None, None, 5, "as asked"),
     ]:
@@ -218,15 +223,24 @@ def test_threads(set_hardware: SetHardware, monkeypatch: pytest.MonkeyPatch) -> 
         assert choose_threads("auto", 2, None)[0] == expected
 
 
-@pytest.mark.parametrize(
-    ("limit", "expected"), [("max\n", 2**30), (f"{2**29}\n", 2**28), (f"{2**40}\n", 2**30), (None, 2**30)]
-)
+def test_threads_within_a_cpu_quota(set_hardware: SetHardware, monkeypatch: pytest.MonkeyPatch) -> None:
+    for quota, ranks, expected, reason in [
+        (None, 2, 4, "auto: 8 cores / 2 ranks"),
+        (8.0, 2, 4, "auto: 8 cores / 2 ranks"),
+        (9.5, 2, 4, "auto: 8 cores / 2 ranks"),
+        (4.0, 2, 2, "auto: a CPU quota of 4 cores / 2 ranks"),
+        (3.9, 1, 3, "auto: a CPU quota of 3.9 cores / 1 ranks"),
+        (0.5, 1, 1, "auto: a CPU quota of 0.5 cores / 1 ranks"),
+    ]:
+        monkeypatch.setattr("mingpt.utils.device.cpu_limit", lambda quota=quota: quota)
+        assert choose_threads("auto", ranks, None) == (expected, reason)
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(None, 2**30), (2**29, 2**28), (2**40, 2**30)])
 def test_ranks_share_the_hosts_memory_or_their_cgroups(
-    limit: str | None, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    limit: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if limit is not None:
-        (tmp_path / "memory.max").write_text(limit)
-    monkeypatch.setattr("mingpt.utils.device.CGROUP_LIMIT", tmp_path / "memory.max")
+    monkeypatch.setattr("mingpt.utils.device.memory_limit", lambda: limit)
     monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 2**12, "SC_PHYS_PAGES": 2**19}.__getitem__)
     assert memory_per_rank(CPU, local_world_size=2, world_size=2) == expected
 
