@@ -19,12 +19,12 @@ from types import FrameType
 from typing import NoReturn
 
 PID, TOKEN, REPORT_FD = "MINGPT_SUPERVISOR_PID", "MINGPT_SUPERVISOR_TOKEN", "MINGPT_REPORT_FD"
-LAUNCHER = "MINGPT_LAUNCHER_PID"  # set by a launcher whose end is to stop its processes
+LAUNCHER = "MINGPT_LAUNCHER_PID"  # of a launcher whose end is to stop its processes
 # What a trainer reports: it has become a member; it has finished a step; the run has failed, for all ranks.
 JOINED, TRAINED, FAILED = b"j", b"t", b"f"
 RESTART_STATUS = 75  # of a trainer that asks to be started again, as no process is left that has the state
 FINAL_STATUSES = (0, 2, 128 + signal.SIGTERM, 128 + signal.SIGINT)  # of a trainer that is not started again
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # forwarded
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # forwarded
 MAX_FAILURES = 5  # trainers of a rank that end before any of them has become a member
 MAX_DELAY = 30.0  # seconds between trainers that end without a finished step
 STOPPED_SECONDS = 60.0  # after which a stopped trainer is ended, so that another can take its place
@@ -62,7 +62,8 @@ def describe(status: int) -> str:
 
 def report(message: str) -> None:
     """Writes a line to stderr, on a terminal over another rank's live line, which is drawn again below."""
-    print(f"\r\x1b[K{message}" if sys.stderr.isatty() else message, file=sys.stderr, flush=True)
+    with suppress(OSError):  # nobody reads it
+        print(f"\r\x1b[K{message}" if sys.stderr.isatty() else message, file=sys.stderr, flush=True)
 
 
 class Supervisor:
@@ -72,14 +73,14 @@ class Supervisor:
         self.command = command
         self.child: subprocess.Popen[bytes] | None = None
         self.stopped_by = 0
-        # torchrun, or launch/by_hand.py. Others end their processes themselves.
-        is_watched = "TORCHELASTIC_RUN_ID" in os.environ or LAUNCHER in os.environ
-        self.launcher = os.getppid() if is_watched else None
+        launcher = os.environ.get(LAUNCHER)  # torchrun, or launch/by_hand.py; others end their processes themselves
+        self.launcher = int(launcher) if launcher else None
         self.token = uuid.uuid4().hex
         self.reports, self.reports_writer = os.pipe()
         os.set_blocking(self.reports, False)
         for number in SIGNALS:
-            signal.signal(number, self._forward)
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup leaves it
+                signal.signal(number, self._forward)
 
     def run(self) -> int:
         """Returns the exit status: the trainer's, or 128 + the signal that ended it.

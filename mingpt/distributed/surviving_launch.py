@@ -25,11 +25,12 @@ from mingpt.distributed.launch_environment import (
     select_gloo_interface,
 )
 from mingpt.distributed.liveness import LOOPBACK
-from mingpt.distributed.supervisor import FAILED, SIGNALS, TOKEN, become_supervisor, tell_supervisor
+from mingpt.distributed.supervisor import FAILED, LAUNCHER, SIGNALS, TOKEN, become_supervisor, tell_supervisor
 from mingpt.distributed.surviving_context import SurvivingContext
 from mingpt.utils.errors import PeerError, RunEnded, UserError, is_oom_error
 from mingpt.utils.lock import lock_run
 from mingpt.utils.logging import set_rank
+from mingpt.utils.signals import PARENT
 
 
 def supervise(config: Config) -> NoReturn:
@@ -52,6 +53,8 @@ def supervise(config: Config) -> NoReturn:
             port = _fork_store(host, port)
             if init_method == "env://":
                 os.environ["MASTER_PORT"] = str(port)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        os.environ[LAUNCHER] = str(PARENT)
     become_supervisor()
 
 

@@ -89,6 +89,20 @@ def test_a_signal_just_after_the_end_of_the_process_changes_nothing(tmp_path: Pa
     assert not stderr
 
 
+@pytest.mark.parametrize("is_ignored", [False, True])
+def test_a_closed_terminal_stops_the_process_unless_it_is_ignored(is_ignored: bool, tmp_path: Path) -> None:
+    """As `nohup` ignores it."""
+    nohup = ["nohup"] if is_ignored else []
+    process = start(*nohup, *command(tmp_path / "starts", "sleep"))
+    child_of(tmp_path / "starts")
+    time.sleep(0.3)
+    process.send_signal(signal.SIGHUP)
+    time.sleep(0.3)
+    assert (process.poll() is None) == is_ignored
+    process.terminate()
+    process.communicate(timeout=30)
+
+
 def test_signals_reach_a_process_even_if_it_is_stopped(tmp_path: Path) -> None:
     process = start(*command(tmp_path / "starts", "sleep"))
     child = child_of(tmp_path / "starts")
@@ -110,8 +124,9 @@ def test_a_process_that_stays_stopped_is_replaced(tmp_path: Path) -> None:
 
 def test_the_loss_of_the_launcher_stops_the_process(tmp_path: Path) -> None:
     argv = [*command(tmp_path / "starts", "sleep")]
-    launch = "import subprocess, sys, time; subprocess.Popen(sys.argv[1:]); time.sleep(60)"
-    launcher = start(sys.executable, "-c", launch, *argv, TORCHELASTIC_RUN_ID="x")
+    launch = "import os, subprocess, sys, time; os.environ['MINGPT_LAUNCHER_PID'] = str(os.getpid()); "
+    launch += "subprocess.Popen(sys.argv[1:]); time.sleep(60)"
+    launcher = start(sys.executable, "-c", launch, *argv)
     child = child_of(tmp_path / "starts")
     launcher.kill()
     launcher.communicate(timeout=30)  # waits for the end of the supervisor too, which has inherited stderr
