@@ -151,7 +151,7 @@ def explain_wait(positions: Mapping[int, Position], names: Mapping[int, str]) ->
         members = [rank for rank, position in positions.items() if group in position.counts]
         newest = positions[max(members, key=lambda rank: positions[rank].counts[group])]
         function = f" ({newest.function})" if newest.function else ""
-        what = f"not come to collective {newest.counts[group]:,}{function}"
+        what = f"not come to collective {positions[named[0]].counts[group] + 1:,}{function}"
     elif least == most and 0 < len(outside) <= len(positions) / 2:  # more of them are in backward, which calls DDP's
         named, what = outside, "not answered"
     else:

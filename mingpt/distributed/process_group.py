@@ -2,6 +2,7 @@
 
 import os
 import platform
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
@@ -22,6 +23,7 @@ from mingpt.distributed.launch_environment import (
     select_gloo_interface,
 )
 from mingpt.distributed.plain_data import decode, encode
+from mingpt.distributed.position import find_line, format_ranks
 from mingpt.utils.device import choose_device, use_cuda, visible_gpu_uuids
 from mingpt.utils.errors import PeerError, SharedUserError, StoreUnreachableError, UserError
 from mingpt.utils.logging import set_rank
@@ -82,28 +84,36 @@ class DistributedContext:
         """Returns each rank's value, in rank order. It is plain data; with several ranks, tuples become lists."""
         if self.world_size == 1:
             return [value]
-        data = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
-        sizes = torch.empty(self.world_size, dtype=torch.int64)
-        dist.all_gather_single(sizes, torch.tensor([len(data)]), group=self.group)
-        largest = _checked_size(int(sizes.max()))
-        padded = torch.zeros(largest, dtype=torch.uint8)
+        place = find_line(sys._getframe())
+        data = torch.frombuffer(bytearray(encode([place, value])), dtype=torch.uint8)
+        sizes = self._gather_on_all(torch.tensor([len(data)])).flatten().tolist()
+        if not all(0 < size <= MAX_OBJECT_BYTES for size in sizes):
+            raise RuntimeError(f"gloo has received {sizes} as the sizes of objects")
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: len(data)] = data
-        gathered = torch.empty(self.world_size * largest, dtype=torch.uint8)
-        dist.all_gather_single(gathered, padded, group=self.group)
-        rows = gathered.view(self.world_size, largest)
-        return [decode(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes.tolist(), strict=True)]
+        rows = self._gather_on_all(padded)
+        answers = [decode(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
+        _check_places([tuple(place) for place, _ in answers])
+        return [value for _, value in answers]
+
+    def _gather_on_all(self, tensor: Tensor) -> Tensor:
+        """Returns the tensors of all ranks, (n,) each, as (world_size, n).
+
+        It does so by collectives that nothing else uses: where ranks are in different ones of the same kind, gloo takes
+        one for the other, or ends a process if their sizes differ.
+        """
+        rows: list[Tensor] | None = None
+        if self.rank == 0:
+            rows = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        dist.gather(tensor, rows, group_dst=0, group=self.group)
+        gathered = tensor.new_empty(self.world_size, len(tensor))
+        copies = [torch.stack(rows)] * self.world_size if rows else None
+        dist.scatter(gathered, copies, group_src=0, group=self.group)
+        return gathered
 
     def broadcast_object(self, value: T, source: int = 0) -> T:
         """Returns the source rank's value. It is plain data; with several ranks, tuples become lists."""
-        if self.world_size == 1:
-            return value
-        data = torch.frombuffer(bytearray(encode(value if self.rank == source else None)), dtype=torch.uint8)
-        size = torch.tensor([len(data)])
-        dist.broadcast(size, group_src=source, group=self.group)
-        if self.rank != source:
-            data = torch.empty(_checked_size(int(size)), dtype=torch.uint8)
-        dist.broadcast(data, group_src=source, group=self.group)
-        return decode(data.numpy().tobytes())
+        return self.all_gather_object(value if self.rank == source else None)[source]  # type: ignore[return-value]
 
     def raise_on_all_ranks(self, action: Callable[[], T]) -> T:
         """Runs `action` and returns its result; the UserError of the first rank that has one is raised on all ranks."""
@@ -208,10 +218,16 @@ class DistributedContext:
         return {self.rank: message}
 
 
-def _checked_size(size: int) -> int:
-    if not 0 < size <= MAX_OBJECT_BYTES:
-        raise RuntimeError(f"gloo has received {size} as the size of an object: ranks are in different collectives")
-    return size
+def _check_places(places: list[tuple[str, str]]) -> None:
+    """Raises a PeerError if ranks exchange objects in different places, each a function and a line."""
+    ranks: dict[tuple[str, str], list[int]] = {}
+    for rank, place in enumerate(places):
+        ranks.setdefault(place, []).append(rank)
+    if len(ranks) > 1:
+        each = [f"{format_ranks(found)}: in {function} at {line}" for (function, line), found in ranks.items()]
+        raise PeerError(
+            f"all {len(places)} ranks are alive, but ranks have come to different collectives; {'; '.join(each)}"
+        )
 
 
 _contexts: list[DistributedContext] = []  # the one whose process group exists in this process

@@ -152,9 +152,6 @@ class SurvivingContext(DistributedContext):
             time.sleep(POLL_SECONDS)
         return [decode(answer) for answer in self.store.multi_get(keys)]
 
-    def broadcast_object(self, value: T, source: int = 0) -> T:
-        return self.all_gather_object(value if self.rank == source else None)[source]  # type: ignore[return-value]
-
     def all_reduce(self, tensor: Tensor) -> Tensor:
         if self.world_size > 1:
             self._run(lambda group: group.allreduce([tensor]))
