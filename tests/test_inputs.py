@@ -73,7 +73,8 @@ CASES: list[tuple[dict[str, str], list[str], str | bytes, list[str]]] = [
     (ONE | {"LOCAL_WORLD_SIZE": "1000000"}, [], "", ["environment: ", "'LOCAL_WORLD_SIZE': '1000000'"]),
     (TWO | MASTER | {"MASTER_ADDR": "no-such-host.invalid"}, [], "", ["knows no host 'no-such-host.invalid'"]),
     (TWO, ["--distributed.init_method", "tcp://no-such-host.invalid:29400"], "", ["init_method", "knows no host"]),
-    (TWO, ["--distributed.init_method", "file:///no/such/store"], "", ["init_method", "no folder /no/such"]),
+    (TWO, ["--distributed.init_method", "file:///no/such/store"], "", ["init_method", "can't be opened"]),
+    (TWO, ["--distributed.init_method", "file:///proc/x"], "", ["init_method is file:///proc/x", "can't be opened"]),
     ({}, ["--optimizer.learning_rate", "3e38"], "", ["optimizer.learning_rate", "less than or equal to 10"]),
     ({}, ["--data.path", "nosuch::file:///text.txt"], "", ["data.path: nosuch::file:///text.txt can't be read"]),
 ]

@@ -99,10 +99,14 @@ def resolve_init_method(rank_info: RankInfo, init_method: str | None, run_dir: s
         )
     source = "environment: the rendezvous address" if init_method is None else "distributed.init_method"
     if found.startswith("file://"):
-        folder = Path(found.removeprefix("file://")).parent
-        if not folder.is_dir():
-            raise UserError(f"{source} is {found}, but there is no folder {folder}; make it, or name another")
-        return found
+        try:  # PyTorch would try to open it for as long as the timeout, or longer, in silence
+            with open(found.removeprefix("file://"), "ab"):
+                return found
+        except OSError as error:
+            raise UserError(
+                f"{source} is {found}, which can't be opened: {error.strerror}; name a file in a folder that "
+                "exists and that you may write to"
+            ) from error
     host, port = host_and_port(found)
     may_fall_back = init_method is None and rank_info.fallback_file is not None and found != "env://"
     if _resolves(host, 0.0 if may_fall_back else RESOLVE_SECONDS):

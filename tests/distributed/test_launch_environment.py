@@ -200,7 +200,11 @@ def test_an_address_that_leads_nowhere_is_refused_at_once(monkeypatch: pytest.Mo
             r"distributed\.init_method is no-such-host\.invalid:29400, .* knows no host ",
         ),
         (f"tcp://{'long' * 20}.invalid:29400", r"distributed\.init_method is longlong.* knows no host "),
-        (f"file://{tmp_path}/none/store", rf"distributed\.init_method is .* but there is no folder {tmp_path}/none; "),
+        (
+            f"file://{tmp_path}/none/store",
+            r"distributed\.init_method is .* can't be opened: No such file or directory; ",
+        ),
+        (f"file://{tmp_path}", r"distributed\.init_method is .* can't be opened: Is a directory; "),
         (None, r"environment: the rendezvous address is no-such-host\.invalid:29400, .* knows no host "),
     ):
         with pytest.raises(UserError, match=f"^{message}"):
