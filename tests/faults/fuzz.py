@@ -3,8 +3,8 @@
     python -m tests.faults.fuzz --runs 500 --seed 1
 
 Each input must end in time, with status 0 and no error, or with status 2 and one message, without a traceback, and
-leave nothing in the temporary folder. An input is a function of its seed: `--seed 17 --runs 1` repeats one. The first run's
-seed is --seed, and those of the others follow it.
+leave nothing in the temporary folder. An input is a function of its seed: `--seed 17 --runs 1` repeats one. The
+first seed is --seed, and the others follow it.
 
 An input that is accepted trains one step of a small model, on a machine that seems to have 1 GiB of memory.
 """
