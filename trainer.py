@@ -257,6 +257,11 @@ class Trainer:
         if not evaluation.is_done:
             return None, stop_signal
         self.val_loss = evaluation.mean_loss()
+        if not math.isfinite(self.val_loss):
+            raise UserError(
+                f"step {self.step}: the validation loss is not finite, so its update made weights that are not; no "
+                f"snapshot has them. Lower optimizer.learning_rate ({self.config.optimizer.learning_rate:g})"
+            )
         return self.val_loss, stop_signal
 
     def _make_up_evaluation(self) -> None:

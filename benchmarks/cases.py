@@ -33,6 +33,7 @@ from benchmarks.harness import (
 from benchmarks.learning import counting, time_to_loss
 from benchmarks.pipeline_timeline import steps
 from benchmarks.survive import survive
+from mingpt.config import MAX_STEPS
 from mingpt.config_parser import read_config
 from mingpt.corpus import encode_corpus
 from mingpt.distributed.launch_environment import RankInfo
@@ -58,7 +59,7 @@ def training_loop(bench: Bench) -> Iterator[Row]:
     interval, pairs = 50, 2 * bench.pairs
     # The last step, which evaluates and saves, comes after the last pair.
     overrides: dict[str, Any] = {"trainer.max_steps": interval * (pairs + 1) + 1, "trainer.log_every": 10}
-    overrides |= {"trainer.eval_every": 10**9, "trainer.sample_every": "null", "trainer.save_every": 10**9}
+    overrides |= {"trainer.eval_every": MAX_STEPS, "trainer.sample_every": "null", "trainer.save_every": MAX_STEPS}
     trainer = bench.build_trainer(overrides=overrides, warmup_steps=0)
     loop, ratios = minimal_loop(trainer), list[float]()
     began = time.perf_counter()

@@ -35,7 +35,7 @@ from benchmarks.cluster_model import (
     tables,
 )
 from benchmarks.harness import SMALL, Bench, Shape, available_cores, machine_name, torchrun
-from mingpt.config import GPTConfig
+from mingpt.config import MAX_STEPS, GPTConfig
 from mingpt.config_parser import read_config
 from mingpt.distributed.launch_environment import RankInfo
 from mingpt.distributed.process_group import DistributedContext, init_distributed
@@ -216,7 +216,7 @@ def predict(points: Sequence[Point]) -> list[Point]:
             rank = fit_ranks(cluster, points, ranks)
         else:
             shape = dict(SHAPES[point.panel])[int(point.x)]
-        config = read_config([*shape.options, "--trainer.save_every", "1000000000"])
+        config = read_config([*shape.options, "--trainer.save_every", str(MAX_STEPS)])
         return estimate_step(config, gpt_config(shape), ranks, rank).seconds
 
     return [replace(point, prediction=prediction(point)) for point in points]

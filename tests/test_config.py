@@ -1,6 +1,7 @@
 """Yaml and command line: what is read from them, and the one message that refuses them."""
 
 import json
+import os
 import re
 import shlex
 from collections.abc import Iterator
@@ -171,7 +172,11 @@ def test_text_of_the_command_line_is_taken_as_it_is_and_reads_back_equal(
         argv = [word for name, text in given.items() for word in option_words(name, text)]
         config = read_config(argv)
         found = config_to_dict(config)
-        assert {name: found[name.split(".")[0]][name.split(".")[1]] for name in given} == given
+        expected = {
+            name: os.path.expanduser(text) if name in ("trainer.run_dir", "trainer.snapshot_path") else text
+            for name, text in given.items()
+        }
+        assert {name: found[name.split(".")[0]][name.split(".")[1]] for name in given} == expected
         with pytest.raises(SystemExit):
             read_config([*argv, "--print_config"])
         printed = capsys.readouterr().out
@@ -358,7 +363,6 @@ TOO_LARGE = [
     ("model.n_layer", 1001, "less than or equal to 1000"),
     ("model.n_head model.conv_kernel_size trainer.threads", 1025, "less than or equal to 1024"),
     ("model.n_embd", 2**32, f"less than or equal to {2**16}"),
-    ("optimizer.learning_rate", 3e38, "less than or equal to 10"),
     ("optimizer.weight_decay", 11.0, "less than or equal to 10"),
     ("optimizer.warmup_steps optimizer.decay_steps trainer.max_steps trainer.max_epochs", 10**8, MOST_STEPS),
     ("trainer.log_every trainer.eval_every trainer.sample_every trainer.save_every", 10**30, MOST_STEPS),

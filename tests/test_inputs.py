@@ -36,7 +36,7 @@ CASES: list[tuple[dict[str, str], list[str], str | bytes, list[str]]] = [
     ({}, ["--trainer.snapshot_path", ""], "", ["trainer.snapshot_path", "must be null or at least one character"]),
     ({}, ["--trainer.init_from", ""], "", ["trainer.init_from", "must be null or at least one character"]),
     ({}, [], 'data: {path: "a\\0b"}', ["data.path", r"found 'a\x00b'", "NUL"]),
-    ({}, ["--trainer.run_dir", "x" * 300], "", ["trainer.run_dir", "can't be made: File name too long"]),
+    ({}, ["--trainer.run_dir", "x" * 300], "", ["trainer.run_dir", "can't be written: File name too long"]),
     ({}, ["--distributed.timeout_seconds", "1e15"], "", ["distributed.timeout_seconds", "less than or equal to"]),
     ({}, ["--distributed.timeout_seconds", "1e10"], "", ["distributed.timeout_seconds", "less than or equal to"]),
     ({}, ["--distributed.bucket_cap_mb", "1e13"], "", ["distributed.bucket_cap_mb", "less than or equal to"]),
@@ -75,7 +75,12 @@ CASES: list[tuple[dict[str, str], list[str], str | bytes, list[str]]] = [
     (TWO, ["--distributed.init_method", "tcp://no-such-host.invalid:29400"], "", ["init_method", "knows no host"]),
     (TWO, ["--distributed.init_method", "file:///no/such/store"], "", ["init_method", "can't be opened"]),
     (TWO, ["--distributed.init_method", "file:///proc/x"], "", ["init_method is file:///proc/x", "can't be opened"]),
-    ({}, ["--optimizer.learning_rate", "3e38"], "", ["optimizer.learning_rate", "less than or equal to 10"]),
+    (
+        {},
+        ["--optimizer.learning_rate", "3e38"],
+        "",
+        ["step 1: the validation loss is not finite", "(3e+38)"],
+    ),
     ({}, ["--data.path", "nosuch::file:///text.txt"], "", ["data.path: nosuch::file:///text.txt can't be read"]),
 ]
 

@@ -11,6 +11,7 @@ from benchmarks import growth
 from benchmarks.cluster_model import MODELS, Cluster, count_parameters, estimate_step, meta_gpt
 from benchmarks.growth import MESSAGE_MEGABYTES, SHAPES, Point, fit_cluster, gpt_config, predict
 from benchmarks.harness import SMALL, Bench, Shape
+from mingpt.config import MAX_STEPS
 from mingpt.config_parser import read_config
 from mingpt.distributed.launch_environment import RankInfo
 from mingpt.distributed.process_group import DistributedContext
@@ -27,7 +28,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 
 def step_seconds(shape: Shape) -> float:
-    config = read_config([*shape.options, "--trainer.save_every", "1000000000"])
+    config = read_config([*shape.options, "--trainer.save_every", str(MAX_STEPS)])
     return estimate_step(config, gpt_config(shape), 1, CLUSTER).seconds
 
 

@@ -181,12 +181,15 @@ def test_the_best_snapshot_is_kept_across_a_resume(trained: Path, tmp_path: Path
 
 
 def test_weights_that_are_not_finite_are_not_saved(trained: Path, tmp_path: Path) -> None:
-    """The loss of the last step is finite, and its update overflows."""
-    argv = run_args(tmp_path / "run", trained / "text.txt", trainer__max_steps=1)
-    [(status, _, err)] = run_ranks(1, _run_with_overflow, *argv, tmp_path=tmp_path)
-    assert status == 2
-    assert "weights that are not finite; lower optimizer.learning_rate" in err
-    assert not list((tmp_path / "run/snapshots").glob("step_*"))
+    """The loss of a step is finite, and its update overflows: the last one, which is evaluated, and one before."""
+    for steps, message in ((1, "step 1: the validation loss is not finite"), (2, "weights that are not finite; lower")):
+        run_dir = tmp_path / str(steps)
+        argv = run_args(run_dir, trained / "text.txt", trainer__max_steps=steps, trainer__save_every=1)
+        [(status, _, err)] = run_ranks(1, _run_with_overflow, *argv, tmp_path=tmp_path)
+        assert status == 2
+        assert message in err
+        assert not list((run_dir / "snapshots").glob("step_*"))
+        assert "NaN" not in (run_dir / "metrics.jsonl").read_text()
 
 
 def _run_with_overflow(*argv: str) -> tuple[int, str, str]:
