@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -245,7 +246,7 @@ def result(status: str, detail: str, ended: float, raised: bool = False) -> Resu
     ],
 )
 def test_ranks_agree_on_the_first_failure(results: list[Result], status: str, detail: str, broken: str) -> None:
-    agreement: Any = SimpleNamespace(all_gather_object=lambda mine: results)
+    agreement: Any = SimpleNamespace(all_gather_object=lambda mine: [asdict(each) for each in results])
     found, reason = agree(results[0], agreement)
     assert (found.status, found.detail) == (status, detail)
     assert broken in reason
