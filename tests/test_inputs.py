@@ -13,6 +13,7 @@ from test_main import assert_one_message
 
 import export
 import main
+import plot
 import sample
 from mingpt.distributed import launch_environment
 from mingpt.snapshot import __main__ as listing
@@ -145,6 +146,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["export.py", "--snapshot", "", "--out", "new"], "--snapshot is empty; it may be a snapshot, "),
         (["export.py", "--snapshot", "run", "--out", ""], "--out is empty, must be a new or empty folder"),
         (["mingpt.snapshot", ""], "PATH is empty, must be a run folder, "),
+        (
+            ["sample.py", "--snapshot", "zip://a::text.txt"],
+            "--snapshot: zip://a::text.txt can't be read: File is not a",
+        ),
+        (["plot.py", "a" * 300], "there is no metrics.jsonl in "),
         (["sample.py", "--snapshot", "/"], "--snapshot: no snapshot at / "),
         (["sample.py", "--snapshot", "run", "--temperature", "1e-40"], "--temperature is 1e-40, must be 0 or at least"),
         (["sample.py", "--snapshot", "run", "--temperature", "nan"], "--temperature is nan, must be at least 0"),
@@ -158,7 +164,7 @@ def test_bad_options_of_scripts_are_refused_in_one_message(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    programs = {"sample.py": sample.run, "export.py": export.run, "mingpt.snapshot": listing.run}
+    programs = {"sample.py": sample.run, "export.py": export.run, "mingpt.snapshot": listing.run, "plot.py": plot.run}
     monkeypatch.chdir(trained)
     monkeypatch.setattr(sys, "argv", argv)
     assert run_script(programs[argv[0]]) == 2
