@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import run_args, run_ranks, train_main, write_text
+from helpers import run_args, run_program, run_ranks, train_main, write_text
 from test_main import assert_one_message
 
 import export
@@ -173,6 +173,12 @@ def test_bad_options_of_scripts_are_refused_in_one_message(
     assert err.startswith(f"error: {message}")
     assert_one_message(err)
     assert {path.name for path in trained.iterdir()} == {"text.txt", "run", "export"}
+
+
+def test_an_export_may_have_a_name_that_is_not_utf_8(trained: Path, tmp_path: Path) -> None:
+    done = run_program("export.py", "--snapshot", str(trained / "run"), "--out", "a\udcff", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "# a\\udcff\n" in (tmp_path / "a\udcff/README.md").read_text()
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer.json"])
