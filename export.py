@@ -96,7 +96,8 @@ def export(pretrained: Pretrained, source: str, out: Path) -> None:
         try:
             unfinished.chmod(0o755)  # mkdtemp's is 0o700
             for name, text in files.items():
-                (unfinished / name).write_text(text, encoding="utf-8")
+                # The model card has names of files, which need not be UTF-8.
+                (unfinished / name).write_text(text, encoding="utf-8", errors="backslashreplace")
             weights = safetensors.torch.save(hf_weights(pretrained.model_config, pretrained.weights), {"format": "pt"})
             (unfinished / "model.safetensors").write_bytes(weights)
             os.replace(unfinished, out)
@@ -134,4 +135,5 @@ def run(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     sys.exit(run_script(run))

@@ -12,6 +12,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count, pairwise
 from pathlib import Path
@@ -79,7 +80,9 @@ def read_run(folder: Path, name: str) -> Run:
     file = folder / "metrics.jsonl"
     if not os.path.isfile(file):
         above = [parent for parent in folder.parents if os.path.isfile(parent / "metrics.jsonl")]
-        below = sorted(other.parent for other in folder.glob("*/metrics.jsonl"))
+        below = []
+        with suppress(OSError):  # such as a name that is too long, or a folder that may not be read
+            below = sorted(other.parent for other in folder.glob("*/metrics.jsonl"))
         near = " ".join(map(str, above[:1] or below))
         hint = f"did you mean {near}?" if near else "main.py writes one into trainer.run_dir when training begins"
         raise UserError(f"there is no metrics.jsonl in {folder}, so it is no run folder; {hint}")

@@ -8,11 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import run_args, run_ranks, train_main, write_text
+from helpers import run_args, run_program, run_ranks, train_main, write_text
 from test_main import assert_one_message
 
 import export
 import main
+import plot
 import sample
 from mingpt.distributed import launch_environment
 from mingpt.snapshot import __main__ as listing
@@ -150,6 +151,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["export.py", "--snapshot", "", "--out", "new"], "--snapshot is empty; it may be a snapshot, "),
         (["export.py", "--snapshot", "run", "--out", ""], "--out is empty, must be a new or empty folder"),
         (["mingpt.snapshot", ""], "PATH is empty, must be a run folder, "),
+        (
+            ["sample.py", "--snapshot", "zip://a::text.txt"],
+            "--snapshot: zip://a::text.txt can't be read: File is not a",
+        ),
+        (["plot.py", "a" * 300], "there is no metrics.jsonl in "),
         (["sample.py", "--snapshot", "/"], "--snapshot: no snapshot at / "),
         (["sample.py", "--snapshot", "run", "--temperature", "1e-40"], "--temperature is 1e-40, must be 0 or at least"),
         (["sample.py", "--snapshot", "run", "--temperature", "nan"], "--temperature is nan, must be at least 0"),
@@ -163,7 +169,7 @@ def test_bad_options_of_scripts_are_refused_in_one_message(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    programs = {"sample.py": sample.run, "export.py": export.run, "mingpt.snapshot": listing.run}
+    programs = {"sample.py": sample.run, "export.py": export.run, "mingpt.snapshot": listing.run, "plot.py": plot.run}
     monkeypatch.chdir(trained)
     monkeypatch.setattr(sys, "argv", argv)
     assert run_script(programs[argv[0]]) == 2
@@ -172,6 +178,12 @@ def test_bad_options_of_scripts_are_refused_in_one_message(
     assert err.startswith(f"error: {message}")
     assert_one_message(err)
     assert {path.name for path in trained.iterdir()} == {"text.txt", "run", "export"}
+
+
+def test_an_export_may_have_a_name_that_is_not_utf_8(trained: Path, tmp_path: Path) -> None:
+    done = run_program("export.py", "--snapshot", str(trained / "run"), "--out", "a\udcff", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "# a\\udcff\n" in (tmp_path / "a\udcff/README.md").read_text()
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer.json"])

@@ -48,10 +48,14 @@ def load_pretrained(path: str, asked_by: str, build_model: Callable[[GPTConfig],
         raise UserError(f"{asked_by} is empty; it may be a snapshot, a run folder or an export's folder, or a URL")
     path = path.rstrip("/") or "/"
     snapshot = None
+    advice = "it may be a snapshot, a run folder, an export's folder, or the URL of one"
     try:
         with open_file_system(path) as (fs, name):
             is_folder = fs.isdir(name)
             is_export = is_folder and fs.isfile(f"{name}/config.json")
+    except Exception as error:  # each file system raises its own
+        raise UserError(f"{asked_by}: {path} can't be read: {error}; {advice}") from error
+    try:
         if is_export:
             return _load_export(path, asked_by, build_model)
         if is_folder:
@@ -60,14 +64,15 @@ def load_pretrained(path: str, asked_by: str, build_model: Callable[[GPTConfig],
         else:
             snapshot = load_snapshot(path)
     except DamagedSnapshotError as error:
-        advice = "name another, or its folder, of which the newest undamaged one is loaded"
-        raise UserError(f"{asked_by}: {path} is damaged: {error}; {advice}") from error
+        raise UserError(
+            f"{asked_by}: {path} is damaged: {error}; name another, or its folder, of which the newest undamaged one "
+            "is loaded"
+        ) from error
     except (FileNotFoundError, NotADirectoryError):
         pass
     except (KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
         raise UserError(f"{asked_by}: {path} is not as export.py writes it ({error!r}): export it again") from error
     except (OSError, ValueError, ImportError) as error:
-        advice = "it may be a snapshot, a run folder, an export's folder, or the URL of one"
         raise UserError(f"{asked_by}: {path} can't be read: {error}; {advice}") from error
     if snapshot is None:
         raise UserError(f"{asked_by}: no snapshot at {path} (working directory {os.getcwd()}); main.py makes them")
