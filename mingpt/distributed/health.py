@@ -3,6 +3,7 @@
 import os
 import platform
 import re
+import socket
 import threading
 import time
 import uuid
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mingpt.distributed.launch_environment import host_and_port, restart_hint
+from mingpt.distributed.launch_environment import LOOPBACK, host_and_port, listening_address, restart_hint
 from mingpt.distributed.position import (
     Heartbeat,
     Position,
@@ -54,9 +55,19 @@ def rendezvous(init_method: str, rank: int, world_size: int, timeout: timedelta)
         file_store = dist.FileStore(init_method.removeprefix("file://"), world_size)
         file_store.set_timeout(timeout)
         return generation_store(file_store, rank, world_size, timeout)
+    host, port = host_and_port(init_method)
+    if rank == 0 and listening_address(host) == LOOPBACK:
+        return _host_store_on_loopback(port, world_size, timeout)
     store, _, _ = next(dist.rendezvous(init_method, rank, world_size, timeout=timeout))
     store.set_timeout(timeout)
     return store
+
+
+def _host_store_on_loopback(port: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """Returns the store of ranks on one machine; by itself it would listen at all addresses (torch 2.13)."""
+    listener = socket.create_server((LOOPBACK, port), backlog=1024)
+    descriptor = listener.detach()
+    return dist.TCPStore(LOOPBACK, port, world_size, is_master=True, timeout=timeout, master_listen_fd=descriptor)
 
 
 def generation_store(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:

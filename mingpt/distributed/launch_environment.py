@@ -24,6 +24,7 @@ from mingpt.utils.errors import UserError
 MAX_RANKS = 2**20
 MAX_PORT = 2**16 - 1
 RESOLVE_SECONDS = 5.0  # for which the name of a host is looked up again, since a server of names may be slow to start
+LOOPBACK = "127.0.0.1"
 DEFAULT_ROUTE_HOST = "192.0.2.1"  # an address reserved for documentation (RFC 5737): its route is the default one
 
 
@@ -167,7 +168,7 @@ def select_gloo_interface(store: dist.Store, rank: int, world_size: int, init_me
 def local_address(store: dist.Store, world_size: int, master: str) -> str | None:
     """Returns this host's address for the others, after `select_gloo_interface` with the same store; None: unknown."""
     if len({store.get(f"host/{rank}") for rank in range(world_size)}) == 1:
-        return "127.0.0.1"
+        return LOOPBACK
     return _address_towards(master) or _address_towards(DEFAULT_ROUTE_HOST)
 
 

@@ -10,13 +10,13 @@ from contextlib import suppress
 import torch.distributed as dist
 
 from mingpt.distributed.daemon_thread import DaemonThread
+from mingpt.distributed.launch_environment import LOOPBACK
 from mingpt.distributed.position import Heartbeat, Position, decode_heartbeat
 
 HEARTBEAT_INTERVAL = 0.3  # seconds between heartbeats, and between looks at those of others
 HEARTBEAT_TIMEOUT = 1.2  # seconds without one, after which a process counts as gone
 WAITING_TIMEOUT = 1.0  # seconds after which a main thread that last said that it waits no longer does
 CONNECT_TIMEOUT = 0.5  # seconds
-LOOPBACK = "127.0.0.1"
 
 
 class Liveness:

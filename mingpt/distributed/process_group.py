@@ -1,5 +1,6 @@
 """The process group and its collectives, which a single process without a group computes locally."""
 
+import errno
 import os
 import platform
 import sys
@@ -300,7 +301,7 @@ def _init_process_group(info: RankInfo, config: DistributedConfig, run_dir: str,
     except (ValueError, RuntimeError, OSError) as error:
         address = " {}:{}".format(*host_and_port(init_method)) if init_method == "env://" else ""
         advice = f"are all {world_size} processes started, and does this address lead to the first one?"
-        if "EADDRINUSE" in str(error):
+        if "EADDRINUSE" in str(error) or getattr(error, "errno", None) == errno.EADDRINUSE:
             advice = "another program has this port: take a free one, or let `torchrun --standalone` find one"
         raise UserError(
             f"rank {rank} of {world_size} on {platform.node()} found no process group at {init_method}{address} "

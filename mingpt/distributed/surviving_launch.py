@@ -16,6 +16,7 @@ import torch.distributed as dist
 from mingpt.config import Config, DistributedConfig
 from mingpt.distributed.health import uses_agent_store
 from mingpt.distributed.launch_environment import (
+    LOOPBACK,
     RankInfo,
     detect_launch_environment,
     host_and_port,
@@ -24,7 +25,6 @@ from mingpt.distributed.launch_environment import (
     resolve_init_method,
     select_gloo_interface,
 )
-from mingpt.distributed.liveness import LOOPBACK
 from mingpt.distributed.supervisor import FAILED, LAUNCHER, SIGNALS, TOKEN, become_supervisor, tell_supervisor
 from mingpt.distributed.surviving_context import SurvivingContext
 from mingpt.utils.errors import PeerError, RunEnded, UserError, is_oom_error

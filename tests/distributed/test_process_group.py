@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -226,3 +227,22 @@ def test_more_ranks_than_sequences_are_refused(text: Path, tmp_path: Path) -> No
     argv = run_args(tmp_path / "run", text, trainer__batch_size=1)
     assert run_ranks(2, train_main, *argv, tmp_path=tmp_path) == [2, 2]
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_the_store_of_ranks_on_one_machine_listens_at_the_loopback(host: str, tmp_path: Path) -> None:
+    """gloo listens at the address of the machine's own name."""
+    address = f"tcp://{host}:{free_port()}"
+    for hosts in run_ranks(2, _listening_hosts, address, tmp_path=tmp_path):
+        assert hosts
+        assert not hosts & {"0.0.0.0", "::"}
+
+
+def _listening_hosts(address: str) -> set[str]:
+    config = DistributedConfig(init_method=address)
+    with init_distributed(config) as context:
+        context.all_gather_object("all ranks are connected")
+        sockets = psutil.Process().net_connections("tcp")
+        hosts = {each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN}
+        context.all_gather_object("all ranks have looked")
+    return hosts
