@@ -180,6 +180,15 @@ def test_bad_options_of_scripts_are_refused_in_one_message(
     assert {path.name for path in trained.iterdir()} == {"text.txt", "run", "export"}
 
 
+def test_a_named_pipe_is_no_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.setattr(sys, "argv", ["sample.py", "--snapshot", str(tmp_path / "pipe")])
+    assert run_script(sample.run) == 2
+    assert capsys.readouterr().err.startswith(f"error: --snapshot: {tmp_path}/pipe is neither a file nor a folder; ")
+
+
 def test_an_export_may_have_a_name_that_is_not_utf_8(trained: Path, tmp_path: Path) -> None:
     done = run_program("export.py", "--snapshot", str(trained / "run"), "--out", "a\udcff", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")

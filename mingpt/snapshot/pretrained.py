@@ -53,8 +53,11 @@ def load_pretrained(path: str, asked_by: str, build_model: Callable[[GPTConfig],
         with open_file_system(path) as (fs, name):
             is_folder = fs.isdir(name)
             is_export = is_folder and fs.isfile(f"{name}/config.json")
+            is_other = not is_folder and fs.exists(name) and fs.info(name)["type"] == "other"
     except Exception as error:  # each file system raises its own
         raise UserError(f"{asked_by}: {path} can't be read: {error}; {advice}") from error
+    if is_other:  # such as a named pipe, which would be waited for
+        raise UserError(f"{asked_by}: {path} is neither a file nor a folder; {advice}")
     try:
         if is_export:
             return _load_export(path, asked_by, build_model)
