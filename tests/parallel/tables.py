@@ -312,6 +312,10 @@ whose gradient overflows in one.
 
 {refused}
 
+## The default model on one replica and on two, whose middle stage has nothing for AdamW
+
+{loss_table(folder / "middle", with_stages(3), MIDDLE_STAGE, [3, 6])}
+
 ## Resume: the restored state, and the deviation of the next losses from one process
 
 {resume_table(folder / "resume", PIPELINE, {"2 stages": with_stages(2)}, resumed)}

@@ -7,12 +7,14 @@ from mingpt.config import TrainerConfig
 from mingpt.utils.device import device_kind
 from mingpt.utils.numerics import choose_numerics
 
+KEPT = "auto: kept from the snapshot, not 2 as OMP_NUM_THREADS says; set trainer.threads to change it"
+
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("world_size", "one_thread_only", "expected", "reason"),
     [
-        (4, False, 3, "auto: kept from the snapshot"),
+        (4, False, 3, KEPT),
         (2, False, 2, "auto: OMP_NUM_THREADS"),  # another number of ranks gives other bits anyway
         (4, True, 1, "reduction: tree"),
     ],
