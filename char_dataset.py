@@ -1,6 +1,7 @@
-"""Datasets of characters: text -> windows -> global sample order.
+"""Text -> training and validation part -> windows -> the order in which training takes them.
 
-The window of sample i is a pure function of (seed, i), so there is no sampler state to save.
+The window of a sample is computed from the seed and the sample's number. There is no sampler, and no state of one to
+save: a run that knows how many samples it has trained on continues with the next.
 """
 
 import math
@@ -16,8 +17,7 @@ from mingpt.corpus import Corpus
 from mingpt.loss import IGNORE_INDEX
 from mingpt.utils.errors import UserError
 from mingpt.utils.hashing import hash64
-
-LOOKAHEAD = 4096  # samples whose starts are computed at once: a dozen take as long as thousands
+from mingpt.utils.permutation import permute
 
 
 def train_val_split(corpus: Corpus, config: DataConfig) -> tuple[np.ndarray, np.ndarray]:
@@ -26,8 +26,12 @@ def train_val_split(corpus: Corpus, config: DataConfig) -> tuple[np.ndarray, np.
     Raises:
         UserError: either part is shorter than a window and its last target.
     """
-    tokens = corpus.tokens[: round(len(corpus.tokens) * (config.truncate or 1))]
-    train, val = np.split(tokens, [int(len(tokens) * config.train_split)])
+    tokens = corpus.tokens
+    if config.truncate is not None:
+        tokens = tokens[: round(len(tokens) * config.truncate)]
+    train_length = int(len(tokens) * config.train_split)
+    train = tokens[:train_length]
+    val = tokens[train_length:]
     for name, part in (("training", train), ("validation", val)):
         if len(part) < config.block_size + 1:
             raise UserError(
@@ -38,81 +42,58 @@ def train_val_split(corpus: Corpus, config: DataConfig) -> tuple[np.ndarray, np.
     return train, val
 
 
-def permute(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
-    """Applies a keyed permutation of range(size) to each index, without a table.
-
-    An eight-round Feistel network permutes the smallest square that covers the range, and is applied again to results
-    outside of the range (cycle walking; Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
-
-    Args:
-        index: (n,) integers in [0, size)
-        key: (n,) uint64, which selects the permutation for each index
-    """
-    side = np.uint64(math.isqrt(size - 1) + 1)
-    index = index.astype(np.uint64)
-    pending = np.arange(len(index))
-    while len(pending):
-        left, right = np.divmod(index[pending], side)
-        for round_number in range(8):
-            left, right = right, (left + hash64(key[pending], round_number, right) % side) % side
-        index[pending] = left * side + right
-        pending = pending[index[pending] >= size]
-    return index.astype(np.int64)
-
-
 class CharDataset(Dataset):
-    """Training windows, numbered without end: sample i is window i % len of epoch i // len.
+    """Windows of the training text, numbered without end: sample i is in epoch i // len(dataset).
 
-    Each epoch holds each window once, in its own order, and its windows start at its own offset in the text.
-    `dataset[7]` is a sample, `dataset[range(7, 9)]` a batch.
+    An epoch cuts the text into `len(dataset)` windows, one after the other, and holds each of them once. Every epoch
+    has an order of its own, and an offset of its own: the position in the text at which its first window starts.
+    `dataset[7]` is a sample, `dataset[range(7, 9)]` a batch of two.
 
     Args:
-        tokens: (n,) training text
+        tokens: (n,) training text, n > block_size
         block_size: characters in a window (T)
-        seed: determines order and offsets
+        seed: determines orders and offsets
     """
 
     def __init__(self, tokens: np.ndarray, block_size: int, seed: int) -> None:
-        self.tokens, self.block_size, self.seed = tokens, block_size, seed
+        self.tokens = tokens
+        self.block_size = block_size
+        self.seed = seed
+        # Up to T characters stay outside of the windows, so that all epochs have the same number whatever their offset.
         self.windows = max(1, (len(tokens) - block_size) // block_size)
+        # Offsets are below this number. The last character is only a target.
         self.offsets = min(block_size, len(tokens) - self.windows * block_size)
-        self.view = np.lib.stride_tricks.sliding_window_view(tokens, block_size + 1)  # (n - T, T + 1), without a copy
-        self.cached = range(0)  # samples whose starts are in cached_starts
-        self.cached_starts = np.empty(0, dtype=np.int64)
 
     def __len__(self) -> int:
+        """The number of windows in an epoch."""
         return self.windows
 
     def starts(self, samples: np.ndarray) -> np.ndarray:
-        """Returns the position in the text, (n,), at which the window of each sample starts."""
+        """Returns the position in the text, (B,), at which the window of each sample starts."""
         epoch, index = np.divmod(samples, self.windows)
         offset = hash64(self.seed, epoch, 0) % np.uint64(self.offsets)
-        return offset.astype(np.int64) + self.block_size * permute(index, self.windows, hash64(self.seed, epoch, 1))
-
-    def _cached_starts(self, samples: range) -> np.ndarray:
-        if not self.cached.start <= samples.start <= samples.stop <= self.cached.stop:
-            self.cached = range(samples.start, samples.start + LOOKAHEAD)
-            self.cached_starts = self.starts(np.arange(self.cached.start, self.cached.stop))
-        return self.cached_starts[samples.start - self.cached.start : samples.stop - self.cached.start]
+        window = permute(index, self.windows, key=hash64(self.seed, epoch, 1))
+        return offset.astype(np.int64) + window * self.block_size
 
     def __getitem__(self, samples: int | Sequence[int] | np.ndarray) -> tuple[Tensor, Tensor]:
         """Returns inputs and targets, int64: (T,) for one sample number, (B, T) for several."""
         if isinstance(samples, (int, np.integer)):
-            idx, targets = self[range(int(samples), int(samples) + 1)]
+            idx, targets = self[[int(samples)]]
             return idx[0], targets[0]
-        if isinstance(samples, range) and samples.step == 1 and len(samples) <= LOOKAHEAD:
-            starts = self._cached_starts(samples)
-        else:
-            starts = self.starts(np.asarray(samples, dtype=np.int64))
-        windows = torch.from_numpy(self.view[starts].astype(np.int64))
-        return windows[:, :-1], windows[:, 1:]
+        starts = self.starts(np.asarray(samples, dtype=np.int64))
+        positions = starts[:, None] + np.arange(self.block_size + 1)  # (B, T + 1)
+        text = torch.from_numpy(self.tokens[positions].astype(np.int64))
+        # The target of each character is the next one.
+        return text[:, :-1], text[:, 1:]
 
 
 class ValidationDataset(Dataset):
-    """The validation text in windows; IGNORE_INDEX fills the targets of the last one.
+    """The validation text in windows, in the order of the text.
+
+    The last window of the text may be shorter than the others; its missing targets are IGNORE_INDEX.
 
     Args:
-        tokens: (n,) validation text
+        tokens: (n,) validation text, n > 1
         block_size: characters in a window (T)
         max_windows: if the text has more windows, so many of them, evenly spread; None: all
     """
@@ -121,15 +102,17 @@ class ValidationDataset(Dataset):
         self.tokens = tokens
         self.block_size = block_size
         self.windows_in_text = math.ceil((len(tokens) - 1) / block_size)
-        self.windows = min(self.windows_in_text, max_windows or self.windows_in_text)
+        self.windows = self.windows_in_text
+        if max_windows is not None:
+            self.windows = min(max_windows, self.windows_in_text)
 
     def __len__(self) -> int:
         return self.windows
 
     def starts(self, windows: range) -> np.ndarray:
         """Returns the position in the text, (B,), at which each of these windows starts."""
-        in_text = np.asarray(windows, dtype=np.int64) * self.windows_in_text // self.windows
-        return in_text * self.block_size
+        window_in_text = np.asarray(windows, dtype=np.int64) * self.windows_in_text // self.windows
+        return window_in_text * self.block_size
 
     def count(self, windows: range) -> int:
         """Returns the number of targets in these windows."""
@@ -139,8 +122,9 @@ class ValidationDataset(Dataset):
     def __getitem__(self, windows: range) -> tuple[Tensor, Tensor]:
         """Returns inputs and targets of B windows, (B, T), int64."""
         positions = self.starts(windows)[:, None] + np.arange(self.block_size + 1)  # (B, T + 1)
-        has_target = positions[:, 1:] < len(self.tokens)
-        text = self.tokens[np.minimum(positions, len(self.tokens) - 1)].astype(np.int64)
+        last = len(self.tokens) - 1
+        text = self.tokens[np.minimum(positions, last)].astype(np.int64)
+        has_target = positions[:, :-1] < last
         idx = np.where(has_target, text[:, :-1], 0)
         targets = np.where(has_target, text[:, 1:], IGNORE_INDEX)
         return torch.from_numpy(idx), torch.from_numpy(targets)

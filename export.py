@@ -23,7 +23,9 @@ from model import GPT
 
 def model_card(pretrained: Pretrained, source: str, name: str) -> str:
     """Returns README.md: training text, loss, and the command that trained the model."""
-    snapshot, config, defaults = pretrained.snapshot, pretrained.model_config, config_to_dict(Config())
+    snapshot = pretrained.snapshot
+    config = pretrained.model_config
+    defaults = config_to_dict(Config())
     command = ["python", "main.py"]
     for section, keys in snapshot["config"].items():
         for key, value in keys.items():

@@ -5,74 +5,120 @@ import hashlib
 import os
 import sys
 import traceback
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from mingpt.config import Config, config_to_dict
 from mingpt.config_parser import read_config
+from mingpt.corpus import check_text
 from mingpt.distributed.launch_environment import detect_launch_environment, restart_hint
 from mingpt.distributed.process_group import DistributedContext, init_distributed
-from mingpt.distributed.supervisor import is_supervised
-from mingpt.parallel.strategies import strategy_class
+from mingpt.parallel.build import strategy_class, validate
 from mingpt.utils.device import tune_malloc
-from mingpt.utils.errors import PeerError, RunEnded, SharedUserError, UserError, is_oom_error
+from mingpt.utils.errors import PeerError, RunEnded, UserError, is_oom_error
+from mingpt.utils.lock import lock_run
 from mingpt.utils.logging import configure_logging, logger, report_peer_error
 from trainer import Trainer
+
+Group = AbstractContextManager[DistributedContext]
 
 ROOT = Path(__file__).parent
 MAY_DIFFER = ("trainer.run_dir", "trainer.snapshot_path", "data.path", "distributed.init_method")  # between ranks
 
 
+def train(argv: Sequence[str]) -> int:
+    """Trains as the command line says; returns the exit status."""
+    config = read_shared_config(argv)
+    launch, train_loop = choose_launch(config)
+    with launch(config) as context:
+        context.init_device(config.distributed.backend)
+        tune_malloc()
+        check_same_start(config, context)
+        validate(config, context.world_size)
+        with locked_folders(config, context):
+            return train_loop(Trainer(config, context))
+
+
+def read_shared_config(argv: Sequence[str]) -> Config:
+    """Reads the configuration. Processes on one machine read the same, and one of them reports a mistake in it."""
+    info = detect_launch_environment(os.environ)
+    try:
+        return read_config(argv)
+    except UserError as error:
+        # Rank 0 always reports it, since a local rank that is set by hand may be any number.
+        is_first_on_machine = info.local_rank in (None, 0)
+        error.is_reported = info.rank > 0 and not is_first_on_machine
+        raise
+
+
+def choose_launch(config: Config) -> tuple[Callable[[Config], Group], Callable[[Trainer], int]]:
+    """How this process becomes one of the ranks, and how it trains then."""
+    if config.distributed.survive:
+        from mingpt.survive import launch_surviving, train_surviving  # noqa: PLC0415 - only where it is configured
+
+        return launch_surviving, train_surviving
+    return launch_ranks, Trainer.train
+
+
+def launch_ranks(config: Config) -> Group:
+    """The process group of the ranks that a launcher has started, or of this process alone."""
+    needs_group = strategy_class(config).needs_process_group
+    return init_distributed(config.distributed, config.trainer.run_dir, needs_group)
+
+
+def check_same_start(config: Config, context: DistributedContext) -> None:
+    """Raises a UserError if ranks have been started with different configurations or different code."""
+    values: dict[str, Any] = {"the code's SHA-256": code_digest()}
+    for section, keys in config_to_dict(config).items():
+        for key, value in keys.items():
+            if f"{section}.{key}" not in MAY_DIFFER:
+                values[f"{section}.{key}"] = value
+    context.check_equal(values)
+
+
 def code_digest() -> str:
     """SHA-256 of the code that trains: mingpt/, and the modules beside it that this process has imported."""
-    imported = {Path(file) for module in sys.modules.values() if (file := getattr(module, "__file__", None))}
-    files = {file for file in imported if file.parent == ROOT} | set(ROOT.glob("mingpt/**/*.py"))
+    files = set(ROOT.glob("mingpt/**/*.py"))
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if file and Path(file).parent == ROOT:
+            files.add(Path(file))
     digest = hashlib.sha256()
-    for file in sorted(files):
-        digest.update(str(file.relative_to(ROOT)).encode() + file.read_bytes())
+    for path in sorted(files):
+        digest.update(str(path.relative_to(ROOT)).encode())
+        digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
-def choose_group(config: Config) -> AbstractContextManager[DistributedContext]:
-    """The process group of this run; with distributed.survive, this process first becomes its trainer's supervisor."""
-    if not config.distributed.survive:
-        needs_group = strategy_class(config).needs_process_group
-        return init_distributed(config.distributed, config.trainer.run_dir, needs_group)
-    from mingpt.distributed.surviving_launch import init_surviving, supervise  # noqa: PLC0415 - only if configured
-
-    if not is_supervised(os.environ):
-        supervise(config)
-    return init_surviving(config.distributed, config.trainer.run_dir)
+@contextmanager
+def locked_folders(config: Config, context: DistributedContext) -> Iterator[None]:
+    """Locks the folders that this run writes to, after a look at its text, so that a wrong path makes no folder."""
+    with context.local_rank0_first():
+        check_text(config.data.path)
+    descriptors = []
+    with context.shared_errors():
+        if context.rank == 0:
+            descriptors = lock_run(config.trainer)
+    try:
+        yield
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
 
 
 def run(argv: Sequence[str]) -> int:
-    """Trains as the command line says; returns the exit status."""
+    """Calls `train`. An error that the user can act on becomes one message; returns the exit status."""
     configure_logging()
-    reports_errors, rank = True, 0
     try:
-        # One process per machine reports errors of the yaml, which all of them read; without a local rank, all do.
-        # Rank 0 always does, since a local rank that is set by hand may be any number.
-        info = detect_launch_environment(os.environ)
-        reports_errors, rank = info.local_rank in (None, 0) or info.rank == 0, info.rank
-        config = read_config(argv)
-        group = choose_group(config)
-        reports_errors = True  # errors before the group exists are each process's own
-        with group as context:
-            reports_errors = context.rank == 0  # from here on, all ranks raise the same UserError
-            context.init_device(config.distributed.backend)
-            tune_malloc()
-            sections = config_to_dict(config).items()
-            facts = {f"{section}.{key}": value for section, keys in sections for key, value in keys.items()}
-            shared = {name: value for name, value in facts.items() if name not in MAY_DIFFER}
-            context.check_equal(shared | {"the code's SHA-256": code_digest()})
-            return Trainer(config, context).train()
+        return train(argv)
     except RunEnded:
         return 0
     except UserError as error:
-        if reports_errors and not error.is_reported and not (rank and isinstance(error, SharedUserError)):
+        if not error.is_reported:
             logger.error(str(error))
         return 2
     except PeerError as error:

@@ -35,7 +35,8 @@ class KVCache:
     """
 
     def __init__(self, size: int) -> None:
-        self.size, self.length = size, 0
+        self.size = size
+        self.length = 0
         self.recent: dict[nn.Module, Tensor] = {}  # the last inputs of a convolution, (B, conv_kernel_size - 1, C)
         self.keys: Tensor | None = None  # (B, H, size, C/H); the first `length` characters are valid
         self.values: Tensor | None = None
@@ -44,9 +45,11 @@ class KVCache:
         """Appends keys and values of new characters, (B, H, T, C/H), and returns all, (B, H, length, C/H)."""
         if self.keys is None or self.values is None:
             B, H, _, D = keys.shape
-            self.keys, self.values = keys.new_empty(B, H, self.size, D), values.new_empty(B, H, self.size, D)
+            self.keys = keys.new_empty(B, H, self.size, D)
+            self.values = values.new_empty(B, H, self.size, D)
         new = slice(self.length, self.length + keys.size(2))
-        self.keys[:, :, new], self.values[:, :, new] = keys, values
+        self.keys[:, :, new] = keys
+        self.values[:, :, new] = values
         self.length = new.stop
         return self.keys[:, :, : new.stop], self.values[:, :, : new.stop]
 
@@ -100,18 +103,23 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.n_head, self.is_rotary = config.n_head, config.architecture == "nanochat"
+        self.n_head = config.n_head
+        self.is_rotary = config.architecture == "nanochat"
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.has_bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.has_bias)
-        self.attn_dropout, self.resid_dropout = Dropout(config.dropout), Dropout(config.dropout)
+        self.attn_dropout = Dropout(config.dropout)
+        self.resid_dropout = Dropout(config.dropout)
 
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
         """(B, T, C) -> (B, T, C); T must be 1 if the cache is not empty."""
         B, T, C = x.shape
-        qk, v = self.c_attn(x).view(B, T, -1, C // self.n_head).transpose(1, 2).split((2 * self.n_head, self.n_head), 1)
-        if self.is_rotary:
-            qk = rms_norm(rotate(qk, start=0 if cache is None else cache.length))
-        q, k = qk.chunk(2, 1)
+        H = self.n_head
+        qkv = self.c_attn(x).view(B, T, 3 * H, C // H).transpose(1, 2)  # (B, 3H, T, C/H)
+        qk, v = qkv.split((2 * H, H), dim=1)
+        if self.is_rotary:  # queries and keys together: one by one, a step takes 3% longer on a CPU
+            start = 0 if cache is None else cache.length
+            qk = rms_norm(rotate(qk, start))
+        q, k = qk.chunk(2, dim=1)  # (B, H, T, C/H) each
         is_causal = True
         if cache is not None:
             is_causal = cache.length == 0  # a single new character attends to all cached ones
@@ -158,7 +166,8 @@ class Block(nn.Module):
         self.ln_2 = build_norm(config)
         self.mlp = MLP(config)
         size = config.conv_kernel_size
-        self.conv_1, self.conv_2 = (CausalConv(config.n_embd, size) if size else None for _ in range(2))
+        self.conv_1 = CausalConv(config.n_embd, size) if size else None
+        self.conv_2 = CausalConv(config.n_embd, size) if size else None
 
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
         h = self.ln_1(x)
@@ -176,7 +185,8 @@ class GPT(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.config, self.is_nanochat = config, config.architecture == "nanochat"
+        self.config = config
+        self.is_nanochat = config.architecture == "nanochat"
         modules = {
             "wte": nn.Embedding(config.vocab_size, config.n_embd),
             "wpe": nn.Embedding(config.block_size, config.n_embd),

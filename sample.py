@@ -73,7 +73,8 @@ def run(argv: Sequence[str]) -> None:
     pretrained = load_pretrained(path, "--snapshot", GPT)
     if not all(weight.isfinite().all() for weight in pretrained.weights.values()):
         raise UserError(f"--snapshot: {path} has weights that are not finite; take an older one")
-    model, vocabulary = GPT(pretrained.model_config), pretrained.vocabulary
+    model = GPT(pretrained.model_config)
+    vocabulary = pretrained.vocabulary
     model.load_state_dict(pretrained.weights)
     texts = read_prompts(args.prompt, vocabulary)
     prompts = [torch.tensor(encode(text, vocabulary, "--prompt")) for text in texts]

@@ -18,7 +18,7 @@ from benchmarks.harness import suppress_stdout
 from char_dataset import ValidationDataset
 from mingpt.loss import cross_entropy
 from mingpt.optimizer import build_optimizer
-from mingpt.parallel.data_parallel import DTYPES
+from mingpt.parallel.strategy import DTYPES
 from model import GPT
 from trainer import Trainer
 

@@ -39,7 +39,7 @@ from mingpt.corpus import encode_corpus
 from mingpt.distributed.launch_environment import RankInfo
 from mingpt.distributed.process_group import DistributedContext
 from mingpt.generation import generate
-from mingpt.parallel.data_parallel import DTYPES
+from mingpt.parallel.strategy import DTYPES
 from mingpt.snapshot.storage import load_snapshot
 from mingpt.utils.device import has_bf16
 from mingpt.utils.metrics import MetricsLogger
@@ -194,7 +194,7 @@ from pathlib import Path
 began = time.perf_counter()
 from mingpt.config_parser import read_config
 from mingpt.distributed.process_group import init_distributed
-from mingpt.parallel.strategies import strategy_class
+from mingpt.parallel.build import strategy_class
 from mingpt.utils.logging import configure_logging
 from trainer import Trainer
 configure_logging()

@@ -22,7 +22,7 @@ from mingpt.config import Config, GPTConfig
 from mingpt.config_parser import build_parser, config_options, read_config
 from mingpt.muon import newton_schulz
 from mingpt.optimizer import param_groups
-from mingpt.parallel.strategies import estimate_memory
+from mingpt.parallel.build import estimate_memory
 from mingpt.utils.errors import UserError
 from mingpt.utils.logging import run_script
 from model import GPT

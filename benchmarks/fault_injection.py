@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import main
-from mingpt.parallel.data_parallel import Strategy
+from mingpt.parallel.strategy import Strategy
 
 STRIKE_AT = {"step": 6, "evaluation": 2}  # number of the forward pass there
 FAULTS = {  # name -> where, and the signal; None: out of memory

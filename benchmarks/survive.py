@@ -11,9 +11,9 @@ import torch.distributed as dist
 from benchmarks.harness import Bench, Row, median_row
 from mingpt.distributed.health import HealthMonitor
 from mingpt.distributed.launch_environment import RankInfo
-from mingpt.distributed.liveness import LOOPBACK
-from mingpt.distributed.supervisor import REPORT_FD
-from mingpt.distributed.surviving_context import SurvivingContext
+from mingpt.survive.context import SurvivingContext
+from mingpt.survive.liveness import LOOPBACK
+from mingpt.survive.supervisor import REPORT_FD
 from trainer import Trainer
 
 

@@ -179,7 +179,7 @@ class TrainerConfig:
         default=400, ge=1, le=MAX_STEPS, description="steps between generated samples; null: none"
     )
     sample_prompt: str | None = Field(
-        default=None, description="text that samples begin with; null: the first words of the validation text"
+        default=None, description="text that samples begin with; null: the first 20 characters of the validation text"
     )
     save_every: int = Field(default=400, ge=1, le=MAX_STEPS, description="steps between snapshots")
     save_minutes: float | None = Field(
@@ -348,7 +348,8 @@ class Config:
         return self
 
     def _pipeline_errors(self) -> Iterator[str]:
-        stages, batch_size = self.distributed.pipeline_stages, self.trainer.batch_size
+        stages = self.distributed.pipeline_stages
+        batch_size = self.trainer.batch_size
         if stages == 1:
             return
         if stages > self.model.n_layer:
@@ -365,7 +366,8 @@ class Config:
             )
 
     def _tree_errors(self) -> Iterator[str]:
-        cfg, reason = self.trainer, "with distributed.reduction tree, whose bits depend on it"
+        cfg = self.trainer
+        reason = "with distributed.reduction tree, whose bits depend on it"
         if self.distributed.reduction != "tree":
             return
         if cfg.micro_batch_size is None:

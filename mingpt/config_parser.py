@@ -25,7 +25,9 @@ MAX_BYTES = 2**20  # of a yaml file; the shipped one has 6,000
 Sections = dict[str, dict[str, Any]]
 
 _short = reprlib.Repr()  # of values in messages, which may be long, nested, or contain themselves
-_short.maxstring = _short.maxother = _short.maxlong = 200
+_short.maxstring = 200
+_short.maxother = 200
+_short.maxlong = 200
 _short.maxlevel = 2
 
 
@@ -87,7 +89,9 @@ def config_options(args: argparse.Namespace) -> list[str]:
     """The options that `build_parser` parsed, as a command line for `read_config`."""
     given = {key: getattr(args, key) for key in ("config", *KEYS)}
     options = [word for key, text in given.items() if text is not None for word in option_words(key, text)]
-    return options + ["--print_config"] * args.print_config
+    if args.print_config:
+        options.append("--print_config")
+    return options
 
 
 def option_words(name: str, value: Any) -> list[str]:
@@ -190,14 +194,17 @@ def _validate(values: Sections, origins: dict[str, str]) -> Config:
                 name = message.split()[0]
                 mistakes[message] = f" (in {origins[name]})" if name in origins else ""
                 continue
-            section, key, *_ = (str(part) for part in error["loc"])
-            name, allowed = f"{section}.{key}", error["msg"].replace("Input should be ", "")
+            section = str(error["loc"][0])
+            key = str(error["loc"][1])
+            name = f"{section}.{key}"
+            allowed = error["msg"].replace("Input should be ", "")
             if key == "betas" and error["type"] in ("missing", "too_long", "tuple_type", "float_type"):
                 allowed = "a list of two numbers"
             if error["type"] == "string_pattern_mismatch" and error["ctx"]["pattern"] == NO_NUL:
                 allowed = "at least one character, none of them NUL"
             if name in mistakes:
-                mistakes[name] += f" or {allowed}" * (allowed not in mistakes[name])
+                if allowed not in mistakes[name]:
+                    mistakes[name] += f" or {allowed}"
             else:
                 value = values[section][key]
                 null = "null or " if type(None) in get_args(KEYS[name].annotation) else ""

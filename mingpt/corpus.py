@@ -1,18 +1,20 @@
-"""Text files -> vocabulary -> tokens, encoded once into a cache, which is mapped into memory."""
+"""Text files -> vocabulary -> tokens, encoded once into a cache on disk.
+
+The text is read twice, in chunks, so memory does not grow with it: the first pass finds the characters that occur,
+which are the vocabulary, and the second looks up the token of each character and writes it.
+"""
 
 import codecs
 import hashlib
-import itertools
 import json
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import fsspec
 import numpy as np
@@ -26,8 +28,7 @@ from mingpt.utils.files import replace_file
 from mingpt.utils.logging import logger
 from mingpt.utils.progress import BAR_OPTIONS
 
-CHUNK_SIZE = 1 << 17  # bytes: fits a core's cache while it is decoded, looked up and written
-FIRST_CHUNKS = 16  # searched for characters before tokens are assigned, so that a small text need not be renumbered
+CHUNK_SIZE = 1 << 18  # bytes that are read at once; the arrays made of them fit into a core's cache
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class DamagedCacheError(Exception):
 
 
 def encode(text: str, vocabulary: str, source: str) -> list[int]:
-    """The tokens of a text.
+    """The tokens of a short text, such as a prompt.
 
     Args:
         source: the option or key that the text is from, for the message
@@ -58,18 +59,19 @@ def encode(text: str, vocabulary: str, source: str) -> list[int]:
     Raises:
         UserError: a character is not in the vocabulary.
     """
-    tokens = {character: token for token, character in enumerate(vocabulary)}
-    if unknown := sorted(set(text) - set(vocabulary)):
+    unknown = sorted(set(text) - set(vocabulary))
+    if unknown:
         raise UserError(
             f"{source}: {''.join(unknown)!r} not in the training text's vocabulary, which is {vocabulary!r}"
         )
+    tokens = {character: token for token, character in enumerate(vocabulary)}
     return [tokens[character] for character in text]
 
 
 def check_text(path: str) -> None:
     """Raises a UserError if there is no text at a path: file, glob or fsspec URL."""
-    with ExitStack() as stack:
-        _find_files(path, stack)
+    with _find_files(path):
+        pass
 
 
 def encode_corpus(
@@ -90,34 +92,105 @@ def encode_corpus(
         verify: whether to compare the cached tokens with their SHA-256, which one process per machine needs to do
 
     Raises:
-        UserError: the text is missing, empty or not UTF-8, or the cache can't be written.
+        UserError: the text is missing, empty or not UTF-8, it changes meanwhile, or the cache can't be written.
     """
+    with _find_files(path) as (fs, names):
+        identity = _identity(fs, names)
+        if cache_key:
+            identity += f" and {cache_key}"
+        try:
+            return _open_cache(cache_dir, identity, verify)
+        except DamagedCacheError:
+            logger.warning(f"the text's cache in {cache_dir} is damaged: its bytes do not match their SHA-256")
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            pass  # there is no cache, or it is of another text, or its index is damaged
+        extra = ""
+        if extra_characters is not None:
+            extra = extra_characters()
+        logger.info(f"encoding {path} into {cache_dir}, once")
+        _write_cache(path, fs, names, identity, extra, cache_dir)
+    return _open_cache(cache_dir, identity, verify=False)
+
+
+# The files of the text
+
+
+@contextmanager
+def _find_files(path: str) -> Iterator[tuple[fsspec.AbstractFileSystem, list[str]]]:
+    """Context manager that gives the file system of a text, usable inside, and the sorted names of its files."""
+    # An ExitStack, since errors of the caller's block are not to be caught here, as a `with` inside of `try` would do.
     with ExitStack() as stack:
-        fs, names, identity = _find_files(path, stack)
-        return _encode(path, fs, names, identity, cache_dir, extra_characters, cache_key, verify)
+        try:
+            fs, root = stack.enter_context(open_file_system(path))
+            found = [root]
+            if any(character in path for character in "*?["):
+                found = sorted(fs.glob(root))
+            infos = [fs.info(name) for name in found]
+        except FileNotFoundError:
+            infos = []
+        except Exception as error:  # each file system raises its own
+            raise UserError(
+                f"data.path: {path} can't be read: {error}; it may be a file, a glob, or a URL that fsspec knows"
+            ) from error
+        names = [info["name"] for info in infos if info["type"] == "file"]
+        if not names:
+            raise UserError(
+                f"data.path: no text at {path} (working directory {os.getcwd()}); "
+                "`python data/prepare.py` writes data/input.txt, the default"
+            )
+        yield fs, names
 
 
-def _encode(
+def _identity(fs: fsspec.AbstractFileSystem, names: Sequence[str]) -> str:
+    """Returns a string that changes when one of the files does."""
+    if isinstance(fs, LocalFileSystem):
+        return repr([(name, os.stat(name).st_size, os.stat(name).st_mtime_ns) for name in names])
+    return repr([(name, fs.ukey(name)) for name in names])
+
+
+def _download(fs: fsspec.AbstractFileSystem, names: Sequence[str], folder: str) -> list[str]:
+    """Copies files of another machine into a folder, and returns the names of the copies."""
+    copies = []
+    for i, name in enumerate(names):
+        copy = os.path.join(folder, f"{i}.txt")
+        bar = TqdmCallback(tqdm_kwargs={"desc": "fetching", "unit": "B", **BAR_OPTIONS})
+        try:
+            fs.get_file(name, copy, callback=bar)
+        except Exception as error:  # each file system raises its own
+            raise UserError(f"data.path: {name} can't be fetched: {error}; copy it here, or try again later") from error
+        copies.append(copy)
+    return copies
+
+
+# The cache: text.json, the index, and the file of tokens that it names
+
+
+def _open_cache(cache_dir: Path, identity: str, verify: bool) -> Corpus:
+    """Opens the cache of the text that has this identity.
+
+    Raises:
+        DamagedCacheError: `verify` is set, and the tokens do not match their SHA-256.
+        ValueError: the cache is of another text.
+    """
+    index = json.loads((cache_dir / "text.json").read_text())
+    if index["identity"] != identity:
+        raise ValueError("the text has changed since it was encoded")
+    file = cache_dir / index["tokens"]
+    if verify and _sha256(file) != index["tokens_sha256"]:
+        raise DamagedCacheError
+    tokens = np.load(file, mmap_mode="r")
+    return Corpus(index["vocabulary"], np.asarray(tokens), index["sha256"])
+
+
+def _write_cache(
     path: str,
     fs: fsspec.AbstractFileSystem,
     names: Sequence[str],
     identity: str,
+    extra_characters: str,
     cache_dir: Path,
-    extra_characters: Callable[[], str] | None,
-    cache_key: str,
-    verify: bool,
-) -> Corpus:
-    if cache_key:
-        identity += f" and {cache_key}"
-    index = cache_dir / "text.json"
-    try:
-        return _open_cache(index, identity, verify)
-    except DamagedCacheError:
-        logger.warning(f"the text's cache in {cache_dir} is damaged: its bytes do not match their SHA-256")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        pass  # there is no cache, or it is of another text, or its index is damaged
-    extra_codes = [ord(character) for character in extra_characters()] if extra_characters else []
-    logger.info(f"encoding {path} into {cache_dir}, once")
+) -> None:
+    """Encodes the text. A process that is killed meanwhile leaves the cache as it was, and an unfinished folder."""
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -128,192 +201,104 @@ def _encode(
         for leftover in cache_dir.glob("unfinished-*"):  # of a process that was killed
             shutil.rmtree(leftover)
         with tempfile.TemporaryDirectory(prefix="unfinished-", dir=cache_dir) as folder:
-            files = names if isinstance(fs, LocalFileSystem) else _download(fs, names, folder)
-            with ThreadPoolExecutor(1) as pool:  # hashlib releases the interpreter's lock
-                digest = pool.submit(_sha256, files)
-                unfinished = os.path.join(folder, "tokens.npy")
-                with tqdm(desc="encoding", total=sum(map(os.path.getsize, files)), unit="B", **BAR_OPTIONS) as bar:
-                    vocabulary = _write_tokens(files, unfinished, bar, extra_codes)
-                if not vocabulary:
+            files = names
+            if not isinstance(fs, LocalFileSystem):
+                files = _download(fs, names, folder)
+            unfinished = Path(folder, "tokens.npy")
+            bytes_to_read = 2 * sum(os.path.getsize(file) for file in files)  # in two passes
+            with tqdm(desc="encoding", total=bytes_to_read, unit="B", **BAR_OPTIONS) as bar:
+                vocabulary, length, sha256 = _find_vocabulary(files, extra_characters, bar)
+                if length == 0:
                     raise UserError(f"data.path: {path} is empty; it must hold text: name another file")
-                sha256 = digest.result()
-            name = hashlib.sha256((sha256 + vocabulary).encode()).hexdigest()[:16]  # tokens depend on both
+                sha256_of_second_pass = _write_tokens(files, vocabulary, length, unfinished, bar)
+            # The second pass has no token for a character that it alone has seen.
+            if sha256_of_second_pass != sha256:
+                raise UserError(f"data.path: {path} has changed while it was encoded; start again when it is complete")
+            # Tokens depend on both. Another name for other tokens: until text.json is replaced, it names the old ones.
+            name = hashlib.sha256((sha256 + vocabulary).encode()).hexdigest()[:16]
             tokens = cache_dir / f"tokens-{name}.npy"
-            tokens_sha256 = _sha256([unfinished])
-            os.replace(unfinished, tokens)
-            meta = {
+            index = {
                 "identity": identity,
                 "vocabulary": vocabulary,
                 "sha256": sha256,
                 "tokens": tokens.name,
-                "tokens_sha256": tokens_sha256,
+                "tokens_sha256": _sha256(unfinished),
             }
-            replace_file(index, json.dumps(meta))
+            os.replace(unfinished, tokens)
+            replace_file(cache_dir / "text.json", json.dumps(index))
+        for file in cache_dir.glob("tokens-*.npy"):
+            if file != tokens:
+                file.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(
             f"data.path: {path} can't be encoded into {cache_dir}: {error}; make room there, or set another "
             "trainer.run_dir"
         ) from error
-    for old in cache_dir.glob("tokens-*.npy"):
-        if old != tokens:
-            old.unlink(missing_ok=True)
-    return _open_cache(index, identity, verify=False)
 
 
-def _open_cache(index: Path, identity: str, verify: bool) -> Corpus:
-    meta = json.loads(index.read_text())
-    if meta["identity"] != identity:
-        raise ValueError("the text has changed since it was encoded")
-    file = index.parent / meta["tokens"]
-    if verify and _sha256([str(file)]) != meta["tokens_sha256"]:
-        raise DamagedCacheError
-    tokens = np.load(file, mmap_mode="r")
-    return Corpus(meta["vocabulary"], np.asarray(tokens), meta["sha256"])
-
-
-def _find_files(path: str, stack: ExitStack) -> tuple[fsspec.AbstractFileSystem, list[str], str]:
-    """Returns the file system, the sorted names, and a string that changes when a file does.
-
-    The file system is usable until `stack` is closed.
-    """
-    try:
-        fs, root = stack.enter_context(open_file_system(path))
-        names = sorted(fs.glob(root)) if any(c in path for c in "*?[") else [root]
-        infos = [fs.info(name) for name in names]
-    except FileNotFoundError:
-        infos = []
-    except Exception as error:  # each file system raises its own
-        raise UserError(
-            f"data.path: {path} can't be read: {error}; it may be a file, a glob, or a URL that fsspec knows"
-        ) from error
-    names = [info["name"] for info in infos if info["type"] == "file"]
-    if not names:
-        raise UserError(
-            f"data.path: no text at {path} (working directory {os.getcwd()}); "
-            "`python data/prepare.py` writes data/input.txt, the default"
-        )
-    if isinstance(fs, LocalFileSystem):
-        return fs, names, repr([(name, os.stat(name).st_size, os.stat(name).st_mtime_ns) for name in names])
-    return fs, names, repr([(name, fs.ukey(name)) for name in names])
-
-
-def _download(fs: fsspec.AbstractFileSystem, names: Sequence[str], folder: str) -> list[str]:
-    files = [os.path.join(folder, f"{i}.txt") for i in range(len(names))]
-    for name, file in zip(names, files, strict=True):
-        try:
-            fs.get_file(name, file, callback=TqdmCallback(tqdm_kwargs={"desc": "fetching", "unit": "B", **BAR_OPTIONS}))
-        except Exception as error:  # each file system raises its own
-            raise UserError(f"data.path: {name} can't be fetched: {error}; copy it here, or try again later") from error
-    return files
-
-
-def _sha256(files: Sequence[str]) -> str:
+def _sha256(file: Path) -> str:
     digest = hashlib.sha256()
-    for name in files:
-        with open(name, "rb", buffering=0) as file:
-            while chunk := file.read(32 * CHUNK_SIZE):  # few iterations: each one takes the interpreter's lock
-                digest.update(chunk)
+    with open(file, "rb") as opened:
+        while chunk := opened.read(CHUNK_SIZE):
+            digest.update(chunk)
     return digest.hexdigest()
 
 
-def _decode(files: Sequence[str], bar: tqdm) -> Iterator[bytes | np.ndarray]:
-    """Yields the text's code points in pieces: bytes if all are below 256, else (n,) uint32."""
+# The two passes
+
+
+def _read(files: Sequence[str], bar: tqdm) -> Iterator[tuple[bytes, np.ndarray]]:
+    """Yields the bytes of each chunk, and the code points, (n,) uint32, of the characters that end in it."""
     for name in files:
         decoder = codecs.getincrementaldecoder("utf-8")()
-        with open(name, "rb", buffering=0) as file:
-            chunk = None
-            while chunk != b"":
+        with open(name, "rb") as file:
+            is_end = False
+            while not is_end:
                 chunk = file.read(CHUNK_SIZE)
+                is_end = not chunk
+                try:
+                    # The decoder keeps the first bytes of a character whose last ones are in the next chunk.
+                    text = decoder.decode(chunk, final=is_end)
+                except UnicodeDecodeError as error:
+                    byte = file.tell() - len(error.object) + error.start
+                    raise UserError(
+                        f"data.path: {name} is not UTF-8 text: byte {byte} is {error.object[error.start]:#04x}; "
+                        "convert it, as `iconv -f LATIN1 -t UTF-8` does from Latin-1"
+                    ) from error
+                # UTF-32 is the array of code points. numpy is faster than a set or a dictionary of characters.
+                yield chunk, np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
                 bar.update(len(chunk))
-                piece: bytes | np.ndarray = chunk
-                incomplete, _ = decoder.getstate()  # a character whose end is in the next chunk
-                if incomplete or not chunk.isascii():
-                    try:
-                        text = decoder.decode(chunk, final=not chunk)
-                    except UnicodeDecodeError as error:
-                        byte = file.tell() - len(error.object) + error.start
-                        raise UserError(
-                            f"data.path: {name} is not UTF-8 text: byte {byte} is {error.object[error.start]:#04x}; "
-                            "convert it, as `iconv -f LATIN1 -t UTF-8` does from Latin-1"
-                        ) from error
-                    try:
-                        piece = text.encode("latin-1")
-                    except UnicodeEncodeError:
-                        piece = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
-                if len(piece):
-                    yield piece
 
 
-def _add_codes(piece: bytes | np.ndarray, codes: set[int]) -> None:
-    if isinstance(piece, bytes):
-        for part in (piece[:4096], piece):  # updating a set is slow: what is known is removed from the bytes before
-            codes.update(part.translate(None, delete=bytes(code for code in codes if code < 256)))
-    else:
-        codes.update(np.flatnonzero(np.bincount(piece)).tolist())
+def _find_vocabulary(files: Sequence[str], extra_characters: str, bar: tqdm) -> tuple[str, int, str]:
+    """Returns the vocabulary, the number of characters in the text, and the SHA-256 of its bytes."""
+    occurs = np.zeros(sys.maxunicode + 1, dtype=bool)  # by code point
+    for character in extra_characters:
+        occurs[ord(character)] = True
+    length = 0
+    digest = hashlib.sha256()
+    for chunk, codes in _read(files, bar):
+        occurs[codes] = True
+        length += len(codes)
+        digest.update(chunk)
+    vocabulary = "".join(chr(code) for code in np.flatnonzero(occurs))
+    return vocabulary, length, digest.hexdigest()
 
 
-def _lookup_table(order: Sequence[int]) -> np.ndarray:
-    """Maps each number in `order` to its index there, and all others to the maximum of the narrowest dtype."""
-    dtype = np.min_scalar_type(len(order) - 1)
-    table = np.full(max(255, *order) + 2, np.iinfo(dtype).max, dtype=dtype)
-    table[order] = np.arange(len(order))
-    return table
-
-
-def _look_up(piece: bytes | np.ndarray, table: np.ndarray) -> np.ndarray:
-    if isinstance(piece, bytes) and table.dtype == np.uint8:
-        return np.frombuffer(piece.translate(table[:256].tobytes()), dtype=np.uint8)
-    codes = np.frombuffer(piece, dtype=np.uint8) if isinstance(piece, bytes) else piece
-    return table.take(codes, mode="clip")  # larger codes get the last entry, that of unknown ones
-
-
-def _write_tokens(files: Sequence[str], target: str, bar: tqdm, known_codes: Sequence[int]) -> str:
-    """Writes the text as tokens into the .npy file `target`, flushes it to disk and returns the vocabulary.
-
-    The text is decoded once. A character that first occurs after the first chunks gets the next token, and the tokens
-    are renumbered at the end. The vocabulary includes `known_codes`.
-    """
-    bar.update(-bar.n)  # unlike reset(), shows nothing
-    pieces = _decode(files, bar)
-    first = list(itertools.islice(pieces, FIRST_CHUNKS))
-    codes, count = set(known_codes), 0
-    for piece in first:
-        _add_codes(piece, codes)
-    if not first:
-        return ""
-    table = _lookup_table(order := sorted(codes))
-    unknown = np.iinfo(table.dtype).max
-    with open(target, "w+b") as file:
-        # The header holds the length, which is known at the end: numpy pads the header, so rewriting keeps its size.
-        np.lib.format.write_array_header_1_0(file, _header(table.dtype, 0))
-        start = file.tell()
-        for piece in itertools.chain(first, pieces):
-            tokens = _look_up(piece, table)
-            if unknown in tokens:  # it is also the last character's token if the dtype is just wide enough
-                _add_codes(piece, codes)
-                if len(codes) > unknown + 1:
-                    file.close()  # its buffer would be written over the new tokens
-                    return _write_tokens(files, target, bar, sorted(codes))
-                table = _lookup_table(order := order + sorted(codes.difference(order)))
-                tokens = _look_up(piece, table)
-            file.write(tokens.data)
-            count += len(tokens)
-        if order != sorted(order):
-            _renumber(file, start, _lookup_table(np.argsort(order).tolist()))
-        file.seek(0)
-        np.lib.format.write_array_header_1_0(file, _header(table.dtype, count))
+def _write_tokens(files: Sequence[str], vocabulary: str, length: int, target: Path, bar: tqdm) -> str:
+    """Writes the tokens into a .npy file, flushed to disk, and returns the SHA-256 of the text's bytes."""
+    dtype = np.min_scalar_type(len(vocabulary) - 1)
+    token_of_code = np.zeros(sys.maxunicode + 1, dtype=dtype)
+    for token, character in enumerate(vocabulary):
+        token_of_code[ord(character)] = token
+    digest = hashlib.sha256()
+    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (length,)}
+    # Not open_memmap: on a full disk, writing into mapped memory ends the process by SIGBUS.
+    with open(target, "wb") as file:
+        np.lib.format.write_array_header_1_0(file, header)
+        for chunk, codes in _read(files, bar):
+            file.write(token_of_code.take(codes).data)
+            digest.update(chunk)
         file.flush()
         os.fsync(file.fileno())
-    return "".join(map(chr, sorted(order)))
-
-
-def _renumber(file: BinaryIO, start: int, table: np.ndarray) -> None:
-    """Replaces each token from byte `start` on by its entry in `table`."""
-    file.seek(start)
-    while data := file.read(CHUNK_SIZE * table.itemsize):
-        file.seek(-len(data), os.SEEK_CUR)
-        file.write(_look_up(data if table.itemsize == 1 else np.frombuffer(data, dtype=table.dtype), table).data)
-
-
-def _header(dtype: np.dtype, count: int) -> dict:
-    return {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (count,)}
+    return digest.hexdigest()

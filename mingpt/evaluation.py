@@ -1,6 +1,5 @@
 """Validation loss and generated samples during training, with the same bits on any number of ranks."""
 
-import re
 from typing import Protocol
 
 import numpy as np
@@ -9,11 +8,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mingpt.corpus import encode
 from mingpt.generation import generate
-from mingpt.parallel.data_parallel import Strategy, WindowDataset
+from mingpt.parallel.strategy import Strategy, WindowDataset
 
 SAMPLE_LENGTH = 100  # characters after the prompt
-# Default prompts, the best first: words of one line at the start of a paragraph; anywhere; a short line; no words.
-PROMPTS = (r"\n\n(\S.{15,28}\S)(?=\s)", r"\s(\S.{15,28}\S)(?=\s)", r"\s(\S.{0,28}\S)(?=\s)", r"(\S(?:.{0,28}\S)?)")
+DEFAULT_PROMPT_LENGTH = 20  # characters
 NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH, SDPBackend.OVERRIDEABLE]
 
 
@@ -70,7 +68,7 @@ def evaluate(strategy: Strategy, data: ValidationWindows, batch_size: int) -> fl
 
 
 def choose_sample_prompt(prompt: str | None, tokens: np.ndarray, vocabulary: str) -> str:
-    """Returns `trainer.sample_prompt`; if that is null, the first words of the validation text, at most 30 characters.
+    """Returns `trainer.sample_prompt`; if that is null, the first 20 characters of the validation text.
 
     Args:
         prompt: the key's value
@@ -80,8 +78,7 @@ def choose_sample_prompt(prompt: str | None, tokens: np.ndarray, vocabulary: str
         UserError: the text does not have one of the characters.
     """
     if prompt is None:
-        start = "".join(vocabulary[token] for token in tokens[:1000])
-        return next((found[1] for pattern in PROMPTS if (found := re.search(pattern, start))), start[0])
+        return "".join(vocabulary[token] for token in tokens[:DEFAULT_PROMPT_LENGTH])
     encode(prompt, vocabulary, "trainer.sample_prompt")
     return prompt
 

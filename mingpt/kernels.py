@@ -28,7 +28,8 @@ class LayerNorm(nn.LayerNorm):
     """Layer norm in the dtype of its input: FSDP provides the weights in bf16."""
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = (None if p is None else p.to(x.dtype) for p in (self.weight, self.bias))
+        weight = self.weight.to(x.dtype)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
@@ -84,7 +85,9 @@ def use_bmm_attention(q: Tensor, dropout: float) -> bool:
 def bmm_attention(q: Tensor, k: Tensor, v: Tensor, dropout: Dropout) -> Tensor:
     """Causal attention as two batched matrix products: (B, H, T, D) each -> (B, H, T, D)."""
     B, H, T, D = q.shape
-    q, k, v = (x.reshape(B * H, T, D) for x in (q, k, v))
+    q = q.reshape(B * H, T, D)
+    k = k.reshape(B * H, T, D)
+    v = v.reshape(B * H, T, D)
     mask = torch.full((T, T), -math.inf, dtype=q.dtype, device=q.device).triu(1)
     scores = torch.baddbmm(mask.expand(B * H, T, T), q, k.transpose(1, 2), alpha=1 / math.sqrt(D))
     return torch.bmm(dropout(scores.softmax(-1)), v).view(B, H, T, D)

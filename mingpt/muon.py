@@ -67,12 +67,16 @@ class MuonWithAdamW(Optimizer):
         scale: float | Tensor = 1.0
         if found_inf is not None:
             scale = 1 - found_inf
-            gradients = [torch.where(found_inf > 0, *both) for both in zip(buffers, gradients, strict=True)]
+            gradients = [
+                torch.where(found_inf > 0, buffer, gradient)
+                for buffer, gradient in zip(buffers, gradients, strict=True)
+            ]
         torch._foreach_lerp_(buffers, gradients, 1 - MOMENTUM)
         nesterov = torch.stack(torch._foreach_lerp(gradients, buffers, MOMENTUM))
         like = matrices[0]
         updates = group["newton_schulz"](nesterov, group["ns_dtype"], like)
-        weights, rate = [to_local(matrix.detach()) for matrix in matrices], group["lr"] * scale
+        weights = [to_local(matrix.detach()) for matrix in matrices]
+        rate = group["lr"] * scale
         torch._foreach_mul_(weights, 1 - rate * group["weight_decay"])
         torch._foreach_sub_(weights, [*(updates * (rate * 0.2 * math.sqrt(max(like.shape))))])
 
@@ -131,7 +135,8 @@ def _product_of_factors(square: Tensor) -> Tensor:
         factor.diagonal(dim1=1, dim2=2).add_(a)
         return factor
 
-    product = factor = factor_of(square, *COEFFICIENTS[0])
+    factor = factor_of(square, *COEFFICIENTS[0])
+    product = factor
     for coefficients in COEFFICIENTS[1:]:
         square = torch.bmm(factor, torch.bmm(factor, square))
         factor = factor_of(square, *coefficients)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from mingpt.config import GPTConfig
 from mingpt.config_parser import read_config
 from mingpt.distributed.process_group import init_distributed
-from mingpt.parallel.strategies import strategy_class
+from mingpt.parallel.build import strategy_class
 from mingpt.snapshot.storage import SnapshotStorage
 from mingpt.utils.lock import LOCK_NAME
 from mingpt.utils.metrics import read_metrics
@@ -69,7 +69,7 @@ V, T = 11, 8  # vocabulary and window of the models of `small_gpt`
 # Ranks are forks of one server, which has imported everything once.
 FORKSERVER = multiprocessing.get_context("forkserver")
 PRELOAD = ["torch", "torch._dynamo", "torch.utils.tensorboard", "main", "sample", "mingpt.parallel.sharded", "pytest"]
-FORKSERVER.set_forkserver_preload([*PRELOAD, "tests.warm"])
+FORKSERVER.set_forkserver_preload(PRELOAD)
 
 
 def write_text(path: Path, size: int = 3000) -> Path:
@@ -367,7 +367,9 @@ def open_trainer(*argv: str, rendezvous: Any = "") -> Iterator[Trainer]:
         redirect_stdout(io.StringIO()),
         redirect_stderr(io.StringIO()),
     ):
-        yield Trainer(config, context)
+        trainer = Trainer(config, context)
+        trainer.resume()
+        yield trainer
 
 
 def train_losses(trainer: Trainer, steps: int) -> list[float]:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import numpy as np
@@ -44,7 +45,7 @@ ALL = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x110000)]))
         random_text(("mz", 900), ("az~!", 900)),  # ASCII, with new characters late and out of order
         random_text(("xyz", 900), ("aé\x80ÿ", 900), ("b🙂—z", 900), ("ab", 900)),
         random_text((LATIN, 1500), (WIDE[:32], 1500), ("late !", 9)),  # all values of uint8 used, then known characters
-        random_text((LATIN, 1500), (WIDE, 1500), ("\n", 10)),  # uint8 turns out too narrow late
+        random_text((LATIN, 1500), (WIDE, 1500), ("\n", 10)),  # uint8 is too narrow, because of late characters
         random_text((WIDE[::-1], 900), (LATIN, 900), ("\n", 10)),
         random_text((ALL, 400), ("a", 10)),
     ],
@@ -157,6 +158,28 @@ def test_extra_characters_are_in_the_vocabulary_and_their_key_identifies_the_cac
         assert encoded.vocabulary == "".join(sorted({*"some text", *extra}))
         assert decode(encoded) == "some text"
         encode_corpus(path, cache, lambda: pytest.fail("the cache is not used"), key)
+
+
+@pytest.mark.parametrize("content", ["txet emos", "some texts", "some", "", "ßöme text"])
+def test_a_text_that_changes_between_the_passes_is_refused(
+    content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if its length and its characters stay the same."""
+    file, cache = tmp_path / "text.txt", tmp_path / "cache"
+    file.write_text("some text")
+    write_tokens = corpus._write_tokens
+
+    def change_text(*args: Any) -> str:
+        file.write_text(content, encoding="utf-8")
+        return write_tokens(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(corpus, "_write_tokens", change_text)
+        with pytest.raises(UserError, match=r"data\.path: .*text\.txt has changed while it was encoded; start again"):
+            encode_corpus(str(file), cache)
+    assert not list(cache.iterdir())
+    file.write_text("some text")
+    assert decode(encode_corpus(str(file), cache)) == "some text"
 
 
 def test_a_cache_that_can_not_be_written_is_named(tmp_path: Path) -> None:

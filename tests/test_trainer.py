@@ -32,9 +32,10 @@ from helpers import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import main
-import trainer as trainer_module
 from mingpt.distributed.process_group import DistributedContext
 from mingpt.evaluation import evaluate
+from mingpt.optimizer import FiniteGuard
+from mingpt.parallel import build
 from mingpt.snapshot.storage import load_snapshot
 from mingpt.utils import device
 from mingpt.utils.errors import UserError
@@ -119,10 +120,10 @@ def test_gradients_that_overflow_at_every_loss_scale_end_the_run(
         monkeypatch.setattr(trainer.strategy, "compute_loss", lambda *args: compute_loss(*args) * torch.inf)
         monkeypatch.setattr(trainer.strategy, "scaler", torch.amp.GradScaler("cpu", init_scale=3e-4))
         trainer.train_step()
-        trainer._check_finite()
+        trainer.guard.check(trainer.step)
         trainer.train_step()
         with pytest.raises(UserError, match=r"^step 2: in fp16, the gradients have overflowed at every loss scale"):
-            trainer._check_finite()
+            trainer.guard.check(trainer.step)
 
 
 def test_numerics_are_chosen_before_ranks_exchange_tensors(
@@ -135,7 +136,7 @@ def test_numerics_are_chosen_before_ranks_exchange_tensors(
         function = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *args: (calls.append(name), function(*args))[1])
 
-    record(trainer_module, "choose_numerics")
+    record(build, "choose_numerics")
     record(DistributedContext, "broadcast_tensor")
     record(DistributedContext, "all_reduce")
     monkeypatch.setenv("TEST_INIT_METHOD", "file:///unused")
@@ -234,8 +235,13 @@ class _EqualWindows:
 def _losses_of_equal_windows(*argv: str) -> list[list[float]]:
     """The losses of samples 0 to 5, the same again, and of 2 to 7, in micro-batches of one."""
     with open_trainer(*argv) as trainer:
-        batches = (range(6), range(6), range(2, 8))
-        return [torch.stack(trainer.strategy.forward_backward(b, _EqualWindows())).tolist() for b in batches]
+        results = []
+        for batch in (range(6), range(6), range(2, 8)):
+            losses = []
+            for micro_batch in trainer.strategy.micro_batches(batch):
+                losses += trainer.strategy.forward_backward(micro_batch, _EqualWindows())
+            results.append(torch.stack(losses).tolist())
+        return results
 
 
 def _validation_loss(*argv: str) -> tuple[float, float]:
@@ -335,20 +341,27 @@ class CountWaits(TorchDispatchMode):
 def test_steps_between_log_lines_do_not_wait_for_the_device(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the first step's loss is read. On the CPU each is, so after each step the device is said to be another."""
+    """Only the first step's loss is read. On the CPU each is, so after backward the device is said to be another."""
     monkeypatch.setenv("TEST_INIT_METHOD", "file:///unused")
     options = {"trainer__log_every": 4, "trainer__eval_every": 12, "trainer__save_every": 12}
     with open_trainer(*run_args(tmp_path / "run", text, **options)) as trainer:
-        counts, device, train_step = [], trainer.context.device, trainer.train_step
+        counts = []
+        device = trainer.context.device
+        train_step = trainer.train_step
+        watch = FiniteGuard.watch
 
         def step() -> Any:
             trainer.context.device = device
             counts.append(waits.count)
-            result = train_step()
-            trainer.context.device = torch.device("mps") if trainer.step < 12 else device
-            return result
+            return train_step()
+
+        def watch_on_another_device(guard: FiniteGuard, step: int, grad_norm: torch.Tensor) -> None:
+            if step < 12:
+                trainer.context.device = torch.device("xpu")
+            watch(guard, step, grad_norm)
 
         monkeypatch.setattr(trainer, "train_step", step)
+        monkeypatch.setattr(FiniteGuard, "watch", watch_on_another_device)
         with CountWaits() as waits:
             assert trainer.train() == 0
     found = [after > before for before, after in zip(counts, [*counts[1:], waits.count], strict=True)]

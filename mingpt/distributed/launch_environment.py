@@ -62,7 +62,8 @@ def _detect_rank(env: Mapping[str, str]) -> RankInfo:
         optional = ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
         rank, size, local_rank, local_size = _integers(env, required, optional)
         # mpirun creates this folder for a job, private to the user, and removes it after the job.
-        folder, job = env.get("PMIX_SERVER_TMPDIR"), env.get("PMIX_NAMESPACE")
+        folder = env.get("PMIX_SERVER_TMPDIR")
+        job = env.get("PMIX_NAMESPACE")
         file = f"file://{folder}/rendezvous-{job}" if folder and job and local_size == size else None
         return RankInfo(rank, size, local_rank, local_size, _master_address(env, file))
     # The shell of a batch script has SLURM_PROCID and SLURM_NTASKS too, but it is a single process in no step.

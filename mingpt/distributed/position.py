@@ -4,18 +4,19 @@ The step is unchanged. With each heartbeat, a thread reads the sequence numbers 
 the main thread.
 """
 
-import json
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
 import torch.distributed as dist
 
+from mingpt.distributed.daemon_thread import DaemonThread
 from mingpt.utils.logging import logger
 
 ROOT = f"{Path(__file__).parents[2]}/"
@@ -35,22 +36,6 @@ class Position(NamedTuple):
     seconds: float  # since one of these changed
 
 
-class Heartbeat(NamedTuple):
-    """What a process sets in the store at intervals."""
-
-    number: float  # another one each time
-    position: Position | None = None  # None: it has just started
-    is_waiting: bool = False  # its main thread waits for the others
-
-    def encode(self) -> str:
-        return json.dumps(self)
-
-
-def decode_heartbeat(heartbeat: bytes) -> Heartbeat:
-    number, position, is_waiting = json.loads(heartbeat)
-    return Heartbeat(number, position and Position(*position), is_waiting)
-
-
 class PositionReader:
     """Reads the position of this process, for another thread than the main thread.
 
@@ -58,7 +43,8 @@ class PositionReader:
     """
 
     def __init__(self, count_collectives: Callable[[], dict[str, int]]) -> None:
-        self.count_collectives, self.thread = count_collectives, threading.main_thread().ident
+        self.count_collectives = count_collectives
+        self.thread = threading.main_thread().ident
         self.last: tuple[dict[str, int], str, str] = {}, "", "no line yet"
         self.changed = time.monotonic()
 
@@ -68,9 +54,11 @@ class PositionReader:
         if not isinstance(error, RuntimeError):  # as all backends raise
             with suppress(RuntimeError):  # a group may be destroyed meanwhile, and the heartbeats must go on
                 frame = sys._current_frames().get(self.thread)  # type: ignore[arg-type]
-                current = self.count_collectives(), *find_line(frame)
+                function, line = find_line(frame)
+                current = (self.count_collectives(), function, line)
                 if current != self.last:
-                    self.changed, self.last = time.monotonic(), current
+                    self.last = current
+                    self.changed = time.monotonic()
         return Position(*self.last, time.monotonic() - self.changed)
 
 
@@ -91,11 +79,14 @@ def find_line(frame: FrameType | None) -> tuple[str, str]:
 
     In no collective, it is an empty string and the innermost line of this program.
     """
-    function, is_collective = "", False
+    function = ""
+    is_collective = False
     while frame is not None:
-        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        file = frame.f_code.co_filename
+        name = frame.f_code.co_name
         if file.startswith(COLLECTIVES):
-            function, is_collective = name, True
+            function = name
+            is_collective = True
         elif file.startswith(ROOT) and "/site-packages/" not in file:
             return function, f"{file.removeprefix(ROOT)}:{frame.f_lineno}"
         elif file.startswith(TORCH_DISTRIBUTED) and not is_collective and not name.startswith("<"):
@@ -147,15 +138,18 @@ def explain_wait(positions: Mapping[int, Position], names: Mapping[int, str]) ->
     least, most = count_extremes(positions)
     outside = [rank for rank, position in positions.items() if not position.function]
     if late:
-        named, group = list(late), next(iter(late.values()))
+        named = list(late)
+        group = next(iter(late.values()))
         members = [rank for rank, position in positions.items() if group in position.counts]
         newest = positions[max(members, key=lambda rank: positions[rank].counts[group])]
         function = f" ({newest.function})" if newest.function else ""
         what = f"not come to collective {positions[named[0]].counts[group] + 1:,}{function}"
     elif least == most and 0 < len(outside) <= len(positions) / 2:  # more of them are in backward, which calls DDP's
-        named, what = outside, "not answered"
+        named = outside
+        what = "not answered"
     else:
-        named, what = [], "come to different collectives"
+        named = []
+        what = "come to different collectives"
     each = [
         f"{format_ranks(ranks)}: {f'in {function} at ' if function else ''}{line} for "
         f"{max(positions[rank].seconds for rank in ranks):.1f} seconds"
@@ -190,7 +184,8 @@ class SlowRanks:
             positions: those of all ranks
             seconds: since the last look
         """
-        before, self.behind = self.behind, {}
+        before = self.behind
+        self.behind = {}
         for rank in find_late(positions):
             position = positions[rank]
             counts, waited = before.get(rank, ({}, 0.0))
@@ -199,7 +194,8 @@ class SlowRanks:
             if waited < SLOW_SECONDS <= now_waited:
                 message = f"rank {rank} is {now_waited:.1f} seconds behind the others, at {position.line}"
                 # The caller sends heartbeats, and a pipe or a terminal that nobody reads blocks whoever writes.
-                threading.Thread(target=_warn, args=(message,), daemon=True).start()
+                with suppress(RuntimeError):  # without memory for a thread there is no warning
+                    DaemonThread(partial(_warn, message))
 
 
 def _warn(message: str) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mingpt.config import DistributedConfig
-from mingpt.distributed.health import FILE_SYSTEM, HealthMonitor, rendezvous, uses_agent_store
+from mingpt.distributed.health import FILE_SYSTEM, HealthMonitor
 from mingpt.distributed.launch_environment import (
     RankInfo,
     detect_launch_environment,
@@ -25,8 +25,9 @@ from mingpt.distributed.launch_environment import (
 )
 from mingpt.distributed.plain_data import decode, encode
 from mingpt.distributed.position import find_line, format_ranks
+from mingpt.distributed.rendezvous import rendezvous, uses_agent_store
 from mingpt.utils.device import choose_device, use_cuda, visible_gpu_uuids
-from mingpt.utils.errors import PeerError, SharedUserError, StoreUnreachableError, UserError
+from mingpt.utils.errors import PeerError, StoreUnreachableError, UserError
 from mingpt.utils.logging import set_rank
 
 CUDA_EXTRA_TIMEOUT = timedelta(seconds=60)  # of NCCL's collectives, in addition to distributed.timeout_seconds
@@ -40,15 +41,15 @@ class DistributedContext:
     """This process's rank and device, and collectives with the other ranks."""
 
     def __init__(self, info: RankInfo, health: HealthMonitor | None = None, timeout: timedelta | None = None) -> None:
-        self.rank, self.world_size, self.health, self.timeout = info.rank, info.world_size, health, timeout
-        # With distributed.survive, `rank` and `world_size` are others in each view.
-        self.launch_rank, self.launch_world_size = info.rank, info.world_size
+        self.rank = info.rank
+        self.world_size = info.world_size
         self.restart_count = info.restart_count
-        self.view: int | None = None  # number of the view of the membership, with distributed.survive
-        self.is_joining = False  # with distributed.survive: others have the state of the run, and this process has not
+        self.health = health
+        self.timeout = timeout
         self.group: dist.ProcessGroup | None = None  # None: all ranks
         self.exit_callbacks: list[Callable[[], None]] = []  # called before the process group is destroyed
-        host, hosts = platform.node(), self.all_gather_object(platform.node())
+        host = platform.node()
+        hosts = self.all_gather_object(host)
         self.local_rank = hosts[: self.rank].count(host) if info.local_rank is None else info.local_rank
         self.local_world_size = info.local_world_size or hosts.count(host)
         self.device = torch.device("cpu")
@@ -60,17 +61,24 @@ class DistributedContext:
             group = dist.new_group(list(ranks), timeout=self.timeout, group_desc=description)
             if self.rank in ranks:
                 _extend_cuda_timeout(group)
-                context.rank, context.world_size, context.group = ranks.index(self.rank), len(ranks), group
+                context.rank = ranks.index(self.rank)
+                context.world_size = len(ranks)
+                context.group = group
         return context
 
     def init_device(self, backend: str) -> None:
         """Sets `device`; on all ranks, it is a UserError if some host has fewer GPUs than processes."""
-        host, gpus = platform.node(), self.raise_on_all_ranks(lambda: visible_gpu_uuids(backend))
-        others = [other for rank, other in enumerate(self.all_gather_object((host, gpus))) if rank != self.rank]
-        # srun may assign GPUs: each process then sees only its own, as number 0.
-        exclusive = not any(other_host == host and set(uuids) & set(gpus) for other_host, uuids in others)
-        local_rank, local_size = (0, 1) if gpus and exclusive else (self.local_rank, self.local_world_size)
-        self.device = self.raise_on_all_ranks(lambda: choose_device(backend, local_rank, local_size, self.world_size))
+        host = platform.node()
+        with self.shared_errors():
+            gpus = visible_gpu_uuids(backend)
+        found = self.all_gather_object((host, gpus))
+        others = found[: self.rank] + found[self.rank + 1 :]
+        is_shared = any(other_host == host and set(other_gpus) & set(gpus) for other_host, other_gpus in others)
+        with self.shared_errors():
+            if gpus and not is_shared:  # as srun assigns them: each process sees only its own, as number 0
+                self.device = choose_device(backend, 0, 1, self.world_size)
+            else:
+                self.device = choose_device(backend, self.local_rank, self.local_world_size, self.world_size)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
@@ -116,27 +124,38 @@ class DistributedContext:
         """Returns the source rank's value. It is plain data; with several ranks, tuples become lists."""
         return self.all_gather_object(value if self.rank == source else None)[source]  # type: ignore[return-value]
 
-    def raise_on_all_ranks(self, action: Callable[[], T]) -> T:
-        """Runs `action` and returns its result; the UserError of the first rank that has one is raised on all ranks."""
-        result, error = None, None
+    @contextmanager
+    def shared_errors(self) -> Iterator[None]:
+        """Raises a UserError of any rank's block on all ranks: that of the first rank that has one."""
+        message = None
         try:
-            result = action()
-        except UserError as raised:
-            error = str(raised)
-        for rank, message in enumerate(self.all_gather_object(error)):
-            if message is not None:
-                raise UserError(f"rank {rank}: {message}" if rank else message)
-        return result  # type: ignore[return-value]
+            yield
+        except UserError as error:
+            message = str(error)
+        self._raise_shared(message)
 
-    def run_on_rank0(self, action: Callable[[], T]) -> T:
-        """Runs `action` on rank 0 and returns its result on all ranks; a UserError is raised on all ranks."""
-        return self.broadcast_object(self.raise_on_all_ranks(action if self.rank == 0 else lambda: None))  # type: ignore[return-value]
+    def _raise_shared(self, message: str | None) -> None:
+        for rank, other in enumerate(self.all_gather_object(message)):
+            if other is not None:
+                raise UserError(f"rank {rank}: {other}" if rank else other)
 
-    def local_rank0_first(self, action: Callable[[], T]) -> T:
-        """Runs `action` on rank 0, then on local rank 0 of each host, then on all ranks, which find its files."""
-        self.raise_on_all_ranks(lambda: action() if self.rank == 0 else None)
-        self.raise_on_all_ranks(lambda: action() if self.local_rank == 0 else None)
-        return self.raise_on_all_ranks(action)
+    @contextmanager
+    def local_rank0_first(self) -> Iterator[None]:
+        """Rank 0 runs the block first, then local rank 0 of each other host, then all others, which find its files.
+
+        A UserError of any rank is raised on all ranks, before later ones run the block.
+        """
+        turn = 2
+        if self.local_rank == 0:
+            turn = 1
+        if self.rank == 0:
+            turn = 0
+        for _ in range(turn):
+            self._raise_shared(None)
+        with self.shared_errors():
+            yield
+        for _ in range(turn + 1, 3):
+            self._raise_shared(None)
 
     def check_equal(
         self,
@@ -154,9 +173,9 @@ class DistributedContext:
                         f"{advice}"
                     )
 
-    def first_value(self, name: str, value: T) -> T:
-        """Returns the value that the first process has passed; they differ only with distributed.survive."""
-        return value
+    def agree_on(self, name: str, value: T) -> T:
+        """Returns rank 0's value. It is plain data, and `name` is its own."""
+        return self.broadcast_object(value)
 
     def shard_range(self, first: int, count: int, rank: int | None = None) -> range:
         """Returns a rank's shard of [first, first + count), by default this rank's; sizes differ by at most one."""
@@ -186,25 +205,20 @@ class DistributedContext:
         if self.world_size > 1:
             dist.broadcast(tensor, group_src=source, group=self.group)
 
-    def all_reduce_max_async(self, *values: int) -> Callable[[], list[int]]:
-        """Starts to reduce each value to its maximum over all ranks; returns a function that waits for the result.
+    def start_vote(self, *values: int) -> "Vote":
+        """Starts to reduce each value to its maximum over all ranks.
 
-        Ranks call it at the same step, so all of them see at the same step that one received a signal. The tensor is
-        on the CPU and reduced by gloo, so it does not wait for work on a GPU.
+        Ranks call it at the same step, so all of them see at the same step that one received a signal.
         """
-        tensor = torch.tensor(values, dtype=torch.int32)
-        work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, async_op=True) if self.world_size > 1 else None
+        return Vote(values, self.world_size)
 
-        def all_reduce_max() -> list[int]:
-            if work is not None:
-                work.wait()
-            return tensor.tolist()
+    def takes_part(self) -> bool:
+        """Whether this process is still one of the ranks of the run. A lost rank ends a run of this kind."""
+        return True
 
-        return all_reduce_max
-
-    def is_left_out(self) -> bool:
-        """Whether, with distributed.survive, the other ranks have gone on without this one, which may not know it."""
-        return False
+    def metrics(self) -> dict[str, int]:
+        """What each train row says of the ranks."""
+        return {"world_size": self.world_size, "restart_count": self.restart_count}
 
     def end_collectives(self) -> None:
         """Declares that training has ended here: from now on the loss of another rank does not end this process."""
@@ -217,6 +231,24 @@ class DistributedContext:
             with suppress(StoreUnreachableError):  # the process that hosts it is gone: there is nothing to wait for
                 return self.health.exchange(message, ranks)
         return {self.rank: message}
+
+
+class Vote:
+    """The maximum of each value over all ranks, reduced while the caller goes on.
+
+    The tensor is on the CPU and reduced by gloo, so it does not wait for work on a GPU.
+    """
+
+    def __init__(self, values: Sequence[int], world_size: int) -> None:
+        self.tensor = torch.tensor(values, dtype=torch.int32)
+        self.work: dist.Work | None = None
+        if world_size > 1:
+            self.work = dist.all_reduce(self.tensor, op=dist.ReduceOp.MAX, async_op=True)
+
+    def wait(self) -> list[int]:
+        if self.work is not None:
+            self.work.wait()
+        return self.tensor.tolist()
 
 
 def _check_places(places: list[tuple[str, str]]) -> None:
@@ -252,7 +284,8 @@ def init_distributed(
         PeerError: another rank is gone.
     """
     _destroy_process_group()
-    info, health = detect_launch_environment(os.environ), None
+    info = detect_launch_environment(os.environ)
+    health = None
     set_rank(info.rank)
     backend = "cpu:gloo,cuda:nccl" if use_cuda(config.backend) else "gloo"
     timeout = timedelta(seconds=config.timeout_seconds)
@@ -264,6 +297,9 @@ def init_distributed(
         context = DistributedContext(info, health, timeout)
         _contexts.append(context)
         yield context
+    except UserError as error:
+        error.is_reported = error.is_reported or info.rank > 0  # all ranks raise the same
+        raise
     except Exception as error:
         explained = health.explain(error) if health and not isinstance(error, (UserError, PeerError)) else error
         if explained is error:
@@ -284,14 +320,19 @@ def _destroy_process_group() -> None:
 
 
 def _init_process_group(info: RankInfo, config: DistributedConfig, run_dir: str, backend: str) -> HealthMonitor:
-    rank, world_size, timeout = info.rank, info.world_size, timedelta(seconds=config.timeout_seconds)
+    rank = info.rank
+    world_size = info.world_size
+    timeout = timedelta(seconds=config.timeout_seconds)
     init_method = resolve_init_method(info, config.init_method, run_dir)
     try:
         store = rendezvous(init_method, rank, world_size, timeout)
         _check_backends(dist.PrefixStore("backend", store), rank, world_size, backend)
         select_gloo_interface(dist.PrefixStore("network", store), rank, world_size, init_method)
-        store_host = FILE_SYSTEM if init_method.startswith("file://") else "rank 0"
-        store_host = "torchrun's agent" if uses_agent_store(init_method) else store_host
+        store_host = "rank 0"
+        if init_method.startswith("file://"):
+            store_host = FILE_SYSTEM
+        elif uses_agent_store(init_method):
+            store_host = "torchrun's agent"
         health = HealthMonitor(store, rank, world_size, store_host, config.timeout_seconds)
         group_store = dist.PrefixStore("group", store)
         dist.init_process_group(backend, store=group_store, rank=rank, world_size=world_size, timeout=timeout)
@@ -299,7 +340,10 @@ def _init_process_group(info: RankInfo, config: DistributedConfig, run_dir: str,
         health.start()
         return health
     except (ValueError, RuntimeError, OSError) as error:
-        address = " {}:{}".format(*host_and_port(init_method)) if init_method == "env://" else ""
+        address = ""
+        if init_method == "env://":
+            host, port = host_and_port(init_method)
+            address = f" {host}:{port}"
         advice = f"are all {world_size} processes started, and does this address lead to the first one?"
         if "EADDRINUSE" in str(error) or getattr(error, "errno", None) == errno.EADDRINUSE:
             advice = "another program has this port: take a free one, or let `torchrun --standalone` find one"
@@ -315,7 +359,8 @@ def _extend_cuda_timeout(group: dist.ProcessGroup) -> None:
     Its error is an exception, after which ranks find out which of them is gone. NCCL's watchdog ends the process
     (handleException in ProcessGroupNCCL.cpp). `setTimeout` there applies to collectives from then on.
     """
-    cpu_backend, cuda_backend = (group._get_backend(torch.device(kind)) for kind in ("cpu", "cuda"))
+    cpu_backend = group._get_backend(torch.device("cpu"))
+    cuda_backend = group._get_backend(torch.device("cuda"))
     if cuda_backend is not cpu_backend:
         cuda_backend._set_default_timeout(cuda_backend.options._timeout + CUDA_EXTRA_TIMEOUT)
 
@@ -324,7 +369,7 @@ def _check_backends(store: dist.Store, rank: int, world_size: int, backend: str)
     """Compares what ranks have chosen: one whose GPU's driver is broken chooses gloo, and would wait for the others.
 
     Raises:
-        SharedUserError: they differ.
+        UserError: they differ; rank 0 reports it.
     """
     store.set(f"choice/{rank}", f"{backend} on rank {rank} ({platform.node()})")
     choices = [choice.decode() for choice in store.multi_get([f"choice/{other}" for other in range(world_size)])]
@@ -334,7 +379,8 @@ def _check_backends(store: dist.Store, rank: int, world_size: int, backend: str)
         # Together, since rank 0 may host the store, and torchrun ends rank 0 once another has failed.
         with suppress(RuntimeError, OSError):
             store.multi_get([f"received/{other}" for other in range(world_size)])
-        raise SharedUserError(
+        raise UserError(
             f"the backend differs between ranks: {choices[0]}, {different[0]}; PyTorch sees no GPU where it is gloo: "
-            "check the driver there with nvidia-smi, or train on the CPU everywhere with --distributed.backend gloo"
+            "check the driver there with nvidia-smi, or train on the CPU everywhere with --distributed.backend gloo",
+            is_reported=rank > 0,
         )

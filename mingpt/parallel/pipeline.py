@@ -5,9 +5,9 @@ are those of torch.distributed.pipelining (GPipe: Huang et al., 2019; 1F1B: Nara
 Pipeline Parallelism for DNN Training", 2019). The ranks with the same stage use any data-parallel strategy.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,38 +15,105 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.profiler import record_function
 
-from mingpt.config import Config, GPTConfig
+from mingpt.config import Config
 from mingpt.distributed.position import POINT_TO_POINT
 from mingpt.distributed.process_group import DistributedContext
 from mingpt.loss import IGNORE_INDEX, cross_entropy
-from mingpt.parallel.data_parallel import Strategy, WindowDataset
-from mingpt.parallel.parallelize import GPTStage
+from mingpt.parallel.strategy import MicroBatch, Strategy, WindowDataset
 from mingpt.utils.device import seed_device
+from mingpt.utils.errors import UserError
 from mingpt.utils.hashing import hash64
 from mingpt.utils.tensors import to_local
 
 WTE = "transformer.wte.weight"  # in the first stage and, where it is the output projection too, in the last
 
 
-def pipeline_groups(
-    context: DistributedContext, stages: int
-) -> tuple[DistributedContext, DistributedContext, DistributedContext]:
-    """The ranks with this rank's stage, those of its replica, and the first and last of its replica.
+class GPTStage(nn.Module):
+    """Consecutive blocks of a GPT, with the embeddings in the first stage and the output projection in the last.
+
+    Blocks are distributed evenly. Modules are those of the GPT, and parameters have the same names.
+    """
+
+    def __init__(self, gpt: Any, stage: int, stages: int) -> None:
+        super().__init__()
+        self.config = gpt.config
+        self.is_first = stage == 0
+        self.is_last = stage == stages - 1
+        first_block = len(gpt.blocks) * stage // stages
+        end_block = len(gpt.blocks) * (stage + 1) // stages
+        blocks = {str(i): gpt.blocks[i] for i in range(first_block, end_block)}
+        has_head = hasattr(gpt, "lm_head")  # otherwise wte is the output projection too
+        modules: dict[str, nn.Module] = {}
+        if self.is_first or (self.is_last and not has_head):
+            modules["wte"] = gpt.transformer["wte"]
+        if self.is_first and "wpe" in gpt.transformer:
+            modules["wpe"] = gpt.transformer["wpe"]
+        if self.is_first:
+            modules["drop"] = gpt.transformer["drop"]
+        modules["h"] = nn.ModuleDict(blocks)
+        if self.is_last:
+            modules["ln_f"] = gpt.transformer["ln_f"]
+        self.transformer = nn.ModuleDict(modules)
+        if self.is_last and has_head:
+            self.lm_head = gpt.lm_head
+        self.embed = gpt.embed
+        self.unembed = gpt.unembed
+        self.new_kv_caches = gpt.new_kv_caches
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        return list(self.transformer["h"].children())
+
+    def forward(self, x: Tensor, caches: list[Any] | None = None) -> Tensor:
+        """(B, T) characters in the first stage, else (B, T, C) -> logits (B, T, V) in the last stage, else (B, T, C)"""
+        if self.is_first:
+            x = self.embed(x, caches[0].length if caches else 0)
+        for i, block in enumerate(self.blocks):
+            x = block(x, caches[i] if caches else None)
+        return self.unembed(x) if self.is_last else x
+
+
+def split_into_stages(gpt: nn.Module, stages: int) -> list[GPTStage]:
+    """The pipeline stages of a GPT."""
+    return [GPTStage(gpt, stage, stages) for stage in range(stages)]
+
+
+def stage_input(stage: GPTStage, batch_size: int) -> Tensor:
+    """What a stage receives, on the meta device: characters (B, T), or (B, T, C) from the stage before."""
+    T = stage.config.block_size
+    if stage.is_first:
+        return torch.empty(batch_size, T, dtype=torch.long, device="meta")
+    return torch.empty(batch_size, T, stage.config.n_embd, requires_grad=True, device="meta")
+
+
+def stage_output(stage: GPTStage, batch_size: int) -> Tensor:
+    """What a stage returns, on the meta device: logits (B, T, V) in the last one, else (B, T, C)."""
+    T = stage.config.block_size
+    if stage.is_last:
+        return torch.empty(batch_size, T, stage.config.vocab_size, device="meta")
+    return torch.empty(batch_size, T, stage.config.n_embd, requires_grad=True, device="meta")
+
+
+class PipelineGroups(NamedTuple):
+    """The groups of ranks that a rank belongs to."""
+
+    replicas: DistributedContext  # those with the same stage, one in each replica
+    replica: DistributedContext  # those of its replica, in the order of their stages
+    ends: DistributedContext  # the first and the last of its replica, or it alone
+
+
+def pipeline_groups(context: DistributedContext, stages: int) -> PipelineGroups:
+    """Makes the groups; all ranks together.
 
     torch's init_device_mesh makes the first two, but its groups have the default timeout, not ours.
     """
     rows = [range(start, start + stages) for start in range(0, context.world_size, stages)]
-    ends = [[row[0], row[-1]] for row in rows] + [[rank] for row in rows for rank in row[1:-1]]
-    return context.subgroup(zip(*rows, strict=True)), context.subgroup(rows, POINT_TO_POINT), context.subgroup(ends)
-
-
-def stage_io(config: GPTConfig, B: int, stage: int, stages: int) -> tuple[Tensor, Tensor]:
-    """Input and output of a stage, on the meta device."""
-    with torch.device("meta"):
-        hidden = torch.empty(B, config.block_size, config.n_embd, requires_grad=True)
-        idx = torch.empty(B, config.block_size, dtype=torch.long)
-        logits = torch.empty(B, config.block_size, config.vocab_size)
-    return (hidden if stage else idx), (hidden if stage < stages - 1 else logits)
+    columns = list(zip(*rows, strict=True))
+    ends = [[row[0], row[-1]] for row in rows]
+    middles = [[rank] for row in rows for rank in row[1:-1]]
+    return PipelineGroups(
+        context.subgroup(columns), context.subgroup(rows, POINT_TO_POINT), context.subgroup(ends + middles)
+    )
 
 
 class PipelineParallel(Strategy):
@@ -55,9 +122,7 @@ class PipelineParallel(Strategy):
     Args:
         inner: the strategy of the ranks with this stage
         context: all ranks
-        replica: the ranks of this replica, in the order of their stages
-        embedding_group: the first and the last of them
-        meta_stages: all stages, on the meta device
+        stage_shapes: for each stage, its parameters by name, with their full shapes
     """
 
     is_sharded = True
@@ -66,69 +131,118 @@ class PipelineParallel(Strategy):
         self,
         inner: Strategy,
         context: DistributedContext,
-        replica: DistributedContext,
-        embedding_group: DistributedContext,
+        groups: PipelineGroups,
         config: Config,
-        meta_stages: list[GPTStage],
+        stage: GPTStage,
+        stage_shapes: Sequence[Mapping[str, Tensor]],
     ) -> None:
-        self.inner, self.context, self.replica, self.embedding_group = inner, context, replica, embedding_group
-        self.config, self.device, self.dtype, self.scaler = config, inner.device, inner.dtype, inner.scaler
-        self.parameters, self.optimizer, self.local_optimizer = inner.parameters, inner.optimizer, inner.local_optimizer
-        self.full_model = PipelinedModel(inner.full_model, replica)
-        self.names = [[name for name, _ in stage.named_parameters()] for stage in meta_stages]
+        self.inner = inner
+        self.context = context
+        self.replica = groups.replica
+        self.ends = groups.ends
+        self.config = config
+        self.device = inner.device
+        self.dtype = inner.dtype
+        self.scaler = inner.scaler
+        self.parameters = inner.parameters
+        self.optimizer = inner.optimizer
+        self.full_model = PipelinedModel(inner.full_model, self.replica)
+        self.full_shapes: dict[str, Tensor] = {}
+        for shapes in stage_shapes:
+            self.full_shapes |= shapes
+        self.names = [list(shapes) for shapes in stage_shapes]
         self.ties_weights = WTE in self.names[-1]
         if self.ties_weights:
             self.names[-1].remove(WTE)  # it belongs to the first stage
-        self.full_shapes = {name: weight for stage in meta_stages for name, weight in stage.named_parameters()}
 
         self.size: int = config.trainer.micro_batch_size  # type: ignore[assignment]  # config.py requires a number
-        self.count = config.trainer.batch_size // inner.context.world_size // self.size
-        self.stage = _Stage(inner, self, stage_io(meta_stages[0].config, self.size, replica.rank, replica.world_size))
-        schedule, bubble = config.distributed.pipeline_schedule, replica.world_size - 1
+        self.count = config.trainer.batch_size // inner.context.world_size // self.size  # per replica
+        self.stage = _Stage(inner, self, stage_input(stage, self.size), stage_output(stage, self.size))
+        schedule = config.distributed.pipeline_schedule
         self.schedule: Any = get_schedule_class(schedule)(self.stage, self.count, self._loss, scale_grads=False)
+        self.loss_sums: list[Tensor] = []  # of each micro-batch that the last stage has finished
         context.exit_callbacks.append(self._release)
+        waits = self.replica.world_size - 1
         self.description = {
-            "pipeline": f"replicas x stages: {inner.context.world_size} x {replica.world_size}, {schedule}, "
-            f"{self.count} micro-batches of {self.size}: each stage waits {bubble / (self.count + bubble):.0%} of the "
+            "pipeline": f"replicas x stages: {inner.context.world_size} x {self.replica.world_size}, {schedule}, "
+            f"{self.count} micro-batches of {self.size}: each stage waits {waits / (self.count + waits):.0%} of the "
             "time"
         }
 
-    def _release(self) -> None:
-        del self.schedule, self.stage  # they refer to what the inner strategy has released
+    @classmethod
+    def validate(cls, config: Config, world_size: int) -> None:
+        stages = config.distributed.pipeline_stages
+        batch_size = config.trainer.batch_size
+        size = config.trainer.micro_batch_size or batch_size
+        if world_size % stages:
+            raise UserError(
+                f"distributed.pipeline_stages is {stages}, of which {world_size} processes are no multiple: start "
+                f"{-(-world_size // stages) * stages} processes, or set it to 1"
+            )
+        replicas = world_size // stages
+        if batch_size % (replicas * size):
+            raise UserError(
+                f"trainer.batch_size is {batch_size}, must be a multiple of {replicas * size} with "
+                f"distributed.pipeline_stages {stages}: {replicas} replicas x trainer.micro_batch_size {size}, as all "
+                "micro-batches of a pipeline have one size"
+            )
+        micro_batches = batch_size // replicas // size
+        if micro_batches < stages and config.distributed.pipeline_schedule == "1f1b":
+            raise UserError(
+                f"trainer.batch_size / replicas / trainer.micro_batch_size is {batch_size} / {replicas} / {size}, "
+                f"{micro_batches} micro-batches for {stages} stages, which would wait "
+                f"{(stages - 1) / (micro_batches + stages - 1):.0%} of the time: lower trainer.micro_batch_size, or "
+                "set distributed.pipeline_schedule to gpipe, which accepts it"
+            )
 
-    def forward_backward(self, batch: range, data: WindowDataset) -> list[Tensor]:
-        """Runs the schedule on this replica's share. A short batch is filled up with samples without targets."""
+    def _release(self) -> None:
+        # They refer to what the inner strategy has released.
+        del self.schedule
+        del self.stage
+
+    def micro_batches(self, batch: range) -> list[MicroBatch]:
+        """This replica's share as one, which the schedule divides. It may go beyond the end of a short batch."""
         share = self.size * self.count
         first = batch.start + self.inner.context.rank * share
-        numbers = range(first, first + share)
-        idx, targets = data[numbers]
-        is_filler = torch.arange(share) >= batch.stop - first
-        targets = targets.masked_fill(is_filler[:, None], IGNORE_INDEX)
-        self.stage.first_samples = numbers[:: self.size]
-        self.loss_factor = self.inner.loss_factor / (len(batch) * targets.size(1))
-        self.scaler.scale(torch.zeros((), device=self.device))  # `unscale_` needs it where no loss is scaled
-        sums = self._run(self.schedule.step, idx, targets)
-        if self.ties_weights and WTE in self.parameters:
-            self.embedding_group.all_reduce(to_local(self.parameters[WTE].grad))  # type: ignore[arg-type]
-        if self.scaler.is_enabled():
-            overflow = 0 * self.grad_norm(self.parameters)  # NaN on all ranks if on one, so that all skip the step
-            for parameter in self.parameters.values():
-                to_local(parameter.grad).add_(overflow)  # type: ignore[arg-type]
-        return [loss / (len(batch) * targets.size(1)) for loss in sums or [torch.zeros((), device=self.device)]]
+        return [MicroBatch(range(first, first + share), share / len(batch), batch, is_last=True)]
 
-    def _run(self, run: Any, idx: Tensor, targets: Tensor) -> list[Tensor]:
-        """Passes a replica's share through the schedule; returns the loss of each micro-batch in the last stage."""
-        self.loss_sums: list[Tensor] = []
-        inputs = self.to_device(idx) if self.stage.is_first else ()
-        [target] = self.to_device(targets) if self.stage.is_last else [None]
-        run(*inputs, target=target, return_outputs=False)
-        return self.loss_sums
+    def forward_backward(self, micro_batch: MicroBatch, data: WindowDataset) -> list[Tensor]:
+        """Runs the schedule. A short batch is filled up with samples without targets."""
+        numbers = micro_batch.numbers
+        idx, targets = data[numbers]
+        is_filler = torch.tensor([number >= micro_batch.batch.stop for number in numbers])
+        targets = targets.masked_fill(is_filler[:, None], IGNORE_INDEX)
+        num_targets = len(micro_batch.batch) * targets.size(1)
+        self.stage.first_samples = numbers[:: self.size]
+        self.loss_factor = self.inner.loss_factor / num_targets
+        self.scaler.scale(torch.zeros((), device=self.device))  # `unscale_` needs it where no loss is scaled
+        self.loss_sums = []
+        self.schedule.step(*self._stage_inputs(idx), target=self._stage_targets(targets), return_outputs=False)
+        losses = [loss / num_targets for loss in self.loss_sums]
+        return losses or [torch.zeros((), device=self.device)]
+
+    def _stage_inputs(self, idx: Tensor) -> tuple[Tensor, ...]:
+        return self.to_device(idx) if self.stage.is_first else ()
+
+    def _stage_targets(self, targets: Tensor) -> Tensor | None:
+        return self.to_device(targets)[0] if self.stage.is_last else None
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Called by the schedule in the last stage, for each micro-batch."""
         with record_function(f"loss {len(self.loss_sums)}"), self.autocast():
             loss = cross_entropy(logits, targets, "sum")
         self.loss_sums.append(loss.detach())
         return self.scaler.scale(loss * self.loss_factor)
+
+    def finish_gradients(self, batch: range, losses: list[Tensor]) -> list[Tensor]:
+        """Adds up the gradients of wte, which two stages may have."""
+        if self.ties_weights and WTE in self.parameters:
+            self.ends.all_reduce(to_local(self.parameters[WTE].grad))  # type: ignore[arg-type]
+        if self.scaler.is_enabled():
+            overflow = 0 * self.grad_norm(self.parameters)  # NaN on all ranks if on one, so that all skip the step
+            for parameter in self.parameters.values():
+                to_local(parameter.grad).add_(overflow)  # type: ignore[arg-type]
+        return losses
 
     @property
     def batches_per_round(self) -> int:
@@ -144,10 +258,15 @@ class PipelineParallel(Strategy):
         targets = torch.full_like(idx, IGNORE_INDEX)
         for i, batch in enumerate(mine):
             idx[i, : len(batch)], targets[i, : len(batch)] = data[batch]
+        self.loss_sums = []
         self.full_model.eval()
-        sums = self._run(self.schedule.eval, idx.flatten(0, 1), targets.flatten(0, 1))
+        self.schedule.eval(
+            *self._stage_inputs(idx.flatten(0, 1)),
+            target=self._stage_targets(targets.flatten(0, 1)),
+            return_outputs=False,
+        )
         self.full_model.train()
-        for i, (total, target) in enumerate(zip(sums[: len(mine)], targets, strict=False)):
+        for i, (total, target) in enumerate(zip(self.loss_sums[: len(mine)], targets, strict=False)):
             losses[first + i] = total / int((target != IGNORE_INDEX).sum())
         return losses
 
@@ -158,20 +277,37 @@ class PipelineParallel(Strategy):
 
     def iter_full_state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
         """The ranks of the first replica broadcast their stages, one after another."""
-        local = {name: self.local_optimizer.state.get(parameter) for name, parameter in self.parameters.items()}
-        meta = {
-            name: {key: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for key, tensor in state.items()}
-            for name, state in local.items()
-            if state
-        }
-        metas = {name: likes for part in self.context.all_gather_object(meta) for name, likes in part.items()}
+        shapes = self._state_shapes()
         for stage, names in enumerate(self.names):
             elsewhere: Iterator[Any] = ((name, None, {}) for name in names)
             for name, weight, tensors in self.inner.iter_full_state() if stage == self.replica.rank else elsewhere:
                 if name in names:
-                    full, likes = self._broadcast_from(stage, weight, self.full_shapes[name]), metas.get(name, {})
-                    state = {key: self._broadcast_from(stage, tensors.get(key), like) for key, like in likes.items()}
+                    full = self.broadcast_tensor(stage, weight, self.full_shapes[name])
+                    state = {
+                        key: self.broadcast_tensor(stage, tensors.get(key), like)
+                        for key, like in shapes.get(name, {}).items()
+                    }
                     yield name, full, state
+
+    def _state_shapes(self) -> dict[str, dict[str, Tensor]]:
+        """The full shapes of the optimizer state of all stages, by the names of parameters."""
+        mine: dict[str, dict[str, Tensor]] = {}
+        for name, parameter in self.parameters.items():
+            state = self.inner.optimizer_state(parameter) if self.inner.updates(parameter) else {}
+            if state:
+                mine[name] = {
+                    key: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for key, tensor in state.items()
+                }
+        shapes: dict[str, dict[str, Tensor]] = {}
+        for part in self.context.all_gather_object(mine):
+            shapes |= part
+        return shapes
+
+    def optimizer_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        return self.inner.optimizer_state(parameter)
+
+    def updates(self, parameter: Tensor) -> bool:
+        return self.inner.updates(parameter)
 
     def load_tensor(self, name: str, key: str, full: Tensor) -> None:
         if name in self.parameters:
@@ -191,12 +327,15 @@ class PipelinedModel(nn.Module):
 
     def __init__(self, stage_model: Any, replica: DistributedContext) -> None:
         super().__init__()
-        self.stage_model, self.replica, self.config = stage_model, replica, stage_model.config
+        self.stage_model = stage_model
+        self.replica = replica
+        self.config = stage_model.config
         self.new_kv_caches = stage_model.new_kv_caches
 
     def forward(self, idx: Tensor, targets: None = None, caches: list[Any] | None = None) -> tuple[Tensor, None]:
         """(B, T) characters -> logits (B, T, V), on each rank"""
-        x, last = idx, self.replica.world_size - 1
+        x = idx
+        last = self.replica.world_size - 1
         for stage in range(self.replica.world_size):
             if stage == self.replica.rank:
                 x = self.stage_model(x, caches).float()
@@ -210,10 +349,12 @@ class PipelinedModel(nn.Module):
 class _Stage(PipelineStage):
     """A stage that seeds and autocasts each forward pass like other strategies, with names for the profiler."""
 
-    def __init__(self, inner: Strategy, pipeline: PipelineParallel, io: tuple[Tensor, Tensor]) -> None:
+    def __init__(self, inner: Strategy, pipeline: PipelineParallel, received: Tensor, sent: Tensor) -> None:
         replica = pipeline.replica
-        super().__init__(inner.model, replica.rank, replica.world_size, inner.context.device, *io, group=replica.group)
-        self.autocast, self.dropout_seed = inner.autocast, pipeline.dropout_seed
+        device = inner.context.device
+        super().__init__(inner.model, replica.rank, replica.world_size, device, received, sent, group=replica.group)
+        self.autocast = inner.autocast
+        self.dropout_seed = pipeline.dropout_seed
         self.first_samples = range(0)  # the first sample of each micro-batch
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:

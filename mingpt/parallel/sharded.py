@@ -1,7 +1,6 @@
 """Sharded strategies: ZeRO-1, and FSDP2 for ZeRO-2 and ZeRO-3."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,8 +17,7 @@ from mingpt.config import Config
 from mingpt.distributed.process_group import DistributedContext
 from mingpt.muon import newton_schulz
 from mingpt.optimizer import build_optimizer
-from mingpt.parallel.data_parallel import DDP, DTYPES, Strategy
-from mingpt.parallel.memory import MemoryUsage, format_bytes, optimizer_bytes
+from mingpt.parallel.strategy import DDP, DTYPES, Strategy
 from mingpt.utils.device import device_kind
 from mingpt.utils.errors import UserError
 from mingpt.utils.tensors import to_local
@@ -27,7 +25,8 @@ from mingpt.utils.tensors import to_local
 
 def newton_schulz_sharded(rows: Tensor, ns_dtype: torch.dtype, like: DTensor) -> Tensor:
     """`newton_schulz` for k matrices (m, n) sharded by rows: each rank receives some of them in full."""
-    shape, stride = torch.Size((len(rows), *like.shape)), (like.numel(), like.size(1), 1)
+    shape = torch.Size((len(rows), *like.shape))
+    stride = (like.numel(), like.size(1), 1)
     sharded = partial(DTensor.from_local, device_mesh=like.device_mesh, shape=shape, stride=stride)
     full = sharded(rows, placements=[Shard(1)]).redistribute(placements=[Shard(0)]).to_local()
     updates = sharded(newton_schulz(full, ns_dtype, like), placements=[Shard(0)])
@@ -43,43 +42,47 @@ class _ZeroRedundancyOptimizer(ZeroRedundancyOptimizer):
 
     def step(self, closure: None = None, **kwargs: Any) -> None:  # type: ignore[override]
         if hasattr(self, "found_inf"):
-            self.optim.grad_scale, self.optim.found_inf = self.grad_scale, self.found_inf
+            self.optim.grad_scale = self.grad_scale
+            self.optim.found_inf = self.found_inf
         super().step(closure, **kwargs)
 
 
 class ZeRO1(DDP):
     """DDP with sharded optimizer state: each rank updates whole parameters of its own and broadcasts them."""
 
-    is_sharded = shards_optimizer = True
+    is_sharded = True
 
     def __init__(self, model: nn.Module, context: DistributedContext, config: Config, precision: str) -> None:
         super().__init__(model, context, config, precision)
         # Each rank broadcasts its updated parameters as one tensor.
         wrapper = partial(_ZeroRedundancyOptimizer, parameters_as_bucket_view=True, process_group=context.group)
         self.optimizer = build_optimizer(model, config.optimizer, self.dtype, wrapper=wrapper)
-        self.local_optimizer = self.optimizer.optim  # type: ignore[attr-defined]
-        self.owned = {parameter for group in self.local_optimizer.param_groups for parameter in group["params"]}
-
-    @classmethod
-    def memory_note(cls, parameters: float, optimizer: float, ranks: int) -> str:
-        average = format_bytes(optimizer / ranks)
-        return f"; whole parameters are assigned to ranks: {average} of optimizer state on average"
+        self.local_optimizer: torch.optim.Optimizer = self.optimizer.optim  # type: ignore[attr-defined]
+        groups = self.local_optimizer.param_groups
+        self.owned = {parameter for group in groups for parameter in group["params"]}
 
     def iter_full_state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
-        state = self.local_optimizer.state
-        owned = {name: state[parameter] for name, parameter in self.parameters.items() if self.owns(parameter)}
-        metas = self.context.all_gather_object(
-            {name: {key: tensor.to("meta") for key, tensor in tensors.items()} for name, tensors in owned.items()}
+        mine = {
+            name: self.optimizer_state(parameter)
+            for name, parameter in self.parameters.items()
+            if self.updates(parameter)
+        }
+        shapes = self.context.all_gather_object(
+            {name: {key: tensor.to("meta") for key, tensor in tensors.items()} for name, tensors in mine.items()}
         )
-        owners = {name: rank for rank, meta in enumerate(metas) for name in meta}
+        owners = {name: rank for rank, names in enumerate(shapes) for name in names}
         for name, parameter in self.parameters.items():
-            owner, tensors = owners[name], owned.get(name, {})
+            owner = owners[name]
+            tensors = mine.get(name, {})
             full = {
-                key: self._broadcast_from(owner, tensors.get(key), like) for key, like in metas[owner][name].items()
+                key: self.broadcast_tensor(owner, tensors.get(key), like) for key, like in shapes[owner][name].items()
             }
             yield name, parameter.detach(), full
 
-    def owns(self, parameter: Tensor) -> bool:
+    def optimizer_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        return self.local_optimizer.state[parameter]
+
+    def updates(self, parameter: Tensor) -> bool:
         return parameter in self.owned
 
 
@@ -96,16 +99,18 @@ class FSDP(Strategy):
     newton_schulz = staticmethod(newton_schulz_sharded)  # type: ignore[assignment]
 
     def __init__(self, model: nn.Module, context: DistributedContext, config: Config, precision: str) -> None:
-        offload, group = config.distributed.cpu_offload, context.group or dist.group.WORLD
+        group = context.group or dist.group.WORLD
         options: dict[str, Any] = {"mesh": DeviceMesh.from_group(group, context.device.type)}  # type: ignore[arg-type]
-        if offload:
+        device = context.device
+        if config.distributed.cpu_offload:
             options["offload_policy"] = CPUOffloadPolicy()
+            device = torch.device("cpu")
         policy = MixedPrecisionPolicy(DTYPES[precision], torch.float32, cast_forward_inputs=False)
         for block in model.blocks:  # type: ignore[union-attr]
             fully_shard(block, mp_policy=policy, reshard_after_forward=self.reshard_after_forward, **options)
         # The rest, embeddings, is needed last in forward and first in backward.
         self.sharded_model = fully_shard(model, reshard_after_forward=False, **options)
-        super().__init__(model, context, config, precision, torch.device("cpu") if offload else None)
+        super().__init__(model, context, config, precision, device)
         self.loss_factor = context.world_size  # FSDP averages over ranks
 
     @classmethod
@@ -121,24 +126,9 @@ class FSDP(Strategy):
                 "are found on the GPU, and the optimizer on the CPU does not wait for that"
             )
 
-    @classmethod
-    def estimate_memory(cls, config: Config, model: Any, ranks: int, precision: str, activations: float) -> MemoryUsage:
-        total, block = (sum(p.numel() for p in part.parameters()) for part in (model, model.blocks[0]))
-        layers, pipelined = len(model.blocks), config.distributed.pipeline_stages > 1
-        blocks = layers if pipelined or not cls.reshard_after_forward else min(2, layers)
-        unsharded = blocks * block * (4 if precision == "fp32" else 2) + 4 * (total - layers * block)
-        share = -(-config.trainer.batch_size // ranks)
-        accumulates = (config.trainer.micro_batch_size or share) < share
-        unsharded += 4 * (total if accumulates else block)
-        on_device = not config.distributed.cpu_offload
-        shard, state = on_device * 4 * total / ranks, on_device * optimizer_bytes(model, config.optimizer) / ranks
-        return MemoryUsage(shard, shard, state, unsharded, activations)
-
-    @contextmanager
-    def gradient_sync(self, is_last: bool) -> Iterator[None]:
+    def set_gradient_sync(self, is_last: bool) -> None:
         self.sharded_model.set_requires_gradient_sync(is_last)
         self.sharded_model.set_reshard_after_backward(is_last or self.reshard_after_forward)
-        yield
 
     def grad_norm(self, parameters: Mapping[str, Tensor]) -> Tensor:
         gradients = [to_local(parameter.grad) for parameter in parameters.values() if parameter.grad is not None]
@@ -149,7 +139,7 @@ class FSDP(Strategy):
         for name, weight, state in super().iter_full_state():
             yield name, _full_tensor(weight), {key: _full_tensor(tensor) for key, tensor in state.items()}
 
-    def _shard(self, full: Tensor, parameter: Tensor) -> Tensor:
+    def shard_of(self, full: Tensor, parameter: Tensor) -> Tensor:
         if full.dim() and isinstance(parameter, DTensor):
             full = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
         return full.to(self.device)
@@ -159,15 +149,6 @@ class ZeRO2(FSDP):
     """FSDP whose blocks stay unsharded from forward to backward, so that parameters are gathered once per step."""
 
     reshard_after_forward = False
-
-    @classmethod
-    def memory_note(cls, parameters: float, optimizer: float, ranks: int) -> str:
-        shards = (2 * parameters + optimizer) / ranks
-        return (
-            f"; {format_bytes(shards)} between steps, and {format_bytes(parameters + shards)} at the peak without "
-            "activations and gradients in flight, where ZeRO-2 has "
-            f"{format_bytes(parameters + shards - parameters / ranks)} all the time: FSDP shards parameters too"
-        )
 
 
 def _full_tensor(tensor: Tensor) -> Tensor:

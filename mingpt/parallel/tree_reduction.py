@@ -7,9 +7,7 @@ counter. Then each rank completes the tree for its slice of the gradient (a redu
 slices are gathered. With a power of two of ranks and even shares, each sends as much as in a ring all-reduce.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -17,8 +15,7 @@ from torch import Tensor, nn
 
 from mingpt.config import Config
 from mingpt.distributed.process_group import DistributedContext
-from mingpt.parallel.data_parallel import Strategy
-from mingpt.parallel.memory import MemoryUsage
+from mingpt.parallel.strategy import MicroBatch, Strategy, WindowDataset
 from mingpt.utils.device import device_kind
 from mingpt.utils.errors import UserError
 from mingpt.utils.logging import logger
@@ -31,6 +28,8 @@ class TreeReduction(Strategy):
 
     def __init__(self, model: nn.Module, context: DistributedContext, config: Config, precision: str) -> None:
         super().__init__(model, context, config, precision)
+        self.size: int = config.trainer.micro_batch_size  # type: ignore[assignment]  # config.py requires a number
+        self.sums = PartialSums()
         kinds = sorted(set(context.all_gather_object(device_kind(context.device))))
         if len(kinds) > 1:
             logger.info(f"ranks run on {' and '.join(kinds)}: distributed.reduction tree needs one kind for equal bits")
@@ -38,7 +37,8 @@ class TreeReduction(Strategy):
     @classmethod
     def validate(cls, config: Config, world_size: int) -> None:
         super().validate(config, world_size)
-        batch_size, size = config.trainer.batch_size, config.trainer.micro_batch_size or config.trainer.batch_size
+        batch_size = config.trainer.batch_size
+        size = config.trainer.micro_batch_size or batch_size
         if -(-batch_size // size) < world_size:
             raise UserError(
                 f"trainer.batch_size / trainer.micro_batch_size is {batch_size} / {size}, fewer micro-batches than the "
@@ -55,68 +55,87 @@ class TreeReduction(Strategy):
                 "trainer.precision is fp16, kept from the snapshot; with distributed.reduction tree set bf16 or fp32"
             )
 
-    @classmethod
-    def estimate_memory(
-        cls, config: Config, model: nn.Module, ranks: int, precision: str, activations: float
-    ) -> MemoryUsage:
-        usage = super().estimate_memory(config, model, ranks, precision, activations)
-        share = -(-config.trainer.batch_size // ranks)
-        micro_batches = -(-share // min(share, config.trainer.micro_batch_size or share))
-        # The gradient of one micro-batch, and a partial sum per digit of a binary counter.
-        return replace(usage, unsharded=usage.unsharded + usage.gradients * (1 + micro_batches.bit_length()))
-
-    def micro_batches(self, batch: range) -> list[tuple[range, float]]:
+    def micro_batches(self, batch: range) -> list[MicroBatch]:
         """This rank's micro-batches, whose bounds do not depend on the number of ranks."""
-        size: int = self.config.trainer.micro_batch_size  # type: ignore[assignment]  # config.py requires a number
-        self.num_leaves = -(-len(batch) // size)
-        self.leaves = self.context.shard_range(0, self.num_leaves)
-        self.remaining, self.sums = iter(self.leaves), PartialSums(self.num_leaves)
-        ranges = [batch[size * leaf : size * (leaf + 1)] for leaf in self.leaves]
-        return [(numbers, len(numbers) / len(batch)) for numbers in ranges]
+        leaves = self.context.shard_range(0, self._num_leaves(batch))
+        micro_batches = []
+        for leaf in leaves:
+            numbers = batch[self.size * leaf : self.size * (leaf + 1)]
+            is_last = leaf == leaves[-1]
+            micro_batches.append(MicroBatch(numbers, len(numbers) / len(batch), batch, is_last))
+        return micro_batches
 
-    @contextmanager
-    def gradient_sync(self, is_last: bool) -> Iterator[None]:
-        """Adds the gradient of the micro-batch to the tree."""
-        yield
-        leaf, parameters = next(self.remaining), self.parameters.values()
-        self.sums.add(range(leaf, leaf + 1), torch.cat([p.grad.flatten() for p in parameters]))  # type: ignore[union-attr]
-        for parameter in parameters:
+    def _num_leaves(self, batch: range) -> int:
+        return -(-len(batch) // self.size)
+
+    def forward_backward(self, micro_batch: MicroBatch, data: WindowDataset) -> list[Tensor]:
+        """Adds the gradient of the micro-batch, and its loss, to the tree."""
+        [loss] = super().forward_backward(micro_batch, data)
+        num_leaves = self._num_leaves(micro_batch.batch)
+        leaf = (micro_batch.numbers.start - micro_batch.batch.start) // self.size
+        # A column for each loss of the batch, so that the sum of all leaves has all losses.
+        losses = loss.new_zeros(num_leaves)
+        losses[leaf] = loss
+        gradients = [parameter.grad.flatten() for parameter in self.parameters.values()]  # type: ignore[union-attr]
+        self.sums.add(range(leaf, leaf + 1), torch.cat([*gradients, losses]), num_leaves)
+        for parameter in self.parameters.values():
             parameter.grad = None
+        return [loss]
 
-    def finish_gradients(self, losses: list[Tensor]) -> list[Tensor]:
-        """Returns the losses of all micro-batches of all ranks, in order."""
-        gradient, losses = self._reduce(losses) if self.context.world_size > 1 else (self.sums.nodes[0][1], losses)
+    def finish_gradients(self, batch: range, losses: list[Tensor]) -> list[Tensor]:
+        """Completes the tree over all ranks; returns the losses of all micro-batches of all ranks, in order."""
+        sums = self.sums
+        self.sums = PartialSums()
+        num_leaves = self._num_leaves(batch)
         sizes = [parameter.numel() for parameter in self.parameters.values()]
-        for parameter, values in zip(self.parameters.values(), gradient.split(sizes), strict=True):
-            parameter.grad = values.view_as(parameter)
-        return losses
+        if self.context.world_size > 1:
+            total = self._reduce(sums, sum(sizes) + num_leaves, num_leaves)
+        else:
+            total = sums.nodes[0].value
+        *gradients, all_losses = total.split([*sizes, num_leaves])
+        for parameter, gradient in zip(self.parameters.values(), gradients, strict=True):
+            parameter.grad = gradient.view_as(parameter)
+        return list(all_losses.clone())  # which outlive the gradient
 
-    def _reduce(self, losses: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    def _reduce(self, sums: "PartialSums", length: int, num_leaves: int) -> Tensor:
         """Sums over ranks: all-to-all of slices, the upper part of the tree for one slice, all-gather.
 
-        Each row has a column per micro-batch for its loss, so that a rank with the gradient has all losses too.
+        Args:
+            sums: of this rank's leaves; empty if it has none
+            length: of each leaf's tensor
         """
-        world_size, total = self.context.world_size, sum(p.numel() for p in self.parameters.values())
-        shares = (self.context.shard_range(0, self.num_leaves, rank) for rank in range(world_size))
-        subtrees = [subtree_ranges(leaves, self.num_leaves) for leaves in shares]
-        slice_size = -(-(total + self.num_leaves) // world_size)
-        rows = torch.zeros(len(self.sums.nodes), world_size * slice_size, device=self.context.device)
-        for row, (leaves, value) in zip(rows, self.sums.nodes, strict=True):
-            row[:total] = value
-            first = leaves.start - self.leaves.start
-            row[total + leaves.start : total + leaves.stop] = torch.stack(losses[first : first + len(leaves)])
+        world_size = self.context.world_size
+        slice_size = -(-length // world_size)
+        rows = torch.zeros(len(sums.nodes), world_size * slice_size, device=self.context.device)
+        for row, node in zip(rows, sums.nodes, strict=True):
+            row[:length] = node.value
         sent = rows.view(-1, world_size, slice_size).transpose(0, 1).reshape(-1, slice_size)  # the slices of each rank
-        received = sent.new_empty(sum(map(len, subtrees)), slice_size)
-        self.context.all_to_all(received, sent, list(map(len, subtrees)), [len(rows)] * world_size)
-        tree = PartialSums(self.num_leaves)
-        for leaves, value in zip((leaves for ranges in subtrees for leaves in ranges), received, strict=True):
-            tree.add(leaves, value)
-        gradient = rows.new_empty(world_size * slice_size)
-        self.context.all_gather(gradient, tree.nodes[0][1])
-        return gradient[:total], list(gradient[total : total + self.num_leaves].clone())  # which outlive the gradient
+
+        subtrees = [
+            subtree_ranges(self.context.shard_range(0, num_leaves, rank), num_leaves) for rank in range(world_size)
+        ]
+        counts = [len(ranges) for ranges in subtrees]
+        received = sent.new_empty(sum(counts), slice_size)
+        self.context.all_to_all(received, sent, counts, [len(rows)] * world_size)
+
+        tree = PartialSums()
+        leaves_of_rows = [leaves for ranges in subtrees for leaves in ranges]
+        for leaves, value in zip(leaves_of_rows, received, strict=True):
+            tree.add(leaves, value, num_leaves)
+        total = rows.new_empty(world_size * slice_size)
+        self.context.all_gather(total, tree.nodes[0].value)
+        return total[:length]
 
     def mean_loss(self, losses: list[Tensor]) -> Tensor:
         return torch.stack(losses).sum()
+
+
+@dataclass
+class Node:
+    """The sum over a run of consecutive leaves."""
+
+    leaves: range
+    value: Tensor
 
 
 class PartialSums:
@@ -126,25 +145,32 @@ class PartialSums:
     child plus that of its right child.
     """
 
-    def __init__(self, num_leaves: int) -> None:
-        self.num_leaves = num_leaves
-        self.nodes: list[tuple[range, Tensor]] = []
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
 
-    def add(self, leaves: range, value: Tensor) -> None:
-        """Appends the next node to the right, and adds up siblings, in place, as soon as both exist."""
-        self.nodes.append((leaves, value))
-        while len(self.nodes) > 1 and self._are_siblings(self.nodes[-2][0], self.nodes[-1][0]):
-            (right, value), (left, total) = self.nodes.pop(), self.nodes.pop()
-            self.nodes.append((range(left.start, right.stop), total.add_(value)))
+    def add(self, leaves: range, value: Tensor, num_leaves: int) -> None:
+        """Appends the next node to the right, and adds up siblings, in place, as soon as both exist.
 
-    def _are_siblings(self, left: range, right: range) -> bool:
-        return left.start % (2 * len(left)) == 0 and right.stop == min(left.start + 2 * len(left), self.num_leaves)
+        Args:
+            num_leaves: of the whole tree
+        """
+        self.nodes.append(Node(leaves, value))
+        while len(self.nodes) > 1 and _are_siblings(self.nodes[-2].leaves, self.nodes[-1].leaves, num_leaves):
+            right = self.nodes.pop()
+            left = self.nodes.pop()
+            leaves = range(left.leaves.start, right.leaves.stop)
+            self.nodes.append(Node(leaves, left.value.add_(right.value)))
+
+
+def _are_siblings(left: range, right: range, num_leaves: int) -> bool:
+    parent_size = 2 * len(left)
+    return left.start % parent_size == 0 and right.stop == min(left.start + parent_size, num_leaves)
 
 
 @lru_cache
 def subtree_ranges(leaves: range, num_leaves: int) -> list[range]:
     """The nodes that a rank with these leaves sums up, of a tree over `num_leaves`."""
-    sums = PartialSums(num_leaves)
+    sums = PartialSums()
     for leaf in leaves:
-        sums.add(range(leaf, leaf + 1), torch.zeros(()))
-    return [node for node, _ in sums.nodes]
+        sums.add(range(leaf, leaf + 1), torch.zeros(()), num_leaves)
+    return [node.leaves for node in sums.nodes]

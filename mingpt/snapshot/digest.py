@@ -29,15 +29,18 @@ class HashingFile(io.RawIOBase):
     """Passes bytes on to a file and computes the trailer on the way."""
 
     def __init__(self, file: Any) -> None:
-        self.file, self.size = file, 0
-        self.chunk, self.total = hashlib.sha256(), hashlib.sha256()  # total: of the digests of full chunks
+        self.file = file
+        self.size = 0
+        self.chunk = hashlib.sha256()  # of what has been written of this chunk
+        self.total = hashlib.sha256()  # of the digests of full chunks
 
     def write(self, data: Any) -> int:
         rest = memoryview(data).cast("B")
         while rest:
             piece = rest[: CHUNK_SIZE - self.size % CHUNK_SIZE]
             self.chunk.update(piece)
-            self.size, rest = self.size + len(piece), rest[len(piece) :]
+            self.size += len(piece)
+            rest = rest[len(piece) :]
             if self.size % CHUNK_SIZE == 0:
                 self.total.update(self.chunk.digest())
                 self.chunk = hashlib.sha256()
@@ -73,7 +76,8 @@ def verify_digest(name: str) -> None:
         if not content or not trailer.startswith(TRAILER_MAGIC):
             found = f"{size} bytes without the mark at the end"
             raise DamagedSnapshotError(f"{found}: cut short, or no snapshot of this program")
-        starts, total = range(0, content, CHUNK_SIZE), hashlib.sha256()
+        starts = range(0, content, CHUNK_SIZE)
+        total = hashlib.sha256()
         digests = pool.map(chunk_digest, starts)
         for digest in tqdm(digests, f"reading {os.path.basename(name)}", len(starts), unit="MiB", **BAR_OPTIONS):
             total.update(digest)

@@ -117,7 +117,8 @@ def gpt_vocabulary(tokenizer: dict[str, Any]) -> str:
 
 def hf_weights(config: GPTConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns the weights by transformers' names, with zeros for GPT-2's biases if the model does not have them."""
-    is_gpt2, stored = config.architecture == "gpt2", {}
+    is_gpt2 = config.architecture == "gpt2"
+    stored = {}
     for name, weight in weights.items():
         names = _hf_names(config, name)
         for hf_name, part in zip(names, weight.chunk(len(names)), strict=True):

@@ -6,6 +6,7 @@ import threading
 import uuid
 from collections.abc import Iterable
 from concurrent.futures import Future, wait
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from mingpt.distributed.process_group import DistributedContext
 from mingpt.snapshot.storage import PruneError, SnapshotStorage
 from mingpt.utils.errors import UserError
 from mingpt.utils.logging import logger
+from mingpt.utils.metrics import saved_steps
 
 FullState = Iterable[tuple[str, Tensor, dict[str, Tensor]]]  # name, weight and optimizer state of each parameter
 
@@ -74,7 +76,8 @@ class AsyncSnapshotWriter:
         """Returns the result of the current save, once, when it is done."""
         if self.pending is None or not self.pending.done():
             return None
-        result, self.pending = self.pending.result(), None
+        result = self.pending.result()
+        self.pending = None
         return result
 
     def _buffer(self, name: str, tensor: Tensor) -> Tensor:
@@ -84,7 +87,8 @@ class AsyncSnapshotWriter:
 
     def _run(self) -> None:
         while True:
-            (snapshot, future), error = self.queue.get(), None
+            snapshot, future = self.queue.get()
+            error = None
             try:
                 if not get_total_norm(list(snapshot["model"].values())).isfinite():
                     raise UserError("the step's update made weights that are not finite; lower optimizer.learning_rate")
@@ -118,7 +122,8 @@ class SnapshotManager:
     """
 
     def __init__(self, context: DistributedContext, path: str, keep: int, timeout_seconds: float) -> None:
-        self.context, self.storage = context, SnapshotStorage(path, keep, context.is_left_out)
+        self.context = context
+        self.storage = SnapshotStorage(path, keep, context.takes_part)
         self.max_wait = timeout_seconds / 2  # other ranks wait in a collective meanwhile
         self.writer = AsyncSnapshotWriter(self.storage)
         self.writer_ranks = elect_writer_ranks(context, self.storage)
@@ -133,7 +138,9 @@ class SnapshotManager:
         Raises:
             UserError: there are snapshots, and all are damaged.
         """
-        context, snapshot, failure = self.context, None, ""
+        context = self.context
+        snapshot = None
+        failure = ""
         messages: list[str] = []
         if context.rank in self.writer_ranks:
             try:
@@ -161,9 +168,26 @@ class SnapshotManager:
         self.best = header.get("best", self.best)
         return header or None
 
+    def newest_file(self) -> str:
+        """Names the newest snapshot in a message of rank 0."""
+        steps = self.storage.steps() if self.context.rank == 0 else []
+        return self.storage.file(steps[-1]) if steps else "none yet"
+
+    def check_new(self, run_dir: Path, config: dict[str, Any]) -> None:
+        """Raises a UserError if this run, which has no snapshot, has had one: its rows would be removed."""
+        with self.context.shared_errors():
+            saved = saved_steps(run_dir / "metrics.jsonl") if self.context.rank == 0 else []
+            if saved:
+                raise UserError(
+                    f"trainer.snapshot_path: there is no snapshot in {self.storage.path}, but according to "
+                    f"{run_dir}/metrics.jsonl this run has saved {len(saved)}, the last at step {saved[-1]}: mount the "
+                    f"disk, or copy the snapshots there; to start anew, {new_run_advice(config)}"
+                )
+
     def restore(self, header: dict[str, Any], model: ParallelModel) -> None:
         """Loads the tensors of the newest snapshot, and copies it to writer ranks that do not have it."""
-        snapshot, self.snapshot = self.snapshot or {}, None
+        snapshot = self.snapshot or {}
+        self.snapshot = None
         model.load_full_state(snapshot.get("model", {}), snapshot.get("optimizer", {}), self.source_rank)
         if header["scaler"]:  # empty if the run that saved it was not in fp16
             model.scaler.load_state_dict(header["scaler"])
@@ -207,7 +231,8 @@ class SnapshotManager:
     def poll(self) -> list[SaveResult]:
         """Results of saves since the last call. An error of the writer that is no UserError is raised."""
         self._collect_result()
-        results, self.results = self.results, []
+        results = self.results
+        self.results = []
         for result in results:
             if result.error is not None and not isinstance(result.error, UserError):
                 raise result.error
@@ -235,12 +260,18 @@ def elect_writer_ranks(context: DistributedContext, storage: SnapshotStorage) ->
         UserError: one of them can't write.
     """
     marker = context.broadcast_object(uuid.uuid4().hex)
-    context.raise_on_all_ranks(lambda: storage.put_marker(marker) if context.rank == 0 else None)
-    is_apart = context.raise_on_all_ranks(
-        lambda: context.local_rank == 0 and context.rank > 0 and not storage.has_marker(marker)
-    )
-    ranks = [rank for rank, writes in enumerate(context.all_gather_object(context.rank == 0 or is_apart)) if writes]
-    context.raise_on_all_ranks(lambda: storage.put_marker(marker) if is_apart else None)
+    with context.shared_errors():
+        if context.rank == 0:
+            storage.put_marker(marker)
+    is_apart = False
+    with context.shared_errors():
+        if context.local_rank == 0 and context.rank > 0:
+            is_apart = not storage.has_marker(marker)
+    writes = context.all_gather_object(context.rank == 0 or is_apart)
+    ranks = [rank for rank, is_writer in enumerate(writes) if is_writer]
+    with context.shared_errors():
+        if is_apart:
+            storage.put_marker(marker)
     if context.rank in ranks:
         storage.remove_marker(marker)
     return ranks
@@ -261,7 +292,8 @@ def check_compatible(header: dict[str, Any], config: dict[str, Any], vocabulary:
     """
     keys = [("model", key) for key in config["model"] if key != "dropout"]
     for section, key in [*keys, ("data", "block_size"), ("optimizer", "name")]:
-        now, then = config[section][key], header["config"][section][key]
+        now = config[section][key]
+        then = header["config"][section][key]
         if now != then:
             raise UserError(
                 f"{section}.{key} is {now}, but {then} in the snapshot of step {header['step']} in the run folder: "

@@ -79,7 +79,8 @@ def load_pretrained(path: str, asked_by: str, build_model: Callable[[GPTConfig],
         raise UserError(f"{asked_by}: {path} can't be read: {error}; {advice}") from error
     if snapshot is None:
         raise UserError(f"{asked_by}: no snapshot at {path} (working directory {os.getcwd()}); main.py makes them")
-    config, vocabulary = snapshot["config"], snapshot["vocabulary"]
+    config = snapshot["config"]
+    vocabulary = snapshot["vocabulary"]
     model_config = GPTConfig(**config["model"], vocab_size=len(vocabulary), block_size=config["data"]["block_size"])
     return Pretrained(model_config, vocabulary, snapshot["model"], snapshot)
 
@@ -96,7 +97,8 @@ def _load_export(path: str, asked_by: str, build_model: Callable[[GPTConfig], nn
     if (model_type := config.get("model_type")) not in CONFIG_KEYS:
         allowed = " or ".join(CONFIG_KEYS)
         raise UserError(f"{asked_by}: model_type is {model_type} in {path}/config.json, must be {allowed}")
-    model_config, vocabulary = gpt_config(config), gpt_vocabulary(read_json("tokenizer.json"))
+    model_config = gpt_config(config)
+    vocabulary = gpt_vocabulary(read_json("tokenizer.json"))
     with local_copy(f"{path}/model.safetensors") as file:
         stored = safetensors.torch.load_file(file)
     with torch.device("meta"):
@@ -116,11 +118,13 @@ def load_initial_weights(path: str, model: Any, vocabulary: str) -> dict[str, Te
     new = set(vocabulary).difference(pretrained.vocabulary)
     logger.info(f"starting from the weights of {path}, with {len(new)} new characters {''.join(sorted(new))!r}")
     for key in ("architecture", "conv_kernel_size", "n_layer", "n_head", "n_embd", "bias", "block_size"):
-        found, allowed = getattr(model.config, key), getattr(pretrained.model_config, key)
+        found = getattr(model.config, key)
+        allowed = getattr(pretrained.model_config, key)
         if found != allowed:
             name = f"data.{key}" if key == "block_size" else f"model.{key}"
             raise UserError(f"{name} is {found}, but {allowed} in trainer.init_from, {path}: set {name} to {allowed}")
-    weights, initial = dict(pretrained.weights), model.state_dict()
+    weights = dict(pretrained.weights)
+    initial = model.state_dict()
     for name in EMBEDDINGS & weights.keys():
         weights[name] = initial[name].clone()  # (V, C)
         for token, character in enumerate(vocabulary):

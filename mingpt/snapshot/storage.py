@@ -67,16 +67,17 @@ class SnapshotStorage:
     Args:
         path: folder or URL
         keep: number of newest snapshots to keep; the best by validation loss is kept too
-        is_left_out: whether other ranks continue the run without this one, which then must not delete any
+        takes_part: whether this process still belongs to the run; otherwise it must not delete what others have saved
     """
 
-    def __init__(self, path: str, keep: int, is_left_out: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, path: str, keep: int, takes_part: Callable[[], bool] = lambda: True) -> None:
         with _raise_user_error(f"{path} can't be opened", "it may be a folder, or a URL that fsspec knows"):
             self.fs, self.root = fsspec.url_to_fs(path)
         self.is_local = isinstance(self.fs, LocalFileSystem)
         is_plain = not self.is_local or os.path.abspath(path) == self.root
         self.path = path.rstrip("/") if is_plain else self.root  # as messages name it
-        self.keep, self.is_left_out = keep, is_left_out
+        self.keep = keep
+        self.takes_part = takes_part
         self.lock_identity: Identity | None = None  # of the lock by which this run has the folder
 
     def steps(self) -> list[int]:
@@ -143,7 +144,7 @@ class SnapshotStorage:
             else:
                 self._retry(self._upload, content, target)
         try:
-            if not self.is_left_out():
+            if self.takes_part():
                 self._retry(self._prune, snapshot["step"], best_step)
         except Exception as error:
             raise PruneError(

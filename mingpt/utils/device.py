@@ -49,7 +49,8 @@ def choose_device(backend: str, local_rank: int, local_world_size: int, world_si
     if not use_cuda(backend):
         use_mps = backend == "auto" and world_size == 1 and torch.backends.mps.is_available()
         return torch.device("mps" if use_mps else "cpu")
-    processes, gpus = max(local_world_size, local_rank + 1), torch.cuda.device_count()
+    processes = max(local_world_size, local_rank + 1)
+    gpus = torch.cuda.device_count()
     if processes > gpus:
         raise UserError(
             f"{processes} processes on {platform.node()}, which has {gpus} GPU(s): start at most {gpus} of them "
@@ -86,10 +87,9 @@ def has_bf16(device: torch.device) -> tuple[bool, str]:
         if not flags.get("avx512_bf16", False):
             return False, "this CPU has neither AVX512-BF16 nor AMX"
         is_intel = "intel" in str(flags.get("cpu_name", "")).lower()
-        return (
-            not is_intel,
-            "this CPU has AVX512-BF16" + ", but no AMX, without which Intel's fp32 is faster" * is_intel,
-        )
+        if is_intel:
+            return False, "this CPU has AVX512-BF16, but no AMX, without which Intel's fp32 is faster"
+        return True, "this CPU has AVX512-BF16"
     return False, f"{device.type} trains in fp32"
 
 
@@ -161,11 +161,16 @@ def omp_num_threads(env: Mapping[str, str]) -> int | None:
 
 def check_compiler(device: torch.device) -> None:
     """Raises a UserError if torch.compile does not find what it needs: Triton and a C compiler on a GPU, else C++."""
-    language, variable, names = "C++", "CXX", ["clang++" if platform.system() == "Darwin" else "g++"]
+    language = "C++"
+    variable = "CXX"
+    names = ["clang++" if platform.system() == "Darwin" else "g++"]
     if device.type == "cuda":
         if importlib.util.find_spec("triton") is None:
             raise UserError("trainer.compile is true, but Triton is not here: pip install triton, or set it to false")
-        language, variable, names = "C", "CC", ["gcc", "clang"]  # Triton's runtime/build.py: for its kernels' launchers
+        # Triton compiles the launchers of its kernels (runtime/build.py).
+        language = "C"
+        variable = "CC"
+        names = ["gcc", "clang"]
     compilers = [os.environ[variable]] if os.environ.get(variable) else names
     if not any(map(shutil.which, compilers)):
         raise UserError(

@@ -2,13 +2,15 @@
 
 
 class UserError(Exception):
-    """A mistake in yaml, data or snapshot; exit status 2."""
+    """A mistake in yaml, data or snapshot; exit status 2.
 
-    is_reported = False  # by another rank
+    Args:
+        is_reported: another process reports it, and this one ends without a message
+    """
 
-
-class SharedUserError(UserError):
-    """A mistake that all ranks find at the same time, before they have a process group: rank 0 reports it."""
+    def __init__(self, message: str, is_reported: bool = False) -> None:
+        super().__init__(message)
+        self.is_reported = is_reported
 
 
 class PeerError(Exception):
@@ -27,12 +29,8 @@ class StoreUnreachableError(PeerError):
     """The rendezvous store is gone."""
 
 
-class MembershipChanged(Exception):  # noqa: N818 - an event
-    """With distributed.survive, a rank is gone or another one waits to join: the ranks form a new view."""
-
-
 class RunEnded(Exception):  # noqa: N818 - an event
-    """With distributed.survive, the others have ended the run."""
+    """The other ranks have ended the run while this process started."""
 
 
 def is_oom_error(error: Exception) -> bool:

@@ -14,6 +14,7 @@ from mingpt.utils.files import local_folder
 from mingpt.utils.logging import logger
 
 LOCK_NAME = ".lock"
+SUPERVISOR_PID = "MINGPT_SUPERVISOR_PID"  # set by mingpt/survive/supervisor.py
 LOCK_TIMEOUT = 5.0  # seconds that another run on this host has to exit
 # Seconds after which the lock of another host is replaced. An NFS server takes back the locks of a host that is lost
 # after 90 seconds (the default lease of Linux's server); other file systems may never do it.
@@ -27,9 +28,14 @@ Identity = tuple[int, int]  # device and inode of a lock file
 def lock_run(config: TrainerConfig) -> list[int]:
     """Locks the run folder and the folder of its snapshots, if that is on this machine; returns file descriptors.
 
+    A process that a supervisor has started locks nothing: the supervisor of rank 0 holds the locks, also while no
+    trainer runs.
+
     Raises:
         UserError: another process holds a lock, or a folder can't be written.
     """
+    if SUPERVISOR_PID in os.environ:
+        return []
     run_dir = Path(config.run_dir)
     descriptors = [lock_folder(run_dir, "trainer.run_dir", "set another trainer.run_dir")]
     if config.snapshot_path is None:

@@ -29,7 +29,8 @@ class _TqdmHandler(logging.Handler):
         # Streams are looked up here, since they may be redirected.
         message = record.getMessage()
         if record.levelno >= logging.WARNING:
-            stream, message = sys.stderr, f"{record.levelname.lower()}: {message}"
+            stream = sys.stderr
+            message = f"{record.levelname.lower()}: {message}"
             if stream.isatty() and not ProgressLine.is_active:
                 message = f"\r\x1b[K{message}"  # overwrites another rank's live line, which is drawn again below
         else:
@@ -50,7 +51,8 @@ def configure_logging(info_stream: Literal["stdout", "stderr"] = "stdout") -> No
 
     It resets the rank to 0.
     """
-    _handler.info_stream, _handler.rank = info_stream, 0
+    _handler.info_stream = info_stream
+    _handler.rank = 0
     logger.addHandler(_handler)  # once, however often this is called
     logger.setLevel(logging.INFO)
     logger.propagate = False

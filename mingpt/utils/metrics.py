@@ -5,7 +5,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import indent
@@ -75,7 +75,9 @@ class MetricsLogger:
 
     def log_train(self, step: int, **values: float | int) -> None:
         self.log("train", step, **values)
-        line, loss, speed = self.line, values["loss"], values["tokens_per_second"]
+        line = self.line
+        loss = values["loss"]
+        speed = values["tokens_per_second"]
         line.fields["speed"] = f"{_format_short(speed)} tok/s"
         if line.disable:
             logger.info(
@@ -106,22 +108,6 @@ class MetricsLogger:
         if "path" in values:
             self.line.saved_at = time.monotonic()
 
-    def log_view(
-        self, step: int, view: int, members: Sequence[str], left: Sequence[str], joined: Sequence[str], why: str
-    ) -> None:
-        """Writes and shows who takes part from now on.
-
-        Args:
-            members: in rank order
-            left: members of the view before that are gone
-            joined: members that have got the state from another
-            why: the view before is over
-        """
-        self.log("view", step, view=view, members=members, left=left, joined=joined, why=why)
-        changes = [f"{', '.join(names)} {verb}" for names, verb in ((left, "is gone"), (joined, "has joined")) if names]
-        if view > 1:
-            logger.info(f"step {step}: {'; '.join([*changes, why])}; ranks now: {len(members)} (view {view})")
-
     def close(self) -> None:
         self.line.close()
         self.events.close()
@@ -137,14 +123,22 @@ class NullMetricsLogger(MetricsLogger):
 
     def _ignore(self, *args: Any, **kwargs: Any) -> None: ...
 
-    log = advance = log_train = show_evaluation = log_eval = log_sample = log_snapshot = log_view = close = _ignore
+    log = _ignore
+    advance = _ignore
+    log_train = _ignore
+    show_evaluation = _ignore
+    log_eval = _ignore
+    log_sample = _ignore
+    log_snapshot = _ignore
+    close = _ignore
 
 
 class StepTimer:
     """Measures throughput without pauses, from a number of samples on."""
 
     def __init__(self, samples: int) -> None:
-        self.started = self.since = time.perf_counter()
+        self.started = time.perf_counter()
+        self.since = self.started
         self.samples = samples
 
     @property
@@ -163,7 +157,8 @@ class StepTimer:
         """Returns the average rate since the last call, given the number of samples so far."""
         now = time.perf_counter()
         rate = (samples - self.samples) * tokens_per_sample / (now - self.since)
-        self.since, self.samples = now, samples
+        self.since = now
+        self.samples = samples
         return rate
 
 
@@ -177,7 +172,8 @@ def _format_short(number: float) -> str:
 
 def read_metrics(file: Path) -> tuple[list[dict[str, Any]], int]:
     """Returns the rows of a metrics.jsonl, and how many other lines it has; a torn last one is not counted."""
-    rows, others = [], 0
+    rows = []
+    others = 0
     with file.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             if not line.endswith("\n"):

@@ -34,7 +34,8 @@ def choose_numerics(
     Raises:
         UserError: the device does not support the precision.
     """
-    threads, threads_reason = 1, "reduction: tree"
+    threads = 1
+    threads_reason = "reduction: tree"
     if not one_thread:  # otherwise only the same number of ranks can repeat the bits
         kept = previous["threads"] if previous.get("world_size") == world_size else None
         threads, threads_reason = choose_threads(cfg.threads, local_world_size, kept)

@@ -30,9 +30,12 @@ class ProgressLine(tqdm):
     is_active = False  # whether this process shows one
 
     def __init__(self, step: int, last_step: int) -> None:
-        self.step, self.first_step, self.last_step = step, step, last_step
+        self.step = step
+        self.first_step = step
+        self.last_step = last_step
         self.fields: dict[str, str] = {}  # what is shown for "loss", "val", "evaluation" and "speed"
-        self.started, self.saved_at = time.monotonic(), math.inf
+        self.started = time.monotonic()
+        self.saved_at = math.inf
         self.evaluation_shown_at = time.monotonic()
         ProgressLine.is_active = sys.stdout.isatty()
         super().__init__(

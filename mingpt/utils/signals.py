@@ -29,7 +29,7 @@ class SignalHandler:
     def __init__(self) -> None:
         self.signal = 0
         self.interrupted = 0.0
-        # Of mingpt/distributed/supervisor.py, and of launch/by_hand.py.
+        # Of mingpt/survive/supervisor.py, and of launch/by_hand.py.
         supervisor = os.environ.get("MINGPT_SUPERVISOR_PID") or os.environ.get("MINGPT_LAUNCHER_PID")
         launcher = PARENT if "TORCHELASTIC_RUN_ID" in os.environ else None
         self.launcher = int(supervisor) if supervisor else launcher

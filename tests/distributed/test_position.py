@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from mingpt.distributed.position import Heartbeat, Position, SlowRanks, decode_heartbeat, explain_wait, find_late
+from mingpt.distributed.heartbeat import Heartbeat, decode_heartbeat
+from mingpt.distributed.position import Position, SlowRanks, explain_wait, find_late
 from mingpt.utils.logging import logger
 
-STEP, REDUCE = "trainer.py:127", "mingpt/parallel/data_parallel.py:198"
+STEP, REDUCE = "trainer.py:127", "mingpt/parallel/strategy.py:198"
 
 
 def at(line: str, function: str = "", seconds: float = 9.0, **counts: int) -> Position:
@@ -66,7 +67,7 @@ def test_long_lists_of_ranks_are_cut() -> None:
 
 
 def test_a_heartbeat_is_decoded_as_it_was() -> None:
-    for heartbeat in (Heartbeat(0), Heartbeat(3.5, at(STEP, world=5), is_waiting=True)):
+    for heartbeat in (Heartbeat(0), Heartbeat(3, at(STEP, world=5), is_waiting=True)):
         assert decode_heartbeat(heartbeat.encode().encode()) == heartbeat
 
 

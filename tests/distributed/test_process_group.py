@@ -19,9 +19,9 @@ from helpers import free_port, run_args, run_ranks, train_main
 
 import main
 from mingpt.config import DistributedConfig
-from mingpt.distributed.health import NCCL_DUMP_KEY, generation_store, rendezvous
 from mingpt.distributed.launch_environment import RankInfo
 from mingpt.distributed.process_group import DistributedContext, init_distributed
+from mingpt.distributed.rendezvous import NCCL_DUMP_KEY, generation_store, rendezvous
 from mingpt.utils.errors import UserError
 
 
@@ -44,11 +44,11 @@ def test_ranks_share_values_errors_and_gpus(tmp_path: Path) -> None:
     assert all("3 processes" in error and "1 GPU" in error for error in shared_gpu_errors)
     assert results[0] == {
         "all_gather_object": [0, 10, 20],
-        "run_on_rank0": "from rank 0",
-        "raise_on_all_ranks": "rank 1: disk full",
+        "agree_on": "from rank 0",
+        "shared_errors": "rank 1: disk full",
         "check_equal": "key differs between ranks: a on rank 0, b on rank 2; "
         "start all of them with the same code, text, yaml and options",
-        "all_reduce_max_async": [[0, 2], [15]],
+        "start_vote": [[0, 2], [15]],
         "all see all GPUs": ["cuda:0", "cuda:1", "cuda:2"],
         "each sees its own": ["cuda:0", "cuda:0", "cuda:0"],  # srun may be configured so
     }
@@ -70,26 +70,31 @@ def _collectives(folder: Path) -> dict[str, Any]:
 def _run_collectives(context: DistributedContext, results: dict[str, Any], folder: Path) -> None:
     rank = context.rank
     results["all_gather_object"] = context.all_gather_object(rank * 10)
-    results["run_on_rank0"] = context.run_on_rank0(lambda: f"from rank {rank}")
+    results["agree_on"] = context.agree_on("name", f"from rank {rank}")
     with pytest.raises(UserError) as error:
-        context.raise_on_all_ranks(lambda: _raise(UserError("disk full")) if rank == 1 else None)
-    results["raise_on_all_ranks"] = str(error.value)
+        _fail_on_rank1(context)
+    results["shared_errors"] = str(error.value)
     with pytest.raises(UserError) as error:
         context.check_equal({"same": 1, "key": "b" if rank == 2 else "a"})
     results["check_equal"] = str(error.value)
     with pytest.raises(UserError, match=r"^key differs between ranks: 0 on rank 0, 1 on rank 1; set it$"):
         context.check_equal({"key": rank}, advice="set it")
-    first, second = context.all_reduce_max_async(0, rank), context.all_reduce_max_async(15 if rank == 2 else 0)
-    results["all_reduce_max_async"] = [first(), second()]
-    context.local_rank0_first(lambda: list(folder.glob("built-*")) or (folder / f"built-{rank}").touch())
+    first = context.start_vote(0, rank)
+    second = context.start_vote(15 if rank == 2 else 0)
+    results["start_vote"] = [first.wait(), second.wait()]
+    with context.local_rank0_first():
+        if not list(folder.glob("built-*")):
+            (folder / f"built-{rank}").touch()
     gpus = {"all see all GPUs": ["abc"] * 3, "each sees its own": ["a", "b", "c"], "all see the same one": ["a"] * 3}
     for name, visible in gpus.items():
         results[name] = context.all_gather_object(_device(context, visible[rank]))
     raise ZeroDivisionError
 
 
-def _raise(error: Exception) -> None:
-    raise error
+def _fail_on_rank1(context: DistributedContext) -> None:
+    with context.shared_errors():
+        if context.rank == 1:
+            raise UserError("disk full")
 
 
 def _device(context: DistributedContext, gpus: str) -> str:

@@ -115,11 +115,15 @@ def options(plan: Plan, folder: Path) -> list[str]:
 
 def run_rank(plan: Plan, argv: list[str], folder: Path) -> None:
     """For `start_ranks`: runs main.py, and is at fault if it is this rank. Its stderr is a file."""
-    rank, current, faults, train_loop = int(os.environ["RANK"]), list[Trainer](), list[bool](), Trainer.train_loop
+    rank = int(os.environ["RANK"])
+    current: list[Trainer] = []
+    faults: list[bool] = []
+    is_done = Trainer.is_done
 
-    def keep_trainer(self: Trainer, *args: Any) -> int:
-        current.append(self)
-        return train_loop(self, *args)
+    def keep_trainer(self: Trainer) -> bool:
+        if not current:
+            current.append(self)
+        return is_done(self)
 
     def is_due() -> bool:
         is_before_step = plan.place in ("before a step", "in forward")
@@ -134,7 +138,7 @@ def run_rank(plan: Plan, argv: list[str], folder: Path) -> None:
             (folder / f"numbers-{rank}").write_text(json.dumps([f"{n:,}" for n in count_collectives().values()]))
         return True
 
-    Trainer.train_loop = keep_trainer  # type: ignore[method-assign]
+    Trainer.is_done = keep_trainer  # type: ignore[method-assign]
     logger.addFilter(note_numbers)
     if rank == plan.rank:
         owner, name, *_ = PLACES[plan.place]

@@ -22,17 +22,17 @@ ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
 import main  # noqa: E402
-from mingpt.distributed.membership import Membership  # noqa: E402
-from mingpt.distributed.surviving_context import SurvivingContext  # noqa: E402
-from mingpt.parallel.data_parallel import Strategy  # noqa: E402
+from mingpt.parallel.strategy import Strategy  # noqa: E402
 from mingpt.snapshot.storage import SnapshotStorage  # noqa: E402
+from mingpt.survive.context import SurvivingContext  # noqa: E402
+from mingpt.survive.membership import Membership  # noqa: E402
 from mingpt.utils.metrics import MetricsLogger  # noqa: E402
 from trainer import Trainer  # noqa: E402
 
 ORDERS, FOLDER = json.loads(os.environ["KILL_AT"]), Path(os.environ["KILL_AT_FOLDER"])
 WHILE_REGROUPING = ("left", "ready", "decided", "formed", "copying", "copied")
 contexts: list[SurvivingContext] = []
-views: list[int | None] = []  # in which this process has finished a step
+views: list[int] = []  # in which this process has finished a step
 
 
 def reach(place: str) -> None:
@@ -45,7 +45,7 @@ def reach(place: str) -> None:
     if rank is None:
         if not context.is_joining or views:
             return
-    elif context.view is None or context.rank != rank or context.world_size < world_size:
+    elif context.view == 0 or context.rank != rank or context.world_size < world_size:
         return
     if place not in WHILE_REGROUPING and context.view not in views[-1:]:  # others may not have the state yet
         return
@@ -88,7 +88,7 @@ def train_step(trainer: Trainer, original: Any = Trainer.train_step) -> Any:
     return result
 
 
-def broadcast(strategy: Strategy, *args: Any, original: Any = Strategy._broadcast_full_state) -> Any:
+def broadcast(strategy: Strategy, *args: Any, original: Any = Strategy.broadcast_full_state) -> Any:
     for i, item in enumerate(original(strategy, *args)):
         if i == 3:
             reach("copying")
@@ -102,11 +102,11 @@ def initialize(context: SurvivingContext, *args: Any, original: Any = SurvivingC
 
 
 Trainer.train_step = train_step  # type: ignore[method-assign]
-Strategy._broadcast_full_state = broadcast  # type: ignore[assignment, method-assign]
+Strategy.broadcast_full_state = broadcast  # type: ignore[assignment, method-assign]
 SurvivingContext.__init__ = initialize  # type: ignore[assignment, method-assign]
 patch(SurvivingContext, "all_to_all", before="collective", after="in collective")
 patch(SurvivingContext, "all_gather", after="gathered")
-patch(Trainer, "settle", before="committed", after="settled")
+patch(Trainer, "after_step", before="committed", after="settled")
 patch(SurvivingContext, "all_reduce", before="evaluating")
 patch(MetricsLogger, "log_train", before="writing", after="written")
 patch(SnapshotStorage, "write", before="saving", after="saved")

@@ -29,8 +29,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from mingpt.config_parser import read_config
 from mingpt.distributed.launch_environment import RankInfo
 from mingpt.distributed.process_group import DistributedContext
-from mingpt.parallel import data_parallel
-from mingpt.parallel.data_parallel import Strategy
+from mingpt.parallel import strategy as strategies
+from mingpt.parallel.strategy import Strategy
 from tests.gpu.host_waits import HostWaits
 from trainer import Trainer
 
@@ -88,8 +88,12 @@ def _train(trainer: Trainer, watch: HostWaits) -> None:
         if trainer.step == first + STEPS:
             raise _LastStepError
 
+    trainer.resume()
+    trainer.signals = SimpleNamespace(signal=0)  # type: ignore[assignment]
     with suppress(_LastStepError):
-        trainer.train_loop(SimpleNamespace(signal=0), after_step)
+        while True:
+            trainer.advance()
+            after_step()
 
 
 def _save(trainer: Trainer, watch: HostWaits) -> None:
@@ -100,7 +104,7 @@ def _save(trainer: Trainer, watch: HostWaits) -> None:
         get_total_norm(list(job[0]["model"].values()))
 
     with mock.patch.object(trainer.snapshots.writer, "queue", SimpleNamespace(put=read)):
-        trainer.save_snapshot(val_loss=None, is_last=False)
+        trainer.save_snapshot(val_loss=None)
 
 
 def _patches() -> list[Any]:
@@ -123,12 +127,11 @@ def _patches() -> list[Any]:
     return [
         mock.patch.object(DistributedContext, "all_gather_object", lambda self, value: [value] * self.world_size),
         mock.patch.object(DistributedContext, "broadcast_object", lambda self, value, source=0: value),
-        mock.patch.object(DistributedContext, "run_on_rank0", lambda self, action: action()),
         mock.patch.object(DeviceMesh, "from_group", real_mesh),
         # Its weak references keep Module.to_empty from replacing parameters.
         mock.patch.object(FakeTensorConverter, "set_tensor_memo"),
         mock.patch.object(schedules._PipelineSchedule, "_warmup_p2p", warm_up),
-        mock.patch.object(data_parallel, "DistributedDataParallel", ddp),
+        mock.patch.object(strategies, "DistributedDataParallel", ddp),
         mock.patch.object(dist.Logger, "set_runtime_stats_and_log"),
         mock.patch.object(dist.Reducer, "_rebuild_buckets", return_value=False),
         mock.patch.object(distributed, "_verify_param_shape_across_processes"),

@@ -51,9 +51,9 @@ OFFLOAD_WAITS = (
 
 RACE = "reads a copy from the device without a synchronization"
 FAULTS = {  # names in tests/gpu/dry_run.py, and what is found
-    "strided": "copy to the device of a tensor that is not contiguous: mingpt/parallel/data_parallel.py:",
-    "pageable": "copy to the device from memory that is not pinned: mingpt/parallel/data_parallel.py:",
-    "blocking": "copy to the device that is not non_blocking: mingpt/parallel/data_parallel.py:",
+    "strided": "copy to the device of a tensor that is not contiguous: mingpt/parallel/strategy.py:",
+    "pageable": "copy to the device from memory that is not pinned: mingpt/parallel/strategy.py:",
+    "blocking": "copy to the device that is not non_blocking: mingpt/parallel/strategy.py:",
     "item": "item() waits for the device: trainer.py:",
     "tensor": "copy to the device from memory that is not pinned: trainer.py:",
     "nonzero": "aten.nonzero waits for the device, for the size of its result: trainer.py:",

@@ -2,41 +2,28 @@
 
 import os
 import resource
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import run_args, run_captured, run_each_captured, run_ranks
-from torch import Tensor, nn
+from helpers import open_trainer, run_args, run_captured, run_each_captured, run_ranks
 
-from mingpt.config import Config, GPTConfig
+from mingpt.config import GPTConfig
 from mingpt.config_parser import read_config
-from mingpt.loss import cross_entropy
-from mingpt.parallel.memory import MemoryUsage, format_bytes
-from mingpt.parallel.parallelize import split_into_stages
-from mingpt.parallel.strategies import check_memory, estimate_memory
+from mingpt.parallel.memory import MemoryUsage, check_memory, estimate_memory, format_bytes, measure_memory
 from mingpt.utils.errors import UserError, is_oom_error
 from model import GPT
 from trainer import Trainer
 
-
-def build_gpt(**changes: Any) -> GPT:
-    sizes = {"n_layer": 3, "n_head": 2, "n_embd": 64, "vocab_size": 11, "block_size": 32}
-    return GPT(GPTConfig(**{"architecture": "gpt2", **sizes} | changes))
-
-
-MODEL = build_gpt()
+with torch.device("meta"):
+    MODEL = GPT(GPTConfig(architecture="gpt2", n_layer=3, n_head=2, n_embd=64, vocab_size=11, block_size=32))
 PARAMETERS = sum(parameter.numel() for parameter in MODEL.parameters())
 
 
-def build_config(**changes: Any) -> Config:
-    return read_config(run_args(Path("run"), "text.txt", **changes))
-
-
-def estimate(ranks: int, model: GPT = MODEL, precision: str = "fp32", **changes: Any) -> MemoryUsage:
-    return estimate_memory(build_config(**changes), model, ranks, precision, "cpu")
+def estimate(ranks: int, precision: str = "fp32", **changes: Any) -> MemoryUsage:
+    config = read_config(run_args(Path("run"), "text.txt", **changes))
+    return estimate_memory(config, MODEL, ranks, precision)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])
@@ -44,11 +31,9 @@ def estimate(ranks: int, model: GPT = MODEL, precision: str = "fp32", **changes:
 def test_estimates_are_those_of_the_papers(strategy: str, ranks: int) -> None:
     usage = estimate(ranks, distributed__strategy=strategy, trainer__batch_size=8)
     shards = ranks if strategy in ("zero2", "fsdp") else 1
+    optimizer_shards = 1 if strategy == "ddp" else ranks
     assert (usage.parameters, usage.gradients) == (4 * PARAMETERS / shards, 4 * PARAMETERS / shards)
-    if strategy == "zero1":  # whole parameters, so the largest shard is at least the mean
-        assert 8 * PARAMETERS / ranks <= usage.optimizer <= 8 * PARAMETERS / ranks + 8 * 4 * 64 * 64
-    else:
-        assert usage.optimizer == 8 * PARAMETERS / shards
+    assert usage.optimizer == 8 * PARAMETERS / optimizer_shards
 
 
 def test_estimates_depend_on_optimizer_and_accumulation() -> None:
@@ -57,108 +42,56 @@ def test_estimates_depend_on_optimizer_and_accumulation() -> None:
         usage = estimate(2, distributed__strategy=strategy, optimizer__name="muon")
         assert usage.optimizer == (8 * PARAMETERS - 4 * hidden) / shards
     accumulated = estimate(2, distributed__strategy="zero2", trainer__micro_batch_size=1).unsharded
-    zero2, fsdp = (
-        estimate(2, distributed__strategy=name, trainer__micro_batch_size=None).unsharded for name in ("zero2", "fsdp")
-    )
-    assert fsdp < zero2 < 8 * PARAMETERS < accumulated + 4 * 64  # all gradients beside all parameters
+    zero2 = estimate(2, distributed__strategy="zero2", trainer__micro_batch_size=None).unsharded
+    fsdp = estimate(2, distributed__strategy="fsdp", trainer__micro_batch_size=None).unsharded
+    assert fsdp < zero2 < accumulated == 8 * PARAMETERS  # all gradients beside all parameters
     tree = estimate(2, distributed__reduction="tree", trainer__micro_batch_size=1)
     assert tree.unsharded == 4 * PARAMETERS * (1 + 3)  # of four micro-batches, the last and up to three partial sums
-
-
-def kept_bytes(model: nn.Module, forward: Callable[[], Tensor | None]) -> int:
-    """What a forward pass keeps for backward, besides parameters."""
-    kept: dict[int, torch.UntypedStorage] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = forward()
-    assert out is not None  # it keeps the tensors until here
-    for parameter in model.parameters():
-        kept.pop(parameter.untyped_storage()._cdata, None)
-    return sum(storage.nbytes() for storage in kept.values())
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("architecture", ["gpt2", "nanochat"])
-def test_estimated_activations_are_those_that_forward_keeps(architecture: str, precision: str, dropout: float) -> None:
-    """In bf16 with casts of the matrices.
-
-    With dropout, attention in fp32 keeps scaled queries and keys that tensors without data do not show.
-    """
-    model, idx = build_gpt(architecture=architecture, dropout=dropout), torch.zeros(5, 32, dtype=torch.long)
-    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-        found = kept_bytes(model, lambda: model(idx, idx)[1])
-    usage = estimate(1, model, precision, trainer__batch_size=5, trainer__micro_batch_size=None)
-    assert usage.activations + usage.unsharded == pytest.approx(found, rel=0.1 if dropout else 0.02)
-
-
-@pytest.mark.parametrize("architecture", ["gpt2", "nanochat"])
-def test_estimated_activations_of_a_stage_are_those_of_its_micro_batches_in_flight(architecture: str) -> None:
-    """Of four micro-batches of 5; with receive buffers for all four, from each neighbor."""
-    model, idx = build_gpt(architecture=architecture, n_layer=6), torch.zeros(5, 32, dtype=torch.long)
-    stages = split_into_stages(model, 3)
-    first, last = (lambda: stages[0](idx)), (lambda: cross_entropy(stages[2](torch.zeros(5, 32, 64)), idx))
-    middle = lambda: stages[1](torch.zeros(5, 32, 64, requires_grad=True))  # noqa: E731
-    kept = [kept_bytes(stage, forward) for stage, forward in zip(stages, (first, middle, last), strict=True)]
-    size = {"model__n_layer": 6, "trainer__batch_size": 20, "trainer__micro_batch_size": 5}
-    for schedule, in_flight in (("1f1b", (3, 2, 1)), ("gpipe", (4, 4, 4))):
-        usages = [
-            (16 * sum(p.numel() for p in stage.parameters()), n * kept[i] + (1, 2, 1)[i] * 20 * 32 * 64 * 4)
-            for i, (stage, n) in enumerate(zip(stages, in_flight, strict=True))
-        ]
-        pipeline = {"distributed__pipeline_stages": 3, "distributed__pipeline_schedule": schedule}
-        _, activations = max(usages, key=sum)
-        assert estimate(3, model, **size, **pipeline).activations == pytest.approx(activations, rel=0.02)
-
-
-def test_activation_checkpointing_keeps_less() -> None:
-    none, selective, full = (
-        estimate(1, trainer__activation_checkpointing=mode, trainer__batch_size=64, trainer__micro_batch_size=None)
-        for mode in ("none", "selective", "full")
-    )
-    assert full.activations < 0.5 * none.activations < selective.activations < none.activations
-
-
-ONE = {"trainer__batch_size": 8, "trainer__micro_batch_size": 1}
-LARGE = {"trainer__batch_size": 64, "trainer__micro_batch_size": 32}
+    stage = estimate(2, distributed__pipeline_stages=2, trainer__batch_size=8)  # 2 of 3 blocks, and the embeddings
+    block = sum(parameter.numel() for parameter in MODEL.blocks[0].parameters())
+    assert stage.parameters == 4 * (PARAMETERS - block)
 
 
 @pytest.mark.parametrize(
-    ("share", "ranks", "options", "advice"),
-    [
-        (0.99, 1, LARGE | {"trainer__micro_batch_size": None}, "set trainer.micro_batch_size to 32"),
-        (0.88, 1, LARGE | {"trainer__micro_batch_size": 2}, "set trainer.micro_batch_size to 1"),
-        (0.95, 1, {"trainer__micro_batch_size": 1}, "set trainer.activation_checkpointing to full"),
-        (0.75, 4, {"trainer__micro_batch_size": 1}, "set distributed.strategy to zero1"),
-        (0.55, 8, ONE, "set distributed.strategy to zero2"),
-        (0.5, 8, ONE, "set distributed.strategy to fsdp"),
-        (0.8, 2, {"distributed__reduction": "tree", **LARGE}, "set trainer.micro_batch_size to 16"),
-        (0.6, 2, {"distributed__reduction": "tree", "trainer__micro_batch_size": 1}, "use a smaller model"),
-        (0.95, 2, {"trainer__batch_size": 8, "distributed__pipeline_stages": 2}, "set trainer.micro_batch_size to 1"),
-        (0.01, 8, ONE, "use a smaller model"),
-    ],
+    "changes",
+    [{}, {"distributed__strategy": "zero1"}, {"distributed__strategy": "fsdp"}, {"optimizer__name": "muon"}],
 )
-def test_too_little_memory_is_refused_with_the_cheapest_change(
-    share: float, ranks: int, options: dict, advice: str
+def test_what_is_measured_after_a_step_is_what_was_estimated(
+    changes: dict[str, Any], text: Path, tmp_path: Path
 ) -> None:
-    usage, rest = estimate(ranks, **options), (build_config(**options), MODEL, ranks, "fp32", "cpu")
-    check_memory(usage, int(usage.total), *rest)
-    with pytest.raises(UserError, match=advice) as refused:
-        check_memory(usage, int(share * usage.total), *rest)
-    for number in (usage.total, int(share * usage.total)):
-        assert format_bytes(number) in str(refused.value)
+    argv = run_args(tmp_path / "run", text, **changes)
+    for estimated, measured in run_ranks(2, _measure, argv, tmp_path=tmp_path):
+        # Whole parameters are assigned to ranks with zero1; and AdamW's step counters are not counted.
+        assert measured == pytest.approx(estimated, rel=0.3 if "zero1" in changes.values() else 0.03)
+
+
+def _measure(argv: list[str]) -> tuple[float, float]:
+    """The bytes between steps that a rank was estimated to hold, and those that it holds."""
+    with open_trainer(*argv) as trainer:
+        trainer.train_step()
+        with torch.device("meta"):
+            model = GPT(trainer.model_config)
+        usage = estimate_memory(trainer.config, model, trainer.context.world_size, "fp32")
+        return usage.total - usage.unsharded, measure_memory(trainer.strategy).total
+
+
+def test_too_little_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = estimate(1)
+    monkeypatch.setattr("mingpt.parallel.memory.memory_per_rank", lambda *args: int(usage.total))
+    check_memory(usage, torch.device("cpu"), 1, 1)
+    monkeypatch.setattr("mingpt.parallel.memory.memory_per_rank", lambda *args: 2**20)
+    with pytest.raises(
+        UserError, match=r"activations not counted, and there are 1\.0 MiB; use a smaller model"
+    ) as refused:
+        check_memory(usage, torch.device("cpu"), 1, 1)
+    assert format_bytes(usage.total) in str(refused.value)
 
 
 def test_on_a_gpu_the_message_says_what_is_free_and_what_nccl_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = estimate(1)
-    monkeypatch.setattr("mingpt.parallel.strategies.estimate_memory", lambda *args: usage)
+    monkeypatch.setattr("mingpt.parallel.memory.memory_per_rank", lambda *args: 0)
     for ranks, free in ((1, "free on the GPU;"), (2, "free on the GPU, besides 1.00 GiB for NCCL's buffers;")):
         with pytest.raises(UserError, match=rf"and there are 0\.0 MiB {free}"):
-            check_memory(usage, 0, build_config(), MODEL, ranks, "fp32", "cuda")
+            check_memory(estimate(ranks), torch.device("cuda"), 1, ranks)
 
 
 def test_a_run_that_needs_too_much_memory_ends_before_the_first_step(text: Path, tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ import torch
 from helpers import T, V, random_tokens, small_gpt
 from torch import Tensor
 
-from mingpt.parallel.parallelize import apply_activation_checkpointing, split_into_stages
+from mingpt.parallel.parallelize import apply_activation_checkpointing
+from mingpt.parallel.pipeline import split_into_stages
 from model import KVCache
 
 pytestmark = pytest.mark.usefixtures("one_thread")

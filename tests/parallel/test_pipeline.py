@@ -33,7 +33,7 @@ from helpers import (
 from benchmarks.harness import max_relative_error
 from mingpt.config_parser import read_config
 from mingpt.evaluation import evaluate, generate_sample
-from mingpt.parallel.strategies import validate
+from mingpt.parallel.build import validate
 from mingpt.utils.errors import UserError
 from tests.parallel.tables import (
     COMBINED,
@@ -98,7 +98,7 @@ def _results(folder: Path, stages: int) -> dict[str, Any]:
         results["seeds"] = [strategy.dropout_seed(first) for first in range(3)]
         train_losses(trainer, 5)
         if (wte := strategy.parameters.get("transformer.wte.weight")) is not None:
-            results["wte"] = {"": wte.detach(), **strategy.local_optimizer.state[wte]}
+            results["wte"] = {"": wte.detach(), **strategy.optimizer_state(wte)}
             results["wte"] = {key: tensor.tolist() for key, tensor in results["wte"].items()}
         if stages > 1:
             results["overflow"] = _overflow(trainer)

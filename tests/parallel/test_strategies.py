@@ -23,8 +23,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.harness import max_relative_error
 from mingpt.config_parser import read_config
-from mingpt.parallel.data_parallel import Strategy
 from mingpt.parallel.sharded import FSDP
+from mingpt.parallel.strategy import Strategy
 from mingpt.utils.errors import UserError
 from tests.parallel.tables import (
     ARCHITECTURES,

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +21,8 @@ from torch import Tensor
 from mingpt.config import DistributedConfig
 from mingpt.config_parser import read_config
 from mingpt.distributed.process_group import init_distributed
-from mingpt.parallel.strategies import validate
+from mingpt.parallel.build import validate
+from mingpt.parallel.strategy import MicroBatch, Strategy
 from mingpt.parallel.tree_reduction import TreeReduction, subtree_ranges
 from mingpt.utils.errors import UserError
 
@@ -111,13 +113,21 @@ def _reduce_leaves(groups: list[list[int]] | None = None) -> list[tuple[list, li
         tree = TreeReduction(model, context, config, "fp32")
         for count in range(1, 10):
             leaves = torch.randn(count, 11, generator=torch.Generator().manual_seed(count)) * 1e3
+            batch = range(40, 40 + count)
+
+            def backward(
+                tree: TreeReduction, micro_batch: MicroBatch, data: None, leaves: Tensor = leaves
+            ) -> list[Tensor]:
+                first = micro_batch.numbers.start
+                for parameter, part in zip(model, leaves[first - 40].split([6, 1, 4]), strict=True):
+                    parameter.grad = part.view_as(parameter).clone()
+                return [torch.tensor(float(first))]
+
             losses = []
-            for numbers, _ in tree.micro_batches(range(40, 40 + count)):
-                with tree.gradient_sync(is_last=False):
-                    for parameter, part in zip(model, leaves[numbers.start - 40].split([6, 1, 4]), strict=True):
-                        parameter.grad = part.view_as(parameter).clone()
-                losses.append(torch.tensor(float(numbers.start)))
-            assert torch.stack(tree.finish_gradients(losses)).tolist() == list(range(40, 40 + count))
+            with mock.patch.object(Strategy, "forward_backward", backward):
+                for micro_batch in tree.micro_batches(batch):
+                    losses += tree.forward_backward(micro_batch, None)
+            assert torch.stack(tree.finish_gradients(batch, losses)).tolist() == list(batch)
             results.append((leaves.tolist(), torch.cat([parameter.grad.flatten() for parameter in model]).tolist()))
     return results
 

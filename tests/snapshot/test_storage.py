@@ -229,7 +229,7 @@ def test_a_newest_snapshot_that_cannot_be_read_is_not_skipped(tmp_path: Path) ->
 def test_a_rank_that_the_others_have_left_out_deletes_no_snapshot(tmp_path: Path) -> None:
     """It was stopped while they went on, and does not know which snapshots they keep."""
     for step in (1, 2, 3):
-        SnapshotStorage(str(tmp_path), keep=1, is_left_out=lambda: True).write(small_snapshot(step), None)
+        SnapshotStorage(str(tmp_path), keep=1, takes_part=lambda: False).write(small_snapshot(step), None)
     assert sorted(os.listdir(tmp_path)) == file_names(1, 2, 3)
     SnapshotStorage(str(tmp_path), keep=1).write(small_snapshot(4), None)
     assert sorted(os.listdir(tmp_path)) == file_names(4)

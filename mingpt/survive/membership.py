@@ -24,10 +24,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from mingpt.distributed.liveness import HEARTBEAT_TIMEOUT, Liveness
 from mingpt.distributed.position import Position, SlowRanks, explain_wait, find_late
-from mingpt.distributed.view_group import ViewGroup
-from mingpt.utils.errors import MembershipChanged, RunEnded
+from mingpt.survive.liveness import HEARTBEAT_TIMEOUT, Liveness
+from mingpt.survive.view_group import ViewGroup
+from mingpt.utils.errors import RunEnded
 
 STATE_TIMEOUT = 60.0  # seconds without a heartbeat, after which a member counts as gone if nobody else has its state
 DECISION_SECONDS = 0.5  # for the first member that is ready to decide the next view, before others do
@@ -36,6 +36,10 @@ MAX_FAILURES = 5  # views in a row in which a member has failed, without a newer
 POLL_SECONDS = 0.005
 
 Store = Any  # a dist.Store, whose type lacks clone and append (torch 2.13)
+
+
+class MembershipChanged(Exception):  # noqa: N818 - an event
+    """A process is gone or another one waits to join: the processes form a new view."""
 
 
 class StateLostError(Exception):
@@ -81,9 +85,14 @@ class Membership:
     ) -> None:
         # A request waits for the one before it on the same connection, so threads have their own. They are opened here,
         # because the store looks up the name of whoever connects, which may take seconds (torch 2.13).
-        self.store, self.group = store, ViewGroup(store)
-        self.founders, self.label, self.address, self.arrival_seconds = founders, label, address, arrival_seconds
-        self.read_position, self.slow_ranks = read_position, SlowRanks()
+        self.store = store
+        self.group = ViewGroup(store)
+        self.founders = founders
+        self.label = label
+        self.address = address
+        self.arrival_seconds = arrival_seconds
+        self.read_position = read_position
+        self.slow_ranks = SlowRanks()
         self.view = View()
         self.lock = threading.Lock()
         self.is_over = threading.Event()  # the view is
@@ -115,7 +124,7 @@ class Membership:
         is_rank0 = not is_over and view.members[0] == self.name
         has_joiners = is_rank0 and bool(self._joiners(store, view))
         if is_rank0:
-            self.slow_ranks.look(self.liveness.positions(view.members), seconds)
+            self.slow_ranks.look(self.liveness.heartbeats.positions(view.members), seconds)
         with self.lock:
             if view is self.view:
                 self.has_joiners = has_joiners
@@ -146,7 +155,7 @@ class Membership:
     def end_late_view(self) -> None:
         """Ends the view because a collective takes too long: the members that have not come to it are left out."""
         members = self.view.members
-        positions = self.liveness.positions(members)
+        positions = self.liveness.heartbeats.positions(members)
         names = {rank: f"rank {rank} ({name.split('/')[0]})" for rank, name in enumerate(members)}
         reason = explain_wait(positions, names) or "a member has not come to a collective in time"
         self.end_view(reason, late=[members[rank] for rank in find_late(positions)])
@@ -190,7 +199,8 @@ class Membership:
             self.liveness.look_now()
             if self._form_group(view):
                 with self.lock:
-                    self.view, self.has_joiners = view, False
+                    self.view = view
+                    self.has_joiners = False
                     self.is_over.clear()
                 return view
             self.view = view
@@ -231,7 +241,10 @@ class Membership:
 
     def _ending(self, view: View) -> tuple[str, list[str]]:
         """Why a view is over, and the members that have not come to a collective in time."""
-        return tuple(json.loads(self.store.get(f"ended/{view.number}"))) if view.number else ("", [])
+        if not view.number:
+            return "", []
+        why, late = json.loads(self.store.get(f"ended/{view.number}"))
+        return why, late
 
     def _newest_view(self, view: View) -> View:
         while self.store.check([f"view/{view.number + 1}"]):
@@ -244,7 +257,9 @@ class Membership:
 
     def _propose(self, last: View, since: float) -> None:
         """Decides the view after `last`, if each of its members is ready or gone."""
-        ready, steps, missing = [], [], []
+        ready: list[str] = []
+        steps: list[int] = []
+        missing: list[str] = []
         for name in last.members:
             key = f"ready/{last.number + 1}/{name}"
             if self.store.check([key]):

@@ -7,10 +7,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from mingpt.distributed import liveness, membership
-from mingpt.distributed.membership import Membership, StateLostError, View
 from mingpt.distributed.position import Position
-from mingpt.distributed.view_group import CONNECT_SECONDS
+from mingpt.survive import liveness, membership
+from mingpt.survive.membership import Membership, StateLostError, View
+from mingpt.survive.view_group import CONNECT_SECONDS
 from mingpt.utils.errors import RunEnded
 
 NOWHERE = Position({}, "", "", 0.0)
@@ -158,7 +158,7 @@ def test_a_member_for_which_a_collective_has_waited_is_not_waited_for_again(stor
     one, other = run.member(0, position=waiting), run.member(1, position=hanging)
     for view in [run.regroup(one, 0), run.regroup(other, 0)]:
         view.result(20)
-    while len(one.liveness.positions(one.view.members)) < 2:
+    while len(one.liveness.heartbeats.positions(one.view.members)) < 2:
         time.sleep(0.01)
     one.end_late_view()
     view = run.regroup(one, 1).result(20)

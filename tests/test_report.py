@@ -3,7 +3,7 @@
 import pytest
 
 from mingpt.config import GPTConfig
-from mingpt.utils.summary import model_summary
+from mingpt.report import model_summary
 from model import GPT
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from helpers import ROOT, clean_env, wait_until
 
-SUPERVISOR = ROOT / "mingpt/distributed/supervisor.py"
+SUPERVISOR = ROOT / "mingpt/survive/supervisor.py"
 # Counts its starts in a file, and does what the start's word says.
 CHILD = """
 import os, signal, sys, time

@@ -36,7 +36,8 @@ class ViewGroup:
 
     def form(self, number: int, rank: int, size: int, is_vain: Callable[[], bool]) -> bool:
         """Forms the group of view `number`, unless somebody does not connect or `is_vain` becomes true."""
-        store, self.connection = self.connection or self.store.clone(), None
+        store = self.connection or self.store.clone()
+        self.connection = None
         result = []
 
         def connect() -> None:
@@ -71,5 +72,8 @@ class ViewGroup:
     def abandon(self) -> None:
         """Uses this group no longer."""
         self.abandoned.append((self.group, self.pending))
-        self.group, self.pending = None, []
-        self.abandoned = [(group, works) for group, works in self.abandoned if not all(w.is_completed() for w in works)]
+        self.group = None
+        self.pending = []
+        self.abandoned = [
+            (group, works) for group, works in self.abandoned if not all(work.is_completed() for work in works)
+        ]

@@ -1,14 +1,16 @@
-"""With distributed.survive: the newest state of the members of a new view, on all of them."""
+"""The newest state of the members of a new view, on all of them."""
 
 from typing import Any, NamedTuple
 
-from mingpt.parallel.data_parallel import Strategy
+from mingpt.parallel.strategy import Strategy
+
+NO_STATE = -1  # the step of a process that gets the state from another
 
 
 class Progress(NamedTuple):
-    """What a rank has besides the state of model and optimizer, as it tells the other members."""
+    """What a process has besides the state of model and optimizer, as it tells the other members."""
 
-    step: int  # -1: it has no state
+    step: int
     samples: int
     result: Any  # losses, norm and learning rate of the newest step; None: there was no step since the start
     val_loss: float
@@ -30,11 +32,33 @@ def catch_up(strategy: Strategy, mine: Progress) -> tuple[Progress, list[Progres
     """
     had = [Progress(*values) for values in strategy.context.all_gather_object(tuple(mine))]
     steps = [progress.step for progress in had]
-    source = steps.index(max(steps))
-    if min(steps) < max(steps):
-        strategy.copy_full_state(source, keep=mine.step < max(steps))
+    newest_step = max(steps)
+    source = steps.index(newest_step)
+    if min(steps) < newest_step:
+        _copy_state(strategy, source, keep=mine.step < newest_step)
+    newest = had[source]
     # Who takes part in a step has settled the one before. Whether a rank 0 that is gone had settled the newest step too
     # is not known: it is settled again, after its rows are removed from the files.
-    newest = had[source]
-    settled = had[0].settled if had[0].is_writer else newest.step - (newest.result is not None)
+    if had[0].is_writer:
+        settled = had[0].settled
+    elif newest.result is None:
+        settled = newest.step
+    else:
+        settled = newest.step - 1
     return newest._replace(settled=settled, is_writer=False, device=mine.device), had
+
+
+def _copy_state(strategy: Strategy, source: int, keep: bool) -> None:
+    """Copies the full state of rank `source` to the ranks that pass `keep`, completely or not at all."""
+    weights = {}
+    state = {}
+    if strategy.context.rank == source:
+        for name, weight, tensors in strategy.iter_full_state():
+            weights[name] = weight
+            state[name] = tensors
+    received = []
+    for item in strategy.broadcast_full_state(weights, state, source):
+        if keep:
+            received.append(item)
+    for name, key, full in received:
+        strategy.load_tensor(name, key, full)

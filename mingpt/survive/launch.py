@@ -1,20 +1,17 @@
-"""The start of a run with distributed.survive: the supervisor, the store, and the context of a trainer."""
+"""The start: the supervisor, the store, and the context of a trainer."""
 
 import os
 import platform
 import signal
-import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from hashlib import sha256
 from typing import NoReturn
 
 import torch.distributed as dist
 
-from mingpt.config import Config, DistributedConfig
-from mingpt.distributed.health import uses_agent_store
+from mingpt.config import Config
 from mingpt.distributed.launch_environment import (
     LOOPBACK,
     RankInfo,
@@ -25,12 +22,33 @@ from mingpt.distributed.launch_environment import (
     resolve_init_method,
     select_gloo_interface,
 )
-from mingpt.distributed.supervisor import FAILED, LAUNCHER, SIGNALS, TOKEN, become_supervisor, tell_supervisor
-from mingpt.distributed.surviving_context import SurvivingContext
+from mingpt.distributed.rendezvous import generation_store, host_store, uses_agent_store
+from mingpt.parallel.build import validate
+from mingpt.survive.context import SurvivingContext
+from mingpt.survive.supervisor import (
+    FAILED,
+    LAUNCHER,
+    SIGNALS,
+    TOKEN,
+    become_supervisor,
+    is_supervised,
+    tell_supervisor,
+)
 from mingpt.utils.errors import PeerError, RunEnded, UserError, is_oom_error
 from mingpt.utils.lock import lock_run
 from mingpt.utils.logging import set_rank
 from mingpt.utils.signals import PARENT
+
+
+def launch_surviving(config: Config) -> AbstractContextManager[SurvivingContext]:
+    """The context of a trainer. A process that is no trainer yet becomes the supervisor of one.
+
+    Raises:
+        UserError: the launcher's variables are wrong, or another run uses a folder.
+    """
+    if not is_supervised(os.environ):
+        supervise(config)
+    return open_context(config)
 
 
 def supervise(config: Config) -> NoReturn:
@@ -44,7 +62,7 @@ def supervise(config: Config) -> NoReturn:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
         info = detect_launch_environment(os.environ)
-    init_method = _init_method(info, config.distributed, config.trainer.run_dir)
+    init_method = _init_method(info, config)
     if info.rank == 0:
         for descriptor in lock_run(config.trainer):
             os.set_inheritable(descriptor, True)
@@ -58,8 +76,8 @@ def supervise(config: Config) -> NoReturn:
     become_supervisor()
 
 
-def _init_method(info: RankInfo, config: DistributedConfig, run_dir: str) -> str:
-    init_method = resolve_init_method(info, config.init_method, run_dir)
+def _init_method(info: RankInfo, config: Config) -> str:
+    init_method = resolve_init_method(info, config.distributed.init_method, config.trainer.run_dir)
     if init_method.startswith("file://"):
         raise UserError(
             f"distributed.survive is true, which needs a store at a host and port, not {init_method}: set "
@@ -101,40 +119,40 @@ def _fork_store(host: str, port: int) -> int:
 
 
 def _listen(host: str, port: int) -> dist.TCPStore:
-    """Returns the store, which by itself would listen at all addresses of this machine (torch 2.13)."""
+    """Returns the store, which listens at the address of `host` if that is known, else at all of this machine's."""
     address = listening_address(host)
     if address is None:
         return dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
-    listener = socket.create_server((address, port), backlog=1024)
-    port = listener.getsockname()[1]
-    fd = listener.detach()
-    return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
+    return host_store(address, port, None, timedelta(seconds=300))
 
 
 @contextmanager
-def init_surviving(config: DistributedConfig, run_dir: str) -> Iterator[SurvivingContext]:
+def open_context(config: Config) -> Iterator[SurvivingContext]:
     """Connects to the store, and returns a context that is no member yet.
 
     Raises:
         UserError: the launcher's variables are wrong, or the others did not connect.
     """
-    info, timeout = detect_launch_environment(os.environ), timedelta(seconds=config.timeout_seconds)
+    info = detect_launch_environment(os.environ)
+    timeout = timedelta(seconds=config.distributed.timeout_seconds)
     set_rank(info.rank)
-    init_method = _init_method(info, config, run_dir)
+    init_method = _init_method(info, config)
     host, port = _host_port(info, init_method)
     try:
         root = dist.TCPStore(host, port, is_master=False, timeout=timeout)
-        store = _generation_store(root, info, config.timeout_seconds)
+        # The trainers of one supervisor have one token, so that those which come later find the others.
+        store = generation_store(root, info.rank, info.world_size, timeout, os.environ[TOKEN])
         select_gloo_interface(dist.PrefixStore("network", store), info.rank, info.world_size, init_method)
         address = local_address(dist.PrefixStore("network", store), info.world_size, host)
     except (ValueError, RuntimeError, OSError) as error:
         raise UserError(
             f"rank {info.rank} of {info.world_size} on {platform.node()} found no store at {host}:{port} "
-            f"(distributed.timeout_seconds is {config.timeout_seconds:g}): {error}; are all {info.world_size} "
+            f"(distributed.timeout_seconds is {timeout.total_seconds():g}): {error}; are all {info.world_size} "
             "processes started, and does this address lead to the first one?"
         ) from error
     context = SurvivingContext(info, store, address, timeout)
     try:
+        validate(config, info.world_size)
         yield context
     except UserError as error:
         error.is_reported = context.is_reported(str(error))
@@ -153,25 +171,3 @@ def init_surviving(config: DistributedConfig, run_dir: str) -> Iterator[Survivin
         raise
     finally:
         context.membership.leave()
-
-
-def _generation_store(store: dist.Store, info: RankInfo, timeout: float) -> dist.Store:
-    """Returns a view of the store that only the trainers of these supervisors use.
-
-    torchrun's store outlives its workers. So each supervisor has a token, and the prefix is a digest of all tokens. A
-    token of an earlier start may still be there: a prefix counts once the trainers of all supervisors have accepted it.
-
-    Raises:
-        TimeoutError: the others did not connect.
-    """
-    keys = [f"token/{rank}" for rank in range(info.world_size)]
-    store.set(keys[info.rank], os.environ[TOKEN])
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        if store.check(keys):
-            prefix = sha256(b" ".join(store.multi_get(keys))).hexdigest()
-            store.set(f"{prefix}/accepted/{info.rank}", "")
-            if store.check([f"{prefix}/accepted/{rank}" for rank in range(info.world_size)]):
-                return dist.PrefixStore(prefix, store)
-        time.sleep(0.02)
-    raise TimeoutError(f"not all {info.world_size} ranks came to the store")

@@ -10,8 +10,9 @@ from contextlib import suppress
 import torch.distributed as dist
 
 from mingpt.distributed.daemon_thread import DaemonThread
+from mingpt.distributed.heartbeat import Heartbeats, decode_heartbeat
 from mingpt.distributed.launch_environment import LOOPBACK
-from mingpt.distributed.position import Heartbeat, Position, decode_heartbeat
+from mingpt.distributed.position import Position
 
 HEARTBEAT_INTERVAL = 0.3  # seconds between heartbeats, and between looks at those of others
 HEARTBEAT_TIMEOUT = 1.2  # seconds without one, after which a process counts as gone
@@ -24,8 +25,7 @@ class Liveness:
 
     Each process listens at a port and never accepts. The kernel completes connections to it, and closes them when the
     process ends in whatever way, so that the others know at once. A stopped process, or a lost machine, closes nothing:
-    its heartbeat stays the same. Silence is counted in looks and not by the clock, because this process or the store
-    may have been stopped meanwhile.
+    its heartbeat stays the same.
 
     Args:
         store: with a connection that only this object uses
@@ -43,18 +43,17 @@ class Liveness:
         read_position: Callable[[], Position],
         on_look: Callable[[dist.Store, float], None],
     ) -> None:
-        self.store, self.name, self.read_position, self.on_look = store, name, read_position, on_look
+        self.store = store
+        self.name = name
+        self.on_look = on_look
         self.watched: Sequence[str] = ()
         self.waiting_until = 0.0  # for which time the heartbeat says that the main thread waits for something
-        self.silence: dict[str, float] = {}  # seconds
-        self.heartbeats: dict[str, bytes] = {}
         self.connections: dict[str, socket.socket | None] = {}
         self.closed: set[str] = set()  # those whose connection has closed
-        self.heard: set[str] = set()  # those whose heartbeat has changed
         self.listener = socket.create_server((address or LOOPBACK, 0), backlog=1024)
         port = self.listener.getsockname()[1]
         self.store.set(f"address/{name}", json.dumps([address, port] if address else None))
-        self.store.set(f"heartbeat/{name}", Heartbeat(0).encode())
+        self.heartbeats = Heartbeats(store, name, read_position)
         self.wakeup, self.waker = socket.socketpair()
         self.wakeup.setblocking(False)
         self.waker.setblocking(False)
@@ -85,50 +84,35 @@ class Liveness:
 
     def is_gone(self, name: str, timeout: float = HEARTBEAT_TIMEOUT) -> bool:
         """Whether a process has ended, or sent no heartbeat for `timeout` seconds."""
-        return name != self.name and (name in self.closed or self.silence.get(name, 0.0) > timeout)
+        is_silent = self.heartbeats.silence.get(name, 0.0) > timeout
+        return name != self.name and (name in self.closed or is_silent)
 
     def is_alive(self, name: str) -> bool:
         """Whether the heartbeat of a process has been seen to change, and not to stop."""
-        return name in self.heard and not self.is_gone(name)
+        return name in self.heartbeats.heard and not self.is_gone(name)
 
     def is_waiting(self, name: str) -> bool:
         """Whether the main thread of a process that is alive says that it waits."""
-        if self.is_gone(name) or name not in self.heartbeats:
+        heartbeat = self.heartbeats.newest.get(name)
+        if heartbeat is None or self.is_gone(name):
             return False
-        return decode_heartbeat(self.heartbeats[name]).is_waiting
-
-    def positions(self, names: Sequence[str]) -> dict[int, Position]:
-        """Where the main threads of these processes are, by their index, as far as it is known."""
-        known = [(i, self.heartbeats[name]) for i, name in enumerate(names) if name in self.heartbeats]
-        positions = [(i, decode_heartbeat(heartbeat).position) for i, heartbeat in known]
-        return {i: position for i, position in positions if position}
+        return decode_heartbeat(heartbeat).is_waiting
 
     def _run(self) -> None:
-        count, looked = 0, time.monotonic()
+        looked = time.monotonic()
         with suppress(RuntimeError, OSError):  # without a store, training goes on while nobody fails
             while not self.stopped:
-                count += 1
-                heartbeat = Heartbeat(count, self.read_position(), time.monotonic() < self.waiting_until).encode()
-                self.store.set(f"heartbeat/{self.name}", heartbeat)
-                self.heartbeats[self.name] = heartbeat.encode()
+                self.heartbeats.send(is_waiting=time.monotonic() < self.waiting_until)
                 now = time.monotonic()
-                seconds, looked = min(now - looked, 2 * HEARTBEAT_INTERVAL), now
-                self._look(seconds)
+                seconds = min(now - looked, 2 * HEARTBEAT_INTERVAL)
+                looked = now
+                names = list(self.watched)
+                self.heartbeats.look(names, seconds)
+                for name in names:
+                    if name != self.name and name not in self.connections:
+                        self._connect(name)
                 self.on_look(self.store, seconds)
                 self._wait()
-
-    def _look(self, seconds: float) -> None:
-        names = [name for name in self.watched if name != self.name]
-        if not names:
-            return
-        for name, heartbeat in zip(names, self.store.multi_get([f"heartbeat/{n}" for n in names]), strict=True):
-            is_new = heartbeat != self.heartbeats.get(name)
-            self.silence[name] = 0.0 if is_new else self.silence[name] + seconds
-            if is_new and name in self.heartbeats:
-                self.heard.add(name)
-            self.heartbeats[name] = heartbeat
-            if name not in self.connections:
-                self._connect(name)
 
     def _connect(self, name: str) -> None:
         self.connections[name] = None

@@ -9,8 +9,8 @@ import os
 import platform
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from hashlib import sha256
 from typing import Any, NoReturn, TypeVar
@@ -20,13 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mingpt.distributed.launch_environment import RankInfo
-from mingpt.distributed.membership import POLL_SECONDS, Membership, StateLostError, View
 from mingpt.distributed.plain_data import decode, encode
 from mingpt.distributed.position import PositionReader
-from mingpt.distributed.process_group import DistributedContext
-from mingpt.distributed.supervisor import FAILED, JOINED, RESTART_STATUS, TRAINED, tell_supervisor
+from mingpt.distributed.process_group import DistributedContext, Vote
+from mingpt.survive.membership import POLL_SECONDS, Membership, MembershipChanged, StateLostError, View
+from mingpt.survive.supervisor import FAILED, JOINED, RESTART_STATUS, TRAINED, tell_supervisor
 from mingpt.utils.device import choose_device
-from mingpt.utils.errors import MembershipChanged, RunEnded, UserError
+from mingpt.utils.errors import RunEnded, UserError
 from mingpt.utils.logging import set_rank
 
 WAIT_SLICE = timedelta(seconds=0.1)  # between looks, in a collective, at whether the view is over
@@ -38,24 +38,31 @@ T = TypeVar("T")
 class SurvivingContext(DistributedContext):
     """This process's rank in the view, and collectives that raise MembershipChanged once the view is over.
 
+    Attributes:
+        launch_rank: by which the launcher knows this process; `rank` is another one in each view
+        is_joining: others have the state of the run already, and this process gets it from them
+
     Raises:
         RunEnded: the run has ended while this process started.
     """
 
     def __init__(self, info: RankInfo, store: dist.Store, address: str | None, timeout: timedelta) -> None:
         super().__init__(RankInfo(0, 1, info.local_rank or 0, info.local_world_size), None, timeout)
-        self.launch_rank, self.launch_world_size = info.rank, info.world_size
+        self.launch_rank = info.rank
         self.restart_count = info.restart_count
-        self.store, self.calls = store, 0  # collectives of this view, or before calls of local_rank0_first
+        self.store = store
+        self.view = 0  # its number; 0: this process is no member yet
+        self.calls = 0  # collectives of this view, or before calls of local_rank0_first
         if store.check(["end"]):
             raise RunEnded
         label = f"{info.rank}@{platform.node()}:{os.getpid()}"
         reader = PositionReader(lambda: {f"view {self.view}": self.calls})
         self.membership = Membership(store, info.world_size, label, address, timeout.total_seconds(), reader.read)
         self.is_joining = self.membership.has_live_members()
-        self.views_without_step, self.last_step = 0, -1
+        self.views_without_step = 0
+        self.last_step = -1
         self.ends_view = False  # after this step, since somebody waits to join
-        self.votes = 0  # calls of all_reduce_max_async in this view, one at the beginning of each step
+        self.votes = 0  # calls of start_vote in this view, one at the beginning of each step
         set_rank(info.rank or int(self.is_joining))  # only a founder logs before it is a member
 
     # Views
@@ -79,8 +86,12 @@ class SurvivingContext(DistributedContext):
             view = self.membership.regroup(step)
         except StateLostError:
             os._exit(RESTART_STATUS)
-        self.rank, self.world_size, self.view, self.calls = self.membership.rank, len(view.members), view.number, 0
-        self.ends_view, self.votes = False, 0
+        self.rank = self.membership.rank
+        self.world_size = len(view.members)
+        self.view = view.number
+        self.calls = 0
+        self.ends_view = False
+        self.votes = 0
         set_rank(self.rank)
         tell_supervisor(JOINED)
         return view
@@ -110,23 +121,25 @@ class SurvivingContext(DistributedContext):
                     f"{name} differs between ranks: {value!r} on rank {self.launch_rank}, {first} on another; {advice}"
                 )
 
-    def first_value(self, name: str, value: T) -> T:
-        return json.loads(self.store.compare_set(f"first/{name}", "", json.dumps(value)))
+    def agree_on(self, name: str, value: T) -> T:
+        """Returns the value of the first process that comes here."""
+        return json.loads(self.store.compare_set(f"agreed/{name}", "", json.dumps(value)))
 
-    def local_rank0_first(self, action: Callable[[], T]) -> T:
-        """Runs `action` after the process that the launcher calls rank 0, and after local rank 0 of this machine."""
+    @contextmanager
+    def local_rank0_first(self) -> Iterator[None]:
+        """The process that the launcher calls rank 0 runs the block first, and local rank 0 before others of a host."""
         self.calls += 1
-        first, second = (f"prepared/{self.calls}/{who}" for who in ("", platform.node()))
+        first = f"prepared/{self.calls}/"
+        on_this_host = f"prepared/{self.calls}/{platform.node()}"
         if self.launch_rank > 0:
             self._wait_for(first)
             if self.local_rank > 0:
-                self._wait_for(second)
-        result = action()
+                self._wait_for(on_this_host)
+        yield
         if self.launch_rank == 0:
             self.store.set(first, "")
         if self.local_rank == 0:
-            self.store.set(second, "")
-        return result
+            self.store.set(on_this_host, "")
 
     def _wait_for(self, key: str) -> None:
         deadline = self._deadline()
@@ -146,7 +159,8 @@ class SurvivingContext(DistributedContext):
         self.calls += 1
         prefix = f"object/{self.view}/{self.calls}"
         self.store.set(f"{prefix}/{self.rank}", encode(value))  # type: ignore[arg-type]
-        keys, deadline = [f"{prefix}/{rank}" for rank in range(self.world_size)], self._deadline()
+        keys = [f"{prefix}/{rank}" for rank in range(self.world_size)]
+        deadline = self._deadline()
         while not self.store.check(keys):
             self._check(deadline)
             time.sleep(POLL_SECONDS)
@@ -154,22 +168,22 @@ class SurvivingContext(DistributedContext):
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         if self.world_size > 1:
-            self._run(lambda group: group.allreduce([tensor]))
+            self.run(lambda group: group.allreduce([tensor]))
         return tensor
 
     def all_gather(self, gathered: Tensor, tensor: Tensor) -> None:
-        self._run(lambda group: group._allgather_base(gathered, tensor))
+        self.run(lambda group: group._allgather_base(gathered, tensor))
 
     def all_to_all(self, received: Tensor, sent: Tensor, received_rows: list[int], sent_rows: list[int]) -> None:
-        self._run(lambda group: group.alltoall_base(received, sent, received_rows, sent_rows))
+        self.run(lambda group: group.alltoall_base(received, sent, received_rows, sent_rows))
 
     def broadcast_tensor(self, tensor: Tensor, source: int) -> None:
         if self.world_size > 1:
             options = dist.BroadcastOptions()
             options.rootRank = source
-            self._run(lambda group: group.broadcast([tensor], options))
+            self.run(lambda group: group.broadcast([tensor], options))
 
-    def all_reduce_max_async(self, *values: int) -> Callable[[], list[int]]:
+    def start_vote(self, *values: int) -> "SurvivingVote":
         """As in a DistributedContext; besides, the view ends with this step if somebody waits to join."""
         self.membership.check()
         if self.ends_view:
@@ -177,24 +191,13 @@ class SurvivingContext(DistributedContext):
         self.votes += 1
         if self.votes == 2:
             tell_supervisor(TRAINED)
-        tensor = torch.tensor([*values, int(self.membership.has_joiners)], dtype=torch.int32)
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
-        work = self._start(lambda group: group.allreduce([tensor], options)) if self.world_size > 1 else None
+        return SurvivingVote([*values, int(self.membership.has_joiners)], self)
 
-        def all_reduce_max() -> list[int]:
-            if work is not None:
-                self._wait(work)
-            *maxima, joiners = tensor.tolist()
-            self.ends_view = bool(joiners)
-            return maxima
+    def run(self, start: Callable[[Any], dist.Work]) -> None:
+        """Starts a collective with the group that it is given, and waits for it."""
+        self.wait(self.start(start))
 
-        return all_reduce_max
-
-    def _run(self, start: Callable[[Any], dist.Work]) -> None:
-        self._wait(self._start(start))
-
-    def _start(self, start: Callable[[Any], dist.Work]) -> dist.Work:
+    def start(self, start: Callable[[Any], dist.Work]) -> dist.Work:
         self.membership.check()
         self.calls += 1
         try:
@@ -202,7 +205,7 @@ class SurvivingContext(DistributedContext):
         except RuntimeError as error:
             self._end_view("a collective has failed", error)
 
-    def _wait(self, work: dist.Work) -> None:
+    def wait(self, work: dist.Work) -> None:
         deadline = self._deadline()
         while True:
             try:
@@ -246,10 +249,14 @@ class SurvivingContext(DistributedContext):
         except (RuntimeError, OSError):  # the store is gone
             return True
 
-    def is_left_out(self) -> bool:
+    def takes_part(self) -> bool:
+        """Whether the other processes have not gone on without this one, which may not know it."""
         with suppress(RuntimeError, OSError):
-            return self.membership.is_left_out()
-        return False
+            return not self.membership.is_left_out()
+        return True
+
+    def metrics(self) -> dict[str, int]:
+        return {**super().metrics(), "view": self.view}
 
     def exchange_messages(self, ranks: Any, message: str) -> dict[int, str]:
         """Rank 0 sends its message to all others, which wait for it as long as rank 0 is a member."""
@@ -261,3 +268,23 @@ class SurvivingContext(DistributedContext):
                 time.sleep(POLL_SECONDS)
             return {0: self.store.get("end").decode()}
         return {self.rank: message}
+
+
+class SurvivingVote(Vote):
+    """A vote in a view, whose last value says whether somebody waits to join."""
+
+    def __init__(self, values: Sequence[int], context: SurvivingContext) -> None:
+        self.context = context
+        self.tensor = torch.tensor(values, dtype=torch.int32)
+        self.work: dist.Work | None = None
+        if context.world_size > 1:
+            options = dist.AllreduceOptions()
+            options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
+            self.work = context.start(lambda group: group.allreduce([self.tensor], options))
+
+    def wait(self) -> list[int]:
+        if self.work is not None:
+            self.context.wait(self.work)
+        *maxima, joiners = self.tensor.tolist()
+        self.context.ends_view = bool(joiners)
+        return maxima

@@ -18,10 +18,14 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-PID, TOKEN, REPORT_FD = "MINGPT_SUPERVISOR_PID", "MINGPT_SUPERVISOR_TOKEN", "MINGPT_REPORT_FD"
+PID = "MINGPT_SUPERVISOR_PID"
+TOKEN = "MINGPT_SUPERVISOR_TOKEN"  # noqa: S105 - no password
+REPORT_FD = "MINGPT_REPORT_FD"
 LAUNCHER = "MINGPT_LAUNCHER_PID"  # of a launcher whose end is to stop its processes
-# What a trainer reports: it has become a member; it has finished a step; the run has failed, for all ranks.
-JOINED, TRAINED, FAILED = b"j", b"t", b"f"
+# What a trainer reports:
+JOINED = b"j"  # it has become a member
+TRAINED = b"t"  # it has finished a step
+FAILED = b"f"  # the run has failed, for all ranks
 RESTART_STATUS = 75  # of a trainer that asks to be started again, as no process is left that has the state
 FINAL_STATUSES = (0, 2, 128 + signal.SIGTERM, 128 + signal.SIGINT)  # of a trainer that is not started again
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # forwarded

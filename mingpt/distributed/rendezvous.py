@@ -1,0 +1,104 @@
+"""The rendezvous of ranks at a key-value store."""
+
+import os
+import socket
+import time
+import uuid
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from mingpt.distributed.launch_environment import LOOPBACK, host_and_port, listening_address
+
+NCCL_DUMP_KEY = "exception_dump"  # set by NCCL's watchdog, below all prefixes (kStoreDumpKey in ProcessGroupNCCL.hpp)
+
+
+def uses_agent_store(init_method: str) -> bool:
+    """Returns whether ranks rendezvous at the store of torchrun's agent."""
+    return init_method == "env://" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def rendezvous(init_method: str, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """Returns a store that the ranks of this start share with each other, and with no earlier start.
+
+    Raises:
+        ValueError, RuntimeError, OSError: the address is invalid, or the other ranks did not connect.
+    """
+    if uses_agent_store(init_method):
+        address, port = host_and_port(init_method)
+        agent_store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
+        return generation_store(agent_store, rank, world_size, timeout)
+    if init_method.startswith("file://"):  # PyTorch's rendezvous would take # and ? for the end of the path
+        file_store = dist.FileStore(init_method.removeprefix("file://"), world_size)
+        file_store.set_timeout(timeout)
+        return generation_store(file_store, rank, world_size, timeout)
+    host, port = host_and_port(init_method)
+    if rank == 0 and listening_address(host) == LOOPBACK:
+        return host_store(LOOPBACK, port, world_size, timeout)
+    store, _, _ = next(dist.rendezvous(init_method, rank, world_size, timeout=timeout))
+    store.set_timeout(timeout)
+    return store
+
+
+def host_store(address: str, port: int, world_size: int | None, timeout: timedelta) -> dist.TCPStore:
+    """Returns a store that listens at this address only; by itself it would listen at all (torch 2.13).
+
+    Args:
+        port: 0: a free one
+        world_size: how many processes it waits for, this one included; None: for none
+    """
+    listener = socket.create_server((address, port), backlog=1024)
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        address,
+        port,
+        world_size,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=world_size is not None,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def generation_store(
+    store: dist.Store, rank: int, world_size: int, timeout: timedelta, token: str | None = None
+) -> dist.Store:
+    """Returns a view of a store that outlives its ranks, with a prefix that only the ranks of this start use.
+
+    torchrun gives the same store to every generation of workers, and a file remains when ranks exit. gloo would read
+    the addresses of dead processes there (torch 2.13: workers then hang or are refused at about every second restart).
+    The restart count does not identify a generation, because a change of membership does not increase it. So each
+    rank writes a new token. Rank 0 offers a new prefix to the tokens that it sees, and again whenever one changes. A
+    rank that finds its own token in the offer accepts. When all have accepted, which dead ranks can't, rank 0 confirms.
+
+    Args:
+        token: of this start, the same in processes that take the place of others within it
+
+    Raises:
+        TimeoutError: the other ranks did not connect.
+    """
+    token = token or uuid.uuid4().hex
+    token_keys = [f"token/{other}" for other in range(world_size)]
+    store.set(token_keys[rank], token)
+    offered: list[str] = []
+    if rank == 0 and store.check(["offer"]):  # of an earlier start, or of the process that this one replaces
+        _, *offered = store.get("offer").decode().split()
+    deadline = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < deadline:
+        if rank == 0:
+            tokens = [other.decode() for other in store.multi_get(token_keys)]
+            if tokens != offered:
+                offered = tokens
+                store.set("offer", " ".join([uuid.uuid4().hex, *tokens]))
+        prefix, *offered_to = store.get("offer").decode().split()
+        if offered_to[rank : rank + 1] == [token]:
+            store.set(f"{prefix}/accepted/{rank}", "")
+            if rank == 0 and store.check([f"{prefix}/accepted/{other}" for other in range(world_size)]):
+                # If this key were still there when ranks proceed, NCCL would end them too, after some minutes
+                # (HeartbeatMonitor::runLoop in ProcessGroupNCCL.cpp). The ranks that could set it again are dead.
+                store.delete_key(NCCL_DUMP_KEY)
+                store.set(f"{prefix}/confirmed", "")
+            if store.check([f"{prefix}/confirmed"]):
+                return dist.PrefixStore(prefix, store)
+        time.sleep(0.02)
+    raise TimeoutError(f"not all {world_size} ranks came to the store")

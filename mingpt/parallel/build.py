@@ -1,0 +1,138 @@
+"""From the configuration to a strategy.
+
+A new strategy is a subclass of `Strategy` in a module of its own, an entry in STRATEGIES, and a value of
+`distributed.strategy` in mingpt/config.py.
+"""
+
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mingpt.config import Config
+from mingpt.distributed.process_group import DistributedContext
+from mingpt.parallel.memory import check_memory, estimate_memory, format_bytes, optimizer_bytes
+from mingpt.parallel.parallelize import apply_activation_checkpointing, apply_compile
+from mingpt.parallel.strategy import DDP, Strategy
+from mingpt.utils.device import check_compiler
+from mingpt.utils.numerics import Numerics, choose_numerics
+
+STRATEGIES = {  # imported only if configured: some take most of a second
+    "ddp": "strategy.DDP",
+    "zero1": "sharded.ZeRO1",
+    "zero2": "sharded.ZeRO2",
+    "fsdp": "sharded.FSDP",
+    "tree": "tree_reduction.TreeReduction",
+}
+
+
+def strategy_class(config: Config) -> type[Strategy]:
+    """The data-parallel strategy of a configuration."""
+    name: str = config.distributed.strategy
+    if config.distributed.reduction == "tree":
+        name = "tree"
+    module, class_name = STRATEGIES[name].split(".")
+    return getattr(import_module(f"mingpt.parallel.{module}"), class_name)
+
+
+def validate(config: Config, world_size: int) -> None:
+    """Checks that the batch can be distributed over the ranks.
+
+    Raises:
+        UserError: names the key, and a value that would do.
+    """
+    if config.distributed.pipeline_stages > 1:
+        from mingpt.parallel.pipeline import PipelineParallel  # noqa: PLC0415 - takes long
+
+        PipelineParallel.validate(config, world_size)
+    else:
+        strategy_class(config).validate(config, world_size)
+
+
+def agree_on_numerics(config: Config, context: DistributedContext, previous: dict[str, Any]) -> Numerics:
+    """Chooses precision and threads, the same on all ranks, and applies what does not belong to the strategy.
+
+    Args:
+        previous: the choices in the snapshot, or empty
+
+    Raises:
+        UserError: the device does not support the precision, or ranks choose different ones.
+    """
+    previous = context.agree_on("choices", previous)
+    needs_one_thread = strategy_class(config).needs_one_thread
+    with context.shared_errors():
+        numerics = choose_numerics(
+            config.trainer,
+            context.device,
+            context.world_size,
+            context.local_world_size,
+            needs_one_thread,
+            previous,
+        )
+    context.check_equal({"what trainer.precision: auto gives": numerics.precision}, advice="set it to either")
+    return numerics
+
+
+def build_strategy(
+    config: Config, model: nn.Module, context: DistributedContext, precision: str, example: tuple[Tensor, Tensor]
+) -> Strategy:
+    """Parallelizes a model as configured, with its optimizer. Weights are undefined until `load_full_state`.
+
+    Args:
+        model: a GPT on the meta device, since no rank may have memory for it; it becomes the strategy's
+        precision: fp32, bf16 or fp16
+        example: inputs and targets, (B, T) each, for a warm-up pass
+
+    Raises:
+        UserError: device, compiler or memory do not suffice.
+    """
+    strategy_class(config).validate_device(config, context.device, precision)
+    memory = estimate_memory(config, model, context.world_size, precision)
+    snapshot_bytes = 4 * sum(parameter.numel() for parameter in model.parameters()) + optimizer_bytes(config, model)
+    with context.shared_errors():
+        if config.trainer.compile:
+            check_compiler(context.device)
+        check_memory(memory, context.device, context.local_world_size, context.world_size)
+    if config.distributed.pipeline_stages > 1:
+        strategy = _build_pipeline(config, model, context, precision)
+    else:
+        strategy = _parallelize(model, context, config, precision)
+        if isinstance(strategy, DDP):
+            strategy.rebuild_buckets(strategy.compute_loss(strategy.model, *example))
+    strategy.description["memory"] = (
+        f"{config.distributed.strategy}: {memory}; activations come on top, and on the rank that writes snapshots "
+        f"their {format_bytes(snapshot_bytes)} in host memory"
+    )
+    return strategy
+
+
+def _build_pipeline(config: Config, model: Any, context: DistributedContext, precision: str) -> Strategy:
+    from mingpt.parallel.pipeline import (  # noqa: PLC0415 - takes long
+        PipelineParallel,
+        pipeline_groups,
+        split_into_stages,
+        stage_input,
+    )
+
+    groups = pipeline_groups(context, config.distributed.pipeline_stages)
+    stages = split_into_stages(model, config.distributed.pipeline_stages)
+    shapes = [dict(stage.named_parameters()) for stage in stages]  # on the meta device, also when one is built
+    stage = stages[groups.replica.rank]
+    inner = _parallelize(stage, groups.replicas, config, precision)
+    if isinstance(inner, DDP):
+        received = torch.zeros_like(stage_input(stage, batch_size=1), device=context.device)
+        with inner.autocast():
+            output = inner.model(received)
+        inner.rebuild_buckets(output.sum())
+    return PipelineParallel(inner, context, groups, config, stage, shapes)
+
+
+def _parallelize(model: nn.Module, context: DistributedContext, config: Config, precision: str) -> Strategy:
+    apply_activation_checkpointing(model, config.trainer.activation_checkpointing)
+    if config.trainer.compile:
+        apply_compile(model)
+    cls = strategy_class(config)
+    if context.world_size == 1 and issubclass(cls, DDP):
+        cls = Strategy
+    return cls(model, context, config, precision)

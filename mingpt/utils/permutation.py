@@ -1,0 +1,40 @@
+"""Pseudorandom permutations of range(n), computed index by index, without a table of n entries."""
+
+import math
+
+import numpy as np
+
+from mingpt.utils.hashing import hash64
+
+ROUNDS = 8
+
+
+def permute(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
+    """Maps each index to its position in a permutation of range(size) that the key selects.
+
+    A Feistel network permutes pairs (left, right) of numbers below `side`, that is, the range(side * side), where side
+    is the square root of size, rounded up. A result that is not below size is mapped again until it is ("cycle
+    walking"). Each round is invertible, so no two indices get the same position. Black and Rogaway, 2002, Ciphers with
+    Arbitrary Finite Domains.
+
+    Args:
+        index: (n,) integers in [0, size)
+        size: at least 1
+        key: (n,) uint64, of the permutation for each index
+
+    Returns:
+        (n,) int64
+    """
+    # uint64 throughout: numpy turns a mixture of uint64 and int64 into floating-point numbers.
+    side = np.uint64(math.isqrt(size - 1) + 1)
+    round_keys = hash64(key, np.arange(ROUNDS)[:, None])  # (ROUNDS, n)
+    position = index.astype(np.uint64)
+    is_outside = np.ones(len(position), dtype=bool)
+    while is_outside.any():
+        left, right = np.divmod(position, side)
+        for round_key in round_keys:
+            shift = hash64(round_key ^ right) % side
+            left, right = right, (left + shift) % side
+        position = np.where(is_outside, left * side + right, position)
+        is_outside = position >= size
+    return position.astype(np.int64)
