@@ -47,9 +47,13 @@ class NanoGPT:
     """
 
     def __init__(self, folder: Path, trainer: Trainer) -> None:
-        nanogpt, config = import_file(folder / "model.py"), trainer.model_config
-        self.device, self.T, self.B = trainer.context.device, config.block_size, trainer.config.trainer.batch_size
-        self.dtype, self.on_gpu = DTYPES[trainer.numerics.precision], self.device.type == "cuda"
+        nanogpt = import_file(folder / "model.py")
+        config = trainer.model_config
+        self.device = trainer.context.device
+        self.on_gpu = self.device.type == "cuda"
+        self.dtype = DTYPES[trainer.numerics.precision]
+        self.T = config.block_size
+        self.B = trainer.config.trainer.batch_size
         self.file = trainer.run_dir / "train.bin"
         trainer.train_data.tokens.astype(np.uint16).tofile(self.file)
         keys = ("n_layer", "n_head", "n_embd", "vocab_size", "block_size", "dropout")
@@ -62,7 +66,9 @@ class NanoGPT:
         """One step of training, after which the loss is read."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        x, y = (tensor.to(self.device, non_blocking=self.on_gpu) for tensor in self._batch())
+        x, y = self._batch()
+        x = x.to(self.device, non_blocking=self.on_gpu)
+        y = y.to(self.device, non_blocking=self.on_gpu)
         with torch.autocast(self.device.type, self.dtype, enabled=self.on_gpu and self.dtype != torch.float32):
             _, loss = self.model(x, y)
         loss.backward()
@@ -72,11 +78,14 @@ class NanoGPT:
         loss.item()
 
     def _batch(self) -> tuple[Tensor, Tensor]:
-        data, T = np.memmap(self.file, dtype=np.uint16, mode="r"), self.T
+        data = np.memmap(self.file, dtype=np.uint16, mode="r")
+        T = self.T
         ix = torch.randint(len(data) - T, (self.B,))
         x = torch.stack([torch.from_numpy((data[i : i + T]).astype(np.int64)) for i in ix])
         y = torch.stack([torch.from_numpy((data[i + 1 : i + 1 + T]).astype(np.int64)) for i in ix])
-        return (x.pin_memory(), y.pin_memory()) if self.on_gpu else (x, y)
+        if self.on_gpu:
+            return x.pin_memory(), y.pin_memory()
+        return x, y
 
     @torch.no_grad()
     def evaluate(self, data: ValidationDataset) -> float:
@@ -91,14 +100,19 @@ class NanoGPT:
         return total / data.count(range(len(data)))
 
 
+def nanogpt_step(folder: Path, trainer: Trainer) -> Step:
+    return NanoGPT(folder, trainer).step
+
+
 def tutorial_step(folder: Path, trainer: Trainer) -> Step:
-    """A step of the tutorial's trainer in fp32, on batches of ours: its own loading is measured by `tutorial_fetch`.
+    """A step of the tutorial's trainer in fp32, on batches of ours, since its own loading is far slower.
 
     Args:
         folder: contains the tutorial's model.py
         trainer: whose model size, dropout and batches are used
     """
-    tutorial, config = import_file(folder / "model.py"), trainer.model_config
+    tutorial = import_file(folder / "model.py")
+    config = trainer.model_config
     sizes = {key: getattr(config, key) for key in ("n_layer", "n_head", "n_embd", "vocab_size", "block_size")}
     dropout = dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), config.dropout)
     with suppress_stdout():
@@ -107,8 +121,9 @@ def tutorial_step(folder: Path, trainer: Trainer) -> Step:
     batches = sample_numbers(trainer)
 
     def step() -> None:
-        idx, targets = (tensor.contiguous().to(trainer.context.device) for tensor in trainer.train_data[next(batches)])
-        _, loss = model(idx, targets)
+        idx, targets = trainer.train_data[next(batches)]
+        device = trainer.context.device
+        _, loss = model(idx.contiguous().to(device), targets.contiguous().to(device))
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         clip_grad_norm_(model.parameters(), 1.0)
@@ -118,41 +133,25 @@ def tutorial_step(folder: Path, trainer: Trainer) -> Step:
     return step
 
 
-def tutorial_fetch(folder: Path, trainer: Trainer, text: Path) -> Step:
-    """Loads a batch as the tutorial does: encodes character by character with a dictionary, and collates.
-
-    Args:
-        folder: contains the tutorial's char_dataset.py
-        trainer: whose block size and batch size are used
-        text: the file
-    """
-    tutorial, T = import_file(folder / "char_dataset.py"), trainer.train_data.block_size
-    B = trainer.config.trainer.batch_size
-    with suppress_stdout():
-        dataset = tutorial.CharDataset(tutorial.DataConfig(path=str(text), block_size=T))
-    return lambda: torch.utils.data.default_collate([dataset[int(i)] for i in torch.randint(len(dataset), (B,))])
-
-
 def sample_numbers(trainer: Trainer) -> Iterator[range]:
     """The sample numbers of consecutive batches."""
     B = trainer.config.trainer.batch_size
     return (range(first, first + B) for first in itertools.count(0, B))
 
 
-def fetch_batches(trainer: Trainer) -> Step:
-    """Loads the next batch at each call, as the trainer does."""
-    batches = sample_numbers(trainer)
-    return lambda: trainer.train_data[next(batches)]
-
-
 def minimal_loop(trainer: Trainer) -> Step:
     """A step with the same model, autocast, optimizer and clipping, without logs, checks or loading of batches."""
-    config, precision = trainer.config.optimizer, trainer.numerics.precision
-    model, dtype, device = GPT(trainer.model_config), DTYPES[precision], trainer.context.device
-    model.to(device)
+    config = trainer.config.optimizer
+    precision = trainer.numerics.precision
+    dtype = DTYPES[precision]
+    device = trainer.context.device
+    model = GPT(trainer.model_config).to(device)
     optimizer = build_optimizer(model, config, dtype)
-    numbers = itertools.islice(sample_numbers(trainer), 50)
-    batches = itertools.cycle([[tensor.to(device) for tensor in trainer.train_data[batch]] for batch in numbers])
+    loaded = []
+    for batch in itertools.islice(sample_numbers(trainer), 50):
+        idx, targets = trainer.train_data[batch]
+        loaded.append((idx.to(device), targets.to(device)))
+    batches = itertools.cycle(loaded)
 
     def step() -> None:
         with torch.autocast(device.type, dtype, enabled=precision != "fp32"):

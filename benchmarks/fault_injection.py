@@ -1,4 +1,4 @@
-"""main.py with a fault that its last rank injects into itself, for benchmarks/selftest_faults.py.
+"""main.py with a fault that its last rank injects into itself, for benchmarks/selftest_checks.py.
 
     torchrun --standalone --nproc_per_node=2 -m benchmarks.fault_injection FAULT FOLDER [OPTIONS OF main.py]
 
@@ -18,25 +18,20 @@ from torch import Tensor
 import main
 from mingpt.parallel.strategy import Strategy
 
-STRIKE_AT = {"step": 6, "evaluation": 2}  # number of the forward pass there
-FAULTS = {  # name -> where, and the signal; None: out of memory
-    "kill_step": ("step", signal.SIGKILL),
-    "kill_eval": ("evaluation", signal.SIGKILL),
-    "oom": ("step", None),
-    "stop": ("step", signal.SIGSTOP),
-}
+STRIKE_AT = 6  # number of the forward pass
+FAULTS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "oom": None}  # None: out of memory
 
 
 def inject(fault: str, folder: Path) -> None:
-    """Makes this rank strike in the forward pass whose turn it is, if it is the last rank."""
-    where, number = FAULTS[fault]
-    compute_loss, calls = Strategy.compute_loss, 0
+    """Makes this rank strike in one of its forward passes, if it is the last rank."""
+    compute_loss = Strategy.compute_loss
+    number = FAULTS[fault]
+    calls = 0
 
     def strike(strategy: Strategy, model: Any, idx: Tensor, targets: Tensor) -> Tensor:
         nonlocal calls
-        calls += model.training == (where == "step")
-        if calls == STRIKE_AT[where]:
-            calls += 1
+        calls += 1
+        if calls == STRIKE_AT:
             (folder / "struck").write_text(str(time.time()))
             if number is None:
                 torch.empty(2**50, dtype=torch.uint8, device=strategy.context.device)

@@ -21,7 +21,7 @@ import torch
 
 from mingpt.config_parser import read_config
 from mingpt.distributed.process_group import DistributedContext
-from mingpt.utils.device import check_compiler, choose_precision, device_kind, has_bf16
+from mingpt.utils.device import check_compiler, device_kind, has_bf16
 from mingpt.utils.errors import UserError
 from trainer import Trainer
 
@@ -57,27 +57,9 @@ class Shape:
         return to_options(dict(zip(keys, sizes, strict=True)))
 
 
-SMALL, MEDIUM, LARGE = Shape(4, 4, 128, 64, 12), Shape(6, 6, 384, 128, 16), Shape(8, 8, 512, 128, 16)
-
-
-@dataclass(frozen=True)
-class BaselineGoals:
-    """The least ratios of other programs' step times to ours, and how ours is configured for them.
-
-    Args:
-        options: options of main.py
-        nanogpt: goals for SMALL, MEDIUM and LARGE; None where there is none
-        tutorial: the same
-    """
-
-    options: tuple[str, ...]
-    nanogpt: tuple[float | None, ...]
-    tutorial: tuple[float | None, ...]
-
-
-WITH_BF16 = BaselineGoals((), (1.4, 2.5, 2.5), (2.5, 2.5, 2.5))
-WITHOUT_BF16 = BaselineGoals(("--trainer.compile", "true"), (1.25, 1.08, 1.08), (1.8, 1.3, 1.3))
-ON_GPU = BaselineGoals((), (None, None, None), (None, None, None))
+SMALL = Shape(4, 4, 128, 64, 12)
+MEDIUM = Shape(6, 6, 384, 128, 16)
+LARGE = Shape(8, 8, 512, 128, 16)
 
 
 @dataclass(frozen=True)
@@ -89,7 +71,6 @@ class Row:
         figure: the median, or why there is none
         smallest, largest: of all pairs; None if there is only one value
         unit: a key of UNITS; fractions of 1 are shown in %
-        least, most: the goal
     """
 
     what: str
@@ -97,8 +78,6 @@ class Row:
     smallest: float | None = None
     largest: float | None = None
     unit: str = ""
-    least: float | None = None
-    most: float | None = None
 
     def format(self, number: float) -> str:
         """Formats a number in the unit of this row."""
@@ -107,35 +86,18 @@ class Row:
         return (f"{number:.{digits}g}" if abs(number) < 1000 else f"{number:,.0f}") + suffix
 
     @property
-    def met(self) -> bool | None:
-        """Whether the goal is met; None without a goal or a figure."""
-        if isinstance(self.figure, str):
-            return None
-        if self.least is not None:
-            return self.figure >= self.least
-        return None if self.most is None else self.figure <= self.most
-
-    @property
-    def goal(self) -> str:
-        text = "none"
-        if self.least is not None:
-            text = f"at least {self.format(self.least)}"
-        elif self.most is not None:
-            text = f"at most {self.format(self.most)}"
-        return text + (" (missed)" if self.met is False else "")
-
-    @property
     def cells(self) -> list[str]:
-        """What, figure, smallest to largest, goal."""
+        """What, figure, smallest to largest."""
         figure = self.figure if isinstance(self.figure, str) else self.format(self.figure)
         spread = " to ".join(self.format(end) for end in (self.smallest, self.largest) if end is not None)
-        return [self.what, figure, spread, self.goal]
+        return [self.what, figure, spread]
 
 
-def median_row(what: str, values: Sequence[float], unit: str = "", **goal: float | None) -> Row:
-    """The row of the values' median, smallest and largest; `goal` is `least` or `most`."""
-    smallest, largest = (min(values), max(values)) if len(values) > 1 else (None, None)
-    return Row(what, statistics.median(values), smallest, largest, unit, **goal)
+def median_row(what: str, values: Sequence[float], unit: str = "") -> Row:
+    """The row of the values' median, smallest and largest."""
+    if len(values) == 1:
+        return Row(what, values[0], unit=unit)
+    return Row(what, statistics.median(values), min(values), max(values), unit)
 
 
 def synchronize(device: torch.device) -> None:
@@ -185,14 +147,6 @@ class Bench:
         file.write_text("".join(np.random.default_rng(0).choice(list(ALPHABET), 10**6)))
         return file
 
-    @property
-    def goals(self) -> BaselineGoals:
-        """The goals for this hardware, and for the precision if an option sets it; there are none for GPUs."""
-        if self.context.device.type != "cpu":
-            return ON_GPU
-        precision, _ = choose_precision(read_config(self.options).trainer.precision, self.context.device, None)
-        return WITH_BF16 if precision == "bf16" else WITHOUT_BF16
-
     def run_options(self, options: Sequence[str] = (), overrides: Mapping[str, Any] | None = None) -> list[str]:
         """Options of main.py for a run folder of its own: `options`, then those of the command line, then `overrides`.
 
@@ -217,6 +171,7 @@ class Bench:
         """
         with suppress_stdout():
             trainer = Trainer(read_config(self.run_options(options, overrides)), context or self.context)
+            trainer.resume()
         for _ in range(warmup_steps):
             trainer.train_step()
         return trainer
@@ -270,9 +225,9 @@ class Bench:
     def require_processors(self, ranks: int) -> None:
         """Raises SkippedError if there are fewer cores, or GPUs, than ranks."""
         on_gpu = self.context.device.type == "cuda"
-        number, name = (torch.cuda.device_count(), "GPU") if on_gpu else (available_cores(), "core")
-        if number < ranks:
-            raise SkippedError(f"{ranks} ranks on {number} {name}")
+        processors = torch.cuda.device_count() if on_gpu else available_cores()
+        if processors < ranks:
+            raise SkippedError(f"{ranks} ranks on {processors} {'GPU' if on_gpu else 'core'}")
 
     def require_cpu(self, reason: str) -> None:
         """Raises SkippedError if this benchmark, which is about CPUs, would run on a GPU."""
@@ -287,7 +242,7 @@ class Bench:
             raise SkippedError(str(error)) from error
 
     def run_on_ranks(self, name: str, ranks: int = 2) -> Iterator[Row]:
-        """Runs a case of bench.py under torchrun.
+        """Runs a case of this program under torchrun.
 
         Raises:
             SkippedError: there are fewer cores, or GPUs, than ranks.
@@ -295,28 +250,30 @@ class Bench:
         """
         self.require_processors(ranks)
         threads = max(1, available_cores() // ranks)
-        for result in torchrun(ranks, threads, "bench.py", name, *self.options):
+        for result in torchrun(ranks, threads, name, *self.options):
             yield Row(**{key: result[key] for key in Row.__dataclass_fields__})
 
 
 def torchrun(ranks: int, threads: int, *argv: str) -> Iterator[dict[str, Any]]:
-    """Runs a program with --json under torchrun; yields the objects that it prints.
+    """Runs `python -m benchmarks --json` under torchrun; yields the objects that it prints.
 
     Args:
         ranks: number of processes
         threads: number of threads per process
-        argv: the program with its arguments
+        argv: the arguments of the program
 
     Raises:
         RuntimeError: a rank failed; the message has its stderr.
     """
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    command, env = [*launcher, *argv, "--json"], os.environ | {"OMP_NUM_THREADS": str(threads)}
+    command = [*launcher, "-m", "benchmarks", *argv, "--json"]
+    env = os.environ | {"OMP_NUM_THREADS": str(threads)}
     with tempfile.TemporaryFile("w+") as stderr:
         with subprocess.Popen(  # noqa: S603
             command, env=env, stdout=subprocess.PIPE, stderr=stderr, text=True, cwd=ROOT
         ) as process:
-            yield from map(json.loads, process.stdout or ())
+            for line in process.stdout or ():
+                yield json.loads(line)
         if process.returncode:
             stderr.seek(0)
             raise RuntimeError(f"{' '.join(command)} failed:\n{stderr.read()}")

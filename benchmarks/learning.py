@@ -1,6 +1,6 @@
-"""The cases of bench.py about learning: the loss of counting models, and the training time until a loss.
+"""The case time_to_loss: the training time until a loss.
 
-They use the text of main.py, `data.path`, because its content matters to them.
+It uses the text of main.py, `data.path`, because its content matters.
 """
 
 import math
@@ -8,19 +8,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from benchmarks.baselines import NanoGPT
-from benchmarks.counting import kneser_ney
-from benchmarks.harness import Bench, Row, SkippedError, median_row, suppress_stdout, to_options
-from char_dataset import train_val_split
+from benchmarks.harness import Bench, Row, median_row, to_options
 from mingpt.config_parser import read_config
-from mingpt.corpus import encode_corpus
 from mingpt.evaluation import evaluate
-from mingpt.utils.errors import UserError
 
-ORDERS = (3, 5, 7)
 REPETITIONS = 3  # with the seeds 1, 2 and 3
 # nanoGPT's README: train_shakespeare_char.py on a CPU.
 RECIPE = {
@@ -31,24 +25,12 @@ RECIPE = {
     "model.dropout": 0.0,
     "trainer.batch_size": 12,
 }
-RECIPE_STEPS, RECIPE_WARMUP = 2000, 100
+RECIPE_STEPS = 2000
+RECIPE_WARMUP = 100
 # The lengths of our runs: short ones whose learning rate has decayed when they reach the loss of tiny shakespeare.
 STEPS_TO_RECIPES_LOSS = 320
-LOSS, STEPS_TO_LOSS = 1.6, 1500
-
-
-def counting(bench: Bench) -> Iterator[Row]:
-    """Validation loss of n-gram models."""
-    config, cache = read_config(bench.options), bench.folder / "counting"
-    try:
-        with suppress_stdout():
-            corpus = encode_corpus(config.data.path, cache)
-        train, val = train_val_split(corpus, config.data)
-    except UserError as error:
-        raise SkippedError(str(error)) from error
-    for order in ORDERS:
-        loss = -np.log(kneser_ney(train, val, order, len(corpus.vocabulary))).mean()
-        yield Row(f"validation loss of a {order}-gram model, per character", float(loss), unit="nats")
+LOSS = 1.6
+STEPS_TO_LOSS = 1500
 
 
 class Run(NamedTuple):
@@ -67,21 +49,25 @@ def time_to_loss(bench: Bench) -> Iterator[Row]:
     what = f"absolute: training seconds to validation loss {LOSS:g} ({_describe(ours)})"
     yield _row(what, ours, [LOSS for _ in ours], [run.seconds for run in ours], "s")
 
-    folder, ours, theirs = bench.require_folder(bench.nanogpt), [], []
+    folder = bench.require_folder(bench.nanogpt)
+    ours = []
+    theirs = []
     for seed in seeds:
         theirs.append(train_recipe(bench, folder, seed))
         ours.append(train_to_loss(bench, seed, STEPS_TO_RECIPES_LOSS, theirs[-1].loss))
     what = "our training seconds to the loss of nanoGPT's recipe for CPUs, in those of the recipe"
     what = f"{what} (ours: {_describe(ours)}; the recipe: {_describe(theirs)})"
     ratios = [mine.seconds / other.seconds for mine, other in zip(ours, theirs, strict=True)]
-    yield _row(what, ours, [run.loss for run in theirs], ratios, most=0.2)
+    yield _row(what, ours, [run.loss for run in theirs], ratios)
 
 
 def train_to_loss(bench: Bench, seed: int, steps: int, target: float) -> Run:
     """Trains as main.py does until the validation loss is `target`, or to the last step; evaluates ten times or so."""
     defaults = {"trainer.max_steps": steps, "trainer.eval_every": max(1, steps // 10)}
     trainer = bench.build_trainer(_text_options(bench, defaults), {"trainer.seed": seed}, warmup_steps=0)
-    seconds, loss, cfg = 0.0, math.inf, trainer.config.trainer
+    cfg = trainer.config.trainer
+    seconds = 0.0
+    loss = math.inf
     while trainer.step < trainer.last_step and loss > target:
         seconds += bench.time_calls(trainer.train_step, min(cfg.eval_every, trainer.last_step - trainer.step))
         loss = evaluate(trainer.strategy, trainer.val_data, cfg.micro_batch_size or cfg.batch_size)
@@ -116,14 +102,13 @@ def _text_options(bench: Bench, defaults: dict[str, Any] | None = None) -> list[
 
 
 def _describe(runs: Sequence[Run]) -> str:
-    losses, steps = ", ".join(f"{run.loss:.3f}" for run in runs), ", ".join(f"{run.steps:,}" for run in runs)
+    losses = ", ".join(f"{run.loss:.3f}" for run in runs)
+    steps = ", ".join(f"{run.steps:,}" for run in runs)
     return f"losses {losses} after {steps} steps"
 
 
-def _row(
-    what: str, ours: Sequence[Run], targets: Sequence[float], values: Sequence[float], unit: str = "", **goal: float
-) -> Row:
+def _row(what: str, ours: Sequence[Run], targets: Sequence[float], values: Sequence[float], unit: str = "") -> Row:
     reached = sum(run.loss <= target for run, target in zip(ours, targets, strict=True))
     if reached == len(ours):
-        return median_row(what, values, unit, **goal)
-    return Row(what, f"not reached by {len(ours) - reached} of {len(ours)} runs", unit=unit, **goal)
+        return median_row(what, values, unit)
+    return Row(what, f"not reached by {len(ours) - reached} of {len(ours)} runs", unit=unit)

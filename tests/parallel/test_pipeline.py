@@ -35,7 +35,7 @@ from mingpt.config_parser import read_config
 from mingpt.evaluation import evaluate, generate_sample
 from mingpt.parallel.build import validate
 from mingpt.utils.errors import UserError
-from tests.parallel.tables import (
+from tests.parallel.runs import (
     COMBINED,
     MIDDLE_STAGE,
     PIPELINE,

@@ -26,7 +26,7 @@ from mingpt.config_parser import read_config
 from mingpt.parallel.sharded import FSDP
 from mingpt.parallel.strategy import Strategy
 from mingpt.utils.errors import UserError
-from tests.parallel.tables import (
+from tests.parallel.runs import (
     ARCHITECTURES,
     COMPILED,
     RESUMED,

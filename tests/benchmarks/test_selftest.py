@@ -1,4 +1,4 @@
-"""selftest.py passes, and fails with the right check when something is broken on purpose."""
+"""The self-test passes, and fails with the right check when something is broken on purpose."""
 
 import json
 import re
@@ -14,20 +14,20 @@ from typing import Any
 import pytest
 from helpers import ROOT, TORCHRUN, VISIBLE_GPUS, clean_env, find_processes, kill_processes, wait_until
 
-import selftest
-from benchmarks.selftest_performance import COLUMNS, peak_flops
+from benchmarks import selftest
+from benchmarks.selftest import CHECKS, Result, agree
+from benchmarks.selftest_checks import COLUMNS, peak_flops
 from mingpt.utils.logging import run_script
-from selftest import CHECKS, Result, agree
 
-NEEDS_GPU = {"fp16", "waits", "default", "speed", "strategies"}
+SELFTEST = ("-m", "benchmarks.selftest")
+NEEDS_GPU = {"waits", "speed"}
 
-# Programs that run selftest.py after a line that breaks something.
+# Programs that run the self-test after a line that breaks something.
 BREAK = f"""
 import os, sys
 sys.path.insert(0, {str(ROOT)!r})
-import selftest
-from benchmarks import fault_injection, selftest_checks, selftest_harness, selftest_performance
-from mingpt.parallel import data_parallel, sharded, tree_reduction
+from benchmarks import fault_injection, selftest, selftest_checks
+from mingpt.parallel import memory, sharded, strategy, tree_reduction
 from mingpt.snapshot.manager import AsyncSnapshotWriter
 from mingpt.utils.logging import run_script
 from trainer import Trainer
@@ -74,7 +74,7 @@ def run_broken(lines: str, variable: str, folder: Path, *argv: str, **options: A
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_all_checks_pass_or_say_why_not(ranks: int, variable: str) -> None:
-    status, rows, summary, stderr = run_selftest(variable, "selftest.py", ranks=ranks)
+    status, rows, summary, stderr = run_selftest(variable, *SELFTEST, ranks=ranks)
     assert status == 0, rows
     assert list(rows) == list(CHECKS)
     skipped = {name: detail for name, (status, detail) in rows.items() if status == "SKIP"}
@@ -82,7 +82,7 @@ def test_all_checks_pass_or_say_why_not(ranks: int, variable: str) -> None:
     assert all(detail.strip() for detail in skipped.values())
     assert [[check["status"], check["detail"]] for check in summary["checks"]] == list(rows.values())
     assert (summary["status"], summary["ranks"], summary["cuda"]) == ("PASS", ranks, None)
-    for fault in ("kill_step", "kill_eval", "oom", "stop"):
+    for fault in ("kill", "oom", "stop"):
         assert re.match(r"after \d+\.\d s: rank 1 \(", rows[fault][1]), rows[fault]
     assert rows["restart"][1].startswith("resumed from step 1")
     assert "Traceback" not in stderr
@@ -90,25 +90,25 @@ def test_all_checks_pass_or_say_why_not(ranks: int, variable: str) -> None:
 
 @pytest.mark.gpu
 def test_all_checks_pass_on_gpus(variable: str) -> None:
-    status, rows, _, stderr = run_selftest(variable, "selftest.py", timeout=1800, **VISIBLE_GPUS)
+    status, rows, _, stderr = run_selftest(variable, *SELFTEST, timeout=1800, **VISIBLE_GPUS)
     assert status == 0, (rows, stderr)
-    assert {name for name, (status, _) in rows.items() if status == "SKIP"} <= {"tree", "bf16"}
+    assert {name for name, (status, _) in rows.items() if status == "SKIP"} <= {"tree"}
 
 
 CONTROLS = {  # what is broken, the check that fails, and a part of its line
     "fsdp's gradients twice as large": (
         "sharded.FSDP.loss_factor = property(lambda self: 2.0, lambda self, value: None)",
-        "fp32",
-        "fsdp's gradient norms differ by 1 (allowed 0.01)",
+        "losses",
+        "fsdp's gradient norms in fp32 differ by 1 (allowed 0.01)",
     ),
     "dropout with a random seed": (
-        "data_parallel.seed_device = lambda device, seed: data_parallel.torch.default_generator.seed()",
-        "deterministic",
+        "strategy.seed_device = lambda device, seed: strategy.torch.default_generator.seed()",
+        "resume",
         "other bits with ddp from step 1 on; zero1",
     ),
     "no optimizer state after a restart": (
-        "load = data_parallel.Strategy.load_full_state\n"
-        "data_parallel.Strategy.load_full_state = lambda self, weights, state, source: load(self, weights, {}, source)",
+        "load = strategy.Strategy.load_full_state\n"
+        "strategy.Strategy.load_full_state = lambda self, weights, state, source: load(self, weights, {}, source)",
         "resume",
         "other bits with ddp from step 6 on; zero1",
     ),
@@ -118,7 +118,7 @@ CONTROLS = {  # what is broken, the check that fails, and a part of its line
         "the file has other bits than the state at its step with ddp",
     ),
     "an estimate without optimizer state": (
-        "data_parallel.optimizer_bytes = lambda *args: 0",
+        "memory.optimizer_bytes = lambda *args: 0",
         "memory",
         "MiB estimated/measured differ: ddp 0.",
     ),
@@ -129,7 +129,7 @@ CONTROLS = {  # what is broken, the check that fails, and a part of its line
 @pytest.mark.parametrize("control", CONTROLS)
 def test_the_right_check_finds_what_is_broken(control: str, variable: str, tmp_path: Path) -> None:
     line, check, message = CONTROLS[control]
-    other = "memory" if check == "snapshot" else "snapshot"
+    other = "memory" if check in ("snapshot", "resume") else "snapshot"
     status, rows, summary, _ = run_broken(line, variable, tmp_path, "--only", check, other)
     assert (status, summary["status"]) == (1, "FAIL")
     assert {name: row[0] for name, row in rows.items()} == {check: "FAIL", other: "PASS"}
@@ -138,7 +138,7 @@ def test_the_right_check_finds_what_is_broken(control: str, variable: str, tmp_p
 
 @pytest.mark.slow
 def test_bits_that_depend_on_the_number_of_ranks_are_found(variable: str, tmp_path: Path) -> None:
-    line = "data_parallel.Strategy.dropout_seed = lambda self, first: first + self.context.rank"
+    line = "strategy.Strategy.dropout_seed = lambda self, first: first + self.context.rank"
     status, rows, _, _ = run_broken(line, variable, tmp_path, "--only", "tree", "resume", ranks=2)
     assert status == 1
     assert rows["tree"] == ["FAIL", "rank 0: other bits on 1 ranks than on 2"]
@@ -151,10 +151,10 @@ def test_a_fault_that_no_rank_names_is_a_failure(variable: str, tmp_path: Path) 
     line = "from mingpt.distributed.health import HealthMonitor\nHealthMonitor._find_cause = lambda self, error: ''\n"
     (tmp_path / "sitecustomize.py").write_text(line)
     path = f"{tmp_path}:{ROOT}"
-    status, rows, _, _ = run_selftest(variable, "selftest.py", "--only", "kill_step", "restart", PYTHONPATH=path)
+    status, rows, _, _ = run_selftest(variable, *SELFTEST, "--only", "kill", "restart", PYTHONPATH=path)
     assert status == 1
-    assert rows["kill_step"][0] == "FAIL"
-    assert rows["kill_step"][1].startswith("no rank named rank 1: torchrun's exit status is 1; ")
+    assert rows["kill"][0] == "FAIL"
+    assert rows["kill"][1].startswith("no rank named rank 1: torchrun's exit status is 1; ")
     assert rows["restart"][0] == "PASS"
 
 
@@ -165,14 +165,14 @@ def test_checks_are_skipped_after_one_rank_has_lost_the_others(variable: str, tm
         "step = Trainer.train_step\n"
         "Trainer.train_step = lambda self: 1 / 0 if self.step == 3 and rank == 1 else step(self)"
     )
-    names = ("machine", "fp32", "tree", "snapshot")
+    names = ("machine", "losses", "tree", "snapshot")
     status, rows, _, stderr = run_broken(lines, variable, tmp_path, "--only", *names, ranks=2)
     assert status == 1
     assert rows["machine"][0] == "PASS"
-    assert rows["fp32"][0] == "FAIL"
-    error = r"rank 1: ZeroDivisionError: division by zero \(benchmarks/selftest_harness.py, line"
-    assert re.match(error, rows["fp32"][1])
-    assert rows["tree"] == rows["snapshot"] == ["SKIP", "ranks are out of step since rank 1 failed in fp32"]
+    assert rows["losses"][0] == "FAIL"
+    error = r"rank 1: ZeroDivisionError: division by zero \(benchmarks/selftest_checks.py, line"
+    assert re.match(error, rows["losses"][1])
+    assert rows["tree"] == rows["snapshot"] == ["SKIP", "ranks are out of step since rank 1 failed in losses"]
     assert "Traceback" not in re.sub(r"(?s)Traceback.*ChildFailedError.*", "", stderr)  # torchrun's own
 
 
@@ -181,17 +181,16 @@ def test_speed_is_measured_for_each_column(variable: str, tmp_path: Path) -> Non
     """Of tiny models on the CPU, with a pretended peak."""
     lines = (
         "from benchmarks.harness import Shape\n"
-        "selftest_performance.require_gpu = lambda test, reason='': None\n"
-        "selftest_performance.peak_flops = lambda device: 1e12\n"
+        "selftest_checks.require_gpu = lambda test: None\n"
+        "selftest_checks.peak_flops = lambda device: 1e12\n"
         "tiny = Shape(1, 2, 16, 16, 8)\n"
-        "selftest_performance.COLUMNS = {name: (tiny, {'trainer.precision': 'bf16'}) for name in ('10.7M', '124M')}\n"
+        "selftest_checks.COLUMNS = {name: (tiny, {'trainer.precision': 'bf16'}) for name in ('10.7M', '124M')}\n"
     )
-    status, rows, _, _ = run_broken(lines, variable, tmp_path, "--only", "speed", "strategies")
+    status, rows, _, _ = run_broken(lines, variable, tmp_path, "--only", "speed")
     assert status == 0, rows
     speed = r"[\d,]+ tokens/s in bf16 \(MFU [\d.]+%\)"
     expected = "; ".join(f"{name} {speed}; {name} compiled {speed}" for name in ("10.7M", "124M"))
     assert re.fullmatch(expected, rows["speed"][1]), rows["speed"]
-    assert re.match(r"zero1 [\d.]+, zero2 [\d.]+, fsdp [\d.]+, tree [\d.]+ of ddp's", rows["strategies"][1])
 
 
 @pytest.mark.slow
@@ -199,10 +198,10 @@ def test_a_step_that_waits_for_the_gpu_is_found(variable: str, tmp_path: Path) -
     """On the CPU, with a pretended GPU that warns as PyTorch does."""
     lines = """
 import torch, warnings
-selftest_harness.on_gpu = lambda test: True
+selftest_checks.SelfTest.on_gpu = True
 selftest_checks.strategy_options = lambda test: {name: {"distributed.strategy": name} for name in ("ddp", "fsdp")}
 torch.cuda.synchronize = torch.cuda.empty_cache = lambda: None
-forward_backward, mode = data_parallel.Strategy.forward_backward, []
+forward_backward, mode = strategy.Strategy.forward_backward, []
 torch.cuda.set_sync_debug_mode = mode.append
 
 def waiting(strategy, *args):
@@ -210,19 +209,18 @@ def waiting(strategy, *args):
         warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
     return forward_backward(strategy, *args)
 
-data_parallel.Strategy.forward_backward = waiting
-selftest_checks.gpu_precisions = lambda test: ["fp32", "bf16"]
+strategy.Strategy.forward_backward = waiting
+selftest_checks.precisions = lambda test: ["fp32", "bf16"]
 """
-    status, rows, _, _ = run_broken(lines, variable, tmp_path, "--only", "waits", "default")
+    status, rows, _, _ = run_broken(lines, variable, tmp_path, "--only", "waits")
     assert status == 1
     assert re.fullmatch(r"fsdp in fp32: \S+/trainer.py:\d+; fsdp in bf16: \S+/trainer.py:\d+", rows["waits"][1]), rows
-    assert rows["default"] == ["PASS", "ddp equal bits, fsdp equal bits after 20 steps"]
 
 
 @pytest.mark.slow
 def test_sigterm_leaves_no_process_and_no_file(variable: str, tmp_path: Path) -> None:
     name, value = variable.split("=")
-    command, env = [sys.executable, "selftest.py", "--only", "stop"], clean_env(**{name: value})
+    command, env = [sys.executable, *SELFTEST, "--only", "stop"], clean_env(**{name: value})
     with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         wait_until(lambda: bool(list(Path(value).glob("*/*/struck"))), "the fault")
         process.send_signal(signal.SIGTERM)
@@ -233,7 +231,7 @@ def test_sigterm_leaves_no_process_and_no_file(variable: str, tmp_path: Path) ->
 
 
 def result(status: str, detail: str, ended: float, raised: bool = False) -> Result:
-    return Result("fp32", status, detail, ended=ended, raised=raised)
+    return Result("losses", status, detail, ended=ended, raised=raised)
 
 
 @pytest.mark.parametrize(
@@ -254,10 +252,10 @@ def test_ranks_agree_on_the_first_failure(results: list[Result], status: str, de
 
 
 def test_a_check_that_does_not_exist_is_one_message(monkeypatch, capsys) -> None:
-    monkeypatch.setattr("sys.argv", ["selftest.py", "--only", "speeed"])
+    monkeypatch.setattr("sys.argv", ["selftest", "--only", "speeed"])
     assert run_script(selftest.run) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: --only: there is no check speeed; there are: machine, fp32, ")
+    assert error.startswith("error: --only: there is no check speeed; there are: machine, losses, ")
     assert error.count("\n") == 1
 
 

@@ -1,8 +1,8 @@
 """Tests this program on this machine, on as many ranks as are started.
 
-    python selftest.py
-    torchrun --standalone --nproc_per_node=N selftest.py
-    python selftest.py --only machine speed
+    python -m benchmarks.selftest
+    torchrun --standalone --nproc_per_node=N -m benchmarks.selftest
+    python -m benchmarks.selftest --only machine speed
 
 Each check prints PASS, FAIL or SKIP with what it found, or with the reason. The last line is a JSON object with all
 results, for a report of a problem. Exit status: 0; 1 if a check fails; 2 for a wrong option.
@@ -33,23 +33,28 @@ from traceback import extract_tb
 import torch
 
 from benchmarks import selftest_checks as checks
-from benchmarks import selftest_faults as faults
-from benchmarks import selftest_performance as performance
 from benchmarks.harness import ROOT, SkippedError, machine_name
-from benchmarks.selftest_harness import CheckFailedError, SelfTest, share_groups
+from benchmarks.selftest_checks import CheckFailedError, SelfTest, share_groups
 from mingpt.config import DistributedConfig
 from mingpt.distributed.process_group import DistributedContext, init_distributed
 from mingpt.utils.device import set_deterministic, tune_malloc
 from mingpt.utils.errors import PeerError, UserError
 from mingpt.utils.logging import run_script
 
-FUNCTIONS = (
-    *(checks.machine, checks.fp32, checks.bf16, checks.fp16, checks.waits),
-    *(checks.deterministic, checks.resume, checks.tree, checks.default, checks.snapshot),
-    *(faults.kill_step, faults.kill_eval, faults.oom, faults.stop, faults.restart),
-    *(performance.memory, performance.speed, performance.strategies),
-)
-CHECKS: dict[str, Callable[[SelfTest], str]] = {check.__name__: check for check in FUNCTIONS}
+CHECKS: dict[str, Callable[[SelfTest], str]] = {
+    "machine": checks.machine,
+    "losses": checks.losses,
+    "resume": checks.resume,
+    "tree": checks.tree,
+    "snapshot": checks.snapshot,
+    "kill": checks.kill,
+    "oom": checks.oom,
+    "stop": checks.stop,
+    "restart": checks.restart,
+    "memory": checks.memory,
+    "waits": checks.waits,
+    "speed": checks.speed,
+}
 TIMEOUT = 120.0  # seconds that a rank waits for another within a check
 AGREEMENT_TIMEOUT = timedelta(hours=1)  # for which ranks wait for one that makes a check alone
 
@@ -66,7 +71,10 @@ class Result:
     raised: bool = False  # another exception than those of checks
 
     def __str__(self) -> str:
-        return f"{self.status}  {self.name:<13}  {self.detail}" + f" ({self.seconds:.1f} s)" * (self.seconds >= 0.1)
+        line = f"{self.status}  {self.name:<8}  {self.detail}"
+        if self.seconds >= 0.1:
+            line += f" ({self.seconds:.1f} s)"
+        return line
 
 
 def title(name: str) -> str:
@@ -75,19 +83,32 @@ def title(name: str) -> str:
 
 def run_check(name: str, test: SelfTest) -> Result:
     """Runs a check on this rank."""
-    began, raised = time.perf_counter(), False
+    began = time.perf_counter()
+    raised = False
     try:
-        status, detail = "PASS", CHECKS[name](test)
+        detail = CHECKS[name](test)
+        status = "PASS"
     except SkippedError as reason:
-        status, detail = "SKIP", str(reason)
+        detail = str(reason)
+        status = "SKIP"
     except CheckFailedError as error:
-        status, detail = "FAIL", str(error)
+        detail = str(error)
+        status = "FAIL"
     except Exception as error:  # whatever it is, the other checks go on
-        status, raised = "FAIL", True
-        place = [frame for frame in extract_tb(error.__traceback__) if frame.filename.startswith(str(ROOT))][-1]
-        detail = f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"
-        detail += f" ({Path(place.filename).relative_to(ROOT)}, line {place.lineno})"
+        detail = describe_exception(error)
+        status = "FAIL"
+        raised = True
     return Result(name, status, detail, round(time.perf_counter() - began, 1), time.time(), raised)
+
+
+def describe_exception(error: Exception) -> str:
+    """The first line of its message, and the line of this program that raised it."""
+    lines = str(error).strip().splitlines() or ["no message"]
+    text = f"{type(error).__name__}: {lines[0]}"
+    own = [frame for frame in extract_tb(error.__traceback__) if frame.filename.startswith(str(ROOT))]
+    if own:
+        text += f" ({Path(own[-1].filename).relative_to(ROOT)}, line {own[-1].lineno})"
+    return text
 
 
 def agree(mine: Result, agreement: DistributedContext) -> tuple[Result, str]:
@@ -98,11 +119,16 @@ def agree(mine: Result, agreement: DistributedContext) -> tuple[Result, str]:
         gone = f"another rank is gone: {str(error).splitlines()[0]}"
         return replace(mine, status="FAIL", detail=gone), f"another rank is gone since {mine.name}"
     failed = [rank for rank, result in enumerate(results) if result.status == "FAIL"]
-    rank = min(failed, key=lambda rank: results[rank].ended, default=0)  # later ones may have failed because of it
-    prefix, broken = f"rank {rank}: " if failed and len(results) > 1 else "", ""
-    if any(result.raised for result in results) and len({result.detail for result in results}) > 1:
-        broken = f"ranks are out of step since rank {rank} failed in {mine.name}"
-    return replace(results[rank], detail=prefix + results[rank].detail), broken
+    if not failed:
+        return results[0], ""
+    rank = min(failed, key=lambda rank: results[rank].ended)  # later ones may have failed because of it
+    found = results[rank]
+    if len(results) > 1:
+        found = replace(found, detail=f"rank {rank}: {found.detail}")
+    details = {result.detail for result in results}
+    if any(result.raised for result in results) and len(details) > 1:
+        return found, f"ranks are out of step since rank {rank} failed in {mine.name}"
+    return found, ""
 
 
 def run_checks(names: Sequence[str], test: SelfTest, agreement: DistributedContext) -> tuple[list[Result], str]:
@@ -114,18 +140,21 @@ def run_checks(names: Sequence[str], test: SelfTest, agreement: DistributedConte
     Returns:
         the results, and why the ranks could not go on together, or an empty string
     """
-    results, broken = list[Result](), ""
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+    results = []
+    broken = ""
+    width = 0
+    if sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns
     for name in names:
         if width and test.context.rank == 0:
-            print(f"      {name:<13}  {title(name)}"[: width - 1], end="", flush=True)
+            print(f"      {name:<8}  {title(name)}"[: width - 1], end="", flush=True)
         result = Result(name, "SKIP", broken)
         if not broken:
             result, broken = agree(run_check(name, test), agreement)
         results.append(result)
         line = str(result)
         if width:
-            line = "\r\x1b[K" + textwrap.fill(line, width, subsequent_indent=" " * 21, break_on_hyphens=False)
+            line = "\r\x1b[K" + textwrap.fill(line, width, subsequent_indent=" " * 16, break_on_hyphens=False)
         if test.context.rank == 0:
             print(line, flush=True)
     return results, broken
@@ -134,7 +163,14 @@ def run_checks(names: Sequence[str], test: SelfTest, agreement: DistributedConte
 def summary(results: Sequence[Result], device: torch.device, ranks: int) -> dict[str, object]:
     """What a report of a problem needs."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    git = shutil.which("git") and subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+    commit = None
+    if shutil.which("git"):
+        git = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+        if git.returncode == 0:
+            commit = git.stdout.strip()
+    rows = []
+    for result in results:
+        rows.append({key: asdict(result)[key] for key in ("name", "status", "detail", "seconds")})
     return {
         "status": "FAIL" if any(result.status == "FAIL" for result in results) else "PASS",
         "machine": machine_name(device),
@@ -143,8 +179,8 @@ def summary(results: Sequence[Result], device: torch.device, ranks: int) -> dict
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "commit": git.stdout.strip() if git and git.returncode == 0 else None,
-        "checks": [{key: asdict(result)[key] for key in ("name", "status", "detail", "seconds")} for result in results],
+        "commit": commit,
+        "checks": rows,
     }
 
 
@@ -154,7 +190,7 @@ def run(argv: Sequence[str]) -> None:
     Raises:
         UserError: there is no such check.
     """
-    titles = "\n".join(f"  {name:<15}{title(name)}" for name in CHECKS)
+    titles = "\n".join(f"  {name:<10}{title(name)}" for name in CHECKS)
     parser = argparse.ArgumentParser(
         description=f"{__doc__}\nchecks:\n{titles}", formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,26 +1,14 @@
-"""The tables of docs/strategies.md and docs/pipeline.md, and the runs behind them, which the tests beside it share.
+"""Runs that tests of strategies and of pipeline stages share."""
 
-python -m tests.parallel.tables strategies > docs/strategies.md
-python -m tests.parallel.tables pipeline > docs/pipeline.md
-"""
-
-import argparse
 import os
 import shutil
-import sys
-import tempfile
-from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-
-sys.path.append(str(Path(__file__).parents[1]))  # pytest adds it by itself
-
 from helpers import (
     LARGE_CONFIG,
-    MEMORY_KINDS,
     NO_DROPOUT,
     assert_equal_snapshots,
     loss_curve,
@@ -34,11 +22,10 @@ from helpers import (
 )
 
 from benchmarks.harness import max_relative_error
-from benchmarks.pipeline_timeline import steps, traces_of
 from mingpt.config_parser import read_config
-from mingpt.parallel.memory import MemoryUsage
-from mingpt.utils.device import device_kind
+from mingpt.parallel.memory import MemoryUsage, estimate_memory, measure_memory
 from mingpt.utils.errors import UserError
+from model import GPT
 
 Options = dict[str, Any]  # of a run, by names such as trainer__batch_size
 
@@ -104,17 +91,6 @@ REFUSED: list[Options] = [
     {"distributed__strategy": "fsdp", "distributed__cpu_offload": True},
 ]
 PIPELINE_RESUMED = [(1, 1, "ddp"), (4, 4, "ddp"), (4, 2, "fsdp"), (2, 1, "fsdp")]  # ranks, stages, strategy
-WRITTEN_BY = (
-    f"Written by `python -m tests.parallel.tables {{}}` ({device_kind(torch.device('cpu'))}, "
-    f"PyTorch {torch.__version__}, gloo)."
-)
-# Stages of equal size, except for the embeddings, whose computation takes much longer than communication.
-TIMED: Options = {
-    "data__block_size": 128,
-    "model__n_embd": 384,
-    "model__n_head": 6,
-    "trainer__profile_steps": 12,
-}
 
 
 def with_stages(stages: int, **changes: Any) -> Options:
@@ -197,13 +173,17 @@ def assert_exact_resume(folder: Path, ranks: int, runs: dict[str, Options]) -> N
 
 def measure(folder: Path, runs: list[Options]) -> list[tuple[MemoryUsage, list[MemoryUsage]]]:
     """For `run_ranks`: memory of a large model after a step: the estimate for the rank with most, and of each rank."""
-    results, ranks = [], os.environ.get("WORLD_SIZE", "1")
+    results = []
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
     for i, options in enumerate(runs):
         argv = run_args(folder / f"{ranks}-{i}", folder / "text.txt", **(options | LARGE_CONFIG))
         with open_trainer(*argv, rendezvous=i) as trainer:
             trainer.train_step()
-            usages = [MemoryUsage(**values) for values in trainer.context.all_gather_object(asdict(trainer.memory))]
-            results.append((trainer.strategy.estimated_memory, usages))
+            with torch.device("meta"):
+                model = GPT(trainer.model_config)
+            estimate = estimate_memory(trainer.config, model, ranks, trainer.numerics.precision)
+            measured = trainer.context.all_gather_object(asdict(measure_memory(trainer.strategy)))
+            results.append((estimate, [MemoryUsage(**values) for values in measured]))
     return results
 
 
@@ -214,129 +194,3 @@ def refusal(options: Options) -> str:
     except UserError as error:
         return str(error).split(" (in the command line)")[0]
     raise AssertionError(f"{label(options)} is accepted")
-
-
-def markdown(header: list[Any], rows: Iterable[Iterable[Any]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
-
-
-def loss_table(folder: Path, base: Options, runs: list[Options], ranks: list[int]) -> str:
-    columns = [loss_errors(folder / str(n), n, [base | options for options in runs]) for n in ranks]
-    rows = [[label(options), *(f"{column[i]:.0e}" for column in columns)] for i, options in enumerate(runs)]
-    return markdown(["options", *(f"{n} rank{'s' * (n > 1)}" for n in ranks)], rows)
-
-
-def resume_table(folder: Path, base: Options, saved: dict[str, Options], runs: list[tuple[str, int, Options]]) -> str:
-    expected = train(folder, 1, {"plain": base}, 9)["plain"][6:]
-    train(folder, 2, {name: base | options for name, options in saved.items()}, 6)
-    rows = []
-    for name, n, options in runs:
-        [(is_equal, losses)] = run_ranks(n, resume, folder, [(name, base | options)], tmp_path=folder)[0]
-        restored = "the same bits" if is_equal else "OTHER BITS"
-        rows.append([name, n, label(options), restored, f"{max_relative_error(losses, expected):.0e}"])
-    return markdown(["saved on 2 ranks with", "ranks", "resumed with", "restored", "losses of steps 7 to 9"], rows)
-
-
-def memory_table(folder: Path, base: Options, runs: list[tuple[int, Options]]) -> str:
-    folder.mkdir()
-    write_text(folder / "text.txt")
-    rows = []
-    for n, options in runs:
-        [(estimate, usages)] = run_ranks(n, measure, folder, [base | options], tmp_path=folder)[0]
-        usage = max(usages, key=lambda usage: usage.total)
-        pairs = [(getattr(usage, kind), getattr(estimate, kind)) for kind in MEMORY_KINDS]
-        cells = [f"{found / 2**20:.1f} ({expected / 2**20:.1f})" for found, expected in pairs]
-        rows.append([n, label(options), *cells])
-    return markdown(["ranks", "options", *MEMORY_KINDS], rows)
-
-
-def waiting_table(folder: Path) -> str:
-    rows = []
-    for n in (2, 4, 8):
-        size = {"trainer__batch_size": 4 * n, "trainer__micro_batch_size": 4}
-        runs = {s: TIMED | with_stages(2, **size, distributed__pipeline_schedule=s) for s in ("1f1b", "gpipe")}
-        train(folder / str(n), 2, runs, 24)
-        cells = []
-        for schedule in runs:
-            waiting = sorted(step.bubble for step in steps(traces_of(folder / str(n) / schedule)))
-            cells.append(f"{waiting[len(waiting) // 2]:.1%} ({waiting[0]:.1%} to {waiting[-1]:.1%})")
-        rows.append([n, *cells, f"{1 / (n + 1):.1%}"])
-    return markdown(["micro-batches", "1f1b", "gpipe", "(S - 1) / (M + S - 1)"], rows)
-
-
-def strategies_page(folder: Path) -> str:
-    by_name = {name: {"distributed__strategy": name} for name in STRATEGIES}
-    resumed = [(saved, n, by_name[name]) for n in (3, 4) for saved, name in RESUMED]
-    return f"""\
-# Strategies: equal losses, one snapshot format, less memory
-
-{WRITTEN_BY.format("strategies")}
-
-## Losses: largest relative deviation from one process with ddp, in 12 steps in fp32, batches of 7
-
-{loss_table(folder / "losses", {}, TRAINED + COMPILED, [1, 2, 3, 4])}
-
-## Resume: the restored state, and the deviation of the next losses from an uninterrupted run
-
-{resume_table(folder / "resume", {}, by_name, resumed)}
-
-## Memory: MiB on the rank with most, measured (estimated), 4 layers 512 wide, fp32, AdamW
-
-{memory_table(folder / "memory", {}, [(n, options) for n in (2, 4) for options in by_name.values()])}"""
-
-
-def pipeline_page(folder: Path) -> str:
-    resumed = [
-        ("2 stages", n, {"distributed__pipeline_stages": stages, "distributed__strategy": strategy})
-        for n, stages, strategy in PIPELINE_RESUMED
-    ]
-    refused = markdown(["options", "message"], ([label(options), refusal(options)] for options in REFUSED))
-    return f"""\
-# Pipeline stages: equal losses, one snapshot format, less memory
-
-{WRITTEN_BY.format("pipeline")}
-
-Ranks form a mesh of replicas x stages. Blocks are distributed evenly; the embeddings are in the first stage, and the
-output projection is in the last, which has a copy of the embeddings if it is tied to them. With S stages and M
-micro-batches per replica, each stage waits at least (S - 1) / (M + S - 1) of the time. In fp16, all stages skip a step
-whose gradient overflows in one.
-
-## Losses: largest relative deviation from one process, in 12 steps in fp32, 8 micro-batches
-
-{loss_table(folder / "losses", PIPELINE, SCHEDULED, [4, 8])}
-
-## Other options, with 2 replicas x 2 stages: deviation from one process
-
-{loss_table(folder / "options", with_stages(2), COMBINED, [4])}
-
-{refused}
-
-## The default model on one replica and on two, whose middle stage has nothing for AdamW
-
-{loss_table(folder / "middle", with_stages(3), MIDDLE_STAGE, [3, 6])}
-
-## Resume: the restored state, and the deviation of the next losses from one process
-
-{resume_table(folder / "resume", PIPELINE, {"2 stages": with_stages(2)}, resumed)}
-
-## Memory: MiB on the rank with most, measured (estimated), 4 layers 512 wide, fp32, AdamW
-
-{memory_table(folder / "memory", PIPELINE, [(n, {"distributed__pipeline_stages": n}) for n in (1, 2, 4)])}
-
-## Waiting: median (range) over the steps of 2 stages with one thread each, 4 layers 384 wide, T = 128
-
-{waiting_table(folder / "waiting")}
-
-![a step of two stages, four micro-batches](pipeline.png)
-
-`python -m benchmarks.pipeline_timeline` draws the steps of a run."""
-
-
-if __name__ == "__main__":
-    pages = {"strategies": strategies_page, "pipeline": pipeline_page}
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("page", choices=pages)
-    write_page = pages[parser.parse_args().page]
-    with tempfile.TemporaryDirectory() as name:
-        print(write_page(Path(name)))

@@ -1,9 +1,9 @@
 """Benchmarks: ratios of two things that are measured alternately in one run on this machine, as a table.
 
-    python bench.py
-    python bench.py trainer snapshots --model.n_embd 256
-    python bench.py nanogpt tutorial --nanogpt FOLDER --tutorial FOLDER --json
-    torchrun --standalone --nproc_per_node=4 bench.py strategies
+    python -m benchmarks
+    python -m benchmarks trainer snapshots --model.n_embd 256
+    python -m benchmarks nanogpt tutorial --nanogpt FOLDER --tutorial FOLDER --json
+    torchrun --standalone --nproc_per_node=4 -m benchmarks strategies
 
 Without names, all cases run but time_to_loss, which takes as long as the others together. FOLDER contains the
 model.py of nanoGPT or of the minGPT-DDP tutorial. Other options are those of main.py, and apply to every case.
@@ -69,15 +69,15 @@ def run(argv: Sequence[str]) -> None:
         machine = machine_name(context.device)
         bench = Bench(context, Path(folder), options, args.nanogpt, args.tutorial)
         if context.rank == 0 and not args.json:
-            header = f"| what | figure | smallest to largest | goal | command |\n|{' --- |' * 5}"
+            header = "| what | figure | smallest to largest | command |\n| --- | --- | --- | --- |"
             print(f"## {machine}\n\n{header}", flush=True)
         for name in args.names or [name for name in CASES if name not in LONG_CASES]:
             clone = [f"--{BASELINE_OPTIONS[name]}", "FOLDER"] if name in BASELINE_OPTIONS else []
-            command = shlex.join(["python", "bench.py", name, *clone, *options])
+            command = shlex.join(["python", "-m", "benchmarks", name, *clone, *options])
             for row in run_case(name, bench):
                 if context.rank == 0 and args.json:
-                    facts = {"goal": row.goal, "met": row.met, "command": command, "machine": machine}
-                    print(json.dumps(asdict(row) | {"name": name} | facts), flush=True)
+                    facts = {"name": name, "command": command, "machine": machine}
+                    print(json.dumps(asdict(row) | facts), flush=True)
                 elif context.rank == 0:
                     print(f"| {' | '.join([*row.cells, f'`{command}`'])} |", flush=True)
 

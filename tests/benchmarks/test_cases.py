@@ -1,19 +1,17 @@
-"""bench.py measures its cases and prints their rows, whose figures are not tested; command lines of benchmarks."""
+"""`python -m benchmarks` measures its cases and prints their rows, whose figures are not tested."""
 
 import json
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from helpers import run_program, run_ranks
+from helpers import ROOT, run_program, run_ranks
 
-import bench as bench_program
-from bench import run, run_case
-from benchmarks import cases, cluster_model, growth, harness, pipeline_timeline
+from benchmarks import harness
+from benchmarks.__main__ import run, run_case
 from benchmarks.cases import CASES, MULTI_RANK_CASES
 from benchmarks.harness import Bench, Row, Shape, SkippedError, median_row
 from mingpt.config_parser import read_config
@@ -49,52 +47,39 @@ class GPT(torch.nn.Embedding):
 def create_optimizer(model, config):
     return torch.optim.AdamW(model.parameters(), lr=config.learning_rate)
 """
-DATASET = """
-import torch
-from pathlib import Path
-from types import SimpleNamespace as DataConfig
-
-class CharDataset:
-    def __init__(self, config):
-        self.text, self.T = Path(config.path).read_text(), config.block_size
-    def __len__(self):
-        return len(self.text) - self.T
-    def __getitem__(self, i):
-        window = torch.tensor([ord(c) for c in self.text[i : i + self.T + 1]])
-        return window[:-1], window[1:]
-"""
 
 
 @pytest.fixture
 def bench(tmp_path: Path, one_thread: None) -> Bench:
     """A bench with a tiny model, a short text, one pair and both baselines."""
     (tmp_path / "model.py").write_text(MODEL)
-    (tmp_path / "char_dataset.py").write_text(DATASET)
     bench = Bench(DistributedContext(RankInfo()), tmp_path, TINY, tmp_path, tmp_path, pairs=1, min_run_time=0.0)
     bench.text.write_text(bench.text.read_text()[:50_000])
     return bench
 
 
-FAST = {"nanogpt": 3, "tutorial": 3, "peak": 2, "fetch": 3, "encoding": 2, "optimizer": 1}  # case -> number of rows
-SLOW = {"trainer": 1, "snapshots": 3, "sampling": 2, "start": 1}
+# case -> number of rows
+FAST = {"nanogpt": 3, "tutorial": 3, "optimizer": 1, "strategies": 6, "reduction": 2}
+SLOW = {"trainer": 1, "snapshots": 3, "sampling": 2, "compile": 3}
 
 
 @pytest.mark.parametrize(
     ("name", "count"), [*FAST.items(), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW.items())]
 )
-def test_a_case_of_one_process_yields_rows_and_prints_nothing(
-    bench: Bench, name: str, count: int, monkeypatch, capsys
+def test_a_case_yields_rows_and_prints_nothing(
+    bench: Bench, name: str, count: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cases, "has_bf16", lambda device: (False, "for this test"))
-    monkeypatch.setattr(Bench, "goals", harness.WITH_BF16)  # the others compile
+    if name in MULTI_RANK_CASES:  # without starting ranks, which the next test does
+        monkeypatch.setattr(Bench, "run_on_ranks", lambda bench, name: [])
+        count //= 2
     rows = list(run_case(name, bench))
     assert len(rows) == count
     for row in rows:
-        if isinstance(row.figure, str):
-            assert (name, row.figure) == ("peak", "skipped: no bf16 hardware")
-        else:
-            assert row.smallest is None or row.smallest <= row.figure <= row.largest
-            assert row.figure > 0 or "save_every" in row.what
+        if row.figure == "never":
+            assert name == "compile"
+            continue
+        assert row.smallest is None or row.smallest <= row.figure <= row.largest
+        assert row.figure > 0 or "save_every" in row.what
     assert capsys.readouterr().out == ""
 
 
@@ -109,18 +94,18 @@ def measure_on_ranks(folder: Path) -> dict[str, list[Row]]:
 @pytest.mark.slow
 def test_cases_of_several_ranks_yield_rows(tmp_path: Path) -> None:
     rows = run_ranks(2, measure_on_ranks, tmp_path, tmp_path=tmp_path, timeout=240)[0]
-    assert [len(rows[name]) for name in MULTI_RANK_CASES] == [2, 3, 1, 1, 4]
+    assert [len(rows[name]) for name in MULTI_RANK_CASES] == [3, 1, 1, 2]
     assert all(row.figure > 0 for found in rows.values() for row in found)
 
 
 @pytest.mark.slow
-def test_the_program_compiles_starts_ranks_and_prints_rows_as_json() -> None:
-    process = run_program("bench.py", "reduction", "compile", "--json", *TINY)
+def test_the_program_starts_ranks_and_prints_rows_as_json() -> None:
+    process = run_program("-m", "benchmarks", "reduction", "--json", *TINY, cwd=ROOT)
     assert process.returncode == 0, process.stderr
     rows = [json.loads(line) for line in process.stdout.splitlines()]
-    assert [row["name"] for row in rows] == ["reduction"] * 2 + ["compile"] * 3
-    assert [row["what"].split(", ")[1] for row in rows[:2]] == ["1 rank", "2 ranks"]
-    assert all(row["figure"] == "never" or row["figure"] > 0 for row in rows)
+    assert [row["name"] for row in rows] == ["reduction"] * 2
+    assert [row["what"].split(", ")[1] for row in rows] == ["1 rank", "2 ranks"]
+    assert all(row["figure"] > 0 for row in rows)
 
 
 def test_a_skipped_case_gives_the_reason(bench: Bench, monkeypatch) -> None:
@@ -128,7 +113,12 @@ def test_a_skipped_case_gives_the_reason(bench: Bench, monkeypatch) -> None:
     monkeypatch.setattr(harness, "available_cores", lambda: 1)
     monkeypatch.setenv("CXX", "no-such-compiler")
     no_folder = "its folder is not given"
-    reasons = {"nanogpt": no_folder, "tutorial": no_folder, "ranks": "2 ranks on 1 core", "compile": "no C++ compiler"}
+    reasons = {
+        "nanogpt": no_folder,
+        "tutorial": no_folder,
+        "pipeline": "2 ranks on 1 core",
+        "compile": "no C++ compiler",
+    }
     for name, reason in reasons.items():
         [row] = run_case(name, bench)
         assert row.figure.startswith("skipped: ")
@@ -160,7 +150,7 @@ def test_measurements_wait_for_a_gpu_before_they_read_the_clock(bench: Bench, mo
     assert "".join(calls) == "ActActBctBctctAActctBBct"
 
 
-def test_bench_takes_the_device_of_main(capsys, monkeypatch) -> None:
+def test_the_device_is_that_of_main(capsys, monkeypatch) -> None:
     """A pretended GPU: its name is in the header, and cases that are about CPUs are skipped with the reason."""
 
     def init_device(context: DistributedContext, backend: str) -> None:
@@ -169,81 +159,72 @@ def test_bench_takes_the_device_of_main(capsys, monkeypatch) -> None:
     monkeypatch.setattr(DistributedContext, "init_device", init_device)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
-    monkeypatch.setattr("sys.argv", ["bench.py", "peak", "ranks", "pipeline"])
+    monkeypatch.setattr("sys.argv", ["benchmarks", "survive", "time_to_loss"])
     assert run_script(run) == 0
-    heading, *_, peak, ranks, pipeline = capsys.readouterr().out.splitlines()
+    heading, *_, survive, time_to_loss = capsys.readouterr().out.splitlines()
     assert heading.startswith("## NVIDIA H100 with ")
-    for line, reason in ((peak, "a CPU's"), (ranks, "threads of a CPU"), (pipeline, "does not wait for a GPU")):
+    for line, reason in ((survive, "does not support GPUs yet"), (time_to_loss, "recipe for CPUs")):
         assert "skipped: " in line
         assert reason in line
         assert "to run it on the CPU: --distributed.backend gloo" in line
-    monkeypatch.setattr("sys.argv", ["bench.py", "nanogpt", "--distributed.backend", "gloo"])
+    monkeypatch.setattr("sys.argv", ["benchmarks", "nanogpt", "--distributed.backend", "gloo"])
     assert run_script(run) == 0
     assert "NVIDIA" not in capsys.readouterr().out
 
 
-def test_there_are_no_goals_for_gpus_which_ranks_need_one_each(bench: Bench, monkeypatch) -> None:
-    assert bench.goals in (harness.WITH_BF16, harness.WITHOUT_BF16)
+def test_ranks_need_a_gpu_each(bench: Bench, monkeypatch) -> None:
     bench.context.device = torch.device("cuda", 0)
-    assert {*bench.goals.nanogpt, *bench.goals.tutorial} == {None}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(SkippedError, match="2 ranks on 1 GPU"):
         bench.require_processors(2)
 
 
-def test_a_row_has_median_range_and_goal() -> None:
-    assert median_row("x", [3.0, 1.0, 2.0], least=1.5).cells == ["x", "2", "1 to 3", "at least 1.5"]
-    missed = median_row("x", [0.004, 0.012], "%", most=0.005)
-    assert missed.cells == ["x", "0.8%", "0.4% to 1.2%", "at most 0.5% (missed)"]
-    assert median_row("x", [1234.5], "steps").cells == ["x", "1,234 steps", "", "none"]
-    assert Row("x", "skipped: for a reason", least=1.5).cells == ["x", "skipped: for a reason", "", "at least 1.5"]
+def test_a_row_has_median_and_range() -> None:
+    assert median_row("x", [3.0, 1.0, 2.0]).cells == ["x", "2", "1 to 3"]
+    assert median_row("x", [0.004, 0.012], "%").cells == ["x", "0.8%", "0.4% to 1.2%"]
+    assert median_row("x", [1234.5], "steps").cells == ["x", "1,234 steps", ""]
+    assert Row("x", "skipped: for a reason").cells == ["x", "skipped: for a reason", ""]
 
 
-def test_json_rows_have_figures_command_and_goal(capsys, monkeypatch) -> None:
+def test_json_rows_have_figures_and_command(capsys, monkeypatch) -> None:
     def case(bench: Bench) -> Iterator[Row]:
-        yield median_row("one", [1.0, 2.0], least=1.0)
+        yield median_row("one", [1.0, 2.0])
         raise SkippedError("a reason")
 
-    monkeypatch.setitem(CASES, "start", case)
-    monkeypatch.setattr("sys.argv", ["bench.py", "--json", "start", *TINY])
+    monkeypatch.setitem(CASES, "optimizer", case)
+    monkeypatch.setattr("sys.argv", ["benchmarks", "--json", "optimizer", *TINY])
     assert run_script(run) == 0
     row, skipped = map(json.loads, capsys.readouterr().out.splitlines())
-    assert (row["name"], row["what"], row["figure"], row["met"]) == ("start", "one", 1.5, True)
-    assert (row["smallest"], row["largest"], row["goal"]) == (1.0, 2.0, "at least 1")
-    assert row["command"].startswith("python bench.py start --data.block_size 16 --model.n_layer 1")
+    assert (row["name"], row["what"], row["figure"]) == ("optimizer", "one", 1.5)
+    assert (row["smallest"], row["largest"]) == (1.0, 2.0)
+    assert row["command"].startswith("python -m benchmarks optimizer --data.block_size 16 --model.n_layer 1")
     assert skipped["figure"] == "skipped: a reason"
 
 
 def test_the_table_names_machine_and_command(capsys, monkeypatch) -> None:
-    monkeypatch.setattr("sys.argv", ["bench.py", "nanogpt"])
+    monkeypatch.setattr("sys.argv", ["benchmarks", "nanogpt"])
     assert run_script(run) == 0
     heading, _, header, line, skipped = capsys.readouterr().out.splitlines()
     assert heading.startswith("## ")
     assert f"PyTorch {torch.__version__}" in heading
-    assert header == "| what | figure | smallest to largest | goal | command |"
-    assert line.count("---") == 5
+    assert header == "| what | figure | smallest to largest | command |"
+    assert line.count("---") == 4
     assert "| skipped: its folder is not given |" in skipped
-    assert skipped.endswith("| `python bench.py nanogpt --nanogpt FOLDER` |")
+    assert skipped.endswith("| `python -m benchmarks nanogpt --nanogpt FOLDER` |")
 
 
 @pytest.mark.parametrize(
-    ("program", "options", "message"),
+    ("options", "message"),
     [
-        (bench_program, "everything", "there is no measurement everything; there are: trainer, "),
-        (bench_program, "start --model.n_embed 8", "command line: unrecognized arguments: --model.n_embed"),
-        (bench_program, "nanogpt --nanogpt nowhere", "--nanogpt: there is no model.py in nowhere"),
-        (bench_program, "start --model.n_layer 0", "model.n_layer (in the command line): found 0, must be greater"),
-        (cluster_model, "--ranks 0", "--ranks: 0 is no number of GPUs, must be at least 1"),
-        (cluster_model, "--gpus 8", "command line: unrecognized arguments: --gpus 8; --help lists all"),
-        (growth, "tiem", "there is no panel tiem; there are: shapes, ranks, text, snapshots"),
-        (growth, "text --out .", "--out is about all panels: name none"),
-        (growth, "--out nowhere", "--out: there is no folder nowhere"),
-        (pipeline_timeline, "nowhere", "RUN: nowhere has no trace-0.json: train with"),
+        ("everything", "there is no measurement everything; there are: trainer, "),
+        ("optimizer --model.n_embed 8", "command line: unrecognized arguments: --model.n_embed"),
+        ("nanogpt --nanogpt nowhere", "--nanogpt: there is no model.py in nowhere"),
+        ("optimizer --model.n_layer 0", "model.n_layer (in the command line): found 0, must be greater"),
     ],
 )
-def test_a_wrong_option_is_one_message(program: Any, options: str, message: str, capsys, monkeypatch) -> None:
-    monkeypatch.setattr("sys.argv", ["program", *options.split()])
-    assert run_script(program.run) == 2
+def test_a_wrong_option_is_one_message(options: str, message: str, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("sys.argv", ["benchmarks", *options.split()])
+    assert run_script(run) == 2
     printed = capsys.readouterr()
     assert printed.err.startswith(f"error: {message}")
     assert (printed.err.count("\n"), printed.out) == (1, "")
