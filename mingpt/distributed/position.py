@@ -40,10 +40,17 @@ class PositionReader:
     """Reads the position of this process, for another thread than the main thread.
 
     Once a collective has failed, it stays the position of that collective.
+
+    Args:
+        count_collectives: returns how many this process has started, by process group
+        collectives: the files and folders with the code of collectives
     """
 
-    def __init__(self, count_collectives: Callable[[], dict[str, int]]) -> None:
+    def __init__(
+        self, count_collectives: Callable[[], dict[str, int]], collectives: tuple[str, ...] = COLLECTIVES
+    ) -> None:
         self.count_collectives = count_collectives
+        self.collectives = collectives
         self.thread = threading.main_thread().ident
         self.last: tuple[dict[str, int], str, str] = {}, "", "no line yet"
         self.changed = time.monotonic()
@@ -54,7 +61,7 @@ class PositionReader:
         if not isinstance(error, RuntimeError):  # as all backends raise
             with suppress(RuntimeError):  # a group may be destroyed meanwhile, and the heartbeats must go on
                 frame = sys._current_frames().get(self.thread)  # type: ignore[arg-type]
-                function, line = find_line(frame)
+                function, line = find_line(frame, self.collectives)
                 current = (self.count_collectives(), function, line)
                 if current != self.last:
                     self.last = current
@@ -74,7 +81,7 @@ def count_collectives() -> dict[str, int]:
     return counts
 
 
-def find_line(frame: FrameType | None) -> tuple[str, str]:
+def find_line(frame: FrameType | None, collectives: tuple[str, ...] = COLLECTIVES) -> tuple[str, str]:
     """Returns the collective that this thread is in, and the line of this program that has called it.
 
     In no collective, it is an empty string and the innermost line of this program.
@@ -84,7 +91,7 @@ def find_line(frame: FrameType | None) -> tuple[str, str]:
     while frame is not None:
         file = frame.f_code.co_filename
         name = frame.f_code.co_name
-        if file.startswith(COLLECTIVES):
+        if file.startswith(collectives):
             function = name
             is_collective = True
         elif file.startswith(ROOT) and "/site-packages/" not in file:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mingpt.distributed.launch_environment import RankInfo
 from mingpt.distributed.plain_data import decode, encode
-from mingpt.distributed.position import PositionReader
+from mingpt.distributed.position import COLLECTIVES, PositionReader
 from mingpt.distributed.process_group import DistributedContext, Vote
 from mingpt.survive.membership import POLL_SECONDS, Membership, MembershipChanged, StateLostError, View
 from mingpt.survive.supervisor import FAILED, JOINED, RESTART_STATUS, TRAINED, tell_supervisor
@@ -56,7 +56,7 @@ class SurvivingContext(DistributedContext):
         if store.check(["end"]):
             raise RunEnded
         label = f"{info.rank}@{platform.node()}:{os.getpid()}"
-        reader = PositionReader(lambda: {f"view {self.view}": self.calls})
+        reader = PositionReader(lambda: {f"view {self.view}": self.calls}, (*COLLECTIVES, __file__))
         self.membership = Membership(store, info.world_size, label, address, timeout.total_seconds(), reader.read)
         self.is_joining = self.membership.has_live_members()
         self.views_without_step = 0
