@@ -25,6 +25,7 @@ from mingpt.utils.metrics import read_metrics
 # matplotlib's name of each run's color, and the nearest of a terminal's 256 colors
 COLORS = {"tab:blue": 33, "tab:orange": 208, "tab:green": 34, "tab:red": 160, "tab:purple": 135, "tab:brown": 130}
 TERMINAL_GRAY = 245
+DASH = 3  # columns of the terminal
 PANELS = {
     "loss": "loss, nats per character",
     "learning_rate": "learning rate",
@@ -102,14 +103,17 @@ def draw(runs: Sequence[Run], file: Path) -> None:
 
     figure = Figure(figsize=(9, 8), dpi=100, layout="constrained")
     axes = figure.subplots(len(PANELS), sharex=True, height_ratios=(3, 1, 1, 1))
-    for number, (run, color) in enumerate(zip(runs, COLORS, strict=False)):
-        width = 1.5 + 1.5 * (len(runs) - 1 - number)
+    widths = [1.5]
+    if len(runs) > 1:
+        widths = np.linspace(4.0, 1.2, len(runs)).tolist()
+    lines = []
+    for number, (run, color, width) in enumerate(zip(runs, COLORS, widths, strict=False)):
         for ax, key in zip(axes, PANELS, strict=True):
             steps, values = run.curves[key]
-            ax.plot(steps, values, color=color, linewidth=width, marker="." if len(steps) == 1 else "")
+            [line] = ax.plot(steps, values, color=color, linewidth=width, marker="." if len(steps) == 1 else "")
             for step in run.restarts:
                 ax.axvline(step, color="tab:gray", linewidth=1, linestyle=":")
-        axes[0].plot([], [], color=color, linewidth=width, label=run.name.replace("$", r"\$"))
+        lines.append(line)
         axes[0].plot(*run.curves["val_loss"], "o--", color=color, linewidth=0.8, markersize=3 + width)
         for step, label in run.restarts.items():
             top = axes[0].get_xaxis_transform()
@@ -122,9 +126,10 @@ def draw(runs: Sequence[Run], file: Path) -> None:
             ax.set_ylim(bottom=0)
     axes[-1].xaxis.get_major_locator().set_params(integer=True)
     axes[-1].set_xlabel("step")
-    axes[0].plot([], [], "o--", color="tab:gray", linewidth=0.8, label="validation loss")
-    axes[0].plot([], [], ":", color="tab:gray", label="restart")
-    axes[0].legend(frameon=False)
+    lines += axes[0].plot([], [], "o--", color="tab:gray", linewidth=0.8)
+    lines += axes[0].plot([], [], ":", color="tab:gray")
+    names = [run.name.replace("$", r"\$") for run in runs]
+    axes[0].legend(lines, [*names, "validation loss", "restart"], frameon=False)
     figure.align_ylabels()
     try:
         figure.savefig(file)
@@ -146,7 +151,7 @@ def summarize(run: Run) -> str:
 def terminal_plot(runs: Sequence[Run], width: int, height: int, color: bool) -> str:
     """Returns a plot of losses as lines and validation losses as dots, and a summary of each run.
 
-    Without color they are letters, small and capital. Lines of several runs are dotted in turn, so that equal ones do
+    Without color they are letters, small and capital. Lines of several runs are dashed in turn, so that equal ones do
     not hide each other.
 
     Args:
@@ -171,11 +176,12 @@ def terminal_plot(runs: Sequence[Run], width: int, height: int, color: bool) -> 
         dot = "●" if color else letter.upper()
         pixel = plotext.pixel(code if color else None, "default")
         steps, losses = run.curves["loss"]
-        x = np.linspace(steps[0], steps[-1], 2 * width)
-        y = np.interp(x, steps, losses)
-        own = slice(number, None, len(runs))
-        signal = figure.signal(x[own].tolist(), y[own].tolist(), marker=plotext.marker(line, pixel))
-        figure.draw(signal.lines() if len(runs) == 1 else signal)
+        x = np.linspace(steps[0], steps[-1], width).tolist()
+        y = np.interp(x, steps, losses).tolist()
+        for start in range(DASH * number, width, DASH * len(runs)):
+            end = start + DASH + 1  # so that the dashes of a single run are one line
+            signal = figure.signal(x[start:end], y[start:end], marker=plotext.marker(line, pixel))
+            figure.draw(signal.lines())
         if run.curves["val_loss"][0]:
             figure.draw(figure.signal(*run.curves["val_loss"], marker=plotext.marker(dot, pixel)))
         labels |= run.restarts

@@ -90,7 +90,9 @@ def run_args(run_dir: Path, text: Path | str, **changes: Any) -> list[str]:
 def clean_env(**changes: str | None) -> dict[str, str]:
     """This process's environment without a launcher's variables; changes to None remove a variable."""
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
-    env = {k: v for k, v in os.environ.items() if k not in launcher and not k.startswith(("SLURM_", "OMPI_"))}
+    terminal = ("COLUMNS", "LINES")  # which a process of pytest-xdist sets
+    removed = (*launcher, *terminal)
+    env = {k: v for k, v in os.environ.items() if k not in removed and not k.startswith(("SLURM_", "OMPI_"))}
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {k: v for k, v in (env | {"PYTHONPATH": path} | changes).items() if v is not None}
 

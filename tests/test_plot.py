@@ -15,10 +15,11 @@ from matplotlib.image import imread
 
 import plot
 from mingpt.utils.logging import run_script
-from plot import COLORS, GRAY, Run, draw, find_restarts, read_run, terminal_plot, unique_names
+from plot import COLORS, Run, draw, find_restarts, read_run, terminal_plot
 
 ESCAPE_CODE = re.compile(r"\x1b\[[\d;]*m")
 BLUE, ORANGE, GREEN, *_ = COLORS
+GRAY = "tab:gray"
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def runs(folder: Path) -> list[Run]:
-    return [read_run(folder / name, name) for name in ("whole", "moved")]
+    return [replace(read_run(folder / name), name=name) for name in ("whole", "moved")]
 
 
 def write_metrics(folder: Path, *lines: str) -> Path:
@@ -63,32 +64,32 @@ def test_curves_and_restarts_are_those_of_the_rows_in_any_order(folder: Path, ru
             assert run.curves[key] == (list(range(1, 13)), [row[key] for row in rows])
         assert run.curves["val_loss"] == ([row["step"] for row in evals], [row["val_loss"] for row in evals])
     assert [run.curves["val_loss"][0] for run in runs] == [[4, 8, 12], [4, 6, 8, 12]]
-    assert [run.restarts for run in runs] == [{}, {6: [2, 1]}]
+    assert [run.restarts for run in runs] == [{}, {6: "2 → 1 ranks"}]
     lines = (folder / "moved/metrics.jsonl").read_text().splitlines(keepends=True)
     random.Random(0).shuffle(lines)
-    assert read_run(write_metrics(tmp_path / "moved", *lines), "moved") == runs[1]
+    assert replace(read_run(write_metrics(tmp_path / "moved", *lines)), name="moved") == runs[1]
 
 
 @pytest.mark.parametrize(
     ("starts", "expected"),
     [
         ([(0, 2)], {}),
-        ([(0, 2), (0, 2)], {0: []}),
-        ([(3, 2)], {3: []}),
-        ([(0, 4), (5, 4), (9, 2)], {5: [], 9: [4, 2]}),
-        ([(0, 4), (5, 2), (5, 2), (5, 1), (5, 4)], {5: [4, 2, 1, 4]}),
-        ([(0, None), (5, 2), (7, None)], {5: [], 7: []}),
+        ([(0, 2), (0, 2)], {0: ""}),
+        ([(3, 2)], {3: ""}),
+        ([(0, 4), (5, 4), (9, 2)], {5: "", 9: "4 → 2 ranks"}),
+        ([(0, 4), (5, 2), (5, 2), (5, 1), (5, 4)], {5: "4 → 2 → 1 → 4 ranks"}),
+        ([(0, None), (5, 2), (7, None)], {5: "", 7: ""}),
         ([], {}),
     ],
 )
-def test_find_restarts(starts: list[tuple[int, int | None]], expected: dict[int, list[int]]) -> None:
+def test_find_restarts(starts: list[tuple[int, int | None]], expected: dict[int, str]) -> None:
     assert find_restarts([json.loads(row("start", step, world_size=size)) for step, size in starts]) == expected
 
 
 def test_missing_and_non_finite_values_are_left_out(tmp_path: Path) -> None:
     values = [1.5, None, float("nan"), float("inf"), 2]
     lines = [row("train", step, loss=value) for step, value in enumerate(values)] + [row("train", 9)]
-    assert read_run(write_metrics(tmp_path / "run", *lines), "run").curves["loss"] == ([0, 4], [1.5, 2])
+    assert read_run(write_metrics(tmp_path / "run", *lines)).curves["loss"] == ([0, 4], [1.5, 2])
 
 
 def test_lines_that_are_no_rows_are_counted_but_not_a_torn_last_one(
@@ -100,22 +101,10 @@ def test_lines_that_are_no_rows_are_counted_but_not_a_torn_last_one(
     monkeypatch.setattr(sys, "argv", ["plot.py", str(torn), str(mixed)])
     assert run_script(plot.run) == 0
     out, err = capfd.readouterr()
-    assert "torn: loss 2.5000 at step 1\n" in out
-    assert "mixed: loss 2.0000 at step 2\n" in out
+    words = " ".join(out.split())  # lines are wrapped where a name is long
+    assert "/torn: loss 2.5000 at step 1 " in words
+    assert "/mixed: loss 2.0000 at step 2 " in words
     assert err == f"warning: {mixed}/metrics.jsonl: 2 lines left out, for not being rows\n"
-
-
-@pytest.mark.parametrize(
-    ("folders", "expected"),
-    [
-        (["/runs/a"], ["a"]),
-        (["/x/a", "/y/a", "/y/b"], ["x/a", "y/a", "b"]),
-        (["/a", "/x/a", "/x/x/a"], ["/a", "/x/a", "x/x/a"]),
-        (["/runs/\x1b[1m\udc80"], ["\ufffd[1m\ufffd"]),
-    ],
-)
-def test_names_are_the_shortest_that_differ(folders: list[str], expected: list[str]) -> None:
-    assert unique_names([Path(folder) for folder in folders]) == expected
 
 
 # The file
@@ -162,7 +151,7 @@ def test_defaults_are_a_file_in_the_first_run_folder_and_80_columns_without_esca
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.chdir(folder)
-    run_plot("moved", "whole", "./moved")
+    run_plot("moved", "whole")
     out = capsys.readouterr().out
     assert "\x1b" not in out
     lines = out.splitlines()
@@ -185,8 +174,8 @@ def test_runs_of_any_length_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixt
         assert count_pixels(tmp_path / "out.png", list(COLORS)[len(argv) - 1]) > 0
         out, err = capsys.readouterr()
         assert err == ""
-        assert all(len(line) <= 80 for line in out.splitlines())
-    assert out.count("┊") > 10
+        assert all(len(line) <= 80 or line.startswith("drawn: ") for line in out.splitlines())
+    assert out.count("┊") > 5
 
 
 # The terminal
@@ -199,15 +188,15 @@ def test_the_plot_fits_the_terminal(columns: int, no_color: str, folder: Path, t
     assert status == 0, raw
     lines = ESCAPE_CODE.sub("", raw).splitlines()
     assert "\x1b" not in "".join(lines)
-    assert max(map(len, lines)) == columns
-    assert len(lines) < 24
+    assert max(len(line) for line in lines[:-1]) == columns
     assert sum("2 → 1 ranks" in line for line in lines) == 1
     assert sum(line.count("┊") for line in lines) > 5
     assert lines[-1] == f"drawn: {tmp_path}/both.png"
     canvas = set("".join(re.findall("[│┤](.*)│", "\n".join(lines))))
     for name, marker in zip(("whole", "moved"), ("aA", "bB") if no_color else ("━●", "━●"), strict=True):
-        summary = f"{marker} {name}: loss {loss_curve(folder / name)[-1][1]:.4f} at step 12"
-        assert any(line.startswith(summary) for line in lines)
+        [start] = [number for number, line in enumerate(lines) if line.startswith(marker) and f"/{name}:" in line]
+        summary = " ".join(line.strip() for line in lines[start : start + 2])
+        assert f"/{name}: loss {loss_curve(folder / name)[-1][1]:.4f} at step 12" in summary
     if no_color:
         assert "\x1b" not in raw
         assert {*"abB"} <= canvas  # the first run's dots are under the second's
@@ -224,17 +213,14 @@ def test_the_plot_fits_the_terminal(columns: int, no_color: str, folder: Path, t
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("nowhere", "no metrics.jsonl in TMP/nowhere, .* main.py writes one into trainer.run_dir when training"),
-        ("run/snapshots", "no metrics.jsonl in TMP/run/snapshots, .* did you mean TMP/run[?]$"),
-        ("run/metrics.jsonl", "no metrics.jsonl in TMP/run/metrics.jsonl, .* did you mean TMP/run[?]$"),
-        (".", "no metrics.jsonl in TMP, .* did you mean TMP/empty TMP/no_loss TMP/run TMP/unreadable[?]$"),
-        ("run no_loss", "TMP/no_loss/metrics.jsonl has no train row with a loss; .* trainer.log_every"),
-        ("empty", "TMP/empty/metrics.jsonl has no train row with a loss; .* trainer.log_every"),
-        ("unreadable", "TMP/unreadable/metrics.jsonl can't be read: Input/output error"),
-        ("run --out run.bmp", "--out: run.bmp must end with one of .*[.]png"),
-        ("run --out run", "--out: run must end with one of .*[.]png"),
+        ("nowhere", "there is no nowhere/metrics.jsonl; name the trainer.run_dir of a run that has begun"),
+        ("run/metrics.jsonl", "there is no run/metrics.jsonl/metrics.jsonl; name the trainer.run_dir"),
+        ("run no_loss", "no_loss/metrics.jsonl has no train row with a loss; .* trainer.log_every"),
+        ("empty", "empty/metrics.jsonl has no train row with a loss; .* trainer.log_every"),
+        ("unreadable", "unreadable/metrics.jsonl can't be read: Input/output error"),
+        ("run --out run.bmp", "--out: run.bmp can't be written: .*[bB]mp.* is not supported .*png"),
         ("run --out nowhere/run.png", "--out: nowhere/run.png can't be written: .*No such file"),
-        (" ".join(f"x/{i}" for i in range(10)), "10 runs can't be told apart; draw 9 at most"),
+        ("a b c d e f g", "7 runs can't be told apart; draw 6 at most"),
     ],
 )
 def test_each_mistake_is_one_message(
@@ -243,7 +229,6 @@ def test_each_mistake_is_one_message(
     write_metrics(tmp_path / "empty")
     write_metrics(tmp_path / "run", row("train", 1, loss=2.5))
     write_metrics(tmp_path / "no_loss", row("start", 0), row("train", 1), row("eval", 1, val_loss=2.5))
-    (tmp_path / "run/snapshots").mkdir()
     (tmp_path / "unreadable").mkdir()
     (tmp_path / "unreadable/metrics.jsonl").symlink_to("/proc/self/mem")  # not even root can read its start
     monkeypatch.chdir(tmp_path)
@@ -251,5 +236,5 @@ def test_each_mistake_is_one_message(
     assert run_script(plot.run) == 2
     out, err = capfd.readouterr()
     assert out == ""
-    assert re.match(f"error: .*{message.replace('TMP', str(tmp_path))}", err)
+    assert re.match(f"error: .*{message}", err)
     assert len(err.splitlines()) == 1
