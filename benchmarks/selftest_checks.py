@@ -331,7 +331,7 @@ def losses(test: SelfTest) -> str:
 
 
 def resume(test: SelfTest) -> str:
-    """A run, and one that is interrupted and resumed, have the same bits."""
+    """A run that is interrupted and resumed has the bits of a whole one."""
     names = strategy_options(test)
     wrong = []
     for name, strategy in names.items():

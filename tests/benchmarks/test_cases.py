@@ -59,7 +59,7 @@ def bench(tmp_path: Path, one_thread: None) -> Bench:
 
 
 # case -> number of rows
-FAST = {"nanogpt": 3, "tutorial": 3, "optimizer": 1, "strategies": 6, "reduction": 2}
+FAST = {"nanogpt": 3, "tutorial": 3, "optimizer": 1}
 SLOW = {"trainer": 1, "snapshots": 3, "sampling": 2, "compile": 3}
 
 
@@ -67,11 +67,8 @@ SLOW = {"trainer": 1, "snapshots": 3, "sampling": 2, "compile": 3}
     ("name", "count"), [*FAST.items(), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW.items())]
 )
 def test_a_case_yields_rows_and_prints_nothing(
-    bench: Bench, name: str, count: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    bench: Bench, name: str, count: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if name in MULTI_RANK_CASES:  # without starting ranks, which the next test does
-        monkeypatch.setattr(Bench, "run_on_ranks", lambda bench, name: [])
-        count //= 2
     rows = list(run_case(name, bench))
     assert len(rows) == count
     for row in rows:
