@@ -103,8 +103,8 @@ def test_keys_and_options_exist(page: Path) -> None:
     for words in commands(page):
         if "main.py" in words and not {"--help", "--print_config", "--config"} & {*words}:
             read_config([word for word in words[words.index("main.py") + 1 :] if word != "--"])
-        if words[1] == "bench.py" and len(words) > 2 and words[2][0].islower():
-            assert words[2] in CASES
+        if words[1:3] == ["-m", "benchmarks"] and len(words) > 3 and words[3][0].islower():
+            assert words[3] in CASES
 
 
 @pytest.mark.slow
@@ -113,7 +113,7 @@ def test_options_of_scripts_are_in_their_help() -> None:
     for words in [words for page in (README, *PAGES) for words in commands(page) if words[0] == "python"]:
         script = " ".join(words[1 : 3 if words[1] == "-m" else 2])
         options.setdefault(script, set()).update(re.findall(r"--\w+(?![\w.])", " ".join(words)))
-    assert {"data/prepare.py", "plot.py", "-m mingpt.snapshot", "-m benchmarks.growth"} <= options.keys()
+    assert {"data/prepare.py", "plot.py", "-m mingpt.snapshot", "-m benchmarks"} <= options.keys()
     for script, names in options.items():
         file = ROOT / script if script.endswith(".py") else None
         if file and "parse" not in file.read_text():  # it has no options
