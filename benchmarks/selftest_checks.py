@@ -331,7 +331,7 @@ def losses(test: SelfTest) -> str:
 
 
 def resume(test: SelfTest) -> str:
-    """A run that is interrupted and resumed has the bits of a whole one."""
+    """An interrupted run that resumes has the bits of a whole one."""
     names = strategy_options(test)
     wrong = []
     for name, strategy in names.items():
