@@ -164,7 +164,7 @@ def nasty_texts(count: int) -> Iterator[str]:
 def test_text_of_the_command_line_is_taken_as_it_is_and_reads_back_equal(
     config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In what --print_config prints, in config.yaml, and in the command lines that the benchmarks and export.py show."""
+    """In what --print_config prints, in config.yaml, and in the command lines that programs show."""
     names = [name for name in TEXT_KEYS if name != "distributed.init_method"]  # whose text must be an address
     texts = list(nasty_texts(300))
     for i in range(0, len(texts), len(names)):

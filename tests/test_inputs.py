@@ -155,7 +155,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ["sample.py", "--snapshot", "zip://a::text.txt"],
             "--snapshot: zip://a::text.txt can't be read: File is not a",
         ),
-        (["plot.py", "a" * 300], "there is no metrics.jsonl in "),
+        (["plot.py", "a" * 300], f"{'a' * 300}/metrics.jsonl can't be read: File name too long"),
         (["sample.py", "--snapshot", "/"], "--snapshot: no snapshot at / "),
         (["sample.py", "--snapshot", "run", "--temperature", "1e-40"], "--temperature is 1e-40, must be 0 or at least"),
         (["sample.py", "--snapshot", "run", "--temperature", "nan"], "--temperature is nan, must be at least 0"),

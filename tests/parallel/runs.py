@@ -59,7 +59,7 @@ COMPILED: list[Options] = [
         "trainer__micro_batch_size": 1,
         "trainer__compile": True,
     }
-    for i, (strategy, mode) in enumerate((("ddp", "none"), ("ddp", "full"), ("fsdp", "selective"), ("fsdp", "none")))
+    for i, (strategy, mode) in enumerate((("ddp", "full"), ("fsdp", "selective")))
 ]
 RESUMED = list(zip(STRATEGIES, STRATEGIES[1:] + STRATEGIES[:1], strict=True))  # saved by, resumed by
 
@@ -80,7 +80,6 @@ COMBINED: list[Options] = [  # with two stages
     {"distributed__strategy": "zero1", "optimizer__name": "muon"},
     {"distributed__strategy": "zero2", "trainer__activation_checkpointing": "selective"},
     {"distributed__strategy": "fsdp", "trainer__activation_checkpointing": "full"},
-    {"distributed__strategy": "fsdp", "optimizer__name": "muon", "model__architecture": "gpt2"},
     {"trainer__precision": "bf16", "model__architecture": "gpt2"},
     {"distributed__strategy": "fsdp", "trainer__compile": True},
 ]

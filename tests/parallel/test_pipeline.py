@@ -54,7 +54,7 @@ from tests.parallel.runs import (
 from trainer import Trainer
 
 
-@pytest.mark.parametrize(("ranks", "steps"), [(4, 4), *(pytest.param(n, 12, marks=pytest.mark.slow) for n in (4, 8))])
+@pytest.mark.parametrize(("ranks", "steps"), [(4, 4), pytest.param(4, 12, marks=pytest.mark.slow)])
 def test_stages_train_with_the_losses_of_one_process(ranks: int, steps: int, tmp_path: Path) -> None:
     runs = [PIPELINE | options for options in (SCHEDULED if steps == 12 else SCHEDULED[1:3])]
     for options, error in zip(runs, loss_errors(tmp_path, ranks, runs, steps), strict=True):
@@ -70,11 +70,10 @@ def test_other_options_train_with_the_losses_of_one_process(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [3, 6])
-def test_a_middle_stage_trains_with_every_strategy(ranks: int, tmp_path: Path) -> None:
-    """The default model, whose middle stage has nothing that AdamW trains, on one replica and on two."""
+def test_a_middle_stage_trains_with_every_strategy(tmp_path: Path) -> None:
+    """The default model, whose middle stage has nothing that AdamW trains."""
     runs = [with_stages(3, **options) for options in MIDDLE_STAGE]
-    for options, error in zip(MIDDLE_STAGE, loss_errors(tmp_path, ranks, runs), strict=True):
+    for options, error in zip(MIDDLE_STAGE, loss_errors(tmp_path, 3, runs), strict=True):
         assert error < 1e-5, options
 
 
@@ -309,11 +308,11 @@ def test_sigterm_to_one_stage_stops_and_saves_all(text: Path, tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_killed_stages_under_torchrun_end_with_the_same_bits(text: Path, tmp_path: Path) -> None:
-    options = with_stages(2, trainer__max_steps=160, trainer__eval_every=40, trainer__save_every=20)
+    options = with_stages(2, trainer__max_steps=80, trainer__eval_every=40, trainer__save_every=20)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run_ranks(4, run_captured, *run_args(whole, text, **options), tmp_path=tmp_path)
     with start_main(run_args(killed, text, **options), *TORCHRUN, "--nproc_per_node=4", "--max_restarts=3") as agent:
-        for rank, step in ((0, 30), (3, 90)):
+        for rank, step in ((0, 30), (3, 50)):
             wait_for_step(killed, step)
             os.kill(worker_pids(agent.pid)[rank], signal.SIGKILL)
         _, err = agent.communicate(timeout=120)
