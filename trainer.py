@@ -67,7 +67,7 @@ class Trainer:
             pretrained_vocabulary = self._pretrained_vocabulary
         cache = self.run_dir / "cache"
         with self.context.local_rank0_first():
-            verify = self.context.local_rank == 0
+            verify = self.context.local_rank == 0  # one process per machine compares the cache with its digest
             self.corpus = encode_corpus(
                 config.data.path, cache, pretrained_vocabulary, config.trainer.init_from or "", verify
             )

@@ -89,7 +89,8 @@ def generate_sample(strategy: Strategy, vocabulary: str, prompt: str, seed: int)
 
     The random numbers are the same in each call, so that samples differ only by the model.
     """
-    device, model = strategy.context.device, strategy.full_model
+    device = strategy.context.device
+    model = strategy.full_model
     generator = torch.Generator(device).manual_seed(seed)
     tokens = torch.tensor(encode(prompt, vocabulary, "trainer.sample_prompt"), device=device)
     # A growing cache has a new shape for each character: torch.compile would compile each, and cuDNN plan each.

@@ -55,7 +55,8 @@ class MuonWithAdamW(Optimizer):
                 same_shape[parameter.shape].append(parameter)
             for matrices in same_shape.values():
                 self._update(matrices, group, found_inf)
-        self.adamw.grad_scale, self.adamw.found_inf = None, found_inf  # type: ignore[attr-defined]
+        self.adamw.grad_scale = None  # type: ignore[attr-defined]
+        self.adamw.found_inf = found_inf  # type: ignore[attr-defined]
         self.adamw.step()
 
     def _update(self, matrices: list[nn.Parameter], group: dict[str, Any], found_inf: Tensor | None) -> None:
@@ -116,8 +117,10 @@ def newton_schulz(gradients: Tensor, ns_dtype: torch.dtype, like: Tensor) -> Ten
         for a, b, c in COEFFICIENTS:
             square = square_of(updates)
             polynomial = torch.baddbmm(square, square, square, beta=b, alpha=c)
-            left, right = (updates, polynomial) if is_tall else (polynomial, updates)
-            updates = torch.baddbmm(updates, left, right, beta=a)
+            if is_tall:
+                updates = torch.baddbmm(updates, updates, polynomial, beta=a)
+            else:
+                updates = torch.baddbmm(updates, polynomial, updates, beta=a)
         updates = updates.float()
     norms = updates.square().sum(2 if is_tall else 1, keepdim=True).sqrt_()
     return updates.mul_(math.sqrt(min(m, n) / max(m, n)) / norms.clamp_(min=1e-12))
