@@ -286,11 +286,15 @@ def wait_for_step(run_dir: Path, step: int, timeout: float = 60) -> None:
     )
 
 
-def wait_until(condition: Callable[[], bool], name: str, timeout: float = 60) -> None:
+def wait_until(
+    condition: Callable[[], bool], name: str, timeout: float = 60, process: subprocess.Popen | None = None
+) -> None:
+    """Waits for a condition that comes true before `process`, if there is one, has ended."""
     deadline = time.monotonic() + timeout
     while not condition():
+        assert process is None or process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, f"{name}: not within {timeout} s"
-        time.sleep(0.02)
+        time.sleep(0.01)
 
 
 def worker_pids(agent: int) -> list[int]:

@@ -5,7 +5,7 @@ import resource
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from helpers import (
     run_ranks,
     start_main,
     train_main,
+    wait_until,
     write_text,
 )
 
@@ -120,18 +121,10 @@ def file_names(steps: list[int]) -> list[str]:
     return [f"step_{step:08d}.pt" for step in steps]
 
 
-def wait_until(process: subprocess.Popen, condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 @contextmanager
 def paused_between_saves(process: subprocess.Popen, run_dir: Path) -> Iterator[None]:
     """Stops a run after its first save, while none is in progress."""
-    wait_until(process, (run_dir / f"snapshots/step_{SAVE_EVERY:08d}.pt").exists)
+    wait_until((run_dir / f"snapshots/step_{SAVE_EVERY:08d}.pt").exists, "the first save", process=process)
     while True:
         process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
@@ -152,7 +145,7 @@ def test_a_run_continues_while_snapshots_cannot_be_written(
         with paused_between_saves(process, run_dir):
             fault.start(process)
         if ends_in_time:
-            wait_until(process, lambda: len(save_steps(run_dir, failed=True)) > 1)
+            wait_until(lambda: len(save_steps(run_dir, failed=True)) > 1, "two failed saves", process=process)
             fault.end(process)
         _, err = process.communicate(timeout=120)
     assert process.returncode == (0 if ends_in_time else 2)

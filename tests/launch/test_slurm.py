@@ -6,7 +6,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -23,6 +22,7 @@ from helpers import (
     run_args,
     run_ranks,
     train_main,
+    wait_until,
     write_text,
 )
 
@@ -88,19 +88,12 @@ class Cluster:
 
     def wait_for_requeue(self, job: str, restarts: int) -> None:
         expected = {"JobState": "PENDING", "Restarts": str(restarts)}
-        wait_until(lambda: expected.items() <= self.job(job).items(), f"job {job} is in the queue")
+        wait_until(lambda: expected.items() <= self.job(job).items(), f"job {job} is in the queue", TIMEOUT)
 
     def wait_for_end(self, job: str) -> dict[str, str]:
         states = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
-        wait_until(lambda: self.job(job)["JobState"] in states, f"job {job} has ended")
+        wait_until(lambda: self.job(job)["JobState"] in states, f"job {job} has ended", TIMEOUT)
         return self.job(job)
-
-
-def wait_until(condition: Callable[[], bool], description: str) -> None:
-    deadline = time.monotonic() + TIMEOUT
-    while not condition():
-        assert time.monotonic() < deadline, f"{description}: not within {TIMEOUT} s"
-        time.sleep(0.05)
 
 
 @contextmanager
@@ -129,10 +122,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             ("node2", "slurmd", "-D", "-N", "node2"),
         ):
             daemons.enter_context(daemon(folder / f"{name}.log", *command, SLURM_CONF=str(config)))
-        wait_until(lambda: cluster.run("sinfo", "--noheader", "--format=%D %t") == "2 idle\n", "two nodes are idle")
+        wait_until(
+            lambda: cluster.run("sinfo", "--noheader", "--format=%D %t") == "2 idle\n", "two nodes are idle", TIMEOUT
+        )
         yield cluster
         cluster.run("scancel", f"--user={getpass.getuser()}")
-        wait_until(lambda: not cluster.run("squeue", "--noheader"), "the queue is empty")
+        wait_until(lambda: not cluster.run("squeue", "--noheader"), "the queue is empty", TIMEOUT)
 
 
 OPTIONS: dict[str, Any] = {"trainer__max_steps": 600, "trainer__save_every": 10**6, "trainer__eval_every": 500}
@@ -158,7 +153,7 @@ def test_a_job_that_is_warned_requeued_and_preempted_ends_with_the_same_bits(
         cluster.preempt,
     ]
     for starts, disturb in enumerate(disturbances, start=1):
-        wait_until(lambda: has_trained(run_dir, starts), f"start {starts}")  # noqa: B023
+        wait_until(lambda: has_trained(run_dir, starts), f"start {starts}", TIMEOUT)  # noqa: B023
         disturb()
         cluster.wait_for_requeue(job, restarts=starts)
     ended = cluster.wait_for_end(job)
@@ -183,7 +178,9 @@ def has_trained(run_dir: Path, starts: int) -> bool:
 
 def test_a_job_preempted_before_the_first_step_is_requeued(cluster: Cluster, text: Path, tmp_path: Path) -> None:
     job = cluster.submit(f"--output={tmp_path}/out.txt", "launch/slurm.sbatch", *run_args(tmp_path / "run", text))
-    wait_until(lambda: f"{job}.0" in cluster.run("squeue", "--steps", "--noheader", "--format=%i"), "torchrun starts")
+    wait_until(
+        lambda: f"{job}.0" in cluster.run("squeue", "--steps", "--noheader", "--format=%i"), "torchrun starts", TIMEOUT
+    )
     cluster.preempt()
     cluster.wait_for_requeue(job, restarts=1)
     assert not (tmp_path / "run/metrics.jsonl").exists()
