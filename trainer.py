@@ -94,13 +94,13 @@ class Trainer:
             return 0
         self.report.start()
         trace = self.run_dir / f"trace-{self.context.rank}.json"
-        with profile_steps(self.config.trainer.profile_steps, trace) as after_step, SignalHandler() as self.signals:
+        with profile_steps(self.config.trainer.profile_steps, trace) as step_profiler, SignalHandler() as self.signals:
             try:
                 if self.lacks_evaluation:
                     self.make_up_evaluation()
                 while not self.is_done():
                     self.advance()
-                    after_step()
+                    step_profiler()
                 return self.finish()
             finally:
                 self.close()

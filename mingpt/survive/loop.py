@@ -57,13 +57,13 @@ class SurvivingLoop:
             trainer.build({})
         trace = trainer.run_dir / f"trace-{self.context.launch_rank}.json"
         steps = trainer.config.trainer.profile_steps
-        with profile_steps(steps, trace) as after_step, SignalHandler() as trainer.signals:
+        with profile_steps(steps, trace) as step_profiler, SignalHandler() as trainer.signals:
             try:
                 while True:
                     try:
                         while not self.is_done():
                             self.advance()
-                            after_step()
+                            step_profiler()
                         return trainer.finish()
                     except MembershipChanged:
                         self.regroup()
