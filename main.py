@@ -3,6 +3,7 @@
 import faulthandler
 import hashlib
 import os
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from mingpt.config import Config, config_to_dict
+from mingpt.config import Config, DataConfig, config_to_dict
 from mingpt.config_parser import read_config
 from mingpt.corpus import check_text
 from mingpt.distributed.launch_environment import detect_launch_environment, restart_hint
@@ -94,10 +95,24 @@ def code_digest() -> str:
     return digest.hexdigest()
 
 
+def write_default_text(config: Config) -> None:
+    """Writes the default text where it is missing, so that a first run needs no other command."""
+    path = Path(config.data.path)
+    is_default = config.data.path == DataConfig().path and path.resolve() == (ROOT / path).resolve()
+    if not is_default or path.exists():
+        return
+    command = [sys.executable, str(ROOT / "data/prepare.py")]
+    program = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+    if program.returncode:
+        raise UserError(f"data.path: {program.stderr.strip().removeprefix('error: ')}")
+    logger.info(program.stdout.strip())
+
+
 @contextmanager
 def locked_folders(config: Config, context: DistributedContext) -> Iterator[None]:
     """Locks the folders that this run writes to, after a look at its text, so that a wrong path makes no folder."""
     with context.local_rank0_first():
+        write_default_text(config)
         check_text(config.data.path)
     descriptors = []
     with context.shared_errors():

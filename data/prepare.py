@@ -9,6 +9,7 @@ import runpy
 import sys
 import sysconfig
 import textwrap
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
@@ -107,11 +108,16 @@ def shakespeare() -> None:
 
 
 def write(text: bytes, name: str, description: str) -> None:
-    """Writes the whole file or nothing."""
+    """Writes the whole file or nothing. Other machines may write the same file at the same time."""
     target = FOLDER / name
-    unfinished = target.with_suffix(".tmp")
-    unfinished.write_bytes(text)
-    os.replace(unfinished, target)
+    unfinished = FOLDER / f"{name}.{uuid.uuid4().hex}.tmp"
+    try:
+        unfinished.write_bytes(text)
+        os.replace(unfinished, target)
+    except OSError as error:
+        fail(f"{target} can't be written: {error.strerror}; make {FOLDER} writable")
+    finally:
+        unfinished.unlink(missing_ok=True)
     characters = text.decode()
     print(f"{os.path.relpath(target)}: {description}, {len(characters):,} characters, {len(set(characters))} distinct")
 
