@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from mingpt.config import Config, DataConfig, config_to_dict
+from mingpt.config import PLACES, Config, DataConfig, config_to_dict
 from mingpt.config_parser import read_config
 from mingpt.corpus import check_text
 from mingpt.distributed.launch_environment import detect_launch_environment, restart_hint
@@ -28,7 +28,6 @@ from trainer import Trainer
 Group = AbstractContextManager[DistributedContext]
 
 ROOT = Path(__file__).parent
-MAY_DIFFER = ("trainer.run_dir", "trainer.snapshot_path", "data.path", "distributed.init_method")  # between ranks
 
 
 def train(argv: Sequence[str]) -> int:
@@ -76,7 +75,7 @@ def check_same_start(config: Config, context: DistributedContext) -> None:
     values: dict[str, Any] = {"the code's SHA-256": code_digest()}
     for section, keys in config_to_dict(config).items():
         for key, value in keys.items():
-            if f"{section}.{key}" not in MAY_DIFFER:
+            if f"{section}.{key}" not in PLACES:
                 values[f"{section}.{key}"] = value
     context.check_equal(values)
 

@@ -121,6 +121,7 @@ class Trainer:
             return
         check_compatible(header, self.config_dict, self.corpus.vocabulary)
         self.resumed = header
+        self.config_dict["trainer"]["init_from"] = header["config"]["trainer"]["init_from"]  # what the run began with
         self.step = header["step"]
         self.samples = header["samples"]
         self.build(header["choices"])

@@ -11,6 +11,8 @@ from pydantic.fields import FieldInfo
 
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 Beta = Annotated[float, Field(ge=0, lt=1)]
+# Keys that say where something is: they may differ between ranks, and from start to start.
+PLACES = ("data.path", "trainer.run_dir", "trainer.snapshot_path", "distributed.init_method")
 MAX_STEPS = 99_999_999  # snapshots are named step_00000500.pt, with eight digits
 MAX_SEQUENCES = 2**20  # in a batch, far more than any that helps
 MAX_THREADS = 1024  # more than any machine has cores; a million would take all threads that a machine can start

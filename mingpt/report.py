@@ -1,5 +1,6 @@
 """What a run says: messages, rows of metrics.jsonl, TensorBoard's events and the live line."""
 
+import json
 import math
 import platform
 import shlex
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from mingpt.config import Config
+from mingpt.config import PLACES, Config
 from mingpt.corpus import Corpus
 from mingpt.distributed.process_group import DistributedContext
 from mingpt.optimizer import learning_rate
@@ -119,8 +120,10 @@ class Report:
             file = trainer.snapshots.storage.file(trainer.step)
             hardware = trainer.numerics.choices["hardware"]
             lr = learning_rate(trainer.step, trainer.last_step, config.optimizer)
-            for line in resume_summary(trainer.resumed, file, trainer.corpus.sha256, hardware, lr):
+            for line in resume_summary(trainer.resumed, trainer.config_dict, file, trainer.corpus.sha256, hardware, lr):
                 logger.info(line)
+            if config.trainer.init_from not in (None, trainer.config_dict["trainer"]["init_from"]):
+                logger.warning(f"trainer.init_from is not used, since the run continues from {file}")
 
     def open_files(self, step: int) -> None:
         """Writes config.yaml, and opens the metrics without rows of later steps than `step`."""
@@ -302,16 +305,40 @@ def run_summary(
 
 
 def resume_summary(
-    header: Mapping[str, Any], file: str, text_sha256: str, hardware: str, learning_rate: float
+    header: Mapping[str, Any],
+    config: Mapping[str, Mapping[str, Any]],
+    file: str,
+    text_sha256: str,
+    hardware: str,
+    learning_rate: float,
 ) -> Iterator[str]:
     """Lines that name the snapshot's file, and what has changed in this run since it was saved."""
     yield f"resuming from {file}"
+    changes = changed_keys(header["config"], config)
+    if changes:
+        yield f"changed since the snapshot: {', '.join(changes)}"
     if (then := header["text_sha256"]) != text_sha256:
         yield f"the text has changed: its SHA-256 is {then} in the snapshot, {text_sha256} now"
     if (then := header["choices"].get("hardware")) != hardware:
         yield f"the hardware has changed: {then} made the snapshot, {hardware} resumes it, and last bits may differ"
     if not math.isclose(then := header["learning_rate"], learning_rate, rel_tol=1e-6):
         yield f"the learning rate of step {header['step']} was {then:.3g}, by the yaml it is now {learning_rate:.3g}"
+
+
+def changed_keys(then: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Each key of the configuration, except for places, whose value has changed: `trainer.batch_size 12 -> 8`."""
+    changes = []
+    for section, keys in now.items():
+        for key, value in keys.items():
+            before = then[section].get(key, value)  # an older snapshot may lack a key
+            if before != value and f"{section}.{key}" not in PLACES:
+                changes.append(f"{section}.{key} {format_value(before)} -> {format_value(value)}")
+    return changes
+
+
+def format_value(value: Any) -> str:
+    """A value of the configuration as in the yaml."""
+    return json.dumps(value).strip('"')
 
 
 def next_commands(snapshot: str, run_dir: str) -> str:

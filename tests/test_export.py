@@ -182,6 +182,20 @@ def test_a_run_that_started_from_an_export_resumes_without_it(exported: Path, tm
     assert [row["step"] for row in read_rows(tmp_path / "parts", "start")] == [0, 3]
 
 
+@pytest.mark.parametrize("trained", [("nanochat", True)], indirect=True, ids=["nanochat"])
+def test_a_run_from_scratch_does_not_use_other_weights_when_it_resumes(
+    trained: Path, exported: Path, tmp_path: Path
+) -> None:
+    """It says so, and its snapshots do not name them."""
+    shutil.copytree(trained, tmp_path / "run")
+    argv = run_args(tmp_path / "run", trained.parent / "text.txt", trainer__max_steps=7, **init_options(exported))
+    [(status, out, err)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
+    assert status == 0, err
+    assert "warning: trainer.init_from is not used, since the run continues from" in err
+    assert "changed since the snapshot: trainer.max_steps 6 -> 7\n" in out
+    assert newest_snapshot(tmp_path / "run")["config"]["trainer"]["init_from"] is None
+
+
 def run_each_captured(commands: list[list[str]]) -> list[tuple[int, str, str]]:
     """For `run_ranks`: `run_captured` of each command."""
     return [run_captured(*argv) for argv in commands]

@@ -2,8 +2,8 @@
 
 import pytest
 
-from mingpt.config import GPTConfig
-from mingpt.report import model_summary
+from mingpt.config import Config, GPTConfig, config_to_dict
+from mingpt.report import changed_keys, model_summary
 from model import GPT
 
 
@@ -20,3 +20,17 @@ def test_the_model_summary_adds_up_to_the_models_parameters(architecture: str, b
     assert [sum(column) for column in zip(*counts.values(), strict=True)] == [parameters, 4 * parameters]
     assert counts["transformer.wte"] == (70 * 32, 4 * 70 * 32)
     assert counts["transformer.h.*.attn.c_attn"][0] == 3 * (3 * 32 * 32 + 3 * 32 * bias)
+
+
+def test_what_has_changed_is_named_with_both_values_except_for_places() -> None:
+    then = config_to_dict(Config())
+    now = config_to_dict(Config())
+    assert changed_keys(then, now) == []
+    now["trainer"] |= {"batch_size": 8, "micro_batch_size": 4, "run_dir": "elsewhere"}
+    now["distributed"]["strategy"] = "fsdp"
+    del then["optimizer"]["betas"]  # as in a snapshot from before the key
+    assert changed_keys(then, now) == [
+        "trainer.batch_size 12 -> 8",
+        "trainer.micro_batch_size null -> 4",
+        "distributed.strategy ddp -> fsdp",
+    ]

@@ -288,10 +288,12 @@ def check_compatible(header: dict[str, Any], config: dict[str, Any], vocabulary:
     """Checks that a snapshot fits the configuration and the vocabulary of this run.
 
     Raises:
-        UserError: the vocabulary differs, or a key that determines shapes or meaning of the tensors.
+        UserError: the vocabulary differs, or a key that determines shapes or meaning of the tensors, or which part of
+            the text is trained on, and in which order.
     """
     keys = [("model", key) for key in config["model"] if key != "dropout"]
-    for section, key in [*keys, ("data", "block_size"), ("optimizer", "name")]:
+    keys += [("data", "block_size"), ("data", "train_split"), ("optimizer", "name"), ("trainer", "seed")]
+    for section, key in keys:
         now = config[section][key]
         then = header["config"][section][key]
         if now != then:

@@ -253,7 +253,9 @@ def test_machines_that_share_a_folder_write_one_snapshot(text: Path, tmp_path: P
         ("model", "n_embd", 48),
         ("model", "bias", "not the default"),
         ("data", "block_size", 7),
+        ("data", "train_split", 0.5),
         ("optimizer", "name", "another"),
+        ("trainer", "seed", 7),
     ],
 )
 def test_a_snapshot_of_another_model_is_refused_with_key_and_both_values(section: str, key: str, value: Any) -> None:
