@@ -85,6 +85,8 @@ def run(argv: Sequence[str]) -> None:
         print(texts[0], end="", flush=True)
         for tokens in steps:
             print(vocabulary[int(tokens)], end="", flush=True)
+        if sys.stdout.isatty():  # the shell's prompt begins a line; elsewhere there is nothing but the text
+            print()
         return
     for tokens in steps:
         for i, token in enumerate(tokens.tolist()):

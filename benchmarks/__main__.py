@@ -9,6 +9,7 @@ Without names, all cases run but time_to_loss, which takes as long as the others
 model.py of nanoGPT or of the minGPT-DDP tutorial. Other options are those of main.py, and apply to every case.
 """
 
+import argparse
 import json
 import shlex
 import sys
@@ -44,7 +45,9 @@ def run(argv: Sequence[str]) -> None:
         UserError: there is no such case or folder, or an option of main.py is wrong.
     """
     parser = build_parser()
+    parser.prog = "python -m benchmarks"
     parser.description = __doc__
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter  # keeps the lines of the examples
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"what to measure: {', '.join(CASES)}")
     parser.add_argument("--json", action="store_true", help="print one JSON object per row")
     for baseline in ("nanogpt", "tutorial"):

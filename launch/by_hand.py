@@ -28,6 +28,9 @@ def choose_init_method(options: list[str], folder: str) -> str:
 
 
 def main() -> int:
+    if len(sys.argv) < 2 or not sys.argv[1].isdecimal() or int(sys.argv[1]) < 1:
+        print(__doc__, file=sys.stderr)
+        return 0 if "--help" in sys.argv else 2
     world_size = int(sys.argv[1])
     options = sys.argv[2:]
     signal.signal(signal.SIGTERM, terminate)

@@ -5,7 +5,7 @@ import difflib
 import json
 import reprlib
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
@@ -19,8 +19,21 @@ from mingpt.utils.yaml_format import dump_yaml, load_yaml
 DEFAULT_CONFIG = Path(__file__).parent.parent / "gpt2_train_cfg.yaml"
 HINTS = {
     "dp": "; DataParallel is one process that copies the model to all its GPUs in every step, and slow: write ddp, and "
-    "start a process for each GPU with torchrun"
+    "start a process for each GPU with torchrun",
+    "zero3": "; ZeRO-3 is fsdp",
 }
+# What nanoGPT and others call a key.
+ALIASES = {
+    "lr": "optimizer.learning_rate",
+    "grad_clip": "optimizer.grad_norm_clip",
+    "max_iters": "trainer.max_steps",
+    "eval_iters": "trainer.eval_windows",
+    "eval_interval": "trainer.eval_every",
+    "log_interval": "trainer.log_every",
+    "dtype": "trainer.precision",
+    "out_dir": "trainer.run_dir",
+}
+COMMAND_LINE = "the command line"
 MAX_BYTES = 2**20  # of a yaml file; the shipped one has 6,000
 Sections = dict[str, dict[str, Any]]
 
@@ -42,8 +55,7 @@ def read_config(argv: Sequence[str] = ()) -> Config:
     """
     args, unknown = build_parser().parse_known_args(argv)
     if unknown:
-        nearest = _nearest(unknown[0].lstrip("-"), KEYS)
-        raise UserError(f"command line: {_shown_name(unknown[0])} is not known{nearest}; --help lists all")
+        raise UserError(f"command line: {_shown_name(unknown[0])} is not known{_option_hint(unknown[0])}")
     file = DEFAULT_CONFIG if args.config is None else Path(args.config)
     values = _read_yaml(file) if args.config is not None or file.exists() else {}
     origins = dict.fromkeys((f"{section}.{key}" for section in values for key in values[section]), str(file))
@@ -51,7 +63,7 @@ def read_config(argv: Sequence[str] = ()) -> Config:
         if (text := getattr(args, name)) is not None:
             section, key = name.split(".")
             values.setdefault(section, {})[key] = _parse_option(name, text)
-            origins[name] = "the command line"
+            origins[name] = COMMAND_LINE
     config = _validate(values, origins)
     if args.print_config:
         print(dump_yaml(config_to_dict(config)), end="")
@@ -170,9 +182,24 @@ def _shown_name(name: str) -> str:
     return name if name.isprintable() and len(name) <= 100 else _short.repr(name)
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
+def _nearest(name: str, known: Collection[str]) -> str:
+    alias = ALIASES.get(name.rpartition(".")[2])
+    if alias is not None and alias in known:
+        return f"; here it is {alias}"
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"; the nearest is {near[0]}" if near else ""
+
+
+def _option_hint(word: str) -> str:
+    """What to write in place of a word of the command line that is not known."""
+    name = word.lstrip("-").partition("=")[0]
+    if name in KEYS:
+        return f"; write --{name}"
+    if not word.startswith("-") and "." in word and Path(word).exists():
+        return (
+            "; an option has one value: if the shell has replaced a pattern, quote it, as in --data.path 'books/*.txt'"
+        )
+    return f"{_nearest(name, KEYS)}; --help lists all"
 
 
 def _validate(values: Sections, origins: dict[str, str]) -> Config:
@@ -191,8 +218,11 @@ def _validate(values: Sections, origins: dict[str, str]) -> Config:
         for error in invalid.errors(include_url=False):
             if error["type"] == "value_error":  # from a check between keys, whose message begins with a key
                 message = error["msg"].removeprefix("Value error, ")
-                name = message.split()[0]
-                mistakes[message] = f" (in {origins[name]})" if name in origins else ""
+                places = [origins[word] for word in message.split() if word in origins]
+                mistakes[message] = ""
+                if places:  # what the command line has set is new, so it is the mistake
+                    place = COMMAND_LINE if COMMAND_LINE in places else places[0]
+                    mistakes[message] = f" (in {place})"
                 continue
             section = str(error["loc"][0])
             key = str(error["loc"][1])

@@ -133,6 +133,10 @@ def _find_files(path: str) -> Iterator[tuple[fsspec.AbstractFileSystem, list[str
                 f"data.path: {path} can't be read: {error}; it may be a file, a glob, or a URL that fsspec knows"
             ) from error
         names = [info["name"] for info in infos if info["type"] == "file"]
+        if not names and infos and found == [root]:
+            raise UserError(
+                f"data.path: {path} is a folder; for all its files write {path.rstrip('/')}/*.txt, in quotes"
+            )
         if not names:
             raise UserError(
                 f"data.path: no text at {path} (working directory {os.getcwd()}); "

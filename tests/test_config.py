@@ -272,6 +272,15 @@ def test_a_config_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         (["--trainer.max_step=3"], ["--trainer.max_step=3 is not known", "the nearest is trainer.max_steps"]),
         (["--learning_rate=3"], ["--learning_rate=3 is not known", "the nearest is optimizer.learning_rate"]),
         (["stray"], ["stray is not known"]),
+        (["trainer.max_steps", "30"], ["trainer.max_steps is not known; write --trainer.max_steps"]),
+        (
+            ["--data.path", "main.py", "model.py"],
+            ["model.py is not known", "quote it, as in --data.path 'books/*.txt'"],
+        ),
+        (["--optimizer.lr", "3"], ["--optimizer.lr is not known; here it is optimizer.learning_rate"]),
+        (["--eval_iters=3"], ["--eval_iters=3 is not known; here it is trainer.eval_windows"]),
+        (["--distributed.strategy", "zero3"], ["found 'zero3'", "ZeRO-3 is fsdp"]),
+        (["--trainer.max_steps", "null"], ["trainer.max_steps are both null", "(in the command line)"]),
         (["--trainer.max_steps"], ["--trainer.max_steps: expected one argument"]),
     ],
 )

@@ -155,9 +155,13 @@ def fail_with(kind: type[BaseException], text: str = "") -> Callable[..., None]:
 
 def test_a_missing_text_is_refused_and_nothing_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "folder").mkdir()
-    for path in ("none.txt", "folder", "*.md"):
+    for path, advice in (
+        ("none.txt", "`python data/prepare.py`"),
+        ("*.md", "`python data/prepare.py`"),
+        ("folder", f"write {tmp_path}/folder/*.txt, in quotes"),
+    ):
         message = error_of(capsys, *run_args(tmp_path / "run", tmp_path / path))
-        for part in ("data.path", str(tmp_path / path), "`python data/prepare.py`"):
+        for part in ("data.path", str(tmp_path / path), advice):
             assert part in message
     assert not (tmp_path / "run").exists()
 
