@@ -272,15 +272,8 @@ def test_a_config_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         (["--trainer.max_step=3"], ["--trainer.max_step=3 is not known", "the nearest is trainer.max_steps"]),
         (["--learning_rate=3"], ["--learning_rate=3 is not known", "the nearest is optimizer.learning_rate"]),
         (["stray"], ["stray is not known"]),
-        (["trainer.max_steps", "30"], ["trainer.max_steps is not known; write --trainer.max_steps"]),
-        (
-            ["--data.path", "main.py", "model.py"],
-            ["model.py is not known", "quote it, as in --data.path 'books/*.txt'"],
-        ),
         (["--optimizer.lr", "3"], ["--optimizer.lr is not known; here it is optimizer.learning_rate"]),
         (["--eval_iters=3"], ["--eval_iters=3 is not known; here it is trainer.eval_windows"]),
-        (["--distributed.strategy", "zero3"], ["found 'zero3'", "ZeRO-3 is fsdp"]),
-        (["--trainer.max_steps", "null"], ["trainer.max_steps are both null", "(in the command line)"]),
         (["--trainer.max_steps"], ["--trainer.max_steps: expected one argument"]),
     ],
 )
@@ -288,6 +281,23 @@ def test_unknown_and_incomplete_options_are_refused(argv: list[str], parts: list
     message = error_of(*argv)
     for part in ("command line: ", *parts, "--help lists all"):
         assert part in message
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["trainer.max_steps", "30"], "command line: trainer.max_steps is not known; write --trainer.max_steps"),
+        (["--data.path", "README.md", "LICENSE.txt"], "quote it, as in --data.path 'books/*.txt'"),
+        (["--distributed.strategy", "zero3"], "must be 'ddp', 'zero1', 'zero2' or 'fsdp'; ZeRO-3 is fsdp"),
+        (["--trainer.max_steps", "null"], "both null; set one, or training would not end (in the command line)"),
+    ],
+)
+def test_what_shells_and_other_programs_suggest_is_answered_with_what_to_write(
+    argv: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("LICENSE.txt").touch()
+    assert error_of(*argv).endswith(message)
 
 
 def test_all_mistakes_are_in_one_message(config_file: Path) -> None:
