@@ -12,8 +12,39 @@ A view is a number and a list of members in rank order. Keys in the store, N bei
     failures       for each view in which a member has failed, the newest step that members had at its beginning
     end            the run has ended; why its last snapshot is not saved, or nothing
 
-View N + 1 is decided after view N is over, when each member of view N is either ready or gone. docs/fault-tolerance.md
-has the states, and why no finished step is lost.
+View N + 1 is decided after view N is over, when each member of view N is either ready or gone. All collectives belong
+to a view, and to a gloo group of its own, which is abandoned with the view.
+
+The states of a process:
+
+    waiting   it asks to join, and has no state that counts, until a view contains it
+    entering  it forms the group of the view, tells the others its step, and copies the newest state into memory of
+              its own and then over its own state
+    training  it computes, exchanges gradients, commits and settles steps, until the view has ended
+    leaving   it says `ready` with its step, and proposes the next view; if that does not contain it, it is waiting
+              again, under a new name
+
+Why no finished step is lost, and none is written twice:
+
+1. There is one history of views. view/N is written by compare_set, and only the first writer succeeds. View N + 1 is
+   proposed only by members of view N that have left it.
+2. A step is committed with everything that it needs. Its last collective gathers the summed gradients and the losses
+   of all micro-batches. What follows is local and gives the same bits on each rank. So a rank that has gathered may
+   commit, whatever happens to the others, and one that has not repeats the step with the same result.
+3. Members are at most one step apart. To finish the collectives of step S + 1, a rank needs data from all members,
+   which each sends only after it has committed and settled step S.
+4. A finished step is not forgotten. Members prefer those with most steps when they enter a view, and a process that
+   joins counts as having none. If all that are ready have fewer steps than the view had at its beginning, they wait
+   for the others, for a minute instead of 1.2 seconds.
+5. A state is copied completely or not at all. Tensors are received into new memory, and copied when the last has
+   arrived. Collectives use tensors that nothing else uses, since one that is abandoned may complete later.
+6. Each row is written once. Only rank 0 writes. One that was rank 0 in the view before knows what it has written.
+   Another one knows by 3 that its predecessor had settled all steps but the newest; it replaces metrics.jsonl by a
+   copy without rows of that step and settles it again. A predecessor that wakes up writes into the file that was
+   replaced, and deletes no snapshot, because it finds a view without itself.
+7. Safety does not depend on clocks. Heartbeats and timeouts decide only who is waited for; a process that is taken
+   for dead and is not joins like a new one. Only the last resort does: if all members of a view are silent for a
+   minute, new processes load the newest snapshot.
 """
 
 import json
