@@ -24,6 +24,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="PATH",
         help="file, folder (its newest snapshot is loaded) or export; may be a URL (default: the default run)",
     )
+    parser.add_argument("--best", action="store_true", help="of a folder, load the snapshot of lowest validation loss")
     parser.add_argument(
         "--prompt",
         action="append",
@@ -70,7 +71,7 @@ def run(argv: Sequence[str]) -> None:
     args = build_parser().parse_args(argv)
     check_args(args)
     path = default_snapshot_path() if args.snapshot is None else args.snapshot
-    pretrained = load_pretrained(path, "--snapshot", GPT)
+    pretrained = load_pretrained(path, "--snapshot", GPT, args.best)
     if not all(weight.isfinite().all() for weight in pretrained.weights.values()):
         raise UserError(f"--snapshot: {path} has weights that are not finite; take an older one")
     model = GPT(pretrained.model_config)

@@ -247,10 +247,15 @@ class Report:
             logger.info(f"stopped by {signal_name} at step {trainer.step}, and saved; the same command resumes")
             return EXIT_STATUS[signal.Signals(stop_signal)]
         file = trainer.snapshots.storage.file(trainer.step)
-        logger.info(
-            f"done in {format_duration(self.timer.elapsed)}: validation loss {trainer.val_loss:.4f}, snapshot {file}\n"
-            f"{next_commands(file, str(trainer.run_dir))}"
-        )
+        text = f"done in {format_duration(self.timer.elapsed)}: validation loss {trainer.val_loss:.4f}, snapshot {file}"
+        best = trainer.snapshots.best
+        if best["step"] not in (None, trainer.step):
+            folder = shlex.quote(file.rpartition("/")[0])
+            text += (
+                f"\nbest:       validation loss {best['val_loss']:.4f} at step {best['step']}: "
+                f"python sample.py --snapshot {folder} --best"
+            )
+        logger.info(f"{text}\n{next_commands(file, str(trainer.run_dir))}")
         return 0
 
     def close(self) -> None:

@@ -151,6 +151,17 @@ def test_the_newest_snapshot_is_found_from_run_folder_snapshot_folder_file_and_u
     assert run_sample("--snapshot", trained / "snapshots/step_00000003.pt", "--max_new_tokens", LENGTH) not in results
 
 
+def test_best_is_the_snapshot_of_lowest_validation_loss(trained: Path, tmp_path: Path, run_sample: RunSample) -> None:
+    run = shutil.copytree(trained, tmp_path / "run")
+    snapshot = load_snapshot(str(newest(run)))
+    snapshot["best"] = {"step": 3, "val_loss": 0.1}
+    SnapshotStorage(f"{run}/snapshots", keep=9).write(snapshot, None)
+    best = run_sample("--snapshot", run, "--best", "--max_new_tokens", LENGTH)
+    assert best == run_sample("--snapshot", run / "snapshots/step_00000003.pt", "--max_new_tokens", LENGTH)
+    assert best != run_sample("--snapshot", run, "--max_new_tokens", LENGTH)
+    assert_refused(run_sample("--snapshot", newest(run), "--best"), "--best", "is no folder of snapshots")
+
+
 def test_a_damaged_snapshot_is_named_and_an_older_one_used(
     trained: Path, tmp_path: Path, run_sample: RunSample
 ) -> None:

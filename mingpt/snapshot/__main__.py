@@ -36,9 +36,11 @@ def describe(path: str) -> list[str]:
     written = info.get("mtime", info.get("LastModified", info.get("created", "")))
     if isinstance(written, float):
         written = datetime.fromtimestamp(written, timezone.utc)
+    if written:
+        written = f"{written.astimezone():%Y-%m-%d %H:%M}"
     match = SNAPSHOT_NAME.fullmatch(os.path.basename(name))
     row = [str(int(match[1])) if match else "?"]
-    row += [f"{written:%Y-%m-%d %H:%M:%S} UTC" if written else "", f"{info['size']:,}"]
+    row += [written, f"{info['size']:,}"]
     try:
         snapshot = load_snapshot(path)
     except DamagedSnapshotError as error:
@@ -58,9 +60,14 @@ def describe_all(path: str) -> list[list[str]]:
         is_file = folder.fs.isfile(folder.root)
         folders = [] if is_file else [folder, SnapshotStorage(f"{path}/snapshots", keep=1)]
         files = [folder.file(step) for folder in folders for step in folder.steps()]
-        return [describe(file) for file in files or [path]]
+        rows = [describe(file) for file in files or [path]]
     except OSError as error:
         raise UserError(f"PATH: no snapshot at {path}: {error}; main.py makes them in its run folder") from error
+    evaluated = [row for row in rows if row[3]]
+    if evaluated:
+        best = min(evaluated, key=lambda row: float(row[3]))
+        best[3] += " best"
+    return rows
 
 
 def run(argv: Sequence[str]) -> None:

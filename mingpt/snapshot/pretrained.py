@@ -32,7 +32,9 @@ class Pretrained:
     snapshot: dict[str, Any]  # full content of the snapshot; empty for an export
 
 
-def load_pretrained(path: str, asked_by: str, build_model: Callable[[GPTConfig], nn.Module]) -> Pretrained:
+def load_pretrained(
+    path: str, asked_by: str, build_model: Callable[[GPTConfig], nn.Module], best: bool = False
+) -> Pretrained:
     """Loads a snapshot or an export.
 
     Args:
@@ -40,9 +42,10 @@ def load_pretrained(path: str, asked_by: str, build_model: Callable[[GPTConfig],
             export.py has written; each may be an fsspec URL
         asked_by: option or key that names the path, for messages
         build_model: builds the model that an export is compared with
+        best: load the snapshot with the lowest validation loss of a folder
 
     Raises:
-        UserError: there is no undamaged snapshot and no export.
+        UserError: there is no undamaged snapshot and no export, or with `best` no folder of snapshots.
     """
     if not path:  # as of a shell's variable that is not set; it would be the working directory
         raise UserError(f"{asked_by} is empty; it may be a snapshot, a run folder or an export's folder, or a URL")
@@ -58,12 +61,14 @@ def load_pretrained(path: str, asked_by: str, build_model: Callable[[GPTConfig],
         raise UserError(f"{asked_by}: {path} can't be read: {error}; {advice}") from error
     if is_other:  # such as a named pipe, which would be waited for
         raise UserError(f"{asked_by}: {path} is neither a file nor a folder; {advice}")
+    if best and (is_export or not is_folder):
+        raise UserError(f"--best: {path} is no folder of snapshots; name a run folder")
     try:
         if is_export:
             return _load_export(path, asked_by, build_model)
         if is_folder:
             for folder in (f"{path}/snapshots", path):
-                snapshot = snapshot or SnapshotStorage(folder, keep=1).load_newest(logger.warning)
+                snapshot = snapshot or _load_from_folder(folder, best)
         else:
             snapshot = load_snapshot(path)
     except DamagedSnapshotError as error:
@@ -83,6 +88,18 @@ def load_pretrained(path: str, asked_by: str, build_model: Callable[[GPTConfig],
     vocabulary = snapshot["vocabulary"]
     model_config = GPTConfig(**config["model"], vocab_size=len(vocabulary), block_size=config["data"]["block_size"])
     return Pretrained(model_config, vocabulary, snapshot["model"], snapshot)
+
+
+def _load_from_folder(folder: str, best: bool) -> dict[str, Any] | None:
+    """The newest undamaged snapshot, or the one that it names as the best so far."""
+    storage = SnapshotStorage(folder, keep=1)
+    newest = storage.load_newest(logger.warning)
+    if newest is None or not best:
+        return newest
+    best_step = newest.get("best", {}).get("step")  # None: there was no evaluation
+    if best_step in (None, newest["step"]):
+        return newest
+    return load_snapshot(storage.file(best_step))
 
 
 def _load_export(path: str, asked_by: str, build_model: Callable[[GPTConfig], nn.Module]) -> Pretrained:

@@ -30,8 +30,8 @@ def test_a_run_folder_is_listed_by_step_with_bytes_and_validation_loss(trained: 
     assert header == ["step", "written", "bytes", "val_loss", "state", "weights", "optimizer"]
     size = (trained / "run/snapshots/step_00000003.pt").stat().st_size
     val_loss = torch.load(trained / "run/snapshots/step_00000006.pt", weights_only=True)["val_loss"]
-    assert (first[0], first[4:6]) == ("3", [f"{size:,}", "whole"])  # no evaluation at step 3
-    assert (last[0], last[5:7]) == ("6", [f"{val_loss:.4f}", "whole"])
+    assert (first[0], first[3:5]) == ("3", [f"{size:,}", "whole"])  # no evaluation at step 3
+    assert (last[0], last[4:7]) == ("6", [f"{val_loss:.4f}", "best", "whole"])
 
 
 def test_fingerprints_are_equal_for_equal_bits_and_differ_otherwise(trained: Path) -> None:
@@ -67,7 +67,7 @@ def test_damage_is_reported_with_its_location(
     with pytest.raises(SystemExit, match="1"):
         run([str(folder)])
     flipped, cut = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
-    assert flipped[5] == cut[5] == "DAMAGED:"
+    assert flipped[4] == cut[4] == "DAMAGED:"
     assert "in its part" in " ".join(flipped)
     assert "/data/" in flipped[-1]
     assert " ".join(cut).endswith("cut short, or in the list of its parts")

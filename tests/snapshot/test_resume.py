@@ -27,7 +27,7 @@ from mingpt.config import GPTConfig, OptimizerConfig, config_to_dict
 from mingpt.config_parser import read_config
 from mingpt.optimizer import learning_rate
 from mingpt.snapshot.digest import save_with_digest
-from mingpt.snapshot.storage import load_snapshot
+from mingpt.snapshot.storage import SnapshotStorage, load_snapshot
 from mingpt.utils import numerics
 from model import GPT
 
@@ -107,6 +107,17 @@ def test_resume_skips_a_damaged_snapshot_and_restores_the_same_bits(
     assert_equal_snapshots(trained / "one", run_dir)
     assert load_snapshot(str(run_dir / "snapshots/step_00000006.pt"))["step"] == 6
     assert loss_curve(run_dir) == loss_curve(trained / "one")
+
+
+def test_a_run_that_ends_after_its_best_snapshot_names_it(trained: Path, run_dir: Path, tmp_path: Path) -> None:
+    snapshot = load_snapshot(str(run_dir / "snapshots/step_00000006.pt"))
+    snapshot["best"] = {"step": 3, "val_loss": 0.1}
+    SnapshotStorage(f"{run_dir}/snapshots", keep=9).write(snapshot, None)
+    argv = run_args(run_dir, trained / "text.txt", **(SIX_STEPS | {"trainer__max_steps": 8}))
+    [(status, out, err)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
+    assert (status, err) == (0, "")
+    command = f"python sample.py --snapshot {run_dir}/snapshots --best"
+    assert f"\nbest:       validation loss 0.1000 at step 3: {command}\n" in out
 
 
 def test_a_run_does_not_start_anew_if_all_snapshots_are_damaged(trained: Path, run_dir: Path, tmp_path: Path) -> None:
