@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mingpt.config import Config
 from mingpt.distributed.process_group import DistributedContext
-from mingpt.parallel.memory import check_memory, estimate_memory, format_bytes, optimizer_bytes
+from mingpt.parallel.memory import check_memory, estimate_memory
 from mingpt.parallel.parallelize import apply_activation_checkpointing, apply_compile
 from mingpt.parallel.strategy import DDP, Strategy
 from mingpt.utils.device import check_compiler
@@ -89,7 +89,6 @@ def build_strategy(
     """
     strategy_class(config).validate_device(config, context.device, precision)
     memory = estimate_memory(config, model, context.world_size, precision)
-    snapshot_bytes = 4 * sum(parameter.numel() for parameter in model.parameters()) + optimizer_bytes(config, model)
     with context.shared_errors():
         if config.trainer.compile:
             check_compiler(context.device)
@@ -100,10 +99,7 @@ def build_strategy(
         strategy = _parallelize(model, context, config, precision)
         if isinstance(strategy, DDP):
             strategy.rebuild_buckets(strategy.compute_loss(strategy.model, *example))
-    strategy.description["memory"] = (
-        f"{config.distributed.strategy}: {memory}; activations come on top, and on the rank that writes snapshots "
-        f"their {format_bytes(snapshot_bytes)} in host memory"
-    )
+    strategy.description["memory"] = f"{config.distributed.strategy}: {memory}"
     return strategy
 
 

@@ -49,11 +49,11 @@ class MemoryUsage:
 
     def __str__(self) -> str:
         text = (
-            f"{format_bytes(self.total)} per rank = parameters {format_bytes(self.parameters)} + "
-            f"gradients {format_bytes(self.gradients)} + optimizer state {format_bytes(self.optimizer)}"
+            f"{format_bytes(self.total)} per rank besides activations: parameters {format_bytes(self.parameters)}, "
+            f"gradients {format_bytes(self.gradients)}, optimizer state {format_bytes(self.optimizer)}"
         )
         if self.unsharded:
-            text += f" + {format_bytes(self.unsharded)} for a part of the step"
+            text += f", in a part of the step {format_bytes(self.unsharded)}"
         return text
 
 
@@ -149,6 +149,6 @@ def check_memory(usage: MemoryUsage, device: torch.device, local_world_size: int
         if world_size > 1:
             there += f", besides {format_bytes(NCCL_BYTES)} for NCCL's buffers"
     raise UserError(
-        f"out of memory before the first step: it needs {usage}, activations not counted, and there are {there}; use a "
+        f"out of memory before the first step: it needs {usage}; there are {there}; use a "
         "smaller model, or more GPUs with distributed.strategy fsdp"
     )
