@@ -129,8 +129,8 @@ def run(argv: Sequence[str]) -> int:
     configure_logging()
     try:
         return train(argv)
-    except RunEnded:
-        return 0
+    except RunEnded as ended:
+        return ended.status
     except UserError as error:
         if not error.is_reported:
             logger.error(str(error))

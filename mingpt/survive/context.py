@@ -23,10 +23,19 @@ from mingpt.distributed.launch_environment import RankInfo
 from mingpt.distributed.plain_data import decode, encode
 from mingpt.distributed.position import COLLECTIVES, PositionReader
 from mingpt.distributed.process_group import DistributedContext, Vote
-from mingpt.survive.membership import POLL_SECONDS, Membership, MembershipChanged, StateLostError, View
+from mingpt.survive.membership import (
+    POLL_SECONDS,
+    Membership,
+    MembershipChanged,
+    StateLostError,
+    View,
+    end_run,
+    raise_if_ended,
+    read_end,
+)
 from mingpt.survive.supervisor import FAILED, JOINED, RESTART_STATUS, TRAINED, tell_supervisor
 from mingpt.utils.device import choose_device
-from mingpt.utils.errors import RunEnded, UserError
+from mingpt.utils.errors import UserError
 from mingpt.utils.logging import set_rank
 
 WAIT_SLICE = timedelta(seconds=0.1)  # between looks, in a collective, at whether the view is over
@@ -53,14 +62,14 @@ class SurvivingContext(DistributedContext):
         self.store = store
         self.view = 0  # its number; 0: this process is no member yet
         self.calls = 0  # collectives of this view, or before calls of local_rank0_first
-        if store.check(["end"]):
-            raise RunEnded
+        raise_if_ended(store)
         label = f"{info.rank}@{platform.node()}:{os.getpid()}"
         reader = PositionReader(lambda: {f"view {self.view}": self.calls}, (*COLLECTIVES, __file__))
         self.membership = Membership(store, info.world_size, label, address, timeout.total_seconds(), reader.read)
         self.is_joining = self.membership.has_live_members()
         self.views_without_step = 0
         self.last_step = -1
+        self.exit_status = 0  # of this run if its last snapshot is saved, set before `exchange_messages`
         self.ends_view = False  # after this step, since somebody waits to join
         self.votes = 0  # calls of start_vote in this view, one at the beginning of each step
         set_rank(info.rank or int(self.is_joining))  # only a founder logs before it is a member
@@ -262,11 +271,12 @@ class SurvivingContext(DistributedContext):
         """Rank 0 sends its message to all others, which wait for it as long as rank 0 is a member."""
         with suppress(RuntimeError, OSError):  # without a store, there is nothing to wait for
             if self.rank == 0:
-                self.store.set("end", message)
-            while not self.store.check(["end"]):
+                end_run(self.store, message, self.exit_status)
+            while (end := read_end(self.store)) is None:
                 self.membership.check()
                 time.sleep(POLL_SECONDS)
-            return {0: self.store.get("end").decode()}
+            save_error, _ = end
+            return {0: save_error}
         return {self.rank: message}
 
 

@@ -1,5 +1,6 @@
 """The training loop of a run that goes on when processes are lost, and takes in those that come back."""
 
+import signal
 from contextlib import suppress
 from typing import Any
 
@@ -10,7 +11,7 @@ from mingpt.survive.membership import MembershipChanged, View
 from mingpt.utils.logging import logger
 from mingpt.utils.metrics import NullMetricsLogger, StepTimer
 from mingpt.utils.profiler import profile_steps
-from mingpt.utils.signals import SignalHandler
+from mingpt.utils.signals import EXIT_STATUS, SignalHandler
 
 
 def train_surviving(trainer: Any) -> int:
@@ -64,16 +65,23 @@ class SurvivingLoop:
                         while not self.is_done():
                             self.advance()
                             step_profiler()
-                        return trainer.finish()
+                        return self.finish()
                     except MembershipChanged:
                         self.regroup()
             finally:
                 trainer.close()
 
-    def is_done(self) -> bool:
-        if self.trainer.stop_signal:
-            return True
+    def is_complete(self) -> bool:
         return self.settled >= self.trainer.last_step and not self.trainer.lacks_evaluation
+
+    def is_done(self) -> bool:
+        return bool(self.trainer.stop_signal) or self.is_complete()
+
+    def finish(self) -> int:
+        """Ends the run as the trainer does; members whose view is over before they know it get the same status."""
+        if not self.is_complete():
+            self.context.exit_status = EXIT_STATUS[signal.Signals(self.trainer.stop_signal)]
+        return self.trainer.finish()
 
     def advance(self) -> None:
         """Makes one step and what is due after it, or only the second part if a view has ended in it."""

@@ -10,7 +10,7 @@ A view is a number and a list of members in rank order. Keys in the store, N bei
     ready/N/NAME   a member of view N - 1 has left that view, and the step that it has finished
     failed/N/NAME  a member of view N has failed with an error; a digest of its traceback
     failures       for each view in which a member has failed, the newest step that members had at its beginning
-    end            the run has ended; why its last snapshot is not saved, or nothing
+    end            the run has ended; why its last snapshot is not saved, or nothing, and the exit status otherwise
 
 View N + 1 is decided after view N is over, when each member of view N is either ready or gone. All collectives belong
 to a view, and to a gloo group of its own, which is abandoned with the view.
@@ -75,6 +75,27 @@ class MembershipChanged(Exception):  # noqa: N818 - an event
 
 class StateLostError(Exception):
     """No process is left that has the state of the run."""
+
+
+def end_run(store: Store, save_error: str, status: int) -> None:
+    """Tells all processes of the run that it has ended."""
+    store.set("end", json.dumps([save_error, status]))
+
+
+def read_end(store: Store) -> tuple[str, int] | None:
+    """The arguments of `end_run`, None while the run goes on."""
+    if not store.check(["end"]):
+        return None
+    save_error, status = json.loads(store.get("end"))
+    return save_error, status
+
+
+def raise_if_ended(store: Store) -> None:
+    """Raises RunEnded if the run has ended."""
+    end = read_end(store)
+    if end is not None:
+        save_error, status = end
+        raise RunEnded(2 if save_error else status)
 
 
 @dataclass(frozen=True)
@@ -249,8 +270,7 @@ class Membership:
                 self.store.set(f"ready/{view.number + 1}/{self.name}", str(step))
             since = time.monotonic()
             while not self.store.check([f"view/{view.number + 1}"]):
-                if self.store.check(["end"]):
-                    raise RunEnded
+                raise_if_ended(self.store)
                 if is_member:
                     self._propose(view, since)
                 else:

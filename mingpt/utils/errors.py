@@ -30,7 +30,15 @@ class StoreUnreachableError(PeerError):
 
 
 class RunEnded(Exception):  # noqa: N818 - an event
-    """The other ranks have ended the run while this process started."""
+    """The other ranks have ended the run without this process.
+
+    Args:
+        status: their exit status
+    """
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
 
 
 def is_oom_error(error: Exception) -> bool:

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from helpers import (
     TORCHRUN,
     assert_equal_snapshots,
     clean_env,
+    free_port,
     in_namespace,
     ip,
     newest_snapshot,
@@ -76,6 +78,48 @@ def test_a_rank_that_is_lost_anywhere_loses_no_step(places: list[Any], tmp_path:
         assert [step for step in saved[:-1] if step % plan.save_every], saved
 
 
+END_OF_VIEW = """
+import time
+
+import main
+from mingpt.survive.context import SurvivingContext
+from mingpt.survive.membership import MembershipChanged
+
+exchange_messages = SurvivingContext.exchange_messages
+
+def wait_for_rank0(context, *args):
+    if context.rank > 0:
+        context.membership.is_over.wait()
+        raise MembershipChanged
+    return exchange_messages(context, *args)
+
+SurvivingContext.exchange_messages = wait_for_rank0
+main.main()
+"""
+
+
+def test_a_rank_whose_view_is_over_before_it_knows_the_end_of_the_run_has_the_same_status(tmp_path: Path) -> None:
+    """Rank 0, which has told how the run has ended, is gone before rank 1 looks."""
+    script = tmp_path / "script.py"
+    script.write_text(END_OF_VIEW)
+    plan, text, run_dir = Plan("adamw", "fp32", 2, 50), write_text(tmp_path / "text.txt"), tmp_path / "run"
+    init_method = f"tcp://127.0.0.1:{free_port()}"
+    argv = options(plan, run_dir, text, 10**6, distributed__survive=True, distributed__init_method=init_method)
+    processes = []
+    for rank in range(2):
+        env = clean_env(RANK=str(rank), WORLD_SIZE="2", PYTHONPATH=str(ROOT))
+        processes.append(subprocess.Popen([sys.executable, str(script), *argv], env=env))
+    try:
+        wait_for_step(run_dir, 2)
+        processes[1].terminate()
+        statuses = [process.wait(60) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert statuses == [143, 143]
+
+
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_named_and_the_others_continue(tmp_path: Path) -> None:
     folder = tmp_path / "orders"
@@ -106,17 +150,20 @@ def test_a_machine_that_is_cut_off_is_left_out_and_joins_again(namespaces: list[
         with (tmp_path / f"log-{rank}").open("w") as log:
             processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=env))
 
-    def sizes() -> list[int]:
+    def hosts() -> Counter[str]:
+        """Members of the newest view on each machine."""
         file = run_dir / "metrics.jsonl"
-        return [len(row["members"]) for row in read_rows(run_dir, "view")] if file.exists() else []
+        views = read_rows(run_dir, "view") if file.exists() else []
+        return Counter(re.split("[@:]", member)[1] for member in views[-1]["members"]) if views else Counter()
 
+    here, elsewhere = (f"host-{name}" for name in namespaces)
     try:
         wait_for_step(run_dir, 20)
         ip("-n", namespaces[1], "link", "set", "eth1", "down")
-        wait_until(lambda: sizes() == [3, 2], "a view without the other machine")
+        wait_until(lambda: hosts() == {here: 2}, "a view without the other machine")
         wait_for_step(run_dir, read_rows(run_dir)[-1]["step"] + 20)
         ip("-n", namespaces[1], "link", "set", "eth1", "up")
-        wait_until(lambda: sizes()[:3] == [3, 2, 3], "a view with the other machine")
+        wait_until(lambda: hosts() == {here: 2, elsewhere: 1}, "a view with the other machine")
         wait_for_step(run_dir, read_rows(run_dir)[-1]["step"] + 20)
         processes[0].terminate()
         statuses = [process.wait(60) for process in processes]
@@ -124,6 +171,9 @@ def test_a_machine_that_is_cut_off_is_left_out_and_joins_again(namespaces: list[
         for process in processes:
             process.kill()
             process.wait()
+        for rank in range(3):  # shown by pytest if the test fails
+            print((tmp_path / f"log-{rank}").read_text())
+        print(*read_rows(run_dir, "view"), sep="\n")
     assert statuses == [143] * 3
     undisturbed = undisturbed_run(plan, tmp_path, text, newest_snapshot(run_dir)["step"])
     assert_equal_snapshots(undisturbed, run_dir)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from mingpt.distributed.position import Position
 from mingpt.survive import liveness, membership
-from mingpt.survive.membership import Membership, StateLostError, View
+from mingpt.survive.membership import Membership, StateLostError, View, end_run
 from mingpt.survive.view_group import CONNECT_SECONDS
 from mingpt.utils.errors import RunEnded
 
@@ -48,7 +48,7 @@ class Run:
 def run(store: dist.TCPStore) -> Iterator[Run]:
     run = Run(store, 2)
     yield run
-    store.set("end", "")  # so that nobody waits any longer
+    end_run(store, "", 0)  # so that nobody waits any longer
     for member in run.all:
         member.leave()
     run.pool.shutdown()
@@ -166,12 +166,16 @@ def test_a_member_for_which_a_collective_has_waited_is_not_waited_for_again(stor
     assert view.why.startswith("rank 1 (1@host:1) has not come to collective 2 (all_reduce); ")
 
 
-def test_all_that_wait_learn_that_the_run_has_ended(store: dist.TCPStore, run: Run) -> None:
+@pytest.mark.parametrize(("save_error", "status"), [("", 143), ("no space", 2)])
+def test_all_that_wait_learn_how_the_run_has_ended(
+    store: dist.TCPStore, run: Run, save_error: str, status: int
+) -> None:
     run.first_view(0, 0)
     waiting = run.regroup(run.member(0), -1)
-    store.set("end", "")
-    with pytest.raises(RunEnded):
+    end_run(store, save_error, 143)
+    with pytest.raises(RunEnded) as raised:
         waiting.result(20)
+    assert raised.value.status == status
 
 
 def test_processes_that_have_loaded_a_snapshot_continue_when_all_members_are_gone(run: Run) -> None:
