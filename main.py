@@ -19,10 +19,12 @@ from mingpt.corpus import check_text
 from mingpt.distributed.launch_environment import detect_launch_environment, restart_hint
 from mingpt.distributed.process_group import DistributedContext, init_distributed
 from mingpt.parallel.build import strategy_class, validate
+from mingpt.snapshot.pretrained import adopt_shape
 from mingpt.utils.device import tune_malloc
 from mingpt.utils.errors import PeerError, RunEnded, UserError, is_oom_error
 from mingpt.utils.lock import lock_run
 from mingpt.utils.logging import configure_logging, logger, report_peer_error
+from model import GPT
 from trainer import Trainer
 
 Group = AbstractContextManager[DistributedContext]
@@ -47,7 +49,7 @@ def read_shared_config(argv: Sequence[str]) -> Config:
     """Reads the configuration. Processes on one machine read the same, and one of them reports a mistake in it."""
     info = detect_launch_environment(os.environ)
     try:
-        return read_config(argv)
+        return adopt_shape(read_config(argv), GPT)
     except UserError as error:
         # Rank 0 always reports it, since a local rank that is set by hand may be any number.
         is_first_on_machine = info.local_rank in (None, 0)

@@ -297,9 +297,12 @@ def check_compatible(header: dict[str, Any], config: dict[str, Any], vocabulary:
         now = config[section][key]
         then = header["config"][section][key]
         if now != then:
+            origin = ""
+            if config["trainer"]["init_from"] is not None and section == "model":
+                origin = " (which may come from trainer.init_from: to resume, the run does not need it)"
             raise UserError(
-                f"{section}.{key} is {now}, but {then} in the snapshot of step {header['step']} in the run folder: "
-                f"set it to {then} to resume, or {new_run_advice(config)} to start a new run"
+                f"{section}.{key} is {now}{origin}, but {then} in the snapshot of step {header['step']} in the run "
+                f"folder: set it to {then} to resume, or {new_run_advice(config)} to start a new run"
             )
     known = header["vocabulary"]
     if vocabulary != known:

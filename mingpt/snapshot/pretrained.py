@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import safetensors.torch
@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from mingpt.config import GPTConfig
+from mingpt.config import KEYS, Config, GPTConfig
 from mingpt.snapshot.digest import DamagedSnapshotError
 from mingpt.snapshot.hf_format import CONFIG_KEYS, gpt_config, gpt_vocabulary, gpt_weights
 from mingpt.snapshot.storage import SnapshotStorage, load_snapshot, local_copy
@@ -19,6 +19,10 @@ from mingpt.utils.errors import UserError
 from mingpt.utils.file_systems import open_file_system
 from mingpt.utils.logging import logger
 
+SHAPE_KEYS = [
+    *(("model", key) for key in ("architecture", "conv_kernel_size", "n_layer", "n_head", "n_embd", "bias")),
+    ("data", "block_size"),
+]
 EMBEDDINGS = {"transformer.wte.weight", "lm_head.weight"}  # with a row for each character
 
 
@@ -123,23 +127,48 @@ def _load_export(path: str, asked_by: str, build_model: Callable[[GPTConfig], nn
     return Pretrained(model_config, vocabulary, gpt_weights(model_config, stored, expected), {})
 
 
+def adopt_shape(config: Config, build_model: Callable[[GPTConfig], nn.Module]) -> Config:
+    """Returns the configuration with the shape of the weights in trainer.init_from, where it has default values.
+
+    Weights that can't be loaded change nothing: a run that resumes does not need them, and a new one reports why.
+
+    Raises:
+        UserError: a value that is no default differs from the weights' one.
+    """
+    path = config.trainer.init_from
+    if path is None:
+        return config
+    try:
+        shape = load_pretrained(path, "trainer.init_from", build_model).model_config
+    except UserError:
+        return config
+    mistakes = []
+    adopted: dict[str, dict[str, Any]] = {"model": {}, "data": {}}
+    for section, key in SHAPE_KEYS:
+        name = f"{section}.{key}"
+        found = getattr(getattr(config, section), key)
+        allowed = getattr(shape, key)
+        if found not in (allowed, KEYS[name].default):
+            mistakes.append(f"{name} is {found}, but {allowed} in trainer.init_from, {path}: set {name} to {allowed}")
+        adopted[section][key] = allowed
+    if mistakes:
+        raise UserError("\n  ".join(mistakes))
+    return replace(
+        config, model=replace(config.model, **adopted["model"]), data=replace(config.data, **adopted["data"])
+    )
+
+
 def load_initial_weights(path: str, model: Any, vocabulary: str) -> dict[str, Tensor]:
     """Returns pretrained weights (trainer.init_from) for a model with another vocabulary.
 
-    Embeddings of new characters are those of `model`, which is freshly initialized.
+    Embeddings of new characters are those of `model`, which is freshly initialized and has the shape of the weights.
 
     Raises:
-        UserError: the weights can't be loaded, or the configurations of the two models differ.
+        UserError: the weights can't be loaded.
     """
     pretrained = load_pretrained(path, "trainer.init_from", type(model))
     new = set(vocabulary).difference(pretrained.vocabulary)
     logger.info(f"starting from the weights of {path}, with {len(new)} new characters {''.join(sorted(new))!r}")
-    for key in ("architecture", "conv_kernel_size", "n_layer", "n_head", "n_embd", "bias", "block_size"):
-        found = getattr(model.config, key)
-        allowed = getattr(pretrained.model_config, key)
-        if found != allowed:
-            name = f"data.{key}" if key == "block_size" else f"model.{key}"
-            raise UserError(f"{name} is {found}, but {allowed} in trainer.init_from, {path}: set {name} to {allowed}")
     weights = dict(pretrained.weights)
     initial = model.state_dict()
     for name in EMBEDDINGS & weights.keys():
