@@ -2,9 +2,11 @@
 
 import faulthandler
 import hashlib
+import json
 import os
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -20,7 +22,7 @@ from mingpt.distributed.launch_environment import detect_launch_environment, res
 from mingpt.distributed.process_group import DistributedContext, init_distributed
 from mingpt.parallel.build import strategy_class, validate
 from mingpt.snapshot.pretrained import adopt_shape
-from mingpt.utils.device import tune_malloc
+from mingpt.utils.device import check_precision, tune_malloc
 from mingpt.utils.errors import PeerError, RunEnded, UserError, is_oom_error
 from mingpt.utils.lock import lock_run
 from mingpt.utils.logging import configure_logging, logger, report_peer_error
@@ -41,6 +43,7 @@ def train(argv: Sequence[str]) -> int:
         tune_malloc()
         check_same_start(config, context)
         validate(config, context.world_size)
+        check_precision(config.trainer.precision, context.device)  # before anything is written
         with locked_folders(config, context):
             return train_loop(Trainer(config, context))
 
@@ -136,6 +139,7 @@ def run(argv: Sequence[str]) -> int:
     except UserError as error:
         if not error.is_reported:
             logger.error(str(error))
+        write_error_file(str(error))
         return 2
     except PeerError as error:
         report_peer_error(error, restart_hint(os.environ))
@@ -150,6 +154,17 @@ def run(argv: Sequence[str]) -> int:
         return 2
     except KeyboardInterrupt:  # before training starts, when there is nothing to save
         return 130
+
+
+def write_error_file(message: str) -> None:
+    """Writes a message to torchrun's error file, so that torchrun's summary, which comes last, shows it."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file is None:
+        return
+    # torchrun prints the call stack if there is one, else nothing of the message.
+    details = {"py_callstack": f"error: {message}", "timestamp": str(int(time.time()))}
+    with suppress(OSError):
+        Path(file).write_text(json.dumps({"message": {"message": message, "extraInfo": details}}))
 
 
 def main() -> None:

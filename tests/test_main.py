@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from helpers import (
     ROOT,
+    TORCHRUN,
     free_port,
     run_args,
     run_each_captured,
@@ -137,6 +138,14 @@ def _crash(argv: list[str], folder: Path) -> None:
         os.dup2(null.fileno(), 1)
     sys.argv = ["main.py", *argv]
     main.main()
+
+
+def test_torchruns_summary_shows_the_message_of_a_refusal_before_anything_is_written(tmp_path: Path) -> None:
+    options = run_args(tmp_path / "run", write_text(tmp_path / "text.txt"), trainer__precision="fp16")
+    done = run_program(*TORCHRUN, "--nproc_per_node=1", "main.py", *options)
+    assert done.returncode == 1
+    assert "  traceback : error: trainer.precision is fp16, which needs a CUDA GPU" in done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_help_is_no_error() -> None:
