@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from helpers import ROOT, newest_snapshot, run_program, write_text
 
 from mingpt.config import KEYS, SECTIONS, Config, ModelConfig, config_to_dict
 from mingpt.config_parser import DEFAULT_CONFIG, build_parser, config_options, option_words, read_config
@@ -193,6 +194,31 @@ def test_numbers_read_back_equal(config_file: Path) -> None:
         config = read_config(["--optimizer.learning_rate", repr(value)])
         write_config(config_file.parent, config_to_dict(config))
         assert read_config(["--config", str(config_file)]).optimizer.learning_rate == value
+
+
+@pytest.mark.parametrize("file", sorted(ROOT.glob("configs/*.yaml")), ids=lambda file: file.stem)
+def test_a_configuration_in_configs_trains_with_its_shape_cut(file: Path, tmp_path: Path) -> None:
+    cuts = {
+        "data.path": str(write_text(tmp_path / "text.txt")),
+        "data.block_size": 16,
+        "model.n_layer": 2,
+        "model.n_embd": 24,
+        "trainer.batch_size": 12,
+        "trainer.max_steps": 2,
+        "trainer.compile": False,
+        "trainer.run_dir": str(tmp_path / "run"),
+    }
+    done = run_program("main.py", "--config", str(file), *options(cuts))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert newest_snapshot(tmp_path / "run")["step"] == 2
+
+
+def test_there_are_configurations_in_configs_and_each_says_how_to_run_it() -> None:
+    files = list(ROOT.glob("configs/*.yaml"))
+    assert len(files) >= 2
+    for file in files:
+        assert f"main.py --config configs/{file.name}" in file.read_text()
+        assert read_config(["--config", str(file)]).trainer.run_dir == f"runs/{file.stem}"
 
 
 def test_the_shipped_yaml_has_every_key_in_order_with_its_default_and_description() -> None:
