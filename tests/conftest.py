@@ -13,10 +13,11 @@ import pytest
 # Before PyTorch is imported: where it sees GPUs, ranks use nccl and need a GPU each.
 os.environ.setdefault("TEST_VISIBLE_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
-# Under nohup it is ignored, and processes that tests start would inherit that.
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 from helpers import ip, write_text
+
+# Under nohup it is ignored, and processes that tests start would inherit that.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture
