@@ -29,7 +29,8 @@ FILE_SYSTEM = "the file system"  # the host of a store at file://
 class HealthMonitor:
     """Heartbeats in the store, from which ranks find out which of them is gone.
 
-    A backend's error says that some rank is gone or late, but not which one. So a thread of each rank sets a heartbeat
+    A backend's error says that some rank is gone or late, but not which one; gloo's comes at once where a process has
+    exited, else after `timeout_seconds`, and NCCL's a minute after that. So a thread of each rank sets a heartbeat
     with its position in the store, and after an error the main thread reads those of all ranks. The first rank that
     finds the cause writes it to the store for the others, since they see that rank exit in turn. The thread of rank 0
     also warns of ranks for which the others wait.
