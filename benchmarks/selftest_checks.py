@@ -75,8 +75,8 @@ PEAK_FLOPS = {
     "RTX 3090": 71e12,
 }
 GPT2_VOCAB_SIZE = 50_257
-# The columns of the table of larger models in docs/configuration.md, as far as they matter for speed. Each rank has
-# the whole batch, at 124M parameters a tenth of it.
+# The default and the files in configs/, as far as they matter for speed. Each rank has the whole batch, at 124M
+# parameters (with GPT-2's vocabulary) a tenth of it.
 COLUMNS: dict[str, tuple[Shape, Overrides]] = {
     "default": (SMALL, {}),
     "10.7M": (

@@ -17,6 +17,7 @@ from helpers import ROOT, TORCHRUN, VISIBLE_GPUS, clean_env, find_processes, kil
 from benchmarks import selftest
 from benchmarks.selftest import CHECKS, Result, agree
 from benchmarks.selftest_checks import COLUMNS, peak_flops
+from mingpt.config_parser import read_config
 from mingpt.utils.logging import run_script
 
 SELFTEST = ("-m", "benchmarks.selftest")
@@ -280,11 +281,23 @@ def test_peaks_are_found_by_name(name: str, peak: float | None) -> None:
     assert peak_flops(name) == peak
 
 
-def test_columns_are_those_of_the_documentation() -> None:
-    page = (ROOT / "docs/configuration.md").read_text()
-    table = {cells[1].strip(): cells[2:5] for line in page.splitlines() if len(cells := line.split("|")) == 6}
-    sizes = table["`model.n_layer`, `model.n_head`, `model.n_embd`"]
-    assert [cell.strip() for cell in sizes] == [f"{s.layers}, {s.heads}, {s.width}" for s, _ in COLUMNS.values()]
-    assert [int(cell) for cell in table["`data.block_size`"]] == [shape.T for shape, _ in COLUMNS.values()]
-    for key, default in {"model.dropout": 0.0, "optimizer.name": "muon"}.items():
-        assert [cell.strip() for cell in table[f"`{key}`"]] == [str(o.get(key, default)) for _, o in COLUMNS.values()]
+def test_models_of_the_speed_check_are_the_configurations_that_users_can_run() -> None:
+    files = [
+        [],
+        ["--config", str(ROOT / "configs/nanogpt_char.yaml")],
+        ["--config", str(ROOT / "configs/gpt2_small.yaml")],
+    ]
+    for argv, (shape, overrides) in zip(files, COLUMNS.values(), strict=True):
+        config = read_config(argv)
+        model = config.model
+        assert (model.n_layer, model.n_head, model.n_embd, config.data.block_size) == (
+            shape.layers,
+            shape.heads,
+            shape.width,
+            shape.T,
+        )
+        assert (model.architecture, model.dropout, config.optimizer.name) == (
+            overrides.get("model.architecture", "nanochat"),
+            overrides.get("model.dropout", 0.0),
+            overrides.get("optimizer.name", "muon"),
+        )
