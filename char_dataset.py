@@ -26,20 +26,30 @@ def train_val_split(corpus: Corpus, config: DataConfig) -> tuple[np.ndarray, np.
     Raises:
         UserError: either part is shorter than a window and its last target.
     """
-    tokens = corpus.tokens
+    train_length, val_length = split_lengths(len(corpus.tokens), config)
+    train = corpus.tokens[:train_length]
+    val = corpus.tokens[train_length : train_length + val_length]
+    return train, val
+
+
+def split_lengths(characters: int, config: DataConfig) -> tuple[int, int]:
+    """Returns the lengths of the training part and of the validation part of a text with so many characters.
+
+    Raises:
+        UserError: either part is shorter than a window and its last target.
+    """
     if config.truncate is not None:
-        tokens = tokens[: round(len(tokens) * config.truncate)]
-    train_length = int(len(tokens) * config.train_split)
-    train = tokens[:train_length]
-    val = tokens[train_length:]
-    for name, part in (("training", train), ("validation", val)):
-        if len(part) < config.block_size + 1:
+        characters = round(characters * config.truncate)
+    train_length = int(characters * config.train_split)
+    val_length = characters - train_length
+    for name, length in (("training", train_length), ("validation", val_length)):
+        if length < config.block_size + 1:
             raise UserError(
-                f"data.block_size: the {name} part of {config.path} has {len(part)} characters, "
+                f"data.block_size: the {name} part of {config.path} has {length} characters, "
                 f"a window needs block_size + 1 = {config.block_size + 1}; lower data.block_size, move "
                 f"data.train_split ({config.train_split}) or use more text"
             )
-    return train, val
+    return train_length, val_length
 
 
 class CharDataset(Dataset):

@@ -15,9 +15,10 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from char_dataset import split_lengths
 from mingpt.config import PLACES, Config, DataConfig, config_to_dict
 from mingpt.config_parser import read_config
-from mingpt.corpus import check_text
+from mingpt.corpus import check_text, count_characters
 from mingpt.distributed.launch_environment import detect_launch_environment, restart_hint
 from mingpt.distributed.process_group import DistributedContext, init_distributed
 from mingpt.parallel.build import strategy_class, validate
@@ -114,10 +115,15 @@ def write_default_text(config: Config) -> None:
 
 @contextmanager
 def locked_folders(config: Config, context: DistributedContext) -> Iterator[None]:
-    """Locks the folders that this run writes to, after a look at its text, so that a wrong path makes no folder."""
+    """Locks the folders that this run writes to, after a look at its text, so that a wrong text makes no folder."""
+    is_new = not os.path.exists(config.trainer.run_dir)
     with context.local_rank0_first():
         write_default_text(config)
         check_text(config.data.path)
+        if is_new and context.local_rank == 0:
+            characters = count_characters(config.data.path)
+            if characters is not None:  # a text of another machine is read when it is encoded
+                split_lengths(characters, config.data)
     descriptors = []
     with context.shared_errors():
         if context.rank == 0:

@@ -218,7 +218,7 @@ class Trainer:
     def after_step(self, result: StepResult, save_now: bool) -> None:
         """Computes what is due after a step, then writes and shows it: loss, validation loss, a sample, a snapshot."""
         cfg = self.config.trainer
-        logs = self.is_due(cfg.log_every)
+        logs = self.step == 1 or self.is_due(cfg.log_every)
         evaluates = self.is_due(cfg.eval_every)
         saves = self.is_due(cfg.save_every) or save_now
         if logs or evaluates or saves or self.stop_signal:

@@ -168,7 +168,12 @@ class TrainerConfig:
         pattern=NO_NUL,
         description="initial weights: a snapshot, run folder or exported folder; null: random initialization",
     )
-    log_every: int = Field(default=100, ge=1, le=MAX_STEPS, description="steps between rows of training metrics")
+    log_every: int = Field(
+        default=100,
+        ge=1,
+        le=MAX_STEPS,
+        description="steps between rows of training metrics; the first step has one too",
+    )
     eval_every: int = Field(
         default=400, ge=1, le=MAX_STEPS, description="steps between evaluations on the validation text"
     )

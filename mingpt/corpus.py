@@ -74,6 +74,21 @@ def check_text(path: str) -> None:
         pass
 
 
+def count_characters(path: str) -> int | None:
+    """Reads a text and returns its number of characters; None if it is on another machine, and is not read.
+
+    Raises:
+        UserError: the text is missing, empty or not UTF-8.
+    """
+    with _find_files(path) as (fs, names):
+        if not isinstance(fs, LocalFileSystem):
+            return None
+        with tqdm(desc="reading", total=sum(map(os.path.getsize, names)), unit="B", **BAR_OPTIONS) as bar:
+            length = sum(len(codes) for _, codes in _read(names, bar))
+    _check_not_empty(length, path)
+    return length
+
+
 def encode_corpus(
     path: str,
     cache_dir: Path,
@@ -212,8 +227,7 @@ def _write_cache(
             bytes_to_read = 2 * sum(os.path.getsize(file) for file in files)  # in two passes
             with tqdm(desc="encoding", total=bytes_to_read, unit="B", **BAR_OPTIONS) as bar:
                 vocabulary, length, sha256 = _find_vocabulary(files, extra_characters, bar)
-                if length == 0:
-                    raise UserError(f"data.path: {path} is empty; it must hold text: name another file")
+                _check_not_empty(length, path)
                 sha256_of_second_pass = _write_tokens(files, vocabulary, length, unfinished, bar)
             # The second pass has no token for a character that it alone has seen.
             if sha256_of_second_pass != sha256:
@@ -246,6 +260,11 @@ def _sha256(file: Path) -> str:
         while chunk := opened.read(CHUNK_SIZE):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def _check_not_empty(characters: int, path: str) -> None:
+    if characters == 0:
+        raise UserError(f"data.path: {path} is empty; it must hold text: name another file")
 
 
 # The two passes

@@ -45,7 +45,7 @@ CASES: list[tuple[dict[str, str], list[str], str | bytes, list[str]]] = [
     ({}, ["--model.n_embd", 5000 * "9"], "", ["model.n_embd", "must be a valid integer"]),
     ({}, ["--model.n_embd", "0x" + 5000 * "f"], "", ["model.n_embd", "must be a valid integer"]),
     ({}, [], f"model: {{n_embd: 0x{5000 * 'f'}}}", ["too many digits"]),
-    ({}, [], f"model: {{n_embd: {5000 * '9'}}}", ["4300 digits"]),
+    ({}, [], f"model: {{n_embd: {5000 * '9'}}}", ["4300", "digits"]),
     ({}, ["--model.n_embd", "65536"], "", ["out of memory before the first step"]),
     ({}, ["--trainer.threads", "1000000"], "", ["trainer.threads", "less than or equal to 1024 or 'auto'"]),
     ({"OMP_NUM_THREADS": "1000000"}, [], "", ["OMP_NUM_THREADS is '1000000', must be a whole number"]),
@@ -120,6 +120,23 @@ def test_bad_input_of_a_run_is_refused_in_one_message(
     assert all(part in err for part in parts), err
     assert len(err) < 3000
     assert {path.name for path in tmp_path.iterdir()} <= {"config.yaml", "text.txt", "run"}
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [("äöü".encode("latin1") * 100, "is not UTF-8 text: byte 0"), (b"short", "has 4 characters"), (b"", "is empty")],
+    ids=["Latin-1", "short", "empty"],
+)
+def test_a_text_that_is_refused_leaves_no_run_folder(
+    content: bytes, part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "text.txt"
+    path.write_bytes(content)
+    assert main.run(run_args(tmp_path / "run", path)) == 2
+    err = capsys.readouterr().err
+    assert_one_message(err)
+    assert part in err
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("content", ["[1, 2]", "null", '"text"', "3", '{"identity": 3}', "[" * 100_000])

@@ -69,12 +69,24 @@ class ProgressLine(tqdm):
     @property
     def format_dict(self) -> dict[str, Any]:
         """Values for `bar_format`, which tqdm reads at each refresh."""
-        status = [self.fields[name] for name in ("loss", "val", "evaluation", "speed") if name in self.fields]
+        values = super().format_dict
+        fields = dict(self.fields)
         if self.step > self.first_step:
-            status.append(f"{self.time_left()} left")
+            fields["left"] = f"{self.time_left()} left"
         if (age := time.monotonic() - self.saved_at) >= 0:
-            status.append(f"saved {format_duration(age)} ago")
-        return {**super().format_dict, "status": " ".join(status)}
+            fields["saved"] = f"saved {format_duration(age)} ago"
+        bar = " "  # at least one column, between spaces
+        width = len(f"{self.n}/{self.total} {bar}")
+        shown = []
+        # In this order, so that a narrow terminal shows what matters most, and no half of a field.
+        for name in ("loss", "left", "val", "evaluation", "speed", "saved"):
+            if name not in fields:
+                continue
+            width += 1 + len(fields[name])
+            if values["ncols"] is not None and width > values["ncols"]:
+                break
+            shown.append(fields[name])
+        return {**values, "status": " ".join(shown)}
 
     def close(self) -> None:
         """Leaves the line as it is."""

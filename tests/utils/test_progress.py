@@ -52,7 +52,7 @@ def test_the_live_line_fits_the_terminal_and_stays_below_log_lines(text: Path, t
     assert all(len(update) <= 80 for update in updates)
     assert {f"loss {loss:.3f}" for loss in losses.values()} <= set(re.findall(r"\bloss [\d.]+", " ".join(updates)))
     assert {f"val {row['val_loss']:.3f}" for row in evaluations} == set(re.findall(r"val [\d.]+", " ".join(updates)))
-    status_fields = r"12/12 \S+ loss \d\.\d{3} val \d\.\d{3} [\d.]+k? tok/s 0:00 left saved 0:\d\d ago"
+    status_fields = r"12/12 \S+ loss \d\.\d{3} 0:00 left val \d\.\d{3} [\d.]+k? tok/s saved 0:\d\d ago"
     assert re.fullmatch(status_fields, updates[-1]), updates[-1]
     assert len(updates[-1]) > 77  # the bar takes the width that is left
 
@@ -64,6 +64,26 @@ def test_the_live_line_fits_the_terminal_and_stays_below_log_lines(text: Path, t
     [last] = [line for line in lines if re.match(r"\d+/12 ", line)]  # log lines leave no copies of the live line
     assert lines.index(last) > lines.index(evals[-1])
     assert not [line for line in lines if line.startswith("step ") and "/12" in line]  # the live line has these
+
+
+def test_a_narrow_terminal_shows_the_loss_and_the_time_left_whole() -> None:
+    code = """
+from mingpt.utils.progress import ProgressLine
+line = ProgressLine(0, 1600)
+line.fields.update(loss="loss 1.234", val="val 1.500", speed="35k tok/s")
+line.saved_at = line.started
+line.advance(1599)
+line.close()"""
+    shown = {}
+    for columns in (20, 40, 80):
+        status, raw = run_on_terminal("-c", code, columns=columns)
+        assert status == 0, raw
+        shown[columns] = " ".join(re.split(r"[\r\n]+", raw.strip())[-1].split()[2:])
+    assert shown == {
+        20: "",
+        40: "loss 1.234 0:00 left",
+        80: "loss 1.234 0:00 left val 1.500 35k tok/s saved 0:00 ago",
+    }
 
 
 @pytest.mark.slow
@@ -86,7 +106,7 @@ def test_the_live_line_has_the_loss_of_each_step_on_one_process_and_of_first_and
         assert {int(step) for step, _ in shown} == set(shown_steps), raw
         for step, loss in shown:
             assert float(loss) == pytest.approx(losses[shown_steps[int(step)]], abs=6e-4), (name, step)
-        assert [step for step, _ in loss_curve(tmp_path / name)] == [5, 7]
+        assert [step for step, _ in loss_curve(tmp_path / name)] == [1, 5, 7]
 
 
 def test_the_live_line_follows_the_width_of_the_terminal() -> None:

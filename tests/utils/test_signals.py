@@ -83,7 +83,7 @@ with SignalHandler() as signals:
     deadline = time.monotonic() + 10
     while not signals.signal and time.monotonic() < deadline:
         time.sleep(0.05)
-print(signals.signal, flush=True)
+print(int(signals.signal), flush=True)
 """
 LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
 
