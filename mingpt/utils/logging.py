@@ -2,11 +2,12 @@
 
 import logging
 import os
+import stat
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Literal
+from typing import Literal, TextIO
 
 from tqdm import tqdm
 
@@ -33,23 +34,34 @@ class _TqdmHandler(logging.Handler):
             message = f"{record.levelname.lower()}: {message}"
             if stream.isatty() and not ProgressLine.is_active:
                 message = f"\r\x1b[K{message}"  # overwrites another rank's live line, which is drawn again below
+            is_dated = self.info_stream == "stdout" and _is_log_file(stream)
         else:
             stream = getattr(sys, self.info_stream)
-            if self.info_stream == "stdout" and not stream.isatty():
-                message = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {message}"
+            is_dated = self.info_stream == "stdout" and not stream.isatty()
+        if is_dated:
+            message = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {message}"
         # A reader that has ended (`| head`), a full disk or a closed terminal must not end training.
         with suppress(OSError):
             tqdm.write(message, file=stream)
             stream.flush()
 
 
+def _is_log_file(stream: TextIO) -> bool:
+    """Whether stderr goes to a file, or to the same place as a stdout that is no terminal, as in `2>&1 | tee log`."""
+    try:
+        is_shared = os.path.sameopenfile(stream.fileno(), sys.stdout.fileno()) and not stream.isatty()
+        return is_shared or stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
+    except (OSError, ValueError):  # closed, or no file of the operating system
+        return False
+
+
 _handler = _TqdmHandler()
 
 
 def configure_logging(info_stream: Literal["stdout", "stderr"] = "stdout") -> None:
-    """Sends INFO to this stream, with date and time if it is stdout and no terminal; WARNING and ERROR to stderr.
+    """Sends INFO to this stream, and WARNING and ERROR to stderr. It resets the rank to 0.
 
-    It resets the rank to 0.
+    If INFO goes to stdout, lines have date and time where stdout is no terminal, and where stderr is a file.
     """
     _handler.info_stream = info_stream
     _handler.rank = 0

@@ -64,6 +64,19 @@ def test_ranks_other_than_0_log_warnings_and_errors_only(capsys: pytest.CaptureF
     assert err == "".join(f"{level}: from rank {rank}\n" for rank in (0, 1) for level in ("warning", "error"))
 
 
+def test_errors_have_a_date_in_a_file_and_in_the_pipe_of_stdout(tmp_path: Path) -> None:
+    code = "from mingpt.utils.logging import configure_logging, logger; configure_logging(); "
+    code += "logger.info('begin'); logger.error('rank 1 is gone')"
+    command = [sys.executable, "-c", code]
+    both = subprocess.run(command, stdout=-1, stderr=subprocess.STDOUT, env=clean_env(), text=True, check=True)
+    assert re.fullmatch(rf"{DATE}begin\n{DATE}error: rank 1 is gone\n", both.stdout)
+    with open(tmp_path / "errors.txt", "w") as file:
+        subprocess.run(command, stdout=subprocess.DEVNULL, stderr=file, env=clean_env(), check=True)
+    assert re.fullmatch(rf"{DATE}error: rank 1 is gone\n", (tmp_path / "errors.txt").read_text())
+    apart = subprocess.run(command, capture_output=True, env=clean_env(), text=True, check=True)
+    assert apart.stderr == "error: rank 1 is gone\n"
+
+
 def test_info_on_stderr_has_no_date(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging("stderr")
     logger.info("for people")
