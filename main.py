@@ -27,6 +27,7 @@ from mingpt.utils.device import check_precision, tune_malloc
 from mingpt.utils.errors import PeerError, RunEnded, UserError, is_oom_error
 from mingpt.utils.lock import lock_run
 from mingpt.utils.logging import configure_logging, logger, report_peer_error
+from mingpt.utils.wandb_run import check_wandb
 from model import GPT
 from trainer import Trainer
 
@@ -45,6 +46,8 @@ def train(argv: Sequence[str]) -> int:
         check_same_start(config, context)
         validate(config, context.world_size)
         check_precision(config.trainer.precision, context.device)  # before anything is written
+        with context.shared_errors():
+            check_wandb(config.trainer.wandb_project)
         with locked_folders(config, context):
             return train_loop(Trainer(config, context))
 

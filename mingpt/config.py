@@ -203,6 +203,11 @@ class TrainerConfig:
         le=MAX_STEPS,
         description="steps to record in a profiler trace per rank, from step 12 on; null: no trace",
     )
+    wandb_project: str | None = Field(
+        default=None,
+        pattern=NO_NUL,
+        description="project of Weights & Biases that gets the metrics; needs `pip install wandb`; null: none",
+    )
     run_dir: str = Field(
         default="runs/default",
         pattern=NO_NUL,

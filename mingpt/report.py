@@ -29,6 +29,7 @@ from mingpt.utils.metrics import MetricsLogger, NullMetricsLogger, StepTimer
 from mingpt.utils.numerics import Numerics
 from mingpt.utils.progress import format_duration
 from mingpt.utils.signals import EXIT_STATUS
+from mingpt.utils.wandb_run import WandbRun
 
 
 class StepResult(NamedTuple):
@@ -129,7 +130,10 @@ class Report:
         """Writes config.yaml, and opens the metrics without rows of later steps than `step`."""
         trainer = self.trainer
         write_config(trainer.run_dir, trainer.config_dict)
-        self.metrics = MetricsLogger(trainer.run_dir, step, trainer.last_step)
+        tracker = None
+        if trainer.config.trainer.wandb_project is not None:
+            tracker = WandbRun(trainer.config.trainer.wandb_project, trainer.run_dir, trainer.config_dict)
+        self.metrics = MetricsLogger(trainer.run_dir, step, trainer.last_step, tracker)
 
     def start_row(self) -> None:
         self.metrics.log("start", self.trainer.step, samples=self.trainer.samples, **self.trainer.numerics.choices)

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -194,9 +193,8 @@ def test_readme_works_as_pasted(checkout: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # CPython closes it when the loop is over
-def test_docs_work_as_pasted(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Export, pretrained weights, stages, plots, events of torchrun's agent, and a tracker as wandb documents it."""
+def test_docs_work_as_pasted(checkout: Path) -> None:
+    """Export, pretrained weights, stages, plots, and events of torchrun's agent."""
     run("python main.py", checkout)
     for command in blocks(DOCS / "export.md"):
         run(command, checkout)
@@ -209,13 +207,3 @@ def test_docs_work_as_pasted(checkout: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "`torchrun --event_log_handler=console ...`" in (DOCS / "monitoring.md").read_text()
     events = "torchrun --event_log_handler=console --standalone main.py --trainer.run_dir runs/events"
     assert '"torchelastic.worker.status.SUCCEEDED"' in run(events, checkout)
-
-    [tracker] = blocks(DOCS / "monitoring.md", "python")
-    logged: list[tuple[int, dict]] = []
-    session = types.SimpleNamespace(log=lambda row, step: logged.append((step, row)))
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda project, id, resume: session))
-    monkeypatch.chdir(checkout)
-    exec(tracker, {})
-    assert [step for step, row in logged if "loss" in row] == list(range(5, 41, 5))
-    assert [step for step, row in logged if "val_loss" in row] == [20, 40]
-    assert [step for step, _ in logged] == sorted(step for step, _ in logged)

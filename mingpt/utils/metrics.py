@@ -15,6 +15,7 @@ from mingpt.utils.errors import UserError
 from mingpt.utils.files import replace_file
 from mingpt.utils.logging import logger
 from mingpt.utils.progress import ProgressLine
+from mingpt.utils.wandb_run import WandbRun
 
 SCALARS = ("loss", "learning_rate", "grad_norm", "tokens_per_second", "world_size", "val_loss")
 
@@ -22,7 +23,7 @@ SCALARS = ("loss", "learning_rate", "grad_norm", "tokens_per_second", "world_siz
 class MetricsLogger:
     """Writes metrics.jsonl and TensorBoard's events, and shows progress, in a run from `step` to `last_step`.
 
-    It removes rows of later steps than `step` and a torn last row.
+    It removes rows of later steps than `step` and a torn last row. A `tracker` gets the values of TensorBoard too.
 
     Raises:
         UserError: the files can't be written.
@@ -30,7 +31,7 @@ class MetricsLogger:
 
     is_open = True
 
-    def __init__(self, folder: Path, step: int, last_step: int) -> None:
+    def __init__(self, folder: Path, step: int, last_step: int, tracker: WandbRun | None = None) -> None:
         from mingpt.utils.tensorboard import EventFile  # noqa: PLC0415 - slow, and read_metrics needs no torch
 
         file = folder / "metrics.jsonl"
@@ -42,6 +43,7 @@ class MetricsLogger:
             raise UserError(
                 f"trainer.run_dir: {file} can't be written: {error.strerror}; make it writable, or set another"
             ) from error
+        self.tracker = tracker
         self.is_torn = False  # the last row in the file has no end
         self.line = ProgressLine(step, last_step)
 
@@ -51,7 +53,10 @@ class MetricsLogger:
         try:
             self._append(row)
             if event in ("train", "eval"):
-                self.events.add_scalars(step, {name: values[name] for name in SCALARS if values.get(name) is not None})
+                scalars = {name: values[name] for name in SCALARS if values.get(name) is not None}
+                self.events.add_scalars(step, scalars)
+                if self.tracker is not None:
+                    self.tracker.add_scalars(step, scalars)
             if event == "sample":
                 self.events.add_text(step, "sample", indent(values["text"], "    "))  # verbatim, in markdown
         except OSError as error:
@@ -112,6 +117,8 @@ class MetricsLogger:
         self.line.close()
         self.events.close()
         os.close(self.descriptor)
+        if self.tracker is not None:
+            self.tracker.close()
 
 
 class NullMetricsLogger(MetricsLogger):

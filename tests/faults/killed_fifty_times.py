@@ -47,8 +47,10 @@ def main() -> None:
             os.kill(pids[kill % len(pids)], signal.SIGKILL)
     subprocess.run([sys.executable, "main.py", *argv, str(UNDISTURBED)], check=True)
     rows, _ = read_metrics(KILLED / "metrics.jsonl")
-    kills: dict[int, list[int]] = {row["step"]: [] for row in rows if row["event"] == "view" and row["left"]}
-    runs = [read_run(UNDISTURBED, "undisturbed"), replace(read_run(KILLED, "killed"), restarts=kills)]
+    kills = {row["step"]: "" for row in rows if row["event"] == "view" and row["left"]}
+    undisturbed = replace(read_run(UNDISTURBED), name="undisturbed")
+    killed = replace(read_run(KILLED), name="killed", restarts=kills)
+    runs = [undisturbed, killed]
     draw(runs, ROOT / "docs/killed_fifty_times.png")
     assert_equal_snapshots(UNDISTURBED, KILLED)
     losses = [run.curves["loss"] for run in runs]
