@@ -31,7 +31,8 @@ def main() -> None:
                 os.kill(pid, signal.SIGKILL)
     for run_dir in (KILLED, UNDISTURBED):
         subprocess.run([sys.executable, "main.py", *argv, str(run_dir)], check=True)
-    subprocess.run([sys.executable, "plot.py", UNDISTURBED, KILLED, "--out", "docs/killed_twice.png"], check=True)
+    names = [str(run_dir.relative_to(ROOT)) for run_dir in (UNDISTURBED, KILLED)]  # in the legend
+    subprocess.run([sys.executable, "plot.py", *names, "--out", "docs/killed_twice.png"], check=True)
 
 
 if __name__ == "__main__":
