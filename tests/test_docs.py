@@ -207,3 +207,44 @@ def test_docs_work_as_pasted(checkout: Path) -> None:
     assert "`torchrun --event_log_handler=console ...`" in (DOCS / "monitoring.md").read_text()
     events = "torchrun --event_log_handler=console --standalone main.py --trainer.run_dir runs/events"
     assert '"torchelastic.worker.status.SUCCEEDED"' in run(events, checkout)
+
+
+# What a command of the tour prints, beside the count that the page predicts.
+TOUR_OUTPUT = {
+    "Process group": r"GLOBAL_RANK: 1, MEMBER: 2/2",
+    "Rendezvous": r"done in",
+    "Ranks": r"error: RANK is 2, must be",
+    "Collectives": r"error: data.path: no text at missing.txt",
+    "All-reduce": r"\n9\n",
+    "Bucket": r"\n24\n",
+    "Gradient accumulation": r"\n9\n",
+    "Sampler": r"\[\[.*\]\]",
+    "ZeRO-1": r"memory measured.*optimizer state 3\.1 MiB",
+    "ZeRO-2": r"memory measured.* 6\.2 MiB (.*\n)*15\n",
+    "ZeRO-3, FSDP": r"\n27\n",
+    "Pipeline parallelism": r"memory measured.* 6\.4 MiB",
+    "Schedule": r'"forward 0"\n"forward 1"\n"backward 0"\n"forward 2"\n"backward 1"',
+    "Bubble": r"each stage waits 8% of the time",
+    "Mixed precision": r"step +100/100 +loss 2\.3",
+    "Loss scaling": r"error: trainer.precision is fp16, which needs a CUDA GPU",
+    "Activation checkpointing": r"\n24\n",
+    "CPU offload": r"error: distributed.cpu_offload",
+}
+
+
+@pytest.mark.slow
+def test_the_tour_works_as_pasted(checkout: Path) -> None:
+    """Its predicted counts and sizes. The last one, of an elastic restart, is in tests/faults/test_elastic.py."""
+    sections = re.findall(r"^### (.+?)\n(.*?)(?=^### |\Z)", (DOCS / "tour.md").read_text(), re.MULTILINE | re.DOTALL)
+    texts = {name: re.findall(r"^```\n(.*?)^```$", text, re.MULTILINE | re.DOTALL) for name, text in sections}
+    assert [name for name, found in texts.items() if found] == [*TOUR_OUTPUT, "Elastic restart"]
+    for name, expected in TOUR_OUTPUT.items():
+        [command] = texts[name]
+        if name == "Rendezvous":
+            first = command.strip().replace("/tmp/rendezvous", f"{checkout}/rendezvous")
+            command = f"{first} & {first.replace('RANK=0', 'RANK=1')} && wait"
+        with start(command, checkout) as process:
+            stdout, stderr = process.communicate(timeout=120)
+        assert (process.returncode == 0) == ("error" not in expected), (name, stderr)
+        assert "Traceback" not in stderr, name
+        assert re.search(expected, f"\n{stdout}{stderr}"), (name, stdout, stderr)

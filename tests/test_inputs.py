@@ -253,3 +253,13 @@ def _run_in_temporary_folder(folder: str, argv: list[str]) -> tuple[int, list[st
 
     tempfile.tempdir = folder
     return train_main(*argv), os.listdir(folder)
+
+
+@pytest.mark.parametrize(("argv", "status"), [(["--help"], 0), ([], 2), (["-1"], 2), (["main.py"], 2)])
+def test_by_hand_says_how_it_is_used(argv: list[str], status: int) -> None:
+    done = run_program("launch/by_hand.py", *argv)
+    assert (done.returncode, done.stdout) == (status, "")
+    assert (
+        done.stderr
+        == "Starts ranks on this machine with Python's subprocess: python launch/by_hand.py 2 [options of main.py].\n"
+    )

@@ -155,6 +155,14 @@ def test_paragraphs_that_are_no_prose_are_left_out(tmp_path: Path) -> None:
     assert (tmp_path / "input.txt").read_text() == KEPT
 
 
+def test_a_text_that_cannot_be_written_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "input.txt").mkdir()
+    done = prepare(tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"error: .*input.txt can't be written: Is a directory; make .* writable\n", done.stderr)
+    assert os.listdir(tmp_path) == ["input.txt"]
+
+
 def test_a_python_without_sources_or_with_too_little_prose_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
     (tmp_path / "input.txt").write_text("an earlier one")
     library = write_library(tmp_path / "library")

@@ -14,7 +14,7 @@ from subprocess import PIPE
 
 import pytest
 import torch
-from helpers import ROOT, clean_env, run_args, run_ranks, train_main, write_text
+from helpers import ROOT, clean_env, run_args, run_on_terminal, run_program, run_ranks, train_main, write_text
 
 import sample
 from mingpt.config import GPTConfig
@@ -232,6 +232,15 @@ def endless_sample(trained: Path, prompt: str, **env: str) -> Iterator[subproces
             yield process
         finally:
             process.kill()
+
+
+def test_on_a_terminal_the_text_ends_with_a_newline(trained: Path) -> None:
+    options = ("--snapshot", trained, "--prompt", "anna", "--max_new_tokens", "3", "--temperature", "0")
+    piped = run_program("sample.py", *map(str, options))
+    status, raw = run_on_terminal("sample.py", *options)
+    assert (piped.returncode, status) == (0, 0)
+    assert len(piped.stdout) == len("anna") + 3
+    assert raw == piped.stdout.replace("\n", "\r\n") + "\r\n"
 
 
 def test_ctrl_c_ends_it_without_a_traceback(trained: Path) -> None:

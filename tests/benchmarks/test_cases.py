@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -222,3 +223,11 @@ def test_a_wrong_option_is_one_message(options: str, message: str, capsys, monke
     printed = capsys.readouterr()
     assert printed.err.startswith(f"error: {message}")
     assert (printed.err.count("\n"), printed.out) == (1, "")
+
+
+def test_help_has_each_example_on_a_line_of_its_own() -> None:
+    done = run_program("-m", "benchmarks", "--help")
+    assert done.returncode == 0, done.stderr
+    examples = [line.strip() for line in done.stdout.splitlines() if re.match(r" +(python|torchrun) ", line)]
+    assert len(examples) == 4
+    assert examples[0] == "python -m benchmarks"
