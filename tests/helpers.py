@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pty
 import random
+import re
 import signal
 import socket
 import struct
@@ -246,6 +247,11 @@ def run_each_captured(argvs: list[list[str]]) -> list[tuple[int, str, str]]:
         os.environ["TEST_INIT_METHOD"] = f"{init_method}-{i}"
         results.append(run_captured(*argv))
     return results
+
+
+def read_log(file: Path) -> str:
+    """A file of stderr, without the date and time of its lines."""
+    return re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  ", "", file.read_text(), flags=re.MULTILINE)
 
 
 def read_rows(run_dir: Path, event: str = "train") -> list[dict]:

@@ -233,7 +233,7 @@ def test_a_start_from_other_weights_is_refused_in_one_message(exported: Path, tm
 
 
 def test_a_refused_export_is_one_message_and_writes_nothing(
-    trained: Path, exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+    trained: Path, exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     (tmp_path / "full").mkdir()
     for file in ("file", "full/file"):
@@ -247,14 +247,14 @@ def test_a_refused_export_is_one_message_and_writes_nothing(
     ):
         monkeypatch.setattr(sys, "argv", ["export.py", "--snapshot", str(snapshot), "--out", str(tmp_path / out)])
         assert run_script(run) == 2
-        stdout, stderr = capfd.readouterr()
+        stdout, stderr = capsys.readouterr()
         assert (stdout, len(stderr.splitlines())) == ("", 1)
         assert stderr.startswith(f"error: {message}")
         assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")} == {"file", "full", "full/file"}
 
 
 def test_a_model_with_convolutions_is_not_exported(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     snapshot, file = load(trained).snapshot, tmp_path / "convolutions.pt"
     snapshot["config"]["model"]["conv_kernel_size"] = 4
@@ -262,7 +262,7 @@ def test_a_model_with_convolutions_is_not_exported(
         save_with_digest(snapshot, stream)
     monkeypatch.setattr(sys, "argv", ["export.py", "--snapshot", str(file), "--out", str(tmp_path / "out")])
     assert run_script(run) == 2
-    assert capfd.readouterr().err == (
+    assert capsys.readouterr().err == (
         f"error: --snapshot: {file} has model.conv_kernel_size 4, must be null: transformers' classes have no place "
         "for convolutions\n"
     )

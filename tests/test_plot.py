@@ -93,14 +93,14 @@ def test_missing_and_non_finite_values_are_left_out(tmp_path: Path) -> None:
 
 
 def test_lines_that_are_no_rows_are_counted_but_not_a_torn_last_one(
-    tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, last = row("start", 0) + row("train", 1, loss=2.5), row("train", 2, loss=2.0)
     torn = write_metrics(tmp_path / "torn", first, last[:-1])
     mixed = write_metrics(tmp_path / "mixed", "null\n", first, "abc\n", last)
     monkeypatch.setattr(sys, "argv", ["plot.py", str(torn), str(mixed)])
     assert run_script(plot.run) == 0
-    out, err = capfd.readouterr()
+    out, err = capsys.readouterr()
     words = " ".join(out.split())  # lines are wrapped where a name is long
     assert "/torn: loss 2.5000 at step 1 " in words
     assert "/mixed: loss 2.0000 at step 2 " in words
@@ -224,7 +224,7 @@ def test_the_plot_fits_the_terminal(columns: int, no_color: str, folder: Path, t
     ],
 )
 def test_each_mistake_is_one_message(
-    argv: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+    argv: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     write_metrics(tmp_path / "empty")
     write_metrics(tmp_path / "run", row("train", 1, loss=2.5))
@@ -234,7 +234,7 @@ def test_each_mistake_is_one_message(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["plot.py", *argv.split()])
     assert run_script(plot.run) == 2
-    out, err = capfd.readouterr()
+    out, err = capsys.readouterr()
     assert out == ""
     assert re.match(f"error: .*{message}", err)
     assert len(err.splitlines()) == 1

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from helpers import (
     free_port,
     newest_snapshot,
+    read_log,
     read_rows,
     run_args,
     run_captured,
@@ -180,7 +181,7 @@ def _run_main_with_faults(
         began = (folder / "fault").stat().st_mtime if (folder / "fault").exists() else 0.0
         files = [folder / f"stderr-{rank}" for rank in range(2)]
         return [
-            (process.exitcode, file.read_text(), file.stat().st_mtime - began)
+            (process.exitcode, read_log(file), file.stat().st_mtime - began)
             for process, file in zip(processes, files, strict=True)
         ]
     finally:

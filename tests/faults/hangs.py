@@ -28,7 +28,7 @@ from mingpt.distributed.health import HEARTBEAT_TIMEOUT
 from mingpt.distributed.position import count_collectives
 from mingpt.snapshot.manager import SnapshotManager
 from mingpt.utils.logging import logger
-from tests.helpers import ROOT, free_port, run_args, start_ranks, write_text
+from tests.helpers import ROOT, free_port, read_log, run_args, start_ranks, write_text
 from trainer import Trainer
 
 KINDS = HANG, MISMATCH, SLOW = ("hang", "mismatched collective", "slow rank")
@@ -203,13 +203,13 @@ def run_with_fault(plan: Plan, folder: Path) -> Run:
             process.join(max(0.0, deadline - time.monotonic()))
     results: dict[int, Result] = {}
     if not (folder / "fault").exists():
-        stderrs = [(folder / f"stderr-{rank}").read_text() for rank in range(plan.world_size)]
+        stderrs = [read_log(folder / f"stderr-{rank}") for rank in range(plan.world_size)]
         return Run(plan, f"no fault: {stderrs}", results)
     for rank, process in enumerate(processes):
         stderr, numbers = folder / f"stderr-{rank}", folder / f"numbers-{rank}"
         seconds = stderr.stat().st_mtime - (folder / "fault").stat().st_mtime
         counts = json.loads(numbers.read_text()) if numbers.exists() else []
-        results[rank] = Result(process.exitcode, stderr.read_text(), seconds, counts)
+        results[rank] = Result(process.exitcode, read_log(stderr), seconds, counts)
         process.kill()
         process.join()
     return Run(plan, check(plan, results), results)
