@@ -1,6 +1,7 @@
 """Weights & Biases: a run there that gets the values of TensorBoard, live."""
 
 import importlib.util
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,7 @@ class WandbRun:
     """
 
     def __init__(self, project: str, folder: Path, config: Mapping[str, Any]) -> None:
-        import wandb  # noqa: PLC0415 - optional, and slow
-
+        wandb = _import_wandb()
         file = folder / "wandb_id"
         run_id = file.read_text() if file.exists() else None
         try:
@@ -72,3 +72,18 @@ class WandbRun:
         except Exception as error:  # of several kinds
             self.has_failed = True
             logger.warning(f"trainer.wandb_project: wandb has failed: {error}; training continues without it")
+
+
+def _import_wandb() -> Any:
+    """Imports wandb, without the empty temporary folders that it makes for media files, which are not used here.
+
+    It would remove them when the interpreter exits, which main.py does not wait for.
+    """
+    usual = tempfile.tempdir
+    with tempfile.TemporaryDirectory() as folder:
+        tempfile.tempdir = folder
+        try:
+            import wandb  # noqa: PLC0415 - optional, and slow
+        finally:
+            tempfile.tempdir = usual
+    return wandb

@@ -25,8 +25,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from helpers import SMALL_CONFIG, clean_env, write_text
-
 import export
 import main
 import plot
@@ -36,6 +34,7 @@ from mingpt.config_parser import read_config
 from mingpt.snapshot import __main__ as listing
 from mingpt.utils.logging import run_script
 from mingpt.utils.yaml_format import dump_yaml
+from tests.helpers import SMALL_CONFIG, clean_env, write_text
 
 LIMIT = 60.0  # seconds that an input may take
 MEMORY = 2**30

@@ -1,6 +1,7 @@
 """trainer.wandb_project, with the real wandb in its offline mode, and without it."""
 
 import json
+import os
 import re
 import signal
 from pathlib import Path
@@ -63,12 +64,14 @@ def test_a_run_and_its_resumption_are_one_run_of_the_project(text: Path, tmp_pat
     run_dir = tmp_path / "run"
     sent: dict[int, dict[str, Any]] = {}
     ids = set()
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
     for last_step in ("8", "12"):
         argv = run_args(run_dir, text, trainer__wandb_project="letters", optimizer__decay_steps=12)
-        done = run_program(
-            "main.py", *argv, "--trainer.max_steps", last_step, WANDB_MODE="offline", WANDB_SILENT="true"
-        )
+        env = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "TMPDIR": str(temporary)}
+        done = run_program("main.py", *argv, "--trainer.max_steps", last_step, **env)
         assert (done.returncode, done.stderr) == (0, "")
+    assert not [name for name in os.listdir(temporary) if not name.startswith("torchinductor_")]  # PyTorch's own
     for file in sorted(run_dir.glob("wandb/offline-run-*/*.wandb")):
         run_id, project, history = read_run(file)
         assert project == "letters"
@@ -81,6 +84,7 @@ def test_a_run_and_its_resumption_are_one_run_of_the_project(text: Path, tmp_pat
     assert sent == expected
 
 
+@pytest.mark.slow
 def test_a_stopped_run_has_sent_its_values(text: Path, tmp_path: Path) -> None:
     pytest.importorskip("wandb", reason="wandb is not installed")
     run_dir = tmp_path / "run"
@@ -94,6 +98,7 @@ def test_a_stopped_run_has_sent_its_values(text: Path, tmp_path: Path) -> None:
     assert read_run(file)[2] == expected_history(run_dir)
 
 
+@pytest.mark.slow
 def test_training_continues_when_the_process_of_wandb_is_killed(text: Path, tmp_path: Path) -> None:
     pytest.importorskip("wandb", reason="wandb is not installed")
     run_dir = tmp_path / "run"
