@@ -140,12 +140,12 @@ class ReLUSquared(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers with ReLU squared or GELU between them (Hendrycks and Gimpel, 2016; with tanh, as in GPT-2)."""
+    """Two linear layers with ReLU squared or GELU between them (Hendrycks and Gimpel, 2016)."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.has_bias)
-        self.act = ReLUSquared() if config.architecture == "nanochat" else nn.GELU(approximate="tanh")
+        self.act = ReLUSquared() if config.architecture == "nanochat" else nn.GELU(config.gelu_approximate)
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.has_bias)
         self.dropout = Dropout(config.dropout)
 

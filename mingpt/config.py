@@ -60,6 +60,10 @@ class ModelConfig:
         le=1024,
         description="characters in a causal convolution before attention and MLP, such as 4; null: none, for export.py",
     )
+    gelu_approximate: Literal["none", "tanh"] = Field(
+        default="none",
+        description="gpt2 alone: GELU's formula: none (exact), or tanh, of GPT-2's published weights, slower on CPUs",
+    )
     bias: bool = Field(default=True, description="gpt2 alone: biases in linear layers and layer norms")
 
     @model_validator(mode="after")

@@ -37,9 +37,9 @@ CHARACTERS = 'figs ñandú—🙂"\\\t'
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(("gpt2", True), id="gpt2"),
-        pytest.param(("gpt2", False), id="gpt2 without bias", marks=pytest.mark.slow),
-        pytest.param(("nanochat", True), id="nanochat"),
+        pytest.param(("gpt2", True, "none"), id="gpt2"),
+        pytest.param(("gpt2", False, "tanh"), id="gpt2 without bias", marks=pytest.mark.slow),
+        pytest.param(("nanochat", True, "none"), id="nanochat"),
     ],
 )
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -47,8 +47,13 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     folder = tmp_path_factory.mktemp("trained")
     text = write_text(folder / "text.txt")
     text.write_text(text.read_text().replace("figs", CHARACTERS), encoding="utf-8")
-    architecture, bias = request.param
-    changes = {"model__architecture": architecture, "model__bias": bias, "data__block_size": 256}
+    architecture, bias, approximate = request.param
+    changes = {
+        "model__architecture": architecture,
+        "model__bias": bias,
+        "model__gelu_approximate": approximate,
+        "data__block_size": 256,
+    }
     argv = run_args(folder / "run", text, trainer__max_steps=6, **changes)
     assert run_ranks(1, train_main, *argv, tmp_path=folder) == [0]
     snapshots = SnapshotStorage(str(folder / "run/snapshots"), keep=9)
@@ -170,7 +175,7 @@ def test_a_run_starts_from_an_export_or_a_snapshot_and_new_characters_get_new_em
             assert all(0 < row.std() < 0.05 for row in rows.values())
 
 
-@pytest.mark.parametrize("trained", [("nanochat", True)], indirect=True, ids=["nanochat"])
+@pytest.mark.parametrize("trained", [("nanochat", True, "none")], indirect=True, ids=["nanochat"])
 def test_a_run_that_started_from_an_export_resumes_without_it(exported: Path, tmp_path: Path) -> None:
     text, source = write_text(tmp_path / "other.txt"), shutil.copytree(exported, tmp_path / "source")
     changes = {"trainer__max_steps": 6, "trainer__init_from": source, "data__block_size": 256}
@@ -184,7 +189,7 @@ def test_a_run_that_started_from_an_export_resumes_without_it(exported: Path, tm
     assert [row["step"] for row in read_rows(tmp_path / "parts", "start")] == [0, 3]
 
 
-@pytest.mark.parametrize("trained", [("nanochat", True)], indirect=True, ids=["nanochat"])
+@pytest.mark.parametrize("trained", [("nanochat", True, "none")], indirect=True, ids=["nanochat"])
 def test_a_run_from_scratch_does_not_use_other_weights_when_it_resumes(
     trained: Path, exported: Path, tmp_path: Path
 ) -> None:
@@ -207,15 +212,23 @@ def test_a_start_from_other_weights_is_refused_in_one_message(exported: Path, tm
     architecture = load(exported).model_config.architecture
     key = {"gpt2": "n_embd", "nanochat": "hidden_size"}[architecture]
     config = json.loads((exported / "config.json").read_text())
-    broken, llama = (shutil.copytree(exported, tmp_path / name) for name in ("broken", "llama"))
+    broken, llama, silu = (shutil.copytree(exported, tmp_path / name) for name in ("broken", "llama", "silu"))
     (broken / "config.json").write_text(json.dumps({name: value for name, value in config.items() if name != key}))
     (llama / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
+    activation = {"model_type": "gpt2", "n_embd": 1, "activation_function": "silu"}
+    shapes = dict.fromkeys(("n_layer", "n_head", "n_positions", "vocab_size", "resid_pdrop", "bias"), 1)
+    (silu / "config.json").write_text(json.dumps(activation | shapes))
     unknown = f": model_type is llama in {llama}/config.json, must be gpt2 or nanochat"
     argv = run_args(tmp_path / "run", write_text(tmp_path / "text.txt"), **options_from(exported))
     cases = [
         ("trainer.init_from", f"{tmp_path}/nowhere", f": no snapshot at {tmp_path}/nowhere"),
         ("trainer.init_from", str(broken), f": {broken} is not as export.py writes it (KeyError('{key}'"),
         ("trainer.init_from", str(llama), unknown),
+        (
+            "trainer.init_from",
+            str(silu),
+            f": {silu} can't be read: activation_function is silu in config.json, must be",
+        ),
         ("model.n_layer", "3", f" is 3, but 2 in trainer.init_from, {exported}: set model.n_layer to 2"),
         ("data.block_size", "32", " is 32, but 256 in trainer.init_from"),
     ]

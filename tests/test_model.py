@@ -168,8 +168,15 @@ def test_loss_is_the_mean_over_targets_and_leaves_out_ignore_index(options: dict
     assert torch.allclose(model(idx, ignored)[1], F.cross_entropy(logits[kept], targets[kept]))
 
 
-def test_logits_equal_those_of_gpt_2_computed_step_by_step() -> None:
-    model, idx = random_gpt(architecture="gpt2"), random_tokens(1, T)
+GELU = {
+    "none": lambda x: x / 2 * (1 + torch.erf(x / math.sqrt(2))),
+    "tanh": lambda x: x / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+}
+
+
+@pytest.mark.parametrize("approximate", GELU)
+def test_logits_equal_those_of_gpt_2_computed_step_by_step(approximate: str) -> None:
+    model, idx = random_gpt(architecture="gpt2", gelu_approximate=approximate), random_tokens(1, T)
     weights = {name.removeprefix("transformer."): tensor for name, tensor in model.state_dict().items()}
 
     def norm(x: Tensor, name: str) -> Tensor:
@@ -188,8 +195,7 @@ def test_logits_equal_those_of_gpt_2_computed_step_by_step() -> None:
             heads.append(score.softmax(1) @ v[:, head])
         x = x + linear(torch.cat(heads, 1), f"h.{i}.attn.c_proj")
         hidden = linear(norm(x, f"h.{i}.ln_2"), f"h.{i}.mlp.c_fc")
-        hidden = hidden / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (hidden + 0.044715 * hidden**3)))
-        x = x + linear(hidden, f"h.{i}.mlp.c_proj")
+        x = x + linear(GELU[approximate](hidden), f"h.{i}.mlp.c_proj")
     assert torch.allclose(model(idx)[0][0], norm(x, "ln_f") @ weights["wte.weight"].T, rtol=0, atol=1e-10)
 
 

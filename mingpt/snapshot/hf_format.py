@@ -45,6 +45,7 @@ PARAMETER_NAMES = {
         "mlp.c_proj": "mlp.fc2",
     },
 }
+GELU_NAMES = {"none": "gelu", "tanh": "gelu_new"}  # gelu_approximate, and transformers' activation_function
 # transformers stores GPT-2's as (in, out), as GPT-2's original code does; torch.nn.Linear stores (out, in).
 TRANSPOSED = re.compile(r"transformer\.h\..*\.(c_attn|c_proj|c_fc)\.weight")
 
@@ -54,7 +55,7 @@ def hf_config(config: GPTConfig) -> dict[str, Any]:
     fixed: dict[str, dict[str, Any]] = {
         "gpt2": {
             "architectures": ["GPT2LMHeadModel"],
-            "activation_function": "gelu_new",
+            "activation_function": GELU_NAMES[config.gelu_approximate],
             "layer_norm_epsilon": 1e-5,
             "embd_pdrop": config.dropout,
             "attn_pdrop": config.dropout,
@@ -85,9 +86,23 @@ def hf_config(config: GPTConfig) -> dict[str, Any]:
 
 
 def gpt_config(hf: dict[str, Any]) -> GPTConfig:
-    """Returns the configuration of a model with this config.json, whose model_type is one of CONFIG_KEYS."""
+    """Returns the configuration of a model with this config.json, whose model_type is one of CONFIG_KEYS.
+
+    Raises:
+        KeyError: a key is missing.
+        ValueError: the activation function is another one.
+    """
     keys = CONFIG_KEYS[hf["model_type"]]
-    return GPTConfig(architecture=hf["model_type"], **{ours: hf[theirs] for ours, theirs in keys.items()})
+    values = {ours: hf[theirs] for ours, theirs in keys.items()}
+    if hf["model_type"] == "gpt2":
+        approximations = {theirs: ours for ours, theirs in GELU_NAMES.items()}
+        activation = hf["activation_function"]
+        if activation not in approximations:
+            raise ValueError(
+                f"activation_function is {activation} in config.json, must be {' or '.join(approximations)}"
+            )
+        values["gelu_approximate"] = approximations[activation]
+    return GPTConfig(architecture=hf["model_type"], **values)
 
 
 def hf_tokenizer(vocabulary: str) -> dict[str, Any]:

@@ -20,7 +20,13 @@ from mingpt.utils.file_systems import open_file_system
 from mingpt.utils.logging import logger
 
 SHAPE_KEYS = [
-    *(("model", key) for key in ("architecture", "conv_kernel_size", "n_layer", "n_head", "n_embd", "bias")),
+    ("model", "architecture"),
+    ("model", "conv_kernel_size"),
+    ("model", "gelu_approximate"),
+    ("model", "n_layer"),
+    ("model", "n_head"),
+    ("model", "n_embd"),
+    ("model", "bias"),
     ("data", "block_size"),
 ]
 EMBEDDINGS = {"transformer.wte.weight", "lm_head.weight"}  # with a row for each character

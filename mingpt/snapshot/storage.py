@@ -24,7 +24,6 @@ from mingpt.utils.lock import Identity, lock_folder, lock_identity
 
 T = TypeVar("T")
 
-KEYS_SINCE_ADDED = {"architecture": "gpt2", "conv_kernel_size": None}  # of older snapshots' models, and their values
 FORMAT_VERSION = 1
 SNAPSHOT_NAME = re.compile(r"step_(\d{8})\.pt")
 # Of processes that were killed; a uuid is in each name, since the folder may hold files of others.
@@ -250,8 +249,15 @@ def load_snapshot(path: str) -> dict[str, Any]:
         found = f"{path} has format {snapshot['format']}"
         raise UserError(f"{found}, this program reads {FORMAT_VERSION}: take the program that wrote it")
     if "config" in snapshot:
-        snapshot["config"]["model"] = KEYS_SINCE_ADDED | snapshot["config"]["model"]
+        snapshot["config"]["model"] = _with_newer_keys(snapshot["config"]["model"])
     return snapshot
+
+
+def _with_newer_keys(model: dict[str, Any]) -> dict[str, Any]:
+    """The model section of an older snapshot, with the keys that have been added since, as its model was."""
+    model = {"architecture": "gpt2", "conv_kernel_size": None} | model
+    gelu_approximate = "tanh" if model["architecture"] == "gpt2" else "none"
+    return {"gelu_approximate": gelu_approximate} | model
 
 
 @contextmanager
