@@ -100,7 +100,8 @@ class CharDataset(Dataset):
 class ValidationDataset(Dataset):
     """The validation text in windows, in the order of the text.
 
-    The last window of the text may be shorter than the others; its missing targets are IGNORE_INDEX.
+    The last window of the text may be shorter than the others, and those after it are empty; missing targets are
+    IGNORE_INDEX.
 
     Args:
         tokens: (n,) validation text, n > 1
@@ -127,7 +128,7 @@ class ValidationDataset(Dataset):
     def count(self, windows: range) -> int:
         """Returns the number of targets in these windows."""
         targets_left = len(self.tokens) - 1 - self.starts(windows)
-        return int(np.minimum(targets_left, self.block_size).sum())
+        return int(targets_left.clip(0, self.block_size).sum())
 
     def __getitem__(self, windows: range) -> tuple[Tensor, Tensor]:
         """Returns inputs and targets of B windows, (B, T), int64."""

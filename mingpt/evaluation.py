@@ -16,7 +16,7 @@ NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBack
 
 
 class ValidationWindows(WindowDataset, Protocol):
-    """Windows of the validation text, in order."""
+    """Windows of the validation text, in order; those beyond its end have no targets."""
 
     def __len__(self) -> int: ...
 
@@ -27,7 +27,8 @@ class ValidationWindows(WindowDataset, Protocol):
 class Evaluation:
     """The mean loss over validation windows, computed in rounds, between which it can be broken off.
 
-    Batches have fixed bounds; their losses are exchanged one by one and added in order.
+    Batches have fixed bounds and one size, so that torch.compile compiles once; the last one may go beyond the end of
+    the data. Their losses are exchanged one by one and added in order.
 
     Args:
         batch_size: windows in a batch
@@ -36,8 +37,7 @@ class Evaluation:
     def __init__(self, strategy: Strategy, data: ValidationWindows, batch_size: int) -> None:
         self.strategy = strategy
         self.data = data
-        starts = range(0, len(data), batch_size)
-        self.batches = [range(start, min(start + batch_size, len(data))) for start in starts]
+        self.batches = [range(start, start + batch_size) for start in range(0, len(data), batch_size)]
         self.losses = torch.zeros(len(self.batches), device=strategy.context.device)
         self.batches_done = 0
 

@@ -257,7 +257,7 @@ class PipelineParallel(Strategy):
         idx = torch.zeros(self.count, self.size, data.block_size, dtype=torch.long)
         targets = torch.full_like(idx, IGNORE_INDEX)
         for i, batch in enumerate(mine):
-            idx[i, : len(batch)], targets[i, : len(batch)] = data[batch]
+            idx[i], targets[i] = data[batch]
         self.loss_sums = []
         self.full_model.eval()
         self.schedule.eval(
