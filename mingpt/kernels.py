@@ -36,8 +36,8 @@ class LayerNorm(nn.LayerNorm):
 class _RMSNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        scale = (norm.square() / x.size(-1) + RMS_NORM_EPS).rsqrt()
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
+        scale = (norm.square() / x.size(-1) + RMS_NORM_EPS).rsqrt().to(x.dtype)
         y = x * scale
         ctx.save_for_backward(y, scale)
         return y
@@ -50,7 +50,7 @@ class _RMSNormFunction(torch.autograd.Function):
 
 def rms_norm(x: Tensor) -> Tensor:
     """RMSNorm over the last dimension, without weights; `F.rms_norm` is several kernels on CPUs, in double the time."""
-    if _is_eager_on_cpu(x) and x.dtype != torch.bfloat16:
+    if _is_eager_on_cpu(x):
         return _RMSNormFunction.apply(x)
     return F.rms_norm(x, x.shape[-1:], eps=RMS_NORM_EPS)
 

@@ -57,6 +57,7 @@ class GPTStage(nn.Module):
         if self.is_last and has_head:
             self.lm_head = gpt.lm_head
         self.embed = gpt.embed
+        self.rotary_factors = gpt.rotary_factors
         self.unembed = gpt.unembed
         self.new_kv_caches = gpt.new_kv_caches
 
@@ -66,10 +67,12 @@ class GPTStage(nn.Module):
 
     def forward(self, x: Tensor, caches: list[Any] | None = None) -> Tensor:
         """(B, T) characters in the first stage, else (B, T, C) -> logits (B, T, V) in the last stage, else (B, T, C)"""
+        start = caches[0].length if caches else 0
         if self.is_first:
-            x = self.embed(x, caches[0].length if caches else 0)
+            x = self.embed(x, start)
+        rotary = self.rotary_factors(x, start)
         for i, block in enumerate(self.blocks):
-            x = block(x, caches[i] if caches else None)
+            x = block(x, rotary, caches[i] if caches else None)
         return self.unembed(x) if self.is_last else x
 
 
