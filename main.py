@@ -26,6 +26,9 @@ from mingpt.utils.wandb_run import check_wandb
 # configuration are answered without it.
 if TYPE_CHECKING:
     from mingpt.distributed.process_group import DistributedContext
+    from trainer import Trainer
+
+    Group = AbstractContextManager[DistributedContext]
 
 ROOT = Path(__file__).parent
 
@@ -50,22 +53,12 @@ def read_shared_config(argv: Sequence[str]) -> Config:
 
 def train(config: Config) -> int:
     """Trains as configured; returns the exit status."""
-    from mingpt.distributed.process_group import init_distributed
-    from mingpt.parallel.build import strategy_class, validate
+    group, train_loop = choose_launch(config)
+
+    from mingpt.parallel.build import validate
     from mingpt.utils.device import check_precision, tune_malloc
     from trainer import Trainer
 
-    group: AbstractContextManager[DistributedContext]
-    train_loop: Callable[[Trainer], int]
-    if config.distributed.survive:
-        from mingpt.survive import launch_surviving, train_surviving  # most runs do not use it
-
-        group = launch_surviving(config)
-        train_loop = train_surviving
-    else:
-        needs_group = strategy_class(config).needs_process_group
-        group = init_distributed(config.distributed, config.trainer.run_dir, needs_group)
-        train_loop = Trainer.train
     with group as context:
         context.init_device(config.distributed.backend)
         tune_malloc()
@@ -76,6 +69,25 @@ def train(config: Config) -> int:
             check_wandb(config.trainer.wandb_project)
         with locked_folders(config, context):
             return train_loop(Trainer(config, context))
+
+
+def choose_launch(config: Config) -> "tuple[Group, Callable[[Trainer], int]]":
+    """How this process becomes one of the ranks, and how it trains then."""
+    if config.distributed.survive:
+        from mingpt.survive.launch import launch_surviving
+
+        group = launch_surviving(config)  # before PyTorch is imported, which a supervisor does without
+
+        from mingpt.survive.loop import train_surviving
+
+        return group, train_surviving
+
+    from mingpt.distributed.process_group import init_distributed
+    from mingpt.parallel.build import strategy_class
+    from trainer import Trainer
+
+    needs_group = strategy_class(config).needs_process_group
+    return init_distributed(config.distributed, config.trainer.run_dir, needs_group), Trainer.train
 
 
 def check_same_start(config: Config, context: "DistributedContext") -> None:

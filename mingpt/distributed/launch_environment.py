@@ -130,6 +130,11 @@ def resolve_init_method(rank_info: RankInfo, init_method: str | None, run_dir: s
     return f"file://{folder / str(rank_info.fallback_file)}"
 
 
+def uses_agent_store(init_method: str) -> bool:
+    """Returns whether ranks rendezvous at the store of torchrun's agent."""
+    return init_method == "env://" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def host_and_port(init_method: str) -> tuple[str, int]:
     """Returns the address of the store at env:// or tcp://host:port, which have been checked."""
     if init_method == "env://":
