@@ -1,6 +1,7 @@
 """Entry point: configuration -> process group -> Trainer -> exit status."""
 
 import faulthandler
+import gc
 import hashlib
 import json
 import os
@@ -11,36 +12,61 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch.distributed.elastic.multiprocessing.errors import record
-
-from char_dataset import split_lengths
+import mingpt.utils.signals  # noqa: F401 - reads which process is the launcher, before that can end
 from mingpt.config import PLACES, Config, DataConfig, config_to_dict
 from mingpt.config_parser import read_config
-from mingpt.corpus import check_text, count_characters
 from mingpt.distributed.launch_environment import detect_launch_environment, restart_hint
-from mingpt.distributed.process_group import DistributedContext, init_distributed
-from mingpt.parallel.build import strategy_class, validate
-from mingpt.snapshot.pretrained import adopt_shape
-from mingpt.utils.device import check_precision, tune_malloc
 from mingpt.utils.errors import PeerError, RunEnded, UserError, is_oom_error
 from mingpt.utils.lock import lock_run
 from mingpt.utils.logging import configure_logging, logger, report_peer_error
 from mingpt.utils.wandb_run import check_wandb
-from model import GPT
-from trainer import Trainer
 
-Group = AbstractContextManager[DistributedContext]
+# What imports PyTorch, which takes over a second, is imported where it is used: `--help` and a mistake in the
+# configuration are answered without it.
+if TYPE_CHECKING:
+    from mingpt.distributed.process_group import DistributedContext
+    from trainer import Trainer
+
+    Group = AbstractContextManager[DistributedContext]
 
 ROOT = Path(__file__).parent
 
 
-def train(argv: Sequence[str]) -> int:
-    """Trains as the command line says; returns the exit status."""
-    config = read_shared_config(argv)
-    launch, train_loop = choose_launch(config)
-    with launch(config) as context:
+def read_shared_config(argv: Sequence[str]) -> Config:
+    """Reads the configuration. Processes on one machine read the same, and one of them reports a mistake in it."""
+    info = detect_launch_environment(os.environ)
+    try:
+        config = read_config(argv)
+        if config.trainer.init_from is not None:
+            from mingpt.snapshot.pretrained import adopt_shape
+            from model import GPT
+
+            config = adopt_shape(config, GPT)
+        return config
+    except UserError as error:
+        # Rank 0 always reports it, since a local rank that is set by hand may be any number.
+        is_first_on_machine = info.local_rank in (None, 0)
+        error.is_reported = info.rank > 0 and not is_first_on_machine
+        raise
+
+
+def train(config: Config) -> int:
+    """Trains as configured; returns the exit status."""
+    gc.disable()  # looking for garbage among what is imported would take a fifth of the start (measured)
+    group, train_loop = choose_launch(config)
+
+    import torch._dynamo  # noqa: F401 - the constructor of an optimizer would import it (torch 2.13)
+
+    from mingpt.parallel.build import validate
+    from mingpt.utils.device import check_precision, tune_malloc
+    from trainer import Trainer
+
+    gc.freeze()  # what is imported stays
+    gc.enable()
+
+    with group as context:
         context.init_device(config.distributed.backend)
         tune_malloc()
         check_same_start(config, context)
@@ -52,34 +78,26 @@ def train(argv: Sequence[str]) -> int:
             return train_loop(Trainer(config, context))
 
 
-def read_shared_config(argv: Sequence[str]) -> Config:
-    """Reads the configuration. Processes on one machine read the same, and one of them reports a mistake in it."""
-    info = detect_launch_environment(os.environ)
-    try:
-        return adopt_shape(read_config(argv), GPT)
-    except UserError as error:
-        # Rank 0 always reports it, since a local rank that is set by hand may be any number.
-        is_first_on_machine = info.local_rank in (None, 0)
-        error.is_reported = info.rank > 0 and not is_first_on_machine
-        raise
-
-
-def choose_launch(config: Config) -> tuple[Callable[[Config], Group], Callable[[Trainer], int]]:
+def choose_launch(config: Config) -> "tuple[Group, Callable[[Trainer], int]]":
     """How this process becomes one of the ranks, and how it trains then."""
     if config.distributed.survive:
-        from mingpt.survive import launch_surviving, train_surviving  # noqa: PLC0415 - only where it is configured
+        from mingpt.survive.launch import launch_surviving
 
-        return launch_surviving, train_surviving
-    return launch_ranks, Trainer.train
+        group = launch_surviving(config)  # before PyTorch is imported, which a supervisor does without
 
+        from mingpt.survive.loop import train_surviving
 
-def launch_ranks(config: Config) -> Group:
-    """The process group of the ranks that a launcher has started, or of this process alone."""
+        return group, train_surviving
+
+    from mingpt.distributed.process_group import init_distributed
+    from mingpt.parallel.build import strategy_class
+    from trainer import Trainer
+
     needs_group = strategy_class(config).needs_process_group
-    return init_distributed(config.distributed, config.trainer.run_dir, needs_group)
+    return init_distributed(config.distributed, config.trainer.run_dir, needs_group), Trainer.train
 
 
-def check_same_start(config: Config, context: DistributedContext) -> None:
+def check_same_start(config: Config, context: "DistributedContext") -> None:
     """Raises a UserError if ranks have been started with different configurations or different code."""
     values: dict[str, Any] = {"the code's SHA-256": code_digest()}
     for section, keys in config_to_dict(config).items():
@@ -117,8 +135,11 @@ def write_default_text(config: Config) -> None:
 
 
 @contextmanager
-def locked_folders(config: Config, context: DistributedContext) -> Iterator[None]:
+def locked_folders(config: Config, context: "DistributedContext") -> Iterator[None]:
     """Locks the folders that this run writes to, after a look at its text, so that a wrong text makes no folder."""
+    from char_dataset import split_lengths
+    from mingpt.corpus import check_text, count_characters
+
     is_new = not os.path.exists(config.trainer.run_dir)
     with context.local_rank0_first():
         write_default_text(config)
@@ -139,16 +160,16 @@ def locked_folders(config: Config, context: DistributedContext) -> Iterator[None
 
 
 def run(argv: Sequence[str]) -> int:
-    """Calls `train`. An error that the user can act on becomes one message; returns the exit status."""
+    """Reads the configuration and trains. An error that the user can act on becomes one message; returns the status."""
     configure_logging()
     try:
-        return train(argv)
+        return train(read_shared_config(argv))
     except RunEnded as ended:
         return ended.status
     except UserError as error:
         if not error.is_reported:
             logger.error(str(error))
-        write_error_file(str(error))
+        write_error_file(str(error), f"error: {error}")
         return 2
     except PeerError as error:
         report_peer_error(error, restart_hint(os.environ))
@@ -165,13 +186,15 @@ def run(argv: Sequence[str]) -> int:
         return 130
 
 
-def write_error_file(message: str) -> None:
-    """Writes a message to torchrun's error file, so that torchrun's summary, which comes last, shows it."""
+def write_error_file(message: str, call_stack: str) -> None:
+    """Writes an error to torchrun's error file, as its `record` does, so that its summary, which comes last, shows it.
+
+    The summary shows the call stack if there is one, else nothing of the message.
+    """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file is None:
         return
-    # torchrun prints the call stack if there is one, else nothing of the message.
-    details = {"py_callstack": f"error: {message}", "timestamp": str(int(time.time()))}
+    details = {"py_callstack": call_stack, "timestamp": str(int(time.time()))}
     with suppress(OSError):
         Path(file).write_text(json.dumps({"message": {"message": message, "extraInfo": details}}))
 
@@ -181,8 +204,11 @@ def main() -> None:
     faulthandler.enable()  # gloo aborts the process if the sizes of a collective differ between ranks
     status = 1
     try:
-        status = record(run)(sys.argv[1:]) or 0  # torchrun's summary then shows a worker's traceback
-    except Exception:
+        status = run(sys.argv[1:])
+    except SystemExit as ended:  # after --help and --print_config
+        status = int(ended.code or 0)
+    except Exception as error:
+        write_error_file(f"{type(error).__name__}: {error}", traceback.format_exc())
         with suppress(OSError):
             traceback.print_exc()
     for stream in (sys.stdout, sys.stderr):

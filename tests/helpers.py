@@ -69,7 +69,7 @@ V, T = 11, 8  # vocabulary and window of the models of `small_gpt`
 
 # Ranks are forks of one server, which has imported everything once.
 FORKSERVER = multiprocessing.get_context("forkserver")
-PRELOAD = ["torch", "torch._dynamo", "torch.utils.tensorboard", "main", "sample", "mingpt.parallel.sharded", "pytest"]
+PRELOAD = ["torch._dynamo", "torch.utils.tensorboard", "main", "trainer", "sample", "mingpt.parallel.sharded", "pytest"]
 FORKSERVER.set_forkserver_preload(PRELOAD)
 
 

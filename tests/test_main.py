@@ -148,8 +148,25 @@ def test_torchruns_summary_shows_the_message_of_a_refusal_before_anything_is_wri
     assert not (tmp_path / "run").exists()
 
 
-def test_help_is_no_error() -> None:
-    assert run_program("main.py", "--help").returncode == 0
+def test_help_and_mistakes_are_answered_without_pytorch(tmp_path: Path) -> None:
+    """Importing it would take most of the time."""
+    (tmp_path / "torch.py").write_text("raise ImportError('PyTorch is imported')")
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("trainer: [")
+    for argv, env, status, part in (
+        (["--help"], {}, 0, "--trainer.max_steps X"),
+        (["--print_config"], {}, 0, "max_steps: "),
+        (["--trainer.max_step", "1"], {}, 2, "the nearest is trainer.max_steps"),
+        (["--trainer.max_steps", "many"], {}, 2, "found 'many'"),
+        (["--config", str(broken)], {}, 2, "is not valid yaml"),
+        ([], {"OMP_NUM_THREADS": "x"}, 2, "OMP_NUM_THREADS is 'x'"),
+        ([], {"RANK": "1"}, 2, "'WORLD_SIZE': None"),
+    ):
+        done = run_program("main.py", *argv, cwd=tmp_path, PYTHONPATH=str(tmp_path), **env)
+        assert (done.returncode, part in done.stdout + done.stderr) == (status, True), (argv, env, done.stderr)
+    done = run_program("main.py", cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1
+    assert "PyTorch is imported" in done.stderr
 
 
 def fail_with(kind: type[BaseException], text: str = "") -> Callable[..., None]:

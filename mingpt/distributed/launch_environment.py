@@ -12,14 +12,16 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import psutil
-import torch.distributed as dist
 
-from mingpt.utils.device import omp_num_threads
 from mingpt.utils.errors import UserError
+from mingpt.utils.threads import omp_num_threads
+
+if TYPE_CHECKING:  # main.py reads the environment before it imports PyTorch
+    from torch.distributed import Store
 
 MAX_RANKS = 2**20
 MAX_PORT = 2**16 - 1
@@ -128,6 +130,11 @@ def resolve_init_method(rank_info: RankInfo, init_method: str | None, run_dir: s
     return f"file://{folder / str(rank_info.fallback_file)}"
 
 
+def uses_agent_store(init_method: str) -> bool:
+    """Returns whether ranks rendezvous at the store of torchrun's agent."""
+    return init_method == "env://" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def host_and_port(init_method: str) -> tuple[str, int]:
     """Returns the address of the store at env:// or tcp://host:port, which have been checked."""
     if init_method == "env://":
@@ -148,7 +155,7 @@ def _resolves(host: str, seconds: float) -> bool:
         time.sleep(0.5)
 
 
-def select_gloo_interface(store: dist.Store, rank: int, world_size: int, init_method: str) -> None:
+def select_gloo_interface(store: "Store", rank: int, world_size: int, init_method: str) -> None:
     """Sets GLOO_SOCKET_IFNAME to the interface that leads to the other hosts, where gloo would use the loopback.
 
     gloo listens at the address of the host's own name, which many systems map to 127.0.1.1 or to nothing. On a single
@@ -166,7 +173,7 @@ def select_gloo_interface(store: dist.Store, rank: int, world_size: int, init_me
                 return
 
 
-def local_address(store: dist.Store, world_size: int, master: str) -> str | None:
+def local_address(store: "Store", world_size: int, master: str) -> str | None:
     """Returns this host's address for the others, after `select_gloo_interface` with the same store; None: unknown."""
     if len({store.get(f"host/{rank}") for rank in range(world_size)}) == 1:
         return LOOPBACK

@@ -22,10 +22,11 @@ from mingpt.distributed.launch_environment import (
     host_and_port,
     resolve_init_method,
     select_gloo_interface,
+    uses_agent_store,
 )
 from mingpt.distributed.plain_data import decode, encode
 from mingpt.distributed.position import find_line, format_ranks
-from mingpt.distributed.rendezvous import rendezvous, uses_agent_store
+from mingpt.distributed.rendezvous import rendezvous
 from mingpt.utils.device import choose_device, use_cuda, visible_gpu_uuids
 from mingpt.utils.errors import PeerError, StoreUnreachableError, UserError
 from mingpt.utils.logging import set_rank

@@ -1,6 +1,5 @@
 """The rendezvous of ranks at a key-value store."""
 
-import os
 import socket
 import time
 import uuid
@@ -8,14 +7,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from mingpt.distributed.launch_environment import LOOPBACK, host_and_port, listening_address
+from mingpt.distributed.launch_environment import LOOPBACK, host_and_port, listening_address, uses_agent_store
 
 NCCL_DUMP_KEY = "exception_dump"  # set by NCCL's watchdog, below all prefixes (kStoreDumpKey in ProcessGroupNCCL.hpp)
-
-
-def uses_agent_store(init_method: str) -> bool:
-    """Returns whether ranks rendezvous at the store of torchrun's agent."""
-    return init_method == "env://" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def rendezvous(init_method: str, rank: int, world_size: int, timeout: timedelta) -> dist.Store:

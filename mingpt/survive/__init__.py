@@ -9,8 +9,3 @@ context     collectives that end when the view does
 catch_up    the newest state of the members of a new view, on all of them
 loop        the training loop, which forms a new view and goes on
 """
-
-from mingpt.survive.launch import launch_surviving
-from mingpt.survive.loop import train_surviving
-
-__all__ = ["launch_surviving", "train_surviving"]

@@ -19,10 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mingpt.distributed.launch_environment import RankInfo
+from mingpt.config import Config
+from mingpt.distributed.launch_environment import RankInfo, local_address, select_gloo_interface
 from mingpt.distributed.plain_data import decode, encode
 from mingpt.distributed.position import COLLECTIVES, PositionReader
 from mingpt.distributed.process_group import DistributedContext, Vote
+from mingpt.distributed.rendezvous import generation_store
+from mingpt.parallel.build import validate
 from mingpt.survive.membership import (
     POLL_SECONDS,
     Membership,
@@ -33,9 +36,9 @@ from mingpt.survive.membership import (
     raise_if_ended,
     read_end,
 )
-from mingpt.survive.supervisor import FAILED, JOINED, RESTART_STATUS, TRAINED, tell_supervisor
+from mingpt.survive.supervisor import FAILED, JOINED, RESTART_STATUS, TOKEN, TRAINED, tell_supervisor
 from mingpt.utils.device import choose_device
-from mingpt.utils.errors import UserError
+from mingpt.utils.errors import PeerError, RunEnded, UserError, is_oom_error
 from mingpt.utils.logging import set_rank
 
 WAIT_SLICE = timedelta(seconds=0.1)  # between looks, in a collective, at whether the view is over
@@ -298,3 +301,47 @@ class SurvivingVote(Vote):
         *maxima, joiners = self.tensor.tolist()
         self.context.ends_view = bool(joiners)
         return maxima
+
+
+@contextmanager
+def open_context(config: Config, info: RankInfo, init_method: str, host: str, port: int) -> Iterator[SurvivingContext]:
+    """Connects to the store at this host and port, and returns a context that is no member yet.
+
+    Raises:
+        UserError: the others did not connect.
+    """
+    timeout = timedelta(seconds=config.distributed.timeout_seconds)
+    set_rank(info.rank)
+    try:
+        root = dist.TCPStore(host, port, is_master=False, timeout=timeout)
+        # The trainers of one supervisor have one token, so that those which come later find the others.
+        store = generation_store(root, info.rank, info.world_size, timeout, os.environ[TOKEN])
+        select_gloo_interface(dist.PrefixStore("network", store), info.rank, info.world_size, init_method)
+        address = local_address(dist.PrefixStore("network", store), info.world_size, host)
+    except (ValueError, RuntimeError, OSError) as error:
+        raise UserError(
+            f"rank {info.rank} of {info.world_size} on {platform.node()} found no store at {host}:{port} "
+            f"(distributed.timeout_seconds is {timeout.total_seconds():g}): {error}; are all {info.world_size} "
+            "processes started, and does this address lead to the first one?"
+        ) from error
+    context = SurvivingContext(info, store, address, timeout)
+    try:
+        validate(config, info.world_size)
+        yield context
+    except UserError as error:
+        error.is_reported = context.is_reported(str(error))
+        raise
+    except (PeerError, RunEnded):
+        raise
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        tell_supervisor(FAILED)
+        raise PeerError(f"the store at {host}:{port} is gone, or cut off from rank {info.rank}") from error
+    except Exception as error:
+        if context.has_failed_for_all(error):
+            tell_supervisor(FAILED)
+            raise
+        if is_oom_error(error):  # which would end the run, with advice for all ranks
+            raise MemoryError(str(error)) from error
+        raise
+    finally:
+        context.membership.leave()

@@ -1,15 +1,14 @@
-"""The start: the supervisor, the store, and the context of a trainer."""
+"""The start: the supervisor, the store, and the context of a trainer.
+
+The process that becomes a supervisor imports no PyTorch: the trainer, which that starts, will.
+"""
 
 import os
-import platform
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import NoReturn
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING, NoReturn
 
 from mingpt.config import Config
 from mingpt.distributed.launch_environment import (
@@ -18,29 +17,21 @@ from mingpt.distributed.launch_environment import (
     detect_launch_environment,
     host_and_port,
     listening_address,
-    local_address,
     resolve_init_method,
-    select_gloo_interface,
+    uses_agent_store,
 )
-from mingpt.distributed.rendezvous import generation_store, host_store, uses_agent_store
-from mingpt.parallel.build import validate
-from mingpt.survive.context import SurvivingContext
-from mingpt.survive.supervisor import (
-    FAILED,
-    LAUNCHER,
-    SIGNALS,
-    TOKEN,
-    become_supervisor,
-    is_supervised,
-    tell_supervisor,
-)
-from mingpt.utils.errors import PeerError, RunEnded, UserError, is_oom_error
+from mingpt.survive.supervisor import LAUNCHER, SIGNALS, become_supervisor, is_supervised
+from mingpt.utils.errors import UserError
 from mingpt.utils.lock import lock_run
-from mingpt.utils.logging import set_rank
 from mingpt.utils.signals import PARENT
 
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
-def launch_surviving(config: Config) -> AbstractContextManager[SurvivingContext]:
+    from mingpt.survive.context import SurvivingContext
+
+
+def launch_surviving(config: Config) -> AbstractContextManager["SurvivingContext"]:
     """The context of a trainer. A process that is no trainer yet becomes the supervisor of one.
 
     Raises:
@@ -48,7 +39,12 @@ def launch_surviving(config: Config) -> AbstractContextManager[SurvivingContext]
     """
     if not is_supervised(os.environ):
         supervise(config)
-    return open_context(config)
+    from mingpt.survive.context import open_context  # noqa: PLC0415
+
+    info = detect_launch_environment(os.environ)
+    init_method = _init_method(info, config)
+    host, port = _host_port(info, init_method)
+    return open_context(config, info, init_method, host, port)
 
 
 def supervise(config: Config) -> NoReturn:
@@ -118,56 +114,13 @@ def _fork_store(host: str, port: int) -> int:
     return int(answer)
 
 
-def _listen(host: str, port: int) -> dist.TCPStore:
+def _listen(host: str, port: int) -> "TCPStore":
     """Returns the store, which listens at the address of `host` if that is known, else at all of this machine's."""
+    import torch.distributed as dist  # noqa: PLC0415
+
+    from mingpt.distributed.rendezvous import host_store  # noqa: PLC0415
+
     address = listening_address(host)
     if address is None:
         return dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
     return host_store(address, port, None, timedelta(seconds=300))
-
-
-@contextmanager
-def open_context(config: Config) -> Iterator[SurvivingContext]:
-    """Connects to the store, and returns a context that is no member yet.
-
-    Raises:
-        UserError: the launcher's variables are wrong, or the others did not connect.
-    """
-    info = detect_launch_environment(os.environ)
-    timeout = timedelta(seconds=config.distributed.timeout_seconds)
-    set_rank(info.rank)
-    init_method = _init_method(info, config)
-    host, port = _host_port(info, init_method)
-    try:
-        root = dist.TCPStore(host, port, is_master=False, timeout=timeout)
-        # The trainers of one supervisor have one token, so that those which come later find the others.
-        store = generation_store(root, info.rank, info.world_size, timeout, os.environ[TOKEN])
-        select_gloo_interface(dist.PrefixStore("network", store), info.rank, info.world_size, init_method)
-        address = local_address(dist.PrefixStore("network", store), info.world_size, host)
-    except (ValueError, RuntimeError, OSError) as error:
-        raise UserError(
-            f"rank {info.rank} of {info.world_size} on {platform.node()} found no store at {host}:{port} "
-            f"(distributed.timeout_seconds is {timeout.total_seconds():g}): {error}; are all {info.world_size} "
-            "processes started, and does this address lead to the first one?"
-        ) from error
-    context = SurvivingContext(info, store, address, timeout)
-    try:
-        validate(config, info.world_size)
-        yield context
-    except UserError as error:
-        error.is_reported = context.is_reported(str(error))
-        raise
-    except (PeerError, RunEnded):
-        raise
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
-        tell_supervisor(FAILED)
-        raise PeerError(f"the store at {host}:{port} is gone, or cut off from rank {info.rank}") from error
-    except Exception as error:
-        if context.has_failed_for_all(error):
-            tell_supervisor(FAILED)
-            raise
-        if is_oom_error(error):  # which would end the run, with advice for all ranks
-            raise MemoryError(str(error)) from error
-        raise
-    finally:
-        context.membership.leave()

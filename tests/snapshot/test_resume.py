@@ -23,13 +23,12 @@ from helpers import (
     write_text,
 )
 
-import main
 from mingpt.config import GPTConfig, OptimizerConfig, config_to_dict
 from mingpt.config_parser import read_config
 from mingpt.optimizer import learning_rate
 from mingpt.snapshot.digest import save_with_digest
 from mingpt.snapshot.storage import SnapshotStorage, load_snapshot
-from mingpt.utils import numerics
+from mingpt.utils import device, numerics
 from model import GPT
 
 SIX_STEPS = {"trainer__max_steps": 6, "optimizer__decay_steps": 12}
@@ -150,7 +149,7 @@ def test_a_run_resumes_in_fp16_and_back(run_dir: Path, trained: Path, tmp_path: 
 
 def _train_with_fp16_on_the_cpu(argvs: list[list[str]]) -> list[tuple[int, str, str]]:
     numerics.choose_precision = lambda requested, device, saved: (requested, "as asked")  # type: ignore[assignment]
-    main.check_precision = lambda requested, device: None  # type: ignore[assignment]
+    device.check_precision = lambda requested, device: None  # type: ignore[assignment]
     return run_each_captured(argvs)
 
 

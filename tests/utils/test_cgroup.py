@@ -111,7 +111,8 @@ def test_without_cgroups_there_is_no_limit(tmp_path: Path) -> None:
 REPORT = """
 import torch
 from mingpt.utils.cgroup import cpu_limit
-from mingpt.utils.device import choose_threads, memory_per_rank
+from mingpt.utils.device import memory_per_rank
+from mingpt.utils.threads import choose_threads
 print(cpu_limit(), *choose_threads("auto", 1, None), memory_per_rank(torch.device("cpu"), 1, 1))
 """
 

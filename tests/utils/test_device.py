@@ -17,7 +17,6 @@ from mingpt.utils.device import (
     check_compiler,
     choose_device,
     choose_precision,
-    choose_threads,
     device_name,
     has_bf16,
     memory_per_rank,
@@ -28,6 +27,7 @@ from mingpt.utils.device import (
     visible_gpu_uuids,
 )
 from mingpt.utils.errors import UserError
+from mingpt.utils.threads import choose_threads
 
 CPU, GPU, MPS = torch.device("cpu"), torch.device("cuda", 0), torch.device("mps")
 INTEL = "this CPU has AVX512-BF16, but no AMX, without which Intel's fp32 is faster"
@@ -49,7 +49,7 @@ def set_hardware(monkeypatch: pytest.MonkeyPatch) -> SetHardware:
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: cpu_flags)
         monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
-        monkeypatch.setattr("mingpt.utils.device.cpu_limit", lambda: None)
+        monkeypatch.setattr("mingpt.utils.threads.cpu_limit", lambda: None)
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
     set_flags()
@@ -232,7 +232,7 @@ def test_threads_within_a_cpu_quota(set_hardware: SetHardware, monkeypatch: pyte
         (3.9, 1, 3, "auto: a CPU quota of 3.9 cores / 1 ranks"),
         (0.5, 1, 1, "auto: a CPU quota of 0.5 cores / 1 ranks"),
     ]:
-        monkeypatch.setattr("mingpt.utils.device.cpu_limit", lambda quota=quota: quota)
+        monkeypatch.setattr("mingpt.utils.threads.cpu_limit", lambda quota=quota: quota)
         assert choose_threads("auto", ranks, None) == (expected, reason)
 
 
