@@ -156,7 +156,7 @@ class TrainerConfig:
         default="auto", description="CPU threads per rank; auto: OMP_NUM_THREADS, else cores or CPU quota / ranks here"
     )
     compile: bool = Field(
-        default=False, description="compile each block with torch.compile; takes a minute or so at the start"
+        default=False, description="compile the model with torch.compile; takes a minute or so at the first start"
     )
     activation_checkpointing: Literal["none", "selective", "full"] = Field(
         default="none",

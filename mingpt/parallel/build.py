@@ -5,6 +5,7 @@ A new strategy is a subclass of `Strategy` in a module of its own, an entry in S
 """
 
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from mingpt.distributed.process_group import DistributedContext
 from mingpt.parallel.memory import check_memory, estimate_memory
 from mingpt.parallel.parallelize import apply_activation_checkpointing, apply_compile
 from mingpt.parallel.strategy import DDP, Strategy
+from mingpt.utils.compile_cache import use_compile_cache
 from mingpt.utils.device import check_compiler
 from mingpt.utils.numerics import Numerics, choose_numerics
 
@@ -93,12 +95,16 @@ def build_strategy(
         if config.trainer.compile:
             check_compiler(context.device)
         check_memory(memory, context.device, context.local_world_size, context.world_size)
+    if config.trainer.compile:
+        with context.local_rank0_first():
+            use_compile_cache(Path(config.trainer.run_dir) / "cache/compiled")
     if config.distributed.pipeline_stages > 1:
         strategy = _build_pipeline(config, model, context, precision)
     else:
         strategy = _parallelize(model, context, config, precision)
         if isinstance(strategy, DDP):
-            strategy.rebuild_buckets(strategy.compute_loss(strategy.model, *example))
+            with torch.compiler.set_stance("force_eager"):  # nothing is compiled for this one batch
+                strategy.rebuild_buckets(strategy.compute_loss(strategy.model, *example))
     strategy.description["memory"] = f"{config.distributed.strategy}: {memory}"
     return strategy
 
@@ -118,7 +124,7 @@ def _build_pipeline(config: Config, model: Any, context: DistributedContext, pre
     inner = _parallelize(stage, groups.replicas, config, precision)
     if isinstance(inner, DDP):
         received = torch.zeros_like(stage_input(stage, batch_size=1), device=context.device)
-        with inner.autocast():
+        with inner.autocast(), torch.compiler.set_stance("force_eager"):
             output = inner.model(received)
         inner.rebuild_buckets(output.sum())
     return PipelineParallel(inner, context, groups, config, stage, shapes)
@@ -126,9 +132,13 @@ def _build_pipeline(config: Config, model: Any, context: DistributedContext, pre
 
 def _parallelize(model: nn.Module, context: DistributedContext, config: Config, precision: str) -> Strategy:
     apply_activation_checkpointing(model, config.trainer.activation_checkpointing)
-    if config.trainer.compile:
-        apply_compile(model)
     cls = strategy_class(config)
+    if config.trainer.compile:
+        is_checkpointed = config.trainer.activation_checkpointing != "none"
+        is_stage = config.distributed.pipeline_stages > 1
+        apply_compile(model, in_blocks=cls.compiles_blocks or is_checkpointed or is_stage)
+        # On a CPU, the threads that exchange gradients during backward would take the cores from it.
+        torch._dynamo.config.optimize_ddp = context.device.type != "cpu"
     if context.world_size == 1 and issubclass(cls, DDP):
         cls = Strategy
     return cls(model, context, config, precision)

@@ -45,9 +45,14 @@ def _checkpointed(forward: Callable[..., Tensor], options: dict[str, Any]) -> Ca
     return checkpointed
 
 
-def apply_compile(model: nn.Module) -> None:
-    """Compiles each block with torch.compile, once per shape of a batch."""
-    torch._dynamo.config.optimize_ddp = False  # it splits graphs at DDP's buckets; each block is a graph already
+def apply_compile(model: nn.Module, in_blocks: bool) -> None:
+    """Compiles the model with torch.compile, once per shape of a batch.
+
+    Args:
+        model: has `blocks`
+        in_blocks: compile each block alone, so that what happens between blocks stays outside
+    """
     torch._dynamo.config.recompile_limit = 64  # uneven shares, short last batches and evaluation have their own shapes
-    for block in model.blocks:  # type: ignore[union-attr]
-        block.compile(dynamic=False)
+    parts = model.blocks if in_blocks else [model]
+    for part in parts:  # type: ignore[union-attr]
+        part.compile(dynamic=False)

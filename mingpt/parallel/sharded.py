@@ -95,6 +95,7 @@ class FSDP(Strategy):
 
     is_sharded = True
     needs_process_group = True
+    compiles_blocks = True  # parameters of a block are gathered before it
     reshard_after_forward = True
     newton_schulz = staticmethod(newton_schulz_sharded)  # type: ignore[assignment]
 

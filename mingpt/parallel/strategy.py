@@ -72,6 +72,7 @@ class Strategy(FullState):
     loss_factor = 1.0  # multiplies losses before backward
     needs_process_group = False  # also for one rank
     needs_one_thread = False  # bits depend on the number of CPU threads
+    compiles_blocks = False  # trainer.compile compiles blocks, not the whole model
     newton_schulz = staticmethod(newton_schulz)
 
     def __init__(

@@ -59,7 +59,7 @@ COMPILED: list[Options] = [
         "trainer__micro_batch_size": 1,
         "trainer__compile": True,
     }
-    for i, (strategy, mode) in enumerate((("ddp", "full"), ("fsdp", "selective")))
+    for i, (strategy, mode) in enumerate((("ddp", "none"), ("fsdp", "selective")))
 ]
 RESUMED = list(zip(STRATEGIES, STRATEGIES[1:] + STRATEGIES[:1], strict=True))  # saved by, resumed by
 
