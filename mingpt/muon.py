@@ -73,13 +73,15 @@ class MuonWithAdamW(Optimizer):
                 for buffer, gradient in zip(buffers, gradients, strict=True)
             ]
         torch._foreach_lerp_(buffers, gradients, 1 - MOMENTUM)
-        nesterov = torch.stack(torch._foreach_lerp(gradients, buffers, MOMENTUM))
+        nesterov = torch.stack(gradients)
+        torch._foreach_lerp_([*nesterov], buffers, MOMENTUM)
         like = matrices[0]
         updates = group["newton_schulz"](nesterov, group["ns_dtype"], like)
         weights = [to_local(matrix.detach()) for matrix in matrices]
         rate = group["lr"] * scale
         torch._foreach_mul_(weights, 1 - rate * group["weight_decay"])
-        torch._foreach_sub_(weights, [*(updates * (rate * 0.2 * math.sqrt(max(like.shape))))])
+        updates.mul_(rate * 0.2 * math.sqrt(max(like.shape)))
+        torch._foreach_sub_(weights, [*updates])
 
 
 def newton_schulz(gradients: Tensor, ns_dtype: torch.dtype, like: Tensor) -> Tensor:
