@@ -77,7 +77,8 @@ class FiniteGuard:
     """Makes the optimizer skip all updates from the first gradient on that is not finite, and reports that step.
 
     Nothing waits for a CUDA GPU: its fused kernels read GradScaler's `found_inf` on the device, and `check` is called
-    where the caller waits anyway. On a CPU `watch` looks at once, and on MPS, whose kernels do not read `found_inf`.
+    where the caller waits anyway. On a CPU `watch` looks at once, since Muon would read all gradients once more for
+    `found_inf`, and on MPS, whose kernels do not read it.
     In fp16 GradScaler itself skips updates, and the guard looks at the scale.
 
     Args:
@@ -103,10 +104,11 @@ class FiniteGuard:
             self.bad_step = grad_norm.new_zeros(())
         is_first = (self.bad_step == 0) & ~grad_norm.isfinite()
         self.bad_step = torch.where(is_first, step, self.bad_step)
-        self.strategy.optimizer.grad_scale = None
-        self.strategy.optimizer.found_inf = (self.bad_step > 0).float()
         if self.strategy.context.device.type in ("cpu", "mps"):
             self.check()
+            return
+        self.strategy.optimizer.grad_scale = None
+        self.strategy.optimizer.found_inf = (self.bad_step > 0).float()
 
     def check(self, step: int = 0, mean_loss: float = 0.0) -> None:
         """Waits for the device, and raises a UserError if a gradient, or this mean loss of a step, was not finite."""
