@@ -77,9 +77,9 @@ def test_newton_schulz_keeps_singular_vectors_and_equalizes_singular_values_then
     found = newton_schulz(gradients, dtype, torch.empty(sizes[1:])).double()
     left, values, right = torch.linalg.svd(gradients.double(), full_matrices=False)
     values = values / values.norm(dim=1, keepdim=True) / 1.02
-    for a, b, c in ((5.1483, -5.1328, 0.0), (4.1234, -3.0674, 0.5759), (3.7534, -2.8060, 0.5461)):
+    for a, b, c in ((8.1566, -22.4833, 15.8788), (4.0429, -2.8089, 0.5000), (3.8917, -2.7725, 0.5061)):
         values = a * values + b * values**3 + c * values**5
-    assert ((values > 0.15) & (values < 1.8)).all()
+    assert ((values > 0.15) & (values < 1.9)).all()
     expected = left @ torch.diag_embed(values) @ right
     dim = 2 if sizes[1] >= sizes[2] else 1
     expected = expected / expected.norm(dim=dim, keepdim=True)
