@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 NO_TOKEN = -1  # no character is generated: the prompt is still being read, or the text is complete
 
 
-@torch.no_grad()
+@torch.no_grad()  # not inference_mode, whose tensors FSDP does not accept; callers without FSDP may enter it
 def generate(
     model: nn.Module,
     prompts: Sequence[Tensor],
