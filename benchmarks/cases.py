@@ -212,10 +212,9 @@ def sampling(bench: Bench) -> Iterator[Row]:
     prompt = torch.zeros(1, dtype=torch.long, device=bench.context.device)
     for shape in (replace(SMALL, T=256), replace(MEDIUM, T=256)):
         trainer = bench.build_trainer(shape.options, warmup_steps=0)
-        model = trainer.strategy.full_model.eval()
+        model = GPT(trainer.model_config).to(bench.context.device).eval()
         T = model.config.block_size
 
-        @torch.no_grad()
         def recomputed(model: GPT = model, T: int = T) -> None:
             text = prompt[None]
             while text.size(1) < T:
@@ -229,7 +228,9 @@ def sampling(bench: Bench) -> Iterator[Row]:
 
         size = f"{model.config.n_layer} layers {model.config.n_embd} wide"
         what = f"{T} characters recomputed, in those with the cache, {size}"
-        yield median_row(what, bench.ratio(recomputed, cached))
+        with torch.inference_mode():  # as sample.py
+            ratios = bench.ratio(recomputed, cached)
+        yield median_row(what, ratios)
 
 
 CASES: dict[str, Callable[[Bench], Iterator[Row]]] = {

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 NO_TOKEN = -1  # no character is generated: the prompt is still being read, or the text is complete
 
 
-@torch.no_grad()
+@torch.no_grad()  # not inference_mode, whose tensors FSDP does not accept; callers without FSDP may enter it
 def generate(
     model: nn.Module,
     prompts: Sequence[Tensor],
@@ -42,17 +42,23 @@ def generate(
     padded = pad_sequence([prompt[-block_size:] for prompt in prompts], batch_first=True, padding_value=NO_TOKEN)
     lengths = (padded != NO_TOKEN).sum(1)
     ends = lengths + max_new_tokens
-    text = padded[:, : int(lengths.min())]
+    window = padded[:, : int(lengths.min())]
+    have_one_length = window.size(1) == padded.size(1)
     caches: list[Any] = []
-    for position in range(text.size(1), int(ends.max())):
+    for position in range(window.size(1), int(ends.max())):
         if not caches or caches[0].length == block_size:
             caches = gpt.new_kv_caches()
-        logits, _ = gpt(text[:, -block_size:][:, caches[0].length :], caches=caches)
+            uncached = window
+        logits, _ = gpt(uncached, caches=caches)
         tokens = _sample(logits[:, -1].float(), temperature, top_k, top_p, generator)
         if position < padded.size(1):
             tokens = torch.where(padded[:, position] == NO_TOKEN, tokens, padded[:, position])
-        text = torch.cat((text, tokens[:, None]), 1)
-        yield tokens.masked_fill((position < lengths) | (position >= ends), NO_TOKEN)
+        uncached = tokens[:, None]
+        window = torch.cat((window, uncached), 1)[:, -block_size:]
+        if have_one_length:
+            yield tokens
+        else:
+            yield tokens.masked_fill((position < lengths) | (position >= ends), NO_TOKEN)
 
 
 def _sample(

@@ -19,19 +19,27 @@ def generate_all(model: GPT, idx: Tensor, number: int, **options: Any) -> Tensor
     return torch.stack(list(generate(model, list(idx), number, **options)), 1)
 
 
-def generate_without_cache(model: GPT, idx: Tensor, number: int) -> Tensor:
-    """Greedy text, with a pass over the whole window for each new character: (B, T) -> (B, number)."""
+def generate_without_cache(model: GPT, idx: Tensor, number: int, generator: torch.Generator | None = None) -> Tensor:
+    """Greedy or seeded text, with a pass over the whole window for each new character: (B, T) -> (B, number)."""
     prompt = idx.size(1)
     for _ in range(number):
-        idx = torch.cat((idx, model(idx[:, -T:])[0][:, -1].argmax(-1, keepdim=True)), 1)
+        logits = model(idx[:, -T:])[0][:, -1].float()
+        if generator is None:
+            new = logits.argmax(-1, keepdim=True)
+        else:
+            new = torch.multinomial(logits.softmax(-1), 1, generator=generator)
+        idx = torch.cat((idx, new), 1)
     return idx[:, prompt:]
+
+
+all_architectures = pytest.mark.parametrize(
+    "architecture", [{"architecture": "gpt2"}, {"architecture": "nanochat"}, {"conv_kernel_size": 3}]
+)
 
 
 @pytest.mark.parametrize("prompt", [1, 3, T - 1, T, T + 5])
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize(
-    "architecture", [{"architecture": "gpt2"}, {"architecture": "nanochat"}, {"conv_kernel_size": 3}]
-)
+@all_architectures
 def test_greedy_text_is_the_same_with_and_without_a_cache_and_has_no_dropout(
     architecture: dict[str, Any], batch: int, prompt: int
 ) -> None:
@@ -41,6 +49,18 @@ def test_greedy_text_is_the_same_with_and_without_a_cache_and_has_no_dropout(
     for options in ({"temperature": 0}, {"top_k": 1}, {"top_p": 1e-9}):
         assert torch.equal(generate_all(model, idx, 3 * T, **options), expected)
     assert list(generate(model, list(idx), 0)) == []
+
+
+@pytest.mark.parametrize("prompt", [1, T + 5])
+@all_architectures
+def test_seeded_text_is_the_same_with_and_without_a_cache_and_in_inference_mode(
+    architecture: dict[str, Any], prompt: int
+) -> None:
+    model, idx = random_gpt(**architecture), random_tokens(3, prompt)
+    expected = generate_without_cache(model, idx, 3 * T, torch.Generator().manual_seed(5))
+    assert torch.equal(generate_all(model, idx, 3 * T, generator=torch.Generator().manual_seed(5)), expected)
+    with torch.inference_mode():  # as sample.py
+        assert torch.equal(generate_all(model, idx, 3 * T, generator=torch.Generator().manual_seed(5)), expected)
 
 
 @pytest.mark.parametrize("lengths", [(1, 3, T + 5), (T, T + 1, 2), (4, 4)])

@@ -70,7 +70,7 @@ class GPTStage(nn.Module):
         start = caches[0].length if caches else 0
         if self.is_first:
             x = self.embed(x, start)
-        rotary = self.rotary_factors(x, start)
+        rotary = self.rotary_factors(x, caches[0] if caches else None)
         for i, block in enumerate(self.blocks):
             x = block(x, rotary, caches[i] if caches else None)
         return self.unembed(x) if self.is_last else x
