@@ -92,8 +92,18 @@ def _is_eager_on_cpu(x: Tensor) -> bool:
 
 
 def use_bmm_attention(q: Tensor, dropout: float) -> bool:
-    """Whether `bmm_attention` is faster than PyTorch's kernel: on CPUs, with dropout or in bf16 (measured)."""
-    return q.device.type == "cpu" and (dropout > 0 or (q.dtype == torch.bfloat16 and q.size(2) <= 512))
+    """Whether `bmm_attention` is faster than PyTorch's kernel on this device for queries (B, H, T, D), as measured."""
+    if q.device.type != "cpu":
+        return False
+    T = q.size(2)
+    if q.dtype == torch.bfloat16:
+        return dropout > 0 or T <= 512
+    return dropout > 0 or (T <= 128 and _has_threads())
+
+
+@torch.compiler.assume_constant_result  # torch.compile can't trace the call
+def _has_threads() -> bool:
+    return torch.get_num_threads() > 1
 
 
 def bmm_attention(q: Tensor, k: Tensor, v: Tensor, dropout: Dropout) -> Tensor:

@@ -47,19 +47,26 @@ def test_bmm_attention_equals_pytorchs_attention_and_its_gradients() -> None:
 
 
 @pytest.mark.parametrize(
-    ("T", "dtype", "device", "dropout", "expected"),
+    ("T", "dtype", "device", "dropout", "threads", "expected"),
     [
-        (512, torch.bfloat16, "cpu", 0.0, True),
-        (2048, torch.float32, "cpu", 0.1, True),
-        (513, torch.bfloat16, "cpu", 0.0, False),
-        (64, torch.float32, "cpu", 0.0, False),
-        (64, torch.bfloat16, "meta", 0.1, False),
+        (512, torch.bfloat16, "cpu", 0.0, 1, True),
+        (513, torch.bfloat16, "cpu", 0.0, 1, False),
+        (2048, torch.float32, "cpu", 0.1, 1, True),
+        (128, torch.float32, "cpu", 0.0, 2, True),
+        (128, torch.float32, "cpu", 0.0, 1, False),
+        (129, torch.float32, "cpu", 0.0, 2, False),
+        (64, torch.bfloat16, "meta", 0.1, 2, False),
     ],
 )
-def test_attention_is_chosen_by_device_dtype_window_and_dropout(
-    T: int, dtype: torch.dtype, device: str, dropout: float, expected: bool
+def test_attention_is_chosen_by_device_dtype_window_dropout_and_threads(
+    T: int, dtype: torch.dtype, device: str, dropout: float, threads: int, expected: bool
 ) -> None:
-    assert use_bmm_attention(torch.empty(1, 1, T, 8, dtype=dtype, device=device), dropout) == expected
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert use_bmm_attention(torch.empty(1, 1, T, 8, dtype=dtype, device=device), dropout) == expected
+    finally:
+        torch.set_num_threads(threads_before)
 
 
 def test_layer_norm_returns_the_dtype_of_its_input() -> None:
