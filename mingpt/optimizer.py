@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -100,13 +100,14 @@ class FiniteGuard:
         """
         if self.strategy.scaler.is_enabled():
             return
+        if self.strategy.context.device.type in ("cpu", "mps"):
+            if not math.isfinite(grad_norm.item()):
+                self._raise(step)
+            return
         if self.bad_step is None:
             self.bad_step = grad_norm.new_zeros(())
         is_first = (self.bad_step == 0) & ~grad_norm.isfinite()
         self.bad_step = torch.where(is_first, step, self.bad_step)
-        if self.strategy.context.device.type in ("cpu", "mps"):
-            self.check()
-            return
         self.strategy.optimizer.grad_scale = None
         self.strategy.optimizer.found_inf = (self.bad_step > 0).float()
 
@@ -123,11 +124,14 @@ class FiniteGuard:
         if not bad_step and not math.isfinite(mean_loss):
             bad_step = step
         if bad_step:
-            raise UserError(
-                f"step {bad_step}: the loss is not finite; no weight and no snapshot was changed by it. "
-                f"Newest snapshot: {self.newest_snapshot()}. Lower optimizer.learning_rate "
-                f"({self.config.learning_rate:g}) or optimizer.grad_norm_clip ({self.config.grad_norm_clip or 'null'})"
-            )
+            self._raise(bad_step)
+
+    def _raise(self, bad_step: int) -> NoReturn:
+        raise UserError(
+            f"step {bad_step}: the loss is not finite; no weight and no snapshot was changed by it. "
+            f"Newest snapshot: {self.newest_snapshot()}. Lower optimizer.learning_rate "
+            f"({self.config.learning_rate:g}) or optimizer.grad_norm_clip ({self.config.grad_norm_clip or 'null'})"
+        )
 
     def check_val_loss(self, step: int, val_loss: float) -> None:
         """Raises a UserError if the validation loss of a step is not finite."""

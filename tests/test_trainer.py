@@ -34,8 +34,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import main
 from mingpt.distributed.process_group import DistributedContext
 from mingpt.evaluation import evaluate
-from mingpt.optimizer import FiniteGuard
 from mingpt.parallel import build
+from mingpt.parallel.strategy import Strategy
 from mingpt.snapshot.storage import load_snapshot
 from mingpt.utils import device
 from mingpt.utils.errors import UserError
@@ -91,6 +91,23 @@ def test_a_non_finite_loss_ends_the_run_and_changes_no_snapshot(
     assert all(weight.isfinite().all() for weight in newest["model"].values())
     first = load_snapshot(str(run_dir / "snapshots/step_00000003.pt"))
     assert torch.equal(first["model"]["transformer.wte.weight"], saved)
+
+
+def test_gradients_are_scaled_to_the_largest_norm_allowed(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEST_INIT_METHOD", "file:///unused")
+    with open_trainer(*run_args(tmp_path / "run", text)) as trainer:
+        strategy = trainer.strategy
+        micro_batch = strategy.micro_batches(range(4))[0]
+        strategy.forward_backward(micro_batch, trainer.train_data)
+        gradients = [parameter.grad for parameter in strategy.parameters.values()]
+        norm = strategy.clip_grad_norm_(None)
+        before = [gradient.clone() for gradient in gradients]
+        torch.testing.assert_close(strategy.clip_grad_norm_(2 * norm.item()), norm, rtol=0, atol=0)
+        torch.testing.assert_close(gradients, before, rtol=0, atol=0)
+        torch.testing.assert_close(strategy.clip_grad_norm_(norm.item() / 2), norm, rtol=0, atol=0)
+        torch.testing.assert_close(gradients, [gradient / 2 for gradient in before], rtol=1e-4, atol=0)
 
 
 def test_on_mps_a_non_finite_gradient_ends_the_run_before_the_update(
@@ -348,20 +365,20 @@ def test_steps_between_log_lines_do_not_wait_for_the_device(
         counts = []
         device = trainer.context.device
         train_step = trainer.train_step
-        watch = FiniteGuard.watch
+        clip_grad_norm_ = Strategy.clip_grad_norm_
 
         def step() -> Any:
             trainer.context.device = device
             counts.append(waits.count)
             return train_step()
 
-        def watch_on_another_device(guard: FiniteGuard, step: int, grad_norm: torch.Tensor) -> None:
-            if step < 12:
+        def clip_on_another_device(strategy: Strategy, max_norm: float | None) -> torch.Tensor:
+            if trainer.step < 11:
                 trainer.context.device = torch.device("xpu")
-            watch(guard, step, grad_norm)
+            return clip_grad_norm_(strategy, max_norm)
 
         monkeypatch.setattr(trainer, "train_step", step)
-        monkeypatch.setattr(FiniteGuard, "watch", watch_on_another_device)
+        monkeypatch.setattr(Strategy, "clip_grad_norm_", clip_on_another_device)
         with CountWaits() as waits:
             assert trainer.train() == 0
     found = [after > before for before, after in zip(counts, [*counts[1:], waits.count], strict=True)]

@@ -188,7 +188,10 @@ class Strategy(FullState):
     def clip_grad_norm_(self, max_norm: float | None) -> Tensor:
         """Scales the gradient to a norm of at most `max_norm`; returns its norm before, the same on all ranks."""
         norm = self.grad_norm(self.parameters)
-        if max_norm is not None:
+        if max_norm is None:
+            return norm
+        # Where reading the norm waits for nothing, gradients that need no scaling are not multiplied by 1.
+        if self.context.device.type != "cpu" or norm > max_norm:
             clip_grads_with_norm_(self.parameters.values(), max_norm, norm)
         return norm
 
