@@ -26,7 +26,7 @@ from mingpt.config import LOGIT_CAP, ROTARY_BASE, GPTConfig
 from mingpt.kernels import Dropout, LayerNorm, bmm_attention, relu_squared, rms_norm, use_bmm_attention
 from mingpt.loss import cross_entropy
 
-Rotary = tuple[Tensor, Tensor]  # cosines and sines of the angles at each position, (T, 1, D) each
+Rotary = tuple[Tensor, Tensor]  # cosines and sines of the angles at each position, (T, 2H, D) each
 
 
 class KVCache:
@@ -266,8 +266,10 @@ class GPT(nn.Module):
         D = self.config.n_embd // self.config.n_head
         frequencies = ROTARY_BASE ** (-torch.arange(0, D, 2, device=device) / D)
         positions = torch.arange(size, device=device)
-        angles = torch.outer(positions, torch.cat((frequencies, -frequencies)))[:, None]  # (size, 1, D)
-        return angles.cos(), angles.sin()
+        angles = torch.outer(positions, torch.cat((frequencies, -frequencies)))  # (size, D)
+        # Repeated for all heads of queries and keys: with broadcasting, a step takes 1% longer on a CPU.
+        heads = 2 * self.config.n_head
+        return angles.cos()[:, None].repeat(1, heads, 1), angles.sin()[:, None].repeat(1, heads, 1)
 
     def unembed(self, x: Tensor) -> Tensor:
         """(B, T, C) -> logits (B, T, V)"""
