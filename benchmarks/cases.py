@@ -4,7 +4,7 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -60,21 +60,23 @@ def training_loop(bench: Bench) -> Iterator[Row]:
 
 def nanogpt(bench: Bench) -> Iterator[Row]:
     """nanoGPT's step, in steps of ours."""
-    yield from _compare_baseline(bench, "nanoGPT's step in ours", bench.nanogpt, nanogpt_step)
+    same = ("--model.architecture", "gpt2", "--model.bias", "false")
+    yield from _compare_baseline(bench, "nanoGPT's step in ours", bench.nanogpt, nanogpt_step, same)
 
 
 def tutorial(bench: Bench) -> Iterator[Row]:
     """The minGPT-DDP tutorial's step, in steps of ours."""
-    yield from _compare_baseline(bench, "the tutorial's step in ours", bench.tutorial, tutorial_step)
+    same = ("--model.architecture", "gpt2")
+    yield from _compare_baseline(bench, "the tutorial's step in ours", bench.tutorial, tutorial_step, same)
 
 
 def _compare_baseline(
-    bench: Bench, what: str, folder: Path | None, build_step: Callable[[Path, Trainer], Step]
+    bench: Bench, what: str, folder: Path | None, build_step: Callable[[Path, Trainer], Step], same: Sequence[str]
 ) -> Iterator[Row]:
+    """One row per shape; `same` are options that give our model the layers of the baseline."""
     folder = bench.require_folder(folder)
     for shape in (SMALL, MEDIUM, LARGE):
-        same = ("--model.architecture", "gpt2", *shape.options)  # as the baselines
-        trainer = bench.build_trainer(same, {"optimizer.name": "adamw"})
+        trainer = bench.build_trainer((*same, *shape.options), {"optimizer.name": "adamw"})
         how = f"{trainer.config.model.architecture}, {trainer.numerics.precision}, AdamW"
         if trainer.config.trainer.compile:
             how += ", compiled"
