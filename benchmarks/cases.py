@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.baselines import Step, minimal_loop, nanogpt_step, tutorial_step
-from benchmarks.harness import LARGE, MEDIUM, SMALL, Bench, Row, Shape, median_row, suppress_stdout
+from benchmarks.harness import MEDIUM, SMALL, Bench, Row, Shape, median_row, suppress_stdout
 from benchmarks.learning import time_to_loss
 from benchmarks.survive import survive
 from mingpt.config import MAX_STEPS
@@ -75,7 +75,7 @@ def _compare_baseline(
 ) -> Iterator[Row]:
     """One row per shape; `same` are options that give our model the layers of the baseline."""
     folder = bench.require_folder(folder)
-    for shape in (SMALL, MEDIUM, LARGE):
+    for shape in (SMALL, MEDIUM):
         trainer = bench.build_trainer((*same, *shape.options), {"optimizer.name": "adamw"})
         how = f"{trainer.config.model.architecture}, {trainer.numerics.precision}, AdamW"
         if trainer.config.trainer.compile:

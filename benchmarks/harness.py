@@ -59,7 +59,6 @@ class Shape:
 
 SMALL = Shape(4, 4, 128, 64, 12)
 MEDIUM = Shape(6, 6, 384, 128, 16)
-LARGE = Shape(8, 8, 512, 128, 16)
 
 
 @dataclass(frozen=True)
