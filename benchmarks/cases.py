@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks.baselines import Step, minimal_loop, nanogpt_step, tutorial_step
 from benchmarks.harness import MEDIUM, SMALL, Bench, Row, Shape, median_row, suppress_stdout
@@ -19,7 +18,6 @@ from benchmarks.survive import survive
 from mingpt.config import MAX_STEPS
 from mingpt.config_parser import read_config
 from mingpt.generation import generate
-from mingpt.snapshot.storage import load_snapshot
 from mingpt.utils.signals import SignalHandler
 from model import GPT
 from trainer import Trainer
@@ -85,13 +83,8 @@ def _compare_baseline(
 
 
 def snapshots(bench: Bench) -> Iterator[Row]:
-    """What a snapshot costs."""
+    """What snapshots cost."""
     trainer = bench.build_trainer()
-    size = f"{sum(tensor.nbytes for tensor in snapshot_tensors(trainer)) / 1e6:.0f} MB"
-    stalls = []
-    for _ in range(5):
-        stalls += stall_ratios(bench, trainer)
-    yield median_row(f"what a snapshot holds the step, in plain copies of its {size}", stalls)
 
     def train() -> None:
         for _ in range(100):
@@ -103,67 +96,33 @@ def snapshots(bench: Bench) -> Iterator[Row]:
 
     ratios = bench.ratio(save_and_train, train, before=trainer.snapshots.writer.wait, times=1)
     yield median_row("what save_every 100 adds to a step", [ratio - 1 for ratio in ratios], "%")
-    what = f"a snapshot's load with its digest checked in torch.load's of the same {size}"
-    yield median_row(what, load_ratios(bench, trainer))
-
-
-def snapshot_tensors(trainer: Trainer) -> list[Tensor]:
-    """The tensors of a snapshot: parameters and optimizer state."""
-    tensors: list[Tensor] = []
-    for _, weight, state in trainer.strategy.iter_full_state():
-        tensors += [weight, *state.values()]
-    return tensors
-
-
-def stall_ratios(bench: Bench, trainer: Trainer) -> list[float]:
-    """Time for which saving a snapshot blocks training, relative to a copy of its tensors."""
-    tensors = snapshot_tensors(trainer)
-    copies = [torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda) for tensor in tensors]
-
-    def copy() -> None:
-        for target, tensor in zip(copies, tensors, strict=True):
-            target.data.copy_(tensor, non_blocking=tensor.is_cuda)
-
-    def step() -> None:  # so that neither action finds the tensors in the CPU's cache because of the other
-        trainer.snapshots.writer.wait()
-        trainer.train_step()
-
-    return bench.ratio(lambda: trainer.save_snapshot(None), copy, before=step, times=1)
-
-
-def load_ratios(bench: Bench, trainer: Trainer) -> list[float]:
-    """Time to load and verify a snapshot, relative to torch.load."""
-    trainer.save_snapshot(None)
-    trainer.snapshots.writer.wait()
-    file = trainer.snapshots.storage.file(trainer.step)
-    return bench.ratio(lambda: load_snapshot(file), lambda: torch.load(file, weights_only=True))
 
 
 def strategies(bench: Bench) -> Iterator[Row]:
     """A step of each strategy, in steps with DDP."""
-    for strategy in ("zero1", "zero2", "fsdp"):
-        yield _compare_steps(bench, "strategy", "ddp", strategy, {})
     if bench.context.world_size == 1:
         yield from bench.run_on_ranks("strategies")
+        return
+    for strategy in ("zero1", "zero2", "fsdp"):
+        yield _compare_steps(bench, "strategy", "ddp", strategy, {})
 
 
 def reduction(bench: Bench) -> Iterator[Row]:
     """A step whose bits are the same at every number of ranks, in steps with DDP."""
+    if bench.context.world_size == 1:
+        yield from bench.run_on_ranks("reduction")
+        return
     overrides: dict[str, Any] = {"trainer.micro_batch_size": 3, "trainer.threads": 1}
     if bench.context.device.type == "cuda":  # which the tree requires there
         overrides["trainer.deterministic"] = "true"
     yield _compare_steps(bench, "reduction", "fast", "tree", overrides)
-    if bench.context.world_size == 1:
-        yield from bench.run_on_ranks("reduction")
 
 
 def _compare_steps(bench: Bench, key: str, reference: str, value: str, overrides: dict[str, Any]) -> Row:
     first = bench.build_trainer(overrides=overrides | {f"distributed.{key}": reference})
     second = bench.build_trainer(overrides=overrides | {f"distributed.{key}": value})
-    ranks = bench.context.world_size
-    number = "1 rank" if ranks == 1 else f"{ranks} ranks"
     ratios = bench.ratio(second.train_step, first.train_step)
-    return median_row(f"a step with {key} {value} in one with {reference}, {number}", ratios)
+    return median_row(f"a step with {key} {value} in one with {reference}, {bench.context.world_size} ranks", ratios)
 
 
 def pipeline(bench: Bench) -> Iterator[Row]:
@@ -175,11 +134,9 @@ def pipeline(bench: Bench) -> Iterator[Row]:
     batch_size = read_config(bench.run_options(MEDIUM.options)).trainer.batch_size
     ddp = {"trainer.threads": 1, "trainer.micro_batch_size": max(1, batch_size // 4)}
     reference = bench.build_trainer(MEDIUM.options, ddp)
-    for schedule in ("1f1b", "gpipe"):
-        pipelined = ddp | {"distributed.pipeline_stages": stages, "distributed.pipeline_schedule": schedule}
-        trainer = bench.build_trainer(MEDIUM.options, pipelined)
-        what = f"a step of {stages} stages ({schedule}) in one with ddp on as many ranks, {actual_shape(trainer)}"
-        yield median_row(what, bench.ratio(trainer.train_step, reference.train_step))
+    trainer = bench.build_trainer(MEDIUM.options, ddp | {"distributed.pipeline_stages": stages})
+    what = f"a step of {stages} stages in one with ddp on as many ranks, {actual_shape(trainer)}"
+    yield median_row(what, bench.ratio(trainer.train_step, reference.train_step))
 
 
 def compile_model(bench: Bench) -> Iterator[Row]:
@@ -192,15 +149,9 @@ def compile_model(bench: Bench) -> Iterator[Row]:
     first_seconds = bench.time_calls(compiled.train_step)
     ratios = bench.ratio(eager.train_step, compiled.train_step)
     yield median_row("a step without trainer.compile in one with it", ratios)
-    torch.compiler.reset()
-    restarted = bench.build_trainer(overrides={"trainer.compile": "true"}, warmup_steps=0)
-    later_seconds = bench.time_calls(restarted.train_step)
     gain = bench.time_calls(eager.train_step, 50) / 50 * (1 - 1 / statistics.median(ratios))
-    # A later start in a new process imports the compiler and loads the code too, in some three seconds.
-    for start, seconds in (("a first start", first_seconds), ("a second start in one process", later_seconds)):
-        yield Row(f"absolute: the first compiled step of {start}", seconds, unit="s")
-        what = f"steps after which trainer.compile has paid, in {start}"
-        yield Row(what, seconds / gain if gain > 0 else "never", unit="steps")
+    what = "steps after which trainer.compile has paid, in a first start"
+    yield Row(what, first_seconds / gain if gain > 0 else "never", unit="steps")
 
 
 def optimizer(bench: Bench) -> Iterator[Row]:

@@ -60,8 +60,8 @@ def bench(tmp_path: Path, one_thread: None) -> Bench:
 
 
 # case -> number of rows
-FAST = {"nanogpt": 3, "tutorial": 3, "optimizer": 1}
-SLOW = {"trainer": 1, "snapshots": 3, "sampling": 2}
+FAST = {"nanogpt": 2, "tutorial": 2, "optimizer": 1}
+SLOW = {"trainer": 1, "snapshots": 1, "sampling": 2}
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def measure_on_ranks(folder: Path) -> dict[str, list[Row]]:
 @pytest.mark.slow
 def test_cases_of_several_ranks_yield_rows(tmp_path: Path) -> None:
     rows = run_ranks(2, measure_on_ranks, tmp_path, tmp_path=tmp_path, timeout=240)[0]
-    assert [len(rows[name]) for name in MULTI_RANK_CASES] == [3, 1, 1, 2]
+    assert [len(rows[name]) for name in MULTI_RANK_CASES] == [3, 1, 1, 1]
     assert all(row.figure > 0 for found in rows.values() for row in found)
 
 
@@ -98,8 +98,8 @@ def test_the_program_compiles_starts_ranks_and_prints_rows_as_json() -> None:
     process = run_program("-m", "benchmarks", "reduction", "compile", "--json", *TINY, cwd=ROOT)
     assert process.returncode == 0, process.stderr
     rows = [json.loads(line) for line in process.stdout.splitlines()]
-    assert [row["name"] for row in rows] == ["reduction"] * 2 + ["compile"] * 5
-    assert [row["what"].split(", ")[1] for row in rows[:2]] == ["1 rank", "2 ranks"]
+    assert [row["name"] for row in rows] == ["reduction", "compile", "compile"]
+    assert rows[0]["what"].endswith(", 2 ranks")
     assert all(row["figure"] == "never" or row["figure"] > 0 for row in rows)
 
 
