@@ -267,9 +267,11 @@ class GPT(nn.Module):
         frequencies = ROTARY_BASE ** (-torch.arange(0, D, 2, device=device) / D)
         positions = torch.arange(size, device=device)
         angles = torch.outer(positions, torch.cat((frequencies, -frequencies)))  # (size, D)
-        # Repeated for all heads of queries and keys: with broadcasting, a step takes 1% longer on a CPU.
+        # Repeated for all heads of queries and keys: with broadcasting, rotations take 14 to 25% longer on a CPU.
         heads = 2 * self.config.n_head
-        return angles.cos()[:, None].repeat(1, heads, 1), angles.sin()[:, None].repeat(1, heads, 1)
+        cos = angles.cos()[:, None].repeat(1, heads, 1)
+        sin = angles.sin()[:, None].repeat(1, heads, 1)
+        return cos, sin
 
     def unembed(self, x: Tensor) -> Tensor:
         """(B, T, C) -> logits (B, T, V)"""

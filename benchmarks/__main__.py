@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.cases import BASELINE_OPTIONS, CASES, LONG_CASES, MULTI_RANK_CASES
+from benchmarks.cases import BASELINE_OPTIONS, CASES, CPU_CASES, LONG_CASES, MULTI_RANK_CASES
 from benchmarks.harness import Bench, Row, SkippedError, machine_name
 from mingpt.config_parser import build_parser, config_options, read_config
 from mingpt.distributed.process_group import init_distributed
@@ -33,7 +33,12 @@ def run_case(name: str, bench: Bench) -> Iterator[Row]:
     try:
         if bench.context.world_size > 1 and name not in MULTI_RANK_CASES:
             raise SkippedError("it is about one process, and these are several")
-        yield from case(bench)
+        if name in CPU_CASES:
+            bench.require_cpu(CPU_CASES[name])
+        if bench.context.world_size == 1 and name in MULTI_RANK_CASES:
+            yield from bench.run_on_ranks(name)
+        else:
+            yield from case(bench)
     except SkippedError as reason:
         yield Row((case.__doc__ or name).split("\n")[0].rstrip("."), f"skipped: {reason}")
 

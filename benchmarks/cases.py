@@ -100,18 +100,12 @@ def snapshots(bench: Bench) -> Iterator[Row]:
 
 def strategies(bench: Bench) -> Iterator[Row]:
     """A step of each strategy, in steps with DDP."""
-    if bench.context.world_size == 1:
-        yield from bench.run_on_ranks("strategies")
-        return
     for strategy in ("zero1", "zero2", "fsdp"):
         yield _compare_steps(bench, "strategy", "ddp", strategy, {})
 
 
 def reduction(bench: Bench) -> Iterator[Row]:
     """A step whose bits are the same at every number of ranks, in steps with DDP."""
-    if bench.context.world_size == 1:
-        yield from bench.run_on_ranks("reduction")
-        return
     overrides: dict[str, Any] = {"trainer.micro_batch_size": 3, "trainer.threads": 1}
     if bench.context.device.type == "cuda":  # which the tree requires there
         overrides["trainer.deterministic"] = "true"
@@ -128,9 +122,6 @@ def _compare_steps(bench: Bench, key: str, reference: str, value: str, overrides
 def pipeline(bench: Bench) -> Iterator[Row]:
     """A step of pipeline stages, in steps with DDP on as many ranks."""
     stages = bench.context.world_size
-    if stages == 1:
-        yield from bench.run_on_ranks("pipeline")
-        return
     batch_size = read_config(bench.run_options(MEDIUM.options)).trainer.batch_size
     ddp = {"trainer.threads": 1, "trainer.micro_batch_size": max(1, batch_size // 4)}
     reference = bench.build_trainer(MEDIUM.options, ddp)
@@ -202,5 +193,9 @@ CASES: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "time_to_loss": time_to_loss,
 }
 MULTI_RANK_CASES = ("strategies", "reduction", "survive", "pipeline")  # others measure a single process
+CPU_CASES = {  # case -> why it is about CPUs
+    "survive": "distributed.survive does not support GPUs yet",
+    "time_to_loss": "it compares with nanoGPT's recipe for CPUs",
+}
 LONG_CASES = ("time_to_loss",)  # run only if they are named
 BASELINE_OPTIONS = {"nanogpt": "nanogpt", "tutorial": "tutorial", "time_to_loss": "nanogpt"}  # case -> option it needs

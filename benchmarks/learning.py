@@ -43,7 +43,6 @@ class Run(NamedTuple):
 
 def time_to_loss(bench: Bench) -> Iterator[Row]:
     """Training seconds to the loss at which nanoGPT's recipe for CPUs ends, in nanoGPT's."""
-    bench.require_cpu("it compares with nanoGPT's recipe for CPUs")
     seeds = range(1, 1 + min(REPETITIONS, bench.pairs))
     ours = [train_to_loss(bench, seed, STEPS_TO_LOSS, LOSS) for seed in seeds]
     what = f"absolute: training seconds to validation loss {LOSS:g} ({_describe(ours)})"

@@ -19,10 +19,6 @@ from trainer import Trainer
 
 def survive(bench: Bench) -> Iterator[Row]:
     """A step with distributed.survive, in steps without it."""
-    bench.require_cpu("distributed.survive does not support GPUs yet")
-    if bench.context.world_size == 1:
-        yield from bench.run_on_ranks("survive")
-        return
     overrides: dict[str, Any] = {"distributed.reduction": "tree", "trainer.micro_batch_size": 3, "trainer.threads": 1}
     without = bench.build_trainer(overrides=overrides)
     with open_surviving_context(bench) as context:

@@ -95,14 +95,16 @@ def use_bmm_attention(q: Tensor, dropout: float) -> bool:
     """Whether `bmm_attention` is faster than PyTorch's kernel on this device for queries (B, H, T, D), as measured."""
     if q.device.type != "cpu":
         return False
+    if dropout > 0:
+        return True
     T = q.size(2)
     if q.dtype == torch.bfloat16:
-        return dropout > 0 or T <= 512
-    return dropout > 0 or (T <= 128 and _has_threads())
+        return T <= 512
+    return T <= 128 and _has_several_threads()
 
 
 @torch.compiler.assume_constant_result  # torch.compile can't trace the call
-def _has_threads() -> bool:
+def _has_several_threads() -> bool:
     return torch.get_num_threads() > 1
 
 

@@ -59,14 +59,16 @@ def test_bmm_attention_equals_pytorchs_attention_and_its_gradients() -> None:
     ],
 )
 def test_attention_is_chosen_by_device_dtype_window_dropout_and_threads(
-    T: int, dtype: torch.dtype, device: str, dropout: float, threads: int, expected: bool
+    T: int,
+    dtype: torch.dtype,
+    device: str,
+    dropout: float,
+    threads: int,
+    expected: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    threads_before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        assert use_bmm_attention(torch.empty(1, 1, T, 8, dtype=dtype, device=device), dropout) == expected
-    finally:
-        torch.set_num_threads(threads_before)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert use_bmm_attention(torch.empty(1, 1, T, 8, dtype=dtype, device=device), dropout) == expected
 
 
 def test_layer_norm_returns_the_dtype_of_its_input() -> None:
