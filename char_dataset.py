@@ -14,10 +14,9 @@ from torch.utils.data import Dataset
 
 from mingpt.config import DataConfig
 from mingpt.corpus import Corpus
-from mingpt.loss import IGNORE_INDEX
-from mingpt.utils.errors import UserError
-from mingpt.utils.hashing import hash64
-from mingpt.utils.permutation import permute
+from mingpt.errors import UserError
+from mingpt.kernels import IGNORE_INDEX
+from mingpt.permutation import hash64, permute
 
 
 def train_val_split(corpus: Corpus, config: DataConfig) -> tuple[np.ndarray, np.ndarray]:

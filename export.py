@@ -14,10 +14,10 @@ import safetensors.torch
 
 from mingpt.config import Config, config_to_dict
 from mingpt.config_parser import default_snapshot_path, option_words
+from mingpt.errors import UserError
+from mingpt.monitoring.logging import run_script
 from mingpt.snapshot.hf_format import hf_config, hf_tokenizer, hf_weights
 from mingpt.snapshot.pretrained import Pretrained, load_pretrained
-from mingpt.utils.errors import UserError
-from mingpt.utils.logging import run_script
 from model import GPT
 
 

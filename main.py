@@ -14,14 +14,14 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import mingpt.utils.signals  # noqa: F401 - reads which process is the launcher, before that can end
+import mingpt.signals  # noqa: F401 - reads which process is the launcher, before that can end
 from mingpt.config import PLACES, Config, DataConfig, config_to_dict
 from mingpt.config_parser import read_config
 from mingpt.distributed.launch_environment import detect_launch_environment, restart_hint
-from mingpt.utils.errors import PeerError, RunEnded, UserError, is_oom_error
-from mingpt.utils.lock import lock_run
-from mingpt.utils.logging import configure_logging, logger, report_peer_error
-from mingpt.utils.wandb_run import check_wandb
+from mingpt.errors import PeerError, RunEnded, UserError, is_oom_error
+from mingpt.monitoring.logging import configure_logging, logger, report_peer_error
+from mingpt.monitoring.wandb_run import check_wandb
+from mingpt.run_lock import lock_run
 
 # What imports PyTorch, which takes over a second, is imported where it is used: `--help` and a mistake in the
 # configuration are answered without it.
@@ -59,8 +59,8 @@ def train(config: Config) -> int:
 
     import torch._dynamo  # noqa: F401 - the constructor of an optimizer would import it (torch 2.13)
 
+    from mingpt.hardware.device import check_precision, tune_malloc
     from mingpt.parallel.build import validate
-    from mingpt.utils.device import check_precision, tune_malloc
     from trainer import Trainer
 
     gc.freeze()  # what is imported stays

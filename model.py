@@ -23,8 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mingpt.config import LOGIT_CAP, ROTARY_BASE, GPTConfig
-from mingpt.kernels import Dropout, LayerNorm, bmm_attention, relu_squared, rms_norm, use_bmm_attention
-from mingpt.loss import cross_entropy
+from mingpt.kernels import Dropout, LayerNorm, bmm_attention, cross_entropy, relu_squared, rms_norm, use_bmm_attention
 
 Rotary = tuple[Tensor, Tensor]  # cosines and sines of the angles at each position, (T, 2H, D) each
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from mingpt.utils.errors import UserError
-from mingpt.utils.logging import logger, run_script
-from mingpt.utils.metrics import read_metrics
+from mingpt.errors import UserError
+from mingpt.monitoring.logging import logger, run_script
+from mingpt.monitoring.metrics import read_metrics
 
 # matplotlib's name of each run's color, and the nearest of a terminal's 256 colors
 COLORS = {"tab:blue": 33, "tab:orange": 208, "tab:green": 34, "tab:red": 160, "tab:purple": 135, "tab:brown": 130}

@@ -8,10 +8,10 @@ import torch
 
 from mingpt.config_parser import default_snapshot_path
 from mingpt.corpus import encode
+from mingpt.errors import UserError
 from mingpt.generation import NO_TOKEN, generate
+from mingpt.monitoring.logging import configure_logging, run_script
 from mingpt.snapshot.pretrained import load_pretrained
-from mingpt.utils.errors import UserError
-from mingpt.utils.logging import configure_logging, run_script
 from model import GPT
 
 LOWEST = 1e-3  # of temperatures other than 0 and of top_p, where either hardly differs from the most likely character

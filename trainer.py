@@ -18,13 +18,13 @@ from mingpt.config import Config, GPTConfig, config_to_dict
 from mingpt.corpus import encode_corpus
 from mingpt.distributed.process_group import DistributedContext
 from mingpt.evaluation import Evaluation, choose_sample_prompt, generate_sample
+from mingpt.monitoring.profiler import profile_steps
 from mingpt.optimizer import FiniteGuard, learning_rate
 from mingpt.parallel.build import agree_on_numerics, build_strategy
 from mingpt.report import Report, StepResult
+from mingpt.signals import SignalHandler
 from mingpt.snapshot.manager import SnapshotManager, check_compatible
 from mingpt.snapshot.pretrained import load_initial_weights, load_pretrained
-from mingpt.utils.profiler import profile_steps
-from mingpt.utils.signals import SignalHandler
 from model import GPT
 
 EXIT_WAIT_SECONDS = 5.0  # how long a failing run waits for a snapshot that is being written
@@ -178,9 +178,9 @@ class Trainer:
     def advance(self) -> None:
         """Makes one step, and whatever is due after it."""
         # What a single rank knows is agreed on while the step is computed.
-        vote = self.context.start_vote(self.signals.signal, int(self.is_save_overdue()))
+        flags = self.context.all_reduce_flags(self.signals.signal, int(self.is_save_overdue()))
         result = self.train_step()
-        self.stop_signal, save_now = vote.wait()
+        self.stop_signal, save_now = flags.wait()
         self.after_step(result, bool(save_now))
 
     def is_save_overdue(self) -> bool:
@@ -200,7 +200,7 @@ class Trainer:
         losses = []
         for micro_batch in strategy.micro_batches(batch):  # ranks exchange gradients in the backward pass of the last
             losses += strategy.forward_backward(micro_batch, self.train_data)
-        losses = strategy.finish_gradients(batch, losses)
+        losses = strategy.reduce_gradients(batch, losses)
 
         strategy.scaler.unscale_(strategy.optimizer)  # in fp16; otherwise the scaler only calls the optimizer
         grad_norm = strategy.clip_grad_norm_(self.config.optimizer.grad_norm_clip)
@@ -252,10 +252,10 @@ class Trainer:
         evaluation = Evaluation(self.strategy, self.val_data, batch_size)
         self.report.show_evaluation(0)
         while not evaluation.is_done and not self.stop_signal:
-            vote = self.context.start_vote(self.signals.signal)
+            flags = self.context.all_reduce_flags(self.signals.signal)
             evaluation.advance()
             self.report.show_evaluation(evaluation.batches_done / len(evaluation.batches))
-            [self.stop_signal] = vote.wait()
+            [self.stop_signal] = flags.wait()
         self.report.show_evaluation(None)
         if not evaluation.is_done:
             return None

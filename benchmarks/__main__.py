@@ -22,9 +22,9 @@ from benchmarks.cases import BASELINE_OPTIONS, CASES, CPU_CASES, LONG_CASES, MUL
 from benchmarks.harness import Bench, Row, SkippedError, machine_name
 from mingpt.config_parser import build_parser, config_options, read_config
 from mingpt.distributed.process_group import init_distributed
-from mingpt.utils.device import tune_malloc
-from mingpt.utils.errors import UserError
-from mingpt.utils.logging import run_script
+from mingpt.errors import UserError
+from mingpt.hardware.device import tune_malloc
+from mingpt.monitoring.logging import run_script
 
 
 def run_case(name: str, bench: Bench) -> Iterator[Row]:

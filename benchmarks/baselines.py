@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from benchmarks.harness import suppress_stdout
 from char_dataset import ValidationDataset
-from mingpt.loss import cross_entropy
+from mingpt.kernels import cross_entropy
 from mingpt.optimizer import build_optimizer
 from mingpt.parallel.strategy import DTYPES
 from model import GPT

@@ -18,7 +18,7 @@ from benchmarks.survive import survive
 from mingpt.config import MAX_STEPS
 from mingpt.config_parser import read_config
 from mingpt.generation import generate
-from mingpt.utils.signals import SignalHandler
+from mingpt.signals import SignalHandler
 from model import GPT
 from trainer import Trainer
 

@@ -21,8 +21,8 @@ import torch
 
 from mingpt.config_parser import read_config
 from mingpt.distributed.process_group import DistributedContext
-from mingpt.utils.device import check_compiler, device_kind, has_bf16
-from mingpt.utils.errors import UserError
+from mingpt.errors import UserError
+from mingpt.hardware.device import check_compiler, device_kind, has_bf16
 from trainer import Trainer
 
 ROOT = Path(__file__).parent.parent

@@ -39,9 +39,9 @@ from benchmarks.selftest_checks import CheckFailedError, SelfTest, share_groups
 from mingpt.config import DistributedConfig
 from mingpt.distributed import position
 from mingpt.distributed.process_group import DistributedContext, init_distributed
-from mingpt.utils.device import set_deterministic, tune_malloc
-from mingpt.utils.errors import PeerError, UserError
-from mingpt.utils.logging import run_script
+from mingpt.errors import PeerError, UserError
+from mingpt.hardware.device import set_deterministic, tune_malloc
+from mingpt.monitoring.logging import run_script
 
 CHECKS: dict[str, Callable[[SelfTest], str]] = {
     "machine": checks.machine,

@@ -35,10 +35,10 @@ from benchmarks.harness import ROOT, SMALL, Bench, Shape, SkippedError, machine_
 from mingpt.config import GPTConfig
 from mingpt.distributed.launch_environment import RankInfo
 from mingpt.distributed.process_group import DistributedContext
+from mingpt.errors import UserError
+from mingpt.hardware.device import check_compiler, device_kind, has_bf16
 from mingpt.parallel.memory import MemoryUsage, estimate_memory, format_bytes, measure_memory
 from mingpt.snapshot.storage import fingerprint, load_snapshot
-from mingpt.utils.device import check_compiler, device_kind, has_bf16
-from mingpt.utils.errors import UserError
 from model import GPT
 from trainer import Trainer
 

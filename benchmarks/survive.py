@@ -46,6 +46,6 @@ def open_surviving_context(bench: Bench) -> Iterator[SurvivingContext]:
 
 def step_and_vote(trainer: Trainer) -> None:
     """A step with all collectives of the training loop."""
-    vote = trainer.context.start_vote(0, 0)
+    flags = trainer.context.all_reduce_flags(0, 0)
     trainer.train_step()
-    vote.wait()
+    flags.wait()

@@ -13,8 +13,8 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from mingpt.config import KEYS, NO_NUL, SECTIONS, Config, config_to_dict
-from mingpt.utils.errors import UserError
-from mingpt.utils.yaml_format import dump_yaml, load_yaml
+from mingpt.errors import UserError
+from mingpt.yaml_format import dump_yaml, load_yaml
 
 DEFAULT_CONFIG = Path(__file__).parent.parent / "gpt2_train_cfg.yaml"
 HINTS = {

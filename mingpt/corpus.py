@@ -22,11 +22,10 @@ from fsspec.callbacks import TqdmCallback
 from fsspec.implementations.local import LocalFileSystem
 from tqdm import tqdm
 
-from mingpt.utils.errors import UserError
-from mingpt.utils.file_systems import open_file_system
-from mingpt.utils.files import replace_file
-from mingpt.utils.logging import logger
-from mingpt.utils.progress import BAR_OPTIONS
+from mingpt.errors import UserError
+from mingpt.files import open_file_system, replace_file
+from mingpt.monitoring.logging import logger
+from mingpt.monitoring.progress import BAR_OPTIONS
 
 CHUNK_SIZE = 1 << 18  # bytes that are read at once; the arrays made of them fit into a core's cache
 

@@ -1,4 +1,4 @@
-"""Faster forms of PyTorch's layers on CPUs, and a layer norm that takes weights of any dtype."""
+"""The loss, faster forms of PyTorch's layers on CPUs, and a layer norm that takes weights of any dtype."""
 
 import math
 from typing import Any
@@ -8,6 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mingpt.config import RMS_NORM_EPS
+
+IGNORE_INDEX = -1  # target of a position that has no next character
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+    """Cross-entropy in nats per character, of logits (B, T, V) and targets (B, T); IGNORE_INDEX is left out."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction=reduction)
 
 
 class Dropout(nn.Dropout):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from mingpt.utils.tensors import to_local
+from mingpt.tensors import to_local
 
 MOMENTUM = 0.95  # with Nesterov momentum
 # a, b, c of each iteration, x <- a x + b (x x^T) x + c (x x^T)^2 x: Polar Express's, with its safety factor of 2%.

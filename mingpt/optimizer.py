@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from mingpt.config import OptimizerConfig
+from mingpt.errors import UserError
 from mingpt.muon import MuonWithAdamW, NewtonSchulz, newton_schulz
-from mingpt.utils.errors import UserError
 
 MIN_LOSS_SCALE = 1e-4  # of GradScaler, which halves its scale after each overflow; as in fairseq
 

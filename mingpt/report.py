@@ -17,19 +17,19 @@ from torch import Tensor, nn
 from mingpt.config import PLACES, Config
 from mingpt.corpus import Corpus
 from mingpt.distributed.process_group import DistributedContext
+from mingpt.errors import UserError
+from mingpt.files import write_config
+from mingpt.hardware.device import device_name
+from mingpt.hardware.numerics import Numerics
+from mingpt.monitoring.logging import logger
+from mingpt.monitoring.metrics import MetricsLogger, NullMetricsLogger, StepTimer
+from mingpt.monitoring.progress import format_duration
+from mingpt.monitoring.wandb_run import WandbRun
 from mingpt.optimizer import learning_rate
 from mingpt.parallel.memory import MemoryUsage, format_bytes, measure_memory
 from mingpt.parallel.strategy import Strategy
+from mingpt.signals import EXIT_STATUS
 from mingpt.snapshot.manager import SaveResult, SnapshotManager, new_run_advice
-from mingpt.utils.device import device_name
-from mingpt.utils.errors import UserError
-from mingpt.utils.files import write_config
-from mingpt.utils.logging import logger
-from mingpt.utils.metrics import MetricsLogger, NullMetricsLogger, StepTimer
-from mingpt.utils.numerics import Numerics
-from mingpt.utils.progress import format_duration
-from mingpt.utils.signals import EXIT_STATUS
-from mingpt.utils.wandb_run import WandbRun
 
 
 class StepResult(NamedTuple):

@@ -15,8 +15,8 @@ from helpers import ROOT, newest_snapshot, run_program, write_text
 
 from mingpt.config import KEYS, SECTIONS, Config, ModelConfig, config_to_dict
 from mingpt.config_parser import DEFAULT_CONFIG, build_parser, config_options, option_words, read_config
-from mingpt.utils.errors import UserError
-from mingpt.utils.files import write_config
+from mingpt.errors import UserError
+from mingpt.files import write_config
 
 TEXT_KEYS = [name for name, field in KEYS.items() if field.annotation in (str, str | None)]
 

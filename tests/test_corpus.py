@@ -18,7 +18,7 @@ from helpers import ROOT, clean_env
 
 from mingpt import corpus
 from mingpt.corpus import Corpus, encode_corpus
-from mingpt.utils.errors import UserError
+from mingpt.errors import UserError
 
 
 def decode(corpus: Corpus) -> str:

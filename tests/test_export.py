@@ -24,11 +24,11 @@ from helpers import (
 
 from export import export, run
 from mingpt.config_parser import read_config
+from mingpt.errors import UserError
+from mingpt.monitoring.logging import run_script
 from mingpt.snapshot.digest import save_with_digest
 from mingpt.snapshot.pretrained import Pretrained, load_pretrained
 from mingpt.snapshot.storage import SnapshotStorage, load_snapshot
-from mingpt.utils.errors import UserError
-from mingpt.utils.logging import run_script
 from model import GPT
 
 CHARACTERS = 'figs ñandú—🙂"\\\t'

@@ -16,8 +16,8 @@ import main
 import plot
 import sample
 from mingpt.distributed import launch_environment
+from mingpt.monitoring.logging import run_script
 from mingpt.snapshot import __main__ as listing
-from mingpt.utils.logging import run_script
 
 TREE = ["--distributed.reduction", "tree", "--trainer.micro_batch_size", "2", "--distributed.survive", "true"]
 TWO = {"RANK": "0", "WORLD_SIZE": "2"}

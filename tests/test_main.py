@@ -29,8 +29,8 @@ from helpers import (
 )
 
 import main
-from mingpt.utils.errors import PeerError
-from mingpt.utils.lock import LOCK_NAME
+from mingpt.errors import PeerError
+from mingpt.run_lock import LOCK_NAME
 from trainer import Trainer
 
 

@@ -10,7 +10,7 @@ from helpers import T, V, random_gpt, random_tokens, small_gpt
 from torch import Tensor, nn
 
 from mingpt.config import GPTConfig, OptimizerConfig
-from mingpt.loss import IGNORE_INDEX
+from mingpt.kernels import IGNORE_INDEX
 from mingpt.optimizer import build_optimizer, learning_rate
 from model import GPT, CausalConv, KVCache
 

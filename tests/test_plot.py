@@ -14,7 +14,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
 import plot
-from mingpt.utils.logging import run_script
+from mingpt.monitoring.logging import run_script
 from plot import COLORS, Run, draw, find_restarts, read_run, terminal_plot
 
 ESCAPE_CODE = re.compile(r"\x1b\[[\d;]*m")

@@ -18,8 +18,8 @@ from helpers import ROOT, clean_env, run_args, run_on_terminal, run_program, run
 
 import sample
 from mingpt.config import GPTConfig
+from mingpt.monitoring.logging import run_script
 from mingpt.snapshot.storage import SnapshotStorage, load_snapshot
-from mingpt.utils.logging import run_script
 from model import GPT
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -33,12 +33,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import main
 from mingpt.distributed.process_group import DistributedContext
+from mingpt.errors import UserError
 from mingpt.evaluation import evaluate
+from mingpt.hardware import device
 from mingpt.parallel import build
 from mingpt.parallel.strategy import Strategy
 from mingpt.snapshot.storage import load_snapshot
-from mingpt.utils import device
-from mingpt.utils.errors import UserError
 from trainer import Trainer
 
 

@@ -16,8 +16,8 @@ from mingpt.distributed.heartbeat import Heartbeats, heartbeat_key, read_positio
 from mingpt.distributed.launch_environment import restart_hint
 from mingpt.distributed.position import PositionReader, SlowRanks, count_collectives, explain_wait
 from mingpt.distributed.rendezvous import NCCL_DUMP_KEY
-from mingpt.utils.errors import PeerError, StoreUnreachableError, is_oom_error
-from mingpt.utils.logging import logger
+from mingpt.errors import PeerError, StoreUnreachableError, is_oom_error
+from mingpt.monitoring.logging import logger
 
 HEARTBEAT_INTERVAL = 0.5  # seconds between heartbeats
 HEARTBEAT_TIMEOUT = 2.0  # seconds without one, after which a rank counts as gone

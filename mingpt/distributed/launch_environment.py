@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from mingpt.utils.errors import UserError
-from mingpt.utils.threads import omp_num_threads
+from mingpt.errors import UserError
+from mingpt.hardware.threads import omp_num_threads
 
 if TYPE_CHECKING:  # main.py reads the environment before it imports PyTorch
     from torch.distributed import Store

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from mingpt.distributed.daemon_thread import DaemonThread
-from mingpt.utils.logging import logger
+from mingpt.monitoring.logging import logger
 
 ROOT = f"{Path(__file__).parents[2]}/"
 COLLECTIVES = (f"{Path(__file__).parent}/", dist.distributed_c10d.__file__)  # the code of collectives

@@ -27,9 +27,9 @@ from mingpt.distributed.launch_environment import (
 from mingpt.distributed.plain_data import decode, encode
 from mingpt.distributed.position import find_line, format_ranks
 from mingpt.distributed.rendezvous import rendezvous
-from mingpt.utils.device import choose_device, use_cuda, visible_gpu_uuids
-from mingpt.utils.errors import PeerError, StoreUnreachableError, UserError
-from mingpt.utils.logging import set_rank
+from mingpt.errors import PeerError, StoreUnreachableError, UserError
+from mingpt.hardware.device import choose_device, use_cuda, visible_gpu_uuids
+from mingpt.monitoring.logging import set_rank
 
 CUDA_EXTRA_TIMEOUT = timedelta(seconds=60)  # of NCCL's collectives, in addition to distributed.timeout_seconds
 
@@ -206,14 +206,14 @@ class DistributedContext:
         if self.world_size > 1:
             dist.broadcast(tensor, group_src=source, group=self.group)
 
-    def start_vote(self, *values: int) -> "Vote":
+    def all_reduce_flags(self, *values: int) -> "PendingFlags":
         """Starts to reduce each value to its maximum over all ranks.
 
         Ranks call it at the same step, so all of them see at the same step that one received a signal.
         """
-        return Vote(values, self.world_size)
+        return PendingFlags(values, self.world_size)
 
-    def takes_part(self) -> bool:
+    def is_member(self) -> bool:
         """Whether this process is still one of the ranks of the run. A lost rank ends a run of this kind."""
         return True
 
@@ -234,7 +234,7 @@ class DistributedContext:
         return {self.rank: message}
 
 
-class Vote:
+class PendingFlags:
     """The maximum of each value over all ranks, reduced while the caller goes on.
 
     The tensor is on the CPU and reduced by gloo, so it does not wait for work on a GPU.
@@ -355,7 +355,7 @@ def _init_process_group(info: RankInfo, config: DistributedConfig, run_dir: str,
 
 
 def _extend_cuda_timeout(group: dist.ProcessGroup) -> None:
-    """Gives NCCL more time than gloo, so that a collective on the CPU, such as the vote of each step, fails first.
+    """Gives NCCL more time than gloo, so that a collective on the CPU, such as the flags of each step, fails first.
 
     Its error is an exception, after which ranks find out which of them is gone. NCCL's watchdog ends the process
     (handleException in ProcessGroupNCCL.cpp). `setTimeout` there applies to collectives from then on.

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from mingpt.config import Config
 from mingpt.distributed.process_group import DistributedContext
+from mingpt.hardware.compile_cache import use_compile_cache
+from mingpt.hardware.device import check_compiler
+from mingpt.hardware.numerics import Numerics, choose_numerics
 from mingpt.parallel.memory import check_memory, estimate_memory
 from mingpt.parallel.parallelize import apply_activation_checkpointing, apply_compile
 from mingpt.parallel.strategy import DDP, Strategy
-from mingpt.utils.compile_cache import use_compile_cache
-from mingpt.utils.device import check_compiler
-from mingpt.utils.numerics import Numerics, choose_numerics
 
 STRATEGIES = {  # imported only if configured: some take most of a second
     "ddp": "strategy.DDP",
@@ -120,8 +120,8 @@ def _build_pipeline(config: Config, model: Any, context: DistributedContext, pre
     groups = pipeline_groups(context, config.distributed.pipeline_stages)
     stages = split_into_stages(model, config.distributed.pipeline_stages)
     shapes = [dict(stage.named_parameters()) for stage in stages]  # on the meta device, also when one is built
-    stage = stages[groups.replica.rank]
-    inner = _parallelize(stage, groups.replicas, config, precision)
+    stage = stages[groups.pipeline.rank]
+    inner = _parallelize(stage, groups.data_parallel, config, precision)
     if isinstance(inner, DDP):
         received = torch.zeros_like(stage_input(stage, batch_size=1), device=context.device)
         with inner.autocast(), torch.compiler.set_stance("force_eager"):

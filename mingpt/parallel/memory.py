@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 
 from mingpt.config import Config
+from mingpt.errors import UserError
+from mingpt.hardware.device import NCCL_BYTES, memory_per_rank
 from mingpt.optimizer import param_groups
 from mingpt.parallel.strategy import Strategy
-from mingpt.utils.device import NCCL_BYTES, memory_per_rank
-from mingpt.utils.errors import UserError
-from mingpt.utils.tensors import to_local
+from mingpt.tensors import to_local
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ from torch.profiler import record_function
 from mingpt.config import Config
 from mingpt.distributed.position import POINT_TO_POINT
 from mingpt.distributed.process_group import DistributedContext
-from mingpt.loss import IGNORE_INDEX, cross_entropy
+from mingpt.errors import UserError
+from mingpt.hardware.device import seed_device
+from mingpt.kernels import IGNORE_INDEX, cross_entropy
 from mingpt.parallel.strategy import MicroBatch, Strategy, WindowDataset
-from mingpt.utils.device import seed_device
-from mingpt.utils.errors import UserError
-from mingpt.utils.hashing import hash64
-from mingpt.utils.tensors import to_local
+from mingpt.permutation import hash64
+from mingpt.tensors import to_local
 
 WTE = "transformer.wte.weight"  # in the first stage and, where it is the output projection too, in the last
 
@@ -100,9 +100,9 @@ def stage_output(stage: GPTStage, batch_size: int) -> Tensor:
 class PipelineGroups(NamedTuple):
     """The groups of ranks that a rank belongs to."""
 
-    replicas: DistributedContext  # those with the same stage, one in each replica
-    replica: DistributedContext  # those of its replica, in the order of their stages
-    ends: DistributedContext  # the first and the last of its replica, or it alone
+    data_parallel: DistributedContext  # the ranks with the same stage, one in each replica of the model
+    pipeline: DistributedContext  # the ranks of one replica, in the order of their stages
+    tied_embedding: DistributedContext  # the first and the last rank of a replica, or this rank alone
 
 
 def pipeline_groups(context: DistributedContext, stages: int) -> PipelineGroups:
@@ -141,15 +141,15 @@ class PipelineParallel(Strategy):
     ) -> None:
         self.inner = inner
         self.context = context
-        self.replica = groups.replica
-        self.ends = groups.ends
+        self.pipeline = groups.pipeline
+        self.tied_embedding = groups.tied_embedding
         self.config = config
         self.device = inner.device
         self.dtype = inner.dtype
         self.scaler = inner.scaler
         self.parameters = inner.parameters
         self.optimizer = inner.optimizer
-        self.full_model = PipelinedModel(inner.full_model, self.replica)
+        self.full_model = PipelinedModel(inner.full_model, self.pipeline)
         self.full_shapes: dict[str, Tensor] = {}
         for shapes in stage_shapes:
             self.full_shapes |= shapes
@@ -165,9 +165,9 @@ class PipelineParallel(Strategy):
         self.schedule: Any = get_schedule_class(schedule)(self.stage, self.count, self._loss, scale_grads=False)
         self.loss_sums: list[Tensor] = []  # of each micro-batch that the last stage has finished
         context.exit_callbacks.append(self._release)
-        waits = self.replica.world_size - 1
+        waits = self.pipeline.world_size - 1
         self.description = {
-            "pipeline": f"replicas x stages: {inner.context.world_size} x {self.replica.world_size}, {schedule}, "
+            "pipeline": f"replicas x stages: {inner.context.world_size} x {self.pipeline.world_size}, {schedule}, "
             f"{self.count} micro-batches of {self.size}: each stage waits {waits / (self.count + waits):.0%} of the "
             "time"
         }
@@ -207,17 +207,17 @@ class PipelineParallel(Strategy):
         """This replica's share as one, which the schedule divides. It may go beyond the end of a short batch."""
         share = self.size * self.count
         first = batch.start + self.inner.context.rank * share
-        return [MicroBatch(range(first, first + share), share / len(batch), batch, is_last=True)]
+        return [MicroBatch(range(first, first + share), share / len(batch), batch, sync_gradients=True)]
 
     def forward_backward(self, micro_batch: MicroBatch, data: WindowDataset) -> list[Tensor]:
         """Runs the schedule. A short batch is filled up with samples without targets."""
-        numbers = micro_batch.numbers
-        idx, targets = data[numbers]
-        is_filler = torch.tensor([number >= micro_batch.batch.stop for number in numbers])
+        indices = micro_batch.indices
+        idx, targets = data[indices]
+        is_filler = torch.tensor([number >= micro_batch.batch.stop for number in indices])
         targets = targets.masked_fill(is_filler[:, None], IGNORE_INDEX)
         num_targets = len(micro_batch.batch) * targets.size(1)
-        self.stage.first_samples = numbers[:: self.size]
-        self.loss_factor = self.inner.loss_factor / num_targets
+        self.stage.first_samples = indices[:: self.size]
+        self.gradient_divide_factor = self.inner.gradient_divide_factor / num_targets
         self.scaler.scale(torch.zeros((), device=self.device))  # `unscale_` needs it where no loss is scaled
         self.loss_sums = []
         self.schedule.step(*self._stage_inputs(idx), target=self._stage_targets(targets), return_outputs=False)
@@ -235,12 +235,12 @@ class PipelineParallel(Strategy):
         with record_function(f"loss {len(self.loss_sums)}"), self.autocast():
             loss = cross_entropy(logits, targets, "sum")
         self.loss_sums.append(loss.detach())
-        return self.scaler.scale(loss * self.loss_factor)
+        return self.scaler.scale(loss * self.gradient_divide_factor)
 
-    def finish_gradients(self, batch: range, losses: list[Tensor]) -> list[Tensor]:
+    def reduce_gradients(self, batch: range, losses: list[Tensor]) -> list[Tensor]:
         """Adds up the gradients of wte, which two stages may have."""
         if self.ties_weights and WTE in self.parameters:
-            self.ends.all_reduce(to_local(self.parameters[WTE].grad))  # type: ignore[arg-type]
+            self.tied_embedding.all_reduce(to_local(self.parameters[WTE].grad))  # type: ignore[arg-type]
         if self.scaler.is_enabled():
             overflow = 0 * self.grad_norm(self.parameters)  # NaN on all ranks if on one, so that all skip the step
             for parameter in self.parameters.values():
@@ -275,15 +275,15 @@ class PipelineParallel(Strategy):
 
     def grad_norm(self, parameters: Mapping[str, Tensor]) -> Tensor:
         """Over all stages; wte, which two stages may have, counts once."""
-        mine = {name: parameters[name] for name in self.names[self.replica.rank]}
-        return self.replica.all_reduce(self.inner.grad_norm(mine) ** 2).sqrt()
+        mine = {name: parameters[name] for name in self.names[self.pipeline.rank]}
+        return self.pipeline.all_reduce(self.inner.grad_norm(mine) ** 2).sqrt()
 
     def iter_full_state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
         """The ranks of the first replica broadcast their stages, one after another."""
         shapes = self._state_shapes()
         for stage, names in enumerate(self.names):
             elsewhere: Iterator[Any] = ((name, None, {}) for name in names)
-            for name, weight, tensors in self.inner.iter_full_state() if stage == self.replica.rank else elsewhere:
+            for name, weight, tensors in self.inner.iter_full_state() if stage == self.pipeline.rank else elsewhere:
                 if name in names:
                     full = self.broadcast_tensor(stage, weight, self.full_shapes[name])
                     state = {
@@ -317,7 +317,7 @@ class PipelineParallel(Strategy):
             self.inner.load_tensor(name, key, full)
 
     def dropout_seed(self, first: int) -> int:
-        return int(hash64(self.config.trainer.seed, first, self.replica.rank)[0])
+        return int(hash64(self.config.trainer.seed, first, self.pipeline.rank)[0])
 
 
 class PipelinedModel(nn.Module):
@@ -325,27 +325,27 @@ class PipelinedModel(nn.Module):
 
     Args:
         stage_model: the stage of this rank
-        replica: the ranks, in the order of their stages
+        pipeline: the ranks, in the order of their stages
     """
 
-    def __init__(self, stage_model: Any, replica: DistributedContext) -> None:
+    def __init__(self, stage_model: Any, pipeline: DistributedContext) -> None:
         super().__init__()
         self.stage_model = stage_model
-        self.replica = replica
+        self.pipeline = pipeline
         self.config = stage_model.config
         self.new_kv_caches = stage_model.new_kv_caches
 
     def forward(self, idx: Tensor, targets: None = None, caches: list[Any] | None = None) -> tuple[Tensor, None]:
         """(B, T) characters -> logits (B, T, V), on each rank"""
         x = idx
-        last = self.replica.world_size - 1
-        for stage in range(self.replica.world_size):
-            if stage == self.replica.rank:
+        last = self.pipeline.world_size - 1
+        for stage in range(self.pipeline.world_size):
+            if stage == self.pipeline.rank:
                 x = self.stage_model(x, caches).float()
             else:
                 width = self.config.vocab_size if stage == last else self.config.n_embd
                 x = torch.empty(*idx.shape, width, device=idx.device)
-            self.replica.broadcast_tensor(x, stage)
+            self.pipeline.broadcast_tensor(x, stage)
         return x, None
 
 
@@ -353,9 +353,9 @@ class _Stage(PipelineStage):
     """A stage that seeds and autocasts each forward pass like other strategies, with names for the profiler."""
 
     def __init__(self, inner: Strategy, pipeline: PipelineParallel, received: Tensor, sent: Tensor) -> None:
-        replica = pipeline.replica
+        group = pipeline.pipeline
         device = inner.context.device
-        super().__init__(inner.model, replica.rank, replica.world_size, device, received, sent, group=replica.group)
+        super().__init__(inner.model, group.rank, group.world_size, device, received, sent, group=group.group)
         self.autocast = inner.autocast
         self.dropout_seed = pipeline.dropout_seed
         self.first_samples = range(0)  # the first sample of each micro-batch

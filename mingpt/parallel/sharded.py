@@ -15,12 +15,12 @@ from torch.nn.utils import get_total_norm
 
 from mingpt.config import Config
 from mingpt.distributed.process_group import DistributedContext
+from mingpt.errors import UserError
+from mingpt.hardware.device import device_kind
 from mingpt.muon import newton_schulz
 from mingpt.optimizer import build_optimizer
 from mingpt.parallel.strategy import DDP, DTYPES, Strategy
-from mingpt.utils.device import device_kind
-from mingpt.utils.errors import UserError
-from mingpt.utils.tensors import to_local
+from mingpt.tensors import to_local
 
 
 def newton_schulz_sharded(rows: Tensor, ns_dtype: torch.dtype, like: DTensor) -> Tensor:
@@ -112,7 +112,7 @@ class FSDP(Strategy):
         # The rest, embeddings, is needed last in forward and first in backward.
         self.sharded_model = fully_shard(model, reshard_after_forward=False, **options)
         super().__init__(model, context, config, precision, device)
-        self.loss_factor = context.world_size  # FSDP averages over ranks
+        self.gradient_divide_factor = context.world_size  # FSDP averages over ranks
 
     @classmethod
     def validate_device(cls, config: Config, device: torch.device, precision: str) -> None:
@@ -127,9 +127,9 @@ class FSDP(Strategy):
                 "are found on the GPU, and the optimizer on the CPU does not wait for that"
             )
 
-    def set_gradient_sync(self, is_last: bool) -> None:
-        self.sharded_model.set_requires_gradient_sync(is_last)
-        self.sharded_model.set_reshard_after_backward(is_last or self.reshard_after_forward)
+    def set_gradient_sync(self, sync_gradients: bool) -> None:
+        self.sharded_model.set_requires_gradient_sync(sync_gradients)
+        self.sharded_model.set_reshard_after_backward(sync_gradients or self.reshard_after_forward)
 
     def grad_norm(self, parameters: Mapping[str, Tensor]) -> Tensor:
         gradients = [to_local(parameter.grad) for parameter in parameters.values() if parameter.grad is not None]

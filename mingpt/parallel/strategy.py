@@ -25,12 +25,12 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from mingpt.config import Config
 from mingpt.distributed.process_group import DistributedContext
+from mingpt.errors import UserError
+from mingpt.hardware.device import seed_device
 from mingpt.muon import newton_schulz
 from mingpt.optimizer import build_optimizer
 from mingpt.parallel.full_state import FullState
-from mingpt.utils.device import seed_device
-from mingpt.utils.errors import UserError
-from mingpt.utils.hashing import hash64
+from mingpt.permutation import hash64
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -40,17 +40,17 @@ class WindowDataset(Protocol):
 
     block_size: int
 
-    def __getitem__(self, numbers: range) -> tuple[Tensor, Tensor]: ...
+    def __getitem__(self, indices: range) -> tuple[Tensor, Tensor]: ...
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """The sequences that one rank puts through one forward pass."""
 
-    numbers: range  # of the samples
+    indices: range  # of the samples
     weight: float  # of their mean loss in the mean over the batch; 0: a dummy for a rank with a smaller share
     batch: range  # the batch that they belong to, of all ranks together
-    is_last: bool  # of this rank's in the step
+    sync_gradients: bool  # of this rank's in the step
 
 
 class Strategy(FullState):
@@ -69,7 +69,7 @@ class Strategy(FullState):
         device: where parameters are between steps, by default the device of the rank
     """
 
-    loss_factor = 1.0  # multiplies losses before backward
+    gradient_divide_factor = 1.0  # multiplies losses before backward
     needs_process_group = False  # also for one rank
     needs_one_thread = False  # bits depend on the number of CPU threads
     compiles_blocks = False  # trainer.compile compiles blocks, not the whole model
@@ -112,7 +112,7 @@ class Strategy(FullState):
     # The step
 
     def micro_batches(self, batch: range) -> list[MicroBatch]:
-        """This rank's micro-batches of a batch, a range of sample numbers of all ranks together.
+        """This rank's micro-batches of a batch, a range of sample indices of all ranks together.
 
         All ranks get the same number of micro-batches, that of the largest share.
         """
@@ -121,11 +121,11 @@ class Strategy(FullState):
         size = self.config.trainer.micro_batch_size or largest
         micro_batches = []
         for start in range(0, largest, size):
-            numbers = share[start : start + size]
-            weight = len(numbers) / len(batch)
-            if not numbers:
-                numbers = batch[:1]
-            micro_batches.append(MicroBatch(numbers, weight, batch, is_last=start + size >= largest))
+            indices = share[start : start + size]
+            weight = len(indices) / len(batch)
+            if not indices:
+                indices = batch[:1]
+            micro_batches.append(MicroBatch(indices, weight, batch, sync_gradients=start + size >= largest))
         return micro_batches
 
     def forward_backward(self, micro_batch: MicroBatch, data: WindowDataset) -> list[Tensor]:
@@ -134,25 +134,25 @@ class Strategy(FullState):
         Returns:
             this rank's terms of the mean loss over the batch
         """
-        seed_device(self.context.device, self.dropout_seed(micro_batch.numbers.start))
-        self.set_gradient_sync(micro_batch.is_last)
-        idx, targets = data[micro_batch.numbers]
+        seed_device(self.context.device, self.dropout_seed(micro_batch.indices.start))
+        self.set_gradient_sync(micro_batch.sync_gradients)
+        idx, targets = data[micro_batch.indices]
         loss = self.compute_loss(self.model, idx, targets) * micro_batch.weight
-        self.scaler.scale(loss * self.loss_factor).backward()
+        self.scaler.scale(loss * self.gradient_divide_factor).backward()
         return [loss.detach()]
 
     def dropout_seed(self, first: int) -> int:
         """The seed of dropout in the micro-batch that begins with sample `first`."""
         return int(hash64(self.config.trainer.seed, first)[0])
 
-    def set_gradient_sync(self, is_last: bool) -> None:
+    def set_gradient_sync(self, sync_gradients: bool) -> None:
         """Ranks exchange gradients in the backward pass of their last micro-batch, not in those before."""
 
-    def finish_gradients(self, batch: range, losses: list[Tensor]) -> list[Tensor]:
+    def reduce_gradients(self, batch: range, losses: list[Tensor]) -> list[Tensor]:
         """Exchanges gradients that no backward pass has exchanged, after this rank's last micro-batch.
 
         Args:
-            batch: sample numbers, of all ranks together
+            batch: sample indices, of all ranks together
             losses: all that `forward_backward` has returned in this step
 
         Returns:
@@ -182,7 +182,7 @@ class Strategy(FullState):
         return torch.autocast(self.context.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     def mean_loss(self, losses: list[Tensor]) -> Tensor:
-        """The mean loss over the batch, on all ranks, from what `finish_gradients` has returned on each."""
+        """The mean loss over the batch, on all ranks, from what `reduce_gradients` has returned on each."""
         return self.context.all_reduce(torch.stack(losses).sum())
 
     def clip_grad_norm_(self, max_norm: float | None) -> Tensor:
@@ -230,7 +230,7 @@ class DDP(Strategy):
 
     def __init__(self, model: nn.Module, context: DistributedContext, config: Config, precision: str) -> None:
         super().__init__(model, context, config, precision)
-        self.loss_factor = context.world_size  # DDP averages over ranks
+        self.gradient_divide_factor = context.world_size  # DDP averages over ranks
         # They are undefined until weights are loaded, and the pass before `rebuild_buckets` computes with them.
         torch._foreach_zero_([parameter.detach() for parameter in self.parameters.values()])
         self.ddp = DistributedDataParallel(
@@ -252,8 +252,8 @@ class DDP(Strategy):
         loss.backward()
         self.model.zero_grad(set_to_none=True)
 
-    def set_gradient_sync(self, is_last: bool) -> None:
-        self.ddp.require_backward_grad_sync = is_last  # what DDP's no_sync sets
+    def set_gradient_sync(self, sync_gradients: bool) -> None:
+        self.ddp.require_backward_grad_sync = sync_gradients  # what DDP's no_sync sets
 
     def _release(self) -> None:
         # The last owner of the process group destroys it. DDP's C++ part would do so while it holds the GIL, and wait

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from mingpt.config import Config
 from mingpt.distributed.process_group import DistributedContext
+from mingpt.errors import UserError
+from mingpt.hardware.device import device_kind
+from mingpt.monitoring.logging import logger
 from mingpt.parallel.strategy import MicroBatch, Strategy, WindowDataset
-from mingpt.utils.device import device_kind
-from mingpt.utils.errors import UserError
-from mingpt.utils.logging import logger
 
 
 class TreeReduction(Strategy):
@@ -60,9 +60,9 @@ class TreeReduction(Strategy):
         leaves = self.context.shard_range(0, self._num_leaves(batch))
         micro_batches = []
         for leaf in leaves:
-            numbers = batch[self.size * leaf : self.size * (leaf + 1)]
-            is_last = leaf == leaves[-1]
-            micro_batches.append(MicroBatch(numbers, len(numbers) / len(batch), batch, is_last))
+            indices = batch[self.size * leaf : self.size * (leaf + 1)]
+            sync_gradients = leaf == leaves[-1]
+            micro_batches.append(MicroBatch(indices, len(indices) / len(batch), batch, sync_gradients))
         return micro_batches
 
     def _num_leaves(self, batch: range) -> int:
@@ -72,7 +72,7 @@ class TreeReduction(Strategy):
         """Adds the gradient of the micro-batch, and its loss, to the tree."""
         [loss] = super().forward_backward(micro_batch, data)
         num_leaves = self._num_leaves(micro_batch.batch)
-        leaf = (micro_batch.numbers.start - micro_batch.batch.start) // self.size
+        leaf = (micro_batch.indices.start - micro_batch.batch.start) // self.size
         # A column for each loss of the batch, so that the sum of all leaves has all losses.
         losses = loss.new_zeros(num_leaves)
         losses[leaf] = loss
@@ -82,7 +82,7 @@ class TreeReduction(Strategy):
             parameter.grad = None
         return [loss]
 
-    def finish_gradients(self, batch: range, losses: list[Tensor]) -> list[Tensor]:
+    def reduce_gradients(self, batch: range, losses: list[Tensor]) -> list[Tensor]:
         """Completes the tree over all ranks; returns the losses of all micro-batches of all ranks, in order."""
         sums = self.sums
         self.sums = PartialSums()

@@ -10,10 +10,10 @@ from datetime import datetime, timezone
 
 import fsspec
 
+from mingpt.errors import UserError
+from mingpt.monitoring.logging import run_script
 from mingpt.snapshot.digest import DamagedSnapshotError
 from mingpt.snapshot.storage import SNAPSHOT_NAME, SnapshotStorage, fingerprint, load_snapshot, local_copy
-from mingpt.utils.errors import UserError
-from mingpt.utils.logging import run_script
 
 COLUMNS = ["step", "written", "bytes", "val_loss", "state", "weights", "optimizer"]
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from mingpt.distributed.process_group import DistributedContext
+from mingpt.errors import UserError
+from mingpt.monitoring.logging import logger
+from mingpt.monitoring.metrics import saved_steps
 from mingpt.snapshot.storage import PruneError, SnapshotStorage
-from mingpt.utils.errors import UserError
-from mingpt.utils.logging import logger
-from mingpt.utils.metrics import saved_steps
 
 FullState = Iterable[tuple[str, Tensor, dict[str, Tensor]]]  # name, weight and optimizer state of each parameter
 
@@ -123,7 +123,7 @@ class SnapshotManager:
 
     def __init__(self, context: DistributedContext, path: str, keep: int, timeout_seconds: float) -> None:
         self.context = context
-        self.storage = SnapshotStorage(path, keep, context.takes_part)
+        self.storage = SnapshotStorage(path, keep, context.is_member)
         self.max_wait = timeout_seconds / 2  # other ranks wait in a collective meanwhile
         self.writer = AsyncSnapshotWriter(self.storage)
         self.writer_ranks = elect_writer_ranks(context, self.storage)

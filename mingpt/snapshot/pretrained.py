@@ -12,12 +12,12 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from mingpt.config import KEYS, Config, GPTConfig
+from mingpt.errors import UserError
+from mingpt.files import open_file_system
+from mingpt.monitoring.logging import logger
 from mingpt.snapshot.digest import DamagedSnapshotError
 from mingpt.snapshot.hf_format import CONFIG_KEYS, gpt_config, gpt_vocabulary, gpt_weights
 from mingpt.snapshot.storage import SnapshotStorage, load_snapshot, local_copy
-from mingpt.utils.errors import UserError
-from mingpt.utils.file_systems import open_file_system
-from mingpt.utils.logging import logger
 
 SHAPE_KEYS = [
     ("model", "architecture"),
@@ -43,14 +43,14 @@ class Pretrained:
 
 
 def load_pretrained(
-    path: str, asked_by: str, build_model: Callable[[GPTConfig], nn.Module], best: bool = False
+    path: str, option: str, build_model: Callable[[GPTConfig], nn.Module], best: bool = False
 ) -> Pretrained:
     """Loads a snapshot or an export.
 
     Args:
         path: a snapshot, a folder of snapshots or run folder (the newest undamaged one is loaded), or a folder that
             export.py has written; each may be an fsspec URL
-        asked_by: option or key that names the path, for messages
+        option: option or key that names the path, for messages
         build_model: builds the model that an export is compared with
         best: load the snapshot with the lowest validation loss of a folder
 
@@ -58,7 +58,7 @@ def load_pretrained(
         UserError: there is no undamaged snapshot and no export, or with `best` no folder of snapshots.
     """
     if not path:  # as of a shell's variable that is not set; it would be the working directory
-        raise UserError(f"{asked_by} is empty; it may be a snapshot, a run folder or an export's folder, or a URL")
+        raise UserError(f"{option} is empty; it may be a snapshot, a run folder or an export's folder, or a URL")
     path = path.rstrip("/") or "/"
     snapshot = None
     advice = "it may be a snapshot, a run folder, an export's folder, or the URL of one"
@@ -68,14 +68,14 @@ def load_pretrained(
             is_export = is_folder and fs.isfile(f"{name}/config.json")
             is_other = not is_folder and fs.exists(name) and fs.info(name)["type"] == "other"
     except Exception as error:  # each file system raises its own
-        raise UserError(f"{asked_by}: {path} can't be read: {error}; {advice}") from error
+        raise UserError(f"{option}: {path} can't be read: {error}; {advice}") from error
     if is_other:  # such as a named pipe, which would be waited for
-        raise UserError(f"{asked_by}: {path} is neither a file nor a folder; {advice}")
+        raise UserError(f"{option}: {path} is neither a file nor a folder; {advice}")
     if best and (is_export or not is_folder):
         raise UserError(f"--best: {path} is no folder of snapshots; name a run folder")
     try:
         if is_export:
-            return _load_export(path, asked_by, build_model)
+            return _load_export(path, option, build_model)
         if is_folder:
             for folder in (f"{path}/snapshots", path):
                 snapshot = snapshot or _load_from_folder(folder, best)
@@ -83,17 +83,17 @@ def load_pretrained(
             snapshot = load_snapshot(path)
     except DamagedSnapshotError as error:
         raise UserError(
-            f"{asked_by}: {path} is damaged: {error}; name another, or its folder, of which the newest undamaged one "
+            f"{option}: {path} is damaged: {error}; name another, or its folder, of which the newest undamaged one "
             "is loaded"
         ) from error
     except (FileNotFoundError, NotADirectoryError):
         pass
     except (KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
-        raise UserError(f"{asked_by}: {path} is not as export.py writes it ({error!r}): export it again") from error
+        raise UserError(f"{option}: {path} is not as export.py writes it ({error!r}): export it again") from error
     except (OSError, ValueError, ImportError) as error:
-        raise UserError(f"{asked_by}: {path} can't be read: {error}; {advice}") from error
+        raise UserError(f"{option}: {path} can't be read: {error}; {advice}") from error
     if snapshot is None:
-        raise UserError(f"{asked_by}: no snapshot at {path} (working directory {os.getcwd()}); main.py makes them")
+        raise UserError(f"{option}: no snapshot at {path} (working directory {os.getcwd()}); main.py makes them")
     config = snapshot["config"]
     vocabulary = snapshot["vocabulary"]
     model_config = GPTConfig(**config["model"], vocab_size=len(vocabulary), block_size=config["data"]["block_size"])
@@ -112,7 +112,7 @@ def _load_from_folder(folder: str, best: bool) -> dict[str, Any] | None:
     return load_snapshot(storage.file(best_step))
 
 
-def _load_export(path: str, asked_by: str, build_model: Callable[[GPTConfig], nn.Module]) -> Pretrained:
+def _load_export(path: str, option: str, build_model: Callable[[GPTConfig], nn.Module]) -> Pretrained:
     def read_json(name: str) -> dict[str, Any]:
         with local_copy(f"{path}/{name}") as copy, open(copy, encoding="utf-8") as file:
             content = json.load(file)
@@ -123,7 +123,7 @@ def _load_export(path: str, asked_by: str, build_model: Callable[[GPTConfig], nn
     config = read_json("config.json")
     if (model_type := config.get("model_type")) not in CONFIG_KEYS:
         allowed = " or ".join(CONFIG_KEYS)
-        raise UserError(f"{asked_by}: model_type is {model_type} in {path}/config.json, must be {allowed}")
+        raise UserError(f"{option}: model_type is {model_type} in {path}/config.json, must be {allowed}")
     model_config = gpt_config(config)
     vocabulary = gpt_vocabulary(read_json("tokenizer.json"))
     with local_copy(f"{path}/model.safetensors") as file:

@@ -16,11 +16,10 @@ import fsspec
 import torch
 from fsspec.implementations.local import LocalFileSystem
 
+from mingpt.errors import UserError
+from mingpt.files import open_file_system, sync_folder
+from mingpt.run_lock import Identity, lock_folder, lock_identity
 from mingpt.snapshot.digest import DamagedSnapshotError, save_with_digest, verify_digest
-from mingpt.utils.errors import UserError
-from mingpt.utils.file_systems import open_file_system
-from mingpt.utils.files import sync_folder
-from mingpt.utils.lock import Identity, lock_folder, lock_identity
 
 T = TypeVar("T")
 
@@ -66,17 +65,17 @@ class SnapshotStorage:
     Args:
         path: folder or URL
         keep: number of newest snapshots to keep; the best by validation loss is kept too
-        takes_part: whether this process still belongs to the run; otherwise it must not delete what others have saved
+        is_member: whether this process still belongs to the run; otherwise it must not delete what others have saved
     """
 
-    def __init__(self, path: str, keep: int, takes_part: Callable[[], bool] = lambda: True) -> None:
+    def __init__(self, path: str, keep: int, is_member: Callable[[], bool] = lambda: True) -> None:
         with _raise_user_error(f"{path} can't be opened", "it may be a folder, or a URL that fsspec knows"):
             self.fs, self.root = fsspec.url_to_fs(path)
         self.is_local = isinstance(self.fs, LocalFileSystem)
         is_plain = not self.is_local or os.path.abspath(path) == self.root
         self.path = path.rstrip("/") if is_plain else self.root  # as messages name it
         self.keep = keep
-        self.takes_part = takes_part
+        self.is_member = is_member
         self.lock_identity: Identity | None = None  # of the lock by which this run has the folder
 
     def steps(self) -> list[int]:
@@ -143,7 +142,7 @@ class SnapshotStorage:
             else:
                 self._retry(self._upload, content, target)
         try:
-            if self.takes_part():
+            if self.is_member():
                 self._retry(self._prune, snapshot["step"], best_step)
         except Exception as error:
             raise PruneError(

@@ -15,7 +15,7 @@ class Progress(NamedTuple):
     result: Any  # losses, norm and learning rate of the newest step; None: there was no step since the start
     val_loss: float
     best: dict[str, Any]  # step and val_loss of the best snapshot
-    settled: int  # the newest step of which it knows that all files are written
+    logged: int  # the newest step of which it knows that all files are written
     lacks_evaluation: bool  # that of the newest step was broken off
     is_writer: bool  # it was rank 0 in the view before too
     device: str
@@ -37,15 +37,15 @@ def catch_up(strategy: Strategy, mine: Progress) -> tuple[Progress, list[Progres
     if min(steps) < newest_step:
         _copy_state(strategy, source, keep=mine.step < newest_step)
     newest = had[source]
-    # Who takes part in a step has settled the one before. Whether a rank 0 that is gone had settled the newest step too
-    # is not known: it is settled again, after its rows are removed from the files.
+    # Who takes part in a step has logged the one before. Whether a rank 0 that is gone had logged the newest step too
+    # is not known: it is logged again, after its rows are removed from the files.
     if had[0].is_writer:
-        settled = had[0].settled
+        logged = had[0].logged
     elif newest.result is None:
-        settled = newest.step
+        logged = newest.step
     else:
-        settled = newest.step - 1
-    return newest._replace(settled=settled, is_writer=False, device=mine.device), had
+        logged = newest.step - 1
+    return newest._replace(logged=logged, is_writer=False, device=mine.device), had
 
 
 def _copy_state(strategy: Strategy, source: int, keep: bool) -> None:

@@ -23,8 +23,11 @@ from mingpt.config import Config
 from mingpt.distributed.launch_environment import RankInfo, local_address, select_gloo_interface
 from mingpt.distributed.plain_data import decode, encode
 from mingpt.distributed.position import COLLECTIVES, PositionReader
-from mingpt.distributed.process_group import DistributedContext, Vote
+from mingpt.distributed.process_group import DistributedContext, PendingFlags
 from mingpt.distributed.rendezvous import generation_store
+from mingpt.errors import PeerError, RunEnded, UserError, is_oom_error
+from mingpt.hardware.device import choose_device
+from mingpt.monitoring.logging import set_rank
 from mingpt.parallel.build import validate
 from mingpt.survive.membership import (
     POLL_SECONDS,
@@ -37,9 +40,6 @@ from mingpt.survive.membership import (
     read_end,
 )
 from mingpt.survive.supervisor import FAILED, JOINED, RESTART_STATUS, TOKEN, TRAINED, tell_supervisor
-from mingpt.utils.device import choose_device
-from mingpt.utils.errors import PeerError, RunEnded, UserError, is_oom_error
-from mingpt.utils.logging import set_rank
 
 WAIT_SLICE = timedelta(seconds=0.1)  # between looks, in a collective, at whether the view is over
 MAX_VIEWS = 20  # in a row without a finished step
@@ -74,7 +74,7 @@ class SurvivingContext(DistributedContext):
         self.last_step = -1
         self.exit_status = 0  # of this run if its last snapshot is saved, set before `exchange_messages`
         self.ends_view = False  # after this step, since somebody waits to join
-        self.votes = 0  # calls of start_vote in this view, one at the beginning of each step
+        self.flag_reductions = 0  # calls of all_reduce_flags in this view, one at the beginning of each step
         set_rank(info.rank or int(self.is_joining))  # only a founder logs before it is a member
 
     # Views
@@ -93,7 +93,7 @@ class SurvivingContext(DistributedContext):
         self.last_step = step
         if self.views_without_step > MAX_VIEWS:
             tell_supervisor(FAILED)
-            raise RuntimeError(f"no step was finished in {MAX_VIEWS} views; {self.membership.view.why}")
+            raise RuntimeError(f"no step was finished in {MAX_VIEWS} views; {self.membership.view.reason}")
         try:
             view = self.membership.regroup(step)
         except StateLostError:
@@ -103,7 +103,7 @@ class SurvivingContext(DistributedContext):
         self.view = view.number
         self.calls = 0
         self.ends_view = False
-        self.votes = 0
+        self.flag_reductions = 0
         set_rank(self.rank)
         tell_supervisor(JOINED)
         return view
@@ -195,15 +195,15 @@ class SurvivingContext(DistributedContext):
             options.rootRank = source
             self.run(lambda group: group.broadcast([tensor], options))
 
-    def start_vote(self, *values: int) -> "SurvivingVote":
+    def all_reduce_flags(self, *values: int) -> "SurvivingFlags":
         """As in a DistributedContext; besides, the view ends with this step if somebody waits to join."""
         self.membership.check()
         if self.ends_view:
             self._end_view("a process has asked to join")
-        self.votes += 1
-        if self.votes == 2:
+        self.flag_reductions += 1
+        if self.flag_reductions == 2:
             tell_supervisor(TRAINED)
-        return SurvivingVote([*values, int(self.membership.has_joiners)], self)
+        return SurvivingFlags([*values, int(self.membership.has_joiners)], self)
 
     def run(self, start: Callable[[Any], dist.Work]) -> None:
         """Starts a collective with the group that it is given, and waits for it."""
@@ -238,9 +238,9 @@ class SurvivingContext(DistributedContext):
             self.membership.end_late_view()
             raise MembershipChanged
 
-    def _end_view(self, why: str, error: RuntimeError | None = None) -> NoReturn:
+    def _end_view(self, reason: str, error: RuntimeError | None = None) -> NoReturn:
         self.membership.liveness.look_now()
-        self.membership.end_view(why)
+        self.membership.end_view(reason)
         raise MembershipChanged from error
 
     # The end of the run
@@ -261,7 +261,7 @@ class SurvivingContext(DistributedContext):
         except (RuntimeError, OSError):  # the store is gone
             return True
 
-    def takes_part(self) -> bool:
+    def is_member(self) -> bool:
         """Whether the other processes have not gone on without this one, which may not know it."""
         with suppress(RuntimeError, OSError):
             return not self.membership.is_left_out()
@@ -283,8 +283,8 @@ class SurvivingContext(DistributedContext):
         return {self.rank: message}
 
 
-class SurvivingVote(Vote):
-    """A vote in a view, whose last value says whether somebody waits to join."""
+class SurvivingFlags(PendingFlags):
+    """Flags reduced in a view; the last one says whether a process waits to join."""
 
     def __init__(self, values: Sequence[int], context: SurvivingContext) -> None:
         self.context = context

@@ -20,10 +20,10 @@ from mingpt.distributed.launch_environment import (
     resolve_init_method,
     uses_agent_store,
 )
+from mingpt.errors import UserError
+from mingpt.run_lock import lock_run
+from mingpt.signals import PARENT
 from mingpt.survive.supervisor import LAUNCHER, SIGNALS, become_supervisor, is_supervised
-from mingpt.utils.errors import UserError
-from mingpt.utils.lock import lock_run
-from mingpt.utils.signals import PARENT
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore

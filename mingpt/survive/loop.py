@@ -4,14 +4,14 @@ import signal
 from contextlib import suppress
 from typing import Any
 
+from mingpt.monitoring.logging import logger
+from mingpt.monitoring.metrics import NullMetricsLogger, StepTimer
+from mingpt.monitoring.profiler import profile_steps
 from mingpt.report import StepResult
+from mingpt.signals import EXIT_STATUS, SignalHandler
 from mingpt.survive.catch_up import NO_STATE, Progress, catch_up
 from mingpt.survive.context import SurvivingContext
 from mingpt.survive.membership import MembershipChanged, View
-from mingpt.utils.logging import logger
-from mingpt.utils.metrics import NullMetricsLogger, StepTimer
-from mingpt.utils.profiler import profile_steps
-from mingpt.utils.signals import EXIT_STATUS, SignalHandler
 
 
 def train_surviving(trainer: Any) -> int:
@@ -28,7 +28,7 @@ class SurvivingLoop:
 
     Attributes:
         has_state: this process has the weights of some step; otherwise it gets them from a member
-        settled: the newest step after which all that was due is written
+        logged: the newest step after which all that was due is written
         result: what the newest `train_step` returned; None: there was no step since the start
         must_save: the process that wrote snapshots is gone, and its last one is missing
 
@@ -40,7 +40,7 @@ class SurvivingLoop:
         self.trainer = trainer
         self.context: SurvivingContext = trainer.context
         self.has_state = not self.context.is_joining
-        self.settled = NO_STATE
+        self.logged = NO_STATE
         self.result: StepResult | None = None
         self.must_save = False
 
@@ -53,7 +53,7 @@ class SurvivingLoop:
                 trainer.report.already_trained()
                 trainer.snapshots.writer.wait()
                 return 0
-            self.settled = trainer.step
+            self.logged = trainer.step
         else:
             trainer.build({})
         trace = trainer.run_dir / f"trace-{self.context.launch_rank}.json"
@@ -72,7 +72,7 @@ class SurvivingLoop:
                 trainer.close()
 
     def is_complete(self) -> bool:
-        return self.settled >= self.trainer.last_step and not self.trainer.lacks_evaluation
+        return self.logged >= self.trainer.last_step and not self.trainer.lacks_evaluation
 
     def is_done(self) -> bool:
         return bool(self.trainer.stop_signal) or self.is_complete()
@@ -90,17 +90,17 @@ class SurvivingLoop:
             trainer.make_up_evaluation()
             return
         save_now = self.must_save or trainer.is_save_overdue()
-        vote = self.context.start_vote(trainer.signals.signal, int(save_now))
-        if trainer.step == self.settled:
+        flags = self.context.all_reduce_flags(trainer.signals.signal, int(save_now))
+        if trainer.step == self.logged:
             self.result = trainer.train_step()
-        trainer.stop_signal, save_now = vote.wait()
+        trainer.stop_signal, save_now = flags.wait()
         trainer.after_step(self.result, bool(save_now))
-        self.settled = trainer.step
+        self.logged = trainer.step
         self.must_save = False
 
     def regroup(self) -> None:
         """Becomes a member of the next view, with the newest state of its members."""
-        self.trainer.stop_signal = 0  # members vote again, and whoever was told to stop may be gone
+        self.trainer.stop_signal = 0  # flags are reduced again, and the process that was told to stop may be dead
         while True:
             with suppress(MembershipChanged):
                 step = self.trainer.step if self.has_state else NO_STATE
@@ -122,7 +122,7 @@ class SurvivingLoop:
             self.result,
             trainer.val_loss,
             trainer.snapshots.best,
-            self.settled,
+            self.logged,
             trainer.lacks_evaluation,
             report.metrics.is_open,
             report.device_of_this_rank(),
@@ -137,7 +137,7 @@ class SurvivingLoop:
         if not self.has_state or self.result is None:  # the first step of this process is still to come
             report.timer = StepTimer(trainer.samples)
         self.has_state = True
-        self.settled = now.settled
+        self.logged = now.logged
         self.result = None
         if now.result is not None:
             self.result = StepResult(*now.result)
@@ -152,29 +152,29 @@ class SurvivingLoop:
         if self.result is None:
             trainer.report.show_start(devices)
         if self.context.rank == 0:
-            trainer.report.open_files(self.settled)
+            trainer.report.open_files(self.logged)
             if self.result is None:
                 trainer.report.start_row()
-            last_due = self.settled - self.settled % trainer.config.trainer.save_every
+            last_due = self.logged - self.logged % trainer.config.trainer.save_every
             self.must_save = trainer.snapshots.is_missing(last_due)
 
     def _log_view(self, view: View) -> None:
         """Writes and shows who takes part from now on."""
         self.trainer.report.metrics.log(
             "view",
-            self.settled,
+            self.logged,
             view=view.number,
             members=view.members,
             left=view.left,
             joined=view.joined,
-            why=view.why,
+            reason=view.reason,
         )
         changes = []
         if view.left:
             changes.append(f"{', '.join(view.left)} is gone")
         if view.joined:
             changes.append(f"{', '.join(view.joined)} has joined")
-        changes.append(view.why)
+        changes.append(view.reason)
         if view.number > 1:
             text = "; ".join(changes)
-            logger.info(f"step {self.settled}: {text}; ranks now: {len(view.members)} (view {view.number})")
+            logger.info(f"step {self.logged}: {text}; ranks now: {len(view.members)} (view {view.number})")

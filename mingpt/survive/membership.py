@@ -20,7 +20,7 @@ The states of a process:
     waiting   it asks to join, and has no state that counts, until a view contains it
     entering  it forms the group of the view, tells the others its step, and copies the newest state into memory of
               its own and then over its own state
-    training  it computes, exchanges gradients, commits and settles steps, until the view has ended
+    training  it computes, exchanges gradients, commits and logs steps, until the view has ended
     leaving   it says `ready` with its step, and proposes the next view; if that does not contain it, it is waiting
               again, under a new name
 
@@ -32,15 +32,15 @@ Why no finished step is lost, and none is written twice:
    of all micro-batches. What follows is local and gives the same bits on each rank. So a rank that has gathered may
    commit, whatever happens to the others, and one that has not repeats the step with the same result.
 3. Members are at most one step apart. To finish the collectives of step S + 1, a rank needs data from all members,
-   which each sends only after it has committed and settled step S.
+   which each sends only after it has committed and logged step S.
 4. A finished step is not forgotten. Members prefer those with most steps when they enter a view, and a process that
    joins counts as having none. If all that are ready have fewer steps than the view had at its beginning, they wait
    for the others, for a minute instead of 1.2 seconds.
 5. A state is copied completely or not at all. Tensors are received into new memory, and copied when the last has
    arrived. Collectives use tensors that nothing else uses, since one that is abandoned may complete later.
 6. Each row is written once. Only rank 0 writes. One that was rank 0 in the view before knows what it has written.
-   Another one knows by 3 that its predecessor had settled all steps but the newest; it replaces metrics.jsonl by a
-   copy without rows of that step and settles it again. A predecessor that wakes up writes into the file that was
+   Another one knows by 3 that its predecessor had logged all steps but the newest; it replaces metrics.jsonl by a
+   copy without rows of that step and logs it again. A predecessor that wakes up writes into the file that was
    replaced, and deletes no snapshot, because it finds a view without itself.
 7. Safety does not depend on clocks. Heartbeats and timeouts decide only who is waited for; a process that is taken
    for dead and is not joins like a new one. Only the last resort does: if all members of a view are silent for a
@@ -56,9 +56,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mingpt.distributed.position import Position, SlowRanks, explain_wait, find_late
+from mingpt.errors import RunEnded
 from mingpt.survive.liveness import HEARTBEAT_TIMEOUT, Liveness
 from mingpt.survive.view_group import ViewGroup
-from mingpt.utils.errors import RunEnded
 
 STATE_TIMEOUT = 60.0  # seconds without a heartbeat, after which a member counts as gone if nobody else has its state
 DECISION_SECONDS = 0.5  # for the first member that is ready to decide the next view, before others do
@@ -106,7 +106,7 @@ class View:
     members: list[str] = field(default_factory=list)  # in rank order
     steps: list[int] = field(default_factory=list)  # that each had finished at its beginning; -1: none
     left: list[str] = field(default_factory=list)  # members of the view before that are not in this one
-    why: str = ""  # the view before is over
+    reason: str = ""  # the view before is over
 
     @property
     def joined(self) -> list[str]:
@@ -294,8 +294,8 @@ class Membership:
         """Why a view is over, and the members that have not come to a collective in time."""
         if not view.number:
             return "", []
-        why, late = json.loads(self.store.get(f"ended/{view.number}"))
-        return why, late
+        reason, late = json.loads(self.store.get(f"ended/{view.number}"))
+        return reason, late
 
     def _newest_view(self, view: View) -> View:
         while self.store.check([f"view/{view.number + 1}"]):
@@ -351,18 +351,18 @@ class Membership:
             self._decide(last, names, [states[name] for name in names])
 
     def _decide(self, last: View, members: list[str], steps: list[int]) -> None:
-        why, _ = self._ending(last)
-        view = View(last.number + 1, members, steps, sorted(set(last.members) - set(members)), why)
+        reason, _ = self._ending(last)
+        view = View(last.number + 1, members, steps, sorted(set(last.members) - set(members)), reason)
         self.store.compare_set(f"view/{view.number}", "", json.dumps(asdict(view)))
 
     def _form_group(self, view: View) -> bool:
         """Forms the group of a view, unless somebody in it is gone or the view was ended."""
 
-        def is_vain() -> bool:
+        def should_abort() -> bool:
             is_ended = self.store.check([f"ended/{view.number}"])
             return is_ended or any(map(self.liveness.is_gone, view.members))
 
-        return self.group.form(view.number, view.members.index(self.name), len(view.members), is_vain)
+        return self.group.form(view.number, view.members.index(self.name), len(view.members), should_abort)
 
     def has_failed_for_all(self, rank: int, traceback: str) -> bool:
         """Whether the run must end since this process has failed with an error, else only this process.

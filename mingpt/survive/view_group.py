@@ -34,8 +34,8 @@ class ViewGroup:
         self.pending: list[dist.Work] = []  # collectives of this group
         self.abandoned: list[tuple[object, list[dist.Work]]] = []  # earlier groups, with theirs
 
-    def form(self, number: int, rank: int, size: int, is_vain: Callable[[], bool]) -> bool:
-        """Forms the group of view `number`, unless somebody does not connect or `is_vain` becomes true."""
+    def form(self, number: int, rank: int, size: int, should_abort: Callable[[], bool]) -> bool:
+        """Forms the group of view `number`, unless somebody does not connect or `should_abort` becomes true."""
         store = self.connection or self.store.clone()
         self.connection = None
         result = []
@@ -53,7 +53,7 @@ class ViewGroup:
         deadline = time.monotonic() + CONNECT_SECONDS
         while thread.is_alive() and time.monotonic() < deadline:
             thread.join(POLL_SECONDS)
-            if is_vain():
+            if should_abort():
                 thread.join(5 * POLL_SECONDS)
                 break
         self.group = result[0] if result else None  # otherwise the thread ends by itself, and its group is not used

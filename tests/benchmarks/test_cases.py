@@ -18,7 +18,7 @@ from benchmarks.harness import Bench, Row, Shape, SkippedError, median_row
 from mingpt.config_parser import read_config
 from mingpt.distributed.launch_environment import RankInfo
 from mingpt.distributed.process_group import DistributedContext, init_distributed
-from mingpt.utils.logging import run_script
+from mingpt.monitoring.logging import run_script
 
 TINY = (*Shape(1, 2, 16, 16, 12).options[:8], "--trainer.threads", "1")  # without a batch size: cases set their own
 

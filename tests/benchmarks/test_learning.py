@@ -15,8 +15,8 @@ from benchmarks.cases import CASES, LONG_CASES
 from benchmarks.harness import Bench
 from mingpt.distributed.launch_environment import RankInfo
 from mingpt.distributed.process_group import DistributedContext
-from mingpt.loss import IGNORE_INDEX
-from mingpt.utils.logging import run_script
+from mingpt.kernels import IGNORE_INDEX
+from mingpt.monitoring.logging import run_script
 from trainer import Trainer
 
 

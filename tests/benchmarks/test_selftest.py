@@ -18,7 +18,7 @@ from benchmarks import selftest
 from benchmarks.selftest import CHECKS, Result, agree
 from benchmarks.selftest_checks import COLUMNS, peak_flops
 from mingpt.config_parser import read_config
-from mingpt.utils.logging import run_script
+from mingpt.monitoring.logging import run_script
 
 SELFTEST = ("-m", "benchmarks.selftest")
 NEEDS_GPU = {"waits", "speed"}
@@ -30,7 +30,7 @@ sys.path.insert(0, {str(ROOT)!r})
 from benchmarks import fault_injection, selftest, selftest_checks
 from mingpt.parallel import memory, sharded, strategy, tree_reduction
 from mingpt.snapshot.manager import AsyncSnapshotWriter
-from mingpt.utils.logging import run_script
+from mingpt.monitoring.logging import run_script
 from trainer import Trainer
 rank = int(os.environ.get("RANK", "0"))
 """
@@ -97,7 +97,7 @@ def test_all_checks_pass_on_gpus(variable: str) -> None:
 
 CONTROLS = {  # what is broken, the check that fails, and a part of its line
     "fsdp's gradients twice as large": (
-        "sharded.FSDP.loss_factor = property(lambda self: 2.0, lambda self, value: None)",
+        "sharded.FSDP.gradient_divide_factor = property(lambda self: 2.0, lambda self, value: None)",
         "losses",
         "fsdp's gradient norms in fp32 differ by 1 (allowed 0.01)",
     ),

@@ -31,7 +31,7 @@ from mingpt.config import DistributedConfig
 from mingpt.distributed import health
 from mingpt.distributed.health import HealthMonitor
 from mingpt.distributed.process_group import DistributedContext, init_distributed
-from mingpt.utils.errors import PeerError, StoreUnreachableError
+from mingpt.errors import PeerError, StoreUnreachableError
 from trainer import Trainer
 
 TIMEOUT = 4

@@ -19,7 +19,7 @@ from mingpt.distributed.launch_environment import (
     resolve_init_method,
     select_gloo_interface,
 )
-from mingpt.utils.errors import UserError
+from mingpt.errors import UserError
 
 MASTER = {"MASTER_ADDR": "gpu1", "MASTER_PORT": "29400"}
 BY_HAND = {"RANK": "1", "WORLD_SIZE": "4"}

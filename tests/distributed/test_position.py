@@ -8,7 +8,7 @@ import pytest
 
 from mingpt.distributed.heartbeat import Heartbeat, decode_heartbeat
 from mingpt.distributed.position import Position, SlowRanks, explain_wait, find_late
-from mingpt.utils.logging import logger
+from mingpt.monitoring.logging import logger
 
 STEP, REDUCE = "trainer.py:127", "mingpt/parallel/strategy.py:198"
 

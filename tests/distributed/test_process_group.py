@@ -22,7 +22,7 @@ from mingpt.config import DistributedConfig
 from mingpt.distributed.launch_environment import RankInfo
 from mingpt.distributed.process_group import DistributedContext, init_distributed
 from mingpt.distributed.rendezvous import NCCL_DUMP_KEY, generation_store, rendezvous
-from mingpt.utils.errors import UserError
+from mingpt.errors import UserError
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
@@ -48,7 +48,7 @@ def test_ranks_share_values_errors_and_gpus(tmp_path: Path) -> None:
         "shared_errors": "rank 1: disk full",
         "check_equal": "key differs between ranks: a on rank 0, b on rank 2; "
         "start all of them with the same code, text, yaml and options",
-        "start_vote": [[0, 2], [15]],
+        "all_reduce_flags": [[0, 2], [15]],
         "all see all GPUs": ["cuda:0", "cuda:1", "cuda:2"],
         "each sees its own": ["cuda:0", "cuda:0", "cuda:0"],  # srun may be configured so
     }
@@ -79,9 +79,9 @@ def _run_collectives(context: DistributedContext, results: dict[str, Any], folde
     results["check_equal"] = str(error.value)
     with pytest.raises(UserError, match=r"^key differs between ranks: 0 on rank 0, 1 on rank 1; set it$"):
         context.check_equal({"key": rank}, advice="set it")
-    first = context.start_vote(0, rank)
-    second = context.start_vote(15 if rank == 2 else 0)
-    results["start_vote"] = [first.wait(), second.wait()]
+    first = context.all_reduce_flags(0, rank)
+    second = context.all_reduce_flags(15 if rank == 2 else 0)
+    results["all_reduce_flags"] = [first.wait(), second.wait()]
     with context.local_rank0_first():
         if not list(folder.glob("built-*")):
             (folder / f"built-{rank}").touch()
@@ -112,7 +112,7 @@ def _device(context: DistributedContext, gpus: str) -> str:
 
 
 def test_nccl_has_a_longer_timeout_than_gloo(tmp_path: Path) -> None:
-    """The vote of a step on gloo then fails first, and its error is explained before NCCL ends the process."""
+    """Gloo's all-reduce of a step's flags fails first, and its error is explained before NCCL ends the process."""
     assert run_ranks(2, _timeouts, tmp_path=tmp_path) == [[(30, 90), (30, 90)]] * 2
 
 

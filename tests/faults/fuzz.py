@@ -31,9 +31,9 @@ import plot
 import sample
 from mingpt.config import KEYS, Config
 from mingpt.config_parser import read_config
+from mingpt.monitoring.logging import run_script
 from mingpt.snapshot import __main__ as listing
-from mingpt.utils.logging import run_script
-from mingpt.utils.yaml_format import dump_yaml
+from mingpt.yaml_format import dump_yaml
 from tests.helpers import SMALL_CONFIG, clean_env, write_text
 
 LIMIT = 60.0  # seconds that an input may take

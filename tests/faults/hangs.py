@@ -26,8 +26,8 @@ import trainer
 from char_dataset import ValidationDataset
 from mingpt.distributed.health import HEARTBEAT_TIMEOUT
 from mingpt.distributed.position import count_collectives
+from mingpt.monitoring.logging import logger
 from mingpt.snapshot.manager import SnapshotManager
-from mingpt.utils.logging import logger
 from tests.helpers import ROOT, free_port, read_log, run_args, start_ranks, write_text
 from trainer import Trainer
 

@@ -22,11 +22,11 @@ ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
 import main  # noqa: E402
+from mingpt.monitoring.metrics import MetricsLogger  # noqa: E402
 from mingpt.parallel.strategy import Strategy  # noqa: E402
 from mingpt.snapshot.storage import SnapshotStorage  # noqa: E402
 from mingpt.survive.context import SurvivingContext  # noqa: E402
 from mingpt.survive.membership import Membership  # noqa: E402
-from mingpt.utils.metrics import MetricsLogger  # noqa: E402
 from trainer import Trainer  # noqa: E402
 
 ORDERS, FOLDER = json.loads(os.environ["KILL_AT"]), Path(os.environ["KILL_AT_FOLDER"])
@@ -106,7 +106,7 @@ Strategy.broadcast_full_state = broadcast  # type: ignore[assignment, method-ass
 SurvivingContext.__init__ = initialize  # type: ignore[assignment, method-assign]
 patch(SurvivingContext, "all_to_all", before="collective", after="in collective")
 patch(SurvivingContext, "all_gather", after="gathered")
-patch(Trainer, "after_step", before="committed", after="settled")
+patch(Trainer, "after_step", before="committed", after="logged")
 patch(SurvivingContext, "all_reduce", before="evaluating")
 patch(MetricsLogger, "log_train", before="writing", after="written")
 patch(SnapshotStorage, "write", before="saving", after="saved")

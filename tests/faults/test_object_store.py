@@ -27,9 +27,9 @@ from helpers import (
     write_text,
 )
 
+from mingpt.errors import UserError
 from mingpt.snapshot import storage as storage_module
 from mingpt.snapshot.storage import SnapshotStorage, load_snapshot
-from mingpt.utils.errors import UserError
 
 REASON = "needs pip install -r .ci/requirements.txt"
 moto_server = pytest.importorskip("moto.server", reason=REASON)

@@ -42,7 +42,7 @@ MORE_PLACES = [
     ("left", 0, "SIGKILL", 3),
     ("committed", 1, "SIGKILL", 3),
     ("saving", 0, "SIGSTOP", 2),
-    ("settled", 0, "SIGKILL", 3),
+    ("logged", 0, "SIGKILL", 3),
     ("ready", 1, "SIGKILL", 3),
     ("copying", None, "SIGKILL", 1),
     ("copied", None, "SIGKILL", 1),
@@ -130,10 +130,10 @@ def test_a_rank_that_hangs_is_named_and_the_others_continue(tmp_path: Path) -> N
     run = run_program(*TORCHRUN, "--nproc_per_node=3", str(ROOT / "tests/faults/kill_at.py"), *argv, **orders)
     assert "stopped by SIGTERM" in run.stdout, run.stderr
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    [view] = [row for row in rows if row["event"] == "view" and "not come" in row["why"]]
+    [view] = [row for row in rows if row["event"] == "view" and "not come" in row["reason"]]
     late = r"rank 1 \(\d@.*:\d+\) has not come to collective \d+ \(\w+\)"
     where = r"rank 1: tests/faults/kill_at\.py:\d+ for [34]\.\d seconds"
-    assert re.fullmatch(rf"{late}; (.*; )?{where}(; .*)?", view["why"])
+    assert re.fullmatch(rf"{late}; (.*; )?{where}(; .*)?", view["reason"])
     assert len(view["members"]) == 2
 
 

@@ -23,8 +23,8 @@ from helpers import (
 
 from benchmarks.harness import max_relative_error
 from mingpt.config_parser import read_config
+from mingpt.errors import UserError
 from mingpt.parallel.memory import MemoryUsage, estimate_memory, measure_memory
-from mingpt.utils.errors import UserError
 from model import GPT
 
 Options = dict[str, Any]  # of a run, by names such as trainer__batch_size

@@ -11,8 +11,8 @@ from helpers import open_trainer, run_args, run_captured, run_each_captured, run
 
 from mingpt.config import GPTConfig
 from mingpt.config_parser import read_config
+from mingpt.errors import UserError, is_oom_error
 from mingpt.parallel.memory import MemoryUsage, check_memory, estimate_memory, format_bytes, measure_memory
-from mingpt.utils.errors import UserError, is_oom_error
 from model import GPT
 from trainer import Trainer
 

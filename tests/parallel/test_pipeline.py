@@ -32,9 +32,9 @@ from helpers import (
 
 from benchmarks.harness import max_relative_error
 from mingpt.config_parser import read_config
+from mingpt.errors import UserError
 from mingpt.evaluation import evaluate, generate_sample
 from mingpt.parallel.build import validate
-from mingpt.utils.errors import UserError
 from tests.parallel.runs import (
     COMBINED,
     MIDDLE_STAGE,

@@ -23,9 +23,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.harness import max_relative_error
 from mingpt.config_parser import read_config
+from mingpt.errors import UserError
 from mingpt.parallel.sharded import FSDP
 from mingpt.parallel.strategy import Strategy
-from mingpt.utils.errors import UserError
 from tests.parallel.runs import (
     ARCHITECTURES,
     COMPILED,

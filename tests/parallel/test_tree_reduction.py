@@ -21,10 +21,10 @@ from torch import Tensor
 from mingpt.config import DistributedConfig
 from mingpt.config_parser import read_config
 from mingpt.distributed.process_group import init_distributed
+from mingpt.errors import UserError
 from mingpt.parallel.build import validate
 from mingpt.parallel.strategy import MicroBatch, Strategy
 from mingpt.parallel.tree_reduction import TreeReduction, subtree_ranges
-from mingpt.utils.errors import UserError
 
 TREE = {"distributed__reduction": "tree"}
 # Runs on one and on three ranks.
@@ -118,7 +118,7 @@ def _reduce_leaves(groups: list[list[int]] | None = None) -> list[tuple[list, li
             def backward(
                 tree: TreeReduction, micro_batch: MicroBatch, data: None, leaves: Tensor = leaves
             ) -> list[Tensor]:
-                first = micro_batch.numbers.start
+                first = micro_batch.indices.start
                 for parameter, part in zip(model, leaves[first - 40].split([6, 1, 4]), strict=True):
                     parameter.grad = part.view_as(parameter).clone()
                 return [torch.tensor(float(first))]
@@ -127,7 +127,7 @@ def _reduce_leaves(groups: list[list[int]] | None = None) -> list[tuple[list, li
             with mock.patch.object(Strategy, "forward_backward", backward):
                 for micro_batch in tree.micro_batches(batch):
                     losses += tree.forward_backward(micro_batch, None)
-            assert torch.stack(tree.finish_gradients(batch, losses)).tolist() == list(batch)
+            assert torch.stack(tree.reduce_gradients(batch, losses)).tolist() == list(batch)
             results.append((leaves.tolist(), torch.cat([parameter.grad.flatten() for parameter in model]).tolist()))
     return results
 

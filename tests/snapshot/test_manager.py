@@ -27,9 +27,9 @@ from helpers import (
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mingpt.config import Config, config_to_dict
+from mingpt.errors import UserError
 from mingpt.snapshot.manager import AsyncSnapshotWriter, SnapshotManager, check_compatible
 from mingpt.snapshot.storage import SnapshotStorage, load_snapshot
-from mingpt.utils.errors import UserError
 
 
 class BlockingStorage(SnapshotStorage):

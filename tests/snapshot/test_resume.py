@@ -25,10 +25,10 @@ from helpers import (
 
 from mingpt.config import GPTConfig, OptimizerConfig, config_to_dict
 from mingpt.config_parser import read_config
+from mingpt.hardware import device, numerics
 from mingpt.optimizer import learning_rate
 from mingpt.snapshot.digest import save_with_digest
 from mingpt.snapshot.storage import SnapshotStorage, load_snapshot
-from mingpt.utils import device, numerics
 from model import GPT
 
 SIX_STEPS = {"trainer__max_steps": 6, "optimizer__decay_steps": 12}

@@ -13,9 +13,9 @@ import fsspec
 import pytest
 import torch
 
+from mingpt.errors import UserError
 from mingpt.snapshot.digest import CHUNK_SIZE, TRAILER_MAGIC, TRAILER_SIZE, DamagedSnapshotError, HashingFile
 from mingpt.snapshot.storage import PruneError, SnapshotStorage, load_snapshot
-from mingpt.utils.errors import UserError
 
 
 def small_snapshot(step: int) -> dict[str, Any]:
@@ -229,7 +229,7 @@ def test_a_newest_snapshot_that_cannot_be_read_is_not_skipped(tmp_path: Path) ->
 def test_a_rank_that_the_others_have_left_out_deletes_no_snapshot(tmp_path: Path) -> None:
     """It was stopped while they went on, and does not know which snapshots they keep."""
     for step in (1, 2, 3):
-        SnapshotStorage(str(tmp_path), keep=1, takes_part=lambda: False).write(small_snapshot(step), None)
+        SnapshotStorage(str(tmp_path), keep=1, is_member=lambda: False).write(small_snapshot(step), None)
     assert sorted(os.listdir(tmp_path)) == file_names(1, 2, 3)
     SnapshotStorage(str(tmp_path), keep=1).write(small_snapshot(4), None)
     assert sorted(os.listdir(tmp_path)) == file_names(4)

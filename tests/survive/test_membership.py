@@ -8,10 +8,10 @@ import pytest
 import torch.distributed as dist
 
 from mingpt.distributed.position import Position
+from mingpt.errors import RunEnded
 from mingpt.survive import liveness, membership
 from mingpt.survive.membership import Membership, StateLostError, View, end_run
 from mingpt.survive.view_group import CONNECT_SECONDS
-from mingpt.utils.errors import RunEnded
 
 NOWHERE = Position({}, "", "", 0.0)
 
@@ -104,7 +104,8 @@ def test_a_process_joins_behind_the_members_and_without_a_state(run: Run) -> Non
     while not one.has_joiners:
         time.sleep(0.01)
     views = [view.result(20) for view in (run.regroup(one, 4), run.regroup(other, 4), joined)]
-    assert views[0] == views[1] == views[2] == View(2, [one.name, other.name, third.name], [4, 4, -1], [], views[0].why)
+    members = [one.name, other.name, third.name]
+    assert views[0] == views[1] == views[2] == View(2, members, [4, 4, -1], [], views[0].reason)
     assert views[0].joined == [third.name]
 
 
@@ -163,7 +164,7 @@ def test_a_member_for_which_a_collective_has_waited_is_not_waited_for_again(stor
     one.end_late_view()
     view = run.regroup(one, 1).result(20)
     assert (view.members, view.left) == ([one.name], [other.name])
-    assert view.why.startswith("rank 1 (1@host:1) has not come to collective 2 (all_reduce); ")
+    assert view.reason.startswith("rank 1 (1@host:1) has not come to collective 2 (all_reduce); ")
 
 
 @pytest.mark.parametrize(("save_error", "status"), [("", 143), ("no space", 2)])

@@ -23,15 +23,15 @@ from helpers import (
     wait_until,
 )
 
-from mingpt.utils import lock
-from mingpt.utils.errors import UserError
-from mingpt.utils.lock import LOCK_NAME, lock_folder, lock_identity
+from mingpt import run_lock as lock
+from mingpt.errors import UserError
+from mingpt.run_lock import LOCK_NAME, lock_folder, lock_identity
 
 ENDLESS = {"trainer__max_steps": 1_000_000, "trainer__eval_every": 1_000_000, "trainer__save_every": 20}
 HOLD_LOCK = """
 import sys, time
 from pathlib import Path
-from mingpt.utils.lock import lock_folder
+from mingpt.run_lock import lock_folder
 lock_folder(Path(sys.argv[1]), "trainer.run_dir", "")
 print("locked", flush=True)
 time.sleep(60)

@@ -14,8 +14,8 @@ import shutil
 
 import torch
 
-from mingpt.utils.cgroup import memory_limit
-from mingpt.utils.errors import UserError
+from mingpt.errors import UserError
+from mingpt.hardware.cgroup import memory_limit
 
 NCCL_BYTES = 2**30  # for a communicator's buffers; 688 MB on four A100 (https://github.com/NVIDIA/nccl/issues/964)
 

@@ -29,7 +29,7 @@ from helpers import (
     worker_pids,
 )
 
-from mingpt.utils.signals import EXIT_STATUS, SECOND_INTERRUPT_SECONDS, SignalHandler
+from mingpt.signals import EXIT_STATUS, SECOND_INTERRUPT_SECONDS, SignalHandler
 from trainer import Trainer
 
 ENDLESS = {"trainer__max_steps": 1_000_000, "trainer__save_every": 1_000_000}
@@ -76,7 +76,7 @@ def test_without_a_signal_handlers_and_threads_are_restored(handlers_before: dic
 
 WORKER = """
 import time
-from mingpt.utils.signals import SignalHandler
+from mingpt.signals import SignalHandler
 print("started", flush=True)
 input()
 with SignalHandler() as signals:

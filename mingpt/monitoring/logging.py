@@ -11,8 +11,8 @@ from typing import Literal, TextIO
 
 from tqdm import tqdm
 
-from mingpt.utils.errors import PeerError, UserError
-from mingpt.utils.progress import ProgressLine
+from mingpt.errors import PeerError, UserError
+from mingpt.monitoring.progress import ProgressLine
 
 logger = logging.getLogger("mingpt")
 

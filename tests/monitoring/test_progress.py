@@ -21,7 +21,7 @@ from helpers import (
     train_main,
 )
 
-from mingpt.utils.progress import format_duration
+from mingpt.monitoring.progress import format_duration
 
 
 def screen(raw: str, columns: int) -> list[str]:
@@ -68,7 +68,7 @@ def test_the_live_line_fits_the_terminal_and_stays_below_log_lines(text: Path, t
 
 def test_a_narrow_terminal_shows_the_loss_and_the_time_left_whole() -> None:
     code = """
-from mingpt.utils.progress import ProgressLine
+from mingpt.monitoring.progress import ProgressLine
 line = ProgressLine(0, 1600)
 line.fields.update(loss="loss 1.234", val="val 1.500", speed="35k tok/s")
 line.saved_at = line.started
@@ -112,8 +112,8 @@ def test_the_live_line_has_the_loss_of_each_step_on_one_process_and_of_first_and
 def test_the_live_line_follows_the_width_of_the_terminal() -> None:
     code = """
 import os, time
-from mingpt.utils.logging import configure_logging, logger
-from mingpt.utils.progress import ProgressLine
+from mingpt.monitoring.logging import configure_logging, logger
+from mingpt.monitoring.progress import ProgressLine
 configure_logging()
 line = ProgressLine(0, 60)
 line.advance(50)

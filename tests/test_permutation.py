@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from mingpt.utils.hashing import hash64
-from mingpt.utils.permutation import permute
+from mingpt.permutation import hash64, permute
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 10, 257, 10_007])

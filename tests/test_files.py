@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mingpt.utils.errors import UserError
-from mingpt.utils.files import local_folder, replace_file, sync_folder, write_config
+from mingpt.errors import UserError
+from mingpt.files import local_folder, replace_file, sync_folder, write_config
 
 
 def test_config_is_replaced_or_refused_with_the_name_of_the_file(tmp_path: Path) -> None:

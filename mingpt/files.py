@@ -1,15 +1,19 @@
-"""Files that are replaced as a whole, config.yaml, and folders of fsspec paths."""
+"""Files that are replaced as a whole, config.yaml, and the file systems behind paths and URLs, which fsspec opens."""
 
 import os
-from contextlib import suppress
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from mingpt.utils.errors import UserError
-from mingpt.utils.yaml_format import dump_yaml
+from mingpt.errors import UserError
+from mingpt.yaml_format import dump_yaml
+
+CACHING = ("simplecache", "filecache", "blockcache", "cached")  # protocols, as in simplecache::s3://bucket/text.txt
 
 
 def replace_file(file: Path, text: str) -> None:
@@ -55,3 +59,19 @@ def write_config(run_dir: Path, config: dict[str, Any]) -> None:
             f"trainer.run_dir: {run_dir}/config.yaml can't be written: {error.strerror}; make it writable, or "
             "set another"
         ) from error
+
+
+@contextmanager
+def open_file_system(path: str) -> Iterator[tuple[fsspec.AbstractFileSystem, str]]:
+    """Context manager that gives the file system of a path or URL, and the path in it.
+
+    Copies that `simplecache::` and the like make last as long as the context, unless fsspec's own configuration names
+    a folder for them. fsspec would remove them when the interpreter exits, which main.py does not wait for.
+    """
+    protocols = path.split("::")[:-1]
+    caching = [name for name in protocols if name in CACHING and name not in fsspec.config.conf]
+    if not caching:
+        yield fsspec.url_to_fs(path)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        yield fsspec.url_to_fs(path, **{name: {"cache_storage": folder} for name in caching})

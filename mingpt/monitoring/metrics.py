@@ -11,11 +11,11 @@ from pathlib import Path
 from textwrap import indent
 from typing import Any
 
-from mingpt.utils.errors import UserError
-from mingpt.utils.files import replace_file
-from mingpt.utils.logging import logger
-from mingpt.utils.progress import ProgressLine
-from mingpt.utils.wandb_run import WandbRun
+from mingpt.errors import UserError
+from mingpt.files import replace_file
+from mingpt.monitoring.logging import logger
+from mingpt.monitoring.progress import ProgressLine
+from mingpt.monitoring.wandb_run import WandbRun
 
 SCALARS = ("loss", "learning_rate", "grad_norm", "tokens_per_second", "world_size", "val_loss")
 
@@ -32,7 +32,7 @@ class MetricsLogger:
     is_open = True
 
     def __init__(self, folder: Path, step: int, last_step: int, tracker: WandbRun | None = None) -> None:
-        from mingpt.utils.tensorboard import EventFile  # noqa: PLC0415 - slow, and read_metrics needs no torch
+        from mingpt.monitoring.tensorboard import EventFile  # noqa: PLC0415 - slow, and read_metrics needs no torch
 
         file = folder / "metrics.jsonl"
         try:

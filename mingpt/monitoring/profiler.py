@@ -7,7 +7,7 @@ from pathlib import Path
 from torch.autograd.profiler_util import EventList
 from torch.profiler import profile, schedule
 
-from mingpt.utils.logging import logger
+from mingpt.monitoring.logging import logger
 
 SKIP_STEPS = 10  # in which memory, caches and gradient buckets settle
 

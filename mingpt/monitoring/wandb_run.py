@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mingpt.utils.errors import UserError
-from mingpt.utils.files import replace_file
-from mingpt.utils.logging import logger
+from mingpt.errors import UserError
+from mingpt.files import replace_file
+from mingpt.monitoring.logging import logger
 
 
 def check_wandb(project: str | None) -> None:

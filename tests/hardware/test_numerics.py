@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from mingpt.config import TrainerConfig
-from mingpt.utils.device import device_kind
-from mingpt.utils.numerics import choose_numerics
+from mingpt.hardware.device import device_kind
+from mingpt.hardware.numerics import choose_numerics
 
 KEPT = "auto: kept from the snapshot, not 2 as OMP_NUM_THREADS says; set trainer.threads to change it"
 
@@ -35,7 +35,7 @@ def test_choices_are_applied_and_threads_kept_at_the_same_number_of_ranks(
 
 @pytest.mark.usefixtures("one_thread")
 def test_on_cuda_the_summary_says_what_an_exact_resume_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mingpt.utils.numerics.set_deterministic", lambda device: None)
+    monkeypatch.setattr("mingpt.hardware.numerics.set_deterministic", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     advice = "equals an uninterrupted run to rounding error; with trainer.deterministic: true, to the last bit"
     for device, deterministic, expected in (

@@ -9,9 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from mingpt.config import TrainerConfig
-from mingpt.utils.errors import UserError
-from mingpt.utils.files import local_folder
-from mingpt.utils.logging import logger
+from mingpt.errors import UserError
+from mingpt.files import local_folder
+from mingpt.monitoring.logging import logger
 
 LOCK_NAME = ".lock"
 SUPERVISOR_PID = "MINGPT_SUPERVISOR_PID"  # set by mingpt/survive/supervisor.py
@@ -61,7 +61,7 @@ def lock_folder(folder: Path, key: str, advice: str) -> int:
     """
     file = folder / LOCK_NAME
     started = time.monotonic()
-    is_told = False
+    has_warned = False
     while True:
         descriptor = _open(file, key)
         if _try_lock(descriptor, file):
@@ -71,8 +71,8 @@ def lock_folder(folder: Path, key: str, advice: str) -> int:
         os.close(descriptor)
         waited = time.monotonic() - started
         if holder.get("host_id", _host_id()) != _host_id():
-            if not is_told:
-                is_told = True
+            if not has_warned:
+                has_warned = True
                 logger.warning(
                     f"{key}: process {holder['process']} on {holder['host']} has locked {folder}; its lock is replaced "
                     f"in {OTHER_HOST_TIMEOUT:g} seconds: if that run is not lost, stop this one"

@@ -4,8 +4,8 @@ import os
 from collections.abc import Mapping
 
 from mingpt.config import MAX_THREADS
-from mingpt.utils.cgroup import cpu_limit
-from mingpt.utils.errors import UserError
+from mingpt.errors import UserError
+from mingpt.hardware.cgroup import cpu_limit
 
 
 def choose_threads(requested: int | str, local_world_size: int, saved: int | None) -> tuple[int, str]:

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import torch
 
 from mingpt.config import TrainerConfig
-from mingpt.utils.device import choose_precision, device_kind, set_deterministic
-from mingpt.utils.threads import choose_threads
+from mingpt.hardware.device import choose_precision, device_kind, set_deterministic
+from mingpt.hardware.threads import choose_threads
 
 
 class Numerics(NamedTuple):

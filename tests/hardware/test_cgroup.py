@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from helpers import clean_env
 
-from mingpt.utils.cgroup import cpu_limit, memory_limit
+from mingpt.hardware.cgroup import cpu_limit, memory_limit
 
 GIB = 2**30
 NO_LIMIT = 9223372036854771712  # as version 1 writes it
@@ -110,9 +110,9 @@ def test_without_cgroups_there_is_no_limit(tmp_path: Path) -> None:
 
 REPORT = """
 import torch
-from mingpt.utils.cgroup import cpu_limit
-from mingpt.utils.device import memory_per_rank
-from mingpt.utils.threads import choose_threads
+from mingpt.hardware.cgroup import cpu_limit
+from mingpt.hardware.device import memory_per_rank
+from mingpt.hardware.threads import choose_threads
 print(cpu_limit(), *choose_threads("auto", 1, None), memory_per_rank(torch.device("cpu"), 1, 1))
 """
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 from helpers import run_ranks
 
-from mingpt.utils.device import (
+from mingpt.errors import UserError
+from mingpt.hardware.device import (
     NCCL_BYTES,
     check_compiler,
     choose_device,
@@ -26,8 +27,7 @@ from mingpt.utils.device import (
     use_cuda,
     visible_gpu_uuids,
 )
-from mingpt.utils.errors import UserError
-from mingpt.utils.threads import choose_threads
+from mingpt.hardware.threads import choose_threads
 
 CPU, GPU, MPS = torch.device("cpu"), torch.device("cuda", 0), torch.device("mps")
 INTEL = "this CPU has AVX512-BF16, but no AMX, without which Intel's fp32 is faster"
@@ -49,7 +49,7 @@ def set_hardware(monkeypatch: pytest.MonkeyPatch) -> SetHardware:
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: cpu_flags)
         monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
-        monkeypatch.setattr("mingpt.utils.threads.cpu_limit", lambda: None)
+        monkeypatch.setattr("mingpt.hardware.threads.cpu_limit", lambda: None)
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
     set_flags()
@@ -232,7 +232,7 @@ def test_threads_within_a_cpu_quota(set_hardware: SetHardware, monkeypatch: pyte
         (3.9, 1, 3, "auto: a CPU quota of 3.9 cores / 1 ranks"),
         (0.5, 1, 1, "auto: a CPU quota of 0.5 cores / 1 ranks"),
     ]:
-        monkeypatch.setattr("mingpt.utils.threads.cpu_limit", lambda quota=quota: quota)
+        monkeypatch.setattr("mingpt.hardware.threads.cpu_limit", lambda quota=quota: quota)
         assert choose_threads("auto", ranks, None) == (expected, reason)
 
 
@@ -240,7 +240,7 @@ def test_threads_within_a_cpu_quota(set_hardware: SetHardware, monkeypatch: pyte
 def test_ranks_share_the_hosts_memory_or_their_cgroups(
     limit: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mingpt.utils.device.memory_limit", lambda: limit)
+    monkeypatch.setattr("mingpt.hardware.device.memory_limit", lambda: limit)
     monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 2**12, "SC_PHYS_PAGES": 2**19}.__getitem__)
     assert memory_per_rank(CPU, local_world_size=2, world_size=2) == expected
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from helpers import ROOT, assert_equal_snapshots, clean_env, loss_curve, run_args, run_program, write_text
 
-from mingpt.utils.compile_cache import VARIABLE, use_compile_cache
+from mingpt.hardware.compile_cache import VARIABLE, use_compile_cache
 
 TINY = {
     "model__n_layer": 1,

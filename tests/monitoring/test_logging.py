@@ -22,8 +22,8 @@ from helpers import (
     write_text,
 )
 
-from mingpt.utils.errors import PeerError, UserError
-from mingpt.utils.logging import configure_logging, logger, run_script, set_rank
+from mingpt.errors import PeerError, UserError
+from mingpt.monitoring.logging import configure_logging, logger, run_script, set_rank
 
 DATE = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  "
 
@@ -65,7 +65,7 @@ def test_ranks_other_than_0_log_warnings_and_errors_only(capsys: pytest.CaptureF
 
 
 def test_errors_have_a_date_in_a_file_and_in_the_pipe_of_stdout(tmp_path: Path) -> None:
-    code = "from mingpt.utils.logging import configure_logging, logger; configure_logging(); "
+    code = "from mingpt.monitoring.logging import configure_logging, logger; configure_logging(); "
     code += "logger.info('begin'); logger.error('rank 1 is gone')"
     command = [sys.executable, "-c", code]
     both = subprocess.run(command, stdout=-1, stderr=subprocess.STDOUT, env=clean_env(), text=True, check=True)
@@ -84,7 +84,7 @@ def test_info_on_stderr_has_no_date(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_warning_overwrites_the_live_line_of_another_rank() -> None:
-    code = "from mingpt.utils.logging import configure_logging, logger; configure_logging(); "
+    code = "from mingpt.monitoring.logging import configure_logging, logger; configure_logging(); "
     code += "print('50/60 #####', end='', flush=True); logger.error('rank 1 is gone')"
     assert run_on_terminal("-c", code) == (0, "50/60 #####\r\x1b[Kerror: rank 1 is gone\r\n")
 
@@ -106,7 +106,7 @@ def test_exit_status_of_scripts(capsys: pytest.CaptureFixture[str], monkeypatch:
 
 
 def test_a_script_whose_reader_closes_stdout_succeeds() -> None:
-    code = "import sys; from mingpt.utils.logging import run_script; "
+    code = "import sys; from mingpt.monitoring.logging import run_script; "
     code += "sys.exit(run_script(lambda argv: print('line\\n' * 10**6)))"
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", code], env=clean_env(), **pipes) as process:
