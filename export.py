@@ -15,7 +15,7 @@ import safetensors.torch
 from mingpt.config import Config, config_to_dict
 from mingpt.config_parser import default_snapshot_path, option_words
 from mingpt.errors import UserError
-from mingpt.monitoring.logging import run_script
+from mingpt.program import run_program
 from mingpt.snapshot.hf_format import hf_config, hf_tokenizer, hf_weights
 from mingpt.snapshot.pretrained import Pretrained, load_pretrained
 from model import GPT
@@ -138,4 +138,4 @@ def run(argv: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    sys.exit(run_script(run))
+    sys.exit(run_program(run, sys.argv[1:]))

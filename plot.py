@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from mingpt.monitoring.metrics import read_metrics
 
 from mingpt.errors import UserError
-from mingpt.monitoring.logging import logger, run_script
-from mingpt.monitoring.metrics import read_metrics
+from mingpt.monitoring.logging import logger
+from mingpt.program import run_program
 
 # matplotlib's name of each run's color, and the nearest of a terminal's 256 colors
 COLORS = {"tab:blue": 33, "tab:orange": 208, "tab:green": 34, "tab:red": 160, "tab:purple": 135, "tab:brown": 130}
@@ -215,4 +216,4 @@ def run(argv: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
-    sys.exit(run_script(run))
+    sys.exit(run_program(run, sys.argv[1:]))

@@ -10,7 +10,8 @@ from mingpt.config_parser import default_snapshot_path
 from mingpt.corpus import encode
 from mingpt.errors import UserError
 from mingpt.generation import NO_TOKEN, generate
-from mingpt.monitoring.logging import configure_logging, run_script
+from mingpt.monitoring.logging import configure_logging
+from mingpt.program import run_program
 from mingpt.snapshot.pretrained import load_pretrained
 from model import GPT
 
@@ -97,4 +98,4 @@ def run(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(run))
+    sys.exit(run_program(run, sys.argv[1:]))

@@ -5,8 +5,11 @@ number), so a run that resumes from a snapshot is the same run.
 """
 
 import math
+import platform
+import signal
 import time
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +17,21 @@ import torch
 from torch import Tensor
 
 from char_dataset import CharDataset, ValidationDataset, train_val_split
+from mingpt import summary
 from mingpt.config import Config, GPTConfig, config_to_dict
-from mingpt.corpus import encode_corpus
-from mingpt.distributed.process_group import DistributedContext
+from mingpt.corpus import Corpus, encode_corpus
+from mingpt.distributed.collectives import DistributedContext, PendingFlags
+from mingpt.errors import UserError
 from mingpt.evaluation import Evaluation, choose_sample_prompt, generate_sample
+from mingpt.hardware.device import device_name
+from mingpt.monitoring.logging import logger
 from mingpt.monitoring.profiler import profile_steps
-from mingpt.optimizer import FiniteGuard, learning_rate
+from mingpt.monitoring.run_log import RunLog, StepTimer
+from mingpt.optimizer import learning_rate
 from mingpt.parallel.build import agree_on_numerics, build_strategy
-from mingpt.report import Report, StepResult
-from mingpt.signals import SignalHandler
+from mingpt.parallel.finite_guard import FiniteGuard
+from mingpt.progress import Progress, StepResult
+from mingpt.signals import EXIT_STATUS, SignalHandler
 from mingpt.snapshot.manager import SnapshotManager, check_compatible
 from mingpt.snapshot.pretrained import load_initial_weights, load_pretrained
 from model import GPT
@@ -31,73 +40,78 @@ EXIT_WAIT_SECONDS = 5.0  # how long a failing run waits for a snapshot that is b
 
 
 class Trainer:
-    """One run on one rank.
+    """One run on one rank: it continues from the newest snapshot; without one, it is a new run.
 
     Attributes:
-        step: finished optimizer steps
-        samples: the sequences in them
+        progress: step and samples so far, validation loss of this step, best snapshot
+        resumed: what the newest snapshot had besides tensors when this process started; None in a new run
         stop_signal: the signal that stops the run, on all ranks after the same step; 0: none yet
-        lacks_evaluation: a signal has broken off the evaluation of the newest step; the next start makes up for it
 
     Raises:
-        UserError: text, folders or ranks do not fit the configuration.
+        UserError: text, folders, snapshots or ranks do not fit the configuration.
     """
 
     def __init__(self, config: Config, context: DistributedContext) -> None:
-        self.config = config
-        self.config_dict = config_to_dict(config)
         self.context = context
         self.run_dir = Path(config.trainer.run_dir)
-        self._load_text()
-        path = config.trainer.snapshot_path or f"{self.run_dir}/snapshots"
-        timeout = config.distributed.timeout_seconds
-        self.snapshots = SnapshotManager(context, path, config.trainer.keep_snapshots, timeout)
-        self.resumed: dict[str, Any] | None = None  # the snapshot that this run continues, without its tensors
-        self.step = 0
-        self.samples = 0
-        self.stop_signal = 0
-        self.val_loss = math.nan  # the newest one
-        self.lacks_evaluation = False
-        self.saved_at = time.monotonic()
+        self.snapshots = SnapshotManager(config, context)
+        newest = self.snapshots.load_newest()
+        if newest is not None:
+            config = keep_init_from(config, newest.header)
+        self.config = config
 
-    def _load_text(self) -> None:
-        config = self.config
-        pretrained_vocabulary = None
-        if config.trainer.init_from:
-            pretrained_vocabulary = self._pretrained_vocabulary
-        cache = self.run_dir / "cache"
-        with self.context.local_rank0_first():
-            verify = self.context.local_rank == 0  # one process per machine compares the cache with its digest
-            self.corpus = encode_corpus(
-                config.data.path, cache, pretrained_vocabulary, config.trainer.init_from or "", verify
-            )
-        self.context.check_equal({"the text's SHA-256": self.corpus.sha256})
+        self.corpus = load_corpus(config, context)
         training, validation = train_val_split(self.corpus, config.data)
         self.train_data = CharDataset(training, config.data.block_size, config.trainer.seed)
         self.val_data = ValidationDataset(validation, config.data.block_size, config.trainer.eval_windows)
         self.sample_prompt = choose_sample_prompt(config.trainer.sample_prompt, validation, self.corpus.vocabulary)
 
-    def _pretrained_vocabulary(self) -> str:
-        return load_pretrained(str(self.config.trainer.init_from), "trainer.init_from", GPT).vocabulary
+        self.progress = Progress()
+        self.resumed = None
+        previous_numerics = {}
+        if newest is not None:
+            check_compatible(newest.header, config_to_dict(config), self.corpus.vocabulary)
+            self.progress.load_state_dict(newest.header)
+            self.resumed = newest.header
+            previous_numerics = newest.header["choices"]
+        self.numerics = agree_on_numerics(config, context, previous_numerics)
+
+        vocab_size = len(self.corpus.vocabulary)
+        self.model_config = GPTConfig(**asdict(config.model), vocab_size=vocab_size, block_size=config.data.block_size)
+        with torch.device("meta"):  # the full model need not fit into memory
+            model = GPT(self.model_config)
+        self.strategy = build_strategy(config, model, context, self.numerics.precision, self.train_data[[0]])
+        if newest is not None:
+            self.snapshots.restore(newest, self.strategy)
+        else:
+            weights: dict[str, Tensor] = {}
+            with context.shared_errors():
+                if context.rank == 0:
+                    weights = initial_weights(config, self.model_config, self.corpus.vocabulary)
+            self.strategy.load_full_state(weights, {}, source=0)
+
+        self.guard = FiniteGuard(self.strategy, config.optimizer, self.snapshots.newest_file)
+        self.log = RunLog()
+        self.timer = StepTimer(self.progress.samples)
+        self.signals = SignalHandler()
+        self.stop_signal = 0
+        self.first_step = self.progress.step
+        self.saved_at = time.monotonic()
 
     def train(self) -> int:
-        """Trains to the last step, or until a signal stops it. Returns the exit status.
+        """Trains to the last step, or until a signal stops the run. Returns the exit status.
 
         Raises:
             UserError: a loss is not finite, or a file can't be written.
         """
-        self.resume()
-        if self.is_done() and not self.lacks_evaluation:
-            self.report.already_trained()
-            self.context.end_collectives()
-            self.snapshots.writer.wait()
-            return 0
-        self.report.start()
+        if self.is_done() and not self.is_eval_pending():
+            return self.already_trained()
+        self.start_log(self.context.all_gather_object(self.host_and_device()))
         trace = self.run_dir / f"trace-{self.context.rank}.json"
-        with profile_steps(self.config.trainer.profile_steps, trace) as step_profiler, SignalHandler() as self.signals:
+        with profile_steps(self.config.trainer.profile_steps, trace) as step_profiler, self.signals:
             try:
-                if self.lacks_evaluation:
-                    self.make_up_evaluation()
+                if self.is_eval_pending():
+                    self.run_pending_eval()
                 while not self.is_done():
                     self.advance()
                     step_profiler()
@@ -105,54 +119,21 @@ class Trainer:
             finally:
                 self.close()
 
-    # The start
+    def host_and_device(self) -> str:
+        return f"{platform.node()} {device_name(self.context.device)}"
 
-    def resume(self) -> None:
-        """Continues from the newest snapshot; without one, a new run begins."""
-        header = self.snapshots.load_newest()
-        if header is None:
-            self.snapshots.check_new(self.run_dir, self.config_dict)
-            self.build({})
-            weights: dict[str, Tensor] = {}
-            with self.context.shared_errors():
-                if self.context.rank == 0:
-                    weights = self._initial_weights()
-            self.strategy.load_full_state(weights, {}, source=0)
-            return
-        check_compatible(header, self.config_dict, self.corpus.vocabulary)
-        self.resumed = header
-        self.config_dict["trainer"]["init_from"] = header["config"]["trainer"]["init_from"]  # what the run began with
-        self.step = header["step"]
-        self.samples = header["samples"]
-        self.build(header["choices"])
-        self.snapshots.restore(header, self.strategy)
-        eval_every = header["config"]["trainer"]["eval_every"]
-        was_due = self.step % eval_every == 0 or self.step == self.last_step
-        self.lacks_evaluation = was_due and header["val_loss"] is None
-
-    def build(self, previous_choices: dict[str, Any]) -> None:
-        """Builds the model as the configuration says, without weights.
+    def start_log(self, devices: Sequence[str]) -> None:
+        """Shows what is about to be trained, and opens the log.
 
         Args:
-            previous_choices: precision and threads of the run so far; empty in a new run
+            devices: host and device of each rank
         """
-        config = self.config
-        self.numerics = agree_on_numerics(config, self.context, previous_choices)
-        vocab_size = len(self.corpus.vocabulary)
-        self.model_config = GPTConfig(**asdict(config.model), vocab_size=vocab_size, block_size=config.data.block_size)
-        with torch.device("meta"):  # the full model need not fit into memory
-            model = GPT(self.model_config)
-        self.report: Report = Report(self, model)
-        example = self.train_data[[0]]
-        self.strategy = build_strategy(config, model, self.context, self.numerics.precision, example)
-        self.guard = FiniteGuard(self.strategy, config.optimizer, self.snapshots.newest_file)
-
-    def _initial_weights(self) -> dict[str, Tensor]:
-        torch.manual_seed(self.config.trainer.seed)
-        model = GPT(self.model_config)
-        if self.config.trainer.init_from is None:
-            return model.state_dict()
-        return load_initial_weights(self.config.trainer.init_from, model, self.corpus.vocabulary)
+        logger.info(summary.start(self, devices))
+        with self.context.shared_errors():
+            if self.context.rank == 0:
+                self.log.open(self.config, self.progress.step, self.last_step)
+                self.log.write("start", self.progress.step, samples=self.progress.samples, **self.numerics.choices)
+        self.timer.restart(self.progress.samples)
 
     # The loop
 
@@ -164,37 +145,52 @@ class Trainer:
         if cfg.max_steps is not None:
             ends.append(cfg.max_steps)
         if cfg.max_epochs is not None:
-            samples_left = cfg.max_epochs * len(self.train_data) - self.samples
-            ends.append(self.step + max(0, math.ceil(samples_left / cfg.batch_size)))
+            samples_left = cfg.max_epochs * len(self.train_data) - self.progress.samples
+            ends.append(self.progress.step + max(0, math.ceil(samples_left / cfg.batch_size)))
         return min(ends)
 
     def is_done(self) -> bool:
-        return self.step >= self.last_step or self.stop_signal != 0
+        return self.progress.step >= self.last_step or self.stop_signal != 0
 
     def is_due(self, every: int) -> bool:
         """Whether something is due after this step that happens every so many steps, and after the last one."""
-        return self.step % every == 0 or self.step == self.last_step
+        return self.progress.step % every == 0 or self.progress.step == self.last_step
+
+    def is_eval_pending(self) -> bool:
+        """Whether this step's evaluation has not been completed, since a signal stopped the run."""
+        is_evaluated = self.progress.val_loss is not None or self.progress.step == 0
+        return self.is_due(self.config.trainer.eval_every) and not is_evaluated
 
     def advance(self) -> None:
         """Makes one step, and whatever is due after it."""
         # What a single rank knows is agreed on while the step is computed.
         flags = self.context.all_reduce_flags(self.signals.signal, int(self.is_save_overdue()))
         result = self.train_step()
-        self.stop_signal, save_now = flags.wait()
-        self.after_step(result, bool(save_now))
+        save_now = self.read_flags(flags)
+        self.after_step(result, save_now)
 
     def is_save_overdue(self) -> bool:
         minutes = self.config.trainer.save_minutes or math.inf
         return self.context.rank == 0 and time.monotonic() > self.saved_at + 60 * minutes
 
-    def train_step(self) -> StepResult:
-        """One optimizer step: forward and backward of all micro-batches, clipping, and the update."""
+    def read_flags(self, flags: PendingFlags) -> bool:
+        """Sets `stop_signal` to what all ranks agree on; returns whether a snapshot is to be saved now."""
+        self.stop_signal, save_now = flags.wait()
+        return bool(save_now)
+
+    def next_batch(self) -> range:
+        """Sample numbers of the next step; those of an epoch are len(train_data), and a batch may span two epochs."""
         cfg = self.config.trainer
-        strategy = self.strategy
-        end = self.samples + cfg.batch_size
+        end = self.progress.samples + cfg.batch_size
         if cfg.max_epochs is not None:
             end = min(end, cfg.max_epochs * len(self.train_data))
-        batch = range(self.samples, end)
+        return range(self.progress.samples, end)
+
+    def train_step(self) -> StepResult:
+        """One optimizer step: forward and backward of all micro-batches, clipping, and the update."""
+        strategy = self.strategy
+        batch = self.next_batch()
+        step = self.progress.step + 1
 
         strategy.optimizer.zero_grad(set_to_none=True)
         losses = []
@@ -204,88 +200,123 @@ class Trainer:
 
         strategy.scaler.unscale_(strategy.optimizer)  # in fp16; otherwise the scaler only calls the optimizer
         grad_norm = strategy.clip_grad_norm_(self.config.optimizer.grad_norm_clip)
-        lr = learning_rate(self.step + 1, self.last_step, self.config.optimizer)
+        lr = learning_rate(step, self.last_step, self.config.optimizer)
         for group in strategy.optimizer.param_groups:
             group["lr"] = lr
-        self.guard.watch(self.step + 1, grad_norm)
+        self.guard.watch(step, grad_norm)
         strategy.scaler.step(strategy.optimizer)
         strategy.scaler.update()
 
-        self.step += 1
-        self.samples = batch.stop
-        return StepResult(losses, grad_norm, lr)
+        self.progress.step = step
+        self.progress.samples = batch.stop
+        self.progress.val_loss = None
+        return StepResult(batch, losses, grad_norm, lr)
 
     def after_step(self, result: StepResult, save_now: bool) -> None:
         """Computes what is due after a step, then writes and shows it: loss, validation loss, a sample, a snapshot."""
         cfg = self.config.trainer
-        logs = self.step == 1 or self.is_due(cfg.log_every)
+        step = self.progress.step
+        logs = step == 1 or self.is_due(cfg.log_every)
         evaluates = self.is_due(cfg.eval_every)
         saves = self.is_due(cfg.save_every) or save_now
         if logs or evaluates or saves or self.stop_signal:
-            self.guard.check(self.step)
-        mean_loss = math.nan  # not known: on a GPU, reading it would wait for the step
-        if logs or self.report.shows_every_loss:
-            mean_loss = self.strategy.mean_loss(result.losses).item()
+            self.guard.check(step)
+        loss = None
+        is_free = self.context.device.type == "cpu" and self.context.world_size == 1  # otherwise, reading it waits
+        if logs or is_free:
+            loss = self.strategy.mean_loss(result.losses).item()
+            self.guard.check_loss(step, loss)
         if logs:
-            self.guard.check(self.step, mean_loss)
-            self.report.measure_speed()
-        with self.report.timer.pause():  # tokens per second are those of steps alone
-            val_loss = None
-            if evaluates:
-                val_loss = self.evaluate()
-            self.lacks_evaluation = evaluates and val_loss is None
-            self.report.step(result, mean_loss, logs)
-            if val_loss is not None:
-                self.report.evaluation(val_loss)
+            speed = self.timer.tokens_per_second(self.progress.samples, self.train_data.block_size)
+
+        with self.timer.pause():  # tokens per second are those of steps alone
+            seconds = self.evaluate() if evaluates else 0.0
+            self.log.show_step(step, loss)
+            if logs:
+                self.log.write(
+                    "train",
+                    step,
+                    loss=loss,
+                    learning_rate=result.learning_rate,
+                    grad_norm=result.grad_norm.item(),
+                    tokens_per_second=speed,
+                    **self.context.metrics(),
+                )
+            if step == self.first_step + 1:
+                logger.info(summary.measured_memory(self.strategy))
+            epoch = result.batch.stop // len(self.train_data)
+            if epoch > result.batch.start // len(self.train_data):
+                logger.info(f"step {step}: epoch {epoch} is over ({len(self.train_data):,} windows)")
+            if evaluates and self.progress.val_loss is not None:
+                self.log.write("eval", step, val_loss=self.progress.val_loss, seconds=seconds)
             if cfg.sample_every is not None and self.is_due(cfg.sample_every):
-                sample = generate_sample(self.strategy, self.corpus.vocabulary, self.sample_prompt, cfg.seed)
-                self.report.sample(sample)
+                text = generate_sample(self.strategy, self.corpus.vocabulary, self.sample_prompt, cfg.seed)
+                self.log.write("sample", step, text=text)
             if saves or self.is_done():
-                self.save_snapshot(val_loss)
-            self.report.saves(self.snapshots.poll())
+                self.save_snapshot()
+            self.log_saves()
 
     # Evaluation, saving, the end
 
-    def evaluate(self) -> float | None:
-        """Computes the validation loss; None if a signal stops the run before or meanwhile."""
+    def evaluate(self) -> float:
+        """Computes the validation loss of this step, unless a signal stops the run before or meanwhile.
+
+        Returns:
+            seconds that it took
+        """
+        began = time.perf_counter()
         batch_size = self.config.trainer.micro_batch_size or self.config.trainer.batch_size
         evaluation = Evaluation(self.strategy, self.val_data, batch_size)
-        self.report.show_evaluation(0)
         while not evaluation.is_done and not self.stop_signal:
+            self.log.show_evaluation(evaluation.batches_done / len(evaluation.batches))
             flags = self.context.all_reduce_flags(self.signals.signal)
             evaluation.advance()
-            self.report.show_evaluation(evaluation.batches_done / len(evaluation.batches))
             [self.stop_signal] = flags.wait()
-        self.report.show_evaluation(None)
-        if not evaluation.is_done:
-            return None
-        self.val_loss = evaluation.mean_loss()
-        self.guard.check_val_loss(self.step, self.val_loss)
-        return self.val_loss
+        self.log.show_evaluation(None)
+        if evaluation.is_done:
+            self.progress.val_loss = evaluation.mean_loss()
+            self.guard.check_val_loss(self.progress.step, self.progress.val_loss)
+        return time.perf_counter() - began
 
-    def make_up_evaluation(self) -> None:
+    def run_pending_eval(self) -> None:
         """Evaluates the step that the run has resumed from, and saves it again, with its validation loss."""
-        with self.report.timer.pause():
-            val_loss = self.evaluate()
-        if val_loss is not None:
-            self.report.evaluation(val_loss)
-            self.save_snapshot(val_loss)
-            self.lacks_evaluation = False
+        with self.timer.pause():
+            seconds = self.evaluate()
+        if self.progress.val_loss is not None:
+            self.log.write("eval", self.progress.step, val_loss=self.progress.val_loss, seconds=seconds)
+            self.save_snapshot()
 
-    def save_snapshot(self, val_loss: float | None) -> None:
+    def save_snapshot(self) -> None:
         """Starts to save a snapshot of this step, which a thread writes while training continues."""
         header = {
-            "step": self.step,
-            "samples": self.samples,
-            "config": self.config_dict,
+            **self.progress.state_dict(),
+            "config": config_to_dict(self.config),
             "vocabulary": self.corpus.vocabulary,
-            "val_loss": val_loss,
             "choices": self.numerics.choices,
             "learning_rate": self.strategy.optimizer.param_groups[0]["lr"],
             "text_sha256": self.corpus.sha256,
         }
         self.snapshots.save(header, self.strategy, is_last=self.is_done())
         self.saved_at = time.monotonic()
+
+    def log_saves(self) -> None:
+        """Writes and shows the saves that have ended since the last call."""
+        for result in self.snapshots.poll():
+            if result.is_saved:
+                self.progress.set_best(result.best)
+                path = self.snapshots.storage.file(result.step)
+                self.log.write("snapshot", result.step, path=path, val_loss=result.val_loss)
+            else:
+                self.log.write("snapshot", result.step, error=str(result.error))
+            if result.error is not None:
+                logger.warning(f"step {result.step}: {result.error}; training continues, and the next save tries again")
+
+    def already_trained(self) -> int:
+        """Says that there is nothing to do. Returns the exit status."""
+        logger.info(summary.already_trained(self))
+        self.context.end_collectives()
+        self.snapshots.writer.wait()
+        return 0
 
     def finish(self) -> int:
         """Waits for the last save, and reports how the run has ended. Returns the exit status.
@@ -297,11 +328,56 @@ class Trainer:
         """
         self.context.end_collectives()
         self.snapshots.writer.wait()
-        self.report.saves(self.snapshots.poll())
+        self.log_saves()
         errors = self.context.exchange_messages(self.snapshots.writer_ranks, self.snapshots.last_error)
-        return self.report.finish(errors)
+        step = self.progress.step
+        is_stopped = step < self.last_step or self.is_eval_pending()
+        name = signal.Signals(self.stop_signal).name if is_stopped else None
+        self.log.write("stop", step, signal=name)
+        for error in filter(None, errors.values()):
+            raise UserError(
+                f"training has reached step {step}, but its snapshot is not saved: {error}; then the same command "
+                "resumes from the newest"
+            )
+        if is_stopped:
+            logger.info(f"stopped by {name} at step {step}, and saved; the same command resumes")
+            return EXIT_STATUS[signal.Signals(self.stop_signal)]
+        logger.info(summary.done(self))
+        return 0
 
     def close(self) -> None:
         """Closes the files, also after an error."""
-        self.report.close()
+        self.log.close()
         self.snapshots.writer.wait(EXIT_WAIT_SECONDS)
+
+
+def keep_init_from(config: Config, header: dict[str, Any]) -> Config:
+    """The configuration of a run that continues, whose trainer.init_from stays what the run began with."""
+    init_from = header["config"]["trainer"]["init_from"]
+    if config.trainer.init_from not in (None, init_from):
+        logger.warning(f"trainer.init_from is not used, since the run continues from step {header['step']}")
+    return replace(config, trainer=replace(config.trainer, init_from=init_from))
+
+
+def load_corpus(config: Config, context: DistributedContext) -> Corpus:
+    """The text as tokens. One process per machine encodes it, or compares the cache with its digest."""
+    init_from = config.trainer.init_from
+
+    def pretrained_vocabulary() -> str:  # called only where the text is encoded: a run that continues has it
+        return "" if init_from is None else load_pretrained(init_from, "trainer.init_from", GPT).vocabulary
+
+    cache = Path(config.trainer.run_dir) / "cache"
+    with context.local_rank0_first():
+        verify = context.local_rank == 0
+        corpus = encode_corpus(config.data.path, cache, pretrained_vocabulary, init_from or "", verify)
+    context.check_equal({"the text's SHA-256": corpus.sha256})
+    return corpus
+
+
+def initial_weights(config: Config, model_config: GPTConfig, vocabulary: str) -> dict[str, Tensor]:
+    """The state dict of a new model, at random or from trainer.init_from."""
+    torch.manual_seed(config.trainer.seed)
+    model = GPT(model_config)
+    if config.trainer.init_from is None:
+        return model.state_dict()
+    return load_initial_weights(config.trainer.init_from, model, vocabulary)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from mingpt.config_parser import read_config
-from mingpt.distributed.process_group import DistributedContext
+from mingpt.distributed.collectives import DistributedContext
 from mingpt.errors import UserError
 from mingpt.hardware.device import check_compiler, device_kind, has_bf16
 from trainer import Trainer

@@ -33,8 +33,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.harness import ROOT, SMALL, Bench, Shape, SkippedError, machine_name, max_relative_error, to_options
 from mingpt.config import GPTConfig
+from mingpt.distributed.collectives import DistributedContext
 from mingpt.distributed.launch_environment import RankInfo
-from mingpt.distributed.process_group import DistributedContext
 from mingpt.errors import UserError
 from mingpt.hardware.device import check_compiler, device_kind, has_bf16
 from mingpt.parallel.memory import MemoryUsage, estimate_memory, format_bytes, measure_memory

@@ -24,8 +24,8 @@ from tqdm import tqdm
 
 from mingpt.errors import UserError
 from mingpt.files import open_file_system, replace_file
+from mingpt.monitoring.live_line import BAR_OPTIONS
 from mingpt.monitoring.logging import logger
-from mingpt.monitoring.progress import BAR_OPTIONS
 
 CHUNK_SIZE = 1 << 18  # bytes that are read at once; the arrays made of them fit into a core's cache
 

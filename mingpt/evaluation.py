@@ -1,27 +1,17 @@
 """Validation loss and generated samples during training, with the same bits on any number of ranks."""
 
-from typing import Protocol
-
 import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from char_dataset import ValidationDataset
 from mingpt.corpus import encode
 from mingpt.generation import generate
-from mingpt.parallel.strategy import Strategy, WindowDataset
+from mingpt.parallel.strategy import Strategy
 
 SAMPLE_LENGTH = 100  # characters after the prompt
 DEFAULT_PROMPT_LENGTH = 20  # characters
 NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH, SDPBackend.OVERRIDEABLE]
-
-
-class ValidationWindows(WindowDataset, Protocol):
-    """Windows of the validation text, in order; those beyond its end have no targets."""
-
-    def __len__(self) -> int: ...
-
-    def count(self, windows: range) -> int:
-        """The number of targets in these windows."""
 
 
 class Evaluation:
@@ -34,7 +24,7 @@ class Evaluation:
         batch_size: windows in a batch
     """
 
-    def __init__(self, strategy: Strategy, data: ValidationWindows, batch_size: int) -> None:
+    def __init__(self, strategy: Strategy, data: ValidationDataset, batch_size: int) -> None:
         self.strategy = strategy
         self.data = data
         self.batches = [range(start, start + batch_size) for start in range(0, len(data), batch_size)]
@@ -59,7 +49,7 @@ class Evaluation:
         return ((losses * counts).sum() / counts.sum()).item()
 
 
-def evaluate(strategy: Strategy, data: ValidationWindows, batch_size: int) -> float:
+def evaluate(strategy: Strategy, data: ValidationDataset, batch_size: int) -> float:
     """The mean loss over all windows, in nats per character."""
     evaluation = Evaluation(strategy, data, batch_size)
     while not evaluation.is_done:

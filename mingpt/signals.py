@@ -11,8 +11,15 @@ from types import TracebackType
 EXIT_STATUS = {signal.SIGTERM: 143, signal.SIGUSR1: 143, signal.SIGHUP: 143, signal.SIGINT: 130}
 SECOND_INTERRUPT_SECONDS = 1.0  # a SIGINT within this time of the first may be the launcher's copy of the first
 POLL_SECONDS = 0.5  # between checks of the launcher
-# Read when the program starts: a launcher that ends before training begins would leave this process to another parent.
-PARENT = os.getppid()
+# Environment variable: id of the process whose end stops this one (torchrun, launch/by_hand.py, or the supervisor of
+# distributed.survive). mingpt/survive/supervisor.py, which imports nothing of mingpt, has the name too.
+LAUNCHER_PID = "MINGPT_LAUNCHER_PID"
+
+
+def record_launcher() -> None:
+    """Records torchrun's process id, at the start: without torchrun, this process would have another parent."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        os.environ.setdefault(LAUNCHER_PID, str(os.getppid()))
 
 
 class SignalHandler:
@@ -29,10 +36,8 @@ class SignalHandler:
     def __init__(self) -> None:
         self.signal = 0
         self.interrupted = 0.0
-        # Of mingpt/survive/supervisor.py, and of launch/by_hand.py.
-        supervisor = os.environ.get("MINGPT_SUPERVISOR_PID") or os.environ.get("MINGPT_LAUNCHER_PID")
-        launcher = PARENT if "TORCHELASTIC_RUN_ID" in os.environ else None
-        self.launcher = int(supervisor) if supervisor else launcher
+        launcher = os.environ.get(LAUNCHER_PID)
+        self.launcher = int(launcher) if launcher else None
 
     def __enter__(self) -> "SignalHandler":
         self.reader, self.writer = socket.socketpair()

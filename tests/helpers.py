@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from mingpt.monitoring.metrics import read_metrics
 from torch import Tensor, nn
 
 from mingpt.config import GPTConfig
 from mingpt.config_parser import read_config
 from mingpt.distributed.process_group import init_distributed
-from mingpt.monitoring.metrics import read_metrics
 from mingpt.parallel.build import strategy_class
 from mingpt.run_lock import LOCK_NAME
 from mingpt.snapshot.storage import SnapshotStorage

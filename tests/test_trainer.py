@@ -32,7 +32,7 @@ from helpers import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import main
-from mingpt.distributed.process_group import DistributedContext
+from mingpt.distributed.collectives import DistributedContext
 from mingpt.errors import UserError
 from mingpt.evaluation import evaluate
 from mingpt.hardware import device

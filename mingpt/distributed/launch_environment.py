@@ -8,8 +8,8 @@ import platform
 import re
 import socket
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,6 +78,19 @@ def _detect_rank(env: Mapping[str, str]) -> RankInfo:
     if "WORLD_SIZE" in env:
         _integers(env, ("RANK", "WORLD_SIZE"))  # raises
     return RankInfo()
+
+
+@contextmanager
+def reported_once_per_machine(info: RankInfo) -> Iterator[None]:
+    """Lets one process on each machine report a UserError that all of them raise, such as a mistake in the yaml.
+
+    That is local rank 0, and also rank 0, whose local rank may have been set to any number by hand.
+    """
+    try:
+        yield
+    except UserError as error:
+        error.is_reported = info.local_rank not in (None, 0) and info.rank > 0
+        raise
 
 
 def restart_hint(env: Mapping[str, str]) -> str:

@@ -1,18 +1,16 @@
-"""The program's logger, which writes above the live line, and the exit status of scripts."""
+"""The program's logger, which writes above the live line."""
 
 import logging
 import os
 import stat
 import sys
 import time
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Literal, TextIO
 
 from tqdm import tqdm
 
-from mingpt.errors import PeerError, UserError
-from mingpt.monitoring.progress import ProgressLine
+from mingpt.monitoring.live_line import LiveLine
 
 logger = logging.getLogger("mingpt")
 
@@ -32,7 +30,7 @@ class _TqdmHandler(logging.Handler):
         if record.levelno >= logging.WARNING:
             stream = sys.stderr
             message = f"{record.levelname.lower()}: {message}"
-            if stream.isatty() and not ProgressLine.is_active:
+            if stream.isatty() and not LiveLine.is_active:
                 message = f"\r\x1b[K{message}"  # overwrites another rank's live line, which is drawn again below
             is_dated = self.info_stream == "stdout" and _is_log_file(stream)
         else:
@@ -73,32 +71,3 @@ def configure_logging(info_stream: Literal["stdout", "stderr"] = "stdout") -> No
 def set_rank(rank: int) -> None:
     """Sets this process's rank: INFO is logged on rank 0 only."""
     _handler.rank = rank
-
-
-def report_peer_error(error: PeerError, hint: str = "") -> None:
-    """Logs it with this hint, and waits as long as other ranks may still need this process."""
-    logger.error(f"{error}{hint}")
-    time.sleep(error.linger_seconds)
-
-
-def run_script(run: Callable[[Sequence[str]], None]) -> int:
-    """Calls `run` with the command line's arguments and returns the exit status.
-
-    It is 0, also if the reader of stdout has closed it, as `head` does; 1 after a PeerError; 2 after a UserError; 130
-    after Ctrl-C.
-    """
-    configure_logging()
-    try:
-        run(sys.argv[1:])
-        sys.stdout.flush()
-    except UserError as error:
-        logger.error(str(error))
-        return 2
-    except PeerError as error:
-        report_peer_error(error)
-        return 1
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except KeyboardInterrupt:
-        return 130
-    return 0

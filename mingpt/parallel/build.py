@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mingpt.config import Config
-from mingpt.distributed.process_group import DistributedContext
+from mingpt.distributed.collectives import DistributedContext
 from mingpt.hardware.compile_cache import use_compile_cache
 from mingpt.hardware.device import check_compiler
 from mingpt.hardware.numerics import Numerics, choose_numerics

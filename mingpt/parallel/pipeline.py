@@ -16,8 +16,8 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.profiler import record_function
 
 from mingpt.config import Config
+from mingpt.distributed.collectives import DistributedContext
 from mingpt.distributed.position import POINT_TO_POINT
-from mingpt.distributed.process_group import DistributedContext
 from mingpt.errors import UserError
 from mingpt.hardware.device import seed_device
 from mingpt.kernels import IGNORE_INDEX, cross_entropy

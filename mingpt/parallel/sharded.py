@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.utils import get_total_norm
 
 from mingpt.config import Config
-from mingpt.distributed.process_group import DistributedContext
+from mingpt.distributed.collectives import DistributedContext
 from mingpt.errors import UserError
 from mingpt.hardware.device import device_kind
 from mingpt.muon import newton_schulz

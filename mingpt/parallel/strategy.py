@@ -16,15 +16,16 @@ With every strategy, all ranks make the same number of forward passes, because s
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from char_dataset import CharDataset, ValidationDataset
 from mingpt.config import Config
-from mingpt.distributed.process_group import DistributedContext
+from mingpt.distributed.collectives import DistributedContext
 from mingpt.errors import UserError
 from mingpt.hardware.device import seed_device
 from mingpt.muon import newton_schulz
@@ -32,25 +33,19 @@ from mingpt.optimizer import build_optimizer
 from mingpt.parallel.full_state import FullState
 from mingpt.permutation import hash64
 
+WindowDataset = CharDataset | ValidationDataset
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-class WindowDataset(Protocol):
-    """Serves windows of the text by number: inputs and targets, (B, T) each."""
-
-    block_size: int
-
-    def __getitem__(self, indices: range) -> tuple[Tensor, Tensor]: ...
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """The sequences that one rank puts through one forward pass."""
 
-    indices: range  # of the samples
+    indices: range  # sample numbers
     weight: float  # of their mean loss in the mean over the batch; 0: a dummy for a rank with a smaller share
     batch: range  # the batch that they belong to, of all ranks together
-    sync_gradients: bool  # of this rank's in the step
+    sync_gradients: bool  # ranks exchange gradients in its backward pass: it is this rank's last one in the step
 
 
 class Strategy(FullState):
@@ -69,7 +64,7 @@ class Strategy(FullState):
         device: where parameters are between steps, by default the device of the rank
     """
 
-    gradient_divide_factor = 1.0  # multiplies losses before backward
+    gradient_divide_factor = 1.0  # by which the exchange divides gradients; losses are multiplied by it
     needs_process_group = False  # also for one rank
     needs_one_thread = False  # bits depend on the number of CPU threads
     compiles_blocks = False  # trainer.compile compiles blocks, not the whole model

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mingpt.config import Config
-from mingpt.distributed.process_group import DistributedContext
+from mingpt.distributed.collectives import DistributedContext
 from mingpt.errors import UserError
 from mingpt.hardware.device import device_kind
 from mingpt.monitoring.logging import logger

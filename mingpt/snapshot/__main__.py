@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 import fsspec
 
 from mingpt.errors import UserError
-from mingpt.monitoring.logging import run_script
+from mingpt.program import run_program
 from mingpt.snapshot.digest import DamagedSnapshotError
 from mingpt.snapshot.storage import SNAPSHOT_NAME, SnapshotStorage, fingerprint, load_snapshot, local_copy
 
@@ -91,4 +91,4 @@ def run(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(run))
+    sys.exit(run_program(run, sys.argv[1:]))

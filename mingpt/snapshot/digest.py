@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from mingpt.monitoring.progress import BAR_OPTIONS
+from mingpt.monitoring.live_line import BAR_OPTIONS
 
 TRAILER_MAGIC = b"GPTsnap2"
 TRAILER_SIZE = len(TRAILER_MAGIC) + hashlib.sha256().digest_size

@@ -1,23 +1,27 @@
 """Which ranks write snapshots, which one is resumed from, and writing in the background."""
 
-import math
 import queue
 import threading
 import uuid
 from collections.abc import Iterable
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from mingpt.distributed.process_group import DistributedContext
+from mingpt.config import Config, config_to_dict
+from mingpt.distributed.collectives import DistributedContext
 from mingpt.errors import UserError
 from mingpt.monitoring.logging import logger
-from mingpt.monitoring.metrics import saved_steps
+from mingpt.monitoring.run_log import saved_steps
 from mingpt.snapshot.storage import PruneError, SnapshotStorage
+
+if TYPE_CHECKING:
+    from mingpt.parallel.strategy import Strategy
 
 FullState = Iterable[tuple[str, Tensor, dict[str, Tensor]]]  # name, weight and optimizer state of each parameter
 
@@ -98,128 +102,135 @@ class AsyncSnapshotWriter:
             future.set_result(SaveResult(snapshot["step"], snapshot["val_loss"], error, snapshot["best"]))
 
 
-class ParallelModel(Protocol):
-    """What saves and restores need of a strategy."""
+@dataclass(frozen=True)
+class NewestSnapshot:
+    """The newest snapshot that any rank has.
 
-    is_sharded: bool
-    scaler: torch.amp.GradScaler
+    Attributes:
+        header: all but its tensors, on all ranks
+        content: with its tensors, on the rank that has loaded it; empty on others
+        source_rank: that rank
+        is_missing: this rank writes snapshots, and does not have this one
+    """
 
-    def iter_full_state(self) -> Any: ...
-
-    def load_full_state(self, weights: dict[str, Tensor], state: dict[str, dict[str, Tensor]], source: int) -> None: ...
+    header: dict[str, Any]
+    content: dict[str, Any]
+    source_rank: int
+    is_missing: bool
 
 
 class SnapshotManager:
     """The snapshots of a run, on all its ranks.
 
-    Args:
-        path: folder or fsspec URL
-        keep: number of newest snapshots to keep, in addition to the best
-        timeout_seconds: timeout of collectives
-
     Raises:
         UserError: a rank that should write can't.
     """
 
-    def __init__(self, context: DistributedContext, path: str, keep: int, timeout_seconds: float) -> None:
+    def __init__(self, config: Config, context: DistributedContext) -> None:
+        self.config = config
         self.context = context
-        self.storage = SnapshotStorage(path, keep, context.is_member)
-        self.max_wait = timeout_seconds / 2  # other ranks wait in a collective meanwhile
+        path = config.trainer.snapshot_path or f"{config.trainer.run_dir}/snapshots"
+        self.storage = SnapshotStorage(path, config.trainer.keep_snapshots, context.is_member)
+        self.max_wait = config.distributed.timeout_seconds / 2  # other ranks wait in a collective meanwhile
         self.writer = AsyncSnapshotWriter(self.storage)
         self.writer_ranks = elect_writer_ranks(context, self.storage)
         self.storage.remember_lock()
         self.results: list[SaveResult] = []
         self.last_error = ""  # why the newest snapshot does not exist
-        self.best: dict[str, Any] = {"step": None, "val_loss": math.inf}
 
-    def load_newest(self) -> dict[str, Any] | None:
-        """Returns on all ranks the newest snapshot that any has, without `model` and `optimizer`; None if none has one.
+    def load_newest(self) -> NewestSnapshot | None:
+        """Loads the newest snapshot that any rank has; None if none has one.
 
         Raises:
-            UserError: there are snapshots, and all are damaged.
+            UserError: there are snapshots, and all are damaged; or there should be some, according to metrics.jsonl.
         """
         context = self.context
-        snapshot = None
+        metrics_file = Path(self.config.trainer.run_dir) / "metrics.jsonl"
+        saved = saved_steps(metrics_file) if context.rank == 0 else []
+        content = None
         failure = ""
         messages: list[str] = []
         if context.rank in self.writer_ranks:
             try:
-                snapshot = self.storage.load_newest(messages.append)
+                content = self.storage.load_newest(messages.append)
             except UserError as error:
                 failure = str(error)
-        found = context.all_gather_object((-1 if snapshot is None else snapshot["step"], messages, failure))
+        found = context.all_gather_object((-1 if content is None else content["step"], messages, failure))
         steps = [step for step, _, _ in found]
-        self.source_rank = steps.index(max(steps))
-        self.has_newest = steps[context.rank] == max(steps)
+        newest_step = max(steps)
+        source_rank = steps.index(newest_step)
         for rank, (_, messages, failure) in enumerate(found):
             prefix = f"rank {rank}: " if rank else ""
             for message in filter(None, [*messages, failure]):
                 logger.info(prefix + message)
-            if failure and max(steps) < 0:
+            if failure and newest_step < 0:
                 raise UserError(prefix + failure)
         if len(self.writer_ranks) > 1:
             logger.info(
                 f"snapshots are written by ranks {self.writer_ranks}, which share no folder; "
-                f"the newest is rank {self.source_rank}'s"
+                f"the newest is rank {source_rank}'s"
             )
-        self.snapshot = snapshot if context.rank == self.source_rank else None
-        header = {key: value for key, value in (self.snapshot or {}).items() if key not in ("model", "optimizer")}
-        header = context.broadcast_object(header, self.source_rank)
-        self.best = header.get("best", self.best)
-        return header or None
+        if newest_step < 0:
+            self._check_new(saved, metrics_file)
+            return None
+        header = {key: value for key, value in (content or {}).items() if key not in ("model", "optimizer")}
+        header = context.broadcast_object(header, source_rank)
+        is_missing = context.rank in self.writer_ranks and steps[context.rank] < newest_step
+        if context.rank != source_rank or content is None:
+            content = {}
+        return NewestSnapshot(header, content, source_rank, is_missing)
+
+    def _check_new(self, saved: list[int], metrics_file: Path) -> None:
+        """Raises a UserError if this run, which has no snapshot, has had one: its rows would be removed."""
+        with self.context.shared_errors():
+            if saved:
+                raise UserError(
+                    f"trainer.snapshot_path: there is no snapshot in {self.storage.path}, but according to "
+                    f"{metrics_file} this run has saved {len(saved)}, the last at step {saved[-1]}: mount the disk, or "
+                    f"copy the snapshots there; to start anew, {new_run_advice(config_to_dict(self.config))}"
+                )
 
     def newest_file(self) -> str:
         """Names the newest snapshot in a message of rank 0."""
         steps = self.storage.steps() if self.context.rank == 0 else []
         return self.storage.file(steps[-1]) if steps else "none yet"
 
-    def check_new(self, run_dir: Path, config: dict[str, Any]) -> None:
-        """Raises a UserError if this run, which has no snapshot, has had one: its rows would be removed."""
-        with self.context.shared_errors():
-            saved = saved_steps(run_dir / "metrics.jsonl") if self.context.rank == 0 else []
-            if saved:
-                raise UserError(
-                    f"trainer.snapshot_path: there is no snapshot in {self.storage.path}, but according to "
-                    f"{run_dir}/metrics.jsonl this run has saved {len(saved)}, the last at step {saved[-1]}: mount the "
-                    f"disk, or copy the snapshots there; to start anew, {new_run_advice(config)}"
-                )
-
-    def restore(self, header: dict[str, Any], model: ParallelModel) -> None:
+    def restore(self, newest: NewestSnapshot, strategy: "Strategy") -> None:
         """Loads the tensors of the newest snapshot, and copies it to writer ranks that do not have it."""
-        snapshot = self.snapshot or {}
-        self.snapshot = None
-        model.load_full_state(snapshot.get("model", {}), snapshot.get("optimizer", {}), self.source_rank)
-        if header["scaler"]:  # empty if the run that saved it was not in fp16
-            model.scaler.load_state_dict(header["scaler"])
-        is_missing = self.context.rank in self.writer_ranks and not self.has_newest
-        if any(self.context.all_gather_object(is_missing)):
-            self._start(header, model, writes=is_missing)
+        content = newest.content
+        strategy.load_full_state(content.get("model", {}), content.get("optimizer", {}), newest.source_rank)
+        if newest.header["scaler"]:  # empty if the run that saved it was not in fp16
+            strategy.scaler.load_state_dict(newest.header["scaler"])
+        if any(self.context.all_gather_object(newest.is_missing)):
+            self._start(newest.header, strategy, writes=newest.is_missing)
 
-    def save(self, header: dict[str, Any], model: ParallelModel, is_last: bool) -> None:
+    def save(self, header: dict[str, Any], strategy: "Strategy", is_last: bool) -> None:
         """Starts to write a snapshot; `poll` returns the result.
 
         Args:
-            header: the snapshot without `model`, `optimizer`, `scaler` and `best`
+            header: the snapshot without `model`, `optimizer` and `scaler`; its `best` is the best one so far
             is_last: the run ends with this step, so the save waits for the one before as long as it takes
         """
-        ready = self.writer.wait(None if is_last and not model.is_sharded else self.max_wait)
-        while is_last and model.is_sharded and not all(self.context.all_gather_object(ready)):
+        ready = self.writer.wait(None if is_last and not strategy.is_sharded else self.max_wait)
+        while is_last and strategy.is_sharded and not all(self.context.all_gather_object(ready)):
             ready = self.writer.wait(self.max_wait)
-        if not ready:
+        self._collect_result()
+        best = header["best"]
+        for result in self.results:  # of the save before
+            best = result.best if result.is_saved else best
+        if header["val_loss"] is not None and header["val_loss"] < best["val_loss"]:
+            best = {"step": header["step"], "val_loss": header["val_loss"]}
+        header = header | {"scaler": strategy.scaler.state_dict(), "best": best}
+        writes = self.context.rank in self.writer_ranks
+        if not writes:  # it may have to take over from the rank that writes
+            self.results.append(SaveResult(header["step"], header["val_loss"], None, best))
+        elif not ready:
             late = UserError(
                 f"trainer.snapshot_path: the previous snapshot is still being written to {self.storage.path} after "
                 f"{self.max_wait:g} seconds; this one is skipped: raise trainer.save_every if that happens often"
             )
-            self.results.append(SaveResult(header["step"], header["val_loss"], late, self.best))
-        self._collect_result()
-        best = self.best
-        if header["val_loss"] is not None and header["val_loss"] < best["val_loss"]:
-            best = {"step": header["step"], "val_loss": header["val_loss"]}
-        header = header | {"scaler": model.scaler.state_dict(), "best": best}
-        writes = self.context.rank in self.writer_ranks
-        if not writes:  # it may have to take over from the rank that writes
-            self.best = best
-        self._start(header, model, writes=ready and writes)
+            self.results.append(SaveResult(header["step"], header["val_loss"], late, best))
+        self._start(header, strategy, writes=ready and writes)
 
     def is_missing(self, step: int) -> bool:
         """Whether there is no snapshot of this step or a later one, as far as is known."""
@@ -240,16 +251,15 @@ class SnapshotManager:
         return results
 
     def _collect_result(self) -> None:
-        if (result := self.writer.poll()) is not None:
+        result = self.writer.poll()
+        if result is not None:
             self.results.append(result)
-            if result.is_saved:
-                self.best = result.best
 
-    def _start(self, header: dict[str, Any], model: ParallelModel, writes: bool) -> None:
+    def _start(self, header: dict[str, Any], strategy: "Strategy", writes: bool) -> None:
         if writes:
-            self.writer.save(header, model.iter_full_state())
-        elif model.is_sharded:  # other ranks need the shards of this one
-            for _ in model.iter_full_state():
+            self.writer.save(header, strategy.iter_full_state())
+        elif strategy.is_sharded:  # other ranks need the shards of this one
+            for _ in strategy.iter_full_state():
                 pass
 
 

@@ -2,42 +2,55 @@
 
 from typing import Any, NamedTuple
 
+import torch
+
 from mingpt.parallel.strategy import Strategy
+from mingpt.progress import StepResult
 
 NO_STATE = -1  # the step of a process that gets the state from another
 
 
-class Progress(NamedTuple):
-    """What a process has besides the state of model and optimizer, as it tells the other members."""
+class MemberState(NamedTuple):
+    """What a member tells the others besides the state of model and optimizer, as plain data."""
 
-    step: int
-    samples: int
-    result: Any  # losses, norm and learning rate of the newest step; None: there was no step since the start
-    val_loss: float
-    best: dict[str, Any]  # step and val_loss of the best snapshot
-    logged: int  # the newest step of which it knows that all files are written
-    lacks_evaluation: bool  # that of the newest step was broken off
+    step: int  # NO_STATE: it needs the state of another member
+    progress: dict[str, Any]  # of the run, as `Progress.state_dict` returns it
+    result: list[Any] | None  # of the newest step, by `result_to_list`; None: no step since the start
+    logged: int  # the newest step of which it knows that everything due is written
     is_writer: bool  # it was rank 0 in the view before too
     device: str
 
 
-def catch_up(strategy: Strategy, mine: Progress) -> tuple[Progress, list[Progress]]:
+def result_to_list(result: StepResult) -> list[Any]:
+    """With the tree reduction, all ranks have the same losses. A float32 is the same number in JSON."""
+    losses = [loss.item() for loss in result.losses]
+    return [result.batch.start, result.batch.stop, losses, result.grad_norm.item(), result.learning_rate]
+
+
+def list_to_result(values: list[Any]) -> StepResult:
+    start, stop, losses, grad_norm, learning_rate = values
+    tensors = [torch.tensor(loss) for loss in losses]
+    return StepResult(range(start, stop), tensors, torch.tensor(grad_norm), learning_rate)
+
+
+def catch_up(strategy: Strategy, mine: MemberState) -> tuple[MemberState, list[MemberState]]:
     """Copies the newest state of any member to those that have an older one, or none.
 
     Returns:
-        the progress that all ranks have now, and what each rank had, in rank order
+        the state that all ranks have now, and what each rank had, in rank order
 
     Raises:
         MembershipChanged: the view is over; then this rank has the state that it had before.
     """
-    had = [Progress(*values) for values in strategy.context.all_gather_object(tuple(mine))]
-    steps = [progress.step for progress in had]
+    gathered: list[Any] = strategy.context.all_gather_object(mine)
+    had = [MemberState(*values) for values in gathered]
+    steps = [state.step for state in had]
     newest_step = max(steps)
     source = steps.index(newest_step)
     if min(steps) < newest_step:
         _copy_state(strategy, source, keep=mine.step < newest_step)
     newest = had[source]
-    # Who takes part in a step has logged the one before. Whether a rank 0 that is gone had logged the newest step too
+    # Who takes part in a step has logged the one before. Whether a rank 0 that is dead had logged the newest step too
     # is not known: it is logged again, after its rows are removed from the files.
     if had[0].is_writer:
         logged = had[0].logged
@@ -45,7 +58,7 @@ def catch_up(strategy: Strategy, mine: Progress) -> tuple[Progress, list[Progres
         logged = newest.step
     else:
         logged = newest.step - 1
-    return newest._replace(logged=logged, is_writer=False, device=mine.device), had
+    return newest._replace(logged=logged), had
 
 
 def _copy_state(strategy: Strategy, source: int, keep: bool) -> None:

@@ -19,11 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mingpt.config import Config
+from mingpt.config import Config, DistributedConfig
+from mingpt.distributed.collectives import DistributedContext, PendingFlags
 from mingpt.distributed.launch_environment import RankInfo, local_address, select_gloo_interface
-from mingpt.distributed.plain_data import decode, encode
 from mingpt.distributed.position import COLLECTIVES, PositionReader
-from mingpt.distributed.process_group import DistributedContext, PendingFlags
 from mingpt.distributed.rendezvous import generation_store
 from mingpt.errors import PeerError, RunEnded, UserError, is_oom_error
 from mingpt.hardware.device import choose_device
@@ -58,8 +57,8 @@ class SurvivingContext(DistributedContext):
         RunEnded: the run has ended while this process started.
     """
 
-    def __init__(self, info: RankInfo, store: dist.Store, address: str | None, timeout: timedelta) -> None:
-        super().__init__(RankInfo(0, 1, info.local_rank or 0, info.local_world_size), None, timeout)
+    def __init__(self, info: RankInfo, config: DistributedConfig, store: dist.Store, address: str | None) -> None:
+        super().__init__(RankInfo(0, 1, info.local_rank or 0, info.local_world_size), config)
         self.launch_rank = info.rank
         self.restart_count = info.restart_count
         self.store = store
@@ -68,13 +67,13 @@ class SurvivingContext(DistributedContext):
         raise_if_ended(store)
         label = f"{info.rank}@{platform.node()}:{os.getpid()}"
         reader = PositionReader(lambda: {f"view {self.view}": self.calls}, (*COLLECTIVES, __file__))
-        self.membership = Membership(store, info.world_size, label, address, timeout.total_seconds(), reader.read)
+        self.membership = Membership(store, info.world_size, label, address, config.timeout_seconds, reader.read)
         self.is_joining = self.membership.has_live_members()
         self.views_without_step = 0
         self.last_step = -1
         self.exit_status = 0  # of this run if its last snapshot is saved, set before `exchange_messages`
         self.ends_view = False  # after this step, since somebody waits to join
-        self.flag_reductions = 0  # calls of all_reduce_flags in this view, one at the beginning of each step
+        self.flag_reductions = 0  # calls of all_reduce_flags in this view: one at its beginning, one in each step
         set_rank(info.rank or int(self.is_joining))  # only a founder logs before it is a member
 
     # Views
@@ -110,14 +109,14 @@ class SurvivingContext(DistributedContext):
 
     # While the Trainer is constructed
 
-    def init_device(self, backend: str) -> None:
-        """Sets `device`; it is a UserError unless it is the CPU."""
-        self.device = choose_device(backend, self.local_rank, self.local_world_size, max(2, self.local_world_size))
-        if self.device.type != "cpu":
+    def _choose_device(self, backend: str) -> torch.device:
+        device = choose_device(backend, self.local_rank, self.local_world_size, max(2, self.local_world_size))
+        if device.type != "cpu":
             raise UserError(
-                f"distributed.survive is true, which does not support {self.device.type} yet: set distributed.backend "
-                "to gloo, or distributed.survive to false"
+                f"distributed.survive is true, which does not support {device.type} yet: set distributed.backend to "
+                "gloo, or distributed.survive to false"
             )
+        return device
 
     def check_equal(
         self,
@@ -158,7 +157,7 @@ class SurvivingContext(DistributedContext):
         while not self.store.check([key]):
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"distributed.timeout_seconds is {self.timeout.total_seconds():g}, in which "  # type: ignore[union-attr]
+                    f"distributed.timeout_seconds is {self.timeout.total_seconds():g}, in which "
                     "rank 0 has not prepared the text for the others: see its messages, or raise it"
                 )
             time.sleep(POLL_SECONDS)
@@ -170,13 +169,13 @@ class SurvivingContext(DistributedContext):
             return [value]
         self.calls += 1
         prefix = f"object/{self.view}/{self.calls}"
-        self.store.set(f"{prefix}/{self.rank}", encode(value))  # type: ignore[arg-type]
+        self.store.set(f"{prefix}/{self.rank}", json.dumps(value))
         keys = [f"{prefix}/{rank}" for rank in range(self.world_size)]
         deadline = self._deadline()
         while not self.store.check(keys):
             self._check(deadline)
             time.sleep(POLL_SECONDS)
-        return [decode(answer) for answer in self.store.multi_get(keys)]
+        return [json.loads(answer) for answer in self.store.multi_get(keys)]
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         if self.world_size > 1:
@@ -201,7 +200,7 @@ class SurvivingContext(DistributedContext):
         if self.ends_view:
             self._end_view("a process has asked to join")
         self.flag_reductions += 1
-        if self.flag_reductions == 2:
+        if self.flag_reductions == 3:
             tell_supervisor(TRAINED)
         return SurvivingFlags([*values, int(self.membership.has_joiners)], self)
 
@@ -229,7 +228,7 @@ class SurvivingContext(DistributedContext):
             self._check(deadline)
 
     def _deadline(self) -> float:
-        return time.monotonic() + self.timeout.total_seconds()  # type: ignore[union-attr]
+        return time.monotonic() + self.timeout.total_seconds()
 
     def _check(self, deadline: float) -> None:
         """Raises MembershipChanged if the view is over, and ends it after the deadline."""
@@ -324,7 +323,7 @@ def open_context(config: Config, info: RankInfo, init_method: str, host: str, po
             f"(distributed.timeout_seconds is {timeout.total_seconds():g}): {error}; are all {info.world_size} "
             "processes started, and does this address lead to the first one?"
         ) from error
-    context = SurvivingContext(info, store, address, timeout)
+    context = SurvivingContext(info, config.distributed, store, address)
     try:
         validate(config, info.world_size)
         yield context

@@ -1,14 +1,12 @@
-"""The start: the supervisor, the store, and the context of a trainer.
-
-The process that becomes a supervisor imports no PyTorch: the trainer, which that starts, will.
-"""
+"""The start: the supervisor, the store, and the context of a trainer."""
 
 import os
 import signal
 import time
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
+
+import torch.distributed as dist
 
 from mingpt.config import Config
 from mingpt.distributed.launch_environment import (
@@ -20,31 +18,35 @@ from mingpt.distributed.launch_environment import (
     resolve_init_method,
     uses_agent_store,
 )
-from mingpt.errors import UserError
+from mingpt.distributed.rendezvous import host_store
+from mingpt.errors import RunEnded, UserError
+from mingpt.prepare_run import prepare_run
 from mingpt.run_lock import lock_run
-from mingpt.signals import PARENT
-from mingpt.survive.supervisor import LAUNCHER, SIGNALS, become_supervisor, is_supervised
+from mingpt.survive.context import open_context
+from mingpt.survive.loop import SurvivingLoop
+from mingpt.survive.supervisor import SIGNALS, become_supervisor, is_supervised
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
-
-    from mingpt.survive.context import SurvivingContext
+    from trainer import Trainer
 
 
-def launch_surviving(config: Config) -> AbstractContextManager["SurvivingContext"]:
-    """The context of a trainer. A process that is no trainer yet becomes the supervisor of one.
+def train_surviving(config: Config, trainer_class: "type[Trainer]") -> int:
+    """Trains in this process if a supervisor has started it; otherwise this process becomes a supervisor.
 
     Raises:
         UserError: the launcher's variables are wrong, or another run uses a folder.
     """
     if not is_supervised(os.environ):
         supervise(config)
-    from mingpt.survive.context import open_context  # noqa: PLC0415
-
     info = detect_launch_environment(os.environ)
     init_method = _init_method(info, config)
     host, port = _host_port(info, init_method)
-    return open_context(config, info, init_method, host, port)
+    try:
+        with open_context(config, info, init_method, host, port) as context:
+            prepare_run(config, context)
+            return SurvivingLoop(trainer_class(config, context), context).train()
+    except RunEnded as ended:
+        return ended.status
 
 
 def supervise(config: Config) -> NoReturn:
@@ -67,8 +69,6 @@ def supervise(config: Config) -> NoReturn:
             port = _fork_store(host, port)
             if init_method == "env://":
                 os.environ["MASTER_PORT"] = str(port)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        os.environ[LAUNCHER] = str(PARENT)
     become_supervisor()
 
 
@@ -114,12 +114,8 @@ def _fork_store(host: str, port: int) -> int:
     return int(answer)
 
 
-def _listen(host: str, port: int) -> "TCPStore":
+def _listen(host: str, port: int) -> dist.TCPStore:
     """Returns the store, which listens at the address of `host` if that is known, else at all of this machine's."""
-    import torch.distributed as dist  # noqa: PLC0415
-
-    from mingpt.distributed.rendezvous import host_store  # noqa: PLC0415
-
     address = listening_address(host)
     if address is None:
         return dist.TCPStore(host, port, is_master=True, wait_for_workers=False)

@@ -18,10 +18,9 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-PID = "MINGPT_SUPERVISOR_PID"
 TOKEN = "MINGPT_SUPERVISOR_TOKEN"  # noqa: S105 - no password
 REPORT_FD = "MINGPT_REPORT_FD"
-LAUNCHER = "MINGPT_LAUNCHER_PID"  # of a launcher whose end is to stop its processes
+LAUNCHER_PID = "MINGPT_LAUNCHER_PID"  # as in mingpt/signals.py
 # What a trainer reports:
 JOINED = b"j"  # it has become a member
 TRAINED = b"t"  # it has finished a step
@@ -37,7 +36,7 @@ POLL_SECONDS = 0.02  # between looks at the trainer and the launcher
 
 def is_supervised(env: Mapping[str, str]) -> bool:
     """Whether this process is a trainer that a supervisor has started."""
-    return PID in env
+    return TOKEN in env
 
 
 def become_supervisor() -> NoReturn:
@@ -77,7 +76,7 @@ class Supervisor:
         self.command = command
         self.child: subprocess.Popen[bytes] | None = None
         self.stopped_by = 0
-        launcher = os.environ.get(LAUNCHER)  # torchrun, or launch/by_hand.py; others end their processes themselves
+        launcher = os.environ.get(LAUNCHER_PID)  # torchrun, or launch/by_hand.py; others end their processes themselves
         self.launcher = int(launcher) if launcher else None
         self.token = uuid.uuid4().hex
         self.reports, self.reports_writer = os.pipe()
@@ -113,7 +112,7 @@ class Supervisor:
             self._sleep(delay)
 
     def _run_once(self) -> int:
-        env = {**os.environ, PID: str(os.getpid()), TOKEN: self.token, REPORT_FD: str(self.reports_writer)}
+        env = {**os.environ, LAUNCHER_PID: str(os.getpid()), TOKEN: self.token, REPORT_FD: str(self.reports_writer)}
         self.child = subprocess.Popen(self.command, env=env, pass_fds=[self.reports_writer])  # noqa: S603
         if self.stopped_by:  # while it was started
             self._send(self.stopped_by)

@@ -13,8 +13,8 @@ from benchmarks import baselines, learning
 from benchmarks.__main__ import run, run_case
 from benchmarks.cases import CASES, LONG_CASES
 from benchmarks.harness import Bench
+from mingpt.distributed.collectives import DistributedContext
 from mingpt.distributed.launch_environment import RankInfo
-from mingpt.distributed.process_group import DistributedContext
 from mingpt.kernels import IGNORE_INDEX
 from mingpt.monitoring.logging import run_script
 from trainer import Trainer

@@ -14,6 +14,7 @@ import time
 from dataclasses import replace
 
 from mingpt.monitoring.metrics import read_metrics
+
 from plot import draw, read_run
 from tests.helpers import ROOT, TORCHRUN, assert_equal_snapshots, wait_for_step
 

@@ -27,8 +27,8 @@ from torch.nn.utils import get_total_norm
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mingpt.config_parser import read_config
+from mingpt.distributed.collectives import DistributedContext
 from mingpt.distributed.launch_environment import RankInfo
-from mingpt.distributed.process_group import DistributedContext
 from mingpt.parallel import strategy as strategies
 from mingpt.parallel.strategy import Strategy
 from tests.gpu.host_waits import HostWaits

@@ -20,7 +20,6 @@ from helpers import (
     set_columns,
     train_main,
 )
-
 from mingpt.monitoring.progress import format_duration
 
 

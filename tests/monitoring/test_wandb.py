@@ -10,11 +10,11 @@ from typing import Any
 import psutil
 import pytest
 from helpers import read_rows, run_args, run_program, start_main, wait_for_step
+from mingpt.monitoring.metrics import SCALARS
 from test_main import assert_one_message
 
 import main
 from mingpt.monitoring import wandb_run
-from mingpt.monitoring.metrics import SCALARS
 
 FILE_HEADER = 7  # bytes
 RECORD_HEADER = 7  # checksum, length in two bytes, type

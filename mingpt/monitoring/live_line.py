@@ -20,7 +20,7 @@ def format_duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-class ProgressLine(tqdm):
+class LiveLine(tqdm):
     """The live line: steps, a bar in the width that is left, losses, speed, time left and the last snapshot's age.
 
     It follows the terminal's width. If stdout is no terminal, nothing is shown. Training runs from `step` to
@@ -37,17 +37,19 @@ class ProgressLine(tqdm):
         self.started = time.monotonic()
         self.saved_at = math.inf
         self.evaluation_shown_at = time.monotonic()
-        ProgressLine.is_active = sys.stdout.isatty()
+        LiveLine.is_active = sys.stdout.isatty()
         super().__init__(
             total=last_step,
             initial=step,
             dynamic_ncols=True,
             bar_format="{n_fmt}/{total_fmt} {bar} {status}",
             file=sys.stdout,
-            disable=not ProgressLine.is_active,
+            disable=not LiveLine.is_active,
         )
 
-    def advance(self, step: int) -> None:
+    def advance(self, step: int, loss: float | None) -> None:
+        if loss is not None:
+            self.fields["loss"] = f"loss {loss:.3f}"
         self.step = step
         self.update(step - self.n)
 
@@ -90,5 +92,5 @@ class ProgressLine(tqdm):
 
     def close(self) -> None:
         """Leaves the line as it is."""
-        ProgressLine.is_active = False
+        LiveLine.is_active = False
         super().close()

@@ -1,0 +1,328 @@
+"""What a run says: rows for metrics.jsonl, TensorBoard, Weights & Biases and the terminal.
+
+A row is an event (start, train, eval, sample, snapshot, stop) at a step, with values. Each sink takes from it what it
+shows.
+"""
+
+import errno
+import importlib.util
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from textwrap import indent
+from typing import Any
+
+from mingpt.config import Config, config_to_dict
+from mingpt.errors import UserError
+from mingpt.files import replace_file, write_config
+from mingpt.monitoring.live_line import LiveLine
+from mingpt.monitoring.logging import logger
+
+SCALARS = ("loss", "learning_rate", "grad_norm", "tokens_per_second", "world_size", "val_loss")  # of train and eval
+
+
+class Sink:
+    """Where rows go."""
+
+    def write(self, event: str, step: int, values: Mapping[str, Any]) -> None:
+        """Raises OSError if the row can't be written."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+
+class RunLog:
+    """The rows of a run. They go nowhere before `open`, and on ranks other than 0, which do not call it."""
+
+    def __init__(self) -> None:
+        self.sinks: list[Sink] = []
+        self.line: LiveLine | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self.sinks)
+
+    def open(self, config: Config, step: int, last_step: int) -> None:
+        """Writes config.yaml, and opens all sinks, without rows of later steps than `step`.
+
+        Raises:
+            UserError: the run folder can't be written, or wandb refuses to begin.
+        """
+        folder = Path(config.trainer.run_dir)
+        write_config(folder, config_to_dict(config))
+        try:
+            self.sinks = [MetricsFile(folder, step), TensorBoard(folder, step)]
+        except OSError as error:
+            raise UserError(
+                f"trainer.run_dir: {folder}/metrics.jsonl can't be written: {error.strerror}; make it writable, or set "
+                "another"
+            ) from error
+        if config.trainer.wandb_project is not None:
+            self.sinks.append(WeightsAndBiases(config))
+        self.line = LiveLine(step, last_step)
+        self.sinks.append(Terminal(self.line))
+
+    def write(self, event: str, step: int, **values: Any) -> None:
+        errors = []
+        for sink in self.sinks:
+            try:
+                sink.write(event, step, values)
+            except OSError as error:
+                errors.append(error)
+        if errors:
+            logger.warning(f"step {step}: trainer.run_dir: metrics can't be written: {errors[0]}; training continues")
+
+    def show_step(self, step: int, loss: float | None) -> None:
+        """Moves the live line on to a step, with its loss if that is known."""
+        if self.line is not None:
+            self.line.advance(step, loss)
+
+    def show_evaluation(self, done: float | None) -> None:
+        """Shows in the live line which part of an evaluation is done; None: it has ended."""
+        if self.line is not None:
+            self.line.show_evaluation(done)
+
+    def close(self) -> None:
+        for sink in self.sinks:
+            sink.close()
+        self.sinks = []
+        self.line = None
+
+
+class MetricsFile(Sink):
+    """metrics.jsonl. Rows of later steps than `step`, and a torn last row, are removed from the file.
+
+    Raises:
+        OSError: it can't be written.
+    """
+
+    def __init__(self, folder: Path, step: int) -> None:
+        file = folder / "metrics.jsonl"
+        if file.exists():
+            rows, _ = read_metrics(file)
+            replace_file(file, "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step))
+        self.descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        self.is_torn = False  # the last row in the file has no end
+
+    def write(self, event: str, step: int, values: Mapping[str, Any]) -> None:
+        """Appends a row by a single write, so that a kill leaves at most one torn row, the last."""
+        line = json.dumps({"event": event, "step": step, "time": time.time(), **values}).encode() + b"\n"
+        if self.is_torn:
+            line = b"\n" + line  # or this row would be lost with the torn one
+        written = os.write(self.descriptor, line)
+        if written:
+            self.is_torn = written < len(line)
+        if written < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+
+class TensorBoard(Sink):
+    """TensorBoard's events, which hide later steps of earlier files.
+
+    After an error, the next row begins another file: an error ends the thread of a SummaryWriter, and may leave a torn
+    record, behind which TensorBoard reads nothing.
+
+    Raises:
+        OSError: the events can't be written.
+    """
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self.folder = folder
+        self.writer: Any = None
+        self._open(purge_step=step + 1)
+
+    def _open(self, purge_step: int | None = None) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - slow, and plot.py needs no PyTorch
+
+        self.writer = SummaryWriter(self.folder, purge_step=purge_step)
+
+    def write(self, event: str, step: int, values: Mapping[str, Any]) -> None:
+        if event not in ("train", "eval", "sample"):
+            return
+        if self.writer is None:
+            self._open()
+        try:
+            for name in SCALARS:
+                if values.get(name) is not None:
+                    self.writer.add_scalar(name, values[name], step)
+            if event == "sample":
+                self.writer.add_text("sample", indent(values["text"], "    "), step)  # verbatim, in Markdown
+            self.writer.flush()  # or a kill would lose the rows of two minutes
+        except OSError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        if self.writer is not None:
+            with suppress(OSError):
+                self.writer.close()
+            self.writer = None
+
+
+class WeightsAndBiases(Sink):
+    """A run in a project of Weights & Biases.
+
+    The run folder's `wandb_id` has its id, so that a resumed run continues it. Weights & Biases ignores values of steps
+    that it already has.
+
+    Raises:
+        UserError: wandb refuses to begin, as without an API key.
+    """
+
+    def __init__(self, config: Config) -> None:
+        import wandb  # noqa: PLC0415 - optional, and slow
+
+        folder = Path(config.trainer.run_dir)
+        file = folder / "wandb_id"
+        run_id = file.read_text() if file.exists() else None
+        try:
+            self.run = wandb.init(
+                project=config.trainer.wandb_project,
+                id=run_id,
+                name=str(folder),
+                dir=folder,
+                config=config_to_dict(config),
+                resume="allow",
+                settings=wandb.Settings(console="off"),  # it would take the live line for output
+            )
+        except wandb.Error as error:
+            raise UserError(
+                f"trainer.wandb_project: {error}; run `wandb login`, set WANDB_MODE=offline in the environment, or set "
+                "the key to null"
+            ) from error
+        self.has_failed = False
+        if run_id is None:
+            replace_file(file, self.run.id)
+
+    def write(self, event: str, step: int, values: Mapping[str, Any]) -> None:
+        if event in ("train", "eval"):
+            scalars = {name: values[name] for name in SCALARS if values.get(name) is not None}
+            self._call(lambda: self.run.log(scalars, step=step))
+
+    def close(self) -> None:
+        """Waits until the values are sent."""
+        self._call(self.run.finish)
+
+    def _call(self, function: Callable[[], None]) -> None:
+        """Calls wandb, unless it has failed before, as when its own process has ended."""
+        if self.has_failed:
+            return
+        try:
+            function()
+        except Exception as error:  # of several kinds
+            self.has_failed = True
+            logger.warning(f"trainer.wandb_project: wandb has failed: {error}; training continues without it")
+
+
+def check_wandb(project: str | None) -> None:
+    """Raises a UserError if there is a project and wandb, which is optional, is not installed."""
+    if project is not None and importlib.util.find_spec("wandb") is None:
+        raise UserError(
+            f"trainer.wandb_project is {project}, which needs wandb: run `pip install wandb`, or set the key to null"
+        )
+
+
+class Terminal(Sink):
+    """Log lines, and the live line where stdout is a terminal, in which train rows have no line of their own."""
+
+    def __init__(self, line: LiveLine) -> None:
+        self.line = line
+
+    def write(self, event: str, step: int, values: Mapping[str, Any]) -> None:
+        line = self.line
+        if event == "train":
+            line.fields["speed"] = f"{_format_short(values['tokens_per_second'])} tok/s"
+            if line.disable:
+                logger.info(
+                    f"step {step:>{len(str(line.last_step))}}/{line.last_step}  loss {values['loss']:.4f}  "
+                    f"lr {values['learning_rate']:.2e}  grad_norm {values['grad_norm']:.2f}  "
+                    f"{values['tokens_per_second']:,.0f} tokens/s  {line.time_left()} left"
+                )
+            line.refresh()
+        elif event == "eval":
+            val_loss = values["val_loss"]
+            line.fields["val"] = f"val {val_loss:.3f}"
+            logger.info(f"step {step}: validation loss {val_loss:.4f} nats per character ({values['seconds']:.1f} s)")
+        elif event == "sample":
+            # Characters that would move the cursor are replaced.
+            shown = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in values["text"])
+            logger.info(f"step {step} writes:\n{indent(shown.strip(), '    ')}")
+        elif event == "snapshot" and "path" in values:
+            line.saved_at = time.monotonic()
+
+    def close(self) -> None:
+        self.line.close()
+
+
+def _format_short(number: float) -> str:
+    """Formats three digits and k, M or G."""
+    for power, letter in ((9, "G"), (6, "M"), (3, "k")):
+        if number >= 10**power:
+            return f"{number / 10**power:.3g}{letter}"
+    return f"{number:.0f}"
+
+
+class StepTimer:
+    """Measures throughput without pauses, from a number of samples on."""
+
+    def __init__(self, samples: int) -> None:
+        self.restart(samples)
+
+    def restart(self, samples: int) -> None:
+        self.started = time.perf_counter()
+        self.since = self.started
+        self.samples = samples
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the start, pauses included."""
+        return time.perf_counter() - self.started
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Excludes the time of its block, such as evaluation, from throughput."""
+        paused = time.perf_counter()
+        yield
+        self.since += time.perf_counter() - paused
+
+    def tokens_per_second(self, samples: int, tokens_per_sample: int) -> float:
+        """Returns the average rate since the last call, given the number of samples so far."""
+        now = time.perf_counter()
+        rate = (samples - self.samples) * tokens_per_sample / (now - self.since)
+        self.since = now
+        self.samples = samples
+        return rate
+
+
+def read_metrics(file: Path) -> tuple[list[dict[str, Any]], int]:
+    """Returns the rows of a metrics.jsonl, and how many other lines it has; a torn last one is not counted."""
+    rows = []
+    others = 0
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            if not line.endswith("\n"):
+                break
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = None
+            if isinstance(row, dict) and isinstance(row.get("event"), str) and type(row.get("step")) is int:
+                rows.append(row)
+            else:
+                others += 1
+    return rows, others
+
+
+def saved_steps(file: Path) -> list[int]:
+    """Returns the steps whose snapshots were written, according to a metrics.jsonl, which need not exist."""
+    if not file.is_file():
+        return []
+    rows, _ = read_metrics(file)
+    return [row["step"] for row in rows if row["event"] == "snapshot" and "path" in row]

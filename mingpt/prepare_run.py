@@ -1,0 +1,100 @@
+"""What is checked and prepared before a Trainer is built: equal ranks, a valid batch, the text, locks of folders."""
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from char_dataset import split_lengths
+from mingpt.config import PLACES, Config, DataConfig, config_to_dict
+from mingpt.corpus import check_text, count_characters
+from mingpt.distributed.collectives import DistributedContext
+from mingpt.errors import UserError
+from mingpt.hardware.device import check_precision, tune_malloc
+from mingpt.monitoring.logging import logger
+from mingpt.monitoring.run_log import check_wandb
+from mingpt.parallel.build import validate
+from mingpt.run_lock import lock_run
+
+ROOT = Path(__file__).parent.parent
+
+
+def prepare_run(config: Config, context: DistributedContext) -> None:
+    """Checks all that can be checked before anything is written, and writes the default text where it is missing.
+
+    Raises:
+        UserError: on all ranks.
+    """
+    tune_malloc()
+    check_same_start(config, context)
+    validate(config, context.world_size)
+    check_precision(config.trainer.precision, context.device)
+    with context.shared_errors():
+        check_wandb(config.trainer.wandb_project)
+    is_new = not os.path.exists(config.trainer.run_dir)
+    with context.local_rank0_first():
+        write_default_text(config)
+        check_text(config.data.path)
+        if is_new and context.local_rank == 0:
+            characters = count_characters(config.data.path)
+            if characters is not None:  # a text of another machine is read when it is encoded
+                split_lengths(characters, config.data)
+
+
+def check_same_start(config: Config, context: DistributedContext) -> None:
+    """Raises a UserError if ranks have been started with different configurations or different code."""
+    values: dict[str, Any] = {"the code's SHA-256": code_digest()}
+    for section, keys in config_to_dict(config).items():
+        for key, value in keys.items():
+            if f"{section}.{key}" not in PLACES:
+                values[f"{section}.{key}"] = value
+    context.check_equal(values)
+
+
+def code_digest() -> str:
+    """SHA-256 of the code that trains: mingpt/, and the modules beside it that this process has imported."""
+    files = set(ROOT.glob("mingpt/**/*.py"))
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if file and Path(file).parent == ROOT:
+            files.add(Path(file))
+    digest = hashlib.sha256()
+    for path in sorted(files):
+        digest.update(str(path.relative_to(ROOT)).encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def write_default_text(config: Config) -> None:
+    """Writes the default text where it is missing, so that a first run needs no other command."""
+    path = Path(config.data.path)
+    is_default = config.data.path == DataConfig().path and path.resolve() == (ROOT / path).resolve()
+    if not is_default or path.exists():
+        return
+    command = [sys.executable, str(ROOT / "data/prepare.py")]
+    program = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+    if program.returncode:
+        raise UserError(f"data.path: {program.stderr.strip().removeprefix('error: ')}")
+    logger.info(program.stdout.strip())
+
+
+@contextmanager
+def locked_folders(config: Config, context: DistributedContext) -> Iterator[None]:
+    """Locks the folders that this run writes to; rank 0 holds the locks.
+
+    Raises:
+        UserError: on all ranks, if another run has a lock, or a folder can't be written.
+    """
+    descriptors = []
+    with context.shared_errors():
+        if context.rank == 0:
+            descriptors = lock_run(config.trainer)
+    try:
+        yield
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)

@@ -1,0 +1,81 @@
+"""From errors to exit statuses, for main.py and all other programs."""
+
+import faulthandler
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from mingpt.distributed.launch_environment import restart_hint
+from mingpt.errors import PeerError, UserError, is_oom_error
+from mingpt.monitoring.logging import configure_logging, logger
+
+
+def run_program(run: Callable[[Sequence[str]], int | None], argv: Sequence[str]) -> int:
+    """Calls `run` with the arguments of the command line, and returns the exit status.
+
+    It is what `run` returns, 0 instead of None; 1 after a PeerError or a crash; 2 after a UserError or where memory ran
+    out; 130 after Ctrl-C; and 0 if the reader of stdout has closed it, as `head` does.
+    """
+    configure_logging()
+    faulthandler.enable()  # gloo aborts the process if the sizes of a collective differ between ranks
+    try:
+        status = run(argv) or 0
+        sys.stdout.flush()
+    except SystemExit as ended:  # of argparse
+        return int(ended.code or 0)
+    except UserError as error:
+        if not error.is_reported:
+            logger.error(str(error))
+        write_error_file(str(error), f"error: {error}")
+        return 2
+    except PeerError as error:
+        logger.error(f"{error}{restart_hint(os.environ)}")
+        time.sleep(error.linger_seconds)
+        return 1
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:  # in training, a signal handler is installed
+        return 130
+    except Exception as error:
+        if isinstance(error, RuntimeError) and is_oom_error(error):
+            logger.error(
+                f"out of memory: {str(error).splitlines()[0]}; lower trainer.micro_batch_size, or set "
+                "trainer.activation_checkpointing to full, or with several ranks distributed.strategy to fsdp"
+            )
+            return 2
+        write_error_file(f"{type(error).__name__}: {error}", traceback.format_exc())
+        with suppress(OSError):
+            traceback.print_exc()
+        return 1
+    return status
+
+
+def write_error_file(message: str, call_stack: str) -> None:
+    """Writes an error to torchrun's error file, as its `record` does, so that its summary, which comes last, shows it.
+
+    The summary shows the call stack if there is one, else nothing of the message.
+    """
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file is None:
+        return
+    details = {"py_callstack": call_stack, "timestamp": str(int(time.time()))}
+    with suppress(OSError):
+        Path(file).write_text(json.dumps({"message": {"message": message, "extraInfo": details}}))
+
+
+def exit_process(status: int) -> None:
+    """Ends the process without the interpreter's own exit.
+
+    That would abort if it encountered a thread of PyTorch's C++ code, and would wait in the destructor of a process
+    group that has failed.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # nobody reads it, or the disk is full
+            stream.flush()
+    os._exit(status)

@@ -1,0 +1,49 @@
+"""How far a run has come, and what its newest step has computed."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+@dataclass
+class Progress:
+    """The progress of a run: with the state of model and optimizer, all that a run needs to continue.
+
+    Attributes:
+        step: finished optimizer steps
+        samples: the sequences in them
+        val_loss: validation loss of this step, in nats per character; None: not evaluated, or not yet
+        best_step: step of the saved snapshot with the lowest validation loss; None: no snapshot has one
+        best_val_loss: its validation loss
+    """
+
+    step: int = 0
+    samples: int = 0
+    val_loss: float | None = None
+    best_step: int | None = None
+    best_val_loss: float = math.inf
+
+    def state_dict(self) -> dict[str, Any]:
+        best = {"step": self.best_step, "val_loss": self.best_val_loss}
+        return {"step": self.step, "samples": self.samples, "val_loss": self.val_loss, "best": best}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+        self.samples = state["samples"]
+        self.val_loss = state["val_loss"]
+        self.set_best(state.get("best", {"step": None, "val_loss": math.inf}))  # old snapshots have none
+
+    def set_best(self, best: dict[str, Any]) -> None:
+        self.best_step = best["step"]
+        self.best_val_loss = best["val_loss"]
+
+
+class StepResult(NamedTuple):
+    """What an optimizer step has computed. Tensors are on the device."""
+
+    batch: range  # its sample numbers, of all ranks together
+    losses: list[Tensor]  # this rank's terms of the mean loss
+    grad_norm: Tensor  # before clipping
+    learning_rate: float

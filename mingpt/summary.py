@@ -1,0 +1,156 @@
+"""Messages about a run as a whole: at its start, at its end, and where there is nothing to do."""
+
+import json
+import math
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from mingpt.config import PLACES, config_to_dict
+from mingpt.monitoring.live_line import format_duration
+from mingpt.optimizer import learning_rate
+from mingpt.parallel.memory import MemoryUsage, format_bytes, measure_memory
+from mingpt.parallel.strategy import Strategy
+from mingpt.snapshot.manager import new_run_advice
+from model import GPT
+
+if TYPE_CHECKING:
+    from trainer import Trainer
+
+
+def start(trainer: "Trainer", devices: Sequence[str]) -> str:
+    """Ranks, choices, text and length of a run, its model, and what has changed since its newest snapshot.
+
+    Args:
+        devices: host and device of each rank
+    """
+    config = trainer.config
+    cfg = config.trainer
+    T = config.data.block_size
+    windows = len(trainer.train_data)
+    val_windows = len(trainer.val_data)
+    text = (
+        f"{config.data.path}: {len(trainer.corpus.tokens):,} characters, {len(trainer.corpus.vocabulary)} distinct; "
+        f"{windows:,} training windows"
+    )
+    rows = {"backend": trainer.context.backend, **trainer.numerics.reasons, **trainer.strategy.description}
+    if val_windows < trainer.val_data.windows_in_text:
+        rows["evaluation"] = (
+            f"{val_windows:,} of the {trainer.val_data.windows_in_text:,} windows of the validation text, evenly spread"
+        )
+    rows["text"] = text
+    rows["batch"] = f"{cfg.batch_size} sequences x {T} characters, over all ranks"
+    rows["length"] = f"{trainer.last_step:,} steps = {trainer.last_step * cfg.batch_size / windows:.2f} epochs"
+    rows["run"] = (
+        f"{cfg.run_dir}, a snapshot every {cfg.save_every} steps: kill it at any time, the same command resumes from "
+        "the newest"
+    )
+    lines = [f"GLOBAL_RANK: {i}, MEMBER: {i + 1}/{len(devices)}  {device}" for i, device in enumerate(devices)]
+    lines += [f"{name:<10} {value}" for name, value in rows.items()]
+    with torch.device("meta"):
+        lines.append(model_summary(GPT(trainer.model_config)))
+    lines += _resume_lines(trainer)
+    return "\n".join(lines)
+
+
+def _resume_lines(trainer: "Trainer") -> Iterator[str]:
+    """Lines that name the snapshot's file, and what has changed in this run since it was saved."""
+    header = trainer.resumed
+    if header is None:
+        return
+    yield f"resuming from {trainer.snapshots.storage.file(trainer.progress.step)}"
+    changes = changed_keys(header["config"], config_to_dict(trainer.config))
+    if changes:
+        yield f"changed since the snapshot: {', '.join(changes)}"
+    if (then := header["text_sha256"]) != (now := trainer.corpus.sha256):
+        yield f"the text has changed: its SHA-256 is {then} in the snapshot, {now} now"
+    if (then := header["choices"].get("hardware")) != (now := trainer.numerics.choices["hardware"]):
+        yield f"the hardware has changed: {then} made the snapshot, {now} resumes it, and last bits may differ"
+    step = trainer.progress.step
+    lr = learning_rate(step, trainer.last_step, trainer.config.optimizer)
+    if not math.isclose(then := header["learning_rate"], lr, rel_tol=1e-6):
+        yield f"the learning rate of step {step} was {then:.3g}, by the yaml it is now {lr:.3g}"
+
+
+def already_trained(trainer: "Trainer") -> str:
+    step = trainer.progress.step
+    file = trainer.snapshots.storage.file(step)
+    advice = new_run_advice(config_to_dict(trainer.config))
+    return (
+        f"already trained: {file} is at step {step}, and training ends at step {trainer.last_step}. To continue, raise "
+        f"trainer.max_steps or trainer.max_epochs; to start a new run, {advice}.\n"
+        f"{next_commands(file, str(trainer.run_dir))}"
+    )
+
+
+def done(trainer: "Trainer") -> str:
+    """Duration, validation loss and snapshot of a run that has ended, the best snapshot, and commands to try."""
+    progress = trainer.progress
+    file = trainer.snapshots.storage.file(progress.step)
+    duration = format_duration(trainer.timer.elapsed)
+    lines = [f"done in {duration}: validation loss {progress.val_loss:.4f}, snapshot {file}"]
+    if progress.best_step not in (None, progress.step):
+        folder = shlex.quote(file.rpartition("/")[0])
+        lines.append(
+            f"best:       validation loss {progress.best_val_loss:.4f} at step {progress.best_step}: "
+            f"python sample.py --snapshot {folder} --best"
+        )
+    lines.append(next_commands(file, str(trainer.run_dir)))
+    return "\n".join(lines)
+
+
+def measured_memory(strategy: Strategy) -> str:
+    """What the rank with most holds between backward and the end of a step; all ranks call it."""
+    usage = measure_memory(strategy)
+    if strategy.is_sharded:  # otherwise all ranks hold the same
+        usages = [MemoryUsage(**values) for values in strategy.context.all_gather_object(asdict(usage))]
+        usage = max(usages, key=lambda each: each.total)
+    peak = ""
+    if strategy.context.device.type == "cuda":
+        peak = f"; at the peak {format_bytes(torch.cuda.max_memory_allocated())}, activations included"
+    return f"memory measured, on the rank with most: {usage}{peak}"
+
+
+def model_summary(model: nn.Module) -> str:
+    """The layers of a model with their parameters, and the total in parameters and bytes."""
+    rows: dict[str, list[int]] = {}
+    for name, parameter in model.named_parameters():
+        parts = name.split(".")
+        layer = ".".join("*" if part.isdigit() else part for part in parts[:-1])
+        rows.setdefault(layer, [0, 0])
+        rows[layer][0] += parameter.numel()
+        rows[layer][1] += parameter.numel() * parameter.element_size()
+    rows["total"] = [sum(column) for column in zip(*rows.values(), strict=True)]
+    lines = [f"  {'layer':<28}{'parameters':>14}{'bytes':>16}"]
+    lines += [f"  {layer:<28}{parameters:>14,}{size:>16,}" for layer, (parameters, size) in rows.items()]
+    return "\n".join(lines)
+
+
+def changed_keys(then: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Each key of the configuration, except for places, whose value has changed: `trainer.batch_size 12 -> 8`."""
+    changes = []
+    for section, keys in now.items():
+        for key, value in keys.items():
+            before = then[section].get(key, value)  # an older snapshot may lack a key
+            if before != value and f"{section}.{key}" not in PLACES:
+                changes.append(f"{section}.{key} {format_value(before)} -> {format_value(value)}")
+    return changes
+
+
+def format_value(value: Any) -> str:
+    """A value of the configuration as in the yaml."""
+    return json.dumps(value).strip('"')
+
+
+def next_commands(snapshot: str, run_dir: str) -> str:
+    """Commands to try on a finished run."""
+    snapshot = shlex.quote(snapshot)
+    return (
+        f"to sample:  python sample.py --snapshot {snapshot}\n"
+        f"to plot:    python plot.py {shlex.quote(run_dir)}\n"
+        f"to export:  python export.py --snapshot {snapshot} --out FOLDER"
+    )
