@@ -17,16 +17,21 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from mingpt.monitoring.metrics import read_metrics
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from mingpt.config import GPTConfig
+from mingpt import program
+from mingpt.config import DistributedConfig, GPTConfig
 from mingpt.config_parser import read_config
-from mingpt.distributed.process_group import init_distributed
+from mingpt.distributed.collectives import DistributedContext
+from mingpt.distributed.launch_environment import detect_launch_environment
+from mingpt.distributed.process_group import connected_ranks, destroy_process_group, explained_errors
+from mingpt.monitoring.run_log import read_metrics
 from mingpt.parallel.build import strategy_class
 from mingpt.run_lock import LOCK_NAME
 from mingpt.snapshot.storage import SnapshotStorage
@@ -226,11 +231,33 @@ def _rank(
         queue.put((rank, None, traceback.format_exc()))
 
 
+def run_main(argv: list[str]) -> int:
+    """Runs main.py in this process; returns the exit status."""
+    from main import main
+
+    return program.run_program(main, argv)
+
+
+@contextmanager
+def process_group(config: DistributedConfig, needs_group: bool = False) -> Iterator[DistributedContext]:
+    """Sets up the process group as main.py does, without training."""
+    info = detect_launch_environment(os.environ)
+    timeout = timedelta(seconds=config.timeout_seconds)
+    destroy_process_group()
+    health = None
+    if info.world_size > 1:
+        with connected_ranks(info, config, ".", "gloo") as (store, health):
+            dist.init_process_group("gloo", store=store, rank=info.rank, world_size=info.world_size, timeout=timeout)
+    elif needs_group:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    with explained_errors(info, health):
+        yield DistributedContext(info, config, health)
+    destroy_process_group()
+
+
 def train_main(*argv: str) -> int:
     """For `run_ranks`: runs main.py in this process; returns the exit status."""
-    from main import run
-
-    return run([*argv, "--distributed.init_method", os.environ["TEST_INIT_METHOD"]])
+    return run_main([*argv, "--distributed.init_method", os.environ["TEST_INIT_METHOD"]])
 
 
 def run_captured(*argv: str) -> tuple[int, str, str]:
@@ -375,13 +402,11 @@ def open_trainer(*argv: str, rendezvous: Any = "") -> Iterator[Trainer]:
     config = read_config([*argv, "--distributed.init_method", f"{os.environ['TEST_INIT_METHOD']}-{rendezvous}"])
     needs_group = strategy_class(config).needs_process_group
     with (
-        init_distributed(config.distributed, needs_process_group=needs_group) as context,
+        process_group(config.distributed, needs_group) as context,
         redirect_stdout(io.StringIO()),
         redirect_stderr(io.StringIO()),
     ):
-        trainer = Trainer(config, context)
-        trainer.resume()
-        yield trainer
+        yield Trainer(config, context)
 
 
 def train_losses(trainer: Trainer, steps: int) -> list[float]:

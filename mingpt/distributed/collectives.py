@@ -174,10 +174,6 @@ class DistributedContext:
                         f"{advice}"
                     )
 
-    def agree_on(self, name: str, value: T) -> T:
-        """Returns rank 0's value. `name` is used once."""
-        return self.broadcast_object(value)
-
     def shard_range(self, first: int, count: int, rank: int | None = None) -> range:
         """Returns a rank's shard of [first, first + count), by default this rank's; sizes differ by at most one."""
         rank = self.rank if rank is None else rank

@@ -8,11 +8,11 @@ import platform
 import re
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import psutil
@@ -50,34 +50,61 @@ def detect_launch_environment(env: Mapping[str, str]) -> RankInfo:
         UserError: a launcher's variables are incomplete, not integers, out of range, or contradict each other.
     """
     omp_num_threads(env)  # raises
-    restart_count = _integer(env, "TORCHELASTIC_RESTART_COUNT", 0, 2**31)
+    restart_count = _integer(env, "TORCHELASTIC_RESTART_COUNT")
     return replace(_detect_rank(env), restart_count=restart_count)
 
 
 def _detect_rank(env: Mapping[str, str]) -> RankInfo:
     if "RANK" in env:  # first, because torchrun sets it inside srun too
-        rank, size, local_rank, local_size = _integers(env, ("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-        return RankInfo(rank, size, local_rank, local_size, _master_address(env))
+        info = _read_ranks(env, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        return replace(info, init_method=_master_address(env))
     # Before SLURM: mpirun starts its daemons on other hosts as a SLURM step, whose variables its ranks inherit.
     if "OMPI_COMM_WORLD_RANK" in env or "OMPI_COMM_WORLD_SIZE" in env:
-        required = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
-        optional = ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
-        rank, size, local_rank, local_size = _integers(env, required, optional)
+        mpi = "OMPI_COMM_WORLD"
+        info = _read_ranks(env, f"{mpi}_RANK", f"{mpi}_SIZE", f"{mpi}_LOCAL_RANK", f"{mpi}_LOCAL_SIZE")
         # mpirun creates this folder for a job, private to the user, and removes it after the job.
         folder = env.get("PMIX_SERVER_TMPDIR")
         job = env.get("PMIX_NAMESPACE")
-        file = f"file://{folder}/rendezvous-{job}" if folder and job and local_size == size else None
-        return RankInfo(rank, size, local_rank, local_size, _master_address(env, file))
+        is_one_host = info.local_world_size == info.world_size
+        file = f"file://{folder}/rendezvous-{job}" if folder and job and is_one_host else None
+        return replace(info, init_method=_master_address(env, file))
     # The shell of a batch script has SLURM_PROCID and SLURM_NTASKS too, but it is a single process in no step.
     if "SLURM_STEP_ID" in env and env.get("SLURM_STEP_NUM_TASKS") != "1":
-        names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_JOB_ID", "SLURM_STEP_ID")
-        rank, size, job, step, local_rank = _integers(env, names, ("SLURM_LOCALID",))
-        restarts = _integer(env, "SLURM_RESTART_COUNT", 0, 2**31)  # a requeued job keeps its number
-        init_method = _master_address(env, _slurm_address(env, job, step))
-        return RankInfo(rank, size, local_rank, None, init_method, f".rendezvous-{job}.{step}.{restarts}")
+        info = _read_ranks(env, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
+        job_id = _integer(env, "SLURM_JOB_ID")
+        step = _integer(env, "SLURM_STEP_ID")
+        restarts = _integer(env, "SLURM_RESTART_COUNT")  # a requeued job keeps its number
+        init_method = _master_address(env, _slurm_address(env, job_id, step))
+        return replace(info, init_method=init_method, fallback_file=f".rendezvous-{job_id}.{step}.{restarts}")
     if "WORLD_SIZE" in env:
-        _integers(env, ("RANK", "WORLD_SIZE"))  # raises
+        return _read_ranks(env, "RANK", "WORLD_SIZE")  # raises: there is no RANK
     return RankInfo()
+
+
+def _read_ranks(
+    env: Mapping[str, str], rank: str, world_size: str, local_rank: str = "", local_world_size: str = ""
+) -> RankInfo:
+    """Reads the variables with these names; the last two need not be set."""
+    found = {rank: env.get(rank), world_size: env.get(world_size)}
+    found |= {name: env[name] for name in (local_rank, local_world_size, "WORLD_SIZE") if name in env}
+    try:
+        values = {name: int(value) for name, value in found.items()}  # type: ignore[arg-type]
+        info = RankInfo(values[rank], values[world_size], values.get(local_rank), values.get(local_world_size))
+        is_valid = 0 <= info.rank < info.world_size <= MAX_RANKS
+        is_valid &= values.get("WORLD_SIZE", info.world_size) == info.world_size
+        is_valid &= info.local_rank is None or info.local_rank >= 0
+        if info.local_world_size is not None:
+            is_valid &= (info.local_rank or 0) < info.local_world_size <= info.world_size
+    except (TypeError, ValueError):
+        is_valid = False
+    if not is_valid:
+        same = "" if world_size == "WORLD_SIZE" else f", and WORLD_SIZE, if set, equal to {world_size}"
+        local = f", {local_rank} from 0 to {local_world_size} - 1" if local_world_size else ""
+        raise UserError(
+            f"environment: {found}; a launcher sets whole numbers, {rank} from 0 to {world_size} - 1{local}{same}; "
+            "for one process unset them"
+        )
+    return info
 
 
 @contextmanager
@@ -208,45 +235,12 @@ def listening_address(host: str) -> str | None:
     return address if any(address == interface.address for interface in interfaces) else None
 
 
-def _integers(env: Mapping[str, str], required: Sequence[str], optional: Sequence[str] = ()) -> list[Any]:
-    """Returns the values, None for an optional variable that is not set.
-
-    The first two are rank and number of ranks, the first two optional ones those on this machine.
-    """
-    rank, world_size, *_ = required
-    found = {name: env.get(name) for name in required}
-    found |= {name: env[name] for name in (*optional, "WORLD_SIZE") if name in env}
-    try:
-        values = {name: int(value) for name, value in found.items()}  # type: ignore[arg-type]
-        ranks = values[world_size]
-        if not 0 <= values[rank] < ranks <= MAX_RANKS or ranks != values.get("WORLD_SIZE", ranks):
-            raise ValueError
-        local_rank = values.get(optional[0], 0) if optional else 0
-        local_size = values.get(optional[1]) if len(optional) > 1 else None
-        if local_rank < 0 or (local_size is not None and not local_rank < local_size <= ranks):
-            raise ValueError
-    except (TypeError, ValueError):
-        same = "" if world_size == "WORLD_SIZE" else f", and WORLD_SIZE, if set, equal to {world_size}"
-        local = f", {optional[0]} from 0 to {optional[1]} - 1" if len(optional) > 1 else ""
-        raise UserError(
-            f"environment: {found}; a launcher sets whole numbers, {rank} from 0 to {world_size} - 1{local}{same}; "
-            "for one process unset them"
-        ) from None
-    return [values.get(name) for name in (*required, *optional)]
-
-
-def _integer(env: Mapping[str, str], name: str, lowest: int, highest: int) -> int:
-    """Returns a variable's value; the lowest, if it is not set."""
-    text = env.get(name)
-    if text is None:
-        return lowest
-    try:
-        number = int(text)
-    except ValueError:
-        number = lowest - 1
-    if not lowest <= number <= highest:
-        raise UserError(f"environment: {name} is {text!r}, must be a whole number from {lowest} to {highest}")
-    return number
+def _integer(env: Mapping[str, str], name: str, highest: int = 2**31) -> int:
+    """Returns a variable's value; 0, if it is not set."""
+    text = env.get(name, "0")
+    if not text.isdecimal() or int(text) > highest:
+        raise UserError(f"environment: {name} is {text!r}, must be a whole number from 0 to {highest}")
+    return int(text)
 
 
 def _master_address(env: Mapping[str, str], default: str | None = None) -> str | None:
@@ -256,7 +250,7 @@ def _master_address(env: Mapping[str, str], default: str | None = None) -> str |
         return default
     if not all(given):
         return None
-    _integer(env, "MASTER_PORT", 0, MAX_PORT)  # 0: a supervisor of distributed.survive finds a free one
+    _integer(env, "MASTER_PORT", MAX_PORT)  # 0: a supervisor of distributed.survive finds a free one
     if not env["MASTER_ADDR"]:
         raise UserError("environment: MASTER_ADDR is empty, must be the host of rank 0")
     return "env://"

@@ -61,7 +61,6 @@ def agree_on_numerics(config: Config, context: DistributedContext, previous: dic
     Raises:
         UserError: the device does not support the precision, or ranks choose different ones.
     """
-    previous = context.agree_on("choices", previous)
     needs_one_thread = strategy_class(config).needs_one_thread
     with context.shared_errors():
         numerics = choose_numerics(

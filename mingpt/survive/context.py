@@ -132,10 +132,6 @@ class SurvivingContext(DistributedContext):
                     f"{name} differs between ranks: {value!r} on rank {self.launch_rank}, {first} on another; {advice}"
                 )
 
-    def agree_on(self, name: str, value: T) -> T:
-        """Returns the value of the first process that comes here."""
-        return json.loads(self.store.compare_set(f"agreed/{name}", "", json.dumps(value)))
-
     @contextmanager
     def local_rank0_first(self) -> Iterator[None]:
         """The process that the launcher calls rank 0 runs the block first, and local rank 0 before others of a host."""
