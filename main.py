@@ -41,9 +41,8 @@ def read_shared_config(argv: Sequence[str]) -> Config:
         config = read_config(argv)
         if config.trainer.init_from is not None:
             from mingpt.snapshot.pretrained import adopt_shape
-            from model import GPT
 
-            config = adopt_shape(config, GPT)
+            config = adopt_shape(config)
         return config
     except UserError as error:
         # Rank 0 always reports it, since a local rank that is set by hand may be any number.

@@ -78,7 +78,7 @@ class Trainer:
         self.sample_prompt = choose_sample_prompt(config.trainer.sample_prompt, validation, self.corpus.vocabulary)
 
     def _pretrained_vocabulary(self) -> str:
-        return load_pretrained(str(self.config.trainer.init_from), "trainer.init_from", GPT).vocabulary
+        return load_pretrained(str(self.config.trainer.init_from), "trainer.init_from").vocabulary
 
     def train(self) -> int:
         """Trains to the last step, or until a signal stops it. Returns the exit status.
