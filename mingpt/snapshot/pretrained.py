@@ -41,10 +41,10 @@ def load_pretrained(path: str, option: str, best: bool = False) -> Pretrained:
     Raises:
         UserError: there is no undamaged snapshot, or with `best` no folder of snapshots.
     """
-    if not path:  # as of a shell's variable that is not set; it would be the working directory
-        raise UserError(f"{option} is empty; it may be a snapshot or a run folder, or a URL")
-    path = path.rstrip("/") or "/"
     advice = "it may be a snapshot, a run folder, or the URL of one"
+    if not path:  # as of a shell's variable that is not set; it would be the working directory
+        raise UserError(f"{option} is empty; {advice}")
+    path = path.rstrip("/") or "/"
     try:
         with open_file_system(path) as (fs, name):
             is_folder = fs.isdir(name)
