@@ -18,7 +18,6 @@ from mingpt.errors import UserError
 from mingpt.program import run_program
 from mingpt.snapshot.hf_format import hf_config, hf_tokenizer, hf_weights
 from mingpt.snapshot.pretrained import Pretrained, load_pretrained
-from model import GPT
 
 
 def model_card(pretrained: Pretrained, source: str, name: str) -> str:
@@ -98,8 +97,7 @@ def export(pretrained: Pretrained, source: str, out: Path) -> None:
         try:
             unfinished.chmod(0o755)  # mkdtemp's is 0o700
             for name, text in files.items():
-                # The model card has names of files, which need not be UTF-8.
-                (unfinished / name).write_text(text, encoding="utf-8", errors="backslashreplace")
+                (unfinished / name).write_text(text, encoding="utf-8")
             weights = safetensors.torch.save(hf_weights(pretrained.model_config, pretrained.weights), {"format": "pt"})
             (unfinished / "model.safetensors").write_bytes(weights)
             os.replace(unfinished, out)
@@ -121,9 +119,7 @@ def run(argv: Sequence[str]) -> None:
     path = default_snapshot_path() if args.snapshot is None else args.snapshot
     if not args.out:
         raise UserError("--out is empty, must be a new or empty folder")
-    pretrained = load_pretrained(path, "--snapshot", GPT)
-    if not pretrained.snapshot:
-        raise UserError(f"--snapshot: {path} is an export already; copy the folder")
+    pretrained = load_pretrained(path, "--snapshot")
     if (size := pretrained.model_config.conv_kernel_size) is not None:
         raise UserError(
             f"--snapshot: {path} has model.conv_kernel_size {size}, must be null: transformers' classes have no place "

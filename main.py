@@ -41,11 +41,10 @@ def main(argv: Sequence[str]) -> int:
     from mingpt.prepare_run import locked_folders, prepare_run
     from mingpt.snapshot.pretrained import adopt_shape
     from mingpt.survive.launch import train_surviving
-    from model import GPT
     from trainer import Trainer
 
     with reported_once_per_machine(info):
-        config = adopt_shape(config, GPT)  # that of the weights in trainer.init_from
+        config = adopt_shape(config)  # that of the weights in trainer.init_from
     if config.distributed.survive:
         return train_surviving(config, Trainer)
 

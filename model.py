@@ -146,7 +146,7 @@ class MLP(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.has_bias)
-        self.act = ReLUSquared() if config.architecture == "nanochat" else nn.GELU(config.gelu_approximate)
+        self.act = ReLUSquared() if config.architecture == "nanochat" else nn.GELU()
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.has_bias)
         self.dropout = Dropout(config.dropout)
 

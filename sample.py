@@ -23,7 +23,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--snapshot",
         metavar="PATH",
-        help="file, folder (its newest snapshot is loaded) or export; may be a URL (default: the default run)",
+        help="file, or folder (its newest snapshot is loaded); may be a URL (default: the default run)",
     )
     parser.add_argument("--best", action="store_true", help="of a folder, load the snapshot of lowest validation loss")
     parser.add_argument(
@@ -73,7 +73,7 @@ def run(argv: Sequence[str]) -> None:
     args = build_parser().parse_args(argv)
     check_args(args)
     path = default_snapshot_path() if args.snapshot is None else args.snapshot
-    pretrained = load_pretrained(path, "--snapshot", GPT, args.best)
+    pretrained = load_pretrained(path, "--snapshot", args.best)
     if not all(weight.isfinite().all() for weight in pretrained.weights.values()):
         raise UserError(f"--snapshot: {path} has weights that are not finite; take an older one")
     model = GPT(pretrained.model_config)

@@ -364,7 +364,7 @@ def load_corpus(config: Config, context: DistributedContext) -> Corpus:
     init_from = config.trainer.init_from
 
     def pretrained_vocabulary() -> str:  # called only where the text is encoded: a run that continues has it
-        return "" if init_from is None else load_pretrained(init_from, "trainer.init_from", GPT).vocabulary
+        return "" if init_from is None else load_pretrained(init_from, "trainer.init_from").vocabulary
 
     cache = Path(config.trainer.run_dir) / "cache"
     with context.local_rank0_first():

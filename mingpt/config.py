@@ -1,70 +1,74 @@
 """The configuration: every key with its type, default, description and bounds, and the checks between keys."""
 
 import os
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import ConfigDict, Field, TypeAdapter, field_validator, model_validator
+from pydantic import (
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    TypeAdapter,
+    field_validator,
+    model_validator,
+)
 from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
 
-STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-Beta = Annotated[float, Field(ge=0, lt=1)]
+# The docstring of a key is its description.
+STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+Fraction = Annotated[float, Field(ge=0, lt=1)]
 # Keys that say where something is: they may differ between ranks, and from start to start.
 PLACES = ("data.path", "trainer.run_dir", "trainer.snapshot_path", "distributed.init_method")
+# Keys that determine names and shapes of the weights, and what they mean.
+SHAPE_KEYS = (
+    "model.architecture",
+    "model.n_layer",
+    "model.n_head",
+    "model.n_embd",
+    "model.conv_kernel_size",
+    "model.bias",
+    "data.block_size",
+)
 MAX_STEPS = 99_999_999  # snapshots are named step_00000500.pt, with eight digits
-MAX_SEQUENCES = 2**20  # in a batch, far more than any that helps
 MAX_THREADS = 1024  # more than any machine has cores; a million would take all threads that a machine can start
-NO_NUL = r"^[^\x00]+$"  # the operating system accepts no empty name, and no NUL in one
 
 
 @dataclass(frozen=True, config=STRICT)
 class DataConfig:
     """The training text."""
 
-    path: str = Field(
-        default="data/input.txt",
-        pattern=NO_NUL,
-        description="UTF-8 text: a file, a glob (files in sorted order) or an fsspec URL",
-    )
-    block_size: int = Field(default=64, ge=1, le=2**20, description="characters in the model's context window (T)")
-    train_split: float = Field(
-        default=0.9, gt=0, lt=1, description="fraction of the text to train on; the rest is for validation"
-    )
-    truncate: float | None = Field(
-        default=None, gt=0, le=1, description="fraction of the text to use, from its start; null: all of it"
-    )
+    path: str = Field(default="data/input.txt", min_length=1)
+    """UTF-8 text: a file, a glob (files in sorted order) or an fsspec URL"""
+    block_size: PositiveInt = 64
+    """characters in the model's context window (T)"""
+    train_split: float = Field(default=0.9, gt=0, lt=1)
+    """fraction of the text to train on; the rest is for validation"""
+    truncate: float | None = Field(default=None, gt=0, le=1)
+    """fraction of the text to use, from its start; null: all of it"""
 
 
 @dataclass(frozen=True, config=STRICT)
 class ModelConfig:
-    """The architecture and the shape of the model.
+    """The architecture and the shape of the model."""
 
-    The upper bounds are beyond any model that exists, and below what overflows the 64 bits of a tensor's size.
-    """
-
-    architecture: Literal["gpt2", "nanochat"] = Field(
-        default="nanochat",
-        description="gpt2, or nanochat: rotary positions, RMSNorm, ReLU squared; docs/performance.md compares them",
-    )
-    n_layer: int = Field(default=4, ge=1, le=1000, description="transformer blocks")
-    n_head: int = Field(default=4, ge=1, le=1024, description="attention heads in each block; must divide n_embd")
-    n_embd: int = Field(default=128, ge=1, le=2**16, description="embedding dimension (C)")
-    dropout: float = Field(
-        default=0.0, ge=0, lt=1, description="dropout probability; 0.1 to 0.2 helps where many epochs overfit"
-    )
-    conv_kernel_size: int | None = Field(
-        default=None,
-        ge=2,
-        le=1024,
-        description="characters in a causal convolution before attention and MLP, such as 4; null: none, for export.py",
-    )
-    gelu_approximate: Literal["none", "tanh"] = Field(
-        default="none",
-        description="gpt2 alone: GELU's formula: none (exact), or tanh, of GPT-2's published weights, slower on CPUs",
-    )
-    bias: bool = Field(default=True, description="gpt2 alone: biases in linear layers and layer norms")
+    architecture: Literal["gpt2", "nanochat"] = "nanochat"
+    """gpt2, or nanochat: rotary positions, RMSNorm, ReLU squared; docs/performance.md compares them"""
+    n_layer: PositiveInt = 4
+    """transformer blocks"""
+    n_head: PositiveInt = 4
+    """attention heads in each block; must divide n_embd"""
+    n_embd: PositiveInt = 128
+    """embedding dimension (C)"""
+    dropout: Fraction = 0.0
+    """dropout probability; 0.1 to 0.2 helps where many epochs overfit"""
+    conv_kernel_size: int | None = Field(default=None, ge=2)
+    """characters in a causal convolution before attention and MLP, such as 4; null: none, for export.py"""
+    bias: bool = True
+    """gpt2 alone: biases in linear layers and layer norms"""
 
     @model_validator(mode="after")
     def _check(self) -> "ModelConfig":
@@ -93,33 +97,32 @@ RMS_NORM_EPS = 1e-6
 class GPTConfig(ModelConfig):
     """The shape of the model, with the two sizes that come from the text and the data section."""
 
-    vocab_size: int = Field(ge=1, description="distinct characters (V)")
-    block_size: int = Field(ge=1, description="characters in the context window (T)")
+    vocab_size: PositiveInt
+    """distinct characters (V)"""
+    block_size: PositiveInt
+    """characters in the context window (T)"""
 
 
 @dataclass(frozen=True, config=STRICT)
 class OptimizerConfig:
     """The optimizer and the learning-rate schedule: linear warm-up, then linear decay."""
 
-    name: Literal["muon", "adamw"] = Field(
-        default="muon", description="muon (for the matrices of the blocks, with AdamW for all else) or adamw"
-    )
-    learning_rate: float = Field(
-        default=5e-3, gt=0, description="peak learning rate, reached at the end of the warm-up"
-    )
-    min_learning_rate: float = Field(default=0.0, ge=0, description="learning rate at the end of the linear decay")
-    warmup_steps: int = Field(default=30, ge=0, le=MAX_STEPS, description="steps of linear warm-up from 0")
-    decay_steps: int | None = Field(
-        default=None,
-        ge=1,
-        le=MAX_STEPS,
-        description="step at which the decay reaches min_learning_rate; null: the last step of the run",
-    )
-    weight_decay: float = Field(default=0.1, ge=0, le=10, description="decoupled weight decay, for matrices only")
-    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.99), description="AdamW's coefficients for the running averages")
-    grad_norm_clip: float | None = Field(
-        default=1.0, gt=0, description="maximum global gradient norm; null: no clipping"
-    )
+    name: Literal["muon", "adamw"] = "muon"
+    """muon (for the matrices of the blocks, with AdamW for all else) or adamw"""
+    learning_rate: PositiveFloat = 5e-3
+    """peak learning rate, reached at the end of the warm-up"""
+    min_learning_rate: NonNegativeFloat = 0.0
+    """learning rate at the end of the linear decay"""
+    warmup_steps: NonNegativeInt = 30
+    """steps of linear warm-up from 0"""
+    decay_steps: PositiveInt | None = None
+    """step at which the decay reaches min_learning_rate; null: the last step of the run"""
+    weight_decay: NonNegativeFloat = 0.1
+    """decoupled weight decay, for matrices only"""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.99)
+    """AdamW's coefficients for the running averages"""
+    grad_norm_clip: PositiveFloat | None = 1.0
+    """maximum global gradient norm; null: no clipping"""
 
     @model_validator(mode="after")
     def _check(self) -> "OptimizerConfig":
@@ -135,93 +138,52 @@ class OptimizerConfig:
 class TrainerConfig:
     """The training loop: its length, batches, evaluation and snapshots. Steps are optimizer steps."""
 
-    max_epochs: int | None = Field(
-        default=None, ge=1, le=MAX_STEPS, description="passes over the training text; null: no limit"
-    )
-    max_steps: int | None = Field(
-        default=1600, ge=1, le=MAX_STEPS, description="steps; null: no limit. The first limit reached ends the run"
-    )
-    batch_size: int = Field(default=12, ge=1, le=MAX_SEQUENCES, description="sequences per step, over all ranks")
-    micro_batch_size: int | None = Field(
-        default=None,
-        ge=1,
-        le=MAX_SEQUENCES,
-        description="maximum number of sequences per forward pass on a rank; null: the rank's whole share",
-    )
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
-        default="auto",
-        description="autocast dtype: fp32, bf16, fp16 (CUDA only); auto: bf16 where hardware supports it, else fp32",
-    )
-    threads: Annotated[int, Field(ge=1, le=MAX_THREADS)] | Literal["auto"] = Field(
-        default="auto", description="CPU threads per rank; auto: OMP_NUM_THREADS, else cores or CPU quota / ranks here"
-    )
-    compile: bool = Field(
-        default=False, description="compile the model with torch.compile; takes a minute or so at the first start"
-    )
-    activation_checkpointing: Literal["none", "selective", "full"] = Field(
-        default="none",
-        description="what backward recomputes: none, selective (all but matrix products), full (all)",
-    )
-    deterministic: bool = Field(
-        default=False,
-        description="use only deterministic CUDA kernels, which are slower; CPU runs are always deterministic",
-    )
-    seed: int = Field(default=1, ge=0, lt=2**63, description="seed of initial weights, sample order and dropout")
-    init_from: str | None = Field(
-        default=None,
-        pattern=NO_NUL,
-        description="initial weights: a snapshot, run folder or exported folder; null: random initialization",
-    )
-    log_every: int = Field(
-        default=100,
-        ge=1,
-        le=MAX_STEPS,
-        description="steps between rows of training metrics; the first step has one too",
-    )
-    eval_every: int = Field(
-        default=400, ge=1, le=MAX_STEPS, description="steps between evaluations on the validation text"
-    )
-    eval_windows: int | None = Field(
-        default=20_000,
-        ge=1,
-        description="windows in an evaluation, evenly spread over the validation text; null: all",
-    )
-    sample_every: int | None = Field(
-        default=400, ge=1, le=MAX_STEPS, description="steps between generated samples; null: none"
-    )
-    sample_prompt: str | None = Field(
-        default=None, description="text that samples begin with; null: the first 20 characters of the validation text"
-    )
-    save_every: int = Field(default=400, ge=1, le=MAX_STEPS, description="steps between snapshots")
-    save_minutes: float | None = Field(
-        default=None,
-        gt=0,
-        description="minutes after which a snapshot is saved whatever the step; null: steps alone decide",
-    )
-    keep_snapshots: int = Field(
-        default=3, ge=1, le=MAX_STEPS, description="newest snapshots to keep, in addition to the best one"
-    )
-    profile_steps: int | None = Field(
-        default=None,
-        ge=1,
-        le=MAX_STEPS,
-        description="steps to record in a profiler trace per rank, from step 12 on; null: no trace",
-    )
-    wandb_project: str | None = Field(
-        default=None,
-        pattern=NO_NUL,
-        description="project of Weights & Biases that gets the metrics; needs `pip install wandb`; null: none",
-    )
-    run_dir: str = Field(
-        default="runs/default",
-        pattern=NO_NUL,
-        description="run folder: config.yaml, metrics.jsonl, snapshots/, cache/",
-    )
-    snapshot_path: str | None = Field(
-        default=None,
-        pattern=NO_NUL,
-        description="folder or fsspec URL of the snapshots; null: snapshots/ in run_dir",
-    )
+    max_epochs: PositiveInt | None = None
+    """passes over the training text; null: no limit"""
+    max_steps: int | None = Field(default=1600, ge=1, le=MAX_STEPS)
+    """steps; null: no limit. The first limit reached ends the run"""
+    batch_size: PositiveInt = 12
+    """sequences per step, over all ranks"""
+    micro_batch_size: PositiveInt | None = None
+    """maximum number of sequences per forward pass on a rank; null: the rank's whole share"""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """autocast dtype: fp32, bf16, fp16 (CUDA only); auto: bf16 where hardware supports it, else fp32"""
+    threads: Annotated[int, Field(ge=1, le=MAX_THREADS)] | Literal["auto"] = "auto"
+    """CPU threads per rank; auto: OMP_NUM_THREADS, else cores or CPU quota / ranks here"""
+    compile: bool = False
+    """compile the model with torch.compile; takes a minute or so at the first start"""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """what backward recomputes: none, selective (all but matrix products), full (all)"""
+    deterministic: bool = False
+    """use only deterministic CUDA kernels, which are slower; CPU runs are always deterministic"""
+    seed: int = Field(default=1, ge=0, lt=2**63)
+    """seed of initial weights, sample order and dropout"""
+    init_from: str | None = Field(default=None, min_length=1)
+    """initial weights: a snapshot, a run folder or a folder of snapshots; null: random initialization"""
+    log_every: PositiveInt = 100
+    """steps between rows of training metrics; the first step has one too"""
+    eval_every: PositiveInt = 400
+    """steps between evaluations on the validation text"""
+    eval_windows: PositiveInt | None = 20_000
+    """windows in an evaluation, evenly spread over the validation text; null: all"""
+    sample_every: PositiveInt | None = 400
+    """steps between generated samples; null: none"""
+    sample_prompt: str | None = None
+    """text that samples begin with; null: the first 20 characters of the validation text"""
+    save_every: PositiveInt = 400
+    """steps between snapshots"""
+    save_minutes: PositiveFloat | None = None
+    """minutes after which a snapshot is saved whatever the step; null: steps alone decide"""
+    keep_snapshots: PositiveInt = 3
+    """newest snapshots to keep, in addition to the best one"""
+    profile_steps: PositiveInt | None = None
+    """steps to record in a profiler trace per rank, from step 12 on; null: no trace"""
+    wandb_project: str | None = Field(default=None, min_length=1)
+    """project of Weights & Biases that gets the metrics; needs `pip install wandb`; null: none"""
+    run_dir: str = Field(default="runs/default", min_length=1)
+    """run folder: config.yaml, metrics.jsonl, snapshots/, cache/"""
+    snapshot_path: str | None = Field(default=None, min_length=1)
+    """folder or fsspec URL of the snapshots; null: snapshots/ in run_dir"""
 
     @field_validator("run_dir", "snapshot_path")
     @classmethod
@@ -265,43 +227,26 @@ def _is_init_method(address: str) -> bool:
 class DistributedConfig:
     """The process group and how the model is parallelized."""
 
-    backend: Literal["auto", "nccl", "gloo"] = Field(
-        default="auto",
-        description="nccl (one CUDA GPU per process), gloo (CPU); auto: nccl where there is a GPU, else gloo",
-    )
-    init_method: str | None = Field(
-        default=None,
-        pattern=NO_NUL,
-        description="rendezvous address: tcp://host:port or file:///path; null: from the launcher's environment",
-    )
-    timeout_seconds: float = Field(  # PyTorch counts nanoseconds, in 64 bits: 1e10 would be no time at all
-        default=600.0, ge=1, le=1e8, description="seconds to wait for another process before failing"
-    )
-    strategy: Literal["ddp", "zero1", "zero2", "fsdp"] = Field(
-        default="ddp",
-        description="what ranks shard: ddp: nothing; zero1: optimizer state; zero2: gradients too; fsdp: all",
-    )
-    cpu_offload: bool = Field(default=False, description="with fsdp on CUDA, keep shards in host memory; slower")
-    pipeline_stages: int = Field(
-        default=1, ge=1, description="pipeline stages that the blocks are split into; 1: no pipeline"
-    )
-    pipeline_schedule: Literal["1f1b", "gpipe"] = Field(
-        default="1f1b", description="order of a stage's micro-batches: 1f1b, or gpipe (all forward passes first)"
-    )
-    bucket_cap_mb: float | None = Field(
-        default=None,
-        gt=0,
-        le=1e6,  # PyTorch counts bytes, in 64 bits
-        description="size in MiB of the gradient buckets of ddp and zero1; null: 25, after a first bucket of 1",
-    )
-    reduction: Literal["fast", "tree"] = Field(
-        default="fast",
-        description="gradient summation: fast (the backend's all-reduce); tree: same bits for any number of ranks",
-    )
-    survive: bool = Field(
-        default=False,
-        description="with reduction tree: continue without a lost rank, and let a new process take its place",
-    )
+    backend: Literal["auto", "nccl", "gloo"] = "auto"
+    """nccl (one CUDA GPU per process), gloo (CPU); auto: nccl where there is a GPU, else gloo"""
+    init_method: str | None = None
+    """rendezvous address: tcp://host:port or file:///path; null: from the launcher's environment"""
+    timeout_seconds: float = Field(default=600.0, ge=1)
+    """seconds to wait for another process before failing"""
+    strategy: Literal["ddp", "zero1", "zero2", "fsdp"] = "ddp"
+    """what ranks shard: ddp: nothing; zero1: optimizer state; zero2: gradients too; fsdp: all"""
+    cpu_offload: bool = False
+    """with fsdp on CUDA, keep shards in host memory; slower"""
+    pipeline_stages: PositiveInt = 1
+    """pipeline stages that the blocks are split into; 1: no pipeline"""
+    pipeline_schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    """order of a stage's micro-batches: 1f1b, or gpipe (all forward passes first)"""
+    bucket_cap_mb: PositiveFloat | None = None
+    """size in MiB of the gradient buckets of ddp and zero1; null: 25, after a first bucket of 1"""
+    reduction: Literal["fast", "tree"] = "fast"
+    """gradient summation: fast (the backend's all-reduce); tree: same bits for any number of ranks"""
+    survive: bool = False
+    """with reduction tree: continue without a lost rank, and let a new process take its place"""
 
     @model_validator(mode="after")
     def _check(self) -> "DistributedConfig":
@@ -353,45 +298,47 @@ class Config:
     distributed: DistributedConfig = Field(default_factory=DistributedConfig)
 
     @model_validator(mode="after")
-    def _check(self) -> "Config":
-        for error in (*self._pipeline_errors(), *self._tree_errors()):
-            raise ValueError(error)
+    def _check_pipeline(self) -> "Config":
+        stages = self.distributed.pipeline_stages
+        batch_size = self.trainer.batch_size
+        if stages == 1:
+            return self
+        if stages > self.model.n_layer:
+            raise ValueError(
+                f"distributed.pipeline_stages is {stages}, must be at most model.n_layer, {self.model.n_layer}: "
+                "each stage needs a block"
+            )
+        if self.trainer.micro_batch_size is None:
+            sizes = (n for n in range(1, batch_size + 1) if batch_size % n == 0 and batch_size // n >= 4 * stages)
+            raise ValueError(
+                f"trainer.micro_batch_size is null, must be a number with distributed.pipeline_stages {stages}, such "
+                f"as {max(sizes, default=1)}: stages work on several micro-batches at once, best on {4 * stages} or "
+                "more"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_tree(self) -> "Config":
+        cfg = self.trainer
+        reason = "with distributed.reduction tree, whose bits depend on it"
+        if self.distributed.reduction != "tree":
+            return self
+        if cfg.micro_batch_size is None:
+            raise ValueError(f"trainer.micro_batch_size is null, must be a number {reason}")
+        if cfg.threads not in ("auto", 1):
+            raise ValueError(f"trainer.threads is {cfg.threads}, must be auto or 1 {reason}")
+        if cfg.precision == "fp16":
+            raise ValueError("trainer.precision is fp16, must be auto, fp32 or bf16 with distributed.reduction tree")
+        return self
+
+    @model_validator(mode="after")
+    def _check_offload(self) -> "Config":
         if self.distributed.cpu_offload and self.optimizer.name == "muon":
             raise ValueError(
                 "optimizer.name is muon, must be adamw with distributed.cpu_offload: Muon needs whole matrices, and "
                 "host memory holds shards"
             )
         return self
-
-    def _pipeline_errors(self) -> Iterator[str]:
-        stages = self.distributed.pipeline_stages
-        batch_size = self.trainer.batch_size
-        if stages == 1:
-            return
-        if stages > self.model.n_layer:
-            yield (
-                f"distributed.pipeline_stages is {stages}, must be at most model.n_layer, {self.model.n_layer}: "
-                "each stage needs a block"
-            )
-        if self.trainer.micro_batch_size is None:
-            sizes = (n for n in range(1, batch_size + 1) if batch_size % n == 0 and batch_size // n >= 4 * stages)
-            yield (
-                f"trainer.micro_batch_size is null, must be a number with distributed.pipeline_stages {stages}, such "
-                f"as {max(sizes, default=1)}: stages work on several micro-batches at once, best on {4 * stages} or "
-                "more"
-            )
-
-    def _tree_errors(self) -> Iterator[str]:
-        cfg = self.trainer
-        reason = "with distributed.reduction tree, whose bits depend on it"
-        if self.distributed.reduction != "tree":
-            return
-        if cfg.micro_batch_size is None:
-            yield f"trainer.micro_batch_size is null, must be a number {reason}"
-        if cfg.threads not in ("auto", 1):
-            yield f"trainer.threads is {cfg.threads}, must be auto or 1 {reason}"
-        if cfg.precision == "fp16":
-            yield "trainer.precision is fp16, must be auto, fp32 or bf16 with distributed.reduction tree"
 
 
 SECTIONS: dict[str, Any] = {

@@ -11,8 +11,9 @@ from typing import Any, NoReturn, get_args
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
 
-from mingpt.config import KEYS, NO_NUL, SECTIONS, Config, config_to_dict
+from mingpt.config import KEYS, SECTIONS, Config, config_to_dict
 from mingpt.errors import UserError
 from mingpt.yaml_format import dump_yaml, load_yaml
 
@@ -34,14 +35,7 @@ ALIASES = {
     "out_dir": "trainer.run_dir",
 }
 COMMAND_LINE = "the command line"
-MAX_BYTES = 2**20  # of a yaml file; the shipped one has 6,000
 Sections = dict[str, dict[str, Any]]
-
-_short = reprlib.Repr()  # of values in messages, which may be long, nested, or contain themselves
-_short.maxstring = 200
-_short.maxother = 200
-_short.maxlong = 200
-_short.maxlevel = 2
 
 
 def read_config(argv: Sequence[str] = ()) -> Config:
@@ -55,7 +49,7 @@ def read_config(argv: Sequence[str] = ()) -> Config:
     """
     args, unknown = build_parser().parse_known_args(argv)
     if unknown:
-        raise UserError(f"command line: {_shown_name(unknown[0])} is not known{_option_hint(unknown[0])}")
+        raise UserError(f"command line: {unknown[0]} is not known{_option_hint(unknown[0])}")
     file = DEFAULT_CONFIG if args.config is None else Path(args.config)
     values = _read_yaml(file) if args.config is not None or file.exists() else {}
     origins = dict.fromkeys((f"{section}.{key}" for section in values for key in values[section]), str(file))
@@ -122,19 +116,15 @@ def default_snapshot_path() -> str:
 
 def _read_yaml(file: Path) -> Sections:
     try:
-        with file.open("rb") as opened:
-            content = opened.read(MAX_BYTES + 1)
-        if len(content) > MAX_BYTES:
-            raise UserError(f"--config: {file} is larger than {MAX_BYTES} bytes; name a yaml file")
-        sections = load_yaml(content.decode()) or {}
+        sections = load_yaml(file.read_bytes()) or {}
     except OSError as error:
         raise UserError(f"--config: {file} can't be read: {error.strerror}; name a yaml file") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        text = " ".join(str(error).replace('"<unicode string>", ', "").split())
+    except yaml.YAMLError as error:
+        text = " ".join(str(error).replace('"<byte string>", ', "").split())
         raise UserError(f"{file} is not valid yaml: {text}") from error
     if not isinstance(sections, dict):
-        raise UserError(f"{file} holds {_short.repr(sections)}; it must hold the sections {', '.join(SECTIONS)}")
-    values = {section: keys if keys is not None else {} for section, keys in sections.items()}
+        raise UserError(f"{file} holds {reprlib.repr(sections)}; it must hold the sections {', '.join(SECTIONS)}")
+    values = {str(section): keys if keys is not None else {} for section, keys in sections.items()}
     if mistakes := list(_structural_mistakes(values)):
         raise UserError("\n  ".join([f"{file}:", *mistakes]))
     return values
@@ -144,23 +134,13 @@ def _structural_mistakes(values: dict[str, Any]) -> Iterator[str]:
     for section, keys in values.items():
         if section not in SECTIONS:
             nearest = _nearest(section, SECTIONS)
-            yield f"{_shown_name(section)}: unknown section{nearest}; there are {', '.join(SECTIONS)}"
+            yield f"{section}: unknown section{nearest}; there are {', '.join(SECTIONS)}"
         elif not isinstance(keys, dict):
-            yield f"{section}: found {_short.repr(keys)}, must hold keys with values"
+            yield f"{section}: found {reprlib.repr(keys)}, must hold keys with values"
         else:
-            for key, value in keys.items():
-                name = f"{section}.{key}"
+            for name in (f"{section}.{key}" for key in keys):
                 if name not in KEYS:
-                    yield f"{_shown_name(name)}: unknown key{_nearest(name, KEYS)}; --help lists all"
-                elif _is_nested(value):
-                    yield f"{name}: found {_short.repr(value)}, must be one value, or a list of values"
-
-
-def _is_nested(value: Any) -> bool:
-    """Whether it is more than a value or a list of values; an alias of yaml can make it endless."""
-    if isinstance(value, list):
-        return any(isinstance(item, (list, dict)) for item in value)
-    return isinstance(value, dict)
+                    yield f"{name}: unknown key{_nearest(name, KEYS)}; --help lists all"
 
 
 def _parse_option(name: str, text: str) -> Any:
@@ -171,15 +151,9 @@ def _parse_option(name: str, text: str) -> Any:
     if annotation == str | None:
         return None if text == "null" else text
     try:
-        value = load_yaml(text)
+        return load_yaml(text)
     except yaml.YAMLError:
         return text
-    return text if _is_nested(value) else value
-
-
-def _shown_name(name: str) -> str:
-    """A name that is not known, in one short line."""
-    return name if name.isprintable() and len(name) <= 100 else _short.repr(name)
 
 
 def _nearest(name: str, known: Collection[str]) -> str:
@@ -203,54 +177,42 @@ def _option_hint(word: str) -> str:
 
 
 def _validate(values: Sections, origins: dict[str, str]) -> Config:
-    mistakes: dict[str, str] = {}
-    for section, keys in values.items():
-        for key, value in keys.items():
-            name = f"{section}.{key}"
-            if not _is_unicode(value):
-                mistakes[name] = f" (in {origins[name]}): found {_short.repr(value)}, must be UTF-8 text"
-    if mistakes:
-        raise _user_error(mistakes)
     try:
         # In JSON a list may become a tuple and an integer a float, while no string becomes a number.
         return TypeAdapter(Config).validate_json(json.dumps(values))
     except ValidationError as invalid:
+        conflicts = []
+        allowed: dict[str, list[str]] = {}  # a key that may be a number or a word has an error for each
         for error in invalid.errors(include_url=False):
-            if error["type"] == "value_error":  # from a check between keys, whose message begins with a key
-                message = error["msg"].removeprefix("Value error, ")
-                places = [origins[word] for word in message.split() if word in origins]
-                mistakes[message] = ""
-                if places:  # what the command line has set is new, so it is the mistake
-                    place = COMMAND_LINE if COMMAND_LINE in places else places[0]
-                    mistakes[message] = f" (in {place})"
-                continue
-            section = str(error["loc"][0])
-            key = str(error["loc"][1])
-            name = f"{section}.{key}"
-            allowed = error["msg"].replace("Input should be ", "")
-            if key == "betas" and error["type"] in ("missing", "too_long", "tuple_type", "float_type"):
-                allowed = "a list of two numbers"
-            if error["type"] == "string_pattern_mismatch" and error["ctx"]["pattern"] == NO_NUL:
-                allowed = "at least one character, none of them NUL"
-            if name in mistakes:
-                if allowed not in mistakes[name]:
-                    mistakes[name] += f" or {allowed}"
+            if error["type"] == "value_error":  # from a check between keys
+                conflicts.append(_conflict(error["msg"].removeprefix("Value error, "), origins))
             else:
-                value = values[section][key]
-                null = "null or " if type(None) in get_args(KEYS[name].annotation) else ""
-                hint = HINTS.get(str(value), "")
-                mistakes[name] = f" (in {origins[name]}): found {_short.repr(value)}, must be {null}{allowed}{hint}"
-        raise _user_error(mistakes) from invalid
+                section, key, *_ = error["loc"]
+                allowed.setdefault(f"{section}.{key}", []).append(_allowed_value(error))
+        mistakes = [_wrong_value(name, values, origins[name], ranges) for name, ranges in allowed.items()]
+        raise UserError("\n  ".join(mistakes + conflicts)) from invalid
 
 
-def _is_unicode(value: Any) -> bool:
-    """False for text with half of a surrogate pair, as Python reads bytes of a command line that are not UTF-8."""
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+def _conflict(message: str, origins: dict[str, str]) -> str:
+    places = [origins[word] for word in message.split() if word in origins]
+    if not places:
+        return message
+    # What the command line has set is new, so it is the mistake.
+    place = COMMAND_LINE if COMMAND_LINE in places else places[0]
+    return f"{message} (in {place})"
 
 
-def _user_error(mistakes: dict[str, str]) -> UserError:
-    return UserError("\n  ".join(name + text for name, text in mistakes.items()))
+def _allowed_value(error: ErrorDetails) -> str:
+    if "betas" in error["loc"] and error["type"] in ("missing", "too_long", "tuple_type", "float_type"):
+        return "a list of two numbers"
+    if error["type"] == "string_too_short":
+        return "at least one character"
+    return error["msg"].removeprefix("Input should be ")
+
+
+def _wrong_value(name: str, values: Sections, origin: str, allowed: list[str]) -> str:
+    section, key = name.split(".")
+    value = values[section][key]
+    null = "null or " if type(None) in get_args(KEYS[name].annotation) else ""
+    ranges = " or ".join(dict.fromkeys(allowed))
+    return f"{name} (in {origin}): found {reprlib.repr(value)}, must be {null}{ranges}{HINTS.get(str(value), '')}"

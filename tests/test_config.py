@@ -4,16 +4,14 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
-from random import Random
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
 from helpers import ROOT, newest_snapshot, run_program, write_text
 
-from mingpt.config import KEYS, SECTIONS, Config, ModelConfig, config_to_dict
+from mingpt.config import KEYS, SECTIONS, SHAPE_KEYS, Config, ModelConfig, config_to_dict
 from mingpt.config_parser import DEFAULT_CONFIG, build_parser, config_options, option_words, read_config
 from mingpt.errors import UserError
 from mingpt.files import write_config
@@ -125,41 +123,13 @@ def test_print_config_prints_yaml_that_reads_the_same(config_file: Path, capsys:
     assert [f"{section}.{key}" for section, keys in printed.items() for key in keys] == list(KEYS)
 
 
-NASTY_WORDS = r"""
-1e3 1E3 -1e-3 +1.e5 1_000 0x1f 0b1 010 1:30 .5 .inf .nan -.5 12 1. 2024-01-31 2024-01-31T12:30:00Z 12:30:45
-~ Null NULL true yes No on y = << --- ... - ? : a: # #a 'a' "a" ' " 'a a'b "a \ \n a\ [a] [ ] {a: } { {{a}} , a,b
-&a *a * !a ! | > %a @a `a` --config -a =a a=b $HOME ~/runs %(prog)s ñ
+# Text that yaml would take for something else.
+WORDS = r"""
+1e3 -1e-3 010 1_000 0x1f 1:30 .5 .inf 12 2024-01-31 2024-01-31T12:30:00Z ~ null true yes = << --- - ? : a: #a 'a' "a \n
+[a] [ {a: } {{a}} , &a *a !a ! | > %a @a `a` --config -a a=b $HOME %(prog)s ñ
 """
-NASTY_TEXTS = [
-    *NASTY_WORDS.split(),
-    *(
-        "null ",
-        "- a",
-        "? a",
-        "a: b",
-        ": a",
-        "a #b",
-        "runs/try #2",
-        "!!int 3",
-        "2024-01-31 12:30:00",
-        "a  b",
-        " a",
-        "a ",
-    ),
-    *(" ", "  ", "\ta", "a\t", "\n", "a\nb", "a\n", "\n\na", "a\n\n  b\n", "\r", "a\r\nb", "\x07", "\x1b[1m", "\x7f"),
-    *("\x85", "\xa0", "\u2028", "\u2029", "\ufeff", "\ufeffa", "\ufffe", "\U0001f600", "a" * 300, "a " * 200),
-]
-
-
-def nasty_texts(count: int) -> Iterator[str]:
-    """The texts above, and others of the characters that mean something in yaml."""
-    yield from NASTY_TEXTS
-    random_numbers = Random(7)
-    alphabet = "ab 019.eE+-_:#'\"\\\n\r\t[]{},&*!|>%@`~=?<é\x85\u2028\ufeff"
-    for _ in range(count):
-        text = "".join(random_numbers.choices(alphabet, k=random_numbers.randrange(1, 8)))
-        if text != "--":  # which Python 3.11's argparse drops
-            yield text
+PHRASES = ("- a", "a: b", "a #b", "runs/try #2", "2024-01-31 12:30:00", "a  b", " a", "a ", "\ta", "a\nb", "a\n")
+TEXTS = [*WORDS.split(), *PHRASES, "\U0001f600", "a " * 200]
 
 
 def test_text_of_the_command_line_is_taken_as_it_is_and_reads_back_equal(
@@ -167,9 +137,8 @@ def test_text_of_the_command_line_is_taken_as_it_is_and_reads_back_equal(
 ) -> None:
     """In what --print_config prints, in config.yaml, and in the command lines that programs show."""
     names = [name for name in TEXT_KEYS if name != "distributed.init_method"]  # whose text must be an address
-    texts = list(nasty_texts(300))
-    for i in range(0, len(texts), len(names)):
-        given = dict(zip(names, texts[i:], strict=False))
+    for i in range(0, len(TEXTS), len(names)):
+        given = dict(zip(names, TEXTS[i:], strict=False))
         argv = [word for name, text in given.items() for word in option_words(name, text)]
         config = read_config(argv)
         found = config_to_dict(config)
@@ -249,6 +218,11 @@ def test_the_local_rank_that_older_launchers_pass_is_ignored(argv: list[str]) ->
     assert read_config([*argv, "--model.n_layer", "2"]) == Config(model=ModelConfig(n_layer=2))
 
 
+def test_all_keys_of_the_model_but_dropout_shape_the_weights() -> None:
+    """A new key that is missing there would resume and start from weights of another shape."""
+    assert {name for name in KEYS if name.startswith("model.")} - set(SHAPE_KEYS) == {"model.dropout"}
+
+
 # Refusing
 
 
@@ -257,7 +231,7 @@ def test_the_local_rank_that_older_launchers_pass_is_ignored(argv: list[str]) ->
     [
         (b"model: {n_layer: 2\n", ["not valid yaml", "line 2"]),
         (b"model:\n\tn_layer: 2\n", ["not valid yaml", "line 2"]),
-        (b"model: \xff\xfe\n", ["not valid yaml", "0xff"]),
+        (b"model: \xff\xfe\n", ["not valid yaml", "#x00ff", "position 7"]),
         (b"- model\n- data\n", ["['model', 'data']", *SECTIONS]),
         (b"just words\n", ["'just words'", *SECTIONS]),
         (b"model: [n_layer]\n", ["model: found ['n_layer'], must hold keys"]),
@@ -267,7 +241,6 @@ def test_the_local_rank_that_older_launchers_pass_is_ignored(argv: list[str]) ->
         (b"model:\n  2: 3\n", ["model.2: unknown key"]),
         (b"model:\n  n_layer: 2\n  n_head: 2\n  n_layer: 3\n", ["duplicate key", "n_layer", "line 4"]),
         (b"model:\n  n_layer: 2\ndata:\n  block_size: 8\nmodel:\n  n_head: 2\n", ["duplicate", "model", "line 5"]),
-        (b"model: &model\n  n_layer: *model\n", ["n_layer"]),
         (b"data:\n  path: {{ path }}\n", ["path"]),  # of a template that has not been filled in
     ],
 )
@@ -276,13 +249,6 @@ def test_invalid_yaml_is_refused_naming_file_and_place(content: bytes, parts: li
     message = error_of("--config", config_file)
     for part in (str(config_file), *parts):
         assert part in message
-
-
-def test_yaml_runs_no_code(config_file: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "made by yaml"
-    config_file.write_text(f"data:\n  path: !!python/object/apply:os.mkdir ['{folder}']\n")
-    assert "python/object" in error_of("--config", config_file)
-    assert not folder.exists()
 
 
 def test_a_config_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
@@ -343,7 +309,7 @@ def test_all_mistakes_are_in_one_message(config_file: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "values", "allowed"),
     [
-        ("model.n_layer", ["two", 2.5, "2", True, None, [2]], ["a valid integer"]),
+        ("model.n_layer", ["two", 2.5, "2", True, None, [2], {"a": 2}], ["a valid integer"]),
         ("model.architecture", ["llama", 2, None], ["'gpt2' or 'nanochat'"]),
         ("model.dropout", ["much", "0.1", True, None], ["a valid number"]),
         ("model.bias", [1, "maybe", "true", None], ["a valid boolean"]),
@@ -383,7 +349,6 @@ def test_other_values_for_text_are_refused_in_yaml(config_file: Path) -> None:
         assert message == f"{name} (in {config_file}): found {value!r}, must be {allowed}"
 
 
-MOST_STEPS = "less than or equal to 99999999"
 TOO_SMALL = [  # keys, a value, and the range that the message names
     ("data.train_split data.truncate optimizer.learning_rate optimizer.grad_norm_clip", 0.0, "greater than 0"),
     ("trainer.save_minutes distributed.bucket_cap_mb", 0.0, "greater than 0"),
@@ -391,30 +356,18 @@ TOO_SMALL = [  # keys, a value, and the range that the message names
     ("model.dropout optimizer.min_learning_rate optimizer.weight_decay", -0.1, "greater than or equal to 0"),
     ("optimizer.warmup_steps trainer.seed", -1, "greater than or equal to 0"),
     ("optimizer.betas", [0.9, -0.1], "greater than or equal to 0"),
-    ("data.block_size model.n_layer model.n_head model.n_embd optimizer.decay_steps", 0, "greater than or equal to 1"),
-    ("trainer.max_epochs trainer.max_steps trainer.batch_size", 0, "greater than or equal to 1"),
-    ("trainer.micro_batch_size trainer.profile_steps trainer.keep_snapshots", 0, "greater than or equal to 1"),
-    (
-        "trainer.log_every trainer.eval_every trainer.eval_windows trainer.sample_every trainer.save_every",
-        0,
-        "greater than or equal to 1",
-    ),
-    ("distributed.pipeline_stages", 0, "greater than or equal to 1"),
+    ("data.block_size model.n_layer model.n_head model.n_embd optimizer.decay_steps", 0, "greater than 0"),
+    ("trainer.max_epochs trainer.batch_size distributed.pipeline_stages", 0, "greater than 0"),
+    ("trainer.micro_batch_size trainer.profile_steps trainer.keep_snapshots", 0, "greater than 0"),
+    ("trainer.log_every trainer.eval_every trainer.eval_windows trainer.sample_every", 0, "greater than 0"),
+    ("trainer.save_every", 0, "greater than 0"),
+    ("trainer.max_steps", 0, "greater than or equal to 1"),
     ("model.conv_kernel_size", 1, "greater than or equal to 2"),
     ("trainer.threads", 0, "greater than or equal to 1 or 'auto'"),
 ]
 TOO_LARGE = [
-    ("data.block_size", 2**20 + 1, f"less than or equal to {2**20}"),
-    ("model.n_layer", 1001, "less than or equal to 1000"),
-    ("model.n_head model.conv_kernel_size trainer.threads", 1025, "less than or equal to 1024"),
-    ("model.n_embd", 2**32, f"less than or equal to {2**16}"),
-    ("optimizer.weight_decay", 11.0, "less than or equal to 10"),
-    ("optimizer.warmup_steps optimizer.decay_steps trainer.max_steps trainer.max_epochs", 10**8, MOST_STEPS),
-    ("trainer.log_every trainer.eval_every trainer.sample_every trainer.save_every", 10**30, MOST_STEPS),
-    ("trainer.keep_snapshots trainer.profile_steps", 10**300, MOST_STEPS),
-    ("trainer.batch_size trainer.micro_batch_size", 2**20 + 1, f"less than or equal to {2**20}"),
-    ("distributed.timeout_seconds", 1e15, "less than or equal to 100000000"),
-    ("distributed.bucket_cap_mb", 1e13, "less than or equal to 1000000"),
+    ("trainer.max_steps", 10**8, "less than or equal to 99999999"),
+    ("trainer.threads", 1025, "less than or equal to 1024"),
     ("data.train_split model.dropout", 1.0, "less than 1"),
     ("data.truncate", 1.5, "less than or equal to 1"),
     ("optimizer.betas", [1, 0.9], "less than 1"),
@@ -422,23 +375,17 @@ TOO_LARGE = [
 ]
 
 
-def short(value: object) -> str:
-    """Long numbers are shown with their first and last digits."""
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:98]}...{text[-99:]}"
-
-
 @pytest.mark.parametrize("table", [TOO_SMALL, TOO_LARGE], ids=["too small", "too large"])
 def test_values_out_of_range_are_refused_in_one_message(table: list[tuple[str, Any, str]], config_file: Path) -> None:
     cases = {name: (value, allowed) for names, value, allowed in table for name in names.split()}
-    numbers = {name for name, field in KEYS.items() if re.search("int|float", str(field.annotation))}
+    numbers = {name for name, field in KEYS.items() if re.search(r"\b(int|float|Fraction)\b", str(field.annotation))}
     assert table is TOO_LARGE or set(cases) == numbers
     write_yaml(config_file, {name: value for name, (value, _) in cases.items()})
     expected = set()
     for name, (value, allowed) in cases.items():
-        null = "null or " if str(KEYS[name].annotation).endswith("| None") else ""
+        null = "null or " if type(None) in get_args(KEYS[name].annotation) else ""
         auto = " or 'auto'" if name == "trainer.threads" and table is TOO_LARGE else ""
-        expected.add(f"{name} (in {config_file}): found {short(value)}, must be {null}{allowed}{auto}")
+        expected.add(f"{name} (in {config_file}): found {value!r}, must be {null}{allowed}{auto}")
     lines = error_of("--config", config_file).splitlines()
     assert {line.strip() for line in lines} == expected
     assert len(lines) == len(expected)

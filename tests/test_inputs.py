@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -24,43 +23,21 @@ TWO = {"RANK": "0", "WORLD_SIZE": "2"}
 MASTER = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
 ONE = {"RANK": "0", "WORLD_SIZE": "1"}
 WRONG_KEY = ["--trainer.max_step", "3"]
-DEEP = "model: " + 2000 * "[" + 2000 * "]" + "\n"
-BOMB = "model:\n  n_layer: &a [1, 2]\n" + "".join(
-    f"  n{i}: &{'abcdefghijklmnop'[i]} [{', '.join(20 * ['*' + 'abcdefghijklmnop'[i - 1]])}]\n" for i in range(1, 16)
-)
 
 # Variables, options, what the yaml holds, and parts of the message
-CASES: list[tuple[dict[str, str], list[str], str | bytes, list[str]]] = [
-    ({}, ["--data.path", "a\udcff.txt"], "", ["data.path", r"'a\udcff.txt'", "must be UTF-8 text"]),
-    ({}, ["--trainer.run_dir", "a\udcff"], "", ["trainer.run_dir", "must be UTF-8 text"]),
+CASES: list[tuple[dict[str, str], list[str], str, list[str]]] = [
     ({}, ["--trainer.run_dir", ""], "", ["trainer.run_dir", "found '', must be at least one character"]),
+    ({}, ["--data.path", ""], "", ["data.path", "found '', must be at least one character"]),
+    ({}, [], "trainer: {run_dir: 5}", ["trainer.run_dir", "found 5, must be a valid string"]),
+    ({}, [], "optimizer: {learning_rate: 0, lr: 1}", ["optimizer.lr: unknown key; here it is optimizer.learning_rate"]),
+    ({}, [], "trainer: {max_steps: 3, max_steps: 4}", ["not valid yaml: duplicate key 'max_steps'", "line 1"]),
+    ({}, ["--config", "none.yaml"], "", ["--config: none.yaml can't be read: No such file or directory"]),
+    ({}, ["--config", "text.txt"], "", ["text.txt holds '", "it must hold the sections data, model"]),
     ({}, ["--trainer.snapshot_path", ""], "", ["trainer.snapshot_path", "must be null or at least one character"]),
     ({}, ["--trainer.init_from", ""], "", ["trainer.init_from", "must be null or at least one character"]),
-    ({}, [], 'data: {path: "a\\0b"}', ["data.path", r"found 'a\x00b'", "NUL"]),
-    ({}, ["--trainer.run_dir", "x" * 300], "", ["trainer.run_dir", "can't be written: File name too long"]),
-    ({}, ["--distributed.timeout_seconds", "1e15"], "", ["distributed.timeout_seconds", "less than or equal to"]),
-    ({}, ["--distributed.timeout_seconds", "1e10"], "", ["distributed.timeout_seconds", "less than or equal to"]),
-    ({}, ["--distributed.bucket_cap_mb", "1e13"], "", ["distributed.bucket_cap_mb", "less than or equal to"]),
-    ({}, ["--model.n_embd", str(2**32)], "", ["model.n_embd", "less than or equal to 65536"]),
-    ({}, ["--model.n_embd", 5000 * "9"], "", ["model.n_embd", "must be a valid integer"]),
-    ({}, ["--model.n_embd", "0x" + 5000 * "f"], "", ["model.n_embd", "must be a valid integer"]),
-    ({}, [], f"model: {{n_embd: 0x{5000 * 'f'}}}", ["too many digits"]),
-    ({}, [], f"model: {{n_embd: {5000 * '9'}}}", ["4300", "digits"]),
     ({}, ["--model.n_embd", "65536"], "", ["out of memory before the first step"]),
     ({}, ["--trainer.threads", "1000000"], "", ["trainer.threads", "less than or equal to 1024 or 'auto'"]),
     ({"OMP_NUM_THREADS": "1000000"}, [], "", ["OMP_NUM_THREADS is '1000000', must be a whole number"]),
-    ({"OMP_NUM_THREADS": 20 * "9"}, [], "", ["OMP_NUM_THREADS is '99999999999999999999', must be a whole number"]),
-    ({}, [], "trainer:\n  2024-01-31: 3\n", ["trainer.2024-01-31: unknown key"]),
-    ({}, [], "2024-01-31: {}\n", ["2024-01-31: unknown section"]),
-    ({}, [], "trainer:\n  !!binary aGk=: 3\n", ["trainer.aGk=: unknown key"]),
-    ({}, [], "data: {path: !!binary aGk=}\n", ["not valid yaml", "could not determine a constructor", "binary"]),
-    ({}, [], "data: {path: !!timestamp 2024-01-31}\n", ["not valid yaml", "could not determine a constructor"]),
-    ({}, [], DEEP, ["not valid yaml: it is nested too deeply"]),
-    ({}, ["--model.n_layer", 2000 * "["], "", ["model.n_layer", "must be a valid integer"]),
-    ({}, [], BOMB, ["model.n15: unknown key"]),
-    ({}, [], "model: &a {n_layer: *a}\n", ["model.n_layer: found", "must be one value, or a list of values"]),
-    ({}, ["--config", "/dev/zero"], "", ["--config: /dev/zero is larger than 1048576 bytes"]),
-    ({}, ["--distributed.init_method", "tcp://[::1"], "", ["distributed.init_method is 'tcp://[::1', must be null"]),
     ({}, ["--distributed.init_method", "tcp://host"], "", ["distributed.init_method is 'tcp://host', must be null"]),
     ({}, ["--distributed.init_method", "file://a/b"], "", ["distributed.init_method is 'file://a/b', must be null"]),
     ({}, [*TREE, "--distributed.init_method", "tcp://host:abc"], "", ["init_method is 'tcp://host:abc'"]),
@@ -76,12 +53,7 @@ CASES: list[tuple[dict[str, str], list[str], str | bytes, list[str]]] = [
     (TWO, ["--distributed.init_method", "tcp://no-such-host.invalid:29400"], "", ["init_method", "knows no host"]),
     (TWO, ["--distributed.init_method", "file:///no/such/store"], "", ["init_method", "can't be opened"]),
     (TWO, ["--distributed.init_method", "file:///proc/x"], "", ["init_method is file:///proc/x", "can't be opened"]),
-    (
-        {},
-        ["--optimizer.learning_rate", "3e38"],
-        "",
-        ["step 1: the validation loss is not finite", "(3e+38)"],
-    ),
+    ({}, ["--optimizer.learning_rate", "3e38"], "", ["step 1: the validation loss is not finite", "(3e+38)"]),
     ({}, ["--data.path", "nosuch::file:///text.txt"], "", ["data.path: nosuch::file:///text.txt can't be read"]),
 ]
 
@@ -97,7 +69,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bad_input_of_a_run_is_refused_in_one_message(
     env: dict[str, str],
     argv: list[str],
-    yaml: str | bytes,
+    yaml: str,
     parts: list[str],
     text: Path,
     tmp_path: Path,
@@ -108,7 +80,7 @@ def test_bad_input_of_a_run_is_refused_in_one_message(
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
     config = tmp_path / "config.yaml"
-    config.write_bytes(yaml if isinstance(yaml, bytes) else yaml.encode())
+    config.write_text(yaml)
     options = run_args(tmp_path / "run", text, trainer__max_steps=1)
     if yaml:
         options = []
@@ -153,11 +125,10 @@ def test_a_damaged_index_of_the_text_cache_is_made_again(content: str, text: Pat
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run of one step and its export."""
+    """A folder with a run of one step."""
     folder = tmp_path_factory.mktemp("trained")
     argv = run_args(folder / "run", write_text(folder / "text.txt"), trainer__max_steps=1)
     assert run_ranks(1, train_main, *argv, tmp_path=folder) == [0]
-    export.run(["--snapshot", str(folder / "run"), "--out", str(folder / "export")])
     return folder
 
 
@@ -194,45 +165,7 @@ def test_bad_options_of_scripts_are_refused_in_one_message(
     assert out == ""
     assert err.startswith(f"error: {message}")
     assert_one_message(err)
-    assert {path.name for path in trained.iterdir()} == {"text.txt", "run", "export"}
-
-
-def test_a_named_pipe_is_no_snapshot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    monkeypatch.setattr(sys, "argv", ["sample.py", "--snapshot", str(tmp_path / "pipe")])
-    assert run_script(sample.run) == 2
-    assert capsys.readouterr().err.startswith(f"error: --snapshot: {tmp_path}/pipe is neither a file nor a folder; ")
-
-
-def test_an_export_may_have_a_name_that_is_not_utf_8(trained: Path, tmp_path: Path) -> None:
-    done = run_program("export.py", "--snapshot", str(trained / "run"), "--out", "a\udcff", cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "# a\\udcff\n" in (tmp_path / "a\udcff/README.md").read_text()
-
-
-@pytest.mark.parametrize("file", ["config.json", "tokenizer.json"])
-@pytest.mark.parametrize(
-    "content", ["[1, 2]", "null", "3", "{", "[" * 100_000, '{"model_type": "gpt2"}', '{"model": []}']
-)
-def test_an_export_with_other_json_is_refused_in_one_message(
-    file: str,
-    content: str,
-    trained: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    folder = shutil.copytree(trained / "export", tmp_path / "export")
-    (folder / file).write_text(content)
-    monkeypatch.setattr(sys, "argv", ["sample.py", "--snapshot", str(folder)])
-    assert run_script(sample.run) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("error: --snapshot: ")
-    assert str(folder) in err
-    assert_one_message(err)
+    assert {path.name for path in trained.iterdir()} == {"text.txt", "run"}
 
 
 # What is left in the temporary folder

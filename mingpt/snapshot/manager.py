@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from mingpt.config import Config, config_to_dict
+from mingpt.config import SHAPE_KEYS, Config, config_to_dict
 from mingpt.distributed.collectives import DistributedContext
 from mingpt.errors import UserError
 from mingpt.monitoring.logging import logger
@@ -301,9 +301,8 @@ def check_compatible(header: dict[str, Any], config: dict[str, Any], vocabulary:
         UserError: the vocabulary differs, or a key that determines shapes or meaning of the tensors, or which part of
             the text is trained on, and in which order.
     """
-    keys = [("model", key) for key in config["model"] if key != "dropout"]
-    keys += [("data", "block_size"), ("data", "train_split"), ("optimizer", "name"), ("trainer", "seed")]
-    for section, key in keys:
+    for name in (*SHAPE_KEYS, "data.train_split", "optimizer.name", "trainer.seed"):
+        section, key = name.split(".")
         now = config[section][key]
         then = header["config"][section][key]
         if now != then:
@@ -311,7 +310,7 @@ def check_compatible(header: dict[str, Any], config: dict[str, Any], vocabulary:
             if config["trainer"]["init_from"] is not None and section == "model":
                 origin = " (which may come from trainer.init_from: to resume, the run does not need it)"
             raise UserError(
-                f"{section}.{key} is {now}{origin}, but {then} in the snapshot of step {header['step']} in the run "
+                f"{name} is {now}{origin}, but {then} in the snapshot of step {header['step']} in the run "
                 f"folder: set it to {then} to resume, or {new_run_advice(config)} to start a new run"
             )
     known = header["vocabulary"]
