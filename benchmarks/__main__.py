@@ -18,13 +18,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.cases import BASELINE_OPTIONS, CASES, CPU_CASES, LONG_CASES, MULTI_RANK_CASES
-from benchmarks.harness import Bench, Row, SkippedError, machine_name
+from benchmarks.cases import BASELINES, CASES, LONG_CASES, MULTI_RANK_CASES
+from benchmarks.harness import Bench, Row, SkippedError, machine_name, process_group
 from mingpt.config_parser import build_parser, config_options, read_config
-from mingpt.distributed.process_group import init_distributed
 from mingpt.errors import UserError
 from mingpt.hardware.device import tune_malloc
-from mingpt.monitoring.logging import run_script
+from mingpt.program import run_program
 
 
 def run_case(name: str, bench: Bench) -> Iterator[Row]:
@@ -32,9 +31,9 @@ def run_case(name: str, bench: Bench) -> Iterator[Row]:
     case = CASES[name]
     try:
         if bench.context.world_size > 1 and name not in MULTI_RANK_CASES:
-            raise SkippedError("it is about one process, and these are several")
-        if name in CPU_CASES:
-            bench.require_cpu(CPU_CASES[name])
+            raise SkippedError("it is started by one process, and these are several")
+        if name in BASELINES and BASELINES[name] not in bench.baselines:
+            raise SkippedError("its folder is not given")
         if bench.context.world_size == 1 and name in MULTI_RANK_CASES:
             yield from bench.run_on_ranks(name)
         else:
@@ -63,32 +62,33 @@ def run(argv: Sequence[str]) -> None:
     for name in args.names:
         if name not in CASES:
             raise UserError(f"there is no measurement {name}; there are: {', '.join(CASES)}")
-    for baseline in ("nanogpt", "tutorial"):
-        folder = getattr(args, baseline)
-        if folder and not (folder / "model.py").is_file():
-            raise UserError(f"--{baseline}: there is no model.py in {folder}; name the folder of a clone")
+    baselines = {name: folder for name, folder in vars(args).items() if name in ("nanogpt", "tutorial") and folder}
+    for name, folder in baselines.items():
+        if not (folder / "model.py").is_file():
+            raise UserError(f"--{name}: there is no model.py in {folder}; name the folder of a clone")
 
     tune_malloc()
     with (
         tempfile.TemporaryDirectory() as folder,
-        init_distributed(config.distributed, needs_process_group=True) as context,
+        process_group(config.distributed) as context,
     ):
-        context.init_device(config.distributed.backend)
         machine = machine_name(context.device)
-        bench = Bench(context, Path(folder), options, args.nanogpt, args.tutorial)
+        bench = Bench(context, Path(folder), options, baselines)
         if context.rank == 0 and not args.json:
             header = "| what | figure | smallest to largest | command |\n| --- | --- | --- | --- |"
             print(f"## {machine}\n\n{header}", flush=True)
         for name in args.names or [name for name in CASES if name not in LONG_CASES]:
-            clone = [f"--{BASELINE_OPTIONS[name]}", "FOLDER"] if name in BASELINE_OPTIONS else []
+            clone = [f"--{BASELINES[name]}", "FOLDER"] if name in BASELINES else []
             command = shlex.join(["python", "-m", "benchmarks", name, *clone, *options])
             for row in run_case(name, bench):
-                if context.rank == 0 and args.json:
+                if context.rank > 0:
+                    continue
+                if args.json:
                     facts = {"name": name, "command": command, "machine": machine}
                     print(json.dumps(asdict(row) | facts), flush=True)
-                elif context.rank == 0:
+                else:
                     print(f"| {' | '.join([*row.cells, f'`{command}`'])} |", flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(run))
+    sys.exit(run_program(run, sys.argv[1:]))

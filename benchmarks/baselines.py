@@ -1,12 +1,10 @@
 """Baselines: nanoGPT and the minGPT-DDP tutorial as they are published, and a minimal training loop."""
 
-import importlib.util
 import itertools
-import sys
+import runpy
 from collections.abc import Callable, Iterator
-from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,15 +23,15 @@ from trainer import Trainer
 Step = Callable[[], Any]
 
 
-def import_file(file: Path) -> ModuleType:
-    """Imports a file under a name that no other module has."""
-    name = f"baseline_{file.parent.name}_{file.stem}"
-    loader = SourceFileLoader(name, str(file))
-    spec = ModuleSpec(name, loader, origin=str(file))
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)  # where dataclasses look up their module
-    with suppress_stdout():
-        loader.exec_module(module)
-    return module
+def import_model(folder: Path) -> SimpleNamespace:
+    """What a project's model.py defines."""
+    return SimpleNamespace(**runpy.run_path(str(folder / "model.py")))
+
+
+def model_sizes(trainer: Trainer) -> dict[str, int]:
+    """The arguments by which both projects call the sizes of a model."""
+    keys = ("n_layer", "n_head", "n_embd", "vocab_size", "block_size")
+    return {key: getattr(trainer.model_config, key) for key in keys}
 
 
 class NanoGPT:
@@ -47,19 +45,17 @@ class NanoGPT:
     """
 
     def __init__(self, folder: Path, trainer: Trainer) -> None:
-        nanogpt = import_file(folder / "model.py")
-        config = trainer.model_config
         self.device = trainer.context.device
         self.on_gpu = self.device.type == "cuda"
         self.dtype = DTYPES[trainer.numerics.precision]
-        self.T = config.block_size
+        self.T = trainer.model_config.block_size
         self.B = trainer.config.trainer.batch_size
         self.file = trainer.run_dir / "train.bin"
         trainer.train_data.tokens.astype(np.uint16).tofile(self.file)
-        keys = ("n_layer", "n_head", "n_embd", "vocab_size", "block_size", "dropout")
-        sizes = {key: getattr(config, key) for key in keys}
         with suppress_stdout():
-            self.model = nanogpt.GPT(nanogpt.GPTConfig(**sizes, bias=False)).to(self.device)
+            nanogpt = import_model(folder)
+            config = nanogpt.GPTConfig(**model_sizes(trainer), dropout=trainer.model_config.dropout, bias=False)
+            self.model = nanogpt.GPT(config).to(self.device)
             self.optimizer = self.model.configure_optimizers(0.1, 1e-3, (0.9, 0.99), self.device.type)
 
     def step(self, learning_rate: float = 1e-3) -> None:
@@ -67,8 +63,6 @@ class NanoGPT:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         x, y = self._batch()
-        x = x.to(self.device, non_blocking=self.on_gpu)
-        y = y.to(self.device, non_blocking=self.on_gpu)
         with torch.autocast(self.device.type, self.dtype, enabled=self.on_gpu and self.dtype != torch.float32):
             _, loss = self.model(x, y)
         loss.backward()
@@ -84,7 +78,8 @@ class NanoGPT:
         x = torch.stack([torch.from_numpy((data[i : i + T]).astype(np.int64)) for i in ix])
         y = torch.stack([torch.from_numpy((data[i + 1 : i + 1 + T]).astype(np.int64)) for i in ix])
         if self.on_gpu:
-            return x.pin_memory(), y.pin_memory()
+            x = x.pin_memory().to(self.device, non_blocking=True)
+            y = y.pin_memory().to(self.device, non_blocking=True)
         return x, y
 
     @torch.no_grad()
@@ -100,10 +95,6 @@ class NanoGPT:
         return total / data.count(range(len(data)))
 
 
-def nanogpt_step(folder: Path, trainer: Trainer) -> Step:
-    return NanoGPT(folder, trainer).step
-
-
 def tutorial_step(folder: Path, trainer: Trainer) -> Step:
     """A step of the tutorial's trainer in fp32, on batches of ours, since its own loading is far slower.
 
@@ -111,18 +102,17 @@ def tutorial_step(folder: Path, trainer: Trainer) -> Step:
         folder: contains the tutorial's model.py
         trainer: whose model size, dropout and batches are used
     """
-    tutorial = import_file(folder / "model.py")
-    config = trainer.model_config
-    sizes = {key: getattr(config, key) for key in ("n_layer", "n_head", "n_embd", "vocab_size", "block_size")}
-    dropout = dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), config.dropout)
+    device = trainer.context.device
+    dropout = dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), trainer.model_config.dropout)
     with suppress_stdout():
-        model = tutorial.GPT(tutorial.GPTConfig(model_type=None, **sizes, **dropout)).to(trainer.context.device)
+        tutorial = import_model(folder)
+        config = tutorial.GPTConfig(model_type=None, **model_sizes(trainer), **dropout)
+        model = tutorial.GPT(config).to(device)
     optimizer = tutorial.create_optimizer(model, tutorial.OptimizerConfig(1e-3, 0.1))
     batches = sample_numbers(trainer)
 
     def step() -> None:
         idx, targets = trainer.train_data[next(batches)]
-        device = trainer.context.device
         _, loss = model(idx.contiguous().to(device), targets.contiguous().to(device))
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -142,8 +132,7 @@ def sample_numbers(trainer: Trainer) -> Iterator[range]:
 def minimal_loop(trainer: Trainer) -> Step:
     """A step with the same model, autocast, optimizer and clipping, without logs, checks or loading of batches."""
     config = trainer.config.optimizer
-    precision = trainer.numerics.precision
-    dtype = DTYPES[precision]
+    dtype = DTYPES[trainer.numerics.precision]
     device = trainer.context.device
     model = GPT(trainer.model_config).to(device)
     optimizer = build_optimizer(model, config, dtype)
@@ -154,7 +143,7 @@ def minimal_loop(trainer: Trainer) -> Step:
     batches = itertools.cycle(loaded)
 
     def step() -> None:
-        with torch.autocast(device.type, dtype, enabled=precision != "fp32"):
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             loss = model(*next(batches))[1]
         loss.backward()
         if config.grad_norm_clip is not None:

@@ -2,55 +2,63 @@
 
 import os
 import statistics
-import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.baselines import Step, minimal_loop, nanogpt_step, tutorial_step
-from benchmarks.harness import MEDIUM, SMALL, Bench, Row, Shape, median_row, suppress_stdout
+from benchmarks.baselines import NanoGPT, Step, minimal_loop, tutorial_step
+from benchmarks.harness import (
+    MEDIUM,
+    RANKS,
+    SMALL,
+    Bench,
+    Row,
+    SkippedError,
+    median_row,
+    suppress_stdout,
+)
 from benchmarks.learning import time_to_loss
-from benchmarks.survive import survive
-from mingpt.config import MAX_STEPS
+from mingpt.config import MAX_STEPS, GPTConfig
 from mingpt.config_parser import read_config
+from mingpt.errors import UserError
 from mingpt.generation import generate
-from mingpt.signals import SignalHandler
+from mingpt.hardware.device import check_compiler, device_kind
+from mingpt.monitoring.run_log import read_metrics
+from mingpt.parallel.strategy import DTYPES
 from model import GPT
 from trainer import Trainer
 
+# Steps of whole runs, whose last one, which evaluates and saves, is not measured.
+ONLY_STEPS = {"trainer.eval_every": MAX_STEPS, "trainer.sample_every": "null", "trainer.save_every": MAX_STEPS}
+TREE: dict[str, Any] = {"distributed.reduction": "tree", "trainer.micro_batch_size": 3, "trainer.threads": 1}
 
-def actual_shape(trainer: Trainer) -> Shape:
-    """The shape of a trainer, which options of the command line may have changed."""
+
+def describe_shape(trainer: Trainer) -> str:
+    """The sizes of model and batch, which options of the command line may have changed."""
     config = trainer.model_config
-    return Shape(config.n_layer, config.n_head, config.n_embd, config.block_size, trainer.config.trainer.batch_size)
+    batch_size = trainer.config.trainer.batch_size
+    return f"{config.n_layer} layers {config.n_embd} wide, T {config.block_size}, batch {batch_size}"
 
 
 def training_loop(bench: Bench) -> Iterator[Row]:
     """A bare loop's step with the same mathematics, in whole steps of Trainer.train()."""
     interval = 50
     pairs = 2 * bench.pairs
-    overrides = {
-        "trainer.max_steps": interval * (pairs + 1) + 1,  # the last step, which evaluates and saves, is not measured
-        "trainer.log_every": 10,
-        "trainer.eval_every": MAX_STEPS,
-        "trainer.sample_every": "null",
-        "trainer.save_every": MAX_STEPS,
-    }
+    overrides = ONLY_STEPS | {"trainer.max_steps": interval * (pairs + 1) + 1, "trainer.log_every": 10}
     trainer = bench.build_trainer(overrides=overrides, warmup_steps=0)
     loop = minimal_loop(trainer)
     ratios = []
-    with suppress_stdout(), SignalHandler() as trainer.signals:
-        trainer.report.start()
+    with suppress_stdout(), trainer.signals:
+        trainer.start_log(["this machine"])
         for _ in range(pairs + 1):
             trainer_seconds = bench.time_calls(trainer.advance, interval)
             loop_seconds = bench.time_calls(loop, interval)
             ratios.append(loop_seconds / trainer_seconds)
-            if trainer.stop_signal:
-                sys.exit(128 + trainer.stop_signal)
         trainer.close()
     what = "a bare loop's step in a step of `Trainer.train`, log_every 10"
     yield median_row(what, ratios[1:])  # without the pair in which both warm up
@@ -58,28 +66,26 @@ def training_loop(bench: Bench) -> Iterator[Row]:
 
 def nanogpt(bench: Bench) -> Iterator[Row]:
     """nanoGPT's step, in steps of ours."""
-    same = ("--model.architecture", "gpt2", "--model.bias", "false")
-    yield from _compare_baseline(bench, "nanoGPT's step in ours", bench.nanogpt, nanogpt_step, same)
+    for shape in (SMALL, MEDIUM):
+        layers = {"model.architecture": "gpt2", "model.bias": "false"}
+        trainer = bench.build_trainer(layers | shape, {"optimizer.name": "adamw"})
+        step = NanoGPT(bench.baselines["nanogpt"], trainer).step
+        yield _baseline_row(bench, "nanoGPT's step in ours", step, trainer)
 
 
 def tutorial(bench: Bench) -> Iterator[Row]:
     """The minGPT-DDP tutorial's step, in steps of ours."""
-    same = ("--model.architecture", "gpt2")
-    yield from _compare_baseline(bench, "the tutorial's step in ours", bench.tutorial, tutorial_step, same)
-
-
-def _compare_baseline(
-    bench: Bench, what: str, folder: Path | None, build_step: Callable[[Path, Trainer], Step], same: Sequence[str]
-) -> Iterator[Row]:
-    """One row per shape; `same` are options that give our model the layers of the baseline."""
-    folder = bench.require_folder(folder)
     for shape in (SMALL, MEDIUM):
-        trainer = bench.build_trainer((*same, *shape.options), {"optimizer.name": "adamw"})
-        how = f"{trainer.config.model.architecture}, {trainer.numerics.precision}, AdamW"
-        if trainer.config.trainer.compile:
-            how += ", compiled"
-        ratios = bench.ratio(build_step(folder, trainer), trainer.train_step)
-        yield median_row(f"{what} ({how}), {actual_shape(trainer)}", ratios)
+        trainer = bench.build_trainer({"model.architecture": "gpt2"} | shape, {"optimizer.name": "adamw"})
+        step = tutorial_step(bench.baselines["tutorial"], trainer)
+        yield _baseline_row(bench, "the tutorial's step in ours", step, trainer)
+
+
+def _baseline_row(bench: Bench, what: str, step: Step, trainer: Trainer) -> Row:
+    how = f"{trainer.config.model.architecture}, {trainer.numerics.precision}, AdamW"
+    if trainer.config.trainer.compile:
+        how += ", compiled"
+    return median_row(f"{what} ({how}), {describe_shape(trainer)}", bench.ratio(step, trainer.train_step))
 
 
 def snapshots(bench: Bench) -> Iterator[Row]:
@@ -91,48 +97,67 @@ def snapshots(bench: Bench) -> Iterator[Row]:
             trainer.train_step()
 
     def save_and_train() -> None:
-        trainer.save_snapshot(None)
+        trainer.save_snapshot()
         train()
 
     ratios = bench.ratio(save_and_train, train, before=trainer.snapshots.writer.wait, times=1)
-    yield median_row("what save_every 100 adds to a step", [ratio - 1 for ratio in ratios], "%")
+    yield median_row("what save_every 100 adds to a step", [100 * (ratio - 1) for ratio in ratios], "%")
 
 
 def strategies(bench: Bench) -> Iterator[Row]:
     """A step of each strategy, in steps with DDP."""
-    for strategy in ("zero1", "zero2", "fsdp"):
-        yield _compare_steps(bench, "strategy", "ddp", strategy, {})
+    ddp = bench.build_trainer(overrides={"distributed.strategy": "ddp"})
+    for name in ("zero1", "zero2", "fsdp"):
+        trainer = bench.build_trainer(overrides={"distributed.strategy": name})
+        what = f"a step with strategy {name} in one with ddp, {bench.context.world_size} ranks"
+        yield median_row(what, bench.ratio(trainer.train_step, ddp.train_step))
 
 
 def reduction(bench: Bench) -> Iterator[Row]:
     """A step whose bits are the same at every number of ranks, in steps with DDP."""
-    overrides: dict[str, Any] = {"trainer.micro_batch_size": 3, "trainer.threads": 1}
-    if bench.context.device.type == "cuda":  # which the tree requires there
-        overrides["trainer.deterministic"] = "true"
-    yield _compare_steps(bench, "reduction", "fast", "tree", overrides)
+    overrides = TREE | {"trainer.deterministic": bench.is_on_gpu}  # which the tree requires on GPUs
+    fast = bench.build_trainer(overrides=overrides | {"distributed.reduction": "fast"})
+    tree = bench.build_trainer(overrides=overrides)
+    what = f"a step with reduction tree in one with fast, {bench.context.world_size} ranks"
+    yield median_row(what, bench.ratio(tree.train_step, fast.train_step))
 
 
-def _compare_steps(bench: Bench, key: str, reference: str, value: str, overrides: dict[str, Any]) -> Row:
-    first = bench.build_trainer(overrides=overrides | {f"distributed.{key}": reference})
-    second = bench.build_trainer(overrides=overrides | {f"distributed.{key}": value})
-    ratios = bench.ratio(second.train_step, first.train_step)
-    return median_row(f"a step with {key} {value} in one with {reference}, {bench.context.world_size} ranks", ratios)
+def survive(bench: Bench) -> Iterator[Row]:
+    """A step with distributed.survive, in steps without it."""
+    ratios = []
+    for _ in range(bench.pairs):
+        seconds = [_seconds_per_token(bench, survives) for survives in ("true", "false")]
+        ratios.append(seconds[0] / seconds[1])
+    yield median_row(f"a step with survive in one without, {RANKS} ranks", ratios)
+
+
+def _seconds_per_token(bench: Bench, survives: str) -> float:
+    """Of a run of main.py on several ranks, on the CPU, as survive requires."""
+    overrides = TREE | ONLY_STEPS | {"trainer.max_steps": 300, "trainer.log_every": 50}
+    argv = bench.run_options(overrides=overrides | {"distributed.survive": survives, "distributed.backend": "gloo"})
+    bench.torchrun("main.py", *argv)
+    rows, _ = read_metrics(Path(read_config(argv).trainer.run_dir) / "metrics.jsonl")
+    speeds = [row["tokens_per_second"] for row in rows if row["event"] == "train"]
+    return 1 / statistics.median(speeds)
 
 
 def pipeline(bench: Bench) -> Iterator[Row]:
     """A step of pipeline stages, in steps with DDP on as many ranks."""
     stages = bench.context.world_size
-    batch_size = read_config(bench.run_options(MEDIUM.options)).trainer.batch_size
+    batch_size = read_config(bench.run_options(MEDIUM)).trainer.batch_size
     ddp = {"trainer.threads": 1, "trainer.micro_batch_size": max(1, batch_size // 4)}
-    reference = bench.build_trainer(MEDIUM.options, ddp)
-    trainer = bench.build_trainer(MEDIUM.options, ddp | {"distributed.pipeline_stages": stages})
-    what = f"a step of {stages} stages in one with ddp on as many ranks, {actual_shape(trainer)}"
+    reference = bench.build_trainer(MEDIUM, ddp)
+    trainer = bench.build_trainer(MEDIUM, ddp | {"distributed.pipeline_stages": stages})
+    what = f"a step of {stages} stages in one with ddp on as many ranks, {describe_shape(trainer)}"
     yield median_row(what, bench.ratio(trainer.train_step, reference.train_step))
 
 
 def compile_model(bench: Bench) -> Iterator[Row]:
     """What trainer.compile brings, and costs."""
-    bench.require_compiler()
+    try:
+        check_compiler(bench.context.device)
+    except UserError as error:
+        raise SkippedError(str(error)) from error
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(dir=bench.folder)
     torch.compiler.reset()
     eager = bench.build_trainer()
@@ -142,7 +167,7 @@ def compile_model(bench: Bench) -> Iterator[Row]:
     yield median_row("a step without trainer.compile in one with it", ratios)
     gain = bench.time_calls(eager.train_step, 50) / 50 * (1 - 1 / statistics.median(ratios))
     what = "steps after which trainer.compile has paid, in a first start"
-    yield Row(what, first_seconds / gain if gain > 0 else "never", unit="steps")
+    yield Row(what, first_seconds / gain if gain > 0 else "never", unit=" steps")
 
 
 def optimizer(bench: Bench) -> Iterator[Row]:
@@ -154,28 +179,65 @@ def optimizer(bench: Bench) -> Iterator[Row]:
 
 def sampling(bench: Bench) -> Iterator[Row]:
     """What the cache of keys and values brings to sampling."""
+    for shape in (SMALL, MEDIUM):
+        yield _sampling_row(bench, shape | {"data.block_size": 256})
+
+
+def _sampling_row(bench: Bench, shape: dict[str, int]) -> Row:
+    trainer = bench.build_trainer(shape, warmup_steps=0)
+    model = GPT(trainer.model_config).to(bench.context.device).eval()
+    T = model.config.block_size
     prompt = torch.zeros(1, dtype=torch.long, device=bench.context.device)
-    for shape in (replace(SMALL, T=256), replace(MEDIUM, T=256)):
-        trainer = bench.build_trainer(shape.options, warmup_steps=0)
-        model = GPT(trainer.model_config).to(bench.context.device).eval()
-        T = model.config.block_size
 
-        def recomputed(model: GPT = model, T: int = T) -> None:
-            text = prompt[None]
-            while text.size(1) < T:
-                logits, _ = model(text)
-                new = torch.multinomial(logits[:, -1].softmax(-1), 1)
-                text = torch.cat((text, new), 1)
+    def recomputed() -> None:
+        text = prompt[None]
+        while text.size(1) < T:
+            logits, _ = model(text)
+            new = torch.multinomial(logits[:, -1].softmax(-1), 1)
+            text = torch.cat((text, new), 1)
 
-        def cached(model: GPT = model, T: int = T) -> None:
-            for _ in generate(model, [prompt], T - 1):
-                pass
+    def cached() -> None:
+        for _ in generate(model, [prompt], T - 1):
+            pass
 
-        size = f"{model.config.n_layer} layers {model.config.n_embd} wide"
-        what = f"{T} characters recomputed, in those with the cache, {size}"
-        with torch.inference_mode():  # as sample.py
-            ratios = bench.ratio(recomputed, cached)
-        yield median_row(what, ratios)
+    size = f"{model.config.n_layer} layers {model.config.n_embd} wide"
+    with torch.inference_mode():  # as sample.py
+        ratios = bench.ratio(recomputed, cached)
+    return median_row(f"{T} characters recomputed, in those with the cache, {size}", ratios)
+
+
+def speed(bench: Bench) -> Iterator[Row]:
+    """Operations per second of a step (MFU), in those of a matrix product."""
+    trainer = bench.build_trainer()
+    precision = trainer.numerics.precision
+    how = f"{precision}, {describe_shape(trainer)}"
+    batch_size = trainer.config.trainer.batch_size
+    size = 8192 if bench.is_on_gpu else 1024
+    matrix = torch.randn(size, size, dtype=DTYPES[precision], device=bench.context.device)
+    ratios = bench.ratio(lambda: matrix @ matrix, trainer.train_step)
+    products = flops_per_step(trainer.model_config, batch_size) / (2 * size**3)
+    what = f"MFU: FLOP/s of a step in those of a product of matrices {size} wide, {how}"
+    yield median_row(what, [100 * products * ratio for ratio in ratios], "%")
+    if bench.is_on_gpu:
+        seconds = bench.time_calls(trainer.train_step, 50) / 50
+        what = f"absolute: tokens per second on {device_kind(bench.context.device)}, {how}"
+        yield Row(what, batch_size * trainer.model_config.block_size / seconds)
+
+
+def flops_per_step(config: GPTConfig, batch_size: int) -> int:
+    """Floating-point operations of forward and backward.
+
+    They equal the usual formula: 6 per token and weight in a matrix product, and 12 n_layer n_embd T per token for
+    attention, whose masked half is counted too (Chowdhery et al., "PaLM", 2022, appendix B).
+    """
+    with torch.device("meta"):
+        model = GPT(config)
+        idx = torch.zeros(1, config.block_size, dtype=torch.long)
+    # Fused attention kernels would count the scores that backward recomputes, too.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        _, loss = model(idx, idx)
+        torch.autograd.grad(loss, list(model.parameters()))
+    return batch_size * counter.get_total_flops()
 
 
 CASES: dict[str, Callable[[Bench], Iterator[Row]]] = {
@@ -190,12 +252,9 @@ CASES: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "compile": compile_model,
     "optimizer": optimizer,
     "sampling": sampling,
+    "speed": speed,
     "time_to_loss": time_to_loss,
 }
-MULTI_RANK_CASES = ("strategies", "reduction", "survive", "pipeline")  # others measure a single process
-CPU_CASES = {  # case -> why it is about CPUs
-    "survive": "distributed.survive does not support GPUs yet",
-    "time_to_loss": "it compares with nanoGPT's recipe for CPUs",
-}
+MULTI_RANK_CASES = ("strategies", "reduction", "pipeline")  # they measure trainers of several ranks
 LONG_CASES = ("time_to_loss",)  # run only if they are named
-BASELINE_OPTIONS = {"nanogpt": "nanogpt", "tutorial": "tutorial", "time_to_loss": "nanogpt"}  # case -> option it needs
+BASELINES = {"nanogpt": "nanogpt", "tutorial": "tutorial", "time_to_loss": "nanogpt"}  # case -> what it compares with

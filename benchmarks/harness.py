@@ -9,56 +9,52 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import redirect_stdout
-from dataclasses import dataclass
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from string import ascii_letters
+from string import printable
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
+from mingpt.config import DistributedConfig
 from mingpt.config_parser import read_config
 from mingpt.distributed.collectives import DistributedContext
-from mingpt.errors import UserError
-from mingpt.hardware.device import check_compiler, device_kind, has_bf16
+from mingpt.distributed.launch_environment import detect_launch_environment
+from mingpt.distributed.process_group import destroy_process_group
+from mingpt.hardware.device import device_kind, has_bf16, use_cuda
+from mingpt.monitoring.logging import set_rank
 from trainer import Trainer
 
 ROOT = Path(__file__).parent.parent
-ALPHABET = "\n !$&',-.3:;?" + ascii_letters  # the 65 characters of the Tiny Shakespeare data set
-CPU = torch.device("cpu")
-# name -> factor, digits and suffix
-UNITS = {"": (1, 3, ""), "%": (100, 3, "%"), "s": (1, 3, " s"), "steps": (1, 3, " steps"), "nats": (1, 4, " nats")}
+ALPHABET = list(printable[:65])  # as many characters as Tiny Shakespeare has
+RANKS = 2  # of cases that start several
+NO_KEYS: Mapping[str, Any] = MappingProxyType({})
 
 
 class SkippedError(Exception):
     """The benchmark can't run on this machine or with these options; the message is the reason."""
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The size of a model and its batch: n_layer, n_head, n_embd, block_size (T) and batch_size (B)."""
-
-    layers: int
-    heads: int
-    width: int
-    T: int
-    B: int
-
-    def __str__(self) -> str:
-        return f"{self.layers} layers {self.width} wide, T {self.T}, batch {self.B}"
-
-    @property
-    def options(self) -> list[str]:
-        """The options of main.py that select it."""
-        keys = ("model.n_layer", "model.n_head", "model.n_embd", "data.block_size", "trainer.batch_size")
-        sizes = (self.layers, self.heads, self.width, self.T, self.B)
-        return to_options(dict(zip(keys, sizes, strict=True)))
-
-
-SMALL = Shape(4, 4, 128, 64, 12)
-MEDIUM = Shape(6, 6, 384, 128, 16)
+# Sizes of a model and its batch.
+SMALL = {
+    "model.n_layer": 4,
+    "model.n_head": 4,
+    "model.n_embd": 128,
+    "data.block_size": 64,
+    "trainer.batch_size": 12,
+}
+MEDIUM = {
+    "model.n_layer": 6,
+    "model.n_head": 6,
+    "model.n_embd": 384,
+    "data.block_size": 128,
+    "trainer.batch_size": 16,
+}
 
 
 @dataclass(frozen=True)
@@ -69,7 +65,7 @@ class Row:
         what: what was measured
         figure: the median, or why there is none
         smallest, largest: of all pairs; None if there is only one value
-        unit: a key of UNITS; fractions of 1 are shown in %
+        unit: what is written behind the numbers
     """
 
     what: str
@@ -80,9 +76,7 @@ class Row:
 
     def format(self, number: float) -> str:
         """Formats a number in the unit of this row."""
-        factor, digits, suffix = UNITS[self.unit]
-        number *= factor
-        return (f"{number:.{digits}g}" if abs(number) < 1000 else f"{number:,.0f}") + suffix
+        return (f"{number:.3g}" if abs(number) < 1000 else f"{number:,.0f}") + self.unit
 
     @property
     def cells(self) -> list[str]:
@@ -94,15 +88,7 @@ class Row:
 
 def median_row(what: str, values: Sequence[float], unit: str = "") -> Row:
     """The row of the values' median, smallest and largest."""
-    if len(values) == 1:
-        return Row(what, values[0], unit=unit)
     return Row(what, statistics.median(values), min(values), max(values), unit)
-
-
-def synchronize(device: torch.device) -> None:
-    """Waits for the work of a GPU, whose kernels run after the calls that start them have returned."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def to_options(values: Mapping[str, Any]) -> list[str]:
@@ -110,12 +96,20 @@ def to_options(values: Mapping[str, Any]) -> list[str]:
     return [word for key, value in values.items() for word in (f"--{key}", str(value))]
 
 
-def max_relative_error(found: Sequence[float], expected: Sequence[float]) -> float:
-    return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
-
-
 def suppress_stdout() -> redirect_stdout[io.StringIO]:
     return redirect_stdout(io.StringIO())
+
+
+@contextmanager
+def process_group(config: DistributedConfig) -> Iterator[DistributedContext]:
+    """The ranks that a launcher has started, or one process."""
+    info = detect_launch_environment(os.environ)
+    set_rank(info.rank)
+    backend = "cpu:gloo,cuda:nccl" if use_cuda(config.backend) else "gloo"
+    store = dist.HashStore() if info.world_size == 1 else None  # None: env://
+    dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size)
+    yield DistributedContext(info, config)
+    destroy_process_group()
 
 
 @dataclass
@@ -126,7 +120,7 @@ class Bench:
         context: the ranks
         folder: for all files
         options: options of main.py for all trainers
-        nanogpt, tutorial: folders with these projects' model.py, or None
+        baselines: the folders of other projects with their model.py, by name
         pairs: number of measurements of each ratio
         min_run_time: approximate seconds for which each action of a pair is repeated, if one call takes less
     """
@@ -134,54 +128,51 @@ class Bench:
     context: DistributedContext
     folder: Path
     options: Sequence[str] = ()
-    nanogpt: Path | None = None
-    tutorial: Path | None = None
+    baselines: Mapping[str, Path] = field(default_factory=dict)
     pairs: int = 7
     min_run_time: float = 0.5
 
+    @property
+    def is_on_gpu(self) -> bool:
+        return self.context.device.type == "cuda"
+
     @cached_property
     def text(self) -> Path:
-        """A file of a million random characters from an alphabet of 65; content does not affect speed."""
+        """A file of a million random characters ; content does not affect speed."""
         file = self.folder / f"text{self.context.rank}.txt"
-        file.write_text("".join(np.random.default_rng(0).choice(list(ALPHABET), 10**6)))
+        file.write_text("".join(np.random.default_rng(0).choice(ALPHABET, 10**6)))
         return file
 
-    def run_options(self, options: Sequence[str] = (), overrides: Mapping[str, Any] | None = None) -> list[str]:
-        """Options of main.py for a run folder of its own: `options`, then those of the command line, then `overrides`.
+    def run_options(self, defaults: Mapping[str, Any] = NO_KEYS, overrides: Mapping[str, Any] = NO_KEYS) -> list[str]:
+        """Options of main.py for a run folder of its own: `defaults`, then those of the command line, then `overrides`.
 
         Of several values for a key, the last is used.
         """
         paths = {"data.path": self.text, "trainer.run_dir": tempfile.mkdtemp(dir=self.folder)}
-        return [*to_options(paths), *options, *self.options, *to_options(overrides or {})]
+        return [*to_options(paths), *to_options(defaults), *self.options, *to_options(overrides)]
 
     def build_trainer(
-        self,
-        options: Sequence[str] = (),
-        overrides: Mapping[str, Any] | None = None,
-        context: DistributedContext | None = None,
-        warmup_steps: int = 3,
+        self, defaults: Mapping[str, Any] = NO_KEYS, overrides: Mapping[str, Any] = NO_KEYS, warmup_steps: int = 3
     ) -> Trainer:
-        """A trainer in a run folder of its own.
-
-        Args:
-            options, overrides: as in `run_options`
-            context: its ranks; None: all
-            warmup_steps: number of steps to take before it is returned
-        """
+        """A trainer in a run folder of its own, which has taken some steps; for its keys see `run_options`."""
         with suppress_stdout():
-            trainer = Trainer(read_config(self.run_options(options, overrides)), context or self.context)
-            trainer.resume()
+            trainer = Trainer(read_config(self.run_options(defaults, overrides)), self.context)
         for _ in range(warmup_steps):
             trainer.train_step()
         return trainer
 
+    def synchronize(self) -> None:
+        """Waits for the work of a GPU, whose kernels run after the calls that start them have returned."""
+        if self.is_on_gpu:
+            torch.accelerator.synchronize(self.context.device)
+
     def time_calls(self, action: Callable[[], Any], times: int = 1) -> float:
         """Seconds that all these calls take together, with the device's work that they start."""
-        synchronize(self.context.device)
+        self.synchronize()
         began = time.perf_counter()
         for _ in range(times):
             action()
-        synchronize(self.context.device)
+        self.synchronize()
         return time.perf_counter() - began
 
     def ratio(
@@ -215,67 +206,29 @@ class Bench:
             ratios.append(seconds[0] / seconds[1])
         return ratios
 
-    def require_folder(self, folder: Path | None) -> Path:
-        """Returns the folder of another project; raises SkippedError without one."""
-        if folder is None:
-            raise SkippedError("its folder is not given")
-        return folder
-
-    def require_processors(self, ranks: int) -> None:
-        """Raises SkippedError if there are fewer cores, or GPUs, than ranks."""
-        on_gpu = self.context.device.type == "cuda"
-        processors = torch.cuda.device_count() if on_gpu else available_cores()
-        if processors < ranks:
-            raise SkippedError(f"{ranks} ranks on {processors} {'GPU' if on_gpu else 'core'}")
-
-    def require_cpu(self, reason: str) -> None:
-        """Raises SkippedError if this benchmark, which is about CPUs, would run on a GPU."""
-        if self.context.device.type != "cpu":
-            raise SkippedError(f"{reason}; to run it on the CPU: --distributed.backend gloo")
-
-    def require_compiler(self) -> None:
-        """Raises SkippedError if torch.compile finds no compiler."""
-        try:
-            check_compiler(self.context.device)
-        except UserError as error:
-            raise SkippedError(str(error)) from error
-
-    def run_on_ranks(self, name: str, ranks: int = 2) -> Iterator[Row]:
-        """Runs a case of this program under torchrun.
+    def torchrun(self, *argv: str) -> str:
+        """Runs a program on several ranks, each with its share of the cores; returns stdout.
 
         Raises:
             SkippedError: there are fewer cores, or GPUs, than ranks.
-            RuntimeError: a rank failed.
+            RuntimeError: a rank failed; the message has its stderr.
         """
-        self.require_processors(ranks)
-        threads = max(1, available_cores() // ranks)
-        for result in torchrun(ranks, threads, name, *self.options):
+        processors = torch.cuda.device_count() if self.is_on_gpu else available_cores()
+        if processors < RANKS:
+            raise SkippedError(f"{RANKS} ranks on {processors} {'GPU' if self.is_on_gpu else 'core'}")
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
+        command = [*launcher, *argv]
+        env = os.environ | {"OMP_NUM_THREADS": str(max(1, available_cores() // RANKS))}
+        done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)  # noqa: S603
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
+        return done.stdout
+
+    def run_on_ranks(self, name: str) -> Iterator[Row]:
+        """The rows of a case of this program under torchrun."""
+        for line in self.torchrun("-m", "benchmarks", name, *self.options, "--json").splitlines():
+            result = json.loads(line)
             yield Row(**{key: result[key] for key in Row.__dataclass_fields__})
-
-
-def torchrun(ranks: int, threads: int, *argv: str) -> Iterator[dict[str, Any]]:
-    """Runs `python -m benchmarks --json` under torchrun; yields the objects that it prints.
-
-    Args:
-        ranks: number of processes
-        threads: number of threads per process
-        argv: the arguments of the program
-
-    Raises:
-        RuntimeError: a rank failed; the message has its stderr.
-    """
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    command = [*launcher, "-m", "benchmarks", *argv, "--json"]
-    env = os.environ | {"OMP_NUM_THREADS": str(threads)}
-    with tempfile.TemporaryFile("w+") as stderr:
-        with subprocess.Popen(  # noqa: S603
-            command, env=env, stdout=subprocess.PIPE, stderr=stderr, text=True, cwd=ROOT
-        ) as process:
-            for line in process.stdout or ():
-                yield json.loads(line)
-        if process.returncode:
-            stderr.seek(0)
-            raise RuntimeError(f"{' '.join(command)} failed:\n{stderr.read()}")
 
 
 def available_cores() -> int:
@@ -283,7 +236,7 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def machine_name(device: torch.device = CPU) -> str:
+def machine_name(device: torch.device) -> str:
     """GPU or CPU, cores, bf16 support and PyTorch's version."""
     info = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     models = [line.partition(":")[2].strip() for line in info if line.startswith("model name")]

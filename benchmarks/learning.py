@@ -4,33 +4,21 @@ It uses the text of main.py, `data.path`, because its content matters.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks.baselines import NanoGPT
-from benchmarks.harness import Bench, Row, median_row, to_options
+from benchmarks.harness import SMALL, Bench, Row, median_row
 from mingpt.config_parser import read_config
 from mingpt.evaluation import evaluate
 
-REPETITIONS = 3  # with the seeds 1, 2 and 3
-# nanoGPT's README: train_shakespeare_char.py on a CPU.
-RECIPE = {
-    "data.block_size": 64,
-    "model.n_layer": 4,
-    "model.n_head": 4,
-    "model.n_embd": 128,
-    "model.dropout": 0.0,
-    "trainer.batch_size": 12,
-}
+SEEDS = (1, 2, 3)
+RECIPE = SMALL | {"model.dropout": 0.0}  # nanoGPT's README: train_shakespeare_char.py on a CPU
 RECIPE_STEPS = 2000
 RECIPE_WARMUP = 100
-# The lengths of our runs: short ones whose learning rate has decayed when they reach the loss of tiny shakespeare.
-STEPS_TO_RECIPES_LOSS = 320
-LOSS = 1.6
-STEPS_TO_LOSS = 1500
+STEPS = 320  # of ours: so few that the learning rate has decayed at the recipe's loss of tiny shakespeare
 
 
 class Run(NamedTuple):
@@ -40,44 +28,46 @@ class Run(NamedTuple):
     steps: int
     loss: float
 
+    def __str__(self) -> str:
+        return f"{self.loss:.3f} after {self.steps:,} steps"
+
 
 def time_to_loss(bench: Bench) -> Iterator[Row]:
-    """Training seconds to the loss at which nanoGPT's recipe for CPUs ends, in nanoGPT's."""
-    seeds = range(1, 1 + min(REPETITIONS, bench.pairs))
-    ours = [train_to_loss(bench, seed, STEPS_TO_LOSS, LOSS) for seed in seeds]
-    what = f"absolute: training seconds to validation loss {LOSS:g} ({_describe(ours)})"
-    yield _row(what, ours, [LOSS for _ in ours], [run.seconds for run in ours], "s")
-
-    folder = bench.require_folder(bench.nanogpt)
-    ours = []
-    theirs = []
-    for seed in seeds:
-        theirs.append(train_recipe(bench, folder, seed))
-        ours.append(train_to_loss(bench, seed, STEPS_TO_RECIPES_LOSS, theirs[-1].loss))
+    """Our training seconds to the loss of nanoGPT's recipe for CPUs, in those of the recipe."""
+    ratios = []
+    losses = []
+    for seed in SEEDS:
+        recipe = train_recipe(bench, seed)
+        ours = train_to_loss(bench, seed, recipe.loss)
+        losses.append(f"{ours} instead of {recipe}")
+        if ours.loss <= recipe.loss:
+            ratios.append(ours.seconds / recipe.seconds)
     what = "our training seconds to the loss of nanoGPT's recipe for CPUs, in those of the recipe"
-    what = f"{what} (ours: {_describe(ours)}; the recipe: {_describe(theirs)})"
-    ratios = [mine.seconds / other.seconds for mine, other in zip(ours, theirs, strict=True)]
-    yield _row(what, ours, [run.loss for run in theirs], ratios)
+    what = f"{what} ({', '.join(losses)})"
+    if len(ratios) < len(losses):
+        yield Row(what, f"not reached by {len(losses) - len(ratios)} of {len(losses)} runs")
+    else:
+        yield median_row(what, ratios)
 
 
-def train_to_loss(bench: Bench, seed: int, steps: int, target: float) -> Run:
+def train_to_loss(bench: Bench, seed: int, target: float) -> Run:
     """Trains as main.py does until the validation loss is `target`, or to the last step; evaluates ten times or so."""
-    defaults = {"trainer.max_steps": steps, "trainer.eval_every": max(1, steps // 10)}
-    trainer = bench.build_trainer(_text_options(bench, defaults), {"trainer.seed": seed}, warmup_steps=0)
+    length = {"trainer.max_steps": STEPS, "trainer.eval_every": STEPS // 10}
+    trainer = bench.build_trainer(_text(bench) | length, {"trainer.seed": seed}, warmup_steps=0)
     cfg = trainer.config.trainer
     seconds = 0.0
     loss = math.inf
-    while trainer.step < trainer.last_step and loss > target:
-        seconds += bench.time_calls(trainer.train_step, min(cfg.eval_every, trainer.last_step - trainer.step))
+    while trainer.progress.step < trainer.last_step and loss > target:
+        seconds += bench.time_calls(trainer.train_step, min(cfg.eval_every, trainer.last_step - trainer.progress.step))
         loss = evaluate(trainer.strategy, trainer.val_data, cfg.micro_batch_size or cfg.batch_size)
-    return Run(seconds, trainer.step, loss)
+    return Run(seconds, trainer.progress.step, loss)
 
 
-def train_recipe(bench: Bench, folder: Path, seed: int) -> Run:
+def train_recipe(bench: Bench, seed: int) -> Run:
     """Trains nanoGPT's recipe to its end, whatever the options for our model are."""
-    trainer = bench.build_trainer(_text_options(bench), RECIPE, warmup_steps=0)
+    trainer = bench.build_trainer(_text(bench), RECIPE, warmup_steps=0)
     torch.manual_seed(seed)
-    nanogpt = NanoGPT(folder, trainer)
+    nanogpt = NanoGPT(bench.baselines["nanogpt"], trainer)
 
     def train() -> None:
         for step in range(RECIPE_STEPS):
@@ -95,19 +85,6 @@ def recipe_learning_rate(step: int) -> float:
     return 1e-4 + 9e-4 * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def _text_options(bench: Bench, defaults: dict[str, Any] | None = None) -> list[str]:
-    """Options of main.py that those of the command line override, with main.py's text."""
-    return to_options({"data.path": read_config(bench.options).data.path, **(defaults or {})})
-
-
-def _describe(runs: Sequence[Run]) -> str:
-    losses = ", ".join(f"{run.loss:.3f}" for run in runs)
-    steps = ", ".join(f"{run.steps:,}" for run in runs)
-    return f"losses {losses} after {steps} steps"
-
-
-def _row(what: str, ours: Sequence[Run], targets: Sequence[float], values: Sequence[float], unit: str = "") -> Row:
-    reached = sum(run.loss <= target for run, target in zip(ours, targets, strict=True))
-    if reached == len(ours):
-        return median_row(what, values, unit)
-    return Row(what, f"not reached by {len(ours) - reached} of {len(ours)} runs", unit=unit)
+def _text(bench: Bench) -> dict[str, Any]:
+    """The key of main.py's text."""
+    return {"data.path": read_config(bench.options).data.path}

@@ -14,10 +14,25 @@ import pytest
 os.environ.setdefault("TEST_VISIBLE_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-from helpers import ip, write_text
+from helpers import find_gpus, ip, write_text
 
 # Under nohup it is ignored, and processes that tests start would inherit that.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def pytest_cmdline_main(config: pytest.Config) -> int | None:
+    """Without a GPU, `pytest -m gpu` says so in place of a skip of each test."""
+    if config.option.markexpr != "gpu" or find_gpus()["count"]:
+        return None
+    print(f"no test has run: {find_gpus()['report']}")
+    return 0
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """The hardware and versions that a report of a problem on GPUs needs."""
+    if config.option.markexpr == "gpu" or shutil.which("nvidia-smi"):
+        return find_gpus()["report"]
+    return None
 
 
 @pytest.fixture

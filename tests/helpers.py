@@ -2,6 +2,7 @@
 
 import fcntl
 import io
+import json
 import multiprocessing
 import os
 import pty
@@ -15,12 +16,14 @@ import sys
 import termios
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -70,6 +73,10 @@ MEMORY_KINDS = ("parameters", "gradients", "optimizer")
 # Environment of processes that use GPUs, for tests marked `gpu`: conftest.py hides GPUs from all others.
 _visible = os.environ.get("TEST_VISIBLE_GPUS", "all")
 VISIBLE_GPUS = {"CUDA_VISIBLE_DEVICES": None if _visible == "all" else _visible}
+# Values of a parameter `device`, for tests that run main.py with `run_on`.
+ON_GPUS = pytest.param("cuda", marks=pytest.mark.gpu)
+DEVICES = ("cpu", ON_GPUS)
+SLOW_ON_CPU = (pytest.param("cpu", marks=pytest.mark.slow), ON_GPUS)
 V, T = 11, 8  # vocabulary and window of the models of `small_gpt`
 
 # Ranks are forks of one server, which has imported everything once.
@@ -276,6 +283,45 @@ def run_each_captured(argvs: list[list[str]]) -> list[tuple[int, str, str]]:
     return results
 
 
+@cache
+def find_gpus() -> dict[str, Any]:
+    """The number of GPUs, `count`, and versions for a report of a problem, `report`."""
+    done = run_program("-m", "tests.gpu.hardware", cwd=ROOT, **VISIBLE_GPUS)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def ranks_on(device: str, wanted: int, at_least: int = 1) -> int:
+    """The number of ranks to start: on GPUs one for each, `wanted` at most. Skips a test that needs more GPUs."""
+    if device == "cpu":
+        return wanted
+    gpus = find_gpus()["count"]
+    if gpus < at_least:
+        pytest.skip(f"needs {at_least} GPUs, since ranks exchange what it tests; there is {gpus}")
+    return min(wanted, gpus)
+
+
+def run_on(device: str, ranks: int, argvs: list[list[str]], folder: Path, timeout: float = 300) -> list[str]:
+    """Runs main.py with these command lines, one after the other: on "cpu" in ranks of `run_ranks`, on "cuda" in
+    processes of its own.
+
+    Returns:
+        stdout of each run
+    """
+    if device == "cpu":
+        results = run_ranks(ranks, run_each_captured, argvs, tmp_path=folder, timeout=timeout)
+        for status, _, err in [result for of_rank in results for result in of_rank]:
+            assert status == 0, err
+        return [out for _, out, _ in results[0]]
+    launcher = [*TORCHRUN, f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    outputs = []
+    for argv in argvs:
+        done = run_program(*launcher, "main.py", *argv, **VISIBLE_GPUS)
+        assert done.returncode == 0, done.stderr
+        outputs.append(done.stdout)
+    return outputs
+
+
 def read_log(file: Path) -> str:
     """A file of stderr, without the date and time of its lines."""
     return re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  ", "", file.read_text(), flags=re.MULTILINE)
@@ -310,6 +356,10 @@ def assert_equal_snapshots(one: Path, other: Path) -> None:
 
 def loss_curve(run_dir: Path) -> list[tuple[int, float]]:
     return [(row["step"], row["loss"]) for row in read_rows(run_dir)]
+
+
+def max_relative_error(found: Sequence[float], expected: Sequence[float]) -> float:
+    return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
 
 
 def wait_for_step(run_dir: Path, step: int, timeout: float = 60) -> None:

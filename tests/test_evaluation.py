@@ -26,13 +26,13 @@ from helpers import (
     wait_for_step,
     write_text,
 )
-from mingpt.monitoring.metrics import MetricsLogger
 
 from mingpt.config import GPTConfig
 from mingpt.config_parser import read_config
 from mingpt.evaluation import SAMPLE_LENGTH, choose_sample_prompt, evaluate, generate_sample
 from mingpt.generation import generate
 from mingpt.monitoring.logging import configure_logging
+from mingpt.monitoring.run_log import MetricsLogger
 from model import GPT
 
 PROMPT = "does bob eat figs"  # longer than the window of the small runs

@@ -7,11 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import run_args, run_program, run_ranks, train_main, write_text
+from helpers import run_args, run_main, run_program, run_ranks, train_main, write_text
 from test_main import assert_one_message
 
 import export
-import main
 import plot
 import sample
 from mingpt.distributed import launch_environment
@@ -85,7 +84,7 @@ def test_bad_input_of_a_run_is_refused_in_one_message(
     if yaml:
         options = []
     began = time.monotonic()
-    assert main.run(["--config", str(config), *options, *argv]) == 2
+    assert run_main(["--config", str(config), *options, *argv]) == 2
     assert time.monotonic() - began < 10
     _, err = capsys.readouterr()
     assert_one_message(err)
@@ -104,7 +103,7 @@ def test_a_text_that_is_refused_leaves_no_run_folder(
 ) -> None:
     path = tmp_path / "text.txt"
     path.write_bytes(content)
-    assert main.run(run_args(tmp_path / "run", path)) == 2
+    assert run_main(run_args(tmp_path / "run", path)) == 2
     err = capsys.readouterr().err
     assert_one_message(err)
     assert part in err
@@ -116,7 +115,7 @@ def test_a_damaged_index_of_the_text_cache_is_made_again(content: str, text: Pat
     argv = run_args(tmp_path / "run", text, trainer__max_steps=1)
     (tmp_path / "run/cache").mkdir(parents=True)
     (tmp_path / "run/cache/text.json").write_text(content)
-    assert main.run(argv) == 0
+    assert run_main(argv) == 0
     assert json.loads((tmp_path / "run/cache/text.json").read_text())["sha256"]
 
 

@@ -22,6 +22,7 @@ from helpers import (
     free_port,
     run_args,
     run_each_captured,
+    run_main,
     run_program,
     run_ranks,
     start_ranks,
@@ -49,7 +50,7 @@ def argv(text: Path, tmp_path: Path) -> list[str]:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with text.txt and a run of one step."""
     folder = tmp_path_factory.mktemp("trained")
-    assert main.run(run_args(folder / "run", write_text(folder / "text.txt"), trainer__max_steps=1)) == 0
+    assert run_main(run_args(folder / "run", write_text(folder / "text.txt"), trainer__max_steps=1)) == 0
     return folder
 
 
@@ -64,7 +65,7 @@ def assert_one_message(stderr: str) -> None:
 def error_of(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
     """The message of a run that ends with status 2."""
     capsys.readouterr()
-    status = main.run([str(arg) for arg in argv])
+    status = run_main([str(arg) for arg in argv])
     _, stderr = capsys.readouterr()
     assert status == 2
     assert_one_message(stderr)
@@ -101,7 +102,7 @@ def test_errors_in_training_have_their_status_and_one_message(
         monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", str(max_restarts))
         if max_restarts is None:
             monkeypatch.delenv("TORCHELASTIC_MAX_RESTARTS")
-        assert main.run(argv) == status
+        assert run_main(argv) == status
         stderr = capsys.readouterr().err
         assert_one_message(stderr)
         assert stderr.startswith(f"error: {message}")
@@ -112,9 +113,9 @@ def test_other_errors_are_not_caught_and_an_interrupt_before_training_is_status_
 ) -> None:
     monkeypatch.setattr(Trainer, "train_step", fail_with(RuntimeError, "shape '[2]' is invalid"))
     with pytest.raises(RuntimeError, match="shape"):
-        main.run(argv)
+        run_main(argv)
     monkeypatch.setattr(Trainer, "__init__", fail_with(KeyboardInterrupt))
-    assert main.run(argv) == 130
+    assert run_main(argv) == 130
 
 
 def test_a_crash_shows_its_traceback_and_ends_the_process_without_waiting_for_destructors(
@@ -303,13 +304,13 @@ def test_a_resumed_run_reports_another_learning_rate_and_text(
     run_dir, text = shutil.copytree(trained / "run", tmp_path / "run"), tmp_path / "text.txt"
     text.write_text((trained / "text.txt").read_text()[::-1])
     argv = run_args(run_dir, text, trainer__max_steps=2, optimizer__warmup_steps=1, optimizer__learning_rate=0.01)
-    assert main.run(argv) == 0
+    assert run_main(argv) == 0
     out = capsys.readouterr().out
     assert f"resuming from {run_dir}/snapshots/step_00000001.pt" in out
     assert re.search(r"the learning rate of step 1 was \S+, by the yaml it is now 0\.01\n", out), out
     assert len(set(re.findall(r"the text has changed: .* ([0-9a-f]{64}) .* ([0-9a-f]{64}) now", out)[0])) == 2
 
-    assert main.run(run_args(run_dir, text, trainer__max_steps=2)) == 0
+    assert run_main(run_args(run_dir, text, trainer__max_steps=2)) == 0
     assert "already trained: " in (out := capsys.readouterr().out)
     assert "raise trainer.max_steps" in out
 
@@ -387,7 +388,7 @@ def _run_with_gpu(rank_with_gpu: int, argv: list[str]) -> tuple[int, str, str]:
     if rank == 2:
         dist.PrefixStore = SlowStore  # type: ignore[misc]
     with redirect_stdout(io.StringIO()) as stdout, redirect_stderr(io.StringIO()) as stderr:
-        return main.run(argv), stdout.getvalue(), stderr.getvalue()
+        return run_main(argv), stdout.getvalue(), stderr.getvalue()
 
 
 def test_the_code_digest_covers_the_library_and_the_imported_scripts(

@@ -219,7 +219,7 @@ def stop_with_a_slow_disk(*argv: str) -> tuple[int, float]:
             time.sleep(0.2)
 
     def signalled_step(trainer: Trainer) -> Any:
-        if trainer.step == 2:
+        if trainer.progress.step == 2:
             threading.Thread(target=send_signals, daemon=True).start()
         return train_step(trainer)
 

@@ -19,6 +19,7 @@ from helpers import (
     run_args,
     run_captured,
     run_each_captured,
+    run_main,
     run_program,
     run_ranks,
     start_main,
@@ -31,7 +32,6 @@ from helpers import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import main
 from mingpt.distributed.collectives import DistributedContext
 from mingpt.errors import UserError
 from mingpt.evaluation import evaluate
@@ -75,11 +75,11 @@ def test_a_non_finite_loss_ends_the_run_and_changes_no_snapshot(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = tmp_path / "run"
-    assert main.run(run_args(run_dir, text, trainer__max_steps=3)) == 0
+    assert run_main(run_args(run_dir, text, trainer__max_steps=3)) == 0
     saved = newest_snapshot(run_dir)["model"]["transformer.wte.weight"].clone()
     # This learning rate overflows float32 within a few steps.
     options = {"optimizer__learning_rate": 1e30, "optimizer__grad_norm_clip": None}
-    assert main.run(run_args(run_dir, text, trainer__max_steps=30, **options)) == 2
+    assert run_main(run_args(run_dir, text, trainer__max_steps=30, **options)) == 2
     message = capsys.readouterr().err
     step = int(message.split("step ")[1].split(":")[0])
     newest = newest_snapshot(run_dir)
@@ -137,10 +137,10 @@ def test_gradients_that_overflow_at_every_loss_scale_end_the_run(
         monkeypatch.setattr(trainer.strategy, "compute_loss", lambda *args: compute_loss(*args) * torch.inf)
         monkeypatch.setattr(trainer.strategy, "scaler", torch.amp.GradScaler("cpu", init_scale=3e-4))
         trainer.train_step()
-        trainer.guard.check(trainer.step)
+        trainer.guard.check(trainer.progress.step)
         trainer.train_step()
         with pytest.raises(UserError, match=r"^step 2: in fp16, the gradients have overflowed at every loss scale"):
-            trainer.guard.check(trainer.step)
+            trainer.guard.check(trainer.progress.step)
 
 
 def test_numerics_are_chosen_before_ranks_exchange_tensors(
@@ -332,7 +332,7 @@ def _signal_last_rank_in_step_5(*argv: str) -> int:
     train_step = Trainer.train_step
 
     def step_with_signal(trainer: Trainer) -> Any:
-        if trainer.context.rank == 1 and trainer.step == 4:
+        if trainer.context.rank == 1 and trainer.progress.step == 4:
             os.kill(os.getpid(), signal.SIGUSR1)
         return train_step(trainer)
 
@@ -373,7 +373,7 @@ def test_steps_between_log_lines_do_not_wait_for_the_device(
             return train_step()
 
         def clip_on_another_device(strategy: Strategy, max_norm: float | None) -> torch.Tensor:
-            if trainer.step < 11:
+            if trainer.progress.step < 11:
                 trainer.context.device = torch.device("xpu")
             return clip_grad_norm_(strategy, max_norm)
 

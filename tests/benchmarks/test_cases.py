@@ -9,15 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, run_program, run_ranks
+from helpers import ROOT, process_group, run_program, run_ranks
 
 from benchmarks import harness
 from benchmarks.__main__ import run, run_case
 from benchmarks.cases import CASES, MULTI_RANK_CASES
 from benchmarks.harness import Bench, Row, Shape, SkippedError, median_row
+from mingpt.config import DistributedConfig
 from mingpt.config_parser import read_config
+from mingpt.distributed.collectives import DistributedContext
 from mingpt.distributed.launch_environment import RankInfo
-from mingpt.distributed.process_group import DistributedContext, init_distributed
 from mingpt.monitoring.logging import run_script
 
 TINY = (*Shape(1, 2, 16, 16, 12).options[:8], "--trainer.threads", "1")  # without a batch size: cases set their own
@@ -54,7 +55,15 @@ def create_optimizer(model, config):
 def bench(tmp_path: Path, one_thread: None) -> Bench:
     """A bench with a tiny model, a short text, one pair and both baselines."""
     (tmp_path / "model.py").write_text(MODEL)
-    bench = Bench(DistributedContext(RankInfo()), tmp_path, TINY, tmp_path, tmp_path, pairs=1, min_run_time=0.0)
+    bench = Bench(
+        DistributedContext(RankInfo(), DistributedConfig()),
+        tmp_path,
+        TINY,
+        tmp_path,
+        tmp_path,
+        pairs=1,
+        min_run_time=0.0,
+    )
     bench.text.write_text(bench.text.read_text()[:50_000])
     return bench
 
@@ -81,7 +90,7 @@ def test_a_case_yields_rows_and_prints_nothing(
 def measure_on_ranks(folder: Path) -> dict[str, list[Row]]:
     """For `run_ranks`: the rows of the cases that need several ranks."""
     config = read_config(["--distributed.init_method", os.environ["TEST_INIT_METHOD"]]).distributed
-    with init_distributed(config, needs_process_group=True) as context:
+    with process_group(config, needs_group=True) as context:
         bench = Bench(context, folder, [*TINY, "--model.n_layer", "2"], pairs=1, min_run_time=0.0)
         return {name: list(run_case(name, bench)) for name in MULTI_RANK_CASES}
 

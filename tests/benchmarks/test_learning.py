@@ -13,6 +13,7 @@ from benchmarks import baselines, learning
 from benchmarks.__main__ import run, run_case
 from benchmarks.cases import CASES, LONG_CASES
 from benchmarks.harness import Bench
+from mingpt.config import DistributedConfig
 from mingpt.distributed.collectives import DistributedContext
 from mingpt.distributed.launch_environment import RankInfo
 from mingpt.kernels import IGNORE_INDEX
@@ -27,7 +28,7 @@ def bench(tmp_path: Path, one_thread: None, monkeypatch: pytest.MonkeyPatch) -> 
     text = write_text(tmp_path / "words.txt")
     monkeypatch.setattr(learning, "RECIPE_STEPS", 20)
     options = [*TINY, "--trainer.batch_size", "8", "--optimizer.warmup_steps", "2", "--data.path", str(text)]
-    return Bench(DistributedContext(RankInfo()), tmp_path, options, nanogpt=tmp_path)
+    return Bench(DistributedContext(RankInfo(), DistributedConfig()), tmp_path, options, nanogpt=tmp_path)
 
 
 def test_time_to_loss_stops_at_the_loss_of_the_recipe(bench: Bench, monkeypatch, capsys) -> None:
@@ -76,7 +77,7 @@ def test_evaluation_is_not_training_time(bench: Bench, monkeypatch) -> None:
 
     def train_step(trainer: Trainer) -> None:
         now[0] += 1
-        trainer.step += 1
+        trainer.progress.step += 1
 
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(learning, "evaluate", evaluate)

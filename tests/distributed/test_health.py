@@ -15,6 +15,7 @@ import torch.distributed as dist
 from helpers import (
     free_port,
     newest_snapshot,
+    process_group,
     read_log,
     read_rows,
     run_args,
@@ -29,8 +30,8 @@ from helpers import (
 import main
 from mingpt.config import DistributedConfig
 from mingpt.distributed import health
+from mingpt.distributed.collectives import DistributedContext
 from mingpt.distributed.health import HealthMonitor
-from mingpt.distributed.process_group import DistributedContext, init_distributed
 from mingpt.errors import PeerError, StoreUnreachableError
 from trainer import Trainer
 
@@ -69,7 +70,7 @@ def _lose_a_rank(init_method: str, lost_rank: int, signal_name: str, argv: list[
     train_step, started = Trainer.train_step, []
 
     def step_or_signal(trainer: Trainer) -> Any:
-        if trainer.step == 5:
+        if trainer.progress.step == 5:
             trainer.snapshots.writer.wait()  # of the snapshot of step 3, which the test expects
             started.append(time.monotonic())
             if trainer.context.rank == lost_rank:
@@ -97,7 +98,7 @@ def _crash(argv: list[str]) -> tuple[int, str]:
     train_step, restarts = Trainer.train_step, {"0": "0", "3": "3"}.get(os.environ["RANK"])
 
     def crash(trainer: Trainer) -> Any:
-        if trainer.context.rank == 1 and trainer.step == 1:
+        if trainer.context.rank == 1 and trainer.progress.step == 1:
             raise ZeroDivisionError("on purpose")
         return train_step(trainer)
 
@@ -197,7 +198,7 @@ def _main_with_faults(faults: dict[int, str], grace_seconds: float, argv: list[s
     exchange_messages = DistributedContext.exchange_messages
 
     def step_or_fail(trainer: Trainer) -> Any:
-        if trainer.step == 5 and rank in faults:
+        if trainer.progress.step == 5 and rank in faults:
             fail(trainer.context.health.store, faults[rank])  # type: ignore[union-attr]
         return train_step(trainer)
 
@@ -244,13 +245,13 @@ def test_exchange_outlasts_the_timeout_of_collectives_and_ends_without_heartbeat
 
 def _exchange() -> tuple[dict[int, str], str]:
     init_method = os.environ["TEST_INIT_METHOD"]
-    with init_distributed(DistributedConfig(init_method=init_method, timeout_seconds=1)) as context:
+    with process_group(DistributedConfig(init_method=init_method, timeout_seconds=1)) as context:
         if context.rank == 1:
             time.sleep(2)
         messages = context.exchange_messages([1], "done" if context.rank == 1 else "")
     assert not dist.is_initialized()
     error = ""
-    with init_distributed(DistributedConfig(init_method=f"{init_method}-2", timeout_seconds=30)) as context:
+    with process_group(DistributedConfig(init_method=f"{init_method}-2", timeout_seconds=30)) as context:
         if context.rank == 1:
             context.health.stop()  # type: ignore[union-attr]
         else:

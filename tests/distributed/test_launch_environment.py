@@ -9,9 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
-from helpers import ROOT, clean_env, in_namespace, ip, read_rows, run_args
+from helpers import ROOT, clean_env, in_namespace, ip, read_rows, run_args, run_main
 
-import main
 from mingpt.distributed import launch_environment
 from mingpt.distributed.launch_environment import (
     RankInfo,
@@ -258,7 +257,7 @@ def test_one_process_of_each_host_reports_an_error_in_the_yaml(
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     (tmp_path / "bad.yaml").write_text("trainer: {max_step: 3}")
-    assert main.run(["--config", str(tmp_path / "bad.yaml")]) == 2
+    assert run_main(["--config", str(tmp_path / "bad.yaml")]) == 2
     assert ("trainer.max_step" in capsys.readouterr().err) == reports
 
 

@@ -15,12 +15,11 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import free_port, run_args, run_ranks, train_main
+from helpers import free_port, process_group, run_args, run_main, run_ranks, train_main
 
-import main
 from mingpt.config import DistributedConfig
+from mingpt.distributed.collectives import DistributedContext
 from mingpt.distributed.launch_environment import RankInfo
-from mingpt.distributed.process_group import DistributedContext, init_distributed
 from mingpt.distributed.rendezvous import NCCL_DUMP_KEY, generation_store, rendezvous
 from mingpt.errors import UserError
 
@@ -28,7 +27,7 @@ from mingpt.errors import UserError
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
 @pytest.mark.parametrize("count", [1, 7, 8, 100])
 def test_shards_cover_the_batch_and_differ_by_at_most_one(world_size: int, count: int) -> None:
-    context = DistributedContext(RankInfo())
+    context = DistributedContext(RankInfo(), DistributedConfig())
     context.world_size = world_size
     shards = [context.shard_range(1000, count, rank) for rank in range(world_size)]
     assert [number for shard in shards for number in shard] == list(range(1000, 1000 + count))
@@ -58,10 +57,10 @@ def test_ranks_share_values_errors_and_gpus(tmp_path: Path) -> None:
 def _collectives(folder: Path) -> dict[str, Any]:
     config = DistributedConfig(backend="gloo", init_method=os.environ["TEST_INIT_METHOD"], timeout_seconds=60)
     results: dict[str, Any] = {}
-    with pytest.raises(ZeroDivisionError), init_distributed(config) as context:
+    with pytest.raises(ZeroDivisionError), process_group(config) as context:
         _run_collectives(context, results, folder)
     assert dist.is_initialized()  # NCCL would wait for other ranks
-    with init_distributed(replace(config, init_method=f"{config.init_method}-2")) as context:
+    with process_group(replace(config, init_method=f"{config.init_method}-2")) as context:
         assert context.all_gather_object(None) == [None] * 3
     assert not dist.is_initialized()
     return results
@@ -124,7 +123,7 @@ def _timeouts() -> list[tuple[float, ...]]:
     config = DistributedConfig(init_method=os.environ["TEST_INIT_METHOD"], timeout_seconds=30)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
-        with init_distributed(config) as context:
+        with process_group(config) as context:
             groups: list[Any] = [dist.group.WORLD, context.subgroup([[0], [1]]).group]
             return [
                 tuple(
@@ -154,7 +153,7 @@ def test_a_port_in_use_is_an_error(
         for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}.items():
             monkeypatch.setenv(name, str(value))
         argv = run_args(tmp_path / "run", text, distributed__init_method=init_method, distributed__timeout_seconds=5)
-        assert main.run(argv) == 2
+        assert run_main(argv) == 2
     err = capsys.readouterr().err
     assert f"localhost:{port}" in err
     assert err.endswith("another program has this port: take a free one, or let `torchrun --standalone` find one\n")
@@ -185,7 +184,7 @@ def _run_with_variables(env: dict[str, str], argv: list[str]) -> tuple[int, str]
         del os.environ["RANK"], os.environ["WORLD_SIZE"]
     os.environ.update({name: value.format(rank=rank) for name, value in env.items()})
     with redirect_stderr(io.StringIO()) as err:
-        return main.run(argv), err.getvalue()
+        return run_main(argv), err.getvalue()
 
 
 @pytest.mark.parametrize("lasting_store", ["torchrun's agent", "a file"])
@@ -245,7 +244,7 @@ def test_the_store_of_ranks_on_one_machine_listens_at_the_loopback(host: str, tm
 
 def _listening_hosts(address: str) -> set[str]:
     config = DistributedConfig(init_method=address)
-    with init_distributed(config) as context:
+    with process_group(config) as context:
         context.all_gather_object("all ranks are connected")
         sockets = psutil.Process().net_connections("tcp")
         hosts = {each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN}

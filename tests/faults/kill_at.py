@@ -21,9 +21,8 @@ from typing import Any
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
-from mingpt.monitoring.metrics import MetricsLogger  # noqa: E402
-
 import main  # noqa: E402
+from mingpt.monitoring.run_log import MetricsLogger  # noqa: E402
 from mingpt.parallel.strategy import Strategy  # noqa: E402
 from mingpt.snapshot.storage import SnapshotStorage  # noqa: E402
 from mingpt.survive.context import SurvivingContext  # noqa: E402

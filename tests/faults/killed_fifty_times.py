@@ -13,8 +13,7 @@ import sys
 import time
 from dataclasses import replace
 
-from mingpt.monitoring.metrics import read_metrics
-
+from mingpt.monitoring.run_log import read_metrics
 from plot import draw, read_run
 from tests.helpers import ROOT, TORCHRUN, assert_equal_snapshots, wait_for_step
 

@@ -37,10 +37,10 @@ def _train_and_kill_after(last: int, *argv: str) -> None:
     train_step = Trainer.train_step
 
     def step_or_kill(trainer: Trainer) -> Any:
-        if trainer.step == last:  # now, so that what follows the step before, such as a save, has begun
+        if trainer.progress.step == last:  # now, so that what follows the step before, such as a save, has begun
             os.kill(os.getpid(), signal.SIGKILL)
         result = train_step(trainer)
-        if trainer.step == last == STEPS:
+        if trainer.progress.step == last == STEPS:
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 

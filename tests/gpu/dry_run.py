@@ -83,13 +83,13 @@ def dry_run(rank: int, world_size: int, argv: list[str], fault: str | None = Non
 def _train(trainer: Trainer, watch: HostWaits) -> None:
     def after_step() -> None:
         watch.recording = True  # after the first step, which allocates
-        if trainer.step == first + STEPS:
+        if trainer.progress.step == first + STEPS:
             raise _LastStepError
 
     trainer.resume()
     trainer.signals = SimpleNamespace(signal=0)  # type: ignore[assignment]
-    trainer.step = 1  # the first step of a run writes a row, and waits for it
-    first = trainer.step + 1
+    trainer.progress.step = 1  # the first step of a run writes a row, and waits for it
+    first = trainer.progress.step + 1
     with suppress(_LastStepError):
         while True:
             trainer.advance()

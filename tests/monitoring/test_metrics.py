@@ -13,10 +13,10 @@ from textwrap import indent
 import pytest
 import yaml
 from helpers import loss_curve, read_rows, run_args, run_ranks, train_main, write_text
-from mingpt.monitoring.metrics import MetricsLogger, StepTimer, read_metrics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mingpt.monitoring.logging import configure_logging
+from mingpt.monitoring.run_log import MetricsLogger, StepTimer, read_metrics
 
 FULL_DEVICE = Path("/dev/full")
 needs_full_device = pytest.mark.skipif(not FULL_DEVICE.exists(), reason="needs a device that is always full")

@@ -20,7 +20,8 @@ from helpers import (
     set_columns,
     train_main,
 )
-from mingpt.monitoring.progress import format_duration
+
+from mingpt.monitoring.live_line import format_duration
 
 
 def screen(raw: str, columns: int) -> list[str]:
@@ -67,7 +68,7 @@ def test_the_live_line_fits_the_terminal_and_stays_below_log_lines(text: Path, t
 
 def test_a_narrow_terminal_shows_the_loss_and_the_time_left_whole() -> None:
     code = """
-from mingpt.monitoring.progress import ProgressLine
+from mingpt.monitoring.live_line import ProgressLine
 line = ProgressLine(0, 1600)
 line.fields.update(loss="loss 1.234", val="val 1.500", speed="35k tok/s")
 line.saved_at = line.started
@@ -112,7 +113,7 @@ def test_the_live_line_follows_the_width_of_the_terminal() -> None:
     code = """
 import os, time
 from mingpt.monitoring.logging import configure_logging, logger
-from mingpt.monitoring.progress import ProgressLine
+from mingpt.monitoring.live_line import ProgressLine
 configure_logging()
 line = ProgressLine(0, 60)
 line.advance(50)

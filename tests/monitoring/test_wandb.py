@@ -9,12 +9,11 @@ from typing import Any
 
 import psutil
 import pytest
-from helpers import read_rows, run_args, run_program, start_main, wait_for_step
-from mingpt.monitoring.metrics import SCALARS
+from helpers import read_rows, run_args, run_main, run_program, start_main, wait_for_step
 from test_main import assert_one_message
 
-import main
 from mingpt.monitoring import wandb_run
+from mingpt.monitoring.run_log import SCALARS
 
 FILE_HEADER = 7  # bytes
 RECORD_HEADER = 7  # checksum, length in two bytes, type
@@ -120,7 +119,7 @@ def test_without_wandb_nothing_is_written(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(wandb_run.importlib.util, "find_spec", lambda name: None)
-    assert main.run(run_args(tmp_path / "run", text, trainer__wandb_project="letters")) == 2
+    assert run_main(run_args(tmp_path / "run", text, trainer__wandb_project="letters")) == 2
     err = capsys.readouterr().err
     assert_one_message(err)
     assert "trainer.wandb_project is letters, which needs wandb: run `pip install wandb`" in err

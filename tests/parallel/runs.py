@@ -12,16 +12,15 @@ from helpers import (
     NO_DROPOUT,
     assert_equal_snapshots,
     loss_curve,
+    max_relative_error,
     newest_snapshot,
     open_trainer,
     run_args,
-    run_each_captured,
-    run_ranks,
+    run_on,
     train_losses,
     write_text,
 )
 
-from benchmarks.harness import max_relative_error
 from mingpt.config_parser import read_config
 from mingpt.errors import UserError
 from mingpt.parallel.memory import MemoryUsage, estimate_memory, measure_memory
@@ -101,19 +100,19 @@ def label(options: Options) -> str:
     return ", ".join(f"{names[name]}: {'null' if value is None else value}" for name, value in options.items())
 
 
-def train(folder: Path, ranks: int, runs: dict[str, Options], steps: int) -> dict[str, list[float]]:
+def train(
+    folder: Path, ranks: int, runs: dict[str, Options], steps: int, device: str = "cpu"
+) -> dict[str, list[float]]:
     """Trains without dropout, in run folders of these names; returns the losses of each run."""
     folder.mkdir(parents=True, exist_ok=True)
     text = write_text(folder / "text.txt")
     every = dict.fromkeys(("trainer__max_steps", "trainer__eval_every", "trainer__save_every"), steps)
     argvs = [run_args(folder / name, text, **(NO_DROPOUT | every | options)) for name, options in runs.items()]
-    for results in run_ranks(ranks, run_each_captured, argvs, tmp_path=folder, timeout=600):
-        for status, _, err in results:
-            assert status == 0, err
+    run_on(device, ranks, argvs, folder, timeout=600)
     return {name: [loss for _, loss in loss_curve(folder / name)] for name in runs}
 
 
-def loss_errors(folder: Path, ranks: int, runs: list[Options], steps: int = 12) -> list[float]:
+def loss_errors(folder: Path, ranks: int, runs: list[Options], steps: int = 12, device: str = "cpu") -> list[float]:
     """The largest relative deviation of each run's losses from those of the same training in one process.
 
     That process uses ddp and the whole batch at once, without activation checkpointing and compilation.
@@ -128,8 +127,8 @@ def loss_errors(folder: Path, ranks: int, runs: list[Options], steps: int = 12) 
     )
     plain = [{name: run[name] for name in names if name in run} | {"trainer__micro_batch_size": None} for run in runs]
     distinct = {str(i): options for i, options in enumerate(plain) if options not in plain[:i]}
-    expected = train(folder / f"plain-{ranks}", 1, distinct, steps)
-    found = train(folder / str(ranks), ranks, {str(i): options for i, options in enumerate(runs)}, steps)
+    expected = train(folder / f"plain-{ranks}", 1, distinct, steps, device)
+    found = train(folder / str(ranks), ranks, {str(i): options for i, options in enumerate(runs)}, steps, device)
     return [max_relative_error(found[str(i)], expected[str(plain.index(p))]) for i, p in enumerate(plain)]
 
 
@@ -146,7 +145,7 @@ def resume(folder: Path, runs: list[tuple[str, Options]]) -> list[tuple[bool, li
             shutil.copytree(folder / saved / "snapshots", run_dir / "snapshots")
         with open_trainer(*run_args(run_dir, folder / "text.txt", **(NO_DROPOUT | options)), rendezvous=i) as trainer:
             snapshot = newest_snapshot(folder / saved)
-            assert snapshot["step"] == trainer.step == 6
+            assert snapshot["step"] == trainer.progress.step == 6
             found, expected = {}, {(name, ""): weight for name, weight in snapshot["model"].items()}
             expected |= {(name, key): t for name, state in snapshot["optimizer"].items() for key, t in state.items()}
             for name, weight, state in trainer.strategy.iter_full_state():
@@ -156,14 +155,13 @@ def resume(folder: Path, runs: list[tuple[str, Options]]) -> list[tuple[bool, li
     return results
 
 
-def assert_exact_resume(folder: Path, ranks: int, runs: dict[str, Options]) -> None:
+def assert_exact_resume(folder: Path, ranks: int, runs: dict[str, Options], device: str = "cpu") -> None:
     """Trains eight steps at once, and five and then, in new processes, three: losses and snapshots are equal."""
     text = write_text(folder / "text.txt")
     for part, stop in (("whole", 8), ("parts", 5), ("parts", 8)):
-        schedule = {"trainer__max_steps": stop, "optimizer__decay_steps": 12}
+        schedule = {"trainer__max_steps": stop, "optimizer__decay_steps": 12, "trainer__deterministic": True}
         argvs = [run_args(folder / f"{name}-{part}", text, **options, **schedule) for name, options in runs.items()]
-        for results in run_ranks(ranks, run_each_captured, argvs, tmp_path=folder, timeout=300):
-            assert {status for status, _, _ in results} == {0}
+        run_on(device, ranks, argvs, folder)
     for name in runs:
         whole, parts = folder / f"{name}-whole", folder / f"{name}-parts"
         assert_equal_snapshots(whole, parts)

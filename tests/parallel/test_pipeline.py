@@ -17,6 +17,7 @@ from helpers import (
     TORCHRUN,
     assert_equal_snapshots,
     loss_curve,
+    max_relative_error,
     newest_snapshot,
     open_trainer,
     read_rows,
@@ -30,7 +31,6 @@ from helpers import (
     write_text,
 )
 
-from benchmarks.harness import max_relative_error
 from mingpt.config_parser import read_config
 from mingpt.errors import UserError
 from mingpt.evaluation import evaluate, generate_sample

@@ -1,0 +1,50 @@
+"""main.py in which something happens in steps, for tests that start it under torchrun.
+
+    torchrun --standalone --nproc_per_node=2 -m tests.gpu.injected EVENT [OPTIONS OF main.py]
+
+EVENT is what the last rank does in a step of the first start: SIGKILL, SIGSTOP, or OOM, an allocation that fails. With
+WAITS, PyTorch warns of each call in a step that waits for the GPU.
+"""
+
+import os
+import signal
+import sys
+from typing import Any
+
+import torch
+
+import main
+from trainer import Trainer
+
+FAILS_AFTER = 8  # steps
+WARMS_UP = 3  # steps, in which memory is allocated and DDP arranges its buckets
+
+train_step = Trainer.train_step
+
+
+def fail(trainer: Trainer) -> Any:
+    context = trainer.context
+    if trainer.progress.step == FAILS_AFTER and context.restart_count == 0:
+        trainer.snapshots.writer.wait()  # so that there is one to resume from
+        if context.rank == context.world_size - 1:
+            if EVENT == "OOM":
+                torch.empty(2**50, dtype=torch.uint8, device=context.device)
+            else:
+                os.kill(os.getpid(), getattr(signal, EVENT))
+    return train_step(trainer)
+
+
+def warn_of_waits(trainer: Trainer) -> Any:
+    if trainer.progress.step < WARMS_UP or trainer.context.device.type != "cuda":
+        return train_step(trainer)
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        return train_step(trainer)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+if __name__ == "__main__":
+    EVENT, *sys.argv[1:] = sys.argv[1:]
+    Trainer.train_step = warn_of_waits if EVENT == "WAITS" else fail  # type: ignore[method-assign]
+    main.main()

@@ -1,0 +1,49 @@
+"""A rank that fails is named by the others; the next start, or torchrun's restart, changes no bit of the run."""
+
+from pathlib import Path
+
+import pytest
+from helpers import (
+    SLOW_ON_CPU,
+    TORCHRUN,
+    VISIBLE_GPUS,
+    assert_equal_snapshots,
+    loss_curve,
+    ranks_on,
+    read_rows,
+    run_args,
+    run_on,
+    run_program,
+)
+
+MESSAGES = {
+    "SIGKILL": "error: rank 1 (",
+    "SIGSTOP": "error: rank 1 (",  # after distributed.timeout_seconds; torchrun waits 30 s for the stopped process
+    "OOM": "error: out of memory in training: ",
+}
+
+
+@pytest.mark.parametrize("event", MESSAGES)
+@pytest.mark.parametrize("device", SLOW_ON_CPU)
+def test_a_failed_rank_is_named_and_restarts_change_no_bit(device: str, event: str, text: Path, tmp_path: Path) -> None:
+    ranks = ranks_on(device, 2, at_least=1 if event == "OOM" else 2)
+    options = {"trainer__deterministic": True, "distributed__timeout_seconds": 15}
+    whole, failed = tmp_path / "whole", tmp_path / "failed"
+    run_on(device, ranks, [run_args(whole, text, **options)], tmp_path)
+
+    launcher = (*TORCHRUN, f"--nproc_per_node={ranks}")
+    env = VISIBLE_GPUS if device == "cuda" else {}
+    argv = ("-m", "tests.gpu.injected", event, *run_args(failed, text, **options))
+    done = run_program(*launcher, *argv, **env)
+    assert done.returncode == 1
+    assert MESSAGES[event] in done.stderr
+    if ranks == 2:
+        assert "error: rank 1 (" in done.stderr
+    argv = ("-m", "tests.gpu.injected", "SIGKILL", *run_args(failed, text, **options))
+    done = run_program(*launcher, "--max_restarts=1", *argv, **env)
+    assert done.returncode == 0, done.stderr
+
+    assert [row["step"] for row in read_rows(failed, "start")] == [0, 6, 6]
+    assert [row["restart_count"] for row in read_rows(failed)] == [0] * 6 + [1] * 6
+    assert_equal_snapshots(whole, failed)
+    assert loss_curve(whole) == loss_curve(failed)

@@ -1,0 +1,47 @@
+"""What only GPUs can show: their losses beside a CPU's, in each precision, and what the host waits for."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import TORCHRUN, VISIBLE_GPUS, max_relative_error, ranks_on, run_args, run_program
+
+from tests.parallel.runs import loss_errors, train, with_stages
+
+pytestmark = pytest.mark.gpu
+
+# The largest relative error of a loss beside fp32 on a CPU. In fp16, the first steps may overflow and be skipped.
+TOLERANCES = {"fp32": 1e-3, "bf16": 3e-2, "fp16": 3e-2}
+# Each strategy, in all precisions together.
+WATCHED: dict[str, dict[str, Any]] = {
+    "ddp": {"trainer__precision": "fp16"},
+    "zero1": {"distributed__strategy": "zero1", "trainer__precision": "bf16", "optimizer__name": "muon"},
+    "zero2": {"distributed__strategy": "zero2", "trainer__precision": "fp16"},
+    "fsdp": {"distributed__strategy": "fsdp", "trainer__precision": "bf16", "optimizer__name": "muon"},
+    "tree": {"distributed__reduction": "tree", "trainer__deterministic": True},
+    "2 stages": with_stages(2, trainer__precision="fp16"),
+}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_gpus_train_in_each_precision_with_the_losses_of_a_cpu(strategy: str, tmp_path: Path) -> None:
+    [expected] = train(tmp_path / "cpu", 1, {"fp32": {}}, 12).values()
+    options = {"distributed__strategy": strategy}
+    runs = {precision: {"trainer__precision": precision, **options} for precision in TOLERANCES}
+    found = train(tmp_path / "cuda", ranks_on("cuda", 2), runs, 12, "cuda")
+    for precision, tolerance in TOLERANCES.items():
+        assert max_relative_error(found[precision], expected) < tolerance, precision
+
+
+def test_stages_on_gpus_train_with_the_losses_of_one_process(tmp_path: Path) -> None:
+    ranks = ranks_on("cuda", 2, at_least=2)
+    assert max(loss_errors(tmp_path, ranks, [with_stages(2)], device="cuda")) < 1e-4
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_no_step_waits_for_the_gpu(name: str, text: Path, tmp_path: Path) -> None:
+    ranks = ranks_on("cuda", 2, at_least=2 if name == "2 stages" else 1)
+    launcher = (*TORCHRUN, f"--nproc_per_node={ranks}", "-m", "tests.gpu.injected", "WAITS")
+    done = run_program(*launcher, *run_args(tmp_path / "run", text, **WATCHED[name]), **VISIBLE_GPUS)
+    assert done.returncode == 0, done.stderr
+    assert "synchronizing CUDA operation" not in done.stderr, done.stderr
