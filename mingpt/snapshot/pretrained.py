@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import fsspec
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
@@ -13,11 +14,9 @@ from torch import Tensor, nn
 
 from mingpt.config import KEYS, Config, GPTConfig
 from mingpt.errors import UserError
-from mingpt.files import open_file_system
 from mingpt.monitoring.logging import logger
-from mingpt.snapshot.digest import DamagedSnapshotError
 from mingpt.snapshot.hf_format import CONFIG_KEYS, gpt_config, gpt_vocabulary, gpt_weights
-from mingpt.snapshot.storage import SnapshotStorage, load_snapshot, local_copy
+from mingpt.snapshot.storage import DamagedSnapshotError, SnapshotStorage, load_snapshot, local_copy
 
 SHAPE_KEYS = [
     ("model", "architecture"),
@@ -63,10 +62,10 @@ def load_pretrained(
     snapshot = None
     advice = "it may be a snapshot, a run folder, an export's folder, or the URL of one"
     try:
-        with open_file_system(path) as (fs, name):
-            is_folder = fs.isdir(name)
-            is_export = is_folder and fs.isfile(f"{name}/config.json")
-            is_other = not is_folder and fs.exists(name) and fs.info(name)["type"] == "other"
+        fs, name = fsspec.url_to_fs(path)
+        is_folder = fs.isdir(name)
+        is_export = is_folder and fs.isfile(f"{name}/config.json")
+        is_other = not is_folder and fs.exists(name) and fs.info(name)["type"] == "other"
     except Exception as error:  # each file system raises its own
         raise UserError(f"{option}: {path} can't be read: {error}; {advice}") from error
     if is_other:  # such as a named pipe, which would be waited for
