@@ -12,9 +12,9 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import fsspec
 import numpy as np
@@ -23,7 +23,7 @@ from fsspec.implementations.local import LocalFileSystem
 from tqdm import tqdm
 
 from mingpt.errors import UserError
-from mingpt.files import open_file_system, replace_file
+from mingpt.files import replace_file, replaced_file
 from mingpt.monitoring.live_line import BAR_OPTIONS
 from mingpt.monitoring.logging import logger
 
@@ -69,8 +69,7 @@ def encode(text: str, vocabulary: str, source: str) -> list[int]:
 
 def check_text(path: str) -> None:
     """Raises a UserError if there is no text at a path: file, glob or fsspec URL."""
-    with _find_files(path):
-        pass
+    _find_files(path)
 
 
 def count_characters(path: str) -> int | None:
@@ -79,11 +78,11 @@ def count_characters(path: str) -> int | None:
     Raises:
         UserError: the text is missing, empty or not UTF-8.
     """
-    with _find_files(path) as (fs, names):
-        if not isinstance(fs, LocalFileSystem):
-            return None
-        with tqdm(desc="reading", total=sum(map(os.path.getsize, names)), unit="B", **BAR_OPTIONS) as bar:
-            length = sum(len(codes) for _, codes in _read(names, bar))
+    fs, names = _find_files(path)
+    if not isinstance(fs, LocalFileSystem):
+        return None
+    with tqdm(desc="reading", total=sum(map(os.path.getsize, names)), unit="B", **BAR_OPTIONS) as bar:
+        length = sum(len(codes) for _, codes in _read(names, bar))
     _check_not_empty(length, path)
     return length
 
@@ -108,55 +107,50 @@ def encode_corpus(
     Raises:
         UserError: the text is missing, empty or not UTF-8, it changes meanwhile, or the cache can't be written.
     """
-    with _find_files(path) as (fs, names):
-        identity = _identity(fs, names)
-        if cache_key:
-            identity += f" and {cache_key}"
-        try:
-            return _open_cache(cache_dir, identity, verify)
-        except DamagedCacheError:
-            logger.warning(f"the text's cache in {cache_dir} is damaged: its bytes do not match their SHA-256")
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            pass  # there is no cache, or it is of another text, or its index is damaged
-        extra = ""
-        if extra_characters is not None:
-            extra = extra_characters()
-        logger.info(f"encoding {path} into {cache_dir}, once")
-        _write_cache(path, fs, names, identity, extra, cache_dir)
+    fs, names = _find_files(path)
+    identity = _identity(fs, names)
+    if cache_key:
+        identity += f" and {cache_key}"
+    try:
+        return _open_cache(cache_dir, identity, verify)
+    except DamagedCacheError:
+        logger.warning(f"the text's cache in {cache_dir} is damaged: its bytes do not match their SHA-256")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        pass  # there is no cache, or it is of another text, or its index is damaged
+    extra = ""
+    if extra_characters is not None:
+        extra = extra_characters()
+    logger.info(f"encoding {path} into {cache_dir}, once")
+    _write_cache(path, fs, names, identity, extra, cache_dir)
     return _open_cache(cache_dir, identity, verify=False)
 
 
 # The files of the text
 
 
-@contextmanager
-def _find_files(path: str) -> Iterator[tuple[fsspec.AbstractFileSystem, list[str]]]:
-    """Context manager that gives the file system of a text, usable inside, and the sorted names of its files."""
-    # An ExitStack, since errors of the caller's block are not to be caught here, as a `with` inside of `try` would do.
-    with ExitStack() as stack:
-        try:
-            fs, root = stack.enter_context(open_file_system(path))
-            found = [root]
-            if any(character in path for character in "*?["):
-                found = sorted(fs.glob(root))
-            infos = [fs.info(name) for name in found]
-        except FileNotFoundError:
-            infos = []
-        except Exception as error:  # each file system raises its own
-            raise UserError(
-                f"data.path: {path} can't be read: {error}; it may be a file, a glob, or a URL that fsspec knows"
-            ) from error
-        names = [info["name"] for info in infos if info["type"] == "file"]
-        if not names and infos and found == [root]:
-            raise UserError(
-                f"data.path: {path} is a folder; for all its files write {path.rstrip('/')}/*.txt, in quotes"
-            )
-        if not names:
-            raise UserError(
-                f"data.path: no text at {path} (working directory {os.getcwd()}); "
-                "`python data/prepare.py` writes data/input.txt, the default"
-            )
-        yield fs, names
+def _find_files(path: str) -> tuple[fsspec.AbstractFileSystem, list[str]]:
+    """Returns the file system of a text, and the sorted names of its files."""
+    try:
+        fs, root = fsspec.url_to_fs(path)
+        found = [root]
+        if any(character in path for character in "*?["):
+            found = sorted(fs.glob(root))
+        infos = [fs.info(name) for name in found]
+    except FileNotFoundError:
+        infos = []
+    except Exception as error:  # each file system raises its own
+        raise UserError(
+            f"data.path: {path} can't be read: {error}; it may be a file, a glob, or a URL that fsspec knows"
+        ) from error
+    names = [info["name"] for info in infos if info["type"] == "file"]
+    if not names and infos and found == [root]:
+        raise UserError(f"data.path: {path} is a folder; for all its files write {path.rstrip('/')}/*.txt, in quotes")
+    if not names:
+        raise UserError(
+            f"data.path: no text at {path} (working directory {os.getcwd()}); "
+            "`python data/prepare.py` writes data/input.txt, the default"
+        )
+    return fs, names
 
 
 def _identity(fs: fsspec.AbstractFileSystem, names: Sequence[str]) -> str:
@@ -222,30 +216,30 @@ def _write_cache(
             files = names
             if not isinstance(fs, LocalFileSystem):
                 files = _download(fs, names, folder)
-            unfinished = Path(folder, "tokens.npy")
             bytes_to_read = 2 * sum(os.path.getsize(file) for file in files)  # in two passes
             with tqdm(desc="encoding", total=bytes_to_read, unit="B", **BAR_OPTIONS) as bar:
                 vocabulary, length, sha256 = _find_vocabulary(files, extra_characters, bar)
                 _check_not_empty(length, path)
-                sha256_of_second_pass = _write_tokens(files, vocabulary, length, unfinished, bar)
-            # The second pass has no token for a character that it alone has seen.
-            if sha256_of_second_pass != sha256:
-                raise UserError(f"data.path: {path} has changed while it was encoded; start again when it is complete")
-            # Tokens depend on both. Another name for other tokens: until text.json is replaced, it names the old ones.
-            name = hashlib.sha256((sha256 + vocabulary).encode()).hexdigest()[:16]
-            tokens = cache_dir / f"tokens-{name}.npy"
+                # Tokens depend on both. Another name for other tokens: until text.json is replaced, it has the old one.
+                name = hashlib.sha256((sha256 + vocabulary).encode()).hexdigest()[:16]
+                tokens = cache_dir / f"tokens-{name}.npy"
+                with replaced_file(tokens) as file:
+                    sha256_of_second_pass = _write_tokens(files, vocabulary, length, file, bar)
+                    if sha256_of_second_pass != sha256:  # it has no token for a character that it alone has seen
+                        raise UserError(
+                            f"data.path: {path} has changed while it was encoded; start again when it is complete"
+                        )
             index = {
                 "identity": identity,
                 "vocabulary": vocabulary,
                 "sha256": sha256,
                 "tokens": tokens.name,
-                "tokens_sha256": _sha256(unfinished),
+                "tokens_sha256": _sha256(tokens),
             }
-            os.replace(unfinished, tokens)
             replace_file(cache_dir / "text.json", json.dumps(index))
-        for file in cache_dir.glob("tokens-*.npy"):
-            if file != tokens:
-                file.unlink(missing_ok=True)
+        for old in [*cache_dir.glob("tokens-*"), *cache_dir.glob("text.json.*")]:
+            if old != tokens:
+                old.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(
             f"data.path: {path} can't be encoded into {cache_dir}: {error}; make room there, or set another "
@@ -307,8 +301,8 @@ def _find_vocabulary(files: Sequence[str], extra_characters: str, bar: tqdm) -> 
     return vocabulary, length, digest.hexdigest()
 
 
-def _write_tokens(files: Sequence[str], vocabulary: str, length: int, target: Path, bar: tqdm) -> str:
-    """Writes the tokens into a .npy file, flushed to disk, and returns the SHA-256 of the text's bytes."""
+def _write_tokens(files: Sequence[str], vocabulary: str, length: int, file: IO[bytes], bar: tqdm) -> str:
+    """Writes the tokens into an open .npy file, and returns the SHA-256 of the text's bytes."""
     dtype = np.min_scalar_type(len(vocabulary) - 1)
     token_of_code = np.zeros(sys.maxunicode + 1, dtype=dtype)
     for token, character in enumerate(vocabulary):
@@ -316,11 +310,8 @@ def _write_tokens(files: Sequence[str], vocabulary: str, length: int, target: Pa
     digest = hashlib.sha256()
     header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (length,)}
     # Not open_memmap: on a full disk, writing into mapped memory ends the process by SIGBUS.
-    with open(target, "wb") as file:
-        np.lib.format.write_array_header_1_0(file, header)
-        for chunk, codes in _read(files, bar):
-            file.write(token_of_code.take(codes).data)
-            digest.update(chunk)
-        file.flush()
-        os.fsync(file.fileno())
+    np.lib.format.write_array_header_1_0(file, header)
+    for chunk, codes in _read(files, bar):
+        file.write(token_of_code.take(codes).data)
+        digest.update(chunk)
     return digest.hexdigest()

@@ -1,11 +1,11 @@
-"""Files that are replaced as a whole, config.yaml, and the file systems behind paths and URLs, which fsspec opens."""
+"""Files that are replaced as a whole, config.yaml, and the folders of this machine behind fsspec's paths and URLs."""
 
 import os
-import tempfile
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
@@ -13,25 +13,37 @@ from fsspec.implementations.local import LocalFileSystem
 from mingpt.errors import UserError
 from mingpt.yaml_format import dump_yaml
 
-CACHING = ("simplecache", "filecache", "blockcache", "cached")  # protocols, as in simplecache::s3://bucket/text.txt
 
+@contextmanager
+def replaced_file(path: Path | str) -> Iterator[IO[bytes]]:
+    """Context manager that replaces a file by what the block writes into the open file that it gives.
 
-def replace_file(file: Path, text: str) -> None:
-    """Replaces a file's content: however the process or the machine stops, the file is the old or the new one.
+    However the process or the machine stops, the file is the old or the new one; after an error it is the old one.
 
     Raises:
         OSError: it can't be written.
     """
-    temporary = file.with_name(f"{file.name}.tmp")
-    with open(temporary, "w", encoding="utf-8") as opened:
-        opened.write(text)
-        opened.flush()
-        os.fsync(opened.fileno())
-    os.replace(temporary, file)
-    sync_folder(file.parent)
+    temporary = f"{path}.{uuid.uuid4().hex}.tmp"  # of its own, since another process may write the same file
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+    _sync_folder(Path(path).parent)
 
 
-def sync_folder(folder: Path | str) -> None:
+def replace_file(path: Path, text: str) -> None:
+    """Replaces a file by a text; raises an OSError if it can't be written."""
+    with replaced_file(path) as file:
+        file.write(text.encode())
+
+
+def _sync_folder(folder: Path) -> None:
     """Flushes the names in a folder to disk, where the file system can: FUSE and CIFS may refuse it."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
@@ -59,19 +71,3 @@ def write_config(run_dir: Path, config: dict[str, Any]) -> None:
             f"trainer.run_dir: {run_dir}/config.yaml can't be written: {error.strerror}; make it writable, or "
             "set another"
         ) from error
-
-
-@contextmanager
-def open_file_system(path: str) -> Iterator[tuple[fsspec.AbstractFileSystem, str]]:
-    """Context manager that gives the file system of a path or URL, and the path in it.
-
-    Copies that `simplecache::` and the like make last as long as the context, unless fsspec's own configuration names
-    a folder for them. fsspec would remove them when the interpreter exits, which main.py does not wait for.
-    """
-    protocols = path.split("::")[:-1]
-    caching = [name for name in protocols if name in CACHING and name not in fsspec.config.conf]
-    if not caching:
-        yield fsspec.url_to_fs(path)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        yield fsspec.url_to_fs(path, **{name: {"cache_storage": folder} for name in caching})

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from mingpt.errors import UserError
-from mingpt.files import local_folder, replace_file, sync_folder, write_config
+from mingpt.files import local_folder, replace_file, replaced_file, write_config
 
 
 def test_config_is_replaced_or_refused_with_the_name_of_the_file(tmp_path: Path) -> None:
@@ -42,14 +42,27 @@ def test_a_file_is_flushed_to_disk_before_it_gets_its_name(tmp_path: Path, monke
     assert (tmp_path / "file").read_text() == "text"
 
 
+def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    replace_file(tmp_path / "file", "old")
+    with pytest.raises(TypeError), replaced_file(tmp_path / "file") as file:
+        file.writelines([b"new", None])  # type: ignore[list-item]
+    assert (tmp_path / "file").read_text() == "old"
+    assert os.listdir(tmp_path) == ["file"]
+
+
 def test_a_file_system_that_cannot_flush_folders_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fsync = os.fsync
+
     def refuse(descriptor: int) -> None:
-        raise OSError(22, "Invalid argument")
+        if os.path.samestat(os.fstat(descriptor), os.stat(tmp_path)):
+            raise OSError(22, "Invalid argument")
+        fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", refuse)
     before = os.listdir("/proc/self/fd")
-    sync_folder(tmp_path)
+    replace_file(tmp_path / "file", "text")
     assert os.listdir("/proc/self/fd") == before
+    assert os.listdir(tmp_path) == ["file"]
 
 
 def test_local_folders_of_paths_and_urls() -> None:

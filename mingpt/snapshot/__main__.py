@@ -3,8 +3,6 @@
 import argparse
 import os
 import sys
-import zipfile
-import zlib
 from collections.abc import Sequence
 from datetime import datetime, timezone
 
@@ -12,21 +10,9 @@ import fsspec
 
 from mingpt.errors import UserError
 from mingpt.program import run_program
-from mingpt.snapshot.digest import DamagedSnapshotError
-from mingpt.snapshot.storage import SNAPSHOT_NAME, SnapshotStorage, fingerprint, load_snapshot, local_copy
+from mingpt.snapshot.storage import SNAPSHOT_NAME, DamagedSnapshotError, SnapshotStorage, fingerprint, load_snapshot
 
 COLUMNS = ["step", "written", "bytes", "val_loss", "state", "weights", "optimizer"]
-
-
-def locate_damage(path: str) -> str:
-    """Returns the damaged part of a snapshot, according to the checksums of the zip archive."""
-    with local_copy(path) as name:
-        try:
-            with zipfile.ZipFile(name) as archive:
-                part = archive.testzip()
-        except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, zlib.error):
-            return "cut short, or in the list of its parts"
-    return f"in its part {part}" if part else "outside of its parts' contents"
 
 
 def describe(path: str) -> list[str]:
@@ -44,7 +30,7 @@ def describe(path: str) -> list[str]:
     try:
         snapshot = load_snapshot(path)
     except DamagedSnapshotError as error:
-        return [*row, "", f"DAMAGED: {error}; {locate_damage(path)}"]
+        return [*row, "", f"DAMAGED: {error}"]
     except UserError as error:
         return [*row, "", str(error)]
     val_loss = "" if snapshot["val_loss"] is None else f"{snapshot['val_loss']:.4f}"

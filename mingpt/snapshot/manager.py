@@ -134,7 +134,6 @@ class SnapshotManager:
         self.max_wait = config.distributed.timeout_seconds / 2  # other ranks wait in a collective meanwhile
         self.writer = AsyncSnapshotWriter(self.storage)
         self.writer_ranks = elect_writer_ranks(context, self.storage)
-        self.storage.remember_lock()
         self.results: list[SaveResult] = []
         self.last_error = ""  # why the newest snapshot does not exist
 

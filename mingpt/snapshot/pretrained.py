@@ -4,14 +4,13 @@ import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import fsspec
 from torch import Tensor
 
 from mingpt.config import KEYS, SHAPE_KEYS, Config, GPTConfig
 from mingpt.errors import UserError
-from mingpt.files import open_file_system
 from mingpt.monitoring.logging import logger
-from mingpt.snapshot.digest import DamagedSnapshotError
-from mingpt.snapshot.storage import SnapshotStorage, load_snapshot
+from mingpt.snapshot.storage import DamagedSnapshotError, SnapshotStorage, load_snapshot
 
 if TYPE_CHECKING:
     from model import GPT
@@ -46,8 +45,8 @@ def load_pretrained(path: str, option: str, best: bool = False) -> Pretrained:
         raise UserError(f"{option} is empty; {advice}")
     path = path.rstrip("/") or "/"
     try:
-        with open_file_system(path) as (fs, name):
-            is_folder = fs.isdir(name)
+        fs, name = fsspec.url_to_fs(path)
+        is_folder = fs.isdir(name)
     except Exception as error:  # each file system raises its own
         raise UserError(f"{option}: {path} can't be read: {error}; {advice}") from error
     if best and not is_folder:

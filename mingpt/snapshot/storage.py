@@ -1,25 +1,26 @@
 """The snapshots of a run, in a local folder or an object store: writing, finding, loading and pruning."""
 
+import errno
 import hashlib
 import os
 import pickle
 import re
 import tempfile
 import time
-import uuid
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any, TypeVar
 
 import fsspec
 import torch
 from fsspec.implementations.local import LocalFileSystem
+from tqdm import tqdm
 
+from mingpt.config import KEYS
 from mingpt.errors import UserError
-from mingpt.files import open_file_system, sync_folder
-from mingpt.run_lock import Identity, lock_folder, lock_identity
-from mingpt.snapshot.digest import DamagedSnapshotError, save_with_digest, verify_digest
+from mingpt.files import replaced_file
+from mingpt.monitoring.live_line import BAR_OPTIONS
 
 T = TypeVar("T")
 
@@ -29,11 +30,17 @@ SNAPSHOT_NAME = re.compile(r"step_(\d{8})\.pt")
 LEFTOVER_NAME = re.compile(r"step_\d{8}\.pt\.[0-9a-f]{32}\.tmp|[0-9a-f]{32}\.mark")
 RETRY_DELAYS = (0.5, 1.0, 2.0, 4.0)  # seconds between attempts on a remote file system
 RETRY_DEADLINE = 60.0  # seconds after which no attempt begins: a store's own client may retry for long in each
-NO_RETRY = (FileNotFoundError, PermissionError, NotADirectoryError, FileExistsError, DamagedSnapshotError, UserError)
+
+
+class DamagedSnapshotError(Exception):
+    """The bytes of the file are not those that were written."""
 
 
 class PruneError(UserError):
     """The snapshot is written, but older ones that are no longer kept can't be deleted."""
+
+
+NO_RETRY = (FileNotFoundError, PermissionError, NotADirectoryError, FileExistsError, DamagedSnapshotError, UserError)
 
 
 @contextmanager
@@ -76,7 +83,6 @@ class SnapshotStorage:
         self.path = path.rstrip("/") if is_plain else self.root  # as messages name it
         self.keep = keep
         self.is_member = is_member
-        self.lock_identity: Identity | None = None  # of the lock by which this run has the folder
 
     def steps(self) -> list[int]:
         """Returns the steps of all snapshots, damaged ones included, in ascending order."""
@@ -85,11 +91,6 @@ class SnapshotStorage:
     def file(self, step: int) -> str:
         """The path of a snapshot, for messages and for `load_snapshot`."""
         return f"{self.path}/{_file_name(step)}"
-
-    def remember_lock(self) -> None:
-        """From now on `write` refuses a folder that another run has locked since."""
-        if self.is_local:
-            self.lock_identity = lock_identity(Path(self.root))
 
     def _names(self) -> list[str]:
         with _raise_user_error(f"{self.path} can't be read", "make it readable, or set another"):
@@ -137,8 +138,9 @@ class SnapshotStorage:
         content = {"format": FORMAT_VERSION, **snapshot}
         with _raise_user_error(f"{shown} can't be written", "make room, or make it writable"):
             if self.is_local:
-                self._keep_lock()
-                self._write_and_rename(content, target)
+                os.makedirs(self.root, exist_ok=True)
+                with replaced_file(target) as file:
+                    torch.save(content, file)
             else:
                 self._retry(self._upload, content, target)
         try:
@@ -150,41 +152,10 @@ class SnapshotStorage:
             ) from error
         return shown
 
-    def _keep_lock(self) -> None:
-        """Raises a UserError if another run has locked the folder since `remember_lock`.
-
-        A folder that was deleted is made again, and locked until this process ends.
-        """
-        os.makedirs(self.root, exist_ok=True)
-        found = lock_identity(Path(self.root))
-        if self.lock_identity is None or found == self.lock_identity:
-            return
-        if found is not None:
-            raise UserError(
-                f"trainer.snapshot_path: {self.path} was deleted or taken over, and is another run's now: this run "
-                "saves nothing there; stop it"
-            )
-        lock_folder(Path(self.root), "trainer.snapshot_path", "set another")
-        self.remember_lock()
-
-    def _write_and_rename(self, content: dict[str, Any], target: str) -> None:
-        temporary = f"{target}.{uuid.uuid4().hex}.tmp"
-        try:
-            with open(temporary, "wb") as file:
-                save_with_digest(content, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, target)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(temporary)
-            raise
-        sync_folder(self.root)
-
     def _upload(self, content: dict[str, Any], target: str) -> None:
         file = self.fs.open(target, "wb")
         try:
-            save_with_digest(content, file)
+            torch.save(content, file)
             file.close()  # only now does an object store show the file
         except BaseException:
             with suppress(Exception):
@@ -231,46 +202,80 @@ class SnapshotStorage:
 
 
 def load_snapshot(path: str) -> dict[str, Any]:
-    """Verifies the digest of a file or fsspec URL, and loads it onto the CPU, mapped into memory.
+    """Checks a file or fsspec URL for damage, and loads it onto the CPU, mapped into memory.
 
     Raises:
-        DamagedSnapshotError: the digest does not match, or the file is no snapshot.
+        DamagedSnapshotError: its bytes do not match their CRC-32, or it is no snapshot.
         FileNotFoundError: there is no such file.
-        UserError: the snapshot has another format.
+        UserError: the snapshot has another format, or a model that this program does not have.
     """
     with local_copy(path) as name:  # a mapping outlives the file's name
-        # Not while torch.load reads: that is no faster (measured with 6 MB), and damaged bytes would be unpickled.
-        verify_digest(name)
+        check_crc32(name)
         try:
             snapshot = torch.load(name, map_location="cpu", weights_only=True, mmap=True)
-        except (RuntimeError, pickle.UnpicklingError) as error:
+        except (RuntimeError, ValueError, pickle.UnpicklingError) as error:
             raise DamagedSnapshotError(f"torch.load refuses it: {error}") from error
     if snapshot["format"] != FORMAT_VERSION:
         found = f"{path} has format {snapshot['format']}"
         raise UserError(f"{found}, this program reads {FORMAT_VERSION}: take the program that wrote it")
     if "config" in snapshot:
-        snapshot["config"]["model"] = _with_newer_keys(snapshot["config"]["model"])
+        snapshot["config"]["model"] = _current_keys(snapshot["config"]["model"], path)
     return snapshot
 
 
-def _with_newer_keys(model: dict[str, Any]) -> dict[str, Any]:
-    """The model section of an older snapshot, with the keys that have been added since, as its model was."""
+def check_crc32(name: str) -> None:
+    """Compares the parts of a snapshot, which is a zip archive, with their CRC-32.
+
+    It reads the file, since a mapping ends the process by SIGBUS where reading raises an OSError. What it does not
+    check, such as the space between the parts, does not change what torch.load returns.
+
+    Raises:
+        DamagedSnapshotError: names the part.
+    """
+    bar = {"desc": f"reading {os.path.basename(name)}", "total": os.path.getsize(name), **BAR_OPTIONS}
+    with open(name, "rb") as file, tqdm.wrapattr(file, "read", **bar) as shown:
+        try:
+            with zipfile.ZipFile(shown) as archive:  # type: ignore[call-overload]
+                part = archive.testzip()
+        except Exception as error:  # zipfile raises a dozen kinds
+            if isinstance(error, OSError) and error.errno != errno.EINVAL:  # that is a seek to a damaged offset
+                raise
+            raise DamagedSnapshotError(f"cut short, or damaged in the list of its parts: {error}") from error
+    if part is not None:
+        raise DamagedSnapshotError(f"the bytes of its part {part} do not match their CRC-32")
+
+
+def _current_keys(model: dict[str, Any], path: str) -> dict[str, Any]:
+    """The model section of a snapshot, which may be older, with the keys of this version.
+
+    Raises:
+        UserError: the model has an activation that this version does not have.
+    """
     model = {"architecture": "gpt2", "conv_kernel_size": None} | model
-    gelu_approximate = "tanh" if model["architecture"] == "gpt2" else "none"
-    return {"gelu_approximate": gelu_approximate} | model
+    is_gpt2 = model["architecture"] == "gpt2"
+    model.setdefault("gelu_approximate", "tanh" if is_gpt2 else "none")
+    if "model.gelu_approximate" in KEYS:
+        return model
+    gelu_approximate = model.pop("gelu_approximate")
+    if is_gpt2 and gelu_approximate != "none":
+        raise UserError(
+            f"{path} was trained with model.gelu_approximate {gelu_approximate}, which this program does not have: "
+            "take the program that wrote it"
+        )
+    return model
 
 
 @contextmanager
 def local_copy(path: str) -> Iterator[str]:
     """Context manager that gives the name of a local file with the bytes of a file or fsspec URL."""
-    with open_file_system(path) as (fs, name):
-        if isinstance(fs, LocalFileSystem):
-            yield name
-            return
-        with tempfile.TemporaryDirectory() as folder:
-            copy = f"{folder}/snapshot.pt"
-            fs.get_file(name, copy)
-            yield copy
+    fs, name = fsspec.url_to_fs(path)
+    if isinstance(fs, LocalFileSystem):
+        yield name
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        copy = f"{folder}/snapshot.pt"
+        fs.get_file(name, copy)
+        yield copy
 
 
 def fingerprint(tensors: dict[str, Any]) -> str:
