@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from mingpt.monitoring.metrics import read_metrics
 
 from mingpt.errors import UserError
 from mingpt.monitoring.logging import logger
+from mingpt.monitoring.run_log import read_metrics
 from mingpt.program import run_program
 
 # matplotlib's name of each run's color, and the nearest of a terminal's 256 colors

@@ -23,36 +23,40 @@ def run_program(run: Callable[[Sequence[str]], int | None], argv: Sequence[str])
     """
     configure_logging()
     faulthandler.enable()  # gloo aborts the process if the sizes of a collective differ between ranks
+    status = 0
     try:
         status = run(argv) or 0
-        sys.stdout.flush()
     except SystemExit as ended:  # of argparse
-        return int(ended.code or 0)
+        status = int(ended.code or 0)
     except UserError as error:
+        status = 2
         if not error.is_reported:
             logger.error(str(error))
         write_error_file(str(error), f"error: {error}")
-        return 2
     except PeerError as error:
+        status = 1
         logger.error(f"{error}{restart_hint(os.environ)}")
         time.sleep(error.linger_seconds)
-        return 1
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except KeyboardInterrupt:  # in training, a signal handler is installed
-        return 130
+    except BrokenPipeError:  # the reader of stdout has enough
+        pass
+    except KeyboardInterrupt:  # before training, in which a signal handler is installed
+        status = 130
     except Exception as error:
         if isinstance(error, RuntimeError) and is_oom_error(error):
+            status = 2
             logger.error(
-                f"out of memory: {str(error).splitlines()[0]}; lower trainer.micro_batch_size, or set "
+                f"out of memory in training: {str(error).splitlines()[0]}; lower trainer.micro_batch_size, or set "
                 "trainer.activation_checkpointing to full, or with several ranks distributed.strategy to fsdp"
             )
-            return 2
-        write_error_file(f"{type(error).__name__}: {error}", traceback.format_exc())
-        with suppress(OSError):
-            traceback.print_exc()
-        return 1
+        else:
+            status = 1
+            write_error_file(f"{type(error).__name__}: {error}", traceback.format_exc())
+            with suppress(OSError):
+                traceback.print_exc()
+    try:
+        sys.stdout.flush()
+    except OSError:  # nobody reads it, or the disk is full; the interpreter's exit would try again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return status
 
 
@@ -75,7 +79,6 @@ def exit_process(status: int) -> None:
     That would abort if it encountered a thread of PyTorch's C++ code, and would wait in the destructor of a process
     group that has failed.
     """
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # nobody reads it, or the disk is full
-            stream.flush()
+    with suppress(OSError):
+        sys.stderr.flush()
     os._exit(status)

@@ -25,7 +25,7 @@ from helpers import (
 from export import export, run
 from mingpt.config_parser import read_config
 from mingpt.errors import UserError
-from mingpt.monitoring.logging import run_script
+from mingpt.program import run_program as exit_status_of
 from mingpt.snapshot.pretrained import Pretrained, load_pretrained
 from mingpt.snapshot.storage import SnapshotStorage, load_snapshot
 from model import GPT
@@ -258,7 +258,7 @@ def test_a_refused_export_is_one_message_and_writes_nothing(
         (exported, "new", f"--snapshot: {exported} is an export already"),
     ):
         monkeypatch.setattr(sys, "argv", ["export.py", "--snapshot", str(snapshot), "--out", str(tmp_path / out)])
-        assert run_script(run) == 2
+        assert exit_status_of(run, sys.argv[1:]) == 2
         stdout, stderr = capsys.readouterr()
         assert (stdout, len(stderr.splitlines())) == ("", 1)
         assert stderr.startswith(f"error: {message}")
@@ -272,7 +272,7 @@ def test_a_model_with_convolutions_is_not_exported(
     snapshot["config"]["model"]["conv_kernel_size"] = 4
     torch.save(snapshot, file)
     monkeypatch.setattr(sys, "argv", ["export.py", "--snapshot", str(file), "--out", str(tmp_path / "out")])
-    assert run_script(run) == 2
+    assert exit_status_of(run, sys.argv[1:]) == 2
     assert capsys.readouterr().err == (
         f"error: --snapshot: {file} has model.conv_kernel_size 4, must be null: transformers' classes have no place "
         "for convolutions\n"

@@ -14,7 +14,7 @@ import export
 import plot
 import sample
 from mingpt.distributed import launch_environment
-from mingpt.monitoring.logging import run_script
+from mingpt.program import run_program as exit_status_of
 from mingpt.snapshot import __main__ as listing
 
 TREE = ["--distributed.reduction", "tree", "--trainer.micro_batch_size", "2", "--distributed.survive", "true"]
@@ -159,7 +159,7 @@ def test_bad_options_of_scripts_are_refused_in_one_message(
     programs = {"sample.py": sample.run, "export.py": export.run, "mingpt.snapshot": listing.run, "plot.py": plot.run}
     monkeypatch.chdir(trained)
     monkeypatch.setattr(sys, "argv", argv)
-    assert run_script(programs[argv[0]]) == 2
+    assert exit_status_of(programs[argv[0]], sys.argv[1:]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith(f"error: {message}")

@@ -14,7 +14,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
 import plot
-from mingpt.monitoring.logging import run_script
+from mingpt.program import run_program as exit_status_of
 from plot import COLORS, Run, draw, find_restarts, read_run, terminal_plot
 
 ESCAPE_CODE = re.compile(r"\x1b\[[\d;]*m")
@@ -99,7 +99,7 @@ def test_lines_that_are_no_rows_are_counted_but_not_a_torn_last_one(
     torn = write_metrics(tmp_path / "torn", first, last[:-1])
     mixed = write_metrics(tmp_path / "mixed", "null\n", first, "abc\n", last)
     monkeypatch.setattr(sys, "argv", ["plot.py", str(torn), str(mixed)])
-    assert run_script(plot.run) == 0
+    assert exit_status_of(plot.run, sys.argv[1:]) == 0
     out, err = capsys.readouterr()
     words = " ".join(out.split())  # lines are wrapped where a name is long
     assert "/torn: loss 2.5000 at step 1 " in words
@@ -233,7 +233,7 @@ def test_each_mistake_is_one_message(
     (tmp_path / "unreadable/metrics.jsonl").symlink_to("/proc/self/mem")  # not even root can read its start
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["plot.py", *argv.split()])
-    assert run_script(plot.run) == 2
+    assert exit_status_of(plot.run, sys.argv[1:]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert re.match(f"error: .*{message}", err)

@@ -18,7 +18,7 @@ from helpers import ROOT, clean_env, run_args, run_on_terminal, run_program, run
 
 import sample
 from mingpt.config import GPTConfig
-from mingpt.monitoring.logging import run_script
+from mingpt.program import run_program as exit_status_of
 from mingpt.snapshot.storage import SnapshotStorage, load_snapshot
 from model import GPT
 
@@ -49,7 +49,7 @@ def run_sample(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str
 
     def run(*argv: object) -> Result:
         monkeypatch.setattr(sys, "argv", ["sample.py", *map(str, argv)])
-        return (run_script(sample.run), *capfd.readouterr())
+        return (exit_status_of(sample.run, sys.argv[1:]), *capfd.readouterr())
 
     return run
 

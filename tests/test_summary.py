@@ -1,9 +1,9 @@
 """Texts logged at the start of a run."""
 
 import pytest
-from mingpt.report import changed_keys, model_summary
 
 from mingpt.config import Config, GPTConfig, config_to_dict
+from mingpt.summary import changed_keys, model_summary
 from model import GPT
 
 

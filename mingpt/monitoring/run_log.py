@@ -8,6 +8,7 @@ import errno
 import importlib.util
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -136,6 +137,7 @@ class TensorBoard(Sink):
     def __init__(self, folder: Path, step: int) -> None:
         self.folder = folder
         self.writer: Any = None
+        threading.excepthook = _show_thread_error
         self._open(purge_step=step + 1)
 
     def _open(self, purge_step: int | None = None) -> None:
@@ -164,6 +166,12 @@ class TensorBoard(Sink):
             with suppress(OSError):
                 self.writer.close()
             self.writer = None
+
+
+def _show_thread_error(args: threading.ExceptHookArgs) -> None:
+    """Shows the traceback of a thread, except that of a SummaryWriter, whose `flush` raises the error again."""
+    if type(args.thread).__name__ != "_AsyncWriterThread":
+        threading.__excepthook__(args)
 
 
 class WeightsAndBiases(Sink):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from mingpt.config import DistributedConfig
 from mingpt.config_parser import read_config
 from mingpt.distributed.collectives import DistributedContext
 from mingpt.distributed.launch_environment import RankInfo
-from mingpt.monitoring.logging import run_script
+from mingpt.program import run_program as exit_status_of
 
 TINY = (*Shape(1, 2, 16, 16, 12).options[:8], "--trainer.threads", "1")  # without a batch size: cases set their own
 
@@ -164,7 +165,7 @@ def test_the_device_is_that_of_main(capsys, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
     monkeypatch.setattr("sys.argv", ["benchmarks", "survive", "time_to_loss"])
-    assert run_script(run) == 0
+    assert exit_status_of(run, sys.argv[1:]) == 0
     heading, *_, survive, time_to_loss = capsys.readouterr().out.splitlines()
     assert heading.startswith("## NVIDIA H100 with ")
     for line, reason in ((survive, "does not support GPUs yet"), (time_to_loss, "recipe for CPUs")):
@@ -172,7 +173,7 @@ def test_the_device_is_that_of_main(capsys, monkeypatch) -> None:
         assert reason in line
         assert "to run it on the CPU: --distributed.backend gloo" in line
     monkeypatch.setattr("sys.argv", ["benchmarks", "nanogpt", "--distributed.backend", "gloo"])
-    assert run_script(run) == 0
+    assert exit_status_of(run, sys.argv[1:]) == 0
     assert "NVIDIA" not in capsys.readouterr().out
 
 
@@ -197,7 +198,7 @@ def test_json_rows_have_figures_and_command(capsys, monkeypatch) -> None:
 
     monkeypatch.setitem(CASES, "optimizer", case)
     monkeypatch.setattr("sys.argv", ["benchmarks", "--json", "optimizer", *TINY])
-    assert run_script(run) == 0
+    assert exit_status_of(run, sys.argv[1:]) == 0
     row, skipped = map(json.loads, capsys.readouterr().out.splitlines())
     assert (row["name"], row["what"], row["figure"]) == ("optimizer", "one", 1.5)
     assert (row["smallest"], row["largest"]) == (1.0, 2.0)
@@ -207,7 +208,7 @@ def test_json_rows_have_figures_and_command(capsys, monkeypatch) -> None:
 
 def test_the_table_names_machine_and_command(capsys, monkeypatch) -> None:
     monkeypatch.setattr("sys.argv", ["benchmarks", "nanogpt"])
-    assert run_script(run) == 0
+    assert exit_status_of(run, sys.argv[1:]) == 0
     heading, _, header, line, skipped = capsys.readouterr().out.splitlines()
     assert heading.startswith("## ")
     assert f"PyTorch {torch.__version__}" in heading
@@ -228,7 +229,7 @@ def test_the_table_names_machine_and_command(capsys, monkeypatch) -> None:
 )
 def test_a_wrong_option_is_one_message(options: str, message: str, capsys, monkeypatch) -> None:
     monkeypatch.setattr("sys.argv", ["benchmarks", *options.split()])
-    assert run_script(run) == 2
+    assert exit_status_of(run, sys.argv[1:]) == 2
     printed = capsys.readouterr()
     assert printed.err.startswith(f"error: {message}")
     assert (printed.err.count("\n"), printed.out) == (1, "")

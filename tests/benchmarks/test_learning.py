@@ -1,6 +1,7 @@
 """time_to_loss: what it trains, on which text, and until when."""
 
 import math
+import sys
 import time
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from mingpt.config import DistributedConfig
 from mingpt.distributed.collectives import DistributedContext
 from mingpt.distributed.launch_environment import RankInfo
 from mingpt.kernels import IGNORE_INDEX
-from mingpt.monitoring.logging import run_script
+from mingpt.program import run_program as exit_status_of
 from trainer import Trainer
 
 
@@ -135,5 +136,5 @@ def test_long_cases_run_only_if_they_are_named(capsys, monkeypatch) -> None:
     monkeypatch.setattr(Bench, "run_on_ranks", lambda bench, name: called.append(name) or iter(()))
     for names in ([], ["time_to_loss"]):
         monkeypatch.setattr("sys.argv", ["benchmarks", *names])
-        assert run_script(run) == 0
+        assert exit_status_of(run, sys.argv[1:]) == 0
     assert called == [name for name in CASES if name not in LONG_CASES] + ["time_to_loss"]

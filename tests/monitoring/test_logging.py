@@ -23,7 +23,8 @@ from helpers import (
 )
 
 from mingpt.errors import PeerError, UserError
-from mingpt.monitoring.logging import configure_logging, logger, run_script, set_rank
+from mingpt.monitoring.logging import configure_logging, logger, set_rank
+from mingpt.program import run_program as exit_status_of
 
 DATE = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  "
 
@@ -89,25 +90,26 @@ def test_a_warning_overwrites_the_live_line_of_another_rank() -> None:
     assert run_on_terminal("-c", code) == (0, "50/60 #####\r\x1b[Kerror: rank 1 is gone\r\n")
 
 
-def test_exit_status_of_scripts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["script.py", "--option"])
-
+def test_exit_status_of_programs(capsys: pytest.CaptureFixture[str]) -> None:
     def run(error: BaseException | None, argv: list[str]) -> None:
         assert argv == ["--option"]
         if error:
             raise error
 
     errors = {None: 0, UserError("data.path: no such file"): 2, KeyboardInterrupt(): 130, PeerError("rank 1 died"): 1}
-    assert [run_script(lambda argv, error=error: run(error, argv)) for error in errors] == list(errors.values())
-    assert capsys.readouterr() == ("", "error: data.path: no such file\nerror: rank 1 died\n")
+    statuses = [exit_status_of(lambda argv, error=error: run(error, argv), ["--option"]) for error in errors]
+    assert statuses == list(errors.values())
+        errors.values()
+    )
+    assert capsys.readouterr() == ("", "error: data.path: no such file\nerror: rank 1 died; the same command resumes\n")
     began = time.monotonic()
-    run_script(lambda argv: run(PeerError("rank 1 died", linger_seconds=0.2), argv))
+    exit_status_of(lambda argv: run(PeerError("rank 1 died", linger_seconds=0.2), argv), ["--option"])
     assert time.monotonic() - began >= 0.2
 
 
 def test_a_script_whose_reader_closes_stdout_succeeds() -> None:
-    code = "import sys; from mingpt.monitoring.logging import run_script; "
-    code += "sys.exit(run_script(lambda argv: print('line\\n' * 10**6)))"
+    code = "import sys; from mingpt.program import run_program; "
+    code += "sys.exit(run_program(lambda argv: print('line\\n' * 10**6), []))"
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", code], env=clean_env(), **pipes) as process:
         assert process.stdout.readline() == b"line\n"

@@ -12,7 +12,7 @@ import pytest
 from helpers import read_rows, run_args, run_main, run_program, start_main, wait_for_step
 from test_main import assert_one_message
 
-from mingpt.monitoring import wandb_run
+from mingpt.monitoring import run_log
 from mingpt.monitoring.run_log import SCALARS
 
 FILE_HEADER = 7  # bytes
@@ -118,7 +118,7 @@ def test_training_continues_when_the_process_of_wandb_is_killed(text: Path, tmp_
 def test_without_wandb_nothing_is_written(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(wandb_run.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(run_log.importlib.util, "find_spec", lambda name: None)
     assert run_main(run_args(tmp_path / "run", text, trainer__wandb_project="letters")) == 2
     err = capsys.readouterr().err
     assert_one_message(err)

@@ -68,11 +68,11 @@ def test_the_live_line_fits_the_terminal_and_stays_below_log_lines(text: Path, t
 
 def test_a_narrow_terminal_shows_the_loss_and_the_time_left_whole() -> None:
     code = """
-from mingpt.monitoring.live_line import ProgressLine
-line = ProgressLine(0, 1600)
+from mingpt.monitoring.live_line import LiveLine
+line = LiveLine(0, 1600)
 line.fields.update(loss="loss 1.234", val="val 1.500", speed="35k tok/s")
 line.saved_at = line.started
-line.advance(1599)
+line.advance(1599, None)
 line.close()"""
     shown = {}
     for columns in (20, 40, 80):
@@ -113,15 +113,15 @@ def test_the_live_line_follows_the_width_of_the_terminal() -> None:
     code = """
 import os, time
 from mingpt.monitoring.logging import configure_logging, logger
-from mingpt.monitoring.live_line import ProgressLine
+from mingpt.monitoring.live_line import LiveLine
 configure_logging()
-line = ProgressLine(0, 60)
-line.advance(50)
+line = LiveLine(0, 60)
+line.advance(50, None)
 line.refresh()
 logger.warning("of step 50")
 while os.get_terminal_size().columns == 80:
     time.sleep(0.01)
-line.advance(60)
+line.advance(60, None)
 line.refresh()
 line.close()"""
 
