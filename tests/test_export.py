@@ -1,6 +1,5 @@
 """Exports: what transformers loads, generates and saves, and runs that start from pretrained weights."""
 
-import json
 import os
 import shlex
 import shutil
