@@ -43,10 +43,13 @@ class DataConfig:
 
     path: str = Field(default="data/input.txt", min_length=1)
     """UTF-8 text: a file, a glob (files in sorted order) or an fsspec URL"""
+
     block_size: PositiveInt = 64
     """characters in the model's context window (T)"""
+
     train_split: float = Field(default=0.9, gt=0, lt=1)
     """fraction of the text to train on; the rest is for validation"""
+
     truncate: float | None = Field(default=None, gt=0, le=1)
     """fraction of the text to use, from its start; null: all of it"""
 
@@ -57,16 +60,22 @@ class ModelConfig:
 
     architecture: Literal["gpt2", "nanochat"] = "nanochat"
     """gpt2, or nanochat: rotary positions, RMSNorm, ReLU squared; docs/performance.md compares them"""
+
     n_layer: PositiveInt = 4
     """transformer blocks"""
+
     n_head: PositiveInt = 4
     """attention heads in each block; must divide n_embd"""
+
     n_embd: PositiveInt = 128
     """embedding dimension (C)"""
+
     dropout: Fraction = 0.0
     """dropout probability; 0.1 to 0.2 helps where many epochs overfit"""
+
     conv_kernel_size: int | None = Field(default=None, ge=2)
     """characters in a causal convolution before attention and MLP, such as 4; null: none, for export.py"""
+
     bias: bool = True
     """gpt2 alone: biases in linear layers and layer norms"""
 
@@ -99,6 +108,7 @@ class GPTConfig(ModelConfig):
 
     vocab_size: PositiveInt
     """distinct characters (V)"""
+
     block_size: PositiveInt
     """characters in the context window (T)"""
 
@@ -109,18 +119,25 @@ class OptimizerConfig:
 
     name: Literal["muon", "adamw"] = "muon"
     """muon (for the matrices of the blocks, with AdamW for all else) or adamw"""
+
     learning_rate: PositiveFloat = 5e-3
     """peak learning rate, reached at the end of the warm-up"""
+
     min_learning_rate: NonNegativeFloat = 0.0
     """learning rate at the end of the linear decay"""
+
     warmup_steps: NonNegativeInt = 30
     """steps of linear warm-up from 0"""
+
     decay_steps: PositiveInt | None = None
     """step at which the decay reaches min_learning_rate; null: the last step of the run"""
+
     weight_decay: NonNegativeFloat = 0.1
     """decoupled weight decay, for matrices only"""
+
     betas: tuple[Fraction, Fraction] = (0.9, 0.99)
     """AdamW's coefficients for the running averages"""
+
     grad_norm_clip: PositiveFloat | None = 1.0
     """maximum global gradient norm; null: no clipping"""
 
@@ -140,48 +157,70 @@ class TrainerConfig:
 
     max_epochs: PositiveInt | None = None
     """passes over the training text; null: no limit"""
+
     max_steps: int | None = Field(default=1600, ge=1, le=MAX_STEPS)
     """steps; null: no limit. The first limit reached ends the run"""
+
     batch_size: PositiveInt = 12
     """sequences per step, over all ranks"""
+
     micro_batch_size: PositiveInt | None = None
     """maximum number of sequences per forward pass on a rank; null: the rank's whole share"""
+
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """autocast dtype: fp32, bf16, fp16 (CUDA only); auto: bf16 where hardware supports it, else fp32"""
+
     threads: Annotated[int, Field(ge=1, le=MAX_THREADS)] | Literal["auto"] = "auto"
     """CPU threads per rank; auto: OMP_NUM_THREADS, else cores or CPU quota / ranks here"""
+
     compile: bool = False
     """compile the model with torch.compile; takes a minute or so at the first start"""
+
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """what backward recomputes: none, selective (all but matrix products), full (all)"""
+
     deterministic: bool = False
     """use only deterministic CUDA kernels, which are slower; CPU runs are always deterministic"""
+
     seed: int = Field(default=1, ge=0, lt=2**63)
     """seed of initial weights, sample order and dropout"""
+
     init_from: str | None = Field(default=None, min_length=1)
     """initial weights: a snapshot, a run folder or a folder of snapshots; null: random initialization"""
+
     log_every: PositiveInt = 100
     """steps between rows of training metrics; the first step has one too"""
+
     eval_every: PositiveInt = 400
     """steps between evaluations on the validation text"""
+
     eval_windows: PositiveInt | None = 20_000
     """windows in an evaluation, evenly spread over the validation text; null: all"""
+
     sample_every: PositiveInt | None = 400
     """steps between generated samples; null: none"""
+
     sample_prompt: str | None = None
     """text that samples begin with; null: the first 20 characters of the validation text"""
+
     save_every: PositiveInt = 400
     """steps between snapshots"""
+
     save_minutes: PositiveFloat | None = None
     """minutes after which a snapshot is saved whatever the step; null: steps alone decide"""
+
     keep_snapshots: PositiveInt = 3
     """newest snapshots to keep, in addition to the best one"""
+
     profile_steps: PositiveInt | None = None
     """steps to record in a profiler trace per rank, from step 12 on; null: no trace"""
+
     wandb_project: str | None = Field(default=None, min_length=1)
     """project of Weights & Biases that gets the metrics; needs `pip install wandb`; null: none"""
+
     run_dir: str = Field(default="runs/default", min_length=1)
     """run folder: config.yaml, metrics.jsonl, snapshots/, cache/"""
+
     snapshot_path: str | None = Field(default=None, min_length=1)
     """folder or fsspec URL of the snapshots; null: snapshots/ in run_dir"""
 
@@ -229,22 +268,31 @@ class DistributedConfig:
 
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     """nccl (one CUDA GPU per process), gloo (CPU); auto: nccl where there is a GPU, else gloo"""
+
     init_method: str | None = None
     """rendezvous address: tcp://host:port or file:///path; null: from the launcher's environment"""
+
     timeout_seconds: float = Field(default=600.0, ge=1)
     """seconds to wait for another process before failing"""
+
     strategy: Literal["ddp", "zero1", "zero2", "fsdp"] = "ddp"
     """what ranks shard: ddp: nothing; zero1: optimizer state; zero2: gradients too; fsdp: all"""
+
     cpu_offload: bool = False
     """with fsdp on CUDA, keep shards in host memory; slower"""
+
     pipeline_stages: PositiveInt = 1
     """pipeline stages that the blocks are split into; 1: no pipeline"""
+
     pipeline_schedule: Literal["1f1b", "gpipe"] = "1f1b"
     """order of a stage's micro-batches: 1f1b, or gpipe (all forward passes first)"""
+
     bucket_cap_mb: PositiveFloat | None = None
     """size in MiB of the gradient buckets of ddp and zero1; null: 25, after a first bucket of 1"""
+
     reduction: Literal["fast", "tree"] = "fast"
     """gradient summation: fast (the backend's all-reduce); tree: same bits for any number of ranks"""
+
     survive: bool = False
     """with reduction tree: continue without a lost rank, and let a new process take its place"""
 

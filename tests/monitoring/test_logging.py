@@ -99,8 +99,6 @@ def test_exit_status_of_programs(capsys: pytest.CaptureFixture[str]) -> None:
     errors = {None: 0, UserError("data.path: no such file"): 2, KeyboardInterrupt(): 130, PeerError("rank 1 died"): 1}
     statuses = [exit_status_of(lambda argv, error=error: run(error, argv), ["--option"]) for error in errors]
     assert statuses == list(errors.values())
-        errors.values()
-    )
     assert capsys.readouterr() == ("", "error: data.path: no such file\nerror: rank 1 died; the same command resumes\n")
     began = time.monotonic()
     exit_status_of(lambda argv: run(PeerError("rank 1 died", linger_seconds=0.2), argv), ["--option"])
