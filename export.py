@@ -133,5 +133,4 @@ def run(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     sys.exit(run_program(run, sys.argv[1:]))

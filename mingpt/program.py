@@ -1,6 +1,7 @@
 """From errors to exit statuses, for main.py and all other programs."""
 
 import faulthandler
+import io
 import json
 import os
 import sys
@@ -22,7 +23,10 @@ def run_program(run: Callable[[Sequence[str]], int | None], argv: Sequence[str])
     out; 130 after Ctrl-C; and 0 if the reader of stdout has closed it, as `head` does.
     """
     configure_logging()
-    faulthandler.enable()  # gloo aborts the process if the sizes of a collective differ between ranks
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # for paths that the terminal can't show
+    with suppress(io.UnsupportedOperation):  # stderr is no file
+        faulthandler.enable()  # gloo aborts the process if the sizes of a collective differ between ranks
     status = 0
     try:
         status = run(argv) or 0
