@@ -6,6 +6,7 @@ ZeroRedundancyOptimizer.
 """
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,22 @@ from torch import Tensor, nn
 from mingpt.distributed.process_group import DistributedContext
 
 OptimizerState = Mapping[str, Mapping[str, Tensor]]  # parameter name -> name of the tensor -> tensor
+StateShapes = dict[str, dict[str, list[Any]]]  # the same, with [shape, name of the dtype] of each tensor
+
+
+def state_shapes(state: OptimizerState) -> StateShapes:
+    """Shapes and dtypes of optimizer state as plain data, for other ranks."""
+    return {
+        name: {key: [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for key, tensor in tensors.items()}
+        for name, tensors in state.items()
+    }
+
+
+def meta_tensors(shapes: Mapping[str, list[Any]]) -> dict[str, Tensor]:
+    """Tensors on the meta device, from what `state_shapes` has returned for one parameter."""
+    return {
+        key: torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for key, (shape, dtype) in shapes.items()
+    }
 
 
 class FullState:
@@ -47,11 +64,10 @@ class FullState:
         self, weights: Mapping[str, Tensor], state: OptimizerState, source: int
     ) -> Iterator[tuple[str, str, Tensor]]:
         """Yields name, key and value of each tensor that rank `source` passes; weights have an empty key."""
-        shapes = {name: {key: tensor.to("meta") for key, tensor in tensors.items()} for name, tensors in state.items()}
-        shapes = self.context.broadcast_object(shapes, source)
+        shapes = self.context.broadcast_object(state_shapes(state), source)
         for name, like in self.full_shapes.items():
             yield name, "", self.broadcast_tensor(source, weights.get(name), like)
-            for key, like_state in shapes.get(name, {}).items():
+            for key, like_state in meta_tensors(shapes.get(name, {})).items():
                 yield name, key, self.broadcast_tensor(source, state.get(name, {}).get(key), like_state)
 
     @torch.no_grad()

@@ -21,6 +21,7 @@ from mingpt.distributed.process_group import DistributedContext
 from mingpt.errors import UserError
 from mingpt.hardware.device import seed_device
 from mingpt.kernels import IGNORE_INDEX, cross_entropy
+from mingpt.parallel.full_state import StateShapes, meta_tensors, state_shapes
 from mingpt.parallel.strategy import MicroBatch, Strategy, WindowDataset
 from mingpt.permutation import hash64
 from mingpt.tensors import to_local
@@ -286,23 +287,19 @@ class PipelineParallel(Strategy):
             for name, weight, tensors in self.inner.iter_full_state() if stage == self.pipeline.rank else elsewhere:
                 if name in names:
                     full = self.broadcast_tensor(stage, weight, self.full_shapes[name])
-                    state = {
-                        key: self.broadcast_tensor(stage, tensors.get(key), like)
-                        for key, like in shapes.get(name, {}).items()
-                    }
+                    likes = meta_tensors(shapes.get(name, {}))
+                    state = {key: self.broadcast_tensor(stage, tensors.get(key), like) for key, like in likes.items()}
                     yield name, full, state
 
-    def _state_shapes(self) -> dict[str, dict[str, Tensor]]:
-        """The full shapes of the optimizer state of all stages, by the names of parameters."""
-        mine: dict[str, dict[str, Tensor]] = {}
-        for name, parameter in self.parameters.items():
-            state = self.inner.optimizer_state(parameter) if self.inner.updates(parameter) else {}
-            if state:
-                mine[name] = {
-                    key: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for key, tensor in state.items()
-                }
-        shapes: dict[str, dict[str, Tensor]] = {}
-        for part in self.context.all_gather_object(mine):
+    def _state_shapes(self) -> StateShapes:
+        """The full shapes of the optimizer state of all stages."""
+        mine = {
+            name: self.inner.optimizer_state(parameter)
+            for name, parameter in self.parameters.items()
+            if self.inner.updates(parameter)
+        }
+        shapes: StateShapes = {}
+        for part in self.context.all_gather_object(state_shapes(mine)):
             shapes |= part
         return shapes
 
