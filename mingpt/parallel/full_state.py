@@ -25,13 +25,6 @@ def state_shapes(state: OptimizerState) -> StateShapes:
     }
 
 
-def meta_tensors(shapes: Mapping[str, list[Any]]) -> dict[str, Tensor]:
-    """Tensors on the meta device, from what `state_shapes` has returned for one parameter."""
-    return {
-        key: torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for key, (shape, dtype) in shapes.items()
-    }
-
-
 class FullState:
     """What a strategy inherits. This class is for one that holds everything; others override what differs.
 
@@ -67,8 +60,8 @@ class FullState:
         shapes = self.context.broadcast_object(state_shapes(state), source)
         for name, like in self.full_shapes.items():
             yield name, "", self.broadcast_tensor(source, weights.get(name), like)
-            for key, like_state in meta_tensors(shapes.get(name, {})).items():
-                yield name, key, self.broadcast_tensor(source, state.get(name, {}).get(key), like_state)
+            for key, tensor in self.broadcast_state(source, state.get(name, {}), shapes.get(name, {})).items():
+                yield name, key, tensor
 
     @torch.no_grad()
     def load_tensor(self, name: str, key: str, full: Tensor) -> None:
@@ -78,6 +71,14 @@ class FullState:
             parameter.copy_(self.shard_of(full, parameter))
         elif self.updates(parameter):
             self.optimizer_state(parameter)[key] = self.shard_of(full, parameter)
+
+    def local_state(self) -> dict[str, dict[str, Tensor]]:
+        """The optimizer state that this rank has, by the names of parameters."""
+        return {
+            name: self.optimizer_state(parameter)
+            for name, parameter in self.parameters.items()
+            if self.updates(parameter)
+        }
 
     def optimizer_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """This rank's optimizer state of a parameter, which may be modified."""
@@ -89,6 +90,20 @@ class FullState:
 
     def shard_of(self, full: Tensor, parameter: Tensor) -> Tensor:
         """The part of a full tensor that this rank holds."""
+        return full
+
+    def broadcast_state(
+        self, source: int, state: Mapping[str, Tensor], shapes: Mapping[str, list[Any]]
+    ) -> dict[str, Tensor]:
+        """Returns the optimizer state of one parameter that rank `source` passes.
+
+        Args:
+            shapes: what `state_shapes` has returned there for the parameter
+        """
+        full = {}
+        for key, (shape, dtype) in shapes.items():
+            like = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+            full[key] = self.broadcast_tensor(source, state.get(key), like)
         return full
 
     def broadcast_tensor(self, source: int, tensor: Tensor | None, like: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from mingpt.distributed.process_group import DistributedContext
 from mingpt.errors import UserError
 from mingpt.hardware.device import seed_device
 from mingpt.kernels import IGNORE_INDEX, cross_entropy
-from mingpt.parallel.full_state import StateShapes, meta_tensors, state_shapes
+from mingpt.parallel.full_state import StateShapes, state_shapes
 from mingpt.parallel.strategy import MicroBatch, Strategy, WindowDataset
 from mingpt.permutation import hash64
 from mingpt.tensors import to_local
@@ -281,27 +281,15 @@ class PipelineParallel(Strategy):
 
     def iter_full_state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
         """The ranks of the first replica broadcast their stages, one after another."""
-        shapes = self._state_shapes()
+        shapes: StateShapes = {}
+        for part in self.context.all_gather_object(state_shapes(self.local_state())):
+            shapes |= part
         for stage, names in enumerate(self.names):
             elsewhere: Iterator[Any] = ((name, None, {}) for name in names)
             for name, weight, tensors in self.inner.iter_full_state() if stage == self.pipeline.rank else elsewhere:
                 if name in names:
                     full = self.broadcast_tensor(stage, weight, self.full_shapes[name])
-                    likes = meta_tensors(shapes.get(name, {}))
-                    state = {key: self.broadcast_tensor(stage, tensors.get(key), like) for key, like in likes.items()}
-                    yield name, full, state
-
-    def _state_shapes(self) -> StateShapes:
-        """The full shapes of the optimizer state of all stages."""
-        mine = {
-            name: self.inner.optimizer_state(parameter)
-            for name, parameter in self.parameters.items()
-            if self.inner.updates(parameter)
-        }
-        shapes: StateShapes = {}
-        for part in self.context.all_gather_object(state_shapes(mine)):
-            shapes |= part
-        return shapes
+                    yield name, full, self.broadcast_state(stage, tensors, shapes.get(name, {}))
 
     def optimizer_state(self, parameter: Tensor) -> dict[str, Tensor]:
         return self.inner.optimizer_state(parameter)
