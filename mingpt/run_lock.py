@@ -64,7 +64,13 @@ def lock_folder(folder: Path, key: str, advice: str) -> int:
         holder = _read_holder(descriptor)
         os.close(descriptor)
         if time.monotonic() > deadline:
-            raise UserError(f"{key}: {_describe(holder, file)}; wait for it, stop it, or {advice}")
+            host = ""
+            hint = ""
+            if holder.get("host", platform.node()) != platform.node():
+                host = f" on {holder['host']}"
+                hint = f" (if that host is lost, delete {file})"
+            process = f"process {holder['process']}" if holder else "another process"
+            raise UserError(f"{key}: {process}{host} is training in {folder}{hint}; wait for it, stop it, or {advice}")
         time.sleep(RETRY_SECONDS)
 
 
@@ -102,13 +108,3 @@ def _read_holder(descriptor: int) -> dict[str, Any]:
     with suppress(OSError, ValueError):
         return json.loads(os.pread(descriptor, 1000, 0))
     return {}
-
-
-def _describe(holder: dict[str, Any], file: Path) -> str:
-    """Says who trains in the folder, and what to do if the host of that process is lost."""
-    if not holder:
-        return f"another process is training in {file.parent}"
-    process = f"process {holder['process']}"
-    if holder["host"] == platform.node():
-        return f"{process} is training in {file.parent}"
-    return f"{process} on {holder['host']} is training in {file.parent} (if that host is lost, delete {file})"
