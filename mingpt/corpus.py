@@ -8,7 +8,6 @@ import codecs
 import hashlib
 import json
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -202,7 +201,7 @@ def _write_cache(
     extra_characters: str,
     cache_dir: Path,
 ) -> None:
-    """Encodes the text. A process that is killed meanwhile leaves the cache as it was, and an unfinished folder."""
+    """Encodes the text. A process that is killed meanwhile leaves the cache as it was, and an unfinished file."""
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -210,9 +209,9 @@ def _write_cache(
             f"trainer.run_dir: {cache_dir} can't be made: {error.strerror}; set it to a folder that you may write to"
         ) from error
     try:
-        for leftover in cache_dir.glob("unfinished-*"):  # of a process that was killed
-            shutil.rmtree(leftover)
-        with tempfile.TemporaryDirectory(prefix="unfinished-", dir=cache_dir) as folder:
+        for leftover in cache_dir.glob("*.tmp"):  # of a process that was killed
+            leftover.unlink(missing_ok=True)
+        with tempfile.TemporaryDirectory() as folder:
             files = names
             if not isinstance(fs, LocalFileSystem):
                 files = _download(fs, names, folder)
@@ -237,7 +236,7 @@ def _write_cache(
                 "tokens_sha256": _sha256(tokens),
             }
             replace_file(cache_dir / "text.json", json.dumps(index))
-        for old in [*cache_dir.glob("tokens-*"), *cache_dir.glob("text.json.*")]:
+        for old in cache_dir.glob("tokens-*.npy"):
             if old != tokens:
                 old.unlink(missing_ok=True)
     except OSError as error:

@@ -7,6 +7,7 @@ import platform
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from mingpt.config import TrainerConfig
 from mingpt.errors import UserError
@@ -16,13 +17,7 @@ from mingpt.monitoring.logging import logger
 LOCK_NAME = ".lock"
 SUPERVISOR_PID = "MINGPT_SUPERVISOR_PID"  # set by mingpt/survive/supervisor.py
 LOCK_TIMEOUT = 5.0  # seconds that another run on this host has to exit
-# Seconds after which the lock of another host is replaced. An NFS server takes back the locks of a host that is lost
-# after 90 seconds (the default lease of Linux's server); other file systems may never do it.
-OTHER_HOST_TIMEOUT = 100.0
 RETRY_SECONDS = 0.1
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers on a host
-
-Identity = tuple[int, int]  # device and inode of a lock file
 
 
 def lock_run(config: TrainerConfig) -> list[int]:
@@ -49,8 +44,8 @@ def lock_folder(folder: Path, key: str, advice: str) -> int:
     """Locks a folder until the file descriptor that it returns is closed, as it is when the process ends.
 
     The lock is a `flock` on a file in the folder, which excludes other containers, and other hosts where the file
-    system supports it. A lock that another host holds may be left from a host that is lost. After a while its file is
-    replaced; if that other run is alive, it finds another identity (`lock_identity`) and no longer saves.
+    system supports it. An NFS server keeps the lock of a host that is lost for 90 seconds (the default lease of Linux's
+    server); other file systems may keep it for ever.
 
     Args:
         key: configuration key that names the folder, for messages
@@ -60,8 +55,7 @@ def lock_folder(folder: Path, key: str, advice: str) -> int:
         UserError: another process holds the lock, or the folder can't be written.
     """
     file = folder / LOCK_NAME
-    started = time.monotonic()
-    has_warned = False
+    deadline = time.monotonic() + LOCK_TIMEOUT
     while True:
         descriptor = _open(file, key)
         if _try_lock(descriptor, file):
@@ -69,31 +63,15 @@ def lock_folder(folder: Path, key: str, advice: str) -> int:
             return descriptor
         holder = _read_holder(descriptor)
         os.close(descriptor)
-        waited = time.monotonic() - started
-        if holder.get("host_id", _host_id()) != _host_id():
-            if not has_warned:
-                has_warned = True
-                logger.warning(
-                    f"{key}: process {holder['process']} on {holder['host']} has locked {folder}; its lock is replaced "
-                    f"in {OTHER_HOST_TIMEOUT:g} seconds: if that run is not lost, stop this one"
-                )
-            if waited > OTHER_HOST_TIMEOUT:
-                file.unlink(missing_ok=True)
-        elif waited > LOCK_TIMEOUT:
+        if time.monotonic() > deadline:
+            host = ""
+            hint = ""
+            if holder.get("host", platform.node()) != platform.node():
+                host = f" on {holder['host']}"
+                hint = f" (if that host is lost, delete {file})"
             process = f"process {holder['process']}" if holder else "another process"
-            raise UserError(f"{key}: {process} is training in {folder}; wait for it, stop it, or {advice}")
+            raise UserError(f"{key}: {process}{host} is training in {folder}{hint}; wait for it, stop it, or {advice}")
         time.sleep(RETRY_SECONDS)
-
-
-def lock_identity(folder: Path) -> Identity | None:
-    """Identifies the lock file of a folder; None if there is none.
-
-    While the file is locked, no other file can have its identity, even after it is deleted.
-    """
-    with suppress(OSError):
-        status = os.stat(folder / LOCK_NAME)
-        return status.st_dev, status.st_ino
-    return None
 
 
 def _open(file: Path, key: str) -> int:
@@ -119,20 +97,14 @@ def _try_lock(descriptor: int, file: Path) -> bool:
     return False
 
 
-def _host_id() -> str:
-    return BOOT_ID.read_text().strip() if BOOT_ID.exists() else platform.node()
-
-
 def _write_holder(descriptor: int) -> None:
-    holder = {"process": os.getpid(), "host": platform.node(), "host_id": _host_id()}
+    holder = {"process": os.getpid(), "host": platform.node()}
     with suppress(OSError):  # a full disk: the lock holds nevertheless
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(holder).encode(), 0)
 
 
-def _read_holder(descriptor: int) -> dict:
+def _read_holder(descriptor: int) -> dict[str, Any]:
     with suppress(OSError, ValueError):
-        holder = json.loads(os.pread(descriptor, 1000, 0))
-        if {"process", "host", "host_id"} <= holder.keys():
-            return holder
+        return json.loads(os.pread(descriptor, 1000, 0))
     return {}

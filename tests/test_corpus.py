@@ -221,7 +221,7 @@ def test_a_kill_while_encoding_leaves_nothing_wrong(function: str, calls: int, t
     file.write_text("one text")
     encode_corpus(str(file), cache)
     assert run_script(KILL_AT_CALL, file, cache, function, calls).returncode == -signal.SIGKILL
-    assert list(cache.glob("unfinished-*"))
+    assert list(cache.glob("*.tmp"))
     assert decode(encode_corpus(str(file), cache)) == "one text"
     file.write_text("another text")
     assert decode(encode_corpus(str(file), cache)) == "another text"

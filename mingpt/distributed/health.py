@@ -12,15 +12,19 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mingpt.distributed.heartbeat import Heartbeats, heartbeat_key, read_positions
+from mingpt.distributed.heartbeat import (
+    HEARTBEAT_INTERVAL,
+    HEARTBEAT_TIMEOUT,
+    Heartbeats,
+    heartbeat_key,
+    read_positions,
+)
 from mingpt.distributed.launch_environment import restart_hint
 from mingpt.distributed.position import PositionReader, SlowRanks, count_collectives, explain_wait
 from mingpt.distributed.rendezvous import NCCL_DUMP_KEY
 from mingpt.errors import PeerError, StoreUnreachableError, is_oom_error
 from mingpt.monitoring.logging import logger
 
-HEARTBEAT_INTERVAL = 0.5  # seconds between heartbeats
-HEARTBEAT_TIMEOUT = 2.0  # seconds without one, after which a rank counts as gone
 ALL_ALIVE_SECONDS = 0.7  # in which all ranks send a heartbeat if none is gone
 GRACE_SECONDS = 5.0  # for the main thread to report an error, in which it waits for a snapshot that is being written
 FILE_SYSTEM = "the file system"  # the host of a store at file://

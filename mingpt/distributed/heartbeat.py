@@ -6,6 +6,9 @@ from typing import Any, NamedTuple
 
 from mingpt.distributed.position import Position
 
+HEARTBEAT_INTERVAL = 0.5  # seconds between heartbeats, and between looks at those of others
+HEARTBEAT_TIMEOUT = 2.0  # seconds without one, after which a process counts as dead
+
 
 class Heartbeat(NamedTuple):
     """What a process sets in the store at intervals."""

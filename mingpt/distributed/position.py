@@ -9,14 +9,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
 import torch.distributed as dist
 
-from mingpt.distributed.daemon_thread import DaemonThread
 from mingpt.monitoring.logging import logger
 
 ROOT = f"{Path(__file__).parents[2]}/"
@@ -201,8 +199,7 @@ class SlowRanks:
             if waited < SLOW_SECONDS <= now_waited:
                 message = f"rank {rank} is {now_waited:.1f} seconds behind the others, at {position.line}"
                 # The caller sends heartbeats, and a pipe or a terminal that nobody reads blocks whoever writes.
-                with suppress(RuntimeError):  # without memory for a thread there is no warning
-                    DaemonThread(partial(_warn, message))
+                threading.Thread(target=_warn, args=[message], daemon=True).start()
 
 
 def _warn(message: str) -> None:

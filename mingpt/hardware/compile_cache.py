@@ -1,39 +1,29 @@
 """The folder in which torch.compile keeps compiled code, so that a start after the first does not compile again."""
 
 import os
-import struct
+import platform
+import shutil
 from pathlib import Path
 
+from torch._dynamo.callback import callback_handler
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # PyTorch reads it whenever it compiles
-ELF_HEADER_SIZE = 64  # bytes
 
 
 def use_compile_cache(folder: Path) -> None:
-    """Makes torch.compile keep its code in a folder, or in that of TORCHINDUCTOR_CACHE_DIR if the variable is set.
+    """Makes torch.compile keep its code in a folder, unless TORCHINDUCTOR_CACHE_DIR names another.
 
-    Files that a killed compiler has left unfinished are removed, because PyTorch (2.13) loads a library under its final
-    name without a check, and dies of SIGBUS in one that is cut off. No process may compile meanwhile.
+    While this process compiles, there is a file of its own in the folder. Such a file is found where a process was
+    killed while it compiled. Then the folder is deleted, because PyTorch (2.13) loads a library that the compiler has
+    not finished without a check, and dies of SIGBUS. No process may compile meanwhile.
     """
-    if os.environ.get(VARIABLE) in (None, default_cache_dir()):  # PyTorch sets the default when it is imported
-        os.environ[VARIABLE] = str(folder.absolute())
-    for file in Path(os.environ[VARIABLE]).rglob("*"):
-        if file.suffix != ".lock" and file.is_file() and _is_unfinished(file):
-            file.unlink(missing_ok=True)
-
-
-def _is_unfinished(file: Path) -> bool:
-    """Whether a file is empty, or a library without the table that linkers write last."""
-    size = file.stat().st_size
-    if file.suffix != ".so":
-        return size == 0
-    with file.open("rb") as library:
-        header = library.read(ELF_HEADER_SIZE)
-    if len(header) < ELF_HEADER_SIZE or not any(header):
-        return True
-    if not header.startswith(b"\x7fELF"):  # a library of macOS
-        return False
-    [table] = struct.unpack_from("<Q", header, 40)  # e_shoff
-    entry_size, entries = struct.unpack_from("<HH", header, 58)  # e_shentsize, e_shnum
-    return table == 0 or table + entry_size * entries > size
+    if os.environ.get(VARIABLE) not in (None, default_cache_dir()):  # PyTorch sets the default when it is imported
+        return
+    os.environ[VARIABLE] = str(folder.absolute())
+    if any(folder.glob("compiling-*")):
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    marker = folder / f"compiling-{platform.node()}-{os.getpid()}"
+    callback_handler.register_start_callback(lambda _: marker.touch())
+    callback_handler.register_end_callback(lambda _: marker.unlink(missing_ok=True))

@@ -6,6 +6,7 @@ ZeroRedundancyOptimizer.
 """
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,15 @@ from torch import Tensor, nn
 from mingpt.distributed.collectives import DistributedContext
 
 OptimizerState = Mapping[str, Mapping[str, Tensor]]  # parameter name -> name of the tensor -> tensor
+StateShapes = dict[str, dict[str, list[Any]]]  # the same, with [shape, name of the dtype] of each tensor
+
+
+def state_shapes(state: OptimizerState) -> StateShapes:
+    """Shapes and dtypes of optimizer state as plain data, for other ranks."""
+    return {
+        name: {key: [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for key, tensor in tensors.items()}
+        for name, tensors in state.items()
+    }
 
 
 class FullState:
@@ -47,12 +57,11 @@ class FullState:
         self, weights: Mapping[str, Tensor], state: OptimizerState, source: int
     ) -> Iterator[tuple[str, str, Tensor]]:
         """Yields name, key and value of each tensor that rank `source` passes; weights have an empty key."""
-        shapes = {name: {key: tensor.to("meta") for key, tensor in tensors.items()} for name, tensors in state.items()}
-        shapes = self.context.broadcast_object(shapes, source)
+        shapes = self.context.broadcast_object(state_shapes(state), source)
         for name, like in self.full_shapes.items():
             yield name, "", self.broadcast_tensor(source, weights.get(name), like)
-            for key, like_state in shapes.get(name, {}).items():
-                yield name, key, self.broadcast_tensor(source, state.get(name, {}).get(key), like_state)
+            for key, tensor in self.broadcast_state(source, state.get(name, {}), shapes.get(name, {})).items():
+                yield name, key, tensor
 
     @torch.no_grad()
     def load_tensor(self, name: str, key: str, full: Tensor) -> None:
@@ -62,6 +71,14 @@ class FullState:
             parameter.copy_(self.shard_of(full, parameter))
         elif self.updates(parameter):
             self.optimizer_state(parameter)[key] = self.shard_of(full, parameter)
+
+    def local_state(self) -> dict[str, dict[str, Tensor]]:
+        """The optimizer state that this rank has, by the names of parameters."""
+        return {
+            name: self.optimizer_state(parameter)
+            for name, parameter in self.parameters.items()
+            if self.updates(parameter)
+        }
 
     def optimizer_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """This rank's optimizer state of a parameter, which may be modified."""
@@ -73,6 +90,20 @@ class FullState:
 
     def shard_of(self, full: Tensor, parameter: Tensor) -> Tensor:
         """The part of a full tensor that this rank holds."""
+        return full
+
+    def broadcast_state(
+        self, source: int, state: Mapping[str, Tensor], shapes: Mapping[str, list[Any]]
+    ) -> dict[str, Tensor]:
+        """Returns the optimizer state of one parameter that rank `source` passes.
+
+        Args:
+            shapes: what `state_shapes` has returned there for the parameter
+        """
+        full = {}
+        for key, (shape, dtype) in shapes.items():
+            like = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+            full[key] = self.broadcast_tensor(source, state.get(key), like)
         return full
 
     def broadcast_tensor(self, source: int, tensor: Tensor | None, like: Tensor) -> Tensor:

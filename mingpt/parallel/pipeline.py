@@ -21,6 +21,7 @@ from mingpt.distributed.position import POINT_TO_POINT
 from mingpt.errors import UserError
 from mingpt.hardware.device import seed_device
 from mingpt.kernels import IGNORE_INDEX, cross_entropy
+from mingpt.parallel.full_state import StateShapes, state_shapes
 from mingpt.parallel.strategy import MicroBatch, Strategy, WindowDataset
 from mingpt.permutation import hash64
 from mingpt.tensors import to_local
@@ -280,31 +281,15 @@ class PipelineParallel(Strategy):
 
     def iter_full_state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
         """The ranks of the first replica broadcast their stages, one after another."""
-        shapes = self._state_shapes()
+        shapes: StateShapes = {}
+        for part in self.context.all_gather_object(state_shapes(self.local_state())):
+            shapes |= part
         for stage, names in enumerate(self.names):
             elsewhere: Iterator[Any] = ((name, None, {}) for name in names)
             for name, weight, tensors in self.inner.iter_full_state() if stage == self.pipeline.rank else elsewhere:
                 if name in names:
                     full = self.broadcast_tensor(stage, weight, self.full_shapes[name])
-                    state = {
-                        key: self.broadcast_tensor(stage, tensors.get(key), like)
-                        for key, like in shapes.get(name, {}).items()
-                    }
-                    yield name, full, state
-
-    def _state_shapes(self) -> dict[str, dict[str, Tensor]]:
-        """The full shapes of the optimizer state of all stages, by the names of parameters."""
-        mine: dict[str, dict[str, Tensor]] = {}
-        for name, parameter in self.parameters.items():
-            state = self.inner.optimizer_state(parameter) if self.inner.updates(parameter) else {}
-            if state:
-                mine[name] = {
-                    key: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for key, tensor in state.items()
-                }
-        shapes: dict[str, dict[str, Tensor]] = {}
-        for part in self.context.all_gather_object(mine):
-            shapes |= part
-        return shapes
+                    yield name, full, self.broadcast_state(stage, tensors, shapes.get(name, {}))
 
     def optimizer_state(self, parameter: Tensor) -> dict[str, Tensor]:
         return self.inner.optimizer_state(parameter)

@@ -19,6 +19,7 @@ from mingpt.errors import UserError
 from mingpt.hardware.device import device_kind
 from mingpt.muon import newton_schulz
 from mingpt.optimizer import build_optimizer
+from mingpt.parallel.full_state import state_shapes
 from mingpt.parallel.strategy import DDP, DTYPES, Strategy
 from mingpt.tensors import to_local
 
@@ -62,22 +63,12 @@ class ZeRO1(DDP):
         self.owned = {parameter for group in groups for parameter in group["params"]}
 
     def iter_full_state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
-        mine = {
-            name: self.optimizer_state(parameter)
-            for name, parameter in self.parameters.items()
-            if self.updates(parameter)
-        }
-        shapes = self.context.all_gather_object(
-            {name: {key: tensor.to("meta") for key, tensor in tensors.items()} for name, tensors in mine.items()}
-        )
+        mine = self.local_state()
+        shapes = self.context.all_gather_object(state_shapes(mine))
         owners = {name: rank for rank, names in enumerate(shapes) for name in names}
         for name, parameter in self.parameters.items():
             owner = owners[name]
-            tensors = mine.get(name, {})
-            full = {
-                key: self.broadcast_tensor(owner, tensors.get(key), like) for key, like in shapes[owner][name].items()
-            }
-            yield name, parameter.detach(), full
+            yield name, parameter.detach(), self.broadcast_state(owner, mine.get(name, {}), shapes[owner][name])
 
     def optimizer_state(self, parameter: Tensor) -> dict[str, Tensor]:
         return self.local_optimizer.state[parameter]

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from mingpt.config import Config
 from mingpt.distributed.collectives import DistributedContext
 from mingpt.errors import UserError
-from mingpt.hardware.device import device_kind
-from mingpt.monitoring.logging import logger
 from mingpt.parallel.strategy import MicroBatch, Strategy, WindowDataset
 
 
@@ -30,9 +28,6 @@ class TreeReduction(Strategy):
         super().__init__(model, context, config, precision)
         self.size: int = config.trainer.micro_batch_size  # type: ignore[assignment]  # config.py requires a number
         self.sums = PartialSums()
-        kinds = sorted(set(context.all_gather_object(device_kind(context.device))))
-        if len(kinds) > 1:
-            logger.info(f"ranks run on {' and '.join(kinds)}: distributed.reduction tree needs one kind for equal bits")
 
     @classmethod
     def validate(cls, config: Config, world_size: int) -> None:

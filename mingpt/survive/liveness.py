@@ -3,19 +3,17 @@
 import json
 import select
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch.distributed as dist
 
-from mingpt.distributed.daemon_thread import DaemonThread
-from mingpt.distributed.heartbeat import Heartbeats, decode_heartbeat
+from mingpt.distributed.heartbeat import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT, Heartbeats, decode_heartbeat
 from mingpt.distributed.launch_environment import LOOPBACK
 from mingpt.distributed.position import Position
 
-HEARTBEAT_INTERVAL = 0.3  # seconds between heartbeats, and between looks at those of others
-HEARTBEAT_TIMEOUT = 1.2  # seconds without one, after which a process counts as gone
 WAITING_TIMEOUT = 1.0  # seconds after which a main thread that last said that it waits no longer does
 CONNECT_TIMEOUT = 0.5  # seconds
 
@@ -58,9 +56,10 @@ class Liveness:
         self.wakeup.setblocking(False)
         self.waker.setblocking(False)
         self.stopped = False
+        self.thread = threading.Thread(target=self._run, daemon=True)
 
     def start(self) -> None:
-        self.thread = DaemonThread(self._run)
+        self.thread.start()
 
     def stop(self) -> None:
         """Ends the heartbeats and closes the connections, by which the others see that this process has left."""

@@ -35,7 +35,7 @@ Why no finished step is lost, and none is written twice:
    which each sends only after it has committed and logged step S.
 4. A finished step is not forgotten. Members prefer those with most steps when they enter a view, and a process that
    joins counts as having none. If all that are ready have fewer steps than the view had at its beginning, they wait
-   for the others, for a minute instead of 1.2 seconds.
+   for the others, for a minute instead of 2 seconds.
 5. A state is copied completely or not at all. Tensors are received into new memory, and copied when the last has
    arrived. Collectives use tensors that nothing else uses, since one that is abandoned may complete later.
 6. Each row is written once. Only rank 0 writes. One that was rank 0 in the view before knows what it has written.
@@ -55,9 +55,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from mingpt.distributed.heartbeat import HEARTBEAT_TIMEOUT
 from mingpt.distributed.position import Position, SlowRanks, explain_wait, find_late
 from mingpt.errors import RunEnded
-from mingpt.survive.liveness import HEARTBEAT_TIMEOUT, Liveness
+from mingpt.survive.liveness import Liveness
 from mingpt.survive.view_group import ViewGroup
 
 STATE_TIMEOUT = 60.0  # seconds without a heartbeat, after which a member counts as gone if nobody else has its state

@@ -1,5 +1,6 @@
 """The gloo group of a view of the membership, with its collectives."""
 
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -8,8 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from mingpt.distributed.daemon_thread import DaemonThread
 
 CONNECT_SECONDS = 10.0  # to form a group
 GROUP_TIMEOUT = timedelta(seconds=30)  # of a group that is formed in vain
@@ -49,7 +48,8 @@ class ViewGroup:
                 self.connection = store
                 result.append(group)
 
-        thread = DaemonThread(connect)
+        thread = threading.Thread(target=connect, daemon=True)
+        thread.start()
         deadline = time.monotonic() + CONNECT_SECONDS
         while thread.is_alive() and time.monotonic() < deadline:
             thread.join(POLL_SECONDS)

@@ -24,7 +24,7 @@ import mingpt.evaluation
 import model
 import trainer
 from char_dataset import ValidationDataset
-from mingpt.distributed.health import HEARTBEAT_TIMEOUT
+from mingpt.distributed.heartbeat import HEARTBEAT_TIMEOUT
 from mingpt.distributed.position import count_collectives
 from mingpt.monitoring.logging import logger
 from mingpt.snapshot.manager import SnapshotManager

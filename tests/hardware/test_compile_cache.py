@@ -1,6 +1,6 @@
 """Compiled code is kept in the run folder, and what a killed compiler has left there is not used."""
 
-import _ctypes
+import os
 import shutil
 import signal
 import subprocess
@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 from helpers import ROOT, assert_equal_snapshots, clean_env, loss_curve, run_args, run_program, write_text
+from torch._dynamo.callback import CallbackTrigger, callback_handler
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from mingpt.hardware.compile_cache import VARIABLE, use_compile_cache
 
@@ -23,27 +25,28 @@ TINY = {
 }
 
 
-def test_unfinished_files_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
-    folder = tmp_path / "cache/ab"
-    folder.mkdir(parents=True)
-    library = Path(_ctypes.__file__).read_bytes()
-    contents = {
-        "whole.so": library,
-        "cut.so": library[:-1],
-        "header.so": library[:30],
-        "holes.so": bytes(len(library)),
-        "no_table.so": library[:40] + bytes(8) + library[48:],
-        "empty.so": b"",
-        "empty.py": b"",
-        "code.py": b"0",
-        "free.lock": b"",
-    }
-    for name, content in contents.items():
-        (folder / name).write_bytes(content)
-    use_compile_cache(tmp_path / "unused")
-    assert {file.name for file in folder.iterdir()} == {"whole.so", "code.py", "free.lock"}
-    assert not (tmp_path / "unused").exists()
+def test_the_cache_of_a_process_that_was_killed_while_it_compiled_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(callback_handler, "start_callbacks", [])
+    monkeypatch.setattr(callback_handler, "end_callbacks", [])
+    library = tmp_path / "cache/ab/library.so"
+    library.parent.mkdir(parents=True)
+    library.touch()
+
+    def is_kept(variable: str) -> bool:
+        monkeypatch.setenv(VARIABLE, variable)
+        use_compile_cache(tmp_path / "cache")
+        return library.exists()
+
+    assert is_kept(default_cache_dir())
+    assert os.environ[VARIABLE] == str(tmp_path / "cache")
+    with callback_handler.install_callbacks(CallbackTrigger.DYNAMO, "0"):
+        assert is_kept(str(tmp_path / "another"))
+        assert not is_kept(default_cache_dir())
+    library.parent.mkdir()
+    library.touch()
+    assert is_kept(default_cache_dir())
 
 
 @pytest.mark.slow
@@ -76,15 +79,14 @@ def test_a_second_start_compiles_nothing_and_survives_a_killed_compiler(tmp_path
             assert time.monotonic() < deadline
             time.sleep(0.01)
         process.send_signal(signal.SIGKILL)
+    for library in (tmp_path / "run").glob("cache/compiled/**/*.so"):
+        library.write_bytes(library.read_bytes()[: library.stat().st_size // 2])
     train("run", 2)
     assert count_libraries() > 0
 
-    train("run", 4)
-    assert count_libraries() == 0
-    for library in (tmp_path / "run").glob("cache/compiled/**/*.so"):
-        library.write_bytes(library.read_bytes()[: library.stat().st_size // 2])
-    train("run", 6)
-    assert count_libraries() > 0
+    for steps in (4, 6):
+        train("run", steps)
+        assert count_libraries() == 0
 
     shutil.copytree(tmp_path / "run/cache", tmp_path / "whole/cache")
     train("whole", 6)

@@ -7,9 +7,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
+from mingpt.distributed.heartbeat import HEARTBEAT_TIMEOUT
 from mingpt.distributed.position import Position
 from mingpt.errors import RunEnded
-from mingpt.survive import liveness, membership
+from mingpt.survive import membership
 from mingpt.survive.membership import Membership, StateLostError, View, end_run
 from mingpt.survive.view_group import CONNECT_SECONDS
 
@@ -77,7 +78,7 @@ def test_the_end_of_a_member_is_seen_at_once_and_leaves_it_out(run: Run) -> None
     other.leave()
     assert one.is_over.wait(10)
     view = run.regroup(one, 5).result(20)
-    assert time.monotonic() - began < liveness.HEARTBEAT_TIMEOUT
+    assert time.monotonic() - began < HEARTBEAT_TIMEOUT
     assert view == View(2, [one.name], [5], [other.name], "a member is gone")
 
 
