@@ -12,18 +12,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.baselines import NanoGPT, Step, minimal_loop, tutorial_step
-from benchmarks.harness import (
-    MEDIUM,
-    RANKS,
-    SMALL,
-    Bench,
-    Row,
-    median_row,
-    suppress_stdout,
-)
+from benchmarks.harness import MEDIUM, RANKS, SMALL, Bench, Row, median_row, suppress_stdout
 from benchmarks.learning import time_to_loss
 from mingpt.config import MAX_STEPS, GPTConfig
-from mingpt.config_parser import read_config
 from mingpt.generation import generate
 from mingpt.hardware.device import device_kind
 from mingpt.monitoring.metrics import read_metrics
@@ -58,6 +49,8 @@ def training_loop(bench: Bench) -> Iterator[Row]:
             trainer_seconds = bench.time_calls(trainer.advance, interval)
             loop_seconds = bench.time_calls(loop, interval)
             ratios.append(loop_seconds / trainer_seconds)
+            if trainer.stop_signal:
+                raise KeyboardInterrupt
         trainer.close()
     what = "a bare loop's step in a step of `Trainer.train`, log_every 10"
     yield median_row(what, ratios[1:])  # without the pair in which both warm up
@@ -143,10 +136,9 @@ def _seconds_per_token(bench: Bench, survives: str) -> float:
 def pipeline(bench: Bench) -> Iterator[Row]:
     """A step of pipeline stages, in steps with DDP on as many ranks."""
     stages = bench.context.world_size
-    batch_size = read_config(bench.run_options(MEDIUM)).trainer.batch_size
-    ddp = {"trainer.threads": 1, "trainer.micro_batch_size": max(1, batch_size // 4)}
-    reference = bench.build_trainer(MEDIUM, ddp)
-    trainer = bench.build_trainer(MEDIUM, ddp | {"distributed.pipeline_stages": stages})
+    ddp = MEDIUM | {"trainer.threads": 1, "trainer.micro_batch_size": 4}
+    reference = bench.build_trainer(ddp)
+    trainer = bench.build_trainer(ddp, {"distributed.pipeline_stages": stages})
     what = f"a step of {stages} stages in one with ddp on as many ranks, {describe_shape(trainer)}"
     yield median_row(what, bench.ratio(trainer.train_step, reference.train_step))
 
