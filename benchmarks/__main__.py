@@ -38,7 +38,7 @@ def run_case(name: str, bench: Bench) -> Iterator[Row]:
             yield from bench.run_on_ranks(name)
         else:
             yield from case(bench)
-    except SkippedError as reason:
+    except (SkippedError, UserError) as reason:
         yield Row((case.__doc__ or name).split("\n")[0].rstrip("."), f"skipped: {reason}")
 
 

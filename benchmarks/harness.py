@@ -215,7 +215,7 @@ class Bench:
         """
         processors = torch.cuda.device_count() if self.is_on_gpu else available_cores()
         if processors < RANKS:
-            raise SkippedError(f"{RANKS} ranks on {processors} {'GPU' if self.is_on_gpu else 'core'}")
+            raise SkippedError(f"it starts {RANKS} ranks, which need a core or GPU each; found {processors}")
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
         command = [*launcher, *argv]
         env = os.environ | {"OMP_NUM_THREADS": str(max(1, available_cores() // RANKS))}

@@ -10,19 +10,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, process_group, run_program, run_ranks
+from helpers import ROOT, process_group, run_program, run_ranks, small_gpt
 
 from benchmarks import harness
 from benchmarks.__main__ import run, run_case
-from benchmarks.cases import CASES, MULTI_RANK_CASES
-from benchmarks.harness import Bench, Row, Shape, SkippedError, median_row
+from benchmarks.cases import CASES, MULTI_RANK_CASES, flops_per_step
+from benchmarks.harness import Bench, Row, SkippedError, median_row, to_options
 from mingpt.config import DistributedConfig
 from mingpt.config_parser import read_config
 from mingpt.distributed.collectives import DistributedContext
 from mingpt.distributed.launch_environment import RankInfo
 from mingpt.program import run_program as exit_status_of
 
-TINY = (*Shape(1, 2, 16, 16, 12).options[:8], "--trainer.threads", "1")  # without a batch size: cases set their own
+# Without a batch size: cases set their own.
+TINY = to_options(
+    {"model.n_layer": 1, "model.n_head": 2, "model.n_embd": 16, "data.block_size": 16, "trainer.threads": 1}
+)
 
 # The parts of both baselines that a step needs.
 MODEL = """
@@ -56,22 +59,17 @@ def create_optimizer(model, config):
 def bench(tmp_path: Path, one_thread: None) -> Bench:
     """A bench with a tiny model, a short text, one pair and both baselines."""
     (tmp_path / "model.py").write_text(MODEL)
+    baselines = {"nanogpt": tmp_path, "tutorial": tmp_path}
     bench = Bench(
-        DistributedContext(RankInfo(), DistributedConfig()),
-        tmp_path,
-        TINY,
-        tmp_path,
-        tmp_path,
-        pairs=1,
-        min_run_time=0.0,
+        DistributedContext(RankInfo(), DistributedConfig()), tmp_path, TINY, baselines, pairs=1, min_run_time=0.0
     )
     bench.text.write_text(bench.text.read_text()[:50_000])
     return bench
 
 
 # case -> number of rows
-FAST = {"nanogpt": 2, "tutorial": 2, "optimizer": 1}
-SLOW = {"trainer": 1, "snapshots": 1, "sampling": 2}
+FAST = {"nanogpt": 2, "tutorial": 2, "optimizer": 1, "speed": 1}
+SLOW = {"trainer": 1, "snapshots": 1, "sampling": 2, "survive": 1}
 
 
 @pytest.mark.parametrize(
@@ -88,6 +86,15 @@ def test_a_case_yields_rows_and_prints_nothing(
     assert capsys.readouterr().out == ""
 
 
+def test_flops_are_those_of_the_usual_formula() -> None:
+    """6 per token and weight in a matrix product, and 12 n_layer n_embd T per token for attention."""
+    model = small_gpt()
+    config = model.config
+    weights = sum(module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear))
+    per_token = 6 * weights + 12 * config.n_layer * config.n_embd * config.block_size
+    assert flops_per_step(config, 5) == 5 * config.block_size * per_token
+
+
 def measure_on_ranks(folder: Path) -> dict[str, list[Row]]:
     """For `run_ranks`: the rows of the cases that need several ranks."""
     config = read_config(["--distributed.init_method", os.environ["TEST_INIT_METHOD"]]).distributed
@@ -99,7 +106,7 @@ def measure_on_ranks(folder: Path) -> dict[str, list[Row]]:
 @pytest.mark.slow
 def test_cases_of_several_ranks_yield_rows(tmp_path: Path) -> None:
     rows = run_ranks(2, measure_on_ranks, tmp_path, tmp_path=tmp_path, timeout=240)[0]
-    assert [len(rows[name]) for name in MULTI_RANK_CASES] == [3, 1, 1, 1]
+    assert [len(rows[name]) for name in MULTI_RANK_CASES] == [3, 1, 1]
     assert all(row.figure > 0 for found in rows.values() for row in found)
 
 
@@ -114,14 +121,17 @@ def test_the_program_compiles_starts_ranks_and_prints_rows_as_json() -> None:
 
 
 def test_a_skipped_case_gives_the_reason(bench: Bench, monkeypatch) -> None:
-    bench.nanogpt = bench.tutorial = None
+    bench.baselines = {}
     monkeypatch.setattr(harness, "available_cores", lambda: 1)
     monkeypatch.setenv("CXX", "no-such-compiler")
     no_folder = "its folder is not given"
+    no_cores = "it starts 2 ranks, which need a core or GPU each; found 1"
     reasons = {
         "nanogpt": no_folder,
         "tutorial": no_folder,
-        "pipeline": "2 ranks on 1 core",
+        "time_to_loss": no_folder,
+        "pipeline": no_cores,
+        "survive": no_cores,
         "compile": "no C++ compiler",
     }
     for name, reason in reasons.items():
@@ -132,7 +142,7 @@ def test_a_skipped_case_gives_the_reason(bench: Bench, monkeypatch) -> None:
     bench.context.world_size = 2
     for name in CASES.keys() - set(MULTI_RANK_CASES):
         [row] = run_case(name, bench)
-        assert row.figure == "skipped: it is about one process, and these are several", name
+        assert row.figure == "skipped: it is started by one process, and these are several", name
 
 
 def test_measurements_of_a_ratio_alternate(bench: Bench) -> None:
@@ -156,7 +166,7 @@ def test_measurements_wait_for_a_gpu_before_they_read_the_clock(bench: Bench, mo
 
 
 def test_the_device_is_that_of_main(capsys, monkeypatch) -> None:
-    """A pretended GPU: its name is in the header, and cases that are about CPUs are skipped with the reason."""
+    """A pretended GPU: its name is in the header."""
 
     def init_device(context: DistributedContext, backend: str) -> None:
         context.device = torch.device("cpu" if backend == "gloo" else "cuda")
@@ -164,14 +174,9 @@ def test_the_device_is_that_of_main(capsys, monkeypatch) -> None:
     monkeypatch.setattr(DistributedContext, "init_device", init_device)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
-    monkeypatch.setattr("sys.argv", ["benchmarks", "survive", "time_to_loss"])
+    monkeypatch.setattr("sys.argv", ["benchmarks", "nanogpt"])
     assert exit_status_of(run, sys.argv[1:]) == 0
-    heading, *_, survive, time_to_loss = capsys.readouterr().out.splitlines()
-    assert heading.startswith("## NVIDIA H100 with ")
-    for line, reason in ((survive, "does not support GPUs yet"), (time_to_loss, "recipe for CPUs")):
-        assert "skipped: " in line
-        assert reason in line
-        assert "to run it on the CPU: --distributed.backend gloo" in line
+    assert capsys.readouterr().out.startswith("## NVIDIA H100 with ")
     monkeypatch.setattr("sys.argv", ["benchmarks", "nanogpt", "--distributed.backend", "gloo"])
     assert exit_status_of(run, sys.argv[1:]) == 0
     assert "NVIDIA" not in capsys.readouterr().out
@@ -180,14 +185,14 @@ def test_the_device_is_that_of_main(capsys, monkeypatch) -> None:
 def test_ranks_need_a_gpu_each(bench: Bench, monkeypatch) -> None:
     bench.context.device = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(SkippedError, match="2 ranks on 1 GPU"):
-        bench.require_processors(2)
+    with pytest.raises(SkippedError, match="2 ranks, which need a core or GPU each; found 1"):
+        bench.torchrun("main.py")
 
 
 def test_a_row_has_median_and_range() -> None:
     assert median_row("x", [3.0, 1.0, 2.0]).cells == ["x", "2", "1 to 3"]
-    assert median_row("x", [0.004, 0.012], "%").cells == ["x", "0.8%", "0.4% to 1.2%"]
-    assert median_row("x", [1234.5], "steps").cells == ["x", "1,234 steps", ""]
+    assert median_row("x", [0.4, 1.2], "%").cells == ["x", "0.8%", "0.4% to 1.2%"]
+    assert Row("x", 1234.5, unit=" steps").cells == ["x", "1,234 steps", ""]
     assert Row("x", "skipped: for a reason").cells == ["x", "skipped: for a reason", ""]
 
 

@@ -14,12 +14,12 @@ pytestmark = pytest.mark.gpu
 TOLERANCES = {"fp32": 1e-3, "bf16": 3e-2, "fp16": 3e-2}
 # Each strategy, in all precisions together.
 WATCHED: dict[str, dict[str, Any]] = {
-    "ddp": {"trainer__precision": "fp16"},
-    "zero1": {"distributed__strategy": "zero1", "trainer__precision": "bf16", "optimizer__name": "muon"},
-    "zero2": {"distributed__strategy": "zero2", "trainer__precision": "fp16"},
-    "fsdp": {"distributed__strategy": "fsdp", "trainer__precision": "bf16", "optimizer__name": "muon"},
-    "tree": {"distributed__reduction": "tree", "trainer__deterministic": True},
-    "2 stages": with_stages(2, trainer__precision="fp16"),
+    "ddp-fp16": {"trainer__precision": "fp16"},
+    "zero1-bf16": {"distributed__strategy": "zero1", "trainer__precision": "bf16", "optimizer__name": "muon"},
+    "zero2-fp16": {"distributed__strategy": "zero2", "trainer__precision": "fp16"},
+    "fsdp-bf16": {"distributed__strategy": "fsdp", "trainer__precision": "bf16", "optimizer__name": "muon"},
+    "tree-fp32": {"distributed__reduction": "tree", "trainer__deterministic": True},
+    "stages-bf16": with_stages(2, trainer__precision="bf16"),
 }
 
 
@@ -40,7 +40,7 @@ def test_stages_on_gpus_train_with_the_losses_of_one_process(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", WATCHED)
 def test_no_step_waits_for_the_gpu(name: str, text: Path, tmp_path: Path) -> None:
-    ranks = ranks_on("cuda", 2, at_least=2 if name == "2 stages" else 1)
+    ranks = ranks_on("cuda", 2, at_least=2 if name == "stages-bf16" else 1)
     launcher = (*TORCHRUN, f"--nproc_per_node={ranks}", "-m", "tests.gpu.injected", "WAITS")
     done = run_program(*launcher, *run_args(tmp_path / "run", text, **WATCHED[name]), **VISIBLE_GPUS)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Tests train on the CPU, also on a machine with GPUs."""
+"""Tests train on the CPU, also on a machine with GPUs, but for `pytest -m gpu`, which needs one."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import ROOT, run_program, run_ranks
 
-from tests.gpu.pretended_gpu import pretended_gpu_env
+from tests.gpu.pretended_gpu import NAME, pretended_gpu_env
 
 COUNT = "import torch; print(torch.cuda.device_count(), torch.accelerator.current_accelerator(check_available=True))"
 
@@ -31,3 +31,43 @@ def test_tests_of_several_ranks_pass_where_a_gpu_is_visible(library: Path) -> No
     command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/distributed/test_process_group.py")
     done = run_program(*command, cwd=ROOT, **pretended_gpu_env(library))
     assert done.returncode == 0, done.stdout
+
+
+def test_without_a_gpu_the_command_for_gpus_says_so_in_one_line() -> None:
+    done = run_program("-m", "pytest", "-m", "gpu", cwd=ROOT, TEST_VISIBLE_GPUS="")
+    assert done.returncode == 0, done.stderr
+    [line] = done.stdout.splitlines()
+    assert line.startswith(f"no test has run: PyTorch {torch.__version__}, ")
+    assert "PyTorch sees no CUDA GPU" in line
+
+
+def test_the_command_for_gpus_reports_them_and_runs_tests_marked_so(library: Path) -> None:
+    command = ("-m", "pytest", "-m", "gpu", "-n", "0", "-p", "no:cacheprovider", "--collect-only", "tests/parallel")
+    done = run_program(*command, cwd=ROOT, **pretended_gpu_env(library, "1,3"))
+    assert done.returncode == 0, done.stdout
+    assert f"\n2 x {NAME}, driver " in done.stdout
+    assert f"PyTorch {torch.__version__}, Python 3." in done.stdout
+    assert "ranks_changes[cuda]" in done.stdout
+    assert "[cpu]" not in done.stdout
+
+
+@pytest.mark.slow
+def test_tests_of_gpus_pass_on_the_cpu_in_place_of_two_gpus() -> None:
+    files = ("tests/parallel/test_memory.py", "tests/parallel/test_tree_reduction.py", "tests/gpu/test_on_gpus.py")
+    command = (
+        "-m",
+        "pytest",
+        "-m",
+        "gpu",
+        "-n",
+        "0",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "not precision and not fp16",
+        *files,
+    )
+    done = run_program(*command, cwd=ROOT, TEST_VISIBLE_GPUS="", TEST_GPU_COUNT="2")
+    assert done.returncode == 0, done.stdout
+    assert "10 passed" in done.stdout

@@ -70,8 +70,7 @@ def test_what_is_measured_after_a_step_is_what_was_estimated(
     for found, expected in zip(measured, estimated, strict=True):
         # Whole parameters are assigned to ranks with zero1; and AdamW's step counters are not counted.
         assert float(found) == pytest.approx(float(expected), rel=0.3 if strategy == "zero1" else 0.03)
-    if device == "cuda":
-        [peak] = re.findall(r"; at the peak ([\d.]+) MiB, activations included", out)
+    for peak in re.findall(r"; at the peak ([\d.]+) MiB, activations included", out):  # which GPUs have
         assert float(peak) > sum(map(float, measured))
 
 
