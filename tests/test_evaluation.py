@@ -209,7 +209,7 @@ def test_a_signal_breaks_off_an_evaluation_and_the_next_start_makes_up_for_it(te
 
 
 def _stop_in_evaluation(number: int, *argv: str) -> int:
-    """For `run_ranks`: rank 0 gets a SIGTERM at the beginning of the evaluation with this number; returns the status."""
+    """For `run_ranks`: rank 0 gets a SIGTERM as the evaluation with this number begins; returns the status."""
     advance, started = Evaluation.advance, []
 
     def advance_or_stop(evaluation: Evaluation) -> None:

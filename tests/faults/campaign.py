@@ -1,7 +1,7 @@
 """A campaign of random faults: real processes are killed, stopped and started again, and every run must end with the
 bits of an undisturbed one.
 
-    python -m tests.faults.campaign --report report.md
+    python -m tests.faults.campaign
     python -m tests.faults.campaign --survive --runs 10
 
 With --survive, no finished step may be lost either, unless a fault ends the launcher or a supervisor. A run is a
@@ -10,7 +10,6 @@ function of its seed, except for the timing of the machine: `--seed 17 --runs 1`
 
 import argparse
 import random
-import shutil
 import signal
 import statistics
 import sys
@@ -287,7 +286,7 @@ class SurvivingRun(FaultyRun):
 
 def read_pid(member: str) -> int:
     """The process id in a member's name."""
-    return int(member.split(":")[1].split("/")[0])
+    return int(member.split(":")[1].split("/", maxsplit=1)[0])
 
 
 def has_supervisor(pid: int) -> bool:
@@ -353,7 +352,6 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the first run (default: 0)")
     parser.add_argument("--stages", type=int, default=1, metavar="N", help="pipeline stages of all runs (default: 1)")
     parser.add_argument("--survive", action="store_true", help="runs with distributed.survive, which restart nothing")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="file for the tables")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that all processes are ended
     runs: list[FaultyRun] = []
@@ -361,8 +359,6 @@ def main() -> int:
         for seed in count(args.seed):
             runs.append(run_with_faults(seed, Path(folder), args.stages, args.survive))
             print(format_run(seed, runs[-1]), flush=True)
-            if args.report:  # after each run, since a campaign may be ended
-                args.report.write_text(format_report(runs) + "\n")
             if len(runs) == args.runs or (not args.runs and sum(len(run.faults) for run in runs) >= CAMPAIGN_FAULTS):
                 break
         print(format_report(runs))

@@ -1,6 +1,6 @@
 """Random hangs, slow ranks and mismatched collectives: every message must name the right rank, collective and line.
 
-python -m tests.faults.hangs --runs 200 --report report.md
+python -m tests.faults.hangs --runs 200
 """
 
 import argparse
@@ -13,7 +13,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,14 +62,6 @@ class Result(NamedTuple):
     stderr: str
     seconds: float  # from the fault to its error
     counts: list[int]  # of the collectives that it has started, by group
-
-
-class Run(NamedTuple):
-    """A run that has ended."""
-
-    plan: Plan
-    failure: str  # why the messages are not as they should be, or empty
-    results: dict[int, Result]
 
 
 def draw_plan(seed: int) -> Plan:
@@ -175,7 +166,8 @@ def has_started(result: Result, number: str | None) -> bool:
     return number is not None and any(0 <= count - int(number.replace(",", "")) < 20 for count in result.counts)
 
 
-def run_with_fault(plan: Plan, folder: Path) -> Run:
+def run_with_fault(plan: Plan, folder: Path) -> tuple[str, list[float]]:
+    """Returns why the messages are not as they should be, or an empty string, and the seconds to each of them."""
     processes, _ = start_ranks(plan.world_size, run_rank, plan, options(plan, folder), folder, tmp_path=folder)
     deadline = time.monotonic() + DONE_SECONDS
     for rank, process in enumerate(processes):
@@ -188,48 +180,38 @@ def run_with_fault(plan: Plan, folder: Path) -> Run:
     stderrs = [folder / f"stderr-{rank}" for rank in range(plan.world_size)]
     fault = folder / "fault"
     if not fault.exists():
-        return Run(plan, f"no fault: {[read_log(stderr) for stderr in stderrs]}", {})
+        return f"no fault: {[read_log(stderr) for stderr in stderrs]}", []
     results = {}
     for rank, stderr in enumerate(stderrs):
         counts = folder / f"counts-{rank}"
         seconds = stderr.stat().st_mtime - fault.stat().st_mtime
         started = json.loads(counts.read_text()) if counts.exists() else []
         results[rank] = Result(statuses[rank], read_log(stderr), seconds, started)
-    return Run(plan, check(plan, fault.read_text(), results), results)
-
-
-def format_report(runs: Sequence[Run]) -> str:
-    """A table in Markdown."""
-    rows = ["| fault | number | named rightly | seconds from the timeout to the message |"]
-    rows.append("| --- | --- | --- | --- |")
-    for kind in KINDS:
-        found = [run for run in runs if run.plan.kind == kind]
-        times = ""
-        if kind == HANG and found:
-            others = [[result for rank, result in run.results.items() if rank != run.plan.rank] for run in found]
-            late = [result.seconds - TIMEOUT for each in others for result in each]
-            times = f"median {statistics.median(late):.2f}, largest {max(late):.2f}" if late else ""
-        rows.append(f"| {kind} | {len(found)} | {sum(not run.failure for run in found)} | {times} |")
-    return "\n".join(rows)
+    seconds_of_others = [result.seconds for rank, result in results.items() if rank != plan.rank]
+    return check(plan, fault.read_text(), results), seconds_of_others
 
 
 def run_all() -> int:
     parser = argparse.ArgumentParser(description="Makes ranks hang, and compares what the others say.")
     parser.add_argument("--runs", type=int, default=200, metavar="N")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the first run (default: 0)")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="file for the table")
     args = parser.parse_args()
-    runs: list[Run] = []
+    right, late = dict.fromkeys(KINDS, 0), []
+    runs = dict.fromkeys(KINDS, 0)
     for seed in range(args.seed, args.seed + args.runs):
         plan = draw_plan(seed)
         with tempfile.TemporaryDirectory(prefix="hangs-") as folder:
-            runs.append(run_with_fault(plan, Path(folder)))
-        failure = runs[-1].failure
+            failure, seconds = run_with_fault(plan, Path(folder))
+        runs[plan.kind] += 1
+        right[plan.kind] += not failure
+        if plan.kind == HANG:
+            late += [each - TIMEOUT for each in seconds]
         print(f"seed {seed}: {', '.join(map(str, plan))}: {f'WRONG: {failure}' if failure else 'right'}", flush=True)
-        if args.report:  # after each run, since it may be ended
-            args.report.write_text(format_report(runs) + "\n")
-    print(format_report(runs))
-    return int(any(run.failure for run in runs))
+    for kind, number in runs.items():
+        print(f"{kind}: {right[kind]} of {number} named rightly")
+    if late:
+        print(f"from the timeout to the message: median {statistics.median(late):.2f} s, largest {max(late):.2f}")
+    return int(right != runs)
 
 
 if __name__ == "__main__":

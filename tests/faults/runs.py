@@ -38,9 +38,7 @@ class Run:
         env: changes of the environment of all processes
     """
 
-    def __init__(
-        self, run_dir: Path, argv: Sequence[str], program: Path = ROOT / "main.py", **env: str | None
-    ) -> None:
+    def __init__(self, run_dir: Path, argv: Sequence[str], program: Path = ROOT / "main.py", **env: str | None) -> None:
         self.run_dir = run_dir
         self.argv = argv
         self.program = program
@@ -174,5 +172,3 @@ def _curves(run_dir: Path) -> list[list[tuple[int, float]]]:
     last_step = train[-1]["step"]
     losses = [(row["step"], row["loss"]) for row in train]
     return [losses, [(row["step"], row["val_loss"]) for row in evaluations if row["step"] < last_step]]
-
-

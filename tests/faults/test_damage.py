@@ -62,9 +62,7 @@ def zero_blocks(content: bytes) -> Damages:
     "damage",
     [flips_at_both_ends, truncations, additions, zero_blocks, pytest.param(random_flips, marks=pytest.mark.slow)],
 )
-def test_damage_is_noticed_and_the_snapshot_before_is_used(
-    damage: Callable[[bytes], Damages], snapshots: Path
-) -> None:
+def test_damage_is_noticed_and_the_snapshot_before_is_used(damage: Callable[[bytes], Damages], snapshots: Path) -> None:
     file, previous = snapshots / "step_00000006.pt", snapshots / "step_00000003.pt"
     content, storage = file.read_bytes(), SnapshotStorage(str(snapshots), keep=9)
     messages: list[str] = []

@@ -69,7 +69,7 @@ def run_with_orders(orders: list[Any], ranks: int, text: Path, tmp_path: Path, *
     folder.mkdir()
     with surviving_run(tmp_path / "run", text, ROOT / "tests/faults/kill_at.py", **options) as run:
         run.env |= {"KILL_AT": json.dumps(orders), "KILL_AT_FOLDER": str(folder)}
-        run.start_torchrun(ranks)
+        run.start_by_hand(ranks)
         run.finish()
     assert "stopped by SIGTERM" in run.output()
     done = sorted((int(number), place) for file in folder.iterdir() for number, place in [file.name.split("_")])
@@ -109,6 +109,7 @@ main.main()
 """
 
 
+@pytest.mark.slow
 def test_a_rank_whose_view_is_over_before_it_knows_the_end_of_the_run_has_the_same_status(
     text: Path, tmp_path: Path
 ) -> None:
