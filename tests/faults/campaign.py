@@ -235,8 +235,9 @@ class SurvivingRun(FaultyRun):
 
     def holders(self) -> list[int]:
         """Process ids of the members that surely have the state: those of the newest view that has finished a step."""
-        views = {row["view"]: row["members"] for row in self.rows("view") if row["time"] >= self.started_at}
-        trained = [row["view"] for row in self.rows("train") if row["time"] >= self.started_at]
+        rows = [row for row in self.rows("view", "train") if row["time"] >= self.started_at]
+        views = {row["view"]: row["members"] for row in rows if row["event"] == "view"}
+        trained = [row["view"] for row in rows if row["event"] == "train"]
         members = map(read_pid, views[trained[-1]]) if trained else []
         return [pid for pid in members if pid not in self.killed | self.stopped]
 
