@@ -84,10 +84,10 @@ class Run:
         return find_processes(f"FAULTS_RUN={self.mark}")
 
     def ranks(self) -> list[int]:
-        """Process ids by rank: torchrun's workers, or else the processes that were started."""
+        """Process ids by rank: torchrun's workers, or else the processes that were started and still run."""
         pids = self.pids()
         workers = sorted(filter(pids.get, pids), key=pids.__getitem__)
-        return workers or [process.pid for process in self.processes]
+        return workers or [process.pid for process in self.processes if process.poll() is None]
 
     def rows(self, *events: str) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl with these events so far."""
