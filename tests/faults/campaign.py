@@ -46,50 +46,36 @@ STEPS, SURVIVE_STEPS = 400, 3000  # so many that all faults happen before the la
 
 
 class Plan(NamedTuple):
-    """The options of a run.
+    """How a run trains.
 
     Args:
-        strategy: distributed.strategy, or tree
+        options: those that determine its bits, by names such as trainer__max_steps
         world_sizes: number of ranks of each start, in turn
         uses_launcher: otherwise, a single process runs without torchrun
-        stages: pipeline stages
-        survives: distributed.survive
-        steps: trainer.max_steps
+        save_every: trainer.save_every
     """
 
-    strategy: str
-    optimizer: str
-    precision: str
+    options: dict[str, Any]
     world_sizes: list[int]
     uses_launcher: bool
     save_every: int
-    stages: int
-    survives: bool
-    steps: int
-
-    def options(self) -> dict[str, Any]:
-        key = "distributed__reduction" if self.strategy == "tree" else "distributed__strategy"
-        options = {key: self.strategy, "optimizer__name": self.optimizer, "trainer__precision": self.precision}
-        options |= {"distributed__timeout_seconds": 8, "trainer__max_steps": self.steps, "trainer__eval_every": 40}
-        if self.stages > 1:
-            options |= {"distributed__pipeline_stages": self.stages, "trainer__batch_size": 8}
-        return options
 
 
 def draw_plan(rng: random.Random, stages: int, survives: bool, steps: int) -> Plan:
-    strategy = "tree" if survives else rng.choice(["tree", "ddp", "zero1", "zero2", "fsdp"])
+    strategy = rng.choice(["tree", "ddp", "zero1", "zero2", "fsdp"])
     optimizer, precision = rng.choice(["adamw", "muon"]), rng.choice(["fp32", "bf16"])
-    world_sizes = [rng.randint(1, 4)]
-    for _ in range(MAX_FAULTS):  # only the bits of the tree are the same for another number of ranks
-        others = [other for other in range(1, 5) if other != world_sizes[-1]]
-        world_sizes.append(rng.choice(others) if strategy == "tree" else world_sizes[-1])
-    save_every = rng.choice([1, 2, 3, 5, 7, 10, 15, 20])
-    if stages > 1:  # the tree does not go with stages
-        strategy, world_sizes = strategy.replace("tree", "ddp"), [stages * rng.randint(1, 2)] * len(world_sizes)
+    options = {"optimizer__name": optimizer, "trainer__precision": precision, "trainer__max_steps": steps}
+    options |= {"trainer__eval_every": 40, "distributed__timeout_seconds": 8}
     if survives:
-        world_sizes, save_every = [rng.randint(2, 4)], rng.choice([5, 20, 50])
-    uses_launcher = survives or rng.random() < 0.5
-    return Plan(strategy, optimizer, precision, world_sizes, uses_launcher, save_every, stages, survives, steps)
+        return Plan(options | {"distributed__reduction": "tree"}, [rng.randint(2, 4)], True, rng.choice([5, 20, 50]))
+    uses_launcher, save_every = rng.random() < 0.5, rng.choice([1, 2, 3, 5, 7, 10, 15, 20])
+    if stages > 1:  # the tree does not go with stages
+        options |= {"distributed__strategy": strategy.replace("tree", "ddp")}
+        options |= {"distributed__pipeline_stages": stages, "trainer__batch_size": 8}
+        return Plan(options, [stages * rng.randint(1, 2)], True, save_every)
+    if strategy == "tree":  # only its bits are the same for another number of ranks
+        return Plan(options | {"distributed__reduction": "tree"}, rng.sample(range(1, 5), 4), uses_launcher, save_every)
+    return Plan(options | {"distributed__strategy": strategy}, [rng.randint(1, 4)], uses_launcher, save_every)
 
 
 class Fault(NamedTuple):
@@ -119,11 +105,13 @@ class FaultyRun(Run):
     """
 
     weights = RESTART_WEIGHTS
+    survives = False
 
     def __init__(self, plan: Plan, run_dir: Path, text: Path, rng: random.Random) -> None:
-        options = plan.options() | {"trainer__save_every": plan.save_every, "distributed__survive": plan.survives}
-        super().__init__(run_dir, run_args(run_dir, text, **options))
+        changes = {"trainer__save_every": plan.save_every, "distributed__survive": self.survives}
+        super().__init__(run_dir, run_args(run_dir, text, **plan.options | changes))
         self.plan = plan
+        self.last_fault_step = plan.options["trainer__max_steps"] - 100
         self.rng = rng
         self.faults: list[Fault] = []
         self.reached, self.starts, self.started_at = 0, 0, 0.0
@@ -138,7 +126,7 @@ class FaultyRun(Run):
         if self.is_single:
             self.start()
         else:
-            options = [] if self.plan.survives else ["--max_restarts=20"]
+            options = [] if self.survives else ["--max_restarts=20"]
             self.start_torchrun(world_size, *options)
         self.wait_for_start(starts)
 
@@ -159,8 +147,8 @@ class FaultyRun(Run):
     def run(self) -> None:
         """Trains to the end, with faults up to the last 100 steps."""
         self.launch()
-        most = self.rng.randint(MIN_FAULTS, MAX_FAULTS) if not self.plan.survives else 1000
-        while len(self.faults) < most and self.reached < self.plan.steps - 100:
+        most = self.rng.randint(MIN_FAULTS, MAX_FAULTS)
+        while self.reached < self.last_fault_step and (self.survives or len(self.faults) < most):
             self.inject()
             lost, save_every = self.lost_steps[-1], self.plan.save_every
             if lost > 2 * save_every:  # the next save waits for the one that is being written
@@ -169,7 +157,7 @@ class FaultyRun(Run):
         if status := self.processes[-1].returncode:
             raise AssertionError(f"exit status {status}\n{self.output()}")
         self.update()
-        restarts = len(self.processes) if self.plan.survives else 1 + sum(f.kind != PAUSE for f in self.faults)
+        restarts = len(self.processes) if self.survives else 1 + sum(f.kind != PAUSE for f in self.faults)
         assert self.starts == restarts, "a restart that no fault explains"
 
     def draw_kind(self) -> str:
@@ -227,6 +215,7 @@ class SurvivingRun(FaultyRun):
     """A run with distributed.survive: ranks are killed and stopped, but never all that have its state."""
 
     weights = SURVIVE_WEIGHTS
+    survives = True
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -247,7 +236,7 @@ class SurvivingRun(FaultyRun):
         time.sleep(rng.uniform(0.2, 2.0))
         self.wait(lambda: bool(self.update() and self.holders()), "a step")
         holders = self.holders()
-        if not holders or self.reached > self.plan.steps - 100 or (len(holders) == 1 and rng.random() < 0.8):
+        if not holders or self.reached > self.last_fault_step or (len(holders) == 1 and rng.random() < 0.8):
             return  # so that others can join
         kind, aims_at_save = self.draw_kind(), rng.random() < 1 / 3
         in_save = kind == KILL_RANK_0 and aims_at_save and self.wait_for_save()
@@ -303,9 +292,9 @@ def run_with_faults(
     """Runs the plan of a seed with all its faults; the folder keeps undisturbed runs for the next seeds."""
     text, run_dir, rng = write_text(folder / "text.txt"), folder / f"seed-{seed}", random.Random(seed)
     plan = draw_plan(rng, stages, survives, steps or (SURVIVE_STEPS if survives else STEPS))
-    world_size = 1 if plan.strategy == "tree" else plan.world_sizes[0]
-    name = f"{plan.strategy}-{plan.optimizer}-{plan.precision}-{world_size}-{stages}"
-    undisturbed = train_undisturbed(folder / name, text, world_size, **plan.options(), trainer__save_every=plan.steps)
+    world_size = 1 if "distributed__reduction" in plan.options else plan.world_sizes[0]
+    name = "-".join(map(str, [world_size, *plan.options.values()]))
+    undisturbed = train_undisturbed(folder / name, text, world_size, trainer__save_every=10**6, **plan.options)
     with (SurvivingRun if survives else FaultyRun)(plan, run_dir, text, rng) as run:
         try:
             run.run()
@@ -318,9 +307,8 @@ def run_with_faults(
 
 
 def format_run(seed: int, run: FaultyRun) -> str:
-    plan = run.plan
-    ranks = ", ".join(map(str, plan.world_sizes[: len(run.processes)]))
-    options = f"{plan.strategy}, {plan.optimizer}, {plan.precision}, save_every {plan.save_every}, ranks {ranks}"
+    options = ", ".join(map(str, [*run.plan.options.values(), f"save_every {run.plan.save_every}"]))
+    options += f", {len(run.processes)} starts on {' or '.join(map(str, run.plan.world_sizes))} ranks"
     faults = ", ".join(f"{fault.kind} @{fault.step}{' while saving' * fault.in_save}" for fault in run.faults)
     outcome = f"DIFFERENT: {run.failure}" if run.failure else "equal"
     return f"seed {seed}: {options}: {faults}: {sum(run.lost_steps)} steps recomputed: {outcome}"
@@ -338,7 +326,7 @@ def format_report(runs: Sequence[FaultyRun]) -> str:
     most = max((steps for run in runs for steps in run.lost_steps), default=0)
     rows += ["", f"{equal} of {len(runs)} runs ended with the bits of an undisturbed run."]
     rows += [f"Most steps recomputed after a fault: {most}.", ""]
-    if runs[0].plan.survives:
+    if runs[0].survives:
         rows += ["| seconds without a step | number | median | largest |", "| --- | --- | --- | --- |"]
         for name in ("SIGKILL", "SIGSTOP", "joining"):
             stalls = [stall for run in runs for stall in run.stalls()[name]]
