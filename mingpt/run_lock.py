@@ -15,7 +15,6 @@ from mingpt.files import local_folder
 from mingpt.monitoring.logging import logger
 
 LOCK_NAME = ".lock"
-SUPERVISOR_PID = "MINGPT_SUPERVISOR_PID"  # set by mingpt/survive/supervisor.py
 LOCK_TIMEOUT = 5.0  # seconds that another run on this host has to exit
 RETRY_SECONDS = 0.1
 
@@ -23,14 +22,9 @@ RETRY_SECONDS = 0.1
 def lock_run(config: TrainerConfig) -> list[int]:
     """Locks the run folder and the folder of its snapshots, if that is on this machine; returns file descriptors.
 
-    A process that a supervisor has started locks nothing: the supervisor of rank 0 holds the locks, also while no
-    trainer runs.
-
     Raises:
         UserError: another process holds a lock, or a folder can't be written.
     """
-    if SUPERVISOR_PID in os.environ:
-        return []
     run_dir = Path(config.run_dir)
     descriptors = [lock_folder(run_dir, "trainer.run_dir", "set another trainer.run_dir")]
     if config.snapshot_path is None:

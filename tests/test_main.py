@@ -30,6 +30,7 @@ from helpers import (
 )
 
 import main
+from mingpt import program
 from mingpt.errors import PeerError
 from mingpt.run_lock import LOCK_NAME
 from trainer import Trainer
@@ -138,7 +139,7 @@ def _crash(argv: list[str], folder: Path) -> None:
         os.dup2(stderr.fileno(), 2)
         os.dup2(null.fileno(), 1)
     sys.argv = ["main.py", *argv]
-    main.main()
+    program.exit_process(program.run_program(main.main, sys.argv[1:]))
 
 
 def test_torchruns_summary_shows_the_message_of_a_refusal_before_anything_is_written(tmp_path: Path) -> None:

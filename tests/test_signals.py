@@ -142,6 +142,7 @@ def read_until(descriptor: int, text: bytes) -> None:
         found += os.read(descriptor, 65536)
 
 
+@pytest.mark.slow
 def test_nohup_continues_when_the_terminal_is_closed(text: Path, tmp_path: Path) -> None:
     command = ["nohup", sys.executable, str(ROOT / "main.py"), *run_args(tmp_path / "run", text, **ENDLESS)]
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}

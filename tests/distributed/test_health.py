@@ -33,6 +33,7 @@ from mingpt.distributed import health
 from mingpt.distributed.collectives import DistributedContext
 from mingpt.distributed.health import HealthMonitor
 from mingpt.errors import PeerError, StoreUnreachableError
+from mingpt.program import exit_process, run_program
 from trainer import Trainer
 
 TIMEOUT = 4
@@ -233,7 +234,7 @@ def _main_with_faults(faults: dict[int, str], grace_seconds: float, argv: list[s
         os.dup2(stderr.fileno(), 2)
         os.dup2(null.fileno(), 1)
     sys.argv = ["main.py", *argv]
-    main.main()
+    exit_process(run_program(main.main, sys.argv[1:]))
 
 
 @pytest.mark.slow

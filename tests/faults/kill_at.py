@@ -5,7 +5,7 @@
 ORDERS are a JSON list of place, rank, signal and the number of ranks that the view must have. The rank is that in the
 view before, if the place is one of a change of membership; null: of a process that joins. Orders
 are carried out one after another, each once another rank has the state, or, if its place is one of a change of
-membership, after the one before. After the last one, the run is stopped by SIGTERM.
+membership, after the one before. Two seconds after the last one, the run is stopped by SIGTERM.
 """
 
 import json
@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT))
 import main  # noqa: E402
 from mingpt.monitoring.run_log import MetricsLogger  # noqa: E402
 from mingpt.parallel.strategy import Strategy  # noqa: E402
+from mingpt.program import exit_process, run_program  # noqa: E402
 from mingpt.snapshot.storage import SnapshotStorage  # noqa: E402
 from mingpt.survive.context import SurvivingContext  # noqa: E402
 from mingpt.survive.membership import Membership  # noqa: E402
@@ -31,6 +32,26 @@ from trainer import Trainer  # noqa: E402
 
 ORDERS, FOLDER = json.loads(os.environ["KILL_AT"]), Path(os.environ["KILL_AT_FOLDER"])
 WHILE_REGROUPING = ("left", "ready", "decided", "formed", "copying", "copied")
+# The place is before a call of the first function, after one of the second.
+BEFORE: dict[str, tuple[type, str]] = {
+    "forward": (Trainer, "train_step"),
+    "collective": (SurvivingContext, "all_to_all"),
+    "committed": (Trainer, "after_step"),
+    "evaluating": (SurvivingContext, "all_reduce"),
+    "writing": (MetricsLogger, "log_train"),
+    "saving": (SnapshotStorage, "write"),
+    "left": (Membership, "_next_view"),
+    "ready": (Membership, "_propose"),
+}
+AFTER: dict[str, tuple[type, str]] = {
+    "in collective": (SurvivingContext, "all_to_all"),
+    "gathered": (SurvivingContext, "all_gather"),
+    "logged": (Trainer, "after_step"),
+    "written": (MetricsLogger, "log_train"),
+    "saved": (SnapshotStorage, "write"),
+    "decided": (Membership, "_next_view"),
+    "formed": (Membership, "_form_group"),
+}
 contexts: list[SurvivingContext] = []
 views: list[int] = []  # in which this process has finished a step
 
@@ -57,35 +78,30 @@ def reach(place: str) -> None:
         time.sleep(8)
         return
     if name == "SIGKILL later":
-        time.sleep(0.5)  # in the thread that saves: some steps
+        time.sleep(0.3)  # in the thread that saves: some steps
         name = "SIGKILL"
     if name == "SIGSTOP":
         subprocess.Popen(["sh", "-c", f"sleep 3; kill -CONT {os.getpid()}"])
     os.kill(os.getpid(), getattr(signal, name))
 
 
-def patch(cls: type, method: str, before: str = "", after: str = "") -> None:
+def patch(cls: type, method: str, before: Callable[[], Any], after: Callable[[], Any]) -> None:
     original: Callable[..., Any] = getattr(cls, method)
 
     def patched(*args: Any, **kwargs: Any) -> Any:
-        if before:
-            reach(before)
+        before()
         result = original(*args, **kwargs)
-        if after:
-            reach(after)
+        after()
         return result
 
     setattr(cls, method, patched)
 
 
-def train_step(trainer: Trainer, original: Any = Trainer.train_step) -> Any:
+def end_after_last_order() -> None:
     time.sleep(0.05)  # leaves the processor to processes that start
-    reach("forward")
-    if len(list(FOLDER.iterdir())) == len(ORDERS):
+    done = list(FOLDER.iterdir())
+    if len(done) == len(ORDERS) and time.time() > max(file.stat().st_mtime for file in done) + 2:
         os.kill(os.getpid(), signal.SIGTERM)
-    result = original(trainer)
-    views.append(contexts[0].view)
-    return result
 
 
 def broadcast(strategy: Strategy, *args: Any, original: Any = Strategy.broadcast_full_state) -> Any:
@@ -101,18 +117,13 @@ def initialize(context: SurvivingContext, *args: Any, original: Any = SurvivingC
     contexts.append(context)
 
 
-Trainer.train_step = train_step  # type: ignore[method-assign]
 Strategy.broadcast_full_state = broadcast  # type: ignore[assignment, method-assign]
 SurvivingContext.__init__ = initialize  # type: ignore[assignment, method-assign]
-patch(SurvivingContext, "all_to_all", before="collective", after="in collective")
-patch(SurvivingContext, "all_gather", after="gathered")
-patch(Trainer, "after_step", before="committed", after="logged")
-patch(SurvivingContext, "all_reduce", before="evaluating")
-patch(MetricsLogger, "log_train", before="writing", after="written")
-patch(SnapshotStorage, "write", before="saving", after="saved")
-patch(Membership, "_next_view", before="left", after="decided")
-patch(Membership, "_propose", before="ready")
-patch(Membership, "_form_group", after="formed")
+patch(Trainer, "train_step", end_after_last_order, lambda: views.append(contexts[0].view))
+for place, (cls, method) in BEFORE.items():
+    patch(cls, method, lambda place=place: reach(place), lambda: None)
+for place, (cls, method) in AFTER.items():
+    patch(cls, method, lambda: None, lambda place=place: reach(place))
 
 if __name__ == "__main__":
-    main.main()
+    exit_process(run_program(main.main, sys.argv[1:]))

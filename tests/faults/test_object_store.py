@@ -2,7 +2,6 @@
 
 import gc
 import http.client
-import shutil
 import socket
 import threading
 import time
@@ -15,21 +14,12 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from helpers import (
-    assert_equal_snapshots,
-    loss_curve,
-    read_rows,
-    run_args,
-    run_captured,
-    run_ranks,
-    start_main,
-    train_main,
-    write_text,
-)
+from helpers import read_rows, run_args, run_captured, run_ranks
 
 from mingpt.errors import UserError
 from mingpt.snapshot import storage as storage_module
-from mingpt.snapshot.storage import SnapshotStorage, load_snapshot
+from mingpt.snapshot.storage import SnapshotStorage
+from tests.faults.runs import Run, assert_same_run, train_undisturbed
 
 REASON = "needs pip install -r .ci/requirements.txt"
 moto_server = pytest.importorskip("moto.server", reason=REASON)
@@ -88,35 +78,35 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.faults += [fault] if fault else []
         size = int(self.headers.get("Content-Length", 0))
         body = self.rfile.read(size // 2 if fault == "cut request" else size)
+        time.sleep({"silent": 30, "slow": 1}.get(fault, 0))
         if fault in ("cut request", "silent"):
-            time.sleep(30 if fault == "silent" else 0)
-            return self.cut()
-        if fault == "503":
-            return self.respond(503, {"Content-Type": "application/xml"}, ERROR)
-        time.sleep(1 if fault == "slow" else 0)
-        upstream = http.client.HTTPConnection("127.0.0.1", self.server.upstream_port, timeout=60)
-        upstream.request(self.command, self.path, body, dict(self.headers.items()))
-        response = upstream.getresponse()
-        content, headers = response.read(), dict(response.getheaders())
-        upstream.close()
-        if fault == "cut response" and not content:
-            return self.cut()
-        self.respond(response.status, headers, content, cut=fault == "cut response")
+            self.cut()
+        elif fault == "503":
+            self.respond(503, {"Content-Type": "application/xml", "Content-Length": str(len(ERROR))}, ERROR)
+        else:
+            upstream = http.client.HTTPConnection("127.0.0.1", self.server.upstream_port, timeout=60)
+            upstream.request(self.command, self.path, body, dict(self.headers.items()))
+            response = upstream.getresponse()
+            content = response.read()
+            upstream.close()
+            headers = {name.title(): value for name, value in response.getheaders()} | {"Transfer-Encoding": ""}
+            headers.setdefault("Content-Length", str(len(content)))
+            if fault == "cut response":
+                content = content[: len(content) // 2]
+            if fault != "cut response" or content:
+                self.respond(response.status, headers, content)
+            if fault == "cut response":
+                self.cut()
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = forward  # noqa: N815
 
-    def respond(self, status: int, headers: dict[str, str], content: bytes, cut: bool = False) -> None:
+    def respond(self, status: int, headers: dict[str, str], content: bytes) -> None:
         self.send_response_only(status)
-        size = headers.get("Content-Length") if self.command == "HEAD" else None
         for name, value in headers.items():
-            if name.lower() not in ("content-length", "transfer-encoding", "connection"):
+            if value:
                 self.send_header(name, value)
-        self.send_header("Content-Length", size or str(len(content)))
         self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(content[: len(content) // 2] if cut else content)
-        if cut:
-            self.cut()
+        self.wfile.write(content)
 
     def cut(self) -> None:
         self.close_connection = True
@@ -191,17 +181,6 @@ def assert_newest_is(step: int, url: str) -> None:
 def unfinished_uploads(url: str) -> list[dict]:
     bucket = url.split("/")[2]
     return fsspec.filesystem("s3").call_s3("list_multipart_uploads", Bucket=bucket).get("Uploads", [])
-
-
-def test_snapshots_are_written_found_loaded_and_pruned(url: str) -> None:
-    storage = SnapshotStorage(url, keep=2)
-    assert storage.load_newest(print) is None
-    assert storage.write(small(1), None) == f"{url}/step_00000001.pt"
-    for step in (2, 3, 4, 5):
-        storage.write(small(step), 2)
-    assert SnapshotStorage(url, keep=2).steps() == storage.steps() == [2, 4, 5]
-    assert_newest_is(5, url)
-    assert (load_snapshot(storage.file(2))["model"]["0"] == 2).all()
 
 
 FAULTS = {
@@ -313,88 +292,42 @@ def test_an_interrupted_save_leaves_no_file(url: str) -> None:
     assert uncached_storage(url).steps() == [1]
 
 
-# Whole runs
-
-
-@pytest.fixture(scope="module")
-def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with text.txt and run/, with its snapshots in a local folder."""
-    folder = tmp_path_factory.mktemp("local")
-    argv = run_args(folder / "run", write_text(folder / "text.txt"))
-    assert run_ranks(1, train_main, *argv, tmp_path=folder) == [0]
-    return folder
-
-
-def assert_same_end(run_dir: Path, url: str, local: Path) -> None:
-    """The newest snapshot in the store, and the losses, are those of the local run."""
-    (run_dir / "snapshots").mkdir()
-    fsspec.filesystem("s3").get_file(f"{url}/step_00000012.pt", str(run_dir / "snapshots/step_00000012.pt"))
-    assert_equal_snapshots(run_dir, local / "run")
-    assert loss_curve(run_dir) == loss_curve(local / "run")
-    shutil.rmtree(run_dir / "snapshots")
-
-
-def test_a_run_killed_in_an_upload_resumes_with_the_same_bits(
-    proxy: FaultyProxy, url: str, local: Path, tmp_path: Path
+def test_a_run_with_failing_and_interrupted_uploads_ends_with_the_same_bits(
+    proxy: FaultyProxy, url: str, text: Path, tmp_path: Path
 ) -> None:
+    """The save of step 6 fails, the run is killed in that of step 9, and can't be resumed until the store is read."""
+    undisturbed = train_undisturbed(tmp_path / "undisturbed", text)
     run_dir = tmp_path / "run"
-    argv = run_args(run_dir, local / "text.txt", trainer__snapshot_path=url)
-    with start_main(argv) as process:
+    with Run(run_dir, run_args(run_dir, text, trainer__snapshot_path=url)) as run:
 
-        def kill_in_upload(request: str) -> str:
-            if not (request.startswith(UPLOADS) and "step_00000009" in request):
-                return ""
-            process.kill()
-            return "cut request"
+        def fail_or_kill(request: str) -> str:
+            if "step_00000009" in request and request.startswith(UPLOADS):
+                run.processes[0].kill()
+                return "cut request"
+            return "503" if "step_00000006" in request else ""
 
-        proxy.choose_fault = kill_in_upload
-        process.communicate(timeout=120)
-    assert process.returncode == -9
-    proxy.choose_fault = no_fault
-    assert uncached_storage(url).steps()[-1] == 6
-    [(status, out, err)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
-    assert (status, err) == (0, "")
-    assert f"resuming from {url}/step_00000006.pt" in out
-    assert [row["step"] for row in read_rows(run_dir, "start")] == [0, 6]
-    assert not (run_dir / "snapshots").exists()
-    assert_same_end(run_dir, url, local)
-
-
-def test_a_run_continues_while_the_store_fails_and_resumes_from_the_newest_snapshot(
-    proxy: FaultyProxy, url: str, local: Path, tmp_path: Path
-) -> None:
-    run_dir, failing = tmp_path / "run", [6, 12]
-    proxy.choose_fault = lambda request: "503" if any(f"step_{step:08d}" in request for step in failing) else ""
-    argv = run_args(run_dir, local / "text.txt", trainer__snapshot_path=url)
-    [(status, _, err)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
-    assert status == 2
-    for step in (3, 6, 9, 12):
-        warning = f"warning: step {step}: trainer.snapshot_path: {url}/step_{step:08d}.pt can't be written: "
-        assert (warning in err) == (step in failing)
-    assert f"error: training has reached step 12, but its snapshot is not saved: trainer.snapshot_path: {url}/" in err
-    assert [row["step"] for row in read_rows(run_dir, "snapshot") if "error" in row] == failing
-    assert loss_curve(run_dir) == loss_curve(local / "run")
-
-    proxy.choose_fault = no_fault
-    assert uncached_storage(url).steps() == [3, 9]
-    [(status, out, err)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
-    assert (status, err) == (0, "")
-    assert f"resuming from {url}/step_00000009.pt" in out
-    assert_same_end(run_dir, url, local)
-
-
-def test_a_run_does_not_start_anew_if_the_store_cannot_be_read(
-    proxy: FaultyProxy, url: str, local: Path, tmp_path: Path
-) -> None:
-    argv = run_args(tmp_path / "run", local / "text.txt", trainer__snapshot_path=url, trainer__max_steps=6)
-    assert run_ranks(1, train_main, *argv, tmp_path=tmp_path) == [0]
-    before = (tmp_path / "run/metrics.jsonl").read_bytes()
-    for target in ("list-type", "step_00000006.pt"):
+        proxy.choose_fault = fail_or_kill
+        run.start()
+        assert run.finish() == [-9]
+    reason = f"step 6: trainer.snapshot_path: {url}/step_00000006.pt can't be written: "
+    assert f"warning: {reason}" in run.log.read_text()
+    [failed] = [row["step"] for row in run.rows("snapshot") if "error" in row]
+    assert failed == 6
+    before = (run_dir / "metrics.jsonl").read_bytes()
+    for target in ("list-type", "step_00000003.pt"):
         proxy.choose_fault = lambda request, target=target: "503" if target in request else ""
-        [(status, _, err)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
+        [(status, _, err)] = run_ranks(1, run_captured, *run.argv, tmp_path=tmp_path)
         assert status == 2
         assert err.startswith(f"error: trainer.snapshot_path: {url}")
-        assert err.count("error: ") == 1
-        assert (tmp_path / "run/metrics.jsonl").read_bytes() == before
+        assert (run_dir / "metrics.jsonl").read_bytes() == before
+
     proxy.choose_fault = no_fault
-    assert uncached_storage(url).steps() == [3, 6]
+    assert uncached_storage(url).steps() == [3]
+    [(status, out, err)] = run_ranks(1, run_captured, *run.argv, tmp_path=tmp_path)
+    assert (status, err) == (0, "")
+    assert f"resuming from {url}/step_00000003.pt" in out
+    assert [row["step"] for row in read_rows(run_dir, "start")] == [0, 3]
+    assert not (run_dir / "snapshots").exists()
+    (run_dir / "snapshots").mkdir()
+    fsspec.filesystem("s3").get_file(f"{url}/step_00000012.pt", str(run_dir / "snapshots/step_00000012.pt"))
+    assert_same_run(undisturbed, run_dir)

@@ -8,7 +8,7 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 import torch
@@ -40,17 +40,17 @@ class CrashingSystem:
         self.calls: list[str] = []
         self.synced_sizes: dict[int, int] = {}  # by inode, of files with writes that are not synced
         self.renames: list[tuple[str, str]] = []  # not synced
-        self.real: dict[str, Callable[..., Any]] = {}
-        self.intercept(builtins, "open", "open", self.open)
+        self.rename, self.fsync = os.rename, os.fsync
+        self.intercept(builtins, "open", "open", self.open_file)
         self.intercept(os, "open", "open folder", os.open)
-        self.intercept(os, "fsync", "fsync", self.fsync)
-        for name in ("rename", "replace"):
-            self.intercept(os, name, "rename", self.rename)
-        for name in ("remove", "unlink"):
-            self.intercept(os, name, "unlink", os.unlink)
+        self.intercept(os, "fsync", "fsync", self.sync)
+        self.intercept(os, "replace", "rename", self.move)
+        self.intercept(os, "rename", "rename", self.move)
+        self.intercept(os, "remove", "unlink", os.remove)
+        self.intercept(os, "unlink", "unlink", os.unlink)
 
     def intercept(self, module: Any, name: str, label: str, body: Callable[..., Any]) -> None:
-        real = self.real[label] = getattr(module, name)
+        real = getattr(module, name)
 
         def intercepted(target: Any, *args: Any, **kwargs: Any) -> Any:
             is_here = isinstance(target, int) or str(target).startswith(self.folder)  # fsync has a descriptor
@@ -61,42 +61,41 @@ class CrashingSystem:
 
         setattr(module, name, intercepted)
 
-    def call(self, label: str, body: Callable[[], Any], half: Callable[[], Any] | None = None) -> Any:
+    def call(self, label: str, body: Callable[[], Any], half: Callable[[], Any] = lambda: None) -> Any:
         self.calls.append(label)
         crashes = len(self.calls) - 1 == self.crash_at
-        if crashes and self.moment == "half" and half:
-            half()
         if crashes and self.moment in ("before", "half"):
-            self.crash()
+            if self.moment == "half":
+                half()
+            os.kill(os.getpid(), signal.SIGKILL)
         result = body()
         if crashes:
-            self.crash()
+            if self.moment == "power":
+                self.lose_power()
+            os.kill(os.getpid(), signal.SIGKILL)
         return result
 
-    def crash(self) -> NoReturn:
-        if self.moment == "power":
-            for source, target in reversed(self.renames):
-                self.real["rename"](target, source)
-            for entry in os.scandir(self.folder):
-                if entry.inode() in self.synced_sizes:
-                    os.truncate(entry.path, self.synced_sizes[entry.inode()])
-        os.kill(os.getpid(), signal.SIGKILL)
-        raise AssertionError("SIGKILL did not end the process")
+    def lose_power(self) -> None:
+        for source, target in reversed(self.renames):
+            self.rename(target, source)
+        for entry in os.scandir(self.folder):
+            if entry.inode() in self.synced_sizes:
+                os.truncate(entry.path, self.synced_sizes[entry.inode()])
 
-    def open(self, path: str, mode: str) -> io.BufferedWriter:
+    def open_file(self, path: str, mode: str) -> io.BufferedWriter:
         raw = _InterceptedFile(path, mode)
         raw.system = self
         self.synced_sizes[os.fstat(raw.fileno()).st_ino] = 0
         return io.BufferedWriter(raw)  # as open() returns
 
-    def fsync(self, descriptor: int) -> None:
-        self.real["fsync"](descriptor)
+    def sync(self, descriptor: int) -> None:
+        self.fsync(descriptor)
         if os.path.samestat(os.fstat(descriptor), os.stat(self.folder)):
             self.renames.clear()
         self.synced_sizes.pop(os.fstat(descriptor).st_ino, None)
 
-    def rename(self, source: str, target: str) -> None:
-        self.real["rename"](source, target)
+    def move(self, source: str, target: str) -> None:
+        self.rename(source, target)
         self.renames.append((source, target))
 
 
@@ -109,13 +108,15 @@ class _InterceptedFile(io.FileIO):
         return self.system.call("write", lambda: write(data), half=lambda: write(data[: len(data) // 2]))
 
 
-def run_in_fork(body: Callable[[], Any]) -> int:
-    """Runs the body in a fork of this process; returns its exit status, negative if a signal ended it."""
+def save_in_fork(folder: Path, crash_at: int | None, moment: str, log: Path) -> int:
+    """Saves step 2 in a fork of this process; returns its exit status, negative if a signal ended it."""
     child = os.fork()
     if not child:
         status = 1
         try:
-            body()
+            system = CrashingSystem(str(folder), crash_at, moment)
+            SnapshotStorage(str(folder), keep=1).write(snapshot(2), None)
+            log.write_text("\n".join(system.calls))
             status = 0
         finally:
             os._exit(status)
@@ -127,20 +128,13 @@ def crash_at_every_call(path: str, moment: str) -> tuple[list[str], list[int]]:
     initial, log = Path(path, "initial"), Path(path, "calls")
     SnapshotStorage(str(initial), keep=1).write(snapshot(1), None)
     Path(initial, LEFTOVER).touch()
-
-    def save(folder: Path, crash_at: int | None) -> None:
-        system = CrashingSystem(str(folder), crash_at, moment)
-        SnapshotStorage(str(folder), keep=1).write(snapshot(2), None)
-        log.write_text("\n".join(system.calls))
-
-    assert run_in_fork(lambda: save(shutil.copytree(initial, Path(path, "no crash")), None)) == 0
+    assert save_in_fork(shutil.copytree(initial, Path(path, "no crash")), None, moment, log) == 0
     calls, steps = log.read_text().split("\n"), []
     for number, call in enumerate(calls):
         if moment == "half" and call != "write":
             continue
         folder, messages = shutil.copytree(initial, Path(path, str(number))), []
-        status = run_in_fork(lambda folder=folder, number=number: save(folder, number))
-        assert status == -signal.SIGKILL, (number, call)
+        assert save_in_fork(folder, number, moment, log) == -signal.SIGKILL, (number, call)
         storage = SnapshotStorage(str(folder), keep=1)
         newest = storage.load_newest(messages.append)
         assert newest is not None, (number, call)

@@ -2,41 +2,29 @@
 
 import json
 import re
-import subprocess
-import sys
+import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import (
-    ROOT,
-    TORCHRUN,
-    assert_equal_snapshots,
-    clean_env,
-    free_port,
-    in_namespace,
-    ip,
-    newest_snapshot,
-    read_rows,
-    run_program,
-    wait_for_step,
-    wait_until,
-    write_text,
-)
+from helpers import ROOT, in_namespace, ip, newest_snapshot, run_args
 
-from tests.faults.survive import Plan, curves, options, undisturbed_run
+from tests.faults.runs import Run, assert_same_run, train_undisturbed
 
-PLACES = [  # of a rank in a view, the signal that it gets there, and how many ranks the view must have
-    ("forward", 1, "SIGKILL", 3),
+# Place of a rank in a view, the signal that it gets there, and how many ranks the view must have. First those that two
+# ranks can reach.
+PLACES = [
     ("collective", 1, "SIGKILL", 2),
+    ("saving", 0, "SIGKILL later", 2),
+]
+ALL_PLACES = [
+    *PLACES,
+    ("evaluating", 0, "SIGKILL", 2),
+    ("forward", 1, "SIGKILL", 3),
     ("gathered", 1, "SIGKILL", 3),
     ("decided", 2, "SIGKILL", 3),
     ("written", 0, "SIGKILL", 3),
-    ("saving", 0, "SIGKILL later", 2),
-    ("evaluating", 0, "SIGKILL", 2),
-]
-MORE_PLACES = [
     ("writing", 0, "SIGSTOP", 3),
     ("in collective", 1, "SIGKILL", 3),
     ("left", 0, "SIGKILL", 3),
@@ -53,35 +41,61 @@ MORE_PLACES = [
     ("saved", 0, "SIGKILL", 2),
     ("written", 0, "SIGSTOP", 3),
 ]
+OPTIONS: dict[str, Any] = {
+    "distributed__reduction": "tree",
+    "optimizer__name": "muon",
+    "optimizer__decay_steps": 3000,
+    "trainer__eval_every": 20,
+    "trainer__save_every": 10,
+    "trainer__batch_size": 9,
+}
+
+
+def surviving_run(run_dir: Path, text: Path, program: Path = ROOT / "main.py", **options: Any) -> Run:
+    """A run that ends by a signal only."""
+    endless = {"distributed__survive": True, "trainer__max_steps": 10**6}
+    return Run(run_dir, run_args(run_dir, text, **OPTIONS, **endless, **options), program)
+
+
+def assert_same_as_undisturbed(run_dir: Path, text: Path) -> None:
+    step = newest_snapshot(run_dir)["step"]
+    undisturbed = train_undisturbed(run_dir.with_name("undisturbed"), text, trainer__max_steps=step, **OPTIONS)
+    assert_same_run(undisturbed, run_dir)
+
+
+def run_with_orders(orders: list[Any], ranks: int, text: Path, tmp_path: Path, **options: Any) -> Run:
+    """Runs kill_at.py until all orders are carried out."""
+    folder = tmp_path / "orders"
+    folder.mkdir()
+    with surviving_run(tmp_path / "run", text, ROOT / "tests/faults/kill_at.py", **options) as run:
+        run.env |= {"KILL_AT": json.dumps(orders), "KILL_AT_FOLDER": str(folder)}
+        run.start_by_hand(ranks)
+        run.finish()
+    assert "stopped by SIGTERM" in run.output()
+    done = sorted((int(number), place) for file in folder.iterdir() for number, place in [file.name.split("_")])
+    assert done == list(enumerate(place for place, *_ in orders))
+    return run
 
 
 @pytest.mark.parametrize(
-    "places", [PLACES, pytest.param(MORE_PLACES, marks=pytest.mark.slow)], ids=["places", "more places"]
+    ("places", "ranks"),
+    [(PLACES, 2), pytest.param(ALL_PLACES, 3, marks=pytest.mark.slow)],
+    ids=["two places", "all places"],
 )
-def test_a_rank_that_is_lost_anywhere_loses_no_step(places: list[Any], tmp_path: Path) -> None:
-    plan, text = Plan("muon", "fp32", 3, 10), write_text(tmp_path / "text.txt")
-    folder = tmp_path / "orders"
-    folder.mkdir()
-    argv = options(plan, tmp_path / "run", text, 10**6, distributed__survive=True)
-    orders = {"KILL_AT": json.dumps(places), "KILL_AT_FOLDER": str(folder)}
-    run = run_program(*TORCHRUN, "--nproc_per_node=3", str(ROOT / "tests/faults/kill_at.py"), *argv, **orders)
-    assert "stopped by SIGTERM" in run.stdout, run.stderr
-    done = sorted((int(number), place) for file in folder.iterdir() for number, place in [file.name.split("_")])
-    assert done == list(enumerate(place for place, *_ in places))
-    undisturbed = undisturbed_run(plan, tmp_path, text, newest_snapshot(tmp_path / "run")["step"])
-    assert_equal_snapshots(undisturbed, tmp_path / "run")
-    assert curves(undisturbed) == curves(tmp_path / "run")
-    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows if row["event"] == "start"] == [0]
-    if places is PLACES:  # its successor saves at the next step, which is no multiple of save_every
-        saved = [row["step"] for row in rows if row["event"] == "snapshot"]
-        assert [step for step in saved[:-1] if step % plan.save_every], saved
+def test_a_rank_that_is_lost_anywhere_loses_no_step(places: list[Any], ranks: int, text: Path, tmp_path: Path) -> None:
+    run = run_with_orders(places, ranks, text, tmp_path)
+    assert_same_as_undisturbed(run.run_dir, text)
+    assert [row["step"] for row in run.rows("start")] == [0]
+    # The successor of a rank that was killed while it saved does so at the next step, no multiple of save_every.
+    saved = [row["step"] for row in run.rows("snapshot")]
+    assert [step for step in saved[:-1] if step % OPTIONS["trainer__save_every"]], saved
 
 
 END_OF_VIEW = """
-import time
+import sys
 
 import main
+from mingpt.program import exit_process, run_program
 from mingpt.survive.context import SurvivingContext
 from mingpt.survive.membership import MembershipChanged
 
@@ -94,87 +108,56 @@ def wait_for_rank0(context, *args):
     return exchange_messages(context, *args)
 
 SurvivingContext.exchange_messages = wait_for_rank0
-main.main()
+exit_process(run_program(main.main, sys.argv[1:]))
 """
 
 
-def test_a_rank_whose_view_is_over_before_it_knows_the_end_of_the_run_has_the_same_status(tmp_path: Path) -> None:
-    """Rank 0, which has told how the run has ended, is gone before rank 1 looks."""
+@pytest.mark.slow
+def test_a_rank_whose_view_is_over_before_it_knows_the_end_of_the_run_has_the_same_status(
+    text: Path, tmp_path: Path
+) -> None:
+    """Rank 0, which has told how the run has ended, is dead before rank 1 looks."""
     script = tmp_path / "script.py"
     script.write_text(END_OF_VIEW)
-    plan, text, run_dir = Plan("adamw", "fp32", 2, 50), write_text(tmp_path / "text.txt"), tmp_path / "run"
-    init_method = f"tcp://127.0.0.1:{free_port()}"
-    argv = options(plan, run_dir, text, 10**6, distributed__survive=True, distributed__init_method=init_method)
-    processes = []
-    for rank in range(2):
-        env = clean_env(RANK=str(rank), WORLD_SIZE="2", PYTHONPATH=str(ROOT))
-        processes.append(subprocess.Popen([sys.executable, str(script), *argv], env=env))
-    try:
-        wait_for_step(run_dir, 2)
-        processes[1].terminate()
-        statuses = [process.wait(60) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert statuses == [143, 143]
+    with surviving_run(tmp_path / "run", text, script) as run:
+        run.start_by_hand(2)
+        run.wait_for_step(2)
+        run.processes[1].terminate()
+        assert run.finish() == [143, 143]
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_is_named_and_the_others_continue(tmp_path: Path) -> None:
-    folder = tmp_path / "orders"
-    folder.mkdir()
-    argv = options(Plan("adamw", "fp32", 3, 10), tmp_path / "run", write_text(tmp_path / "text.txt"), 10**6)
-    argv += ["--distributed.survive", "true", "--distributed.timeout_seconds", "4"]
-    orders = {"KILL_AT": json.dumps([("forward", 1, "hang", 3)]), "KILL_AT_FOLDER": str(folder)}
-    run = run_program(*TORCHRUN, "--nproc_per_node=3", str(ROOT / "tests/faults/kill_at.py"), *argv, **orders)
-    assert "stopped by SIGTERM" in run.stdout, run.stderr
-    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    [view] = [row for row in rows if row["event"] == "view" and "not come" in row["reason"]]
-    late = r"rank 1 \(\d@.*:\d+\) has not come to collective \d+ \(\w+\)"
+def test_a_rank_that_hangs_is_named_and_the_others_continue(text: Path, tmp_path: Path) -> None:
+    orders = [("forward", 1, "hang", 3)]
+    run = run_with_orders(orders, 3, text, tmp_path, distributed__timeout_seconds=4)
+    late = r"rank 1 \(\d@.*:\d+\) has not [a-z ]+ collective \d+ \(\w+\)"
     where = r"rank 1: tests/faults/kill_at\.py:\d+ for [34]\.\d seconds"
+    [view] = [row for row in run.rows("view") if "collective" in row["reason"]]
     assert re.fullmatch(rf"{late}; (.*; )?{where}(; .*)?", view["reason"])
     assert len(view["members"]) == 2
 
 
 @pytest.mark.slow
-def test_a_machine_that_is_cut_off_is_left_out_and_joins_again(namespaces: list[str], tmp_path: Path) -> None:
+def test_a_machine_that_is_cut_off_is_left_out_and_joins_again(
+    namespaces: list[str], text: Path, tmp_path: Path
+) -> None:
     """Two processes on the machine with the store, one on the other."""
-    plan, text, run_dir = Plan("adamw", "fp32", 3, 50), write_text(tmp_path / "text.txt"), tmp_path / "run"
-    init_method = "tcp://10.213.0.1:29500"
-    argv = options(plan, run_dir, text, 10**6, distributed__survive=True, distributed__init_method=init_method)
-    processes = []
-    for rank in range(3):
-        command = [*in_namespace(namespaces[rank // 2]), sys.executable, str(ROOT / "main.py"), *argv]
-        env = clean_env(RANK=str(rank), WORLD_SIZE="3")
-        with (tmp_path / f"log-{rank}").open("w") as log:
-            processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=env))
+    here, elsewhere = (f"host-{name}" for name in namespaces)
 
     def hosts() -> Counter[str]:
         """Members of the newest view on each machine."""
-        file = run_dir / "metrics.jsonl"
-        views = read_rows(run_dir, "view") if file.exists() else []
+        views = run.rows("view")
         return Counter(re.split("[@:]", member)[1] for member in views[-1]["members"]) if views else Counter()
 
-    here, elsewhere = (f"host-{name}" for name in namespaces)
-    try:
-        wait_for_step(run_dir, 20)
+    with surviving_run(tmp_path / "run", text, distributed__init_method="tcp://10.213.0.1:29500") as run:
+        run.start_by_hand(3, [in_namespace(namespaces[rank // 2]) for rank in range(3)])
+        run.wait_for_step(20)
         ip("-n", namespaces[1], "link", "set", "eth1", "down")
-        wait_until(lambda: hosts() == {here: 2}, "a view without the other machine")
-        wait_for_step(run_dir, read_rows(run_dir)[-1]["step"] + 20)
+        run.wait(lambda: hosts() == {here: 2}, "a view without the other machine")
+        run.wait_for_step(run.step() + 20)
         ip("-n", namespaces[1], "link", "set", "eth1", "up")
-        wait_until(lambda: hosts() == {here: 2, elsewhere: 1}, "a view with the other machine")
-        wait_for_step(run_dir, read_rows(run_dir)[-1]["step"] + 20)
-        processes[0].terminate()
-        statuses = [process.wait(60) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-        for rank in range(3):  # shown by pytest if the test fails
-            print((tmp_path / f"log-{rank}").read_text())
-        print(*read_rows(run_dir, "view"), sep="\n")
-    assert statuses == [143] * 3
-    undisturbed = undisturbed_run(plan, tmp_path, text, newest_snapshot(run_dir)["step"])
-    assert_equal_snapshots(undisturbed, run_dir)
-    assert curves(undisturbed) == curves(run_dir)
+        run.wait(lambda: hosts() == {here: 2, elsewhere: 1}, "a view with the other machine")
+        run.wait_for_step(run.step() + 20)
+        run.processes[0].send_signal(signal.SIGTERM)
+        assert run.finish() == [143] * 3, run.output()
+    assert_same_as_undisturbed(run.run_dir, text)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import main
+from mingpt.program import exit_process, run_program
 from trainer import Trainer
 
 FAILS_AFTER = 8  # steps
@@ -47,4 +48,4 @@ def warn_of_waits(trainer: Trainer) -> Any:
 if __name__ == "__main__":
     EVENT, *sys.argv[1:] = sys.argv[1:]
     Trainer.train_step = warn_of_waits if EVENT == "WAITS" else fail  # type: ignore[method-assign]
-    main.main()
+    exit_process(run_program(main.main, sys.argv[1:]))

@@ -4,8 +4,6 @@ import json
 import os
 import pickle
 import signal
-import subprocess
-import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,84 +11,84 @@ from typing import Any
 import psutil
 import pytest
 import torch.distributed as dist
-from helpers import (
-    ROOT,
-    TORCHRUN,
-    clean_env,
-    find_processes,
-    free_port,
-    kill_processes,
-    newest_snapshot,
-    read_rows,
-    run_args,
-    run_program,
-    wait_for_step,
-    wait_until,
-)
+from helpers import ROOT, TORCHRUN, newest_snapshot, run_args, run_program, wait_until
+
+from tests.faults.runs import Run
 
 SURVIVE = {"distributed__survive": True, "distributed__reduction": "tree"}
 
 
 FAILS_AT_STEP_3 = """
 import os
+import sys
 
 import main
 import trainer
+from mingpt.program import exit_process, run_program
 
 
 def train_step(self, original=trainer.Trainer.train_step):
-    if self.step == 3 and os.environ["RANK"] in os.environ["FAILING_RANKS"]:
+    if self.progress.step == 3 and os.environ["RANK"] in os.environ["FAILING_RANKS"]:
         raise ZeroDivisionError("at step 3")
     return original(self)
 
 
 trainer.Trainer.train_step = train_step
-main.main()
+exit_process(run_program(main.main, sys.argv[1:]))
 """
 
 
-def trainers(variable: str) -> list[int]:
-    """Process ids of the trainers, without their supervisors."""
-    environments = {pid: Path(f"/proc/{pid}/environ").read_bytes() for pid in find_processes(variable)}
-    return [pid for pid, env in environments.items() if b"\0MINGPT_SUPERVISOR_PID=" in env]
+def endless_run(text: Path, tmp_path: Path, program: Path = ROOT / "main.py", **options: Any) -> Run:
+    """A run that ends by a signal only."""
+    return Run(tmp_path / "run", run_args(tmp_path / "run", text, trainer__max_steps=10**6, **options), program)
+
+
+def trainers(run: Run) -> list[int]:
+    """Process ids of the trainers by rank, without their supervisors."""
+    found = {}
+    for pid in run.pids():
+        env = Path(f"/proc/{pid}/environ").read_text().split("\0")
+        if any(entry.startswith("MINGPT_SUPERVISOR_TOKEN=") for entry in env):
+            found[pid] = next(entry for entry in env if entry.startswith("RANK="))
+    return sorted(found, key=found.__getitem__)
+
+
+def assert_logged_once(run: Run) -> None:
+    steps = [row["step"] for row in run.rows("train")]
+    assert steps == list(range(1, len(steps) + 1))
 
 
 @pytest.mark.slow
 def test_a_process_without_a_launcher_starts_again_from_its_newest_snapshot(text: Path, tmp_path: Path) -> None:
     """There is nobody to get the state from."""
-    argv = run_args(tmp_path / "run", text, trainer__max_steps=10**6, **SURVIVE)
-    command = [sys.executable, str(ROOT / "main.py"), *argv]
-    with subprocess.Popen(command, env=clean_env(SURVIVE_TEST=str(tmp_path)), stderr=subprocess.PIPE, text=True) as run:
-        file = tmp_path / "run/metrics.jsonl"
-        wait_until(lambda: file.exists() and '"snapshot"' in file.read_text(), "a snapshot")
-        [trainer] = trainers(f"SURVIVE_TEST={tmp_path}")
-        subprocess.run(["kill", "-KILL", str(trainer)], check=True)
-        wait_until(lambda: file.read_text().count('"start"') == 2, "the second start")
-        run.send_signal(signal.SIGTERM)
-        _, stderr = run.communicate(timeout=60)
-    assert run.returncode == 143
-    assert "its process was ended by SIGKILL: starting another" in stderr
-    steps = [row["step"] for row in read_rows(tmp_path / "run")]
-    assert steps == list(range(1, len(steps) + 1))
-    wait_until(lambda: not find_processes(f"SURVIVE_TEST={tmp_path}"), "the end of the store")
+    with endless_run(text, tmp_path, **SURVIVE) as run:
+        run.start()
+        run.wait(lambda: bool(run.rows("snapshot")), "a snapshot")
+        [trainer] = trainers(run)
+        os.kill(trainer, signal.SIGKILL)
+        run.wait(lambda: len(run.rows("start")) == 2, "the second start")
+        run.processes[0].terminate()
+        assert run.finish() == [143]
+        assert "its process was ended by SIGKILL: starting another" in run.output()
+        assert_logged_once(run)
+        wait_until(lambda: not run.pids(), "the end of the store")
 
 
 @pytest.mark.slow
 def test_ranks_started_by_hand_meet_at_a_store_that_outlives_rank_0(text: Path, tmp_path: Path) -> None:
-    address = f"tcp://127.0.0.1:{free_port()}"
-    argv = run_args(tmp_path / "run", text, trainer__max_steps=10**6, distributed__init_method=address, **SURVIVE)
-    command, variable = [sys.executable, str(ROOT / "main.py"), *argv], f"SURVIVE_TEST={tmp_path}"
-    envs = [clean_env(RANK=str(rank), WORLD_SIZE="2", SURVIVE_TEST=str(tmp_path)) for rank in range(2)]
-    runs = [subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL, start_new_session=True) for env in envs]
-    file = tmp_path / "run/metrics.jsonl"
-    wait_until(lambda: file.exists() and '"train"' in file.read_text(), "the first step")
-    [first] = [pid for pid in trainers(variable) if b"\0RANK=0\0" in Path(f"/proc/{pid}/environ").read_bytes()]
-    subprocess.run(["kill", "-KILL", str(first)], check=True)
-    wait_until(lambda: '"joined": ["0@' in file.read_text(), "the return of rank 0")
-    os.killpg(runs[0].pid, signal.SIGTERM)  # as a terminal does with Ctrl-C: also to the process with the store
-    assert [run.wait(60) for run in runs] == [143, 143]
-    assert file.read_text().count('"start"') == 1
-    wait_until(lambda: not find_processes(variable), "the end of the store")
+    with endless_run(text, tmp_path, **SURVIVE) as run:
+        run.start_by_hand(2)
+        run.wait_for_step(1)
+        os.kill(trainers(run)[0], signal.SIGKILL)
+        run.wait(lambda: has_returned(run, 0), "the return of rank 0")
+        os.killpg(run.processes[0].pid, signal.SIGTERM)  # as by Ctrl-C on a terminal: also to the store's process
+        assert run.finish() == [143, 143]
+        assert len(run.rows("start")) == 1
+        wait_until(lambda: not run.pids(), "the end of the store")
+
+
+def has_returned(run: Run, rank: int) -> bool:
+    return any(member.startswith(f"{rank}@") for row in run.rows("view") for member in row["joined"])
 
 
 @pytest.mark.slow
@@ -116,26 +114,20 @@ class Exploit:
         return os.mkdir, (str(self.file),)
 
 
-def listening_addresses(variable: str) -> set[str]:
-    """At which the processes listen that have this variable."""
-    found = [connection for pid in find_processes(variable) for connection in psutil.Process(pid).net_connections()]
+def listening_addresses(run: Run) -> set[str]:
+    """At which the processes of a run listen."""
+    found = [connection for pid in run.pids() for connection in psutil.Process(pid).net_connections()]
     return {connection.laddr.ip for connection in found if connection.status == psutil.CONN_LISTEN}
 
 
 def test_a_client_of_the_store_runs_no_code_in_a_trainer(text: Path, tmp_path: Path) -> None:
     """It takes the place of ranks in objects that they exchange. The store listens on the loopback, on one machine."""
-    port, variable = free_port(), f"SURVIVE_TEST={tmp_path}"
-    address = f"tcp://127.0.0.1:{port}"
-    argv = run_args(tmp_path / "run", text, trainer__max_steps=10**6, distributed__init_method=address, **SURVIVE)
-    command = [sys.executable, str(ROOT / "main.py"), *argv]
-    runs = []
-    try:
-        for rank in range(2):
-            env = clean_env(RANK=str(rank), WORLD_SIZE="2", SURVIVE_TEST=str(tmp_path))
-            with (tmp_path / f"log-{rank}").open("w") as log:
-                runs.append(subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True))
-        wait_for_step(tmp_path / "run", 1)
-        assert not listening_addresses(variable) & {"0.0.0.0", "::"}
+    refusal = "what is no plain data"
+    with endless_run(text, tmp_path, **SURVIVE) as run:
+        run.start_by_hand(2)
+        run.wait_for_step(1)
+        assert not listening_addresses(run) & {"0.0.0.0", "::"}
+        port = int(run.argv[-1].rpartition(":")[2])
         root = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
         prefix = root.get("offer").decode().split()[0]
         store = dist.PrefixStore(prefix, root)
@@ -143,64 +135,51 @@ def test_a_client_of_the_store_runs_no_code_in_a_trainer(text: Path, tmp_path: P
         for view in range(2, 32):
             for rank in range(2):
                 store.set(f"object/{view}/1/{rank}", malicious)
-        logs: list[str] = []
         for view in range(1, 31):
             wait_until(lambda view=view: store.check([f"view/{view}"]), f"view {view}")
             store.compare_set(f"ended/{view}", "", json.dumps(["an attack", []]))
-            wait_for_step(tmp_path / "run", read_rows(tmp_path / "run")[-1]["step"] + 3)
-            logs = [(tmp_path / f"log-{rank}").read_text() for rank in range(2)]
-            if any("what is no plain data" in log for log in logs):  # read before the rank's own object replaced it
+            run.wait_for_step(run.step() + 3)
+            if refusal in run.log.read_text():  # read before the rank's own object replaced it
                 break
-    finally:
-        kill_processes(variable)
-        for run in runs:
-            run.wait()
     assert not (tmp_path / "exploited").exists()
-    assert any("what is no plain data" in log for log in logs), logs
+    assert refusal in run.log.read_text()
 
 
+@pytest.mark.slow
 def test_an_error_in_one_trainer_ends_no_run(text: Path, tmp_path: Path) -> None:
-    program, file = tmp_path / "fails.py", tmp_path / "run/metrics.jsonl"
+    program = tmp_path / "fails.py"
     program.write_text(FAILS_AT_STEP_3)
-    argv = run_args(tmp_path / "run", text, trainer__max_steps=10**6, **SURVIVE)
-    command = [sys.executable, *TORCHRUN, "--nproc_per_node=3", str(program), *argv]
-    env = clean_env(FAILING_RANKS="0")
-    with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as run:
-        wait_until(lambda: file.exists() and '"joined": ["0@' in file.read_text(), "the return of rank 0")
-        wait_for_step(tmp_path / "run", read_rows(tmp_path / "run")[-1]["step"] + 3)
-        run.send_signal(signal.SIGTERM)
-        _, stderr = run.communicate(timeout=60)
-    assert "ZeroDivisionError: at step 3" in stderr
-    assert file.read_text().count('"start"') == 1
-    steps = [row["step"] for row in read_rows(tmp_path / "run")]
-    assert steps == list(range(1, len(steps) + 1))
+    with endless_run(text, tmp_path, program, **SURVIVE) as run:
+        run.start_torchrun(3, FAILING_RANKS="0")
+        run.wait(lambda: has_returned(run, 0), "the return of rank 0")
+        run.wait_for_step(run.step() + 3)
+        run.processes[0].terminate()
+        run.finish()
+    assert "ZeroDivisionError: at step 3" in run.log.read_text()
+    assert len(run.rows("start")) == 1
+    assert_logged_once(run)
 
 
 @pytest.mark.slow
 def test_the_same_error_in_all_trainers_ends_the_run(text: Path, tmp_path: Path) -> None:
     program = tmp_path / "fails.py"
     program.write_text(FAILS_AT_STEP_3)
-    argv = run_args(tmp_path / "run", text, trainer__max_steps=10**6, **SURVIVE)
-    run = run_program(*TORCHRUN, "--nproc_per_node=2", str(program), *argv, FAILING_RANKS="01")
-    assert run.returncode == 1
-    assert run.stderr.count("ZeroDivisionError: at step 3") >= 2
-    assert "starting another" not in run.stderr
-    assert [row["step"] for row in read_rows(tmp_path / "run")] == [1, 2, 3]
+    with endless_run(text, tmp_path, program, **SURVIVE) as run:
+        run.start_torchrun(2, FAILING_RANKS="01")
+        assert run.finish() == [1]
+    assert run.log.read_text().count("ZeroDivisionError: at step 3") >= 2
+    assert "starting another" not in run.log.read_text()
+    assert [row["step"] for row in run.rows("train")] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("changes", [{}, SURVIVE], ids=["", "survive"])
+@pytest.mark.parametrize("changes", [{}, pytest.param(SURVIVE, marks=pytest.mark.slow)], ids=["", "survive"])
 def test_the_loss_of_by_hand_py_stops_its_ranks(changes: dict[str, Any], text: Path, tmp_path: Path) -> None:
-    argv = run_args(tmp_path / "run", text, trainer__max_steps=10**6, **changes)
-    command = [sys.executable, str(ROOT / "launch/by_hand.py"), "2", *argv]
-    variable = f"SURVIVE_TEST={tmp_path}"
-    env = clean_env(SURVIVE_TEST=str(tmp_path), TMPDIR=str(tmp_path))
-    with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as launcher:
-        try:
-            wait_for_step(tmp_path / "run", 1)
-            launcher.kill()
-            wait_until(lambda: not find_processes(variable), "the end of all ranks", timeout=20)
-        finally:
-            kill_processes(variable)
-        _, stderr = launcher.communicate()
-    assert not stderr
-    assert newest_snapshot(tmp_path / "run")["step"] == read_rows(tmp_path / "run")[-1]["step"]
+    with endless_run(text, tmp_path, **changes) as run:
+        run.argv = ["2", *run.argv]
+        run.program = ROOT / "launch/by_hand.py"
+        run.start(TMPDIR=str(tmp_path))
+        run.wait_for_step(1)
+        run.processes[0].kill()
+        wait_until(lambda: not run.pids(), "the end of all ranks", timeout=20)
+    assert newest_snapshot(run.run_dir)["step"] == run.step()
+    assert "Traceback" not in run.log.read_text()

@@ -1,0 +1,174 @@
+"""Runs that faults are caused in: main.py in processes of its own, which are found, signalled and started again."""
+
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from mingpt.monitoring.run_log import read_metrics
+from tests.helpers import (
+    ROOT,
+    TORCHRUN,
+    assert_equal_snapshots,
+    clean_env,
+    find_processes,
+    free_port,
+    kill_processes,
+    read_rows,
+    run_args,
+    run_captured,
+    run_ranks,
+)
+
+TIMEOUT = 150  # seconds to start, to stop or to reach a step, each of which takes ten
+
+
+class Run:
+    """A run folder, and the processes that train into it. At the end of a `with` block they are killed.
+
+    Args:
+        run_dir: its output goes to a file beside it
+        argv: the command line of the program
+        program: main.py, or a script that calls it
+        env: changes of the environment of all processes
+    """
+
+    def __init__(self, run_dir: Path, argv: Sequence[str], program: Path = ROOT / "main.py", **env: str | None) -> None:
+        self.run_dir = run_dir
+        self.argv = argv
+        self.program = program
+        self.log = run_dir.with_suffix(".log")
+        self.mark = uuid.uuid4().hex
+        self.env = env | {"FAULTS_RUN": self.mark}
+        self.processes: list[subprocess.Popen] = []
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill()
+
+    def start(self, *launcher: str, prefix: Sequence[str] = (), **env: str | None) -> None:
+        """Starts `PREFIX python LAUNCHER main.py ARGV`."""
+        command = [*prefix, sys.executable, *launcher, str(self.program), *self.argv]
+        with self.log.open("a") as log:
+            # In a session of its own, since on Ctrl-C the caller ends its processes itself.
+            process = subprocess.Popen(
+                command, stdout=log, stderr=log, env=clean_env(**self.env | env), start_new_session=True
+            )
+        self.processes.append(process)
+
+    def start_torchrun(self, world_size: int, *options: str, **env: str) -> None:
+        self.start(*TORCHRUN, f"--nproc_per_node={world_size}", *options, **env)
+
+    def start_by_hand(self, world_size: int, prefixes: Sequence[Sequence[str]] = ()) -> None:
+        """Starts one process per rank, which meet at a free port of this machine.
+
+        Args:
+            world_size: number of ranks
+            prefixes: the beginning of each rank's command, which then needs an init_method in argv
+        """
+        if not prefixes:
+            self.argv = [*self.argv, "--distributed.init_method", f"tcp://127.0.0.1:{free_port()}"]
+        for rank in range(world_size):
+            prefix = prefixes[rank] if prefixes else ()
+            self.start(prefix=prefix, RANK=str(rank), WORLD_SIZE=str(world_size))
+
+    def pids(self) -> dict[int, str]:
+        """All processes of this run, orphans too: each with its `LOCAL_RANK=...` or an empty string."""
+        return find_processes(f"FAULTS_RUN={self.mark}")
+
+    def ranks(self) -> list[int]:
+        """Process ids by rank: torchrun's workers, or else the processes that were started and still run."""
+        pids = self.pids()
+        workers = sorted(filter(pids.get, pids), key=pids.__getitem__)
+        return workers or [process.pid for process in self.processes if process.poll() is None]
+
+    def rows(self, *events: str) -> list[dict[str, Any]]:
+        """The rows of metrics.jsonl with these events so far."""
+        with suppress(FileNotFoundError):
+            rows, _ = read_metrics(self.run_dir / "metrics.jsonl")
+            return [row for row in rows if row["event"] in events]
+        return []
+
+    def step(self) -> int:
+        """The newest step that was logged."""
+        return max((row["step"] for row in self.rows("train")), default=0)
+
+    def output(self) -> str:
+        """The end of the output."""
+        return self.log.read_text(errors="replace")[-6000:]
+
+    def wait(self, condition: Callable[[], bool], name: str, may_exit: bool = False) -> None:
+        """Waits for a condition that comes true in time, and before the newest process has ended.
+
+        Raises:
+            AssertionError: it does not
+        """
+        deadline = time.monotonic() + TIMEOUT
+        while not condition():
+            status = self.processes[-1].poll()
+            if status is not None and not may_exit and not condition():
+                raise AssertionError(f"{name}: not before the end with status {status}\n{self.output()}")
+            if time.monotonic() > deadline:
+                raise AssertionError(f"{name}: not within {TIMEOUT} s\n{self.output()}")
+            time.sleep(0.05)
+
+    def wait_for_step(self, step: int) -> None:
+        self.wait(lambda: self.step() >= step, f"step {step}")
+
+    def wait_for_save(self) -> bool:
+        """Waits for a snapshot that is being written, without a pause, since that takes only milliseconds."""
+        folder, deadline = self.run_dir / "snapshots", time.monotonic() + 3
+        leftovers = set(folder.glob("*.tmp"))
+        while time.monotonic() < deadline:
+            if not leftovers.issuperset(folder.glob("*.tmp")):
+                return True
+        return False
+
+    def finish(self, timeout: float = TIMEOUT) -> list[int]:
+        """Waits until all processes have ended; returns their exit statuses."""
+        return [process.wait(timeout) for process in self.processes]
+
+    def kill(self) -> None:
+        """Kills all processes at once, as a loss of power does."""
+        kill_processes(f"FAULTS_RUN={self.mark}")
+        for process in self.processes:
+            process.wait()
+
+
+def send(pid: int, number: int) -> None:
+    """Sends a signal to a process that may have ended."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def train_undisturbed(run_dir: Path, text: Path, world_size: int = 1, **options: Any) -> Path:
+    """Trains a run without faults to its end, unless it is there already; returns its folder."""
+    if not run_dir.exists():
+        argv = run_args(run_dir, text, **options)
+        results = run_ranks(world_size, run_captured, *argv, tmp_path=run_dir.parent, timeout=600)
+        assert {status for status, *_ in results} == {0}, results
+    return run_dir
+
+
+def assert_same_run(undisturbed: Path, run_dir: Path) -> None:
+    """Both have ended with the same bits, and each has logged each step once, with the same losses.
+
+    The validation loss of the last step is left out: a run that a signal has stopped has none.
+    """
+    assert_equal_snapshots(undisturbed, run_dir)
+    expected, found = (_curves(folder) for folder in (undisturbed, run_dir))
+    assert expected == found, "losses differ"
+
+
+def _curves(run_dir: Path) -> list[list[tuple[int, float]]]:
+    train, evaluations = (read_rows(run_dir, event) for event in ("train", "eval"))
+    last_step = train[-1]["step"]
+    losses = [(row["step"], row["loss"]) for row in train]
+    return [losses, [(row["step"], row["val_loss"]) for row in evaluations if row["step"] < last_step]]
