@@ -5,35 +5,29 @@ number), so a run that resumes from a snapshot is the same run.
 """
 
 import math
-import platform
 import signal
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from char_dataset import CharDataset, ValidationDataset, train_val_split
 from mingpt import summary
 from mingpt.config import Config, GPTConfig, config_to_dict
-from mingpt.corpus import Corpus, encode_corpus
 from mingpt.distributed.collectives import DistributedContext, PendingFlags
 from mingpt.errors import UserError
 from mingpt.evaluation import Evaluation, choose_sample_prompt, generate_sample
-from mingpt.hardware.device import device_name
 from mingpt.monitoring.logging import logger
 from mingpt.monitoring.profiler import profile_steps
 from mingpt.monitoring.run_log import RunLog, StepTimer
 from mingpt.optimizer import learning_rate
 from mingpt.parallel.build import agree_on_numerics, build_strategy
 from mingpt.parallel.finite_guard import FiniteGuard
+from mingpt.prepare_run import initial_weights, keep_init_from, load_corpus
 from mingpt.progress import Progress, StepResult
 from mingpt.signals import EXIT_STATUS, SignalHandler
 from mingpt.snapshot.manager import SnapshotManager, check_compatible
-from mingpt.snapshot.pretrained import load_initial_weights, load_pretrained
 from model import GPT
 
 EXIT_WAIT_SECONDS = 5.0  # how long a failing run waits for a snapshot that is being written
@@ -56,39 +50,29 @@ class Trainer:
         self.run_dir = Path(config.trainer.run_dir)
         self.snapshots = SnapshotManager(config, context)
         newest = self.snapshots.load_newest()
-        if newest is not None:
-            config = keep_init_from(config, newest.header)
-        self.config = config
+        self.resumed = newest.header if newest is not None else None
+        self.config = config = keep_init_from(config, self.resumed)
 
         self.corpus = load_corpus(config, context)
         training, validation = train_val_split(self.corpus, config.data)
         self.train_data = CharDataset(training, config.data.block_size, config.trainer.seed)
         self.val_data = ValidationDataset(validation, config.data.block_size, config.trainer.eval_windows)
         self.sample_prompt = choose_sample_prompt(config.trainer.sample_prompt, validation, self.corpus.vocabulary)
+        check_compatible(self.resumed, config_to_dict(config), self.corpus.vocabulary)
 
-        self.progress = Progress()
-        self.resumed = None
-        previous_numerics = {}
-        if newest is not None:
-            check_compatible(newest.header, config_to_dict(config), self.corpus.vocabulary)
-            self.progress.load_state_dict(newest.header)
-            self.resumed = newest.header
-            previous_numerics = newest.header["choices"]
-        self.numerics = agree_on_numerics(config, context, previous_numerics)
-
+        self.numerics = agree_on_numerics(config, context, self.resumed)
         vocab_size = len(self.corpus.vocabulary)
         self.model_config = GPTConfig(**asdict(config.model), vocab_size=vocab_size, block_size=config.data.block_size)
         with torch.device("meta"):  # the full model need not fit into memory
             model = GPT(self.model_config)
         self.strategy = build_strategy(config, model, context, self.numerics.precision, self.train_data[[0]])
-        if newest is not None:
-            self.snapshots.restore(newest, self.strategy)
-        else:
-            weights: dict[str, Tensor] = {}
-            with context.shared_errors():
-                if context.rank == 0:
-                    weights = initial_weights(config, self.model_config, self.corpus.vocabulary)
+        self.progress = Progress()
+        if newest is None:
+            weights = initial_weights(config, context, self.model_config, self.corpus.vocabulary)
             self.strategy.load_full_state(weights, {}, source=0)
+        else:
+            self.progress.load_state_dict(newest.header)
+            self.snapshots.restore(newest, self.strategy)
 
         self.guard = FiniteGuard(self.strategy, config.optimizer, self.snapshots.newest_file)
         self.log = RunLog()
@@ -106,7 +90,7 @@ class Trainer:
         """
         if self.is_done() and not self.is_eval_pending():
             return self.already_trained()
-        self.start_log(self.context.all_gather_object(self.host_and_device()))
+        self.start_log()
         trace = self.run_dir / f"trace-{self.context.rank}.json"
         with profile_steps(self.config.trainer.profile_steps, trace) as step_profiler, self.signals:
             try:
@@ -119,16 +103,9 @@ class Trainer:
             finally:
                 self.close()
 
-    def host_and_device(self) -> str:
-        return f"{platform.node()} {device_name(self.context.device)}"
-
-    def start_log(self, devices: Sequence[str]) -> None:
-        """Shows what is about to be trained, and opens the log.
-
-        Args:
-            devices: host and device of each rank
-        """
-        logger.info(summary.start(self, devices))
+    def start_log(self) -> None:
+        """Shows what is about to be trained, and opens the log; all ranks call it."""
+        logger.info(summary.start(self))
         with self.context.shared_errors():
             if self.context.rank == 0:
                 self.log.open(self.config, self.progress.step, self.last_step)
@@ -302,14 +279,9 @@ class Trainer:
     def log_saves(self) -> None:
         """Writes and shows the saves that have ended since the last call."""
         for result in self.snapshots.poll():
+            self.log.write("snapshot", result.step, **result.row)
             if result.is_saved:
                 self.progress.set_best(result.best)
-                path = self.snapshots.storage.file(result.step)
-                self.log.write("snapshot", result.step, path=path, val_loss=result.val_loss)
-            else:
-                self.log.write("snapshot", result.step, error=str(result.error))
-            if result.error is not None:
-                logger.warning(f"step {result.step}: {result.error}; training continues, and the next save tries again")
 
     def already_trained(self) -> int:
         """Says that there is nothing to do. Returns the exit status."""
@@ -327,16 +299,15 @@ class Trainer:
             UserError: the last snapshot is not saved.
         """
         self.context.end_collectives()
-        self.snapshots.writer.wait()
+        save_error = self.snapshots.wait_for_last_save()
         self.log_saves()
-        errors = self.context.exchange_messages(self.snapshots.writer_ranks, self.snapshots.last_error)
         step = self.progress.step
         is_stopped = step < self.last_step or self.is_eval_pending()
         name = signal.Signals(self.stop_signal).name if is_stopped else None
         self.log.write("stop", step, signal=name)
-        for error in filter(None, errors.values()):
+        if save_error:
             raise UserError(
-                f"training has reached step {step}, but its snapshot is not saved: {error}; then the same command "
+                f"training has reached step {step}, but its snapshot is not saved: {save_error}; then the same command "
                 "resumes from the newest"
             )
         if is_stopped:
@@ -349,35 +320,3 @@ class Trainer:
         """Closes the files, also after an error."""
         self.log.close()
         self.snapshots.writer.wait(EXIT_WAIT_SECONDS)
-
-
-def keep_init_from(config: Config, header: dict[str, Any]) -> Config:
-    """The configuration of a run that continues, whose trainer.init_from stays what the run began with."""
-    init_from = header["config"]["trainer"]["init_from"]
-    if config.trainer.init_from not in (None, init_from):
-        logger.warning(f"trainer.init_from is not used, since the run continues from step {header['step']}")
-    return replace(config, trainer=replace(config.trainer, init_from=init_from))
-
-
-def load_corpus(config: Config, context: DistributedContext) -> Corpus:
-    """The text as tokens. One process per machine encodes it, or compares the cache with its digest."""
-    init_from = config.trainer.init_from
-
-    def pretrained_vocabulary() -> str:  # called only where the text is encoded: a run that continues has it
-        return "" if init_from is None else load_pretrained(init_from, "trainer.init_from").vocabulary
-
-    cache = Path(config.trainer.run_dir) / "cache"
-    with context.local_rank0_first():
-        verify = context.local_rank == 0
-        corpus = encode_corpus(config.data.path, cache, pretrained_vocabulary, init_from or "", verify)
-    context.check_equal({"the text's SHA-256": corpus.sha256})
-    return corpus
-
-
-def initial_weights(config: Config, model_config: GPTConfig, vocabulary: str) -> dict[str, Tensor]:
-    """The state dict of a new model, at random or from trainer.init_from."""
-    torch.manual_seed(config.trainer.seed)
-    model = GPT(model_config)
-    if config.trainer.init_from is None:
-        return model.state_dict()
-    return load_initial_weights(config.trainer.init_from, model, vocabulary)

@@ -43,7 +43,7 @@ def training_loop(bench: Bench) -> Iterator[Row]:
     loop = minimal_loop(trainer)
     ratios = []
     with suppress_stdout(), trainer.signals:
-        trainer.start_log(["this machine"])
+        trainer.start_log()
         for _ in range(pairs + 1):
             trainer_seconds = bench.time_calls(trainer.advance, interval)
             loop_seconds = bench.time_calls(loop, interval)

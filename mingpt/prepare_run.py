@@ -1,4 +1,4 @@
-"""What is checked and prepared before a Trainer is built: equal ranks, a valid batch, the text, locks of folders."""
+"""What a Trainer needs before it can be built: checks, the text, locks of folders, and initial weights."""
 
 import hashlib
 import os
@@ -6,12 +6,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from char_dataset import split_lengths
-from mingpt.config import PLACES, Config, DataConfig, config_to_dict
-from mingpt.corpus import check_text, count_characters
+from mingpt.config import PLACES, Config, DataConfig, GPTConfig, config_to_dict
+from mingpt.corpus import Corpus, check_text, count_characters, encode_corpus
 from mingpt.distributed.collectives import DistributedContext
 from mingpt.errors import UserError
 from mingpt.hardware.device import check_precision, tune_malloc
@@ -19,6 +23,8 @@ from mingpt.monitoring.logging import logger
 from mingpt.monitoring.run_log import check_wandb
 from mingpt.parallel.build import validate
 from mingpt.run_lock import lock_run
+from mingpt.snapshot.pretrained import load_initial_weights, load_pretrained
+from model import GPT
 
 ROOT = Path(__file__).parent.parent
 
@@ -98,3 +104,50 @@ def locked_folders(config: Config, context: DistributedContext) -> Iterator[None
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def keep_init_from(config: Config, header: dict[str, Any] | None) -> Config:
+    """The configuration in which trainer.init_from is what the run began with.
+
+    Args:
+        header: that of the snapshot from which the run continues; None: it is new
+    """
+    if header is None:
+        return config
+    init_from = header["config"]["trainer"]["init_from"]
+    if config.trainer.init_from not in (None, init_from):
+        logger.warning(f"trainer.init_from is not used, since the run continues from step {header['step']}")
+    return replace(config, trainer=replace(config.trainer, init_from=init_from))
+
+
+def load_corpus(config: Config, context: DistributedContext) -> Corpus:
+    """The text as tokens. One process per machine encodes it, or compares the cache with its digest."""
+    init_from = config.trainer.init_from
+
+    def pretrained_vocabulary() -> str:  # called only where the text is encoded: a run that continues has it
+        return "" if init_from is None else load_pretrained(init_from, "trainer.init_from").vocabulary
+
+    cache = Path(config.trainer.run_dir) / "cache"
+    with context.local_rank0_first():
+        verify = context.local_rank == 0
+        corpus = encode_corpus(config.data.path, cache, pretrained_vocabulary, init_from or "", verify)
+    context.check_equal({"the text's SHA-256": corpus.sha256})
+    return corpus
+
+
+def initial_weights(
+    config: Config, context: DistributedContext, model_config: GPTConfig, vocabulary: str
+) -> dict[str, Tensor]:
+    """On rank 0, the state dict of a new model, random or from trainer.init_from; on others, it is empty.
+
+    Raises:
+        UserError: on all ranks, if trainer.init_from can't be loaded.
+    """
+    with context.shared_errors():
+        if context.rank == 0:
+            torch.manual_seed(config.trainer.seed)
+            model = GPT(model_config)
+            if config.trainer.init_from is None:
+                return model.state_dict()
+            return load_initial_weights(config.trainer.init_from, model, vocabulary)
+    return {}

@@ -2,8 +2,9 @@
 
 import json
 import math
+import platform
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from mingpt.config import PLACES, config_to_dict
+from mingpt.hardware.device import device_name
 from mingpt.monitoring.live_line import format_duration
 from mingpt.optimizer import learning_rate
 from mingpt.parallel.memory import MemoryUsage, format_bytes, measure_memory
@@ -22,12 +24,10 @@ if TYPE_CHECKING:
     from trainer import Trainer
 
 
-def start(trainer: "Trainer", devices: Sequence[str]) -> str:
-    """Ranks, choices, text and length of a run, its model, and what has changed since its newest snapshot.
-
-    Args:
-        devices: host and device of each rank
-    """
+def start(trainer: "Trainer") -> str:
+    """Ranks, choices, text and length of a run, its model, and what has changed since its newest snapshot."""
+    context = trainer.context
+    devices = context.all_gather_object(f"{platform.node()} {device_name(context.device)}")
     config = trainer.config
     cfg = config.trainer
     T = config.data.block_size
@@ -37,7 +37,7 @@ def start(trainer: "Trainer", devices: Sequence[str]) -> str:
         f"{config.data.path}: {len(trainer.corpus.tokens):,} characters, {len(trainer.corpus.vocabulary)} distinct; "
         f"{windows:,} training windows"
     )
-    rows = {"backend": trainer.context.backend, **trainer.numerics.reasons, **trainer.strategy.description}
+    rows = {"backend": context.backend, **trainer.numerics.reasons, **trainer.strategy.description}
     if val_windows < trainer.val_data.windows_in_text:
         rows["evaluation"] = (
             f"{val_windows:,} of the {trainer.val_data.windows_in_text:,} windows of the validation text, evenly spread"

@@ -52,11 +52,11 @@ def validate(config: Config, world_size: int) -> None:
         strategy_class(config).validate(config, world_size)
 
 
-def agree_on_numerics(config: Config, context: DistributedContext, previous: dict[str, Any]) -> Numerics:
+def agree_on_numerics(config: Config, context: DistributedContext, header: dict[str, Any] | None) -> Numerics:
     """Chooses precision and threads, the same on all ranks, and applies what does not belong to the strategy.
 
     Args:
-        previous: the choices in the snapshot, or empty
+        header: that of the snapshot that the run continues from, whose choices are kept where possible; None: it is new
 
     Raises:
         UserError: the device does not support the precision, or ranks choose different ones.
@@ -69,7 +69,7 @@ def agree_on_numerics(config: Config, context: DistributedContext, previous: dic
             context.world_size,
             context.local_world_size,
             needs_one_thread,
-            previous,
+            header["choices"] if header else {},
         )
     context.check_equal({"what trainer.precision: auto gives": numerics.precision}, advice="set it to either")
     return numerics

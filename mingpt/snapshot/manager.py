@@ -33,10 +33,18 @@ class SaveResult(NamedTuple):
     val_loss: float | None
     error: Exception | None  # why there is no snapshot, or a PruneError
     best: dict[str, Any]  # step and val_loss of the best snapshot, this one included
+    path: str
 
     @property
     def is_saved(self) -> bool:
         return self.error is None or isinstance(self.error, PruneError)
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """Values of its row in the run's log."""
+        if self.is_saved:
+            return {"path": self.path, "val_loss": self.val_loss}
+        return {"error": str(self.error)}
 
 
 class AsyncSnapshotWriter:
@@ -99,7 +107,8 @@ class AsyncSnapshotWriter:
                 self.storage.write(snapshot, snapshot["best"]["step"])
             except Exception as raised:  # reported by the training loop
                 error = raised
-            future.set_result(SaveResult(snapshot["step"], snapshot["val_loss"], error, snapshot["best"]))
+            path = self.storage.file(snapshot["step"])
+            future.set_result(SaveResult(snapshot["step"], snapshot["val_loss"], error, snapshot["best"], path))
 
 
 @dataclass(frozen=True)
@@ -221,14 +230,16 @@ class SnapshotManager:
             best = {"step": header["step"], "val_loss": header["val_loss"]}
         header = header | {"scaler": strategy.scaler.state_dict(), "best": best}
         writes = self.context.rank in self.writer_ranks
-        if not writes:  # it may have to take over from the rank that writes
-            self.results.append(SaveResult(header["step"], header["val_loss"], None, best))
-        elif not ready:
+        late = None
+        if writes and not ready:
             late = UserError(
                 f"trainer.snapshot_path: the previous snapshot is still being written to {self.storage.path} after "
                 f"{self.max_wait:g} seconds; this one is skipped: raise trainer.save_every if that happens often"
             )
-            self.results.append(SaveResult(header["step"], header["val_loss"], late, best))
+        if late or not writes:  # a rank that does not write may have to take over from the one that does
+            path = self.storage.file(header["step"])
+            self.results.append(SaveResult(header["step"], header["val_loss"], late, best, path))
+            self.last_error = str(late or "")
         self._start(header, strategy, writes=ready and writes)
 
     def is_missing(self, step: int) -> bool:
@@ -246,13 +257,22 @@ class SnapshotManager:
         for result in results:
             if result.error is not None and not isinstance(result.error, UserError):
                 raise result.error
-            self.last_error = "" if result.is_saved else str(result.error)
+            if result.error is not None:
+                logger.warning(f"step {result.step}: {result.error}; training continues, and the next save tries again")
         return results
+
+    def wait_for_last_save(self) -> str:
+        """Waits for the last save of all ranks; returns why it has failed, or an empty string."""
+        self.writer.wait()
+        self._collect_result()
+        errors = self.context.exchange_messages(self.writer_ranks, self.last_error)
+        return next(filter(None, errors.values()), "")
 
     def _collect_result(self) -> None:
         result = self.writer.poll()
         if result is not None:
             self.results.append(result)
+            self.last_error = "" if result.is_saved else str(result.error)
 
     def _start(self, header: dict[str, Any], strategy: "Strategy", writes: bool) -> None:
         if writes:
@@ -293,13 +313,18 @@ def new_run_advice(config: dict[str, Any]) -> str:
     return "set another trainer.run_dir and trainer.snapshot_path"
 
 
-def check_compatible(header: dict[str, Any], config: dict[str, Any], vocabulary: str) -> None:
-    """Checks that a snapshot fits the configuration and the vocabulary of this run.
+def check_compatible(header: dict[str, Any] | None, config: dict[str, Any], vocabulary: str) -> None:
+    """Checks that the snapshot that a run continues from fits its configuration and vocabulary.
+
+    Args:
+        header: None: the run is new
 
     Raises:
         UserError: the vocabulary differs, or a key that determines shapes or meaning of the tensors, or which part of
             the text is trained on, and in which order.
     """
+    if header is None:
+        return
     for name in (*SHAPE_KEYS, "data.train_split", "optimizer.name", "trainer.seed"):
         section, key = name.split(".")
         now = config[section][key]

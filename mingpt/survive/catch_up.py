@@ -18,7 +18,6 @@ class MemberState(NamedTuple):
     result: list[Any] | None  # of the newest step, by `result_to_list`; None: no step since the start
     logged: int  # the newest step of which it knows that everything due is written
     is_writer: bool  # it was rank 0 in the view before too
-    device: str
 
 
 def result_to_list(result: StepResult) -> list[Any]:

@@ -105,7 +105,6 @@ class SurvivingLoop:
             result_to_list(self.result) if self.result is not None else None,
             self.logged,
             trainer.log.is_open,
-            trainer.host_and_device(),
         )
         now, had = catch_up(trainer.strategy, mine)
         trainer.progress.load_state_dict(now.progress)
@@ -113,17 +112,17 @@ class SurvivingLoop:
         self.logged = now.logged
         self.result = list_to_result(now.result) if now.result is not None else None
         if not had[0].is_writer:
-            self._become_writer([state.device for state in had])
+            self._become_writer()
         if self.context.rank == 0:
             self._log_view(view)
         # What an earlier view has agreed on is void: the process that was told to stop may be dead.
         trainer.read_flags(self.context.all_reduce_flags(trainer.signals.signal, 0))
 
-    def _become_writer(self, devices: list[str]) -> None:
+    def _become_writer(self) -> None:
         """Called by all members of a view whose rank 0 has not written the run's files so far."""
         trainer = self.trainer
         if self.result is None:
-            trainer.start_log(devices)
+            trainer.start_log()
         elif self.context.rank == 0:
             trainer.log.open(trainer.config, self.logged, trainer.last_step)
         if self.context.rank == 0:
