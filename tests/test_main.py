@@ -30,7 +30,7 @@ from helpers import (
 )
 
 import main
-from mingpt import program
+from mingpt import prepare_run, program
 from mingpt.errors import PeerError
 from mingpt.run_lock import LOCK_NAME
 from trainer import Trainer
@@ -109,12 +109,12 @@ def test_errors_in_training_have_their_status_and_one_message(
         assert stderr.startswith(f"error: {message}")
 
 
-def test_other_errors_are_not_caught_and_an_interrupt_before_training_is_status_130(
-    argv: list[str], monkeypatch: pytest.MonkeyPatch
+def test_other_errors_show_their_traceback_and_an_interrupt_before_training_is_status_130(
+    argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(Trainer, "train_step", fail_with(RuntimeError, "shape '[2]' is invalid"))
-    with pytest.raises(RuntimeError, match="shape"):
-        run_main(argv)
+    assert run_main(argv) == 1
+    assert "RuntimeError: shape '[2]' is invalid" in capsys.readouterr().err
     monkeypatch.setattr(Trainer, "__init__", fail_with(KeyboardInterrupt))
     assert run_main(argv) == 130
 
@@ -348,11 +348,11 @@ def test_ranks_agree_on_configuration_text_and_code(text: Path, tmp_path: Path) 
 
 def _run_with_own_argv(cases: list[list[list[str]]]) -> list[tuple[int, str, str]]:
     """Runs each case with this rank's command line; one that ends in "another code" has that digest of the code."""
-    results, init_method, code_digest = [], os.environ["TEST_INIT_METHOD"], main.code_digest
+    results, init_method, code_digest = [], os.environ["TEST_INIT_METHOD"], prepare_run.code_digest
     for i, case in enumerate(cases):
         os.environ["TEST_INIT_METHOD"] = f"{init_method}-{i}"
         argv = case[int(os.environ["RANK"])]
-        main.code_digest = (lambda: "another code") if argv[-1] == "another code" else code_digest
+        prepare_run.code_digest = (lambda: "another code") if argv[-1] == "another code" else code_digest
         [result] = run_each_captured([argv[:-1] if argv[-1] == "another code" else argv])
         results.append(result)
     return results
@@ -398,12 +398,12 @@ def test_the_code_digest_covers_the_library_and_the_imported_scripts(
     shutil.copytree(ROOT / "mingpt", tmp_path / "mingpt")
     script = tmp_path / "model.py"
     script.write_text("")
-    monkeypatch.setattr(main, "ROOT", tmp_path)
+    monkeypatch.setattr(prepare_run, "ROOT", tmp_path)
     monkeypatch.setattr(sys.modules["model"], "__file__", str(script))
-    digests = [main.code_digest()]
+    digests = [prepare_run.code_digest()]
     for file in (script, tmp_path / "mingpt/muon.py", tmp_path / "mingpt/parallel/sharded.py"):
         file.write_bytes(file.read_bytes() + b"#")
-        digests.append(main.code_digest())
+        digests.append(prepare_run.code_digest())
     (tmp_path / "unused.py").write_text("#")
-    assert main.code_digest() == digests[-1]
+    assert prepare_run.code_digest() == digests[-1]
     assert len(set(digests)) == 4

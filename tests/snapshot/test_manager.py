@@ -56,7 +56,7 @@ def test_the_writer_saves_the_state_of_the_step_and_reuses_its_buffers(tmp_path:
         assert writer.wait(20)
         storage.permission.clear()
         assert torch.equal(load_snapshot(storage.file(step))["model"]["weight"], torch.full((1000,), float(step)))
-        assert writer.poll() == (step, None, None, {"step": None})
+        assert writer.poll() == (step, None, None, {"step": None}, storage.file(step))
         assert writer.poll() is None
         addresses |= {buffer.data_ptr() for buffer in writer.staging_buffers.values()}
     assert len(addresses) == 1
