@@ -167,26 +167,6 @@ def test_bad_options_of_scripts_are_refused_in_one_message(
     assert {path.name for path in trained.iterdir()} == {"text.txt", "run"}
 
 
-# What is left in the temporary folder
-
-
-@pytest.mark.parametrize("protocol", ["simplecache", "filecache"])
-def test_caching_urls_leave_no_folders(protocol: str, trained: Path, tmp_path: Path) -> None:
-    """main.py ends without the interpreter's exit, at which fsspec would remove them."""
-    url = f"{protocol}::file://{trained}"
-    changes = {"data__path": f"{url}/text.txt", "trainer__init_from": f"{url}/run/snapshots/step_00000001.pt"}
-    argv = run_args(tmp_path / "run", trained / "text.txt", trainer__max_steps=1, **changes)
-    (tmp_path / "temporary").mkdir()
-    assert run_ranks(1, _run_in_temporary_folder, str(tmp_path / "temporary"), argv, tmp_path=tmp_path) == [(0, [])]
-
-
-def _run_in_temporary_folder(folder: str, argv: list[str]) -> tuple[int, list[str]]:
-    import tempfile
-
-    tempfile.tempdir = folder
-    return train_main(*argv), os.listdir(folder)
-
-
 @pytest.mark.parametrize(("argv", "status"), [(["--help"], 0), ([], 2), (["-1"], 2), (["main.py"], 2)])
 def test_by_hand_says_how_it_is_used(argv: list[str], status: int) -> None:
     done = run_program("launch/by_hand.py", *argv)
