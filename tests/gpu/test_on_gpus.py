@@ -23,14 +23,13 @@ WATCHED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("precision", TOLERANCES)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_gpus_train_in_each_precision_with_the_losses_of_a_cpu(strategy: str, tmp_path: Path) -> None:
+def test_gpus_train_in_each_precision_with_the_losses_of_a_cpu(strategy: str, precision: str, tmp_path: Path) -> None:
     [expected] = train(tmp_path / "cpu", 1, {"fp32": {}}, 12).values()
-    options = {"distributed__strategy": strategy}
-    runs = {precision: {"trainer__precision": precision, **options} for precision in TOLERANCES}
-    found = train(tmp_path / "cuda", ranks_on("cuda", 2), runs, 12, "cuda")
-    for precision, tolerance in TOLERANCES.items():
-        assert max_relative_error(found[precision], expected) < tolerance, precision
+    options = {"trainer__precision": precision, "distributed__strategy": strategy}
+    [found] = train(tmp_path / "cuda", ranks_on("cuda", 2), {"run": options}, 12, "cuda").values()
+    assert max_relative_error(found, expected) < TOLERANCES[precision]
 
 
 def test_stages_on_gpus_train_with_the_losses_of_one_process(tmp_path: Path) -> None:

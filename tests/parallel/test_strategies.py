@@ -110,7 +110,8 @@ def test_a_run_goes_through_all_strategies(device: str, tmp_path: Path) -> None:
     ranks = ranks_on(device, 2)
     text = write_text(tmp_path / "text.txt")
     for step, name in ((3, "ddp"), (6, "zero1"), (9, "zero2"), (12, "fsdp")):
-        options = {"distributed__strategy": name, "trainer__max_steps": step, **NO_DROPOUT}
+        options = {"distributed__strategy": name, "trainer__max_steps": step, "trainer__keep_snapshots": 4}
+        options |= NO_DROPOUT
         run_on(device, ranks, [run_args(tmp_path / "run", text, **options)], tmp_path)
     run_on(device, 1, [run_args(tmp_path / "whole", text, **NO_DROPOUT)], tmp_path)
     found, expected = (loss_curve(tmp_path / name) for name in ("run", "whole"))
