@@ -1,7 +1,6 @@
 """Bad input of every kind ends with status 2 and one message that names it, at once, and leaves nothing behind."""
 
 import json
-import os
 import sys
 import time
 from pathlib import Path

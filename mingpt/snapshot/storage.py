@@ -17,14 +17,13 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 from tqdm import tqdm
 
-from mingpt.config import KEYS
 from mingpt.errors import UserError
 from mingpt.files import replaced_file
 from mingpt.monitoring.live_line import BAR_OPTIONS
 
 T = TypeVar("T")
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # format 1 may have model.gelu_approximate
 SNAPSHOT_NAME = re.compile(r"step_(\d{8})\.pt")
 # Of processes that were killed; a uuid is in each name, since the folder may hold files of others.
 LEFTOVER_NAME = re.compile(r"step_\d{8}\.pt\.[0-9a-f]{32}\.tmp|[0-9a-f]{32}\.mark")
@@ -215,10 +214,10 @@ def load_snapshot(path: str) -> dict[str, Any]:
             snapshot = torch.load(name, map_location="cpu", weights_only=True, mmap=True)
         except (RuntimeError, ValueError, pickle.UnpicklingError) as error:
             raise DamagedSnapshotError(f"torch.load refuses it: {error}") from error
-    if snapshot["format"] != FORMAT_VERSION:
+    if snapshot["format"] not in (1, FORMAT_VERSION):
         found = f"{path} has format {snapshot['format']}"
         raise UserError(f"{found}, this program reads {FORMAT_VERSION}: take the program that wrote it")
-    if "config" in snapshot:
+    if snapshot["format"] == 1 and "config" in snapshot:
         snapshot["config"]["model"] = _current_keys(snapshot["config"]["model"], path)
     return snapshot
 
@@ -247,18 +246,14 @@ def check_crc32(name: str) -> None:
 
 
 def _current_keys(model: dict[str, Any], path: str) -> dict[str, Any]:
-    """The model section of a snapshot, which may be older, with the keys of this version.
+    """The model section of a snapshot of format 1, with the keys of this version.
 
     Raises:
         UserError: the model has an activation that this version does not have.
     """
     model = {"architecture": "gpt2", "conv_kernel_size": None} | model
-    is_gpt2 = model["architecture"] == "gpt2"
-    model.setdefault("gelu_approximate", "tanh" if is_gpt2 else "none")
-    if "model.gelu_approximate" in KEYS:
-        return model
-    gelu_approximate = model.pop("gelu_approximate")
-    if is_gpt2 and gelu_approximate != "none":
+    gelu_approximate = model.pop("gelu_approximate", "tanh")
+    if model["architecture"] == "gpt2" and gelu_approximate != "none":
         raise UserError(
             f"{path} was trained with model.gelu_approximate {gelu_approximate}, which this program does not have: "
             "take the program that wrote it"

@@ -152,34 +152,6 @@ def _train_with_fp16_on_the_cpu(argvs: list[list[str]]) -> list[tuple[int, str, 
     return run_each_captured(argvs)
 
 
-def test_a_snapshot_from_before_newer_keys_is_gpt2s_with_its_gelu(trained: Path, tmp_path: Path) -> None:
-    snapshots = tmp_path / "run/snapshots"
-    argv = run_args(tmp_path / "run", trained / "text.txt", **SIX_STEPS)
-    gpt2 = [*argv, "--model.architecture", "gpt2"]
-    short = [*gpt2, "--trainer.max_steps", "3"]
-    assert run_ranks(1, train_main, *short, tmp_path=tmp_path) == [0]
-    snapshot = load_snapshot(str(snapshots / "step_00000003.pt"))
-    assert snapshot["config"]["model"].pop("architecture") == "gpt2"
-    del snapshot["config"]["model"]["gelu_approximate"]
-    torch.save(snapshot, tmp_path / "old.pt")
-    (tmp_path / "old.pt").replace(snapshots / "step_00000003.pt")
-
-    nanochat = [*argv, "--model.architecture", "nanochat"]
-    start = run_args(tmp_path / "new", trained / "text.txt", trainer__init_from=snapshots, trainer__max_steps=1)
-    argvs = [nanochat, gpt2, start, [*gpt2, "--model.gelu_approximate", "tanh"]]
-    [results] = run_ranks(1, run_each_captured, argvs, tmp_path=tmp_path)
-    assert [status for status, _, _ in results] == [2, 2, 0, 0]
-    for (_, _, err), key, now, then in (
-        (results[0], "architecture", "nanochat", "gpt2"),
-        (results[1], "gelu_approximate", "none", "tanh"),
-    ):
-        prefix = f"error: model.{key} is {now}, but {then} in the snapshot of step 3 in the run folder: "
-        assert err.startswith(f"{prefix}set it to {then} to resume")
-    model = newest_snapshot(tmp_path / "new")["config"]["model"]
-    assert (model["architecture"], model["gelu_approximate"]) == ("gpt2", "tanh")
-    assert newest_snapshot(tmp_path / "run")["step"] == 6
-
-
 def test_the_best_snapshot_is_kept_across_a_resume(trained: Path, tmp_path: Path) -> None:
     """The learning rate is so high that the first validation losses stay the lowest."""
     options = {"trainer__keep_snapshots": 1, "trainer__save_every": 1, "trainer__eval_every": 1}

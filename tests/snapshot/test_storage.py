@@ -11,7 +11,6 @@ import fsspec
 import pytest
 import torch
 
-from mingpt.config import KEYS
 from mingpt.errors import UserError
 from mingpt.snapshot.storage import DamagedSnapshotError, PruneError, SnapshotStorage, load_snapshot
 
@@ -149,10 +148,9 @@ def test_a_snapshot_of_an_earlier_version_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("architecture", "approximate"), [("gpt2", "tanh"), ("gpt2", None), (None, None)])
 def test_a_model_with_an_activation_that_exists_no_longer_is_refused(
-    architecture: str | None, approximate: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    architecture: str | None, approximate: str | None, tmp_path: Path
 ) -> None:
     """Before these keys were in snapshots, models were GPT-2's, with tanh."""
-    monkeypatch.delitem(KEYS, "model.gelu_approximate", raising=False)
     storage, sections = SnapshotStorage(str(tmp_path), keep=3), []
     for model in (
         {"architecture": "gpt2", "gelu_approximate": "none"},
@@ -160,7 +158,7 @@ def test_a_model_with_an_activation_that_exists_no_longer_is_refused(
         {"architecture": architecture, "gelu_approximate": approximate},
     ):
         sections.append({key: value for key, value in model.items() if value is not None})
-        storage.write(small_snapshot(len(sections)) | {"config": {"model": sections[-1]}}, None)
+        storage.write(small_snapshot(len(sections)) | {"format": 1, "config": {"model": sections[-1]}}, None)
     for step in (1, 2):
         found = load_snapshot(storage.file(step))["config"]["model"]
         assert found == {"architecture": sections[step - 1]["architecture"], "conv_kernel_size": None}
