@@ -246,15 +246,17 @@ def run_main(argv: list[str]) -> int:
 
 
 @contextmanager
-def process_group(config: DistributedConfig, needs_group: bool = False) -> Iterator[DistributedContext]:
+def process_group(
+    config: DistributedConfig, needs_group: bool = False, backend: str = "gloo"
+) -> Iterator[DistributedContext]:
     """Sets up the process group as main.py does, without training."""
     info = detect_launch_environment(os.environ)
     timeout = timedelta(seconds=config.timeout_seconds)
     destroy_process_group()
     health = None
     if info.world_size > 1:
-        with connected_ranks(info, config, ".", "gloo") as (store, health):
-            dist.init_process_group("gloo", store=store, rank=info.rank, world_size=info.world_size, timeout=timeout)
+        with connected_ranks(info, config, ".", backend) as (store, health):
+            dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size, timeout=timeout)
     elif needs_group:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     with explained_errors(info, health):

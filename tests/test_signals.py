@@ -76,7 +76,8 @@ def test_without_a_signal_handlers_and_threads_are_restored(handlers_before: dic
 
 WORKER = """
 import time
-from mingpt.signals import SignalHandler
+from mingpt.signals import SignalHandler, record_launcher
+record_launcher()
 print("started", flush=True)
 input()
 with SignalHandler() as signals:

@@ -24,8 +24,6 @@ if TYPE_CHECKING:  # the monitor of health reports where ranks are in these coll
 
 CUDA_EXTRA_TIMEOUT = timedelta(seconds=60)  # of NCCL's collectives, in addition to distributed.timeout_seconds
 
-MAX_OBJECT_BYTES = 1 << 30
-
 T = TypeVar("T")
 
 
@@ -97,8 +95,6 @@ class DistributedContext:
         # JSON and not pickle, with which whoever reaches a rank's port could run code in it.
         data = torch.frombuffer(bytearray(json.dumps([place, value]).encode()), dtype=torch.uint8)
         sizes = self._gather_on_all(torch.tensor([len(data)])).flatten().tolist()
-        if not all(0 < size <= MAX_OBJECT_BYTES for size in sizes):
-            raise RuntimeError(f"gloo has received {sizes} as the sizes of objects")
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: len(data)] = data
         rows = self._gather_on_all(padded)
@@ -133,9 +129,6 @@ class DistributedContext:
             yield
         except UserError as error:
             message = str(error)
-        self._raise_shared(message)
-
-    def _raise_shared(self, message: str | None) -> None:
         for rank, other in enumerate(self.all_gather_object(message)):
             if other is not None:
                 raise UserError(f"rank {rank}: {other}" if rank else other)
@@ -146,17 +139,15 @@ class DistributedContext:
 
         A UserError of any rank is raised on all ranks, before later ones run the block.
         """
-        turn = 2
+        my_turn = 2
         if self.local_rank == 0:
-            turn = 1
+            my_turn = 1
         if self.rank == 0:
-            turn = 0
-        for _ in range(turn):
-            self._raise_shared(None)
-        with self.shared_errors():
-            yield
-        for _ in range(turn + 1, 3):
-            self._raise_shared(None)
+            my_turn = 0
+        for turn in range(3):
+            with self.shared_errors():
+                if turn == my_turn:
+                    yield
 
     def check_equal(
         self,

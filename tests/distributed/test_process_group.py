@@ -43,7 +43,6 @@ def test_ranks_share_values_errors_and_gpus(tmp_path: Path) -> None:
     assert all("3 processes" in error and "1 GPU" in error for error in shared_gpu_errors)
     assert results[0] == {
         "all_gather_object": [0, 10, 20],
-        "agree_on": "from rank 0",
         "shared_errors": "rank 1: disk full",
         "check_equal": "key differs between ranks: a on rank 0, b on rank 2; "
         "start all of them with the same code, text, yaml and options",
@@ -69,7 +68,6 @@ def _collectives(folder: Path) -> dict[str, Any]:
 def _run_collectives(context: DistributedContext, results: dict[str, Any], folder: Path) -> None:
     rank = context.rank
     results["all_gather_object"] = context.all_gather_object(rank * 10)
-    results["agree_on"] = context.agree_on("name", f"from rank {rank}")
     with pytest.raises(UserError) as error:
         _fail_on_rank1(context)
     results["shared_errors"] = str(error.value)
@@ -102,12 +100,10 @@ def _device(context: DistributedContext, gpus: str) -> str:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "device_count", lambda: len(gpus))
         patch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(uuid=gpus[number]))
-        patch.setattr(torch.cuda, "set_device", lambda device: None)
         try:
-            context.init_device("auto")
+            return str(context._choose_device("auto"))
         except UserError as error:
             return str(error)
-    return str(context.device)
 
 
 def test_nccl_has_a_longer_timeout_than_gloo(tmp_path: Path) -> None:
@@ -117,20 +113,15 @@ def test_nccl_has_a_longer_timeout_than_gloo(tmp_path: Path) -> None:
 
 def _timeouts() -> list[tuple[float, ...]]:
     """Seconds on the CPU and on GPUs, where another gloo takes NCCL's place; of all ranks and of a subgroup."""
-    init, create = dist.init_process_group, dist.ProcessGroupGloo
+    create = dist.ProcessGroupGloo
     dist.Backend.register_backend("second_gloo", lambda *args: create(*args[:3], timeout=args[3]), devices=["cuda"])
-    dist.init_process_group = lambda backend, **options: init(backend.replace("nccl", "second_gloo"), **options)
-    config = DistributedConfig(init_method=os.environ["TEST_INIT_METHOD"], timeout_seconds=30)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "is_available", lambda: True)
-        with process_group(config) as context:
-            groups: list[Any] = [dist.group.WORLD, context.subgroup([[0], [1]]).group]
-            return [
-                tuple(
-                    group._get_backend(torch.device(kind)).options._timeout.total_seconds() for kind in ("cpu", "cuda")
-                )
-                for group in groups
-            ]
+    config = DistributedConfig(backend="gloo", init_method=os.environ["TEST_INIT_METHOD"], timeout_seconds=30)
+    with process_group(config, backend="cpu:gloo,cuda:second_gloo") as context:
+        groups: list[Any] = [dist.group.WORLD, context.subgroup([[0], [1]]).group]
+        return [
+            tuple(group._get_backend(torch.device(kind)).options._timeout.total_seconds() for kind in ("cpu", "cuda"))
+            for group in groups
+        ]
 
 
 def test_an_incomplete_group_is_an_error_with_address_and_timeout(text: Path, tmp_path: Path) -> None:

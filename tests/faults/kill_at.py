@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
 import main  # noqa: E402
-from mingpt.monitoring.run_log import MetricsLogger  # noqa: E402
+from mingpt.monitoring.run_log import MetricsFile  # noqa: E402
 from mingpt.parallel.strategy import Strategy  # noqa: E402
 from mingpt.program import exit_process, run_program  # noqa: E402
 from mingpt.snapshot.storage import SnapshotStorage  # noqa: E402
@@ -38,7 +38,7 @@ BEFORE: dict[str, tuple[type, str]] = {
     "collective": (SurvivingContext, "all_to_all"),
     "committed": (Trainer, "after_step"),
     "evaluating": (SurvivingContext, "all_reduce"),
-    "writing": (MetricsLogger, "log_train"),
+    "writing": (MetricsFile, "write"),
     "saving": (SnapshotStorage, "write"),
     "left": (Membership, "_next_view"),
     "ready": (Membership, "_propose"),
@@ -47,7 +47,7 @@ AFTER: dict[str, tuple[type, str]] = {
     "in collective": (SurvivingContext, "all_to_all"),
     "gathered": (SurvivingContext, "all_gather"),
     "logged": (Trainer, "after_step"),
-    "written": (MetricsLogger, "log_train"),
+    "written": (MetricsFile, "write"),
     "saved": (SnapshotStorage, "write"),
     "decided": (Membership, "_next_view"),
     "formed": (Membership, "_form_group"),

@@ -4,7 +4,7 @@ import io
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
-from datetime import timedelta
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -66,8 +66,7 @@ def dry_run(rank: int, world_size: int, argv: list[str], fault: str | None = Non
         text.write_text("the quick brown fox jumps over the lazy dog\n" * 400, encoding="utf-8")
         config = read_config([f"--data.path={text}", f"--trainer.run_dir={folder}/run", *argv])
         # A host for each rank: then all devices are cuda:0.
-        context = DistributedContext(RankInfo(rank, world_size, 0, 1), None, timedelta(seconds=60))
-        context.init_device("nccl")
+        context = DistributedContext(RankInfo(rank, world_size, 0, 1), replace(config.distributed, backend="nccl"))
         trainer = Trainer(config, context)
         with suppress(DynamicOutputShapeException):  # which is among what was found
             _train(trainer, watch)
@@ -86,9 +85,7 @@ def _train(trainer: Trainer, watch: HostWaits) -> None:
         if trainer.progress.step == first + STEPS:
             raise _LastStepError
 
-    trainer.resume()
-    trainer.signals = SimpleNamespace(signal=0)  # type: ignore[assignment]
-    trainer.progress.step = 1  # the first step of a run writes a row, and waits for it
+    trainer.first_step = trainer.progress.step = 1  # the first step of a run writes a row, and waits for it
     first = trainer.progress.step + 1
     with suppress(_LastStepError):
         while True:
@@ -104,7 +101,7 @@ def _save(trainer: Trainer, watch: HostWaits) -> None:
         get_total_norm(list(job[0]["model"].values()))
 
     with mock.patch.object(trainer.snapshots.writer, "queue", SimpleNamespace(put=read)):
-        trainer.save_snapshot(val_loss=None)
+        trainer.save_snapshot()
 
 
 def _patches() -> list[Any]:

@@ -1,7 +1,6 @@
 """trainer.wandb_project, with the real wandb in its offline mode, and without it."""
 
 import json
-import os
 import re
 import signal
 from pathlib import Path
@@ -63,14 +62,11 @@ def test_a_run_and_its_resumption_are_one_run_of_the_project(text: Path, tmp_pat
     run_dir = tmp_path / "run"
     sent: dict[int, dict[str, Any]] = {}
     ids = set()
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
     for last_step in ("8", "12"):
         argv = run_args(run_dir, text, trainer__wandb_project="letters", optimizer__decay_steps=12)
-        env = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "TMPDIR": str(temporary)}
+        env = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
         done = run_program("main.py", *argv, "--trainer.max_steps", last_step, **env)
         assert (done.returncode, done.stderr) == (0, "")
-    assert not [name for name in os.listdir(temporary) if not name.startswith("torchinductor_")]  # PyTorch's own
     for file in sorted(run_dir.glob("wandb/offline-run-*/*.wandb")):
         run_id, project, history = read_run(file)
         assert project == "letters"

@@ -122,7 +122,7 @@ def listening_addresses(run: Run) -> set[str]:
 
 def test_a_client_of_the_store_runs_no_code_in_a_trainer(text: Path, tmp_path: Path) -> None:
     """It takes the place of ranks in objects that they exchange. The store listens on the loopback, on one machine."""
-    refusal = "what is no plain data"
+    refusal = "DecodeError"
     with endless_run(text, tmp_path, **SURVIVE) as run:
         run.start_by_hand(2)
         run.wait_for_step(1)
