@@ -70,7 +70,7 @@ def run_with_orders(orders: list[Any], ranks: int, text: Path, tmp_path: Path, *
     with surviving_run(tmp_path / "run", text, ROOT / "tests/faults/kill_at.py", **options) as run:
         run.env |= {"KILL_AT": json.dumps(orders), "KILL_AT_FOLDER": str(folder)}
         run.start_by_hand(ranks)
-        run.finish()
+        run.finish(timeout=300)  # of the 22 places on two busy cores
     assert "stopped by SIGTERM" in run.output()
     done = sorted((int(number), place) for file in folder.iterdir() for number, place in [file.name.split("_")])
     assert done == list(enumerate(place for place, *_ in orders))
