@@ -141,7 +141,11 @@ def explain_wait(positions: Mapping[int, Position], names: Mapping[int, str]) ->
     if len(places) == 1:
         return ""
     least, most = count_extremes(positions)
-    outside = [rank for rank, position in positions.items() if not position.function]
+    outside = [
+        rank
+        for rank, position in positions.items()
+        if not position.function and not any(count > least[group] for group, count in position.counts.items())
+    ]
     if late:
         named = list(late)
         group = next(iter(late.values()))
@@ -149,7 +153,7 @@ def explain_wait(positions: Mapping[int, Position], names: Mapping[int, str]) ->
         newest = positions[max(members, key=lambda rank: positions[rank].counts[group])]
         function = f" ({newest.function})" if newest.function else ""
         what = f"not come to collective {positions[named[0]].counts[group] + 1:,}{function}"
-    elif least == most and 0 < len(outside) <= len(positions) / 2:  # more of them are in backward, which calls DDP's
+    elif 0 < len(outside) <= len(positions) / 2:  # more of them are in backward, which calls DDP's
         named = outside
         what = "not answered"
     else:

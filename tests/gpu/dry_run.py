@@ -76,6 +76,7 @@ def dry_run(rank: int, world_size: int, argv: list[str], fault: str | None = Non
                 _save(trainer, watch)
         for callback in context.exit_callbacks:
             callback()
+        context.exit_callbacks.clear()
         return dict(watch.found)
 
 
