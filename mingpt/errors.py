@@ -14,7 +14,7 @@ class UserError(Exception):
 
 
 class PeerError(Exception):
-    """Another rank or the rendezvous store is gone; exit status 1.
+    """Another rank is dead, or the rendezvous store is unreachable; exit status 1.
 
     Args:
         linger_seconds: for which this process must not end after its message
@@ -26,7 +26,7 @@ class PeerError(Exception):
 
 
 class StoreUnreachableError(PeerError):
-    """The rendezvous store is gone."""
+    """The rendezvous store does not answer."""
 
 
 class RunEnded(Exception):  # noqa: N818 - an event

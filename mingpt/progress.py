@@ -1,4 +1,4 @@
-"""How far a run has come, and what its newest step has computed."""
+"""The progress of a run, and what its newest step has computed."""
 
 import math
 from dataclasses import dataclass

@@ -27,7 +27,7 @@ class SignalHandler:
 
     Attribute `signal` is its number, or 0. Further signals change nothing, except that a second SIGINT, at least a
     second after the first, ends the process at once. Python runs signal handlers in the main thread only, which may be
-    waiting in a collective for a rank that is gone. So a thread reads signals from the interpreter's wakeup fd.
+    waiting in a collective for a rank that is dead. So a thread reads signals from the interpreter's wakeup fd.
 
     torchrun's workers continue if it is killed, and would still lock the run folder at the next start. So the end of
     their launcher counts as a SIGTERM. SIGHUP comes when the terminal is closed; under `nohup` it stays ignored.
@@ -54,7 +54,7 @@ class SignalHandler:
         """Restores signal handlers, or ignores signals after one was received and where the launcher will send one.
 
         The launcher repeats a signal when other ranks exit first. And without restarts, torchrun stops all ranks as
-        soon as one fails, while the others still have to find and report the rank that is gone.
+        soon as one fails, while the others still have to find and report the rank that is dead.
         """
         ignore = self.signal or (error is not None and os.environ.get("TORCHELASTIC_MAX_RESTARTS") == "0")
         for number, handler in self.old_handlers.items():

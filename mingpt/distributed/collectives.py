@@ -92,7 +92,7 @@ class DistributedContext:
         if self.world_size == 1:
             return [value]
         place = find_line(sys._getframe())
-        # JSON and not pickle, with which whoever reaches a rank's port could run code in it.
+        # JSON and not pickle, which would run the code of any process that reaches a rank's port.
         data = torch.frombuffer(bytearray(json.dumps([place, value]).encode()), dtype=torch.uint8)
         sizes = self._gather_on_all(torch.tensor([len(data)])).flatten().tolist()
         padded = torch.zeros(max(sizes), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""The health of the ranks: which of them is gone, late or stopped, and since which line of the program."""
+"""The health of the ranks: which of them is dead, late or stopped, and since which line of the program."""
 
 import os
 import platform
@@ -25,21 +25,21 @@ from mingpt.distributed.rendezvous import NCCL_DUMP_KEY
 from mingpt.errors import PeerError, StoreUnreachableError, is_oom_error
 from mingpt.monitoring.logging import logger
 
-ALL_ALIVE_SECONDS = 0.7  # in which all ranks send a heartbeat if none is gone
+ALL_ALIVE_SECONDS = 0.7  # in which all ranks send a heartbeat if none is dead
 GRACE_SECONDS = 5.0  # for the main thread to report an error, in which it waits for a snapshot that is being written
 FILE_SYSTEM = "the file system"  # the host of a store at file://
 
 
 class HealthMonitor:
-    """Heartbeats in the store, from which ranks find out which of them is gone.
+    """Heartbeats in the store, from which ranks find out which of them is dead.
 
-    A backend's error says that some rank is gone or late, but not which one; gloo's comes at once where a process has
+    A backend's error says that some rank is dead or late, but not which one; gloo's comes at once where a process has
     exited, else after `timeout_seconds`, and NCCL's a minute after that. So a thread of each rank sets a heartbeat
     with its position in the store, and after an error the main thread reads those of all ranks. The first rank that
     finds the cause writes it to the store for the others, since they see that rank exit in turn. The thread of rank 0
     also warns of ranks for which the others wait.
 
-    A main thread that waits for a GPU gets no error: NCCL's kernel waits there for the rank that is gone. So each rank
+    A main thread that waits for a GPU gets no error: NCCL's kernel waits there for the rank that is dead. So each rank
     also watches the cause and the heartbeat of its successor, rank + 1. That makes four small requests per interval
     with any number of ranks; rank 0 makes one more, for all heartbeats. When there is a cause, after `timeout_seconds`
     without that heartbeat, or when a watchdog of NCCL has seen a failure, after which it ends its process within a
@@ -97,11 +97,11 @@ class HealthMonitor:
                     return
 
     def _watch(self) -> None:
-        """Ends the process when another rank is gone and the main thread does not notice.
+        """Ends the process when another rank is dead and the main thread does not notice.
 
         It counts intervals instead of reading the clock, since this process may have been stopped too. If the store
-        does not answer for so long and rank 0 hosts it, rank 0 is gone. The loss of a torchrun agent is no reason to
-        end: torchrun notices it, and workers save a snapshot when theirs is gone.
+        does not answer for so long and rank 0 hosts it, rank 0 is dead. The loss of a torchrun agent is no reason to
+        end: torchrun notices it, and workers save a snapshot when theirs is dead.
         """
         last = None
         silent = 0
@@ -126,7 +126,7 @@ class HealthMonitor:
         """Sends a message to all ranks and returns those of `ranks`, for which it waits without a timeout.
 
         Raises:
-            PeerError: one of `ranks` is gone, or the store (StoreUnreachableError).
+            PeerError: one of `ranks` is dead, or the store is (StoreUnreachableError).
         """
         self._query(self.store.set, f"message/{self.rank}", message)
         messages = {rank: self._wait_for("message", rank) for rank in ranks}
@@ -181,11 +181,11 @@ class HealthMonitor:
             return answer.result(timeout=HEARTBEAT_TIMEOUT + 1)
         except (RuntimeError, OSError, futures.TimeoutError) as error:
             raise StoreUnreachableError(
-                f"{self.store_host}, which hosts the store, is gone, stopped or cut off from {self.name}: no answer"
+                f"{self.store_host}, which hosts the store, is dead, stopped or cut off from {self.name}: no answer"
             ) from error
 
     def _find_cause(self, error: Exception | None) -> str:
-        """Returns the cause that another rank has found, else the rank that is gone or late, else an empty string."""
+        """Returns the cause that another rank has found, else the rank that is dead or late, else an empty string."""
         started = time.monotonic()
         keys = [heartbeat_key(rank) for rank in self.ranks]
         before = self.store.multi_get(keys)
@@ -202,11 +202,11 @@ class HealthMonitor:
             return ""  # the store no longer shows even this rank's heartbeats, so it says nothing of the others
         names = {rank: self.store.get(f"name/{rank}").decode() for rank in range(self.world_size)}
         if silent:
-            gone = " and ".join(names[rank] for rank in silent)
+            dead = " and ".join(names[rank] for rank in silent)
             last = read_positions(now)
             lines = " and ".join(last[rank].line if rank in last else "the start" for rank in silent)
             cause = (
-                f"{gone} sent no heartbeat for {HEARTBEAT_TIMEOUT:g} seconds: dead, stopped or cut off, last seen at "
+                f"{dead} sent no heartbeat for {HEARTBEAT_TIMEOUT:g} seconds: dead, stopped or cut off, last seen at "
                 f"{lines}"
             )
         elif re.search("timeout|timed out|gloo", str(error), re.IGNORECASE):

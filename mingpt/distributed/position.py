@@ -57,7 +57,7 @@ class PositionReader:
         handled = sys._current_exceptions().get(self.thread)  # type: ignore[arg-type]
         error = handled[1] if isinstance(handled, tuple) else handled  # a tuple before Python 3.12
         if not isinstance(error, RuntimeError):  # as all backends raise
-            with suppress(RuntimeError):  # a group may be destroyed meanwhile, and the heartbeats must go on
+            with suppress(RuntimeError):  # a group may be destroyed meanwhile, and the heartbeats must continue
                 frame = sys._current_frames().get(self.thread)  # type: ignore[arg-type]
                 function, line = find_line(frame, self.collectives)
                 current = (self.count_collectives(), function, line)
@@ -101,31 +101,35 @@ def find_line(frame: FrameType | None, collectives: tuple[str, ...] = COLLECTIVE
 
 
 def find_late(positions: Mapping[int, Position]) -> dict[int, str]:
-    """The ranks that have not come to a collective that others have started, each with its process group.
-
-    A rank that is in a collective, or ahead of others in another group, is not late but waits, too.
-    """
-    least, most = count_extremes(positions)
+    """The ranks that have not reached a collective that others have started, each with its process group."""
+    most: dict[str, int] = {}
+    for position in positions.values():
+        for group, count in position.counts.items():
+            most[group] = max(count, most.get(group, 0))
     late = {}
-    for rank, position in positions.items():
-        behind = [group for group, count in position.counts.items() if count < most[group]]
-        is_ahead = any(count > least[group] for group, count in position.counts.items())
-        if behind and not is_ahead and not position.function:
+    for rank in _not_waiting(positions):
+        behind = [group for group, count in positions[rank].counts.items() if count < most[group]]
+        if behind:
             late[rank] = behind[0]
     return late
 
 
-def count_extremes(positions: Mapping[int, Position]) -> tuple[dict[str, int], dict[str, int]]:
-    """The least and the most collectives that a rank has started, by process group."""
-    counts: dict[str, list[int]] = {}
+def _not_waiting(positions: Mapping[int, Position]) -> list[int]:
+    """The ranks that are in no collective, and not ahead of others in any process group."""
+    least: dict[str, int] = {}
     for position in positions.values():
         for group, count in position.counts.items():
-            counts.setdefault(group, []).append(count)
-    return {group: min(each) for group, each in counts.items()}, {group: max(each) for group, each in counts.items()}
+            least[group] = min(count, least.get(group, count))
+    ranks = []
+    for rank, position in positions.items():
+        is_ahead = any(count > least[group] for group, count in position.counts.items())
+        if not position.function and not is_ahead:
+            ranks.append(rank)
+    return ranks
 
 
 def explain_wait(positions: Mapping[int, Position], names: Mapping[int, str]) -> str:
-    """Says which rank has not come to a collective in which others wait, and where each rank is.
+    """Says which rank has not reached a collective in which others wait, and where each rank is.
 
     Args:
         positions: those of all ranks
@@ -140,25 +144,20 @@ def explain_wait(positions: Mapping[int, Position], names: Mapping[int, str]) ->
         places.setdefault((position.function, position.line, rank in late), []).append(rank)
     if len(places) == 1:
         return ""
-    least, most = count_extremes(positions)
-    outside = [
-        rank
-        for rank, position in positions.items()
-        if not position.function and not any(count > least[group] for group, count in position.counts.items())
-    ]
+    outside = _not_waiting(positions)
     if late:
         named = list(late)
         group = next(iter(late.values()))
         members = [rank for rank, position in positions.items() if group in position.counts]
         newest = positions[max(members, key=lambda rank: positions[rank].counts[group])]
         function = f" ({newest.function})" if newest.function else ""
-        what = f"not come to collective {positions[named[0]].counts[group] + 1:,}{function}"
+        what = f"not reached collective {positions[named[0]].counts[group] + 1:,}{function}"
     elif 0 < len(outside) <= len(positions) / 2:  # more of them are in backward, which calls DDP's
         named = outside
         what = "not answered"
     else:
         named = []
-        what = "come to different collectives"
+        what = "reached different collectives"
     each = [
         f"{format_ranks(ranks)}: {f'in {function} at ' if function else ''}{line} for "
         f"{max(positions[rank].seconds for rank in ranks):.1f} seconds"
@@ -202,10 +201,10 @@ class SlowRanks:
             self.behind[rank] = position.counts, now_waited
             if waited < SLOW_SECONDS <= now_waited:
                 message = f"rank {rank} is {now_waited:.1f} seconds behind the others, at {position.line}"
-                # The caller sends heartbeats, and a pipe or a terminal that nobody reads blocks whoever writes.
+                # The caller sends heartbeats, and a pipe or a terminal that nobody reads blocks the writer.
                 threading.Thread(target=_warn, args=[message], daemon=True).start()
 
 
 def _warn(message: str) -> None:
-    with suppress(OSError):  # the reader of stderr is gone
+    with suppress(OSError):  # nobody reads stderr
         logger.warning(message)

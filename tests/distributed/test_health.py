@@ -119,7 +119,7 @@ def _crash(argv: list[str]) -> tuple[int, str]:
             "file", 1, "SIGKILL seen by NCCL", 0.5, r"rank 1 \(.*\) sent no heartbeat", marks=pytest.mark.slow
         ),
         pytest.param("file", 1, "SIGSTOP", 5, r"rank 1 \(.*\) sent no heartbeat for 2 seconds", marks=pytest.mark.slow),
-        pytest.param("tcp", 0, "SIGSTOP", 5, r"rank 0, which hosts the store, is gone", marks=pytest.mark.slow),
+        pytest.param("tcp", 0, "SIGSTOP", 5, r"rank 0, which hosts the store, is dead", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_whose_main_thread_is_blocked_names_the_lost_one(
@@ -267,7 +267,7 @@ def test_an_unreachable_store_is_named() -> None:
     del store
     with pytest.raises(
         StoreUnreachableError,
-        match=r"^rank 0, which hosts the store, is gone, stopped or cut off from rank 1 \(",
+        match=r"^rank 0, which hosts the store, is dead, stopped or cut off from rank 1 \(",
     ):
         health.exchange("message", [0])
     health.stop()

@@ -24,7 +24,7 @@ def explain(*positions: Position) -> str:
 def test_a_rank_that_is_behind_is_named_with_the_collective_and_all_lines() -> None:
     waiting = at(REDUCE, "all_reduce", world=1_234)
     assert explain(waiting, at(STEP, seconds=8.5, world=1_233), waiting) == (
-        "rank 1 has not come to collective 1,234 (all_reduce); "
+        "rank 1 has not reached collective 1,234 (all_reduce); "
         f"ranks 0, 2: in all_reduce at {REDUCE} for 9.0 seconds; rank 1: {STEP} for 8.5 seconds"
     )
 
@@ -53,7 +53,7 @@ def test_with_equal_counts_a_rank_outside_collectives_is_named() -> None:
     ],
 )
 def test_nobody_is_named_if_ranks_are_in_different_collectives(positions: list[Position]) -> None:
-    assert explain(*positions).startswith("ranks have come to different collectives; rank")
+    assert explain(*positions).startswith("ranks have reached different collectives; rank")
 
 
 def test_nothing_is_said_of_ranks_at_the_same_place() -> None:
@@ -62,7 +62,7 @@ def test_nothing_is_said_of_ranks_at_the_same_place() -> None:
 
 def test_long_lists_of_ranks_are_cut() -> None:
     message = explain(at(REDUCE, "all_reduce", world=5), *[at(STEP, world=4)] * 20)
-    assert message.startswith(f"{' and '.join(f'rank {rank}' for rank in range(1, 9))} and 12 others have not come")
+    assert message.startswith(f"{' and '.join(f'rank {rank}' for rank in range(1, 9))} and 12 others have not reached")
     assert "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 12 others: trainer.py" in message
 
 
