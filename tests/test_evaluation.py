@@ -29,7 +29,7 @@ from mingpt.config_parser import read_config
 from mingpt.evaluation import SAMPLE_LENGTH, Evaluation, choose_sample_prompt, evaluate, generate_sample
 from mingpt.generation import generate
 from mingpt.monitoring.logging import configure_logging
-from mingpt.monitoring.run_log import MetricsLogger
+from mingpt.monitoring.run_log import RunLog
 from model import GPT
 
 PROMPT = "does bob eat figs"  # longer than the window of the small runs
@@ -176,9 +176,10 @@ def test_control_characters_of_a_sample_are_recorded_but_not_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     configure_logging()
-    metrics = MetricsLogger(tmp_path, 0, 9)
-    metrics.log_sample(3, "\nab\x1b[2Jc\rd\n\te\n")
-    metrics.close()
+    log = RunLog()
+    log.open(read_config(["--trainer.run_dir", str(tmp_path)]), 0, 9)
+    log.write("sample", 3, text="\nab\x1b[2Jc\rd\n\te\n")
+    log.close()
     assert capsys.readouterr().out[21:] == "step 3 writes:\n    ab\ufffd[2Jc\ufffdd\n    \te\n"
     [row] = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert (row["event"], row["step"], row["text"]) == ("sample", 3, "\nab\x1b[2Jc\rd\n\te\n")
