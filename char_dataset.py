@@ -32,7 +32,7 @@ def train_val_split(corpus: Corpus, config: DataConfig) -> tuple[np.ndarray, np.
 
 
 def split_lengths(characters: int, config: DataConfig) -> tuple[int, int]:
-    """Returns the lengths of the training part and of the validation part of a text with so many characters.
+    """Returns the lengths of the training part and of the validation part of a text, given its number of characters.
 
     Raises:
         UserError: either part is shorter than a window and its last target.
@@ -86,14 +86,12 @@ class CharDataset(Dataset):
 
     def __getitem__(self, samples: int | Sequence[int] | np.ndarray) -> tuple[Tensor, Tensor]:
         """Returns inputs and targets, int64: (T,) for one sample number, (B, T) for several."""
-        if isinstance(samples, (int, np.integer)):
-            idx, targets = self[[int(samples)]]
-            return idx[0], targets[0]
-        starts = self.starts(np.asarray(samples, dtype=np.int64))
-        positions = starts[:, None] + np.arange(self.block_size + 1)  # (B, T + 1)
+        numbers = np.asarray(samples, dtype=np.int64)
+        starts = self.starts(numbers.reshape(-1)).reshape(numbers.shape)
+        positions = starts[..., None] + np.arange(self.block_size + 1)  # (T + 1,) or (B, T + 1)
         text = torch.from_numpy(self.tokens[positions].astype(np.int64))
         # The target of each character is the next one.
-        return text[:, :-1], text[:, 1:]
+        return text[..., :-1], text[..., 1:]
 
 
 class ValidationDataset(Dataset):
@@ -105,7 +103,7 @@ class ValidationDataset(Dataset):
     Args:
         tokens: (n,) validation text, n > 1
         block_size: characters in a window (T)
-        max_windows: if the text has more windows, so many of them, evenly spread; None: all
+        max_windows: if the text has more windows, this many of them, evenly spread; None: all
     """
 
     def __init__(self, tokens: np.ndarray, block_size: int, max_windows: int | None = None) -> None:

@@ -6,7 +6,6 @@ import os
 import shlex
 import shutil
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -93,9 +92,9 @@ def export(pretrained: Pretrained, source: str, out: Path) -> None:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise UserError(f"--out: {out} is not an empty folder; name one that is, or that is not there yet")
         out.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(prefix=f"{out.name}.unfinished-", dir=out.parent))
+        unfinished = out.with_name(f"{out.name}.unfinished-{os.getpid()}")
+        unfinished.mkdir()
         try:
-            unfinished.chmod(0o755)  # mkdtemp's is 0o700
             for name, text in files.items():
                 (unfinished / name).write_text(text, encoding="utf-8")
             weights = safetensors.torch.save(hf_weights(pretrained.model_config, pretrained.weights), {"format": "pt"})
@@ -112,11 +111,12 @@ def run(argv: Sequence[str]) -> None:
     parser.add_argument(
         "--snapshot",
         metavar="PATH",
-        help="file, or folder (its newest snapshot is loaded); may be a URL (default: the default run)",
+        default=default_snapshot_path(),
+        help="file, or folder (its newest snapshot is loaded); may be a URL (default: %(default)s)",
     )
     parser.add_argument("--out", metavar="FOLDER", required=True, help="new or empty folder")
     args = parser.parse_args(argv)
-    path = default_snapshot_path() if args.snapshot is None else args.snapshot
+    path = args.snapshot
     if not args.out:
         raise UserError("--out is empty, must be a new or empty folder")
     pretrained = load_pretrained(path, "--snapshot")

@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mingpt.config import LOGIT_CAP, ROTARY_BASE, GPTConfig
-from mingpt.kernels import Dropout, LayerNorm, bmm_attention, cross_entropy, relu_squared, rms_norm, use_bmm_attention
+from mingpt.kernels import Dropout, LayerNorm, ReLUSquared, RMSNorm, attention, cross_entropy, rms_norm
 
-Rotary = tuple[Tensor, Tensor]  # cosines and sines of the angles at each position, (T, 2H, D) each
+Rotary = tuple[Tensor, Tensor]  # what rotate() multiplies with at each position, (T, 2H, D) each; D = C/H
 
 
 class KVCache:
@@ -39,28 +39,19 @@ class KVCache:
         self.size = size
         self.length = 0
         self.recent: dict[nn.Module, Tensor] = {}  # the last inputs of a convolution, (B, conv_kernel_size - 1, C)
-        self.keys: Tensor | None = None  # (B, H, size, C/H); the first `length` characters are valid
-        self.values: Tensor | None = None
+        self.keys_values: Tensor | None = None  # (2, B, H, size, C/H); the first `length` characters are valid
         self.rotary: Rotary | None = None  # of all `size` positions; in the first block's cache alone
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Appends keys and values of new characters, (B, H, T, C/H), and returns all, (B, H, length, C/H)."""
-        if self.keys is None or self.values is None:
+        if self.keys_values is None:
             B, H, _, D = keys.shape
-            self.keys = keys.new_empty(B, H, self.size, D)
-            self.values = values.new_empty(B, H, self.size, D)
-        new = slice(self.length, self.length + keys.size(2))
-        self.keys[:, :, new] = keys
-        self.values[:, :, new] = values
-        self.length = new.stop
-        return self.keys[:, :, : new.stop], self.values[:, :, : new.stop]
-
-
-class RMSNorm(nn.Module):
-    """RMSNorm without weights."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x)
+            self.keys_values = keys.new_empty(2, B, H, self.size, D)
+        start = self.length
+        self.length += keys.size(2)
+        self.keys_values[:, :, :, start : self.length] = torch.stack((keys, values))
+        all_keys, all_values = self.keys_values[:, :, :, : self.length]
+        return all_keys, all_values
 
 
 def build_norm(config: GPTConfig) -> nn.Module:
@@ -69,7 +60,12 @@ def build_norm(config: GPTConfig) -> nn.Module:
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Rotates pairs of dimensions of queries or keys, (B, T, H, D), by angles that grow with the position."""
+    """Rotates pairs of dimensions of queries or keys, (B, T, 2H, D), by the angles of their positions.
+
+    Dimensions i and i + D/2 are a pair: (a, b) becomes (a cos + b sin, b cos - a sin). The factors of all dimensions
+    are (cos, cos) and (sin, -sin); rolled by D/2, x has b in the place of a, and a in the place of b. RoFormer pairs
+    neighboring dimensions and turns them the other way, which is the same but for the order of dimensions.
+    """
     cos, sin = rotary
     return torch.addcmul(x * cos.to(x.dtype), x.roll(x.size(-1) // 2, -1), sin.to(x.dtype))
 
@@ -89,8 +85,10 @@ class CausalConv(nn.Module):
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
         """(B, T, C) -> (B, T, C)"""
         B, T, C = x.shape
-        past = cache.recent.get(self) if cache is not None else None
-        x = torch.cat((x.new_zeros(B, self.weight.size(2) - 1, C) if past is None else past, x), 1)
+        past = x.new_zeros(B, self.weight.size(2) - 1, C)
+        if cache is not None:
+            past = cache.recent.get(self, past)
+        x = torch.cat((past, x), 1)
         if cache is not None:
             cache.recent[self] = x[:, T:]
         # conv2d reads channels in the last dimension without a copy; conv1d does not.
@@ -125,19 +123,8 @@ class CausalSelfAttention(nn.Module):
         if cache is not None:
             is_causal = cache.length == 0  # a single new character attends to all cached ones
             k, v = cache.extend(k, v)
-        dropout = self.attn_dropout.p if self.training else 0.0
-        if is_causal and use_bmm_attention(q, dropout):
-            y = bmm_attention(q, k, v, self.attn_dropout)
-        else:
-            y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=is_causal)  # (B, H, T, C/H)
+        y = attention(q, k, v, self.attn_dropout, is_causal)  # (B, H, T, C/H)
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))
-
-
-class ReLUSquared(nn.Module):
-    """The square of ReLU."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return relu_squared(x)
 
 
 class MLP(nn.Module):
@@ -264,12 +251,13 @@ class GPT(nn.Module):
         """The rotations at the first `size` positions."""
         D = self.config.n_embd // self.config.n_head
         frequencies = ROTARY_BASE ** (-torch.arange(0, D, 2, device=device) / D)
-        positions = torch.arange(size, device=device)
-        angles = torch.outer(positions, torch.cat((frequencies, -frequencies)))  # (size, D)
+        angles = torch.outer(torch.arange(size, device=device), frequencies)  # (size, D/2)
+        cos = angles.cos()
+        sin = angles.sin()
         # Repeated for all heads of queries and keys: with broadcasting, rotations take 14 to 25% longer on a CPU.
         heads = 2 * self.config.n_head
-        cos = angles.cos()[:, None].repeat(1, heads, 1)
-        sin = angles.sin()[:, None].repeat(1, heads, 1)
+        cos = torch.cat((cos, cos), 1)[:, None].repeat(1, heads, 1)
+        sin = torch.cat((sin, -sin), 1)[:, None].repeat(1, heads, 1)
         return cos, sin
 
     def unembed(self, x: Tensor) -> Tensor:

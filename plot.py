@@ -10,9 +10,9 @@ import argparse
 import os
 import shutil
 import sys
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,6 @@ from mingpt.program import run_program
 
 # matplotlib's name of each run's color, and the nearest of a terminal's 256 colors
 COLORS = {"tab:blue": 33, "tab:orange": 208, "tab:green": 34, "tab:red": 160, "tab:purple": 135, "tab:brown": 130}
-TERMINAL_GRAY = 245
-DASH = 3  # columns of the terminal
 PANELS = {
     "loss": "loss, nats per character",
     "learning_rate": "learning rate",
@@ -44,9 +42,7 @@ class Run:
 
     name: str
     curves: dict[str, Curve]  # by key of EVENTS
-    restarts: dict[
-        int, str
-    ]  # step -> numbers of ranks before and after, such as "2 → 1 ranks"; empty if they are equal
+    restarts: dict[int, str]  # step -> the change of the number of ranks, such as "2 → 1 ranks", or ""
 
 
 def read_run(folder: Path) -> Run:
@@ -64,7 +60,7 @@ def read_run(folder: Path) -> Run:
     curves = {key: select_curve(rows, event, key) for key, event in EVENTS.items()}
     if not curves["loss"][0]:
         raise UserError(f"{file} has no train row with a loss; the first comes after trainer.log_every steps")
-    name = "".join(c if c.isprintable() else "\ufffd" for c in str(folder))
+    name = str(folder).encode(errors="replace").decode()  # fonts have no characters for undecodable bytes
     return Run(name, curves, find_restarts(rows))
 
 
@@ -82,16 +78,14 @@ def select_curve(rows: Sequence[dict[str, Any]], event: str, key: str) -> Curve:
 
 def find_restarts(rows: Sequence[dict[str, Any]]) -> dict[int, str]:
     """Returns the steps from which the run has continued, each with its change of the number of ranks."""
-    starts = [row for row in rows if row["event"] == "start"]
-    sizes: dict[int, list[int]] = {}
-    ranks = None
-    for number, start in enumerate(starts):
-        if number > 0 or start["step"] > 0:
-            at_step = sizes.setdefault(start["step"], [])
-            if ranks and start.get("world_size") not in (None, ranks):
-                at_step += [start["world_size"]] if at_step else [ranks, start["world_size"]]
-        ranks = start.get("world_size")
-    return {step: f"{' → '.join(map(str, ranks))} ranks" if ranks else "" for step, ranks in sizes.items()}
+    restarts: dict[int, str] = {}
+    for previous, start in pairwise(row for row in rows if row["event"] == "start"):
+        before = previous.get("world_size")
+        after = start.get("world_size")
+        restarts.setdefault(start["step"], "")
+        if before != after:
+            restarts[start["step"]] = f"{before} → {after} ranks"
+    return restarts
 
 
 def draw(runs: Sequence[Run], file: Path) -> None:
@@ -104,33 +98,27 @@ def draw(runs: Sequence[Run], file: Path) -> None:
 
     figure = Figure(figsize=(9, 8), dpi=100, layout="constrained")
     axes = figure.subplots(len(PANELS), sharex=True, height_ratios=(3, 1, 1, 1))
-    widths = [1.5]
-    if len(runs) > 1:
-        widths = np.linspace(4.0, 1.2, len(runs)).tolist()
-    lines = []
-    for number, (run, color, width) in enumerate(zip(runs, COLORS, widths, strict=False)):
+    for ax, title in zip(axes, PANELS.values(), strict=True):
+        ax.set_ylabel(title)
+        ax.grid(alpha=0.25)
+    for number, (run, color) in enumerate(zip(runs, COLORS, strict=False)):
+        width = 1.5 + 4 * (len(runs) - 1 - number) / len(runs)
         for ax, key in zip(axes, PANELS, strict=True):
             steps, values = run.curves[key]
-            [line] = ax.plot(steps, values, color=color, linewidth=width, marker="." if len(steps) == 1 else "")
+            ax.plot(steps, values, color=color, linewidth=width, marker="." if len(steps) == 1 else "")
             for step in run.restarts:
                 ax.axvline(step, color="tab:gray", linewidth=1, linestyle=":")
-        lines.append(line)
         axes[0].plot(*run.curves["val_loss"], "o--", color=color, linewidth=0.8, markersize=3 + width)
         for step, label in run.restarts.items():
             top = axes[0].get_xaxis_transform()
             axes[0].text(step, 0.97 - 0.3 * (number % 3), label, color=color, transform=top, rotation=90, va="top")
-    for ax, title in zip(axes, PANELS.values(), strict=True):
-        ax.set_ylabel(title)
-        ax.grid(alpha=0.25)
-        ax.ticklabel_format(axis="both", style="plain", useOffset=False)
-        if ax is not axes[0]:
-            ax.set_ylim(bottom=0)
-    axes[-1].xaxis.get_major_locator().set_params(integer=True)
+        axes[0].plot([], [], color=color, label=f"loss of {run.name}".replace("$", r"\$"))
+    axes[0].plot([], [], "o--", color="tab:gray", label="validation loss")
+    axes[0].plot([], [], ":", color="tab:gray", label="restart")
+    axes[0].legend(frameon=False)
+    for ax in axes[1:]:
+        ax.set_ylim(bottom=0)
     axes[-1].set_xlabel("step")
-    lines += axes[0].plot([], [], "o--", color="tab:gray", linewidth=0.8)
-    lines += axes[0].plot([], [], ":", color="tab:gray")
-    names = [run.name.replace("$", r"\$") for run in runs]
-    axes[0].legend(lines, [*names, "validation loss", "restart"], frameon=False)
     figure.align_ylabels()
     try:
         figure.savefig(file)
@@ -152,8 +140,7 @@ def summarize(run: Run) -> str:
 def terminal_plot(runs: Sequence[Run], width: int, height: int, color: bool) -> str:
     """Returns a plot of losses as lines and validation losses as dots, and a summary of each run.
 
-    Without color they are letters, small and capital. Lines of several runs are dashed in turn, so that equal ones do
-    not hide each other.
+    Without color they are letters: a and A for the first run, b and B for the second.
 
     Args:
         runs: at most len(COLORS)
@@ -162,38 +149,28 @@ def terminal_plot(runs: Sequence[Run], width: int, height: int, color: bool) -> 
         color: whether to use the terminal's color codes
     """
     import plotext  # noqa: PLC0415
-    from matplotlib.ticker import MaxNLocator  # noqa: PLC0415
 
     plotext.terminal.limit(False, False)  # keeps width and height where there is no terminal
     figure = plotext.figure.clear().theme("simple").canvas("default").plot_size(width, height)
     figure.title("loss and validation loss, nats per character").label("step")
-    first = min(run.curves["loss"][0][0] for run in runs)
-    last = max(run.curves["loss"][0][-1] for run in runs)
-    labels: dict[int, str] = {}
     summaries = []
-    for number, (run, code) in enumerate(zip(runs, COLORS.values(), strict=False)):
-        letter = chr(ord("a") + number)
+    labels: dict[int, str] = {}
+    all_steps: list[int] = []
+    for letter, run, code in zip("abcdef", runs, COLORS.values(), strict=False):
         line = "braille" if color else letter
         dot = "●" if color else letter.upper()
-        pixel = plotext.pixel(code if color else None, "default")
-        steps, losses = run.curves["loss"]
-        x = np.linspace(steps[0], steps[-1], width).tolist()
-        y = np.interp(x, steps, losses).tolist()
-        for start in range(DASH * number, width, DASH * len(runs)):
-            end = start + DASH + 1  # so that the dashes of a single run are one line
-            signal = figure.signal(x[start:end], y[start:end], marker=plotext.marker(line, pixel))
-            figure.draw(signal.lines())
+        figure.draw(figure.signal(*run.curves["loss"], marker=plotext.marker(line, code)).lines())
         if run.curves["val_loss"][0]:
-            figure.draw(figure.signal(*run.curves["val_loss"], marker=plotext.marker(dot, pixel)))
-        labels |= run.restarts
-        text = f"{'━' if color else letter}{dot} {summarize(run)}"
-        for row in textwrap.wrap(text, width, subsequent_indent="   "):
-            summaries.append(plotext.colorize(row, pixel).string(colorless=not color))
-    figure.ruler("x", "both").lim(min([first, *labels]), max([last, *labels]) + (first == last)).frequency(0)
-    ticks = [tick for tick in MaxNLocator(width // 12, integer=True).tick_values(first, last) if first <= tick <= last]
-    figure.ruler("x").ticks(ticks, [f"{tick:,.0f}" for tick in ticks])
-    ruler = figure.ruler("x", "upper").ticks(list(labels), list(labels.values()))
-    ruler.grid(True, "dotted", plotext.pixel(TERMINAL_GRAY if color else None, "default"))
+            figure.draw(figure.signal(*run.curves["val_loss"], marker=plotext.marker(dot, code)))
+        summaries.append(plotext.colorize(f"{dot} {summarize(run)}", code).string(colorless=not color))
+        labels |= {step: label or " " for step, label in run.restarts.items()}
+        all_steps += [*run.curves["loss"][0], *run.restarts]
+    first = min(all_steps)
+    last = max(all_steps)
+    ticks = np.unique(np.linspace(first, last, width // 12, dtype=int)).tolist()
+    figure.ruler("x", "both").lim(first, max(last, first + 1))
+    figure.ruler("x").ticks(ticks, [f"{tick:,}" for tick in ticks])
+    figure.ruler("x", "upper").ticks(list(labels), list(labels.values())).grid(True, "dotted")
     return "\n".join([figure.build().string(colorless=not color).rstrip("\n"), *summaries])
 
 

@@ -23,7 +23,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--snapshot",
         metavar="PATH",
-        help="file, or folder (its newest snapshot is loaded); may be a URL (default: the default run)",
+        default=default_snapshot_path(),
+        help="file, or folder (its newest snapshot is loaded); may be a URL (default: %(default)s)",
     )
     parser.add_argument("--best", action="store_true", help="of a folder, load the snapshot of lowest validation loss")
     parser.add_argument(
@@ -60,9 +61,8 @@ def read_prompts(options: Sequence[str] | None, vocabulary: str) -> list[str]:
         prompts = [sys.stdin.buffer.read().decode().removesuffix("\n") if text == "-" else text for text in options]
     except UnicodeDecodeError as error:
         raise UserError(f"--prompt: stdin is not UTF-8 text: {error}") from error
-    for prompt in prompts:
-        if not prompt:
-            raise UserError("--prompt is empty; it must hold at least one character")
+    if "" in prompts:
+        raise UserError("--prompt is empty; it must hold at least one character")
     return prompts
 
 
@@ -72,10 +72,9 @@ def run(argv: Sequence[str]) -> None:
     configure_logging(info_stream="stderr")
     args = build_parser().parse_args(argv)
     check_args(args)
-    path = default_snapshot_path() if args.snapshot is None else args.snapshot
-    pretrained = load_pretrained(path, "--snapshot", args.best)
+    pretrained = load_pretrained(args.snapshot, "--snapshot", args.best)
     if not all(weight.isfinite().all() for weight in pretrained.weights.values()):
-        raise UserError(f"--snapshot: {path} has weights that are not finite; take an older one")
+        raise UserError(f"--snapshot: {args.snapshot} has weights that are not finite; take an older one")
     model = GPT(pretrained.model_config)
     vocabulary = pretrained.vocabulary
     model.load_state_dict(pretrained.weights)

@@ -3,19 +3,18 @@
 import argparse
 import ast
 import hashlib
+import http.client
 import os
 import re
 import runpy
 import sys
 import sysconfig
 import textwrap
+import urllib.request
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
-
-import fsspec
-from fsspec.callbacks import TqdmCallback
 
 FOLDER = Path(__file__).parent
 LIBRARY = Path(sysconfig.get_path("stdlib"))
@@ -91,16 +90,11 @@ def prose(text: str) -> Iterator[str]:
 
 def shakespeare() -> None:
     """Tiny shakespeare (public domain): 1,115,394 characters, 65 distinct."""
-    fs, path = fsspec.url_to_fs(SHAKESPEARE)
-    download = FOLDER / "shakespeare.download"
     try:
-        with TqdmCallback(tqdm_kwargs={"unit": "B", "unit_scale": True, "disable": None}) as progress:
-            fs.get_file(path, str(download), callback=progress)
-        text = download.read_bytes()
-    except Exception as error:  # each kind of network failure raises its own
-        fail(f"{SHAKESPEARE} can't be downloaded: {error or type(error).__name__}; is there a network?")
-    finally:
-        download.unlink(missing_ok=True)
+        with urllib.request.urlopen(SHAKESPEARE, timeout=60) as response:
+            text = response.read()
+    except (OSError, http.client.HTTPException) as error:
+        fail(f"{SHAKESPEARE} can't be downloaded: {error}; is there a network?")
     found = hashlib.sha256(text).hexdigest()
     if found != SHAKESPEARE_SHA256:
         fail(f"{SHAKESPEARE} has SHA-256 {found}, expected {SHAKESPEARE_SHA256}; nothing was written: try again")

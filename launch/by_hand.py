@@ -5,7 +5,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from types import FrameType
 
@@ -19,14 +18,6 @@ def terminate(number: int, frame: FrameType | None) -> None:
         process.terminate()
 
 
-def choose_init_method(options: list[str], folder: str) -> str:
-    """A file, which nobody else can reach; with distributed.survive, which needs a store, a free port."""
-    if "--distributed.survive" not in options:
-        return f"file://{folder}/rendezvous"
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return f"tcp://127.0.0.1:{server.getsockname()[1]}"
-
-
 def main() -> int:
     if len(sys.argv) < 2 or not sys.argv[1].isdecimal() or int(sys.argv[1]) < 1:
         print(__doc__, file=sys.stderr)
@@ -34,16 +25,16 @@ def main() -> int:
     world_size = int(sys.argv[1])
     options = sys.argv[2:]
     signal.signal(signal.SIGTERM, terminate)
-    with tempfile.TemporaryDirectory() as folder:
-        init_method = choose_init_method(options, folder)
-        command = [sys.executable, str(MAIN), "--distributed.init_method", init_method, *options]
-        for rank in range(world_size):
-            env = os.environ | {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
-            env |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}
-            env["MINGPT_LAUNCHER_PID"] = str(os.getpid())  # if this process is killed, the ranks save and exit
-            ranks.append(subprocess.Popen(command, env=env))  # noqa: S603
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the ranks too, which save
-        return max(abs(process.wait()) for process in ranks)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]  # a free one, at which this machine's ranks meet
+    command = [sys.executable, str(MAIN), "--distributed.init_method", f"tcp://127.0.0.1:{port}", *options]
+    for rank in range(world_size):
+        env = os.environ | {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+        env |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}
+        env["MINGPT_LAUNCHER_PID"] = str(os.getpid())  # if this process is killed, the ranks save and exit
+        ranks.append(subprocess.Popen(command, env=env))  # noqa: S603
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the ranks too, which save
+    return max(abs(process.wait()) for process in ranks)
 
 
 if __name__ == "__main__":

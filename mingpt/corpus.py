@@ -4,7 +4,6 @@ The text is read twice, in chunks, so memory does not grow with it: the first pa
 which are the vocabulary, and the second looks up the token of each character and writes it.
 """
 
-import codecs
 import hashlib
 import json
 import os
@@ -26,7 +25,7 @@ from mingpt.files import replace_file, replaced_file
 from mingpt.monitoring.live_line import BAR_OPTIONS
 from mingpt.monitoring.logging import logger
 
-CHUNK_SIZE = 1 << 18  # bytes that are read at once; the arrays made of them fit into a core's cache
+CHUNK_SIZE = 1 << 18  # characters that are read at once; the arrays made of them fit into a core's cache
 
 
 @dataclass(frozen=True)
@@ -44,10 +43,6 @@ class Corpus:
     sha256: str
 
 
-class DamagedCacheError(Exception):
-    """The cached tokens are not those that were written."""
-
-
 def encode(text: str, vocabulary: str, source: str) -> list[int]:
     """The tokens of a short text, such as a prompt.
 
@@ -62,8 +57,7 @@ def encode(text: str, vocabulary: str, source: str) -> list[int]:
         raise UserError(
             f"{source}: {''.join(unknown)!r} not in the training text's vocabulary, which is {vocabulary!r}"
         )
-    tokens = {character: token for token, character in enumerate(vocabulary)}
-    return [tokens[character] for character in text]
+    return [vocabulary.index(character) for character in text]
 
 
 def check_text(path: str) -> None:
@@ -80,16 +74,14 @@ def count_characters(path: str) -> int | None:
     fs, names = _find_files(path)
     if not isinstance(fs, LocalFileSystem):
         return None
-    with tqdm(desc="reading", total=sum(map(os.path.getsize, names)), unit="B", **BAR_OPTIONS) as bar:
-        length = sum(len(codes) for _, codes in _read(names, bar))
-    _check_not_empty(length, path)
-    return length
+    with tqdm(desc="reading", total=_count_bytes(names, path), unit="B", **BAR_OPTIONS) as bar:
+        return sum(len(codes) for codes in _read(names, bar, hashlib.sha256()))
 
 
 def encode_corpus(
     path: str,
     cache_dir: Path,
-    extra_characters: Callable[[], str] | None = None,
+    extra_characters: Callable[[], str] = lambda: "",
     cache_key: str = "",
     verify: bool = True,
 ) -> Corpus:
@@ -107,21 +99,17 @@ def encode_corpus(
         UserError: the text is missing, empty or not UTF-8, it changes meanwhile, or the cache can't be written.
     """
     fs, names = _find_files(path)
-    identity = _identity(fs, names)
-    if cache_key:
-        identity += f" and {cache_key}"
-    try:
-        return _open_cache(cache_dir, identity, verify)
-    except DamagedCacheError:
-        logger.warning(f"the text's cache in {cache_dir} is damaged: its bytes do not match their SHA-256")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        pass  # there is no cache, or it is of another text, or its index is damaged
-    extra = ""
-    if extra_characters is not None:
+    identity = f"{_identity(fs, names)} and {cache_key}"
+    corpus = _open_cache(cache_dir, identity, verify)
+    if corpus is None:
         extra = extra_characters()
-    logger.info(f"encoding {path} into {cache_dir}, once")
-    _write_cache(path, fs, names, identity, extra, cache_dir)
-    return _open_cache(cache_dir, identity, verify=False)
+        logger.info(f"encoding {path} into {cache_dir}, once")
+        with tempfile.TemporaryDirectory() as folder:
+            files = names
+            if not isinstance(fs, LocalFileSystem):
+                files = _download(fs, names, folder)
+            corpus = _write_cache(path, files, identity, extra, cache_dir)
+    return corpus
 
 
 # The files of the text
@@ -173,72 +161,71 @@ def _download(fs: fsspec.AbstractFileSystem, names: Sequence[str], folder: str) 
     return copies
 
 
+def _count_bytes(files: Sequence[str], path: str) -> int:
+    """Returns the size of a text; raises a UserError if it is empty."""
+    size = sum(map(os.path.getsize, files))
+    if size == 0:
+        raise UserError(f"data.path: {path} is empty; it must hold text: name another file")
+    return size
+
+
 # The cache: text.json, the index, and the file of tokens that it names
 
 
-def _open_cache(cache_dir: Path, identity: str, verify: bool) -> Corpus:
-    """Opens the cache of the text that has this identity.
+def _open_cache(cache_dir: Path, identity: str, verify: bool) -> Corpus | None:
+    """Opens the cache of the text that has this identity; None if there is none, or with `verify` if it is damaged."""
+    try:
+        index = json.loads((cache_dir / "text.json").read_text())
+        if index["identity"] != identity:
+            return None
+        tokens = _map_tokens(cache_dir / index["file"], index["vocabulary"])
+        is_damaged = verify and hashlib.sha256(tokens.data).hexdigest() != index["tokens_sha256"]
+    except Exception:  # there is no index, or it is damaged in whatever way
+        return None
+    if is_damaged:
+        logger.warning(f"the text's cache in {cache_dir} is damaged: its bytes do not match their SHA-256")
+        return None
+    return Corpus(index["vocabulary"], tokens, index["sha256"])
 
-    Raises:
-        DamagedCacheError: `verify` is set, and the tokens do not match their SHA-256.
-        ValueError: the cache is of another text.
-    """
-    index = json.loads((cache_dir / "text.json").read_text())
-    if index["identity"] != identity:
-        raise ValueError("the text has changed since it was encoded")
-    file = cache_dir / index["tokens"]
-    if verify and _sha256(file) != index["tokens_sha256"]:
-        raise DamagedCacheError
-    tokens = np.load(file, mmap_mode="r")
-    return Corpus(index["vocabulary"], np.asarray(tokens), index["sha256"])
+
+def _map_tokens(file: Path, vocabulary: str) -> np.ndarray:
+    return np.asarray(np.memmap(file, _token_dtype(vocabulary), mode="r"))
 
 
-def _write_cache(
-    path: str,
-    fs: fsspec.AbstractFileSystem,
-    names: Sequence[str],
-    identity: str,
-    extra_characters: str,
-    cache_dir: Path,
-) -> None:
+def _token_dtype(vocabulary: str) -> np.dtype:
+    return np.min_scalar_type(len(vocabulary) - 1)
+
+
+def _write_cache(path: str, files: Sequence[str], identity: str, extra_characters: str, cache_dir: Path) -> Corpus:
     """Encodes the text. A process that is killed meanwhile leaves the cache as it was, and an unfinished file."""
     try:
+        bytes_to_read = 2 * _count_bytes(files, path)  # in two passes
         cache_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"trainer.run_dir: {cache_dir} can't be made: {error.strerror}; set it to a folder that you may write to"
-        ) from error
-    try:
         for leftover in cache_dir.glob("*.tmp"):  # of a process that was killed
             leftover.unlink(missing_ok=True)
-        with tempfile.TemporaryDirectory() as folder:
-            files = names
-            if not isinstance(fs, LocalFileSystem):
-                files = _download(fs, names, folder)
-            bytes_to_read = 2 * sum(os.path.getsize(file) for file in files)  # in two passes
-            with tqdm(desc="encoding", total=bytes_to_read, unit="B", **BAR_OPTIONS) as bar:
-                vocabulary, length, sha256 = _find_vocabulary(files, extra_characters, bar)
-                _check_not_empty(length, path)
-                # Tokens depend on both. Another name for other tokens: until text.json is replaced, it has the old one.
-                name = hashlib.sha256((sha256 + vocabulary).encode()).hexdigest()[:16]
-                tokens = cache_dir / f"tokens-{name}.npy"
-                with replaced_file(tokens) as file:
-                    sha256_of_second_pass = _write_tokens(files, vocabulary, length, file, bar)
-                    if sha256_of_second_pass != sha256:  # it has no token for a character that it alone has seen
-                        raise UserError(
-                            f"data.path: {path} has changed while it was encoded; start again when it is complete"
-                        )
-            index = {
-                "identity": identity,
-                "vocabulary": vocabulary,
-                "sha256": sha256,
-                "tokens": tokens.name,
-                "tokens_sha256": _sha256(tokens),
-            }
-            replace_file(cache_dir / "text.json", json.dumps(index))
-        for old in cache_dir.glob("tokens-*.npy"):
-            if old != tokens:
+        with tqdm(desc="encoding", total=bytes_to_read, unit="B", **BAR_OPTIONS) as bar:
+            vocabulary, sha256 = _find_vocabulary(files, extra_characters, bar)
+            # Tokens depend on both. Another name for other tokens: until text.json is replaced, it has the old one.
+            name = hashlib.sha256((sha256 + vocabulary).encode()).hexdigest()[:16]
+            file = cache_dir / f"tokens-{name}.bin"
+            with replaced_file(file) as opened:
+                sha256_of_second_pass, tokens_sha256 = _write_tokens(files, vocabulary, opened, bar)
+                if sha256_of_second_pass != sha256:  # it has no token for a character that it alone has seen
+                    raise UserError(
+                        f"data.path: {path} has changed while it was encoded; start again when it is complete"
+                    )
+        index = {
+            "identity": identity,
+            "vocabulary": vocabulary,
+            "sha256": sha256,
+            "file": file.name,
+            "tokens_sha256": tokens_sha256,
+        }
+        replace_file(cache_dir / "text.json", json.dumps(index))
+        for old in cache_dir.glob("tokens-*"):
+            if old != file and old.suffix != ".tmp":  # which another machine may be writing
                 old.unlink(missing_ok=True)
+        return Corpus(vocabulary, _map_tokens(file, vocabulary), sha256)
     except OSError as error:
         raise UserError(
             f"data.path: {path} can't be encoded into {cache_dir}: {error}; make room there, or set another "
@@ -246,71 +233,47 @@ def _write_cache(
         ) from error
 
 
-def _sha256(file: Path) -> str:
-    digest = hashlib.sha256()
-    with open(file, "rb") as opened:
-        while chunk := opened.read(CHUNK_SIZE):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def _check_not_empty(characters: int, path: str) -> None:
-    if characters == 0:
-        raise UserError(f"data.path: {path} is empty; it must hold text: name another file")
-
-
 # The two passes
 
 
-def _read(files: Sequence[str], bar: tqdm) -> Iterator[tuple[bytes, np.ndarray]]:
-    """Yields the bytes of each chunk, and the code points, (n,) uint32, of the characters that end in it."""
+def _read(files: Sequence[str], bar: tqdm, digest: "hashlib._Hash") -> Iterator[np.ndarray]:
+    """Yields the code points of the characters in chunks, (n,) uint32, and adds their bytes to the digest."""
     for name in files:
-        decoder = codecs.getincrementaldecoder("utf-8")()
-        with open(name, "rb") as file:
-            is_end = False
-            while not is_end:
-                chunk = file.read(CHUNK_SIZE)
-                is_end = not chunk
-                try:
-                    # The decoder keeps the first bytes of a character whose last ones are in the next chunk.
-                    text = decoder.decode(chunk, final=is_end)
-                except UnicodeDecodeError as error:
-                    byte = file.tell() - len(error.object) + error.start
-                    raise UserError(
-                        f"data.path: {name} is not UTF-8 text: byte {byte} is {error.object[error.start]:#04x}; "
-                        "convert it, as `iconv -f LATIN1 -t UTF-8` does from Latin-1"
-                    ) from error
-                # UTF-32 is the array of code points. numpy is faster than a set or a dictionary of characters.
-                yield chunk, np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
-                bar.update(len(chunk))
+        with open(name, encoding="utf-8", newline="\n") as file:
+            try:
+                while text := file.read(CHUNK_SIZE):
+                    # UTF-32 is the array of code points. numpy is faster than a set or a dictionary of characters.
+                    yield np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
+                    chunk = text.encode()
+                    digest.update(chunk)
+                    bar.update(len(chunk))
+            except UnicodeDecodeError as error:
+                byte = file.buffer.tell() - len(error.object) + error.start  # type: ignore[attr-defined]
+                raise UserError(
+                    f"data.path: {name} is not UTF-8 text: byte {byte} is {error.object[error.start]:#04x}; "
+                    "convert it, as `iconv -f LATIN1 -t UTF-8` does from Latin-1"
+                ) from error
 
 
-def _find_vocabulary(files: Sequence[str], extra_characters: str, bar: tqdm) -> tuple[str, int, str]:
-    """Returns the vocabulary, the number of characters in the text, and the SHA-256 of its bytes."""
+def _find_vocabulary(files: Sequence[str], extra_characters: str, bar: tqdm) -> tuple[str, str]:
+    """Returns the vocabulary, and the SHA-256 of the text's bytes."""
     occurs = np.zeros(sys.maxunicode + 1, dtype=bool)  # by code point
     for character in extra_characters:
         occurs[ord(character)] = True
-    length = 0
     digest = hashlib.sha256()
-    for chunk, codes in _read(files, bar):
+    for codes in _read(files, bar, digest):
         occurs[codes] = True
-        length += len(codes)
-        digest.update(chunk)
-    vocabulary = "".join(chr(code) for code in np.flatnonzero(occurs))
-    return vocabulary, length, digest.hexdigest()
+    return "".join(map(chr, np.flatnonzero(occurs))), digest.hexdigest()
 
 
-def _write_tokens(files: Sequence[str], vocabulary: str, length: int, file: IO[bytes], bar: tqdm) -> str:
-    """Writes the tokens into an open .npy file, and returns the SHA-256 of the text's bytes."""
-    dtype = np.min_scalar_type(len(vocabulary) - 1)
-    token_of_code = np.zeros(sys.maxunicode + 1, dtype=dtype)
-    for token, character in enumerate(vocabulary):
-        token_of_code[ord(character)] = token
+def _write_tokens(files: Sequence[str], vocabulary: str, file: IO[bytes], bar: tqdm) -> tuple[str, str]:
+    """Writes the tokens into an open file, and returns the SHA-256 of the text's bytes, and that of the tokens'."""
+    token_of_code = np.zeros(sys.maxunicode + 1, dtype=_token_dtype(vocabulary))
+    token_of_code[[ord(character) for character in vocabulary]] = np.arange(len(vocabulary))
     digest = hashlib.sha256()
-    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (length,)}
-    # Not open_memmap: on a full disk, writing into mapped memory ends the process by SIGBUS.
-    np.lib.format.write_array_header_1_0(file, header)
-    for chunk, codes in _read(files, bar):
-        file.write(token_of_code.take(codes).data)
-        digest.update(chunk)
-    return digest.hexdigest()
+    tokens_digest = hashlib.sha256()
+    for codes in _read(files, bar, digest):
+        tokens = token_of_code.take(codes)
+        file.write(tokens.data)
+        tokens_digest.update(tokens.data)
+    return digest.hexdigest(), tokens_digest.hexdigest()

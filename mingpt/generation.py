@@ -2,18 +2,19 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+
+from model import GPT, KVCache
 
 NO_TOKEN = -1  # no character is generated: the prompt is still being read, or the text is complete
 
 
 @torch.no_grad()  # not inference_mode, whose tensors FSDP does not accept; callers without FSDP may enter it
 def generate(
-    model: nn.Module,
+    model: GPT,
     prompts: Sequence[Tensor],
     max_new_tokens: int,
     temperature: float = 1.0,
@@ -28,7 +29,7 @@ def generate(
     from then on it slides, which changes all positions, and each character takes a pass over the whole window.
 
     Args:
-        model: a GPT, with `config.block_size` and `new_kv_caches()`, on the prompts' device
+        model: on the prompts' device
         prompts: B tensors of (T,) tokens, T at least 1; only the last block_size of each count
         max_new_tokens: for each prompt
         temperature: divisor of the logits; 0 selects the most likely character
@@ -37,28 +38,23 @@ def generate(
             of Neural Text Degeneration", 2020)
     """
     model.eval()
-    gpt: Any = model
-    block_size = gpt.config.block_size
+    block_size = model.config.block_size
     padded = pad_sequence([prompt[-block_size:] for prompt in prompts], batch_first=True, padding_value=NO_TOKEN)
     lengths = (padded != NO_TOKEN).sum(1)
     ends = lengths + max_new_tokens
     window = padded[:, : int(lengths.min())]
-    have_one_length = window.size(1) == padded.size(1)
-    caches: list[Any] = []
+    caches: list[KVCache] = []
     for position in range(window.size(1), int(ends.max())):
         if not caches or caches[0].length == block_size:
-            caches = gpt.new_kv_caches()
+            caches = model.new_kv_caches()
             uncached = window
-        logits, _ = gpt(uncached, caches=caches)
+        logits, _ = model(uncached, caches=caches)
         tokens = _sample(logits[:, -1].float(), temperature, top_k, top_p, generator)
         if position < padded.size(1):
             tokens = torch.where(padded[:, position] == NO_TOKEN, tokens, padded[:, position])
         uncached = tokens[:, None]
         window = torch.cat((window, uncached), 1)[:, -block_size:]
-        if have_one_length:
-            yield tokens
-        else:
-            yield tokens.masked_fill((position < lengths) | (position >= ends), NO_TOKEN)
+        yield tokens.masked_fill((position < lengths) | (position >= ends), NO_TOKEN)
 
 
 def _sample(

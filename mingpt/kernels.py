@@ -29,7 +29,7 @@ class Dropout(nn.Dropout):
         if not _is_eager_on_cpu(x):
             return super().forward(x)
         bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
-        kept = bits.view(torch.int16)[: x.numel()].view(x.shape) >= min(round(self.p * 2**16), 2**16 - 1) - 2**15
+        kept = bits.view(torch.int16)[: x.numel()].view(x.shape) >= round(self.p * 2**16) - 2**15
         return x * kept.to(x.dtype).mul_(1 / (1 - self.p))
 
 
@@ -65,6 +65,13 @@ class _RMSNormFunction(torch.autograd.Function):
         return torch.addcmul(grad, y, (grad * y).mean(-1, keepdim=True), value=-1).mul_(scale)
 
 
+class RMSNorm(nn.Module):
+    """RMSNorm without weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x)
+
+
 def rms_norm(x: Tensor) -> Tensor:
     """RMSNorm over the last dimension, without weights; `F.rms_norm` is several kernels on CPUs, in double the time."""
     if not _is_eager_on_cpu(x):
@@ -87,15 +94,25 @@ class _ReLUSquaredFunction(torch.autograd.Function):
         return (grad * positive).mul_(2)
 
 
-def relu_squared(x: Tensor) -> Tensor:
+class ReLUSquared(nn.Module):
     """The square of ReLU; composed of PyTorch's functions, training with it takes four times as long on CPUs."""
-    if x.requires_grad and _is_eager_on_cpu(x):
-        return _ReLUSquaredFunction.apply(x)
-    return F.relu(x).square()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.requires_grad and _is_eager_on_cpu(x):
+            return _ReLUSquaredFunction.apply(x)
+        return F.relu(x).square()
 
 
 def _is_eager_on_cpu(x: Tensor) -> bool:
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, dropout: Dropout, is_causal: bool) -> Tensor:
+    """Scaled dot-product attention of queries, keys and values (B, H, T, D), by the faster of two implementations."""
+    p = dropout.p if dropout.training else 0.0
+    if is_causal and use_bmm_attention(q, p):
+        return bmm_attention(q, k, v, dropout)
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=is_causal)
 
 
 def use_bmm_attention(q: Tensor, dropout: float) -> bool:

@@ -43,19 +43,15 @@ class MuonWithAdamW(Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Updates all parameters; none if `found_inf` is 1, like fused AdamW, without a device synchronization.
 
-        Raises:
-            ValueError: gradients are still multiplied by GradScaler's factor.
+        Gradients are expected after GradScaler.unscale_.
         """
         found_inf = getattr(self, "found_inf", None)
-        if getattr(self, "grad_scale", None) is not None:
-            raise ValueError("gradients are scaled: call GradScaler.unscale_ before its step")
         for group in self.param_groups:
             same_shape: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
             for parameter in group["params"] if group["muon"] else ():
                 same_shape[parameter.shape].append(parameter)
             for matrices in same_shape.values():
                 self._update(matrices, group, found_inf)
-        self.adamw.grad_scale = None  # type: ignore[attr-defined]
         self.adamw.found_inf = found_inf  # type: ignore[attr-defined]
         self.adamw.step()
 
@@ -107,6 +103,7 @@ def newton_schulz(gradients: Tensor, ns_dtype: torch.dtype, like: Tensor) -> Ten
     def square_of(x: Tensor) -> Tensor:
         return torch.bmm(x.mT, x) if is_tall else torch.bmm(x, x.mT)
 
+    # Both branches compute the polynomials of COEFFICIENTS: the first as one matrix, the second one after the other.
     if ns_dtype == torch.float32:
         square = square_of(gradients)
         norm_squared = square.diagonal(dim1=1, dim2=2).sum(1).clamp(min=1e-14)[:, None, None]
@@ -135,15 +132,12 @@ def _product_of_factors(square: Tensor) -> Tensor:
     and need no products of the size of x. Their differences of nearly equal numbers are too inexact in bf16.
     """
 
-    def factor_of(square: Tensor, a: float, b: float, c: float) -> Tensor:
+    factors: list[Tensor] = []
+    for a, b, c in COEFFICIENTS:
+        if factors:  # the square of the last iteration's x
+            square = torch.bmm(factors[-1], torch.bmm(factors[-1], square))
         factor = torch.baddbmm(square, square, square, beta=b, alpha=c)
         factor.diagonal(dim1=1, dim2=2).add_(a)
-        return factor
-
-    factor = factor_of(square, *COEFFICIENTS[0])
-    product = factor
-    for coefficients in COEFFICIENTS[1:]:
-        square = torch.bmm(factor, torch.bmm(factor, square))
-        factor = factor_of(square, *coefficients)
-        product = torch.bmm(factor, product)
-    return product
+        factors.append(factor)
+    first, second, third = factors
+    return torch.bmm(third, torch.bmm(second, first))

@@ -99,7 +99,7 @@ def test_globs_and_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         with fsspec.open(url, "wb") as file:
             file.write(content.encode())
         assert decode(encode_corpus(url, tmp_path / "url")) == content
-        assert sorted(path.suffix for path in (tmp_path / "url").iterdir()) == [".json", ".npy"]
+        assert sorted(path.suffix for path in (tmp_path / "url").iterdir()) == [".bin", ".json"]
 
     def reset(*args: object, **options: object) -> None:
         raise OSError("connection reset")
@@ -138,7 +138,7 @@ def test_a_damaged_cache_is_named_and_made_again(value: int, tmp_path: Path, cap
     file, cache = tmp_path / "text.txt", tmp_path / "cache"
     file.write_text("some text")
     encode_corpus(str(file), cache)
-    [tokens] = cache.glob("tokens-*.npy")
+    [tokens] = cache.glob("tokens-*.bin")
     content = bytearray(tokens.read_bytes())
     content[-1] = value
     tokens.write_bytes(content)
@@ -187,7 +187,7 @@ def test_a_cache_that_can_not_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "cache/text.json").mkdir(parents=True)
     with pytest.raises(UserError, match=r"data\.path: .*text\.txt can't be encoded into .*cache: .*; make room there"):
         encode_corpus(str(tmp_path / "text.txt"), tmp_path / "cache")
-    with pytest.raises(UserError, match=r"trainer\.run_dir: .*text\.txt/cache can't be made: Not a directory; set it"):
+    with pytest.raises(UserError, match=r"can't be encoded into .*text\.txt/cache: .*Not a directory.*set another tr"):
         encode_corpus(str(tmp_path / "text.txt"), tmp_path / "text.txt/cache")
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mingpt.kernels import Dropout, LayerNorm, bmm_attention, relu_squared, rms_norm, use_bmm_attention
+from mingpt.kernels import Dropout, LayerNorm, ReLUSquared, bmm_attention, rms_norm, use_bmm_attention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -24,12 +24,6 @@ def test_dropout_zeroes_independent_elements_and_keeps_the_mean(dtype: torch.dty
         assert part.mean() == pytest.approx(p, abs=0.01)
     both = (zeroed[:, :-1] * zeroed[:, 1:]).mean()
     assert both == pytest.approx(p * p, abs=0.004)  # the four numbers of one draw are independent
-
-
-@pytest.mark.parametrize(("p", "share"), [(1e-7, 0.0), (0.999999, 1.0)])
-def test_dropout_accepts_probabilities_near_0_and_1(p: float, share: float) -> None:
-    torch.manual_seed(0)
-    assert (Dropout(p)(torch.ones(1000, 1000)) == 0).double().mean() == pytest.approx(share, abs=1e-4)
 
 
 def test_bmm_attention_equals_pytorchs_attention_and_its_gradients() -> None:
@@ -80,7 +74,7 @@ def test_layer_norm_returns_the_dtype_of_its_input() -> None:
 
 @pytest.mark.parametrize(
     ("function", "reference"),
-    [(rms_norm, lambda x: F.rms_norm(x, x.shape[-1:], eps=1e-6)), (relu_squared, lambda x: F.relu(x).square())],
+    [(rms_norm, lambda x: F.rms_norm(x, x.shape[-1:], eps=1e-6)), (ReLUSquared(), lambda x: F.relu(x).square())],
 )
 def test_values_and_gradients_are_those_of_pytorch(
     function: Callable[[Tensor], Tensor], reference: Callable[[Tensor], Tensor]

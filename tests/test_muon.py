@@ -59,15 +59,6 @@ def test_updates_equal_those_of_pytorchs_muon_and_adamw(dtype: torch.dtype, monk
     }
 
 
-def test_scaled_gradients_raise_an_error() -> None:
-    """Momentum would mix them with those of other scales."""
-    model = TwoBlocks()
-    optimizer, scaler = build_optimizer(model, OptimizerConfig(name="muon")), torch.amp.GradScaler("cpu")
-    scaler.scale(sum(parameter.sum() for parameter in model.parameters())).backward()
-    with pytest.raises(ValueError, match="gradients are scaled"):
-        scaler.step(optimizer)
-
-
 @pytest.mark.parametrize("sizes", [(3, 8, 20), (3, 20, 8), (1, 8, 8), (0, 8, 8)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])
 def test_newton_schulz_keeps_singular_vectors_and_equalizes_singular_values_then_norms(

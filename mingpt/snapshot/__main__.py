@@ -4,7 +4,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from datetime import datetime, timezone
+from contextlib import suppress
 
 import fsspec
 
@@ -18,15 +18,12 @@ COLUMNS = ["step", "written", "bytes", "val_loss", "state", "weights", "optimize
 def describe(path: str) -> list[str]:
     """Returns the cells of a snapshot's row, without the last ones if it can't be loaded."""
     fs, name = fsspec.url_to_fs(path)
-    info = fs.info(name)
-    written = info.get("mtime", info.get("LastModified", info.get("created", "")))
-    if isinstance(written, float):
-        written = datetime.fromtimestamp(written, timezone.utc)
-    if written:
-        written = f"{written.astimezone():%Y-%m-%d %H:%M}"
+    size = f"{fs.size(name):,}"
+    written = ""
+    with suppress(NotImplementedError):  # of file systems that do not know it
+        written = f"{fs.modified(name).astimezone():%Y-%m-%d %H:%M}"
     match = SNAPSHOT_NAME.fullmatch(os.path.basename(name))
-    row = [str(int(match[1])) if match else "?"]
-    row += [written, f"{info['size']:,}"]
+    row = [str(int(match[1])) if match else "?", written, size]
     try:
         snapshot = load_snapshot(path)
     except DamagedSnapshotError as error:

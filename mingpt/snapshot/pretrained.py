@@ -44,19 +44,17 @@ def load_pretrained(path: str, option: str, best: bool = False) -> Pretrained:
     if not path:  # as of a shell's variable that is not set; it would be the working directory
         raise UserError(f"{option} is empty; {advice}")
     path = path.rstrip("/") or "/"
-    try:
-        fs, name = fsspec.url_to_fs(path)
-        is_folder = fs.isdir(name)
-    except Exception as error:  # each file system raises its own
-        raise UserError(f"{option}: {path} can't be read: {error}; {advice}") from error
-    if best and not is_folder:
-        raise UserError(f"--best: {path} is no folder of snapshots; name a run folder")
     snapshot = None
     try:
-        if is_folder:
+        fs, name = fsspec.url_to_fs(path)
+        if fs.isdir(name):
             snapshot = _load_from_folder(f"{path}/snapshots", best) or _load_from_folder(path, best)
+        elif best:
+            raise UserError(f"--best: {path} is no folder of snapshots; name a run folder")
         else:
             snapshot = load_snapshot(path)
+    except UserError:
+        raise
     except DamagedSnapshotError as error:
         raise UserError(
             f"{option}: {path} is damaged: {error}; name another, or its folder, of which the newest undamaged one "
@@ -64,7 +62,7 @@ def load_pretrained(path: str, option: str, best: bool = False) -> Pretrained:
         ) from error
     except (FileNotFoundError, NotADirectoryError):
         pass
-    except (OSError, ValueError, ImportError) as error:
+    except Exception as error:  # each file system raises its own
         raise UserError(f"{option}: {path} can't be read: {error}; {advice}") from error
     if snapshot is None:
         raise UserError(f"{option}: no snapshot at {path} (working directory {os.getcwd()}); main.py makes them")
@@ -112,9 +110,8 @@ def adopt_shape(config: Config) -> Config:
         adopted[section][key] = allowed
     if mistakes:
         raise UserError("\n  ".join(mistakes))
-    return replace(
-        config, model=replace(config.model, **adopted["model"]), data=replace(config.data, **adopted["data"])
-    )
+    sections = {name: replace(getattr(config, name), **values) for name, values in adopted.items()}
+    return replace(config, **sections)
 
 
 def load_initial_weights(path: str, model: "GPT", vocabulary: str) -> dict[str, Tensor]:
