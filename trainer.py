@@ -18,11 +18,12 @@ from mingpt.config import Config, GPTConfig, config_to_dict
 from mingpt.distributed.collectives import DistributedContext, PendingFlags
 from mingpt.errors import UserError
 from mingpt.evaluation import Evaluation, choose_sample_prompt, generate_sample
+from mingpt.hardware.numerics import agree_on_numerics
 from mingpt.monitoring.logging import logger
 from mingpt.monitoring.profiler import profile_steps
 from mingpt.monitoring.run_log import RunLog, StepTimer
 from mingpt.optimizer import learning_rate
-from mingpt.parallel.build import agree_on_numerics, build_strategy
+from mingpt.parallel.build import build_strategy
 from mingpt.parallel.finite_guard import FiniteGuard
 from mingpt.prepare_run import initial_weights, keep_init_from, load_corpus
 from mingpt.progress import Progress, StepResult

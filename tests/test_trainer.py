@@ -32,11 +32,11 @@ from helpers import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import trainer as trainer_module
 from mingpt.distributed.collectives import DistributedContext
 from mingpt.errors import UserError
 from mingpt.evaluation import evaluate
 from mingpt.hardware import device
-from mingpt.parallel import build
 from mingpt.parallel.strategy import Strategy
 from mingpt.snapshot.storage import load_snapshot
 from trainer import Trainer
@@ -153,14 +153,14 @@ def test_numerics_are_chosen_before_ranks_exchange_tensors(
         function = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *args: (calls.append(name), function(*args))[1])
 
-    record(build, "choose_numerics")
+    record(trainer_module, "agree_on_numerics")
     record(DistributedContext, "broadcast_tensor")
     record(DistributedContext, "all_reduce")
     monkeypatch.setenv("TEST_INIT_METHOD", "file:///unused")
     with open_trainer(*run_args(tmp_path / "run", text)) as trainer:
         train_losses(trainer, 1)
-    assert calls[0] == "choose_numerics"
-    assert set(calls) == {"choose_numerics", "broadcast_tensor", "all_reduce"}
+    assert calls[0] == "agree_on_numerics"
+    assert set(calls) == {"agree_on_numerics", "broadcast_tensor", "all_reduce"}
 
 
 def test_ranks_whose_hardware_selects_different_precisions_are_refused(text: Path, tmp_path: Path) -> None:

@@ -103,11 +103,7 @@ def choose_precision(requested: str, device: torch.device, saved: str | None) ->
     """Chooses the precision of matrix products; returns it and the reason.
 
     `saved` is the precision of the snapshot that training resumes from.
-
-    Raises:
-        UserError: fp16 on another device than a CUDA GPU.
     """
-    check_precision(requested, device)
     hardware, reason = has_bf16(device)
     if requested != "auto":
         slow = f", and {reason}: slow" if requested == "bf16" and not hardware else ""

@@ -1,46 +1,45 @@
 """Choices that determine the last bits of a run: rules on hardware flags, saved in the snapshot and kept on resume."""
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from mingpt.config import TrainerConfig
+from mingpt.config import Config
 from mingpt.hardware.device import choose_precision, device_kind, set_deterministic
 from mingpt.hardware.threads import choose_threads
+
+if TYPE_CHECKING:
+    from mingpt.distributed.collectives import DistributedContext
 
 
 class Numerics(NamedTuple):
     """What was chosen."""
 
     precision: str  # fp32, bf16 or fp16
-    threads: int  # CPU threads of this rank
-    choices: dict[str, Any]  # the same with world size and hardware, for the snapshot
+    choices: dict[str, Any]  # precision, threads per rank, world size and hardware, for the snapshot
     reasons: dict[str, str]  # rows for the summary at the start
 
 
-def choose_numerics(
-    cfg: TrainerConfig,
-    device: torch.device,
-    world_size: int,
-    local_world_size: int,
-    one_thread: bool,
-    previous: dict[str, Any],
-) -> Numerics:
-    """Chooses precision and threads, and applies threads and `deterministic`.
+def agree_on_numerics(config: Config, context: "DistributedContext", header: dict[str, Any] | None) -> Numerics:
+    """Chooses precision and threads, the same on all ranks, and applies threads and `trainer.deterministic`.
 
     Args:
-        one_thread: the strategy needs one thread per rank
-        previous: the choices in the snapshot, or empty
+        header: that of the snapshot that the run continues from, whose choices are kept where possible; None: it is new
 
     Raises:
-        UserError: the device does not support the precision.
+        UserError: ranks choose different precisions.
     """
-    threads = 1
-    threads_reason = "reduction: tree"
-    if not one_thread:  # otherwise only the same number of ranks can repeat the bits
-        kept = previous["threads"] if previous.get("world_size") == world_size else None
-        threads, threads_reason = choose_threads(cfg.threads, local_world_size, kept)
-    precision, reason = choose_precision(cfg.precision, device, previous.get("precision"))
+    cfg = config.trainer
+    device = context.device
+    saved = header["choices"] if header else {}
+    if config.distributed.reduction == "tree":  # with which any number of ranks repeats the bits
+        threads = 1
+        threads_reason = "reduction: tree"
+    else:
+        kept = saved["threads"] if saved.get("world_size") == context.world_size else None
+        threads, threads_reason = choose_threads(cfg.threads, context.local_world_size, kept)
+    precision, reason = choose_precision(cfg.precision, device, saved.get("precision"))
+    context.check_equal({"what trainer.precision: auto gives": precision}, advice="set it to either")
     torch.set_num_threads(threads)
     reasons = {"precision": f"{precision} ({reason})", "threads": f"{threads} per rank ({threads_reason})"}
     if cfg.deterministic:
@@ -49,9 +48,10 @@ def choose_numerics(
         reasons["resume"] = (
             "equals an uninterrupted run to rounding error; with trainer.deterministic: true, to the last bit"
         )
-    return Numerics(
-        precision,
-        threads,
-        {"precision": precision, "threads": threads, "world_size": world_size, "hardware": device_kind(device)},
-        reasons,
-    )
+    choices = {
+        "precision": precision,
+        "threads": threads,
+        "world_size": context.world_size,
+        "hardware": device_kind(device),
+    }
+    return Numerics(precision, choices, reasons)

@@ -5,8 +5,7 @@ memory for all. That is why torch.distributed.checkpoint.state_dict does not ser
 ZeroRedundancyOptimizer.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -14,15 +13,11 @@ from torch import Tensor, nn
 from mingpt.distributed.collectives import DistributedContext
 
 OptimizerState = Mapping[str, Mapping[str, Tensor]]  # parameter name -> name of the tensor -> tensor
-StateShapes = dict[str, dict[str, list[Any]]]  # the same, with [shape, name of the dtype] of each tensor
 
 
-def state_shapes(state: OptimizerState) -> StateShapes:
-    """Shapes and dtypes of optimizer state as plain data, for other ranks."""
-    return {
-        name: {key: [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for key, tensor in tensors.items()}
-        for name, tensors in state.items()
-    }
+def state_keys(state: OptimizerState) -> dict[str, list[str]]:
+    """The names of each parameter's optimizer state, as plain data for other ranks."""
+    return {name: list(tensors) for name, tensors in state.items()}
 
 
 class FullState:
@@ -31,13 +26,14 @@ class FullState:
     Attributes:
         parameters: those of this rank, by GPT-2's names
         full_shapes: by GPT-2's names, tensors with the full shapes of all parameters
+        local_state: the optimizer's own tensors of each parameter that this rank updates, by its name
         is_sharded: a rank holds only a shard of something, so `iter_full_state` needs all ranks
     """
 
     context: DistributedContext
-    optimizer: torch.optim.Optimizer
     parameters: dict[str, nn.Parameter]
     full_shapes: Mapping[str, Tensor]
+    local_state: dict[str, dict[str, Tensor]]
     is_sharded = False
 
     def iter_full_state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
@@ -46,7 +42,7 @@ class FullState:
         The next step may modify the tensors.
         """
         for name, parameter in self.parameters.items():
-            yield name, parameter.detach(), dict(self.optimizer_state(parameter))
+            yield name, parameter.detach(), dict(self.local_state[name])
 
     def load_full_state(self, weights: Mapping[str, Tensor], state: OptimizerState, source: int) -> None:
         """Loads the full weights and optimizer state that rank `source` passes; those of other ranks are ignored."""
@@ -57,11 +53,28 @@ class FullState:
         self, weights: Mapping[str, Tensor], state: OptimizerState, source: int
     ) -> Iterator[tuple[str, str, Tensor]]:
         """Yields name, key and value of each tensor that rank `source` passes; weights have an empty key."""
-        shapes = self.context.broadcast_object(state_shapes(state), source)
-        for name, like in self.full_shapes.items():
-            yield name, "", self.broadcast_tensor(source, weights.get(name), like)
-            for key, tensor in self.broadcast_state(source, state.get(name, {}), shapes.get(name, {})).items():
-                yield name, key, tensor
+        keys = self.context.broadcast_object(state_keys(state), source)
+        for name in self.full_shapes:
+            tensors = {}
+            if self.context.rank == source:
+                tensors = {"": weights[name], **state.get(name, {})}
+            for key, full in self.broadcast_tensors(source, name, ["", *keys.get(name, [])], tensors):
+                yield name, key, full
+
+    def broadcast_tensors(
+        self, source: int, name: str, keys: Iterable[str], tensors: Mapping[str, Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yields key and full value of a parameter's tensors that rank `source` passes, on the device of this rank.
+
+        Those of other ranks are ignored. AdamW's counter of steps has no dimension, all else the parameter's shape.
+        """
+        for key in keys:
+            shape = () if key == "step" else self.full_shapes[name].shape
+            full = torch.empty(shape, device=self.context.device)
+            if self.context.rank == source:
+                full.copy_(tensors[key])
+            self.context.broadcast_tensor(full, source)
+            yield key, full
 
     @torch.no_grad()
     def load_tensor(self, name: str, key: str, full: Tensor) -> None:
@@ -69,47 +82,9 @@ class FullState:
         parameter = self.parameters[name]
         if not key:
             parameter.copy_(self.shard_of(full, parameter))
-        elif self.updates(parameter):
-            self.optimizer_state(parameter)[key] = self.shard_of(full, parameter)
-
-    def local_state(self) -> dict[str, dict[str, Tensor]]:
-        """The optimizer state that this rank has, by the names of parameters."""
-        return {
-            name: self.optimizer_state(parameter)
-            for name, parameter in self.parameters.items()
-            if self.updates(parameter)
-        }
-
-    def optimizer_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """This rank's optimizer state of a parameter, which may be modified."""
-        return self.optimizer.state[parameter]
-
-    def updates(self, parameter: Tensor) -> bool:
-        """Whether the optimizer of this rank updates the parameter, and has its state."""
-        return True
+        elif name in self.local_state:
+            self.local_state[name][key] = self.shard_of(full, parameter)
 
     def shard_of(self, full: Tensor, parameter: Tensor) -> Tensor:
         """The part of a full tensor that this rank holds."""
-        return full
-
-    def broadcast_state(
-        self, source: int, state: Mapping[str, Tensor], shapes: Mapping[str, list[Any]]
-    ) -> dict[str, Tensor]:
-        """Returns the optimizer state of one parameter that rank `source` passes.
-
-        Args:
-            shapes: what `state_shapes` has returned there for the parameter
-        """
-        full = {}
-        for key, (shape, dtype) in shapes.items():
-            like = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-            full[key] = self.broadcast_tensor(source, state.get(key), like)
-        return full
-
-    def broadcast_tensor(self, source: int, tensor: Tensor | None, like: Tensor) -> Tensor:
-        """Returns the tensor of rank `source`, with the shape and dtype of `like`, on the device of this rank."""
-        full = torch.empty(like.shape, dtype=like.dtype, device=self.context.device)
-        if tensor is not None and self.context.rank == source:
-            full.copy_(tensor)
-        self.context.broadcast_tensor(full, source)
         return full

@@ -67,7 +67,7 @@ def measure_memory(strategy: Strategy) -> MemoryUsage:
     parameters = list(strategy.parameters.values())
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     state: list[Tensor] = []
-    for tensors in strategy.local_state().values():
+    for tensors in strategy.local_state.values():
         state += tensors.values()
     return MemoryUsage(_local_bytes(parameters), _local_bytes(gradients), _local_bytes(state))
 

@@ -5,68 +5,57 @@ are those of torch.distributed.pipelining (GPipe: Huang et al., 2019; 1F1B: Nara
 Pipeline Parallelism for DNN Training", 2019). The ranks with the same stage use any data-parallel strategy.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.profiler import record_function
 
-from mingpt.config import Config
+from char_dataset import CharDataset, ValidationDataset
+from mingpt.config import Config, GPTConfig
 from mingpt.distributed.collectives import DistributedContext
 from mingpt.distributed.position import POINT_TO_POINT
 from mingpt.errors import UserError
 from mingpt.hardware.device import seed_device
 from mingpt.kernels import IGNORE_INDEX, cross_entropy
-from mingpt.parallel.full_state import StateShapes, state_shapes
-from mingpt.parallel.strategy import MicroBatch, Strategy, WindowDataset
+from mingpt.parallel.build import load_strategy, parallelize
+from mingpt.parallel.full_state import state_keys
+from mingpt.parallel.strategy import DDP, MicroBatch, Strategy
 from mingpt.permutation import hash64
 from mingpt.tensors import to_local
+from model import GPT, KVCache
 
 WTE = "transformer.wte.weight"  # in the first stage and, where it is the output projection too, in the last
 
 
-class GPTStage(nn.Module):
+class GPTStage(GPT):
     """Consecutive blocks of a GPT, with the embeddings in the first stage and the output projection in the last.
 
-    Blocks are distributed evenly. Modules are those of the GPT, and parameters have the same names.
+    Blocks are distributed evenly. Modules and parameters have the names that they have in the GPT.
     """
 
-    def __init__(self, gpt: Any, stage: int, stages: int) -> None:
-        super().__init__()
-        self.config = gpt.config
+    def __init__(self, config: GPTConfig, stage: int, stages: int) -> None:
+        super().__init__(config)
         self.is_first = stage == 0
         self.is_last = stage == stages - 1
-        first_block = len(gpt.blocks) * stage // stages
-        end_block = len(gpt.blocks) * (stage + 1) // stages
-        blocks = {str(i): gpt.blocks[i] for i in range(first_block, end_block)}
-        has_head = hasattr(gpt, "lm_head")  # otherwise wte is the output projection too
-        modules: dict[str, nn.Module] = {}
-        if self.is_first or (self.is_last and not has_head):
-            modules["wte"] = gpt.transformer["wte"]
-        if self.is_first and "wpe" in gpt.transformer:
-            modules["wpe"] = gpt.transformer["wpe"]
+        first_block = config.n_layer * stage // stages
+        end_block = config.n_layer * (stage + 1) // stages
+        self.transformer["h"] = nn.ModuleDict({str(i): self.blocks[i] for i in range(first_block, end_block)})
+        kept = {"h"}
         if self.is_first:
-            modules["drop"] = gpt.transformer["drop"]
-        modules["h"] = nn.ModuleDict(blocks)
+            kept |= {"wte", "wpe", "drop"}
         if self.is_last:
-            modules["ln_f"] = gpt.transformer["ln_f"]
-        self.transformer = nn.ModuleDict(modules)
-        if self.is_last and has_head:
-            self.lm_head = gpt.lm_head
-        self.embed = gpt.embed
-        self.rotary_factors = gpt.rotary_factors
-        self.unembed = gpt.unembed
-        self.new_kv_caches = gpt.new_kv_caches
+            kept |= {"ln_f"} if self.is_nanochat else {"ln_f", "wte"}  # GPT-2's output projection is wte
+        elif self.is_nanochat:
+            del self.lm_head
+        self.transformer = nn.ModuleDict({name: module for name, module in self.transformer.items() if name in kept})
 
-    @property
-    def blocks(self) -> list[nn.Module]:
-        return list(self.transformer["h"].children())
-
-    def forward(self, x: Tensor, caches: list[Any] | None = None) -> Tensor:
+    def forward(self, x: Tensor, caches: list[KVCache] | None = None) -> Tensor:  # type: ignore[override]
         """(B, T) characters in the first stage, else (B, T, C) -> logits (B, T, V) in the last stage, else (B, T, C)"""
         start = caches[0].length if caches else 0
         if self.is_first:
@@ -76,101 +65,72 @@ class GPTStage(nn.Module):
             x = block(x, rotary, caches[i] if caches else None)
         return self.unembed(x) if self.is_last else x
 
-
-def split_into_stages(gpt: nn.Module, stages: int) -> list[GPTStage]:
-    """The pipeline stages of a GPT."""
-    return [GPTStage(gpt, stage, stages) for stage in range(stages)]
-
-
-def stage_input(stage: GPTStage, batch_size: int) -> Tensor:
-    """What a stage receives, on the meta device: characters (B, T), or (B, T, C) from the stage before."""
-    T = stage.config.block_size
-    if stage.is_first:
-        return torch.empty(batch_size, T, dtype=torch.long, device="meta")
-    return torch.empty(batch_size, T, stage.config.n_embd, requires_grad=True, device="meta")
-
-
-def stage_output(stage: GPTStage, batch_size: int) -> Tensor:
-    """What a stage returns, on the meta device: logits (B, T, V) in the last one, else (B, T, C)."""
-    T = stage.config.block_size
-    if stage.is_last:
-        return torch.empty(batch_size, T, stage.config.vocab_size, device="meta")
-    return torch.empty(batch_size, T, stage.config.n_embd, requires_grad=True, device="meta")
-
-
-class PipelineGroups(NamedTuple):
-    """The groups of ranks that a rank belongs to."""
-
-    data_parallel: DistributedContext  # the ranks with the same stage, one in each replica of the model
-    pipeline: DistributedContext  # the ranks of one replica, in the order of their stages
-    tied_embedding: DistributedContext  # the first and the last rank of a replica, or this rank alone
-
-
-def pipeline_groups(context: DistributedContext, stages: int) -> PipelineGroups:
-    """Makes the groups; all ranks together.
-
-    torch's init_device_mesh makes the first two, but its groups have the default timeout, not ours.
-    """
-    rows = [range(start, start + stages) for start in range(0, context.world_size, stages)]
-    columns = list(zip(*rows, strict=True))
-    ends = [[row[0], row[-1]] for row in rows]
-    middles = [[rank] for row in rows for rank in row[1:-1]]
-    return PipelineGroups(
-        context.subgroup(columns), context.subgroup(rows, POINT_TO_POINT), context.subgroup(ends + middles)
-    )
+    def io_shapes(self, batch_size: int) -> tuple[Tensor, Tensor]:
+        """What `forward` takes and what it returns, on the meta device."""
+        shape = (batch_size, self.config.block_size)
+        received = sent = torch.empty(*shape, self.config.n_embd, requires_grad=True, device="meta")
+        if self.is_first:
+            received = torch.empty(shape, dtype=torch.long, device="meta")
+        if self.is_last:
+            sent = torch.empty(*shape, self.config.vocab_size, device="meta")
+        return received, sent
 
 
 class PipelineParallel(Strategy):
     """Each rank holds one stage, in full or sharded over the replicas, and exchanges activations with its neighbors.
 
-    Args:
-        inner: the strategy of the ranks with this stage
-        context: all ranks
-        stage_shapes: for each stage, its parameters by name, with their full shapes
+    The attributes that other strategies have are those of `inner`.
+
+    Attributes:
+        inner: the strategy of the ranks with the same stage, one in each replica of the model
+        pipeline: the ranks of one replica, in the order of their stages
+        tied_embedding: in the first and the last stage, these two ranks of a replica
     """
 
     is_sharded = True
 
-    def __init__(
-        self,
-        inner: Strategy,
-        context: DistributedContext,
-        groups: PipelineGroups,
-        config: Config,
-        stage: GPTStage,
-        stage_shapes: Sequence[Mapping[str, Tensor]],
-    ) -> None:
-        self.inner = inner
+    def __init__(self, model: GPT, context: DistributedContext, config: Config, precision: str) -> None:
         self.context = context
-        self.pipeline = groups.pipeline
-        self.tied_embedding = groups.tied_embedding
         self.config = config
+        stages = config.distributed.pipeline_stages
+        replicas = [range(start, start + stages) for start in range(0, context.world_size, stages)]
+        # Groups of torch's init_device_mesh would have the default timeout, not ours.
+        data_parallel = context.subgroup(zip(*replicas, strict=True))
+        self.pipeline = context.subgroup(replicas, POINT_TO_POINT)
+        self.tied_embedding = context.subgroup([(ranks[0], ranks[-1]) for ranks in replicas])
+
+        with torch.device("meta"):
+            stage = GPTStage(model.config, self.pipeline.rank, stages)
+        cls = load_strategy(config.distributed.strategy)
+        self.inner = inner = parallelize(cls, stage, data_parallel, config, precision)
+        if isinstance(inner, DDP):
+            received, _ = stage.io_shapes(batch_size=1)
+            with inner.autocast():
+                output = inner.model(torch.zeros_like(received, device=context.device))
+            inner.rebuild_buckets(output.sum())
         self.device = inner.device
         self.dtype = inner.dtype
         self.scaler = inner.scaler
         self.parameters = inner.parameters
+        self.local_state = inner.local_state
         self.optimizer = inner.optimizer
         self.full_model = PipelinedModel(inner.full_model, self.pipeline)
-        self.full_shapes: dict[str, Tensor] = {}
-        for shapes in stage_shapes:
-            self.full_shapes |= shapes
-        self.names = [list(shapes) for shapes in stage_shapes]
-        self.ties_weights = WTE in self.names[-1]
-        if self.ties_weights:
-            self.names[-1].remove(WTE)  # it belongs to the first stage
+        self.full_shapes = dict(model.named_parameters())
+        names = self.pipeline.all_gather_object(list(self.parameters))
+        self.ties_weights = WTE in names[-1]
+        self.stage_of = {name: stage for stage in reversed(range(stages)) for name in names[stage]}  # of wte, the first
 
         self.size: int = config.trainer.micro_batch_size  # type: ignore[assignment]  # config.py requires a number
-        self.count = config.trainer.batch_size // inner.context.world_size // self.size  # per replica
-        self.stage = _Stage(inner, self, stage_input(stage, self.size), stage_output(stage, self.size))
+        self.count = config.trainer.batch_size // len(replicas) // self.size  # per replica
+        self.stage = _Stage(inner, self.pipeline, *stage.io_shapes(self.size))
         schedule = config.distributed.pipeline_schedule
         self.schedule: Any = get_schedule_class(schedule)(self.stage, self.count, self._loss, scale_grads=False)
         self.loss_sums: list[Tensor] = []  # of each micro-batch that the last stage has finished
         context.exit_callbacks.append(self._release)
-        waits = self.pipeline.world_size - 1
+        waits = stages - 1
         self.description = {
-            "pipeline": f"replicas x stages: {inner.context.world_size} x {self.pipeline.world_size}, {schedule}, "
-            f"{self.count} micro-batches of {self.size}: each stage waits {waits / (self.count + waits):.0%} of the "
-            "time"
+            "pipeline": f"replicas x stages: {len(replicas)} x {stages}, {schedule}, {self.count} micro-batches of "
+            f"{self.size}: each stage waits {waits / (self.count + waits):.0%} of the time"
         }
 
     @classmethod
@@ -210,26 +170,27 @@ class PipelineParallel(Strategy):
         first = batch.start + self.inner.context.rank * share
         return [MicroBatch(range(first, first + share), share / len(batch), batch, sync_gradients=True)]
 
-    def forward_backward(self, micro_batch: MicroBatch, data: WindowDataset) -> list[Tensor]:
+    def forward_backward(self, micro_batch: MicroBatch, data: CharDataset) -> list[Tensor]:
         """Runs the schedule. A short batch is filled up with samples without targets."""
         indices = micro_batch.indices
         idx, targets = data[indices]
         is_filler = torch.tensor([number >= micro_batch.batch.stop for number in indices])
         targets = targets.masked_fill(is_filler[:, None], IGNORE_INDEX)
         num_targets = len(micro_batch.batch) * targets.size(1)
-        self.stage.first_samples = indices[:: self.size]
+        first_samples = np.asarray(indices[:: self.size])  # of each micro-batch
+        self.stage.seeds = hash64(self.config.trainer.seed, first_samples, self.pipeline.rank).tolist()
         self.gradient_divide_factor = self.inner.gradient_divide_factor / num_targets
         self.scaler.scale(torch.zeros((), device=self.device))  # `unscale_` needs it where no loss is scaled
-        self.loss_sums = []
-        self.schedule.step(*self._stage_inputs(idx), target=self._stage_targets(targets), return_outputs=False)
-        losses = [loss / num_targets for loss in self.loss_sums]
+        losses = [loss / num_targets for loss in self._run(self.schedule.step, idx, targets)]
         return losses or [torch.zeros((), device=self.device)]
 
-    def _stage_inputs(self, idx: Tensor) -> tuple[Tensor, ...]:
-        return self.to_device(idx) if self.stage.is_first else ()
-
-    def _stage_targets(self, targets: Tensor) -> Tensor | None:
-        return self.to_device(targets)[0] if self.stage.is_last else None
+    def _run(self, run_schedule: Callable[..., None], idx: Tensor, targets: Tensor) -> list[Tensor]:
+        """Passes micro-batches through all stages; returns the sum of the losses of each, in the last stage alone."""
+        self.loss_sums = []
+        inputs = self.to_device(idx) if self.stage.is_first else ()
+        target = self.to_device(targets)[0] if self.stage.is_last else None
+        run_schedule(*inputs, target=target, return_outputs=False)
+        return self.loss_sums
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Called by the schedule in the last stage, for each micro-batch."""
@@ -254,55 +215,42 @@ class PipelineParallel(Strategy):
         return self.count * self.inner.context.world_size
 
     @torch.no_grad()
-    def evaluate_round(self, batches: list[range], data: WindowDataset) -> Tensor:
+    def evaluate_round(self, batches: list[range], data: ValidationDataset) -> Tensor:
         losses = torch.zeros(len(batches), device=self.context.device)
         first = self.count * self.inner.context.rank
         mine = batches[first : first + self.count]
-        idx = torch.zeros(self.count, self.size, data.block_size, dtype=torch.long)
-        targets = torch.full_like(idx, IGNORE_INDEX)
-        for i, batch in enumerate(mine):
-            idx[i], targets[i] = data[batch]
-        self.loss_sums = []
+        filled = mine + batches[:1] * (self.count - len(mine))
+        idx, targets = (torch.cat(parts) for parts in zip(*(data[batch] for batch in filled), strict=True))
         self.full_model.eval()
-        self.schedule.eval(
-            *self._stage_inputs(idx.flatten(0, 1)),
-            target=self._stage_targets(targets.flatten(0, 1)),
-            return_outputs=False,
-        )
+        loss_sums = self._run(self.schedule.eval, idx, targets)
         self.full_model.train()
-        for i, (total, target) in enumerate(zip(self.loss_sums[: len(mine)], targets, strict=False)):
-            losses[first + i] = total / int((target != IGNORE_INDEX).sum())
+        for i, (batch, loss_sum) in enumerate(zip(mine, loss_sums, strict=False)):
+            losses[first + i] = loss_sum / data.count(batch)
         return losses
 
     def grad_norm(self, parameters: Mapping[str, Tensor]) -> Tensor:
         """Over all stages; wte, which two stages may have, counts once."""
-        mine = {name: parameters[name] for name in self.names[self.pipeline.rank]}
+        mine = {name: p for name, p in parameters.items() if self.stage_of[name] == self.pipeline.rank}
         return self.pipeline.all_reduce(self.inner.grad_norm(mine) ** 2).sqrt()
 
     def iter_full_state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
         """The ranks of the first replica broadcast their stages, one after another."""
-        shapes: StateShapes = {}
-        for part in self.context.all_gather_object(state_shapes(self.local_state())):
-            shapes |= part
-        for stage, names in enumerate(self.names):
-            elsewhere: Iterator[Any] = ((name, None, {}) for name in names)
-            for name, weight, tensors in self.inner.iter_full_state() if stage == self.pipeline.rank else elsewhere:
-                if name in names:
-                    full = self.broadcast_tensor(stage, weight, self.full_shapes[name])
-                    yield name, full, self.broadcast_state(stage, tensors, shapes.get(name, {}))
-
-    def optimizer_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        return self.inner.optimizer_state(parameter)
-
-    def updates(self, parameter: Tensor) -> bool:
-        return self.inner.updates(parameter)
+        keys: dict[str, list[str]] = {}
+        for part in self.context.all_gather_object(state_keys(self.local_state)):
+            keys |= part
+        mine = self.inner.iter_full_state()
+        for name in self.full_shapes:
+            stage = self.stage_of[name]
+            tensors = {}
+            if stage == self.pipeline.rank:
+                _, weight, state = next(item for item in mine if item[0] == name)
+                tensors = {"": weight, **state}
+            full = dict(self.broadcast_tensors(stage, name, ["", *keys[name]], tensors))
+            yield name, full.pop(""), full
 
     def load_tensor(self, name: str, key: str, full: Tensor) -> None:
         if name in self.parameters:
             self.inner.load_tensor(name, key, full)
-
-    def dropout_seed(self, first: int) -> int:
-        return int(hash64(self.config.trainer.seed, first, self.pipeline.rank)[0])
 
 
 class PipelinedModel(nn.Module):
@@ -313,14 +261,14 @@ class PipelinedModel(nn.Module):
         pipeline: the ranks, in the order of their stages
     """
 
-    def __init__(self, stage_model: Any, pipeline: DistributedContext) -> None:
+    def __init__(self, stage_model: GPTStage, pipeline: DistributedContext) -> None:
         super().__init__()
         self.stage_model = stage_model
         self.pipeline = pipeline
         self.config = stage_model.config
         self.new_kv_caches = stage_model.new_kv_caches
 
-    def forward(self, idx: Tensor, targets: None = None, caches: list[Any] | None = None) -> tuple[Tensor, None]:
+    def forward(self, idx: Tensor, targets: None = None, caches: list[KVCache] | None = None) -> tuple[Tensor, None]:
         """(B, T) characters -> logits (B, T, V), on each rank"""
         x = idx
         last = self.pipeline.world_size - 1
@@ -337,17 +285,15 @@ class PipelinedModel(nn.Module):
 class _Stage(PipelineStage):
     """A stage that seeds and autocasts each forward pass like other strategies, with names for the profiler."""
 
-    def __init__(self, inner: Strategy, pipeline: PipelineParallel, received: Tensor, sent: Tensor) -> None:
-        group = pipeline.pipeline
+    def __init__(self, inner: Strategy, pipeline: DistributedContext, received: Tensor, sent: Tensor) -> None:
         device = inner.context.device
-        super().__init__(inner.model, group.rank, group.world_size, device, received, sent, group=group.group)
+        super().__init__(inner.model, pipeline.rank, pipeline.world_size, device, received, sent, group=pipeline.group)
         self.autocast = inner.autocast
-        self.dropout_seed = pipeline.dropout_seed
-        self.first_samples = range(0)  # the first sample of each micro-batch
+        self.seeds: list[int] = []  # of dropout in each micro-batch
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         if self.has_backward:
-            seed_device(self.device, self.dropout_seed(self.first_samples[fwd_chunk_id]))
+            seed_device(self.device, self.seeds[fwd_chunk_id])
         with _original_errors(), record_function(f"forward {fwd_chunk_id}"), self.autocast():
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 

@@ -19,7 +19,7 @@ from mingpt.errors import UserError
 from mingpt.hardware.device import device_kind
 from mingpt.muon import newton_schulz
 from mingpt.optimizer import build_optimizer
-from mingpt.parallel.full_state import state_shapes
+from mingpt.parallel.full_state import state_keys
 from mingpt.parallel.strategy import DDP, DTYPES, Strategy
 from mingpt.tensors import to_local
 
@@ -58,23 +58,17 @@ class ZeRO1(DDP):
         # Each rank broadcasts its updated parameters as one tensor.
         wrapper = partial(_ZeroRedundancyOptimizer, parameters_as_bucket_view=True, process_group=context.group)
         self.optimizer = build_optimizer(model, config.optimizer, self.dtype, wrapper=wrapper)
-        self.local_optimizer: torch.optim.Optimizer = self.optimizer.optim  # type: ignore[attr-defined]
-        groups = self.local_optimizer.param_groups
-        self.owned = {parameter for group in groups for parameter in group["params"]}
+        local: torch.optim.Optimizer = self.optimizer.optim  # type: ignore[attr-defined]
+        owned = {parameter for group in local.param_groups for parameter in group["params"]}
+        self.local_state = {name: local.state[p] for name, p in self.parameters.items() if p in owned}
 
     def iter_full_state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
-        mine = self.local_state()
-        shapes = self.context.all_gather_object(state_shapes(mine))
-        owners = {name: rank for rank, names in enumerate(shapes) for name in names}
+        keys = self.context.all_gather_object(state_keys(self.local_state))
+        owners = {name: rank for rank, names in enumerate(keys) for name in names}
         for name, parameter in self.parameters.items():
             owner = owners[name]
-            yield name, parameter.detach(), self.broadcast_state(owner, mine.get(name, {}), shapes[owner][name])
-
-    def optimizer_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        return self.local_optimizer.state[parameter]
-
-    def updates(self, parameter: Tensor) -> bool:
-        return parameter in self.owned
+            state = self.broadcast_tensors(owner, name, keys[owner][name], self.local_state.get(name, {}))
+            yield name, parameter.detach(), dict(state)
 
 
 class FSDP(Strategy):
@@ -93,26 +87,26 @@ class FSDP(Strategy):
     def __init__(self, model: nn.Module, context: DistributedContext, config: Config, precision: str) -> None:
         group = context.group or dist.group.WORLD
         options: dict[str, Any] = {"mesh": DeviceMesh.from_group(group, context.device.type)}  # type: ignore[arg-type]
-        device = context.device
         if config.distributed.cpu_offload:
             options["offload_policy"] = CPUOffloadPolicy()
-            device = torch.device("cpu")
         policy = MixedPrecisionPolicy(DTYPES[precision], torch.float32, cast_forward_inputs=False)
         for block in model.blocks:  # type: ignore[union-attr]
             fully_shard(block, mp_policy=policy, reshard_after_forward=self.reshard_after_forward, **options)
         # The rest, embeddings, is needed last in forward and first in backward.
         self.sharded_model = fully_shard(model, reshard_after_forward=False, **options)
-        super().__init__(model, context, config, precision, device)
+        super().__init__(model, context, config, precision)
         self.gradient_divide_factor = context.world_size  # FSDP averages over ranks
 
     @classmethod
     def validate_device(cls, config: Config, device: torch.device, precision: str) -> None:
-        if config.distributed.cpu_offload and device.type != "cuda":
+        if not config.distributed.cpu_offload:
+            return
+        if device.type != "cuda":
             raise UserError(
                 f"distributed.cpu_offload is true, which needs a GPU to offload from; here is {device_kind(device)}: "
                 "set it to false"
             )
-        if config.distributed.cpu_offload and precision == "fp16":
+        if precision == "fp16":
             raise UserError(
                 "trainer.precision is fp16, must be bf16 or fp32 with distributed.cpu_offload: gradients that overflow "
                 "are found on the GPU, and the optimizer on the CPU does not wait for that"
@@ -132,7 +126,7 @@ class FSDP(Strategy):
             yield name, _full_tensor(weight), {key: _full_tensor(tensor) for key, tensor in state.items()}
 
     def shard_of(self, full: Tensor, parameter: Tensor) -> Tensor:
-        if full.dim() and isinstance(parameter, DTensor):
+        if isinstance(parameter, DTensor) and full.dim():  # AdamW's counter of steps has none
             full = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
         return full.to(self.device)
 

@@ -33,8 +33,6 @@ from mingpt.optimizer import build_optimizer
 from mingpt.parallel.full_state import FullState
 from mingpt.permutation import hash64
 
-WindowDataset = CharDataset | ValidationDataset
-
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -52,6 +50,7 @@ class Strategy(FullState):
     """One process that holds everything, and what all strategies have in common.
 
     Attributes:
+        device: where parameters are between steps
         model: called with micro-batches
         full_model: called by all ranks together, for evaluation and generation
         optimizer: its step updates all parameters on all ranks
@@ -61,33 +60,25 @@ class Strategy(FullState):
     Args:
         model: on the meta device; its weights are undefined until `load_full_state`
         precision: fp32, bf16 or fp16
-        device: where parameters are between steps, by default the device of the rank
     """
 
     gradient_divide_factor = 1.0  # by which the exchange divides gradients; losses are multiplied by it
     needs_process_group = False  # also for one rank
-    needs_one_thread = False  # bits depend on the number of CPU threads
     compiles_blocks = False  # trainer.compile compiles blocks, not the whole model
     newton_schulz = staticmethod(newton_schulz)
 
-    def __init__(
-        self,
-        model: nn.Module,
-        context: DistributedContext,
-        config: Config,
-        precision: str,
-        device: torch.device | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, context: DistributedContext, config: Config, precision: str) -> None:
         self.context = context
         self.config = config
         self.dtype = DTYPES[precision]
-        self.device = device or context.device
+        self.device = torch.device("cpu") if config.distributed.cpu_offload else context.device
         self.description: dict[str, str] = {}
         self.model: nn.Module = model.to_empty(device=self.device)
         self.full_model: Any = self.model
         self.parameters = dict(model.named_parameters())
         self.full_shapes = self.parameters
         self.optimizer = build_optimizer(model, config.optimizer, self.dtype, self.newton_schulz)
+        self.local_state = {name: self.optimizer.state[parameter] for name, parameter in self.parameters.items()}
         self.scaler = torch.amp.GradScaler(context.device.type, enabled=precision == "fp16")
 
     @classmethod
@@ -123,7 +114,7 @@ class Strategy(FullState):
             micro_batches.append(MicroBatch(indices, weight, batch, sync_gradients=start + size >= largest))
         return micro_batches
 
-    def forward_backward(self, micro_batch: MicroBatch, data: WindowDataset) -> list[Tensor]:
+    def forward_backward(self, micro_batch: MicroBatch, data: CharDataset) -> list[Tensor]:
         """Adds the gradient of a micro-batch to `grad` of this rank's parameters.
 
         Returns:
@@ -202,7 +193,7 @@ class Strategy(FullState):
         return self.context.world_size
 
     @torch.no_grad()
-    def evaluate_round(self, batches: list[range], data: WindowDataset) -> Tensor:
+    def evaluate_round(self, batches: list[range], data: ValidationDataset) -> Tensor:
         """The mean loss of each batch that this rank computes, (len(batches),); zero for those of other ranks.
 
         Args:

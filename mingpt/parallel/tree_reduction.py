@@ -13,10 +13,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
+from char_dataset import CharDataset
 from mingpt.config import Config
 from mingpt.distributed.collectives import DistributedContext
 from mingpt.errors import UserError
-from mingpt.parallel.strategy import MicroBatch, Strategy, WindowDataset
+from mingpt.parallel.strategy import MicroBatch, Strategy
 
 
 class TreeReduction(Strategy):
@@ -63,7 +64,7 @@ class TreeReduction(Strategy):
     def _num_leaves(self, batch: range) -> int:
         return -(-len(batch) // self.size)
 
-    def forward_backward(self, micro_batch: MicroBatch, data: WindowDataset) -> list[Tensor]:
+    def forward_backward(self, micro_batch: MicroBatch, data: CharDataset) -> list[Tensor]:
         """Adds the gradient of the micro-batch, and its loss, to the tree."""
         [loss] = super().forward_backward(micro_batch, data)
         num_leaves = self._num_leaves(micro_batch.batch)

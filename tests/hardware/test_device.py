@@ -16,6 +16,7 @@ from mingpt.errors import UserError
 from mingpt.hardware.device import (
     NCCL_BYTES,
     check_compiler,
+    check_precision,
     choose_device,
     choose_precision,
     device_name,
@@ -150,9 +151,9 @@ def test_a_requested_precision_overrides_the_snapshot(set_hardware: SetHardware)
 
 
 @pytest.mark.parametrize("device", [CPU, MPS])
-def test_fp16_without_a_cuda_gpu_is_refused(device: torch.device, set_hardware: SetHardware) -> None:
+def test_fp16_without_a_cuda_gpu_is_refused(device: torch.device) -> None:
     with pytest.raises(UserError, match=rf"trainer\.precision is fp16.*CUDA.*on {device.type} set it to auto, fp32"):
-        choose_precision("fp16", device, "fp16")
+        check_precision("fp16", device)
 
 
 def test_compile_on_a_gpu_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,32 +1,44 @@
 """Choices that are saved in the snapshot and kept on resume."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
-from mingpt.config import TrainerConfig
+from mingpt.config import Config, DistributedConfig, TrainerConfig
 from mingpt.hardware.device import device_kind
-from mingpt.hardware.numerics import choose_numerics
+from mingpt.hardware.numerics import Numerics, agree_on_numerics
 
 KEPT = "auto: kept from the snapshot, not 2 as OMP_NUM_THREADS says; set trainer.threads to change it"
 
 
+def choose(config: Config, device: torch.device, world_size: int, choices: dict[str, Any] | None) -> Numerics:
+    """What one rank of `world_size` chooses, two of them on its machine."""
+    context: Any = SimpleNamespace(
+        device=device, world_size=world_size, local_world_size=2, check_equal=lambda values, advice: None
+    )
+    return agree_on_numerics(config, context, None if choices is None else {"choices": choices})
+
+
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
-    ("world_size", "one_thread_only", "expected", "reason"),
+    ("world_size", "reduction", "expected", "reason"),
     [
-        (4, False, 3, KEPT),
-        (2, False, 2, "auto: OMP_NUM_THREADS"),  # another number of ranks gives other bits anyway
-        (4, True, 1, "reduction: tree"),
+        (4, "fast", 3, KEPT),
+        (2, "fast", 2, "auto: OMP_NUM_THREADS"),  # another number of ranks gives other bits anyway
+        (4, "tree", 1, "reduction: tree"),
     ],
 )
 def test_choices_are_applied_and_threads_kept_at_the_same_number_of_ranks(
-    world_size: int, one_thread_only: bool, expected: int, reason: str, monkeypatch: pytest.MonkeyPatch
+    world_size: int, reduction: Any, expected: int, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     previous = {"precision": "fp32", "threads": 3, "world_size": 4, "hardware": "another CPU"}
     device = torch.device("cpu")
-    numerics = choose_numerics(TrainerConfig(), device, world_size, 2, one_thread_only, previous)
-    assert (torch.get_num_threads(), numerics.threads, numerics.precision) == (expected, expected, "fp32")
+    config = Config(trainer=TrainerConfig(micro_batch_size=1), distributed=DistributedConfig(reduction=reduction))
+    numerics = choose(config, device, world_size, previous)
+    assert (torch.get_num_threads(), numerics.precision) == (expected, "fp32")
     new_facts = {"threads": expected, "world_size": world_size, "hardware": device_kind(device)}
     assert numerics.choices == previous | new_facts
     assert numerics.reasons["threads"] == f"{expected} per rank ({reason})"
@@ -44,4 +56,4 @@ def test_on_cuda_the_summary_says_what_an_exact_resume_needs(monkeypatch: pytest
         (torch.device("cpu"), False, None),
     ):
         cfg = TrainerConfig(precision="fp32", threads=1, deterministic=deterministic)
-        assert choose_numerics(cfg, device, 1, 1, False, {}).reasons.get("resume") == expected
+        assert choose(Config(trainer=cfg), device, 1, None).reasons.get("resume") == expected

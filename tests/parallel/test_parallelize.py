@@ -6,8 +6,7 @@ from helpers import T, V, random_tokens, small_gpt
 from torch import Tensor
 
 from mingpt.parallel.parallelize import apply_activation_checkpointing
-from mingpt.parallel.pipeline import split_into_stages
-from model import KVCache
+from mingpt.parallel.pipeline import GPTStage
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -42,8 +41,10 @@ def test_activation_checkpointing_recomputes_blocks_with_the_same_bits_and_dropo
 def test_stages_compute_what_the_whole_model_does(architecture: str, num_stages: int) -> None:
     """Each parameter is in one stage, a tied wte in the first and the last, and blocks are distributed evenly."""
     model = small_gpt(architecture=architecture, n_layer=5).eval()
-    stages, idx = [stage.eval() for stage in split_into_stages(model, num_stages)], random_tokens(3, T)
-    x = idx
+    stages = [GPTStage(model.config, stage, num_stages).eval() for stage in range(num_stages)]
+    for stage in stages:
+        stage.load_state_dict({name: model.state_dict()[name] for name in stage.state_dict()})
+    x = idx = random_tokens(3, T)
     for stage in stages:
         x = stage(x)
     assert x.shape == (3, T, V)
@@ -55,7 +56,7 @@ def test_stages_compute_what_the_whole_model_does(architecture: str, num_stages:
     sizes = [len(stage.blocks) for stage in stages]
     assert max(sizes) - min(sizes) <= 1
     with torch.no_grad():
-        caches = [[KVCache(T) for _ in stage.blocks] for stage in stages]
+        caches = [stage.new_kv_caches() for stage in stages]
         for part in idx.split([T - 2, 1, 1], 1):
             x = part
             for stage, stage_caches in zip(stages, caches, strict=True):
