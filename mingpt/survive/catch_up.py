@@ -16,8 +16,8 @@ class MemberState(NamedTuple):
     step: int  # NO_STATE: it needs the state of another member
     progress: dict[str, Any]  # of the run, as `Progress.state_dict` returns it
     result: list[Any] | None  # of the newest step, by `result_to_list`; None: no step since the start
-    logged: int  # the newest step of which it knows that everything due is written
-    is_writer: bool  # it was rank 0 in the view before too
+    logged: int  # the newest step for which this member knows that everything due is written
+    is_writer: bool  # its log is open, since it was rank 0 before
 
 
 def result_to_list(result: StepResult) -> list[Any]:
@@ -32,32 +32,31 @@ def list_to_result(values: list[Any]) -> StepResult:
     return StepResult(range(start, stop), tensors, torch.tensor(grad_norm), learning_rate)
 
 
-def catch_up(strategy: Strategy, mine: MemberState) -> tuple[MemberState, list[MemberState]]:
+def catch_up(strategy: Strategy, mine: MemberState) -> tuple[MemberState, bool]:
     """Copies the newest state of any member to those that have an older one, or none.
 
     Returns:
-        the state that all ranks have now, and what each rank had, in rank order
+        the state that all ranks have now, and whether rank 0 is the writer
 
     Raises:
         MembershipChanged: the view is over; then this rank has the state that it had before.
     """
     gathered: list[Any] = strategy.context.all_gather_object(mine)
-    had = [MemberState(*values) for values in gathered]
-    steps = [state.step for state in had]
-    newest_step = max(steps)
-    source = steps.index(newest_step)
-    if min(steps) < newest_step:
-        _copy_state(strategy, source, keep=mine.step < newest_step)
-    newest = had[source]
-    # Who takes part in a step has logged the one before. Whether a rank 0 that is dead had logged the newest step too
-    # is not known: it is logged again, after its rows are removed from the files.
-    if had[0].is_writer:
-        logged = had[0].logged
+    members = [MemberState(*values) for values in gathered]
+    steps = [state.step for state in members]
+    source = steps.index(max(steps))
+    newest = members[source]
+    if min(steps) < newest.step:
+        _copy_state(strategy, source, keep=mine.step < newest.step)
+    # A process that takes part in a step has logged the one before. Whether a dead rank 0 had logged the newest step
+    # too is not known: it is logged again, after its rows are removed from the files.
+    if members[0].is_writer:
+        logged = members[0].logged
     elif newest.result is None:
         logged = newest.step
     else:
         logged = newest.step - 1
-    return newest._replace(logged=logged), had
+    return newest._replace(logged=logged), members[0].is_writer
 
 
 def _copy_state(strategy: Strategy, source: int, keep: bool) -> None:
@@ -68,9 +67,6 @@ def _copy_state(strategy: Strategy, source: int, keep: bool) -> None:
         for name, weight, tensors in strategy.iter_full_state():
             weights[name] = weight
             state[name] = tensors
-    received = []
-    for item in strategy.broadcast_full_state(weights, state, source):
-        if keep:
-            received.append(item)
+    received = [item for item in strategy.broadcast_full_state(weights, state, source) if keep]
     for name, key, full in received:
         strategy.load_tensor(name, key, full)

@@ -2,8 +2,8 @@
 
 import os
 import signal
+import socket
 import time
-from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
 import torch.distributed as dist
@@ -18,7 +18,6 @@ from mingpt.distributed.launch_environment import (
     resolve_init_method,
     uses_agent_store,
 )
-from mingpt.distributed.rendezvous import host_store
 from mingpt.errors import RunEnded, UserError
 from mingpt.prepare_run import prepare_run
 from mingpt.run_lock import lock_run
@@ -32,6 +31,9 @@ if TYPE_CHECKING:
 
 def train_surviving(config: Config, trainer_class: "type[Trainer]") -> int:
     """Trains in this process if a supervisor has started it; otherwise this process becomes a supervisor.
+
+    Returns:
+        the exit status
 
     Raises:
         UserError: the launcher's variables are wrong, or another run uses a folder.
@@ -50,7 +52,7 @@ def train_surviving(config: Config, trainer_class: "type[Trainer]") -> int:
 
 
 def supervise(config: Config) -> NoReturn:
-    """Replaces this process by the supervisor of a trainer. Rank 0 locks the run's folders, and starts the store.
+    """Replaces this process by the supervisor of a trainer. Rank 0 first locks the run's folders and starts the store.
 
     Raises:
         UserError: the launcher's variables are wrong, or another run uses a folder.
@@ -90,33 +92,31 @@ def _host_port(info: RankInfo, init_method: str) -> tuple[str, int]:
 
 
 def _fork_store(host: str, port: int) -> int:
-    """Hosts the store in a process of its own, which ends with this one. Returns its port."""
-    reader, writer = os.pipe()
+    """Hosts the store in a process of its own, which ends with this one. Returns its port.
+
+    It listens at the address of `host` if that is known, else at all addresses of this machine.
+    """
+    address = listening_address(host) or ""
+    is_dual = not address and socket.has_dualstack_ipv6()
+    try:
+        listener = socket.create_server(
+            (address, port), family=socket.AF_INET6 if is_dual else socket.AF_INET, dualstack_ipv6=is_dual, backlog=1024
+        )
+    except OSError as error:
+        raise UserError(f"rank 0 can't host the store at {host}:{port}: {error.strerror}") from error
+    port = listener.getsockname()[1]
     parent = os.getpid()
     if os.fork() == 0:
         try:
             for number in SIGNALS:  # the run saves a snapshot first, and this process ends with its parent
                 signal.signal(number, signal.SIG_IGN)
-            # It looks up the name of whoever connects, and answers nobody meanwhile (torch 2.13).
+            # The store looks up the name of a process that connects, and answers nobody meanwhile (torch 2.13).
             os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
-            store = _listen(host, port)
-            os.write(writer, str(store.port).encode())
+            _store = dist.TCPStore(
+                address or LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+            )
             while os.getppid() == parent:
                 time.sleep(0.2)
-        except BaseException as error:  # no code of the caller may run in this process
-            os.write(writer, f"{error}".encode())
-        os._exit(0)
-    os.close(writer)
-    answer = os.read(reader, 1000).decode()
-    os.close(reader)
-    if not answer.isdecimal():
-        raise UserError(f"rank 0 can't host the store at {host}:{port}: {answer.splitlines()[0] if answer else ''}")
-    return int(answer)
-
-
-def _listen(host: str, port: int) -> dist.TCPStore:
-    """Returns the store, which listens at the address of `host` if that is known, else at all of this machine's."""
-    address = listening_address(host)
-    if address is None:
-        return dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
-    return host_store(address, port, None, timedelta(seconds=300))
+        finally:  # no code of the caller may run in this process
+            os._exit(0)
+    return port

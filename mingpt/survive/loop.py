@@ -11,6 +11,7 @@ from mingpt.signals import EXIT_STATUS
 from mingpt.survive.catch_up import NO_STATE, MemberState, catch_up, list_to_result, result_to_list
 from mingpt.survive.context import SurvivingContext
 from mingpt.survive.membership import MembershipChanged, View
+from mingpt.survive.supervisor import TRAINED, tell_supervisor
 
 if TYPE_CHECKING:
     from trainer import Trainer
@@ -24,8 +25,8 @@ class SurvivingLoop:
     removed and written again.
 
     Attributes:
-        has_state: this process has the weights of a step of this run; otherwise it gets them from a member
-        logged: the newest step after which all that was due is written
+        logged: the newest step after which all that was due is written; NO_STATE: this process has the weights of no
+            step of this run, and gets them from a member
         result: what the newest `train_step` returned; None: there was no step since the start
         must_save: the process that wrote snapshots is dead, and its last one is missing
     """
@@ -33,22 +34,21 @@ class SurvivingLoop:
     def __init__(self, trainer: "Trainer", context: SurvivingContext) -> None:
         self.trainer = trainer
         self.context = context
-        self.has_state = not context.is_joining
-        self.logged = trainer.progress.step if self.has_state else NO_STATE
+        self.logged = NO_STATE if context.is_joining else trainer.progress.step
         self.result: StepResult | None = None
         self.must_save = False
 
     def train(self) -> int:
         """Trains as `Trainer.train` does, and continues when other processes are lost. Returns the exit status."""
         trainer = self.trainer
-        if self.has_state and trainer.is_done() and not trainer.is_eval_pending():
+        if self.is_complete():
             return trainer.already_trained()
         trace = trainer.run_dir / f"trace-{self.context.launch_rank}.json"
         with profile_steps(trainer.config.trainer.profile_steps, trace) as step_profiler, trainer.signals:
             try:
                 while True:
                     try:
-                        while not self.is_done():
+                        while not trainer.stop_signal and not self.is_complete():
                             self.advance()
                             step_profiler()
                         return self.finish()
@@ -59,9 +59,6 @@ class SurvivingLoop:
 
     def is_complete(self) -> bool:
         return self.logged >= self.trainer.last_step and not self.trainer.is_eval_pending()
-
-    def is_done(self) -> bool:
-        return bool(self.trainer.stop_signal) or self.is_complete()
 
     def finish(self) -> int:
         """Ends the run as the trainer does; members whose view is over before they know it get the same status."""
@@ -79,39 +76,38 @@ class SurvivingLoop:
         flags = self.context.all_reduce_flags(trainer.signals.signal, int(save_now))
         if trainer.progress.step == self.logged:
             self.result = trainer.train_step()
+            tell_supervisor(TRAINED)
         save_now = trainer.read_flags(flags)
         trainer.after_step(self.result, save_now)  # type: ignore[arg-type]  # None only before the first step
         self.logged = trainer.progress.step
         self.must_save = False
 
+    @property
+    def step(self) -> int:
+        """The step of this process's state."""
+        return NO_STATE if self.logged == NO_STATE else self.trainer.progress.step
+
     def regroup(self) -> None:
         """Becomes a member of the next view, with the newest state of its members."""
         while True:
             with suppress(MembershipChanged):
-                step = self.trainer.progress.step if self.has_state else NO_STATE
-                view = self.context.regroup(step)
+                view = self.context.regroup(self.step)
                 self._enter(view)
                 return
 
     def _enter(self, view: View) -> None:
         trainer = self.trainer
         if view.steps[self.context.rank] == NO_STATE:  # the members continue from their state, whatever this rank has
-            self.has_state = False
+            self.logged = NO_STATE
             self.result = None
             trainer.log.close()
-        mine = MemberState(
-            trainer.progress.step if self.has_state else NO_STATE,
-            trainer.progress.state_dict(),
-            result_to_list(self.result) if self.result is not None else None,
-            self.logged,
-            trainer.log.is_open,
-        )
-        now, had = catch_up(trainer.strategy, mine)
+        result = result_to_list(self.result) if self.result is not None else None
+        mine = MemberState(self.step, trainer.progress.state_dict(), result, self.logged, trainer.log.is_open)
+        now, has_writer = catch_up(trainer.strategy, mine)
         trainer.progress.load_state_dict(now.progress)
-        self.has_state = True
         self.logged = now.logged
         self.result = list_to_result(now.result) if now.result is not None else None
-        if not had[0].is_writer:
+        if not has_writer:
             self._become_writer()
         if self.context.rank == 0:
             self._log_view(view)
@@ -140,12 +136,8 @@ class SurvivingLoop:
             joined=view.joined,
             reason=view.reason,
         )
-        changes = []
-        if view.left:
-            changes.append(f"{', '.join(view.left)} is gone")
-        if view.joined:
-            changes.append(f"{', '.join(view.joined)} has joined")
-        changes.append(view.reason)
         if view.number > 1:
-            text = "; ".join(changes)
+            left = [f"{name} has left" for name in view.left]
+            joined = [f"{name} has joined" for name in view.joined]
+            text = "; ".join([*left, *joined, view.reason])
             logger.info(f"step {self.logged}: {text}; ranks now: {len(view.members)} (view {view.number})")

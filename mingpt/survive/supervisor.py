@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -22,13 +23,12 @@ TOKEN = "MINGPT_SUPERVISOR_TOKEN"  # noqa: S105 - no password
 REPORT_FD = "MINGPT_REPORT_FD"
 LAUNCHER_PID = "MINGPT_LAUNCHER_PID"  # as in mingpt/signals.py
 # What a trainer reports:
-JOINED = b"j"  # it has become a member
 TRAINED = b"t"  # it has finished a step
 FAILED = b"f"  # the run has failed, for all ranks
-RESTART_STATUS = 75  # of a trainer that asks to be started again, as no process is left that has the state
+RESTART_STATUS = 75  # of a trainer that must start again, since no process is left that has the state of the run
 FINAL_STATUSES = (0, 2, 128 + signal.SIGTERM, 128 + signal.SIGINT)  # of a trainer that is not started again
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # forwarded
-MAX_FAILURES = 5  # trainers of a rank that end before any of them has become a member
+MAX_FAILURES = 5  # trainers of a rank that end before any of them has finished a step
 MAX_DELAY = 30.0  # seconds between trainers that end without a finished step
 STOPPED_SECONDS = 60.0  # after which a stopped trainer is ended, so that another can take its place
 POLL_SECONDS = 0.02  # between looks at the trainer and the launcher
@@ -45,14 +45,10 @@ def become_supervisor() -> NoReturn:
     os.execv(sys.executable, [sys.executable, "-I", str(Path(__file__).resolve()), *command])  # noqa: S606
 
 
-_told: set[bytes] = set()  # what this trainer has reported
-
-
+@cache
 def tell_supervisor(what: bytes) -> None:
-    """Reports to the supervisor, once, that this trainer has JOINED or TRAINED, or that the run has FAILED."""
-    if what not in _told:
-        _told.add(what)
-        os.write(int(os.environ[REPORT_FD]), what)
+    """Reports to the supervisor, once, that this trainer has TRAINED, or that the run has FAILED."""
+    os.write(int(os.environ[REPORT_FD]), what)
 
 
 def describe(status: int) -> str:
@@ -65,7 +61,7 @@ def describe(status: int) -> str:
 
 def report(message: str) -> None:
     """Writes a line to stderr, on a terminal over another rank's live line, which is drawn again below."""
-    with suppress(OSError):  # nobody reads it
+    with suppress(OSError):  # its reader has closed it
         print(f"\r\x1b[K{message}" if sys.stderr.isatty() else message, file=sys.stderr, flush=True)
 
 
@@ -88,24 +84,27 @@ class Supervisor:
     def run(self) -> int:
         """Returns the exit status: the trainer's, or 128 + the signal that ended it.
 
-        Once a trainer of this rank has been a member, the others train on without it. So another one is started,
-        however many have ended. Before that, the others wait for this rank.
+        Once a trainer of this rank has finished a step, the other ranks continue without it. So another one is started,
+        however many have ended. Before that, the other ranks may wait for this one.
         """
-        failures = 0
-        has_joined = False
+        failures = 0  # trainers in a row that ended without a finished step
+        has_trained = False
         while True:
             status = self._run_once()
             reports = self._read_reports()
+            exit_status = status if status >= 0 else 128 - status
             if status in FINAL_STATUSES or FAILED in reports:
-                return status if status >= 0 else 128 - status
+                return exit_status
             if self.stopped_by:
                 return 128 + self.stopped_by
-            failures = 0 if TRAINED in reports else failures + 1
-            has_joined = has_joined or JOINED in reports
+            failures += 1
+            if TRAINED in reports:
+                failures = 0
+                has_trained = True
             ended = f"rank {os.environ.get('RANK', '0')}: its process was ended by {describe(status)}"
-            if failures == MAX_FAILURES and not has_joined:
-                report(f"error: {ended}, {failures} times before it had joined the others; the same command resumes")
-                return 128 - status if status < 0 else status
+            if failures == MAX_FAILURES and not has_trained:
+                report(f"error: {ended}, {failures} times before it had finished a step; the same command resumes")
+                return exit_status
             delay = min(MAX_DELAY, 2.0 ** (failures - 1)) if failures else 0.0
             pause = f" in {delay:g} s, after {failures} without a finished step" if failures else ""
             report(f"warning: {ended}: starting another{pause}")

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 CONNECT_SECONDS = 10.0  # to form a group
-GROUP_TIMEOUT = timedelta(seconds=30)  # of a group that is formed in vain
+GROUP_TIMEOUT = timedelta(seconds=30)  # of the thread that forms a group
 COLLECTIVE_TIMEOUT = timedelta(days=1)  # members leave a collective when its view is over
 POLL_SECONDS = 0.01
 
@@ -19,8 +19,8 @@ POLL_SECONDS = 0.01
 class ViewGroup:
     """A group that is formed anew for each view.
 
-    gloo can't abort (torch 2.13: `abort` does nothing), and the destructor of a group waits for collectives that go on.
-    So a group is kept until its collectives have ended.
+    gloo can't abort (torch 2.13: `abort` does nothing), and the destructor of a group waits for its unfinished
+    collectives. So an abandoned group is kept until they have ended.
 
     Args:
         store: shared by all processes of the run
@@ -28,13 +28,16 @@ class ViewGroup:
 
     def __init__(self, store: Any) -> None:
         self.store = store
+        # A request waits for the one before it on the same connection, and a group's requests may wait for a process
+        # that is dead. So they have a connection of their own. It is opened here, because the store looks up the name
+        # of a process that connects, which may take seconds (torch 2.13).
         self.connection = store.clone()  # None while a thread forms a group with it
         self.group: Any = None  # a ProcessGroupGloo
-        self.pending: list[dist.Work] = []  # collectives of this group
-        self.abandoned: list[tuple[object, list[dist.Work]]] = []  # earlier groups, with theirs
+        self.works: list[dist.Work] = []  # its collectives
+        self.abandoned: list[tuple[Any, list[dist.Work]]] = []  # earlier groups, with theirs
 
     def form(self, number: int, rank: int, size: int, should_abort: Callable[[], bool]) -> bool:
-        """Forms the group of view `number`, unless somebody does not connect or `should_abort` becomes true."""
+        """Forms the group of view `number`, unless a process does not connect or `should_abort` becomes true."""
         store = self.connection or self.store.clone()
         self.connection = None
         result = []
@@ -51,29 +54,24 @@ class ViewGroup:
         thread = threading.Thread(target=connect, daemon=True)
         thread.start()
         deadline = time.monotonic() + CONNECT_SECONDS
-        while thread.is_alive() and time.monotonic() < deadline:
+        while thread.is_alive() and time.monotonic() < deadline and not should_abort():
             thread.join(POLL_SECONDS)
-            if should_abort():
-                thread.join(5 * POLL_SECONDS)
-                break
         self.group = result[0] if result else None  # otherwise the thread ends by itself, and its group is not used
         return self.group is not None
 
     def start(self, collective: Callable[[Any], dist.Work]) -> dist.Work:
-        """Starts a collective. Its tensors must be used nowhere else: if it is abandoned, it may complete later.
-
-        Raises:
-            RuntimeError: a process is gone.
-        """
-        self.pending = [work for work in self.pending if not work.is_completed()]
-        self.pending.append(collective(self.group))
-        return self.pending[-1]
+        """Starts a collective. Its tensors must be used nowhere else: if it is abandoned, it may complete later."""
+        work = collective(self.group)
+        self.works = [*unfinished(self.works), work]
+        return work
 
     def abandon(self) -> None:
         """Uses this group no longer."""
-        self.abandoned.append((self.group, self.pending))
+        self.abandoned.append((self.group, self.works))
+        self.abandoned = [(group, works) for group, works in self.abandoned if unfinished(works)]
         self.group = None
-        self.pending = []
-        self.abandoned = [
-            (group, works) for group, works in self.abandoned if not all(work.is_completed() for work in works)
-        ]
+        self.works = []
+
+
+def unfinished(works: list[dist.Work]) -> list[dist.Work]:
+    return [work for work in works if not work.is_completed()]

@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 from helpers import ROOT, TORCHRUN, newest_snapshot, run_args, run_program, wait_until
 
+from mingpt.survive.membership import MAX_VIEWS
 from tests.faults.runs import Run
 
 SURVIVE = {"distributed__survive": True, "distributed__reduction": "tree"}
@@ -122,7 +123,7 @@ def listening_addresses(run: Run) -> set[str]:
 
 def test_a_client_of_the_store_runs_no_code_in_a_trainer(text: Path, tmp_path: Path) -> None:
     """It takes the place of ranks in objects that they exchange. The store listens on the loopback, on one machine."""
-    refusal = "DecodeError"
+    refusal = "UnicodeDecodeError"
     with endless_run(text, tmp_path, **SURVIVE) as run:
         run.start_by_hand(2)
         run.wait_for_step(1)
@@ -167,8 +168,7 @@ def test_the_same_error_in_all_trainers_ends_the_run(text: Path, tmp_path: Path)
     with endless_run(text, tmp_path, program, **SURVIVE) as run:
         run.start_torchrun(2, FAILING_RANKS="01")
         assert run.finish() == [1]
-    assert run.log.read_text().count("ZeroDivisionError: at step 3") >= 2
-    assert "starting another" not in run.log.read_text()
+    assert f"no step was finished in {MAX_VIEWS} views" in run.log.read_text()
     assert [row["step"] for row in run.rows("train")] == [1, 2, 3]
 
 

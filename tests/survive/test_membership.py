@@ -6,12 +6,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
+from helpers import wait_until
 
 from mingpt.distributed.heartbeat import HEARTBEAT_TIMEOUT
 from mingpt.distributed.position import Position
-from mingpt.errors import RunEnded
+from mingpt.errors import PeerError, RunEnded
 from mingpt.survive import membership
-from mingpt.survive.membership import Membership, StateLostError, View, end_run
+from mingpt.survive.membership import MAX_VIEWS, Membership, View, end_run
+from mingpt.survive.supervisor import RESTART_STATUS
 from mingpt.survive.view_group import CONNECT_SECONDS
 
 NOWHERE = Position({}, "", "", 0.0)
@@ -51,14 +53,13 @@ def run(store: dist.TCPStore) -> Iterator[Run]:
     yield run
     end_run(store, "", 0)  # so that nobody waits any longer
     for member in run.all:
-        member.leave()
+        member.liveness.stop()
     run.pool.shutdown()
 
 
 def fall_silent(member: Membership) -> None:
     """Does what SIGSTOP does: no heartbeats, and no connection is closed."""
     member.liveness.stopped = True
-    member.liveness.look_now()
     member.liveness.thread.join()
 
 
@@ -75,18 +76,18 @@ def test_the_first_view_has_all_founders_by_rank(run: Run) -> None:
 def test_the_end_of_a_member_is_seen_at_once_and_leaves_it_out(run: Run) -> None:
     one, other = run.first_view(3, 3)
     began = time.monotonic()
-    other.leave()
-    assert one.is_over.wait(10)
+    other.liveness.stop()
+    wait_until(lambda: one.is_over, "the end of the view")
     view = run.regroup(one, 5).result(20)
     assert time.monotonic() - began < HEARTBEAT_TIMEOUT
-    assert view == View(2, [one.name], [5], [other.name], "a member is gone")
+    assert view == View(2, [one.name], [5], [other.name], "a member is dead")
 
 
 def test_a_group_is_not_waited_for_when_somebody_in_it_has_ended(run: Run) -> None:
     one, other = run.member(0), run.member(1)
 
     def end(*args: object) -> bool:
-        other.leave()
+        other.liveness.stop()
         raise SystemExit
 
     other.group.form = end  # type: ignore[method-assign]
@@ -102,8 +103,7 @@ def test_a_process_joins_behind_the_members_and_without_a_state(run: Run) -> Non
     third = run.member(0)
     assert third.has_live_members()
     joined = run.regroup(third, 9)  # whatever it has loaded
-    while not one.has_joiners:
-        time.sleep(0.01)
+    wait_until(lambda: one.has_joiners and other.has_joiners, "the third process")
     views = [view.result(20) for view in (run.regroup(one, 4), run.regroup(other, 4), joined)]
     members = [one.name, other.name, third.name]
     assert views[0] == views[1] == views[2] == View(2, members, [4, 4, -1], [], views[0].reason)
@@ -119,8 +119,7 @@ def test_a_member_that_was_left_out_comes_back_under_a_new_name_without_a_state(
     assert not one.is_left_out()
     old = other.name
     back = run.regroup(other, 8)
-    while not one.has_joiners:
-        time.sleep(0.01)
+    wait_until(lambda: one.has_joiners, "a process that joins")
     view = run.regroup(one, 7).result(20)
     assert back.result(20) == view
     assert (view.members, view.steps) == ([one.name, other.name], [7, -1])
@@ -128,24 +127,24 @@ def test_a_member_that_was_left_out_comes_back_under_a_new_name_without_a_state(
 
 
 def test_members_wait_for_those_that_have_the_newest_state(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that has just joined must not go on without the one that it is to get the state from."""
+    """A process that has just joined must not continue without the one that it is to get the state from."""
     monkeypatch.setattr(membership, "STATE_TIMEOUT", 1.0)
     one, other = run.first_view(0, 0)
-    other.leave()
+    other.liveness.stop()
     run.regroup(one, 5).result(20)
     third = run.member(1)
     joined = run.regroup(third, -1)
-    while not one.has_joiners:
-        time.sleep(0.01)
+    wait_until(lambda: one.has_joiners, "a process that joins")
     assert run.regroup(one, 5).result(20).steps == joined.result(20).steps == [5, -1]
-    fall_silent(one)
     began = time.monotonic()
-    with pytest.raises(StateLostError):
+    fall_silent(one)
+    with pytest.raises(RunEnded) as raised:
         run.regroup(third, -1).result(20)
+    assert raised.value.status == RESTART_STATUS
     assert time.monotonic() - began > 0.8
 
 
-def test_a_member_that_lives_but_does_not_come_is_left_out_in_the_end(store: dist.TCPStore, run: Run) -> None:
+def test_a_member_that_lives_but_is_never_ready_is_left_out_in_the_end(store: dist.TCPStore, run: Run) -> None:
     one, other = run.member(0, arrival_seconds=1.0), run.member(1)
     for view in [run.regroup(one, 0), run.regroup(other, 0)]:
         view.result(20)
@@ -180,9 +179,9 @@ def test_all_that_wait_learn_how_the_run_has_ended(
     assert raised.value.status == status
 
 
-def test_processes_that_have_loaded_a_snapshot_continue_when_all_members_are_gone(run: Run) -> None:
+def test_processes_that_have_loaded_a_snapshot_continue_when_all_members_are_dead(run: Run) -> None:
     for member in run.first_view(0, 0):
-        member.leave()
+        member.liveness.stop()
     new = run.member(1)
     assert not new.has_live_members()
     assert run.regroup(new, 40).result(20).steps == [40]
@@ -190,33 +189,10 @@ def test_processes_that_have_loaded_a_snapshot_continue_when_all_members_are_gon
     assert late.has_live_members()
 
 
-def test_the_same_error_in_all_trainers_ends_the_run(run: Run) -> None:
-    one, other = run.first_view(0, 0)
-    outcomes = [run.pool.submit(member.has_failed_for_all, 0, "same") for member in (one, other)]
-    assert [outcome.result(20) for outcome in outcomes] == [True, True]
-
-
-def test_an_error_in_one_trainer_ends_the_run_only_if_no_step_is_finished_any_more(run: Run) -> None:
-    one, other = run.first_view(0, 0)
-    ends = [run.pool.submit(member.has_failed_for_all, 0, name) for name, member in (("a", one), ("b", other))]
-    assert [end.result(20) for end in ends] == [False, False]  # they differ
-    one.leave()
-    steps = [5, 5, 5, 5, 5]
-    for step in steps:
-        view = run.regroup(other, step).result(20)
-        assert max(view.steps) == step
-        assert other.has_failed_for_all(0, "c") == (view.number == 1 + len(steps))
-        other.end_view("a failure")
-
-
-def test_an_error_before_the_first_view_ends_the_run_when_it_is_repeated(run: Run) -> None:
-    one, other = run.member(0), run.member(1)
-    assert not one.has_failed_for_all(0, "a")
-    assert not one.has_failed_for_all(0, "b")
-    assert not other.has_failed_for_all(1, "b")
-    assert one.has_failed_for_all(0, "b")
-    for view in [run.regroup(member, 0) for member in (one, other)]:
-        view.result(20)
-    joiner = run.member(1)
-    assert not joiner.has_failed_for_all(1, "b")
-    assert not joiner.has_failed_for_all(1, "b")
+def test_a_run_ends_if_no_step_is_finished_in_many_views(run: Run) -> None:
+    one, other = run.first_view(5, 5)
+    other.liveness.stop()
+    for step in [6] * MAX_VIEWS:
+        run.regroup(one, step).result(20)
+    with pytest.raises(PeerError, match=f"^no step was finished in {MAX_VIEWS} views; a member has left it"):
+        run.regroup(one, 6).result(20)

@@ -64,9 +64,9 @@ def test_a_supervisor_needs_only_the_standard_library() -> None:
         (["1", "0"], 0, 2, "ended by an error (status 1): starting another"),
         (["failed 1"], 1, 1, ""),
         (["trained SIGKILL"] * 3 + ["2"], 2, 4, "ended by SIGKILL: starting another\n"),
-        (["joined SIGKILL"] + ["SIGKILL", "1"] * 3 + ["0"], 0, 8, "(status 1): starting another in 0.1 s, after 7 "),
-        (["SIGSEGV"], 139, 5, "ended by SIGSEGV, 5 times before it had joined the others"),
-        (["1"], 1, 5, "ended by an error (status 1), 5 times before it had joined the others"),
+        (["trained SIGKILL"] + ["SIGKILL", "1"] * 3 + ["0"], 0, 8, "(status 1): starting another in 0.1 s, after 6 "),
+        (["SIGSEGV"], 139, 5, "ended by SIGSEGV, 5 times before it had finished a step"),
+        (["1"], 1, 5, "ended by an error (status 1), 5 times before it had finished a step"),
     ],
 )
 def test_a_process_is_started_again_unless_its_end_is_final(
