@@ -85,7 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
     for name, field in KEYS.items():
         default = json.dumps(field.default).replace('"', "")
         text = f"{field.description} (default: {default})"
-        groups[name.split(".")[0]].add_argument(f"--{name}", metavar="X", help=text.replace("%", "%%"))
+        groups[name.split(".")[0]].add_argument(f"--{name}", metavar="X", help=text)
     return parser
 
 

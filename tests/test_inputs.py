@@ -141,8 +141,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (["sample.py", "--snapshot", ""], "--snapshot is empty; it may be a snapshot, "),
         (["export.py", "--snapshot", "", "--out", "new"], "--snapshot is empty; it may be a snapshot, "),
-        (["export.py", "--snapshot", "run", "--out", ""], "--out is empty, must be a new or empty folder"),
-        (["mingpt.snapshot", ""], "PATH is empty, must be a run folder, "),
+        (["export.py", "--snapshot", "run", "--out", ""], "--out: . is not an empty folder; name one that is"),
+        (["mingpt.snapshot", ""], "PATH: no snapshot at : "),
         (
             ["sample.py", "--snapshot", "zip://a::text.txt"],
             "--snapshot: zip://a::text.txt can't be read: File is not a",
