@@ -117,8 +117,6 @@ def run(argv: Sequence[str]) -> None:
     parser.add_argument("--out", metavar="FOLDER", required=True, help="new or empty folder")
     args = parser.parse_args(argv)
     path = args.snapshot
-    if not args.out:
-        raise UserError("--out is empty, must be a new or empty folder")
     pretrained = load_pretrained(path, "--snapshot")
     if (size := pretrained.model_config.conv_kernel_size) is not None:
         raise UserError(

@@ -55,7 +55,7 @@ def read_run(folder: Path) -> Run:
     except OSError as error:
         raise UserError(f"{file} can't be read: {error.strerror}; make it readable, or copy it") from error
     if others:
-        logger.warning(f"{file}: {others} line{'s' if others > 1 else ''} left out, for not being rows")
+        logger.warning(f"{file}: lines left out, for not being rows: {others}")
     rows.sort(key=lambda row: row["step"])
     curves = {key: select_curve(rows, event, key) for key, event in EVENTS.items()}
     if not curves["loss"][0]:
@@ -101,8 +101,9 @@ def draw(runs: Sequence[Run], file: Path) -> None:
     for ax, title in zip(axes, PANELS.values(), strict=True):
         ax.set_ylabel(title)
         ax.grid(alpha=0.25)
-    for number, (run, color) in enumerate(zip(runs, COLORS, strict=False)):
-        width = 1.5 + 4 * (len(runs) - 1 - number) / len(runs)
+    width = 5.5
+    for run, color in zip(runs, COLORS, strict=False):
+        width -= 4 / len(runs)
         for ax, key in zip(axes, PANELS, strict=True):
             steps, values = run.curves[key]
             ax.plot(steps, values, color=color, linewidth=width, marker="." if len(steps) == 1 else "")
@@ -111,7 +112,7 @@ def draw(runs: Sequence[Run], file: Path) -> None:
         axes[0].plot(*run.curves["val_loss"], "o--", color=color, linewidth=0.8, markersize=3 + width)
         for step, label in run.restarts.items():
             top = axes[0].get_xaxis_transform()
-            axes[0].text(step, 0.97 - 0.3 * (number % 3), label, color=color, transform=top, rotation=90, va="top")
+            axes[0].text(step, 0.97, label, color=color, transform=top, rotation=90, va="top")
         axes[0].plot([], [], color=color, label=f"loss of {run.name}".replace("$", r"\$"))
     axes[0].plot([], [], "o--", color="tab:gray", label="validation loss")
     axes[0].plot([], [], ":", color="tab:gray", label="restart")
@@ -133,7 +134,7 @@ def summarize(run: Run) -> str:
         steps, losses = run.curves["val_loss"]
         summary += f", validation loss {losses[-1]:.4f} at step {steps[-1]:,}"
     if run.restarts:
-        summary += f", restarted at {len(run.restarts)} step{'s' if len(run.restarts) > 1 else ''} (┊)"
+        summary += f", restarts (┊): {len(run.restarts)}"
     return summary
 
 
@@ -186,8 +187,9 @@ def run(argv: Sequence[str]) -> None:
     out = args.out or args.runs[0] / "plot.png"
     draw(runs, out)
     columns, rows = shutil.get_terminal_size()
+    height = min(rows, 32) - len(runs) - 2  # for the summaries, and the last line
     color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    print(terminal_plot(runs, max(columns, 20), max(10, min(rows - 2 * len(runs) - 2, 30)), color))
+    print(terminal_plot(runs, columns, max(height, 10), color))
     print(f"drawn: {out}", flush=True)
 
 

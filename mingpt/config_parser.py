@@ -5,7 +5,7 @@ import difflib
 import json
 import reprlib
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
@@ -52,13 +52,11 @@ def read_config(argv: Sequence[str] = ()) -> Config:
         raise UserError(f"command line: {unknown[0]} is not known{_option_hint(unknown[0])}")
     file = DEFAULT_CONFIG if args.config is None else Path(args.config)
     values = _read_yaml(file) if args.config is not None or file.exists() else {}
-    origins = dict.fromkeys((f"{section}.{key}" for section in values for key in values[section]), str(file))
-    for name in KEYS:
-        if (text := getattr(args, name)) is not None:
-            section, key = name.split(".")
-            values.setdefault(section, {})[key] = _parse_option(name, text)
-            origins[name] = COMMAND_LINE
-    config = _validate(values, origins)
+    given = [name for name in KEYS if getattr(args, name) is not None]
+    for name in given:
+        section, key = name.split(".")
+        values.setdefault(section, {})[key] = _parse_option(name, getattr(args, name))
+    config = _validate(values, given, file)
     if args.print_config:
         print(dump_yaml(config_to_dict(config)), end="")
         sys.exit(0)
@@ -87,7 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
     for name, field in KEYS.items():
         default = json.dumps(field.default).replace('"', "")
         text = f"{field.description} (default: {default})"
-        groups[name.split(".")[0]].add_argument(f"--{name}", metavar="X", help=text.replace("%", "%%"))
+        groups[name.split(".")[0]].add_argument(f"--{name}", metavar="X", help=text)
     return parser
 
 
@@ -124,23 +122,12 @@ def _read_yaml(file: Path) -> Sections:
         raise UserError(f"{file} is not valid yaml: {text}") from error
     if not isinstance(sections, dict):
         raise UserError(f"{file} holds {reprlib.repr(sections)}; it must hold the sections {', '.join(SECTIONS)}")
-    values = {str(section): keys if keys is not None else {} for section, keys in sections.items()}
-    if mistakes := list(_structural_mistakes(values)):
-        raise UserError("\n  ".join([f"{file}:", *mistakes]))
+    values = {str(section): keys or {} for section, keys in sections.items()}
+    for section in SECTIONS:
+        keys = values.get(section, {})
+        if not isinstance(keys, dict):
+            raise UserError(f"{section} (in {file}): found {reprlib.repr(keys)}, must hold keys with values")
     return values
-
-
-def _structural_mistakes(values: dict[str, Any]) -> Iterator[str]:
-    for section, keys in values.items():
-        if section not in SECTIONS:
-            nearest = _nearest(section, SECTIONS)
-            yield f"{section}: unknown section{nearest}; there are {', '.join(SECTIONS)}"
-        elif not isinstance(keys, dict):
-            yield f"{section}: found {reprlib.repr(keys)}, must hold keys with values"
-        else:
-            for name in (f"{section}.{key}" for key in keys):
-                if name not in KEYS:
-                    yield f"{name}: unknown key{_nearest(name, KEYS)}; --help lists all"
 
 
 def _parse_option(name: str, text: str) -> Any:
@@ -176,30 +163,39 @@ def _option_hint(word: str) -> str:
     return f"{_nearest(name, KEYS)}; --help lists all"
 
 
-def _validate(values: Sections, origins: dict[str, str]) -> Config:
+def _validate(values: Sections, given: Collection[str], file: Path) -> Config:
+    """Returns the configuration.
+
+    Args:
+        given: the keys that the command line has set
+        file: where all others are from
+    """
     try:
         # In JSON a list may become a tuple and an integer a float, while no string becomes a number.
         return TypeAdapter(Config).validate_json(json.dumps(values))
     except ValidationError as invalid:
-        conflicts = []
-        allowed: dict[str, list[str]] = {}  # a key that may be a number or a word has an error for each
+        mistakes = []
+        ranges: dict[str, list[str]] = {}  # a key that may be a number or a word has an error for each
         for error in invalid.errors(include_url=False):
+            name = ".".join(map(str, error["loc"][:2]))
             if error["type"] == "value_error":  # from a check between keys
-                conflicts.append(_conflict(error["msg"].removeprefix("Value error, "), origins))
+                message = error["msg"].removeprefix("Value error, ")
+                # What the command line has set is new, so it is the mistake.
+                place = COMMAND_LINE if any(key in message for key in given) else file
+                mistakes.append(f"{message} (in {place})")
+            elif error["type"] == "unexpected_keyword_argument":
+                mistakes.append(_unknown_name(name, file))
             else:
-                section, key, *_ = error["loc"]
-                allowed.setdefault(f"{section}.{key}", []).append(_allowed_value(error))
-        mistakes = [_wrong_value(name, values, origins[name], ranges) for name, ranges in allowed.items()]
-        raise UserError("\n  ".join(mistakes + conflicts)) from invalid
+                ranges.setdefault(name, []).append(_allowed_value(error))
+        for name, allowed in ranges.items():
+            mistakes.append(_wrong_value(name, values, COMMAND_LINE if name in given else file, allowed))
+        raise UserError("\n  ".join(mistakes)) from invalid
 
 
-def _conflict(message: str, origins: dict[str, str]) -> str:
-    places = [origins[word] for word in message.split() if word in origins]
-    if not places:
-        return message
-    # What the command line has set is new, so it is the mistake.
-    place = COMMAND_LINE if COMMAND_LINE in places else places[0]
-    return f"{message} (in {place})"
+def _unknown_name(name: str, file: Path) -> str:
+    if "." in name:
+        return f"{name} (in {file}): unknown key{_nearest(name, KEYS)}; --help lists all"
+    return f"{name} (in {file}): unknown section{_nearest(name, SECTIONS)}; there are {', '.join(SECTIONS)}"
 
 
 def _allowed_value(error: ErrorDetails) -> str:
@@ -210,9 +206,9 @@ def _allowed_value(error: ErrorDetails) -> str:
     return error["msg"].removeprefix("Input should be ")
 
 
-def _wrong_value(name: str, values: Sections, origin: str, allowed: list[str]) -> str:
+def _wrong_value(name: str, values: Sections, place: Path | str, allowed: list[str]) -> str:
     section, key = name.split(".")
     value = values[section][key]
     null = "null or " if type(None) in get_args(KEYS[name].annotation) else ""
     ranges = " or ".join(dict.fromkeys(allowed))
-    return f"{name} (in {origin}): found {reprlib.repr(value)}, must be {null}{ranges}{HINTS.get(str(value), '')}"
+    return f"{name} (in {place}): found {reprlib.repr(value)}, must be {null}{ranges}{HINTS.get(str(value), '')}"

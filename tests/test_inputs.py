@@ -27,7 +27,12 @@ CASES: list[tuple[dict[str, str], list[str], str, list[str]]] = [
     ({}, ["--trainer.run_dir", ""], "", ["trainer.run_dir", "found '', must be at least one character"]),
     ({}, ["--data.path", ""], "", ["data.path", "found '', must be at least one character"]),
     ({}, [], "trainer: {run_dir: 5}", ["trainer.run_dir", "found 5, must be a valid string"]),
-    ({}, [], "optimizer: {learning_rate: 0, lr: 1}", ["optimizer.lr: unknown key; here it is optimizer.learning_rate"]),
+    (
+        {},
+        [],
+        "optimizer: {learning_rate: 0, lr: 1}",
+        ["optimizer.lr (in ", "unknown key; here it is optimizer.learning_rate"],
+    ),
     ({}, [], "trainer: {max_steps: 3, max_steps: 4}", ["not valid yaml: duplicate key 'max_steps'", "line 1"]),
     ({}, ["--config", "none.yaml"], "", ["--config: none.yaml can't be read: No such file or directory"]),
     ({}, ["--config", "text.txt"], "", ["text.txt holds '", "it must hold the sections data, model"]),
@@ -135,8 +140,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (["sample.py", "--snapshot", ""], "--snapshot is empty; it may be a snapshot, "),
         (["export.py", "--snapshot", "", "--out", "new"], "--snapshot is empty; it may be a snapshot, "),
-        (["export.py", "--snapshot", "run", "--out", ""], "--out is empty, must be a new or empty folder"),
-        (["mingpt.snapshot", ""], "PATH is empty, must be a run folder, "),
+        (["export.py", "--snapshot", "run", "--out", ""], "--out: . is not an empty folder; name one that is"),
+        (["mingpt.snapshot", ""], "PATH: no snapshot at : "),
         (
             ["sample.py", "--snapshot", "zip://a::text.txt"],
             "--snapshot: zip://a::text.txt can't be read: File is not a",

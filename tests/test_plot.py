@@ -102,7 +102,7 @@ def test_lines_that_are_no_rows_are_counted_but_not_a_torn_last_one(
     out, err = capsys.readouterr()
     assert "/torn: loss 2.5000 at step 1\n" in out
     assert "/mixed: loss 2.0000 at step 2\n" in out
-    assert err == f"warning: {mixed}/metrics.jsonl: 2 lines left out, for not being rows\n"
+    assert err == f"warning: {mixed}/metrics.jsonl: lines left out, for not being rows: 2\n"
 
 
 # The file

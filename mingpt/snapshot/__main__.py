@@ -36,8 +36,6 @@ def describe(path: str) -> list[str]:
 
 def describe_all(path: str) -> list[list[str]]:
     """Returns a row for each snapshot in a run folder or a folder of snapshots, or for one file."""
-    if not path:
-        raise UserError("PATH is empty, must be a run folder, a folder of snapshots, or one file")
     try:
         folder = SnapshotStorage(path, keep=1)
         is_file = folder.fs.isfile(folder.root)
