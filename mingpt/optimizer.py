@@ -35,14 +35,14 @@ def param_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, An
 
     A group may be empty: a middle stage of a pipeline may have nothing but matrices of blocks.
     """
+    matrices = [p for p in model.parameters() if p.dim() == 2]
     hidden: set[nn.Parameter] = set()
     if config.name == "muon":
-        hidden = {p for block in model.blocks for p in block.parameters() if p.dim() == 2}  # type: ignore[union-attr]
-    others = [p for p in model.parameters() if p not in hidden]
+        hidden.update(p for block in model.blocks for p in block.parameters())  # type: ignore[union-attr]
     return [
-        {"params": [p for p in model.parameters() if p in hidden], "weight_decay": config.weight_decay, "muon": True},
-        {"params": [p for p in others if p.dim() == 2], "weight_decay": config.weight_decay, "muon": False},
-        {"params": [p for p in others if p.dim() != 2], "weight_decay": 0.0, "muon": False},
+        {"params": [p for p in matrices if p in hidden], "weight_decay": config.weight_decay, "muon": True},
+        {"params": [p for p in matrices if p not in hidden], "weight_decay": config.weight_decay, "muon": False},
+        {"params": [p for p in model.parameters() if p.dim() != 2], "weight_decay": 0.0, "muon": False},
     ]
 
 

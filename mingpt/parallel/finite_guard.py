@@ -31,7 +31,7 @@ class FiniteGuard:
         self.strategy = strategy
         self.config = config
         self.newest_snapshot = newest_snapshot
-        self.bad_step: Tensor | None = None  # on the device; 0: all gradients so far were finite
+        self.bad_step = torch.zeros((), device=strategy.device)  # 0: all gradients so far were finite
 
     def watch(self, step: int, grad_norm: Tensor) -> None:
         """Looks at the norm of a step's gradient, before the update. All ranks have the same norm.
@@ -45,8 +45,6 @@ class FiniteGuard:
             if not math.isfinite(grad_norm.item()):
                 self._raise(step)
             return
-        if self.bad_step is None:
-            self.bad_step = grad_norm.new_zeros(())
         is_first = (self.bad_step == 0) & ~grad_norm.isfinite()
         self.bad_step = torch.where(is_first, step, self.bad_step)
         self.strategy.optimizer.grad_scale = None  # type: ignore[attr-defined]
@@ -61,7 +59,7 @@ class FiniteGuard:
                 f"{MIN_LOSS_SCALE:g}, and the weights no longer change: lower optimizer.learning_rate, or set "
                 "trainer.precision to bf16 or fp32"
             )
-        if self.bad_step is not None and self.bad_step > 0:
+        if self.bad_step > 0:
             self._raise(int(self.bad_step))
 
     def check_loss(self, step: int, loss: float) -> None:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from mingpt.config import Config
 from mingpt.errors import UserError
-from mingpt.hardware.device import NCCL_BYTES, memory_per_rank
+from mingpt.hardware.device import memory_per_rank
 from mingpt.optimizer import param_groups
 from mingpt.parallel.strategy import Strategy
 from mingpt.tensors import to_local
@@ -80,14 +80,6 @@ def count(parameters: Iterable[Tensor]) -> int:
     return sum(parameter.numel() for parameter in parameters)
 
 
-def optimizer_bytes(config: Config, model: Any) -> int:
-    """Bytes of the full optimizer state: Muon keeps one average per parameter, AdamW two."""
-    total = 0
-    for group in param_groups(model, config.optimizer):
-        total += count(group["params"]) * (4 if group["muon"] else 8)
-    return total
-
-
 def estimate_memory(config: Config, model: Any, world_size: int, precision: str) -> MemoryUsage:
     """What the rank that needs most will hold.
 
@@ -101,17 +93,26 @@ def estimate_memory(config: Config, model: Any, world_size: int, precision: str)
     embeddings = count(model.parameters()) - len(model.blocks) * block
     layers = -(-len(model.blocks) // cfg.pipeline_stages)
     parameters = layers * block + embeddings
-    state = optimizer_bytes(config, model) * parameters / count(model.parameters())
+    state = 0.0
+    for group in param_groups(model, config.optimizer):
+        state += count(group["params"]) * (4 if group["muon"] else 8)  # Muon keeps one average, AdamW two
+    state *= parameters / count(model.parameters())
+    share = -(-config.trainer.batch_size // ranks)  # the most sequences that a rank has in a step
+    micro_batch_size = config.trainer.micro_batch_size or share
     if cfg.strategy in ("zero2", "fsdp"):
-        unsharded = _unsharded_bytes(config, layers, block, embeddings, ranks, precision)
+        whole_layers = layers
+        if cfg.strategy == "fsdp" and cfg.pipeline_stages == 1:
+            whole_layers = min(2, layers)  # the next one is gathered while the last is needed
+        unsharded = whole_layers * block * (4 if precision == "fp32" else 2) + 4 * embeddings
+        unsharded += 4 * (parameters if micro_batch_size < share else block)  # gradients
         if cfg.cpu_offload:
             return MemoryUsage(0, 0, 0, unsharded)
         return MemoryUsage(4 * parameters / ranks, 4 * parameters / ranks, state / ranks, unsharded)
-    unsharded = 0.0
+    unsharded = 0
     if precision != "fp32":
         unsharded += 2 * parameters  # autocast's copies
     if cfg.reduction == "tree":
-        micro_batches = -(-_share(config, ranks) // (config.trainer.micro_batch_size or 1))
+        micro_batches = -(-share // micro_batch_size)
         # The gradient of one micro-batch, and a partial sum per digit of a binary counter.
         unsharded += 4 * parameters * (1 + micro_batches.bit_length())
     if cfg.strategy == "zero1":
@@ -119,35 +120,12 @@ def estimate_memory(config: Config, model: Any, world_size: int, precision: str)
     return MemoryUsage(4 * parameters, 4 * parameters, state, unsharded)
 
 
-def _unsharded_bytes(config: Config, layers: int, block: int, embeddings: int, ranks: int, precision: str) -> float:
-    """Bytes of unsharded parameters and gradients at the peak, with zero2 and fsdp."""
-    if config.distributed.strategy == "fsdp" and config.distributed.pipeline_stages == 1:
-        layers_unsharded = min(2, layers)  # the next one is gathered while the last is needed
-    else:
-        layers_unsharded = layers
-    parameters = layers_unsharded * block * (4 if precision == "fp32" else 2) + 4 * embeddings
-    share = _share(config, ranks)
-    accumulates = (config.trainer.micro_batch_size or share) < share
-    gradients = 4 * (layers * block + embeddings if accumulates else block)
-    return parameters + gradients
-
-
-def _share(config: Config, ranks: int) -> int:
-    """The most sequences that a rank has in a step."""
-    return -(-config.trainer.batch_size // ranks)
-
-
 def check_memory(usage: MemoryUsage, device: torch.device, local_world_size: int, world_size: int) -> None:
     """Raises a UserError if a rank's memory does not suffice, even without activations."""
     available = memory_per_rank(device, local_world_size, world_size)
-    if usage.total <= available:
-        return
-    there = format_bytes(available)
-    if device.type == "cuda":
-        there += " free on the GPU"
-        if world_size > 1:
-            there += f", besides {format_bytes(NCCL_BYTES)} for NCCL's buffers"
-    raise UserError(
-        f"out of memory before the first step: it needs {usage}; there are {there}; use a "
-        "smaller model, or more GPUs with distributed.strategy fsdp"
-    )
+    if usage.total > available:
+        where = " free on the GPU" if device.type == "cuda" else ""
+        raise UserError(
+            f"out of memory before the first step: it needs {usage}; there are {format_bytes(available)}{where}; use a "
+            "smaller model, or more GPUs with distributed.strategy fsdp"
+        )

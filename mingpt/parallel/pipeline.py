@@ -137,7 +137,7 @@ class PipelineParallel(Strategy):
     def validate(cls, config: Config, world_size: int) -> None:
         stages = config.distributed.pipeline_stages
         batch_size = config.trainer.batch_size
-        size = config.trainer.micro_batch_size or batch_size
+        size: int = config.trainer.micro_batch_size  # type: ignore[assignment]  # config.py requires a number
         if world_size % stages:
             raise UserError(
                 f"distributed.pipeline_stages is {stages}, of which {world_size} processes are no multiple: start "

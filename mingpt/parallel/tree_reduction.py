@@ -1,4 +1,4 @@
-"""Tree reduction: gradients that have the same bits at any number of ranks.
+"""Tree reduction: gradients that are bitwise identical at any number of ranks.
 
 The order in which a backend sums over ranks, and so the last bits, depends on their number. Here micro-batches have
 fixed bounds, their gradients are the leaves of one binary tree, and each node is the sum of its two children wherever
@@ -7,8 +7,9 @@ counter. Then each rank completes the tree for its slice of the gradient (a redu
 slices are gathered. With a power of two of ranks and even shares, each sends as much as in a ring all-reduce.
 """
 
-from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,21 +21,26 @@ from mingpt.errors import UserError
 from mingpt.parallel.strategy import MicroBatch, Strategy
 
 
+class Node(NamedTuple):
+    """The sum over a run of consecutive leaves."""
+
+    leaves: range
+    value: Tensor
+
+
 class TreeReduction(Strategy):
     """Full replicas, whose gradients are summed by the same additions at any number of ranks."""
-
-    needs_one_thread = True
 
     def __init__(self, model: nn.Module, context: DistributedContext, config: Config, precision: str) -> None:
         super().__init__(model, context, config, precision)
         self.size: int = config.trainer.micro_batch_size  # type: ignore[assignment]  # config.py requires a number
-        self.sums = PartialSums()
+        self.nodes: list[Node] = []  # the sums of this rank's leaves in this step
 
     @classmethod
     def validate(cls, config: Config, world_size: int) -> None:
         super().validate(config, world_size)
         batch_size = config.trainer.batch_size
-        size = config.trainer.micro_batch_size or batch_size
+        size: int = config.trainer.micro_batch_size  # type: ignore[assignment]  # config.py requires a number
         if -(-batch_size // size) < world_size:
             raise UserError(
                 f"trainer.batch_size / trainer.micro_batch_size is {batch_size} / {size}, fewer micro-batches than the "
@@ -73,37 +79,37 @@ class TreeReduction(Strategy):
         losses = loss.new_zeros(num_leaves)
         losses[leaf] = loss
         gradients = [parameter.grad.flatten() for parameter in self.parameters.values()]  # type: ignore[union-attr]
-        self.sums.add(range(leaf, leaf + 1), torch.cat([*gradients, losses]), num_leaves)
+        add_node(self.nodes, range(leaf, leaf + 1), torch.cat([*gradients, losses]), num_leaves)
         for parameter in self.parameters.values():
             parameter.grad = None
         return [loss]
 
     def reduce_gradients(self, batch: range, losses: list[Tensor]) -> list[Tensor]:
         """Completes the tree over all ranks; returns the losses of all micro-batches of all ranks, in order."""
-        sums = self.sums
-        self.sums = PartialSums()
+        nodes = self.nodes
+        self.nodes = []  # now, since the step is repeated if a rank fails meanwhile (distributed.survive)
         num_leaves = self._num_leaves(batch)
         sizes = [parameter.numel() for parameter in self.parameters.values()]
         if self.context.world_size > 1:
-            total = self._reduce(sums, sum(sizes) + num_leaves, num_leaves)
+            total = self._reduce(nodes, sum(sizes) + num_leaves, num_leaves)
         else:
-            total = sums.nodes[0].value
+            total = nodes[0].value
         *gradients, all_losses = total.split([*sizes, num_leaves])
         for parameter, gradient in zip(self.parameters.values(), gradients, strict=True):
             parameter.grad = gradient.view_as(parameter)
         return list(all_losses.clone())  # which outlive the gradient
 
-    def _reduce(self, sums: "PartialSums", length: int, num_leaves: int) -> Tensor:
+    def _reduce(self, nodes: list[Node], length: int, num_leaves: int) -> Tensor:
         """Sums over ranks: all-to-all of slices, the upper part of the tree for one slice, all-gather.
 
         Args:
-            sums: of this rank's leaves; empty if it has none
+            nodes: of this rank's leaves; empty if it has none
             length: of each leaf's tensor
         """
         world_size = self.context.world_size
         slice_size = -(-length // world_size)
-        rows = torch.zeros(len(sums.nodes), world_size * slice_size, device=self.context.device)
-        for row, node in zip(rows, sums.nodes, strict=True):
+        rows = torch.zeros(len(nodes), world_size * slice_size, device=self.context.device)
+        for row, node in zip(rows, nodes, strict=True):
             row[:length] = node.value
         sent = rows.view(-1, world_size, slice_size).transpose(0, 1).reshape(-1, slice_size)  # the slices of each rank
 
@@ -114,48 +120,32 @@ class TreeReduction(Strategy):
         received = sent.new_empty(sum(counts), slice_size)
         self.context.all_to_all(received, sent, counts, [len(rows)] * world_size)
 
-        tree = PartialSums()
-        leaves_of_rows = [leaves for ranges in subtrees for leaves in ranges]
-        for leaves, value in zip(leaves_of_rows, received, strict=True):
-            tree.add(leaves, value, num_leaves)
+        tree: list[Node] = []
+        for leaves, value in zip(chain(*subtrees), received, strict=True):
+            add_node(tree, leaves, value, num_leaves)
         total = rows.new_empty(world_size * slice_size)
-        self.context.all_gather(total, tree.nodes[0].value)
+        self.context.all_gather(total, tree[0].value)
         return total[:length]
 
     def mean_loss(self, losses: list[Tensor]) -> Tensor:
         return torch.stack(losses).sum()
 
 
-@dataclass
-class Node:
-    """The sum over a run of consecutive leaves."""
-
-    leaves: range
-    value: Tensor
-
-
-class PartialSums:
-    """Sums over runs of consecutive leaves, each a complete node of the binary tree, from left to right.
+def add_node(nodes: list[Node], leaves: range, value: Tensor, num_leaves: int) -> None:
+    """Appends the next node to the right, and adds up siblings, in place, as soon as both exist.
 
     Node k of level l covers the leaves from k 2**l to (k + 1) 2**l, as far as they exist. Its sum is that of its left
     child plus that of its right child.
+
+    Args:
+        nodes: complete nodes of the binary tree, from left to right
+        num_leaves: of the whole tree
     """
-
-    def __init__(self) -> None:
-        self.nodes: list[Node] = []
-
-    def add(self, leaves: range, value: Tensor, num_leaves: int) -> None:
-        """Appends the next node to the right, and adds up siblings, in place, as soon as both exist.
-
-        Args:
-            num_leaves: of the whole tree
-        """
-        self.nodes.append(Node(leaves, value))
-        while len(self.nodes) > 1 and _are_siblings(self.nodes[-2].leaves, self.nodes[-1].leaves, num_leaves):
-            right = self.nodes.pop()
-            left = self.nodes.pop()
-            leaves = range(left.leaves.start, right.leaves.stop)
-            self.nodes.append(Node(leaves, left.value.add_(right.value)))
+    while nodes and _are_siblings(nodes[-1].leaves, leaves, num_leaves):
+        left = nodes.pop()
+        leaves = range(left.leaves.start, leaves.stop)
+        value = left.value.add_(value)
+    nodes.append(Node(leaves, value))
 
 
 def _are_siblings(left: range, right: range, num_leaves: int) -> bool:
@@ -166,7 +156,7 @@ def _are_siblings(left: range, right: range, num_leaves: int) -> bool:
 @lru_cache
 def subtree_ranges(leaves: range, num_leaves: int) -> list[range]:
     """The nodes that a rank with these leaves sums up, of a tree over `num_leaves`."""
-    sums = PartialSums()
+    nodes: list[Node] = []
     for leaf in leaves:
-        sums.add(range(leaf, leaf + 1), torch.zeros(()), num_leaves)
-    return [node.leaves for node in sums.nodes]
+        add_node(nodes, range(leaf, leaf + 1), torch.zeros(()), num_leaves)
+    return [node.leaves for node in nodes]

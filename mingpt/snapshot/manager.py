@@ -23,8 +23,6 @@ from mingpt.snapshot.storage import PruneError, SnapshotStorage
 if TYPE_CHECKING:
     from mingpt.parallel.strategy import Strategy
 
-FullState = Iterable[tuple[str, Tensor, dict[str, Tensor]]]  # name, weight and optimizer state of each parameter
-
 
 class SaveResult(NamedTuple):
     """The outcome of a save."""
@@ -62,21 +60,23 @@ class AsyncSnapshotWriter:
         threading.Thread(target=self._run, daemon=True).start()
 
     @torch.no_grad()
-    def save(self, header: dict[str, Any], state: FullState) -> None:
-        """Copies the state to staging buffers and returns. The save before must be done; `header` is the rest."""
+    def save(self, header: dict[str, Any], state: Iterable[tuple[str, Tensor, dict[str, Tensor]]]) -> None:
+        """Copies the state to staging buffers and returns. The save before must be done.
+
+        Args:
+            header: the snapshot without the state
+            state: name, weight and optimizer state of each parameter, all on one device
+        """
         snapshot = header | {"model": {}, "optimizer": {}}
-        devices: set[torch.device] = set()
         for name, weight, moments in state:
             tensors = {"": weight, **moments}
             copies = {key: self._buffer(f"{name}/{key}", tensor) for key, tensor in tensors.items()}
             # Elsewhere it is unsafe without pinned memory (https://github.com/pytorch/pytorch/issues/189690).
             torch._foreach_copy_(list(copies.values()), list(tensors.values()), non_blocking=weight.is_cuda)
-            devices.add(weight.device)
             snapshot["model"][name] = copies.pop("")
             snapshot["optimizer"][name] = copies
-        for device in devices:
-            if device.type != "cpu":
-                torch.accelerator.synchronize(device)
+        if weight.device.type != "cpu":
+            torch.accelerator.synchronize(weight.device)
         self.pending = Future()
         self.queue.put((snapshot, self.pending))
 
@@ -153,17 +153,15 @@ class SnapshotManager:
             UserError: there are snapshots, and all are damaged; or there should be some, according to metrics.jsonl.
         """
         context = self.context
-        metrics_file = Path(self.config.trainer.run_dir) / "metrics.jsonl"
-        saved = saved_steps(metrics_file) if context.rank == 0 else []
-        content = None
+        content: dict[str, Any] = {}
         failure = ""
         messages: list[str] = []
         if context.rank in self.writer_ranks:
             try:
-                content = self.storage.load_newest(messages.append)
+                content = self.storage.load_newest(messages.append) or {}
             except UserError as error:
                 failure = str(error)
-        found = context.all_gather_object((-1 if content is None else content["step"], messages, failure))
+        found = context.all_gather_object((content.get("step", -1), messages, failure))
         steps = [step for step, _, _ in found]
         newest_step = max(steps)
         source_rank = steps.index(newest_step)
@@ -179,18 +177,20 @@ class SnapshotManager:
                 f"the newest is rank {source_rank}'s"
             )
         if newest_step < 0:
-            self._check_new(saved, metrics_file)
+            self._check_new()
             return None
-        header = {key: value for key, value in (content or {}).items() if key not in ("model", "optimizer")}
+        header = {key: value for key, value in content.items() if key not in ("model", "optimizer")}
         header = context.broadcast_object(header, source_rank)
         is_missing = context.rank in self.writer_ranks and steps[context.rank] < newest_step
-        if context.rank != source_rank or content is None:
+        if context.rank != source_rank:
             content = {}
         return NewestSnapshot(header, content, source_rank, is_missing)
 
-    def _check_new(self, saved: list[int], metrics_file: Path) -> None:
+    def _check_new(self) -> None:
         """Raises a UserError if this run, which has no snapshot, has had one: its rows would be removed."""
+        metrics_file = Path(self.config.trainer.run_dir) / "metrics.jsonl"
         with self.context.shared_errors():
+            saved = saved_steps(metrics_file) if self.context.rank == 0 else []
             if saved:
                 raise UserError(
                     f"trainer.snapshot_path: there is no snapshot in {self.storage.path}, but according to "
@@ -219,8 +219,8 @@ class SnapshotManager:
             header: the snapshot without `model`, `optimizer` and `scaler`; its `best` is the best one so far
             is_last: the run ends with this step, so the save waits for the one before as long as it takes
         """
-        ready = self.writer.wait(None if is_last and not strategy.is_sharded else self.max_wait)
-        while is_last and strategy.is_sharded and not all(self.context.all_gather_object(ready)):
+        ready = self.writer.wait(self.max_wait)
+        while is_last and not (all(self.context.all_gather_object(ready)) if strategy.is_sharded else ready):
             ready = self.writer.wait(self.max_wait)
         self._collect_result()
         best = header["best"]
@@ -292,18 +292,14 @@ def elect_writer_ranks(context: DistributedContext, storage: SnapshotStorage) ->
     with context.shared_errors():
         if context.rank == 0:
             storage.put_marker(marker)
-    is_apart = False
     with context.shared_errors():
-        if context.local_rank == 0 and context.rank > 0:
-            is_apart = not storage.has_marker(marker)
-    writes = context.all_gather_object(context.rank == 0 or is_apart)
-    ranks = [rank for rank, is_writer in enumerate(writes) if is_writer]
-    with context.shared_errors():
+        is_apart = context.local_rank == 0 and not storage.has_marker(marker)
         if is_apart:
             storage.put_marker(marker)
-    if context.rank in ranks:
+    writes = context.all_gather_object(context.rank == 0 or is_apart)
+    if writes[context.rank]:
         storage.remove_marker(marker)
-    return ranks
+    return [rank for rank, is_writer in enumerate(writes) if is_writer]
 
 
 def new_run_advice(config: dict[str, Any]) -> str:
