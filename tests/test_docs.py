@@ -81,11 +81,21 @@ def test_links_resolve_and_name_what_exists(page: Path) -> None:
             assert label in set(definitions(ast.parse(target.read_text()).body)), f"{link} defines no {label}"
 
 
-def test_the_tree_names_what_exists() -> None:
+def test_the_tree_names_all_modules_and_folders_of_the_library() -> None:
     [tree] = [block for block in blocks(DOCS / "architecture.md", "text") if block.startswith("main.py")]
+    found = set()
     for line in tree.splitlines():
         for name in line.strip().split("  ")[0].split():
-            assert (ROOT / ("mingpt" if line[0] == " " else "") / name).exists(), line
+            path = ROOT / ("mingpt" if line[0] == " " else "") / name
+            assert path.exists(), line
+            found.add(path)
+    assert {path for path in (ROOT / "mingpt").iterdir() if not path.name.startswith("__")} <= found
+
+
+def test_the_layers_are_those_that_lint_imports_checks() -> None:
+    [shown] = [block for block in blocks(DOCS / "architecture.md", "text") if block.startswith("survive")]
+    [layers] = re.findall(r"^layers = \[\n(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
+    assert shown.splitlines() == [layer.replace("mingpt.", "") for layer in re.findall(r'"(.+)"', layers)]
 
 
 @each_page
