@@ -22,14 +22,13 @@ class MemberState(NamedTuple):
 
 def result_to_list(result: StepResult) -> list[Any]:
     """With the tree reduction, all ranks have the same losses. A float32 is the same number in JSON."""
-    losses = [loss.item() for loss in result.losses]
+    losses = torch.stack(result.losses).tolist()
     return [result.batch.start, result.batch.stop, losses, result.grad_norm.item(), result.learning_rate]
 
 
 def list_to_result(values: list[Any]) -> StepResult:
     start, stop, losses, grad_norm, learning_rate = values
-    tensors = [torch.tensor(loss) for loss in losses]
-    return StepResult(range(start, stop), tensors, torch.tensor(grad_norm), learning_rate)
+    return StepResult(range(start, stop), list(torch.tensor(losses)), torch.tensor(grad_norm), learning_rate)
 
 
 def catch_up(strategy: Strategy, mine: MemberState) -> tuple[MemberState, bool]:

@@ -4,14 +4,13 @@ While a Trainer is constructed, its process is alone: rank 0 of 1, without colle
 `regroup`.
 """
 
-import json
 import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -30,8 +29,6 @@ from mingpt.survive.membership import POLL_SECONDS, Membership, MembershipChange
 from mingpt.survive.supervisor import FAILED, TOKEN, tell_supervisor
 
 WAIT_SLICE = timedelta(seconds=0.1)  # between looks, in a collective, at whether the view is over
-
-T = TypeVar("T")
 
 
 class SurvivingContext(DistributedContext):
@@ -66,7 +63,7 @@ class SurvivingContext(DistributedContext):
     def regroup(self, step: int) -> View:
         """Waits for the next view with this process, as `Membership.regroup`."""
         view = self.membership.regroup(step)
-        self.rank = self.membership.rank
+        self.rank = view.members.index(self.membership.name)
         self.world_size = len(view.members)
         self.view = view.number
         self.calls = 0
@@ -104,38 +101,27 @@ class SurvivingContext(DistributedContext):
         self.calls += 1
         by_rank0 = f"prepared/{self.calls}"
         on_this_host = f"prepared/{self.calls}/{platform.node()}"
-        if self.launch_rank > 0:
-            self._wait_for(on_this_host if self.local_rank > 0 else by_rank0)
-        yield
-        if self.launch_rank == 0:
-            self.store.set(by_rank0, "")
-        if self.local_rank == 0:
-            self.store.set(on_this_host, "")
-
-    def _wait_for(self, key: str) -> None:
+        key = on_this_host if self.local_rank > 0 else by_rank0
         deadline = self._deadline()
-        while not self.store.check([key]):
+        while self.launch_rank > 0 and not self.store.check([key]):
             if time.monotonic() > deadline:
                 raise UserError(
                     f"distributed.timeout_seconds is {self.timeout.total_seconds():g}, in which "
                     "rank 0 has not prepared the text for the others: see its messages, or raise it"
                 )
             time.sleep(POLL_SECONDS)
+        yield
+        if self.launch_rank == 0:
+            self.store.set(by_rank0, "")
+        if self.local_rank == 0:
+            self.store.set(on_this_host, "")
 
     # Collectives
 
-    def all_gather_object(self, value: T) -> list[T]:
-        if self.world_size == 1:
-            return [value]
-        self.calls += 1
-        prefix = f"object/{self.view}/{self.calls}"
-        self.store.set(f"{prefix}/{self.rank}", json.dumps(value))
-        keys = [f"{prefix}/{rank}" for rank in range(self.world_size)]
-        deadline = self._deadline()
-        while not self.store.check(keys):
-            self._check(deadline)
-            time.sleep(POLL_SECONDS)
-        return [json.loads(answer) for answer in self.store.multi_get(keys)]
+    def _gather_on_all(self, tensor: Tensor) -> Tensor:
+        gathered = tensor.new_empty(self.world_size * len(tensor))
+        self.run(lambda group: group._allgather_base(gathered, tensor))
+        return gathered.view(self.world_size, -1)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         self.run(lambda group: group.allreduce([tensor]))
@@ -179,30 +165,19 @@ class SurvivingContext(DistributedContext):
             except RuntimeError as error:
                 if work.is_completed():  # another process is dead, or has left the view
                     self._end_view("a collective has failed", error)
-            self._check(deadline)
+            self.membership.check()
+            if time.monotonic() > deadline:
+                self.membership.end_late_view()
+                raise MembershipChanged
 
     def _deadline(self) -> float:
         return time.monotonic() + self.timeout.total_seconds()
-
-    def _check(self, deadline: float) -> None:
-        """Raises MembershipChanged if the view is over, and ends it after the deadline."""
-        self.membership.check()
-        if time.monotonic() > deadline:
-            self.membership.end_late_view()
-            raise MembershipChanged
 
     def _end_view(self, reason: str, error: RuntimeError | None = None) -> NoReturn:
         self.membership.end_view(reason)
         raise MembershipChanged from error
 
     # The end of the run
-
-    def is_reported(self, message: str) -> bool:
-        """Whether another process reports this error; this one does if it is the first that asks."""
-        name = self.membership.name
-        with suppress(RuntimeError, OSError):
-            return self.store.compare_set(f"reported/{message!a}", "", name).decode() != name
-        return False
 
     def is_member(self) -> bool:
         """Whether the other processes have not continued without this one, which may not know it."""
@@ -255,7 +230,9 @@ def open_context(config: Config, info: RankInfo, init_method: str, host: str, po
         validate(config, info.world_size)
         yield context
     except UserError as error:
-        error.is_reported = context.is_reported(str(error))
+        name = context.membership.name
+        with suppress(RuntimeError, OSError):  # the first process that has this message reports it
+            error.is_reported = store.compare_set(f"reported/{str(error)!a}", "", name).decode() != name
         raise
     except PeerError:
         tell_supervisor(FAILED)

@@ -23,7 +23,7 @@ from mingpt.prepare_run import prepare_run
 from mingpt.run_lock import lock_run
 from mingpt.survive.context import open_context
 from mingpt.survive.loop import SurvivingLoop
-from mingpt.survive.supervisor import SIGNALS, become_supervisor, is_supervised
+from mingpt.survive.supervisor import SIGNALS, TOKEN, become_supervisor
 
 if TYPE_CHECKING:
     from trainer import Trainer
@@ -38,7 +38,7 @@ def train_surviving(config: Config, trainer_class: "type[Trainer]") -> int:
     Raises:
         UserError: the launcher's variables are wrong, or another run uses a folder.
     """
-    if not is_supervised(os.environ):
+    if TOKEN not in os.environ:
         supervise(config)
     info = detect_launch_environment(os.environ)
     init_method = _init_method(info, config)

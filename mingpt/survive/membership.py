@@ -49,7 +49,7 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
 
 from mingpt.distributed.position import Position, SlowRanks, explain_wait, find_late
 from mingpt.errors import PeerError, RunEnded
@@ -78,14 +78,13 @@ def raise_if_ended(store: Store) -> None:
         raise RunEnded(2 if save_error else status)
 
 
-@dataclass(frozen=True)
-class View:
+class View(NamedTuple):
     """A view of the membership."""
 
     number: int = 0
-    members: list[str] = field(default_factory=list)  # in rank order
-    steps: list[int] = field(default_factory=list)  # that each had finished at its beginning; -1: none
-    left: list[str] = field(default_factory=list)  # members of the view before that are not in this one
+    members: Sequence[str] = ()  # in rank order
+    steps: Sequence[int] = ()  # that each had finished at its beginning; -1: none
+    left: Sequence[str] = ()  # members of the view before that are not in this one
     reason: str = ""  # why the view before is over
 
     @property
@@ -145,10 +144,6 @@ class Membership:
             self.ended_view = view.number
         elif view.members[0] == self.name:
             self.slow_ranks.look(self.liveness.heartbeats.positions(view.members), seconds)
-
-    @property
-    def rank(self) -> int:
-        return self.view.members.index(self.name)
 
     @property
     def is_over(self) -> bool:
@@ -244,7 +239,7 @@ class Membership:
                 step = -1
 
     def _read_view(self, number: int) -> View:
-        return View(**json.loads(self.store.get(f"view/{number}")))
+        return View(*json.loads(self.store.get(f"view/{number}")))
 
     def _newest_view(self, view: View) -> View:
         while self.store.check([f"view/{view.number + 1}"]):
@@ -303,7 +298,7 @@ class Membership:
     def _decide(self, last: View, members: dict[str, int], reason: str) -> None:
         left = sorted(set(last.members) - set(members))
         view = View(last.number + 1, list(members), list(members.values()), left, reason)
-        self.store.compare_set(f"view/{view.number}", "", json.dumps(asdict(view)))
+        self.store.compare_set(f"view/{view.number}", "", json.dumps(view))
 
     def _check_progress(self, view: View) -> None:
         """Raises a PeerError if no step was finished in many views: the same error or loss would follow each time."""

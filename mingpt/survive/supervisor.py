@@ -12,14 +12,14 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-TOKEN = "MINGPT_SUPERVISOR_TOKEN"  # noqa: S105 - no password
+TOKEN = "MINGPT_SUPERVISOR_TOKEN"  # noqa: S105 - no password; set in trainers that a supervisor has started
 REPORT_FD = "MINGPT_REPORT_FD"
 LAUNCHER_PID = "MINGPT_LAUNCHER_PID"  # as in mingpt/signals.py
 # What a trainer reports:
@@ -32,11 +32,6 @@ MAX_FAILURES = 5  # trainers of a rank that end before any of them has finished 
 MAX_DELAY = 30.0  # seconds between trainers that end without a finished step
 STOPPED_SECONDS = 60.0  # after which a stopped trainer is ended, so that another can take its place
 POLL_SECONDS = 0.02  # between looks at the trainer and the launcher
-
-
-def is_supervised(env: Mapping[str, str]) -> bool:
-    """Whether this process is a trainer that a supervisor has started."""
-    return TOKEN in env
 
 
 def become_supervisor() -> NoReturn:
