@@ -325,13 +325,8 @@ def check_compatible(header: dict[str, Any] | None, config: dict[str, Any], voca
     if vocabulary != known:
         new = "".join(c for c in vocabulary if c not in known)
         old = "".join(c for c in known if c not in vocabulary)
-        differences = []
-        if new:
-            differences.append(f"only in the text: {new!r}")
-        if old:
-            differences.append(f"only in the snapshot: {old!r}")
         raise UserError(
             f"data.path: the text has {len(vocabulary)} distinct characters, but the snapshot of step {header['step']} "
-            f"in the run folder {len(known)} ({'; '.join(differences)}): use the snapshot's text to resume, or "
-            f"{new_run_advice(config)} to start a new run"
+            f"in the run folder {len(known)} (only in the text: {new!r}; only in the snapshot: {old!r}): use the "
+            f"snapshot's text to resume, or {new_run_advice(config)} to start a new run"
         )

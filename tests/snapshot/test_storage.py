@@ -241,7 +241,7 @@ def test_a_failure_to_prune_is_reported_and_the_snapshot_is_whole(tmp_path: Path
 def test_another_format_is_refused(tmp_path: Path) -> None:
     storage = SnapshotStorage(str(tmp_path), keep=1)
     storage.write(small_snapshot(1) | {"format": 99}, None)
-    message = r"step_00000001\.pt has format 99, this program reads 1: take the program that"
+    message = r"step_00000001\.pt has format 99, this program reads 2: take the program that"
     with pytest.raises(UserError, match=message):
         storage.load_newest(print)
 
