@@ -84,8 +84,7 @@ def has_bf16(device: torch.device) -> tuple[bool, str]:
             return True, "this CPU has AMX"
         if not flags.get("avx512_bf16", False):
             return False, "this CPU has neither AVX512-BF16 nor AMX"
-        is_intel = "intel" in str(flags.get("cpu_name", "")).lower()
-        if is_intel:
+        if "intel" in str(flags.get("cpu_name", "")).lower():
             return False, "this CPU has AVX512-BF16, but no AMX, without which Intel's fp32 is faster"
         return True, "this CPU has AVX512-BF16"
     return False, f"{device.type} trains in fp32"
@@ -144,10 +143,7 @@ def memory_per_rank(device: torch.device, local_world_size: int, world_size: int
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return max(0, free + cached - NCCL_BYTES * (world_size > 1))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = memory_limit()
-    if limit is not None:
-        memory = min(memory, limit)
-    return memory // local_world_size
+    return min(memory, memory_limit() or memory) // local_world_size
 
 
 def set_deterministic(device: torch.device) -> None:

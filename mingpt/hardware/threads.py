@@ -25,12 +25,13 @@ def choose_threads(requested: int | str, local_world_size: int, saved: int | Non
     if asked is not None:
         return asked, "auto: OMP_NUM_THREADS"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    shared = f"{cores} cores"
     quota = cpu_limit()
     if quota is not None and quota < cores:
         # More threads than the quota would be stopped together for a part of each period.
-        reason = f"auto: a CPU quota of {quota:g} cores / {local_world_size} ranks"
-        return max(1, int(quota) // local_world_size), reason
-    return max(1, cores // local_world_size), f"auto: {cores} cores / {local_world_size} ranks"
+        cores = int(quota)
+        shared = f"a CPU quota of {quota:g} cores"
+    return max(1, cores // local_world_size), f"auto: {shared} / {local_world_size} ranks"
 
 
 def omp_num_threads(env: Mapping[str, str]) -> int | None:

@@ -15,7 +15,7 @@ from mingpt.distributed.collectives import DistributedContext
 from mingpt.hardware.compile_cache import use_compile_cache
 from mingpt.hardware.device import check_compiler
 from mingpt.parallel.memory import check_memory, estimate_memory
-from mingpt.parallel.parallelize import apply_activation_checkpointing, apply_compile
+from mingpt.parallel.parallelize import apply_activation_checkpointing
 from mingpt.parallel.strategy import DDP, Strategy
 
 STRATEGIES = {  # imported only if configured: some take most of a second
@@ -94,7 +94,9 @@ def parallelize(
     apply_activation_checkpointing(model, mode)
     if config.trainer.compile:
         in_blocks = cls.compiles_blocks or mode != "none" or config.distributed.pipeline_stages > 1
-        apply_compile(model, in_blocks)
+        torch._dynamo.config.recompile_limit = 64  # uneven shares, short last batches and evaluation have own shapes
+        for part in model.blocks if in_blocks else [model]:  # type: ignore[union-attr]
+            part.compile(dynamic=False)
         # Splits a whole model at DDP's buckets, which are then sent during backward. On a CPU that is no faster, and a
         # later start takes 9 to 12 s instead of 4 (measured).
         torch._dynamo.config.optimize_ddp = not in_blocks and context.device.type != "cpu"

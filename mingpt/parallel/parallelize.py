@@ -1,4 +1,4 @@
-"""Activation checkpointing and compilation, applied to a model from outside."""
+"""Activation checkpointing, applied to a model from outside."""
 
 from collections.abc import Callable
 from functools import partial
@@ -43,16 +43,3 @@ def _checkpointed(forward: Callable[..., Tensor], options: dict[str, Any]) -> Ca
         return checkpoint(forward, *args, **options) if torch.is_grad_enabled() else forward(*args)
 
     return checkpointed
-
-
-def apply_compile(model: nn.Module, in_blocks: bool) -> None:
-    """Compiles the model with torch.compile, once per shape of a batch.
-
-    Args:
-        model: has `blocks`
-        in_blocks: compile each block alone, so that what happens between blocks stays outside
-    """
-    torch._dynamo.config.recompile_limit = 64  # uneven shares, short last batches and evaluation have their own shapes
-    parts = model.blocks if in_blocks else [model]
-    for part in parts:  # type: ignore[union-attr]
-        part.compile(dynamic=False)

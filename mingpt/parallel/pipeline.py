@@ -6,7 +6,6 @@ Pipeline Parallelism for DNN Training", 2019). The ranks with the same stage use
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -189,12 +188,15 @@ class PipelineParallel(Strategy):
         self.loss_sums = []
         inputs = self.to_device(idx) if self.stage.is_first else ()
         target = self.to_device(targets)[0] if self.stage.is_last else None
-        run_schedule(*inputs, target=target, return_outputs=False)
+        try:
+            run_schedule(*inputs, target=target, return_outputs=False)
+        except RuntimeError as error:  # the library wraps those of a stage, such as out-of-memory errors
+            raise error.__cause__ or error from None
         return self.loss_sums
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Called by the schedule in the last stage, for each micro-batch."""
-        with record_function(f"loss {len(self.loss_sums)}"), self.autocast():
+        with self.autocast():
             loss = cross_entropy(logits, targets, "sum")
         self.loss_sums.append(loss.detach())
         return self.scaler.scale(loss * self.gradient_divide_factor)
@@ -294,18 +296,9 @@ class _Stage(PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         if self.has_backward:
             seed_device(self.device, self.seeds[fwd_chunk_id])
-        with _original_errors(), record_function(f"forward {fwd_chunk_id}"), self.autocast():
+        with record_function(f"forward {fwd_chunk_id}"), self.autocast():
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        with _original_errors(), record_function(f"backward {bwd_chunk_id}"):
+        with record_function(f"backward {bwd_chunk_id}"):
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-
-
-@contextmanager
-def _original_errors() -> Iterator[None]:
-    """Raises the cause of the library's RuntimeErrors, since callers handle out-of-memory errors."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise error.__cause__ or error from None

@@ -120,16 +120,13 @@ class Strategy(FullState):
         Returns:
             this rank's terms of the mean loss over the batch
         """
-        seed_device(self.context.device, self.dropout_seed(micro_batch.indices.start))
+        [seed] = hash64(self.config.trainer.seed, micro_batch.indices.start).tolist()  # of dropout
+        seed_device(self.context.device, seed)
         self.set_gradient_sync(micro_batch.sync_gradients)
         idx, targets = data[micro_batch.indices]
         loss = self.compute_loss(self.model, idx, targets) * micro_batch.weight
         self.scaler.scale(loss * self.gradient_divide_factor).backward()
         return [loss.detach()]
-
-    def dropout_seed(self, first: int) -> int:
-        """The seed of dropout in the micro-batch that begins with sample `first`."""
-        return int(hash64(self.config.trainer.seed, first)[0])
 
     def set_gradient_sync(self, sync_gradients: bool) -> None:
         """Ranks exchange gradients in the backward pass of their last micro-batch, not in those before."""
@@ -200,14 +197,13 @@ class Strategy(FullState):
             batches: at most `batches_per_round`; all ranks pass the same
         """
         losses = torch.zeros(len(batches), device=self.context.device)
-        is_spare = self.context.rank >= len(batches)  # it computes a batch too, since sharded strategies gather
-        mine = 0 if is_spare else self.context.rank
-        idx, targets = data[batches[mine]]
+        rank = self.context.rank
+        idx, targets = data[batches[rank % len(batches)]]  # also on a spare rank, since sharded strategies gather
         self.full_model.eval()
         loss = self.compute_loss(self.full_model, idx, targets)
         self.full_model.train()
-        if not is_spare:
-            losses[mine] = loss
+        if rank < len(batches):
+            losses[rank] = loss
         return losses
 
 

@@ -3,8 +3,8 @@
 import queue
 import threading
 import uuid
+from collections import deque
 from collections.abc import Iterable
-from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -55,8 +55,11 @@ class AsyncSnapshotWriter:
     def __init__(self, storage: SnapshotStorage) -> None:
         self.storage = storage
         self.staging_buffers: dict[str, Tensor] = {}
-        self.pending: Future[SaveResult] | None = None
-        self.queue: queue.SimpleQueue[tuple[dict[str, Any], Future[SaveResult]]] = queue.SimpleQueue()
+        self.results: deque[SaveResult] = deque()  # of saves that have ended, until somebody takes them
+        self.last_error = ""  # why the newest snapshot does not exist
+        self.is_idle = threading.Event()
+        self.is_idle.set()
+        self.queue: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         threading.Thread(target=self._run, daemon=True).start()
 
     @torch.no_grad()
@@ -77,20 +80,19 @@ class AsyncSnapshotWriter:
             snapshot["optimizer"][name] = copies
         if weight.device.type != "cpu":
             torch.accelerator.synchronize(weight.device)
-        self.pending = Future()
-        self.queue.put((snapshot, self.pending))
+        self.is_idle.clear()
+        self.queue.put(snapshot)
 
     def wait(self, seconds: float | None = None) -> bool:
         """Waits for the current save, at most so long; returns whether it is done."""
-        return self.pending is None or bool(wait([self.pending], seconds).done)
+        return self.is_idle.wait(seconds)
 
-    def poll(self) -> SaveResult | None:
-        """Returns the result of the current save, once, when it is done."""
-        if self.pending is None or not self.pending.done():
-            return None
-        result = self.pending.result()
-        self.pending = None
-        return result
+    def add_result(self, snapshot: dict[str, Any], error: Exception | None) -> None:
+        """Adds the result of a save, of whose snapshot the header is enough."""
+        path = self.storage.file(snapshot["step"])
+        result = SaveResult(snapshot["step"], snapshot["val_loss"], error, snapshot["best"], path)
+        self.results.append(result)
+        self.last_error = "" if result.is_saved else str(error)
 
     def _buffer(self, name: str, tensor: Tensor) -> Tensor:
         if name not in self.staging_buffers:
@@ -99,7 +101,7 @@ class AsyncSnapshotWriter:
 
     def _run(self) -> None:
         while True:
-            snapshot, future = self.queue.get()
+            snapshot = self.queue.get()
             error = None
             try:
                 if not get_total_norm(list(snapshot["model"].values())).isfinite():
@@ -107,8 +109,8 @@ class AsyncSnapshotWriter:
                 self.storage.write(snapshot, snapshot["best"]["step"])
             except Exception as raised:  # reported by the training loop
                 error = raised
-            path = self.storage.file(snapshot["step"])
-            future.set_result(SaveResult(snapshot["step"], snapshot["val_loss"], error, snapshot["best"], path))
+            self.add_result(snapshot, error)
+            self.is_idle.set()
 
 
 @dataclass(frozen=True)
@@ -143,8 +145,6 @@ class SnapshotManager:
         self.max_wait = config.distributed.timeout_seconds / 2  # other ranks wait in a collective meanwhile
         self.writer = AsyncSnapshotWriter(self.storage)
         self.writer_ranks = elect_writer_ranks(context, self.storage)
-        self.results: list[SaveResult] = []
-        self.last_error = ""  # why the newest snapshot does not exist
 
     def load_newest(self) -> NewestSnapshot | None:
         """Loads the newest snapshot that any rank has; None if none has one.
@@ -222,24 +222,21 @@ class SnapshotManager:
         ready = self.writer.wait(self.max_wait)
         while is_last and not (all(self.context.all_gather_object(ready)) if strategy.is_sharded else ready):
             ready = self.writer.wait(self.max_wait)
-        self._collect_result()
         best = header["best"]
-        for result in self.results:  # of the save before
+        for result in list(self.writer.results):  # of the save before
             best = result.best if result.is_saved else best
         if header["val_loss"] is not None and header["val_loss"] < best["val_loss"]:
             best = {"step": header["step"], "val_loss": header["val_loss"]}
         header = header | {"scaler": strategy.scaler.state_dict(), "best": best}
         writes = self.context.rank in self.writer_ranks
-        late = None
-        if writes and not ready:
+        if not writes:  # it may have to take over from the rank that does
+            self.writer.add_result(header, None)
+        elif not ready:
             late = UserError(
                 f"trainer.snapshot_path: the previous snapshot is still being written to {self.storage.path} after "
                 f"{self.max_wait:g} seconds; this one is skipped: raise trainer.save_every if that happens often"
             )
-        if late or not writes:  # a rank that does not write may have to take over from the one that does
-            path = self.storage.file(header["step"])
-            self.results.append(SaveResult(header["step"], header["val_loss"], late, best, path))
-            self.last_error = str(late or "")
+            self.writer.add_result(header, late)
         self._start(header, strategy, writes=ready and writes)
 
     def is_missing(self, step: int) -> bool:
@@ -251,9 +248,7 @@ class SnapshotManager:
 
     def poll(self) -> list[SaveResult]:
         """Results of saves since the last call. An error of the writer that is no UserError is raised."""
-        self._collect_result()
-        results = self.results
-        self.results = []
+        results = [self.writer.results.popleft() for _ in range(len(self.writer.results))]
         for result in results:
             if result.error is not None and not isinstance(result.error, UserError):
                 raise result.error
@@ -264,15 +259,8 @@ class SnapshotManager:
     def wait_for_last_save(self) -> str:
         """Waits for the last save of all ranks; returns why it has failed, or an empty string."""
         self.writer.wait()
-        self._collect_result()
-        errors = self.context.exchange_messages(self.writer_ranks, self.last_error)
+        errors = self.context.exchange_messages(self.writer_ranks, self.writer.last_error)
         return next(filter(None, errors.values()), "")
-
-    def _collect_result(self) -> None:
-        result = self.writer.poll()
-        if result is not None:
-            self.results.append(result)
-            self.last_error = "" if result.is_saved else str(result.error)
 
     def _start(self, header: dict[str, Any], strategy: "Strategy", writes: bool) -> None:
         if writes:
@@ -337,13 +325,8 @@ def check_compatible(header: dict[str, Any] | None, config: dict[str, Any], voca
     if vocabulary != known:
         new = "".join(c for c in vocabulary if c not in known)
         old = "".join(c for c in known if c not in vocabulary)
-        differences = []
-        if new:
-            differences.append(f"only in the text: {new!r}")
-        if old:
-            differences.append(f"only in the snapshot: {old!r}")
         raise UserError(
             f"data.path: the text has {len(vocabulary)} distinct characters, but the snapshot of step {header['step']} "
-            f"in the run folder {len(known)} ({'; '.join(differences)}): use the snapshot's text to resume, or "
-            f"{new_run_advice(config)} to start a new run"
+            f"in the run folder {len(known)} (only in the text: {new!r}; only in the snapshot: {old!r}): use the "
+            f"snapshot's text to resume, or {new_run_advice(config)} to start a new run"
         )

@@ -195,8 +195,10 @@ class SnapshotStorage:
                 report(f"{path} is used instead")
             return snapshot
         if steps:
-            problem = f"all {len(steps)} snapshots in {self.path} are damaged"
-            raise UserError(f"trainer.snapshot_path: {problem}; move them away to start anew")
+            raise UserError(
+                f"trainer.snapshot_path: all {len(steps)} snapshots in {self.path} are damaged; move them away to "
+                "start anew"
+            )
         return None
 
 
@@ -215,8 +217,10 @@ def load_snapshot(path: str) -> dict[str, Any]:
         except (RuntimeError, ValueError, pickle.UnpicklingError) as error:
             raise DamagedSnapshotError(f"torch.load refuses it: {error}") from error
     if snapshot["format"] not in (1, FORMAT_VERSION):
-        found = f"{path} has format {snapshot['format']}"
-        raise UserError(f"{found}, this program reads {FORMAT_VERSION}: take the program that wrote it")
+        raise UserError(
+            f"{path} has format {snapshot['format']}, this program reads {FORMAT_VERSION}: take the program that wrote "
+            "it"
+        )
     if snapshot["format"] == 1 and "config" in snapshot:
         snapshot["config"]["model"] = _current_keys(snapshot["config"]["model"], path)
     return snapshot

@@ -97,9 +97,9 @@ def _train(trainer: Trainer, watch: HostWaits) -> None:
 def _save(trainer: Trainer, watch: HostWaits) -> None:
     """Starts to save a snapshot, which may wait, and reads the weights like the thread that writes it."""
 
-    def read(job: tuple[dict[str, Any], Any]) -> None:
+    def read(snapshot: dict[str, Any]) -> None:
         watch.recording = True
-        get_total_norm(list(job[0]["model"].values()))
+        get_total_norm(list(snapshot["model"].values()))
 
     with mock.patch.object(trainer.snapshots.writer, "queue", SimpleNamespace(put=read)):
         trainer.save_snapshot()

@@ -51,13 +51,13 @@ def test_the_writer_saves_the_state_of_the_step_and_reuses_its_buffers(tmp_path:
         writer.save({"step": step, "val_loss": None, "best": {"step": None}}, [("weight", weight, {})])
         weight += 1  # the next step
         assert not writer.wait(0.05)
-        assert writer.poll() is None
+        assert not writer.results
         storage.permission.set()
         assert writer.wait(20)
         storage.permission.clear()
         assert torch.equal(load_snapshot(storage.file(step))["model"]["weight"], torch.full((1000,), float(step)))
-        assert writer.poll() == (step, None, None, {"step": None}, storage.file(step))
-        assert writer.poll() is None
+        assert writer.results.popleft() == (step, None, None, {"step": None}, storage.file(step))
+        assert not writer.results
         addresses |= {buffer.data_ptr() for buffer in writer.staging_buffers.values()}
     assert len(addresses) == 1
 
@@ -76,7 +76,7 @@ def test_copies_are_complete_before_they_are_written(
     """Copies to pageable memory block; on MPS all staging buffers are pageable."""
     events: list[tuple] = []
     writer = AsyncSnapshotWriter(SnapshotStorage(str(tmp_path), keep=1))
-    writer.queue = SimpleNamespace(put=lambda item: events.append(("write", item[0]["step"])))  # type: ignore[assignment]
+    writer.queue = SimpleNamespace(put=lambda item: events.append(("write", item["step"])))  # type: ignore[assignment]
     copy = lambda copies, tensors, non_blocking: events.append(("copy", non_blocking))  # noqa: E731
     monkeypatch.setattr(torch, "_foreach_copy_", copy)
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda of: events.append(("synchronize", of)))
