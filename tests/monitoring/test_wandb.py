@@ -1,6 +1,7 @@
 """trainer.wandb_project, with the real wandb in its offline mode, and without it."""
 
 import json
+import os
 import re
 import signal
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import psutil
 import pytest
 from helpers import (
+    main_process,
     read_rows,
     run_args,
     run_captured,
@@ -16,6 +18,7 @@ from helpers import (
     run_main,
     run_ranks,
     start_main,
+    start_ranks,
     wait_for_step,
 )
 from test_main import assert_one_message
@@ -92,15 +95,17 @@ def test_a_run_and_its_resumption_are_one_run_of_the_project(
 
 
 @pytest.mark.slow
-def test_a_stopped_run_has_sent_its_values(text: Path, tmp_path: Path) -> None:
+def test_a_stopped_run_has_sent_its_values(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="wandb is not installed")
     run_dir = tmp_path / "run"
     argv = run_args(run_dir, text, trainer__wandb_project="letters", trainer__max_steps=100_000)
-    with start_main(argv, WANDB_MODE="offline", WANDB_SILENT="true") as process:
-        wait_for_step(run_dir, 20)
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
-    assert process.returncode == 143
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    [process], _ = start_ranks(1, main_process, argv, os.devnull, os.devnull, tmp_path=tmp_path)
+    wait_for_step(run_dir, 20)
+    process.terminate()
+    process.join(60)
+    assert process.exitcode == 143
     [file] = run_dir.glob("wandb/offline-run-*/*.wandb")
     assert read_run(file)[2] == expected_history(run_dir)
 
