@@ -276,6 +276,19 @@ def run_captured(*argv: str) -> tuple[int, str, str]:
     return status, stdout.getvalue(), stderr.getvalue()
 
 
+def main_process(argv: list[str], stdout: Path | str, stderr: Path | str) -> None:
+    """For `start_ranks`: main.py with its output in these files or pipes, to the end of the process."""
+    from main import main
+
+    for path, descriptor in ((stdout, 1), (stderr, 2)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), descriptor)
+    # Those of the server may have been opened for other kinds of files.
+    sys.stdout = os.fdopen(1, "w")
+    sys.stderr = os.fdopen(2, "w", buffering=1)
+    sys.argv = ["main.py", *argv]
+    program.exit_process(program.run_program(main, argv))
+
+
 def run_each_captured(argvs: list[list[str]]) -> list[tuple[int, str, str]]:
     """For `run_ranks`: `run_captured` of several command lines, one after the other."""
     results, init_method = [], os.environ["TEST_INIT_METHOD"]

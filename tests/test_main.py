@@ -20,6 +20,7 @@ from helpers import (
     ROOT,
     TORCHRUN,
     free_port,
+    main_process,
     run_args,
     run_each_captured,
     run_main,
@@ -29,8 +30,7 @@ from helpers import (
     write_text,
 )
 
-import main
-from mingpt import prepare_run, program
+from mingpt import prepare_run
 from mingpt.errors import PeerError
 from mingpt.run_lock import LOCK_NAME
 from trainer import Trainer
@@ -135,13 +135,10 @@ def test_a_crash_shows_its_traceback_and_ends_the_process_without_waiting_for_de
 def _crash(argv: list[str], folder: Path) -> None:
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / "error.json")
     Trainer.train_step = fail_with(RuntimeError, "shape '[2]' is invalid")  # type: ignore[method-assign]
-    with (folder / "stderr").open("w") as stderr, open(os.devnull, "w") as null:
-        os.dup2(stderr.fileno(), 2)
-        os.dup2(null.fileno(), 1)
-    sys.argv = ["main.py", *argv]
-    program.exit_process(program.run_program(main.main, sys.argv[1:]))
+    main_process(argv, os.devnull, folder / "stderr")
 
 
+@pytest.mark.slow
 def test_torchruns_summary_shows_the_message_of_a_refusal_before_anything_is_written(tmp_path: Path) -> None:
     options = run_args(tmp_path / "run", write_text(tmp_path / "text.txt"), trainer__precision="fp16")
     done = run_program(*TORCHRUN, "--nproc_per_node=1", "main.py", *options)

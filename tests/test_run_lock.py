@@ -13,10 +13,11 @@ import pytest
 from helpers import (
     ROOT,
     clean_env,
+    main_process,
     run_args,
     run_captured,
     run_ranks,
-    start_main,
+    start_ranks,
     train_main,
     wait_for_step,
     wait_until,
@@ -133,13 +134,14 @@ def _start_again_while_encoding(argv: list[str]) -> tuple[int, int]:
 @pytest.mark.slow
 def test_a_run_whose_folder_was_deleted_makes_it_again(text: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    with start_main(run_args(run_dir, text, **ENDLESS)) as process:
-        wait_for_step(run_dir, 30)
-        (run_dir / "snapshots").rename(tmp_path / "deleted")
-        wait_until(lambda: bool(list(run_dir.glob("snapshots/step_*.pt"))), "a snapshot")
-        process.terminate()
-        process.communicate(timeout=60)
-    assert process.returncode == 143
+    argv = run_args(run_dir, text, **ENDLESS)
+    [process], _ = start_ranks(1, main_process, argv, os.devnull, os.devnull, tmp_path=tmp_path)
+    wait_for_step(run_dir, 30)
+    (run_dir / "snapshots").rename(tmp_path / "deleted")
+    wait_until(lambda: bool(list(run_dir.glob("snapshots/step_*.pt"))), "a snapshot")
+    process.terminate()
+    process.join(60)
+    assert process.exitcode == 143
 
 
 def test_a_run_without_the_snapshots_that_it_has_saved_does_not_start_anew(text: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from helpers import (
     TORCHRUN,
     assert_equal_snapshots,
     loss_curve,
+    main_process,
     newest_snapshot,
     open_trainer,
     read_rows,
@@ -20,9 +22,9 @@ from helpers import (
     run_captured,
     run_each_captured,
     run_main,
-    run_program,
     run_ranks,
     start_main,
+    start_ranks,
     train_losses,
     train_main,
     wait_for_step,
@@ -32,7 +34,9 @@ from helpers import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import sample
 import trainer as trainer_module
+from mingpt import program
 from mingpt.distributed.collectives import DistributedContext
 from mingpt.errors import UserError
 from mingpt.evaluation import evaluate
@@ -277,43 +281,71 @@ def _validation_loss(*argv: str) -> tuple[float, float]:
 # Signals and restarts
 
 
-def test_under_torchrun_a_kill_a_stop_and_a_resume_end_in_the_same_bits(text: Path, tmp_path: Path) -> None:
+def test_after_a_kill_the_same_command_ends_in_the_same_bits(text: Path, tmp_path: Path) -> None:
     """Then the run can be sampled, and a further start trains nothing."""
     whole, run_dir = tmp_path / "whole", tmp_path / "run"
-    options = {"trainer__max_steps": 300, "trainer__eval_every": 150, "trainer__save_every": 10}
+    options = {"trainer__max_steps": 60, "trainer__eval_every": 30, "trainer__save_every": 5}
+    argv = run_args(run_dir, text, **options)
+    processes, _ = start_ranks(2, train_main, *argv, tmp_path=tmp_path)
+    wait_for_step(run_dir, 10)
+    for process in processes:
+        process.kill()
+        process.join()
+    assert read_rows(run_dir)[-1]["step"] < 60
+
+    _, resumed, again = run_all(2, [run_args(whole, text, **options), argv, argv], tmp_path)
+    assert_equal_snapshots(whole, run_dir)
+    assert loss_curve(whole) == loss_curve(run_dir)
+    command = resumed.partition("to sample:  python ")[2].splitlines()[0].split()
+    assert run_ranks(1, _run_sample, command, tmp_path / "sample.txt", tmp_path=tmp_path) == [0]
+    sampled = (tmp_path / "sample.txt").read_text()
+    assert (sampled[:4], len(sampled)) == ("anna", 34)
+    assert "already trained: " in again
+    assert len(read_rows(run_dir, "start")) == 2
+
+
+@pytest.mark.slow
+def test_under_torchrun_a_kill_a_stop_and_a_resume_end_in_the_same_bits(text: Path, tmp_path: Path) -> None:
+    whole, run_dir = tmp_path / "whole", tmp_path / "run"
+    options = {"trainer__max_steps": 120, "trainer__eval_every": 60, "trainer__save_every": 5}
     argv = run_args(run_dir, text, **options)
     with start_main(argv, *TORCHRUN, "--nproc_per_node=2", "--max_restarts=3") as agent:
-        wait_for_step(run_dir, 30)
+        wait_for_step(run_dir, 10)
         os.kill(worker_pids(agent.pid)[0], signal.SIGKILL)
         wait_until(lambda: len(read_rows(run_dir, "start")) == 2, "a second start")
-        wait_for_step(run_dir, read_rows(run_dir, "start")[-1]["step"] + 10)
+        wait_for_step(run_dir, read_rows(run_dir, "start")[-1]["step"] + 5)
         agent.terminate()
         out, _ = agent.communicate(timeout=60)
     for member in ("GLOBAL_RANK: 0, MEMBER: 1/2", "GLOBAL_RANK: 1, MEMBER: 2/2"):
         assert out.count(member) == 2
     [stop] = read_rows(run_dir, "stop")
     assert (stop["signal"], stop["step"]) == ("SIGTERM", newest_snapshot(run_dir)["step"])
-    assert read_rows(run_dir)[-1]["step"] == stop["step"] < 300
+    assert read_rows(run_dir)[-1]["step"] == stop["step"] < 120
     assert {row["restart_count"] for row in read_rows(run_dir)} == {0, 1}
 
-    _, resumed, again = run_all(2, [run_args(whole, text, **options), argv, argv], tmp_path)
+    run_all(2, [run_args(whole, text, **options), argv], tmp_path)
     assert_equal_snapshots(whole, run_dir)
     assert loss_curve(whole) == loss_curve(run_dir)
-    command = resumed.partition("to sample:  python ")[2].splitlines()[0].split()
-    sampled = run_program(*command, "--prompt", "anna", "--max_new_tokens", "30", "--seed", "2")
-    assert (sampled.returncode, sampled.stdout[:4], len(sampled.stdout)) == (0, "anna", 34), sampled.stderr
-    assert "already trained: " in again
-    assert len(read_rows(run_dir, "start")) == 3
 
 
-@pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), pytest.param("SIGTERM", 143, marks=pytest.mark.slow)])
+def _run_sample(command: list[str], output: Path) -> int:
+    """The command that a run has printed, with a prompt and a seed; returns the exit status."""
+    script, *argv = command
+    assert Path(script).name == "sample.py"
+    with output.open("w") as stdout, redirect_stdout(stdout):
+        return program.run_program(sample.run, [*argv, "--prompt", "anna", "--max_new_tokens", "30", "--seed", "2"])
+
+
+@pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 143)])
 def test_a_signal_stops_the_run_after_a_save(name: str, status: int, text: Path, tmp_path: Path) -> None:
     argv = run_args(tmp_path / "run", text, trainer__max_steps=100_000, trainer__save_every=100_000)
-    with start_main(argv) as process:
-        wait_for_step(tmp_path / "run", 5)
-        process.send_signal(getattr(signal, name))
-        out, err = process.communicate(timeout=60)
-    assert (process.returncode, err) == (status, "")
+    files = (tmp_path / "stdout", tmp_path / "stderr")
+    [process], _ = start_ranks(1, main_process, argv, *files, tmp_path=tmp_path)
+    wait_for_step(tmp_path / "run", 5)
+    os.kill(process.pid, getattr(signal, name))
+    process.join(60)
+    out, err = (file.read_text() for file in files)
+    assert (process.exitcode, err) == (status, "")
     step = newest_snapshot(tmp_path / "run")["step"]
     [stop] = read_rows(tmp_path / "run", "stop")
     assert stop == {"event": "stop", "step": step, "time": stop["time"], "signal": name}

@@ -168,10 +168,11 @@ def test_measurements_wait_for_a_gpu_before_they_read_the_clock(bench: Bench, mo
 def test_the_device_is_that_of_main(capsys, monkeypatch) -> None:
     """A pretended GPU: its name is in the header."""
 
-    def init_device(context: DistributedContext, backend: str) -> None:
-        context.device = torch.device("cpu" if backend == "gloo" else "cuda")
+    def choose_device(context: DistributedContext, backend: str) -> torch.device:
+        return torch.device("cpu" if backend == "gloo" else "cuda")
 
-    monkeypatch.setattr(DistributedContext, "init_device", init_device)
+    monkeypatch.setattr(DistributedContext, "_choose_device", choose_device)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
     monkeypatch.setattr("sys.argv", ["benchmarks", "nanogpt"])
@@ -240,9 +241,9 @@ def test_a_wrong_option_is_one_message(options: str, message: str, capsys, monke
     assert (printed.err.count("\n"), printed.out) == (1, "")
 
 
-def test_help_has_each_example_on_a_line_of_its_own() -> None:
-    done = run_program("-m", "benchmarks", "--help")
-    assert done.returncode == 0, done.stderr
-    examples = [line.strip() for line in done.stdout.splitlines() if re.match(r" +(python|torchrun) ", line)]
+def test_help_has_each_example_on_a_line_of_its_own(capsys) -> None:
+    assert exit_status_of(run, ["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    examples = [line.strip() for line in lines if re.match(r" +(python|torchrun) ", line)]
     assert len(examples) == 4
     assert examples[0] == "python -m benchmarks"

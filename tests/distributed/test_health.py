@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 from helpers import (
     free_port,
+    main_process,
     newest_snapshot,
     process_group,
     read_log,
@@ -27,13 +27,11 @@ from helpers import (
     worker_pids,
 )
 
-import main
 from mingpt.config import DistributedConfig
 from mingpt.distributed import health
 from mingpt.distributed.collectives import DistributedContext
 from mingpt.distributed.health import HealthMonitor
 from mingpt.errors import PeerError, StoreUnreachableError
-from mingpt.program import exit_process, run_program
 from trainer import Trainer
 
 TIMEOUT = 4
@@ -228,11 +226,7 @@ def _main_with_faults(faults: dict[int, str], grace_seconds: float, argv: list[s
     health.GRACE_SECONDS = grace_seconds  # type: ignore[attr-defined]
     if "out of memory" in faults.values():
         dist.destroy_process_group = lambda: time.sleep(1000)
-    with (folder / f"stderr-{rank}").open("w") as stderr, open(os.devnull, "w") as null:
-        os.dup2(stderr.fileno(), 2)
-        os.dup2(null.fileno(), 1)
-    sys.argv = ["main.py", *argv]
-    exit_process(run_program(main.main, sys.argv[1:]))
+    main_process(argv, os.devnull, folder / f"stderr-{rank}")
 
 
 @pytest.mark.slow

@@ -106,7 +106,8 @@ def _cases() -> dict[str, Case]:
                 case = Case(stages | {"distributed.strategy": strategy}, rank=2 + stage, world_size=4)
                 cases[f"1f1b-{strategy}-{name}-stage{stage}"] = case
     for fault, description in FAULTS.items():
-        cases[f"fault-{fault}"] = Case({}, world_size=1, fault=fault, expected=(description,))
+        options = {"trainer.batch_size": 2}
+        cases[f"fault-{fault}"] = Case(options, world_size=1, fault=fault, expected=(description,))
     return cases
 
 

@@ -1,5 +1,6 @@
 """Log lines on pipes and terminals, and the exit status of scripts."""
 
+import os
 import re
 import subprocess
 import sys
@@ -9,15 +10,15 @@ from pathlib import Path
 
 import pytest
 from helpers import (
-    ROOT,
     clean_env,
     loss_curve,
+    main_process,
     newest_snapshot,
     read_rows,
     run_args,
     run_on_terminal,
     run_program,
-    start_main,
+    start_ranks,
     wait_for_step,
     write_text,
 )
@@ -119,20 +120,22 @@ def test_training_continues_when_the_reader_of_stdout_ends(text: Path, tmp_path:
     """As in `main.py | head -1`; SIGTERM then still saves."""
     run_dir = tmp_path / "run"
     argv = run_args(run_dir, text, trainer__max_steps=1_000_000, trainer__save_every=1_000_000)
-    with start_main(argv) as process:
-        process.stdout.readline()
-        process.stdout.close()
-        wait_for_step(run_dir, 20)
-        process.terminate()
-        errors = process.stderr.read()
-        assert (process.wait(60), errors) == (143, "")
+    stdout = tmp_path / "stdout"
+    os.mkfifo(stdout)
+    [process], _ = start_ranks(1, main_process, argv, stdout, tmp_path / "stderr", tmp_path=tmp_path)
+    with stdout.open() as reader:
+        assert reader.readline()
+    wait_for_step(run_dir, 20)
+    process.terminate()
+    process.join(60)
+    assert (process.exitcode, (tmp_path / "stderr").read_text()) == (143, "")
     assert newest_snapshot(run_dir)["step"] == read_rows(run_dir)[-1]["step"]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_training_continues_when_the_disk_of_its_output_is_full(text: Path, tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "main.py"), *run_args(tmp_path / "run", text)]
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(command, stdout=full, stderr=full, env=clean_env(), timeout=120, check=False)
-    assert done.returncode == 0
+    argv = run_args(tmp_path / "run", text)
+    [process], _ = start_ranks(1, main_process, argv, "/dev/full", "/dev/full", tmp_path=tmp_path)
+    process.join(60)
+    assert process.exitcode == 0
     assert newest_snapshot(tmp_path / "run")["step"] == 12

@@ -1,6 +1,7 @@
 """trainer.wandb_project, with the real wandb in its offline mode, and without it."""
 
 import json
+import os
 import re
 import signal
 from pathlib import Path
@@ -8,7 +9,18 @@ from typing import Any
 
 import psutil
 import pytest
-from helpers import read_rows, run_args, run_main, run_program, start_main, wait_for_step
+from helpers import (
+    main_process,
+    read_rows,
+    run_args,
+    run_captured,
+    run_each_captured,
+    run_main,
+    run_ranks,
+    start_main,
+    start_ranks,
+    wait_for_step,
+)
 from test_main import assert_one_message
 
 from mingpt.monitoring import run_log
@@ -57,16 +69,19 @@ def expected_history(run_dir: Path) -> dict[int, dict[str, Any]]:
     return history
 
 
-def test_a_run_and_its_resumption_are_one_run_of_the_project(text: Path, tmp_path: Path) -> None:
+def test_a_run_and_its_resumption_are_one_run_of_the_project(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("wandb", reason="wandb is not installed")
     run_dir = tmp_path / "run"
     sent: dict[int, dict[str, Any]] = {}
     ids = set()
-    for last_step in ("8", "12"):
-        argv = run_args(run_dir, text, trainer__wandb_project="letters", optimizer__decay_steps=12)
-        env = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
-        done = run_program("main.py", *argv, "--trainer.max_steps", last_step, **env)
-        assert (done.returncode, done.stderr) == (0, "")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    options = {"trainer__wandb_project": "letters", "optimizer__decay_steps": 12}
+    argvs = [run_args(run_dir, text, trainer__max_steps=last_step, **options) for last_step in (8, 12)]
+    [results] = run_ranks(1, run_each_captured, argvs, tmp_path=tmp_path)
+    assert [(status, err) for status, _, err in results] == [(0, "")] * 2
     for file in sorted(run_dir.glob("wandb/offline-run-*/*.wandb")):
         run_id, project, history = read_run(file)
         assert project == "letters"
@@ -80,15 +95,17 @@ def test_a_run_and_its_resumption_are_one_run_of_the_project(text: Path, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_stopped_run_has_sent_its_values(text: Path, tmp_path: Path) -> None:
+def test_a_stopped_run_has_sent_its_values(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="wandb is not installed")
     run_dir = tmp_path / "run"
     argv = run_args(run_dir, text, trainer__wandb_project="letters", trainer__max_steps=100_000)
-    with start_main(argv, WANDB_MODE="offline", WANDB_SILENT="true") as process:
-        wait_for_step(run_dir, 20)
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
-    assert process.returncode == 143
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    [process], _ = start_ranks(1, main_process, argv, os.devnull, os.devnull, tmp_path=tmp_path)
+    wait_for_step(run_dir, 20)
+    process.terminate()
+    process.join(60)
+    assert process.exitcode == 143
     [file] = run_dir.glob("wandb/offline-run-*/*.wandb")
     assert read_run(file)[2] == expected_history(run_dir)
 
@@ -122,10 +139,12 @@ def test_without_wandb_nothing_is_written(
     assert not (tmp_path / "run").exists()
 
 
-def test_without_an_api_key_the_run_is_refused(text: Path, tmp_path: Path) -> None:
+def test_without_an_api_key_the_run_is_refused(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="wandb is not installed")
+    for name, value in {"HOME": str(tmp_path), "WANDB_MODE": "online", "WANDB_SILENT": "true"}.items():
+        monkeypatch.setenv(name, value)
     argv = run_args(tmp_path / "run", text, trainer__wandb_project="letters")
-    done = run_program("main.py", *argv, HOME=str(tmp_path), WANDB_MODE="online", WANDB_SILENT="true")
-    assert done.returncode == 2
-    assert "trainer.wandb_project: No API key configured" in done.stderr
-    assert "WANDB_MODE=offline" in done.stderr
+    [(status, _, err)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
+    assert status == 2
+    assert "trainer.wandb_project: No API key configured" in err
+    assert "WANDB_MODE=offline" in err

@@ -90,7 +90,7 @@ def test_copies_are_complete_before_they_are_written(
 def test_a_save_that_would_wait_too_long_is_skipped_and_the_last_is_made(
     strategy: str, text: Path, tmp_path: Path
 ) -> None:
-    options = {"distributed__timeout_seconds": 3, "trainer__save_every": 5, "distributed__strategy": strategy}
+    options = {"distributed__timeout_seconds": 2, "trainer__save_every": 5, "distributed__strategy": strategy}
     argv = run_args(tmp_path / "run", text, **options)
     (status, _, err), _ = run_ranks(2, _train_with_slow_write_of_step_5, *argv, tmp_path=tmp_path)
     assert status == 0
@@ -101,13 +101,13 @@ def test_a_save_that_would_wait_too_long_is_skipped_and_the_last_is_made(
 
 
 def _train_with_slow_write_of_step_5(*argv: str) -> tuple[int, str, str]:
-    """The write ends two seconds after the save of step 10 has been skipped: longer than one wait of the last save."""
+    """The write ends 1.2 seconds after the save of step 10 has been skipped: longer than one wait of the last save."""
     write, save, is_skipped = SnapshotStorage.write, SnapshotManager.save, threading.Event()
 
     def slow_write(storage: SnapshotStorage, snapshot: dict[str, Any], best_step: int | None) -> str:
         if snapshot["step"] == 5:
             assert is_skipped.wait(60)
-            time.sleep(2)
+            time.sleep(1.2)
         return write(storage, snapshot, best_step)
 
     def observed_save(manager: SnapshotManager, header: dict[str, Any], *args: Any, **kwargs: Any) -> None:
