@@ -99,7 +99,9 @@ class PipelineParallel(Strategy):
         self.tied_embedding = context.subgroup([(ranks[0], ranks[-1]) for ranks in replicas])
 
         with torch.device("meta"):
-            stage = GPTStage(model.config, self.pipeline.rank, stages)
+            all_stages = [GPTStage(model.config, number, stages) for number in range(stages)]
+        stage = all_stages[self.pipeline.rank]
+        names = [[name for name, _ in each.named_parameters()] for each in all_stages]
         cls = load_strategy(config.distributed.strategy)
         self.inner = inner = parallelize(cls, stage, data_parallel, config, precision)
         if isinstance(inner, DDP):
@@ -115,7 +117,6 @@ class PipelineParallel(Strategy):
         self.optimizer = inner.optimizer
         self.full_model = PipelinedModel(inner.full_model, self.pipeline)
         self.full_shapes = dict(model.named_parameters())
-        names = self.pipeline.all_gather_object(list(self.parameters))
         self.ties_weights = WTE in names[-1]
         self.stage_of = {name: stage for stage in reversed(range(stages)) for name in names[stage]}  # of wte, the first
 

@@ -163,7 +163,7 @@ def test_a_member_for_which_a_collective_has_waited_is_not_waited_for_again(stor
     one.end_late_view()
     view = run.regroup(one, 1).result(20)
     assert (view.members, view.left) == ([one.name], [other.name])
-    assert view.reason.startswith("rank 1 (1@host:1) has not come to collective 2 (all_reduce); ")
+    assert view.reason.startswith("rank 1 (1@host:1) has not reached collective 2 (all_reduce); ")
 
 
 @pytest.mark.parametrize(("save_error", "status"), [("", 143), ("no space", 2)])
