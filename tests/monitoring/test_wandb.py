@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,13 @@ import psutil
 import pytest
 from helpers import (
     main_process,
+    read_log,
     read_rows,
     run_args,
     run_captured,
     run_each_captured,
     run_main,
     run_ranks,
-    start_main,
     start_ranks,
     wait_for_step,
 )
@@ -111,19 +110,24 @@ def test_a_stopped_run_has_sent_its_values(text: Path, tmp_path: Path, monkeypat
 
 
 @pytest.mark.slow
-def test_training_continues_when_the_process_of_wandb_is_killed(text: Path, tmp_path: Path) -> None:
+def test_training_continues_when_the_process_of_wandb_is_killed(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("wandb", reason="wandb is not installed")
     run_dir = tmp_path / "run"
     argv = run_args(run_dir, text, trainer__wandb_project="letters", trainer__max_steps=100_000)
-    with start_main(argv, WANDB_MODE="offline", WANDB_SILENT="true") as process:
-        wait_for_step(run_dir, 20)
-        for child in psutil.Process(process.pid).children():
-            if "wandb" in child.name():
-                child.kill()
-        wait_for_step(run_dir, read_rows(run_dir)[-1]["step"] + 20)
-        process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=60)
-    assert process.returncode == 143
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    [process], _ = start_ranks(1, main_process, argv, os.devnull, tmp_path / "stderr", tmp_path=tmp_path)
+    wait_for_step(run_dir, 20)
+    for child in psutil.Process(process.pid).children():
+        if "wandb" in child.name():
+            child.kill()
+    wait_for_step(run_dir, read_rows(run_dir)[-1]["step"] + 20)
+    process.terminate()
+    process.join(60)
+    assert process.exitcode == 143
+    err = read_log(tmp_path / "stderr")
     assert re.findall(r"^warning: .*$", err, re.MULTILINE) == err.splitlines()
     assert err.count("trainer.wandb_project: wandb has failed") == len(err.splitlines()) == 1
 
