@@ -32,7 +32,7 @@ def run_case(name: str, bench: Bench) -> Iterator[Row]:
     try:
         if bench.context.world_size > 1 and name not in MULTI_RANK_CASES:
             raise SkippedError("it is started by one process, and these are several")
-        if name in BASELINES and BASELINES[name] not in bench.baselines:
+        if name in BASELINES and bench.baselines[BASELINES[name]] is None:
             raise SkippedError("its folder is not given")
         if bench.context.world_size == 1 and name in MULTI_RANK_CASES:
             yield from bench.run_on_ranks(name)
@@ -62,9 +62,9 @@ def run(argv: Sequence[str]) -> None:
     for name in args.names:
         if name not in CASES:
             raise UserError(f"there is no measurement {name}; there are: {', '.join(CASES)}")
-    baselines = {name: folder for name, folder in vars(args).items() if name in ("nanogpt", "tutorial") and folder}
+    baselines = {"nanogpt": args.nanogpt, "tutorial": args.tutorial}
     for name, folder in baselines.items():
-        if not (folder / "model.py").is_file():
+        if folder and not (folder / "model.py").is_file():
             raise UserError(f"--{name}: there is no model.py in {folder}; name the folder of a clone")
 
     tune_malloc()
@@ -87,7 +87,7 @@ def run(argv: Sequence[str]) -> None:
                     facts = {"name": name, "command": command, "machine": machine}
                     print(json.dumps(asdict(row) | facts), flush=True)
                 else:
-                    print(f"| {' | '.join([*row.cells, f'`{command}`'])} |", flush=True)
+                    print(f"| {' | '.join(row.cells)} | `{command}` |", flush=True)
 
 
 if __name__ == "__main__":

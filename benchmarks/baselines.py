@@ -2,7 +2,7 @@
 
 import itertools
 import runpy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -75,8 +75,8 @@ class NanoGPT:
         data = np.memmap(self.file, dtype=np.uint16, mode="r")
         T = self.T
         ix = torch.randint(len(data) - T, (self.B,))
-        x = torch.stack([torch.from_numpy((data[i : i + T]).astype(np.int64)) for i in ix])
-        y = torch.stack([torch.from_numpy((data[i + 1 : i + 1 + T]).astype(np.int64)) for i in ix])
+        x = torch.stack([torch.from_numpy(data[i : i + T].astype(np.int64)) for i in ix])
+        y = torch.stack([torch.from_numpy(data[i + 1 : i + 1 + T].astype(np.int64)) for i in ix])
         if self.on_gpu:
             x = x.pin_memory().to(self.device, non_blocking=True)
             y = y.pin_memory().to(self.device, non_blocking=True)
@@ -87,8 +87,8 @@ class NanoGPT:
         """The mean loss over the whole validation text, in nats per character, in the trainer's windows."""
         self.model.eval()
         total = 0.0
-        for start in range(0, len(data), 64):
-            idx, targets = (tensor.to(self.device) for tensor in data[range(start, min(start + 64, len(data)))])
+        for start in range(0, len(data), 64):  # windows after the last one have no targets
+            idx, targets = (tensor.to(self.device) for tensor in data[range(start, start + 64)])
             logits, _ = self.model(idx, targets)
             total += cross_entropy(logits, targets, "sum").item()
         self.model.train()
@@ -109,10 +109,12 @@ def tutorial_step(folder: Path, trainer: Trainer) -> Step:
         config = tutorial.GPTConfig(model_type=None, **model_sizes(trainer), **dropout)
         model = tutorial.GPT(config).to(device)
     optimizer = tutorial.create_optimizer(model, tutorial.OptimizerConfig(1e-3, 0.1))
-    batches = sample_numbers(trainer)
+    B = trainer.config.trainer.batch_size
+    firsts = itertools.count(0, B)
 
     def step() -> None:
-        idx, targets = trainer.train_data[next(batches)]
+        first = next(firsts)
+        idx, targets = trainer.train_data[range(first, first + B)]
         _, loss = model(idx.contiguous().to(device), targets.contiguous().to(device))
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -123,22 +125,17 @@ def tutorial_step(folder: Path, trainer: Trainer) -> Step:
     return step
 
 
-def sample_numbers(trainer: Trainer) -> Iterator[range]:
-    """The sample numbers of consecutive batches."""
-    B = trainer.config.trainer.batch_size
-    return (range(first, first + B) for first in itertools.count(0, B))
-
-
 def minimal_loop(trainer: Trainer) -> Step:
     """A step with the same model, autocast, optimizer and clipping, without logs, checks or loading of batches."""
     config = trainer.config.optimizer
     dtype = DTYPES[trainer.numerics.precision]
     device = trainer.context.device
+    B = trainer.config.trainer.batch_size
     model = GPT(trainer.model_config).to(device)
     optimizer = build_optimizer(model, config, dtype)
     loaded = []
-    for batch in itertools.islice(sample_numbers(trainer), 50):
-        idx, targets = trainer.train_data[batch]
+    for first in range(0, 50 * B, B):
+        idx, targets = trainer.train_data[range(first, first + B)]
         loaded.append((idx.to(device), targets.to(device)))
     batches = itertools.cycle(loaded)
 

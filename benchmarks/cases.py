@@ -3,7 +3,7 @@
 import os
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from trainer import Trainer
 # Steps of whole runs, whose last one, which evaluates and saves, is not measured.
 ONLY_STEPS = {"trainer.eval_every": MAX_STEPS, "trainer.sample_every": "null", "trainer.save_every": MAX_STEPS}
 TREE: dict[str, Any] = {"distributed.reduction": "tree", "trainer.micro_batch_size": 3, "trainer.threads": 1}
+ADAMW = {"optimizer.name": "adamw"}
 
 
 def describe_shape(trainer: Trainer) -> str:
@@ -58,8 +59,7 @@ def training_loop(bench: Bench) -> Iterator[Row]:
 def nanogpt(bench: Bench) -> Iterator[Row]:
     """nanoGPT's step, in steps of ours."""
     for shape in (SMALL, MEDIUM):
-        layers = {"model.architecture": "gpt2", "model.bias": "false"}
-        trainer = bench.build_trainer(layers | shape, {"optimizer.name": "adamw"})
+        trainer = bench.build_trainer(shape | {"model.architecture": "gpt2", "model.bias": "false"}, ADAMW)
         step = NanoGPT(bench.baselines["nanogpt"], trainer).step
         yield _baseline_row(bench, "nanoGPT's step in ours", step, trainer)
 
@@ -67,7 +67,7 @@ def nanogpt(bench: Bench) -> Iterator[Row]:
 def tutorial(bench: Bench) -> Iterator[Row]:
     """The minGPT-DDP tutorial's step, in steps of ours."""
     for shape in (SMALL, MEDIUM):
-        trainer = bench.build_trainer({"model.architecture": "gpt2"} | shape, {"optimizer.name": "adamw"})
+        trainer = bench.build_trainer(shape | {"model.architecture": "gpt2"}, ADAMW)
         step = tutorial_step(bench.baselines["tutorial"], trainer)
         yield _baseline_row(bench, "the tutorial's step in ours", step, trainer)
 
@@ -90,46 +90,40 @@ def snapshots(bench: Bench) -> Iterator[Row]:
     def save_and_train() -> None:
         trainer.save_snapshot()
         train()
+        trainer.snapshots.writer.wait()  # as the next save would
 
-    ratios = bench.ratio(save_and_train, train, before=trainer.snapshots.writer.wait, times=1)
+    ratios = bench.ratio(save_and_train, train)
     yield median_row("what save_every 100 adds to a step", [100 * (ratio - 1) for ratio in ratios], "%")
 
 
 def strategies(bench: Bench) -> Iterator[Row]:
     """A step of each strategy, in steps with DDP."""
-    ddp = bench.build_trainer(overrides={"distributed.strategy": "ddp"})
     for name in ("zero1", "zero2", "fsdp"):
-        trainer = bench.build_trainer(overrides={"distributed.strategy": name})
         what = f"a step with strategy {name} in one with ddp, {bench.context.world_size} ranks"
-        yield median_row(what, bench.ratio(trainer.train_step, ddp.train_step))
+        yield _step_row(bench, what, {"distributed.strategy": name}, {"distributed.strategy": "ddp"})
 
 
 def reduction(bench: Bench) -> Iterator[Row]:
     """A step whose bits are the same at every number of ranks, in steps with DDP."""
-    overrides = TREE | {"trainer.deterministic": bench.is_on_gpu}  # which the tree requires on GPUs
-    fast = bench.build_trainer(overrides=overrides | {"distributed.reduction": "fast"})
-    tree = bench.build_trainer(overrides=overrides)
+    tree = TREE | {"trainer.deterministic": bench.is_on_gpu}  # which the tree requires on GPUs
     what = f"a step with reduction tree in one with fast, {bench.context.world_size} ranks"
-    yield median_row(what, bench.ratio(tree.train_step, fast.train_step))
+    yield _step_row(bench, what, tree, tree | {"distributed.reduction": "fast"})
 
 
 def survive(bench: Bench) -> Iterator[Row]:
     """A step with distributed.survive, in steps without it."""
-    ratios = []
-    for _ in range(bench.pairs):
-        seconds = [_seconds_per_token(bench, survives) for survives in ("true", "false")]
-        ratios.append(seconds[0] / seconds[1])
+    ratios = [_tokens_per_second(bench, "false") / _tokens_per_second(bench, "true") for _ in range(bench.pairs)]
     yield median_row(f"a step with survive in one without, {RANKS} ranks", ratios)
 
 
-def _seconds_per_token(bench: Bench, survives: str) -> float:
+def _tokens_per_second(bench: Bench, survives: str) -> float:
     """Of a run of main.py on several ranks, on the CPU, as survive requires."""
     run_dir = tempfile.mkdtemp(dir=bench.folder)
     keys = {"trainer.run_dir": run_dir, "distributed.survive": survives, "distributed.backend": "gloo"}
     length = {"trainer.max_steps": 300, "trainer.log_every": 50}
     bench.torchrun("main.py", *bench.run_options(overrides=TREE | ONLY_STEPS | length | keys))
     rows, _ = read_metrics(Path(run_dir) / "metrics.jsonl")
-    return 1 / statistics.median(row["tokens_per_second"] for row in rows if row["event"] == "train")
+    return statistics.median(row["tokens_per_second"] for row in rows if row["event"] == "train")
 
 
 def pipeline(bench: Bench) -> Iterator[Row]:
@@ -158,19 +152,24 @@ def compile_model(bench: Bench) -> Iterator[Row]:
 
 def optimizer(bench: Bench) -> Iterator[Row]:
     """A step with Muon, in steps with AdamW."""
-    adamw = bench.build_trainer(overrides={"optimizer.name": "adamw"})
-    muon = bench.build_trainer(overrides={"optimizer.name": "muon"})
-    yield median_row("a step with muon in one with adamw", bench.ratio(muon.train_step, adamw.train_step))
+    what = "a step with muon in one with adamw"
+    yield _step_row(bench, what, {"optimizer.name": "muon"}, ADAMW)
+
+
+def _step_row(bench: Bench, what: str, overrides: Mapping[str, Any], of_reference: Mapping[str, Any]) -> Row:
+    reference = bench.build_trainer(overrides=of_reference)
+    trainer = bench.build_trainer(overrides=overrides)
+    return median_row(what, bench.ratio(trainer.train_step, reference.train_step))
 
 
 def sampling(bench: Bench) -> Iterator[Row]:
     """What the cache of keys and values brings to sampling."""
     for shape in (SMALL, MEDIUM):
-        yield _sampling_row(bench, shape | {"data.block_size": 256})
+        yield _sampling_row(bench, shape)
 
 
 def _sampling_row(bench: Bench, shape: dict[str, int]) -> Row:
-    trainer = bench.build_trainer(shape, warmup_steps=0)
+    trainer = bench.build_trainer(shape | {"data.block_size": 256}, warmup_steps=0)
     model = GPT(trainer.model_config).to(bench.context.device).eval()
     T = model.config.block_size
     prompt = torch.zeros(1, dtype=torch.long, device=bench.context.device)

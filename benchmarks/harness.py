@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from string import printable
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -33,7 +32,7 @@ from trainer import Trainer
 ROOT = Path(__file__).parent.parent
 ALPHABET = list(printable[:65])  # as many characters as Tiny Shakespeare has
 RANKS = 2  # of cases that start several
-NO_KEYS: Mapping[str, Any] = MappingProxyType({})
+NO_KEYS: Mapping[str, Any] = {}
 
 
 class SkippedError(Exception):
@@ -74,16 +73,17 @@ class Row:
     largest: float | None = None
     unit: str = ""
 
-    def format(self, number: float) -> str:
-        """Formats a number in the unit of this row."""
-        return (f"{number:.3g}" if abs(number) < 1000 else f"{number:,.0f}") + self.unit
+    def format(self, value: float | str) -> str:
+        """Formats a number in the unit of this row; text stays as it is."""
+        if isinstance(value, str):
+            return value
+        return (f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}") + self.unit
 
     @property
     def cells(self) -> list[str]:
         """What, figure, smallest to largest."""
-        figure = self.figure if isinstance(self.figure, str) else self.format(self.figure)
         spread = " to ".join(self.format(end) for end in (self.smallest, self.largest) if end is not None)
-        return [self.what, figure, spread]
+        return [self.what, self.format(self.figure), spread]
 
 
 def median_row(what: str, values: Sequence[float], unit: str = "") -> Row:
@@ -149,7 +149,7 @@ class Bench:
         Of several values for a key, the last is used.
         """
         paths = {"data.path": self.text, "trainer.run_dir": tempfile.mkdtemp(dir=self.folder)}
-        return [*to_options(paths), *to_options(defaults), *self.options, *to_options(overrides)]
+        return [*to_options({**paths, **defaults}), *self.options, *to_options(overrides)]
 
     def build_trainer(
         self, defaults: Mapping[str, Any] = NO_KEYS, overrides: Mapping[str, Any] = NO_KEYS, warmup_steps: int = 3
@@ -161,50 +161,30 @@ class Bench:
             trainer.train_step()
         return trainer
 
-    def synchronize(self) -> None:
+    def time_calls(self, action: Callable[[], Any], times: int = 1) -> float:
+        """Seconds that all these calls take together, with the device's work that they start."""
+        self._synchronize()
+        began = time.perf_counter()
+        for _ in range(times):
+            action()
+        self._synchronize()
+        return time.perf_counter() - began
+
+    def _synchronize(self) -> None:
         """Waits for the work of a GPU, whose kernels run after the calls that start them have returned."""
         if self.is_on_gpu:
             torch.accelerator.synchronize(self.context.device)
 
-    def time_calls(self, action: Callable[[], Any], times: int = 1) -> float:
-        """Seconds that all these calls take together, with the device's work that they start."""
-        self.synchronize()
-        began = time.perf_counter()
-        for _ in range(times):
-            action()
-        self.synchronize()
-        return time.perf_counter() - began
-
-    def ratio(
-        self,
-        action: Callable[[], Any],
-        reference: Callable[[], Any],
-        before: Callable[[], Any] = lambda: None,
-        times: int = 0,
-    ) -> list[float]:
+    def ratio(self, action: Callable[[], Any], reference: Callable[[], Any]) -> list[float]:
         """Time of an action relative to that of a reference, for each pair of measurements.
 
-        Args:
-            action: the numerator
-            reference: the denominator
-            before: called before each measurement, and not measured
-            times: number of calls per measurement; 0: as many as take `min_run_time`
+        Each measurement has as many calls as take `min_run_time`.
         """
-        pair = 0.0
-        for call in (action, reference):
-            before()
-            call()
-            before()
-            pair += self.time_calls(call)
-        times = self.context.broadcast_object(times or max(1, round(2 * self.min_run_time / pair)))
-        ratios = []
-        for _ in range(self.pairs):
-            seconds = []
-            for call in (action, reference):
-                before()
-                seconds.append(self.time_calls(call, times))
-            ratios.append(seconds[0] / seconds[1])
-        return ratios
+        action()  # the first calls are slower
+        reference()
+        seconds = self.time_calls(action) + self.time_calls(reference)
+        times = self.context.broadcast_object(max(1, round(2 * self.min_run_time / seconds)))
+        return [self.time_calls(action, times) / self.time_calls(reference, times) for _ in range(self.pairs)]
 
     def torchrun(self, *argv: str) -> str:
         """Runs a program on several ranks, each with its share of the cores; returns stdout.
@@ -216,8 +196,8 @@ class Bench:
         processors = torch.cuda.device_count() if self.is_on_gpu else available_cores()
         if processors < RANKS:
             raise SkippedError(f"it starts {RANKS} ranks, which need a core or GPU each; found {processors}")
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
-        command = [*launcher, *argv]
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
+        command = [sys.executable, *launcher, *argv]
         env = os.environ | {"OMP_NUM_THREADS": str(max(1, available_cores() // RANKS))}
         done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)  # noqa: S603
         if done.returncode:
@@ -238,9 +218,7 @@ def available_cores() -> int:
 
 def machine_name(device: torch.device) -> str:
     """GPU or CPU, cores, bf16 support and PyTorch's version."""
-    info = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    models = [line.partition(":")[2].strip() for line in info if line.startswith("model name")]
+    cpu = torch.cpu.get_capabilities().get("cpu_name", "unknown CPU")
     bf16 = "bf16 in hardware" if has_bf16(device)[0] else "no bf16 hardware"
-    cpu = f"{models[0] if models else 'unknown CPU'}, {available_cores()} cores"
     gpu = f"{device_kind(device)} with " if device.type == "cuda" else ""
-    return f"{gpu}{cpu}, {bf16}, PyTorch {torch.__version__}"
+    return f"{gpu}{cpu}, {available_cores()} cores, {bf16}, PyTorch {torch.__version__}"

@@ -404,3 +404,9 @@ KEYS: dict[str, FieldInfo] = {
 def config_to_dict(config: Config) -> dict[str, Any]:
     """The configuration as nested dictionaries of lists, strings, numbers, booleans and None."""
     return TypeAdapter(Config).dump_python(config, mode="json")
+
+
+def keys_without_places(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The values of `config_to_dict` by key, such as `data.block_size`, without PLACES."""
+    values = {f"{section}.{key}": value for section, keys in config.items() for key, value in keys.items()}
+    return {key: value for key, value in values.items() if key not in PLACES}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from char_dataset import split_lengths
-from mingpt.config import PLACES, Config, DataConfig, GPTConfig, config_to_dict
+from mingpt.config import Config, DataConfig, GPTConfig, config_to_dict, keys_without_places
 from mingpt.corpus import Corpus, check_text, count_characters, encode_corpus
 from mingpt.distributed.collectives import DistributedContext
 from mingpt.errors import UserError
@@ -53,12 +53,7 @@ def prepare_run(config: Config, context: DistributedContext) -> None:
 
 def check_same_start(config: Config, context: DistributedContext) -> None:
     """Raises a UserError if ranks have been started with different configurations or different code."""
-    values: dict[str, Any] = {"the code's SHA-256": code_digest()}
-    for section, keys in config_to_dict(config).items():
-        for key, value in keys.items():
-            if f"{section}.{key}" not in PLACES:
-                values[f"{section}.{key}"] = value
-    context.check_equal(values)
+    context.check_equal({"the code's SHA-256": code_digest(), **keys_without_places(config_to_dict(config))})
 
 
 def code_digest() -> str:

@@ -26,15 +26,15 @@ def lock_run(config: TrainerConfig) -> list[int]:
         UserError: another process holds a lock, or a folder can't be written.
     """
     run_dir = Path(config.run_dir)
-    descriptors = [lock_folder(run_dir, "trainer.run_dir", "set another trainer.run_dir")]
+    keys = {run_dir: "trainer.run_dir"}
     if config.snapshot_path is None:
-        descriptors.append(lock_folder(run_dir / "snapshots", "trainer.run_dir", "set another trainer.run_dir"))
+        keys[run_dir / "snapshots"] = "trainer.run_dir"
     elif (folder := local_folder(config.snapshot_path)) is not None:
-        descriptors.append(lock_folder(folder, "trainer.snapshot_path", "set another trainer.snapshot_path"))
-    return descriptors
+        keys[folder] = "trainer.snapshot_path"
+    return [lock_folder(folder, key) for folder, key in keys.items()]
 
 
-def lock_folder(folder: Path, key: str, advice: str) -> int:
+def lock_folder(folder: Path, key: str) -> int:
     """Locks a folder until the file descriptor that it returns is closed, as it is when the process ends.
 
     The lock is a `flock` on a file in the folder, which excludes other containers, and other hosts where the file
@@ -43,7 +43,6 @@ def lock_folder(folder: Path, key: str, advice: str) -> int:
 
     Args:
         key: configuration key that names the folder, for messages
-        advice: what to do instead of waiting for the other run
 
     Raises:
         UserError: another process holds the lock, or the folder can't be written.
@@ -53,18 +52,22 @@ def lock_folder(folder: Path, key: str, advice: str) -> int:
     while True:
         descriptor = _open(file, key)
         if _try_lock(descriptor, file):
-            _write_holder(descriptor)
+            holder = {"process": os.getpid(), "host": platform.node()}
+            with suppress(OSError):  # a full disk: the lock holds nevertheless
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, json.dumps(holder).encode(), 0)
             return descriptor
         holder = _read_holder(descriptor)
         os.close(descriptor)
         if time.monotonic() > deadline:
-            host = ""
-            hint = ""
-            if holder.get("host", platform.node()) != platform.node():
-                host = f" on {holder['host']}"
-                hint = f" (if that host is lost, delete {file})"
             process = f"process {holder['process']}" if holder else "another process"
-            raise UserError(f"{key}: {process}{host} is training in {folder}{hint}; wait for it, stop it, or {advice}")
+            hint = ""
+            if holder and holder["host"] != platform.node():
+                process += f" on {holder['host']}"
+                hint = f" (if that host is lost, delete {file})"
+            raise UserError(
+                f"{key}: {process} is training in {folder}{hint}; wait for it, stop it, or set another {key}"
+            )
         time.sleep(RETRY_SECONDS)
 
 
@@ -89,13 +92,6 @@ def _try_lock(descriptor: int, file: Path) -> bool:
     with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(descriptor), os.stat(file))
     return False
-
-
-def _write_holder(descriptor: int) -> None:
-    holder = {"process": os.getpid(), "host": platform.node()}
-    with suppress(OSError):  # a full disk: the lock holds nevertheless
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(holder).encode(), 0)
 
 
 def _read_holder(descriptor: int) -> dict[str, Any]:

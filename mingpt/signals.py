@@ -43,7 +43,9 @@ class SignalHandler:
         self.reader, self.writer = socket.socketpair()
         self.reader.settimeout(POLL_SECONDS)
         self.writer.setblocking(False)
-        handled = [number for number in EXIT_STATUS if number != signal.SIGHUP or not _is_ignored(number)]
+        handled = [
+            number for number in EXIT_STATUS if signal.getsignal(number) != signal.SIG_IGN or number != signal.SIGHUP
+        ]
         self.old_handlers = {number: signal.signal(number, lambda number, frame: None) for number in handled}
         self.old_fd = signal.set_wakeup_fd(self.writer.fileno(), warn_on_full_buffer=False)
         self.thread = threading.Thread(target=self._read, daemon=True)
@@ -85,7 +87,3 @@ class SignalHandler:
             self.interrupted = self.interrupted or now
         if number in EXIT_STATUS:
             self.signal = self.signal or number
-
-
-def _is_ignored(number: int) -> bool:
-    return signal.getsignal(number) == signal.SIG_IGN

@@ -3,15 +3,17 @@
 import json
 import math
 import platform
+import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from mingpt.config import PLACES, config_to_dict
+from mingpt.config import config_to_dict, keys_without_places
 from mingpt.hardware.device import device_name
 from mingpt.monitoring.live_line import format_duration
 from mingpt.optimizer import learning_rate
@@ -33,16 +35,15 @@ def start(trainer: "Trainer") -> str:
     T = config.data.block_size
     windows = len(trainer.train_data)
     val_windows = len(trainer.val_data)
-    text = (
-        f"{config.data.path}: {len(trainer.corpus.tokens):,} characters, {len(trainer.corpus.vocabulary)} distinct; "
-        f"{windows:,} training windows"
-    )
     rows = {"backend": context.backend, **trainer.numerics.reasons, **trainer.strategy.description}
     if val_windows < trainer.val_data.windows_in_text:
         rows["evaluation"] = (
             f"{val_windows:,} of the {trainer.val_data.windows_in_text:,} windows of the validation text, evenly spread"
         )
-    rows["text"] = text
+    rows["text"] = (
+        f"{config.data.path}: {len(trainer.corpus.tokens):,} characters, {len(trainer.corpus.vocabulary)} distinct; "
+        f"{windows:,} training windows"
+    )
     rows["batch"] = f"{cfg.batch_size} sequences x {T} characters, over all ranks"
     rows["length"] = f"{trainer.last_step:,} steps = {trainer.last_step * cfg.batch_size / windows:.2f} epochs"
     rows["run"] = (
@@ -117,33 +118,29 @@ def measured_memory(strategy: Strategy) -> str:
 
 def model_summary(model: nn.Module) -> str:
     """The layers of a model with their parameters, and the total in parameters and bytes."""
-    rows: dict[str, list[int]] = {}
+    counts: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
-        parts = name.split(".")
-        layer = ".".join("*" if part.isdigit() else part for part in parts[:-1])
-        rows.setdefault(layer, [0, 0])
-        rows[layer][0] += parameter.numel()
-        rows[layer][1] += parameter.numel() * parameter.element_size()
-    rows["total"] = [sum(column) for column in zip(*rows.values(), strict=True)]
+        path, _, _ = name.rpartition(".")
+        for layer in (re.sub(r"\.\d+", ".*", path), "total"):
+            counts[layer] += parameter.numel()
+            sizes[layer] += parameter.nbytes
+    counts["total"] = counts.pop("total")  # the last line
     lines = [f"  {'layer':<28}{'parameters':>14}{'bytes':>16}"]
-    lines += [f"  {layer:<28}{parameters:>14,}{size:>16,}" for layer, (parameters, size) in rows.items()]
+    lines += [f"  {layer:<28}{count:>14,}{sizes[layer]:>16,}" for layer, count in counts.items()]
     return "\n".join(lines)
 
 
-def changed_keys(then: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def changed_keys(then: dict[str, dict[str, Any]], now: dict[str, dict[str, Any]]) -> list[str]:
     """Each key of the configuration, except for places, whose value has changed: `trainer.batch_size 12 -> 8`."""
     changes = []
-    for section, keys in now.items():
-        for key, value in keys.items():
-            before = then[section].get(key, value)  # an older snapshot may lack a key
-            if before != value and f"{section}.{key}" not in PLACES:
-                changes.append(f"{section}.{key} {format_value(before)} -> {format_value(value)}")
+    values = keys_without_places(then)
+    for key, value in keys_without_places(now).items():
+        before = values.get(key, value)  # an older snapshot may lack a key
+        if before != value:
+            shown = [json.dumps(each).strip('"') for each in (before, value)]  # as in the yaml
+            changes.append(f"{key} {' -> '.join(shown)}")
     return changes
-
-
-def format_value(value: Any) -> str:
-    """A value of the configuration as in the yaml."""
-    return json.dumps(value).strip('"')
 
 
 def next_commands(snapshot: str, run_dir: str) -> str:

@@ -32,14 +32,14 @@ HOLD_LOCK = """
 import sys, time
 from pathlib import Path
 from mingpt.run_lock import lock_folder
-lock_folder(Path(sys.argv[1]), "trainer.run_dir", "")
+lock_folder(Path(sys.argv[1]), "trainer.run_dir")
 print("locked", flush=True)
 time.sleep(60)
 """
 
 
 def take(folder: Path) -> int:
-    return lock_folder(folder, "trainer.run_dir", "set another trainer.run_dir")
+    return lock_folder(folder, "trainer.run_dir")
 
 
 def test_a_folder_is_locked_until_the_descriptor_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

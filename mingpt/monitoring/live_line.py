@@ -24,13 +24,12 @@ class LiveLine(tqdm):
     """The live line: steps, a bar in the width that is left, losses, speed, time left and the last snapshot's age.
 
     It follows the terminal's width. If stdout is no terminal, nothing is shown. Training runs from `step` to
-    `last_step`.
+    `last_step`. `n` is the newest step.
     """
 
     is_active = False  # whether this process shows one
 
     def __init__(self, step: int, last_step: int) -> None:
-        self.step = step
         self.first_step = step
         self.last_step = last_step
         self.fields: dict[str, str] = {}  # what is shown for "loss", "val", "evaluation" and "speed"
@@ -50,8 +49,8 @@ class LiveLine(tqdm):
     def advance(self, step: int, loss: float | None) -> None:
         if loss is not None:
             self.fields["loss"] = f"loss {loss:.3f}"
-        self.step = step
         self.update(step - self.n)
+        self.n = step  # `update` does nothing where nothing is shown
 
     def show_evaluation(self, done: float | None) -> None:
         """Shows which part of an evaluation is done, at most ten times per second; None: it has ended."""
@@ -65,15 +64,15 @@ class LiveLine(tqdm):
 
     def time_left(self) -> str:
         """Returns the time until the last step, at the average pace so far, pauses included."""
-        done = self.step - self.first_step
-        return format_duration((time.monotonic() - self.started) / max(1, done) * (self.last_step - self.step))
+        pace = (time.monotonic() - self.started) / max(1, self.n - self.first_step)
+        return format_duration(pace * (self.last_step - self.n))
 
     @property
     def format_dict(self) -> dict[str, Any]:
         """Values for `bar_format`, which tqdm reads at each refresh."""
         values = super().format_dict
         fields = dict(self.fields)
-        if self.step > self.first_step:
+        if self.n > self.first_step:
             fields["left"] = f"{self.time_left()} left"
         if (age := time.monotonic() - self.saved_at) >= 0:
             fields["saved"] = f"saved {format_duration(age)} ago"

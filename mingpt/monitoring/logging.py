@@ -32,11 +32,11 @@ class _TqdmHandler(logging.Handler):
             message = f"{record.levelname.lower()}: {message}"
             if stream.isatty() and not LiveLine.is_active:
                 message = f"\r\x1b[K{message}"  # overwrites another rank's live line, which is drawn again below
-            is_dated = self.info_stream == "stdout" and _is_log_file(stream)
+            is_file = _is_log_file(stream)
         else:
             stream = getattr(sys, self.info_stream)
-            is_dated = self.info_stream == "stdout" and not stream.isatty()
-        if is_dated:
+            is_file = not stream.isatty()
+        if is_file and self.info_stream == "stdout":
             message = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {message}"
         # A reader that has ended (`| head`), a full disk or a closed terminal must not end training.
         with suppress(OSError):

@@ -25,22 +25,11 @@ from mingpt.monitoring.logging import logger
 SCALARS = ("loss", "learning_rate", "grad_norm", "tokens_per_second", "world_size", "val_loss")  # of train and eval
 
 
-class Sink:
-    """Where rows go."""
-
-    def write(self, event: str, step: int, values: Mapping[str, Any]) -> None:
-        """Raises OSError if the row can't be written."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        raise NotImplementedError
-
-
 class RunLog:
     """The rows of a run. They go nowhere before `open`, and on ranks other than 0, which do not call it."""
 
     def __init__(self) -> None:
-        self.sinks: list[Sink] = []
+        self.sinks: list[MetricsFile | TensorBoard | WeightsAndBiases | Terminal] = []
         self.line: LiveLine | None = None
 
     @property
@@ -94,7 +83,7 @@ class RunLog:
         self.line = None
 
 
-class MetricsFile(Sink):
+class MetricsFile:
     """metrics.jsonl. Rows of later steps than `step`, and a torn last row, are removed from the file.
 
     Raises:
@@ -107,24 +96,20 @@ class MetricsFile(Sink):
             rows, _ = read_metrics(file)
             replace_file(file, "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step))
         self.descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        self.is_torn = False  # the last row in the file has no end
 
     def write(self, event: str, step: int, values: Mapping[str, Any]) -> None:
         """Appends a row by a single write, so that a kill leaves at most one torn row, the last."""
         line = json.dumps({"event": event, "step": step, "time": time.time(), **values}).encode() + b"\n"
-        if self.is_torn:
-            line = b"\n" + line  # or this row would be lost with the torn one
-        written = os.write(self.descriptor, line)
-        if written:
-            self.is_torn = written < len(line)
-        if written < len(line):
+        size = os.fstat(self.descriptor).st_size
+        if os.write(self.descriptor, line) < len(line):
+            os.ftruncate(self.descriptor, size)  # or the next row would be lost with the torn one
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
         os.close(self.descriptor)
 
 
-class TensorBoard(Sink):
+class TensorBoard:
     """TensorBoard's events, which hide later steps of earlier files.
 
     After an error, the next row begins another file: an error ends the thread of a SummaryWriter, and may leave a torn
@@ -151,9 +136,8 @@ class TensorBoard(Sink):
         if self.writer is None:
             self._open()
         try:
-            for name in SCALARS:
-                if values.get(name) is not None:
-                    self.writer.add_scalar(name, values[name], step)
+            for name, value in _scalars(values).items():
+                self.writer.add_scalar(name, value, step)
             if event == "sample":
                 self.writer.add_text("sample", indent(values["text"], "    "), step)  # verbatim, in Markdown
             self.writer.flush()  # or a kill would lose the rows of two minutes
@@ -168,13 +152,17 @@ class TensorBoard(Sink):
             self.writer = None
 
 
+def _scalars(values: Mapping[str, Any]) -> dict[str, float]:
+    return {name: values[name] for name in SCALARS if name in values}
+
+
 def _show_thread_error(args: threading.ExceptHookArgs) -> None:
     """Shows the traceback of a thread, except that of a SummaryWriter, whose `flush` raises the error again."""
     if type(args.thread).__name__ != "_AsyncWriterThread":
         threading.__excepthook__(args)
 
 
-class WeightsAndBiases(Sink):
+class WeightsAndBiases:
     """A run in a project of Weights & Biases.
 
     The run folder's `wandb_id` has its id, so that a resumed run continues it. Weights & Biases ignores values of steps
@@ -211,8 +199,7 @@ class WeightsAndBiases(Sink):
 
     def write(self, event: str, step: int, values: Mapping[str, Any]) -> None:
         if event in ("train", "eval"):
-            scalars = {name: values[name] for name in SCALARS if values.get(name) is not None}
-            self._call(lambda: self.run.log(scalars, step=step))
+            self._call(lambda: self.run.log(_scalars(values), step=step))
 
     def close(self) -> None:
         """Waits until the values are sent."""
@@ -237,7 +224,7 @@ def check_wandb(project: str | None) -> None:
         )
 
 
-class Terminal(Sink):
+class Terminal:
     """Log lines, and the live line where stdout is a terminal, in which train rows have no line of their own."""
 
     def __init__(self, line: LiveLine) -> None:
@@ -246,7 +233,7 @@ class Terminal(Sink):
     def write(self, event: str, step: int, values: Mapping[str, Any]) -> None:
         line = self.line
         if event == "train":
-            line.fields["speed"] = f"{_format_short(values['tokens_per_second'])} tok/s"
+            line.fields["speed"] = f"{line.format_sizeof(values['tokens_per_second'])} tok/s"
             if line.disable:
                 logger.info(
                     f"step {step:>{len(str(line.last_step))}}/{line.last_step}  loss {values['loss']:.4f}  "
@@ -267,14 +254,6 @@ class Terminal(Sink):
 
     def close(self) -> None:
         self.line.close()
-
-
-def _format_short(number: float) -> str:
-    """Formats three digits and k, M or G."""
-    for power, letter in ((9, "G"), (6, "M"), (3, "k")):
-        if number >= 10**power:
-            return f"{number / 10**power:.3g}{letter}"
-    return f"{number:.0f}"
 
 
 class StepTimer:

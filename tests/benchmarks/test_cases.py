@@ -121,7 +121,7 @@ def test_the_program_compiles_starts_ranks_and_prints_rows_as_json() -> None:
 
 
 def test_a_skipped_case_gives_the_reason(bench: Bench, monkeypatch) -> None:
-    bench.baselines = {}
+    bench.baselines = {"nanogpt": None, "tutorial": None}
     monkeypatch.setattr(harness, "available_cores", lambda: 1)
     monkeypatch.setenv("CXX", "no-such-compiler")
     no_folder = "its folder is not given"
@@ -148,8 +148,8 @@ def test_a_skipped_case_gives_the_reason(bench: Bench, monkeypatch) -> None:
 def test_measurements_of_a_ratio_alternate(bench: Bench) -> None:
     calls: list[str] = []
     bench.pairs = 2
-    ratios = bench.ratio(lambda: calls.append("A"), lambda: calls.append("B"), lambda: calls.append("-"), times=2)
-    assert "".join(calls) == "-A-A-B-B" + 2 * "-AA-BB"
+    ratios = bench.ratio(lambda: calls.append("A"), lambda: calls.append("B"))
+    assert "".join(calls) == 4 * "AB"
     assert len(ratios) == 2
 
 
@@ -161,8 +161,9 @@ def test_measurements_wait_for_a_gpu_before_they_read_the_clock(bench: Bench, mo
     assert "".join(calls) == "tAt"
     calls.clear()
     bench.context.device = torch.device("cuda", 0)
-    bench.ratio(lambda: calls.append("A"), lambda: calls.append("B"), times=2)
-    assert "".join(calls) == "ActActBctBctctAActctBBct"
+    bench.min_run_time = 6.0  # of the pretended clock, on which a call takes 3
+    bench.ratio(lambda: calls.append("A"), lambda: calls.append("B"))
+    assert "".join(calls) == "AB" + "ctActctBct" + "ctAActctBBct"
 
 
 def test_the_device_is_that_of_main(capsys, monkeypatch) -> None:
