@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import main
+import model
 import trainer
 from char_dataset import ValidationDataset
 from mingpt.distributed.heartbeat import HEARTBEAT_TIMEOUT
 from mingpt.distributed.position import count_collectives
-from mingpt.kernels import ReLUSquared
 from mingpt.monitoring.logging import logger
 from mingpt.program import exit_process, run_program
 from mingpt.snapshot.manager import SnapshotManager
@@ -36,7 +36,7 @@ DONE_SECONDS = 60  # to start, and to end
 # Where the fault is: the function that causes it before it does its work.
 PLACES: dict[str, tuple[Any, str]] = {
     "before a step": (Trainer, "train_step"),
-    "in forward": (ReLUSquared, "forward"),
+    "in forward": (model, "attention"),
     "after the gradients": (trainer, "learning_rate"),
     "in an evaluation": (ValidationDataset, "count"),
     "in a save": (SnapshotManager, "save"),
