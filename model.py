@@ -47,11 +47,11 @@ class KVCache:
         if self.keys_values is None:
             B, H, _, D = keys.shape
             self.keys_values = keys.new_empty(2, B, H, self.size, D)
-        start = self.length
-        self.length += keys.size(2)
-        self.keys_values[:, :, :, start : self.length] = torch.stack((keys, values))
-        all_keys, all_values = self.keys_values[:, :, :, : self.length]
-        return all_keys, all_values
+        new = slice(self.length, self.length + keys.size(2))
+        self.keys_values[0, :, :, new] = keys
+        self.keys_values[1, :, :, new] = values
+        self.length = new.stop
+        return self.keys_values[0, :, :, : new.stop], self.keys_values[1, :, :, : new.stop]
 
 
 def build_norm(config: GPTConfig) -> nn.Module:

@@ -21,7 +21,7 @@ from mingpt.errors import UserError
 from mingpt.hardware.device import check_precision, tune_malloc
 from mingpt.monitoring.logging import logger
 from mingpt.monitoring.run_log import check_wandb
-from mingpt.parallel.build import validate
+from mingpt.parallel.build import strategy_class
 from mingpt.run_lock import lock_run
 from mingpt.snapshot.pretrained import load_initial_weights, load_pretrained
 from model import GPT
@@ -37,7 +37,7 @@ def prepare_run(config: Config, context: DistributedContext) -> None:
     """
     tune_malloc()
     check_same_start(config, context)
-    validate(config, context.world_size)
+    strategy_class(config).validate(config, context.world_size)
     check_precision(config.trainer.precision, context.device)
     with context.shared_errors():
         check_wandb(config.trainer.wandb_project)

@@ -28,30 +28,12 @@ def rendezvous(init_method: str, rank: int, world_size: int, timeout: timedelta)
         return generation_store(file_store, rank, world_size, timeout)
     host, port = host_and_port(init_method)
     if rank == 0 and listening_address(host) == LOOPBACK:
-        return host_store(LOOPBACK, port, world_size, timeout)
+        listener = socket.create_server((LOOPBACK, port), backlog=1024)  # by itself it would listen at all addresses
+        descriptor = listener.detach()
+        return dist.TCPStore(LOOPBACK, port, world_size, is_master=True, timeout=timeout, master_listen_fd=descriptor)
     store, _, _ = next(dist.rendezvous(init_method, rank, world_size, timeout=timeout))
     store.set_timeout(timeout)
     return store
-
-
-def host_store(address: str, port: int, world_size: int | None, timeout: timedelta) -> dist.TCPStore:
-    """Returns a store that listens at this address only; by itself it would listen at all (torch 2.13).
-
-    Args:
-        port: 0: a free one
-        world_size: how many processes it waits for, this one included; None: for none
-    """
-    listener = socket.create_server((address, port), backlog=1024)
-    port = listener.getsockname()[1]
-    return dist.TCPStore(
-        address,
-        port,
-        world_size,
-        is_master=True,
-        timeout=timeout,
-        wait_for_workers=world_size is not None,
-        master_listen_fd=listener.detach(),
-    )
 
 
 def generation_store(

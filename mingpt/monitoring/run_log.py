@@ -22,6 +22,7 @@ from mingpt.files import replace_file, write_config
 from mingpt.monitoring.live_line import LiveLine
 from mingpt.monitoring.logging import logger
 
+THREAD_EXCEPTHOOK = threading.excepthook
 SCALARS = ("loss", "learning_rate", "grad_norm", "tokens_per_second", "world_size", "val_loss")  # of train and eval
 
 
@@ -159,7 +160,7 @@ def _scalars(values: Mapping[str, Any]) -> dict[str, float]:
 def _show_thread_error(args: threading.ExceptHookArgs) -> None:
     """Shows the traceback of a thread, except that of a SummaryWriter, whose `flush` raises the error again."""
     if type(args.thread).__name__ != "_AsyncWriterThread":
-        threading.__excepthook__(args)
+        THREAD_EXCEPTHOOK(args)
 
 
 class WeightsAndBiases:

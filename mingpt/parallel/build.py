@@ -17,6 +17,7 @@ from mingpt.hardware.device import check_compiler
 from mingpt.parallel.memory import check_memory, estimate_memory
 from mingpt.parallel.parallelize import apply_activation_checkpointing
 from mingpt.parallel.strategy import DDP, Strategy
+from model import GPT
 
 STRATEGIES = {  # imported only if configured: some take most of a second
     "ddp": "strategy.DDP",
@@ -43,17 +44,8 @@ def strategy_class(config: Config) -> type[Strategy]:
     return load_strategy(config.distributed.strategy)
 
 
-def validate(config: Config, world_size: int) -> None:
-    """Checks that the batch can be distributed over the ranks.
-
-    Raises:
-        UserError: names the key, and a value that would do.
-    """
-    strategy_class(config).validate(config, world_size)
-
-
 def build_strategy(
-    config: Config, model: nn.Module, context: DistributedContext, precision: str, example: tuple[Tensor, Tensor]
+    config: Config, model: GPT, context: DistributedContext, precision: str, example: tuple[Tensor, Tensor]
 ) -> Strategy:
     """Parallelizes a model as configured, with its optimizer. Weights are undefined until `load_full_state`.
 

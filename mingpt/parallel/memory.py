@@ -21,7 +21,6 @@ holds all its blocks unsharded from the first backward pass on.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +31,7 @@ from mingpt.hardware.device import memory_per_rank
 from mingpt.optimizer import param_groups
 from mingpt.parallel.strategy import Strategy
 from mingpt.tensors import to_local
+from model import GPT
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def count(parameters: Iterable[Tensor]) -> int:
     return sum(parameter.numel() for parameter in parameters)
 
 
-def estimate_memory(config: Config, model: Any, world_size: int, precision: str) -> MemoryUsage:
+def estimate_memory(config: Config, model: GPT, world_size: int, precision: str) -> MemoryUsage:
     """What the rank that needs most will hold.
 
     Args:

@@ -191,7 +191,8 @@ class SnapshotManager:
         metrics_file = Path(self.config.trainer.run_dir) / "metrics.jsonl"
         with self.context.shared_errors():
             saved = saved_steps(metrics_file) if self.context.rank == 0 else []
-            if saved:
+            # With distributed.survive, another process may have saved the first one since this one has looked.
+            if saved and not self.storage.steps():
                 raise UserError(
                     f"trainer.snapshot_path: there is no snapshot in {self.storage.path}, but according to "
                     f"{metrics_file} this run has saved {len(saved)}, the last at step {saved[-1]}: mount the disk, or "

@@ -24,7 +24,7 @@ from mingpt.distributed.rendezvous import generation_store
 from mingpt.errors import PeerError, UserError
 from mingpt.hardware.device import use_cuda
 from mingpt.monitoring.logging import set_rank
-from mingpt.parallel.build import validate
+from mingpt.parallel.build import strategy_class
 from mingpt.survive.membership import POLL_SECONDS, Membership, MembershipChanged, View, end_run, raise_if_ended
 from mingpt.survive.supervisor import FAILED, TOKEN, tell_supervisor
 
@@ -157,7 +157,10 @@ class SurvivingContext(DistributedContext):
         self.membership.check()
         self.calls += 1
         deadline = self._deadline()
-        work = self.membership.group.start(start)
+        try:
+            work = self.membership.group.start(start)
+        except RuntimeError as error:
+            self._end_view("a collective has failed", error)
         while True:
             try:
                 work.wait(WAIT_SLICE)
@@ -227,7 +230,7 @@ def open_context(config: Config, info: RankInfo, init_method: str, host: str, po
         ) from error
     context = SurvivingContext(info, config.distributed, store, address)
     try:
-        validate(config, info.world_size)
+        strategy_class(config).validate(config, info.world_size)
         yield context
     except UserError as error:
         name = context.membership.name
@@ -239,6 +242,6 @@ def open_context(config: Config, info: RankInfo, init_method: str, host: str, po
         raise
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         tell_supervisor(FAILED)
-        raise PeerError(f"the store at {host}:{port} is gone, or cut off from rank {info.rank}") from error
+        raise PeerError(f"the store at {host}:{port} does not answer, or is cut off from rank {info.rank}") from error
     finally:
         context.membership.liveness.stop()

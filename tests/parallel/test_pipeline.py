@@ -34,7 +34,7 @@ from helpers import (
 from mingpt.config_parser import read_config
 from mingpt.errors import UserError
 from mingpt.evaluation import evaluate, generate_sample
-from mingpt.parallel.build import validate
+from mingpt.parallel.build import strategy_class
 from tests.parallel.runs import (
     COMBINED,
     MIDDLE_STAGE,
@@ -341,5 +341,9 @@ def test_options_that_exclude_stages_are_refused(options: dict[str, Any]) -> Non
     ],
 )
 def test_stages_that_do_not_fit_are_refused(ranks: int, options: dict[str, Any], message: str) -> None:
+    def check() -> None:
+        config = read_config(run_args(Path("run"), "text.txt", **options))
+        strategy_class(config).validate(config, ranks)
+
     with pytest.raises(UserError, match=message):
-        validate(read_config(run_args(Path("run"), "text.txt", **options)), ranks)
+        check()

@@ -25,7 +25,7 @@ from torch import Tensor
 from mingpt.config import DistributedConfig
 from mingpt.config_parser import read_config
 from mingpt.errors import UserError
-from mingpt.parallel.build import validate
+from mingpt.parallel.build import strategy_class
 from mingpt.parallel.strategy import MicroBatch, Strategy
 from mingpt.parallel.tree_reduction import TreeReduction, subtree_ranges
 
@@ -172,6 +172,6 @@ def test_devices_and_precisions_without_equal_bits_are_refused(
 
 def test_more_ranks_than_micro_batches_are_refused() -> None:
     config = read_config(run_args(Path("run"), "text.txt", trainer__micro_batch_size=4, **TREE))
-    validate(config, 2)
+    strategy_class(config).validate(config, 2)
     with pytest.raises(UserError, match=r"trainer\.batch_size / trainer\.micro_batch_size is 7 / 4, fewer .* 3 ranks"):
-        validate(config, 3)
+        strategy_class(config).validate(config, 3)
