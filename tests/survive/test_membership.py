@@ -8,11 +8,14 @@ import pytest
 import torch.distributed as dist
 from helpers import wait_until
 
+from mingpt.config import DistributedConfig
 from mingpt.distributed.heartbeat import HEARTBEAT_TIMEOUT
+from mingpt.distributed.launch_environment import RankInfo
 from mingpt.distributed.position import Position
 from mingpt.errors import PeerError, RunEnded
 from mingpt.survive import membership
-from mingpt.survive.membership import MAX_VIEWS, Membership, View, end_run
+from mingpt.survive.context import SurvivingContext
+from mingpt.survive.membership import MAX_VIEWS, Membership, MembershipChanged, View, end_run
 from mingpt.survive.supervisor import RESTART_STATUS
 from mingpt.survive.view_group import CONNECT_SECONDS
 
@@ -95,6 +98,22 @@ def test_a_group_is_not_waited_for_when_somebody_in_it_has_ended(run: Run) -> No
     assert views[0].result(20) == View(2, [one.name], [0], [other.name], "its group could not be formed")
     assert time.monotonic() - began < CONNECT_SECONDS
     assert isinstance(views[1].exception(), SystemExit)
+
+
+def test_a_collective_that_does_not_start_ends_the_view(store: dist.TCPStore, run: Run) -> None:
+    """As when the group sees a closed connection before the heartbeats are missed."""
+    context = SurvivingContext(RankInfo(0, 2, 0, 2), DistributedConfig(), store.clone(), "127.0.0.1")
+    run.all.append(context.membership)
+    other = run.member(1)
+    for view in [run.pool.submit(context.regroup, 0), run.regroup(other, 0)]:
+        view.result(20)
+
+    def fail(group: object) -> dist.Work:
+        raise RuntimeError("Connection closed by peer")
+
+    with pytest.raises(MembershipChanged):
+        context.run(fail)
+    wait_until(lambda: other.is_over, "the end of the view")
 
 
 def test_a_process_joins_behind_the_members_and_without_a_state(run: Run) -> None:
