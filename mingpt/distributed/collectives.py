@@ -198,7 +198,9 @@ class DistributedContext:
 
         Ranks call it at the same step, so all of them know at the same step that one has received a signal.
         """
-        return PendingFlags(values, self.world_size)
+        flags = torch.tensor(values, dtype=torch.int32)
+        work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, async_op=True) if self.world_size > 1 else None
+        return PendingFlags(flags, work)
 
     def is_member(self) -> bool:
         """Whether this process is still one of the ranks of the run. A lost rank ends a run of this kind."""
@@ -227,11 +229,9 @@ class PendingFlags:
     The tensor is on the CPU and reduced by gloo, so it does not wait for work on a GPU.
     """
 
-    def __init__(self, values: Sequence[int], world_size: int) -> None:
-        self.tensor = torch.tensor(values, dtype=torch.int32)
-        self.work: dist.Work | None = None
-        if world_size > 1:
-            self.work = dist.all_reduce(self.tensor, op=dist.ReduceOp.MAX, async_op=True)
+    def __init__(self, tensor: Tensor, work: dist.Work | None) -> None:
+        self.tensor = tensor
+        self.work = work
 
     def wait(self) -> list[int]:
         if self.work is not None:

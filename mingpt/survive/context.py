@@ -137,31 +137,32 @@ class SurvivingContext(DistributedContext):
         self.run(lambda group: group.broadcast(tensor, source))
 
     def all_reduce_flags(self, *values: int) -> PendingFlags:
-        """Reduces each value to its maximum over all ranks, before it returns.
-
-        The view ends with this step if a process waits to join, and all members know it.
-        """
+        """As in a DistributedContext; the view ends with this step if all members know that a process waits to join."""
         self.membership.check()
         if self.ends_view:
             self._end_view("a process has asked to join")
         flags = torch.tensor([*values, int(not self.membership.has_joiners)], dtype=torch.int32)
-        self.run(lambda group: group.allreduce([flags], dist.ReduceOp.MAX))
-        *maxima, is_unknown = flags.tolist()
-        self.ends_view = not is_unknown
-        return PendingFlags(maxima, world_size=1)
+        return SurvivingFlags(flags, self._start(lambda group: group.allreduce([flags], dist.ReduceOp.MAX)), self)
 
     def run(self, start: Callable[[Any], dist.Work]) -> None:
-        """Starts a collective with the group that it is given, and waits for it. One process has no group."""
+        """Starts a collective with the group that it is given, and waits for it."""
+        self.wait(self._start(start))
+
+    def _start(self, start: Callable[[Any], dist.Work]) -> dist.Work | None:
+        """One process has no group."""
         if self.world_size == 1:
-            return
+            return None
         self.membership.check()
         self.calls += 1
-        deadline = self._deadline()
         try:
-            work = self.membership.group.start(start)
+            return self.membership.group.start(start)
         except RuntimeError as error:
             self._end_view("a collective has failed", error)
-        while True:
+
+    def wait(self, work: dist.Work | None) -> None:
+        """Waits for a collective unless the view ends."""
+        deadline = self._deadline()
+        while work is not None:
             try:
                 work.wait(WAIT_SLICE)
                 return
@@ -205,6 +206,20 @@ class SurvivingContext(DistributedContext):
                 self.membership.check()
                 time.sleep(POLL_SECONDS)
         return {self.rank: message}
+
+
+class SurvivingFlags(PendingFlags):
+    """Flags reduced in a view; the last one is 0 if all members know that a process waits to join."""
+
+    def __init__(self, tensor: Tensor, work: dist.Work | None, context: SurvivingContext) -> None:
+        super().__init__(tensor, work)
+        self.context = context
+
+    def wait(self) -> list[int]:
+        self.context.wait(self.work)
+        *maxima, is_unknown = self.tensor.tolist()
+        self.context.ends_view = not is_unknown
+        return maxima
 
 
 @contextmanager
