@@ -4,13 +4,16 @@
     python -m benchmarks trainer snapshots --model.n_embd 256
     python -m benchmarks nanogpt tutorial --nanogpt FOLDER --tutorial FOLDER --json
     torchrun --standalone --nproc_per_node=4 -m benchmarks strategies
+    torchrun --standalone --nproc_per_node=4 -m benchmarks collectives --bytes 1k 1M 64M
 
 Without names, all cases run but time_to_loss, which takes as long as the others together. FOLDER contains the
 model.py of nanoGPT or of the minGPT-DDP tutorial. Other options are those of main.py, and apply to every case.
+collectives is run alone. Without --bytes, it shows what they do.
 """
 
 import argparse
 import json
+import os
 import shlex
 import sys
 import tempfile
@@ -19,11 +22,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.cases import BASELINES, CASES, LONG_CASES, MULTI_RANK_CASES
+from benchmarks.collectives import measure_collectives, show_collectives, size_in_bytes
 from benchmarks.harness import Bench, Row, SkippedError, machine_name, process_group
 from mingpt.config_parser import build_parser, config_options, read_config
+from mingpt.distributed.launch_environment import detect_launch_environment, reported_once_per_machine
 from mingpt.errors import UserError
 from mingpt.hardware.device import tune_malloc
-from mingpt.program import run_program
+from mingpt.program import exit_process, run_program
 
 
 def run_case(name: str, bench: Bench) -> Iterator[Row]:
@@ -42,8 +47,8 @@ def run_case(name: str, bench: Bench) -> Iterator[Row]:
         yield Row((case.__doc__ or name).split("\n")[0].rstrip("."), f"skipped: {reason}")
 
 
-def run(argv: Sequence[str]) -> None:
-    """Runs the cases that the command line names and prints their rows.
+def run(argv: Sequence[str]) -> int:
+    """Runs the cases that the command line names and prints their rows; returns the exit status.
 
     Raises:
         UserError: there is no such case or folder, or an option of main.py is wrong.
@@ -54,26 +59,41 @@ def run(argv: Sequence[str]) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter  # keeps the lines of the examples
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"what to measure: {', '.join(CASES)}")
     parser.add_argument("--json", action="store_true", help="print one JSON object per row")
+    sizes = "sizes of the tensors for which `collectives` are measured"
+    parser.add_argument("--bytes", nargs="+", type=size_in_bytes, metavar="SIZE", help=sizes)
     for baseline in ("nanogpt", "tutorial"):
         parser.add_argument(f"--{baseline}", type=Path, metavar="FOLDER", help="folder with its model.py")
-    args = parser.parse_intermixed_args(argv)
-    options = config_options(args)
-    config = read_config(options)
-    for name in args.names:
-        if name not in CASES:
-            raise UserError(f"there is no measurement {name}; there are: {', '.join(CASES)}")
-    baselines = {"nanogpt": args.nanogpt, "tutorial": args.tutorial}
-    for name, folder in baselines.items():
-        if folder and not (folder / "model.py").is_file():
-            raise UserError(f"--{name}: there is no model.py in {folder}; name the folder of a clone")
+    info = detect_launch_environment(os.environ)
+    with reported_once_per_machine(info):
+        args = parser.parse_intermixed_args(argv)
+        options = config_options(args)
+        config = read_config(options)
+        for_collectives = args.names == ["collectives"]
+        for name in args.names:
+            if name not in CASES and not for_collectives:
+                raise UserError(f"there is no measurement {name}; there are: {', '.join(CASES)}, or collectives alone")
+        if args.bytes and not for_collectives:
+            raise UserError("--bytes is an option of collectives only")
+        if for_collectives and info.world_size == 1:
+            command = "torchrun --standalone --nproc_per_node=4 -m benchmarks collectives"
+            raise UserError(f"collectives need several ranks, and this is one process: {command}")
+        baselines = {"nanogpt": args.nanogpt, "tutorial": args.tutorial}
+        for name, folder in baselines.items():
+            if folder and not (folder / "model.py").is_file():
+                raise UserError(f"--{name}: there is no model.py in {folder}; name the folder of a clone")
 
     tune_malloc()
     with (
         tempfile.TemporaryDirectory() as folder,
-        process_group(config.distributed) as context,
+        process_group(config) as context,
     ):
-        machine = machine_name(context.device)
         bench = Bench(context, Path(folder), options, baselines)
+        if for_collectives:
+            if args.bytes is None:
+                return show_collectives(context)
+            measure_collectives(bench, args.bytes)
+            return 0
+        machine = machine_name(context.device)
         if context.rank == 0 and not args.json:
             header = "| what | figure | smallest to largest | command |\n| --- | --- | --- | --- |"
             print(f"## {machine}\n\n{header}", flush=True)
@@ -88,7 +108,8 @@ def run(argv: Sequence[str]) -> None:
                     print(json.dumps(asdict(row) | facts), flush=True)
                 else:
                     print(f"| {' | '.join(row.cells)} | `{command}` |", flush=True)
+    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(run_program(run, sys.argv[1:]))
+    exit_process(run_program(run, sys.argv[1:]))

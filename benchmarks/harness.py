@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 from string import printable
@@ -20,11 +21,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mingpt.config import DistributedConfig
+from mingpt.config import Config
 from mingpt.config_parser import read_config
 from mingpt.distributed.collectives import DistributedContext
 from mingpt.distributed.launch_environment import detect_launch_environment
-from mingpt.distributed.process_group import destroy_process_group
+from mingpt.distributed.process_group import connected_ranks, destroy_process_group, explained_errors
 from mingpt.hardware.device import device_kind, has_bf16, use_cuda
 from mingpt.monitoring.logging import set_rank
 from trainer import Trainer
@@ -101,14 +102,20 @@ def suppress_stdout() -> redirect_stdout[io.StringIO]:
 
 
 @contextmanager
-def process_group(config: DistributedConfig) -> Iterator[DistributedContext]:
-    """The ranks that a launcher has started, or one process."""
+def process_group(config: Config) -> Iterator[DistributedContext]:
+    """The ranks that a launcher has started, or one process; errors are explained as in main.py."""
     info = detect_launch_environment(os.environ)
     set_rank(info.rank)
-    backend = "cpu:gloo,cuda:nccl" if use_cuda(config.backend) else "gloo"
-    store = dist.HashStore() if info.world_size == 1 else None  # None: env://
-    dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size)
-    yield DistributedContext(info, config)
+    backend = "cpu:gloo,cuda:nccl" if use_cuda(config.distributed.backend) else "gloo"
+    timeout = timedelta(seconds=config.distributed.timeout_seconds)
+    health = None
+    if info.world_size > 1:
+        with connected_ranks(info, config.distributed, config.trainer.run_dir, backend) as (store, health):
+            dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    with explained_errors(info, health):
+        yield DistributedContext(info, config.distributed, health)
     destroy_process_group()
 
 

@@ -231,6 +231,9 @@ def test_the_table_names_machine_and_command(capsys, monkeypatch) -> None:
         ("everything", "there is no measurement everything; there are: trainer, "),
         ("optimizer --model.n_embed 8", "command line: unrecognized arguments: --model.n_embed"),
         ("nanogpt --nanogpt nowhere", "--nanogpt: there is no model.py in nowhere"),
+        ("optimizer --bytes 1k", "--bytes is an option of collectives only"),
+        ("collectives --bytes 1k 1x", "command line: argument --bytes: invalid size_in_bytes value: '1x'"),
+        ("collectives", "collectives need several ranks, and this is one process: torchrun "),
         ("optimizer --model.n_layer 0", "model.n_layer (in the command line): found 0, must be greater"),
     ],
 )
@@ -246,5 +249,5 @@ def test_help_has_each_example_on_a_line_of_its_own(capsys) -> None:
     assert exit_status_of(run, ["--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
     examples = [line.strip() for line in lines if re.match(r" +(python|torchrun) ", line)]
-    assert len(examples) == 4
+    assert len(examples) == 5
     assert examples[0] == "python -m benchmarks"
