@@ -8,14 +8,22 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from helpers import ROOT, run_ranks
+from torch import Tensor
 
-from benchmarks import collectives
 from benchmarks.__main__ import run
 from benchmarks.collectives import measure_collectives, size_in_bytes
 from benchmarks.harness import Bench, process_group
 from mingpt.config_parser import read_config
 from mingpt.program import run_program
+
+reduce_scatter = dist.reduce_scatter
+
+
+def wrong_reduce_scatter(received: Tensor, parts: list[Tensor]) -> None:
+    reduce_scatter(received, parts)
+    received.fill_(7)
 
 
 def show(*faults: str) -> list[tuple[int, str, str]]:
@@ -23,9 +31,9 @@ def show(*faults: str) -> list[tuple[int, str, str]]:
     results = []
     for number, fault in enumerate(("", *faults)):
         if fault == "killed" and os.environ["RANK"] == "3":
-            collectives.dist.broadcast = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
+            dist.broadcast = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
         if fault == "wrong" and os.environ["RANK"] == "3":
-            collectives.dist.reduce_scatter = lambda received, parts: received.fill_(7)
+            dist.reduce_scatter = wrong_reduce_scatter
         init_method = f"{os.environ['TEST_INIT_METHOD']}-{number}"
         with redirect_stdout(io.StringIO()) as stdout, redirect_stderr(io.StringIO()) as stderr:
             status = run_program(run, ["collectives", "--distributed.init_method", init_method])
@@ -46,6 +54,7 @@ def test_they_are_shown_as_in_the_tour_and_checked(tmp_path: Path) -> None:
     assert [[(0, ""), (1, "")]] * 3 == [[(status, out) for status, out, _ in results] for results in others]
 
 
+@pytest.mark.slow
 def test_a_lost_rank_is_named(tmp_path: Path) -> None:
     _, (status, _, stderr) = run_ranks(4, show, "killed", tmp_path=tmp_path, lost_rank=3)[0]
     assert status == 1
