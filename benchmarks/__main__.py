@@ -59,7 +59,7 @@ def run(argv: Sequence[str]) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter  # keeps the lines of the examples
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"what to measure: {', '.join(CASES)}")
     parser.add_argument("--json", action="store_true", help="print one JSON object per row")
-    sizes = "sizes of the tensors for which `collectives` are measured"
+    sizes = "sizes of tensors, such as 64k or 1M, for which `collectives` are measured"
     parser.add_argument("--bytes", nargs="+", type=size_in_bytes, metavar="SIZE", help=sizes)
     for baseline in ("nanogpt", "tutorial"):
         parser.add_argument(f"--{baseline}", type=Path, metavar="FOLDER", help="folder with its model.py")

@@ -4,8 +4,8 @@
     torchrun --standalone --nproc_per_node=4 -m benchmarks collectives --bytes 1k 1M 64M
 
 All n ranks call a function together, each with its own tensor x, (n, N), whose rows are its n parts. A function returns
-what its rank has afterwards. They use what gloo and nccl have in all supported versions of PyTorch: gloo of
-2.10 has no all_to_all of lists, and before 2.13, all_gather_single and reduce_scatter_single have other names.
+what its rank has afterwards. They use what gloo and nccl have in all supported versions of PyTorch: gloo of 2.10 has no
+all_to_all of lists, and before 2.13, all_gather_single and reduce_scatter_single have other names.
 """
 
 from collections.abc import Callable, Sequence
