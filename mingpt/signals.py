@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from types import TracebackType
@@ -20,6 +21,11 @@ def record_launcher() -> None:
     """Records torchrun's process id, at the start: without torchrun, this process would have another parent."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         os.environ.setdefault(LAUNCHER_PID, str(os.getppid()))
+
+
+def is_interactive() -> bool:
+    """Whether this process is a session of IPython, a notebook or Python, which continues after a run."""
+    return hasattr(sys, "ps1")
 
 
 class SignalHandler:
@@ -60,7 +66,7 @@ class SignalHandler:
         """
         ignore = self.signal or (error is not None and os.environ.get("TORCHELASTIC_MAX_RESTARTS") == "0")
         for number, handler in self.old_handlers.items():
-            signal.signal(number, signal.SIG_IGN if ignore else handler)
+            signal.signal(number, signal.SIG_IGN if ignore and not is_interactive() else handler)
         signal.set_wakeup_fd(self.old_fd)
         self.writer.close()
         self.thread.join()
