@@ -133,6 +133,12 @@ sys.exit(run_program(run, []))"""
         assert (output == b"") == (stream in closed.split())
 
 
+def test_the_end_of_a_program_does_not_end_a_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+    with pytest.raises(SystemExit, match="2"):
+        exit_process(2)
+
+
 def test_a_script_whose_reader_closes_stdout_succeeds() -> None:
     code = "import sys; from mingpt.program import run_program; "
     code += "sys.exit(run_program(lambda argv: print('line\\n' * 10**6), []))"
