@@ -5,13 +5,14 @@ import io
 import json
 import os
 import shutil
+import subprocess
 import sys
 import time
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 
 import pytest
-from helpers import run_args, run_main, run_program, run_ranks, train_main, write_text
+from helpers import ROOT, clean_env, run_args, run_main, run_program, run_ranks, train_main, write_text
 from test_main import assert_one_message
 
 import export
@@ -255,3 +256,11 @@ def test_by_hand_says_how_it_is_used(argv: list[str], status: int) -> None:
         done.stderr
         == "Starts ranks on this machine with Python's subprocess: python launch/by_hand.py 2 [options of main.py].\n"
     )
+
+
+def test_by_hand_has_the_status_of_its_ranks_if_its_parent_ignores_sigchld() -> None:
+    command = [sys.executable, str(ROOT / "launch/by_hand.py"), "2", *WRONG_KEY]
+    ignoring = ["bash", "-c", 'trap "" CHLD; exec "$@"', "-"]
+    done = subprocess.run([*ignoring, *command], capture_output=True, text=True, env=clean_env(), check=False)
+    assert done.returncode == 2
+    assert_one_message(done.stderr)

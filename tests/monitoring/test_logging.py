@@ -124,7 +124,7 @@ def run(argv):
         return subprocess.run(["sh", "-c", "echo by a child; exit 3"]).returncode
 
 sys.exit(run_program(run, []))"""
-    shell = ["sh", "-c", f'trap "" CHLD; exec "$@" {closed}', "-"]
+    shell = ["bash", "-c", f'trap "" CHLD; exec "$@" {closed}', "-"]
     command = [*shell, sys.executable, "-c", code]
     nothing = subprocess.DEVNULL
     done = subprocess.run(command, stdin=nothing, capture_output=True, cwd=tmp_path, env=clean_env(), check=False)

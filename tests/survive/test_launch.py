@@ -64,7 +64,7 @@ def assert_logged_once(run: Run) -> None:
 def test_a_process_without_a_launcher_starts_again_from_its_newest_snapshot(text: Path, tmp_path: Path) -> None:
     """There is nobody to get the state from. Its parent has ignored SIGCHLD and closed stdin."""
     with endless_run(text, tmp_path, **SURVIVE) as run:
-        run.start(prefix=["sh", "-c", 'trap "" CHLD; exec "$@" <&-', "-"])
+        run.start(prefix=["bash", "-c", 'trap "" CHLD; exec "$@" <&-', "-"])
         run.wait(lambda: bool(run.rows("snapshot")), "a snapshot")
         [trainer] = trainers(run)
         os.kill(trainer, signal.SIGKILL)
