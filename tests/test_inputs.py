@@ -195,18 +195,18 @@ MODES = [
     ("other.txt", 0o200, "encode", ""),
     ("books", 0o000, "train resume", "sample"),
     ("runs", 0o555, "train export", "resume list"),
-    ("runs/old", 0o000, "resume sample export list plot", "train"),
+    ("runs/old", 0o000, "resume sample export list plot", ""),
     ("runs/old", 0o555, "resume", "sample export list"),
     ("runs/old/.lock", 0o444, "resume", "sample"),
     ("runs/old/cache", 0o000, "resume", "sample"),
     ("runs/old/cache", 0o555, "encode", "resume"),
-    ("runs/old/cache/text.json", 0o000, "", "resume encode"),
+    ("runs/old/cache/text.json", 0o000, "", "resume"),
     ("runs/old/config.yaml", 0o000, "", "resume"),
     ("runs/old/metrics.jsonl", 0o000, "resume plot", "sample"),
     ("runs/old/metrics.jsonl", 0o444, "", "resume"),
-    ("runs/old/snapshots", 0o000, "resume sample export list", "train"),
+    ("runs/old/snapshots", 0o000, "resume sample export list", ""),
     ("runs/old/snapshots", 0o555, "resume", "sample export list"),
-    ("runs/old/snapshots/step_00000001.pt", 0o000, "resume sample export list", "train"),
+    ("runs/old/snapshots/step_00000001.pt", 0o000, "resume sample export list", ""),
 ]
 
 
