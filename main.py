@@ -15,7 +15,7 @@ from mingpt.program import exit_process, run_program
 from mingpt.signals import record_launcher
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str] = ()) -> int:
     """Trains as configured; returns the exit status.
 
     Args:

@@ -194,5 +194,4 @@ def run(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
-    sys.exit(run_program(run, sys.argv[1:]))
+    sys.exit(run_program(run, sys.argv[1:], encoding="utf-8"))

@@ -82,7 +82,6 @@ def run(argv: Sequence[str]) -> None:
     prompts = [torch.tensor(encode(text, vocabulary, "--prompt")) for text in texts]
     generator = torch.Generator().manual_seed(args.seed)
     steps = generate(model, prompts, args.max_new_tokens, args.temperature, args.top_k, args.top_p, generator)
-    sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
     if len(texts) == 1:
         print(texts[0], end="", flush=True)
         for tokens in steps:
@@ -97,4 +96,4 @@ def run(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_program(run, sys.argv[1:]))
+    sys.exit(run_program(run, sys.argv[1:], encoding="utf-8"))

@@ -25,6 +25,7 @@ def main() -> int:
     world_size = int(sys.argv[1])
     options = sys.argv[2:]
     signal.signal(signal.SIGTERM, terminate)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if the parent has it ignored, all ranks' statuses are 0
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]  # a free one, at which this machine's ranks meet
     command = [sys.executable, str(MAIN), "--distributed.init_method", f"tcp://127.0.0.1:{port}", *options]

@@ -162,7 +162,10 @@ def _download(fs: fsspec.AbstractFileSystem, names: Sequence[str], folder: str) 
 
 
 def _count_bytes(files: Sequence[str], path: str) -> int:
-    """Returns the size of a text; raises a UserError if it is empty."""
+    """Returns the size of a text; raises a UserError if it is empty or may not be read."""
+    for file in files:
+        if not os.access(file, os.R_OK):
+            raise UserError(f"data.path: {file} can't be read: Permission denied; make it readable, or name another")
     size = sum(map(os.path.getsize, files))
     if size == 0:
         raise UserError(f"data.path: {path} is empty; it must hold text: name another file")
@@ -228,8 +231,8 @@ def _write_cache(path: str, files: Sequence[str], identity: str, extra_character
         return Corpus(vocabulary, _map_tokens(file, vocabulary), sha256)
     except OSError as error:
         raise UserError(
-            f"data.path: {path} can't be encoded into {cache_dir}: {error}; make room there, or set another "
-            "trainer.run_dir"
+            f"data.path: {path} can't be encoded into {cache_dir}: {error}; make room there, or make it "
+            "writable, or set another trainer.run_dir"
         ) from error
 
 

@@ -4,6 +4,7 @@ import faulthandler
 import io
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -14,17 +15,22 @@ from pathlib import Path
 from mingpt.distributed.launch_environment import restart_hint
 from mingpt.errors import PeerError, UserError, is_oom_error
 from mingpt.monitoring.logging import configure_logging, logger
+from mingpt.signals import is_interactive
 
 
-def run_program(run: Callable[[Sequence[str]], int | None], argv: Sequence[str]) -> int:
+def run_program(run: Callable[[Sequence[str]], int | None], argv: Sequence[str], encoding: str | None = None) -> int:
     """Calls `run` with the arguments of the command line, and returns the exit status.
 
     It is what `run` returns, 0 instead of None; 1 after a PeerError or a crash; 2 after a UserError or where memory ran
     out; 130 after Ctrl-C; and 0 if the reader of stdout has closed it, as `head` does.
+
+    Args:
+        encoding: that of stdout; None: the locale's
     """
+    repair_inheritance()
     configure_logging()
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # for paths that the terminal can't show
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a notebook's is not
+        sys.stdout.reconfigure(encoding=encoding, errors="backslashreplace")  # for paths that the terminal can't show
     with suppress(io.UnsupportedOperation):  # stderr is no file
         faulthandler.enable()  # gloo aborts the process if the sizes of a collective differ between ranks
     status = 0
@@ -64,6 +70,22 @@ def run_program(run: Callable[[Sequence[str]], int | None], argv: Sequence[str])
     return status
 
 
+def repair_inheritance() -> None:
+    """Opens the null device in place of standard streams that are closed, and does not ignore SIGCHLD.
+
+    A process inherits both from its parent, such as a daemon. The next file to be opened would get the descriptor of a
+    closed stream, and what libraries write to that. Where SIGCHLD is ignored, the exit statuses of children are lost.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+    if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
 def write_error_file(message: str, call_stack: str) -> None:
     """Writes an error to torchrun's error file, as its `record` does, so that its summary, which comes last, shows it.
 
@@ -81,8 +103,10 @@ def exit_process(status: int) -> None:
     """Ends the process without the interpreter's own exit.
 
     That would abort if it encountered a thread of PyTorch's C++ code, and would wait in the destructor of a process
-    group that has failed.
+    group that has failed. In a session, as by IPython's `%run`, this ends the program only.
     """
+    if is_interactive():
+        sys.exit(status)
     with suppress(OSError):
         sys.stderr.flush()
     os._exit(status)

@@ -77,7 +77,7 @@ def _open(file: Path, key: str) -> int:
         return os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
         raise UserError(
-            f"{key}: {file.parent} can't be written: {error.strerror}; set it to a folder that you may write to"
+            f"{key}: {error.filename} can't be written: {error.strerror}; set it to a folder that you may write to"
         ) from error
 
 

@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from types import TracebackType
@@ -22,12 +23,18 @@ def record_launcher() -> None:
         os.environ.setdefault(LAUNCHER_PID, str(os.getppid()))
 
 
+def is_interactive() -> bool:
+    """Whether this process is a session of IPython, a notebook or Python, which continues after a run."""
+    return hasattr(sys, "ps1")
+
+
 class SignalHandler:
     """Records the first signal within the context; ranks then agree on the step to stop at.
 
     Attribute `signal` is its number, or 0. Further signals change nothing, except that a second SIGINT, at least a
-    second after the first, ends the process at once. Python runs signal handlers in the main thread only, which may be
-    waiting in a collective for a rank that is dead. So a thread reads signals from the interpreter's wakeup fd.
+    second after the first, ends the process at once, unless it is a session. Python runs signal handlers in the main
+    thread only, which may be waiting in a collective for a rank that is dead. So a thread reads signals from the
+    interpreter's wakeup fd.
 
     torchrun's workers continue if it is killed, and would still lock the run folder at the next start. So the end of
     their launcher counts as a SIGTERM. SIGHUP comes when the terminal is closed; under `nohup` it stays ignored.
@@ -60,7 +67,7 @@ class SignalHandler:
         """
         ignore = self.signal or (error is not None and os.environ.get("TORCHELASTIC_MAX_RESTARTS") == "0")
         for number, handler in self.old_handlers.items():
-            signal.signal(number, signal.SIG_IGN if ignore else handler)
+            signal.signal(number, signal.SIG_IGN if ignore and not is_interactive() else handler)
         signal.set_wakeup_fd(self.old_fd)
         self.writer.close()
         self.thread.join()
@@ -82,7 +89,8 @@ class SignalHandler:
     def _record(self, number: int) -> None:
         if number == signal.SIGINT:
             now = time.monotonic()
-            if self.interrupted and now >= self.interrupted + SECOND_INTERRUPT_SECONDS:
+            is_second = self.interrupted and now >= self.interrupted + SECOND_INTERRUPT_SECONDS
+            if is_second and not is_interactive():
                 os._exit(EXIT_STATUS[signal.SIGINT])
             self.interrupted = self.interrupted or now
         if number in EXIT_STATUS:

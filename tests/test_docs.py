@@ -219,6 +219,43 @@ def test_docs_work_as_pasted(checkout: Path) -> None:
     assert '"torchelastic.worker.status.SUCCEEDED"' in run(events, checkout)
 
 
+@pytest.mark.slow
+def test_the_notebook_runs_in_a_kernel(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cells of the page, which must not fail, and mistakes, after which the kernel continues."""
+    nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed")
+    nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed")
+    pytest.importorskip("ipykernel", reason="ipykernel is not installed")
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    page = [cell.replace("1650", "45").replace("1700", "50") for cell in blocks(DOCS / "notebook.md", "python")]
+    more = ["%run main.py --help", "%run main.py --trainer.max_step 3", "import main; main.main()"]
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in [*page, *more]])
+    book.cells[len(page) + 1].metadata.tags = ["raises-exception"]
+    nbclient.NotebookClient(book, timeout=240, resources={"metadata": {"path": str(checkout)}}).execute()
+    printed = ["".join(output.get("text", "") for output in cell.outputs) for cell in book.cells]
+    expected = ["done in", "done in", "drawn: ", "The ", "lm_head", "46 ", "usage: ", "--trainer.max_step is not known"]
+    for text, part in zip(printed, [*expected, "done in"], strict=True):
+        assert part in text, text
+    shell, _, plot, *_ = book.cells
+    assert plot.outputs[-1].data["image/png"]
+    assert len(shell.outputs) < 60  # the live line changes once per second
+    assert len(re.findall(r"^.*\d+/40 .*$", printed[0].replace("\r\n", "\n"), re.MULTILINE)) <= 6  # and is one line
+
+
+@pytest.mark.slow
+def test_ipython_continues_after_each_program(checkout: Path) -> None:
+    pytest.importorskip("IPython", reason="IPython is not installed")
+    options = ["--help", "--trainer.max_step 3", "--trainer.run_dir runs/ipython"]
+    lines = [*(f"%run main.py {option}" for option in options), "6 * 7"]
+    ipython = [sys.executable, "-m", "IPython", "--simple-prompt", "--colors", "nocolor"]
+    env = clean_env(PYTHONPATH="", OMP_NUM_THREADS="1", IPYTHONDIR=str(checkout / "ipython"))
+    done = subprocess.run(
+        ipython, input="\n".join([*lines, ""]), cwd=checkout, env=env, capture_output=True, text=True, check=False
+    )
+    assert re.search(r"usage: (.*\n)*.*SystemExit: 2(.*\n)*.*done in(.*\n)*.*Out\[4\]: 42", done.stdout), done.stdout
+
+
 # What a command of the tour prints, beside the count that the page predicts.
 TOUR_OUTPUT = {
     "Process group": r"GLOBAL_RANK: 1, MEMBER: 2/2",

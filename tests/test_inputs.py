@@ -1,17 +1,24 @@
 """Bad input of every kind ends with status 2 and one message that names it, at once, and leaves nothing behind."""
 
+import ctypes
+import io
 import json
+import os
+import shutil
+import subprocess
 import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 
 import pytest
-from helpers import run_args, run_main, run_program, run_ranks, train_main, write_text
+from helpers import ROOT, clean_env, run_args, run_main, run_program, run_ranks, train_main, write_text
 from test_main import assert_one_message
 
 import export
 import plot
 import sample
+from main import main
 from mingpt.distributed import launch_environment
 from mingpt.program import run_program as exit_status_of
 from mingpt.snapshot import __main__ as listing
@@ -126,6 +133,9 @@ def test_a_damaged_index_of_the_text_cache_is_made_again(content: str, text: Pat
 # The scripts beside main.py
 
 
+PROGRAMS = {"sample.py": sample.run, "export.py": export.run, "mingpt.snapshot": listing.run, "plot.py": plot.run}
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run of one step."""
@@ -160,15 +170,82 @@ def test_bad_options_of_scripts_are_refused_in_one_message(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    programs = {"sample.py": sample.run, "export.py": export.run, "mingpt.snapshot": listing.run, "plot.py": plot.run}
     monkeypatch.chdir(trained)
     monkeypatch.setattr(sys, "argv", argv)
-    assert exit_status_of(programs[argv[0]], sys.argv[1:]) == 2
+    assert exit_status_of(PROGRAMS[argv[0]], sys.argv[1:]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith(f"error: {message}")
     assert_one_message(err)
     assert {path.name for path in trained.iterdir()} == {"text.txt", "run"}
+
+
+COMMANDS = {
+    "train": ["main.py", *run_args(Path("runs/new"), "books/text.txt", trainer__max_steps=1)],
+    "resume": ["main.py", *run_args(Path("runs/old"), "books/text.txt", trainer__max_steps=2)],
+    "encode": ["main.py", *run_args(Path("runs/old"), "other.txt", trainer__max_steps=2)],
+    "sample": ["sample.py", "--snapshot", "runs/old", "--max_new_tokens", "1"],
+    "export": ["export.py", "--snapshot", "runs/old", "--out", "runs/exported"],
+    "list": ["mingpt.snapshot", "runs/old"],
+    "plot": ["plot.py", "runs/old"],
+}
+# A place, its mode, the commands that are refused, and some of those that work
+MODES = [
+    ("books/text.txt", 0o000, "train", "resume"),
+    ("other.txt", 0o200, "encode", ""),
+    ("books", 0o000, "train resume", "sample"),
+    ("runs", 0o555, "train export", "resume list"),
+    ("runs/old", 0o000, "resume sample export list plot", ""),
+    ("runs/old", 0o555, "resume", "sample export list"),
+    ("runs/old/.lock", 0o444, "resume", "sample"),
+    ("runs/old/cache", 0o000, "resume", "sample"),
+    ("runs/old/cache", 0o555, "encode", "resume"),
+    ("runs/old/cache/text.json", 0o000, "", "resume"),
+    ("runs/old/config.yaml", 0o000, "", "resume"),
+    ("runs/old/metrics.jsonl", 0o000, "resume plot", "sample"),
+    ("runs/old/metrics.jsonl", 0o444, "", "resume"),
+    ("runs/old/snapshots", 0o000, "resume sample export list", ""),
+    ("runs/old/snapshots", 0o555, "resume", "sample export list"),
+    ("runs/old/snapshots/step_00000001.pt", 0o000, "resume sample export list", ""),
+]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="root gives up its capabilities by a system call of Linux")
+def test_files_of_any_mode_work_or_are_named_in_one_message(tmp_path: Path) -> None:
+    [results] = run_ranks(1, _run_with_modes, tmp_path, tmp_path=tmp_path)
+    for place, mode, refused, working in MODES:
+        for command in working.split():
+            assert results[place, mode, command] == (0, ""), (place, mode, command)
+        for command in refused.split():
+            status, err = results[place, mode, command]
+            assert status == 2, (place, mode, command, err)
+            assert_one_message(err)
+            assert place in err, (place, mode, command, err)
+
+
+def _run_with_modes(folder: Path) -> dict[tuple[str, int, str], tuple[int, str]]:
+    """Runs the commands as a user who is not root: to root, modes would mean nothing."""
+    os.chdir(folder)
+    os.mkdir("books")
+    for name in ("books/text.txt", "other.txt"):
+        write_text(Path(name))
+    assert run_main(run_args(Path("runs/old"), "books/text.txt", trainer__max_steps=1)) == 0
+    shutil.copytree("runs", "kept")
+    no_capabilities = (ctypes.c_uint32 * 6)()
+    assert ctypes.CDLL(None).capset((ctypes.c_uint32 * 2)(0x20080522, 0), no_capabilities) == 0
+    results = {}
+    for place, mode, refused, working in MODES:
+        for command in (*refused.split(), *working.split()):
+            before = os.stat(place).st_mode
+            os.chmod(place, mode)
+            program, *argv = COMMANDS[command]
+            with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()) as stderr:
+                results[place, mode, command] = exit_status_of(PROGRAMS.get(program, main), argv), stderr.getvalue()
+            with suppress(FileNotFoundError):
+                os.chmod(place, before)
+            shutil.rmtree("runs")
+            shutil.copytree("kept", "runs")
+    return results
 
 
 @pytest.mark.parametrize(("argv", "status"), [(["--help"], 0), ([], 2), (["-1"], 2), (["main.py"], 2)])
@@ -179,3 +256,11 @@ def test_by_hand_says_how_it_is_used(argv: list[str], status: int) -> None:
         done.stderr
         == "Starts ranks on this machine with Python's subprocess: python launch/by_hand.py 2 [options of main.py].\n"
     )
+
+
+def test_by_hand_has_the_status_of_its_ranks_if_its_parent_ignores_sigchld() -> None:
+    command = [sys.executable, str(ROOT / "launch/by_hand.py"), "2", *WRONG_KEY]
+    ignoring = ["bash", "-c", 'trap "" CHLD; exec "$@"', "-"]
+    done = subprocess.run([*ignoring, *command], capture_output=True, text=True, env=clean_env(), check=False)
+    assert done.returncode == 2
+    assert_one_message(done.stderr)

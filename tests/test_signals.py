@@ -48,18 +48,25 @@ def handlers_before() -> Iterator[dict[int, Any]]:
         signal.signal(number, handler)
 
 
-@pytest.mark.usefixtures("handlers_before")
-def test_the_first_signal_is_recorded_and_later_ones_are_ignored() -> None:
+@pytest.mark.parametrize("is_session", [False, True])
+def test_the_first_signal_is_recorded_and_later_ones_are_ignored(
+    is_session: bool, handlers_before: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_session:
+        monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+        monkeypatch.setattr("mingpt.signals.SECOND_INTERRUPT_SECONDS", 0.01)
     with SignalHandler() as signals:
         assert signals.signal == 0
         os.kill(os.getpid(), signal.SIGUSR1)
         deadline = time.monotonic() + 10
         while not signals.signal and time.monotonic() < deadline:
             time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.05)
+        later = (signal.SIGINT, signal.SIGINT) if is_session else (signal.SIGTERM,)
+        for number in later:
+            os.kill(os.getpid(), number)
+            time.sleep(0.05)
         assert signals.signal == signal.SIGUSR1
-    assert set(get_handlers().values()) == {signal.SIG_IGN}
+    assert get_handlers() == (handlers_before if is_session else dict.fromkeys(EXIT_STATUS, signal.SIG_IGN))
 
 
 def test_without_a_signal_handlers_and_threads_are_restored(handlers_before: dict, monkeypatch: Any) -> None:

@@ -1,6 +1,7 @@
 """The live line on a terminal, and options of progress bars."""
 
 import math
+import os
 import sys
 import time
 from typing import Any
@@ -10,7 +11,7 @@ from tqdm import tqdm
 # Arguments of tqdm for a bar on a terminal that appears after a second and is removed at the end.
 BAR_OPTIONS: dict[str, Any] = {"unit_scale": True, "delay": 1, "disable": None, "leave": False}
 
-EVALUATION_INTERVAL = 0.1  # seconds between changes of the part of an evaluation that is done
+CELL_INTERVAL = 1.0  # seconds between changes in a notebook's cell, which keeps all that it has shown
 
 
 def format_duration(seconds: float) -> str:
@@ -45,6 +46,8 @@ class LiveLine(tqdm):
             file=sys.stdout,
             disable=not LiveLine.is_active,
         )
+        if "JPY_PARENT_PID" in os.environ:  # a notebook's `!`, which has a terminal
+            self.mininterval = CELL_INTERVAL
 
     def advance(self, step: int, loss: float | None) -> None:
         if loss is not None:
@@ -53,11 +56,13 @@ class LiveLine(tqdm):
         self.n = step  # `update` does nothing where nothing is shown
 
     def show_evaluation(self, done: float | None) -> None:
-        """Shows which part of an evaluation is done, at most ten times per second; None: it has ended."""
+        """Shows which part of an evaluation is done; None: it has ended."""
+        if self.disable:
+            return
         now = time.monotonic()
         if done is None:
             self.fields.pop("evaluation", None)
-        elif now > self.evaluation_shown_at + EVALUATION_INTERVAL:
+        elif now > self.evaluation_shown_at + self.mininterval:
             self.evaluation_shown_at = now
             self.fields["evaluation"] = f"evaluating {done:.0%}"
             self.refresh()

@@ -54,6 +54,9 @@ def _is_log_file(stream: TextIO) -> bool:
 
 
 _handler = _TqdmHandler()
+logger.addHandler(_handler)
+logger.setLevel(logging.INFO)
+logger.propagate = False
 
 
 def configure_logging(info_stream: Literal["stdout", "stderr"] = "stdout") -> None:
@@ -63,9 +66,6 @@ def configure_logging(info_stream: Literal["stdout", "stderr"] = "stdout") -> No
     """
     _handler.info_stream = info_stream
     _handler.rank = 0
-    logger.addHandler(_handler)  # once, however often this is called
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
 
 
 def set_rank(rank: int) -> None:

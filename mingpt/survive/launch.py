@@ -21,6 +21,7 @@ from mingpt.distributed.launch_environment import (
 from mingpt.errors import RunEnded, UserError
 from mingpt.prepare_run import prepare_run
 from mingpt.run_lock import lock_run
+from mingpt.signals import is_interactive
 from mingpt.survive.context import open_context
 from mingpt.survive.loop import SurvivingLoop
 from mingpt.survive.supervisor import SIGNALS, TOKEN, become_supervisor
@@ -55,8 +56,12 @@ def supervise(config: Config) -> NoReturn:
     """Replaces this process by the supervisor of a trainer. Rank 0 first locks the run's folders and starts the store.
 
     Raises:
-        UserError: the launcher's variables are wrong, or another run uses a folder.
+        UserError: this process is a session, the launcher's variables are wrong, or another run uses a folder.
     """
+    if is_interactive():
+        raise UserError(
+            "distributed.survive is true, which replaces this process: start main.py in a shell, in a notebook by `!`"
+        )
     info = detect_launch_environment(os.environ)
     if info.world_size == 1 and info.init_method is None:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}

@@ -145,6 +145,8 @@ import io, sys, time
 from pathlib import Path
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from mingpt.corpus import encode_corpus
+from mingpt.monitoring.logging import logger
+logger.setLevel("WARNING")
 MemoryFileSystem().pipe("/text.txt", b"abcde" * 14)
 MemoryFileSystem.blocksize = 5
 MemoryFile.read = lambda file, size: time.sleep(0.1) or io.BytesIO.read(file, size)

@@ -23,8 +23,10 @@ from helpers import (
     write_text,
 )
 
+from main import main
 from mingpt.errors import PeerError, UserError
 from mingpt.monitoring.logging import configure_logging, logger, set_rank
+from mingpt.program import exit_process
 from mingpt.program import run_program as exit_status_of
 
 DATE = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  "
@@ -106,6 +108,37 @@ def test_exit_status_of_programs(capsys: pytest.CaptureFixture[str]) -> None:
     assert time.monotonic() - began >= 0.2
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_program_without_streams_has_its_status_and_writes_to_no_other_file(closed: str, tmp_path: Path) -> None:
+    """Started by a parent that ignores SIGCHLD, too."""
+    code = """
+import os, subprocess, sys
+from mingpt.program import run_program
+
+def run(argv):
+    with open("file", "w"):
+        print(sys.stdin.read(), "by Python")
+        print("by Python", file=sys.stderr)
+        os.write(1, b"by a library")
+        os.write(2, b"by a library")
+        return subprocess.run(["sh", "-c", "echo by a child; exit 3"]).returncode
+
+sys.exit(run_program(run, []))"""
+    shell = ["bash", "-c", f'trap "" CHLD; exec "$@" {closed}', "-"]
+    command = [*shell, sys.executable, "-c", code]
+    nothing = subprocess.DEVNULL
+    done = subprocess.run(command, stdin=nothing, capture_output=True, cwd=tmp_path, env=clean_env(), check=False)
+    assert (done.returncode, (tmp_path / "file").read_text()) == (3, "")
+    for stream, output in ((">&-", done.stdout), ("2>&-", done.stderr)):
+        assert (output == b"") == (stream in closed.split())
+
+
+def test_the_end_of_a_program_does_not_end_a_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+    with pytest.raises(SystemExit, match="2"):
+        exit_process(2)
+
+
 def test_a_script_whose_reader_closes_stdout_succeeds() -> None:
     code = "import sys; from mingpt.program import run_program; "
     code += "sys.exit(run_program(lambda argv: print('line\\n' * 10**6), []))"
@@ -130,6 +163,21 @@ def test_training_continues_when_the_reader_of_stdout_ends(text: Path, tmp_path:
     process.join(60)
     assert (process.exitcode, (tmp_path / "stderr").read_text()) == (143, "")
     assert newest_snapshot(run_dir)["step"] == read_rows(run_dir)[-1]["step"]
+
+
+def test_training_continues_without_streams(text: Path, tmp_path: Path) -> None:
+    [process], _ = start_ranks(1, _main_without_streams, run_args(tmp_path / "run", text), tmp_path=tmp_path)
+    process.join(60)
+    assert process.exitcode == 0
+    assert len(loss_curve(tmp_path / "run")) == 12  # and no other line in metrics.jsonl
+    assert newest_snapshot(tmp_path / "run")["step"] == 12
+
+
+def _main_without_streams(argv: list[str]) -> None:
+    for descriptor in range(3):
+        os.close(descriptor)
+    sys.stdin = sys.stdout = sys.stderr = None  # type: ignore[assignment]
+    exit_process(exit_status_of(main, argv))
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")

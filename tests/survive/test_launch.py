@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import signal
+import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 import torch.distributed as dist
-from helpers import ROOT, TORCHRUN, newest_snapshot, run_args, run_program, wait_until
+from helpers import ROOT, TORCHRUN, newest_snapshot, run_args, run_main, run_program, wait_until
 
 from mingpt.survive.membership import MAX_VIEWS
 from tests.faults.runs import Run
@@ -61,9 +62,9 @@ def assert_logged_once(run: Run) -> None:
 
 @pytest.mark.slow
 def test_a_process_without_a_launcher_starts_again_from_its_newest_snapshot(text: Path, tmp_path: Path) -> None:
-    """There is nobody to get the state from."""
+    """There is nobody to get the state from. Its parent has ignored SIGCHLD and closed stdin."""
     with endless_run(text, tmp_path, **SURVIVE) as run:
-        run.start()
+        run.start(prefix=["bash", "-c", 'trap "" CHLD; exec "$@" <&-', "-"])
         run.wait(lambda: bool(run.rows("snapshot")), "a snapshot")
         [trainer] = trainers(run)
         os.kill(trainer, signal.SIGKILL)
@@ -103,6 +104,15 @@ def test_bad_input_ends_the_run_with_one_message(text: Path, tmp_path: Path) -> 
         [error] = [line for line in run.stderr.splitlines() if line.startswith(("error:", "warning:"))]
         assert error.startswith(f"error: {message}")
         assert 'main.py", line' not in run.stderr
+
+
+def test_a_session_is_not_replaced_by_a_supervisor(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+    assert run_main(run_args(tmp_path / "run", text, **SURVIVE)) == 2
+    assert "distributed.survive is true, which replaces this process: " in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 class Exploit:
