@@ -4,9 +4,11 @@ The text is read twice, in chunks, so memory does not grow with it: the first pa
 which are the vocabulary, and the second looks up the token of each character and writes it.
 """
 
+import codecs
 import hashlib
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+import charset_normalizer
 import fsspec
 import numpy as np
 from fsspec.callbacks import TqdmCallback
@@ -26,6 +29,20 @@ from mingpt.monitoring.live_line import BAR_OPTIONS
 from mingpt.monitoring.logging import logger
 
 CHUNK_SIZE = 1 << 18  # characters that are read at once; the arrays made of them fit into a core's cache
+BYTE_ORDER_MARKS = {  # those of UTF-32 first, since one begins like UTF-16's
+    codecs.BOM_UTF32_LE: "UTF-32",
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
+HAS_NUL = (
+    "has NUL characters, which text does not: if it is UTF-16, `iconv -f UTF-16LE -t UTF-8` (or UTF-16BE) converts it, "
+    "otherwise `tr -d '\\000'` removes them"
+)
+# Encodings of texts, by Python's names, the most frequent first. From a longer list, German and French are taken for
+# others, such as Mac Roman.
+ENCODINGS = ["cp1252", "cp1251", "koi8_r", "cp866", "cp1253", "gb18030", "big5", "cp932", "euc_jp", "cp949"]
+GUESS_SIZE = 1 << 16  # bytes from which an encoding is guessed
 
 
 @dataclass(frozen=True)
@@ -74,7 +91,7 @@ def count_characters(path: str) -> int | None:
     fs, names = _find_files(path)
     if not isinstance(fs, LocalFileSystem):
         return None
-    with tqdm(desc="reading", total=_count_bytes(names, path), unit="B", **BAR_OPTIONS) as bar:
+    with tqdm(desc="reading", total=sum(map(os.path.getsize, names)), unit="B", **BAR_OPTIONS) as bar:
         return sum(len(codes) for codes in _read(names, bar, hashlib.sha256()))
 
 
@@ -120,7 +137,7 @@ def _find_files(path: str) -> tuple[fsspec.AbstractFileSystem, list[str]]:
     try:
         fs, root = fsspec.url_to_fs(path)
         found = [root]
-        if any(character in path for character in "*?["):
+        if any(character in path for character in "*?[") and not fs.exists(root):
             found = sorted(fs.glob(root))
         infos = [fs.info(name) for name in found]
     except FileNotFoundError:
@@ -151,7 +168,7 @@ def _download(fs: fsspec.AbstractFileSystem, names: Sequence[str], folder: str) 
     """Copies files of another machine into a folder, and returns the names of the copies."""
     copies = []
     for i, name in enumerate(names):
-        copy = os.path.join(folder, f"{i}.txt")
+        copy = os.path.join(folder, f"{i}-{os.path.basename(name)}")
         bar = TqdmCallback(tqdm_kwargs={"desc": "fetching", "unit": "B", **BAR_OPTIONS})
         try:
             fs.get_file(name, copy, callback=bar)
@@ -159,14 +176,6 @@ def _download(fs: fsspec.AbstractFileSystem, names: Sequence[str], folder: str) 
             raise UserError(f"data.path: {name} can't be fetched: {error}; copy it here, or try again later") from error
         copies.append(copy)
     return copies
-
-
-def _count_bytes(files: Sequence[str], path: str) -> int:
-    """Returns the size of a text; raises a UserError if it is empty."""
-    size = sum(map(os.path.getsize, files))
-    if size == 0:
-        raise UserError(f"data.path: {path} is empty; it must hold text: name another file")
-    return size
 
 
 # The cache: text.json, the index, and the file of tokens that it names
@@ -199,7 +208,7 @@ def _token_dtype(vocabulary: str) -> np.dtype:
 def _write_cache(path: str, files: Sequence[str], identity: str, extra_characters: str, cache_dir: Path) -> Corpus:
     """Encodes the text. A process that is killed meanwhile leaves the cache as it was, and an unfinished file."""
     try:
-        bytes_to_read = 2 * _count_bytes(files, path)  # in two passes
+        bytes_to_read = 2 * sum(map(os.path.getsize, files))  # in two passes
         cache_dir.mkdir(parents=True, exist_ok=True)
         for leftover in cache_dir.glob("*.tmp"):  # of a process that was killed
             leftover.unlink(missing_ok=True)
@@ -238,10 +247,14 @@ def _write_cache(path: str, files: Sequence[str], identity: str, extra_character
 
 def _read(files: Sequence[str], bar: tqdm, digest: "hashlib._Hash") -> Iterator[np.ndarray]:
     """Yields the code points of the characters in chunks, (n,) uint32, and adds their bytes to the digest."""
+    is_empty = True
     for name in files:
-        with open(name, encoding="utf-8", newline="\n") as file:
+        with open(name, encoding="utf-8-sig", newline="\n") as file:  # without a byte-order mark
             try:
                 while text := file.read(CHUNK_SIZE):
+                    is_empty = False
+                    if "\0" in text:
+                        raise UserError(f"data.path: {name} {HAS_NUL}")
                     # UTF-32 is the array of code points. numpy is faster than a set or a dictionary of characters.
                     yield np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
                     chunk = text.encode()
@@ -251,8 +264,48 @@ def _read(files: Sequence[str], bar: tqdm, digest: "hashlib._Hash") -> Iterator[
                 byte = file.buffer.tell() - len(error.object) + error.start  # type: ignore[attr-defined]
                 raise UserError(
                     f"data.path: {name} is not UTF-8 text: byte {byte} is {error.object[error.start]:#04x}; "
-                    "convert it, as `iconv -f LATIN1 -t UTF-8` does from Latin-1"
+                    f"{_explain_bytes(name, byte)}"
                 ) from error
+    if is_empty:
+        raise UserError(f"data.path: {files[0]} is empty; it must hold text: name another file")
+
+
+def _explain_bytes(name: str, first: int) -> str:
+    """Says what the bytes of a file are that is not UTF-8, and how to convert them.
+
+    Args:
+        first: position of the first byte that is not UTF-8
+    """
+    with open(name, "rb") as file:
+        start = file.read(4)
+        file.seek(first)
+        sample = file.read(GUESS_SIZE)
+    for mark, encoding in BYTE_ORDER_MARKS.items():
+        if start.startswith(mark):
+            return f"it begins with the byte-order mark of {encoding}: `iconv -f {encoding} -t UTF-8` converts it"
+    if b"\0" in sample:
+        return f"it {HAS_NUL}"
+    invalid, valid = _count_not_ascii(name)
+    if invalid < valid:
+        return f"all but {invalid:,} of its bytes are UTF-8: `iconv -c -f UTF-8 -t UTF-8` leaves those out"
+    lines = [line for line in sample.split(b"\n")[:-1] if not line.isascii()]  # the last one may be cut
+    guess = charset_normalizer.from_bytes(b"\n".join(lines) or sample, cp_isolation=ENCODINGS).best()
+    if guess is None:
+        return "its encoding is unknown, or it is no text: `iconv -f ENCODING -t UTF-8` converts it"
+    encoding = min(guess.could_be_from_charset, key=ENCODINGS.index).upper().replace("_", "-")
+    beginning = repr(str(guess)[:20])
+    return f"as {encoding} it reads {beginning} there: if that is right, `iconv -f {encoding} -t UTF-8` converts it"
+
+
+def _count_not_ascii(name: str) -> tuple[int, int]:
+    """Returns the number of bytes of a file that are not UTF-8, and that of its characters that are, besides ASCII."""
+    invalid = not_ascii = 0
+    # Each invalid byte is read as one of 128 code points that no text has.
+    with open(name, encoding="utf-8", errors="surrogateescape", newline="\n") as file:
+        while text := file.read(CHUNK_SIZE):
+            invalid += len(re.findall("[\udc80-\udcff]", text))
+            not_ascii += len(re.findall("[^\0-\x7f]", text))
+    return invalid, not_ascii - invalid
 
 
 def _find_vocabulary(files: Sequence[str], extra_characters: str, bar: tqdm) -> tuple[str, str]:
