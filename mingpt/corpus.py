@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import re
+import reprlib
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -69,12 +70,17 @@ def encode(text: str, vocabulary: str, source: str) -> list[int]:
     Raises:
         UserError: a character is not in the vocabulary.
     """
-    unknown = sorted(set(text) - set(vocabulary))
+    unknown = "".join(sorted(set(text) - set(vocabulary)))
     if unknown:
         raise UserError(
-            f"{source}: {''.join(unknown)!r} not in the training text's vocabulary, which is {vocabulary!r}"
+            f"{source}: {show_characters(unknown)} not in the training text's vocabulary, {show_characters(vocabulary)}"
         )
     return [vocabulary.index(character) for character in text]
+
+
+def show_characters(characters: str) -> str:
+    """Distinct characters as messages show them: a few, and their number."""
+    return f"{reprlib.repr(characters)} ({len(characters):,} distinct)"
 
 
 def check_text(path: str) -> None:

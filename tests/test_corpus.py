@@ -5,6 +5,7 @@ import hashlib
 import logging
 import os
 import random
+import reprlib
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from helpers import ROOT, clean_env
 
 from mingpt import corpus
-from mingpt.corpus import Corpus, encode_corpus
+from mingpt.corpus import Corpus, encode, encode_corpus
 from mingpt.errors import UserError
 
 
@@ -286,6 +287,16 @@ def test_a_kill_while_encoding_leaves_nothing_wrong(function: str, calls: int, t
     file.write_text("another text")
     assert decode(encode_corpus(str(file), cache)) == "another text"
     assert len(list(cache.iterdir())) == 2
+
+
+def test_of_many_characters_a_message_shows_a_few() -> None:
+    chinese, ascii_ = "".join(map(chr, range(0x4E00, 0x6000))), "".join(map(chr, range(32, 127)))
+    with pytest.raises(UserError) as error:
+        encode(chinese, ascii_, "--prompt")
+    assert str(error.value) == (
+        f"--prompt: {reprlib.repr(chinese)} (4,608 distinct) not in the training text's vocabulary, "
+        f"{reprlib.repr(ascii_)} (95 distinct)"
+    )
 
 
 @pytest.mark.slow
