@@ -4,11 +4,9 @@ The text is read twice, in chunks, so memory does not grow with it: the first pa
 which are the vocabulary, and the second looks up the token of each character and writes it.
 """
 
-import codecs
 import hashlib
 import json
 import os
-import re
 import reprlib
 import sys
 import tempfile
@@ -17,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-import charset_normalizer
 import fsspec
 import numpy as np
 from fsspec.callbacks import TqdmCallback
@@ -28,22 +25,9 @@ from mingpt.errors import UserError
 from mingpt.files import replace_file, replaced_file
 from mingpt.monitoring.live_line import BAR_OPTIONS
 from mingpt.monitoring.logging import logger
+from mingpt.text_encoding import HAS_NUL, explain_bytes
 
 CHUNK_SIZE = 1 << 18  # characters that are read at once; the arrays made of them fit into a core's cache
-BYTE_ORDER_MARKS = {  # those of UTF-32 first, since one begins like UTF-16's
-    codecs.BOM_UTF32_LE: "UTF-32",
-    codecs.BOM_UTF32_BE: "UTF-32",
-    codecs.BOM_UTF16_LE: "UTF-16",
-    codecs.BOM_UTF16_BE: "UTF-16",
-}
-HAS_NUL = (
-    "has NUL characters, which text does not: if it is UTF-16, `iconv -f UTF-16LE -t UTF-8` (or UTF-16BE) converts it, "
-    "otherwise `tr -d '\\000'` removes them"
-)
-# Encodings of texts, by Python's names, the most frequent first. From a longer list, German and French are taken for
-# others, such as Mac Roman.
-ENCODINGS = ["cp1252", "cp1251", "koi8_r", "cp866", "cp1253", "gb18030", "big5", "cp932", "euc_jp", "cp949"]
-GUESS_SIZE = 1 << 16  # bytes from which an encoding is guessed
 
 
 @dataclass(frozen=True)
@@ -270,48 +254,10 @@ def _read(files: Sequence[str], bar: tqdm, digest: "hashlib._Hash") -> Iterator[
                 byte = file.buffer.tell() - len(error.object) + error.start  # type: ignore[attr-defined]
                 raise UserError(
                     f"data.path: {name} is not UTF-8 text: byte {byte} is {error.object[error.start]:#04x}; "
-                    f"{_explain_bytes(name, byte)}"
+                    f"{explain_bytes(name, byte)}"
                 ) from error
     if is_empty:
         raise UserError(f"data.path: {files[0]} is empty; it must hold text: name another file")
-
-
-def _explain_bytes(name: str, first: int) -> str:
-    """Says what the bytes of a file are that is not UTF-8, and how to convert them.
-
-    Args:
-        first: position of the first byte that is not UTF-8
-    """
-    with open(name, "rb") as file:
-        start = file.read(4)
-        file.seek(first)
-        sample = file.read(GUESS_SIZE)
-    for mark, encoding in BYTE_ORDER_MARKS.items():
-        if start.startswith(mark):
-            return f"it begins with the byte-order mark of {encoding}: `iconv -f {encoding} -t UTF-8` converts it"
-    if b"\0" in sample:
-        return f"it {HAS_NUL}"
-    invalid, valid = _count_not_ascii(name)
-    if invalid < valid:
-        return f"all but {invalid:,} of its bytes are UTF-8: `iconv -c -f UTF-8 -t UTF-8` leaves those out"
-    lines = [line for line in sample.split(b"\n")[:-1] if not line.isascii()]  # the last one may be cut
-    guess = charset_normalizer.from_bytes(b"\n".join(lines) or sample, cp_isolation=ENCODINGS).best()
-    if guess is None:
-        return "its encoding is unknown, or it is no text: `iconv -f ENCODING -t UTF-8` converts it"
-    encoding = min(guess.could_be_from_charset, key=ENCODINGS.index).upper().replace("_", "-")
-    beginning = repr(str(guess)[:20])
-    return f"as {encoding} it reads {beginning} there: if that is right, `iconv -f {encoding} -t UTF-8` converts it"
-
-
-def _count_not_ascii(name: str) -> tuple[int, int]:
-    """Returns the number of bytes of a file that are not UTF-8, and that of its characters that are, besides ASCII."""
-    invalid = not_ascii = 0
-    # Each invalid byte is read as one of 128 code points that no text has.
-    with open(name, encoding="utf-8", errors="surrogateescape", newline="\n") as file:
-        while text := file.read(CHUNK_SIZE):
-            invalid += len(re.findall("[\udc80-\udcff]", text))
-            not_ascii += len(re.findall("[^\0-\x7f]", text))
-    return invalid, not_ascii - invalid
 
 
 def _find_vocabulary(files: Sequence[str], extra_characters: str, bar: tqdm) -> tuple[str, str]:
