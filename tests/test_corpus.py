@@ -95,6 +95,7 @@ def test_bad_text_is_refused_with_file_and_byte_and_writes_no_cache(
 
 FRENCH = "Le cœur a ses raisons – « déjà vu », l’été, à Noël.\n"
 RUSSIAN = "Все счастливые семьи похожи друг на друга.\n"
+JAPANESE = "吾輩は猫である。名前はまだ無い。どこで生れたかとんと見当がつかぬ。\n"
 CHINESE = "人生若只如初见，何事秋风悲画扇。\n"
 
 
@@ -106,6 +107,7 @@ CHINESE = "人生若只如初见，何事秋风悲画扇。\n"
         ("plain", "utf-16-le", "has NUL characters, which text does not: if it is UTF-16, "),
         (FRENCH, "utf-16-le", "byte 48 is 0xab; it has NUL characters"),
         (FRENCH, "cp1252", "byte 4 is 0x9c; as CP1252 it reads 'œur a ses raisons – ' there: "),
+        ("plain words in English, nothing else.\n" * 12 + JAPANESE, "euc-jp", "as EUC-JP it reads '吾輩は猫である。"),
         ("it’s the captain’s\n", "cp1252", "as CP1252 it reads '’s the captain’s"),
         ("zwölf Boxkämpfer auf Sylt, ", "latin-1", "as CP1252 it reads 'ölf Boxkämpfer auf S'"),
         (RUSSIAN, "koi8-r", "as KOI8-R it reads 'Все счастливые семьи' there: "),
