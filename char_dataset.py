@@ -2,6 +2,9 @@
 
 The window of a sample is computed from the seed and the sample's number. There is no sampler, and no state of one to
 save: a run that knows how many samples it has trained on continues with the next.
+
+Both datasets take a range or list of numbers for a batch, which the trainer uses, and are map-style datasets for other
+programs: an int from 0 to len - 1 gives one window.
 """
 
 import math
@@ -56,7 +59,7 @@ class CharDataset(Dataset):
 
     An epoch cuts the text into `len(dataset)` windows, one after the other, and holds each of them once. Every epoch
     has an order of its own, and an offset of its own: the position in the text at which its first window starts.
-    `dataset[7]` is a sample, `dataset[range(7, 9)]` a batch of two.
+    `dataset[range(7, 9)]` is a batch of two samples, of any epoch; `dataset[7]` is a sample of the first epoch.
 
     Args:
         tokens: (n,) training text, n > block_size
@@ -85,13 +88,19 @@ class CharDataset(Dataset):
         return offset.astype(np.int64) + window * self.block_size
 
     def __getitem__(self, samples: int | Sequence[int] | np.ndarray) -> tuple[Tensor, Tensor]:
-        """Returns inputs and targets, int64: (T,) for one sample number, (B, T) for several."""
-        numbers = np.asarray(samples, dtype=np.int64)
-        starts = self.starts(numbers.reshape(-1)).reshape(numbers.shape)
-        positions = starts[..., None] + np.arange(self.block_size + 1)  # (T + 1,) or (B, T + 1)
+        """Returns inputs and targets, int64: (T,) for one sample number, (B, T) for several.
+
+        Raises:
+            IndexError: one number is not in the first epoch; as in a list, negative ones count from its end.
+        """
+        if isinstance(samples, int | np.integer):
+            [idx], [targets] = self[[range(self.windows)[samples]]]
+            return idx, targets
+        starts = self.starts(np.asarray(samples, dtype=np.int64))
+        positions = starts[:, None] + np.arange(self.block_size + 1)  # (B, T + 1)
         text = torch.from_numpy(self.tokens[positions].astype(np.int64))
         # The target of each character is the next one.
-        return text[..., :-1], text[..., 1:]
+        return text[:, :-1], text[:, 1:]
 
 
 class ValidationDataset(Dataset):
@@ -117,7 +126,7 @@ class ValidationDataset(Dataset):
     def __len__(self) -> int:
         return self.windows
 
-    def starts(self, windows: range) -> np.ndarray:
+    def starts(self, windows: Sequence[int]) -> np.ndarray:
         """Returns the position in the text, (B,), at which each of these windows starts."""
         window_in_text = np.asarray(windows, dtype=np.int64) * self.windows_in_text // self.windows
         return window_in_text * self.block_size
@@ -127,12 +136,19 @@ class ValidationDataset(Dataset):
         targets_left = len(self.tokens) - 1 - self.starts(windows)
         return int(targets_left.clip(0, self.block_size).sum())
 
-    def __getitem__(self, windows: range) -> tuple[Tensor, Tensor]:
-        """Returns inputs and targets of B windows, (B, T), int64."""
+    def __getitem__(self, windows: int | Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Returns inputs and targets, int64: (T,) for one window, (B, T) for several.
+
+        Raises:
+            IndexError: the number of one window is not below len; as in a list, negative ones count from the end.
+        """
+        if isinstance(windows, int | np.integer):
+            [idx], [targets] = self[[range(self.windows)[windows]]]
+            return idx, targets
         positions = self.starts(windows)[:, None] + np.arange(self.block_size + 1)  # (B, T + 1)
         last = len(self.tokens) - 1
         text = self.tokens[np.minimum(positions, last)].astype(np.int64)
         has_target = positions[:, :-1] < last
-        idx = np.where(has_target, text[:, :-1], 0)
-        targets = np.where(has_target, text[:, 1:], IGNORE_INDEX)
-        return torch.from_numpy(idx), torch.from_numpy(targets)
+        idx = torch.from_numpy(np.where(has_target, text[:, :-1], 0))
+        targets = torch.from_numpy(np.where(has_target, text[:, 1:], IGNORE_INDEX))
+        return idx, targets

@@ -38,9 +38,10 @@ pipeline_tag: text-generation
 # {name}
 
 A character-level GPT of architecture {config.architecture}: {config.n_layer} layers, {config.n_head} heads,
-{config.n_embd} wide, {sum(weight.numel() for weight in pretrained.weights.values()):,} parameters,
-{config.vocab_size} distinct characters.
+{config.n_embd} wide, {sum(weight.numel() for weight in pretrained.weights.values()):,} parameters.
 Prompt and generated text together have at most {config.block_size} characters.
+The tokenizer knows the {config.vocab_size} distinct characters of the training text. It ends with `Missing [UNK] token`
+at any other; `"".join(c for c in text if c in tokenizer.get_vocab())` leaves those out.
 
 | | |
 | --- | --- |

@@ -1,6 +1,7 @@
 """The configuration: every key with its type, default, description and bounds, and the checks between keys."""
 
 import os
+import re
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -17,6 +18,7 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 
 # The docstring of a key is its description.
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
@@ -37,6 +39,16 @@ MAX_STEPS = 99_999_999  # snapshots are named step_00000500.pt, with eight digit
 MAX_THREADS = 1024  # more than any machine has cores; a million would take all threads that a machine can start
 
 
+def _expand_path(path: str | None) -> str | None:
+    """A path with ~ and variables such as $HOME replaced, as a shell does."""
+    if path is None:
+        return None
+    expanded = os.path.expandvars(os.path.expanduser(path))
+    if re.search(r"\$(\w|{)", expanded):
+        raise PydanticCustomError("path", "a path whose variables are set in the environment")
+    return expanded
+
+
 @dataclass(frozen=True, config=STRICT)
 class DataConfig:
     """The training text."""
@@ -52,6 +64,8 @@ class DataConfig:
 
     truncate: float | None = Field(default=None, gt=0, le=1)
     """fraction of the text to use, from its start; null: all of it"""
+
+    _expand = field_validator("path")(_expand_path)
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -224,10 +238,7 @@ class TrainerConfig:
     snapshot_path: str | None = Field(default=None, min_length=1)
     """folder or fsspec URL of the snapshots; null: snapshots/ in run_dir"""
 
-    @field_validator("run_dir", "snapshot_path")
-    @classmethod
-    def _expand_user(cls, path: str | None) -> str | None:
-        return path and os.path.expanduser(path)  # ~ as a shell reads it
+    _expand = field_validator("init_from", "run_dir", "snapshot_path")(_expand_path)
 
     @model_validator(mode="after")
     def _check(self) -> "TrainerConfig":

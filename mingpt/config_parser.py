@@ -203,7 +203,7 @@ def _allowed_value(error: ErrorDetails) -> str:
         return "a list of two numbers"
     if error["type"] == "string_too_short":
         return "at least one character"
-    return error["msg"].removeprefix("Input should be ")
+    return error["msg"].removeprefix("Input should be ").replace("a valid boolean", "true or false")
 
 
 def _wrong_value(name: str, values: Sections, place: Path | str, allowed: list[str]) -> str:

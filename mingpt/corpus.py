@@ -7,6 +7,7 @@ which are the vocabulary, and the second looks up the token of each character an
 import hashlib
 import json
 import os
+import reprlib
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,7 @@ from mingpt.errors import UserError
 from mingpt.files import replace_file, replaced_file
 from mingpt.monitoring.live_line import BAR_OPTIONS
 from mingpt.monitoring.logging import logger
+from mingpt.text_encoding import HAS_NUL, explain_bytes
 
 CHUNK_SIZE = 1 << 18  # characters that are read at once; the arrays made of them fit into a core's cache
 
@@ -52,12 +54,17 @@ def encode(text: str, vocabulary: str, source: str) -> list[int]:
     Raises:
         UserError: a character is not in the vocabulary.
     """
-    unknown = sorted(set(text) - set(vocabulary))
+    unknown = "".join(sorted(set(text) - set(vocabulary)))
     if unknown:
         raise UserError(
-            f"{source}: {''.join(unknown)!r} not in the training text's vocabulary, which is {vocabulary!r}"
+            f"{source}: {show_characters(unknown)} not in the training text's vocabulary, {show_characters(vocabulary)}"
         )
     return [vocabulary.index(character) for character in text]
+
+
+def show_characters(characters: str) -> str:
+    """Distinct characters as messages show them: a few, and their number."""
+    return f"{reprlib.repr(characters)} ({len(characters):,} distinct)"
 
 
 def check_text(path: str) -> None:
@@ -74,7 +81,7 @@ def count_characters(path: str) -> int | None:
     fs, names = _find_files(path)
     if not isinstance(fs, LocalFileSystem):
         return None
-    with tqdm(desc="reading", total=_count_bytes(names, path), unit="B", **BAR_OPTIONS) as bar:
+    with tqdm(desc="reading", total=sum(map(os.path.getsize, names)), unit="B", **BAR_OPTIONS) as bar:
         return sum(len(codes) for codes in _read(names, bar, hashlib.sha256()))
 
 
@@ -120,7 +127,7 @@ def _find_files(path: str) -> tuple[fsspec.AbstractFileSystem, list[str]]:
     try:
         fs, root = fsspec.url_to_fs(path)
         found = [root]
-        if any(character in path for character in "*?["):
+        if any(character in path for character in "*?[") and not fs.exists(root):
             found = sorted(fs.glob(root))
         infos = [fs.info(name) for name in found]
     except FileNotFoundError:
@@ -151,7 +158,7 @@ def _download(fs: fsspec.AbstractFileSystem, names: Sequence[str], folder: str) 
     """Copies files of another machine into a folder, and returns the names of the copies."""
     copies = []
     for i, name in enumerate(names):
-        copy = os.path.join(folder, f"{i}.txt")
+        copy = os.path.join(folder, f"{i}-{os.path.basename(name)}")
         bar = TqdmCallback(tqdm_kwargs={"desc": "fetching", "unit": "B", **BAR_OPTIONS})
         try:
             fs.get_file(name, copy, callback=bar)
@@ -159,17 +166,6 @@ def _download(fs: fsspec.AbstractFileSystem, names: Sequence[str], folder: str) 
             raise UserError(f"data.path: {name} can't be fetched: {error}; copy it here, or try again later") from error
         copies.append(copy)
     return copies
-
-
-def _count_bytes(files: Sequence[str], path: str) -> int:
-    """Returns the size of a text; raises a UserError if it is empty or may not be read."""
-    for file in files:
-        if not os.access(file, os.R_OK):
-            raise UserError(f"data.path: {file} can't be read: Permission denied; make it readable, or name another")
-    size = sum(map(os.path.getsize, files))
-    if size == 0:
-        raise UserError(f"data.path: {path} is empty; it must hold text: name another file")
-    return size
 
 
 # The cache: text.json, the index, and the file of tokens that it names
@@ -202,7 +198,7 @@ def _token_dtype(vocabulary: str) -> np.dtype:
 def _write_cache(path: str, files: Sequence[str], identity: str, extra_characters: str, cache_dir: Path) -> Corpus:
     """Encodes the text. A process that is killed meanwhile leaves the cache as it was, and an unfinished file."""
     try:
-        bytes_to_read = 2 * _count_bytes(files, path)  # in two passes
+        bytes_to_read = 2 * sum(map(os.path.getsize, files))  # in two passes
         cache_dir.mkdir(parents=True, exist_ok=True)
         for leftover in cache_dir.glob("*.tmp"):  # of a process that was killed
             leftover.unlink(missing_ok=True)
@@ -241,10 +237,16 @@ def _write_cache(path: str, files: Sequence[str], identity: str, extra_character
 
 def _read(files: Sequence[str], bar: tqdm, digest: "hashlib._Hash") -> Iterator[np.ndarray]:
     """Yields the code points of the characters in chunks, (n,) uint32, and adds their bytes to the digest."""
+    is_empty = True
     for name in files:
-        with open(name, encoding="utf-8", newline="\n") as file:
+        if not os.access(name, os.R_OK):
+            raise UserError(f"data.path: {name} can't be read: Permission denied; make it readable, or name another")
+        with open(name, encoding="utf-8-sig", newline="\n") as file:  # without a byte-order mark
             try:
                 while text := file.read(CHUNK_SIZE):
+                    is_empty = False
+                    if "\0" in text:
+                        raise UserError(f"data.path: {name} {HAS_NUL}")
                     # UTF-32 is the array of code points. numpy is faster than a set or a dictionary of characters.
                     yield np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
                     chunk = text.encode()
@@ -254,8 +256,10 @@ def _read(files: Sequence[str], bar: tqdm, digest: "hashlib._Hash") -> Iterator[
                 byte = file.buffer.tell() - len(error.object) + error.start  # type: ignore[attr-defined]
                 raise UserError(
                     f"data.path: {name} is not UTF-8 text: byte {byte} is {error.object[error.start]:#04x}; "
-                    "convert it, as `iconv -f LATIN1 -t UTF-8` does from Latin-1"
+                    f"{explain_bytes(name, byte)}"
                 ) from error
+    if is_empty:
+        raise UserError(f"data.path: {files[0]} is empty; it must hold text: name another file")
 
 
 def _find_vocabulary(files: Sequence[str], extra_characters: str, bar: tqdm) -> tuple[str, str]:

@@ -1,4 +1,7 @@
-"""The yaml of configurations: 3e-4 is a number, a date is text, and what `dump_yaml` writes reads back equal."""
+"""The yaml of configurations: numbers are written as in JSON, and what `dump_yaml` writes reads back equal.
+
+yaml 1.1 reads 010 as 8, 12:30 as 750, 1_000 as 1000, and yes as true. Here these are text, as are dates.
+"""
 
 import math
 import re
@@ -6,11 +9,23 @@ from typing import Any
 
 import yaml
 
-FLOAT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+\Z")
+WHOLE = r"[-+]?(0|[1-9][0-9]*)"
+# What is not text where it has no quotes. 1. and .5 are numbers, too.
+SCALARS = {
+    "null": r"~|null|Null|NULL|",
+    "bool": r"true|True|TRUE|false|False|FALSE",
+    "int": WHOLE,
+    "float": rf"({WHOLE}(\.[0-9]*)?|[-+]?\.[0-9]+)([eE][-+]?[0-9]+)?",
+    "merge": r"<<",
+}
+# By the first character; None: any.
+RESOLVERS = {None: [(f"tag:yaml.org,2002:{name}", re.compile(rf"({text})\Z")) for name, text in SCALARS.items()]}
 
 
 class _Loader(yaml.SafeLoader):
     """SafeLoader that refuses duplicate keys."""
+
+    yaml_implicit_resolvers = RESOLVERS
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         names: list[Any] = []
@@ -22,12 +37,9 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """SafeDumper that quotes what the loader takes for a number."""
+    """SafeDumper that quotes what any yaml program takes for a number."""
 
-
-for _class in (_Loader, _Dumper):
-    _class.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+0123456789"))
-_Loader.add_constructor("tag:yaml.org,2002:timestamp", lambda _, node: node.value)  # a folder's name may be a date
+    yaml_implicit_resolvers = yaml.SafeDumper.yaml_implicit_resolvers | RESOLVERS
 
 
 def load_yaml(content: str | bytes) -> Any:

@@ -48,12 +48,10 @@ def test_a_sample_is_a_function_of_seed_and_number_alone() -> None:
     data, other = CharDataset(tokens, 8, seed=1), CharDataset(tokens, 8, seed=2)
     idx, targets = data[np.array([5, 700, 10**12])]
     assert torch.equal(targets[:, :-1], idx[:, 1:])
-    assert torch.equal(idx[1], CharDataset(tokens, 8, seed=1)[700][0])
+    assert torch.equal(idx[:2], CharDataset(tokens, 8, seed=1)[[5, 700]][0])
     assert not torch.equal(other[range(64)][0], data[range(64)][0])
     # Pinned: with another order, existing snapshots would resume with other data.
     assert data.starts(np.array([0, 1, 623, 624, 10**12])).tolist() == [3899, 1259, 2227, 1857, 3772]
-    loaded = torch.cat([idx for idx, _ in DataLoader(data, batch_size=5)])
-    assert torch.equal(loaded, data[range(len(data))][0])
 
 
 @pytest.mark.parametrize(
@@ -67,14 +65,34 @@ def test_a_batch_holds_the_windows_of_its_samples_in_their_order(numbers: range 
     expected = data.starts(np.array(numbers))[:, None] + np.arange(65)
     assert np.array_equal(idx, expected[:, :-1])
     assert np.array_equal(targets, expected[:, 1:])
-    for i, number in enumerate(numbers[:9]):
-        assert torch.equal(data[number][0], idx[i])
-        assert torch.equal(data[number][1], targets[i])
 
 
 def test_the_smallest_text_has_one_window() -> None:
     data = CharDataset(np.arange(5, dtype=np.uint8), block_size=4, seed=0)
-    assert [data[i][0].tolist() for i in range(3)] == [[0, 1, 2, 3]] * 3
+    assert data[range(3)][0].tolist() == [[0, 1, 2, 3]] * 3
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        CharDataset(np.arange(1000, dtype=np.uint16), 16, seed=1),
+        ValidationDataset(np.arange(1000, dtype=np.uint16), 16),  # its last window has 7 targets
+        ValidationDataset(np.arange(1000, dtype=np.uint16), 16, max_windows=10),
+    ],
+    ids=["training", "validation", "part of the validation"],
+)
+def test_both_are_map_style_datasets(data: CharDataset | ValidationDataset) -> None:
+    batch = data[range(len(data))]
+    loaded = zip(*DataLoader(data, batch_size=5), strict=True)
+    windows = zip(*data, strict=True)
+    for expected, found, listed in zip(batch, loaded, windows, strict=True):
+        assert torch.equal(torch.cat(found), expected)
+        assert torch.equal(torch.stack(listed), expected)
+    for number in (-1, -len(data), np.int64(3)):
+        assert torch.equal(data[number][1], batch[1][number])
+    for number in (len(data), -len(data) - 1):
+        with pytest.raises(IndexError):
+            data[number]
 
 
 def test_no_training_window_holds_validation_text() -> None:

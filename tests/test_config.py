@@ -16,6 +16,7 @@ from mingpt.config_parser import DEFAULT_CONFIG, build_parser, config_options, o
 from mingpt.errors import UserError
 from mingpt.files import write_config
 
+PATHS = ("data.path", "trainer.init_from", "trainer.run_dir", "trainer.snapshot_path")
 TEXT_KEYS = [name for name, field in KEYS.items() if field.annotation in (str, str | None)]
 
 
@@ -92,6 +93,10 @@ def test_the_command_line_overrides_the_yaml(config_file: Path) -> None:
         ("trainer.snapshot_path", "3e4x", "3e4x"),
         ("trainer.snapshot_path", "null", None),
         ("trainer.snapshot_path", "2024-01-31", "2024-01-31"),
+        ("trainer.snapshot_path", "010", "010"),
+        ("trainer.snapshot_path", "12:30", "12:30"),
+        ("trainer.snapshot_path", "yes", "yes"),
+        ("trainer.snapshot_path", "1_000", "1_000"),
     ],
 )
 def test_values_are_read_alike_from_yaml_and_command_line(
@@ -143,7 +148,7 @@ def test_text_of_the_command_line_is_taken_as_it_is_and_reads_back_equal(
         config = read_config(argv)
         found = config_to_dict(config)
         expected = {
-            name: os.path.expanduser(text) if name in ("trainer.run_dir", "trainer.snapshot_path") else text
+            name: os.path.expandvars(os.path.expanduser(text)) if name in PATHS else text
             for name, text in given.items()
         }
         assert {name: found[name.split(".")[0]][name.split(".")[1]] for name in given} == expected
@@ -310,7 +315,7 @@ def test_all_mistakes_are_in_one_message(config_file: Path) -> None:
         ("model.n_layer", ["two", 2.5, "2", True, None, [2], {"a": 2}], ["a valid integer"]),
         ("model.architecture", ["llama", 2, None], ["'gpt2' or 'nanochat'"]),
         ("model.dropout", ["much", "0.1", True, None], ["a valid number"]),
-        ("model.bias", [1, "maybe", "true", None], ["a valid boolean"]),
+        ("model.bias", [1, "maybe", "true", None], ["true or false"]),
         ("data.truncate", ["half", True], ["null or a valid number"]),
         ("trainer.max_steps", [True, 1.5, "auto"], ["null or a valid integer"]),
         ("trainer.threads", ["many", 1.5, True, None], ["a valid integer", "'auto'"]),
@@ -331,6 +336,24 @@ def test_values_of_the_wrong_type_are_refused(
             assert message.startswith(f"{name} (in {origin}): found {value!r}, must be ")
             assert all(part in message for part in allowed), message
             assert len(message.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "texts", "allowed"),
+    [
+        ("trainer.seed", ["010", "12:30", "1_000", "0x1f", "0o17", "2024-01-31"], "a valid integer"),
+        ("optimizer.learning_rate", ["1:30.5", "1_0.5", "01.5", ".nan"], "a valid number"),
+        ("trainer.compile", ["yes", "off", "y"], "true or false"),
+    ],
+)
+def test_what_yaml_reads_as_another_number_or_as_a_boolean_is_refused(
+    name: str, texts: list[str], allowed: str, config_file: Path
+) -> None:
+    section, key = name.split(".")
+    for text in texts:
+        config_file.write_text(f"{section}: {{{key}: {text}}}\n")
+        for origin, argv in ((config_file, ["--config", config_file]), ("the command line", [f"--{name}", text])):
+            assert error_of(*argv) == f"{name} (in {origin}): found {text!r}, must be {allowed}"
 
 
 def test_other_values_for_text_are_refused_in_yaml(config_file: Path) -> None:
@@ -389,14 +412,13 @@ def test_values_out_of_range_are_refused_in_one_message(table: list[tuple[str, A
     assert len(lines) == len(expected)
 
 
-@pytest.mark.parametrize("number", ["nan", "inf"])
-def test_numbers_that_are_not_finite_are_refused_in_one_message(number: str) -> None:
+def test_numbers_that_are_not_finite_are_refused_in_one_message() -> None:
     names = [name for name, field in KEYS.items() if "float" in str(field.annotation)]
-    argv = [f"--{name}=[.{number}, 0.9]" if name == "optimizer.betas" else f"--{name}=.{number}" for name in names]
+    argv = [f"--{name}=[1e999, 0.9]" if name == "optimizer.betas" else f"--{name}=1e999" for name in names]
     lines = error_of(*argv).splitlines()
     assert [line.split()[0] for line in lines] == names
     for line in lines:
-        assert re.search(rf"found \[?{number}.*, must be (null or )?a finite number$", line)
+        assert re.search(r"found \[?inf.*, must be (null or )?a finite number$", line)
 
 
 TREE = {"distributed.reduction": "tree", "trainer.micro_batch_size": 2, "trainer.threads": 1}
@@ -454,12 +476,19 @@ def test_conflicts_within_several_sections_are_in_one_message() -> None:
     assert [line.split()[0] for line in message.splitlines()] == names
 
 
-def test_folders_of_a_run_are_expanded_once_and_urls_are_refused_where_a_folder_is_needed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_paths_are_expanded_and_urls_are_refused_where_a_folder_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/ada")
-    cfg = read_config(["--trainer.run_dir=~/runs/a", "--trainer.snapshot_path=~/snapshots"]).trainer
-    assert (cfg.run_dir, cfg.snapshot_path) == ("/home/ada/runs/a", "/home/ada/snapshots")
+    monkeypatch.setenv("B", "bucket")
+    for text, path in (("~/a b", "/home/ada/a b"), ("$HOME/a", "/home/ada/a"), ("x/${B}/a$", "x/bucket/a$")):
+        found = config_to_dict(read_config([f"--{name}={text}" for name in PATHS]))
+        assert [found[section][key] for section, key in (name.split(".") for name in PATHS)] == [path] * 4
+    monkeypatch.delenv("B")
+    for name, line in zip(PATHS, error_of(*(f"--{name}=s3://$B/a" for name in PATHS)).splitlines(), strict=True):
+        null = "null or " if name in ("trainer.init_from", "trainer.snapshot_path") else ""
+        assert line.strip() == (
+            f"{name} (in the command line): found 's3://$B/a', must be {null}a path whose variables are set in the "
+            "environment"
+        )
     for run_dir in ("s3://bucket/run", "file:runs", "runs/a::b"):
         with pytest.raises(UserError, match=rf"^trainer\.run_dir is {run_dir}, must be a folder of this machine"):
             read_config([f"--trainer.run_dir={run_dir}"])

@@ -1,9 +1,11 @@
 """Encoding of text, and its cache."""
 
+import codecs
 import hashlib
 import logging
 import os
 import random
+import reprlib
 import signal
 import subprocess
 import sys
@@ -17,7 +19,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from helpers import ROOT, clean_env
 
 from mingpt import corpus
-from mingpt.corpus import Corpus, encode_corpus
+from mingpt.corpus import Corpus, encode, encode_corpus
 from mingpt.errors import UserError
 
 
@@ -73,7 +75,8 @@ def test_more_than_65536_distinct_characters(tmp_path: Path) -> None:
     ("files", "message"),
     [
         ([], "no text at"),
-        ([b""], "empty"),
+        ([b""], r"0\.txt is empty"),
+        ([codecs.BOM_UTF8, codecs.BOM_UTF8], r"0\.txt is empty"),
         ([b"ok \xff no"], r"0\.txt is not UTF-8 text: byte 3 is 0xff"),
         ([b"cut short \xe2\x80"], "byte 10 is 0xe2"),
         (["aé—🙂".encode() * 50, "aé—🙂".encode() * 50 + b"ok\xf0\x9f\x99", b"\x82 ok"], r"1\.txt .* byte 502 is 0xf0"),
@@ -88,6 +91,66 @@ def test_bad_text_is_refused_with_file_and_byte_and_writes_no_cache(
     with pytest.raises(UserError, match=message):
         encode_corpus(f"{tmp_path}/*.txt", tmp_path / "cache")
     assert not list(tmp_path.glob("cache/*"))
+
+
+FRENCH = "Le cœur a ses raisons – « déjà vu », l’été, à Noël.\n"
+RUSSIAN = "Все счастливые семьи похожи друг на друга.\n"
+JAPANESE = "吾輩は猫である。名前はまだ無い。どこで生れたかとんと見当がつかぬ。\n"
+CHINESE = "人生若只如初见，何事秋风悲画扇。\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "encoding", "message"),
+    [
+        (FRENCH, "utf-16", "byte 0 is 0xff; it begins with the byte-order mark of UTF-16: "),
+        (FRENCH, "utf-32", "byte 0 is 0xff; it begins with the byte-order mark of UTF-32: "),
+        ("plain", "utf-16-le", "has NUL characters, which text does not: if it is UTF-16, "),
+        (FRENCH, "utf-16-le", "byte 48 is 0xab; it has NUL characters"),
+        (FRENCH, "cp1252", "byte 4 is 0x9c; as CP1252 it reads 'œur a ses raisons – ' there: "),
+        ("plain words in English, nothing else.\n" * 12 + JAPANESE, "euc-jp", "as EUC-JP it reads '吾輩は猫である。"),
+        ("it’s the captain’s\n", "cp1252", "as CP1252 it reads '’s the captain’s"),
+        ("zwölf Boxkämpfer auf Sylt, ", "latin-1", "as CP1252 it reads 'ölf Boxkämpfer auf S'"),
+        (RUSSIAN, "koi8-r", "as KOI8-R it reads 'Все счастливые семьи' there: "),
+        ("ASCII first\n" * 9999 + CHINESE, "gb18030", "as GB18030 it reads '人生若只如初见，何事秋风悲画扇。"),
+    ],
+    ids=lambda value: value[:20],
+)
+def test_what_is_advised_for_another_encoding_converts_it(
+    text: str, encoding: str, message: str, tmp_path: Path
+) -> None:
+    text *= 9
+    file, converted = tmp_path / "text.txt", tmp_path / "converted.txt"
+    file.write_bytes(text.encode(encoding))
+    with pytest.raises(UserError) as error:
+        encode_corpus(str(file), tmp_path / "cache")
+    assert message in str(error.value)
+    iconv = str(error.value).split("`")[1].split()
+    converted.write_bytes(subprocess.run(iconv, input=file.read_bytes(), capture_output=True, check=True).stdout)
+    assert decode(encode_corpus(str(converted), tmp_path / "cache")) == text
+
+
+def test_a_text_with_a_few_bytes_that_are_not_utf8_has_their_number(tmp_path: Path) -> None:
+    part = FRENCH.encode() * 9
+    (tmp_path / "1.txt").write_bytes(part)
+    (tmp_path / "2.txt").write_bytes(part + b"\x92" + part + b"\xff")
+    with pytest.raises(UserError, match=rf"2\.txt is .* byte {len(part)} is 0x92; all but 2 of its bytes are UTF-8"):
+        encode_corpus(f"{tmp_path}/*.txt", tmp_path / "cache")
+
+
+def test_byte_order_marks_of_utf8_are_no_characters_of_the_text(tmp_path: Path) -> None:
+    for name, mark in (("with", codecs.BOM_UTF8), ("without", b"")):
+        for i in range(2):
+            (tmp_path / f"{name}{i}.txt").write_bytes(mark + FRENCH.encode())
+    found, expected = (encode_corpus(f"{tmp_path}/{name}?.txt", tmp_path / name) for name in ("with", "without"))
+    assert decode(found) == FRENCH * 2
+    assert (found.vocabulary, found.sha256) == (expected.vocabulary, expected.sha256)
+
+
+def test_a_file_whose_name_is_a_pattern_is_that_file(tmp_path: Path) -> None:
+    for name in ("book [1].txt", "book 1.txt"):
+        (tmp_path / name).write_text(name)
+    for name, pattern in (("book [1].txt", "book [1].txt"), ("book 1.txt", "book [01].txt")):
+        assert decode(encode_corpus(f"{tmp_path}/{pattern}", tmp_path / "cache")) == name
 
 
 def test_globs_and_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +223,7 @@ def test_extra_characters_are_in_the_vocabulary_and_their_key_identifies_the_cac
         encode_corpus(path, cache, lambda: pytest.fail("the cache is not used"), key)
 
 
-@pytest.mark.parametrize("content", ["txet emos", "some texts", "some", "", "ßöme text"])
+@pytest.mark.parametrize("content", ["txet emos", "some texts", "some", "ßöme text"])
 def test_a_text_that_changes_between_the_passes_is_refused(
     content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,6 +289,16 @@ def test_a_kill_while_encoding_leaves_nothing_wrong(function: str, calls: int, t
     file.write_text("another text")
     assert decode(encode_corpus(str(file), cache)) == "another text"
     assert len(list(cache.iterdir())) == 2
+
+
+def test_of_many_characters_a_message_shows_a_few() -> None:
+    chinese, ascii_ = "".join(map(chr, range(0x4E00, 0x6000))), "".join(map(chr, range(32, 127)))
+    with pytest.raises(UserError) as error:
+        encode(chinese, ascii_, "--prompt")
+    assert str(error.value) == (
+        f"--prompt: {reprlib.repr(chinese)} (4,608 distinct) not in the training text's vocabulary, "
+        f"{reprlib.repr(ascii_)} (95 distinct)"
+    )
 
 
 @pytest.mark.slow

@@ -113,9 +113,10 @@ def test_samples_begin_with_the_prompt_on_two_ranks_and_after_a_restart(folder: 
 
 def test_a_prompt_that_the_text_cannot_continue_is_refused_before_training(text: Path, tmp_path: Path) -> None:
     vocabulary = "".join(sorted(set(text.read_text())))
+    message = f"'?Y' (2 distinct) not in the training text's vocabulary, {vocabulary!r} ({len(vocabulary)} distinct)"
     cases = {
         "": "trainer.sample_prompt is empty, must be null or hold at least one character (in the command line)",
-        "anna? Yes": f"trainer.sample_prompt: '?Y' not in the training text's vocabulary, which is {vocabulary!r}",
+        "anna? Yes": f"trainer.sample_prompt: {message}",
     }
     argvs = [run_args(tmp_path / "run", text, trainer__sample_prompt=prompt) for prompt in cases]
     first, second = run_ranks(2, run_each_captured, argvs, tmp_path=tmp_path)

@@ -1,6 +1,7 @@
 """Exports: what transformers loads, generates and saves, and runs that start from pretrained weights."""
 
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -96,6 +97,7 @@ def test_the_model_card_has_text_loss_and_command(
     card, snapshot = (exported / "README.md").read_text(), load_snapshot(str(trained / "snapshots/step_00000006.pt"))
     assert snapshot["text_sha256"] in card
     assert f"{snapshot['val_loss']:.4f} nats" in card
+    assert f"The tokenizer knows the {len(snapshot['vocabulary'])} distinct characters of the training text." in card
     assert f"A character-level GPT of architecture {snapshot['config']['model']['architecture']}: 2 layers" in card
     command = card.partition("Trained by\n\n```\npython main.py ")[2].partition("\n```\n")[0]
     options = shlex.split(command)
@@ -115,8 +117,11 @@ def test_transformers_has_the_same_tokens_logits_and_greedy_text(trained: Path, 
     tokens = tokenizer(text)["input_ids"]
     assert tokens == [pretrained.vocabulary.index(character) for character in text]
     assert tokenizer.decode(tokens) == text
-    with pytest.raises(Exception, match="UNK"):  # tokenizers raises nothing narrower
+    [knows] = re.findall(r"The tokenizer knows [^|]*", (exported / "README.md").read_text())
+    _, error, _, expression, _ = knows.split("`")
+    with pytest.raises(Exception, match=re.escape(error)):  # tokenizers raises nothing narrower
         tokenizer("anna€")
+    assert eval(expression, {"text": "€anna€ñ€", "tokenizer": tokenizer}) == "annañ"
 
     gpt = GPT(pretrained.model_config).eval()
     gpt.load_state_dict(pretrained.weights)

@@ -186,7 +186,7 @@ def test_a_damaged_snapshot_is_named_and_an_older_one_used(
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("prompt", "what?", ": '?hw' not in the training text's vocabulary, which is '\\n abdenostñú—🙂'"),
+        ("prompt", "what?", ": '?hw' (3 distinct) not in the training text's vocabulary, '\\n abdenostñú—🙂' (14 "),
         ("prompt", "", " is empty"),
         ("max_new_tokens", "-1", " is -1, must be at least 0"),
         ("temperature", "-0.5", " is -0.5, must be at least 0"),

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from mingpt.config import SHAPE_KEYS, Config, config_to_dict
+from mingpt.corpus import show_characters
 from mingpt.distributed.collectives import DistributedContext
 from mingpt.errors import UserError
 from mingpt.monitoring.logging import logger
@@ -328,6 +329,7 @@ def check_compatible(header: dict[str, Any] | None, config: dict[str, Any], voca
         old = "".join(c for c in known if c not in vocabulary)
         raise UserError(
             f"data.path: the text has {len(vocabulary)} distinct characters, but the snapshot of step {header['step']} "
-            f"in the run folder {len(known)} (only in the text: {new!r}; only in the snapshot: {old!r}): use the "
-            f"snapshot's text to resume, or {new_run_advice(config)} to start a new run"
+            f"in the run folder {len(known)} (only in the text: {show_characters(new)}; only in the snapshot: "
+            f"{show_characters(old)}): use the snapshot's text to resume, or {new_run_advice(config)} to start a new "
+            "run"
         )

@@ -8,6 +8,7 @@ import fsspec
 from torch import Tensor
 
 from mingpt.config import KEYS, SHAPE_KEYS, Config, GPTConfig
+from mingpt.corpus import show_characters
 from mingpt.errors import UserError
 from mingpt.monitoring.logging import logger
 from mingpt.snapshot.storage import DamagedSnapshotError, SnapshotStorage, load_snapshot
@@ -123,8 +124,8 @@ def load_initial_weights(path: str, model: "GPT", vocabulary: str) -> dict[str, 
         UserError: the weights can't be loaded.
     """
     pretrained = load_pretrained(path, "trainer.init_from")
-    new = set(vocabulary).difference(pretrained.vocabulary)
-    logger.info(f"starting from the weights of {path}, with {len(new)} new characters {''.join(sorted(new))!r}")
+    new = "".join(sorted(set(vocabulary).difference(pretrained.vocabulary)))
+    logger.info(f"starting from the weights of {path}; new characters: {show_characters(new)}")
     weights = dict(pretrained.weights)
     initial = model.state_dict()
     for name in EMBEDDINGS & weights.keys():

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import os
+import reprlib
 import shutil
 import threading
 import time
@@ -288,13 +289,15 @@ def test_a_snapshot_of_another_model_is_refused_with_key_and_both_values(section
 def test_a_snapshot_of_another_vocabulary_or_optimizer_ends_the_run(trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained / "full", tmp_path / "run")
     text = tmp_path / "text.txt"
-    text.write_text((trained / "text.txt").read_text().replace("f", "ß") + "é")
+    text.write_text((trained / "text.txt").read_text().replace("f", "ß") + "".join(map(chr, range(0x4E00, 0x6000))))
     [(status, _, err)] = run_ranks(1, run_captured, *run_args(tmp_path / "run", text), tmp_path=tmp_path)
     assert status == 2
     size = len(set((trained / "text.txt").read_text()))
+    new = reprlib.repr("ß" + "".join(map(chr, range(0x4E00, 0x6000))))
     assert err.startswith(
-        f"error: data.path: the text has {size + 1} distinct characters, but the snapshot of step 12 in the run folder "
-        f"{size} (only in the text: 'ßé'; only in the snapshot: 'f'): use the snapshot's text"
+        f"error: data.path: the text has {size + 4608} distinct characters, but the snapshot of step 12 in the run "
+        f"folder {size} (only in the text: {new} (4,609 distinct); only in the snapshot: 'f' (1 distinct)): use the "
+        "snapshot's text"
     )
     argv = run_args(tmp_path / "run", trained / "text.txt", optimizer__name="muon", trainer__max_steps=13)
     [(status, _, err)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)

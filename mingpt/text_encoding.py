@@ -1,0 +1,59 @@
+"""What the bytes of a text are that is not UTF-8, for the message that refuses it."""
+
+import codecs
+import re
+
+import charset_normalizer
+
+BYTE_ORDER_MARKS = {  # those of UTF-32 first, since one begins like UTF-16's
+    codecs.BOM_UTF32_LE: "UTF-32",
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
+HAS_NUL = (
+    "has NUL characters, which text does not: if it is UTF-16, `iconv -f UTF-16LE -t UTF-8` (or UTF-16BE) converts it, "
+    "otherwise `tr -d '\\000'` removes them"
+)
+# Encodings of texts, by Python's names, the most frequent first. From a longer list, German and French are taken for
+# others, such as Mac Roman.
+ENCODINGS = ["cp1252", "cp1251", "koi8_r", "cp866", "cp1253", "gb18030", "big5", "cp932", "euc_jp", "cp949"]
+READ_SIZE = 1 << 16  # bytes from which an encoding is guessed, and characters that are read at once
+
+
+def explain_bytes(name: str, first: int) -> str:
+    """Says what the bytes of a file are that is not UTF-8, and how to convert them.
+
+    Args:
+        first: position of the first byte that is not UTF-8
+    """
+    with open(name, "rb") as file:
+        start = file.read(4)
+        file.seek(first)
+        sample = file.read(READ_SIZE)
+    for mark, encoding in BYTE_ORDER_MARKS.items():
+        if start.startswith(mark):
+            return f"it begins with the byte-order mark of {encoding}: `iconv -f {encoding} -t UTF-8` converts it"
+    if b"\0" in sample:
+        return f"it {HAS_NUL}"
+    invalid, valid = _count_not_ascii(name)
+    if invalid < valid:
+        return f"all but {invalid:,} of its bytes are UTF-8: `iconv -c -f UTF-8 -t UTF-8` leaves those out"
+    lines = [line for line in sample.split(b"\n")[:-1] if not line.isascii()]  # the last one may be cut
+    guess = charset_normalizer.from_bytes(b"\n".join(lines) or sample, cp_isolation=ENCODINGS).best()
+    if guess is None:
+        return "its encoding is unknown, or it is no text: `iconv -f ENCODING -t UTF-8` converts it"
+    encoding = min(guess.could_be_from_charset, key=ENCODINGS.index).upper().replace("_", "-")
+    beginning = repr(str(guess)[:20])
+    return f"as {encoding} it reads {beginning} there: if that is right, `iconv -f {encoding} -t UTF-8` converts it"
+
+
+def _count_not_ascii(name: str) -> tuple[int, int]:
+    """Returns the number of bytes of a file that are not UTF-8, and that of its characters that are, besides ASCII."""
+    invalid = not_ascii = 0
+    # Each invalid byte is read as one of 128 code points that no text has.
+    with open(name, encoding="utf-8", errors="surrogateescape", newline="\n") as file:
+        while text := file.read(READ_SIZE):
+            invalid += len(re.findall("[\udc80-\udcff]", text))
+            not_ascii += len(re.findall("[^\0-\x7f]", text))
+    return invalid, not_ascii - invalid
