@@ -42,7 +42,6 @@ ALL_PLACES = [
     ("saved", 0, "SIGKILL", 2),
     ("written", 0, "SIGSTOP", 3),
 ]
-NO_CHANGES: Mapping[str, str | None] = {}
 OPTIONS: dict[str, Any] = {
     "distributed__reduction": "tree",
     "optimizer__name": "muon",
@@ -77,7 +76,7 @@ def run_with_orders(
     folder = tmp_path / "orders"
     folder.mkdir()
     with surviving_run(tmp_path / "run", text, ROOT / "tests/faults/kill_at.py", **options) as run:
-        run.env |= {"KILL_AT": json.dumps(orders), "KILL_AT_FOLDER": str(folder), **env}
+        run.env |= {"KILL_AT": json.dumps(orders), "KILL_AT_FOLDER": str(folder), **(env or {})}
         run.start_by_hand(ranks)
         run.finish(timeout=300)  # of the 22 places on two busy cores
     assert "stopped by SIGTERM" in run.output()
