@@ -10,29 +10,27 @@ from mingpt.config import GPTConfig
 from mingpt.hardware.device import device_kind
 from model import GPT
 
-# 1e12 FLOP/s at the peak, by the name in PyTorch: in matrix products of bf16 and fp16 with sums in fp32, without
-# sparsity, for which data sheets often give twice as much; in fp32 without TF32. From the data sheets of NVIDIA, at
-# nvidia.com/en-us/data-center; for GeForce, from appendix A of the white papers of GA102 and AD102.
-V100 = {"fp16": 125.0, "fp32": 15.7}
-A100 = {"bf16": 312.0, "fp16": 312.0, "fp32": 19.5}
-PEAK_TFLOPS: dict[str, dict[str, float]] = {
-    "Tesla V100-SXM2-16GB": V100,
-    "Tesla V100-SXM2-32GB": V100,
-    "Tesla T4": {"fp16": 65.0, "fp32": 8.1},
-    "NVIDIA A10": {"bf16": 125.0, "fp16": 125.0, "fp32": 31.2},
-    "NVIDIA A100-SXM4-40GB": A100,
-    "NVIDIA A100-SXM4-80GB": A100,
-    "NVIDIA A100-PCIE-40GB": A100,
-    "NVIDIA A100 80GB PCIe": A100,
-    "NVIDIA L4": {"bf16": 121.0, "fp16": 121.0, "fp32": 30.3},
-    "NVIDIA L40S": {"bf16": 362.05, "fp16": 362.05, "fp32": 91.6},
-    "NVIDIA H100 80GB HBM3": {"bf16": 989.5, "fp16": 989.5, "fp32": 67.0},
-    "NVIDIA H100 PCIe": {"bf16": 756.5, "fp16": 756.5, "fp32": 51.0},
-    "NVIDIA H100 NVL": {"bf16": 835.5, "fp16": 835.5, "fp32": 60.0},
-    "NVIDIA H200": {"bf16": 989.5, "fp16": 989.5, "fp32": 67.0},
-    "NVIDIA B200": {"bf16": 2250.0, "fp16": 2250.0, "fp32": 75.0},
-    "NVIDIA GeForce RTX 3090": {"bf16": 71.0, "fp16": 71.0, "fp32": 35.6},
-    "NVIDIA GeForce RTX 4090": {"bf16": 165.2, "fp16": 165.2, "fp32": 82.6},
+# 1e12 FLOP/s at the peak, by the name in PyTorch: in products of matrices in 16 bits with sums in fp32, without
+# sparsity, for which data sheets often give twice as much; and in fp32 without TF32. From NVIDIA's data sheets; for
+# GeForce, from appendix A of the white papers of GA102 and AD102.
+PEAK_TFLOPS = {
+    "Tesla V100-SXM2-16GB": (125.0, 15.7),
+    "Tesla V100-SXM2-32GB": (125.0, 15.7),
+    "Tesla T4": (65.0, 8.1),
+    "NVIDIA A10": (125.0, 31.2),
+    "NVIDIA A100-SXM4-40GB": (312.0, 19.5),
+    "NVIDIA A100-SXM4-80GB": (312.0, 19.5),
+    "NVIDIA A100-PCIE-40GB": (312.0, 19.5),
+    "NVIDIA A100 80GB PCIe": (312.0, 19.5),
+    "NVIDIA L4": (121.0, 30.3),
+    "NVIDIA L40S": (362.05, 91.6),
+    "NVIDIA H100 80GB HBM3": (989.5, 67.0),
+    "NVIDIA H100 PCIe": (756.5, 51.0),
+    "NVIDIA H100 NVL": (835.5, 60.0),
+    "NVIDIA H200": (989.5, 67.0),
+    "NVIDIA B200": (2250.0, 75.0),
+    "NVIDIA GeForce RTX 3090": (71.0, 35.6),
+    "NVIDIA GeForce RTX 4090": (165.2, 82.6),
 }
 
 
@@ -49,9 +47,10 @@ def gpu_metrics(device: torch.device, precision: str, config: GPTConfig, tokens_
     if device.type != "cuda":
         return {}
     metrics = {"memory": torch.cuda.max_memory_allocated(device) / 2**30}
-    peak = PEAK_TFLOPS.get(device_kind(device), {}).get(precision)
-    if peak is not None:
-        metrics["mfu"] = tokens_per_second * flops_per_sequence(config) / config.block_size / (1e12 * peak)
+    peaks = PEAK_TFLOPS.get(device_kind(device))
+    if peaks is not None:
+        peak = 1e12 * peaks[precision == "fp32"]
+        metrics["mfu"] = tokens_per_second * flops_per_sequence(config) / config.block_size / peak
     return metrics
 
 

@@ -24,7 +24,7 @@ def test_mfu_is_given_where_the_peak_is_known(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     tokens = 1e12 * 65 * config.block_size / flops_per_sequence(config)  # in a second at the peak
     assert gpu_metrics(CUDA, "fp16", config, tokens / 4) == {"memory": 1.5, "mfu": pytest.approx(0.25)}
-    assert gpu_metrics(CUDA, "bf16", config, tokens) == {"memory": 1.5}  # emulated
+    assert gpu_metrics(CUDA, "fp32", config, tokens / 65 * 8.1)["mfu"] == pytest.approx(1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3 MIG 1g.10gb")
     assert gpu_metrics(CUDA, "fp16", config, tokens) == {"memory": 1.5}
     assert gpu_metrics(torch.device("cpu"), "fp32", config, tokens) == {}
