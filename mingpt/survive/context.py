@@ -76,11 +76,12 @@ class SurvivingContext(DistributedContext):
     # While the Trainer is constructed
 
     def _choose_device(self, backend: str) -> torch.device:
-        """The first GPU that no other rank has chosen; the process that takes this one's place chooses the same."""
+        """A GPU that no other rank has chosen; the process that takes this one's place chooses the same."""
         gpus = visible_gpu_uuids(backend)
         rank = str(self.launch_rank)
-        for number, gpu in enumerate(gpus):
-            if self.store.compare_set(f"gpu/{gpu}", "", rank).decode() == rank:
+        for i in range(len(gpus)):
+            number = (self.local_rank + i) % len(gpus)
+            if self.store.compare_set(f"gpu/{gpus[number]}", "", rank).decode() == rank:
                 return torch.device("cuda", number)
         if gpus:
             raise UserError(
@@ -91,7 +92,8 @@ class SurvivingContext(DistributedContext):
 
     @property
     def backend(self) -> str:
-        return "gloo, through host memory" if self.device.type == "cuda" else super().backend
+        backend = super().backend
+        return "gloo, through host memory" if backend == "nccl" else backend
 
     def check_equal(
         self,

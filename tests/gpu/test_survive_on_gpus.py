@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import ON_GPUS, VISIBLE_GPUS, newest_snapshot, ranks_on, read_rows, run_args, run_program
+from helpers import ON_GPUS, TORCHRUN, VISIBLE_GPUS, newest_snapshot, ranks_on, read_rows, run_args, run_program
 
 from tests.faults.runs import assert_same_run
 from tests.faults.test_survive import OPTIONS, run_with_orders
@@ -50,11 +50,8 @@ def test_a_rank_that_is_lost_on_gpus_changes_no_bit(device: str, text: Path, tmp
         assert all("mfu" in row for row in rows)
         assert {row["hardware"] for row in read_rows(run.run_dir, "start")} == {NAME}
 
-        too_many = {"distributed__survive": True, "trainer__run_dir": tmp_path / "too_many"}
-        argv = run_args(tmp_path / "too_many", text, **OPTIONS | CHANGES | too_many)
-        done = run_program(
-            "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "main.py", *argv,
-            **env | {"CUDA_VISIBLE_DEVICES": "0"},
-        )  # fmt: skip
+        argv = run_args(tmp_path / "too_many", text, distributed__survive=True, **OPTIONS | CHANGES)
+        one_gpu = env | {"CUDA_VISIBLE_DEVICES": "0"}
+        done = run_program(*TORCHRUN, "--nproc_per_node=2", "main.py", *argv, **one_gpu)
         assert done.returncode == 1
         assert "other ranks have taken the 1 GPU(s) of " in done.stderr
