@@ -29,6 +29,7 @@ from mingpt.prepare_run import initial_weights, keep_init_from, load_corpus
 from mingpt.progress import Progress, StepResult
 from mingpt.signals import EXIT_STATUS, SignalHandler
 from mingpt.snapshot.manager import SnapshotManager, check_compatible
+from mingpt.utilization import gpu_metrics
 from model import GPT
 
 EXIT_WAIT_SECONDS = 5.0  # how long a failing run waits for a snapshot that is being written
@@ -211,6 +212,8 @@ class Trainer:
             seconds = self.evaluate() if evaluates else 0.0
             self.log.show_step(step, loss)
             if logs:
+                gpu_speed = speed / self.context.world_size
+                gpu = gpu_metrics(self.context.device, self.numerics.precision, self.model_config, gpu_speed)
                 self.log.write(
                     "train",
                     step,
@@ -219,6 +222,7 @@ class Trainer:
                     grad_norm=result.grad_norm.item(),
                     tokens_per_second=speed,
                     **self.context.metrics(),
+                    **gpu,
                 )
             if step == self.first_step + 1:
                 logger.info(summary.measured_memory(self.strategy))

@@ -8,17 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.baselines import NanoGPT, Step, minimal_loop, tutorial_step
 from benchmarks.harness import MEDIUM, RANKS, SMALL, Bench, Row, median_row, suppress_stdout
 from benchmarks.learning import time_to_loss
-from mingpt.config import MAX_STEPS, GPTConfig
+from mingpt.config import MAX_STEPS
 from mingpt.generation import generate
 from mingpt.hardware.device import device_kind
 from mingpt.monitoring.run_log import read_metrics
 from mingpt.parallel.strategy import DTYPES
+from mingpt.utilization import flops_per_sequence
 from model import GPT
 from trainer import Trainer
 
@@ -200,29 +199,13 @@ def speed(bench: Bench) -> Iterator[Row]:
     size = 8192 if bench.is_on_gpu else 1024
     matrix = torch.randn(size, size, dtype=DTYPES[precision], device=bench.context.device)
     ratios = bench.ratio(lambda: matrix @ matrix, trainer.train_step)
-    products = flops_per_step(trainer.model_config, batch_size) / (2 * size**3)
+    products = batch_size * flops_per_sequence(trainer.model_config) / (2 * size**3)
     what = f"MFU: FLOP/s of a step in those of a product of matrices {size} wide, {how}"
     yield median_row(what, [100 * products * ratio for ratio in ratios], "%")
     if bench.is_on_gpu:
         seconds = bench.time_calls(trainer.train_step, 50) / 50
         what = f"absolute: tokens per second on {device_kind(bench.context.device)}, {how}"
         yield Row(what, batch_size * trainer.model_config.block_size / seconds)
-
-
-def flops_per_step(config: GPTConfig, batch_size: int) -> int:
-    """Floating-point operations of forward and backward.
-
-    They equal the usual formula: 6 per token and weight in a matrix product, and 12 n_layer n_embd T per token for
-    attention, whose masked half is counted too (Chowdhery et al., "PaLM", 2022, appendix B).
-    """
-    with torch.device("meta"):
-        model = GPT(config)
-        idx = torch.zeros(1, config.block_size, dtype=torch.long)
-    # Fused attention kernels would count the scores that backward recomputes, too.
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        _, loss = model(idx, idx)
-        torch.autograd.grad(loss, list(model.parameters()))
-    return batch_size * counter.get_total_flops()
 
 
 CASES: dict[str, Callable[[Bench], Iterator[Row]]] = {

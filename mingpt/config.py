@@ -334,6 +334,10 @@ class DistributedConfig:
                 f"distributed.survive is true, which needs distributed.reduction tree, not {self.reduction}: set it, "
                 "with distributed.strategy ddp and distributed.pipeline_stages 1"
             )
+        if self.survive and self.backend == "nccl":
+            raise ValueError(
+                "distributed.backend is nccl, must be auto or gloo with distributed.survive, which exchanges by gloo"
+            )
         if self.survive and (self.init_method or "").startswith("file://"):
             raise ValueError(
                 f"distributed.survive is true, which needs a store at a host and port, not {self.init_method}: set "

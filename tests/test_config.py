@@ -464,10 +464,13 @@ def test_values_that_do_not_go_together_are_refused(values: dict[str, Any], mess
     assert len(error.splitlines()) == 1
 
 
-def test_survive_needs_a_store_at_a_host_and_port() -> None:
+def test_survive_needs_a_store_at_a_host_and_port_and_no_nccl() -> None:
     values = TREE | {"distributed.survive": True, "distributed.init_method": "file:///tmp/rendezvous"}
     assert error_of(*options(values)).startswith("distributed.survive is true, which needs a store at a host and port")
-    read_config(options(values | {"distributed.init_method": "tcp://host:2000"}))
+    values |= {"distributed.init_method": "tcp://host:2000"}
+    read_config(options(values))
+    error = error_of(*options(values | {"distributed.backend": "nccl"}))
+    assert error.startswith("distributed.backend is nccl, must be auto or gloo with distributed.survive")
 
 
 def test_conflicts_within_several_sections_are_in_one_message() -> None:

@@ -8,8 +8,10 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from mingpt.distributed.heartbeat import (
@@ -27,6 +29,7 @@ from mingpt.monitoring.logging import logger
 
 ALL_ALIVE_SECONDS = 0.7  # in which all ranks send a heartbeat if none is dead
 GRACE_SECONDS = 5.0  # for the main thread to report an error, in which it waits for a snapshot that is being written
+TRACE_SECONDS = 3.0  # for NCCL's trace to be written
 FILE_SYSTEM = "the file system"  # the host of a store at file://
 
 
@@ -48,9 +51,12 @@ class HealthMonitor:
     Args:
         store_host: the process that hosts the store, as messages name it
         timeout_seconds: how long a rank may be stopped
+        traces: path of the dumps of NCCL's flight recorder, without the rank at their end; empty without NCCL
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, store_host: str, timeout_seconds: float) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, world_size: int, store_host: str, timeout_seconds: float, traces: str = ""
+    ) -> None:
         # Connections of their own: a request waits for the one before it on the same connection.
         self.store: dist.Store = dist.PrefixStore("health", store.clone())  # type: ignore[attr-defined]
         heartbeat_store = dist.PrefixStore("health", store.clone())  # type: ignore[attr-defined]
@@ -58,6 +64,7 @@ class HealthMonitor:
         self.world_size = world_size
         self.store_host = store_host
         self.timeout_seconds = timeout_seconds
+        self.traces = traces
         self.name = f"rank {rank} ({platform.node()}, process {os.getpid()})"
         self.ranks = [str(other) for other in range(world_size)]
         self.successor = self.ranks[(rank + 1) % world_size]
@@ -117,6 +124,7 @@ class HealthMonitor:
                 cause = self._query(self._find_cause, None)
             except StoreUnreachableError as error:
                 cause = str(error) if self.store_host == "rank 0" else ""
+            self._dump_trace(cause)
             is_blocked = cause and not self.stopped.wait(GRACE_SECONDS) and self.is_watching
             if is_blocked and self.report_lock.acquire(blocking=False):
                 logger.error(f"{cause}{restart_hint(os.environ)}")
@@ -159,12 +167,26 @@ class HealthMonitor:
             except PeerError as unreachable:
                 return unreachable
             if cause:
+                self._dump_trace(cause)
                 # Rank 0 may host the store, which other ranks read a moment later.
                 return PeerError(cause, 2 * HEARTBEAT_INTERVAL if self.rank == 0 else 0.0)
         summary = (str(error).strip().splitlines() or [""])[0]
         with suppress(PeerError):
             self._query(self.store.compare_set, "cause", "", f"{self.name} failed: {type(error).__name__}: {summary}")
         return error
+
+    def _dump_trace(self, cause: str) -> None:
+        """Writes what NCCL has recorded on this rank, if the cause says so; in a thread, since a driver may hang."""
+
+        def write() -> None:
+            with suppress(OSError):
+                trace = torch._C._distributed_c10d._dump_nccl_trace()  # type: ignore[attr-defined]
+                Path(f"{self.traces}{self.rank}").write_bytes(trace)
+
+        if self.traces and self.traces in cause:
+            thread = threading.Thread(target=write, daemon=True)
+            thread.start()
+            thread.join(TRACE_SECONDS)
 
     def _query(self, request: Callable[..., Any], *args: Any) -> Any:
         """Returns the store's answer. A thread waits for it, because a request to a stopped process blocks for ever."""
@@ -214,6 +236,8 @@ class HealthMonitor:
             if not late and not re.search("timeout|timed out", str(error), re.IGNORECASE):
                 return ""
             cause = f"all {self.world_size} ranks are alive, but {late or f'one did not answer in time: {error}'}"
+            if self.traces:
+                cause += f"; each rank writes the trace of NCCL's flight recorder to {self.traces}RANK"
         else:
             return ""
         return self.store.compare_set("cause", "", cause).decode()

@@ -1,6 +1,7 @@
 """What surrounds the process group, which main.py initializes: how ranks connect, what their errors mean, the end."""
 
 import errno
+import os
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -47,7 +48,8 @@ def connected_ranks(
             store_host = FILE_SYSTEM
         elif uses_agent_store(init_method):
             store_host = "torchrun's agent"
-        health = HealthMonitor(store, rank, world_size, store_host, config.timeout_seconds)
+        traces = _record_nccl(run_dir) if "nccl" in backend else ""
+        health = HealthMonitor(store, rank, world_size, store_host, config.timeout_seconds, traces)
         yield dist.PrefixStore("group", store), health
         extend_cuda_timeout(dist.group.WORLD)  # type: ignore[arg-type]
         health.start()
@@ -97,6 +99,17 @@ def destroy_process_group() -> None:
     DistributedContext.exit_callbacks.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _record_nccl(run_dir: str) -> str:
+    """Turns on NCCL's flight recorder; returns the path of its dumps without the rank at their end.
+
+    Variables of the environment are kept, also by their older names.
+    """
+    size = os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000")
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", size)  # 0 in torch 2.10
+    path = os.environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", f"{run_dir}/nccl_trace_rank_")
+    return os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", path)
 
 
 def _check_backends(store: dist.Store, rank: int, world_size: int, backend: str) -> None:

@@ -23,7 +23,8 @@ from mingpt.monitoring.live_line import LiveLine
 from mingpt.monitoring.logging import logger
 
 THREAD_EXCEPTHOOK = threading.excepthook
-SCALARS = ("loss", "learning_rate", "grad_norm", "tokens_per_second", "world_size", "val_loss")  # of train and eval
+# Of train and eval rows.
+SCALARS = ("loss", "learning_rate", "grad_norm", "tokens_per_second", "memory", "mfu", "world_size", "val_loss")
 
 
 class RunLog:

@@ -22,7 +22,7 @@ from mingpt.distributed.launch_environment import RankInfo, local_address, selec
 from mingpt.distributed.position import COLLECTIVES, PositionReader
 from mingpt.distributed.rendezvous import generation_store
 from mingpt.errors import PeerError, UserError
-from mingpt.hardware.device import use_cuda
+from mingpt.hardware.device import visible_gpu_uuids
 from mingpt.monitoring.logging import set_rank
 from mingpt.parallel.build import strategy_class
 from mingpt.survive.membership import POLL_SECONDS, Membership, MembershipChanged, View, end_run, raise_if_ended
@@ -43,10 +43,12 @@ class SurvivingContext(DistributedContext):
     """
 
     def __init__(self, info: RankInfo, config: DistributedConfig, store: dist.Store, address: str | None) -> None:
-        super().__init__(RankInfo(0, 1, info.local_rank or 0, info.local_world_size), config)
         self.launch_rank = info.rank
-        self.restart_count = info.restart_count
         self.store = store
+        super().__init__(RankInfo(0, 1, info.local_rank or 0, info.local_world_size), config)
+        advice = "check the driver where it is cpu, or train on CPUs everywhere with --distributed.backend gloo"
+        self.check_equal({"the type of device": self.device.type}, advice=advice)
+        self.restart_count = info.restart_count
         self.view = 0  # its number; 0: this process is no member yet
         self.calls = 0  # collectives of this view, or before calls of local_rank0_first
         raise_if_ended(store)
@@ -74,12 +76,24 @@ class SurvivingContext(DistributedContext):
     # While the Trainer is constructed
 
     def _choose_device(self, backend: str) -> torch.device:
-        if use_cuda(backend):
+        """A GPU that no other rank has chosen; the process that takes this one's place chooses the same."""
+        gpus = visible_gpu_uuids(backend)
+        rank = str(self.launch_rank)
+        for i in range(len(gpus)):
+            number = (self.local_rank + i) % len(gpus)
+            if self.store.compare_set(f"gpu/{gpus[number]}", "", rank).decode() == rank:
+                return torch.device("cuda", number)
+        if gpus:
             raise UserError(
-                "distributed.survive is true, which does not support cuda yet: set distributed.backend to gloo, or "
-                "distributed.survive to false"
+                f"rank {rank}: other ranks have taken the {len(gpus)} GPU(s) of {platform.node()}: start at most one "
+                "process per GPU, or train on the CPU with --distributed.backend gloo"
             )
         return torch.device("cpu")
+
+    @property
+    def backend(self) -> str:
+        backend = super().backend
+        return "gloo, through host memory" if backend == "nccl" else backend
 
     def check_equal(
         self,
@@ -124,17 +138,26 @@ class SurvivingContext(DistributedContext):
         return gathered.view(self.world_size, -1)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        self.run(lambda group: group.allreduce([tensor]))
-        return tensor
+        host = host_memory(tensor).copy_(tensor)
+        self.run(lambda group: group.allreduce([host]))
+        return tensor.copy_(host, non_blocking=True)
 
     def all_gather(self, gathered: Tensor, tensor: Tensor) -> None:
-        self.run(lambda group: group._allgather_base(gathered, tensor))
+        host = host_memory(gathered)
+        sent = host_memory(tensor).copy_(tensor)
+        self.run(lambda group: group._allgather_base(host, sent))
+        gathered.copy_(host, non_blocking=True)
 
     def all_to_all(self, received: Tensor, sent: Tensor, received_rows: list[int], sent_rows: list[int]) -> None:
-        self.run(lambda group: group.alltoall_base(received, sent, received_rows, sent_rows))
+        host = host_memory(received)
+        sent = host_memory(sent).copy_(sent)
+        self.run(lambda group: group.alltoall_base(host, sent, received_rows, sent_rows))
+        received.copy_(host, non_blocking=True)
 
     def broadcast_tensor(self, tensor: Tensor, source: int) -> None:
-        self.run(lambda group: group.broadcast(tensor, source))
+        host = host_memory(tensor).copy_(tensor)
+        self.run(lambda group: group.broadcast(host, source))
+        tensor.copy_(host, non_blocking=True)
 
     def all_reduce_flags(self, *values: int) -> PendingFlags:
         """As in a DistributedContext; the view ends with this step if all members know that a process waits to join."""
@@ -220,6 +243,14 @@ class SurvivingFlags(PendingFlags):
         *maxima, is_unknown = self.tensor.tolist()
         self.context.ends_view = not is_unknown
         return maxima
+
+
+def host_memory(tensor: Tensor) -> Tensor:
+    """Memory of the tensor's shape for gloo: the tensor itself, or, if it is on a GPU, a new one in pinned memory.
+
+    NCCL's kernels would wait on the GPU for a process that is dead.
+    """
+    return tensor if tensor.device.type == "cpu" else torch.empty_like(tensor, device="cpu", pin_memory=True)
 
 
 @contextmanager

@@ -97,6 +97,7 @@ class SurvivingLoop:
 
     def _enter(self, view: View) -> None:
         trainer = self.trainer
+        trainer.guard.check(trainer.progress.step)  # a process that joins does not know of gradients before
         if view.steps[self.context.rank] == NO_STATE:  # the members continue from their state, whatever this rank has
             self.logged = NO_STATE
             self.result = None

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, process_group, run_program, run_ranks, small_gpt
+from helpers import ROOT, process_group, run_program, run_ranks
 
 from benchmarks import harness
 from benchmarks.__main__ import run, run_case
-from benchmarks.cases import CASES, MULTI_RANK_CASES, flops_per_step
+from benchmarks.cases import CASES, MULTI_RANK_CASES
 from benchmarks.harness import Bench, Row, SkippedError, median_row, to_options
 from mingpt.config import DistributedConfig
 from mingpt.config_parser import read_config
@@ -84,15 +84,6 @@ def test_a_case_yields_rows_and_prints_nothing(
         assert row.smallest is None or row.smallest <= row.figure <= row.largest
         assert row.figure > 0 or "save_every" in row.what
     assert capsys.readouterr().out == ""
-
-
-def test_flops_are_those_of_the_usual_formula() -> None:
-    """6 per token and weight in a matrix product, and 12 n_layer n_embd T per token for attention."""
-    model = small_gpt()
-    config = model.config
-    weights = sum(module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear))
-    per_token = 6 * weights + 12 * config.n_layer * config.n_embd * config.block_size
-    assert flops_per_step(config, 5) == 5 * config.block_size * per_token
 
 
 def measure_on_ranks(folder: Path) -> dict[str, list[Row]]:

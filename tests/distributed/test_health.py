@@ -31,6 +31,8 @@ from mingpt.config import DistributedConfig
 from mingpt.distributed import health
 from mingpt.distributed.collectives import DistributedContext
 from mingpt.distributed.health import HealthMonitor
+from mingpt.distributed.launch_environment import detect_launch_environment
+from mingpt.distributed.process_group import connected_ranks
 from mingpt.errors import PeerError, StoreUnreachableError
 from trainer import Trainer
 
@@ -227,6 +229,32 @@ def _main_with_faults(faults: dict[int, str], grace_seconds: float, argv: list[s
     if "out of memory" in faults.values():
         dist.destroy_process_group = lambda: time.sleep(1000)
     main_process(argv, os.devnull, folder / f"stderr-{rank}")
+
+
+def test_each_rank_writes_what_nccl_has_recorded_where_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
+    path = f"{tmp_path}/nccl_trace_rank_"
+    for cause, trace in run_ranks(2, _find_a_hang, str(tmp_path), tmp_path=tmp_path):
+        assert re.match(r"all 2 ranks are alive, but rank 1 \(.*\) has not reached collective 1", cause), cause
+        assert cause.endswith(f"; each rank writes the trace of NCCL's flight recorder to {path}RANK")
+        assert trace == b"recorded"
+
+
+def _find_a_hang(run_dir: str) -> tuple[str, bytes]:
+    """Rank 0 waits for rank 1, as with nccl, which is not here, for the gradients on GPUs."""
+    torch._C._distributed_c10d._dump_nccl_trace = lambda: b"recorded"  # type: ignore[attr-defined]
+    info = detect_launch_environment(os.environ)
+    config = DistributedConfig(init_method=os.environ["TEST_INIT_METHOD"])
+    with connected_ranks(info, config, run_dir, "cpu:gloo,cuda:nccl") as (store, monitor):
+        dist.init_process_group("gloo", store=store, rank=info.rank, world_size=info.world_size)
+    if info.rank == 0:
+        dist.all_reduce(torch.zeros(1), async_op=True)
+        assert isinstance(monitor.explain(RuntimeError("gloo has timed out")), PeerError)
+    trace = Path(f"{os.environ['TORCH_FR_DUMP_TEMP_FILE']}{info.rank}")
+    deadline = time.monotonic() + 20
+    while not (trace.exists() and trace.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    monitor.stop()
+    return monitor.store.get("cause").decode(), trace.read_bytes()
 
 
 @pytest.mark.slow

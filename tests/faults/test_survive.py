@@ -4,6 +4,7 @@ import json
 import re
 import signal
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +64,19 @@ def assert_same_as_undisturbed(run_dir: Path, text: Path) -> None:
     assert_same_run(undisturbed, run_dir)
 
 
-def run_with_orders(orders: list[Any], ranks: int, text: Path, tmp_path: Path, **options: Any) -> Run:
-    """Runs kill_at.py until all orders are carried out."""
+def run_with_orders(
+    orders: list[Any],
+    ranks: int,
+    text: Path,
+    tmp_path: Path,
+    env: Mapping[str, str | None] | None = None,
+    **options: Any,
+) -> Run:
+    """Runs kill_at.py until all orders are carried out, with these changes of the environment."""
     folder = tmp_path / "orders"
     folder.mkdir()
     with surviving_run(tmp_path / "run", text, ROOT / "tests/faults/kill_at.py", **options) as run:
-        run.env |= {"KILL_AT": json.dumps(orders), "KILL_AT_FOLDER": str(folder)}
+        run.env |= {"KILL_AT": json.dumps(orders), "KILL_AT_FOLDER": str(folder), **(env or {})}
         run.start_by_hand(ranks)
         run.finish(timeout=300)  # of the 22 places on two busy cores
     assert "stopped by SIGTERM" in run.output()
