@@ -39,12 +39,9 @@ def main(argv: Sequence[str] = ()) -> int:
     from mingpt.monitoring.logging import set_rank
     from mingpt.parallel.build import strategy_class
     from mingpt.prepare_run import locked_folders, prepare_run
-    from mingpt.snapshot.pretrained import adopt_shape
     from mingpt.survive.launch import train_surviving
     from trainer import Trainer
 
-    with reported_once_per_machine(info):
-        config = adopt_shape(config)  # that of the weights in trainer.init_from
     if config.distributed.survive:
         return train_surviving(config, Trainer)
 

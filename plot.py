@@ -10,6 +10,7 @@ import argparse
 import os
 import shutil
 import sys
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,7 +21,7 @@ import numpy as np
 
 from mingpt.errors import UserError
 from mingpt.monitoring.logging import logger
-from mingpt.monitoring.run_log import read_metrics
+from mingpt.monitoring.run_log import iter_metrics
 from mingpt.program import run_program
 
 # matplotlib's name of each run's color, and the nearest of a terminal's 256 colors
@@ -31,6 +32,7 @@ PANELS = {
     "grad_norm": "gradient norm",
     "tokens_per_second": "tokens/s",
 }
+MAX_POINTS = 4000  # of a curve: two in each quarter of a pixel
 EVENTS = dict.fromkeys(PANELS, "train") | {"val_loss": "eval"}  # in metrics.jsonl
 
 Curve = tuple[list[int], list[float]]  # steps and values
@@ -48,38 +50,59 @@ class Run:
 def read_run(folder: Path) -> Run:
     """Raises a UserError if the folder is no run folder, or has no loss yet."""
     file = folder / "metrics.jsonl"
+    points = {key: (array("q"), array("d")) for key in EVENTS}  # lists would take ten times the memory
+    starts = []
+    others = 0
     try:
-        rows, others = read_metrics(file)
+        for row in iter_metrics(file):
+            if row is None:
+                others += 1
+                continue
+            if row["event"] == "start":
+                starts.append(row)
+            for key, event in EVENTS.items():
+                value = row.get(key)
+                if row["event"] == event and isinstance(value, float | int) and abs(value) < 1e300:
+                    points[key][0].append(row["step"])
+                    points[key][1].append(value)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise UserError(f"there is no {file}; name the trainer.run_dir of a run that has begun") from error
     except OSError as error:
         raise UserError(f"{file} can't be read: {error.strerror}; make it readable, or copy it") from error
     if others:
         logger.warning(f"{file}: lines left out, for not being rows: {others}")
-    rows.sort(key=lambda row: row["step"])
-    curves = {key: select_curve(rows, event, key) for key, event in EVENTS.items()}
+    curves = {key: sort_and_thin(np.asarray(steps), np.asarray(values)) for key, (steps, values) in points.items()}
     if not curves["loss"][0]:
         raise UserError(f"{file} has no train row with a loss; the first comes after trainer.log_every steps")
     name = str(folder).encode(errors="replace").decode()  # fonts have no characters for undecodable bytes
-    return Run(name, curves, find_restarts(rows))
+    return Run(name, curves, find_restarts(starts))
 
 
-def select_curve(rows: Sequence[dict[str, Any]], event: str, key: str) -> Curve:
-    """Returns the finite values of a key in rows of an event."""
-    steps = []
-    values = []
-    for row in rows:
-        value = row.get(key)
-        if row["event"] == event and isinstance(value, float | int) and abs(value) < 1e300:
-            steps.append(row["step"])
-            values.append(value)
-    return steps, values
+def sort_and_thin(steps: np.ndarray, values: np.ndarray) -> Curve:
+    """Sorts points by step, and of more than MAX_POINTS keeps both ends and the extremes of short intervals.
+
+    Args:
+        steps: (n,) integers
+        values: (n,) floats
+    """
+    shown = steps.argsort(kind="stable")
+    if len(shown) > MAX_POINTS:
+        extremes = [0, len(shown) - 1]
+        for interval in np.array_split(np.arange(len(shown)), MAX_POINTS // 2):
+            part = values[shown[interval]]
+            extremes += [interval[part.argmin()], interval[part.argmax()]]
+        shown = shown[np.unique(extremes)]
+    return steps[shown].tolist(), values[shown].tolist()
 
 
-def find_restarts(rows: Sequence[dict[str, Any]]) -> dict[int, str]:
-    """Returns the steps from which the run has continued, each with its change of the number of ranks."""
+def find_restarts(starts: Sequence[dict[str, Any]]) -> dict[int, str]:
+    """Returns the steps from which the run has continued, each with its change of the number of ranks.
+
+    Args:
+        starts: the start rows
+    """
     restarts: dict[int, str] = {}
-    for previous, start in pairwise(row for row in rows if row["event"] == "start"):
+    for previous, start in pairwise(sorted(starts, key=lambda row: row["step"])):
         before = previous.get("world_size")
         after = start.get("world_size")
         restarts.setdefault(start["step"], "")
@@ -122,7 +145,7 @@ def draw(runs: Sequence[Run], file: Path) -> None:
     axes[-1].set_xlabel("step")
     figure.align_ylabels()
     try:
-        figure.savefig(file)
+        figure.savefig(file, format=file.suffix[1:] or "png")
     except (OSError, RuntimeError, ValueError) as error:  # ValueError: the suffix is no format
         raise UserError(f"--out: {file} can't be written: {error}; name another file") from error
 
@@ -179,12 +202,16 @@ def run(argv: Sequence[str]) -> None:
     """Plots the runs that the command line names, into a file and on the terminal."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder (main.py's trainer.run_dir)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where to (default: plot.png in the first run folder)")
+    parser.add_argument(
+        "--out", type=Path, metavar="PATH", help="file, or folder for plot.png (default: the first run folder)"
+    )
     args = parser.parse_args(argv)
     if len(args.runs) > len(COLORS):
         raise UserError(f"{len(args.runs)} runs can't be told apart; draw {len(COLORS)} at most")
     runs = [read_run(folder) for folder in args.runs]
-    out = args.out or args.runs[0] / "plot.png"
+    out = args.out or args.runs[0]
+    if out.is_dir():
+        out /= "plot.png"
     draw(runs, out)
     columns, rows = shutil.get_terminal_size()
     height = min(rows, 32) - len(runs) - 2  # for the summaries, and the last line

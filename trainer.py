@@ -25,7 +25,7 @@ from mingpt.monitoring.run_log import RunLog, StepTimer
 from mingpt.optimizer import learning_rate
 from mingpt.parallel.build import build_strategy
 from mingpt.parallel.finite_guard import FiniteGuard
-from mingpt.prepare_run import initial_weights, keep_init_from, load_corpus
+from mingpt.prepare_run import adopt_snapshot, initial_weights, load_corpus
 from mingpt.progress import Progress, StepResult
 from mingpt.signals import EXIT_STATUS, SignalHandler
 from mingpt.snapshot.manager import SnapshotManager, check_compatible
@@ -53,9 +53,10 @@ class Trainer:
         self.snapshots = SnapshotManager(config, context)
         newest = self.snapshots.load_newest()
         self.resumed = newest.header if newest is not None else None
-        self.config = config = keep_init_from(config, self.resumed)
+        config, extra_characters = adopt_snapshot(config, context, self.resumed)
+        self.config = config
 
-        self.corpus = load_corpus(config, context)
+        self.corpus = load_corpus(config, context, extra_characters)
         training, validation = train_val_split(self.corpus, config.data)
         self.train_data = CharDataset(training, config.data.block_size, config.trainer.seed)
         self.val_data = ValidationDataset(validation, config.data.block_size, config.trainer.eval_windows)

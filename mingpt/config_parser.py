@@ -15,6 +15,7 @@ from pydantic_core import ErrorDetails
 
 from mingpt.config import KEYS, SECTIONS, Config, config_to_dict
 from mingpt.errors import UserError
+from mingpt.files import read_regular
 from mingpt.yaml_format import dump_yaml, load_yaml
 
 DEFAULT_CONFIG = Path(__file__).parent.parent / "gpt2_train_cfg.yaml"
@@ -114,7 +115,7 @@ def default_snapshot_path() -> str:
 
 def _read_yaml(file: Path) -> Sections:
     try:
-        sections = load_yaml(file.read_bytes()) or {}
+        sections = load_yaml(read_regular(file)) or {}
     except OSError as error:
         raise UserError(f"--config: {file} can't be read: {error.strerror}; name a yaml file") from error
     except yaml.YAMLError as error:

@@ -10,7 +10,7 @@ import os
 import reprlib
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -22,7 +22,7 @@ from fsspec.implementations.local import LocalFileSystem
 from tqdm import tqdm
 
 from mingpt.errors import UserError
-from mingpt.files import replace_file, replaced_file
+from mingpt.files import open_regular, read_regular, replace_file, replaced_file
 from mingpt.monitoring.live_line import BAR_OPTIONS
 from mingpt.monitoring.logging import logger
 from mingpt.text_encoding import HAS_NUL, explain_bytes
@@ -88,7 +88,7 @@ def count_characters(path: str) -> int | None:
 def encode_corpus(
     path: str,
     cache_dir: Path,
-    extra_characters: Callable[[], str] = lambda: "",
+    extra_characters: str = "",
     cache_key: str = "",
     verify: bool = True,
 ) -> Corpus:
@@ -97,8 +97,7 @@ def encode_corpus(
     Args:
         path: file, glob or fsspec URL; for a URL, fsspec's `ukey` is compared
         cache_dir: folder of the cache
-        extra_characters: returns characters that the vocabulary has besides those of the text; called only when the
-            text is encoded
+        extra_characters: characters that the vocabulary has besides those of the text
         cache_key: identifies extra_characters; a cache with another key is not used
         verify: whether to compare the cached tokens with their SHA-256, which one process per machine needs to do
 
@@ -109,13 +108,12 @@ def encode_corpus(
     identity = f"{_identity(fs, names)} and {cache_key}"
     corpus = _open_cache(cache_dir, identity, verify)
     if corpus is None:
-        extra = extra_characters()
         logger.info(f"encoding {path} into {cache_dir}, once")
         with tempfile.TemporaryDirectory() as folder:
             files = names
             if not isinstance(fs, LocalFileSystem):
                 files = _download(fs, names, folder)
-            corpus = _write_cache(path, files, identity, extra, cache_dir)
+            corpus = _write_cache(path, files, identity, extra_characters, cache_dir)
     return corpus
 
 
@@ -174,7 +172,7 @@ def _download(fs: fsspec.AbstractFileSystem, names: Sequence[str], folder: str) 
 def _open_cache(cache_dir: Path, identity: str, verify: bool) -> Corpus | None:
     """Opens the cache of the text that has this identity; None if there is none, or with `verify` if it is damaged."""
     try:
-        index = json.loads((cache_dir / "text.json").read_text())
+        index = json.loads(read_regular(cache_dir / "text.json"))
         if index["identity"] != identity:
             return None
         tokens = _map_tokens(cache_dir / index["file"], index["vocabulary"])
@@ -188,7 +186,8 @@ def _open_cache(cache_dir: Path, identity: str, verify: bool) -> Corpus | None:
 
 
 def _map_tokens(file: Path, vocabulary: str) -> np.ndarray:
-    return np.asarray(np.memmap(file, _token_dtype(vocabulary), mode="r"))
+    with open_regular(file) as opened:
+        return np.asarray(np.memmap(opened, _token_dtype(vocabulary), mode="r"))
 
 
 def _token_dtype(vocabulary: str) -> np.dtype:

@@ -1,6 +1,8 @@
-"""Files that are replaced as a whole, config.yaml, and the folders of this machine behind fsspec's paths and URLs."""
+"""Regular files, files that are replaced as a whole, config.yaml, and this machine's folders behind fsspec's paths."""
 
+import errno
 import os
+import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,6 +14,25 @@ from fsspec.implementations.local import LocalFileSystem
 
 from mingpt.errors import UserError
 from mingpt.yaml_format import dump_yaml
+
+
+def open_regular(path: Path | str) -> IO[bytes]:
+    """Opens a file for reading, but no pipe, which may have no writer, and no device, which may have no end.
+
+    Raises:
+        OSError: it can't be read, or is no regular file.
+    """
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.ENOTSUP, "It is no regular file", str(path))
+    return file
+
+
+def read_regular(path: Path | str) -> bytes:
+    """The content of a regular file; raises an OSError as `open_regular` does."""
+    with open_regular(path) as file:
+        return file.read()
 
 
 @contextmanager

@@ -23,7 +23,8 @@ from mingpt.monitoring.logging import logger
 from mingpt.monitoring.run_log import check_wandb
 from mingpt.parallel.build import strategy_class
 from mingpt.run_lock import lock_run
-from mingpt.snapshot.pretrained import load_initial_weights, load_pretrained
+from mingpt.snapshot.content import split_header
+from mingpt.snapshot.pretrained import adopt_shape, load_initial_weights, load_pretrained
 from model import GPT
 
 ROOT = Path(__file__).parent.parent
@@ -47,7 +48,8 @@ def prepare_run(config: Config, context: DistributedContext) -> None:
         check_text(config.data.path)
         if is_new and context.local_rank == 0:
             characters = count_characters(config.data.path)
-            if characters is not None:  # a text of another machine is read when it is encoded
+            # A text of another machine is read when it is encoded, and trainer.init_from may set block_size.
+            if characters is not None and config.trainer.init_from is None:
                 split_lengths(characters, config.data)
 
 
@@ -101,31 +103,50 @@ def locked_folders(config: Config, context: DistributedContext) -> Iterator[None
             os.close(descriptor)
 
 
-def keep_init_from(config: Config, header: dict[str, Any] | None) -> Config:
-    """The configuration in which trainer.init_from is what the run began with.
+def adopt_snapshot(config: Config, context: DistributedContext, header: dict[str, Any] | None) -> tuple[Config, str]:
+    """Returns the configuration with the shape of the model in trainer.init_from.
+
+    A run that continues has that shape itself, and its trainer.init_from is what it began with, which is not read.
 
     Args:
         header: that of the snapshot from which the run continues; None: it is new
+
+    Returns:
+        the configuration, and the characters of trainer.init_from, which the vocabulary has besides those of the text
+
+    Raises:
+        UserError: on all ranks, if trainer.init_from can't be loaded, or has another shape than the one configured.
     """
-    if header is None:
-        return config
-    init_from = header["config"]["trainer"]["init_from"]
-    if config.trainer.init_from not in (None, init_from):
-        logger.warning(f"trainer.init_from is not used, since the run continues from step {header['step']}")
-    return replace(config, trainer=replace(config.trainer, init_from=init_from))
+    path = config.trainer.init_from
+    if header is not None:
+        began_from = header["config"]["trainer"]["init_from"]
+        if path is None and began_from is None:
+            return config, ""
+        if path not in (None, began_from):
+            logger.warning(f"trainer.init_from is not used, since the run continues from step {header['step']}")
+        config = replace(config, trainer=replace(config.trainer, init_from=began_from))
+        source = f"the snapshot of step {header['step']} in the run folder"
+        return adopt_shape(config, header, source), "" if began_from is None else header["vocabulary"]
+    if path is None:
+        return config, ""
+    header = {}
+    with context.shared_errors():
+        if context.rank == 0:
+            header = split_header(load_pretrained(path, "trainer.init_from").snapshot)
+    header = context.broadcast_object(header)
+    return adopt_shape(config, header, f"trainer.init_from, {path}"), header["vocabulary"]
 
 
-def load_corpus(config: Config, context: DistributedContext) -> Corpus:
-    """The text as tokens. One process per machine encodes it, or compares the cache with its digest."""
-    init_from = config.trainer.init_from
+def load_corpus(config: Config, context: DistributedContext, extra_characters: str) -> Corpus:
+    """The text as tokens. One process per machine encodes it, or compares the cache with its digest.
 
-    def pretrained_vocabulary() -> str:  # called only where the text is encoded: a run that continues has it
-        return "" if init_from is None else load_pretrained(init_from, "trainer.init_from").vocabulary
-
+    Args:
+        extra_characters: characters that the vocabulary has besides those of the text
+    """
     cache = Path(config.trainer.run_dir) / "cache"
     with context.local_rank0_first():
         verify = context.local_rank == 0
-        corpus = encode_corpus(config.data.path, cache, pretrained_vocabulary, init_from or "", verify)
+        corpus = encode_corpus(config.data.path, cache, extra_characters, config.trainer.init_from or "", verify)
     context.check_equal({"the text's SHA-256": corpus.sha256})
     return corpus
 

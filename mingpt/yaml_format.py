@@ -44,7 +44,10 @@ class _Dumper(yaml.SafeDumper):
 
 def load_yaml(content: str | bytes) -> Any:
     """Returns what the yaml holds; raises a yaml.YAMLError if it is not valid."""
-    return yaml.load(content, _Loader)
+    try:
+        return yaml.load(content, _Loader)
+    except RecursionError as error:
+        raise yaml.YAMLError("its lists or mappings are nested too deeply") from error
 
 
 def dump_yaml(content: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 import fcntl
 import io
 import json
+import math
 import multiprocessing
 import os
 import pty
@@ -29,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mingpt import program
-from mingpt.config import DistributedConfig, GPTConfig
+from mingpt.config import Config, DistributedConfig, GPTConfig, config_to_dict
 from mingpt.config_parser import read_config
 from mingpt.distributed.collectives import DistributedContext
 from mingpt.distributed.launch_environment import detect_launch_environment
@@ -358,6 +359,24 @@ def newest_snapshot(run_dir: Path) -> dict:
     snapshot = SnapshotStorage(str(run_dir / "snapshots"), keep=9).load_newest(print)
     assert snapshot is not None
     return snapshot
+
+
+def small_snapshot(step: int, weights: dict[str, Tensor] | None = None, **changes: Any) -> dict[str, Any]:
+    """The content of a snapshot, by default with one weight, whose elements are the step."""
+    return {
+        "step": step,
+        "samples": 7 * step,
+        "val_loss": None,
+        "best": {"step": None, "val_loss": math.inf},
+        "config": config_to_dict(Config()),
+        "vocabulary": "ab",
+        "choices": {"precision": "fp32", "threads": 1, "world_size": 1, "hardware": "any"},
+        "learning_rate": 0.1,
+        "text_sha256": "",
+        "scaler": {},
+        "model": weights or {"weight": torch.full((3, 4), float(step))},
+        "optimizer": {},
+    } | changes
 
 
 def assert_equal_snapshots(one: Path, other: Path) -> None:

@@ -217,10 +217,10 @@ def test_extra_characters_are_in_the_vocabulary_and_their_key_identifies_the_cac
     (tmp_path / "text.txt").write_text("some text")
     path, cache = str(tmp_path / "text.txt"), tmp_path / "cache"
     for extra, key in (("zé", "one"), ("🙂", "other"), ("", "")):
-        encoded = encode_corpus(path, cache, lambda extra=extra: extra, key)
+        encoded = encode_corpus(path, cache, extra, key)
         assert encoded.vocabulary == "".join(sorted({*"some text", *extra}))
         assert decode(encoded) == "some text"
-        encode_corpus(path, cache, lambda: pytest.fail("the cache is not used"), key)
+        assert encode_corpus(path, cache, "#", key).vocabulary == encoded.vocabulary  # from the cache
 
 
 @pytest.mark.parametrize("content", ["txet emos", "some texts", "some", "ßöme text"])
@@ -261,7 +261,7 @@ from mingpt.corpus import encode_corpus
 _, text, cache, name, calls = sys.argv
 remaining = [getattr(os, name)] * int(calls)
 setattr(os, name, lambda *args: remaining.pop()(*args) if remaining else os.kill(os.getpid(), signal.SIGKILL))
-encode_corpus(text, Path(cache), lambda: "#", "other characters")
+encode_corpus(text, Path(cache), "#", "other characters")
 """
 MEMORY = """
 import resource, sys

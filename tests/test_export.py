@@ -177,13 +177,16 @@ def test_a_run_starts_from_a_snapshot_and_new_characters_get_new_embeddings(trai
 
 @pytest.mark.parametrize("trained", [("nanochat", True)], indirect=True, ids=["nanochat"])
 def test_a_run_that_started_from_weights_resumes_without_them(trained: Path, tmp_path: Path) -> None:
+    """The vocabulary has characters of theirs that the text does not have, and block_size is theirs."""
     text, source = write_text(tmp_path / "other.txt"), shutil.copytree(trained, tmp_path / "source")
-    changes = {"trainer__max_steps": 6, "trainer__init_from": source, "data__block_size": 256}
+    text.write_text(text.read_text().replace("bob", "anna"))
+    changes = {"trainer__max_steps": 6} | options_from(source)
     whole, parts = (run_args(tmp_path / name, text, **changes) for name in ("whole", "parts"))
     assert run_ranks(1, train_main, *whole, tmp_path=tmp_path) == [0]
     first = [*parts, "--trainer.max_steps", "3", "--optimizer.decay_steps", "6"]
     assert run_ranks(1, train_main, *first, tmp_path=tmp_path) == [0]
     shutil.rmtree(source)
+    shutil.rmtree(tmp_path / "parts/cache")
     assert run_ranks(1, train_main, *parts, tmp_path=tmp_path) == [0]
     assert_equal_snapshots(tmp_path / "whole", tmp_path / "parts")
     assert [row["step"] for row in read_rows(tmp_path / "parts", "start")] == [0, 3]

@@ -5,9 +5,11 @@ import io
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 
@@ -41,6 +43,7 @@ CASES: list[tuple[dict[str, str], list[str], str, list[str]]] = [
         ["optimizer.lr (in ", "unknown key; here it is optimizer.learning_rate"],
     ),
     ({}, [], "trainer: {max_steps: 3, max_steps: 4}", ["not valid yaml: duplicate key 'max_steps'", "line 1"]),
+    ({}, [], "[" * 100_000, ["not valid yaml: its lists or mappings are nested too deeply"]),
     ({}, ["--config", "none.yaml"], "", ["--config: none.yaml can't be read: No such file or directory"]),
     ({}, ["--config", "text.txt"], "", ["text.txt holds '", "it must hold the sections data, model"]),
     ({}, ["--trainer.snapshot_path", ""], "", ["trainer.snapshot_path", "must be null or at least one character"]),
@@ -246,6 +249,58 @@ def _run_with_modes(folder: Path) -> dict[tuple[str, int, str], tuple[int, str]]
             shutil.rmtree("runs")
             shutil.copytree("kept", "runs")
     return results
+
+
+@pytest.fixture
+def time_limit() -> Iterator[None]:
+    """A read that does not end within 30 seconds raises a TimeoutError."""
+
+    def fail(number: int, frame: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(30)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.usefixtures("time_limit")
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_a_pipe_or_a_device_in_a_run_folder_is_refused_and_not_read(
+    kind: str, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    argv = run_args("run", trained / "text.txt", trainer__max_steps=1)
+    snapshot = "run/snapshots/step_00000001.pt"
+    for name, program, options, status, message in (
+        (snapshot, main, argv, 2, f"error: trainer.snapshot_path: {snapshot} can't be read: "),
+        (snapshot, sample.run, ["--snapshot", snapshot], 2, f"error: --snapshot: {snapshot} can't be read: "),
+        (snapshot, listing.run, ["run"], 1, ""),
+        ("run/metrics.jsonl", main, [*argv, "--trainer.max_steps", "2"], 2, "error: trainer.run_dir: a file in run "),
+        ("run/metrics.jsonl", plot.run, ["run"], 2, "error: run/metrics.jsonl can't be read: "),
+        (
+            "run/config.yaml",
+            main,
+            ["--config", "run/config.yaml"],
+            2,
+            "error: --config: run/config.yaml can't be read: ",
+        ),
+        ("run/cache/text.json", main, argv, 0, ""),
+    ):
+        shutil.rmtree("run", ignore_errors=True)
+        shutil.copytree(trained / "run", "run")
+        os.unlink(name)
+        if kind == "pipe":
+            os.mkfifo(name)
+        else:
+            os.symlink("/dev/zero", name)
+        assert exit_status_of(program, options) == status, name
+        out, err = capsys.readouterr()
+        assert err.startswith(message)
+        if status == 2:
+            assert_one_message(err)
+        assert ("is no regular file" in out + err) == (status > 0)
 
 
 @pytest.mark.parametrize(("argv", "status"), [(["--help"], 0), ([], 2), (["-1"], 2), (["main.py"], 2)])

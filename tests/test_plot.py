@@ -1,6 +1,7 @@
 """plot.py: what it reads from run folders, and what it draws into a file and on the terminal."""
 
 import json
+import os
 import random
 import re
 import sys
@@ -15,7 +16,7 @@ from matplotlib.image import imread
 
 import plot
 from mingpt.program import run_program as exit_status_of
-from plot import COLORS, Run, draw, find_restarts, read_run
+from plot import COLORS, MAX_POINTS, Run, draw, find_restarts, read_run, sort_and_thin
 
 ESCAPE_CODE = re.compile(r"\x1b\[[\d;]*m")
 BLUE, ORANGE, GREEN, *_ = COLORS
@@ -163,6 +164,27 @@ def test_defaults_are_a_file_in_the_first_run_folder_and_80_columns_without_esca
     assert lines[-1] == "drawn: moved/plot.png"
     assert count_pixels(folder / "moved/plot.png", BLUE) > 500
     (folder / "moved/plot.png").unlink()
+
+
+def test_the_file_has_the_name_that_out_gives_it(runs: list[Run], folder: Path, tmp_path: Path) -> None:
+    for out, file in (("x", "x"), ("x.svg", "x.svg"), (".", "plot.png")):
+        run_plot(folder / "whole", "--out", tmp_path / out)
+        assert (tmp_path / file).read_bytes()[:4] == (b"<?xm" if file == "x.svg" else b"\x89PNG")
+    assert sorted(os.listdir(tmp_path)) == ["plot.png", "x", "x.svg"]
+
+
+def test_of_many_points_ends_and_extremes_are_kept() -> None:
+    steps = np.arange(1_000_000)[::-1]
+    values = np.sin(steps / 1e5)
+    values[[1234, 500_000]] = -9, 9
+    found = dict(zip(*sort_and_thin(steps, values), strict=True))
+    assert list(found) == sorted(found)
+    assert len(found) <= MAX_POINTS + 2
+    assert {0, 999_999} <= found.keys()
+    for index in (1234, 500_000):
+        assert found[int(steps[index])] == values[index]
+    few = np.array([3, 1, 2])
+    assert sort_and_thin(few, few / 2) == ([1, 2, 3], [0.5, 1.0, 1.5])
 
 
 def test_runs_of_any_length_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

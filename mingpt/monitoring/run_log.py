@@ -16,9 +16,9 @@ from pathlib import Path
 from textwrap import indent
 from typing import Any
 
-from mingpt.config import Config, config_to_dict
+from mingpt.config import MAX_STEPS, Config, config_to_dict
 from mingpt.errors import UserError
-from mingpt.files import replace_file, write_config
+from mingpt.files import open_regular, read_regular, replace_file, replaced_file, write_config
 from mingpt.monitoring.live_line import LiveLine
 from mingpt.monitoring.logging import logger
 
@@ -48,13 +48,12 @@ class RunLog:
         write_config(folder, config_to_dict(config))
         try:
             self.sinks = [MetricsFile(folder, step), TensorBoard(folder, step)]
+            if config.trainer.wandb_project is not None:
+                self.sinks.append(WeightsAndBiases(config))
         except OSError as error:
             raise UserError(
-                f"trainer.run_dir: {folder}/metrics.jsonl can't be written: {error.strerror}; make it writable, or set "
-                "another"
+                f"trainer.run_dir: a file in {folder} can't be read and written: {error}; make it so, or set another"
             ) from error
-        if config.trainer.wandb_project is not None:
-            self.sinks.append(WeightsAndBiases(config))
         self.line = LiveLine(step, last_step)
         self.sinks.append(Terminal(self.line))
 
@@ -95,8 +94,10 @@ class MetricsFile:
     def __init__(self, folder: Path, step: int) -> None:
         file = folder / "metrics.jsonl"
         if file.exists():
-            rows, _ = read_metrics(file)
-            replace_file(file, "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step))
+            with replaced_file(file) as kept:
+                for row in iter_metrics(file):
+                    if row is not None and row["step"] <= step:
+                        kept.write(json.dumps(row).encode() + b"\n")
         self.descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
     def write(self, event: str, step: int, values: Mapping[str, Any]) -> None:
@@ -179,7 +180,7 @@ class WeightsAndBiases:
 
         folder = Path(config.trainer.run_dir)
         file = folder / "wandb_id"
-        run_id = file.read_text() if file.exists() else None
+        run_id = read_regular(file).decode() if file.exists() else None
         try:
             self.run = wandb.init(
                 project=config.trainer.wandb_project,
@@ -290,28 +291,40 @@ class StepTimer:
         return rate
 
 
-def read_metrics(file: Path) -> tuple[list[dict[str, Any]], int]:
-    """Returns the rows of a metrics.jsonl, and how many other lines it has; a torn last one is not counted."""
-    rows = []
-    others = 0
-    with file.open(encoding="utf-8", errors="replace") as lines:
+def iter_metrics(file: Path) -> Iterator[dict[str, Any] | None]:
+    """Yields each row of a metrics.jsonl, and None for any other line; a torn last one is left out.
+
+    Raises:
+        OSError: it can't be read.
+    """
+    with open_regular(file) as lines:
         for line in lines:
-            if not line.endswith("\n"):
-                break
+            if not line.endswith(b"\n"):
+                return
             try:
-                row = json.loads(line)
-            except ValueError:
+                row = json.loads(line.decode(errors="replace"))
+            except (ValueError, RecursionError):
                 row = None
-            if isinstance(row, dict) and isinstance(row.get("event"), str) and type(row.get("step")) is int:
-                rows.append(row)
-            else:
-                others += 1
-    return rows, others
+            yield row if _is_row(row) else None
+
+
+def _is_row(value: Any) -> bool:
+    if not isinstance(value, dict) or not isinstance(value.get("event"), str):
+        return False
+    step = value.get("step")
+    return type(step) is int and 0 <= step <= MAX_STEPS
+
+
+def read_metrics(file: Path) -> tuple[list[dict[str, Any]], int]:
+    """Returns the rows of a metrics.jsonl, and how many other lines it has, as `iter_metrics`."""
+    lines = list(iter_metrics(file))
+    rows = [row for row in lines if row is not None]
+    return rows, len(lines) - len(rows)
 
 
 def saved_steps(file: Path) -> list[int]:
     """Returns the steps whose snapshots were written, according to a metrics.jsonl, which need not exist."""
     if not file.is_file():
         return []
-    rows, _ = read_metrics(file)
+    rows = filter(None, iter_metrics(file))
     return [row["step"] for row in rows if row["event"] == "snapshot" and "path" in row]

@@ -16,7 +16,11 @@ COLUMNS = ["step", "written", "bytes", "val_loss", "state", "weights", "optimize
 
 
 def describe(path: str) -> list[str]:
-    """Returns the cells of a snapshot's row, without the last ones if it can't be loaded."""
+    """Returns the cells of a snapshot's row, without the last ones if it can't be loaded.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
     fs, name = fsspec.url_to_fs(path)
     size = f"{fs.size(name):,}"
     written = ""
@@ -28,7 +32,7 @@ def describe(path: str) -> list[str]:
         snapshot = load_snapshot(path)
     except DamagedSnapshotError as error:
         return [*row, "", f"DAMAGED: {error}"]
-    except UserError as error:
+    except (OSError, UserError) as error:
         return [*row, "", str(error)]
     val_loss = "" if snapshot["val_loss"] is None else f"{snapshot['val_loss']:.4f}"
     return [*row, val_loss, "whole", fingerprint(snapshot["model"]), fingerprint(snapshot["optimizer"])]
@@ -38,10 +42,13 @@ def describe_all(path: str) -> list[list[str]]:
     """Returns a row for each snapshot in a run folder or a folder of snapshots, or for one file."""
     try:
         folder = SnapshotStorage(path, keep=1)
-        is_file = folder.fs.isfile(folder.root)
-        folders = [] if is_file else [folder, SnapshotStorage(f"{path}/snapshots", keep=1)]
-        files = [folder.file(step) for folder in folders for step in folder.steps()]
-        rows = [describe(file) for file in files or [path]]
+        files = [path]
+        if folder.fs.isdir(folder.root):
+            folders = [folder, SnapshotStorage(f"{path}/snapshots", keep=1)]
+            files = [folder.file(step) for folder in folders for step in folder.steps()]
+            if not files:
+                raise FileNotFoundError("the folder has none")
+        rows = [describe(file) for file in files]
     except OSError as error:
         raise UserError(f"PATH: no snapshot at {path}: {error}; main.py makes them in its run folder") from error
     evaluated = [row for row in rows if row[3]]

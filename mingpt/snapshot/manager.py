@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from mingpt.config import SHAPE_KEYS, Config, config_to_dict
+from mingpt.config import Config, config_to_dict
 from mingpt.corpus import show_characters
 from mingpt.distributed.collectives import DistributedContext
 from mingpt.errors import UserError
 from mingpt.monitoring.logging import logger
 from mingpt.monitoring.run_log import saved_steps
+from mingpt.snapshot.content import KEPT_KEYS, split_header
 from mingpt.snapshot.storage import PruneError, SnapshotStorage
 
 if TYPE_CHECKING:
@@ -180,8 +181,7 @@ class SnapshotManager:
         if newest_step < 0:
             self._check_new()
             return None
-        header = {key: value for key, value in content.items() if key not in ("model", "optimizer")}
-        header = context.broadcast_object(header, source_rank)
+        header = context.broadcast_object(split_header(content), source_rank)
         is_missing = context.rank in self.writer_ranks and steps[context.rank] < newest_step
         if context.rank != source_rank:
             content = {}
@@ -311,16 +311,13 @@ def check_compatible(header: dict[str, Any] | None, config: dict[str, Any], voca
     """
     if header is None:
         return
-    for name in (*SHAPE_KEYS, "data.train_split", "optimizer.name", "trainer.seed"):
+    for name in KEPT_KEYS:
         section, key = name.split(".")
         now = config[section][key]
         then = header["config"][section][key]
         if now != then:
-            origin = ""
-            if config["trainer"]["init_from"] is not None and section == "model":
-                origin = " (which may come from trainer.init_from: to resume, the run does not need it)"
             raise UserError(
-                f"{name} is {now}{origin}, but {then} in the snapshot of step {header['step']} in the run "
+                f"{name} is {now}, but {then} in the snapshot of step {header['step']} in the run "
                 f"folder: set it to {then} to resume, or {new_run_advice(config)} to start a new run"
             )
     known = header["vocabulary"]

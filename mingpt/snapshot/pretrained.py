@@ -5,12 +5,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import fsspec
+from pydantic import ValidationError
 from torch import Tensor
 
 from mingpt.config import KEYS, SHAPE_KEYS, Config, GPTConfig
 from mingpt.corpus import show_characters
 from mingpt.errors import UserError
 from mingpt.monitoring.logging import logger
+from mingpt.snapshot.content import gpt_config
 from mingpt.snapshot.storage import DamagedSnapshotError, SnapshotStorage, load_snapshot
 
 if TYPE_CHECKING:
@@ -67,14 +69,15 @@ def load_pretrained(path: str, option: str, best: bool = False) -> Pretrained:
         raise UserError(f"{option}: {path} can't be read: {error}; {advice}") from error
     if snapshot is None:
         raise UserError(f"{option}: no snapshot at {path} (working directory {os.getcwd()}); main.py makes them")
-    config = snapshot["config"]
-    vocabulary = snapshot["vocabulary"]
-    model_config = GPTConfig(**config["model"], vocab_size=len(vocabulary), block_size=config["data"]["block_size"])
-    return Pretrained(model_config, vocabulary, snapshot["model"], snapshot)
+    return Pretrained(gpt_config(snapshot), snapshot["vocabulary"], snapshot["model"], snapshot)
 
 
 def _load_from_folder(folder: str, best: bool) -> dict[str, Any] | None:
-    """The newest undamaged snapshot, or the one that it names as the best so far."""
+    """The newest undamaged snapshot, or the one that it names as the best so far.
+
+    Raises:
+        UserError: it can't be loaded.
+    """
     storage = SnapshotStorage(folder, keep=1)
     newest = storage.load_newest(logger.warning)
     if newest is None or not best:
@@ -82,37 +85,42 @@ def _load_from_folder(folder: str, best: bool) -> dict[str, Any] | None:
     best_step = newest.get("best", {}).get("step")  # None: there was no evaluation
     if best_step in (None, newest["step"]):
         return newest
-    return load_snapshot(storage.file(best_step))
+    file = storage.file(best_step)
+    try:
+        return load_snapshot(file)
+    except (DamagedSnapshotError, OSError) as error:
+        raise UserError(
+            f"--best: {file}, of lowest validation loss according to {storage.file(newest['step'])}, can't be loaded: "
+            f"{error}; leave --best out for the newest, or name another file"
+        ) from error
 
 
-def adopt_shape(config: Config) -> Config:
-    """Returns the configuration with the shape of the weights in trainer.init_from, where it has default values.
+def adopt_shape(config: Config, header: dict[str, Any], source: str) -> Config:
+    """Returns the configuration with the shape of a snapshot's model, where it has default values.
 
-    Weights that can't be loaded change nothing: a run that resumes does not need them, and a new one reports why.
+    Args:
+        source: names the snapshot in messages
 
     Raises:
-        UserError: a value that is no default differs from the weights' one.
+        UserError: a value that is no default differs from the snapshot's one, or does not go together with other keys.
     """
-    path = config.trainer.init_from
-    if path is None:
-        return config
-    try:
-        shape = load_pretrained(path, "trainer.init_from").model_config
-    except UserError:
-        return config
     mistakes = []
     adopted: dict[str, dict[str, Any]] = {"model": {}, "data": {}}
     for name in SHAPE_KEYS:
         section, key = name.split(".")
         found = getattr(getattr(config, section), key)
-        allowed = getattr(shape, key)
+        allowed = header["config"][section][key]
         if found not in (allowed, KEYS[name].default):
-            mistakes.append(f"{name} is {found}, but {allowed} in trainer.init_from, {path}: set {name} to {allowed}")
+            mistakes.append(f"{name} is {found}, but {allowed} in {source}: set {name} to {allowed}")
         adopted[section][key] = allowed
     if mistakes:
         raise UserError("\n  ".join(mistakes))
     sections = {name: replace(getattr(config, name), **values) for name, values in adopted.items()}
-    return replace(config, **sections)
+    try:
+        return replace(config, **sections)
+    except ValidationError as invalid:
+        [error] = invalid.errors()
+        raise UserError(f"{error['msg'].removeprefix('Value error, ')} (in {source})") from invalid
 
 
 def load_initial_weights(path: str, model: "GPT", vocabulary: str) -> dict[str, Tensor]:

@@ -18,12 +18,12 @@ from fsspec.implementations.local import LocalFileSystem
 from tqdm import tqdm
 
 from mingpt.errors import UserError
-from mingpt.files import replaced_file
+from mingpt.files import open_regular, replaced_file
 from mingpt.monitoring.live_line import BAR_OPTIONS
+from mingpt.snapshot.content import FORMAT_VERSION, check_content
 
 T = TypeVar("T")
 
-FORMAT_VERSION = 2  # format 1 may have model.gelu_approximate
 SNAPSHOT_NAME = re.compile(r"step_(\d{8})\.pt")
 # Of processes that were killed; a uuid is in each name, since the folder may hold files of others.
 LEFTOVER_NAME = re.compile(r"step_\d{8}\.pt\.[0-9a-f]{32}\.tmp|[0-9a-f]{32}\.mark")
@@ -208,7 +208,7 @@ def load_snapshot(path: str) -> dict[str, Any]:
     Raises:
         DamagedSnapshotError: its bytes do not match their CRC-32, or it is no snapshot.
         FileNotFoundError: there is no such file.
-        UserError: the snapshot has another format, or a model that this program does not have.
+        UserError: it is no snapshot of this version, as `check_content` says.
     """
     with local_copy(path) as name:  # a mapping outlives the file's name
         check_crc32(name)
@@ -216,13 +216,7 @@ def load_snapshot(path: str) -> dict[str, Any]:
             snapshot = torch.load(name, map_location="cpu", weights_only=True, mmap=True)
         except (RuntimeError, ValueError, pickle.UnpicklingError) as error:
             raise DamagedSnapshotError(f"torch.load refuses it: {error}") from error
-    if snapshot["format"] not in (1, FORMAT_VERSION):
-        raise UserError(
-            f"{path} has format {snapshot['format']}, this program reads {FORMAT_VERSION}: take the program that wrote "
-            "it"
-        )
-    if snapshot["format"] == 1 and "config" in snapshot:
-        snapshot["config"]["model"] = _current_keys(snapshot["config"]["model"], path)
+    check_content(snapshot, path)
     return snapshot
 
 
@@ -237,7 +231,7 @@ def check_crc32(name: str) -> None:
         DamagedSnapshotError: names the part.
     """
     bar = {"desc": f"reading {os.path.basename(name)}", "total": os.path.getsize(name), **BAR_OPTIONS}
-    with open(name, "rb") as file, tqdm.wrapattr(file, "read", **bar) as shown:
+    with open_regular(name) as file, tqdm.wrapattr(file, "read", **bar) as shown:
         try:
             with zipfile.ZipFile(shown) as archive:  # type: ignore[call-overload]
                 part = archive.testzip()
@@ -247,22 +241,6 @@ def check_crc32(name: str) -> None:
             raise DamagedSnapshotError(f"cut short, or damaged in the list of its parts: {error}") from error
     if part is not None:
         raise DamagedSnapshotError(f"the bytes of its part {part} do not match their CRC-32")
-
-
-def _current_keys(model: dict[str, Any], path: str) -> dict[str, Any]:
-    """The model section of a snapshot of format 1, with the keys of this version.
-
-    Raises:
-        UserError: the model has an activation that this version does not have.
-    """
-    model = {"architecture": "gpt2", "conv_kernel_size": None} | model
-    gelu_approximate = model.pop("gelu_approximate", "tanh")
-    if model["architecture"] == "gpt2" and gelu_approximate != "none":
-        raise UserError(
-            f"{path} was trained with model.gelu_approximate {gelu_approximate}, which this program does not have: "
-            "take the program that wrote it"
-        )
-    return model
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from helpers import read_rows, run_args, run_captured, run_ranks
+from helpers import read_rows, run_args, run_captured, run_ranks, small_snapshot
 
 from mingpt.errors import UserError
 from mingpt.snapshot import storage as storage_module
@@ -156,7 +156,7 @@ def url(proxy: FaultyProxy) -> str:
 
 
 def small(step: int, tensors: int = 1, size: int = 12) -> dict[str, Any]:
-    return {"step": step, "model": {f"{i}": torch.full((size,), float(step)) for i in range(tensors)}}
+    return small_snapshot(step, {f"{i}": torch.full((size,), float(step)) for i in range(tensors)})
 
 
 def large(step: int) -> dict[str, Any]:

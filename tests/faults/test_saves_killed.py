@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import run_ranks
+from helpers import run_ranks, small_snapshot
 
 from mingpt.snapshot.storage import SnapshotStorage
 
@@ -21,7 +21,7 @@ LEFTOVER = f"step_00000001.pt.{'77' * 16}.tmp"  # of an earlier killed save: pru
 
 def snapshot(step: int) -> dict[str, Any]:
     """Larger than a file's buffer, so that it takes several writes."""
-    return {"step": step, "model": {name: torch.full((5000,), float(step)) for name in ("a", "b", "c")}}
+    return small_snapshot(step, {name: torch.full((5000,), float(step)) for name in ("a", "b", "c")})
 
 
 class CrashingSystem:

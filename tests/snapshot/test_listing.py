@@ -65,11 +65,13 @@ def test_damage_is_reported_with_its_location(
     content[content.index(weight.numpy().tobytes())] ^= 1
     file.write_bytes(content)
     (folder / "step_00000006.pt").write_bytes(content[:5000])
+    (folder / "step_00000009.pt").mkdir()
     with pytest.raises(SystemExit, match="1"):
         run([str(folder)])
-    flipped, cut = [" ".join(line.split()[4:]) for line in capsys.readouterr().out.splitlines()[1:]]
+    flipped, cut, made = [" ".join(line.split()[4:]) for line in capsys.readouterr().out.splitlines()[1:]]
     assert re.fullmatch(r"DAMAGED: the bytes of its part archive/data/\d+ do not match their CRC-32", flipped)
     assert cut == "DAMAGED: cut short, or damaged in the list of its parts: File is not a zip file"
+    assert made.startswith("[Errno 21] Is a directory: ")
 
 
 def test_a_missing_path_or_snapshot_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,6 +22,7 @@ from helpers import (
     run_args,
     run_captured,
     run_ranks,
+    small_snapshot,
     train_main,
     write_text,
 )
@@ -32,6 +33,7 @@ from mingpt.config_parser import read_config
 from mingpt.distributed.collectives import DistributedContext
 from mingpt.distributed.launch_environment import RankInfo
 from mingpt.errors import UserError
+from mingpt.snapshot.content import split_header
 from mingpt.snapshot.manager import AsyncSnapshotWriter, SnapshotManager, check_compatible
 from mingpt.snapshot.storage import SnapshotStorage, load_snapshot
 
@@ -52,7 +54,8 @@ def test_the_writer_saves_the_state_of_the_step_and_reuses_its_buffers(tmp_path:
     storage = BlockingStorage(str(tmp_path))
     writer, weight, addresses = AsyncSnapshotWriter(storage), torch.ones(1000), set()
     for step in (1, 2):
-        writer.save({"step": step, "val_loss": None, "best": {"step": None}}, [("weight", weight, {})])
+        header = split_header(small_snapshot(step))
+        writer.save(header, [("weight", weight, {})])
         weight += 1  # the next step
         assert not writer.wait(0.05)
         assert not writer.results
@@ -60,7 +63,7 @@ def test_the_writer_saves_the_state_of_the_step_and_reuses_its_buffers(tmp_path:
         assert writer.wait(20)
         storage.permission.clear()
         assert torch.equal(load_snapshot(storage.file(step))["model"]["weight"], torch.full((1000,), float(step)))
-        assert writer.results.popleft() == (step, None, None, {"step": None}, storage.file(step))
+        assert writer.results.popleft() == (step, None, None, header["best"], storage.file(step))
         assert not writer.results
         addresses |= {buffer.data_ptr() for buffer in writer.staging_buffers.values()}
     assert len(addresses) == 1

@@ -4,19 +4,18 @@ import os
 import pickle
 import resource
 from collections.abc import Iterator
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
 import torch
+from helpers import small_snapshot
 
+from mingpt.config import Config, config_to_dict
 from mingpt.errors import UserError
 from mingpt.snapshot.storage import DamagedSnapshotError, PruneError, SnapshotStorage, load_snapshot
-
-
-def small_snapshot(step: int) -> dict[str, Any]:
-    return {"step": step, "model": {"weight": torch.full((3, 4), float(step))}, "val_loss": None}
 
 
 def file_names(*steps: int) -> list[str]:
@@ -27,12 +26,11 @@ def test_a_snapshot_is_read_as_it_was_written(tmp_path: Path) -> None:
     folder = tmp_path / "created/with/parents"
     storage = SnapshotStorage(str(folder), keep=3)
     for step in (7, 12_345_678):
-        extra = {"text": "ü\n", "none": None, "half": torch.ones(2).bfloat16()}
-        assert storage.write(small_snapshot(step) | extra, None) == str(folder / f"step_{step:08d}.pt")
+        written = small_snapshot(step, {"half": torch.ones(2).bfloat16()}, vocabulary="ü\n\udc80")
+        assert storage.write(written, None) == str(folder / f"step_{step:08d}.pt")
         found = load_snapshot(storage.file(step))
-        assert torch.equal(found["model"]["weight"], small_snapshot(step)["model"]["weight"])
-        assert torch.equal(found["half"], torch.ones(2).bfloat16())
-        assert (found["step"], found["text"], found["none"]) == (step, "ü\n", None)
+        assert torch.equal(found["model"].pop("half"), written["model"].pop("half"))
+        assert found == {"format": 2, **written}
     assert storage.steps() == [7, 12_345_678]
     assert sorted(os.listdir(folder)) == file_names(7, 12_345_678)
 
@@ -69,7 +67,7 @@ class FolderSpy:
 def test_the_final_name_appears_only_when_the_file_is_whole(tmp_path: Path) -> None:
     storage, spy = SnapshotStorage(str(tmp_path), keep=1), FolderSpy(tmp_path)
     storage.write(small_snapshot(1), None)
-    storage.write(small_snapshot(2) | {"spy": spy}, None)
+    storage.write(small_snapshot(2, text_sha256=spy), None)
     assert spy.names[0] == "step_00000001.pt"
     assert [name.endswith(".tmp") for name in spy.names] == [False, True]
     assert os.listdir(tmp_path) == file_names(2)
@@ -77,12 +75,12 @@ def test_the_final_name_appears_only_when_the_file_is_whole(tmp_path: Path) -> N
 
 def test_a_loaded_snapshot_and_its_file_do_not_change_each_other(tmp_path: Path) -> None:
     storage = SnapshotStorage(str(tmp_path), keep=3)
-    storage.write({"step": 6, "weight": torch.ones(100_000)}, None)
-    loaded = load_snapshot(storage.file(6))
-    storage.write({"step": 6, "weight": torch.full((100_000,), 2.0)}, None)  # replaces the mapped file
+    storage.write(small_snapshot(6, {"weight": torch.ones(100_000)}), None)
+    loaded = load_snapshot(storage.file(6))["model"]
+    storage.write(small_snapshot(6, {"weight": torch.full((100_000,), 2.0)}), None)  # replaces the mapped file
     assert (loaded["weight"] == 1).all()
-    load_snapshot(storage.file(6))["weight"].zero_()
-    assert (load_snapshot(storage.file(6))["weight"] == 2).all()
+    load_snapshot(storage.file(6))["model"]["weight"].zero_()
+    assert (load_snapshot(storage.file(6))["model"]["weight"] == 2).all()
 
 
 @pytest.fixture
@@ -151,17 +149,21 @@ def test_a_model_with_an_activation_that_exists_no_longer_is_refused(
     architecture: str | None, approximate: str | None, tmp_path: Path
 ) -> None:
     """Before these keys were in snapshots, models were GPT-2's, with tanh."""
-    storage, sections = SnapshotStorage(str(tmp_path), keep=3), []
-    for model in (
-        {"architecture": "gpt2", "gelu_approximate": "none"},
-        {"architecture": "nanochat"},
-        {"architecture": architecture, "gelu_approximate": approximate},
+    storage = SnapshotStorage(str(tmp_path), keep=3)
+    now = config_to_dict(Config())
+    for step, changes in enumerate(
+        (
+            {"architecture": "gpt2", "gelu_approximate": "none"},
+            {"architecture": "nanochat"},
+            {"architecture": architecture, "gelu_approximate": approximate},
+        ),
+        start=1,
     ):
-        sections.append({key: value for key, value in model.items() if value is not None})
-        storage.write(small_snapshot(len(sections)) | {"format": 1, "config": {"model": sections[-1]}}, None)
-    for step in (1, 2):
-        found = load_snapshot(storage.file(step))["config"]["model"]
-        assert found == {"architecture": sections[step - 1]["architecture"], "conv_kernel_size": None}
+        model = now["model"] | {"conv_kernel_size": None} | changes
+        model = {key: value for key, value in model.items() if value is not None}
+        storage.write(small_snapshot(step, format=1, config=now | {"model": model}), None)
+    for step, name in ((1, "gpt2"), (2, "nanochat")):
+        assert load_snapshot(storage.file(step))["config"] == now | {"model": now["model"] | {"architecture": name}}
     message = r"step_00000003\.pt was trained with model\.gelu_approximate tanh, which this program does not have: take"
     with pytest.raises(UserError, match=message):
         storage.load_newest(print)
@@ -238,11 +240,35 @@ def test_a_failure_to_prune_is_reported_and_the_snapshot_is_whole(tmp_path: Path
     assert load_snapshot(storage.file(2))["step"] == 2
 
 
-def test_another_format_is_refused(tmp_path: Path) -> None:
-    storage = SnapshotStorage(str(tmp_path), keep=1)
-    storage.write(small_snapshot(1) | {"format": 99}, None)
-    message = r"step_00000001\.pt has format 99, this program reads 2: take the program that"
-    with pytest.raises(UserError, match=message):
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": 3, "ema": 1}, "format is 3, must be 1 or 2; ema is unknown"),
+        ({"config.model.n_kv_head": 1, "config.trainer.ema": 1}, "model.n_kv_head is unknown; trainer.ema is unknown"),
+        ({"config.model.architecture": "llama"}, "model.architecture is 'llama', must be 'gpt2' or 'nanochat'"),
+        ({"config.model.n_head": 3}, "model.n_embd is 128, must be divisible by model.n_head, 3"),
+        (
+            {"config.model.n_layer": None, "config.data.block_size": "8"},
+            "data.block_size is '8', .*; model.n_layer is ",
+        ),
+        ({"config": {"model": {}}}, "data is missing; .*; and 5 more"),
+        ({"step": "6", "val_loss": "low"}, "step is '6', must be a valid integer; val_loss is 'low', must be "),
+        ({"choices.threads": "auto", "best.step": 1.5}, "best.step is 1.5, .*; choices.threads is 'auto', "),
+        (None, r"its content is tensor\(\[0., 0.\]\), must be a valid dictionary"),
+    ],
+)
+def test_a_snapshot_of_another_version_is_refused_in_one_message(
+    changes: dict[str, Any] | None, message: str, tmp_path: Path
+) -> None:
+    """What is unknown, missing or of another type is named; the snapshot before it is not used instead."""
+    storage = SnapshotStorage(str(tmp_path), keep=2)
+    storage.write(small_snapshot(1), None)
+    content: Any = small_snapshot(2, format=2)
+    for name, value in (changes or {}).items():
+        *path, key = name.split(".")
+        reduce(dict.__getitem__, path, content)[key] = value
+    torch.save(torch.zeros(2) if changes is None else content, storage.file(2))
+    with pytest.raises(UserError, match=f"^{storage.file(2)} is no snapshot that this version reads: .*{message}"):
         storage.load_newest(print)
 
 
@@ -260,7 +286,7 @@ def test_a_full_disk_is_reported_and_existing_snapshots_stay(file_size_limit: No
     storage.write(small_snapshot(2), None)
     message = r"step_00000003\.pt can't be written: \[Errno 27\] File too large; make room"
     with pytest.raises(UserError, match=message):
-        storage.write(small_snapshot(3) | {"large": torch.zeros(100_000)}, None)
+        storage.write(small_snapshot(3, {"large": torch.zeros(100_000)}), None)
     assert os.listdir(tmp_path) == file_names(2)
     assert storage.load_newest(print)["step"] == 2
     storage.write(small_snapshot(4), None)
