@@ -299,18 +299,19 @@ class Trainer:
         Raises:
             UserError: the last snapshot is not saved.
         """
-        self.context.end_collectives()
-        save_error = self.snapshots.wait_for_last_save()
-        self.log_saves()
         step = self.progress.step
+        self.snapshots.wait_for_saves()
+        self.log_saves()
+        with self.context.shared_errors():
+            if save_error := self.snapshots.writer.last_error:
+                raise UserError(
+                    f"training has reached step {step}, but its snapshot is not saved: {save_error}; then the same "
+                    "command resumes from the newest"
+                )
+        self.context.end_collectives()
         is_stopped = step < self.last_step or self.is_eval_pending()
         name = signal.Signals(self.stop_signal).name if is_stopped else None
         self.log.write("stop", step, signal=name)
-        if save_error:
-            raise UserError(
-                f"training has reached step {step}, but its snapshot is not saved: {save_error}; then the same command "
-                "resumes from the newest"
-            )
         if is_stopped:
             logger.info(f"stopped by {name} at step {step}, and saved; the same command resumes")
             return EXIT_STATUS[signal.Signals(self.stop_signal)]
