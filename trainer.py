@@ -117,6 +117,19 @@ class Trainer:
 
     @property
     def last_step(self) -> int:
+        """The step at which the run ends, as far as is known: this one if patience is at an end, else `step_limit`."""
+        return self.progress.step if self.is_patience_over() else self.step_limit
+
+    def is_patience_over(self) -> bool:
+        """Whether this step's evaluation is the last of `patience` ones without a lower validation loss."""
+        cfg = self.config.trainer
+        if cfg.patience is None or self.progress.val_loss is None:
+            return False
+        evaluations = self.progress.step // cfg.eval_every - self.progress.lowest_step // cfg.eval_every
+        return evaluations >= cfg.patience
+
+    @property
+    def step_limit(self) -> int:
         """The step at which max_steps or max_epochs is reached."""
         cfg = self.config.trainer
         ends = []
@@ -252,8 +265,9 @@ class Trainer:
             [self.stop_signal] = flags.wait()
         self.log.show_evaluation(None)
         if evaluation.is_done:
-            self.progress.val_loss = evaluation.mean_loss()
-            self.guard.check_val_loss(self.progress.step, self.progress.val_loss)
+            val_loss = evaluation.mean_loss()
+            self.guard.check_val_loss(self.progress.step, val_loss)
+            self.progress.set_val_loss(val_loss)
         return time.perf_counter() - began
 
     def run_pending_eval(self) -> None:
@@ -311,7 +325,7 @@ class Trainer:
         self.context.end_collectives()
         is_stopped = step < self.last_step or self.is_eval_pending()
         name = signal.Signals(self.stop_signal).name if is_stopped else None
-        self.log.write("stop", step, signal=name)
+        self.log.write("stop", step, signal=name, reason=summary.early_end(self))
         if is_stopped:
             logger.info(f"stopped by {name} at step {step}, and saved; the same command resumes")
             return EXIT_STATUS[signal.Signals(self.stop_signal)]

@@ -62,6 +62,7 @@ from mingpt.survive.supervisor import RESTART_STATUS
 from mingpt.survive.view_group import ViewGroup
 
 STATE_TIMEOUT = 60.0  # seconds without a heartbeat, after which a member counts as dead if no other has its state
+RETURN_SECONDS = 60.0  # in which a process that is started again learns that the run has ended
 MAX_VIEWS = 10  # in a row without a newer step, after which the run ends
 POLL_SECONDS = 0.005
 
@@ -169,7 +170,7 @@ class Membership:
         """
         rank = launch_rank(self.label)
         everybody = [f"left/{other}" for other in range(self.founders)]
-        deadline = time.monotonic() + (self.arrival_seconds if status == 0 else HEARTBEAT_TIMEOUT)
+        deadline = time.monotonic() + (RETURN_SECONDS if status == 0 else HEARTBEAT_TIMEOUT)
         with suppress(RuntimeError, OSError):  # without a store, nobody needs it
             self.store.set(everybody[rank], "")
             while rank == 0 and not self.store.check(everybody) and time.monotonic() < deadline:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import ROOT, in_namespace, ip, newest_snapshot, run_args
+from helpers import PATIENCE, ROOT, in_namespace, ip, newest_snapshot, run_args, write_overfitting_text
 
 from tests.faults.runs import Run, assert_same_run, train_undisturbed
 
@@ -151,16 +151,18 @@ exit_process(run_program(main.main, sys.argv[1:]))
 
 
 @pytest.mark.slow
-def test_the_run_ends_with_status_0_without_ranks_that_hang_and_that_start_again(text: Path, tmp_path: Path) -> None:
-    """In the last step, rank 1 hangs; without it, rank 2 is killed. The supervisor of rank 0 hosts the store."""
-    script = tmp_path / "script.py"
+def test_the_run_ends_with_status_0_without_ranks_that_hang_and_that_start_again(tmp_path: Path) -> None:
+    """In the last step, which patience decides, rank 1 hangs; without it, rank 2 is killed."""
+    text, script = write_overfitting_text(tmp_path / "text.txt"), tmp_path / "script.py"
     script.write_text(LOST_AT_THE_END)
-    options = OPTIONS | {"distributed__survive": True, "distributed__timeout_seconds": 6}
+    survive = {"distributed__survive": True, "distributed__reduction": "tree", "distributed__timeout_seconds": 6}
+    options = PATIENCE | survive
     with Run(tmp_path / "run", run_args(tmp_path / "run", text, **options), script) as run:
         run.start_by_hand(3)
         assert run.finish() == [0, 0, 0], run.output()
     views = [[member[0] for member in row["members"]] for row in run.rows("view")]
     assert views == [["0", "1", "2"], ["0", "2"], ["0"]]
+    assert run.step() == 12
     assert "rank 2: its process was ended by SIGKILL: starting another" in run.output()
 
 
