@@ -117,11 +117,11 @@ class Trainer:
 
     @property
     def last_step(self) -> int:
-        """The step at which the run ends, as far as is known: this one if patience is at an end, else `step_limit`."""
+        """The step at which the run ends, as far as is known: this one if patience is over, else `step_limit`."""
         return self.progress.step if self.is_patience_over() else self.step_limit
 
     def is_patience_over(self) -> bool:
-        """Whether this step's evaluation is the last of `patience` ones without a lower validation loss."""
+        """Whether the newest `patience` evaluations, this step's included, gave no lower validation loss."""
         cfg = self.config.trainer
         if cfg.patience is None or self.progress.val_loss is None:
             return False
@@ -316,7 +316,7 @@ class Trainer:
         step = self.progress.step
         self.snapshots.wait_for_saves()
         self.log_saves()
-        with self.context.shared_errors():
+        with self.context.shared_errors():  # the last collective, in which others wait for a rank that hangs
             if save_error := self.snapshots.writer.last_error:
                 raise UserError(
                     f"training has reached step {step}, but its snapshot is not saved: {save_error}; then the same "

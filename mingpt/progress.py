@@ -44,8 +44,9 @@ class Progress:
         self.step = state["step"]
         self.samples = state["samples"]
         self.val_loss = state["val_loss"]
-        self.set_best(state.get("best", {"step": None, "val_loss": math.inf}))  # old snapshots have none
-        lowest = state.get("lowest", {"step": self.step, "val_loss": math.inf})  # older ones have none
+        # Snapshots of earlier versions lack these two.
+        self.set_best(state.get("best", {"step": None, "val_loss": math.inf}))
+        lowest = state.get("lowest", {"step": self.step, "val_loss": math.inf})
         self.lowest_step = lowest["step"]
         self.lowest_val_loss = lowest["val_loss"]
 

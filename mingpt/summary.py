@@ -94,7 +94,7 @@ def already_trained(trainer: "Trainer") -> str:
 
 def early_end(trainer: "Trainer") -> str | None:
     """Says why the run ends before max_steps and max_epochs; None: it does not, or a signal stops it."""
-    if trainer.last_step == trainer.step_limit:
+    if trainer.last_step >= trainer.step_limit:
         return None
     progress = trainer.progress
     return (
