@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from mingpt.parallel.strategy import Strategy
 
 
+EXCHANGE_SECONDS = 0.5  # between exchanges of ranks that wait for saves; distributed.timeout_seconds is longer
+
+
 class SaveResult(NamedTuple):
     """The outcome of a save."""
 
@@ -259,8 +262,8 @@ class SnapshotManager:
 
     def wait_for_saves(self) -> None:
         """Waits until no rank is writing a snapshot, as long as that takes."""
-        while not all(self.context.all_gather_object(self.writer.wait(self.max_wait))):
-            logger.warning(f"the snapshot is still being written to {self.storage.path}")
+        while not all(self.context.all_gather_object(self.writer.wait(EXCHANGE_SECONDS))):
+            pass
 
     def _start(self, header: dict[str, Any], strategy: "Strategy", writes: bool) -> None:
         if writes:
