@@ -119,6 +119,19 @@ class Trainer:
 
     @property
     def last_step(self) -> int:
+        """The step at which the run ends, as far as is known: this one if patience is over, else `step_limit`."""
+        return self.progress.step if self.is_patience_over() else self.step_limit
+
+    def is_patience_over(self) -> bool:
+        """Whether the newest `patience` evaluations, this step's included, gave no lower validation loss."""
+        cfg = self.config.trainer
+        if cfg.patience is None or self.progress.val_loss is None:
+            return False
+        evaluations = self.progress.step // cfg.eval_every - self.progress.lowest_step // cfg.eval_every
+        return evaluations >= cfg.patience
+
+    @property
+    def step_limit(self) -> int:
         """The step at which max_steps or max_epochs is reached."""
         cfg = self.config.trainer
         ends = []
@@ -257,8 +270,9 @@ class Trainer:
             [self.stop_signal] = flags.wait()
         self.log.show_evaluation(None)
         if evaluation.is_done:
-            self.progress.val_loss = evaluation.mean_loss()
-            self.guard.check_val_loss(self.progress.step, self.progress.val_loss)
+            val_loss = evaluation.mean_loss()
+            self.guard.check_val_loss(self.progress.step, val_loss)
+            self.progress.set_val_loss(val_loss)
         return time.perf_counter() - began
 
     def run_pending_eval(self) -> None:
@@ -304,18 +318,19 @@ class Trainer:
         Raises:
             UserError: the last snapshot is not saved.
         """
-        self.context.end_collectives()
-        save_error = self.snapshots.wait_for_last_save()
-        self.log_saves()
         step = self.progress.step
+        self.snapshots.wait_for_saves()
+        self.log_saves()
+        with self.context.shared_errors():  # the last collective, in which others wait for a rank that hangs
+            if save_error := self.snapshots.writer.last_error:
+                raise UserError(
+                    f"training has reached step {step}, but its snapshot is not saved: {save_error}; then the same "
+                    "command resumes from the newest"
+                )
+        self.context.end_collectives()
         is_stopped = step < self.last_step or self.is_eval_pending()
         name = signal.Signals(self.stop_signal).name if is_stopped else None
-        self.log.write("stop", step, signal=name)
-        if save_error:
-            raise UserError(
-                f"training has reached step {step}, but its snapshot is not saved: {save_error}; then the same command "
-                "resumes from the newest"
-            )
+        self.log.write("stop", step, signal=name, reason=summary.early_end(self))
         if is_stopped:
             logger.info(f"stopped by {name} at step {step}, and saved; the same command resumes")
             return EXIT_STATUS[signal.Signals(self.stop_signal)]

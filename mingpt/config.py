@@ -211,6 +211,9 @@ class TrainerConfig:
     eval_windows: PositiveInt | None = 20_000
     """windows in an evaluation, evenly spread over the validation text; null: all"""
 
+    patience: PositiveInt | None = None
+    """evaluations in a row without a lower validation loss, after which the run ends; null: no limit"""
+
     sample_every: PositiveInt | None = 400
     """steps between generated samples; null: none"""
 

@@ -17,6 +17,8 @@ class Progress:
         val_loss: validation loss of this step, in nats per character; None: not evaluated, or not yet
         best_step: step of the saved snapshot with the lowest validation loss; None: no snapshot has one
         best_val_loss: its validation loss
+        lowest_step: step of the evaluation with the lowest validation loss, whose snapshot need not be saved
+        lowest_val_loss: its validation loss
     """
 
     step: int = 0
@@ -24,16 +26,36 @@ class Progress:
     val_loss: float | None = None
     best_step: int | None = None
     best_val_loss: float = math.inf
+    lowest_step: int = 0
+    lowest_val_loss: float = math.inf
 
     def state_dict(self) -> dict[str, Any]:
         best = {"step": self.best_step, "val_loss": self.best_val_loss}
-        return {"step": self.step, "samples": self.samples, "val_loss": self.val_loss, "best": best}
+        lowest = {"step": self.lowest_step, "val_loss": self.lowest_val_loss}
+        return {
+            "step": self.step,
+            "samples": self.samples,
+            "val_loss": self.val_loss,
+            "best": best,
+            "lowest": lowest,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step = state["step"]
         self.samples = state["samples"]
         self.val_loss = state["val_loss"]
-        self.set_best(state.get("best", {"step": None, "val_loss": math.inf}))  # old snapshots have none
+        # Snapshots of earlier versions lack these two.
+        self.set_best(state.get("best", {"step": None, "val_loss": math.inf}))
+        lowest = state.get("lowest", {"step": self.step, "val_loss": math.inf})
+        self.lowest_step = lowest["step"]
+        self.lowest_val_loss = lowest["val_loss"]
+
+    def set_val_loss(self, val_loss: float) -> None:
+        """Sets the validation loss of this step."""
+        self.val_loss = val_loss
+        if val_loss < self.lowest_val_loss:
+            self.lowest_step = self.step
+            self.lowest_val_loss = val_loss
 
     def set_best(self, best: dict[str, Any]) -> None:
         self.best_step = best["step"]

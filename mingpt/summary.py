@@ -81,10 +81,25 @@ def already_trained(trainer: "Trainer") -> str:
     step = trainer.progress.step
     file = trainer.snapshots.storage.file(step)
     advice = new_run_advice(config_to_dict(trainer.config))
+    end = f"training ends at step {trainer.last_step}"
+    keys = "trainer.max_steps or trainer.max_epochs"
+    if reason := early_end(trainer):
+        end = reason
+        keys = "trainer.patience, or set it to null"
     return (
-        f"already trained: {file} is at step {step}, and training ends at step {trainer.last_step}. To continue, raise "
-        f"trainer.max_steps or trainer.max_epochs; to start a new run, {advice}.\n"
-        f"{next_commands(file, str(trainer.run_dir))}"
+        f"already trained: {file} is at step {step}, and {end}. To continue, raise {keys}; to start a new run, "
+        f"{advice}.\n{next_commands(file, str(trainer.run_dir))}"
+    )
+
+
+def early_end(trainer: "Trainer") -> str | None:
+    """Says why the run ends before max_steps and max_epochs; None: it does not, or a signal stops it."""
+    if trainer.last_step >= trainer.step_limit:
+        return None
+    progress = trainer.progress
+    return (
+        f"no evaluation since step {progress.lowest_step} has had a lower validation loss than "
+        f"{progress.lowest_val_loss:.4f} (trainer.patience is {trainer.config.trainer.patience})"
     )
 
 
@@ -94,6 +109,16 @@ def done(trainer: "Trainer") -> str:
     file = trainer.snapshots.storage.file(progress.step)
     duration = format_duration(trainer.timer.elapsed)
     lines = [f"done in {duration}: validation loss {progress.val_loss:.4f}, snapshot {file}"]
+    if reason := early_end(trainer):
+        lines.append(f"ended early: {reason}")
+        optimizer = trainer.config.optimizer
+        end = optimizer.decay_steps or trainer.step_limit
+        if progress.step < end:
+            lr = trainer.strategy.optimizer.param_groups[0]["lr"]
+            lines.append(
+                f"            the decay of the learning rate is cut short: it is {lr:.2e}, and would be "
+                f"{optimizer.min_learning_rate:.2e} at step {end:,}"
+            )
     if progress.best_step not in (None, progress.step):
         folder = shlex.quote(file.rpartition("/")[0])
         lines.append(

@@ -94,6 +94,23 @@ def write_text(path: Path, size: int = 3000) -> Path:
     return path
 
 
+def write_overfitting_text(path: Path) -> Path:
+    """Writes a text whose validation part is random, so that its loss rises from the first evaluation on."""
+    text, source = write_text(path).read_text(), random.Random(1)
+    vocabulary = sorted(set(text))
+    path.write_text(text[:2700] + "".join(source.choices(vocabulary, k=300)))
+    return path
+
+
+# Options with which such a run ends at step 12: the validation loss of step 4 is the lowest.
+PATIENCE: dict[str, Any] = {
+    "trainer__patience": 2,
+    "trainer__max_steps": 40,
+    "optimizer__learning_rate": 0.01,
+    "optimizer__decay_steps": 40,
+}
+
+
 def run_args(run_dir: Path, text: Path | str, **changes: Any) -> list[str]:
     """The command line of a small run; changes are written like `trainer__max_steps=3`."""
     values = SMALL_CONFIG | {"trainer.run_dir": run_dir, "data.path": text}

@@ -381,7 +381,7 @@ TOO_SMALL = [  # keys, a value, and the range that the message names
     ("trainer.max_epochs trainer.batch_size distributed.pipeline_stages", 0, "greater than 0"),
     ("trainer.micro_batch_size trainer.profile_steps trainer.keep_snapshots", 0, "greater than 0"),
     ("trainer.log_every trainer.eval_every trainer.eval_windows trainer.sample_every", 0, "greater than 0"),
-    ("trainer.save_every", 0, "greater than 0"),
+    ("trainer.save_every trainer.patience", 0, "greater than 0"),
     ("trainer.max_steps", 0, "greater than or equal to 1"),
     ("model.conv_kernel_size", 1, "greater than or equal to 2"),
     ("trainer.threads", 0, "greater than or equal to 1 or 'auto'"),

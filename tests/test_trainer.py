@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers import (
     NO_DROPOUT,
+    PATIENCE,
     SMALL_CONFIG,
     TORCHRUN,
     assert_equal_snapshots,
@@ -30,6 +31,7 @@ from helpers import (
     wait_for_step,
     wait_until,
     worker_pids,
+    write_overfitting_text,
     write_text,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -177,6 +179,41 @@ def test_ranks_whose_hardware_selects_different_precisions_are_refused(text: Pat
 def _train_with_bf16_on_rank_0(*argv: str) -> tuple[int, str, str]:
     device.has_bf16 = lambda device: (os.environ["RANK"] == "0", "")
     return run_captured(*argv)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [
+        (2, {}),
+        pytest.param(1, {}, marks=pytest.mark.slow),
+        pytest.param(2, {"distributed__strategy": "fsdp"}, marks=pytest.mark.slow),
+        pytest.param(2, {"distributed__pipeline_stages": 2, "trainer__batch_size": 8}, marks=pytest.mark.slow),
+        pytest.param(2, {"distributed__reduction": "tree"}, marks=pytest.mark.slow),
+    ],
+)
+def test_patience_ends_the_run_and_a_resumed_run_counts_on(
+    world_size: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    text, whole, parts = write_overfitting_text(tmp_path / "text.txt"), tmp_path / "whole", tmp_path / "parts"
+    options = PATIENCE | options
+    argvs = [
+        run_args(whole, text, **options),
+        run_args(parts, text, **options | {"trainer__max_steps": 10}),
+        run_args(parts, text, **options),
+    ]
+    done, _, _ = run_all(world_size, argvs, tmp_path)
+    assert newest_snapshot(whole)["step"] == 12
+    assert_equal_snapshots(whole, parts)
+    lowest = read_rows(whole, "eval")[0]["val_loss"]
+    reason = f"no evaluation since step 4 has had a lower validation loss than {lowest:.4f} (trainer.patience is 2)"
+    assert f"ended early: {reason}\n" in done
+    assert "the decay of the learning rate is cut short: it is 7.78e-03, and would be 0.00e+00 at step 40\n" in done
+    assert [(row["step"], row["reason"]) for row in read_rows(parts, "stop")] == [(10, None), (12, reason)]
+    if options == PATIENCE:
+        longer = run_args(whole, text, **options | {"trainer__patience": 4})
+        again, _ = run_all(world_size, [argvs[0], longer], tmp_path)
+        assert f"is at step 12, and {reason}. To continue, raise trainer.patience, or set it to null" in again
+        assert newest_snapshot(whole)["step"] == 20
 
 
 # Any number of ranks
@@ -348,7 +385,7 @@ def test_a_signal_stops_the_run_after_a_save(name: str, status: int, text: Path,
     assert (process.exitcode, err) == (status, "")
     step = newest_snapshot(tmp_path / "run")["step"]
     [stop] = read_rows(tmp_path / "run", "stop")
-    assert stop == {"event": "stop", "step": step, "time": stop["time"], "signal": name}
+    assert stop == {"event": "stop", "step": step, "time": stop["time"], "signal": name, "reason": None}
     assert read_rows(tmp_path / "run")[-1]["step"] == step
     assert f"stopped by {name} at step {step}, and saved; the same command resumes" in out
 

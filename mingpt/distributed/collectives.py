@@ -4,7 +4,7 @@ import json
 import platform
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from copy import copy
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -16,7 +16,7 @@ from torch import Tensor
 from mingpt.config import DistributedConfig
 from mingpt.distributed.launch_environment import RankInfo
 from mingpt.distributed.position import find_line, format_ranks
-from mingpt.errors import PeerError, StoreUnreachableError, UserError
+from mingpt.errors import PeerError, UserError
 from mingpt.hardware.device import choose_device, visible_gpu_uuids
 
 if TYPE_CHECKING:  # the monitor of health reports where ranks are in these collectives
@@ -214,13 +214,6 @@ class DistributedContext:
         """Declares that training has ended here: from now on the loss of another rank does not end this process."""
         if self.health is not None:
             self.health.is_watching = False
-
-    def exchange_messages(self, ranks: Sequence[int], message: str) -> dict[int, str]:
-        """Sends a message to all ranks and returns those of `ranks`, for which it waits as long as they are alive."""
-        if self.health is not None:
-            with suppress(StoreUnreachableError):  # the process that hosts it is dead: there is nothing to wait for
-                return self.health.exchange(message, ranks)
-        return {self.rank: message}
 
 
 class PendingFlags:

@@ -5,7 +5,7 @@ import platform
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent import futures
 from contextlib import suppress
 from pathlib import Path
@@ -129,34 +129,6 @@ class HealthMonitor:
             if is_blocked and self.report_lock.acquire(blocking=False):
                 logger.error(f"{cause}{restart_hint(os.environ)}")
                 os._exit(1)
-
-    def exchange(self, message: str, ranks: Sequence[int]) -> dict[int, str]:
-        """Sends a message to all ranks and returns those of `ranks`, for which it waits without a timeout.
-
-        Raises:
-            PeerError: one of `ranks` is dead, or the store is (StoreUnreachableError).
-        """
-        self._query(self.store.set, f"message/{self.rank}", message)
-        messages = {rank: self._wait_for("message", rank) for rank in ranks}
-        self._query(self.store.set, f"received/{self.rank}", "")
-        if self.rank == 0:  # it may host the store, which the others still read
-            for rank in range(self.world_size):
-                with suppress(PeerError):
-                    self._wait_for("received", rank)
-        return messages
-
-    def _wait_for(self, topic: str, rank: int) -> str:
-        last = None
-        changed = time.monotonic()
-        while not self._query(self.store.check, [f"{topic}/{rank}"]):
-            time.sleep(0.05)
-            heartbeat = self._query(self.store.get, heartbeat_key(str(rank)))
-            if heartbeat != last:
-                last = heartbeat
-                changed = time.monotonic()
-            if time.monotonic() > changed + HEARTBEAT_TIMEOUT:
-                raise PeerError(self._query(self._find_cause, None))
-        return self._query(self.store.get, f"{topic}/{rank}").decode()
 
     def explain(self, error: Exception) -> Exception:
         """Returns the exception to raise in place of `error`: a PeerError if the cause is another rank."""

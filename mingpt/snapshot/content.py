@@ -25,6 +25,13 @@ class Best(TypedDict):
     val_loss: float
 
 
+class Lowest(TypedDict):
+    """The evaluation of lowest validation loss so far, after which trainer.patience counts."""
+
+    step: int
+    val_loss: float
+
+
 class Choices(TypedDict):
     """What determined the last bits of the run."""
 
@@ -43,6 +50,7 @@ class Snapshot(TypedDict):
     samples: NonNegativeInt
     val_loss: float | None
     best: NotRequired[Best]  # old snapshots have none
+    lowest: NotRequired[Lowest]  # likewise
     config: dict[str, dict[str, Any]]  # by section and key
     vocabulary: str
     choices: Choices

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from mingpt.parallel.strategy import Strategy
 
 
+EXCHANGE_SECONDS = 0.5  # between exchanges of ranks that wait for saves; distributed.timeout_seconds is longer
+
+
 class SaveResult(NamedTuple):
     """The outcome of a save."""
 
@@ -221,9 +224,9 @@ class SnapshotManager:
             header: the snapshot without `model`, `optimizer` and `scaler`; its `best` is the best one so far
             is_last: the run ends with this step, so the save waits for the one before as long as it takes
         """
+        if is_last:
+            self.wait_for_saves()
         ready = self.writer.wait(self.max_wait)
-        while is_last and not (all(self.context.all_gather_object(ready)) if strategy.is_sharded else ready):
-            ready = self.writer.wait(self.max_wait)
         best = header["best"]
         for result in list(self.writer.results):  # of the save before
             best = result.best if result.is_saved else best
@@ -258,11 +261,10 @@ class SnapshotManager:
                 logger.warning(f"step {result.step}: {result.error}; training continues, and the next save tries again")
         return results
 
-    def wait_for_last_save(self) -> str:
-        """Waits for the last save of all ranks; returns why it has failed, or an empty string."""
-        self.writer.wait()
-        errors = self.context.exchange_messages(self.writer_ranks, self.writer.last_error)
-        return next(filter(None, errors.values()), "")
+    def wait_for_saves(self) -> None:
+        """Waits until no rank is writing a snapshot, as long as that takes."""
+        while not all(self.context.all_gather_object(self.writer.wait(EXCHANGE_SECONDS))):
+            pass
 
     def _start(self, header: dict[str, Any], strategy: "Strategy", writes: bool) -> None:
         if writes:

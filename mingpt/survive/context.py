@@ -25,7 +25,7 @@ from mingpt.errors import PeerError, UserError
 from mingpt.hardware.device import visible_gpu_uuids
 from mingpt.monitoring.logging import set_rank
 from mingpt.parallel.build import strategy_class
-from mingpt.survive.membership import POLL_SECONDS, Membership, MembershipChanged, View, end_run, raise_if_ended
+from mingpt.survive.membership import POLL_SECONDS, Membership, MembershipChanged, View
 from mingpt.survive.supervisor import FAILED, TOKEN, tell_supervisor
 
 WAIT_SLICE = timedelta(seconds=0.1)  # between looks, in a collective, at whether the view is over
@@ -37,9 +37,6 @@ class SurvivingContext(DistributedContext):
     Attributes:
         launch_rank: by which the launcher knows this process; `rank` is another one in each view
         is_joining: others have the state of the run already, and this process gets it from them
-
-    Raises:
-        RunEnded: the run has ended while this process started.
     """
 
     def __init__(self, info: RankInfo, config: DistributedConfig, store: dist.Store, address: str | None) -> None:
@@ -51,12 +48,10 @@ class SurvivingContext(DistributedContext):
         self.restart_count = info.restart_count
         self.view = 0  # its number; 0: this process is no member yet
         self.calls = 0  # collectives of this view, or before calls of local_rank0_first
-        raise_if_ended(store)
         label = f"{info.rank}@{platform.node()}:{os.getpid()}"
         reader = PositionReader(lambda: {f"view {self.view}": self.calls}, (*COLLECTIVES, __file__))
         self.membership = Membership(store, info.world_size, label, address, config.timeout_seconds, reader.read)
         self.is_joining = self.membership.has_live_members()
-        self.exit_status = 0  # of this run if its last snapshot is saved, set before `exchange_messages`
         self.ends_view = False  # after this step, since a process waits to join
         set_rank(info.rank or int(self.is_joining))  # only a founder logs before it is a member
 
@@ -214,21 +209,6 @@ class SurvivingContext(DistributedContext):
 
     def metrics(self) -> dict[str, int]:
         return {**super().metrics(), "view": self.view}
-
-    def exchange_messages(self, ranks: Any, message: str) -> dict[int, str]:
-        """On rank 0, ends the run with its message. The others wait for that as long as rank 0 is a member.
-
-        Raises:
-            RunEnded: rank 0 has ended the run.
-        """
-        with suppress(RuntimeError, OSError):  # without a store, there is nothing to wait for
-            if self.rank == 0:
-                end_run(self.store, message, self.exit_status)
-            while self.rank > 0:
-                raise_if_ended(self.store)
-                self.membership.check()
-                time.sleep(POLL_SECONDS)
-        return {self.rank: message}
 
 
 class SurvivingFlags(PendingFlags):

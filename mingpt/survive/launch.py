@@ -24,7 +24,7 @@ from mingpt.run_lock import lock_run
 from mingpt.signals import is_interactive
 from mingpt.survive.context import open_context
 from mingpt.survive.loop import SurvivingLoop
-from mingpt.survive.supervisor import SIGNALS, TOKEN, become_supervisor
+from mingpt.survive.supervisor import RESTART_STATUS, SIGNALS, TOKEN, become_supervisor
 
 if TYPE_CHECKING:
     from trainer import Trainer
@@ -44,12 +44,15 @@ def train_surviving(config: Config, trainer_class: "type[Trainer]") -> int:
     info = detect_launch_environment(os.environ)
     init_method = _init_method(info, config)
     host, port = _host_port(info, init_method)
-    try:
-        with open_context(config, info, init_method, host, port) as context:
+    with open_context(config, info, init_method, host, port) as context:
+        try:
             prepare_run(config, context)
-            return SurvivingLoop(trainer_class(config, context), context).train()
-    except RunEnded as ended:
-        return ended.status
+            status = SurvivingLoop(trainer_class(config, context), context).train()
+        except RunEnded as ended:
+            status = ended.status
+        if status != RESTART_STATUS:
+            context.membership.leave_run(status)
+    return status
 
 
 def supervise(config: Config) -> NoReturn:

@@ -1,13 +1,12 @@
 """The training loop of a run that continues when processes are lost, and takes in those that come back."""
 
-import signal
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from mingpt.errors import UserError
 from mingpt.monitoring.logging import logger
 from mingpt.monitoring.profiler import profile_steps
 from mingpt.progress import StepResult
-from mingpt.signals import EXIT_STATUS
 from mingpt.survive.catch_up import NO_STATE, MemberState, catch_up, list_to_result, result_to_list
 from mingpt.survive.context import SurvivingContext
 from mingpt.survive.membership import MembershipChanged, View
@@ -61,10 +60,14 @@ class SurvivingLoop:
         return self.logged >= self.trainer.last_step and not self.trainer.is_eval_pending()
 
     def finish(self) -> int:
-        """Ends the run as the trainer does; members whose view is over before they know it get the same status."""
-        if not self.is_complete():
-            self.context.exit_status = EXIT_STATUS[signal.Signals(self.trainer.stop_signal)]
-        return self.trainer.finish()
+        """Ends the run as the trainer does; processes that do not take part in that get the same status."""
+        try:
+            status = self.trainer.finish()
+        except UserError:  # the last snapshot is not saved
+            self.context.membership.end_run(2)
+            raise
+        self.context.membership.end_run(status)
+        return status
 
     def advance(self) -> None:
         """Makes one step and what is due after it, or only the second part if a view has ended in it."""

@@ -8,7 +8,8 @@ A view is a number and a list of members in rank order. Keys in the store, N bei
                 compare_set
     state/NAME  the number of the view that a process waits for, and the step that it has finished; -1: it has no state,
                 and gets that of a member
-    end         the run has ended: why its last snapshot is not saved, or nothing, and the exit status otherwise
+    end         the run has ended, with this exit status
+    left/RANK   the process that the launcher calls RANK has learnt that
 
 View N + 1 is decided after view N is over, when each member of view N is either dead or waits for view N + 1. All
 collectives belong to a view, and to a gloo group of its own, which is abandoned with the view.
@@ -46,11 +47,14 @@ Why no finished step is lost, and none is written twice:
 """
 
 import json
+import os
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
+from mingpt.distributed.heartbeat import HEARTBEAT_TIMEOUT
 from mingpt.distributed.position import Position, SlowRanks, explain_wait, find_late
 from mingpt.errors import PeerError, RunEnded
 from mingpt.survive.liveness import Liveness, Store
@@ -58,24 +62,13 @@ from mingpt.survive.supervisor import RESTART_STATUS
 from mingpt.survive.view_group import ViewGroup
 
 STATE_TIMEOUT = 60.0  # seconds without a heartbeat, after which a member counts as dead if no other has its state
+RETURN_SECONDS = 60.0  # in which a process that is started again learns that the run has ended
 MAX_VIEWS = 10  # in a row without a newer step, after which the run ends
 POLL_SECONDS = 0.005
 
 
 class MembershipChanged(Exception):  # noqa: N818 - an event
     """A process is dead or another one waits to join: the processes form a new view."""
-
-
-def end_run(store: Store, save_error: str, status: int) -> None:
-    """Tells all processes of the run that it has ended."""
-    store.set("end", json.dumps([save_error, status]))
-
-
-def raise_if_ended(store: Store) -> None:
-    """Raises RunEnded if the run has ended."""
-    if store.check(["end"]):
-        save_error, status = json.loads(store.get("end"))
-        raise RunEnded(2 if save_error else status)
 
 
 class View(NamedTuple):
@@ -91,6 +84,11 @@ class View(NamedTuple):
     def joined(self) -> list[str]:
         """Members that get the state from another."""
         return [name for name, step in zip(self.members, self.steps, strict=True) if step < 0]
+
+
+def launch_rank(name: str) -> int:
+    """The rank by which the launcher knows a process."""
+    return int(name.split("@", maxsplit=1)[0])
 
 
 class Membership:
@@ -137,6 +135,7 @@ class Membership:
         """
         view = self.view  # the main thread may replace it meanwhile
         if self.ended_view >= view.number:
+            self._exit_with_run()
             return
         if any(map(self.liveness.is_dead, view.members)):
             self._end(view, "a member is dead")
@@ -144,6 +143,38 @@ class Membership:
             self.ended_view = view.number
         elif view.members[0] == self.name:
             self.slow_ranks.look(self.liveness.heartbeats.positions(view.members), seconds)
+
+    def end_run(self, status: int) -> None:
+        """Tells all processes of the run that it has ended."""
+        with suppress(RuntimeError, OSError):  # without a store, nobody can be told
+            self.store.set("end", str(status))
+
+    def _raise_if_ended(self) -> None:
+        if self.store.check(["end"]):
+            raise RunEnded(int(self.store.get("end")))
+
+    def _exit_with_run(self) -> None:
+        """Ends this process if the run has ended without it. Its main thread may hang, or load a snapshot."""
+        try:
+            self._raise_if_ended()
+        except RunEnded as ended:
+            if self.is_left_out():
+                self.leave_run(ended.status)
+                os._exit(ended.status)
+
+    def leave_run(self, status: int) -> None:
+        """Tells that this process has learnt of the end of the run. Rank 0, which may host the store, waits for all.
+
+        A process that is just starting, in the place of one that was killed, would find no store. After a signal, which
+        all processes get, hardly any starts.
+        """
+        rank = launch_rank(self.label)
+        everybody = [f"left/{other}" for other in range(self.founders)]
+        deadline = time.monotonic() + (RETURN_SECONDS if status == 0 else HEARTBEAT_TIMEOUT)
+        with suppress(RuntimeError, OSError):  # without a store, nobody needs it
+            self.store.set(everybody[rank], "")
+            while rank == 0 and not self.store.check(everybody) and time.monotonic() < deadline:
+                time.sleep(POLL_SECONDS)
 
     @property
     def is_over(self) -> bool:
@@ -223,7 +254,7 @@ class Membership:
             self.store.set(f"state/{self.name}", json.dumps([view.number + 1, step]))
             since = time.monotonic()
             while not self.store.check([f"view/{view.number + 1}"]):
-                raise_if_ended(self.store)
+                self._raise_if_ended()
                 if is_member:
                     self._propose(view, since)
                 else:
@@ -285,7 +316,7 @@ class Membership:
         if step < 0:
             raise RunEnded(RESTART_STATUS)
         members = {}
-        for name in sorted(self._joiners(last), key=lambda name: int(name.split("@")[0])):
+        for name in sorted(self._joiners(last), key=launch_rank):
             _, state = self._read_state(name)
             if state >= 0:
                 members[name] = state

@@ -15,7 +15,6 @@ from helpers import (
     free_port,
     main_process,
     newest_snapshot,
-    process_group,
     read_log,
     read_rows,
     run_args,
@@ -27,7 +26,6 @@ from helpers import (
     worker_pids,
 )
 
-from mingpt.config import DistributedConfig
 from mingpt.distributed import health
 from mingpt.distributed.collectives import DistributedContext
 from mingpt.distributed.health import HealthMonitor
@@ -194,7 +192,7 @@ def _run_main_with_faults(
 def _main_with_faults(faults: dict[int, str], grace_seconds: float, argv: list[str], folder: Path) -> None:
     """Before step 6, or at its end, a rank does what `faults` says."""
     rank, train_step = int(os.environ["RANK"]), Trainer.train_step
-    exchange_messages = DistributedContext.exchange_messages
+    end_collectives = DistributedContext.end_collectives
 
     def step_or_fail(trainer: Trainer) -> Any:
         if trainer.progress.step == 5 and rank in faults:
@@ -216,13 +214,12 @@ def _main_with_faults(faults: dict[int, str], grace_seconds: float, argv: list[s
             store._underlying_non_prefix_store.set(health.NCCL_DUMP_KEY, "rank 0's watchdog")
         os.kill(os.getpid(), getattr(signal, fault.split(maxsplit=1)[0]))
 
-    def exchange_and_sleep(*args: Any) -> Any:
-        messages = exchange_messages(*args)
+    def end_and_sleep(context: DistributedContext) -> None:
+        end_collectives(context)
         time.sleep(6)
-        return messages
 
     if faults.get(rank) == "slow exit":
-        DistributedContext.exchange_messages = exchange_and_sleep  # type: ignore[method-assign]
+        DistributedContext.end_collectives = end_and_sleep  # type: ignore[method-assign]
     else:
         Trainer.train_step = step_or_fail  # type: ignore[method-assign]
     health.GRACE_SECONDS = grace_seconds  # type: ignore[attr-defined]
@@ -257,32 +254,6 @@ def _find_a_hang(run_dir: str) -> tuple[str, bytes]:
     return monitor.store.get("cause").decode(), trace.read_bytes()
 
 
-@pytest.mark.slow
-def test_exchange_outlasts_the_timeout_of_collectives_and_ends_without_heartbeats(tmp_path: Path) -> None:
-    rank0, rank1 = run_ranks(2, _exchange, tmp_path=tmp_path)
-    assert rank0[0] == rank1[0] == {1: "done"}
-    assert rank0[1].startswith("rank 1 (")
-
-
-def _exchange() -> tuple[dict[int, str], str]:
-    init_method = os.environ["TEST_INIT_METHOD"]
-    with process_group(DistributedConfig(init_method=init_method, timeout_seconds=1)) as context:
-        if context.rank == 1:
-            time.sleep(2)
-        messages = context.exchange_messages([1], "done" if context.rank == 1 else "")
-    assert not dist.is_initialized()
-    error = ""
-    with process_group(DistributedConfig(init_method=f"{init_method}-2", timeout_seconds=30)) as context:
-        if context.rank == 1:
-            context.health.stop()  # type: ignore[union-attr]
-        else:
-            with pytest.raises(PeerError) as raised:
-                context.exchange_messages([1], "")
-            error = str(raised.value)
-        context.all_gather_object(0)
-    return messages, error
-
-
 def test_an_unreachable_store_is_named() -> None:
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     health = HealthMonitor(dist.TCPStore("localhost", store.port, is_master=False), 1, 2, "rank 0", TIMEOUT)
@@ -291,7 +262,7 @@ def test_an_unreachable_store_is_named() -> None:
         StoreUnreachableError,
         match=r"^rank 0, which hosts the store, is dead, stopped or cut off from rank 1 \(",
     ):
-        health.exchange("message", [0])
+        raise health.explain(RuntimeError("gloo"))
     health.stop()
 
 

@@ -20,6 +20,7 @@ import main
 import model
 import trainer
 from char_dataset import ValidationDataset
+from mingpt.distributed.collectives import DistributedContext
 from mingpt.distributed.heartbeat import HEARTBEAT_TIMEOUT
 from mingpt.distributed.position import count_collectives
 from mingpt.monitoring.logging import logger
@@ -31,6 +32,7 @@ from trainer import Trainer
 KINDS = HANG, MISMATCH, SLOW = ("hang", "mismatched collective", "slow rank")
 STRATEGIES = ("tree", "ddp", "zero1", "zero2", "fsdp", "stages")
 TIMEOUT = 2  # distributed.timeout_seconds of hangs and mismatches
+STEPS = 12
 SLOW_SECONDS = 6.0
 DONE_SECONDS = 60  # to start, and to end
 # Where the fault is: the function that causes it before it does its work.
@@ -40,8 +42,9 @@ PLACES: dict[str, tuple[Any, str]] = {
     "after the gradients": (trainer, "learning_rate"),
     "in an evaluation": (ValidationDataset, "count"),
     "in a save": (SnapshotManager, "save"),
+    "at the end": (DistributedContext, "shared_errors"),
 }
-BETWEEN_STEPS = ("in an evaluation", "in a save")
+AFTER_STEP = ("in an evaluation", "in a save", "at the end")
 
 
 class Plan(NamedTuple):
@@ -70,12 +73,13 @@ def draw_plan(seed: int) -> Plan:
     kind, strategy = rng.choices(KINDS, (4, 2, 1))[0], rng.choice(STRATEGIES)
     world_size = rng.choice([2, 4]) if strategy == "stages" else rng.randint(2, 4)
     places = [place for place in PLACES if kind != MISMATCH or place != "in forward"]
-    rank, step = rng.randrange(world_size), rng.choice([4, 8])
-    return Plan(kind, rng.choice(places), strategy, world_size, rank, step, rng.choice(["file", "tcp"]))
+    rank, place = rng.randrange(world_size), rng.choice(places)
+    step = STEPS if place == "at the end" else rng.choice([4, 8])
+    return Plan(kind, place, strategy, world_size, rank, step, rng.choice(["file", "tcp"]))
 
 
 def options(plan: Plan, folder: Path) -> list[str]:
-    changes: dict[str, Any] = {"trainer__max_steps": 12, "trainer__save_every": 4, "distributed__strategy": "ddp"}
+    changes: dict[str, Any] = {"trainer__max_steps": STEPS, "trainer__save_every": 4, "distributed__strategy": "ddp"}
     changes["distributed__timeout_seconds"] = DONE_SECONDS if plan.kind == SLOW else TIMEOUT
     if plan.strategy == "tree":
         changes["distributed__reduction"] = "tree"
@@ -112,7 +116,7 @@ def replace_function(plan: Plan, file: Path) -> None:
     """The function at the plan's place causes the fault once, and then writes the line of its caller into a file."""
     trainers: list[Trainer] = []
     train_step = Trainer.train_step
-    due_step = plan.step if plan.place in BETWEEN_STEPS else plan.step - 1
+    due_step = plan.step if plan.place in AFTER_STEP else plan.step - 1
 
     def keep_trainer(self: Trainer) -> Any:
         trainers[:] = [self]

@@ -10,7 +10,8 @@ from tests.faults.hangs import HANG, MISMATCH, SLOW, Plan, run_with_fault
 @pytest.mark.parametrize(
     "plan",
     [
-        Plan(HANG, "in an evaluation", "tree", 2, 0, 4, "tcp"),
+        Plan(HANG, "at the end", "tree", 2, 0, 12, "tcp"),
+        pytest.param(Plan(HANG, "in an evaluation", "tree", 2, 0, 4, "tcp"), marks=pytest.mark.slow),
         pytest.param(Plan(HANG, "before a step", "ddp", 3, 2, 4, "file"), marks=pytest.mark.slow),
         pytest.param(Plan(HANG, "in forward", "stages", 2, 0, 4, "file"), marks=pytest.mark.slow),
         pytest.param(Plan(HANG, "after the gradients", "zero2", 3, 1, 4, "tcp"), marks=pytest.mark.slow),

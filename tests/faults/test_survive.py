@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import ROOT, in_namespace, ip, newest_snapshot, run_args
+from helpers import PATIENCE, ROOT, in_namespace, ip, newest_snapshot, run_args, write_overfitting_text
 
 from tests.faults.runs import Run, assert_same_run, train_undisturbed
 
@@ -101,23 +101,21 @@ def test_a_rank_that_is_lost_anywhere_loses_no_step(places: list[Any], ranks: in
 
 END_OF_VIEW = """
 import sys
-import time
 
 import main
 from mingpt.program import exit_process, run_program
-from mingpt.survive.context import SurvivingContext
 from mingpt.survive.membership import MembershipChanged
+from trainer import Trainer
 
-exchange_messages = SurvivingContext.exchange_messages
+finish = Trainer.finish
 
-def wait_for_rank0(context, *args):
-    if context.rank > 0:
-        while not context.membership.is_over:
-            time.sleep(0.01)
+def finish_and_forget(trainer):
+    status = finish(trainer)
+    if trainer.context.rank > 0:
         raise MembershipChanged
-    return exchange_messages(context, *args)
+    return status
 
-SurvivingContext.exchange_messages = wait_for_rank0
+Trainer.finish = finish_and_forget
 exit_process(run_program(main.main, sys.argv[1:]))
 """
 
@@ -126,7 +124,7 @@ exit_process(run_program(main.main, sys.argv[1:]))
 def test_a_rank_whose_view_is_over_before_it_knows_the_end_of_the_run_has_the_same_status(
     text: Path, tmp_path: Path
 ) -> None:
-    """Rank 0, which has told how the run has ended, is dead before rank 1 looks."""
+    """As when another process is lost during the last collective, which only rank 0 completes."""
     script = tmp_path / "script.py"
     script.write_text(END_OF_VIEW)
     with surviving_run(tmp_path / "run", text, script) as run:
@@ -134,6 +132,46 @@ def test_a_rank_whose_view_is_over_before_it_knows_the_end_of_the_run_has_the_sa
         run.wait_for_step(2)
         run.processes[1].terminate()
         assert run.finish() == [143, 143]
+
+
+LOST_AT_THE_END = """
+import os
+import signal
+import sys
+import time
+
+import main
+from mingpt.program import exit_process, run_program
+from trainer import Trainer
+
+train_step = Trainer.train_step
+
+def hang_or_end(trainer):
+    if trainer.progress.step == 11 and os.environ["RANK"] == "1":
+        time.sleep(1000)
+    if trainer.progress.step == 11 and os.environ["RANK"] == "2" and trainer.context.world_size == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return train_step(trainer)
+
+Trainer.train_step = hang_or_end
+exit_process(run_program(main.main, sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_the_run_ends_with_status_0_without_ranks_that_hang_and_that_start_again(tmp_path: Path) -> None:
+    """In the last step, which patience decides, rank 1 hangs; without it, rank 2 is killed."""
+    text, script = write_overfitting_text(tmp_path / "text.txt"), tmp_path / "script.py"
+    script.write_text(LOST_AT_THE_END)
+    survive = {"distributed__survive": True, "distributed__reduction": "tree", "distributed__timeout_seconds": 6}
+    options = PATIENCE | survive
+    with Run(tmp_path / "run", run_args(tmp_path / "run", text, **options), script) as run:
+        run.start_by_hand(3)
+        assert run.finish() == [0, 0, 0], run.output()
+    views = [[member[0] for member in row["members"]] for row in run.rows("view")]
+    assert views == [["0", "1", "2"], ["0", "2"], ["0"]]
+    assert run.step() == 12
+    assert "rank 2: its process was ended by SIGKILL: starting another" in run.output()
 
 
 @pytest.mark.slow
