@@ -26,6 +26,7 @@ from helpers import (
     worker_pids,
 )
 
+from mingpt.config import DistributedConfig
 from mingpt.distributed import health
 from mingpt.distributed.collectives import DistributedContext
 from mingpt.distributed.health import HealthMonitor
