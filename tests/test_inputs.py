@@ -209,7 +209,7 @@ MODES = [
     ("runs/old/metrics.jsonl", 0o444, "", "resume"),
     ("runs/old/snapshots", 0o000, "resume sample export list", ""),
     ("runs/old/snapshots", 0o555, "resume", "sample export list"),
-    ("runs/old/snapshots/step_00000001.pt", 0o000, "resume sample export list", ""),
+    ("runs/old/snapshots/step_00000001.pt", 0o000, "resume sample export", ""),
 ]
 
 
