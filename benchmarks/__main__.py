@@ -24,6 +24,7 @@ from mingpt.config_parser import build_parser, config_options, read_config
 from mingpt.errors import UserError
 from mingpt.hardware.device import tune_malloc
 from mingpt.program import run_program
+from mingpt.torch_versions import check_torch_version
 
 
 def run_case(name: str, bench: Bench) -> Iterator[Row]:
@@ -59,6 +60,7 @@ def run(argv: Sequence[str]) -> None:
     args = parser.parse_intermixed_args(argv)
     options = config_options(args)
     config = read_config(options)
+    check_torch_version()
     for name in args.names:
         if name not in CASES:
             raise UserError(f"there is no measurement {name}; there are: {', '.join(CASES)}")
