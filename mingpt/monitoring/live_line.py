@@ -3,6 +3,7 @@
 import math
 import sys
 import time
+from threading import RLock
 from typing import Any
 
 from tqdm import tqdm
@@ -11,6 +12,10 @@ from tqdm import tqdm
 BAR_OPTIONS: dict[str, Any] = {"unit_scale": True, "delay": 1, "disable": None, "leave": False}
 
 EVALUATION_INTERVAL = 0.1  # seconds between changes of the part of an evaluation that is done
+
+# By default also a semaphore of multiprocessing, which Python 3.14 reports as leaked, since `exit_process` cleans up
+# nothing.
+tqdm.set_lock(RLock())
 
 
 def format_duration(seconds: float) -> str:
