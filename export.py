@@ -17,6 +17,7 @@ from mingpt.errors import UserError
 from mingpt.program import run_program
 from mingpt.snapshot.hf_format import hf_config, hf_tokenizer, hf_weights
 from mingpt.snapshot.pretrained import Pretrained, load_pretrained
+from mingpt.torch_versions import check_torch_version
 
 
 def model_card(pretrained: Pretrained, source: str, name: str) -> str:
@@ -117,6 +118,7 @@ def run(argv: Sequence[str]) -> None:
     )
     parser.add_argument("--out", metavar="FOLDER", required=True, help="new or empty folder")
     args = parser.parse_args(argv)
+    check_torch_version()
     path = args.snapshot
     pretrained = load_pretrained(path, "--snapshot")
     if (size := pretrained.model_config.conv_kernel_size) is not None:

@@ -31,6 +31,11 @@ def main(argv: Sequence[str] = ()) -> int:
         config = read_config(argv)
 
     # Importing PyTorch takes over a second, so `--help` and a mistake in the configuration are answered before.
+    from mingpt.torch_versions import check_torch_version
+
+    with reported_once_per_machine(info):
+        check_torch_version()  # before imports that other versions may not have
+
     import torch.distributed as dist
 
     from mingpt.distributed.collectives import DistributedContext

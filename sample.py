@@ -13,6 +13,7 @@ from mingpt.generation import NO_TOKEN, generate
 from mingpt.monitoring.logging import configure_logging
 from mingpt.program import run_program
 from mingpt.snapshot.pretrained import load_pretrained
+from mingpt.torch_versions import check_torch_version
 from model import GPT
 
 LOWEST = 1e-3  # of temperatures other than 0 and of top_p, where either hardly differs from the most likely character
@@ -72,6 +73,7 @@ def run(argv: Sequence[str]) -> None:
     configure_logging(info_stream="stderr")
     args = build_parser().parse_args(argv)
     check_args(args)
+    check_torch_version()
     pretrained = load_pretrained(args.snapshot, "--snapshot", args.best)
     if not all(weight.isfinite().all() for weight in pretrained.weights.values()):
         raise UserError(f"--snapshot: {args.snapshot} has weights that are not finite; take an older one")

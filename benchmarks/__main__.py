@@ -29,6 +29,7 @@ from mingpt.distributed.launch_environment import detect_launch_environment, rep
 from mingpt.errors import UserError
 from mingpt.hardware.device import tune_malloc
 from mingpt.program import exit_process, run_program
+from mingpt.torch_versions import check_torch_version
 
 
 def run_case(name: str, bench: Bench) -> Iterator[Row]:
@@ -68,6 +69,7 @@ def run(argv: Sequence[str]) -> int:
         args = parser.parse_intermixed_args(argv)
         options = config_options(args)
         config = read_config(options)
+        check_torch_version()
         for_collectives = args.names == ["collectives"]
         for name in args.names:
             if name not in CASES and not for_collectives:

@@ -28,6 +28,7 @@ from mingpt.distributed.launch_environment import detect_launch_environment
 from mingpt.distributed.process_group import connected_ranks, destroy_process_group, explained_errors
 from mingpt.hardware.device import device_kind, has_bf16, use_cuda
 from mingpt.monitoring.logging import set_rank
+from mingpt.torch_versions import cpu_capabilities
 from trainer import Trainer
 
 ROOT = Path(__file__).parent.parent
@@ -225,7 +226,7 @@ def available_cores() -> int:
 
 def machine_name(device: torch.device) -> str:
     """GPU or CPU, cores, bf16 support and PyTorch's version."""
-    cpu = torch.cpu.get_capabilities().get("cpu_name", "unknown CPU")
+    cpu = cpu_capabilities().get("cpu_name", "unknown CPU")
     bf16 = "bf16 in hardware" if has_bf16(device)[0] else "no bf16 hardware"
     gpu = f"{device_kind(device)} with " if device.type == "cuda" else ""
     return f"{gpu}{cpu}, {available_cores()} cores, {bf16}, PyTorch {torch.__version__}"

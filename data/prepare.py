@@ -44,7 +44,8 @@ def documentation() -> None:
         fail(f"{LIBRARY} has no sources of Python's library (no {topics.name}); use a Python that includes them")
     texts = [*runpy.run_path(str(topics))["topics"].values()]
     for file in library_files():
-        texts += docstrings(ast.parse(file.read_bytes()))
+        # ast.parse of Python 3.14 leaves docstrings out under -OO.
+        texts += docstrings(compile(file.read_bytes(), file, "exec", ast.PyCF_ONLY_AST, optimize=0))
     unique = dict.fromkeys(paragraph for text in texts for paragraph in prose(text))
     text = "\n\n".join(textwrap.fill(paragraph, WIDTH, break_on_hyphens=False) for paragraph in unique)
     if len(text) < MIN_LENGTH:

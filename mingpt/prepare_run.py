@@ -54,8 +54,9 @@ def prepare_run(config: Config, context: DistributedContext) -> None:
 
 
 def check_same_start(config: Config, context: DistributedContext) -> None:
-    """Raises a UserError if ranks have been started with different configurations or different code."""
-    context.check_equal({"the code's SHA-256": code_digest(), **keys_without_places(config_to_dict(config))})
+    """Raises a UserError if ranks have been started with different configurations, code or versions of PyTorch."""
+    versions = {"PyTorch's version": str(torch.__version__), "the code's SHA-256": code_digest()}
+    context.check_equal({**versions, **keys_without_places(config_to_dict(config))})
 
 
 def code_digest() -> str:

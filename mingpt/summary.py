@@ -69,8 +69,11 @@ def _resume_lines(trainer: "Trainer") -> Iterator[str]:
         yield f"changed since the snapshot: {', '.join(changes)}"
     if (then := header["text_sha256"]) != (now := trainer.corpus.sha256):
         yield f"the text has changed: its SHA-256 is {then} in the snapshot, {now} now"
-    if (then := header["choices"].get("hardware")) != (now := trainer.numerics.choices["hardware"]):
-        yield f"the hardware has changed: {then} made the snapshot, {now} resumes it, and last bits may differ"
+    for key, name in (("hardware", "hardware"), ("pytorch", "version of PyTorch")):
+        now = trainer.numerics.choices[key]
+        then = header["choices"].get(key, now)  # an older snapshot may lack it
+        if then != now:
+            yield f"the {name} has changed: {then} made the snapshot, {now} resumes it, and last bits may differ"
     step = trainer.progress.step
     lr = learning_rate(step, trainer.last_step, trainer.config.optimizer)
     if not math.isclose(then := header["learning_rate"], lr, rel_tol=1e-6):

@@ -29,9 +29,13 @@ from helpers import (
     start_ranks,
     write_text,
 )
+from torch.torch_version import TorchVersion
 
+import export
+import sample
 from mingpt import prepare_run
 from mingpt.errors import PeerError
+from mingpt.program import run_program as exit_status_of
 from mingpt.run_lock import LOCK_NAME
 from trainer import Trainer
 
@@ -258,6 +262,20 @@ def _run_without_gpu_and_compiler(argvs: list[list[str]]) -> list[tuple[int, str
     return run_each_captured(argvs)
 
 
+@pytest.mark.parametrize("version", ["2.9.1+cu128", "3.0.0"])
+def test_other_versions_of_pytorch_are_refused(
+    version: str, argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    assert error_of(capsys, *argv).startswith(f"error: PyTorch is {version} here, must be at least 2.10 and below 3")
+    for run, options in ((sample.run, []), (export.run, ["--out", str(tmp_path / "out")])):
+        assert exit_status_of(run, options) == 2
+        err = capsys.readouterr().err
+        assert f"PyTorch is {version} here" in err
+        assert_one_message(err)
+    assert list(tmp_path.iterdir()) == [tmp_path / "text.txt"]
+
+
 # Resuming
 
 
@@ -295,16 +313,19 @@ def test_a_snapshot_with_another_vocabulary_is_refused_and_nothing_but_the_text_
     assert "snapshots/step_00000001.pt" in kept
 
 
-def test_a_resumed_run_reports_another_learning_rate_and_text(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_resumed_run_reports_another_learning_rate_text_and_pytorch(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The learning rate decays to the run's last step, so raising max_steps changes it."""
     run_dir, text = shutil.copytree(trained / "run", tmp_path / "run"), tmp_path / "text.txt"
     text.write_text((trained / "text.txt").read_text()[::-1])
     argv = run_args(run_dir, text, trainer__max_steps=2, optimizer__warmup_steps=1, optimizer__learning_rate=0.01)
+    then = str(torch.__version__)
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.99.0"))
     assert run_main(argv) == 0
     out = capsys.readouterr().out
     assert f"resuming from {run_dir}/snapshots/step_00000001.pt" in out
+    assert f"the version of PyTorch has changed: {then} made the snapshot, 2.99.0 resumes it, and last bits" in out
     assert re.search(r"the learning rate of step 1 was \S+, by the yaml it is now 0\.01\n", out), out
     assert len(set(re.findall(r"the text has changed: .* ([0-9a-f]{64}) .* ([0-9a-f]{64}) now", out)[0])) == 2
 

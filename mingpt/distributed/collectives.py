@@ -18,6 +18,7 @@ from mingpt.distributed.launch_environment import RankInfo
 from mingpt.distributed.position import find_line, format_ranks
 from mingpt.errors import PeerError, UserError
 from mingpt.hardware.device import choose_device, visible_gpu_uuids
+from mingpt.torch_versions import all_gather_single
 
 if TYPE_CHECKING:  # the monitor of health reports where ranks are in these collectives
     from mingpt.distributed.health import HealthMonitor
@@ -182,7 +183,7 @@ class DistributedContext:
 
     def all_gather(self, gathered: Tensor, tensor: Tensor) -> None:
         """Overwrites `gathered`, (n * world_size,), with the tensors of all ranks, (n,) each."""
-        dist.all_gather_single(gathered, tensor, group=self.group)
+        all_gather_single(gathered, tensor, group=self.group)
 
     def all_to_all(self, received: Tensor, sent: Tensor, received_rows: list[int], sent_rows: list[int]) -> None:
         """Sends consecutive rows to each rank and overwrites `received` with those of each, as many as listed."""

@@ -16,6 +16,7 @@ import torch
 
 from mingpt.errors import UserError
 from mingpt.hardware.cgroup import memory_limit
+from mingpt.torch_versions import cpu_capabilities
 
 NCCL_BYTES = 2**30  # for a communicator's buffers; 688 MB on four A100 (https://github.com/NVIDIA/nccl/issues/964)
 
@@ -79,7 +80,7 @@ def has_bf16(device: torch.device) -> tuple[bool, str]:
         has = torch.cuda.is_bf16_supported(including_emulation=False)
         return has, f"this GPU has {'' if has else 'no '}bf16 hardware"
     if device.type == "cpu":
-        flags = torch.cpu.get_capabilities()
+        flags = cpu_capabilities()
         if flags.get("amx_tile", False):
             return True, "this CPU has AMX"
         if not flags.get("avx512_bf16", False):

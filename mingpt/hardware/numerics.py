@@ -16,7 +16,7 @@ class Numerics(NamedTuple):
     """What was chosen."""
 
     precision: str  # fp32, bf16 or fp16
-    choices: dict[str, Any]  # precision, threads per rank, world size and hardware, for the snapshot
+    choices: dict[str, Any]  # precision, threads per rank, world size, hardware and PyTorch, for the snapshot
     reasons: dict[str, str]  # rows for the summary at the start
 
 
@@ -53,5 +53,6 @@ def agree_on_numerics(config: Config, context: "DistributedContext", header: dic
         "threads": threads,
         "world_size": context.world_size,
         "hardware": device_kind(device),
+        "pytorch": str(torch.__version__),  # of the class TorchVersion, which a snapshot can't hold
     }
     return Numerics(precision, choices, reasons)

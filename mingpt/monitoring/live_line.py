@@ -4,6 +4,7 @@ import math
 import os
 import sys
 import time
+from threading import RLock
 from typing import Any
 
 from tqdm import tqdm
@@ -12,6 +13,10 @@ from tqdm import tqdm
 BAR_OPTIONS: dict[str, Any] = {"unit_scale": True, "delay": 1, "disable": None, "leave": False}
 
 CELL_INTERVAL = 1.0  # seconds between changes in a notebook's cell, which keeps all that it has shown
+
+# By default also a semaphore of multiprocessing, which Python 3.14 reports as leaked, since `exit_process` cleans up
+# nothing.
+tqdm.set_lock(RLock())
 
 
 def format_duration(seconds: float) -> str:

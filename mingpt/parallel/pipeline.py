@@ -27,6 +27,7 @@ from mingpt.parallel.full_state import state_keys
 from mingpt.parallel.strategy import DDP, MicroBatch, Strategy
 from mingpt.permutation import hash64
 from mingpt.tensors import to_local
+from mingpt.torch_versions import require_input_grads
 from model import GPT, KVCache
 
 WTE = "transformer.wte.weight"  # in the first stage and, where it is the output projection too, in the last
@@ -151,12 +152,11 @@ class PipelineParallel(Strategy):
                 "micro-batches of a pipeline have one size"
             )
         micro_batches = batch_size // replicas // size
-        if micro_batches < stages and config.distributed.pipeline_schedule == "1f1b":
+        if micro_batches < stages:
             raise UserError(
                 f"trainer.batch_size / replicas / trainer.micro_batch_size is {batch_size} / {replicas} / {size}, "
                 f"{micro_batches} micro-batches for {stages} stages, which would wait "
-                f"{(stages - 1) / (micro_batches + stages - 1):.0%} of the time: lower trainer.micro_batch_size, or "
-                "set distributed.pipeline_schedule to gpipe, which accepts it"
+                f"{(stages - 1) / (micro_batches + stages - 1):.0%} of the time: lower trainer.micro_batch_size"
             )
 
     def _release(self) -> None:
@@ -187,7 +187,7 @@ class PipelineParallel(Strategy):
     def _run(self, run_schedule: Callable[..., None], idx: Tensor, targets: Tensor) -> list[Tensor]:
         """Passes micro-batches through all stages; returns the sum of the losses of each, in the last stage alone."""
         self.loss_sums = []
-        inputs = self.to_device(idx) if self.stage.is_first else ()
+        inputs = self.to_device(idx.contiguous()) if self.stage.is_first else ()  # PyTorch before 2.13 needs it
         target = self.to_device(targets)[0] if self.stage.is_last else None
         try:
             run_schedule(*inputs, target=target, return_outputs=False)
@@ -296,6 +296,8 @@ class _Stage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         if self.has_backward:
+            if not self.is_first:
+                require_input_grads(self, fwd_chunk_id)
             seed_device(self.device, self.seeds[fwd_chunk_id])
         with record_function(f"forward {fwd_chunk_id}"), self.autocast():
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)

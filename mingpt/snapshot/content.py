@@ -39,6 +39,7 @@ class Choices(TypedDict):
     threads: int
     world_size: int
     hardware: str
+    pytorch: NotRequired[str]  # old snapshots have none
 
 
 @with_config(STRICT)

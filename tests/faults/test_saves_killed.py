@@ -86,7 +86,7 @@ class CrashingSystem:
         raw = _InterceptedFile(path, mode)
         raw.system = self
         self.synced_sizes[os.fstat(raw.fileno()).st_ino] = 0
-        return io.BufferedWriter(raw)  # as open() returns
+        return io.BufferedWriter(raw, buffer_size=8192)  # as open() returns before Python 3.14
 
     def sync(self, descriptor: int) -> None:
         self.fsync(descriptor)

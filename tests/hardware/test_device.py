@@ -29,6 +29,7 @@ from mingpt.hardware.device import (
     visible_gpu_uuids,
 )
 from mingpt.hardware.threads import choose_threads
+from mingpt.torch_versions import cpu_capabilities
 
 CPU, GPU, MPS = torch.device("cpu"), torch.device("cuda", 0), torch.device("mps")
 INTEL = "this CPU has AVX512-BF16, but no AMX, without which Intel's fp32 is faster"
@@ -47,7 +48,7 @@ def set_hardware(monkeypatch: pytest.MonkeyPatch) -> SetHardware:
         # By default, PyTorch counts emulation as support.
         has_bf16 = lambda including_emulation=True: bf16 or including_emulation  # noqa: E731
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", has_bf16)
-        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: cpu_flags)
+        monkeypatch.setattr("mingpt.hardware.device.cpu_capabilities", lambda: cpu_flags)
         monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
         monkeypatch.setattr("mingpt.hardware.threads.cpu_limit", lambda: None)
@@ -102,7 +103,7 @@ def test_the_device_name_includes_the_model(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other CPUs have other flags")
 def test_the_flags_that_the_rules_read_exist_in_this_pytorch() -> None:
-    assert {"avx512_bf16", "amx_tile", "cpu_name"} <= set(torch.cpu.get_capabilities())
+    assert {"avx512_bf16", "amx_tile", "cpu_name"} <= set(cpu_capabilities())
     assert isinstance(has_bf16(CPU)[0], bool)
     assert has_bf16(GPU)[0] in {False, torch.cuda.is_available()}
 

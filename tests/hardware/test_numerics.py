@@ -39,8 +39,9 @@ def test_choices_are_applied_and_threads_kept_at_the_same_number_of_ranks(
     config = Config(trainer=TrainerConfig(micro_batch_size=1), distributed=DistributedConfig(reduction=reduction))
     numerics = choose(config, device, world_size, previous)
     assert (torch.get_num_threads(), numerics.precision) == (expected, "fp32")
-    new_facts = {"threads": expected, "world_size": world_size, "hardware": device_kind(device)}
-    assert numerics.choices == previous | new_facts
+    new_facts = {"threads": expected, "world_size": world_size}
+    here = {"hardware": device_kind(device), "pytorch": torch.__version__}
+    assert numerics.choices == previous | new_facts | here
     assert numerics.reasons["threads"] == f"{expected} per rank ({reason})"
     assert numerics.reasons["precision"] == "fp32 (auto: kept from the snapshot)"
 

@@ -337,7 +337,11 @@ def test_options_that_exclude_stages_are_refused(options: dict[str, Any]) -> Non
         (1, with_stages(2), "distributed.pipeline_stages is 2, of which 1 processes are no multiple: start 2"),
         (3, with_stages(2), "distributed.pipeline_stages is 2, of which 3 processes are no multiple: start 4"),
         (2, with_stages(2, trainer__micro_batch_size=3), "trainer.batch_size is 8, must be a multiple of 3"),
-        (2, with_stages(2, trainer__micro_batch_size=8), "1 micro-batches for 2 stages, which would wait 50%"),
+        (
+            2,
+            with_stages(2, trainer__micro_batch_size=8, distributed__pipeline_schedule="gpipe"),
+            "1 micro-batches for 2 stages, which would wait 50%",
+        ),
     ],
 )
 def test_stages_that_do_not_fit_are_refused(ranks: int, options: dict[str, Any], message: str) -> None:

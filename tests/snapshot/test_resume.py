@@ -103,7 +103,7 @@ def test_resume_skips_a_damaged_snapshot_and_restores_the_same_bits(
     assert f"{run_dir}/snapshots/step_00000006.pt is damaged (the bytes of its part archive/data.pkl do not" in damaged
     assert used.endswith(f"{run_dir}/snapshots/step_00000003.pt is used instead")
     assert resumed.endswith(f"resuming from {run_dir}/snapshots/step_00000003.pt")
-    assert not re.search("the text has changed|the hardware has changed|the learning rate of", out)
+    assert not re.search(" has changed: |the learning rate of", out)
     assert_equal_snapshots(trained / "one", run_dir)
     assert load_snapshot(str(run_dir / "snapshots/step_00000006.pt"))["step"] == 6
     assert loss_curve(run_dir) == loss_curve(trained / "one")
