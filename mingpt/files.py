@@ -9,9 +9,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-import fsspec
-from fsspec.implementations.local import LocalFileSystem
-
 from mingpt.errors import UserError
 from mingpt.yaml_format import dump_yaml
 
@@ -76,6 +73,9 @@ def _sync_folder(folder: Path) -> None:
 
 def local_folder(path: str) -> Path | None:
     """The folder that an fsspec path names on this machine; None if it is on another file system, or fsspec fails."""
+    import fsspec  # noqa: PLC0415 - slow, and `--help` needs none of it
+    from fsspec.implementations.local import LocalFileSystem  # noqa: PLC0415
+
     try:
         fs, root = fsspec.url_to_fs(path)
     except Exception:  # each file system raises its own; who reads or writes the path reports it
