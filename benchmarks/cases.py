@@ -15,7 +15,7 @@ from benchmarks.learning import time_to_loss
 from mingpt.config import MAX_STEPS
 from mingpt.generation import generate
 from mingpt.hardware.device import device_kind
-from mingpt.monitoring.run_log import read_metrics
+from mingpt.monitoring.run_log import iter_metrics
 from mingpt.parallel.strategy import DTYPES
 from mingpt.utilization import flops_per_sequence
 from model import GPT
@@ -121,7 +121,7 @@ def _tokens_per_second(bench: Bench, survives: str) -> float:
     keys = {"trainer.run_dir": run_dir, "distributed.survive": survives, "distributed.backend": "gloo"}
     length = {"trainer.max_steps": 300, "trainer.log_every": 50}
     bench.torchrun("main.py", *bench.run_options(overrides=TREE | ONLY_STEPS | length | keys))
-    rows, _ = read_metrics(Path(run_dir) / "metrics.jsonl")
+    rows = filter(None, iter_metrics(Path(run_dir) / "metrics.jsonl"))
     return statistics.median(row["tokens_per_second"] for row in rows if row["event"] == "train")
 
 

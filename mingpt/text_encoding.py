@@ -3,8 +3,6 @@
 import codecs
 import re
 
-import charset_normalizer
-
 BYTE_ORDER_MARKS = {  # those of UTF-32 first, since one begins like UTF-16's
     codecs.BOM_UTF32_LE: "UTF-32",
     codecs.BOM_UTF32_BE: "UTF-32",
@@ -27,6 +25,8 @@ def explain_bytes(name: str, first: int) -> str:
     Args:
         first: position of the first byte that is not UTF-8
     """
+    import charset_normalizer  # noqa: PLC0415 - each start would take 20 ms longer
+
     with open(name, "rb") as file:
         start = file.read(4)
         file.seek(first)

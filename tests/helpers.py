@@ -35,7 +35,7 @@ from mingpt.config_parser import read_config
 from mingpt.distributed.collectives import DistributedContext
 from mingpt.distributed.launch_environment import detect_launch_environment
 from mingpt.distributed.process_group import connected_ranks, destroy_process_group, explained_errors
-from mingpt.monitoring.run_log import read_metrics
+from mingpt.monitoring.run_log import iter_metrics
 from mingpt.parallel.build import strategy_class
 from mingpt.run_lock import LOCK_NAME
 from mingpt.snapshot.storage import SnapshotStorage
@@ -358,6 +358,13 @@ def run_on(device: str, ranks: int, argvs: list[list[str]], folder: Path, timeou
 def read_log(file: Path) -> str:
     """A file of stderr, without the date and time of its lines."""
     return re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  ", "", file.read_text(), flags=re.MULTILINE)
+
+
+def read_metrics(file: Path) -> tuple[list[dict[str, Any]], int]:
+    """Returns the rows of a metrics.jsonl, and how many other lines it has, as `iter_metrics`."""
+    lines = list(iter_metrics(file))
+    rows = [row for row in lines if row is not None]
+    return rows, len(lines) - len(rows)
 
 
 def read_rows(run_dir: Path, event: str = "train") -> list[dict]:

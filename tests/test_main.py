@@ -351,6 +351,7 @@ def test_ranks_agree_on_configuration_text_and_code(text: Path, tmp_path: Path) 
         ([[*same, "--trainer.batch_size", "1"]] * 2, ["trainer.batch_size is 1", "2 ranks"]),
         ([run_args(tmp_path / "0", text), run_args(tmp_path / "1", other)], ["text", "on rank 0", "on rank 1"]),
         ([same, [*same, "another code"]], ["the code's SHA-256 differs between ranks", "another code on rank 1"]),
+        ([same, [*same, "another PyTorch"]], ["PyTorch's version differs between ranks", "2.99 on rank 1"]),
     ]
     argvs = [*(argvs for argvs, _ in cases), own_paths]
     first, second = run_ranks(2, _run_with_own_argv, argvs, tmp_path=tmp_path)
@@ -365,13 +366,17 @@ def test_ranks_agree_on_configuration_text_and_code(text: Path, tmp_path: Path) 
 
 
 def _run_with_own_argv(cases: list[list[list[str]]]) -> list[tuple[int, str, str]]:
-    """Runs each case with this rank's command line; one that ends in "another code" has that digest of the code."""
-    results, init_method, code_digest = [], os.environ["TEST_INIT_METHOD"], prepare_run.code_digest
+    """Runs each case with this rank's command line; one may end in what else this rank has."""
+    results, init_method = [], os.environ["TEST_INIT_METHOD"]
     for i, case in enumerate(cases):
         os.environ["TEST_INIT_METHOD"] = f"{init_method}-{i}"
         argv = case[int(os.environ["RANK"])]
-        prepare_run.code_digest = (lambda: "another code") if argv[-1] == "another code" else code_digest
-        [result] = run_each_captured([argv[:-1] if argv[-1] == "another code" else argv])
+        with pytest.MonkeyPatch.context() as patch:
+            if argv[-1] == "another code":
+                patch.setattr(prepare_run, "code_digest", lambda: "another code")
+            if argv[-1] == "another PyTorch":
+                patch.setattr(torch, "__version__", TorchVersion("2.99"))
+            [result] = run_each_captured([argv[:-1] if argv[-1].startswith("another ") else argv])
         results.append(result)
     return results
 

@@ -315,13 +315,6 @@ def _is_row(value: Any) -> bool:
     return type(step) is int and 0 <= step <= MAX_STEPS
 
 
-def read_metrics(file: Path) -> tuple[list[dict[str, Any]], int]:
-    """Returns the rows of a metrics.jsonl, and how many other lines it has, as `iter_metrics`."""
-    lines = list(iter_metrics(file))
-    rows = [row for row in lines if row is not None]
-    return rows, len(lines) - len(rows)
-
-
 def saved_steps(file: Path) -> list[int]:
     """Returns the steps whose snapshots were written, according to a metrics.jsonl, which need not exist."""
     if not file.is_file():

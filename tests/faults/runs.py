@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mingpt.monitoring.run_log import read_metrics
+from mingpt.monitoring.run_log import iter_metrics
 from tests.helpers import (
     ROOT,
     TORCHRUN,
@@ -92,7 +92,7 @@ class Run:
     def rows(self, *events: str) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl with these events so far."""
         with suppress(FileNotFoundError):
-            rows, _ = read_metrics(self.run_dir / "metrics.jsonl")
+            rows = filter(None, iter_metrics(self.run_dir / "metrics.jsonl"))
             return [row for row in rows if row["event"] in events]
         return []
 
