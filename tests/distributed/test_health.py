@@ -244,10 +244,11 @@ def _find_a_hang(run_dir: str) -> tuple[str, bytes]:
     config = DistributedConfig(init_method=os.environ["TEST_INIT_METHOD"])
     with connected_ranks(info, config, run_dir, "cpu:gloo,cuda:nccl") as (store, monitor):
         dist.init_process_group("gloo", store=store, rank=info.rank, world_size=info.world_size)
+    trace = Path(f"{os.environ['TORCH_FR_DUMP_TEMP_FILE']}{info.rank}")
     if info.rank == 0:
         dist.all_reduce(torch.zeros(1), async_op=True)
         assert isinstance(monitor.explain(RuntimeError("gloo has timed out")), PeerError)
-    trace = Path(f"{os.environ['TORCH_FR_DUMP_TEMP_FILE']}{info.rank}")
+        assert trace.exists()  # the process may exit before its thread learns of the cause
     deadline = time.monotonic() + 20
     while not (trace.exists() and trace.stat().st_size) and time.monotonic() < deadline:
         time.sleep(0.05)
