@@ -110,6 +110,7 @@ def test_a_session_is_not_replaced_by_a_supervisor(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+    monkeypatch.setattr(os, "execv", lambda *args: pytest.fail("the session is replaced"))
     assert run_main(run_args(tmp_path / "run", text, **SURVIVE)) == 2
     assert "distributed.survive is true, which replaces this process: " in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
