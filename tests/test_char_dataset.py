@@ -1,5 +1,7 @@
 """Windows of text and their order."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -84,7 +86,7 @@ def test_the_smallest_text_has_one_window() -> None:
 def test_both_are_map_style_datasets(data: CharDataset | ValidationDataset) -> None:
     batch = data[range(len(data))]
     loaded = zip(*DataLoader(data, batch_size=5), strict=True)
-    windows = zip(*data, strict=True)
+    windows = zip(*itertools.islice(data, len(data) + 1), strict=True)  # which ends in any case
     for expected, found, listed in zip(batch, loaded, windows, strict=True):
         assert torch.equal(torch.cat(found), expected)
         assert torch.equal(torch.stack(listed), expected)
