@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,7 @@ from mingpt.evaluation import SAMPLE_LENGTH, Evaluation, choose_sample_prompt, e
 from mingpt.generation import generate
 from mingpt.monitoring.logging import configure_logging
 from mingpt.monitoring.run_log import RunLog
+from mingpt.signals import SignalHandler
 from model import GPT
 
 PROMPT = "does bob eat figs"  # longer than the window of the small runs
@@ -212,16 +214,21 @@ def test_a_signal_breaks_off_an_evaluation_and_the_next_start_makes_up_for_it(te
 
 def _stop_in_evaluation(number: int, *argv: str) -> int:
     """For `run_ranks`: rank 0 gets a SIGTERM as the evaluation with this number begins; returns the status."""
-    advance, started = Evaluation.advance, []
+    advance, record, started, recorded = Evaluation.advance, SignalHandler._record, [], threading.Event()
 
     def advance_or_stop(evaluation: Evaluation) -> None:
         if evaluation.batches_done == 0:
             started.append(evaluation)
             if len(started) == number and os.environ.get("RANK", "0") == "0":
                 os.kill(os.getpid(), signal.SIGTERM)
+                assert recorded.wait(60)  # by a thread, which may take longer than this evaluation
         advance(evaluation)
 
-    Evaluation.advance = advance_or_stop  # type: ignore[method-assign]
+    def record_and_tell(handler: SignalHandler, number: int) -> None:
+        record(handler, number)
+        recorded.set()
+
+    Evaluation.advance, SignalHandler._record = advance_or_stop, record_and_tell  # type: ignore[method-assign]
     return run_captured(*argv)[0]
 
 
