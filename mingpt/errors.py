@@ -23,6 +23,7 @@ class PeerError(Exception):
     def __init__(self, message: str, linger_seconds: float = 0.0) -> None:
         super().__init__(message)
         self.linger_seconds = linger_seconds
+        self.is_reported = False  # by another process, and this one ends without a message
 
 
 class StoreUnreachableError(PeerError):

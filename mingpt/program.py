@@ -45,7 +45,8 @@ def run_program(run: Callable[[Sequence[str]], int | None], argv: Sequence[str],
         write_error_file(str(error), f"error: {error}")
     except PeerError as error:
         status = 1
-        logger.error(f"{error}{restart_hint(os.environ)}")
+        if not error.is_reported:
+            logger.error(f"{error}{restart_hint(os.environ)}")
         time.sleep(error.linger_seconds)
     except BrokenPipeError:  # the reader of stdout has enough
         pass

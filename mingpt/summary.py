@@ -6,7 +6,7 @@ import platform
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from mingpt.config import config_to_dict, keys_without_places
+from mingpt.distributed.position import format_list
 from mingpt.hardware.device import device_name
 from mingpt.monitoring.live_line import format_duration
 from mingpt.optimizer import learning_rate
@@ -24,6 +25,8 @@ from model import GPT
 
 if TYPE_CHECKING:
     from trainer import Trainer
+
+MAX_MEMBERS = 16  # ranks that have a line each at the start
 
 
 def start(trainer: "Trainer") -> str:
@@ -50,12 +53,23 @@ def start(trainer: "Trainer") -> str:
         f"{cfg.run_dir}, a snapshot every {cfg.save_every} steps: kill it at any time, the same command resumes from "
         "the newest"
     )
-    lines = [f"GLOBAL_RANK: {i}, MEMBER: {i + 1}/{len(devices)}  {device}" for i, device in enumerate(devices)]
+    lines = member_lines(devices)
     lines += [f"{name:<10} {value}" for name, value in rows.items()]
     with torch.device("meta"):
         lines.append(model_summary(GPT(trainer.model_config)))
     lines += _resume_lines(trainer)
     return "\n".join(lines)
+
+
+def member_lines(devices: Sequence[str]) -> list[str]:
+    """A line for each of the first ranks, and one with the numbers of the others by host and kind of device."""
+    members = enumerate(devices[:MAX_MEMBERS])
+    lines = [f"GLOBAL_RANK: {i}, MEMBER: {i + 1}/{len(devices)}  {device}" for i, device in members]
+    others = Counter(re.sub(r":\d+ ", " ", device) for device in devices[MAX_MEMBERS:])
+    if others:
+        each = [f"{count} on {device}" for device, count in others.items()]
+        lines.append(f"and {others.total():,} other ranks: {format_list(each, '; ')}")
+    return lines
 
 
 def _resume_lines(trainer: "Trainer") -> Iterator[str]:

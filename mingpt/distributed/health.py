@@ -21,13 +21,15 @@ from mingpt.distributed.heartbeat import (
     heartbeat_key,
     read_positions,
 )
-from mingpt.distributed.launch_environment import restart_hint
-from mingpt.distributed.position import PositionReader, SlowRanks, count_collectives, explain_wait
+from mingpt.distributed.launch_environment import detect_launch_environment, restart_hint
+from mingpt.distributed.position import PositionReader, SlowRanks, count_collectives, explain_wait, format_list
 from mingpt.distributed.rendezvous import NCCL_DUMP_KEY
 from mingpt.errors import PeerError, StoreUnreachableError, is_oom_error
 from mingpt.monitoring.logging import logger
 
 ALL_ALIVE_SECONDS = 0.7  # in which all ranks send a heartbeat if none is dead
+ANSWER_SECONDS = 3.0  # in which the store answers a request, and a rank reads all heartbeats
+SCANNERS = 16  # ranks that read all heartbeats at the same time
 GRACE_SECONDS = 5.0  # for the main thread to report an error, in which it waits for a snapshot that is being written
 TRACE_SECONDS = 3.0  # for NCCL's trace to be written
 FILE_SYSTEM = "the file system"  # the host of a store at file://
@@ -38,9 +40,9 @@ class HealthMonitor:
 
     A backend's error says that some rank is dead or late, but not which one; gloo's comes at once where a process has
     exited, else after `timeout_seconds`, and NCCL's a minute after that. So a thread of each rank sets a heartbeat
-    with its position in the store, and after an error the main thread reads those of all ranks. The first rank that
-    finds the cause writes it to the store for the others, since they see that rank exit in turn. The thread of rank 0
-    also warns of ranks for which the others wait.
+    with its position in the store, and after an error the main threads of a few ranks read those of all ranks. The
+    first rank that finds the cause writes it to the store for the others, which wait for it there, and which see that
+    rank exit in turn. The thread of rank 0 also warns of ranks for which the others wait.
 
     A main thread that waits for a GPU gets no error: NCCL's kernel waits there for the rank that is dead. So each rank
     also watches the cause and the heartbeat of its successor, rank + 1. That makes four small requests per interval
@@ -71,6 +73,8 @@ class HealthMonitor:
         self.store.set(f"name/{rank}", self.name)
         self.heartbeats = Heartbeats(heartbeat_store, str(rank), PositionReader(count_collectives).read)
         self.has_failure = False  # as last read
+        self.cause = ""  # as far as it is known
+        self.poll_seconds = max(0.1, world_size / 2000)  # between looks for a cause
         self.stopped = threading.Event()
         self.is_watching = True
         self.report_lock = threading.RLock()  # held by the thread that reports an error and ends the process
@@ -121,13 +125,14 @@ class HealthMonitor:
                 continue
             silent = 0
             try:
-                cause = self._query(self._find_cause, None)
+                cause = self._find_cause(None)
             except StoreUnreachableError as error:
                 cause = str(error) if self.store_host == "rank 0" else ""
             self._dump_trace(cause)
             is_blocked = cause and not self.stopped.wait(GRACE_SECONDS) and self.is_watching
             if is_blocked and self.report_lock.acquire(blocking=False):
-                logger.error(f"{cause}{restart_hint(os.environ)}")
+                if self.is_reporter():
+                    logger.error(f"{cause}{restart_hint(os.environ)}")
                 os._exit(1)
 
     def explain(self, error: Exception) -> Exception:
@@ -135,17 +140,28 @@ class HealthMonitor:
         self.report_lock.acquire()
         if isinstance(error, RuntimeError) and not is_oom_error(error):  # as all backends raise, and others too
             try:
-                cause = self._query(self._find_cause, error)
+                cause = self._find_cause(error)
             except PeerError as unreachable:
                 return unreachable
             if cause:
                 self._dump_trace(cause)
                 # Rank 0 may host the store, which other ranks read a moment later.
-                return PeerError(cause, 2 * HEARTBEAT_INTERVAL if self.rank == 0 else 0.0)
+                linger_seconds = max(2 * HEARTBEAT_INTERVAL, 4 * self.poll_seconds) if self.rank == 0 else 0.0
+                return PeerError(cause, linger_seconds)
         summary = (str(error).strip().splitlines() or [""])[0]
         with suppress(PeerError):
             self._query(self.store.compare_set, "cause", "", f"{self.name} failed: {type(error).__name__}: {summary}")
         return error
+
+    def is_reporter(self) -> bool:
+        """Whether this rank reports an error of all: the first on its machine that asks; without a store, each."""
+        if detect_launch_environment(os.environ).local_rank is None:  # started by hand, maybe each in a terminal
+            return True
+        try:
+            reporter = self._query(self.store.compare_set, f"reporter/{platform.node()}", "", self.name)
+        except StoreUnreachableError:
+            return True
+        return reporter.decode() == self.name
 
     def _dump_trace(self, cause: str) -> None:
         """Writes what NCCL has recorded on this rank, if the cause says so; in a thread, since a driver may hang."""
@@ -172,33 +188,55 @@ class HealthMonitor:
 
         threading.Thread(target=send, daemon=True).start()
         try:
-            return answer.result(timeout=HEARTBEAT_TIMEOUT + 1)
+            return answer.result(timeout=ANSWER_SECONDS)
         except (RuntimeError, OSError, futures.TimeoutError) as error:
             raise StoreUnreachableError(
                 f"{self.store_host}, which hosts the store, is dead, stopped or cut off from {self.name}: no answer"
             ) from error
 
     def _find_cause(self, error: Exception | None) -> str:
-        """Returns the cause that another rank has found, else the rank that is dead or late, else an empty string."""
-        started = time.monotonic()
+        """Returns the cause that another rank has found, else the rank that is dead or late, else an empty string.
+
+        All ranks call this at about the same time. SCANNERS of them look for the cause themselves. The others wait for
+        what those find, and if nothing comes, SCANNERS of them look next.
+        """
+        self.cause = self.cause or self._await_cause(0)
+        if not self.cause:
+            scans = self._query(self.store.add, "scans", 1)
+            self.cause = self._await_cause((scans - 1) // SCANNERS * ANSWER_SECONDS) or self._scan(error)
+        if not self.cause:
+            self._query(self.store.add, "scans", -1)
+        return self.cause
+
+    def _await_cause(self, seconds: float) -> str:
+        """Returns the cause that another rank finds within so many seconds, else an empty string."""
+        deadline = time.monotonic() + seconds
+        while not self._query(self.store.check, ["cause"]):
+            if time.monotonic() >= deadline:
+                return ""
+            time.sleep(self.poll_seconds)
+        return self._query(self.store.get, "cause").decode()
+
+    def _scan(self, error: Exception | None) -> str:
+        """Reads the heartbeats of all ranks twice or three times, and returns what `_find_cause` does."""
         keys = [heartbeat_key(rank) for rank in self.ranks]
-        before = self.store.multi_get(keys)
+        before = self._query(self.store.multi_get, keys)
+        started = time.monotonic()
         for seconds in (ALL_ALIVE_SECONDS, HEARTBEAT_TIMEOUT):
-            while time.monotonic() < started + seconds:
-                if self.store.check(["cause"]):
-                    return self.store.get("cause").decode()
-                time.sleep(0.1)
-            now = self.store.multi_get(keys)
+            if cause := self._await_cause(started + seconds - time.monotonic()):
+                return cause
+            now = self._query(self.store.multi_get, keys)
             silent = [rank for rank in range(self.world_size) if now[rank] == before[rank]]
             if not silent:
                 break
         if self.rank in silent:
             return ""  # the store no longer shows even this rank's heartbeats, so it says nothing of the others
-        names = {rank: self.store.get(f"name/{rank}").decode() for rank in range(self.world_size)}
+        found = self._query(self.store.multi_get, [f"name/{rank}" for rank in self.ranks])
+        names = {rank: name.decode() for rank, name in enumerate(found)}
         if silent:
-            dead = " and ".join(names[rank] for rank in silent)
+            dead = format_list([names[rank] for rank in silent])
             last = read_positions(now)
-            lines = " and ".join(last[rank].line if rank in last else "the start" for rank in silent)
+            lines = format_list([last[rank].line if rank in last else "the start" for rank in silent])
             cause = (
                 f"{dead} sent no heartbeat for {HEARTBEAT_TIMEOUT:g} seconds: dead, stopped or cut off, last seen at "
                 f"{lines}"
@@ -212,4 +250,4 @@ class HealthMonitor:
                 cause += f"; each rank writes the trace of NCCL's flight recorder to {self.traces}RANK"
         else:
             return ""
-        return self.store.compare_set("cause", "", cause).decode()
+        return self._query(self.store.compare_set, "cause", "", cause).decode()

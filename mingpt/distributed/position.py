@@ -22,7 +22,7 @@ COLLECTIVES = (f"{Path(__file__).parent}/", dist.distributed_c10d.__file__)  # t
 TORCH_DISTRIBUTED = f"{Path(dist.__file__).parent}/"
 SLOW_SECONDS = 4.0  # how long others wait for a rank before it is named
 POINT_TO_POINT = "point to point"  # description of groups in which ranks start different numbers of operations
-MAX_LISTED = 8  # ranks
+MAX_LISTED = 8  # ranks, or places where they are
 
 
 class Position(NamedTuple):
@@ -158,15 +158,23 @@ def explain_wait(positions: Mapping[int, Position], names: Mapping[int, str]) ->
     else:
         named = []
         what = "reached different collectives"
+    if len(places) > MAX_LISTED:  # of the ranks that are named, if there are many
+        places = dict(sorted(places.items(), key=lambda place: place[1][0] not in named))
     each = [
         f"{format_ranks(ranks)}: {f'in {function} at ' if function else ''}{line} for "
         f"{max(positions[rank].seconds for rank in ranks):.1f} seconds"
         for (function, line, _), ranks in places.items()
     ]
-    who = [names[rank] for rank in named[:MAX_LISTED]] or ["ranks"]
-    if len(named) > MAX_LISTED:
-        who.append(f"{len(named) - MAX_LISTED} others")
-    return f"{' and '.join(who)} {'has' if len(named) == 1 else 'have'} {what}; {'; '.join(each)}"
+    who = format_list([names[rank] for rank in named]) or "ranks"
+    return f"{who} {'has' if len(named) == 1 else 'have'} {what}; {format_list(each, '; ')}"
+
+
+def format_list(items: Sequence[str], separator: str = " and ") -> str:
+    """The first MAX_LISTED of them, and the number of the others."""
+    shown = list(items[:MAX_LISTED])
+    if len(items) > MAX_LISTED:
+        shown.append(f"{len(items) - MAX_LISTED} others")
+    return separator.join(shown)
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
@@ -186,7 +194,7 @@ class SlowRanks:
         self.behind: dict[int, tuple[dict[str, int], float]] = {}  # rank -> its counts, and seconds behind
 
     def look(self, positions: Mapping[int, Position], seconds: float) -> None:
-        """Logs a message for each rank that others have now waited for, once per wait.
+        """Logs a message that names the ranks that others have now waited for, once per wait.
 
         Args:
             positions: those of all ranks
@@ -194,15 +202,17 @@ class SlowRanks:
         """
         before = self.behind
         self.behind = {}
+        slow = []
         for rank in find_late(positions):
             position = positions[rank]
             counts, waited = before.get(rank, ({}, 0.0))
             now_waited = waited + seconds if counts == position.counts else 0.0
             self.behind[rank] = position.counts, now_waited
             if waited < SLOW_SECONDS <= now_waited:
-                message = f"rank {rank} is {now_waited:.1f} seconds behind the others, at {position.line}"
-                # The caller sends heartbeats, and a pipe or a terminal that nobody reads blocks the writer.
-                threading.Thread(target=_warn, args=[message], daemon=True).start()
+                slow.append(f"rank {rank} is {now_waited:.1f} seconds behind the others, at {position.line}")
+        if slow:
+            # The caller sends heartbeats, and a pipe or a terminal that nobody reads blocks the writer.
+            threading.Thread(target=_warn, args=[format_list(slow, "; ")], daemon=True).start()
 
 
 def _warn(message: str) -> None:

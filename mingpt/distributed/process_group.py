@@ -71,7 +71,7 @@ def connected_ranks(
 def explained_errors(info: RankInfo, health: HealthMonitor | None) -> Iterator[None]:
     """Raises a PeerError in place of an error of the block whose cause is another rank, and ends the heartbeats.
 
-    A UserError, which all ranks raise, is reported by rank 0.
+    A UserError, which all ranks raise, is reported by rank 0; a PeerError by one rank of each machine.
     """
     try:
         yield
@@ -80,6 +80,8 @@ def explained_errors(info: RankInfo, health: HealthMonitor | None) -> Iterator[N
         raise
     except Exception as error:
         explained = health.explain(error) if health and not isinstance(error, PeerError) else error
+        if health and isinstance(explained, PeerError):
+            explained.is_reported = not health.is_reporter()
         if explained is error:
             raise
         raise explained from error
