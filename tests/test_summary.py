@@ -3,7 +3,7 @@
 import pytest
 
 from mingpt.config import Config, GPTConfig, config_to_dict
-from mingpt.summary import changed_keys, model_summary
+from mingpt.summary import changed_keys, member_lines, model_summary
 from model import GPT
 
 
@@ -34,3 +34,12 @@ def test_what_has_changed_is_named_with_both_values_except_for_places() -> None:
         "trainer.micro_batch_size null -> 4",
         "distributed.strategy ddp -> fsdp",
     ]
+
+
+def test_a_thousand_ranks_have_a_few_lines_at_the_start() -> None:
+    devices = [f"node{rank // 8} cuda:{rank % 8} (NVIDIA H200)" for rank in range(1024)]
+    lines = member_lines(devices)
+    assert lines[:2] == [f"GLOBAL_RANK: {i}, MEMBER: {i + 1}/1024  node0 cuda:{i} (NVIDIA H200)" for i in range(2)]
+    others = "; ".join(f"8 on node{node} cuda (NVIDIA H200)" for node in range(2, 10))
+    assert lines[16:] == [f"and 1,008 other ranks: {others}; 118 others"]
+    assert len(member_lines(devices[:16])) == 16

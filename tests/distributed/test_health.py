@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,8 @@ from mingpt.config import DistributedConfig
 from mingpt.distributed import health
 from mingpt.distributed.collectives import DistributedContext
 from mingpt.distributed.health import HealthMonitor
-from mingpt.distributed.launch_environment import detect_launch_environment
-from mingpt.distributed.process_group import connected_ranks
+from mingpt.distributed.launch_environment import RankInfo, detect_launch_environment
+from mingpt.distributed.process_group import connected_ranks, explained_errors
 from mingpt.errors import PeerError, StoreUnreachableError
 from trainer import Trainer
 
@@ -78,6 +79,7 @@ def _lose_a_rank(init_method: str, lost_rank: int, signal_name: str, argv: list[
         return train_step(trainer)
 
     Trainer.train_step = step_or_signal  # type: ignore[method-assign]
+    health.ANSWER_SECONDS = 1.5  # type: ignore[attr-defined]  # for a request, and not for all of a diagnosis
     os.environ["TEST_INIT_METHOD"] = init_method
     status, _, err = run_captured(*argv)
     return status, err, time.monotonic() - started[0]
@@ -254,6 +256,60 @@ def _find_a_hang(run_dir: str) -> tuple[str, bytes]:
         time.sleep(0.05)
     monitor.stop()
     return monitor.store.get("cause").decode(), trace.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("lost_scanners", "answer_seconds"), [(0, 60.0), pytest.param(health.SCANNERS, 9.0, marks=pytest.mark.slow)]
+)
+def test_few_of_many_ranks_read_all_heartbeats_and_one_of_a_machine_reports(
+    lost_scanners: int, answer_seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks are threads here, of which ten are lost. Others have been lost while they read the heartbeats."""
+    world_size, lost = 64, range(40, 50)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "64", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "64"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(health, "ANSWER_SECONDS", answer_seconds)
+    store = dist.HashStore()
+    monitors = [HealthMonitor(store, rank, world_size, "rank 0", 600) for rank in range(world_size)]
+    for monitor in monitors:
+        monitor.is_watching = False  # its thread would end this process
+        monitor.start()
+    looked_in_vain = monitors[lost[0]]
+    error = RuntimeError("no failure of a rank")
+    assert looked_in_vain.explain(error) is error
+    looked_in_vain.store.delete_key("cause")
+    assert looked_in_vain.store.add("scans", lost_scanners) == lost_scanners
+
+    gets: list[str] = []
+    multi_gets: list[list[str]] = []
+
+    def count(name: str, requests: list[Any]) -> None:
+        request = getattr(dist.Store, name)
+        monkeypatch.setattr(dist.Store, name, lambda store, keys: requests.append(keys) or request(store, keys))
+
+    count("get", gets)
+    count("multi_get", multi_gets)
+    errors: list[PeerError] = []
+
+    def fail(rank: int) -> None:
+        try:
+            with explained_errors(RankInfo(rank, world_size), monitors[rank]):
+                raise RuntimeError("[gloo] Connection closed by peer")
+        except PeerError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=fail, args=[rank]) for rank in range(world_size) if rank not in lost]
+    for rank in lost:
+        monitors[rank].stop()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    names = " and ".join(monitors[rank].name for rank in lost[:8])
+    assert {str(error).split(" seconds:")[0] for error in errors} == {f"{names} and 2 others sent no heartbeat for 2"}
+    assert [error.is_reported for error in errors].count(False) == 1
+    assert sum(len(keys) == world_size for keys in multi_gets) <= 4 * health.SCANNERS
+    assert len(gets) <= world_size
 
 
 def test_an_unreachable_store_is_named() -> None:

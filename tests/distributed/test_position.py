@@ -64,6 +64,9 @@ def test_long_lists_of_ranks_are_cut() -> None:
     message = explain(at(REDUCE, "all_reduce", world=5), *[at(STEP, world=4)] * 20)
     assert message.startswith(f"{' and '.join(f'rank {rank}' for rank in range(1, 9))} and 12 others have not reached")
     assert "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 12 others: trainer.py" in message
+    message = explain(*[at(f"trainer.py:{line}", world=5 - line // 10) for line in range(12)])
+    assert message.startswith("rank 10 and rank 11 have not reached collective 5; rank 10: trainer.py:10 for 9.0 s")
+    assert message.endswith("; 4 others")
 
 
 def test_a_heartbeat_is_decoded_as_it_was() -> None:
@@ -84,15 +87,21 @@ def warnings() -> Iterator[list[str]]:
     logger.removeFilter(keep)
 
 
-def test_a_slow_rank_is_warned_of_once_per_wait(warnings: list[str]) -> None:
-    slow = SlowRanks()
+def test_slow_ranks_are_warned_of_once_per_wait(warnings: list[str]) -> None:
+    slow, many = SlowRanks(), SlowRanks()
 
     def look(count: int, seconds: float) -> None:
-        slow.look({0: at(REDUCE, "all_reduce", world=count), 1: at(STEP, world=count - 1)}, seconds)
+        waiting, late = at(REDUCE, "all_reduce", world=count), at(STEP, world=count - 1)
+        slow.look({0: waiting, 1: late}, seconds)
+        if count == 5:
+            many.look(dict(enumerate([waiting, *[late] * 1023])), 10 * seconds)
 
     for count, seconds in [(5, 0.5), (5, 3.0), (6, 3.0), (6, 3.9), (6, 0.2), (6, 9.0), (7, 1.0), (7, 4.0)]:
         look(count, seconds)
     deadline = time.monotonic() + 10
-    while len(warnings) < 2 and time.monotonic() < deadline:  # another thread writes them
+    while len(warnings) < 3 and time.monotonic() < deadline:  # another thread writes them
         time.sleep(0.01)
-    assert sorted(warnings) == [f"rank 1 is {each} seconds behind the others, at {STEP}" for each in ("4.0", "4.1")]
+    messages = [f"rank 1 is {each} seconds behind the others, at {STEP}" for each in ("30.0", "4.0", "4.1")]
+    assert [message.split(";")[0] for message in sorted(warnings)] == messages
+    assert [message.count(";") for message in sorted(warnings)] == [8, 0, 0]
+    assert "; 1015 others" in sorted(warnings)[0]
