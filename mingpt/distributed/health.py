@@ -157,11 +157,10 @@ class HealthMonitor:
         """Whether this rank reports an error of all: the first on its machine that asks; without a store, each."""
         if detect_launch_environment(os.environ).local_rank is None:  # started by hand, maybe each in a terminal
             return True
-        try:
-            reporter = self._query(self.store.compare_set, f"reporter/{platform.node()}", "", self.name)
-        except StoreUnreachableError:
-            return True
-        return reporter.decode() == self.name
+        reporter = self.name
+        with suppress(StoreUnreachableError):
+            reporter = self._query(self.store.compare_set, f"reporter/{platform.node()}", "", self.name).decode()
+        return reporter == self.name
 
     def _dump_trace(self, cause: str) -> None:
         """Writes what NCCL has recorded on this rank, if the cause says so; in a thread, since a driver may hang."""
