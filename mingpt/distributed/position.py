@@ -212,9 +212,4 @@ class SlowRanks:
                 slow.append(f"rank {rank} is {now_waited:.1f} seconds behind the others, at {position.line}")
         if slow:
             # The caller sends heartbeats, and a pipe or a terminal that nobody reads blocks the writer.
-            threading.Thread(target=_warn, args=[format_list(slow, "; ")], daemon=True).start()
-
-
-def _warn(message: str) -> None:
-    with suppress(OSError):  # nobody reads stderr
-        logger.warning(message)
+            threading.Thread(target=logger.warning, args=[format_list(slow, "; ")], daemon=True).start()
