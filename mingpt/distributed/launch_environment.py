@@ -12,16 +12,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import psutil
 
 from mingpt.errors import UserError
 from mingpt.hardware.threads import omp_num_threads
-
-if TYPE_CHECKING:  # main.py reads the environment before it imports PyTorch
-    from torch.distributed import Store
 
 MAX_RANKS = 2**20
 MAX_PORT = 2**16 - 1
@@ -195,29 +191,26 @@ def _resolves(host: str, seconds: float) -> bool:
         time.sleep(0.5)
 
 
-def select_gloo_interface(store: "Store", rank: int, world_size: int, init_method: str) -> None:
-    """Sets GLOO_SOCKET_IFNAME to the interface that leads to the other hosts, where gloo would use the loopback.
+def select_gloo_interface(is_one_host: bool, init_method: str) -> None:
+    """Sets GLOO_SOCKET_IFNAME to the interface that leads to the other ranks, unless it is set already.
 
-    gloo listens at the address of the host's own name, which many systems map to 127.0.1.1 or to nothing. On a single
-    host the loopback is right, and a GLOO_SOCKET_IFNAME that is set already is left as it is.
+    gloo would look up the host's own name, which takes seconds where a server of names does not answer, and which many
+    systems map to 127.0.1.1 or to nothing. Between hosts, the name is right if it leads to an address of a network.
     """
-    store.set(f"host/{rank}", platform.node())
-    hosts = {store.get(f"host/{other}") for other in range(world_size)}
-    if len(hosts) == 1 or "GLOO_SOCKET_IFNAME" in os.environ or _address_towards(platform.node()):
+    if "GLOO_SOCKET_IFNAME" in os.environ:
         return
     master = "" if init_method.startswith("file://") else host_and_port(init_method)[0]
-    if address := _address_towards(master) or _address_towards(DEFAULT_ROUTE_HOST):
+    if is_one_host or not _address_towards(platform.node()):
+        address = local_address(is_one_host, master)
         for name, addresses in psutil.net_if_addrs().items():
             if address in (interface.address for interface in addresses):
                 os.environ["GLOO_SOCKET_IFNAME"] = name
                 return
 
 
-def local_address(store: "Store", world_size: int, master: str) -> str | None:
-    """Returns this host's address for the others, after `select_gloo_interface` with the same store; None: unknown."""
-    if len({store.get(f"host/{rank}") for rank in range(world_size)}) == 1:
-        return LOOPBACK
-    return _address_towards(master) or _address_towards(DEFAULT_ROUTE_HOST)
+def local_address(is_one_host: bool, master: str) -> str | None:
+    """Returns this host's address for the other ranks, of which rank 0 is at `master`; None: unknown."""
+    return LOOPBACK if is_one_host else _address_towards(master) or _address_towards(DEFAULT_ROUTE_HOST)
 
 
 def listening_address(host: str) -> str | None:
