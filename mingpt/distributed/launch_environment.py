@@ -6,6 +6,7 @@ Here alone a launcher's variables are read as numbers, and checked.
 import os
 import platform
 import re
+import resource
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -23,6 +24,8 @@ MAX_RANKS = 2**20
 MAX_PORT = 2**16 - 1
 RESOLVE_SECONDS = 5.0  # for which the name of a host is looked up again, since a server of names may be slow to start
 LOOPBACK = "127.0.0.1"
+OWN_FILES = 100  # open files of a process, besides the connections whose number grows with that of the ranks
+STORE_CONNECTIONS = 3  # of each rank, of which two belong to its HealthMonitor
 DEFAULT_ROUTE_HOST = "192.0.2.1"  # an address reserved for documentation (RFC 5737): its route is the default one
 
 
@@ -116,6 +119,27 @@ def reported_once_per_machine(info: RankInfo) -> Iterator[None]:
         raise
 
 
+def raise_file_limit(info: RankInfo) -> None:
+    """Lets this process open as many files as the system allows, where the limit is often 1,024.
+
+    gloo connects each rank to all others. Beyond the limit, a store drops the ranks that connect, without a word.
+
+    Raises:
+        UserError: the system allows too few for so many ranks.
+    """
+    needed = OWN_FILES + info.world_size
+    if info.rank == 0 and not uses_agent_store(info.init_method):
+        needed += STORE_CONNECTIONS * info.world_size
+    _, allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if allowed < needed:
+        raise UserError(
+            f"rank {info.rank} of {info.world_size} on {platform.node()} may open {allowed} files and connections "
+            f"(ulimit -Hn), must be at least {needed}: raise the limit, or start fewer processes"
+        )
+    with suppress(ValueError):  # on macOS it is infinite, and can't be set
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, allowed))
+
+
 def restart_hint(env: Mapping[str, str]) -> str:
     """Returns how to resume after a rank has failed; empty if torchrun restarts, or has restarted, the run."""
     restarts = env.get("TORCHELASTIC_MAX_RESTARTS")
@@ -166,7 +190,7 @@ def resolve_init_method(rank_info: RankInfo, init_method: str | None, run_dir: s
     return f"file://{folder / str(rank_info.fallback_file)}"
 
 
-def uses_agent_store(init_method: str) -> bool:
+def uses_agent_store(init_method: str | None) -> bool:
     """Returns whether ranks rendezvous at the store of torchrun's agent."""
     return init_method == "env://" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 

@@ -1,6 +1,7 @@
 """Ranks and addresses from launchers' variables, and the network interface of hosts whose names do not resolve."""
 
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from mingpt.distributed import launch_environment
 from mingpt.distributed.launch_environment import (
     RankInfo,
     detect_launch_environment,
+    raise_file_limit,
     resolve_init_method,
     select_gloo_interface,
 )
@@ -258,6 +260,32 @@ def test_one_process_of_each_host_reports_an_error_in_the_yaml(
     (tmp_path / "bad.yaml").write_text("trainer: {max_step: 3}")
     assert run_main(["--config", str(tmp_path / "bad.yaml")]) == 2
     assert ("trainer.max_step" in capsys.readouterr().err) == reports
+
+
+def test_a_process_may_open_as_many_files_as_the_system_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    ranks = hard // 2
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
+    try:
+        raise_file_limit(RankInfo(1, ranks, init_method="env://"))
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with pytest.raises(
+        UserError, match=rf"^rank 0 of {ranks} on .* may open {hard} files .* at least {100 + 4 * ranks}: "
+    ):
+        raise_file_limit(RankInfo(0, ranks, init_method="env://"))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    raise_file_limit(RankInfo(0, ranks, init_method="env://"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_too_low_a_limit_of_files_is_an_error_before_anything_starts(tmp_path: Path) -> None:
+    command = ["bash", "-c", 'ulimit -n 900; exec "$@"', "-", sys.executable, str(ROOT / "main.py")]
+    env = clean_env(**BY_HAND | MASTER | {"WORLD_SIZE": "1000"})
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=120, check=False)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert "rank 1 of 1000" in done.stderr
 
 
 @pytest.mark.parametrize(
