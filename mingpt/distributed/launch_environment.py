@@ -119,14 +119,19 @@ def reported_once_per_machine(info: RankInfo) -> Iterator[None]:
         raise
 
 
-def raise_file_limit(info: RankInfo) -> None:
-    """Lets this process open as many files as the system allows, where the limit is often 1,024.
+def allow_connections(info: RankInfo) -> None:
+    """Prepares this process for connections to all other ranks, before it looks up the first name.
 
-    gloo connects each rank to all others. Beyond the limit, a store drops the ranks that connect, without a word.
+    It may open as many files as the system allows, where the limit is often 1,024. Beyond that, a store drops ranks
+    that connect, without a word. For each connection, the store looks up a name and answers nobody meanwhile (torch
+    2.13). A query that is lost is repeated after 1 second; by default, after 5.
 
     Raises:
         UserError: the system allows too few for so many ranks.
     """
+    if info.world_size > 1:
+        # For all threads, since glibc keeps the options of the first look-up.
+        os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
     needed = OWN_FILES + info.world_size
     if info.rank == 0 and not uses_agent_store(info.init_method):
         needed += STORE_CONNECTIONS * info.world_size

@@ -1,11 +1,8 @@
 """The rendezvous of ranks at a key-value store, and what they compare there first."""
 
-import os
 import socket
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -31,32 +28,13 @@ def rendezvous(init_method: str, rank: int, world_size: int, timeout: timedelta)
         file_store.set_timeout(timeout)
         return generation_store(file_store, rank, world_size, timeout)
     host, port = host_and_port(init_method)
-    with short_name_lookups():
-        if rank == 0 and listening_address(host) == LOOPBACK:
-            listener = socket.create_server((LOOPBACK, port), backlog=1024)  # by itself it would listen everywhere
-            descriptor = listener.detach()
-            return dist.TCPStore(
-                LOOPBACK, port, world_size, is_master=True, timeout=timeout, master_listen_fd=descriptor
-            )
-        store, _, _ = next(dist.rendezvous(init_method, rank, world_size, timeout=timeout))
+    if rank == 0 and listening_address(host) == LOOPBACK:
+        listener = socket.create_server((LOOPBACK, port), backlog=1024)  # by itself it would listen at all addresses
+        descriptor = listener.detach()
+        return dist.TCPStore(LOOPBACK, port, world_size, is_master=True, timeout=timeout, master_listen_fd=descriptor)
+    store, _, _ = next(dist.rendezvous(init_method, rank, world_size, timeout=timeout))
     store.set_timeout(timeout)
     return store
-
-
-@contextmanager
-def short_name_lookups() -> Iterator[None]:
-    """In the block, threads start that wait only a second for a server of names, such as that of a TCPStore.
-
-    For each connection, it looks up the name of the process that connects, and answers nobody meanwhile (torch 2.13).
-    A query that is lost would take 5 seconds. After one that fails, PyTorch looks up no more names in this process.
-    """
-    is_set = "RES_OPTIONS" in os.environ  # by the user
-    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # read by a thread when it first looks up a name
-    try:
-        yield
-    finally:
-        if not is_set:
-            del os.environ["RES_OPTIONS"]
 
 
 def generation_store(

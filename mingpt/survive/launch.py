@@ -18,7 +18,6 @@ from mingpt.distributed.launch_environment import (
     resolve_init_method,
     uses_agent_store,
 )
-from mingpt.distributed.rendezvous import short_name_lookups
 from mingpt.errors import RunEnded, UserError
 from mingpt.prepare_run import prepare_run
 from mingpt.run_lock import lock_run
@@ -119,11 +118,9 @@ def _fork_store(host: str, port: int) -> int:
         try:
             for number in SIGNALS:  # the run saves a snapshot first, and this process ends with its parent
                 signal.signal(number, signal.SIG_IGN)
-            descriptor = listener.detach()
-            with short_name_lookups():
-                _store = dist.TCPStore(
-                    address or LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor
-                )
+            _store = dist.TCPStore(
+                address or LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+            )
             while os.getppid() == parent:
                 time.sleep(0.2)
         finally:  # no code of the caller may run in this process

@@ -14,8 +14,8 @@ from helpers import ROOT, clean_env, in_namespace, ip, read_rows, run_args, run_
 from mingpt.distributed import launch_environment
 from mingpt.distributed.launch_environment import (
     RankInfo,
+    allow_connections,
     detect_launch_environment,
-    raise_file_limit,
     resolve_init_method,
     select_gloo_interface,
 )
@@ -262,21 +262,27 @@ def test_one_process_of_each_host_reports_an_error_in_the_yaml(
     assert ("trainer.max_step" in capsys.readouterr().err) == reports
 
 
-def test_a_process_may_open_as_many_files_as_the_system_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_may_open_as_many_files_as_the_system_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It repeats lost queries of names sooner, unless the user has set that."""
+    monkeypatch.setattr("os.environ", {})
+    allow_connections(RankInfo())
+    assert not os.environ
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     ranks = hard // 2
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
     try:
-        raise_file_limit(RankInfo(1, ranks, init_method="env://"))
+        allow_connections(RankInfo(1, ranks, init_method="env://"))
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+        assert os.environ == {"RES_OPTIONS": "timeout:1 attempts:5"}
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     with pytest.raises(
         UserError, match=rf"^rank 0 of {ranks} on .* may open {hard} files .* at least {100 + 4 * ranks}: "
     ):
-        raise_file_limit(RankInfo(0, ranks, init_method="env://"))
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    raise_file_limit(RankInfo(0, ranks, init_method="env://"))
+        allow_connections(RankInfo(0, ranks, init_method="env://"))
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "RES_OPTIONS": "timeout:3"}
+    allow_connections(RankInfo(0, ranks, init_method="env://"))
+    assert os.environ["RES_OPTIONS"] == "timeout:3"
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 

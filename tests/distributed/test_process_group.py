@@ -290,26 +290,6 @@ def test_different_backends_are_refused(tmp_path: Path) -> None:
     assert f": cpu:gloo,cuda:nccl on rank 0 ({host}), gloo on rank 1 ({host}); PyTorch sees no GPU " in messages[0]
 
 
-@pytest.mark.parametrize("options", [None, "timeout:3"])
-def test_only_the_threads_of_a_store_that_a_rank_hosts_wait_less_for_names(
-    options: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They read the variable when they look up the first name, that of the rank itself."""
-    if options:
-        monkeypatch.setenv("RES_OPTIONS", options)
-    found = []
-
-    def create(*args: Any, **kwargs: Any) -> dist.Store:
-        found.append(os.environ["RES_OPTIONS"])
-        return store_class(*args, **kwargs)
-
-    store_class = dist.TCPStore
-    monkeypatch.setattr(dist, "TCPStore", create)
-    rendezvous(f"tcp://127.0.0.1:{free_port()}", 0, 1, timedelta(seconds=30))
-    assert found == [options or "timeout:1 attempts:1"]
-    assert os.environ.get("RES_OPTIONS") == options
-
-
 def test_more_ranks_than_sequences_are_refused(text: Path, tmp_path: Path) -> None:
     argv = run_args(tmp_path / "run", text, trainer__batch_size=1)
     assert run_ranks(2, train_main, *argv, tmp_path=tmp_path) == [2, 2]
