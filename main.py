@@ -10,7 +10,11 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 from mingpt.config_parser import read_config
-from mingpt.distributed.launch_environment import detect_launch_environment, reported_once_per_machine
+from mingpt.distributed.launch_environment import (
+    allow_connections,
+    detect_launch_environment,
+    reported_once_per_machine,
+)
 from mingpt.program import exit_process, run_program
 from mingpt.signals import record_launcher
 
@@ -29,6 +33,7 @@ def main(argv: Sequence[str] = ()) -> int:
     info = detect_launch_environment(os.environ)  # rank and number of ranks, from torchrun, SLURM, mpirun or by hand
     with reported_once_per_machine(info):
         config = read_config(argv)
+        allow_connections(info)
 
     # Importing PyTorch takes over a second, so `--help` and a mistake in the configuration are answered before.
     from mingpt.torch_versions import check_torch_version

@@ -6,13 +6,13 @@ Here alone a launcher's variables are read as numbers, and checked.
 import os
 import platform
 import re
+import resource
 import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import psutil
@@ -20,13 +20,12 @@ import psutil
 from mingpt.errors import UserError
 from mingpt.hardware.threads import omp_num_threads
 
-if TYPE_CHECKING:  # main.py reads the environment before it imports PyTorch
-    from torch.distributed import Store
-
 MAX_RANKS = 2**20
 MAX_PORT = 2**16 - 1
 RESOLVE_SECONDS = 5.0  # for which the name of a host is looked up again, since a server of names may be slow to start
 LOOPBACK = "127.0.0.1"
+OWN_FILES = 100  # open files of a process, besides the connections whose number grows with that of the ranks
+STORE_CONNECTIONS = 3  # of each rank, of which two belong to its HealthMonitor
 DEFAULT_ROUTE_HOST = "192.0.2.1"  # an address reserved for documentation (RFC 5737): its route is the default one
 
 
@@ -120,6 +119,32 @@ def reported_once_per_machine(info: RankInfo) -> Iterator[None]:
         raise
 
 
+def allow_connections(info: RankInfo) -> None:
+    """Prepares this process for connections to all other ranks, before it looks up the first name.
+
+    It may open as many files as the system allows, where the limit is often 1,024. Beyond that, a store drops ranks
+    that connect, without a word. For each connection, the store looks up a name and answers nobody meanwhile (torch
+    2.13). A query that is lost is repeated after 1 second; by default, after 5.
+
+    Raises:
+        UserError: the system allows too few for so many ranks.
+    """
+    if info.world_size > 1:
+        # For all threads, since glibc keeps the options of the first look-up.
+        os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
+    needed = OWN_FILES + info.world_size
+    if info.rank == 0 and not uses_agent_store(info.init_method):
+        needed += STORE_CONNECTIONS * info.world_size
+    _, allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if allowed < needed:
+        raise UserError(
+            f"rank {info.rank} of {info.world_size} on {platform.node()} may open {allowed} files and connections "
+            f"(ulimit -Hn), must be at least {needed}: raise the limit, or start fewer processes"
+        )
+    with suppress(ValueError):  # on macOS it is infinite, and can't be set
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, allowed))
+
+
 def restart_hint(env: Mapping[str, str]) -> str:
     """Returns how to resume after a rank has failed; empty if torchrun restarts, or has restarted, the run."""
     restarts = env.get("TORCHELASTIC_MAX_RESTARTS")
@@ -170,7 +195,7 @@ def resolve_init_method(rank_info: RankInfo, init_method: str | None, run_dir: s
     return f"file://{folder / str(rank_info.fallback_file)}"
 
 
-def uses_agent_store(init_method: str) -> bool:
+def uses_agent_store(init_method: str | None) -> bool:
     """Returns whether ranks rendezvous at the store of torchrun's agent."""
     return init_method == "env://" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
@@ -195,29 +220,26 @@ def _resolves(host: str, seconds: float) -> bool:
         time.sleep(0.5)
 
 
-def select_gloo_interface(store: "Store", rank: int, world_size: int, init_method: str) -> None:
-    """Sets GLOO_SOCKET_IFNAME to the interface that leads to the other hosts, where gloo would use the loopback.
+def select_gloo_interface(is_one_host: bool, init_method: str) -> None:
+    """Sets GLOO_SOCKET_IFNAME to the interface that leads to the other ranks, unless it is set already.
 
-    gloo listens at the address of the host's own name, which many systems map to 127.0.1.1 or to nothing. On a single
-    host the loopback is right, and a GLOO_SOCKET_IFNAME that is set already is left as it is.
+    gloo would look up the host's own name, which takes seconds where a server of names does not answer, and which many
+    systems map to 127.0.1.1 or to nothing. Between hosts, the name is right if it leads to an address of a network.
     """
-    store.set(f"host/{rank}", platform.node())
-    hosts = {store.get(f"host/{other}") for other in range(world_size)}
-    if len(hosts) == 1 or "GLOO_SOCKET_IFNAME" in os.environ or _address_towards(platform.node()):
+    if "GLOO_SOCKET_IFNAME" in os.environ:
         return
     master = "" if init_method.startswith("file://") else host_and_port(init_method)[0]
-    if address := _address_towards(master) or _address_towards(DEFAULT_ROUTE_HOST):
+    if is_one_host or not _address_towards(platform.node()):
+        address = local_address(is_one_host, master)
         for name, addresses in psutil.net_if_addrs().items():
             if address in (interface.address for interface in addresses):
                 os.environ["GLOO_SOCKET_IFNAME"] = name
                 return
 
 
-def local_address(store: "Store", world_size: int, master: str) -> str | None:
-    """Returns this host's address for the others, after `select_gloo_interface` with the same store; None: unknown."""
-    if len({store.get(f"host/{rank}") for rank in range(world_size)}) == 1:
-        return LOOPBACK
-    return _address_towards(master) or _address_towards(DEFAULT_ROUTE_HOST)
+def local_address(is_one_host: bool, master: str) -> str | None:
+    """Returns this host's address for the other ranks, of which rank 0 is at `master`; None: unknown."""
+    return LOOPBACK if is_one_host else _address_towards(master) or _address_towards(DEFAULT_ROUTE_HOST)
 
 
 def listening_address(host: str) -> str | None:

@@ -19,7 +19,7 @@ from mingpt.distributed.launch_environment import (
     select_gloo_interface,
     uses_agent_store,
 )
-from mingpt.distributed.rendezvous import rendezvous
+from mingpt.distributed.rendezvous import first_different, rendezvous
 from mingpt.errors import PeerError, UserError
 
 
@@ -41,8 +41,9 @@ def connected_ranks(
     init_method = resolve_init_method(info, config.init_method, run_dir)
     try:
         store = rendezvous(init_method, rank, world_size, timedelta(seconds=config.timeout_seconds))
-        _check_backends(dist.PrefixStore("backend", store), rank, world_size, backend)
-        select_gloo_interface(dist.PrefixStore("network", store), rank, world_size, init_method)
+        _check_backends(store, rank, world_size, backend)
+        is_one_host = not first_different(dist.PrefixStore("host", store), rank, world_size, platform.node())
+        select_gloo_interface(is_one_host, init_method)
         store_host = "rank 0"
         if init_method.startswith("file://"):
             store_host = FILE_SYSTEM
@@ -120,16 +121,15 @@ def _check_backends(store: dist.Store, rank: int, world_size: int, backend: str)
     Raises:
         UserError: they differ; rank 0 reports it.
     """
-    store.set(f"choice/{rank}", f"{backend} on rank {rank} ({platform.node()})")
-    choices = [choice.decode() for choice in store.multi_get([f"choice/{other}" for other in range(world_size)])]
-    different = [choice for choice in choices if choice.split()[0] != choices[0].split()[0]]
+    different = first_different(dist.PrefixStore("backend", store), rank, world_size, backend)
     if different:
-        store.set(f"received/{rank}", "")
+        store.set(f"backend/choice/{rank}", f"{backend} on rank {rank} ({platform.node()})")
+        choices = store.multi_get(["backend/choice/0", f"backend/choice/{different}"])
         # Together, since rank 0 may host the store, and torchrun ends rank 0 once another has failed.
         with suppress(RuntimeError, OSError):
-            store.multi_get([f"received/{other}" for other in range(world_size)])
+            first_different(dist.PrefixStore("received", store), rank, world_size, "")
         raise UserError(
-            f"the backend differs between ranks: {choices[0]}, {different[0]}; PyTorch sees no GPU where it is gloo: "
+            f"the backend differs between ranks: {b', '.join(choices).decode()}; PyTorch sees no GPU where it is gloo: "
             "check the driver there with nvidia-smi, or train on the CPU everywhere with --distributed.backend gloo",
             is_reported=rank > 0,
         )

@@ -1,4 +1,4 @@
-"""The rendezvous of ranks at a key-value store."""
+"""The rendezvous of ranks at a key-value store, and what they compare there first."""
 
 import socket
 import time
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from mingpt.distributed.launch_environment import LOOPBACK, host_and_port, listening_address, uses_agent_store
 
 NCCL_DUMP_KEY = "exception_dump"  # set by NCCL's watchdog, below all prefixes (kStoreDumpKey in ProcessGroupNCCL.hpp)
+POLL_SECONDS = 0.02  # between looks of a rank at the store, with few ranks
 
 
 def rendezvous(init_method: str, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
@@ -45,7 +46,9 @@ def generation_store(
     the addresses of dead processes there (torch 2.13: workers then hang or are refused at about every second restart).
     The restart count does not identify a generation, because a change of membership does not increase it. So each
     rank writes a new token. Rank 0 offers a new prefix to the tokens that it sees, and again whenever one changes. A
-    rank that finds its own token in the offer accepts. When all have accepted, which dead ranks can't, rank 0 confirms.
+    rank that finds an offer to its own token accepts. When all have accepted, which dead ranks can't, rank 0 confirms.
+
+    Rank 0 alone reads what all ranks write. No request waits in the store, since Ctrl-C would not end that.
 
     Args:
         token: of this start, the same in processes that take the place of others within it
@@ -54,20 +57,14 @@ def generation_store(
         TimeoutError: the other ranks did not connect.
     """
     token = token or uuid.uuid4().hex
-    token_keys = [f"token/{other}" for other in range(world_size)]
-    store.set(token_keys[rank], token)
-    offered: list[str] = []
-    if rank == 0 and store.check(["offer"]):  # of an earlier start, or of the process that this one replaces
-        _, *offered = store.get("offer").decode().split()
+    store.set(f"token/{rank}", token)
+    own_offer = f"offer/{token}"
     deadline = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < deadline:
         if rank == 0:
-            tokens = [other.decode() for other in store.multi_get(token_keys)]
-            if tokens != offered:
-                offered = tokens
-                store.set("offer", " ".join([uuid.uuid4().hex, *tokens]))
-        prefix, *offered_to = store.get("offer").decode().split()
-        if offered_to[rank : rank + 1] == [token]:
+            _offer_prefix(store, world_size)
+        if store.check([own_offer]):
+            prefix = store.get(own_offer).decode()
             store.set(f"{prefix}/accepted/{rank}", "")
             if rank == 0 and store.check([f"{prefix}/accepted/{other}" for other in range(world_size)]):
                 # If this key were still there when ranks proceed, NCCL would end them too, after some minutes
@@ -76,5 +73,28 @@ def generation_store(
                 store.set(f"{prefix}/confirmed", "")
             if store.check([f"{prefix}/confirmed"]):
                 return dist.PrefixStore(prefix, store)
-        time.sleep(0.02)
+        time.sleep(POLL_SECONDS * max(1.0, world_size / 64))  # all ranks together look no more often than 64 of them
     raise TimeoutError(f"not all {world_size} ranks came to the store")
+
+
+def _offer_prefix(store: dist.Store, world_size: int) -> None:
+    """Offers a new prefix to the tokens of all ranks, unless all of them have one and the same offer."""
+    token_keys = [f"token/{rank}" for rank in range(world_size)]
+    if not store.check(token_keys):
+        return
+    offer_keys = [f"offer/{token.decode()}" for token in store.multi_get(token_keys)]
+    if not store.check(offer_keys) or len(set(store.multi_get(offer_keys))) > 1:
+        store.multi_set(offer_keys, [uuid.uuid4().hex] * world_size)  # type: ignore[attr-defined]
+
+
+def first_different(store: dist.Store, rank: int, world_size: int, value: str) -> int:
+    """Returns the first rank whose value differs from that of rank 0; 0 if all are equal.
+
+    Rank 0 alone reads all values. Its answer remains for processes that take the place of others.
+    """
+    store.set(f"value/{rank}", value)
+    if rank == 0:
+        first, *others = store.multi_get([f"value/{other}" for other in range(world_size)])
+        different = (other for other in range(1, world_size) if others[other - 1] != first)
+        store.set("different", str(next(different, 0)))
+    return int(store.get("different"))

@@ -118,8 +118,6 @@ def _fork_store(host: str, port: int) -> int:
         try:
             for number in SIGNALS:  # the run saves a snapshot first, and this process ends with its parent
                 signal.signal(number, signal.SIG_IGN)
-            # The store looks up the name of a process that connects, and answers nobody meanwhile (torch 2.13).
-            os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
             _store = dist.TCPStore(
                 address or LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
             )

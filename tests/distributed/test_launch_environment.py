@@ -1,6 +1,7 @@
 """Ranks and addresses from launchers' variables, and the network interface of hosts whose names do not resolve."""
 
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -8,12 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch.distributed as dist
 from helpers import ROOT, clean_env, in_namespace, ip, read_rows, run_args, run_main
 
 from mingpt.distributed import launch_environment
 from mingpt.distributed.launch_environment import (
     RankInfo,
+    allow_connections,
     detect_launch_environment,
     resolve_init_method,
     select_gloo_interface,
@@ -261,6 +262,38 @@ def test_one_process_of_each_host_reports_an_error_in_the_yaml(
     assert ("trainer.max_step" in capsys.readouterr().err) == reports
 
 
+def test_a_rank_may_open_as_many_files_as_the_system_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It repeats lost queries of names sooner, unless the user has set that."""
+    monkeypatch.setattr("os.environ", {})
+    allow_connections(RankInfo())
+    assert not os.environ
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    ranks = hard // 2
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
+    try:
+        allow_connections(RankInfo(1, ranks, init_method="env://"))
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+        assert os.environ == {"RES_OPTIONS": "timeout:1 attempts:5"}
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with pytest.raises(
+        UserError, match=rf"^rank 0 of {ranks} on .* may open {hard} files .* at least {100 + 4 * ranks}: "
+    ):
+        allow_connections(RankInfo(0, ranks, init_method="env://"))
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "RES_OPTIONS": "timeout:3"}
+    allow_connections(RankInfo(0, ranks, init_method="env://"))
+    assert os.environ["RES_OPTIONS"] == "timeout:3"
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_too_low_a_limit_of_files_is_an_error_before_anything_starts(tmp_path: Path) -> None:
+    command = ["bash", "-c", 'ulimit -n 900; exec "$@"', "-", sys.executable, str(ROOT / "main.py")]
+    env = clean_env(**BY_HAND | MASTER | {"WORLD_SIZE": "1000"})
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=120, check=False)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert "rank 1 of 1000" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("hosts", "routes", "env", "expected"),
     [
@@ -268,7 +301,7 @@ def test_one_process_of_each_host_reports_an_error_in_the_yaml(
         (["a", "b"], {launch_environment.DEFAULT_ROUTE_HOST: "10.0.0.2"}, {}, "eth1"),
         (["a", "b"], {"gpu1": "10.0.0.2"}, {"GLOO_SOCKET_IFNAME": "eth0"}, "eth0"),
         (["a", "b"], {"gpu1": "10.0.0.2", "a": "192.168.0.2"}, {}, None),  # the host's name resolves
-        (["a", "a"], {"gpu1": "10.0.0.2"}, {}, None),  # the loopback suffices
+        (["a", "a"], {"gpu1": "10.0.0.2", "a": "192.168.0.2"}, {}, "lo"),
         (["a", "b"], {}, {}, None),
     ],
 )
@@ -286,9 +319,7 @@ def test_gloo_interface_leads_to_the_other_hosts(
     monkeypatch.setattr("platform.node", lambda: hosts[0])
     monkeypatch.setattr(launch_environment, "_address_towards", routes.get)
     monkeypatch.setattr("os.environ", dict(env))
-    store = dist.HashStore()
-    store.set("host/1", hosts[1])
-    select_gloo_interface(store, 0, 2, "tcp://gpu1:29400")
+    select_gloo_interface(hosts[0] == hosts[1], "tcp://gpu1:29400")
     assert os.environ.get("GLOO_SOCKET_IFNAME") == expected
 
 

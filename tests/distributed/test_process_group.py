@@ -2,8 +2,11 @@
 
 import io
 import os
+import platform
 import socket
 import threading
+from collections.abc import Callable
+from concurrent import futures
 from contextlib import redirect_stderr
 from dataclasses import replace
 from datetime import timedelta
@@ -19,8 +22,9 @@ from helpers import free_port, process_group, run_args, run_main, run_ranks, tra
 
 from mingpt.config import DistributedConfig
 from mingpt.distributed.collectives import DistributedContext
-from mingpt.distributed.launch_environment import RankInfo
-from mingpt.distributed.rendezvous import NCCL_DUMP_KEY, generation_store, rendezvous
+from mingpt.distributed.launch_environment import OWN_FILES, STORE_CONNECTIONS, RankInfo
+from mingpt.distributed.process_group import _check_backends
+from mingpt.distributed.rendezvous import NCCL_DUMP_KEY, first_different, generation_store, rendezvous
 from mingpt.errors import UserError
 
 
@@ -218,6 +222,74 @@ def test_a_generation_that_stays_incomplete_times_out() -> None:
         generation_store(server, 0, 2, timedelta(seconds=0.5))
 
 
+class CountingStore(dist.Store):
+    """A store that counts requests, and the bytes of their keys and values."""
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self.store: Any = store
+        self.sizes: list[int] = []  # of each request
+
+    def _send(self, name: str, *args: Any) -> Any:
+        answer = getattr(self.store, name)(*args)
+        self.sizes.append(len(str((args, answer))))
+        return answer
+
+
+for method in ("set", "get", "check", "multi_get", "multi_set", "delete_key"):
+    setattr(CountingStore, method, lambda self, *args, name=method: self._send(name, *args))
+
+
+def count_requests(file: Path, run: Callable[[dist.Store, int], Any], world_size: int) -> tuple[list, list[list[int]]]:
+    """What `run` returns in ranks that are threads with a store at this file, and the sizes of their requests."""
+    stores = [CountingStore(dist.FileStore(str(file))) for _ in range(world_size)]
+    with futures.ThreadPoolExecutor(world_size) as pool:
+        results = list(pool.map(run, stores, range(world_size)))
+    return results, [store.sizes for store in stores]
+
+
+def test_requests_of_a_rank_at_the_start_do_not_grow_with_the_number_of_ranks(tmp_path: Path) -> None:
+    """Rank 0 alone makes requests that do. How often ranks look at the store depends on how long they wait."""
+    largest = {}
+    for world_size in (8, 32):
+
+        def rendezvous_then_compare(store: dist.Store, rank: int, world_size: int = world_size) -> int:
+            generation_store(store, rank, world_size, timedelta(seconds=60), f"{rank:032}")
+            return first_different(store, rank, world_size, "a" if rank < 5 else "b")
+
+        different, sizes = count_requests(tmp_path / f"{world_size}", rendezvous_then_compare, world_size)
+        assert different == [5] * world_size
+        assert max(sizes[0]) > 32 * world_size
+        largest[world_size] = max(max(of_rank) for of_rank in sizes[1:])
+    assert largest[32] <= largest[8] + 1  # a digit of the rank's number
+
+
+def test_looks_at_the_store_grow_rarer_with_the_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks together make about as many requests in a second as 64 of them."""
+    pauses: list[float] = []
+    clock = SimpleNamespace(monotonic=lambda: sum(pauses), sleep=pauses.append)
+    monkeypatch.setattr("mingpt.distributed.rendezvous.time", clock)
+    for world_size in (2, 64, 1024):
+        pauses.clear()
+        store = CountingStore(dist.HashStore())
+        with pytest.raises(TimeoutError):
+            generation_store(store, 1, world_size, timedelta(seconds=32))
+        assert world_size * len(store.sizes) / 32 <= 64 * 51
+
+
+def test_different_backends_are_refused(tmp_path: Path) -> None:
+    def check(store: dist.Store, rank: int) -> str:
+        with pytest.raises(UserError) as error:
+            _check_backends(store, rank, 3, "gloo" if rank == 1 else "cpu:gloo,cuda:nccl")
+        assert error.value.is_reported == (rank > 0)
+        return str(error.value)
+
+    messages, _ = count_requests(tmp_path / "store", check, 3)
+    assert messages == [messages[0]] * 3
+    host = platform.node()
+    assert f": cpu:gloo,cuda:nccl on rank 0 ({host}), gloo on rank 1 ({host}); PyTorch sees no GPU " in messages[0]
+
+
 def test_more_ranks_than_sequences_are_refused(text: Path, tmp_path: Path) -> None:
     argv = run_args(tmp_path / "run", text, trainer__batch_size=1)
     assert run_ranks(2, train_main, *argv, tmp_path=tmp_path) == [2, 2]
@@ -231,6 +303,24 @@ def test_the_store_of_ranks_on_one_machine_listens_at_the_loopback(host: str, tm
     for hosts in run_ranks(2, _listening_hosts, address, tmp_path=tmp_path):
         assert hosts
         assert not hosts & {"0.0.0.0", "::"}
+
+
+def test_descriptors_grow_with_the_number_of_ranks_as_their_limit_allows(tmp_path: Path) -> None:
+    few, many = (
+        run_ranks(world_size, _count_descriptors, f"tcp://127.0.0.1:{free_port()}", tmp_path=tmp_path)
+        for world_size in (2, 4)
+    )
+    assert many[0] - few[0] == 2 * (1 + STORE_CONNECTIONS)
+    assert many[1] - few[1] == 2
+    assert max(many) < OWN_FILES
+
+
+def _count_descriptors(address: str) -> int:
+    with process_group(DistributedConfig(init_method=address)) as context:
+        context.all_gather_object("all ranks are connected")
+        count = psutil.Process().num_fds()
+        context.all_gather_object("all ranks have counted")
+    return count
 
 
 def _listening_hosts(address: str) -> set[str]:

@@ -140,8 +140,8 @@ def test_a_client_of_the_store_runs_no_code_in_a_trainer(text: Path, tmp_path: P
         assert not listening_addresses(run) & {"0.0.0.0", "::"}
         port = int(run.argv[-1].rpartition(":")[2])
         root = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
-        prefix = root.get("offer").decode().split()[0]
-        store = dist.PrefixStore(prefix, root)
+        token = root.get("token/0").decode()
+        store = dist.PrefixStore(root.get(f"offer/{token}").decode(), root)
         view = run.rows("view")[-1]["view"]
         store.set(f"view/{view + 1}", pickle.dumps(Exploit(tmp_path / "exploited")))
         store.set(f"ended/{view}", json.dumps(["an attack", []]))
