@@ -220,6 +220,11 @@ def _resolves(host: str, seconds: float) -> bool:
         time.sleep(0.5)
 
 
+def machine_id() -> str:
+    """A text that differs between machines, of which several may have the same host name."""
+    return f"{platform.node()} {psutil.boot_time():.0f}"
+
+
 def select_gloo_interface(is_one_host: bool, init_method: str) -> None:
     """Sets GLOO_SOCKET_IFNAME to the interface that leads to the other ranks, unless it is set already.
 

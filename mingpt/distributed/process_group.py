@@ -15,6 +15,7 @@ from mingpt.distributed.health import FILE_SYSTEM, HealthMonitor
 from mingpt.distributed.launch_environment import (
     RankInfo,
     host_and_port,
+    machine_id,
     resolve_init_method,
     select_gloo_interface,
     uses_agent_store,
@@ -42,7 +43,7 @@ def connected_ranks(
     try:
         store = rendezvous(init_method, rank, world_size, timedelta(seconds=config.timeout_seconds))
         _check_backends(store, rank, world_size, backend)
-        is_one_host = not first_different(dist.PrefixStore("host", store), rank, world_size, platform.node())
+        is_one_host = not first_different(dist.PrefixStore("host", store), rank, world_size, machine_id())
         select_gloo_interface(is_one_host, init_method)
         store_host = "rank 0"
         if init_method.startswith("file://"):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mingpt.config import Config, DistributedConfig
 from mingpt.distributed.collectives import DistributedContext, PendingFlags
-from mingpt.distributed.launch_environment import RankInfo, local_address, select_gloo_interface
+from mingpt.distributed.launch_environment import RankInfo, local_address, machine_id, select_gloo_interface
 from mingpt.distributed.position import COLLECTIVES, PositionReader
 from mingpt.distributed.rendezvous import first_different, generation_store
 from mingpt.errors import PeerError, UserError
@@ -246,7 +246,7 @@ def open_context(config: Config, info: RankInfo, init_method: str, host: str, po
         root = dist.TCPStore(host, port, is_master=False, timeout=timeout)
         # The trainers of one supervisor have one token, so that those which come later find the others.
         store = generation_store(root, info.rank, info.world_size, timeout, os.environ[TOKEN])
-        is_one_host = not first_different(dist.PrefixStore("host", store), info.rank, info.world_size, platform.node())
+        is_one_host = not first_different(dist.PrefixStore("host", store), info.rank, info.world_size, machine_id())
         select_gloo_interface(is_one_host, init_method)
         address = local_address(is_one_host, host)
     except (ValueError, RuntimeError, OSError) as error:

@@ -16,6 +16,7 @@ from mingpt.distributed.launch_environment import (
     RankInfo,
     allow_connections,
     detect_launch_environment,
+    machine_id,
     resolve_init_method,
     select_gloo_interface,
 )
@@ -321,6 +322,14 @@ def test_gloo_interface_leads_to_the_other_hosts(
     monkeypatch.setattr("os.environ", dict(env))
     select_gloo_interface(hosts[0] == hosts[1], "tcp://gpu1:29400")
     assert os.environ.get("GLOO_SOCKET_IFNAME") == expected
+
+
+def test_machines_with_the_same_host_name_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.node", lambda: "localhost")
+    here = machine_id()
+    assert machine_id() == here
+    monkeypatch.setattr("psutil.boot_time", lambda: 1.0)
+    assert machine_id() != here
 
 
 @pytest.mark.slow
