@@ -14,14 +14,18 @@ A view is a number and a list of members in rank order. Keys in the store, N bei
 View N + 1 is decided after view N is over, when each member of view N is either dead or waits for view N + 1. All
 collectives belong to a view, and to a gloo group of its own, which is abandoned with the view.
 
+Up to WATCHERS members of a view watch all processes. They end the view when a member is dead, and decide the next one.
+Other members read `ended/N` at each heartbeat and watch nobody, so that the load of the store is no square of their
+number. If no view is decided for a minute, as when all watchers are lost at once, WATCHERS more members take part.
+
 The states of a process:
 
     waiting   it waits to join, and has no state that counts, until a view contains it
     entering  it forms the group of the view, tells the others its step, and copies the newest state into memory of
               its own and then over its own state
     training  it computes, exchanges gradients, commits and logs steps, until the view has ended
-    leaving   it writes its step, and proposes the next view; if that does not contain it, it is waiting again, under a
-              new name
+    leaving   it writes its step, and waits for the next view, which watchers propose; if that does not contain it, it
+              is waiting again, under a new name
 
 Why no finished step is lost, and none is written twice:
 
@@ -41,9 +45,9 @@ Why no finished step is lost, and none is written twice:
    Any other knows by 3 that its predecessor had logged all steps but the newest; it replaces metrics.jsonl by a copy
    without rows of that step and logs it again. A predecessor that wakes up writes into the file that was replaced, and
    deletes no snapshot, because it finds a view without itself.
-7. Safety does not depend on clocks. Heartbeats and timeouts decide only how long members wait for a process. A process
-   that is wrongly taken for dead joins again like a new one. There is one exception: if all members of a view are
-   silent for a minute, new processes load the newest snapshot.
+7. Safety does not depend on clocks, nor on who watches. Heartbeats and timeouts decide only how long members wait for a
+   process. A process that is wrongly taken for dead joins again like a new one. There is one exception: if all members
+   of a view are silent for a minute, new processes load the newest snapshot.
 """
 
 import json
@@ -67,7 +71,7 @@ RETURN_SECONDS = 60.0  # in which a process that is started again learns that th
 MAX_VIEWS = 10  # in a row without a newer step, after which the run ends
 WATCHERS = 17  # members that watch all others, and decide the next view
 POLL_SECONDS = 0.005
-POLLS_PER_SECOND = 3000  # of all processes together
+POLLS_PER_SECOND = 3000  # of all processes that wait, together
 
 
 class MembershipChanged(Exception):  # noqa: N818 - an event
@@ -92,11 +96,6 @@ class View(NamedTuple):
 def launch_rank(name: str) -> int:
     """The rank by which the launcher knows a process."""
     return int(name.split("@", maxsplit=1)[0])
-
-
-def poll_seconds(processes: int) -> float:
-    """The time between requests of each of so many processes that wait."""
-    return max(POLL_SECONDS, processes / POLLS_PER_SECOND)
 
 
 class Membership:
@@ -134,6 +133,7 @@ class Membership:
         self.arrival_seconds = arrival_seconds
         self.read_position = read_position
         self.slow_ranks = SlowRanks()
+        self.poll_seconds = max(POLL_SECONDS, founders / POLLS_PER_SECOND)
         self.view = View()
         self.ended_view = 0  # the newest view that this process knows to be over
         self.read_view = lru_cache(MAX_VIEWS + 1)(self._read_view)
@@ -220,7 +220,7 @@ class Membership:
         with suppress(RuntimeError, OSError):  # without a store, nobody needs it
             self.store.set(everybody[rank], "")
             while rank == 0 and not self.store.check(everybody) and time.monotonic() < deadline:
-                time.sleep(poll_seconds(self.founders))
+                time.sleep(self.poll_seconds)
 
     @property
     def is_over(self) -> bool:
@@ -265,7 +265,7 @@ class Membership:
                 return True
             if self._are_lost(self.watchers):
                 return False
-            time.sleep(poll_seconds(len(self.newest.members)))
+            time.sleep(self.poll_seconds)
 
     def is_left_out(self) -> bool:
         """Whether a later view is decided without this process."""
@@ -312,7 +312,7 @@ class Membership:
                     self._propose(view, waited)
                 elif self.is_watcher:
                     self._found(view, step)
-                time.sleep(poll_seconds(max(self.founders, len(view.members))))
+                time.sleep(self.poll_seconds)
             view = self._newest_view(view)
             if self.name in view.members:
                 self._follow(view)
@@ -389,5 +389,5 @@ class Membership:
             is_ended = self.store.check([f"ended/{view.number}"])
             return is_ended or any(map(self.liveness.is_dead, view.members))
 
-        size = len(view.members)
-        return self.group.form(view.number, view.members.index(self.name), size, should_abort, poll_seconds(size))
+        rank = view.members.index(self.name)
+        return self.group.form(view.number, rank, len(view.members), should_abort, self.poll_seconds)
