@@ -290,3 +290,4 @@ def test_of_many_members_few_watch_all_and_decide(run: Run, monkeypatch: pytest.
     for member in members:
         states = [len(keys) for keys in member.store.requests if any(key.startswith("state/") for key in keys)]
         assert set(states) <= {1, 40, 41}  # its own; those of all members, with the reason of the end
+        assert states.count(1) == 2
