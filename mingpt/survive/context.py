@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mingpt.config import Config, DistributedConfig
 from mingpt.distributed.collectives import DistributedContext, PendingFlags
+from mingpt.distributed.heartbeat import HEARTBEAT_INTERVAL
 from mingpt.distributed.launch_environment import RankInfo, local_address, machine_id, select_gloo_interface
 from mingpt.distributed.position import COLLECTIVES, PositionReader
 from mingpt.distributed.rendezvous import first_different, generation_store
@@ -155,11 +156,12 @@ class SurvivingContext(DistributedContext):
         tensor.copy_(host, non_blocking=True)
 
     def all_reduce_flags(self, *values: int) -> PendingFlags:
-        """As in a DistributedContext; the view ends with this step if all members know that a process waits to join."""
+        """As in a DistributedContext; the view ends with this step if all watchers know of one that waits to join."""
         self.membership.check()
         if self.ends_view:
             self._end_view("a process has asked to join")
-        flags = torch.tensor([*values, int(not self.membership.has_joiners)], dtype=torch.int32)
+        is_unknown = self.membership.is_watcher and not self.membership.has_joiners
+        flags = torch.tensor([*values, int(is_unknown)], dtype=torch.int32)
         return SurvivingFlags(flags, self._start(lambda group: group.allreduce([flags], dist.ReduceOp.MAX)), self)
 
     def run(self, start: Callable[[Any], dist.Work]) -> None:
@@ -179,7 +181,8 @@ class SurvivingContext(DistributedContext):
 
     def wait(self, work: dist.Work | None) -> None:
         """Waits for a collective unless the view ends."""
-        deadline = self._deadline()
+        # Who ends a late view reads where all are. So of many members a few do so first.
+        deadline = self._deadline() + self.membership.turn * HEARTBEAT_INTERVAL
         while work is not None:
             try:
                 work.wait(WAIT_SLICE)
@@ -212,7 +215,7 @@ class SurvivingContext(DistributedContext):
 
 
 class SurvivingFlags(PendingFlags):
-    """Flags reduced in a view; the last one is 0 if all members know that a process waits to join."""
+    """Flags reduced in a view; the last one is 0 if all watchers know that a process waits to join."""
 
     def __init__(self, tensor: Tensor, work: dist.Work | None, context: SurvivingContext) -> None:
         super().__init__(tensor, work)

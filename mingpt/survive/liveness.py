@@ -1,11 +1,12 @@
 """Which other processes are alive: heartbeats in a key-value store, and connections that close with a process."""
 
+import errno
 import json
-import select
+import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -14,26 +15,26 @@ from mingpt.distributed.launch_environment import LOOPBACK
 from mingpt.distributed.position import Position
 
 WAITING_TIMEOUT = 1.0  # seconds after which a main thread that last said that it waits no longer does
-CONNECT_TIMEOUT = 0.5  # seconds
 
 Store = Any  # a dist.Store, whose type lacks clone and append (torch 2.13)
 
 
 class Liveness:
-    """This process's heartbeat, and a thread that watches the heartbeats and connections of all other processes.
+    """This process's heartbeat, and a thread that watches the heartbeats of other processes and connections to them.
 
     Each process listens at a port and never accepts. The kernel completes connections to it, and closes them when the
-    process ends in whatever way, so that the others know at once. A stopped process, or a lost machine, closes nothing:
-    its heartbeat stays the same.
+    process ends in whatever way, so that those who watch it know at once. A stopped process, or a lost machine, closes
+    nothing: its heartbeat stays the same.
 
     Attributes:
-        names: all processes of the run so far, in the order in which they started
+        names: the processes that this one watches, perhaps with itself
 
     Args:
         store: shared by all processes of the run
         name: of this process, unique in the store
         address: at which other processes reach this one, None if that is not known
         read_position: called by the thread for each heartbeat, which carries the result
+        find_names: called by the thread before each look, for `names`
         on_look: called by the thread after each look, with the seconds since the last look
     """
 
@@ -43,17 +44,20 @@ class Liveness:
         name: str,
         address: str | None,
         read_position: Callable[[], Position],
+        find_names: Callable[[], Sequence[str]],
         on_look: Callable[[float], None],
     ) -> None:
         self.store = store
         self.name = name
+        self.find_names = find_names
         self.on_look = on_look
-        self.names: list[str] = []
+        self.names: Sequence[str] = []
         self.waiting_until = 0.0  # until when the heartbeat says that the main thread waits to join
-        self.connections: dict[str, socket.socket | None] = {}
+        self.selector = selectors.DefaultSelector()  # of open connections, with the names of the processes
+        self.connections: dict[str, socket.socket] = {}
         self.closed: set[str] = set()  # names of processes whose connection has closed
         self.listener = socket.create_server((address or LOOPBACK, 0), backlog=1024)
-        port = self.listener.getsockname()[1]
+        self.listener_host, port = self.listener.getsockname()
         store.set(f"address/{name}", json.dumps([address, port] if address else None))
         self.heartbeats = Heartbeats(store, name, read_position)
         store.append("processes", f"{name} ")
@@ -95,33 +99,39 @@ class Liveness:
                 now = time.monotonic()
                 seconds = min(now - looked, 2 * HEARTBEAT_INTERVAL)
                 looked = now
-                self.names = self.store.get("processes").decode().split()
+                self.names = self.find_names()
                 others = [name for name in self.names if name != self.name and name not in self.closed]
                 self.heartbeats.look(others, seconds)
-                for name in others:
-                    if name not in self.connections:
-                        self._connect(name)
+                self._connect([name for name in others if name not in self.connections])
                 self.on_look(seconds)
-                self._wait()
-        for connection in filter(None, self.connections.values()):
+                for key, _ in self.selector.select(HEARTBEAT_INTERVAL):  # at its end: no process ever writes
+                    connection = self.connections[key.data]
+                    self.selector.unregister(connection)
+                    self._close(key.data, connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
+        self.selector.close()
+        for connection in self.connections.values():
             connection.close()
 
-    def _connect(self, name: str) -> None:
-        self.connections[name] = None
-        address = json.loads(self.store.get(f"address/{name}"))
-        try:
-            self.connections[name] = address and socket.create_connection(address, CONNECT_TIMEOUT)
-        except ConnectionRefusedError:
-            if address[0] == LOOPBACK:  # elsewhere a firewall may refuse, and heartbeats alone decide
-                self.closed.add(name)
-        except OSError:
-            pass
+    def _connect(self, names: Sequence[str]) -> None:
+        """Connects to processes, and does not wait for hosts that do not answer."""
+        if not names:
+            return
+        addresses = self.store.multi_get([f"address/{name}" for name in names])
+        for name, encoded in zip(names, addresses, strict=True):
+            address = json.loads(encoded)
+            connection = socket.socket()
+            connection.setblocking(False)
+            self.connections[name] = connection
+            error = connection.connect_ex(tuple(address)) if address else errno.EHOSTUNREACH
+            if error in (0, errno.EINPROGRESS):
+                self.selector.register(connection, selectors.EVENT_READ, name)
+            else:
+                self._close(name, error)
 
-    def _wait(self) -> None:
-        """Waits for the next look, or until a connection closes."""
-        names = {connection: name for name, connection in self.connections.items() if connection}
-        readable, _, _ = select.select(names, [], [], HEARTBEAT_INTERVAL)
-        for connection in readable:  # at its end: no process ever writes
-            self.closed.add(names[connection])
-            self.connections[names[connection]] = None
-            connection.close()
+    def _close(self, name: str, error: int) -> None:
+        """Closes a connection that was not established, or that has ended with its process."""
+        self.connections[name].close()
+        # Between machines a firewall may refuse a connection, and heartbeats alone decide.
+        is_refused = error == errno.ECONNREFUSED and self.listener_host == LOOPBACK
+        if error in (0, errno.ECONNRESET) or is_refused:
+            self.closed.add(name)

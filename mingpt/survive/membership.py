@@ -14,14 +14,18 @@ A view is a number and a list of members in rank order. Keys in the store, N bei
 View N + 1 is decided after view N is over, when each member of view N is either dead or waits for view N + 1. All
 collectives belong to a view, and to a gloo group of its own, which is abandoned with the view.
 
+Up to WATCHERS members of a view watch all processes. They end the view when a member is dead, and decide the next one.
+Other members read `ended/N` at each heartbeat and watch nobody, so that the load of the store is no square of their
+number. If no view is decided for a minute, as when all watchers are lost at once, WATCHERS more members take part.
+
 The states of a process:
 
     waiting   it waits to join, and has no state that counts, until a view contains it
     entering  it forms the group of the view, tells the others its step, and copies the newest state into memory of
               its own and then over its own state
     training  it computes, exchanges gradients, commits and logs steps, until the view has ended
-    leaving   it writes its step, and proposes the next view; if that does not contain it, it is waiting again, under a
-              new name
+    leaving   it writes its step, and waits for the next view, which watchers propose; if that does not contain it, it
+              is waiting again, under a new name
 
 Why no finished step is lost, and none is written twice:
 
@@ -41,9 +45,9 @@ Why no finished step is lost, and none is written twice:
    Any other knows by 3 that its predecessor had logged all steps but the newest; it replaces metrics.jsonl by a copy
    without rows of that step and logs it again. A predecessor that wakes up writes into the file that was replaced, and
    deletes no snapshot, because it finds a view without itself.
-7. Safety does not depend on clocks. Heartbeats and timeouts decide only how long members wait for a process. A process
-   that is wrongly taken for dead joins again like a new one. There is one exception: if all members of a view are
-   silent for a minute, new processes load the newest snapshot.
+7. Safety does not depend on clocks, nor on who watches. Heartbeats and timeouts decide only how long members wait for a
+   process. A process that is wrongly taken for dead joins again like a new one. There is one exception: if all members
+   of a view are silent for a minute, new processes load the newest snapshot.
 """
 
 import json
@@ -52,9 +56,10 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from typing import NamedTuple
 
-from mingpt.distributed.heartbeat import HEARTBEAT_TIMEOUT
+from mingpt.distributed.heartbeat import HEARTBEAT_TIMEOUT, heartbeat_key, read_positions
 from mingpt.distributed.position import Position, SlowRanks, explain_wait, find_late
 from mingpt.errors import PeerError, RunEnded
 from mingpt.survive.liveness import Liveness, Store
@@ -64,7 +69,9 @@ from mingpt.survive.view_group import ViewGroup
 STATE_TIMEOUT = 60.0  # seconds without a heartbeat, after which a member counts as dead if no other has its state
 RETURN_SECONDS = 60.0  # in which a process that is started again learns that the run has ended
 MAX_VIEWS = 10  # in a row without a newer step, after which the run ends
+WATCHERS = 17  # members that watch all others, and decide the next view
 POLL_SECONDS = 0.005
+POLLS_PER_SECOND = 3000  # of all processes that wait, together
 
 
 class MembershipChanged(Exception):  # noqa: N818 - an event
@@ -94,6 +101,12 @@ def launch_rank(name: str) -> int:
 class Membership:
     """This process's part in the views.
 
+    Attributes:
+        view: the newest view that this process has entered
+        newest: the newest view that it knows
+        watchers: members of the newest view that watch all processes
+        turn: 0: this process is one of the first to watch the others; each turn has WATCHERS processes
+
     Args:
         store: shared by all processes of the run
         founders: the number of processes that form the first view
@@ -120,13 +133,46 @@ class Membership:
         self.arrival_seconds = arrival_seconds
         self.read_position = read_position
         self.slow_ranks = SlowRanks()
+        self.poll_seconds = max(POLL_SECONDS, founders / POLLS_PER_SECOND)
         self.view = View()
         self.ended_view = 0  # the newest view that this process knows to be over
-        self._start_liveness()
+        self.read_view = lru_cache(MAX_VIEWS + 1)(self._read_view)
+        self._start_liveness(View())
 
-    def _start_liveness(self) -> None:
+    def _start_liveness(self, newest: View) -> None:
         self.name = f"{self.label}/{uuid.uuid4().hex[:8]}"
-        self.liveness = Liveness(self.store, self.name, self.address, self.read_position, self._on_look)
+        self._follow(newest)
+        self.liveness = Liveness(
+            self.store, self.name, self.address, self.read_position, self._find_watched, self._on_look
+        )
+
+    # Who watches whom
+
+    def _follow(self, newest: View) -> None:
+        """Finds this process's place among those that watch the others, for the newest view.
+
+        Rank 0 is the first. The order of the others has nothing to do with hosts, of which several may be lost at once.
+        """
+        members = sorted(newest.members, key=lambda name: (name != newest.members[0], name.rpartition("/")[2]))
+        self.newest = newest
+        self.watchers = members[:WATCHERS]
+        place = members.index(self.name) if self.name in members else launch_rank(self.name)
+        self.turn = place // WATCHERS
+        self.turns = 1  # one more for each minute without the next view
+
+    @property
+    def is_watcher(self) -> bool:
+        """Whether this process watches all others, and may decide the next view."""
+        return self.turn < self.turns
+
+    def _find_watched(self) -> Sequence[str]:
+        """The processes that this one watches: all, or, while it waits to join, the watchers."""
+        newest = self.newest
+        if not self.is_watcher:
+            return [] if self.name in newest.members else self.watchers
+        names = self.store.get("processes").decode().split()
+        last = {launch_rank(name): name for name in names}  # earlier ones of the same rank have ended
+        return list(dict.fromkeys([*newest.members, *last.values()]))
 
     def _on_look(self, seconds: float) -> None:
         """Ends the view when a member is dead, and notices when another member has ended it.
@@ -174,7 +220,7 @@ class Membership:
         with suppress(RuntimeError, OSError):  # without a store, nobody needs it
             self.store.set(everybody[rank], "")
             while rank == 0 and not self.store.check(everybody) and time.monotonic() < deadline:
-                time.sleep(POLL_SECONDS)
+                time.sleep(self.poll_seconds)
 
     @property
     def is_over(self) -> bool:
@@ -187,8 +233,9 @@ class Membership:
         return bool(self._joiners(self.view))
 
     def _joiners(self, view: View) -> list[str]:
-        """The processes that wait to join, in the order in which they started."""
-        names = [name for name in self.liveness.names if name not in view.members]
+        """The processes that wait to join, as far as this process watches them."""
+        members = set(view.members)
+        names = [name for name in self.liveness.names if name not in members]
         return [name for name in names if name == self.name or self.liveness.is_waiting(name)]
 
     def check(self) -> None:
@@ -205,19 +252,20 @@ class Membership:
     def end_late_view(self) -> None:
         """Ends the view because a collective takes too long: the members that have not reached it are left out."""
         members = self.view.members
-        positions = self.liveness.heartbeats.positions(members)
+        positions = read_positions(self.store.multi_get([heartbeat_key(name) for name in members]))
         names = {rank: f"rank {rank} ({name.split('/')[0]})" for rank, name in enumerate(members)}
         reason = explain_wait(positions, names) or "a member has not reached a collective in time"
         self._end(self.view, reason, late=[members[rank] for rank in find_late(positions)])
 
     def has_live_members(self) -> bool:
-        """Whether a member of the newest view is alive, so that the state need not be loaded from a snapshot."""
-        view = self._newest_view(self.view)
-        while not self._is_lost(view):
-            if any(map(self.liveness.is_alive, view.members)):
+        """Whether a watcher of the newest view is alive, so that the state need not be loaded from a snapshot."""
+        while True:
+            self._follow(self._newest_view(self.newest))
+            if any(map(self.liveness.is_alive, self.watchers)):
                 return True
-            time.sleep(POLL_SECONDS)
-        return False
+            if self._are_lost(self.watchers):
+                return False
+            time.sleep(self.poll_seconds)
 
     def is_left_out(self) -> bool:
         """Whether a later view is decided without this process."""
@@ -248,25 +296,30 @@ class Membership:
             self.end_view("its group could not be formed")
 
     def _next_view(self, view: View, step: int) -> View:
-        """Waits for a view after this one, with this process; members propose it."""
+        """Waits for a view after this one, with this process; watchers decide it."""
         while True:
             is_member = self.name in view.members
+            self._follow(view)
             self.store.set(f"state/{self.name}", json.dumps([view.number + 1, step]))
             since = time.monotonic()
             while not self.store.check([f"view/{view.number + 1}"]):
                 self._raise_if_ended()
-                if is_member:
-                    self._propose(view, since)
-                else:
+                waited = time.monotonic() - since
+                self.turns = 1 + int(waited / STATE_TIMEOUT)
+                if not is_member:
                     self.liveness.set_waiting()
+                if self.is_watcher and is_member:
+                    self._propose(view, waited)
+                elif self.is_watcher:
                     self._found(view, step)
-                time.sleep(POLL_SECONDS)
+                time.sleep(self.poll_seconds)
             view = self._newest_view(view)
             if self.name in view.members:
+                self._follow(view)
                 return view
             if is_member:  # the others have continued without this process
                 self.liveness.stop()
-                self._start_liveness()
+                self._start_liveness(view)
                 step = -1
 
     def _read_view(self, number: int) -> View:
@@ -274,31 +327,23 @@ class Membership:
 
     def _newest_view(self, view: View) -> View:
         while self.store.check([f"view/{view.number + 1}"]):
-            view = self._read_view(view.number + 1)
+            view = self.read_view(view.number + 1)
         return view
 
-    def _read_state(self, name: str) -> tuple[int, int]:
-        """The view that a process waits for, and the step that it has finished."""
-        number, step = json.loads(self.store.get(f"state/{name}"))
-        return number, step
-
-    def _is_lost(self, view: View) -> bool:
+    def _are_lost(self, names: Sequence[str]) -> bool:
         """Whether no process is left that has the state."""
-        return all(self.liveness.is_dead(name, STATE_TIMEOUT) for name in view.members)
+        return all(self.liveness.is_dead(name, STATE_TIMEOUT) for name in names)
 
-    def _propose(self, last: View, since: float) -> None:
+    def _propose(self, last: View, waited: float) -> None:
         """Decides the view after `last`, if each of its members is ready or need not be waited for."""
-        ready: dict[str, int] = {}
-        for name in last.members:
-            number, step = self._read_state(name)
-            if number > last.number:
-                ready[name] = step
+        keys = [f"ended/{last.number}", *(f"state/{name}" for name in last.members)]
+        (reason, late), *states = map(json.loads, self.store.multi_get(keys))
+        ready = {name: step for name, (number, step) in zip(last.members, states, strict=True) if number > last.number}
         missing = [name for name in last.members if name not in ready]
         newest = max(ready.values())
-        reason, late = json.loads(self.store.get(f"ended/{last.number}"))
         if newest < max(last.steps):  # members that have the newest state are waited for much longer
             missing = [name for name in missing if not self.liveness.is_dead(name, STATE_TIMEOUT)]
-        elif time.monotonic() > since + self.arrival_seconds:
+        elif waited > self.arrival_seconds:
             missing = []
         else:
             missing = [name for name in missing if name not in late and not self.liveness.is_dead(name)]
@@ -311,17 +356,15 @@ class Membership:
 
     def _found(self, last: View, step: int) -> None:
         """Decides a view of processes that have loaded their state, if `last` has no members or all are lost."""
-        if not self._is_lost(last):
+        if not self._are_lost(last.members):
             return
         if step < 0:
             raise RunEnded(RESTART_STATUS)
-        members = {}
-        for name in sorted(self._joiners(last), key=launch_rank):
-            _, state = self._read_state(name)
-            if state >= 0:
-                members[name] = state
-        if last.number == 0 and len(members) < self.founders:
+        joiners = sorted(self._joiners(last), key=launch_rank)
+        if last.number == 0 and len(joiners) < self.founders:
             return
+        states = map(json.loads, self.store.multi_get([f"state/{name}" for name in joiners]))
+        members = {name: state for name, (_, state) in zip(joiners, states, strict=True) if state >= 0}
         reason = "all its members are dead" if last.members else ""
         self._end(last, reason)
         self._decide(last, members, reason)
@@ -335,7 +378,7 @@ class Membership:
         """Raises a PeerError if no step was finished in many views: the same error or loss would follow each time."""
         numbers = range(view.number - MAX_VIEWS, view.number + 1)
         if numbers.start > 0:
-            steps = [max(self._read_view(number).steps) for number in numbers]
+            steps = [max(self.read_view(number).steps) for number in numbers]
             if max(steps) == steps[0]:
                 raise PeerError(f"no step was finished in {MAX_VIEWS} views; {view.reason}")
 
@@ -346,4 +389,5 @@ class Membership:
             is_ended = self.store.check([f"ended/{view.number}"])
             return is_ended or any(map(self.liveness.is_dead, view.members))
 
-        return self.group.form(view.number, view.members.index(self.name), len(view.members), should_abort)
+        rank = view.members.index(self.name)
+        return self.group.form(view.number, rank, len(view.members), should_abort, self.poll_seconds)

@@ -13,7 +13,6 @@ import torch.distributed as dist
 CONNECT_SECONDS = 10.0  # to form a group
 GROUP_TIMEOUT = timedelta(seconds=30)  # of the thread that forms a group
 COLLECTIVE_TIMEOUT = timedelta(days=1)  # members leave a collective when its view is over
-POLL_SECONDS = 0.01
 
 
 class ViewGroup:
@@ -36,7 +35,7 @@ class ViewGroup:
         self.works: list[dist.Work] = []  # its collectives
         self.abandoned: list[tuple[Any, list[dist.Work]]] = []  # earlier groups, with theirs
 
-    def form(self, number: int, rank: int, size: int, should_abort: Callable[[], bool]) -> bool:
+    def form(self, number: int, rank: int, size: int, should_abort: Callable[[], bool], poll_seconds: float) -> bool:
         """Forms the group of view `number`, unless a process does not connect or `should_abort` becomes true."""
         store = self.connection or self.store.clone()
         self.connection = None
@@ -55,7 +54,7 @@ class ViewGroup:
         thread.start()
         deadline = time.monotonic() + CONNECT_SECONDS
         while thread.is_alive() and time.monotonic() < deadline and not should_abort():
-            thread.join(POLL_SECONDS)
+            thread.join(poll_seconds)
         self.group = result[0] if result else None  # otherwise the thread ends by itself, and its group is not used
         return self.group is not None
 

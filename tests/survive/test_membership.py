@@ -1,8 +1,11 @@
 """Views of the membership, with members in threads of one process and a real store."""
 
+import os
+import resource
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -15,9 +18,9 @@ from mingpt.distributed.position import Position
 from mingpt.errors import PeerError, RunEnded
 from mingpt.survive import membership
 from mingpt.survive.context import SurvivingContext
-from mingpt.survive.membership import MAX_VIEWS, Membership, MembershipChanged, View
+from mingpt.survive.membership import MAX_VIEWS, WATCHERS, Membership, MembershipChanged, View
 from mingpt.survive.supervisor import RESTART_STATUS
-from mingpt.survive.view_group import CONNECT_SECONDS
+from mingpt.survive.view_group import CONNECT_SECONDS, ViewGroup
 
 NOWHERE = Position({}, "", "", 0.0)
 
@@ -32,7 +35,7 @@ class Run:
 
     def __init__(self, store: dist.TCPStore, founders: int) -> None:
         self.store, self.founders = store, founders
-        self.pool, self.all = ThreadPoolExecutor(8), []
+        self.pool, self.all = ThreadPoolExecutor(64), []
 
     def member(self, rank: int, arrival_seconds: float = 60.0, position: Position = NOWHERE) -> Membership:
         args = (self.store.clone(), self.founders, f"{rank}@host:1", "127.0.0.1", arrival_seconds)
@@ -56,8 +59,7 @@ def run(store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     run = Run(store, 2)
     yield run
     store.set("end", "0")  # so that nobody waits any longer
-    for member in run.all:
-        member.liveness.stop()
+    list(run.pool.map(lambda member: member.liveness.stop(), run.all))
     run.pool.shutdown()
 
 
@@ -84,6 +86,32 @@ def test_the_end_of_a_member_is_seen_at_once_and_leaves_it_out(run: Run) -> None
     view = run.regroup(one, 5).result(20)
     assert time.monotonic() - began < HEARTBEAT_TIMEOUT
     assert view == View(2, [one.name], [5], [other.name], "a member is dead")
+
+
+def test_connections_are_watched_whatever_the_number_of_open_files(run: Run) -> None:
+    """select.select refuses descriptors above 1,023."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
+    try:
+        one, other = run.first_view(0, 0)
+        other.liveness.stop()
+        wait_until(lambda: one.is_over, "the end of the view")
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_view_is_decided_when_all_that_watch_are_lost(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "WATCHERS", 1)
+    monkeypatch.setattr(membership, "STATE_TIMEOUT", 1.0)
+    run.founders = 3
+    first, *others = run.first_view(0, 0, 0)
+    assert [member.is_watcher for member in run.all] == [True, False, False]
+    first.liveness.stop()
+    for view in [run.regroup(member, 1) for member in others]:
+        assert view.result(20).members == [member.name for member in others]
 
 
 def test_a_group_is_not_waited_for_when_somebody_in_it_has_ended(run: Run) -> None:
@@ -212,3 +240,54 @@ def test_a_run_ends_if_no_step_is_finished_in_many_views(run: Run) -> None:
         run.regroup(one, step).result(20)
     with pytest.raises(PeerError, match=f"^no step was finished in {MAX_VIEWS} views; a member has left it"):
         run.regroup(one, 6).result(20)
+
+
+class Recorder:
+    """A store that records the keys of each request."""
+
+    def __init__(self, store: dist.TCPStore) -> None:
+        self.store, self.requests = store, []
+
+    def clone(self) -> "Recorder":
+        return Recorder(self.store)
+
+    def __getattr__(self, name: str) -> Any:
+        def request(keys: Any, *values: Any) -> Any:
+            self.requests.append([keys] if isinstance(keys, str) else keys)
+            return getattr(self.store, name)(keys, *values)
+
+        return request
+
+
+def test_of_many_members_few_watch_all_and_decide(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So neither requests nor connections are a square of their number."""
+    monkeypatch.setattr(ViewGroup, "form", lambda *args: True)
+    monkeypatch.setattr(ViewGroup, "abandon", lambda group: None)
+    run.store, run.founders = Recorder(run.store), 40
+    *members, lost = run.first_view(*[0] * run.founders)
+    sent = [member.liveness.heartbeats.number for member in members]
+    for member, number in zip(members, sent, strict=True):  # what it has read before it knew the view does not count
+        wait_until(lambda member=member, number=number: member.liveness.heartbeats.number > number, "a heartbeat")
+        member.store.requests.clear()
+    first = {member for member in members if member.is_watcher}
+    lost.liveness.stop()
+    wait_until(lambda: all(member.is_over for member in members), "the end of the view")
+    names = [member.name for member in members]
+    views = [view.result(20) for view in [run.regroup(member, 1) for member in members]]
+    assert [(view.members, view.left) for view in views] == [(names, [lost.name])] * 39
+    new = run.member(39)
+    assert new.has_live_members()
+    assert len(new.liveness.connections) == WATCHERS
+    joined = run.regroup(new, -1)
+    watchers = {member for member in members if member.is_watcher}
+    wait_until(lambda: all(watcher.has_joiners for watcher in watchers), "the process that joins")
+    views = [view.result(20) for view in [run.regroup(member, 2) for member in members]]
+    assert [view.joined for view in views] == [joined.result(20).joined] * 39 == [[new.name]] * 39
+    assert members[0] in watchers
+    assert len(watchers) == WATCHERS
+    for member in set(members) - first - watchers - {member for member in members if member.is_watcher}:
+        assert max(len(keys) for keys in member.store.requests) == 1
+    for member in members:
+        states = [len(keys) for keys in member.store.requests if any(key.startswith("state/") for key in keys)]
+        assert set(states) <= {1, 40, 41}  # its own; those of all members, with the reason of the end
+        assert states.count(1) == 2
