@@ -166,16 +166,14 @@ class SnapshotManager:
                 content = self.storage.load_newest(messages.append) or {}
             except UserError as error:
                 failure = str(error)
-        found = context.all_gather_object((content.get("step", -1), messages, failure))
-        steps = [step for step, _, _ in found]
-        newest_step = max(steps)
-        source_rank = steps.index(newest_step)
-        for rank, (_, messages, failure) in enumerate(found):
-            prefix = f"rank {rank}: " if rank else ""
-            for message in filter(None, [*messages, failure]):
-                logger.info(prefix + message)
-            if failure and newest_step < 0:
-                raise UserError(prefix + failure)
+        step = content.get("step", -1)
+        with context.without_timeout():  # it may be large, in an object store
+            newest = context.reduce_object((step, messages, failure), _find_newest)
+        newest_step, source_rank, messages, failures = newest
+        for message in [*messages, *failures]:
+            logger.info(message)
+        if failures and newest_step < 0:
+            raise UserError(failures[0])
         if len(self.writer_ranks) > 1:
             logger.info(
                 f"snapshots are written by ranks {self.writer_ranks}, which share no folder; "
@@ -185,7 +183,7 @@ class SnapshotManager:
             self._check_new()
             return None
         header = context.broadcast_object(split_header(content), source_rank)
-        is_missing = context.rank in self.writer_ranks and steps[context.rank] < newest_step
+        is_missing = context.rank in self.writer_ranks and step < newest_step
         if context.rank != source_rank:
             content = {}
         return NewestSnapshot(header, content, source_rank, is_missing)
@@ -214,7 +212,7 @@ class SnapshotManager:
         strategy.load_full_state(content.get("model", {}), content.get("optimizer", {}), newest.source_rank)
         if newest.header["scaler"]:  # empty if the run that saved it was not in fp16
             strategy.scaler.load_state_dict(newest.header["scaler"])
-        if any(self.context.all_gather_object(newest.is_missing)):
+        if self.context.reduce_object(newest.is_missing, any):
             self._start(newest.header, strategy, writes=newest.is_missing)
 
     def save(self, header: dict[str, Any], strategy: "Strategy", is_last: bool) -> None:
@@ -263,7 +261,7 @@ class SnapshotManager:
 
     def wait_for_saves(self) -> None:
         """Waits until no rank is writing a snapshot, as long as that takes."""
-        while not all(self.context.all_gather_object(self.writer.wait(EXCHANGE_SECONDS))):
+        while not self.context.reduce_object(self.writer.wait(EXCHANGE_SECONDS), all):
             pass
 
     def _start(self, header: dict[str, Any], strategy: "Strategy", writes: bool) -> None:
@@ -272,6 +270,20 @@ class SnapshotManager:
         elif strategy.is_sharded:  # other ranks need the shards of this one
             for _ in strategy.iter_full_state():
                 pass
+
+
+def _find_newest(found: list[tuple[int, list[str], str]]) -> tuple[int, int, list[str], list[str]]:
+    """Combines each rank's newest step, messages and failure: newest step, the first rank that has it, the others."""
+    steps = [step for step, _, _ in found]
+    all_messages = []
+    failures = []
+    for rank, (_, messages, failure) in enumerate(found):
+        prefix = f"rank {rank}: " if rank else ""
+        all_messages += [prefix + message for message in messages]
+        if failure:
+            failures.append(prefix + failure)
+    newest = max(steps)
+    return newest, steps.index(newest), all_messages, failures
 
 
 def elect_writer_ranks(context: DistributedContext, storage: SnapshotStorage) -> list[int]:
@@ -288,10 +300,10 @@ def elect_writer_ranks(context: DistributedContext, storage: SnapshotStorage) ->
         is_apart = context.local_rank == 0 and not storage.has_marker(marker)
         if is_apart:
             storage.put_marker(marker)
-    writes = context.all_gather_object(context.rank == 0 or is_apart)
-    if writes[context.rank]:
+    is_writer = context.rank == 0 or is_apart
+    if is_writer:
         storage.remove_marker(marker)
-    return [rank for rank, is_writer in enumerate(writes) if is_writer]
+    return context.reduce_object(is_writer, lambda writes: [rank for rank, each in enumerate(writes) if each])
 
 
 def new_run_advice(config: dict[str, Any]) -> str:

@@ -127,10 +127,15 @@ class SurvivingContext(DistributedContext):
 
     # Collectives
 
-    def _gather_on_all(self, tensor: Tensor) -> Tensor:
+    def _gather(self, tensor: Tensor) -> list[Tensor]:
+        """On all ranks."""
         gathered = tensor.new_empty(self.world_size * len(tensor))
         self.run(lambda group: group._allgather_base(gathered, tensor))
-        return gathered.view(self.world_size, -1)
+        return list(gathered.view(self.world_size, -1))
+
+    def _scatter(self, received: Tensor, sent: list[Tensor]) -> Tensor:
+        """All ranks have computed what they would receive."""
+        return sent[self.rank % len(sent)]
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         host = host_memory(tensor).copy_(tensor)
