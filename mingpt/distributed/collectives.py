@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from datetime import timedelta
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
@@ -73,7 +74,7 @@ class DistributedContext:
     def _choose_device(self, backend: str) -> torch.device:
         with self.shared_errors():
             gpus = visible_gpu_uuids(backend)
-        is_shared = self._exchange((platform.node(), gpus), _share_gpus)
+        is_shared = self.reduce_object(gpus, lambda found: max(Counter(chain(*found)).values(), default=0) > 1)
         with self.shared_errors():
             if gpus and not is_shared:  # as srun assigns them: each process sees only its own, as number 0
                 return choose_device(backend, 0, 1, self.world_size)
@@ -282,12 +283,6 @@ def _decode(tensor: Tensor) -> Any:
 def _local_ranks(hosts: list[str]) -> list[tuple[int, int]]:
     """Each rank's number among the ranks of its host, and their number."""
     return [(hosts[:rank].count(host), hosts.count(host)) for rank, host in enumerate(hosts)]
-
-
-def _share_gpus(found: list[tuple[str, list[str]]]) -> list[bool]:
-    """Whether each rank sees a GPU that another one sees, too: its host, and the UUIDs of the GPUs that it sees."""
-    users = Counter((host, gpu) for host, gpus in found for gpu in gpus)
-    return [any(users[host, gpu] > 1 for gpu in gpus) for host, gpus in found]
 
 
 def _first_error(messages: list[str | None]) -> str | None:

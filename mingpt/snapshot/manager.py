@@ -6,6 +6,7 @@ import uuid
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -161,19 +162,20 @@ class SnapshotManager:
         content: dict[str, Any] = {}
         failure = ""
         messages: list[str] = []
+        prefix = f"rank {context.rank}: " if context.rank else ""
         if context.rank in self.writer_ranks:
             try:
-                content = self.storage.load_newest(messages.append) or {}
+                content = self.storage.load_newest(lambda message: messages.append(prefix + message)) or {}
             except UserError as error:
-                failure = str(error)
+                failure = f"{prefix}{error}"
+                messages.append(failure)
         step = content.get("step", -1)
-        with context.without_timeout():  # it may be large, in an object store
-            newest = context.reduce_object((step, messages, failure), _find_newest)
-        newest_step, source_rank, messages, failures = newest
-        for message in [*messages, *failures]:
+        with context.without_timeout():  # it may be large, and far away
+            newest_step, source_rank, messages, failure = context.reduce_object((step, messages, failure), _find_newest)
+        for message in messages:
             logger.info(message)
-        if failures and newest_step < 0:
-            raise UserError(failures[0])
+        if failure and newest_step < 0:
+            raise UserError(failure)
         if len(self.writer_ranks) > 1:
             logger.info(
                 f"snapshots are written by ranks {self.writer_ranks}, which share no folder; "
@@ -272,18 +274,11 @@ class SnapshotManager:
                 pass
 
 
-def _find_newest(found: list[tuple[int, list[str], str]]) -> tuple[int, int, list[str], list[str]]:
-    """Combines each rank's newest step, messages and failure: newest step, the first rank that has it, the others."""
-    steps = [step for step, _, _ in found]
-    all_messages = []
-    failures = []
-    for rank, (_, messages, failure) in enumerate(found):
-        prefix = f"rank {rank}: " if rank else ""
-        all_messages += [prefix + message for message in messages]
-        if failure:
-            failures.append(prefix + failure)
+def _find_newest(found: list[tuple[int, list[str], str]]) -> tuple[int, int, list[str], str]:
+    """From each rank's newest step, messages and failure: the newest step, its first rank, all messages, a failure."""
+    steps, messages, failures = zip(*found, strict=True)
     newest = max(steps)
-    return newest, steps.index(newest), all_messages, failures
+    return newest, steps.index(newest), list(chain(*messages)), next(filter(None, failures), "")
 
 
 def elect_writer_ranks(context: DistributedContext, storage: SnapshotStorage) -> list[int]:

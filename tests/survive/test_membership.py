@@ -3,6 +3,8 @@
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -12,7 +14,8 @@ from mingpt.config import DistributedConfig
 from mingpt.distributed.heartbeat import HEARTBEAT_TIMEOUT
 from mingpt.distributed.launch_environment import RankInfo
 from mingpt.distributed.position import Position
-from mingpt.errors import PeerError, RunEnded
+from mingpt.errors import PeerError, RunEnded, UserError
+from mingpt.survive import context as survive_context
 from mingpt.survive import membership
 from mingpt.survive.context import SurvivingContext
 from mingpt.survive.membership import MAX_VIEWS, Membership, MembershipChanged, View
@@ -115,6 +118,31 @@ def test_a_collective_that_does_not_start_ends_the_view(store: dist.TCPStore, ru
     with pytest.raises(MembershipChanged):
         context.run(fail)
     wait_until(lambda: other.is_over, "the end of the view")
+
+
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_a_rank_that_prepares_the_text_is_waited_for_as_long_as_it_is_alive(
+    is_alive: bool, store: dist.TCPStore, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = SurvivingContext(RankInfo(1, 2, 1, 2), DistributedConfig(timeout_seconds=10), store, "127.0.0.1")
+    run.all.append(context.membership)
+    store.set("name/0", "trainer")
+    waits = []
+
+    def wait(keys: list[str], timeout: timedelta) -> None:
+        waits.append(timeout.total_seconds())
+        store.set("heartbeat/trainer", str(len(waits) * is_alive))
+        if len(waits) < 100:
+            raise dist.DistStoreError
+
+    monkeypatch.setattr(context, "store", SimpleNamespace(wait=wait, get=store.get))
+    monkeypatch.setattr(survive_context, "time", SimpleNamespace(monotonic=lambda: sum(waits)))
+    if is_alive:
+        with context.local_rank0_first():
+            assert len(waits) == 100
+    else:
+        with pytest.raises(UserError, match="rank 0 has been silent for 10 seconds"), context.local_rank0_first():
+            pytest.fail("it is not waited for")
 
 
 def test_a_process_joins_behind_the_members_and_without_a_state(run: Run) -> None:
