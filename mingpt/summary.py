@@ -8,6 +8,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -136,8 +137,8 @@ def measured_memory(strategy: Strategy) -> str:
     """What the rank with most holds between backward and the end of a step; all ranks call it."""
     usage = measure_memory(strategy)
     if strategy.is_sharded:  # otherwise all ranks hold the same
-        usages = [MemoryUsage(**values) for values in strategy.context.all_gather_object(asdict(usage))]
-        usage = max(usages, key=lambda each: each.total)
+        largest = partial(max, key=lambda each: sum(each.values()))
+        usage = MemoryUsage(**strategy.context.reduce_object(asdict(usage), largest))
     peak = ""
     if strategy.context.device.type == "cuda":
         peak = f"; at the peak {format_bytes(torch.cuda.max_memory_allocated())}, activations included"

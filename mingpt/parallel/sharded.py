@@ -63,7 +63,10 @@ class ZeRO1(DDP):
         self.local_state = {name: local.state[p] for name, p in self.parameters.items() if p in owned}
 
     def iter_full_state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
-        owners = self.context.reduce_object(state_keys(self.local_state), _find_owners)
+        owners = self.context.reduce_object(
+            state_keys(self.local_state),
+            lambda parts: {name: (rank, keys) for rank, part in enumerate(parts) for name, keys in part.items()},
+        )
         for name, parameter in self.parameters.items():
             owner, keys = owners[name]
             state = self.broadcast_tensors(owner, name, keys, self.local_state.get(name, {}))
@@ -134,11 +137,6 @@ class ZeRO2(FSDP):
     """FSDP whose blocks stay unsharded from forward to backward, so that parameters are gathered once per step."""
 
     reshard_after_forward = False
-
-
-def _find_owners(state_keys: list[dict[str, list[str]]]) -> dict[str, tuple[int, list[str]]]:
-    """Of each parameter, the rank that has its optimizer state, and the state's keys."""
-    return {name: (rank, keys) for rank, part in enumerate(state_keys) for name, keys in part.items()}
 
 
 def _full_tensor(tensor: Tensor) -> Tensor:
