@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mingpt.config import Config, DistributedConfig
 from mingpt.distributed.collectives import DistributedContext, PendingFlags
-from mingpt.distributed.heartbeat import HEARTBEAT_TIMEOUT, heartbeat_key
+from mingpt.distributed.heartbeat import HEARTBEAT_INTERVAL, heartbeat_key
 from mingpt.distributed.launch_environment import RankInfo, local_address, select_gloo_interface
 from mingpt.distributed.position import COLLECTIVES, PositionReader
 from mingpt.distributed.rendezvous import generation_store
@@ -26,7 +26,7 @@ from mingpt.errors import PeerError, UserError
 from mingpt.hardware.device import visible_gpu_uuids
 from mingpt.monitoring.logging import set_rank
 from mingpt.parallel.build import strategy_class
-from mingpt.survive.membership import Membership, MembershipChanged, View
+from mingpt.survive.membership import POLL_SECONDS, Membership, MembershipChanged, View
 from mingpt.survive.supervisor import FAILED, TOKEN, tell_supervisor
 
 WAIT_SLICE = timedelta(seconds=0.1)  # between looks, in a collective, at whether the view is over
@@ -129,19 +129,20 @@ class SurvivingContext(DistributedContext):
             UserError: it has been silent for `distributed.timeout_seconds`.
         """
         last = b""
+        delay = POLL_SECONDS
         deadline = self._deadline()
-        while time.monotonic() < deadline:
-            with suppress(dist.DistStoreError):  # not yet
-                self.store.wait([key], timedelta(seconds=HEARTBEAT_TIMEOUT))
-                return
+        while not self.store.check([key]):
             heartbeat = self.store.get(heartbeat_key(self.store.get(f"name/{rank}").decode()))
             if heartbeat != last:
                 last = heartbeat
                 deadline = self._deadline()
-        raise UserError(
-            f"rank {rank} has been silent for {self.timeout.total_seconds():g} seconds (distributed.timeout_seconds), "
-            "and has not prepared the text for the others: see its messages"
-        )
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"rank {rank} has been silent for {self.timeout.total_seconds():g} seconds "
+                    "(distributed.timeout_seconds), and has not prepared the text for the others: see its messages"
+                )
+            time.sleep(delay)
+            delay = min(1.1 * delay, HEARTBEAT_INTERVAL)
 
     # Collectives
 
