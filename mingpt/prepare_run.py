@@ -44,8 +44,9 @@ def prepare_run(config: Config, context: DistributedContext) -> None:
         check_wandb(config.trainer.wandb_project)
     is_new = not os.path.exists(config.trainer.run_dir)
     with context.local_rank0_first():
-        write_default_text(config)
-        check_text(config.data.path)
+        if context.local_rank == 0:
+            write_default_text(config)
+            check_text(config.data.path)
         if is_new and context.local_rank == 0:
             characters = count_characters(config.data.path)
             # A text of another machine is read when it is encoded, and trainer.init_from may set block_size.
@@ -131,7 +132,7 @@ def adopt_snapshot(config: Config, context: DistributedContext, header: dict[str
     if path is None:
         return config, ""
     header = {}
-    with context.shared_errors():
+    with context.without_timeout(), context.shared_errors():
         if context.rank == 0:
             header = split_header(load_pretrained(path, "trainer.init_from").snapshot)
     header = context.broadcast_object(header)
@@ -139,15 +140,15 @@ def adopt_snapshot(config: Config, context: DistributedContext, header: dict[str
 
 
 def load_corpus(config: Config, context: DistributedContext, extra_characters: str) -> Corpus:
-    """The text as tokens. One process per machine encodes it, or compares the cache with its digest.
+    """The text as tokens. One process per machine encodes it, or compares the cache with the text and its digest.
 
     Args:
         extra_characters: characters that the vocabulary has besides those of the text
     """
     cache = Path(config.trainer.run_dir) / "cache"
     with context.local_rank0_first():
-        verify = context.local_rank == 0
-        corpus = encode_corpus(config.data.path, cache, extra_characters, config.trainer.init_from or "", verify)
+        is_ready = context.local_rank > 0
+        corpus = encode_corpus(config.data.path, cache, extra_characters, config.trainer.init_from or "", is_ready)
     context.check_equal({"the text's SHA-256": corpus.sha256})
     return corpus
 
@@ -160,7 +161,7 @@ def initial_weights(
     Raises:
         UserError: on all ranks, if trainer.init_from can't be loaded.
     """
-    with context.shared_errors():
+    with context.without_timeout(), context.shared_errors():
         if context.rank == 0:
             torch.manual_seed(config.trainer.seed)
             model = GPT(model_config)

@@ -8,6 +8,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +33,7 @@ MAX_MEMBERS = 16  # ranks that have a line each at the start
 def start(trainer: "Trainer") -> str:
     """Ranks, choices, text and length of a run, its model, and what has changed since its newest snapshot."""
     context = trainer.context
-    devices = context.all_gather_object(f"{platform.node()} {device_name(context.device)}")
+    members = context.reduce_object(f"{platform.node()} {device_name(context.device)}", member_lines)
     config = trainer.config
     cfg = config.trainer
     T = config.data.block_size
@@ -53,8 +54,7 @@ def start(trainer: "Trainer") -> str:
         f"{cfg.run_dir}, a snapshot every {cfg.save_every} steps: kill it at any time, the same command resumes from "
         "the newest"
     )
-    lines = member_lines(devices)
-    lines += [f"{name:<10} {value}" for name, value in rows.items()]
+    lines = members + [f"{name:<10} {value}" for name, value in rows.items()]
     with torch.device("meta"):
         lines.append(model_summary(GPT(trainer.model_config)))
     lines += _resume_lines(trainer)
@@ -150,8 +150,8 @@ def measured_memory(strategy: Strategy) -> str:
     """What the rank with most holds between backward and the end of a step; all ranks call it."""
     usage = measure_memory(strategy)
     if strategy.is_sharded:  # otherwise all ranks hold the same
-        usages = [MemoryUsage(**values) for values in strategy.context.all_gather_object(asdict(usage))]
-        usage = max(usages, key=lambda each: each.total)
+        largest = partial(max, key=lambda each: sum(each.values()))
+        usage = MemoryUsage(**strategy.context.reduce_object(asdict(usage), largest))
     peak = ""
     if strategy.context.device.type == "cuda":
         peak = f"; at the peak {format_bytes(torch.cuda.max_memory_allocated())}, activations included"

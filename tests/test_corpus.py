@@ -9,14 +9,16 @@ import reprlib
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import fsspec
 import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from helpers import ROOT, clean_env
+from helpers import ROOT, clean_env, run_args, run_ranks, train_main
 
 from mingpt import corpus
 from mingpt.corpus import Corpus, encode, encode_corpus
@@ -172,6 +174,26 @@ def test_globs_and_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(UserError, match=r"data\.path: /texts/far\.txt can't be fetched: connection reset; copy it"):
         encode_corpus(url, tmp_path / "other")
     assert not list(tmp_path.glob("other/*"))
+
+
+def test_one_rank_of_a_machine_looks_at_the_files_of_a_url(tmp_path: Path) -> None:
+    argv = run_args(tmp_path / "run", "memory://*.txt", trainer__max_steps=1)
+    (status, requests), other = run_ranks(2, _count_requests, argv, tmp_path=tmp_path)
+    assert (status, other) == (0, (0, 0))
+    assert requests > 0
+
+
+def _count_requests(argv: list[str]) -> tuple[int, int]:
+    """Trains; returns the status, and the number of requests to the file system."""
+    with fsspec.open("memory://text.txt", "wb") as file:
+        file.write(b"text " * 1000)
+    with ExitStack() as stack:
+        mocks = [
+            stack.enter_context(mock.patch.object(MemoryFileSystem, name, autospec=True, side_effect=function))
+            for name, function in vars(MemoryFileSystem).items()
+            if name in ("ls", "info", "exists", "_open")
+        ]
+        return train_main(*argv), sum(each.call_count for each in mocks)
 
 
 def test_the_cache_is_used_until_the_text_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

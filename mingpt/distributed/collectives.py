@@ -3,10 +3,12 @@
 import json
 import platform
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from datetime import timedelta
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from mingpt.config import DistributedConfig
 from mingpt.distributed.launch_environment import RankInfo
-from mingpt.distributed.position import find_line, format_ranks
+from mingpt.distributed.position import find_line, format_list, format_ranks
 from mingpt.errors import PeerError, UserError
 from mingpt.hardware.device import choose_device, visible_gpu_uuids
 from mingpt.torch_versions import all_gather_single
@@ -24,8 +26,10 @@ if TYPE_CHECKING:  # the monitor of health reports where ranks are in these coll
     from mingpt.distributed.health import HealthMonitor
 
 CUDA_EXTRA_TIMEOUT = timedelta(seconds=60)  # of NCCL's collectives, in addition to distributed.timeout_seconds
+NO_TIMEOUT = timedelta(days=365)
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 class DistributedContext:
@@ -48,10 +52,9 @@ class DistributedContext:
         self.health = health
         self.timeout = timedelta(seconds=config.timeout_seconds)
         self.group: dist.ProcessGroup | None = None  # None: all ranks
-        host = platform.node()
-        hosts = self.all_gather_object(host)
-        self.local_rank = hosts[: self.rank].count(host) if info.local_rank is None else info.local_rank
-        self.local_world_size = info.local_world_size or hosts.count(host)
+        local_rank, local_world_size = self._exchange(platform.node(), _local_ranks)
+        self.local_rank = local_rank if info.local_rank is None else info.local_rank
+        self.local_world_size = info.local_world_size or local_world_size
         self.device = self._choose_device(config.backend)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -69,12 +72,9 @@ class DistributedContext:
         return context
 
     def _choose_device(self, backend: str) -> torch.device:
-        host = platform.node()
         with self.shared_errors():
             gpus = visible_gpu_uuids(backend)
-        found = self.all_gather_object((host, gpus))
-        others = found[: self.rank] + found[self.rank + 1 :]
-        is_shared = any(other_host == host and set(other_gpus) & set(gpus) for other_host, other_gpus in others)
+        is_shared = self.reduce_object(gpus, lambda found: max(Counter(chain(*found)).values(), default=0) > 1)
         with self.shared_errors():
             if gpus and not is_shared:  # as srun assigns them: each process sees only its own, as number 0
                 return choose_device(backend, 0, 1, self.world_size)
@@ -88,39 +88,68 @@ class DistributedContext:
             return "none, one process"
         return "nccl" if self.device.type == "cuda" else "gloo"
 
-    def all_gather_object(self, value: T) -> list[T]:
-        """Returns each rank's value, in rank order. It must be JSON's; with several ranks, tuples become lists."""
-        if self.world_size == 1:
-            return [value]
-        place = find_line(sys._getframe())
-        # JSON and not pickle, which would run the code of any process that reaches a rank's port.
-        data = torch.frombuffer(bytearray(json.dumps([place, value]).encode()), dtype=torch.uint8)
-        sizes = self._gather_on_all(torch.tensor([len(data)])).flatten().tolist()
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: len(data)] = data
-        rows = self._gather_on_all(padded)
-        answers = [json.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
-        _check_places([tuple(place) for place, _ in answers])
-        return [value for _, value in answers]
+    def reduce_object(self, value: T, combine: Callable[[list[T]], R]) -> R:
+        """Returns the result of `combine` for the values of all ranks, in rank order, which rank 0 computes.
 
-    def _gather_on_all(self, tensor: Tensor) -> Tensor:
-        """Returns the tensors of all ranks, (n,) each, as (world_size, n).
-
-        It uses collectives that nothing else uses. If ranks were in different collectives of the same kind, gloo would
-        match them up, or would end a process where their sizes differ.
+        Values and result must be JSON's; with several ranks, tuples become lists.
         """
-        rows: list[Tensor] | None = None
-        if self.rank == 0:
-            rows = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        dist.gather(tensor, rows, group_dst=0, group=self.group)
-        gathered = tensor.new_empty(self.world_size, len(tensor))
-        copies = [torch.stack(rows)] * self.world_size if rows else None
-        dist.scatter(gathered, copies, group_src=0, group=self.group)
-        return gathered
+        return self._exchange(value, lambda values: [combine(values)])
+
+    def all_gather_object(self, value: T) -> list[T]:
+        """Returns each rank's value, as `reduce_object` does. Rank 0 sends all of them to all ranks."""
+        return self.reduce_object(value, list)
 
     def broadcast_object(self, value: T, source: int = 0) -> T:
-        """Returns the source rank's value, as `all_gather_object` does."""
-        return self.all_gather_object(value if self.rank == source else None)[source]  # type: ignore[return-value]
+        """Returns the source rank's value, as `reduce_object` does."""
+        sent = value if self.rank == source else None
+        return self.reduce_object(sent, lambda values: values[source])  # type: ignore[return-value]
+
+    def _exchange(self, value: T, answer: Callable[[list[T]], list[R]]) -> R:
+        """Returns rank 0's answer to this rank: `answer` returns one for each rank, or a single one for all.
+
+        Raises:
+            PeerError: ranks call this in different places.
+        """
+        if self.world_size == 1:
+            return answer([value])[0]
+        place = find_line(sys._getframe())
+        # JSON and not pickle, which would run the code of any process that reaches a rank's port.
+        message = json.dumps([place, value])
+        sizes = self._gather(torch.tensor([len(message)]))
+        rows = self._gather(_encode(message, self._share_max(map(int, sizes))))
+        answers = []
+        if rows:
+            messages = [_decode(row) for row in rows]
+            difference = _compare_places([tuple(place) for place, _ in messages])
+            results = [None] if difference else answer([value for _, value in messages])
+            answers = [json.dumps([difference, result]) for result in results]
+        size = self._share_max(map(len, answers))
+        received = torch.empty(size, dtype=torch.uint8)
+        difference, result = _decode(self._scatter(received, [_encode(each, size) for each in answers]))
+        if difference:
+            raise PeerError(difference)
+        return result
+
+    def _share_max(self, numbers: Iterable[int]) -> int:
+        """Returns the largest of rank 0's numbers."""
+        largest = torch.tensor([max(numbers, default=0)])
+        return int(self._scatter(torch.empty_like(largest), [largest]))
+
+    def _gather(self, tensor: Tensor) -> list[Tensor]:
+        """Returns the tensors of all ranks on rank 0, and an empty list on others.
+
+        Like `_scatter`, it uses a collective that nothing else uses. If ranks were in different collectives of the same
+        kind, gloo would match them up, or would end a process where their sizes differ.
+        """
+        rows = [torch.empty_like(tensor) for _ in range(self.world_size)] if self.rank == 0 else None
+        dist.gather(tensor, rows, group_dst=0, group=self.group)
+        return rows or []
+
+    def _scatter(self, received: Tensor, sent: list[Tensor]) -> Tensor:
+        """Overwrites `received` with the tensor that rank 0 sends to this rank: it sends one to each, or one to all."""
+        copies = sent * (self.world_size // len(sent)) if self.rank == 0 else None
+        dist.scatter(received, copies, group_src=0, group=self.group)
+        return received
 
     @contextmanager
     def shared_errors(self) -> Iterator[None]:
@@ -130,9 +159,22 @@ class DistributedContext:
             yield
         except UserError as error:
             message = str(error)
-        for rank, other in enumerate(self.all_gather_object(message)):
-            if other is not None:
-                raise UserError(f"rank {rank}: {other}" if rank else other)
+        first = self.reduce_object(message, _first_error)
+        if first is not None:
+            raise UserError(first)
+
+    @contextmanager
+    def without_timeout(self) -> Iterator[None]:
+        """Ranks wait for each other, in collectives on the CPU, as long as all are alive: one may work for an hour."""
+        if self.world_size == 1:
+            yield
+            return
+        backend = (self.group or dist.group.WORLD)._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+        backend._set_default_timeout(NO_TIMEOUT)
+        try:
+            yield
+        finally:
+            backend._set_default_timeout(self.timeout)
 
     @contextmanager
     def local_rank0_first(self) -> Iterator[None]:
@@ -145,10 +187,11 @@ class DistributedContext:
             my_turn = 1
         if self.rank == 0:
             my_turn = 0
-        for turn in range(3):
-            with self.shared_errors():
-                if turn == my_turn:
-                    yield
+        with self.without_timeout():
+            for turn in range(3):
+                with self.shared_errors():
+                    if turn == my_turn:
+                        yield
 
     def check_equal(
         self,
@@ -157,14 +200,9 @@ class DistributedContext:
         advice: str = "start all of them with the same code, text, yaml and options",
     ) -> None:
         """Raises a UserError with rank, name, both values and `advice` if ranks pass different values."""
-        first, *others = self.all_gather_object(dict(values))
-        for rank, other in enumerate(others, start=1):
-            for name in sorted(first.keys() | other.keys()):
-                if first.get(name) != other.get(name):
-                    raise UserError(
-                        f"{name} differs between ranks: {first.get(name)} on rank 0, {other.get(name)} on rank {rank}; "
-                        f"{advice}"
-                    )
+        difference = self.reduce_object(dict(values), _first_difference)
+        if difference is not None:
+            raise UserError(f"{difference}; {advice}")
 
     def shard_range(self, first: int, count: int, rank: int | None = None) -> range:
         """Returns a rank's shard of [first, first + count), by default this rank's; sizes differ by at most one."""
@@ -233,16 +271,45 @@ class PendingFlags:
         return self.tensor.tolist()
 
 
-def _check_places(places: list[tuple[str, str]]) -> None:
-    """Raises a PeerError if ranks exchange objects in different places, each a function and a line."""
+def _encode(text: str, size: int) -> Tensor:
+    """ASCII in a tensor, (size,), padded by spaces, which JSON ignores."""
+    return torch.frombuffer(bytearray(text.ljust(size).encode()), dtype=torch.uint8)
+
+
+def _decode(tensor: Tensor) -> Any:
+    return json.loads(tensor.numpy().tobytes())
+
+
+def _local_ranks(hosts: list[str]) -> list[tuple[int, int]]:
+    """Each rank's number among the ranks of its host, and their number."""
+    return [(hosts[:rank].count(host), hosts.count(host)) for rank, host in enumerate(hosts)]
+
+
+def _first_error(messages: list[str | None]) -> str | None:
+    for rank, message in enumerate(messages):
+        if message is not None:
+            return f"rank {rank}: {message}" if rank else message
+    return None
+
+
+def _first_difference(values: list[dict[str, Any]]) -> str | None:
+    first, *others = values
+    for rank, other in enumerate(others, start=1):
+        for name in sorted(first.keys() | other.keys()):
+            if first.get(name) != other.get(name):
+                return f"{name} differs between ranks: {first.get(name)} on rank 0, {other.get(name)} on rank {rank}"
+    return None
+
+
+def _compare_places(places: list[tuple[str, str]]) -> str:
+    """Says that ranks exchange objects in different places, each a function and a line; empty if they do not."""
     ranks: dict[tuple[str, str], list[int]] = {}
     for rank, place in enumerate(places):
         ranks.setdefault(place, []).append(rank)
-    if len(ranks) > 1:
-        each = [f"{format_ranks(found)}: in {function} at {line}" for (function, line), found in ranks.items()]
-        raise PeerError(
-            f"all {len(places)} ranks are alive, but ranks have reached different collectives; {'; '.join(each)}"
-        )
+    if len(ranks) == 1:
+        return ""
+    each = [f"{format_ranks(found)}: in {function} at {line}" for (function, line), found in ranks.items()]
+    return f"all {len(places)} ranks are alive, but ranks have reached different collectives; {format_list(each, '; ')}"
 
 
 def extend_cuda_timeout(group: dist.ProcessGroup) -> None:

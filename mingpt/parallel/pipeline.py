@@ -5,6 +5,7 @@ are those of torch.distributed.pipelining (GPipe: Huang et al., 2019; 1F1B: Nara
 Pipeline Parallelism for DNN Training", 2019). The ranks with the same stage use any data-parallel strategy.
 """
 
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -238,9 +239,7 @@ class PipelineParallel(Strategy):
 
     def iter_full_state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
         """The ranks of the first replica broadcast their stages, one after another."""
-        keys: dict[str, list[str]] = {}
-        for part in self.context.all_gather_object(state_keys(self.local_state)):
-            keys |= part
+        keys = self.context.reduce_object(state_keys(self.local_state), lambda parts: dict(ChainMap(*parts)))
         mine = self.inner.iter_full_state()
         for name in self.full_shapes:
             stage = self.stage_of[name]

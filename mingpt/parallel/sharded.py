@@ -63,11 +63,13 @@ class ZeRO1(DDP):
         self.local_state = {name: local.state[p] for name, p in self.parameters.items() if p in owned}
 
     def iter_full_state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
-        keys = self.context.all_gather_object(state_keys(self.local_state))
-        owners = {name: rank for rank, names in enumerate(keys) for name in names}
+        owners = self.context.reduce_object(
+            state_keys(self.local_state),
+            lambda parts: {name: (rank, keys) for rank, part in enumerate(parts) for name, keys in part.items()},
+        )
         for name, parameter in self.parameters.items():
-            owner = owners[name]
-            state = self.broadcast_tensors(owner, name, keys[owner][name], self.local_state.get(name, {}))
+            owner, keys = owners[name]
+            state = self.broadcast_tensors(owner, name, keys, self.local_state.get(name, {}))
             yield name, parameter.detach(), dict(state)
 
 

@@ -7,7 +7,7 @@ counter. Then each rank completes the tree for its slice of the gradient (a redu
 slices are gathered. With a power of two of ranks and even shares, each sends as much as in a ring all-reduce.
 """
 
-from functools import lru_cache
+from functools import cache
 from itertools import chain
 from typing import NamedTuple
 
@@ -153,7 +153,7 @@ def _are_siblings(left: range, right: range, num_leaves: int) -> bool:
     return left.start % parent_size == 0 and right.stop == min(left.start + parent_size, num_leaves)
 
 
-@lru_cache
+@cache
 def subtree_ranges(leaves: range, num_leaves: int) -> list[range]:
     """The nodes that a rank with these leaves sums up, of a tree over `num_leaves`."""
     nodes: list[Node] = []

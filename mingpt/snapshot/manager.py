@@ -6,6 +6,7 @@ import uuid
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -161,21 +162,20 @@ class SnapshotManager:
         content: dict[str, Any] = {}
         failure = ""
         messages: list[str] = []
+        prefix = f"rank {context.rank}: " if context.rank else ""
         if context.rank in self.writer_ranks:
             try:
-                content = self.storage.load_newest(messages.append) or {}
+                content = self.storage.load_newest(lambda message: messages.append(prefix + message)) or {}
             except UserError as error:
-                failure = str(error)
-        found = context.all_gather_object((content.get("step", -1), messages, failure))
-        steps = [step for step, _, _ in found]
-        newest_step = max(steps)
-        source_rank = steps.index(newest_step)
-        for rank, (_, messages, failure) in enumerate(found):
-            prefix = f"rank {rank}: " if rank else ""
-            for message in filter(None, [*messages, failure]):
-                logger.info(prefix + message)
-            if failure and newest_step < 0:
-                raise UserError(prefix + failure)
+                failure = f"{prefix}{error}"
+                messages.append(failure)
+        step = content.get("step", -1)
+        with context.without_timeout():  # it may be large, and far away
+            newest_step, source_rank, messages, failure = context.reduce_object((step, messages, failure), _find_newest)
+        for message in messages:
+            logger.info(message)
+        if failure and newest_step < 0:
+            raise UserError(failure)
         if len(self.writer_ranks) > 1:
             logger.info(
                 f"snapshots are written by ranks {self.writer_ranks}, which share no folder; "
@@ -185,7 +185,7 @@ class SnapshotManager:
             self._check_new()
             return None
         header = context.broadcast_object(split_header(content), source_rank)
-        is_missing = context.rank in self.writer_ranks and steps[context.rank] < newest_step
+        is_missing = context.rank in self.writer_ranks and step < newest_step
         if context.rank != source_rank:
             content = {}
         return NewestSnapshot(header, content, source_rank, is_missing)
@@ -214,7 +214,7 @@ class SnapshotManager:
         strategy.load_full_state(content.get("model", {}), content.get("optimizer", {}), newest.source_rank)
         if newest.header["scaler"]:  # empty if the run that saved it was not in fp16
             strategy.scaler.load_state_dict(newest.header["scaler"])
-        if any(self.context.all_gather_object(newest.is_missing)):
+        if self.context.reduce_object(newest.is_missing, any):
             self._start(newest.header, strategy, writes=newest.is_missing)
 
     def save(self, header: dict[str, Any], strategy: "Strategy", is_last: bool) -> None:
@@ -263,7 +263,7 @@ class SnapshotManager:
 
     def wait_for_saves(self) -> None:
         """Waits until no rank is writing a snapshot, as long as that takes."""
-        while not all(self.context.all_gather_object(self.writer.wait(EXCHANGE_SECONDS))):
+        while not self.context.reduce_object(self.writer.wait(EXCHANGE_SECONDS), all):
             pass
 
     def _start(self, header: dict[str, Any], strategy: "Strategy", writes: bool) -> None:
@@ -272,6 +272,13 @@ class SnapshotManager:
         elif strategy.is_sharded:  # other ranks need the shards of this one
             for _ in strategy.iter_full_state():
                 pass
+
+
+def _find_newest(found: list[tuple[int, list[str], str]]) -> tuple[int, int, list[str], str]:
+    """From each rank's newest step, messages and failure: the newest step, its first rank, all messages, a failure."""
+    steps, messages, failures = zip(*found, strict=True)
+    newest = max(steps)
+    return newest, steps.index(newest), list(chain(*messages)), next(filter(None, failures), "")
 
 
 def elect_writer_ranks(context: DistributedContext, storage: SnapshotStorage) -> list[int]:
@@ -288,10 +295,10 @@ def elect_writer_ranks(context: DistributedContext, storage: SnapshotStorage) ->
         is_apart = context.local_rank == 0 and not storage.has_marker(marker)
         if is_apart:
             storage.put_marker(marker)
-    writes = context.all_gather_object(context.rank == 0 or is_apart)
-    if writes[context.rank]:
+    is_writer = context.rank == 0 or is_apart
+    if is_writer:
         storage.remove_marker(marker)
-    return [rank for rank, is_writer in enumerate(writes) if is_writer]
+    return context.reduce_object(is_writer, lambda writes: [rank for rank, each in enumerate(writes) if each])
 
 
 def new_run_advice(config: dict[str, Any]) -> str:

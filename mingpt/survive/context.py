@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mingpt.config import Config, DistributedConfig
 from mingpt.distributed.collectives import DistributedContext, PendingFlags
-from mingpt.distributed.heartbeat import HEARTBEAT_INTERVAL
+from mingpt.distributed.heartbeat import HEARTBEAT_INTERVAL, heartbeat_key
 from mingpt.distributed.launch_environment import RankInfo, local_address, machine_id, select_gloo_interface
 from mingpt.distributed.position import COLLECTIVES, PositionReader
 from mingpt.distributed.rendezvous import first_different, generation_store
@@ -52,6 +52,7 @@ class SurvivingContext(DistributedContext):
         label = f"{info.rank}@{platform.node()}:{os.getpid()}"
         reader = PositionReader(lambda: {f"view {self.view}": self.calls}, (*COLLECTIVES, __file__))
         self.membership = Membership(store, info.world_size, label, address, config.timeout_seconds, reader.read)
+        store.set(f"name/{info.rank}", self.membership.name)
         self.is_joining = self.membership.has_live_members()
         self.ends_view = False  # after this step, since a process waits to join
         set_rank(info.rank or int(self.is_joining))  # only a founder logs before it is a member
@@ -111,27 +112,49 @@ class SurvivingContext(DistributedContext):
         self.calls += 1
         by_rank0 = f"prepared/{self.calls}"
         on_this_host = f"prepared/{self.calls}/{platform.node()}"
-        key = on_this_host if self.local_rank > 0 else by_rank0
-        deadline = self._deadline()
-        while self.launch_rank > 0 and not self.store.check([key]):
-            if time.monotonic() > deadline:
-                raise UserError(
-                    f"distributed.timeout_seconds is {self.timeout.total_seconds():g}, in which "
-                    "rank 0 has not prepared the text for the others: see its messages, or raise it"
-                )
-            time.sleep(POLL_SECONDS)
+        if self.local_rank > 0:
+            self._wait_for(on_this_host, self.launch_rank - self.local_rank)
+        elif self.launch_rank > 0:
+            self._wait_for(by_rank0, 0)
         yield
         if self.launch_rank == 0:
             self.store.set(by_rank0, "")
         if self.local_rank == 0:
             self.store.set(on_this_host, "")
 
+    def _wait_for(self, key: str, rank: int) -> None:
+        """Waits for a key that the process which the launcher calls `rank` sets, as long as that is alive.
+
+        Raises:
+            UserError: it has been silent for `distributed.timeout_seconds`.
+        """
+        last = b""
+        delay = POLL_SECONDS
+        deadline = self._deadline()
+        while not self.store.check([key]):
+            heartbeat = self.store.get(heartbeat_key(self.store.get(f"name/{rank}").decode()))
+            if heartbeat != last:
+                last = heartbeat
+                deadline = self._deadline()
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"rank {rank} has been silent for {self.timeout.total_seconds():g} seconds "
+                    "(distributed.timeout_seconds), and has not prepared the text for the others: see its messages"
+                )
+            time.sleep(delay)
+            delay = min(1.1 * delay, HEARTBEAT_INTERVAL)
+
     # Collectives
 
-    def _gather_on_all(self, tensor: Tensor) -> Tensor:
+    def _gather(self, tensor: Tensor) -> list[Tensor]:
+        """On all ranks."""
         gathered = tensor.new_empty(self.world_size * len(tensor))
         self.run(lambda group: group._allgather_base(gathered, tensor))
-        return gathered.view(self.world_size, -1)
+        return list(gathered.view(self.world_size, -1))
+
+    def _scatter(self, received: Tensor, sent: list[Tensor]) -> Tensor:
+        """All ranks have computed what they would receive."""
+        return sent[self.rank % len(sent)]
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         host = host_memory(tensor).copy_(tensor)

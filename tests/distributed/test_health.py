@@ -27,6 +27,7 @@ from helpers import (
     worker_pids,
 )
 
+from mingpt import prepare_run
 from mingpt.config import DistributedConfig
 from mingpt.distributed import health
 from mingpt.distributed.collectives import DistributedContext
@@ -83,6 +84,25 @@ def _lose_a_rank(init_method: str, lost_rank: int, signal_name: str, argv: list[
     os.environ["TEST_INIT_METHOD"] = init_method
     status, _, err = run_captured(*argv)
     return status, err, time.monotonic() - started[0]
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_lost_while_it_encodes_the_text_is_named(text: Path, tmp_path: Path) -> None:
+    argv = run_args(tmp_path / "run", text, distributed__timeout_seconds=TIMEOUT)
+    lost, *others = run_ranks(3, _lose_the_rank_that_encodes, argv, lost_rank=0, tmp_path=tmp_path)
+    assert lost is None
+    for status, _, err in others:
+        assert status == 1
+        assert re.match(r"error: rank 0 \(.*\) sent no heartbeat", err), err
+
+
+def _lose_the_rank_that_encodes(argv: list[str]) -> tuple[int, str, str]:
+    def encode(*args: Any) -> None:
+        time.sleep(TIMEOUT + 1)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    prepare_run.encode_corpus = encode  # type: ignore[assignment]
+    return run_captured(*argv)
 
 
 def test_the_exception_of_a_rank_is_reported_by_the_others(text: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import os
 import platform
 import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent import futures
 from contextlib import redirect_stderr
@@ -19,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import free_port, process_group, run_args, run_main, run_ranks, train_main
+from torch import Tensor
 
 from mingpt.config import DistributedConfig
 from mingpt.distributed.collectives import DistributedContext
@@ -43,6 +45,8 @@ def test_shards_cover_the_batch_and_differ_by_at_most_one(world_size: int, count
 def test_ranks_share_values_errors_and_gpus(tmp_path: Path) -> None:
     results = run_ranks(3, _collectives, tmp_path, tmp_path=tmp_path)
     assert results == [results[0]] * 3
+    of_three, of_two = results[0].pop("bytes per rank")
+    assert 40_000 < of_three == of_two
     shared_gpu_errors = results[0].pop("all see the same one")
     assert all("3 processes" in error and "1 GPU" in error for error in shared_gpu_errors)
     assert results[0] == {
@@ -83,13 +87,39 @@ def _run_collectives(context: DistributedContext, results: dict[str, Any], folde
     first = context.all_reduce_flags(0, rank)
     second = context.all_reduce_flags(15 if rank == 2 else 0)
     results["all_reduce_flags"] = [first.wait(), second.wait()]
-    with context.local_rank0_first():
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    backend._set_default_timeout(timedelta(seconds=0.2))
+    with context.local_rank0_first():  # and wait for it
         if not list(folder.glob("built-*")):
+            time.sleep(1)
             (folder / f"built-{rank}").touch()
+    assert backend.options._timeout == context.timeout
     gpus = {"all see all GPUs": ["abc"] * 3, "each sees its own": ["a", "b", "c"], "all see the same one": ["a"] * 3}
     for name, visible in gpus.items():
         results[name] = context.all_gather_object(_device(context, visible[rank]))
+    two_ranks = context.subgroup([[0, 1], [2]])
+    bytes_per_rank = [_bytes_per_rank(context), _bytes_per_rank(two_ranks)]
+    results["bytes per rank"] = context.broadcast_object(bytes_per_rank)
     raise ZeroDivisionError
+
+
+def _bytes_per_rank(context: DistributedContext) -> float:
+    """What goes through rank 0 for what ranks exchange at the start, divided by the number of ranks."""
+    counted = []
+    with pytest.MonkeyPatch.context() as patch:
+        for collective in (dist.gather, dist.scatter):
+
+            def count(tensor: Tensor, of_all: list[Tensor], collective: Any = collective, **options: Any) -> None:
+                counted.extend(each.nbytes for each in of_all or [])
+                collective(tensor, of_all, **options)
+
+            patch.setattr(dist, collective.__name__, count)
+        context._exchange("host", lambda hosts: hosts)
+        context.check_equal({f"key {number}": number for number in range(100)})
+        context.broadcast_object({f"parameter {number}": [1, 2] for number in range(1000)})
+        with context.shared_errors():
+            pass
+    return sum(counted) / context.world_size
 
 
 def _fail_on_rank1(context: DistributedContext) -> None:

@@ -3,7 +3,7 @@
 import io
 import tempfile
 from collections.abc import Callable
-from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
+from contextlib import ExitStack, nullcontext, redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -109,6 +109,9 @@ def _patches() -> list[Any]:
     """Replacements of what needs other ranks, or values."""
     from_group = DeviceMesh.from_group
 
+    def exchange(self: DistributedContext, value: Any, answer: Callable[[list[Any]], list[Any]]) -> Any:
+        return answer([value] * self.world_size)[0]
+
     def real_mesh(*args: Any, **kwargs: Any) -> DeviceMesh:
         with unset_fake_temporarily():
             return from_group(*args, **kwargs)
@@ -123,7 +126,8 @@ def _patches() -> list[Any]:
         return model
 
     return [
-        mock.patch.object(DistributedContext, "all_gather_object", lambda self, value: [value] * self.world_size),
+        mock.patch.object(DistributedContext, "_exchange", exchange),
+        mock.patch.object(DistributedContext, "without_timeout", nullcontext),
         mock.patch.object(DistributedContext, "broadcast_object", lambda self, value, source=0: value),
         mock.patch.object(DeviceMesh, "from_group", real_mesh),
         # Its weak references keep Module.to_empty from replacing parameters.

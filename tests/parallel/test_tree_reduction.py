@@ -46,6 +46,14 @@ RUNS = {
 }
 
 
+def test_the_subtrees_of_a_thousand_ranks_are_computed_once() -> None:
+    subtree_ranges.cache_clear()
+    for _ in range(2):
+        for rank in range(1000):
+            subtree_ranges(range(3 * rank, 3 * rank + 3), 3000)
+    assert subtree_ranges.cache_info().misses == 1000
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run folders of RUNS with the number of ranks, and tree-1."""

@@ -5,6 +5,7 @@ import resource
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from mingpt.config import DistributedConfig
 from mingpt.distributed.heartbeat import HEARTBEAT_TIMEOUT
 from mingpt.distributed.launch_environment import RankInfo
 from mingpt.distributed.position import Position
-from mingpt.errors import PeerError, RunEnded
+from mingpt.errors import PeerError, RunEnded, UserError
+from mingpt.survive import context as survive_context
 from mingpt.survive import membership
 from mingpt.survive.context import SurvivingContext
 from mingpt.survive.membership import MAX_VIEWS, WATCHERS, Membership, MembershipChanged, View
@@ -143,6 +145,29 @@ def test_a_collective_that_does_not_start_ends_the_view(store: dist.TCPStore, ru
     with pytest.raises(MembershipChanged):
         context.run(fail)
     wait_until(lambda: other.is_over, "the end of the view")
+
+
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_a_rank_that_prepares_the_text_is_waited_for_as_long_as_it_is_alive(
+    is_alive: bool, store: dist.TCPStore, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = SurvivingContext(RankInfo(1, 2, 1, 2), DistributedConfig(timeout_seconds=10), store, "127.0.0.1")
+    run.all.append(context.membership)
+    store.set("name/0", "trainer")
+    waits: list[float] = []
+
+    def check(keys: list[str]) -> bool:
+        store.set("heartbeat/trainer", str(len(waits) * is_alive))
+        return sum(waits) > 100
+
+    monkeypatch.setattr(context, "store", SimpleNamespace(check=check, get=store.get))
+    monkeypatch.setattr(survive_context, "time", SimpleNamespace(monotonic=lambda: sum(waits), sleep=waits.append))
+    if is_alive:
+        with context.local_rank0_first():
+            assert 200 < len(waits) < 300
+    else:
+        with pytest.raises(UserError, match="rank 0 has been silent for 10 seconds"), context.local_rank0_first():
+            pytest.fail("it is not waited for")
 
 
 def test_a_process_joins_behind_the_members_and_without_a_state(run: Run) -> None:
