@@ -99,17 +99,18 @@ def encode_corpus(
         cache_dir: folder of the cache
         extra_characters: characters that the vocabulary has besides those of the text
         cache_key: identifies extra_characters; a cache with another key is not used
-        is_ready: another process of this machine has just called this, so the cache is opened, if there is one, without
+        is_ready: another process of this machine has just called this, so a cache of this path is opened without
             looking at the text or at the cache's SHA-256
 
     Raises:
         UserError: the text is missing, empty or not UTF-8, it changes meanwhile, or the cache can't be written.
     """
-    if is_ready and (corpus := _open_cache(cache_dir, None)):
+    source = f"{path} and {cache_key}: "
+    if is_ready and (corpus := _open_cache(cache_dir, source, verify=False)):
         return corpus
     fs, names = _find_files(path)
-    identity = f"{_identity(fs, names)} and {cache_key}"
-    corpus = _open_cache(cache_dir, identity)
+    identity = source + _identity(fs, names)
+    corpus = _open_cache(cache_dir, identity, verify=True)
     if corpus is None:
         logger.info(f"encoding {path} into {cache_dir}, once")
         with tempfile.TemporaryDirectory() as folder:
@@ -172,18 +173,18 @@ def _download(fs: fsspec.AbstractFileSystem, names: Sequence[str], folder: str) 
 # The cache: text.json, the index, and the file of tokens that it names
 
 
-def _open_cache(cache_dir: Path, identity: str | None) -> Corpus | None:
-    """Opens the cache of the text that has this identity; None if there is none, or if it is damaged.
+def _open_cache(cache_dir: Path, identity: str, verify: bool) -> Corpus | None:
+    """Opens the cache of a text; None if there is none, or with `verify` if it is damaged.
 
     Args:
-        identity: None for the cache that is there, whose tokens are not read
+        identity: that of the text, or its beginning
     """
     try:
         index = json.loads(read_regular(cache_dir / "text.json"))
-        if identity not in (None, index["identity"]):
+        if not index["identity"].startswith(identity):
             return None
         tokens = _map_tokens(cache_dir / index["file"], index["vocabulary"])
-        is_damaged = identity is not None and hashlib.sha256(tokens.data).hexdigest() != index["tokens_sha256"]
+        is_damaged = verify and hashlib.sha256(tokens.data).hexdigest() != index["tokens_sha256"]
     except Exception:  # there is no index, or it is damaged in whatever way
         return None
     if is_damaged:
