@@ -25,6 +25,7 @@ from mingpt.config import DistributedConfig
 from mingpt.distributed import process_group
 from mingpt.distributed.launch_environment import LOOPBACK, RankInfo
 
+PROCESSES = 4  # of all ranks but rank 0, which has one of its own
 PHASES = ("start", "2 s of heartbeats", "a lost rank", "end")
 METHODS = ("set", "get", "multi_get", "multi_set", "add", "append", "check", "compare_set", "delete_key", "wait")
 calls: list[None] = []  # an element for each call of a store's methods in this process
@@ -50,9 +51,10 @@ def measure(world_size: int) -> Iterator[list[Any]]:
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # clients warn where no server of names answers
     context = get_context("forkserver")
     pipes = []
-    for ranks in (range(1), range(1, world_size)):
+    for ranks in (range(1), *(range(first, world_size, PROCESSES) for first in range(1, PROCESSES + 1))):
         pipe, other_end = context.Pipe()
         context.Process(target=host_ranks, args=(other_end, ranks, world_size, port), daemon=True).start()
+        other_end.close()
         pipes.append(pipe)
     for pipe in pipes:
         pipe.recv()
@@ -61,27 +63,28 @@ def measure(world_size: int) -> Iterator[list[Any]]:
         cpu_began = time.process_time()
         for pipe in pipes:
             pipe.send(phase)
-        (named_by_0, *of_0), (named_by_others, *of_others) = [pipe.recv() for pipe in pipes]
+        (named_by_0, *of_0), *of_others = [pipe.recv() for pipe in pipes]
         seconds = time.monotonic() - began, time.process_time() - cpu_began
-        yield [phase, named_by_0 + named_by_others, *seconds, *of_0, *of_others]
+        named, requests, size = (sum(figures) for figures in zip(*of_others, strict=True))
+        yield [phase, named_by_0 + named, *seconds, *of_0, requests / (world_size - 1), size / (world_size - 1)]
 
 
 def host_ranks(pipe: Connection, ranks: range, world_size: int, port: int) -> None:
-    """A process of some ranks. After each phase, it sends how many have named the lost rank, and their mean figures."""
+    """A process of some ranks. After each phase, it sends how many named the lost one, and their requests and bytes."""
     os.environ |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"  # a client asks for the name of the store's host
     process_group.extend_cuda_timeout = lambda group: None  # there is no group
     for name in METHODS:
         setattr(dist.Store, name, partialmethod(recorded, getattr(dist.Store, name)))
     lives = [live(rank, world_size) for rank in ranks]
-    with ThreadPoolExecutor(len(ranks)) as pool:
+    with ThreadPoolExecutor(world_size) as pool:
         pipe.send("ready")
         for _ in PHASES:
             pipe.recv()
             calls.clear()
             size = count_bytes(port)
             named = sum(pool.map(next, lives))
-            pipe.send((named, len(calls) / len(ranks), (count_bytes(port) - size) / len(ranks)))
+            pipe.send((named, len(calls), count_bytes(port) - size))
 
 
 def recorded(store: dist.Store, method: Callable[..., Any], *args: Any) -> Any:

@@ -41,7 +41,8 @@ def run_rank(argv: Sequence[str], port: int, output: Path) -> None:
 
 
 def newest_step(run_dir: Path) -> int:
-    return read_rows(run_dir)[-1]["step"] if (run_dir / "metrics.jsonl").exists() else 0
+    rows = read_rows(run_dir) if (run_dir / "metrics.jsonl").exists() else []
+    return rows[-1]["step"] if rows else 0
 
 
 def wait_for_ends(processes: Sequence[Any]) -> Counter[int]:
