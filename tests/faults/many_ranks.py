@@ -82,6 +82,7 @@ def lose_and_resume(ranks: int, resumed: int, options: Sequence[str], folder: Pa
     statuses = wait_for_ends(processes)
     said = output.read_text()
     print(f"{said}rank {lost} was killed; exit statuses {dict(statuses)} after {time.monotonic() - began:.1f} s")
+    print(f"{said.count('error: ')} errors in {said.count(chr(10))} lines")
     is_right = statuses == {-signal.SIGKILL: 1, 1: ranks - 1} and f"error: rank {lost} (" in said
 
     began = time.monotonic()
