@@ -9,6 +9,7 @@ heartbeats, finds out which rank was lost, and ends. There is no process group b
 import os
 import socket
 import struct
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -74,6 +75,7 @@ def host_ranks(pipe: Connection, ranks: range, world_size: int, port: int) -> No
     os.environ |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"  # a client asks for the name of the store's host
     process_group.extend_cuda_timeout = lambda group: None  # there is no group
+    sys.setswitchinterval(1.0)  # as often, each thread that waits for the interpreter's lock wakes up
     for name in METHODS:
         setattr(dist.Store, name, partialmethod(recorded, getattr(dist.Store, name)))
     lives = [live(rank, world_size) for rank in ranks]
