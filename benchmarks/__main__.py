@@ -5,10 +5,11 @@
     python -m benchmarks nanogpt tutorial --nanogpt FOLDER --tutorial FOLDER --json
     torchrun --standalone --nproc_per_node=4 -m benchmarks strategies
     torchrun --standalone --nproc_per_node=4 -m benchmarks collectives --bytes 1k 1M 64M
+    python -m benchmarks scale --ranks 8 64
 
 Without names, all cases run but time_to_loss, which takes as long as the others together. FOLDER contains the
 model.py of nanoGPT or of the minGPT-DDP tutorial. Other options are those of main.py, and apply to every case.
-collectives is run alone. Without --bytes, it shows what they do.
+collectives and scale are run alone. Without --bytes, collectives shows what they do.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from pathlib import Path
 from benchmarks.cases import BASELINES, CASES, LONG_CASES, MULTI_RANK_CASES
 from benchmarks.collectives import measure_collectives, show_collectives, size_in_bytes
 from benchmarks.harness import Bench, Row, SkippedError, machine_name, process_group
+from benchmarks.scale import measure_scale
 from mingpt.config_parser import build_parser, config_options, read_config
 from mingpt.distributed.launch_environment import detect_launch_environment, reported_once_per_machine
 from mingpt.errors import UserError
@@ -62,6 +64,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object per row")
     sizes = "sizes of tensors, such as 64k or 1M, for which `collectives` are measured"
     parser.add_argument("--bytes", nargs="+", type=size_in_bytes, metavar="SIZE", help=sizes)
+    parser.add_argument("--ranks", nargs="+", type=int, metavar="N", help="numbers of ranks of `scale`")
     for baseline in ("nanogpt", "tutorial"):
         parser.add_argument(f"--{baseline}", type=Path, metavar="FOLDER", help="folder with its model.py")
     info = detect_launch_environment(os.environ)
@@ -71,14 +74,18 @@ def run(argv: Sequence[str]) -> int:
         config = read_config(options)
         check_torch_version()
         for_collectives = args.names == ["collectives"]
+        for_scale = args.names == ["scale"]
         for name in args.names:
-            if name not in CASES and not for_collectives:
-                raise UserError(f"there is no measurement {name}; there are: {', '.join(CASES)}, or collectives alone")
+            if name not in CASES and not for_collectives and not for_scale:
+                cases = ", ".join(CASES)
+                raise UserError(f"there is no measurement {name}; there are: {cases}, or collectives or scale alone")
         if args.bytes and not for_collectives:
             raise UserError("--bytes is an option of collectives only")
         if for_collectives and info.world_size == 1:
             command = "torchrun --standalone --nproc_per_node=4 -m benchmarks collectives"
             raise UserError(f"collectives need several ranks, and this is one process: {command}")
+        if args.ranks and (not for_scale or min(args.ranks) < 2):
+            raise UserError(f"--ranks: found {min(args.ranks)}; it is an option of scale only, and at least 2")
         baselines = {"nanogpt": args.nanogpt, "tutorial": args.tutorial}
         for name, folder in baselines.items():
             if folder and not (folder / "model.py").is_file():
@@ -90,6 +97,9 @@ def run(argv: Sequence[str]) -> int:
         process_group(config) as context,
     ):
         bench = Bench(context, Path(folder), options, baselines)
+        if for_scale:
+            measure_scale(args.ranks or (8, 64, 512, 1024))
+            return 0
         if for_collectives:
             if args.bytes is None:
                 return show_collectives(context)
