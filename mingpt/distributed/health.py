@@ -21,7 +21,7 @@ from mingpt.distributed.heartbeat import (
     heartbeat_key,
     read_positions,
 )
-from mingpt.distributed.launch_environment import detect_launch_environment, restart_hint
+from mingpt.distributed.launch_environment import detect_launch_environment, machine_id, restart_hint
 from mingpt.distributed.position import PositionReader, SlowRanks, count_collectives, explain_wait, format_list
 from mingpt.distributed.rendezvous import NCCL_DUMP_KEY
 from mingpt.errors import PeerError, StoreUnreachableError, is_oom_error
@@ -145,22 +145,28 @@ class HealthMonitor:
                 return unreachable
             if cause:
                 self._dump_trace(cause)
-                # Rank 0 may host the store, which other ranks read a moment later.
-                linger_seconds = max(2 * HEARTBEAT_INTERVAL, 4 * self.poll_seconds) if self.rank == 0 else 0.0
-                return PeerError(cause, linger_seconds)
+                # Rank 0 may host the store, which other ranks read a moment later; if many share a core, some seconds.
+                linger_seconds = min(GRACE_SECONDS, 2 * HEARTBEAT_INTERVAL + self.world_size / 16)
+                return PeerError(cause, linger_seconds if self.rank == 0 else 0.0)
         summary = (str(error).strip().splitlines() or [""])[0]
         with suppress(PeerError):
             self._query(self.store.compare_set, "cause", "", f"{self.name} failed: {type(error).__name__}: {summary}")
         return error
 
     def is_reporter(self) -> bool:
-        """Whether this rank reports an error of all: the first on its machine that asks; without a store, each."""
-        if detect_launch_environment(os.environ).local_rank is None:  # started by hand, maybe each in a terminal
+        """Whether this rank reports an error of all: the first on its machine that asks.
+
+        Without a store it is each rank, or, if rank 0 has reported the cause before it ended with the store, local
+        rank 0.
+        """
+        local_rank = detect_launch_environment(os.environ).local_rank
+        if local_rank is None:  # started by hand, maybe each in a terminal
             return True
-        reporter = self.name
-        with suppress(StoreUnreachableError):
-            reporter = self._query(self.store.compare_set, f"reporter/{platform.node()}", "", self.name).decode()
-        return reporter == self.name
+        try:
+            reporter = self._query(self.store.compare_set, f"reporter/{machine_id()}", "", self.name)
+        except StoreUnreachableError:
+            return not self.cause or local_rank == 0
+        return reporter.decode() == self.name
 
     def _dump_trace(self, cause: str) -> None:
         """Writes what NCCL has recorded on this rank, if the cause says so; in a thread, since a driver may hang."""

@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -330,6 +331,14 @@ def test_few_of_many_ranks_read_all_heartbeats_and_one_of_a_machine_reports(
     assert [error.is_reported for error in errors].count(False) == 1
     assert sum(len(keys) == world_size for keys in multi_gets) <= 4 * health.SCANNERS
     assert len(gets) <= world_size
+
+    # Rank 0 has ended with the store.
+    monitor = monitors[lost[0]]
+    monkeypatch.setattr(dist.Store, "compare_set", Mock(side_effect=RuntimeError("Connection reset by peer")))
+    for cause, local_rank, is_reporter in (("", 1, True), ("rank 1", 1, False), ("rank 1", 0, True)):
+        monitor.cause = cause
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+        assert monitor.is_reporter() == is_reporter
 
 
 def test_an_unreachable_store_is_named() -> None:
