@@ -5,7 +5,7 @@
     python -m benchmarks nanogpt tutorial --nanogpt FOLDER --tutorial FOLDER --json
     torchrun --standalone --nproc_per_node=4 -m benchmarks strategies
     torchrun --standalone --nproc_per_node=4 -m benchmarks collectives --bytes 1k 1M 64M
-    python -m benchmarks scale --ranks 8 64
+    python -m benchmarks scale
 
 Without names, all cases run but time_to_loss, which takes as long as the others together. FOLDER contains the
 model.py of nanoGPT or of the minGPT-DDP tutorial. Other options are those of main.py, and apply to every case.
@@ -64,7 +64,6 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object per row")
     sizes = "sizes of tensors, such as 64k or 1M, for which `collectives` are measured"
     parser.add_argument("--bytes", nargs="+", type=size_in_bytes, metavar="SIZE", help=sizes)
-    parser.add_argument("--ranks", nargs="+", type=int, metavar="N", help="numbers of ranks of `scale`")
     for baseline in ("nanogpt", "tutorial"):
         parser.add_argument(f"--{baseline}", type=Path, metavar="FOLDER", help="folder with its model.py")
     info = detect_launch_environment(os.environ)
@@ -84,8 +83,6 @@ def run(argv: Sequence[str]) -> int:
         if for_collectives and info.world_size == 1:
             command = "torchrun --standalone --nproc_per_node=4 -m benchmarks collectives"
             raise UserError(f"collectives need several ranks, and this is one process: {command}")
-        if args.ranks and (not for_scale or min(args.ranks) < 2):
-            raise UserError(f"--ranks: found {min(args.ranks)}; it is an option of scale only, and at least 2")
         baselines = {"nanogpt": args.nanogpt, "tutorial": args.tutorial}
         for name, folder in baselines.items():
             if folder and not (folder / "model.py").is_file():
@@ -98,7 +95,7 @@ def run(argv: Sequence[str]) -> int:
     ):
         bench = Bench(context, Path(folder), options, baselines)
         if for_scale:
-            measure_scale(args.ranks or (8, 64, 512, 1024))
+            measure_scale()
             return 0
         if for_collectives:
             if args.bytes is None:

@@ -1,6 +1,6 @@
 """What the ranks of a run ask of their store: a real store, and as many clients as the run would have ranks.
 
-    python -m benchmarks scale --ranks 8 64 512 1024
+    python -m benchmarks scale
 
 A rank is a thread here, with connections of its own. It runs this program's code: it meets the other ranks, sends
 heartbeats, finds out which rank was lost, and ends. There is no process group between them, and nothing is trained.
@@ -11,7 +11,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partialmethod
 from multiprocessing import get_context
@@ -26,21 +26,22 @@ from mingpt.config import DistributedConfig
 from mingpt.distributed import process_group
 from mingpt.distributed.launch_environment import LOOPBACK, RankInfo, allow_connections
 
+RANKS = (8, 64, 512, 1024)
 PROCESSES = 4  # of all ranks but rank 0, which has one of its own
 PHASES = ("start", "2 s of heartbeats", "a lost rank", "end")
 METHODS = ("set", "get", "multi_get", "multi_set", "add", "append", "check", "compare_set", "delete_key", "wait")
 calls: list[None] = []  # an element for each call of a store's methods in this process
 
 
-def measure_scale(sizes: Sequence[int]) -> None:
+def measure_scale() -> None:
     """Prints the phases of each number of ranks.
 
     Raises:
         UserError: this process may not open as many files.
     """
-    allow_connections(RankInfo(0, max(sizes)))
+    allow_connections(RankInfo(0, max(RANKS)))
     print_row("ranks", "phase", "named by", "seconds", "store's CPU s", "of rank 0:", "bytes", "of others:", "bytes")
-    for world_size in sizes:
+    for world_size in RANKS:
         for phase, named, *figures in measure(world_size):
             print_row(world_size, phase, named, *(f"{figure:,.2f}" for figure in figures))
 

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from mingpt.config import config_to_dict, keys_without_places
-from mingpt.distributed.position import format_list
 from mingpt.hardware.device import device_name
 from mingpt.monitoring.live_line import format_duration
 from mingpt.optimizer import learning_rate
@@ -62,13 +61,11 @@ def start(trainer: "Trainer") -> str:
 
 
 def member_lines(devices: Sequence[str]) -> list[str]:
-    """A line for each of the first ranks, and one with the numbers of the others by host and kind of device."""
+    """A line for each of the first ranks, and one with the number of the others."""
     members = enumerate(devices[:MAX_MEMBERS])
     lines = [f"GLOBAL_RANK: {i}, MEMBER: {i + 1}/{len(devices)}  {device}" for i, device in members]
-    others = Counter(re.sub(r":\d+ ", " ", device) for device in devices[MAX_MEMBERS:])
-    if others:
-        each = [f"{count} on {device}" for device, count in others.items()]
-        lines.append(f"and {others.total():,} other ranks: {format_list(each, '; ')}")
+    if len(devices) > MAX_MEMBERS:
+        lines.append(f"and {len(devices) - MAX_MEMBERS:,} others")
     return lines
 
 

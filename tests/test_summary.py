@@ -40,6 +40,5 @@ def test_a_thousand_ranks_have_a_few_lines_at_the_start() -> None:
     devices = [f"node{rank // 8} cuda:{rank % 8} (NVIDIA H200)" for rank in range(1024)]
     lines = member_lines(devices)
     assert lines[:2] == [f"GLOBAL_RANK: {i}, MEMBER: {i + 1}/1024  node0 cuda:{i} (NVIDIA H200)" for i in range(2)]
-    others = "; ".join(f"8 on node{node} cuda (NVIDIA H200)" for node in range(2, 10))
-    assert lines[16:] == [f"and 1,008 other ranks: {others}; 118 others"]
+    assert lines[16:] == ["and 1,008 others"]
     assert len(member_lines(devices[:16])) == 16

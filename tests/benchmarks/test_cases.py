@@ -224,8 +224,6 @@ def test_the_table_names_machine_and_command(capsys, monkeypatch) -> None:
         ("nanogpt --nanogpt nowhere", "--nanogpt: there is no model.py in nowhere"),
         ("optimizer --bytes 1k", "--bytes is an option of collectives only"),
         ("collectives --bytes 1k 1x", "command line: argument --bytes: invalid size_in_bytes value: '1x'"),
-        ("optimizer --ranks 8", "--ranks: found 8; it is an option of scale only, and at least 2"),
-        ("scale --ranks 64 1", "--ranks: found 1; it is an option of scale only, and at least 2"),
         ("scale optimizer", "there is no measurement scale; there are: trainer, "),
         ("collectives", "collectives need several ranks, and this is one process: torchrun "),
         ("optimizer --model.n_layer 0", "model.n_layer (in the command line): found 0, must be greater"),
