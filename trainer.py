@@ -40,7 +40,8 @@ class Trainer:
 
     Attributes:
         progress: step and samples so far, validation loss of this step, best snapshot
-        resumed: what the newest snapshot had besides tensors when this process started; None in a new run
+        resumed: header of the snapshot that this process resumed from; None in a new run
+        resumed_from: path of that snapshot
         stop_signal: the signal that stops the run, on all ranks after the same step; 0: none yet
 
     Raises:
@@ -53,6 +54,7 @@ class Trainer:
         self.snapshots = SnapshotManager(config, context)
         newest = self.snapshots.load_newest()
         self.resumed = newest.header if newest is not None else None
+        self.resumed_from = newest.path if newest is not None else ""
         config, extra_characters = adopt_snapshot(config, context, self.resumed)
         self.config = config
 
@@ -83,7 +85,6 @@ class Trainer:
         self.signals = SignalHandler()
         self.stop_signal = 0
         self.first_step = self.progress.step
-        self.saved_at = time.monotonic()
 
     def train(self) -> int:
         """Trains to the last step, or until a signal stops the run. Returns the exit status.
@@ -157,17 +158,14 @@ class Trainer:
     def advance(self) -> None:
         """Makes one step, and whatever is due after it."""
         # What a single rank knows is agreed on while the step is computed.
-        flags = self.context.all_reduce_flags(self.signals.signal, int(self.is_save_overdue()))
+        is_save_due = self.snapshots.is_frequent_due(self.timer.training_seconds)
+        flags = self.context.all_reduce_flags(self.signals.signal, int(is_save_due))
         result = self.train_step()
         save_now = self.read_flags(flags)
         self.after_step(result, save_now)
 
-    def is_save_overdue(self) -> bool:
-        minutes = self.config.trainer.save_minutes or math.inf
-        return self.context.rank == 0 and time.monotonic() > self.saved_at + 60 * minutes
-
     def read_flags(self, flags: PendingFlags) -> bool:
-        """Sets `stop_signal` to what all ranks agree on; returns whether a snapshot is to be saved now."""
+        """Sets `stop_signal` to what all ranks agree on; returns whether a frequent snapshot is to be saved now."""
         self.stop_signal, save_now = flags.wait()
         return bool(save_now)
 
@@ -211,8 +209,8 @@ class Trainer:
         step = self.progress.step
         logs = step == 1 or self.is_due(cfg.log_every)
         evaluates = self.is_due(cfg.eval_every)
-        saves = self.is_due(cfg.save_every) or save_now
-        if logs or evaluates or saves or self.stop_signal:
+        saves = self.is_due(cfg.save_every) or self.is_done()
+        if logs or evaluates or saves or save_now:
             self.guard.check(step)
         loss = None
         is_free = self.context.device.type == "cpu" and self.context.world_size == 1  # otherwise, reading it waits
@@ -248,8 +246,11 @@ class Trainer:
             if cfg.sample_every is not None and self.is_due(cfg.sample_every):
                 text = generate_sample(self.strategy, self.corpus.vocabulary, self.sample_prompt, cfg.seed)
                 self.log.write("sample", step, text=text)
+            # An evaluation may have ended the run, by trainer.patience or a signal meanwhile.
             if saves or self.is_done():
                 self.save_snapshot()
+            elif save_now:
+                self.save_snapshot(is_frequent=True)
             self.log_saves()
 
     # Evaluation, saving, the end
@@ -283,8 +284,12 @@ class Trainer:
             self.log.write("eval", self.progress.step, val_loss=self.progress.val_loss, seconds=seconds)
             self.save_snapshot()
 
-    def save_snapshot(self) -> None:
-        """Starts to save a snapshot of this step, which a thread writes while training continues."""
+    def save_snapshot(self, is_frequent: bool = False) -> None:
+        """Starts to save a snapshot of this step, which a thread writes while training continues.
+
+        Args:
+            is_frequent: the snapshot is only kept until there are newer ones (trainer.save_overhead)
+        """
         header = {
             **self.progress.state_dict(),
             "config": config_to_dict(self.config),
@@ -293,21 +298,23 @@ class Trainer:
             "learning_rate": self.strategy.optimizer.param_groups[0]["lr"],
             "text_sha256": self.corpus.sha256,
         }
-        self.snapshots.save(header, self.strategy, is_last=self.is_done())
-        self.saved_at = time.monotonic()
+        self.snapshots.save(header, self.strategy, is_frequent, is_last=self.is_done())
 
     def log_saves(self) -> None:
         """Writes and shows the saves that have ended since the last call."""
         for result in self.snapshots.poll():
-            self.log.write("snapshot", result.step, **result.row)
+            if not result.is_frequent:
+                self.log.write("snapshot", result.step, **result.row)
             if result.is_saved:
                 self.progress.set_best(result.best)
+                self.log.show_save()
 
     def already_trained(self) -> int:
         """Says that there is nothing to do. Returns the exit status."""
         logger.info(summary.already_trained(self))
         self.context.end_collectives()
         self.snapshots.writer.wait()
+        self.snapshots.remove_frequent()
         return 0
 
     def finish(self) -> int:
@@ -328,6 +335,7 @@ class Trainer:
                     "command resumes from the newest"
                 )
         self.context.end_collectives()
+        self.snapshots.remove_frequent()
         is_stopped = step < self.last_step or self.is_eval_pending()
         name = signal.Signals(self.stop_signal).name if is_stopped else None
         self.log.write("stop", step, signal=name, reason=summary.early_end(self))

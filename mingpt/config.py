@@ -223,8 +223,8 @@ class TrainerConfig:
     save_every: PositiveInt = 400
     """steps between snapshots"""
 
-    save_minutes: PositiveFloat | None = None
-    """minutes after which a snapshot is saved whatever the step; null: steps alone decide"""
+    save_overhead: float | None = Field(default=0.02, gt=0, lt=1)
+    """fraction of the time that frequent snapshots between those may cost, for kills; null: no frequent ones"""
 
     keep_snapshots: PositiveInt = 3
     """newest snapshots to keep, in addition to the best one"""

@@ -33,10 +33,13 @@ def read_regular(path: Path | str) -> bytes:
 
 
 @contextmanager
-def replaced_file(path: Path | str) -> Iterator[IO[bytes]]:
+def replaced_file(path: Path | str, flush: bool = True) -> Iterator[IO[bytes]]:
     """Context manager that replaces a file by what the block writes into the open file that it gives.
 
     However the process or the machine stops, the file is the old or the new one; after an error it is the old one.
+
+    Args:
+        flush: write the file to disk. Otherwise it may be damaged after the machine stops.
 
     Raises:
         OSError: it can't be written.
@@ -46,13 +49,15 @@ def replaced_file(path: Path | str) -> Iterator[IO[bytes]]:
         with open(temporary, "wb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            if flush:
+                os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         with suppress(OSError):
             os.unlink(temporary)
         raise
-    _sync_folder(Path(path).parent)
+    if flush:
+        _sync_folder(Path(path).parent)
 
 
 def replace_file(path: Path, text: str) -> None:

@@ -74,7 +74,7 @@ def _resume_lines(trainer: "Trainer") -> Iterator[str]:
     header = trainer.resumed
     if header is None:
         return
-    yield f"resuming from {trainer.snapshots.storage.file(trainer.progress.step)}"
+    yield f"resuming from {trainer.resumed_from}"
     changes = changed_keys(header["config"], config_to_dict(trainer.config))
     if changes:
         yield f"changed since the snapshot: {', '.join(changes)}"
@@ -93,7 +93,7 @@ def _resume_lines(trainer: "Trainer") -> Iterator[str]:
 
 def already_trained(trainer: "Trainer") -> str:
     step = trainer.progress.step
-    file = trainer.snapshots.storage.file(step)
+    file = trainer.resumed_from
     advice = new_run_advice(config_to_dict(trainer.config))
     end = f"training ends at step {trainer.last_step}"
     keys = "trainer.max_steps or trainer.max_epochs"

@@ -72,6 +72,11 @@ class RunLog:
         if self.line is not None:
             self.line.advance(step, loss)
 
+    def show_save(self) -> None:
+        """Shows in the live line that a snapshot has been saved now."""
+        if self.line is not None:
+            self.line.saved_at = time.monotonic()
+
     def show_evaluation(self, done: float | None) -> None:
         """Shows in the live line which part of an evaluation is done; None: it has ended."""
         if self.line is not None:
@@ -252,8 +257,6 @@ class Terminal:
             # Characters that would move the cursor are replaced.
             shown = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in values["text"])
             logger.info(f"step {step} writes:\n{indent(shown.strip(), '    ')}")
-        elif event == "snapshot" and "path" in values:
-            line.saved_at = time.monotonic()
 
     def close(self) -> None:
         self.line.close()
@@ -267,7 +270,8 @@ class StepTimer:
 
     def restart(self, samples: int) -> None:
         self.started = time.perf_counter()
-        self.since = self.started
+        self.paused = 0.0
+        self.since = 0.0
         self.samples = samples
 
     @property
@@ -275,16 +279,21 @@ class StepTimer:
         """Seconds since the start, pauses included."""
         return time.perf_counter() - self.started
 
+    @property
+    def training_seconds(self) -> float:
+        """Seconds since the start, without pauses."""
+        return self.elapsed - self.paused
+
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Excludes the time of its block, such as evaluation, from throughput."""
-        paused = time.perf_counter()
+        """Excludes the time of its block, such as evaluation, from the time of training."""
+        began = time.perf_counter()
         yield
-        self.since += time.perf_counter() - paused
+        self.paused += time.perf_counter() - began
 
     def tokens_per_second(self, samples: int, tokens_per_sample: int) -> float:
         """Returns the average rate since the last call, given the number of samples so far."""
-        now = time.perf_counter()
+        now = self.training_seconds
         rate = (samples - self.samples) * tokens_per_sample / (now - self.since)
         self.since = now
         self.samples = samples

@@ -27,7 +27,11 @@ def describe(path: str) -> list[str]:
     with suppress(NotImplementedError):  # of file systems that do not know it
         written = f"{fs.modified(name).astimezone():%Y-%m-%d %H:%M}"
     match = SNAPSHOT_NAME.fullmatch(os.path.basename(name))
-    row = [str(int(match[1])) if match else "?", written, size]
+    shown_step = "?"
+    if match is not None:
+        prefix, step = match.groups()
+        shown_step = f"{int(step)}{' frequent' if prefix == 'frequent' else ''}"
+    row = [shown_step, written, size]
     try:
         snapshot = load_snapshot(path)
     except DamagedSnapshotError as error:
@@ -44,14 +48,25 @@ def describe_all(path: str) -> list[list[str]]:
         folder = SnapshotStorage(path, keep=1)
         files = [path]
         if folder.fs.isdir(folder.root):
-            folders = [folder, SnapshotStorage(f"{path}/snapshots", keep=1)]
-            files = [folder.file(step) for folder in folders for step in folder.steps()]
+            storages = [
+                SnapshotStorage(name, keep=1, is_frequent=is_frequent)
+                for name in (path, f"{path}/snapshots")
+                for is_frequent in (False, True)
+            ]
+            files = [storage.file(step) for storage in storages for step in storage.steps()]
             if not files:
                 raise FileNotFoundError("the folder has none")
-        rows = [describe(file) for file in files]
+        rows = []
+        for file in files:
+            try:
+                rows.append(describe(file))
+            except FileNotFoundError:
+                if file == path:
+                    raise
+                # Otherwise a run that is training has deleted it since the folder was listed.
     except OSError as error:
         raise UserError(f"PATH: no snapshot at {path}: {error}; main.py makes them in its run folder") from error
-    evaluated = [row for row in rows if row[3]]
+    evaluated = [row for row in rows if row[3] and row[0].isdigit()]  # none of the frequent ones
     if evaluated:
         best = min(evaluated, key=lambda row: float(row[3]))
         best[3] += " best"

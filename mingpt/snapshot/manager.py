@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import time
 import uuid
 from collections import deque
 from collections.abc import Iterable
@@ -21,6 +22,7 @@ from mingpt.errors import UserError
 from mingpt.monitoring.logging import logger
 from mingpt.monitoring.run_log import saved_steps
 from mingpt.snapshot.content import KEPT_KEYS, split_header
+from mingpt.snapshot.interval import SaveInterval
 from mingpt.snapshot.storage import PruneError, SnapshotStorage
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ EXCHANGE_SECONDS = 0.5  # between exchanges of ranks that wait for saves; distri
 class SaveResult(NamedTuple):
     """The outcome of a save."""
 
+    is_frequent: bool
     step: int
     val_loss: float | None
     error: Exception | None  # why there is no snapshot, or a PruneError
@@ -56,20 +59,28 @@ class AsyncSnapshotWriter:
 
     The thread is a daemon, unlike those of ThreadPoolExecutor, so that a crash does not wait for a slow store. It
     exists before the first save, because starting it would delay the step until it gets the interpreter's lock.
+
+    Args:
+        frequent: storage of the frequent snapshots, which may be in the same folder as others
     """
 
-    def __init__(self, storage: SnapshotStorage) -> None:
-        self.storage = storage
+    def __init__(self, frequent: SnapshotStorage) -> None:
+        self.frequent = frequent
         self.staging_buffers: dict[str, Tensor] = {}
         self.results: deque[SaveResult] = deque()  # of saves that have ended, until somebody takes them
-        self.last_error = ""  # why the newest snapshot does not exist
+        self.last_error = ""  # why the newest snapshot that is not a frequent one does not exist
         self.is_idle = threading.Event()
         self.is_idle.set()
-        self.queue: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self.queue: queue.SimpleQueue[tuple[dict[str, Any], SnapshotStorage]] = queue.SimpleQueue()
         threading.Thread(target=self._run, daemon=True).start()
 
     @torch.no_grad()
-    def save(self, header: dict[str, Any], state: Iterable[tuple[str, Tensor, dict[str, Tensor]]]) -> None:
+    def save(
+        self,
+        header: dict[str, Any],
+        state: Iterable[tuple[str, Tensor, dict[str, Tensor]]],
+        storage: SnapshotStorage,
+    ) -> None:
         """Copies the state to staging buffers and returns. The save before must be done.
 
         Args:
@@ -87,18 +98,20 @@ class AsyncSnapshotWriter:
         if weight.device.type != "cpu":
             torch.accelerator.synchronize(weight.device)
         self.is_idle.clear()
-        self.queue.put(snapshot)
+        self.queue.put((snapshot, storage))
 
     def wait(self, seconds: float | None = None) -> bool:
         """Waits for the current save, at most so long; returns whether it is done."""
         return self.is_idle.wait(seconds)
 
-    def add_result(self, snapshot: dict[str, Any], error: Exception | None) -> None:
-        """Adds the result of a save, of whose snapshot the header is enough."""
-        path = self.storage.file(snapshot["step"])
-        result = SaveResult(snapshot["step"], snapshot["val_loss"], error, snapshot["best"], path)
+    def add_result(self, header: dict[str, Any], storage: SnapshotStorage, error: Exception | None) -> None:
+        """Adds the result of a save."""
+        step = header["step"]
+        path = storage.file(step)
+        result = SaveResult(storage.is_frequent, step, header["val_loss"], error, header["best"], path)
         self.results.append(result)
-        self.last_error = "" if result.is_saved else str(error)
+        if not storage.is_frequent:
+            self.last_error = "" if result.is_saved else str(error)
 
     def _buffer(self, name: str, tensor: Tensor) -> Tensor:
         if name not in self.staging_buffers:
@@ -107,15 +120,17 @@ class AsyncSnapshotWriter:
 
     def _run(self) -> None:
         while True:
-            snapshot = self.queue.get()
+            snapshot, storage = self.queue.get()
             error = None
             try:
                 if not get_total_norm(list(snapshot["model"].values())).isfinite():
                     raise UserError("the step's update made weights that are not finite; lower optimizer.learning_rate")
-                self.storage.write(snapshot, snapshot["best"]["step"])
+                # Frequent ones take the place of the next snapshot, so that they do not fill a disk.
+                self.frequent.remove(keep=1)
+                storage.write(snapshot, snapshot["best"]["step"])
             except Exception as raised:  # reported by the training loop
                 error = raised
-            self.add_result(snapshot, error)
+            self.add_result(snapshot, storage, error)
             self.is_idle.set()
 
 
@@ -127,12 +142,14 @@ class NewestSnapshot:
         header: all but its tensors, on all ranks
         content: with its tensors, on the rank that has loaded it; empty on others
         source_rank: that rank
+        path: its file there
         is_missing: this rank writes snapshots, and does not have this one
     """
 
     header: dict[str, Any]
     content: dict[str, Any]
     source_rank: int
+    path: str
     is_missing: bool
 
 
@@ -146,11 +163,21 @@ class SnapshotManager:
     def __init__(self, config: Config, context: DistributedContext) -> None:
         self.config = config
         self.context = context
-        path = config.trainer.snapshot_path or f"{config.trainer.run_dir}/snapshots"
-        self.storage = SnapshotStorage(path, config.trainer.keep_snapshots, context.is_member)
+        local_path = f"{config.trainer.run_dir}/snapshots"
+        self.storage = SnapshotStorage(config.trainer.snapshot_path or local_path, config.trainer.keep_snapshots)
+        # An upload may take longer than the interval between frequent snapshots, and each request to a store is paid.
+        if self.storage.is_local:
+            local_path = self.storage.path
+        self.frequent = SnapshotStorage(local_path, keep=2, is_frequent=True)
         self.max_wait = config.distributed.timeout_seconds / 2  # other ranks wait in a collective meanwhile
-        self.writer = AsyncSnapshotWriter(self.storage)
+        self.writer = AsyncSnapshotWriter(self.frequent)
         self.writer_ranks = elect_writer_ranks(context, self.storage)
+        self.frequent_writer_ranks = self.writer_ranks
+        if not self.storage.is_local:
+            self.frequent_writer_ranks = elect_writer_ranks(context, self.frequent)
+        self.interval = SaveInterval(config.trainer.save_overhead)
+        self.training_seconds = 0.0  # at the step before
+        self.has_warned = False  # of a frequent snapshot that could not be written
 
     def load_newest(self) -> NewestSnapshot | None:
         """Loads the newest snapshot that any rank has; None if none has one.
@@ -163,12 +190,19 @@ class SnapshotManager:
         failure = ""
         messages: list[str] = []
         prefix = f"rank {context.rank}: " if context.rank else ""
-        if context.rank in self.writer_ranks:
+        path = ""
+        for storage, ranks in ((self.frequent, self.frequent_writer_ranks), (self.storage, self.writer_ranks)):
+            if context.rank not in ranks:
+                continue
             try:
-                content = self.storage.load_newest(lambda message: messages.append(prefix + message)) or {}
+                found = storage.load_newest(lambda message: messages.append(prefix + message), content.get("step", 0))
             except UserError as error:
                 failure = f"{prefix}{error}"
                 messages.append(failure)
+                continue
+            if found is not None:
+                content = found
+                path = storage.file(content["step"])
         step = content.get("step", -1)
         with context.without_timeout():  # it may be large, and far away
             newest_step, source_rank, messages, failure = context.reduce_object((step, messages, failure), _find_newest)
@@ -184,19 +218,18 @@ class SnapshotManager:
         if newest_step < 0:
             self._check_new()
             return None
-        header = context.broadcast_object(split_header(content), source_rank)
+        header, path = context.broadcast_object((split_header(content), path), source_rank)
         is_missing = context.rank in self.writer_ranks and step < newest_step
         if context.rank != source_rank:
             content = {}
-        return NewestSnapshot(header, content, source_rank, is_missing)
+        return NewestSnapshot(header, content, source_rank, path, is_missing)
 
     def _check_new(self) -> None:
         """Raises a UserError if this run, which has no snapshot, has had one: its rows would be removed."""
         metrics_file = Path(self.config.trainer.run_dir) / "metrics.jsonl"
         with self.context.shared_errors():
             saved = saved_steps(metrics_file) if self.context.rank == 0 else []
-            # With distributed.survive, another process may have saved the first one since this one has looked.
-            if saved and not self.storage.steps():
+            if saved:
                 raise UserError(
                     f"trainer.snapshot_path: there is no snapshot in {self.storage.path}, but according to "
                     f"{metrics_file} this run has saved {len(saved)}, the last at step {saved[-1]}: mount the disk, or "
@@ -205,8 +238,10 @@ class SnapshotManager:
 
     def newest_file(self) -> str:
         """Names the newest snapshot in a message of rank 0."""
-        steps = self.storage.steps() if self.context.rank == 0 else []
-        return self.storage.file(steps[-1]) if steps else "none yet"
+        if self.context.rank > 0:
+            return ""
+        files = {step: storage.file(step) for storage in (self.frequent, self.storage) for step in storage.steps()}
+        return files[max(files)] if files else "none yet"
 
     def restore(self, newest: NewestSnapshot, strategy: "Strategy") -> None:
         """Loads the tensors of the newest snapshot, and copies it to writer ranks that do not have it."""
@@ -215,41 +250,50 @@ class SnapshotManager:
         if newest.header["scaler"]:  # empty if the run that saved it was not in fp16
             strategy.scaler.load_state_dict(newest.header["scaler"])
         if self.context.reduce_object(newest.is_missing, any):
-            self._start(newest.header, strategy, writes=newest.is_missing)
+            self._start(newest.header, strategy, self.storage, newest.is_missing)
 
-    def save(self, header: dict[str, Any], strategy: "Strategy", is_last: bool) -> None:
+    def is_frequent_due(self, training_seconds: float) -> bool:
+        """Whether a frequent snapshot is to be saved after the next step. Rank 0 decides; all ranks call it.
+
+        Args:
+            training_seconds: since the start, as `StepTimer` counts them
+        """
+        is_writing = not self.writer.is_idle.is_set()
+        self.interval.add_step(training_seconds - self.training_seconds, is_writing)
+        self.training_seconds = training_seconds
+        return self.context.rank == 0 and self.interval.is_due()
+
+    def save(self, header: dict[str, Any], strategy: "Strategy", is_frequent: bool, is_last: bool) -> None:
         """Starts to write a snapshot; `poll` returns the result.
 
         Args:
             header: the snapshot without `model`, `optimizer` and `scaler`; its `best` is the best one so far
+            is_frequent: it is not kept, and skipped where the one before is still being written
             is_last: the run ends with this step, so the save waits for the one before as long as it takes
         """
         if is_last:
             self.wait_for_saves()
-        ready = self.writer.wait(self.max_wait)
+        is_ready = self.writer.wait(0.0 if is_frequent else self.max_wait)
+        began = time.perf_counter()
         best = header["best"]
         for result in list(self.writer.results):  # of the save before
             best = result.best if result.is_saved else best
-        if header["val_loss"] is not None and header["val_loss"] < best["val_loss"]:
+        is_best = header["val_loss"] is not None and header["val_loss"] < best["val_loss"]
+        if is_best and not is_frequent:
             best = {"step": header["step"], "val_loss": header["val_loss"]}
         header = header | {"scaler": strategy.scaler.state_dict(), "best": best}
-        writes = self.context.rank in self.writer_ranks
-        if not writes:  # it may have to take over from the rank that does
-            self.writer.add_result(header, None)
-        elif not ready:
-            late = UserError(
-                f"trainer.snapshot_path: the previous snapshot is still being written to {self.storage.path} after "
-                f"{self.max_wait:g} seconds; this one is skipped: raise trainer.save_every if that happens often"
-            )
-            self.writer.add_result(header, late)
-        self._start(header, strategy, writes=ready and writes)
-
-    def is_missing(self, step: int) -> bool:
-        """Whether there is no snapshot of this step or a later one, as far as is known."""
-        try:
-            return max(self.storage.steps(), default=0) < step
-        except UserError:  # which the next save reports
-            return True
+        if is_frequent:
+            self._start(header, strategy, self.frequent, is_ready and self.context.rank in self.frequent_writer_ranks)
+        else:
+            writes = self.context.rank in self.writer_ranks
+            if writes and not is_ready:
+                late = UserError(
+                    f"trainer.snapshot_path: the previous snapshot is still being written after {self.max_wait:g} "
+                    "seconds; this one is skipped: raise trainer.save_every if that happens often"
+                )
+                self.writer.add_result(header, self.storage, late)
+            self._start(header, strategy, self.storage, is_ready and writes)
+        self.interval.add_save(time.perf_counter() - began)
 
     def poll(self) -> list[SaveResult]:
         """Results of saves since the last call. An error of the writer that is no UserError is raised."""
@@ -257,18 +301,28 @@ class SnapshotManager:
         for result in results:
             if result.error is not None and not isinstance(result.error, UserError):
                 raise result.error
-            if result.error is not None:
-                logger.warning(f"step {result.step}: {result.error}; training continues, and the next save tries again")
+            if result.error is None or (result.is_frequent and self.has_warned):
+                continue
+            self.has_warned = self.has_warned or result.is_frequent
+            logger.warning(f"step {result.step}: {result.error}; training continues, and the next save tries again")
         return results
+
+    def remove_frequent(self) -> None:
+        """Deletes the frequent snapshots of a run that has ended, if there is another one that is as new."""
+        if self.context.rank not in self.frequent_writer_ranks:
+            return
+        newest = max(self.frequent.steps(), default=0)
+        if newest <= max(self.storage.steps(), default=0):
+            self.frequent.remove()
 
     def wait_for_saves(self) -> None:
         """Waits until no rank is writing a snapshot, as long as that takes."""
         while not self.context.reduce_object(self.writer.wait(EXCHANGE_SECONDS), all):
             pass
 
-    def _start(self, header: dict[str, Any], strategy: "Strategy", writes: bool) -> None:
+    def _start(self, header: dict[str, Any], strategy: "Strategy", storage: SnapshotStorage, writes: bool) -> None:
         if writes:
-            self.writer.save(header, strategy.iter_full_state())
+            self.writer.save(header, strategy.iter_full_state(), storage)
         elif strategy.is_sharded:  # other ranks need the shards of this one
             for _ in strategy.iter_full_state():
                 pass

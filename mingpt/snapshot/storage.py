@@ -8,7 +8,7 @@ import re
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
@@ -24,9 +24,9 @@ from mingpt.snapshot.content import FORMAT_VERSION, check_content
 
 T = TypeVar("T")
 
-SNAPSHOT_NAME = re.compile(r"step_(\d{8})\.pt")
+SNAPSHOT_NAME = re.compile(r"(step|frequent)_(\d{8})\.pt")
 # Of processes that were killed; a uuid is in each name, since the folder may hold files of others.
-LEFTOVER_NAME = re.compile(r"step_\d{8}\.pt\.[0-9a-f]{32}\.tmp|[0-9a-f]{32}\.mark")
+LEFTOVER_NAME = re.compile(rf"{SNAPSHOT_NAME.pattern}\.[0-9a-f]{{32}}\.tmp|[0-9a-f]{{32}}\.mark")
 RETRY_DELAYS = (0.5, 1.0, 2.0, 4.0)  # seconds between attempts on a remote file system
 RETRY_DEADLINE = 60.0  # seconds after which no attempt begins: a store's own client may retry for long in each
 
@@ -59,37 +59,41 @@ def _reason(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def _file_name(step: int) -> str:
-    return f"step_{step:08d}.pt"
-
-
 class SnapshotStorage:
     """The snapshots of a run: files `step_00000500.pt` in a local folder or at any fsspec URL.
 
-    Its methods raise UserError if the folder can't be read or written.
+    Frequent snapshots are `frequent_00000500.pt`. They are not flushed to disk: a killed process loses nothing of the
+    page cache, and after a power failure their CRC-32 tells which are whole.
+
+    The methods raise UserError if the folder can't be read or written.
 
     Args:
         path: folder or URL
         keep: number of newest snapshots to keep; the best by validation loss is kept too
-        is_member: whether this process still belongs to the run; otherwise it must not delete what others have saved
+        is_frequent: the snapshots are frequent ones
     """
 
-    def __init__(self, path: str, keep: int, is_member: Callable[[], bool] = lambda: True) -> None:
+    def __init__(self, path: str, keep: int, is_frequent: bool = False) -> None:
         with _raise_user_error(f"{path} can't be opened", "it may be a folder, or a URL that fsspec knows"):
             self.fs, self.root = fsspec.url_to_fs(path)
         self.is_local = isinstance(self.fs, LocalFileSystem)
         is_plain = not self.is_local or os.path.abspath(path) == self.root
         self.path = path.rstrip("/") if is_plain else self.root  # as messages name it
         self.keep = keep
-        self.is_member = is_member
+        self.is_frequent = is_frequent
+        self.prefix = "frequent" if is_frequent else "step"
 
     def steps(self) -> list[int]:
         """Returns the steps of all snapshots, damaged ones included, in ascending order."""
-        return sorted(int(match[1]) for name in self._names() if (match := SNAPSHOT_NAME.fullmatch(name)))
+        matches = filter(None, map(SNAPSHOT_NAME.fullmatch, self._names()))
+        return sorted(int(step) for prefix, step in (match.groups() for match in matches) if prefix == self.prefix)
 
     def file(self, step: int) -> str:
         """The path of a snapshot, for messages and for `load_snapshot`."""
-        return f"{self.path}/{_file_name(step)}"
+        return f"{self.path}/{self._file_name(step)}"
+
+    def _file_name(self, step: int) -> str:
+        return f"{self.prefix}_{step:08d}.pt"
 
     def _names(self) -> list[str]:
         with _raise_user_error(f"{self.path} can't be read", "make it readable, or set another"):
@@ -133,18 +137,17 @@ class SnapshotStorage:
             PruneError: the snapshot is written, but older ones can't be deleted.
         """
         shown = self.file(snapshot["step"])
-        target = f"{self.root}/{_file_name(snapshot['step'])}"
+        target = f"{self.root}/{self._file_name(snapshot['step'])}"
         content = {"format": FORMAT_VERSION, **snapshot}
         with _raise_user_error(f"{shown} can't be written", "make room, or make it writable"):
             if self.is_local:
                 os.makedirs(self.root, exist_ok=True)
-                with replaced_file(target) as file:
+                with replaced_file(target, flush=not self.is_frequent) as file:
                     torch.save(content, file)
             else:
                 self._retry(self._upload, content, target)
         try:
-            if self.is_member():
-                self._retry(self._prune, snapshot["step"], best_step)
+            self._retry(self._prune, snapshot["step"], best_step)
         except Exception as error:
             raise PruneError(
                 f"trainer.snapshot_path: {shown} is whole, but older ones can't be deleted and stay: {_reason(error)}"
@@ -166,22 +169,32 @@ class SnapshotStorage:
     def _prune(self, newest: int, best_step: int | None) -> None:
         # Files of later steps were found damaged when this run started. They don't count, and they stay as evidence.
         past = [step for step in self.steps() if step <= newest]
-        expired = [_file_name(step) for step in past[: -self.keep] if step != best_step]
+        expired = [self._file_name(step) for step in past[: -self.keep] if step != best_step]
         leftovers = [name for name in self._names() if LEFTOVER_NAME.fullmatch(name)]
-        for name in expired + leftovers:
+        self._remove(expired + leftovers)
+
+    def remove(self, keep: int = 0) -> None:
+        """Deletes all snapshots but the newest ones, if the file system allows it."""
+        with suppress(Exception):
+            steps = self.steps()
+            self._remove(map(self._file_name, steps[: len(steps) - keep]))
+
+    def _remove(self, names: Iterable[str]) -> None:
+        for name in names:
             with suppress(FileNotFoundError):  # another machine may have deleted it
                 self.fs.rm_file(f"{self.root}/{name}")
 
-    def load_newest(self, report: Callable[[str], None]) -> dict[str, Any] | None:
+    def load_newest(self, report: Callable[[str], None], first_step: int = 0) -> dict[str, Any] | None:
         """Loads the newest undamaged snapshot; returns None if there are no snapshots.
 
         Args:
             report: receives a message for each damaged file, and for the older file that is used instead
+            first_step: the caller has a snapshot of this step, and earlier ones are ignored
 
         Raises:
-            UserError: all snapshots are damaged, or the newest can't be read.
+            UserError: the newest can't be read, or all are damaged. Frequent ones may all be damaged.
         """
-        steps = self.steps()
+        steps = [step for step in self.steps() if step >= first_step]
         for step in reversed(steps):
             path = self.file(step)
             advice = "make it readable, or move it away to go on from the one before"
@@ -194,7 +207,7 @@ class SnapshotStorage:
             if step != steps[-1]:
                 report(f"{path} is used instead")
             return snapshot
-        if steps:
+        if steps and first_step == 0 and not self.is_frequent:
             raise UserError(
                 f"trainer.snapshot_path: all {len(steps)} snapshots in {self.path} are damaged; move them away to "
                 "start anew"
