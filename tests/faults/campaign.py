@@ -96,10 +96,6 @@ class FaultyRun(Run):
 
     Attributes:
         faults: those that have happened
-        reached: the newest step
-        starts: how often training has begun
-        lost_steps: the steps that each start had to repeat
-        lost_seconds: the time that they had taken
         failure: why the run is not as it should be, or empty
     """
 
@@ -109,10 +105,6 @@ class FaultyRun(Run):
         self.last_fault_step = plan.options["trainer__max_steps"] - 100
         self.rng = rng
         self.faults: list[Fault] = []
-        self.reached, self.starts, self.started_at = 0, 0, 0.0
-        self.step_times: dict[int, float] = {}
-        self.lost_steps: list[int] = []
-        self.lost_seconds: list[float] = []
         self.failure = ""
 
     def launch(self) -> None:
@@ -128,20 +120,6 @@ class FaultyRun(Run):
 
     def wait_for_start(self, starts: int) -> None:
         self.wait(lambda: self.update() > starts, f"start number {starts + 1}")
-
-    def update(self) -> int:
-        """Reads the progress of the run; returns how often training has begun."""
-        for row in self.rows("start", "train"):
-            if row["event"] == "train":
-                self.reached = max(self.reached, row["step"])
-                self.step_times[row["step"]] = row["time"]
-            elif row["time"] > self.started_at:
-                self.lost_steps.append(self.reached - row["step"])
-                began = self.step_times.get(row["step"], self.started_at)
-                self.lost_seconds.append(self.step_times.get(self.reached, began) - began)
-                self.started_at, self.starts = row["time"], self.starts + 1
-                self.reached = row["step"]
-        return self.starts
 
     def run(self) -> None:
         """Trains to the end, with faults up to the last 100 steps."""

@@ -1,35 +1,38 @@
 """Draws docs/killed_twice.png and docs/killed_fifty_times.png: runs that were killed, over undisturbed ones.
 
     python data/prepare.py && python -m tests.faults.killed
+    python -m tests.faults.killed --ranks 1
 
-The first is killed on four processes and on two, and ends on one. Of the second, with distributed.survive, fifty
-processes are killed. All are trained in runs/, which takes minutes on two cores.
+The first is killed on four processes and on two, and ends on one. Of the second, with the default configuration under
+`torchrun --max_restarts=50`, one of two processes is killed fifty times. With --ranks, only the second is trained, and
+nothing is drawn. All are trained in runs/, which takes minutes on two cores.
 """
 
+import argparse
 import os
+import random
 import shutil
 import signal
+import statistics
 import time
 from dataclasses import replace
 from pathlib import Path
 
 from plot import draw, read_run
-from tests.faults.campaign import read_pid
 from tests.faults.runs import Run, assert_same_run, send
 from tests.helpers import ROOT
 
+TREE = """--trainer.max_steps 400 --trainer.save_every 50 --trainer.log_every 10 --trainer.eval_every 50
+    --trainer.sample_every null --trainer.micro_batch_size 3 --distributed.reduction tree"""
 KILLS_TWICE = {4: 160, 2: 310}  # number of processes -> step after which they are killed
-STEPS_TWICE, STEPS_FIFTY, KILLS = 400, 600, 50
+STEPS_FIFTY, KILLS = 1600, 50
 
 
-def new_run(name: str, steps: int, log_every: int, survive: bool = False) -> Run:
+def new_run(name: str, options: str) -> Run:
     run_dir = ROOT / "runs" / name
     shutil.rmtree(run_dir, ignore_errors=True)
     run_dir.parent.mkdir(exist_ok=True)
-    options = f"""--trainer.run_dir {run_dir} --trainer.max_steps {steps} --trainer.log_every {log_every}
-        --trainer.eval_every 50 --trainer.sample_every null --trainer.save_every 50 --trainer.micro_batch_size 3
-        --distributed.reduction tree --distributed.survive {str(survive).lower()}"""
-    return Run(run_dir, options.split())
+    return Run(run_dir, ["--trainer.run_dir", str(run_dir), *options.split()])
 
 
 def kill_twice(run: Run) -> None:
@@ -38,47 +41,81 @@ def kill_twice(run: Run) -> None:
         run.wait_for_step(step)
         run.kill()
     run.start()
-    run.wait(lambda: run.step() == STEPS_TWICE, "the end", may_exit=True)
 
 
-def kill_fifty_times(run: Run) -> None:
-    run.start_torchrun(4)
+def kill_fifty_times(run: Run, ranks: int) -> None:
+    """Kills a random rank at random moments, and prints what that has cost."""
+    rng = random.Random(1)
+    pauses = []
+    run.start_torchrun(ranks, f"--max_restarts={KILLS}")
     for kill in range(KILLS):
-        run.wait_for_step((kill + 1) * STEPS_FIFTY // (KILLS + 5))
-        while len(pids := newest_members(run)) < 2:
-            time.sleep(0.01)
-        send(pids[kill % len(pids)], signal.SIGKILL)
-    run.wait(lambda: run.step() == STEPS_FIFTY, "the end", may_exit=True)
+        wait_for_training(run, starts=kill + 1)
+        run.wait(lambda step=kill * STEPS_FIFTY // (KILLS + 5): run.update() and run.reached >= step, "the next kill")
+        time.sleep(rng.uniform(0, 1))
+        send(rng.choice(run.ranks()), signal.SIGKILL)
+        killed_at = time.time()
+        run.update()
+        wait_for_training(run, starts=kill + 2)
+        pauses.append(first_step_time(run) - killed_at)
+    print_costs("work lost", run.lost_seconds[1:])
+    print_costs("from a kill to the next finished step", pauses)
 
 
-def newest_members(run: Run) -> list[int]:
-    """Process ids of the ranks of the newest view, if it has finished a step."""
-    newest = run.rows("view")[-1]
-    has_trained = any(row["view"] == newest["view"] for row in run.rows("train"))
-    return [read_pid(member) for member in newest["members"]] if has_trained else []
+def wait_for_training(run: Run, starts: int) -> None:
+    """Waits for the first step of a start."""
+    run.wait(
+        lambda: run.update() >= starts and max(run.step_times.values(), default=0.0) > run.started_at,
+        f"a step of start {starts}",
+    )
+
+
+def first_step_time(run: Run) -> float:
+    """When the first step since the newest start was finished."""
+    return min(seconds for seconds in run.step_times.values() if seconds > run.started_at)
+
+
+def print_costs(name: str, seconds: list[float]) -> None:
+    median = statistics.median(seconds)
+    print(f"{name}, in seconds: median {median:.2f}, largest {max(seconds):.2f}, in all {sum(seconds):.1f}")
+
+
+def compare(undisturbed: Run, killed: Run) -> None:
+    for run in (undisturbed, killed):
+        assert run.processes[-1].wait() == 0, run.output()
+    assert_same_run(undisturbed.run_dir, killed.run_dir)
+    print(f"{killed.run_dir}: weights, optimizer state and losses equal those of {undisturbed.run_dir}")
 
 
 def draw_pair(undisturbed: Run, killed: Run, file: Path) -> None:
-    for run in (undisturbed, killed):
-        run.processes[-1].wait()
-    assert_same_run(undisturbed.run_dir, killed.run_dir)
-    metrics = replace(read_run(killed.run_dir), name="killed")
-    if views := killed.rows("view"):
-        metrics = replace(metrics, restarts={row["step"]: "" for row in views if row["left"]})
-    draw([replace(read_run(undisturbed.run_dir), name="undisturbed"), metrics], file)
-    print(f"{file}: equal weights, optimizer state and losses")
+    runs = [
+        replace(read_run(run.run_dir), name=name) for run, name in ((undisturbed, "undisturbed"), (killed, "killed"))
+    ]
+    draw(runs, file)
+    print(file)
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description="Compares runs that were killed with undisturbed ones.")
+    parser.add_argument("--ranks", type=int, metavar="N", help="only kill one of N processes fifty times")
+    parser.add_argument("--options", default="", help="options of main.py for that")
+    args = parser.parse_args()
     os.chdir(ROOT)
-    for name, kill in (("killed_twice", kill_twice), ("killed_fifty_times", kill_fifty_times)):
-        steps, log_every = (STEPS_TWICE, 10) if kill is kill_twice else (STEPS_FIFTY, 1)
-        undisturbed = new_run("undisturbed", steps, log_every)
-        with undisturbed, new_run("killed", steps, log_every, survive=kill is kill_fifty_times) as killed:
-            kill(killed)
-            undisturbed.start()
-            undisturbed.finish(timeout=1200)
-            draw_pair(undisturbed, killed, ROOT / f"docs/{name}.png")
+    ranks = args.ranks or 2
+    fifty = f"--trainer.max_steps {STEPS_FIFTY} --trainer.log_every 1 --trainer.sample_every null {args.options}"
+    with new_run("undisturbed_fifty", fifty) as undisturbed, new_run("killed_fifty", fifty) as killed:
+        kill_fifty_times(killed, ranks)
+        killed.wait(lambda: killed.processes[-1].poll() is not None, "the end", may_exit=True)
+        undisturbed.start_torchrun(ranks)
+        compare(undisturbed, killed)
+        if args.ranks is None:
+            draw_pair(undisturbed, killed, ROOT / "docs/killed_fifty_times.png")
+    if args.ranks is not None:
+        return
+    with new_run("undisturbed_twice", TREE) as undisturbed, new_run("killed_twice", TREE) as killed:
+        kill_twice(killed)
+        undisturbed.start()
+        compare(undisturbed, killed)
+        draw_pair(undisturbed, killed, ROOT / "docs/killed_twice.png")
 
 
 if __name__ == "__main__":

@@ -36,6 +36,12 @@ class Run:
         argv: the command line of the program
         program: main.py, or a script that calls it
         env: changes of the environment of all processes
+
+    Attributes, which `update` sets:
+        reached: the newest step
+        starts: how often training has begun
+        lost_steps: number of steps that each start had to repeat
+        lost_seconds: the time that these had taken
     """
 
     def __init__(self, run_dir: Path, argv: Sequence[str], program: Path = ROOT / "main.py", **env: str | None) -> None:
@@ -46,6 +52,10 @@ class Run:
         self.mark = uuid.uuid4().hex
         self.env = env | {"FAULTS_RUN": self.mark}
         self.processes: list[subprocess.Popen] = []
+        self.reached, self.starts, self.started_at = 0, 0, 0.0
+        self.step_times: dict[int, float] = {}
+        self.lost_steps: list[int] = []
+        self.lost_seconds: list[float] = []
 
     def __enter__(self) -> "Run":
         return self
@@ -95,6 +105,20 @@ class Run:
             rows = filter(None, iter_metrics(self.run_dir / "metrics.jsonl"))
             return [row for row in rows if row["event"] in events]
         return []
+
+    def update(self) -> int:
+        """Reads the progress of a run that logs every step; returns how often training has begun."""
+        for row in self.rows("start", "train"):
+            if row["event"] == "train":
+                self.reached = max(self.reached, row["step"])
+                self.step_times[row["step"]] = row["time"]
+            elif row["time"] > self.started_at:
+                self.lost_steps.append(self.reached - row["step"])
+                began = self.step_times.get(row["step"], self.started_at)
+                self.lost_seconds.append(self.step_times.get(self.reached, began) - began)
+                self.started_at, self.starts = row["time"], self.starts + 1
+                self.reached = row["step"]
+        return self.starts
 
     def step(self) -> int:
         """The newest step that was logged."""
