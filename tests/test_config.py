@@ -372,7 +372,7 @@ def test_other_values_for_text_are_refused_in_yaml(config_file: Path) -> None:
 
 TOO_SMALL = [  # keys, a value, and the range that the message names
     ("data.train_split data.truncate optimizer.learning_rate optimizer.grad_norm_clip", 0.0, "greater than 0"),
-    ("trainer.save_minutes distributed.bucket_cap_mb", 0.0, "greater than 0"),
+    ("trainer.save_overhead distributed.bucket_cap_mb", 0.0, "greater than 0"),
     ("distributed.timeout_seconds", 0.0, "greater than or equal to 1"),
     ("model.dropout optimizer.min_learning_rate optimizer.weight_decay", -0.1, "greater than or equal to 0"),
     ("optimizer.warmup_steps trainer.seed", -1, "greater than or equal to 0"),

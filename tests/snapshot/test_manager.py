@@ -1,7 +1,6 @@
 """Who writes snapshots, which one a run resumes from, and writing in the background."""
 
 import copy
-import itertools
 import os
 import reprlib
 import shutil
@@ -29,9 +28,6 @@ from helpers import (
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mingpt.config import Config, config_to_dict
-from mingpt.config_parser import read_config
-from mingpt.distributed.collectives import DistributedContext
-from mingpt.distributed.launch_environment import RankInfo
 from mingpt.errors import UserError
 from mingpt.snapshot.content import split_header
 from mingpt.snapshot.manager import AsyncSnapshotWriter, SnapshotManager, check_compatible
@@ -52,10 +48,11 @@ class BlockingStorage(SnapshotStorage):
 
 def test_the_writer_saves_the_state_of_the_step_and_reuses_its_buffers(tmp_path: Path) -> None:
     storage = BlockingStorage(str(tmp_path))
-    writer, weight, addresses = AsyncSnapshotWriter(storage), torch.ones(1000), set()
+    frequent = SnapshotStorage(str(tmp_path), keep=2, is_frequent=True)
+    writer, weight, addresses = AsyncSnapshotWriter(frequent), torch.ones(1000), set()
     for step in (1, 2):
         header = split_header(small_snapshot(step))
-        writer.save(header, [("weight", weight, {})])
+        writer.save(header, [("weight", weight, {})], storage)
         weight += 1  # the next step
         assert not writer.wait(0.05)
         assert not writer.results
@@ -63,7 +60,7 @@ def test_the_writer_saves_the_state_of_the_step_and_reuses_its_buffers(tmp_path:
         assert writer.wait(20)
         storage.permission.clear()
         assert torch.equal(load_snapshot(storage.file(step))["model"]["weight"], torch.full((1000,), float(step)))
-        assert writer.results.popleft() == (step, None, None, header["best"], storage.file(step))
+        assert writer.results.popleft() == (False, step, None, None, header["best"], storage.file(step))
         assert not writer.results
         addresses |= {buffer.data_ptr() for buffer in writer.staging_buffers.values()}
     assert len(addresses) == 1
@@ -82,14 +79,16 @@ def test_copies_are_complete_before_they_are_written(
 ) -> None:
     """Copies to pageable memory block; on MPS all staging buffers are pageable."""
     events: list[tuple] = []
-    writer = AsyncSnapshotWriter(SnapshotStorage(str(tmp_path), keep=1))
-    writer.queue = SimpleNamespace(put=lambda item: events.append(("write", item["step"])))  # type: ignore[assignment]
+    storage = SnapshotStorage(str(tmp_path), keep=1)
+    writer = AsyncSnapshotWriter(storage)
+    write = lambda item: events.append(("write", item[0]["step"]))  # noqa: E731
+    writer.queue = SimpleNamespace(put=write)  # type: ignore[assignment]
     copy = lambda copies, tensors, non_blocking: events.append(("copy", non_blocking))  # noqa: E731
     monkeypatch.setattr(torch, "_foreach_copy_", copy)
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda of: events.append(("synchronize", of)))
     with FakeTensorMode():
         weight, moment = torch.ones(3, device=device), torch.ones(3, device=device)
-        writer.save({"step": 1}, [("weight", weight, {"moment": moment})])
+        writer.save({"step": 1}, [("weight", weight, {"moment": moment})], storage)
     assert events == expected
 
 
@@ -146,30 +145,6 @@ def _train_with_failing_write_of_step_8(*argv: str) -> dict[int, int | None]:
     SnapshotStorage.write = failing_write  # type: ignore[method-assign]
     assert train_main(*argv) == 0
     return best_steps
-
-
-@pytest.mark.slow
-def test_save_minutes_sets_the_interval_between_snapshots(text: Path, tmp_path: Path) -> None:
-    options = {"trainer__save_every": 100_000, "trainer__save_minutes": 0.01, "trainer__max_steps": 300}
-    argv = run_args(tmp_path / "run", text, **options)
-    assert run_ranks(2, _train_with_slow_steps, *argv, tmp_path=tmp_path) == [0, 0]
-    times = [row["time"] for row in read_rows(tmp_path / "run", "snapshot")]
-    assert len(times) > 3
-    gaps = [after - before for before, after in itertools.pairwise(times[:-1])]
-    assert all(0.4 < gap < 2 for gap in gaps), gaps
-
-
-def _train_with_slow_steps(*argv: str) -> int:
-    from trainer import Trainer
-
-    train_step = Trainer.train_step
-
-    def slow_step(trainer: Trainer) -> Any:
-        time.sleep(0.01)
-        return train_step(trainer)
-
-    Trainer.train_step = slow_step  # type: ignore[method-assign]
-    return train_main(*argv)
 
 
 # Run folders that ranks do not share
@@ -241,19 +216,6 @@ def test_a_run_does_not_start_anew_if_the_only_snapshots_are_damaged_ones_of_ano
     (status, _, err), (other_status, _, _) = run_ranks(2, _train_on_machine, *argv, tmp_path=tmp_path)
     assert (status, other_status) == (2, 2)
     assert f"error: rank 1: trainer.snapshot_path: all 1 snapshots in {tmp_path}/rank1/snapshots are damaged" in err
-
-
-def test_a_snapshot_that_another_process_saves_during_the_search_is_no_error(
-    trained: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With distributed.survive, a process joins a running run, whose first save may come between its two reads."""
-    config = read_config(run_args(trained / "full", trained / "text.txt"))
-    manager = SnapshotManager(config, DistributedContext(RankInfo(), config.distributed))
-    monkeypatch.setattr(manager.storage, "load_newest", lambda report: None)
-    assert manager.load_newest() is None
-    monkeypatch.setattr(manager.storage, "steps", list)
-    with pytest.raises(UserError, match="this run has saved 4, the last at step 12"):
-        manager.load_newest()
 
 
 def test_machines_that_share_a_folder_write_one_snapshot(text: Path, tmp_path: Path) -> None:

@@ -196,6 +196,7 @@ def test_leftovers_of_killed_saves_are_removed_and_other_files_are_not(tmp_path:
     others = ["notes.txt", "other.tmp", "step_3.pt", "step_00000001.pt.copy", "thesis.mark", "step_00000001.pt.old.tmp"]
     unique = "0123456789abcdef" * 2
     leftovers = [f"step_00000004.pt.{unique}.tmp", f"step_00000099.pt.{unique}.tmp", f"{unique}.mark"]
+    leftovers.append(f"frequent_00000004.pt.{unique}.tmp")
     for name in others + leftovers:
         (tmp_path / name).touch()
     assert storage.steps() == []
@@ -221,15 +222,6 @@ def test_a_newest_snapshot_that_cannot_be_read_is_not_skipped(tmp_path: Path) ->
     (tmp_path / "step_00000002.pt").mkdir()
     with pytest.raises(UserError, match=r"step_00000002\.pt can't be read: .*directory.*; make it readable, or move"):
         storage.load_newest(print)
-
-
-def test_a_rank_that_the_others_have_left_out_deletes_no_snapshot(tmp_path: Path) -> None:
-    """It was stopped while they went on, and does not know which snapshots they keep."""
-    for step in (1, 2, 3):
-        SnapshotStorage(str(tmp_path), keep=1, is_member=lambda: False).write(small_snapshot(step), None)
-    assert sorted(os.listdir(tmp_path)) == file_names(1, 2, 3)
-    SnapshotStorage(str(tmp_path), keep=1).write(small_snapshot(4), None)
-    assert sorted(os.listdir(tmp_path)) == file_names(4)
 
 
 def test_a_failure_to_prune_is_reported_and_the_snapshot_is_whole(tmp_path: Path) -> None:

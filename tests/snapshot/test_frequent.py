@@ -1,0 +1,316 @@
+"""Frequent snapshots (trainer.save_overhead): when they are due, where they are, and how a killed run uses them."""
+
+import os
+import re
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import (
+    assert_equal_snapshots,
+    list_snapshots,
+    loss_curve,
+    read_rows,
+    run_args,
+    run_captured,
+    run_ranks,
+    small_snapshot,
+    train_main,
+    write_text,
+)
+
+from mingpt.errors import UserError
+from mingpt.snapshot import interval, manager
+from mingpt.snapshot.interval import MIN_SECONDS, MIN_STEPS, SaveInterval
+from mingpt.snapshot.storage import SnapshotStorage
+from tests.faults.runs import Run, assert_same_run
+
+STEPS = 600
+OPTIONS = {"trainer__max_steps": STEPS, "trainer__save_every": 10_000, "trainer__eval_every": 100}
+
+
+class Clock:
+    """time.monotonic as the test sets it."""
+
+    now = 100.0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(interval.time, "monotonic", lambda: clock.now)
+    return clock
+
+
+def seconds_until_due(saves: SaveInterval, clock: Clock) -> float:
+    began = clock.now
+    while not saves.is_due():
+        clock.now += 0.01
+        assert clock.now < began + 1000
+    return clock.now - began
+
+
+def measure_steps(saves: SaveInterval) -> None:
+    for _ in range(MIN_STEPS):
+        saves.add_step(0.1, is_writing=False)
+
+
+def test_the_interval_is_the_cost_of_a_save_by_the_fraction_of_time(clock: Clock) -> None:
+    saves = SaveInterval(0.02)
+    measure_steps(saves)
+    for _ in range(16):
+        saves.add_save(0.03)
+        saves.add_step(0.12, is_writing=True)
+        saves.add_step(0.15, is_writing=False)
+        saves.add_step(0.1, is_writing=False)
+    # 0.03 s for the copy, and 0.07 s by which two steps were longer
+    assert seconds_until_due(saves, clock) == pytest.approx(0.1 / 0.02, abs=0.02)
+
+
+def test_saves_that_cost_nothing_have_the_smallest_interval(clock: Clock) -> None:
+    saves = SaveInterval(0.02)
+    measure_steps(saves)
+    saves.add_save(0.001)
+    saves.add_step(0.05, is_writing=False)  # shorter than others
+    saves.add_step(0.1, is_writing=False)
+    assert seconds_until_due(saves, clock) == pytest.approx(MIN_SECONDS, abs=0.02)
+
+
+def test_no_snapshot_is_due_before_steps_without_one_are_measured(clock: Clock) -> None:
+    saves = SaveInterval(0.02)
+    clock.now += 1000
+    for _ in range(MIN_STEPS):
+        assert not saves.is_due()
+        saves.add_step(0.1, is_writing=False)
+    assert saves.is_due()
+    saves.add_save(0.001)
+    clock.now += 1000
+    saves.add_step(0.1, is_writing=True)
+    assert not saves.is_due()  # the file is not yet written
+    saves.add_step(0.1, is_writing=False)
+    assert not saves.is_due()
+    saves.add_step(0.1, is_writing=False)
+    assert saves.is_due()
+
+
+def test_null_makes_none(clock: Clock) -> None:
+    saves = SaveInterval(None)
+    measure_steps(saves)
+    clock.now += 1e6
+    assert not saves.is_due()
+
+
+def test_files_are_told_apart_from_others_and_not_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[int] = []
+    monkeypatch.setattr(os, "fsync", flushed.append)
+    storage, frequent = SnapshotStorage(str(tmp_path), 3), SnapshotStorage(str(tmp_path), 2, is_frequent=True)
+    for step in (1, 2, 3):
+        frequent.write(small_snapshot(step), None)
+    assert not flushed
+    storage.write(small_snapshot(2), None)
+    assert len(flushed) == 2  # the file and its folder
+    assert (storage.steps(), frequent.steps()) == ([2], [2, 3])
+    assert sorted(os.listdir(tmp_path)) == ["frequent_00000002.pt", "frequent_00000003.pt", "step_00000002.pt"]
+    assert storage.load_newest(print)["step"] == 2
+    assert storage.load_newest(print, first_step=3) is None
+    frequent.remove(keep=1)
+    assert frequent.steps() == [3]
+    frequent.remove()
+    assert os.listdir(tmp_path) == ["step_00000002.pt"]
+
+
+def test_damaged_ones_of_a_power_failure_are_no_error(tmp_path: Path) -> None:
+    frequent, messages = SnapshotStorage(str(tmp_path), 2, is_frequent=True), []
+    for step in (1, 2):
+        Path(frequent.write(small_snapshot(step), None)).write_bytes(b"")
+    assert frequent.load_newest(messages.append) is None
+    assert [re.search(r"frequent_0000000. *", message)[0] for message in messages] == [
+        "frequent_00000002",
+        "frequent_00000001",
+    ]
+
+
+# Real runs
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder beside its text.txt."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    argv = run_args(folder / "run", write_text(folder / "text.txt"), trainer__save_overhead=None, **OPTIONS)
+    assert run_ranks(1, train_main, *argv, tmp_path=folder) == [0]
+    assert list_snapshots(folder / "run") == [f"step_{STEPS:08d}.pt"]
+    return folder / "run"
+
+
+@pytest.fixture
+def killed(undisturbed: Path, tmp_path: Path) -> Run:
+    """The same run, killed after its first frequent snapshot."""
+    with Run(tmp_path / "run", run_args(tmp_path / "run", undisturbed.parent / "text.txt", **OPTIONS)) as run:
+        run.start()
+        run.wait(lambda: len(frequent_files(run)) == 2, "two frequent snapshots")
+        os.kill(run.processes[0].pid, signal.SIGKILL)
+        run.finish()
+    return run
+
+
+def frequent_files(run: Run) -> list[Path]:
+    return sorted((run.run_dir / "snapshots").glob("frequent_*.pt"))
+
+
+def resume(run: Run) -> str:
+    [(status, out, err)] = run_ranks(1, run_captured, *run.argv, tmp_path=run.run_dir.parent)
+    assert (status, err) == (0, ""), err
+    assert list_snapshots(run.run_dir) == [f"step_{STEPS:08d}.pt"], "a frequent one is left"
+    return out
+
+
+def test_a_killed_run_resumes_from_the_newest_and_leaves_none(killed: Run, undisturbed: Path) -> None:
+    newest = frequent_files(killed)[-1]
+    assert f"resuming from {newest}\n" in resume(killed)
+    assert_same_run(undisturbed, killed.run_dir)
+
+
+def test_a_damaged_newest_one_is_named_and_the_one_before_is_used(killed: Run, undisturbed: Path) -> None:
+    older, newest = frequent_files(killed)
+    newest.write_bytes(newest.read_bytes()[:1000])  # as after a power failure
+    out = resume(killed)
+    assert f"{newest} is damaged (" in out
+    assert f"resuming from {older}\n" in out
+    assert_same_run(undisturbed, killed.run_dir)
+
+
+def test_a_run_whose_snapshots_are_all_damaged_frequent_ones_begins_again(killed: Run, undisturbed: Path) -> None:
+    for file in frequent_files(killed):
+        file.write_bytes(b"")
+    out = resume(killed)
+    assert out.count(" is damaged (") == 2
+    assert "resuming" not in out
+    assert_same_run(undisturbed, killed.run_dir)
+
+
+def test_a_newer_snapshot_of_save_every_is_preferred(killed: Run, undisturbed: Path) -> None:
+    shutil.copy(undisturbed / f"snapshots/step_{STEPS:08d}.pt", killed.run_dir / "snapshots")
+    out = resume(killed)
+    assert f"already trained: {killed.run_dir}/snapshots/step_{STEPS:08d}.pt is at step {STEPS}" in out
+
+
+def test_a_run_that_is_ended_at_a_frequent_one_keeps_it(killed: Run) -> None:
+    newest = frequent_files(killed)[-1]
+    argv = [*killed.argv, "--trainer.max_steps", "1"]
+    [(status, out, _)] = run_ranks(1, run_captured, *argv, tmp_path=killed.run_dir.parent)
+    assert status == 0
+    assert f"already trained: {newest} is at step {int(newest.stem[-8:])}" in out
+    assert newest in frequent_files(killed)
+
+
+@pytest.mark.parametrize("url", [False, True], ids=["folder", "URL"])
+def test_they_are_in_a_local_folder_and_never_the_best_one(url: bool, text: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    options = {"trainer__save_every": 40, "trainer__eval_every": 1, "trainer__max_steps": 80}
+    options |= {"trainer__snapshot_path": "memory://snapshots" if url else None, "trainer__save_overhead": 0.9}
+    [(status, written)] = run_ranks(1, _train_with_many, *run_args(run_dir, text, **options), tmp_path=tmp_path)
+    assert status == 0
+    folder = "memory://snapshots" if url else f"{run_dir}/snapshots"
+    kept = [(path, best) for path, best in written if "step_" in path]
+    assert [path for path, _ in kept] == [f"{folder}/step_00000040.pt", f"{folder}/step_00000080.pt"]
+    frequent = [(path, best) for path, best in written if "frequent_" in path]
+    assert len(frequent) > 3
+    assert all(path.startswith(f"{run_dir}/snapshots/frequent_") for path, _ in frequent)
+    assert {best for _, best in frequent} <= {None, 40}
+    assert [row["step"] for row in read_rows(run_dir, "snapshot")] == [40, 80]
+    assert not list((run_dir / "snapshots").glob("frequent_*"))
+
+
+def _train_with_many(*argv: str) -> tuple[int, list[tuple[str, int | None]]]:
+    interval.MIN_SECONDS = 0.0
+    written = []
+    write = SnapshotStorage.write
+
+    def observed_write(storage: SnapshotStorage, snapshot: dict[str, Any], best_step: int | None) -> str:
+        written.append((storage.file(snapshot["step"]), best_step))
+        return write(storage, snapshot, best_step)
+
+    SnapshotStorage.write = observed_write  # type: ignore[method-assign]
+    return train_main(*argv), written
+
+
+def test_one_warning_says_that_they_cannot_be_written(text: Path, tmp_path: Path) -> None:
+    options = {"trainer__save_every": 40, "trainer__max_steps": 80, "trainer__save_overhead": 0.9}
+    argv = run_args(tmp_path / "run", text, **options)
+    [(status, _, err)] = run_ranks(1, _train_without_room, *argv, tmp_path=tmp_path)
+    assert status == 0
+    [warning] = err.splitlines()
+    assert re.fullmatch(
+        r".*warning: step \d+: .*/frequent_\d+\.pt can't be written: no room; .* training continues, .*", warning
+    )
+    assert list_snapshots(tmp_path / "run") == ["step_00000040.pt", "step_00000080.pt"]
+
+
+def _train_without_room(*argv: str) -> tuple[int, str, str]:
+    interval.MIN_SECONDS = 0.0
+    write = SnapshotStorage.write
+
+    def failing_write(storage: SnapshotStorage, snapshot: dict[str, Any], best_step: int | None) -> str:
+        if storage.is_frequent:
+            raise UserError(f"{storage.file(snapshot['step'])} can't be written: no room; make room")
+        return write(storage, snapshot, best_step)
+
+    SnapshotStorage.write = failing_write  # type: ignore[method-assign]
+    return run_captured(*argv)
+
+
+def test_the_next_snapshot_takes_the_room_of_the_older_ones(tmp_path: Path) -> None:
+    """So that a disk that holds two frequent snapshots, and no more, still has room for one of save_every."""
+    frequent = SnapshotStorage(str(tmp_path), 2, is_frequent=True)
+    writer = manager.AsyncSnapshotWriter(frequent)
+    for step in (1, 2):
+        frequent.write(small_snapshot(step), None)
+    found = []
+
+    class Observed(SnapshotStorage):
+        def write(self, snapshot: dict[str, Any], best_step: int | None) -> str:
+            found.append(frequent.steps())
+            return super().write(snapshot, best_step)
+
+    header = {key: value for key, value in small_snapshot(3).items() if key not in ("model", "optimizer")}
+    writer.save(header, [("weight", small_snapshot(3)["model"]["weight"], {})], Observed(str(tmp_path), 3))
+    assert writer.wait(20)
+    assert found == [[2]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_machines_that_share_no_folder_each_have_them(strategy: str, text: Path, tmp_path: Path) -> None:
+    options = {"trainer__save_every": 1000, "trainer__max_steps": 40, "trainer__save_overhead": 0.9}
+    argv = run_args(tmp_path / "RANK", text, distributed__strategy=strategy, **options)
+    assert run_ranks(2, _end_before_the_last_step, *argv, tmp_path=tmp_path) == [2, 2]
+    steps = [SnapshotStorage(f"{tmp_path}/rank{rank}/snapshots", 2, is_frequent=True).steps() for rank in (0, 1)]
+    assert steps[0] == steps[1] != []
+    shutil.rmtree(tmp_path / "rank0")  # that machine is lost
+    assert run_ranks(2, _train_on_machine, *argv, tmp_path=tmp_path) == [0, 0]
+    assert_equal_snapshots(tmp_path / "rank0", tmp_path / "rank1")
+    assert min(step for step, _ in loss_curve(tmp_path / "rank0")) == steps[0][-1] + 1
+
+
+def _train_on_machine(*argv: str) -> int:
+    interval.MIN_SECONDS = 0.0
+    os.environ["LOCAL_RANK"] = "0"
+    return train_main(*(word.replace("RANK", f"rank{os.environ['RANK']}") for word in argv))
+
+
+def _end_before_the_last_step(*argv: str) -> int:
+    from trainer import Trainer
+
+    train_step = Trainer.train_step
+
+    def failing_step(trainer: Trainer) -> Any:
+        if trainer.progress.step == 39:
+            trainer.snapshots.wait_for_saves()
+            raise UserError("the end")
+        return train_step(trainer)
+
+    Trainer.train_step = failing_step  # type: ignore[method-assign]
+    return _train_on_machine(*argv)
