@@ -147,7 +147,7 @@ class SnapshotManager:
         self.config = config
         self.context = context
         path = config.trainer.snapshot_path or f"{config.trainer.run_dir}/snapshots"
-        self.storage = SnapshotStorage(path, config.trainer.keep_snapshots, context.is_member)
+        self.storage = SnapshotStorage(path, config.trainer.keep_snapshots)
         self.max_wait = config.distributed.timeout_seconds / 2  # other ranks wait in a collective meanwhile
         self.writer = AsyncSnapshotWriter(self.storage)
         self.writer_ranks = elect_writer_ranks(context, self.storage)
@@ -195,8 +195,7 @@ class SnapshotManager:
         metrics_file = Path(self.config.trainer.run_dir) / "metrics.jsonl"
         with self.context.shared_errors():
             saved = saved_steps(metrics_file) if self.context.rank == 0 else []
-            # With distributed.survive, another process may have saved the first one since this one has looked.
-            if saved and not self.storage.steps():
+            if saved:
                 raise UserError(
                     f"trainer.snapshot_path: there is no snapshot in {self.storage.path}, but according to "
                     f"{metrics_file} this run has saved {len(saved)}, the last at step {saved[-1]}: mount the disk, or "

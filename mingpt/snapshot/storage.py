@@ -71,17 +71,15 @@ class SnapshotStorage:
     Args:
         path: folder or URL
         keep: number of newest snapshots to keep; the best by validation loss is kept too
-        is_member: whether this process still belongs to the run; otherwise it must not delete what others have saved
     """
 
-    def __init__(self, path: str, keep: int, is_member: Callable[[], bool] = lambda: True) -> None:
+    def __init__(self, path: str, keep: int) -> None:
         with _raise_user_error(f"{path} can't be opened", "it may be a folder, or a URL that fsspec knows"):
             self.fs, self.root = fsspec.url_to_fs(path)
         self.is_local = isinstance(self.fs, LocalFileSystem)
         is_plain = not self.is_local or os.path.abspath(path) == self.root
         self.path = path.rstrip("/") if is_plain else self.root  # as messages name it
         self.keep = keep
-        self.is_member = is_member
 
     def steps(self) -> list[int]:
         """Returns the steps of all snapshots, damaged ones included, in ascending order."""
@@ -143,8 +141,7 @@ class SnapshotStorage:
             else:
                 self._retry(self._upload, content, target)
         try:
-            if self.is_member():
-                self._retry(self._prune, snapshot["step"], best_step)
+            self._retry(self._prune, snapshot["step"], best_step)
         except Exception as error:
             raise PruneError(
                 f"trainer.snapshot_path: {shown} is whole, but older ones can't be deleted and stay: {_reason(error)}"

@@ -29,9 +29,6 @@ from helpers import (
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mingpt.config import Config, config_to_dict
-from mingpt.config_parser import read_config
-from mingpt.distributed.collectives import DistributedContext
-from mingpt.distributed.launch_environment import RankInfo
 from mingpt.errors import UserError
 from mingpt.snapshot.content import split_header
 from mingpt.snapshot.manager import AsyncSnapshotWriter, SnapshotManager, check_compatible
@@ -241,19 +238,6 @@ def test_a_run_does_not_start_anew_if_the_only_snapshots_are_damaged_ones_of_ano
     (status, _, err), (other_status, _, _) = run_ranks(2, _train_on_machine, *argv, tmp_path=tmp_path)
     assert (status, other_status) == (2, 2)
     assert f"error: rank 1: trainer.snapshot_path: all 1 snapshots in {tmp_path}/rank1/snapshots are damaged" in err
-
-
-def test_a_snapshot_that_another_process_saves_during_the_search_is_no_error(
-    trained: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With distributed.survive, a process joins a running run, whose first save may come between its two reads."""
-    config = read_config(run_args(trained / "full", trained / "text.txt"))
-    manager = SnapshotManager(config, DistributedContext(RankInfo(), config.distributed))
-    monkeypatch.setattr(manager.storage, "load_newest", lambda report: None)
-    assert manager.load_newest() is None
-    monkeypatch.setattr(manager.storage, "steps", list)
-    with pytest.raises(UserError, match="this run has saved 4, the last at step 12"):
-        manager.load_newest()
 
 
 def test_machines_that_share_a_folder_write_one_snapshot(text: Path, tmp_path: Path) -> None:

@@ -223,15 +223,6 @@ def test_a_newest_snapshot_that_cannot_be_read_is_not_skipped(tmp_path: Path) ->
         storage.load_newest(print)
 
 
-def test_a_rank_that_the_others_have_left_out_deletes_no_snapshot(tmp_path: Path) -> None:
-    """It was stopped while they went on, and does not know which snapshots they keep."""
-    for step in (1, 2, 3):
-        SnapshotStorage(str(tmp_path), keep=1, is_member=lambda: False).write(small_snapshot(step), None)
-    assert sorted(os.listdir(tmp_path)) == file_names(1, 2, 3)
-    SnapshotStorage(str(tmp_path), keep=1).write(small_snapshot(4), None)
-    assert sorted(os.listdir(tmp_path)) == file_names(4)
-
-
 def test_a_failure_to_prune_is_reported_and_the_snapshot_is_whole(tmp_path: Path) -> None:
     (tmp_path / "step_00000001.pt").mkdir()
     storage = SnapshotStorage(str(tmp_path), keep=1)
