@@ -49,11 +49,7 @@ def main(argv: Sequence[str] = ()) -> int:
     from mingpt.monitoring.logging import set_rank
     from mingpt.parallel.build import strategy_class
     from mingpt.prepare_run import locked_folders, prepare_run
-    from mingpt.survive.launch import train_surviving
     from trainer import Trainer
-
-    if config.distributed.survive:
-        return train_surviving(config, Trainer)
 
     set_rank(info.rank)
     destroy_process_group()  # if an earlier run in this process has failed

@@ -4,18 +4,16 @@ import os
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.baselines import NanoGPT, Step, minimal_loop, tutorial_step
-from benchmarks.harness import MEDIUM, RANKS, SMALL, Bench, Row, median_row, suppress_stdout
+from benchmarks.harness import MEDIUM, SMALL, Bench, Row, median_row, suppress_stdout
 from benchmarks.learning import time_to_loss
 from mingpt.config import MAX_STEPS
 from mingpt.generation import generate
 from mingpt.hardware.device import device_kind
-from mingpt.monitoring.run_log import iter_metrics
 from mingpt.parallel.strategy import DTYPES
 from mingpt.utilization import flops_per_sequence
 from model import GPT
@@ -109,22 +107,6 @@ def reduction(bench: Bench) -> Iterator[Row]:
     yield _step_row(bench, what, tree, tree | {"distributed.reduction": "fast"})
 
 
-def survive(bench: Bench) -> Iterator[Row]:
-    """A step with distributed.survive, in steps without it."""
-    ratios = [_tokens_per_second(bench, "false") / _tokens_per_second(bench, "true") for _ in range(bench.pairs)]
-    yield median_row(f"a step with survive in one without, {RANKS} ranks", ratios)
-
-
-def _tokens_per_second(bench: Bench, survives: str) -> float:
-    """Of a run of main.py on several ranks, on the CPU, as survive requires."""
-    run_dir = tempfile.mkdtemp(dir=bench.folder)
-    keys = {"trainer.run_dir": run_dir, "distributed.survive": survives, "distributed.backend": "gloo"}
-    length = {"trainer.max_steps": 300, "trainer.log_every": 50}
-    bench.torchrun("main.py", *bench.run_options(overrides=TREE | ONLY_STEPS | length | keys))
-    rows = filter(None, iter_metrics(Path(run_dir) / "metrics.jsonl"))
-    return statistics.median(row["tokens_per_second"] for row in rows if row["event"] == "train")
-
-
 def pipeline(bench: Bench) -> Iterator[Row]:
     """A step of pipeline stages, in steps with DDP on as many ranks."""
     stages = bench.context.world_size
@@ -215,7 +197,6 @@ CASES: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "snapshots": snapshots,
     "strategies": strategies,
     "reduction": reduction,
-    "survive": survive,
     "pipeline": pipeline,
     "compile": compile_model,
     "optimizer": optimizer,

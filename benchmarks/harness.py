@@ -151,20 +151,17 @@ class Bench:
         file.write_text("".join(np.random.default_rng(0).choice(ALPHABET, 10**6)))
         return file
 
-    def run_options(self, defaults: Mapping[str, Any] = NO_KEYS, overrides: Mapping[str, Any] = NO_KEYS) -> list[str]:
-        """Options of main.py for a run folder of its own: `defaults`, then those of the command line, then `overrides`.
-
-        Of several values for a key, the last is used.
-        """
-        paths = {"data.path": self.text, "trainer.run_dir": tempfile.mkdtemp(dir=self.folder)}
-        return [*to_options({**paths, **defaults}), *self.options, *to_options(overrides)]
-
     def build_trainer(
         self, defaults: Mapping[str, Any] = NO_KEYS, overrides: Mapping[str, Any] = NO_KEYS, warmup_steps: int = 3
     ) -> Trainer:
-        """A trainer in a run folder of its own, which has taken some steps; for its keys see `run_options`."""
+        """A trainer in a run folder of its own, which has taken some steps.
+
+        Of several values for a key, the last is used: `defaults`, then the command line, then `overrides`.
+        """
+        paths = {"data.path": self.text, "trainer.run_dir": tempfile.mkdtemp(dir=self.folder)}
+        options = [*to_options({**paths, **defaults}), *self.options, *to_options(overrides)]
         with suppress_stdout():
-            trainer = Trainer(read_config(self.run_options(defaults, overrides)), self.context)
+            trainer = Trainer(read_config(options), self.context)
         for _ in range(warmup_steps):
             trainer.train_step()
         return trainer
@@ -194,8 +191,8 @@ class Bench:
         times = self.context.broadcast_object(max(1, round(2 * self.min_run_time / seconds)))
         return [self.time_calls(action, times) / self.time_calls(reference, times) for _ in range(self.pairs)]
 
-    def torchrun(self, *argv: str) -> str:
-        """Runs a program on several ranks, each with its share of the cores; returns stdout.
+    def run_on_ranks(self, name: str) -> Iterator[Row]:
+        """The rows of a case under torchrun, on several ranks, each with its share of the cores.
 
         Raises:
             SkippedError: there are fewer cores, or GPUs, than ranks.
@@ -205,16 +202,12 @@ class Bench:
         if processors < RANKS:
             raise SkippedError(f"it starts {RANKS} ranks, which need a core or GPU each; found {processors}")
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
-        command = [sys.executable, *launcher, *argv]
+        command = [sys.executable, *launcher, "-m", "benchmarks", name, *self.options, "--json"]
         env = os.environ | {"OMP_NUM_THREADS": str(max(1, available_cores() // RANKS))}
         done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)  # noqa: S603
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
-        return done.stdout
-
-    def run_on_ranks(self, name: str) -> Iterator[Row]:
-        """The rows of a case of this program under torchrun."""
-        for line in self.torchrun("-m", "benchmarks", name, *self.options, "--json").splitlines():
+        for line in done.stdout.splitlines():
             result = json.loads(line)
             yield Row(**{key: result[key] for key in Row.__dataclass_fields__})
 

@@ -35,6 +35,12 @@ SHAPE_KEYS = (
     "model.bias",
     "data.block_size",
 )
+# Keys of earlier versions, with what replaces them. Snapshots of those versions have them.
+REMOVED_KEYS = {
+    "distributed.survive": "remove it; snapshots are saved about every second (trainer.save_overhead), and `torchrun "
+    "--max_restarts=3` restarts the run",
+    "trainer.save_minutes": "remove it; trainer.save_overhead decides how often snapshots are saved",
+}
 MAX_STEPS = 99_999_999  # snapshots are named step_00000500.pt, with eight digits
 MAX_THREADS = 1024  # more than any machine has cores; a million would take all threads that a machine can start
 
@@ -307,9 +313,6 @@ class DistributedConfig:
     reduction: Literal["fast", "tree"] = "fast"
     """gradient summation: fast (the backend's all-reduce); tree: same bits for any number of ranks"""
 
-    survive: bool = False
-    """with reduction tree: continue without a lost rank, and let a new process take its place"""
-
     @model_validator(mode="after")
     def _check(self) -> "DistributedConfig":
         if self.init_method is not None and not _is_init_method(self.init_method):
@@ -332,20 +335,6 @@ class DistributedConfig:
             )
         if self.reduction == "tree" and self.strategy != "ddp":
             raise ValueError(f"distributed.strategy is {self.strategy}, must be ddp with distributed.reduction tree")
-        if self.survive and self.reduction != "tree":
-            raise ValueError(
-                f"distributed.survive is true, which needs distributed.reduction tree, not {self.reduction}: set it, "
-                "with distributed.strategy ddp and distributed.pipeline_stages 1"
-            )
-        if self.survive and self.backend == "nccl":
-            raise ValueError(
-                "distributed.backend is nccl, must be auto or gloo with distributed.survive, which exchanges by gloo"
-            )
-        if self.survive and (self.init_method or "").startswith("file://"):
-            raise ValueError(
-                f"distributed.survive is true, which needs a store at a host and port, not {self.init_method}: set "
-                "distributed.init_method to null or tcp://host:port"
-            )
         return self
 
 

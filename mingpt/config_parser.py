@@ -13,7 +13,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from mingpt.config import KEYS, SECTIONS, Config, config_to_dict
+from mingpt.config import KEYS, REMOVED_KEYS, SECTIONS, Config, config_to_dict
 from mingpt.errors import UserError
 from mingpt.files import read_regular
 from mingpt.yaml_format import dump_yaml, load_yaml
@@ -50,7 +50,7 @@ def read_config(argv: Sequence[str] = ()) -> Config:
     """
     args, unknown = build_parser().parse_known_args(argv)
     if unknown:
-        raise UserError(f"command line: {unknown[0]} is not known{_option_hint(unknown[0])}")
+        raise UserError(f"command line: {_unknown_option(unknown[0])}")
     file = DEFAULT_CONFIG if args.config is None else Path(args.config)
     values = _read_yaml(file) if args.config is not None or file.exists() else {}
     given = [name for name in KEYS if getattr(args, name) is not None]
@@ -152,16 +152,19 @@ def _nearest(name: str, known: Collection[str]) -> str:
     return f"; the nearest is {near[0]}" if near else ""
 
 
-def _option_hint(word: str) -> str:
-    """What to write in place of a word of the command line that is not known."""
+def _unknown_option(word: str) -> str:
+    """Says that a word of the command line is not known, and what to write in its place."""
     name = word.lstrip("-").partition("=")[0]
+    if name in REMOVED_KEYS:
+        return f"{name} is no longer a key: {REMOVED_KEYS[name]}"
+    hint = f"{_nearest(name, KEYS)}; --help lists all"
     if name in KEYS:
-        return f"; write --{name}"
-    if not word.startswith("-") and "." in word and Path(word).exists():
-        return (
+        hint = f"; write --{name}"
+    elif not word.startswith("-") and "." in word and Path(word).exists():
+        hint = (
             "; an option has one value: if the shell has replaced a pattern, quote it, as in --data.path 'books/*.txt'"
         )
-    return f"{_nearest(name, KEYS)}; --help lists all"
+    return f"{word} is not known{hint}"
 
 
 def _validate(values: Sections, given: Collection[str], file: Path) -> Config:
@@ -194,6 +197,8 @@ def _validate(values: Sections, given: Collection[str], file: Path) -> Config:
 
 
 def _unknown_name(name: str, file: Path) -> str:
+    if name in REMOVED_KEYS:
+        return f"{name} (in {file}) is no longer a key: {REMOVED_KEYS[name]}"
     if "." in name:
         return f"{name} (in {file}): unknown key{_nearest(name, KEYS)}; --help lists all"
     return f"{name} (in {file}): unknown section{_nearest(name, SECTIONS)}; there are {', '.join(SECTIONS)}"

@@ -30,18 +30,6 @@ class StoreUnreachableError(PeerError):
     """The rendezvous store does not answer."""
 
 
-class RunEnded(Exception):  # noqa: N818 - an event
-    """The other ranks have ended the run without this process.
-
-    Args:
-        status: their exit status
-    """
-
-    def __init__(self, status: int) -> None:
-        super().__init__(status)
-        self.status = status
-
-
 def is_oom_error(error: Exception) -> bool:
     """Whether memory ran out: the CUDA allocator has its own exception, the CPU's only a message."""
     import torch  # noqa: PLC0415  # plot.py, which imports this module, starts without it

@@ -12,15 +12,14 @@ from types import TracebackType
 EXIT_STATUS = {signal.SIGTERM: 143, signal.SIGUSR1: 143, signal.SIGHUP: 143, signal.SIGINT: 130}
 SECOND_INTERRUPT_SECONDS = 1.0  # a SIGINT within this time of the first may be the launcher's copy of the first
 POLL_SECONDS = 0.5  # between checks of the launcher
-# Environment variable: id of the process whose end stops this one (torchrun, launch/by_hand.py, or the supervisor of
-# distributed.survive). mingpt/survive/supervisor.py, which imports nothing of mingpt, has the name too.
+# Environment variable: id of the process whose end stops this one, which is torchrun or launch/by_hand.py.
 LAUNCHER_PID = "MINGPT_LAUNCHER_PID"
 
 
 def record_launcher() -> None:
     """Records torchrun's process id, at the start: without torchrun, this process would have another parent."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        os.environ.setdefault(LAUNCHER_PID, str(os.getppid()))
+        os.environ[LAUNCHER_PID] = str(os.getppid())
 
 
 def is_interactive() -> bool:

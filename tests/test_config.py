@@ -256,6 +256,27 @@ def test_invalid_yaml_is_refused_naming_file_and_place(content: bytes, parts: li
         assert part in message
 
 
+@pytest.mark.parametrize("value", ["true", "false"])
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        (
+            "distributed.survive",
+            "remove it; snapshots are saved about every second (trainer.save_overhead), and "
+            "`torchrun --max_restarts=3` restarts the run",
+        ),
+    ],
+)
+def test_a_key_of_an_earlier_version_is_refused_with_what_replaces_it(
+    name: str, advice: str, value: str, config_file: Path
+) -> None:
+    section, key = name.split(".")
+    config_file.write_text(f"{section}:\n  {key}: {value}\n")
+    assert error_of("--config", config_file) == f"{name} (in {config_file}) is no longer a key: {advice}"
+    for argv in ([f"--{name}", value], [f"--{name}={value}"]):
+        assert error_of(*argv) == f"command line: {name} is no longer a key: {advice}"
+
+
 def test_a_config_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     for path in (tmp_path / "none.yaml", tmp_path):
         assert error_of("--config", path).startswith(f"--config: {path} can't be read: ")
@@ -448,10 +469,6 @@ OFFLOAD = {"distributed.strategy": "fsdp", "distributed.cpu_offload": True, "opt
             (TREE | {"distributed.strategy": name}, f"distributed.strategy is {name}, must be ddp with ")
             for name in ("zero1", "zero2", "fsdp")
         ),
-        (
-            {"distributed.survive": True, "distributed.reduction": "fast"},
-            "distributed.survive is true, which needs distributed.reduction tree, not fast: set it, with ",
-        ),
     ],
 )
 def test_values_that_do_not_go_together_are_refused(values: dict[str, Any], message: str) -> None:
@@ -462,15 +479,6 @@ def test_values_that_do_not_go_together_are_refused(values: dict[str, Any], mess
     assert error.startswith(message)
     assert ("distributed.reduction tree" in error) == ("distributed.reduction" in values)
     assert len(error.splitlines()) == 1
-
-
-def test_survive_needs_a_store_at_a_host_and_port_and_no_nccl() -> None:
-    values = TREE | {"distributed.survive": True, "distributed.init_method": "file:///tmp/rendezvous"}
-    assert error_of(*options(values)).startswith("distributed.survive is true, which needs a store at a host and port")
-    values |= {"distributed.init_method": "tcp://host:2000"}
-    read_config(options(values))
-    error = error_of(*options(values | {"distributed.backend": "nccl"}))
-    assert error.startswith("distributed.backend is nccl, must be auto or gloo with distributed.survive")
 
 
 def test_conflicts_within_several_sections_are_in_one_message() -> None:

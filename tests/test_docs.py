@@ -93,7 +93,7 @@ def test_the_tree_names_all_modules_and_folders_of_the_library() -> None:
 
 
 def test_the_layers_are_those_that_lint_imports_checks() -> None:
-    [shown] = [block for block in blocks(DOCS / "architecture.md", "text") if block.startswith("survive")]
+    [shown] = [block for block in blocks(DOCS / "architecture.md", "text") if block.startswith("prepare_run")]
     [layers] = re.findall(r"^layers = \[\n(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
     assert shown.splitlines() == [layer.replace("mingpt.", "") for layer in re.findall(r'"(.+)"', layers)]
 

@@ -23,9 +23,3 @@ def imports(script: str) -> set[str]:
 def test_the_leaves_import_no_script(leaf: str) -> None:
     """mingpt imports them, so a script that they imported would be imported by the library."""
     assert not imports(leaf) & SCRIPTS
-
-
-@pytest.mark.parametrize("script", ["trainer", "sample", "export", "plot", "model", "char_dataset"])
-def test_main_alone_imports_survive(script: str) -> None:
-    assert any(module.startswith("mingpt.survive") for module in imports("main"))
-    assert not any(module.startswith("mingpt.survive") for module in imports(script))

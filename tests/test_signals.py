@@ -26,10 +26,12 @@ from helpers import (
     start_main,
     train_main,
     wait_for_step,
+    wait_until,
     worker_pids,
 )
 
 from mingpt.signals import EXIT_STATUS, SECOND_INTERRUPT_SECONDS, SignalHandler
+from tests.faults.runs import Run
 from trainer import Trainer
 
 ENDLESS = {"trainer__max_steps": 1_000_000, "trainer__save_every": 1_000_000}
@@ -107,6 +109,17 @@ def test_a_launcher_that_ends_before_training_begins_counts_as_sigterm() -> None
         launcher.stdin.write("\n")
         launcher.stdin.flush()
         assert launcher.stdout.readline() == f"{signal.SIGTERM.value}\n"
+
+
+def test_the_loss_of_by_hand_py_stops_its_ranks(text: Path, tmp_path: Path) -> None:
+    argv = ["2", *run_args(tmp_path / "run", text, **ENDLESS)]
+    with Run(tmp_path / "run", argv, ROOT / "launch/by_hand.py") as run:
+        run.start()
+        run.wait_for_step(1)
+        run.processes[0].kill()
+        wait_until(lambda: not run.pids(), "the end of all ranks", timeout=20)
+    assert newest_snapshot(run.run_dir)["step"] == run.step()
+    assert "Traceback" not in run.log.read_text()
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ import signal
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -46,7 +45,6 @@ from mingpt.evaluation import evaluate
 from mingpt.hardware import device
 from mingpt.parallel.strategy import Strategy
 from mingpt.snapshot.storage import load_snapshot
-from mingpt.survive.loop import SurvivingLoop
 from trainer import Trainer
 
 
@@ -149,18 +147,6 @@ def test_gradients_that_overflow_at_every_loss_scale_end_the_run(
         trainer.train_step()
         with pytest.raises(UserError, match=r"^step 2: in fp16, the gradients have overflowed at every loss scale"):
             trainer.guard.check(trainer.progress.step)
-
-
-def test_a_gradient_that_is_not_finite_ends_a_survivor_before_another_process_gets_its_state(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A GPU's rank learns of the gradient at the next log line, and a process that joins would not learn of it."""
-    monkeypatch.setenv("TEST_INIT_METHOD", "file:///unused")
-    with open_trainer(*run_args(tmp_path / "run", text)) as trainer:
-        trainer.guard.bad_step.fill_(2)
-        context = Mock(is_joining=False)
-        with pytest.raises(UserError, match=r"^step 2: the loss is not finite; no weight .* was changed by it"):
-            SurvivingLoop(trainer, context).regroup()
 
 
 def test_numerics_are_chosen_before_ranks_exchange_tensors(

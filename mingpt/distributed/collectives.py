@@ -20,7 +20,6 @@ from mingpt.distributed.launch_environment import RankInfo
 from mingpt.distributed.position import find_line, format_list, format_ranks
 from mingpt.errors import PeerError, UserError
 from mingpt.hardware.device import choose_device, visible_gpu_uuids
-from mingpt.torch_versions import all_gather_single
 
 if TYPE_CHECKING:  # the monitor of health reports where ranks are in these collectives
     from mingpt.distributed.health import HealthMonitor
@@ -55,7 +54,14 @@ class DistributedContext:
         local_rank, local_world_size = self._exchange(platform.node(), _local_ranks)
         self.local_rank = local_rank if info.local_rank is None else info.local_rank
         self.local_world_size = info.local_world_size or local_world_size
-        self.device = self._choose_device(config.backend)
+        with self.shared_errors():
+            gpus = visible_gpu_uuids(config.backend)
+        is_shared = self.reduce_object(gpus, lambda found: max(Counter(chain(*found)).values(), default=0) > 1)
+        with self.shared_errors():
+            if gpus and not is_shared:  # as srun assigns them: each process sees only its own, as number 0
+                self.device = choose_device(config.backend, 0, 1, self.world_size)
+            else:
+                self.device = choose_device(config.backend, self.local_rank, self.local_world_size, self.world_size)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
@@ -70,16 +76,6 @@ class DistributedContext:
                 context.world_size = len(ranks)
                 context.group = group
         return context
-
-    def _choose_device(self, backend: str) -> torch.device:
-        with self.shared_errors():
-            gpus = visible_gpu_uuids(backend)
-        is_shared = self.reduce_object(gpus, lambda found: max(Counter(chain(*found)).values(), default=0) > 1)
-        with self.shared_errors():
-            if gpus and not is_shared:  # as srun assigns them: each process sees only its own, as number 0
-                return choose_device(backend, 0, 1, self.world_size)
-            return choose_device(backend, self.local_rank, self.local_world_size, self.world_size)
-        raise AssertionError("unreachable: shared_errors raises what its block raises")
 
     @property
     def backend(self) -> str:
@@ -219,14 +215,6 @@ class DistributedContext:
             dist.all_reduce(tensor, group=self.group)
         return tensor
 
-    def all_gather(self, gathered: Tensor, tensor: Tensor) -> None:
-        """Overwrites `gathered`, (n * world_size,), with the tensors of all ranks, (n,) each."""
-        all_gather_single(gathered, tensor, group=self.group)
-
-    def all_to_all(self, received: Tensor, sent: Tensor, received_rows: list[int], sent_rows: list[int]) -> None:
-        """Sends consecutive rows to each rank and overwrites `received` with those of each, as many as listed."""
-        dist.all_to_all_single(received, sent, received_rows, sent_rows, group=self.group)
-
     def broadcast_tensor(self, tensor: Tensor, source: int) -> None:
         """Overwrites the tensor with the source rank's."""
         if self.world_size > 1:
@@ -240,10 +228,6 @@ class DistributedContext:
         flags = torch.tensor(values, dtype=torch.int32)
         work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, async_op=True) if self.world_size > 1 else None
         return PendingFlags(flags, work)
-
-    def is_member(self) -> bool:
-        """Whether this process is still one of the ranks of the run. A lost rank ends a run of this kind."""
-        return True
 
     def metrics(self) -> dict[str, int]:
         """What each train row says of the ranks."""

@@ -1,11 +1,12 @@
 """The health of the ranks: which of them is dead, late or stopped, and since which line of the program."""
 
+import json
 import os
 import platform
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from contextlib import suppress
 from pathlib import Path
@@ -14,19 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mingpt.distributed.heartbeat import (
-    HEARTBEAT_INTERVAL,
-    HEARTBEAT_TIMEOUT,
-    Heartbeats,
-    heartbeat_key,
-    read_positions,
-)
 from mingpt.distributed.launch_environment import detect_launch_environment, machine_id, restart_hint
-from mingpt.distributed.position import PositionReader, SlowRanks, count_collectives, explain_wait, format_list
+from mingpt.distributed.position import Position, PositionReader, SlowRanks, explain_wait, format_list
 from mingpt.distributed.rendezvous import NCCL_DUMP_KEY
 from mingpt.errors import PeerError, StoreUnreachableError, is_oom_error
 from mingpt.monitoring.logging import logger
 
+HEARTBEAT_INTERVAL = 0.5  # seconds between heartbeats, and between looks at those of others
+HEARTBEAT_TIMEOUT = 2.0  # seconds without one, after which a rank counts as dead
 ALL_ALIVE_SECONDS = 0.7  # in which all ranks send a heartbeat if none is dead
 ANSWER_SECONDS = 3.0  # in which the store answers a request, and a rank reads all heartbeats
 SCANNERS = 16  # ranks that read all heartbeats at the same time
@@ -61,17 +57,18 @@ class HealthMonitor:
     ) -> None:
         # Connections of their own: a request waits for the one before it on the same connection.
         self.store: dist.Store = dist.PrefixStore("health", store.clone())  # type: ignore[attr-defined]
-        heartbeat_store = dist.PrefixStore("health", store.clone())  # type: ignore[attr-defined]
+        self.heartbeat_store: Any = dist.PrefixStore("health", store.clone())  # type: ignore[attr-defined]
         self.rank = rank
         self.world_size = world_size
         self.store_host = store_host
         self.timeout_seconds = timeout_seconds
         self.traces = traces
         self.name = f"rank {rank} ({platform.node()}, process {os.getpid()})"
-        self.ranks = [str(other) for other in range(world_size)]
-        self.successor = self.ranks[(rank + 1) % world_size]
+        self.heartbeat_keys = [f"heartbeat/{other}" for other in range(world_size)]
+        self.successor = (rank + 1) % world_size
+        self.heartbeat_of_successor = b""  # as last read
         self.store.set(f"name/{rank}", self.name)
-        self.heartbeats = Heartbeats(heartbeat_store, str(rank), PositionReader(count_collectives).read)
+        self.store.set(self.heartbeat_keys[rank], encode_heartbeat(0, None))  # others wait for the key
         self.has_failure = False  # as last read
         self.cause = ""  # as far as it is known
         self.poll_seconds = max(0.1, world_size / 2000)  # between looks for a cause
@@ -91,17 +88,21 @@ class HealthMonitor:
         self.stopped.set()
 
     def _send_heartbeats(self) -> None:
-        store: Any = self.heartbeats.store
+        store = self.heartbeat_store
         root_store = store._underlying_non_prefix_store
+        reader = PositionReader()
         slow_ranks = SlowRanks()
+        number = 0
         while not self.stopped.wait(HEARTBEAT_INTERVAL):
+            number += 1
             try:
-                self.heartbeats.send()
+                store.set(self.heartbeat_keys[self.rank], encode_heartbeat(number, reader.read()))
                 if self.rank == 0 and self.is_watching:
-                    self.heartbeats.look(self.ranks, HEARTBEAT_INTERVAL)
-                    slow_ranks.look(self.heartbeats.positions(self.ranks), HEARTBEAT_INTERVAL)
+                    heartbeats = store.multi_get(self.heartbeat_keys)
+                    slow_ranks.look(read_positions(heartbeats), HEARTBEAT_INTERVAL)
+                    self.heartbeat_of_successor = heartbeats[self.successor]
                 else:
-                    self.heartbeats.look([self.successor], HEARTBEAT_INTERVAL)
+                    [self.heartbeat_of_successor] = store.multi_get([self.heartbeat_keys[self.successor]])
                 self.has_failure = store.check(["cause"]) or root_store.check([NCCL_DUMP_KEY])
             except (RuntimeError, OSError):  # training may continue without a store
                 if self.store_host != FILE_SYSTEM:  # TCPStore does not connect again, and logs each trial
@@ -114,10 +115,10 @@ class HealthMonitor:
         does not answer for so long and rank 0 hosts it, rank 0 is dead. The loss of a torchrun agent is no reason to
         end: torchrun notices it, and workers save a snapshot when theirs is dead.
         """
-        last = None
+        last = b""
         silent = 0
         while not self.stopped.wait(HEARTBEAT_INTERVAL):
-            heartbeat = self.heartbeats.newest.get(self.successor)
+            heartbeat = self.heartbeat_of_successor
             silent = silent + 1 if heartbeat == last else 0
             last = heartbeat
             is_silent = silent * HEARTBEAT_INTERVAL >= self.timeout_seconds
@@ -224,19 +225,18 @@ class HealthMonitor:
 
     def _scan(self, error: Exception | None) -> str:
         """Reads the heartbeats of all ranks twice or three times, and returns what `_find_cause` does."""
-        keys = [heartbeat_key(rank) for rank in self.ranks]
-        before = self._query(self.store.multi_get, keys)
+        before = self._query(self.store.multi_get, self.heartbeat_keys)
         started = time.monotonic()
         for seconds in (ALL_ALIVE_SECONDS, HEARTBEAT_TIMEOUT):
             if cause := self._await_cause(started + seconds - time.monotonic()):
                 return cause
-            now = self._query(self.store.multi_get, keys)
+            now = self._query(self.store.multi_get, self.heartbeat_keys)
             silent = [rank for rank in range(self.world_size) if now[rank] == before[rank]]
             if not silent:
                 break
         if self.rank in silent:
             return ""  # the store no longer shows even this rank's heartbeats, so it says nothing of the others
-        found = self._query(self.store.multi_get, [f"name/{rank}" for rank in self.ranks])
+        found = self._query(self.store.multi_get, [f"name/{rank}" for rank in range(self.world_size)])
         names = {rank: name.decode() for rank, name in enumerate(found)}
         if silent:
             dead = format_list([names[rank] for rank in silent])
@@ -256,3 +256,18 @@ class HealthMonitor:
         else:
             return ""
         return self._query(self.store.compare_set, "cause", "", cause).decode()
+
+
+def encode_heartbeat(number: int, position: Position | None) -> str:
+    """What a rank sets in the store: another number each time, and where it is; None: it has just started."""
+    return json.dumps([number, position])
+
+
+def read_positions(heartbeats: Sequence[bytes]) -> dict[int, Position]:
+    """The positions in the heartbeats of all ranks, by rank. The first heartbeat of a rank has none."""
+    positions = {}
+    for rank, heartbeat in enumerate(heartbeats):
+        _, position = json.loads(heartbeat)
+        if position is not None:
+            positions[rank] = Position(*position)
+    return positions

@@ -233,33 +233,13 @@ def select_gloo_interface(is_one_host: bool, init_method: str) -> None:
     """
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
-    master = "" if init_method.startswith("file://") else host_and_port(init_method)[0]
     if is_one_host or not _address_towards(platform.node()):
-        address = local_address(is_one_host, master)
+        master = "" if init_method.startswith("file://") else host_and_port(init_method)[0]
+        address = LOOPBACK if is_one_host else _address_towards(master) or _address_towards(DEFAULT_ROUTE_HOST)
         for name, addresses in psutil.net_if_addrs().items():
             if address in (interface.address for interface in addresses):
                 os.environ["GLOO_SOCKET_IFNAME"] = name
                 return
-
-
-def local_address(is_one_host: bool, master: str) -> str | None:
-    """Returns this host's address for the other ranks, of which rank 0 is at `master`; None: unknown."""
-    return LOOPBACK if is_one_host else _address_towards(master) or _address_towards(DEFAULT_ROUTE_HOST)
-
-
-def listening_address(host: str) -> str | None:
-    """Returns the IPv4 address of this machine that other processes reach by connecting to `host`; None: unknown.
-
-    A name may lead to the loopback here and to a network's address on other machines, or to a router's address.
-    """
-    try:
-        address = socket.gethostbyname(host)
-    except (OSError, UnicodeError):
-        return None
-    if address.startswith("127."):
-        return address if host in (address, "localhost") else None
-    interfaces = [interface for addresses in psutil.net_if_addrs().values() for interface in addresses]
-    return address if any(address == interface.address for interface in interfaces) else None
 
 
 def _integer(env: Mapping[str, str], name: str, highest: int = 2**31) -> int:
@@ -277,7 +257,7 @@ def _master_address(env: Mapping[str, str], default: str | None = None) -> str |
         return default
     if not all(given):
         return None
-    _integer(env, "MASTER_PORT", MAX_PORT)  # 0: a supervisor of distributed.survive finds a free one
+    _integer(env, "MASTER_PORT", MAX_PORT)
     if not env["MASTER_ADDR"]:
         raise UserError("environment: MASTER_ADDR is empty, must be the host of rank 0")
     return "env://"

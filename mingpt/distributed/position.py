@@ -7,7 +7,7 @@ the main thread.
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -38,17 +38,9 @@ class PositionReader:
     """Reads the position of this process, for another thread than the main thread.
 
     Once a collective has failed, it stays the position of that collective.
-
-    Args:
-        count_collectives: returns how many this process has started, by process group
-        collectives: the files and folders with the code of collectives
     """
 
-    def __init__(
-        self, count_collectives: Callable[[], dict[str, int]], collectives: tuple[str, ...] = COLLECTIVES
-    ) -> None:
-        self.count_collectives = count_collectives
-        self.collectives = collectives
+    def __init__(self) -> None:
         self.thread = threading.main_thread().ident
         self.last: tuple[dict[str, int], str, str] = {}, "", "no line yet"
         self.changed = time.monotonic()
@@ -59,8 +51,8 @@ class PositionReader:
         if not isinstance(error, RuntimeError):  # as all backends raise
             with suppress(RuntimeError):  # a group may be destroyed meanwhile, and the heartbeats must continue
                 frame = sys._current_frames().get(self.thread)  # type: ignore[arg-type]
-                function, line = find_line(frame, self.collectives)
-                current = (self.count_collectives(), function, line)
+                function, line = find_line(frame)
+                current = (count_collectives(), function, line)
                 if current != self.last:
                     self.last = current
                     self.changed = time.monotonic()
@@ -79,7 +71,7 @@ def count_collectives() -> dict[str, int]:
     return counts
 
 
-def find_line(frame: FrameType | None, collectives: tuple[str, ...] = COLLECTIVES) -> tuple[str, str]:
+def find_line(frame: FrameType | None) -> tuple[str, str]:
     """Returns the collective that this thread is in, and the line of this program that has called it.
 
     In no collective, it is an empty string and the innermost line of this program.
@@ -89,7 +81,7 @@ def find_line(frame: FrameType | None, collectives: tuple[str, ...] = COLLECTIVE
     while frame is not None:
         file = frame.f_code.co_filename
         name = frame.f_code.co_name
-        if file.startswith(collectives):
+        if file.startswith(COLLECTIVES):
             function = name
             is_collective = True
         elif file.startswith(ROOT) and "/site-packages/" not in file:
@@ -187,7 +179,7 @@ def format_ranks(ranks: Sequence[int]) -> str:
 class SlowRanks:
     """Warns of ranks for which others have waited, from looks at their positions.
 
-    It adds up the time between looks, which is limited, since this process may be stopped, too.
+    It adds up the time between looks instead of reading the clock, since this process may be stopped, too.
     """
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from mingpt.distributed.launch_environment import LOOPBACK, host_and_port, listening_address, uses_agent_store
+from mingpt.distributed.launch_environment import LOOPBACK, host_and_port, uses_agent_store
 
 NCCL_DUMP_KEY = "exception_dump"  # set by NCCL's watchdog, below all prefixes (kStoreDumpKey in ProcessGroupNCCL.hpp)
 POLL_SECONDS = 0.02  # between looks of a rank at the store, with few ranks
@@ -28,7 +28,7 @@ def rendezvous(init_method: str, rank: int, world_size: int, timeout: timedelta)
         file_store.set_timeout(timeout)
         return generation_store(file_store, rank, world_size, timeout)
     host, port = host_and_port(init_method)
-    if rank == 0 and listening_address(host) == LOOPBACK:
+    if rank == 0 and host in (LOOPBACK, "localhost"):
         listener = socket.create_server((LOOPBACK, port), backlog=1024)  # by itself it would listen at all addresses
         descriptor = listener.detach()
         return dist.TCPStore(LOOPBACK, port, world_size, is_master=True, timeout=timeout, master_listen_fd=descriptor)
@@ -37,9 +37,7 @@ def rendezvous(init_method: str, rank: int, world_size: int, timeout: timedelta)
     return store
 
 
-def generation_store(
-    store: dist.Store, rank: int, world_size: int, timeout: timedelta, token: str | None = None
-) -> dist.Store:
+def generation_store(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     """Returns a view of a store that outlives its ranks, with a prefix that only the ranks of this start use.
 
     torchrun gives the same store to every generation of workers, and a file remains when ranks exit. gloo would read
@@ -50,13 +48,10 @@ def generation_store(
 
     Rank 0 alone reads what all ranks write. No request waits in the store, since Ctrl-C would not end that.
 
-    Args:
-        token: of this start, the same in processes that take the place of others within it
-
     Raises:
         TimeoutError: the other ranks did not connect.
     """
-    token = token or uuid.uuid4().hex
+    token = uuid.uuid4().hex
     store.set(f"token/{rank}", token)
     own_offer = f"offer/{token}"
     deadline = time.monotonic() + timeout.total_seconds()
@@ -88,10 +83,7 @@ def _offer_prefix(store: dist.Store, world_size: int) -> None:
 
 
 def first_different(store: dist.Store, rank: int, world_size: int, value: str) -> int:
-    """Returns the first rank whose value differs from that of rank 0; 0 if all are equal.
-
-    Rank 0 alone reads all values. Its answer remains for processes that take the place of others.
-    """
+    """Returns the first rank whose value differs from rank 0's, which only rank 0 looks for; 0 if all are equal."""
     store.set(f"value/{rank}", value)
     if rank == 0:
         first, *others = store.multi_get([f"value/{other}" for other in range(world_size)])

@@ -34,10 +34,6 @@ class RunLog:
         self.sinks: list[MetricsFile | TensorBoard | WeightsAndBiases | Terminal] = []
         self.line: LiveLine | None = None
 
-    @property
-    def is_open(self) -> bool:
-        return bool(self.sinks)
-
     def open(self, config: Config, step: int, last_step: int) -> None:
         """Writes config.yaml, and opens all sinks, without rows of later steps than `step`.
 

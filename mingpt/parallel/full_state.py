@@ -46,20 +46,13 @@ class FullState:
 
     def load_full_state(self, weights: Mapping[str, Tensor], state: OptimizerState, source: int) -> None:
         """Loads the full weights and optimizer state that rank `source` passes; those of other ranks are ignored."""
-        for name, key, full in self.broadcast_full_state(weights, state, source):
-            self.load_tensor(name, key, full)
-
-    def broadcast_full_state(
-        self, weights: Mapping[str, Tensor], state: OptimizerState, source: int
-    ) -> Iterator[tuple[str, str, Tensor]]:
-        """Yields name, key and value of each tensor that rank `source` passes; weights have an empty key."""
         keys = self.context.broadcast_object(state_keys(state), source)
         for name in self.full_shapes:
             tensors = {}
             if self.context.rank == source:
                 tensors = {"": weights[name], **state.get(name, {})}
             for key, full in self.broadcast_tensors(source, name, ["", *keys.get(name, [])], tensors):
-                yield name, key, full
+                self.load_tensor(name, key, full)
 
     def broadcast_tensors(
         self, source: int, name: str, keys: Iterable[str], tensors: Mapping[str, Tensor]

@@ -12,6 +12,7 @@ from itertools import chain
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from char_dataset import CharDataset
@@ -19,6 +20,7 @@ from mingpt.config import Config
 from mingpt.distributed.collectives import DistributedContext
 from mingpt.errors import UserError
 from mingpt.parallel.strategy import MicroBatch, Strategy
+from mingpt.torch_versions import all_gather_single
 
 
 class Node(NamedTuple):
@@ -75,29 +77,22 @@ class TreeReduction(Strategy):
         [loss] = super().forward_backward(micro_batch, data)
         num_leaves = self._num_leaves(micro_batch.batch)
         leaf = (micro_batch.indices.start - micro_batch.batch.start) // self.size
-        # A column for each loss of the batch, so that the sum of all leaves has all losses.
-        losses = loss.new_zeros(num_leaves)
-        losses[leaf] = loss
         gradients = [parameter.grad.flatten() for parameter in self.parameters.values()]  # type: ignore[union-attr]
-        add_node(self.nodes, range(leaf, leaf + 1), torch.cat([*gradients, losses]), num_leaves)
+        add_node(self.nodes, range(leaf, leaf + 1), torch.cat([*gradients, loss[None]]), num_leaves)
         for parameter in self.parameters.values():
             parameter.grad = None
         return [loss]
 
     def reduce_gradients(self, batch: range, losses: list[Tensor]) -> list[Tensor]:
-        """Completes the tree over all ranks; returns the losses of all micro-batches of all ranks, in order."""
+        """Completes the tree over all ranks; returns the mean loss over the batch."""
         nodes = self.nodes
-        self.nodes = []  # now, since the step is repeated if a rank fails meanwhile (distributed.survive)
-        num_leaves = self._num_leaves(batch)
+        self.nodes = []
         sizes = [parameter.numel() for parameter in self.parameters.values()]
-        if self.context.world_size > 1:
-            total = self._reduce(nodes, sum(sizes) + num_leaves, num_leaves)
-        else:
-            total = nodes[0].value
-        *gradients, all_losses = total.split([*sizes, num_leaves])
+        total = self._reduce(nodes, sum(sizes) + 1, self._num_leaves(batch))
+        *gradients, loss = total.split([*sizes, 1])
         for parameter, gradient in zip(self.parameters.values(), gradients, strict=True):
             parameter.grad = gradient.view_as(parameter)
-        return list(all_losses.clone())  # which outlive the gradient
+        return [loss[0].clone()]  # which outlives the gradient
 
     def _reduce(self, nodes: list[Node], length: int, num_leaves: int) -> Tensor:
         """Sums over ranks: all-to-all of slices, the upper part of the tree for one slice, all-gather.
@@ -107,6 +102,8 @@ class TreeReduction(Strategy):
             length: of each leaf's tensor
         """
         world_size = self.context.world_size
+        if world_size == 1:
+            return nodes[0].value
         slice_size = -(-length // world_size)
         rows = torch.zeros(len(nodes), world_size * slice_size, device=self.context.device)
         for row, node in zip(rows, nodes, strict=True):
@@ -118,17 +115,17 @@ class TreeReduction(Strategy):
         ]
         counts = [len(ranges) for ranges in subtrees]
         received = sent.new_empty(sum(counts), slice_size)
-        self.context.all_to_all(received, sent, counts, [len(rows)] * world_size)
+        dist.all_to_all_single(received, sent, counts, [len(rows)] * world_size, group=self.context.group)
 
         tree: list[Node] = []
         for leaves, value in zip(chain(*subtrees), received, strict=True):
             add_node(tree, leaves, value, num_leaves)
         total = rows.new_empty(world_size * slice_size)
-        self.context.all_gather(total, tree[0].value)
+        all_gather_single(total, tree[0].value, group=self.context.group)
         return total[:length]
 
     def mean_loss(self, losses: list[Tensor]) -> Tensor:
-        return torch.stack(losses).sum()
+        return losses[0]
 
 
 def add_node(nodes: list[Node], leaves: range, value: Tensor, num_leaves: int) -> None:

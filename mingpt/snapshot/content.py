@@ -8,7 +8,7 @@ from pydantic_core import ErrorDetails
 from torch import Tensor
 from typing_extensions import NotRequired, TypedDict  # pydantic does not take those of typing before Python 3.12
 
-from mingpt.config import KEYS, SECTIONS, SHAPE_KEYS, GPTConfig
+from mingpt.config import KEYS, REMOVED_KEYS, SECTIONS, SHAPE_KEYS, GPTConfig
 from mingpt.errors import UserError
 
 FORMAT_VERSION = 2  # format 1 may have model.gelu_approximate
@@ -63,12 +63,15 @@ class Snapshot(TypedDict):
 
 
 def _config_model() -> type[BaseModel]:
-    """The configuration in a snapshot: old ones lack keys, except those that a run keeps, whose types are checked."""
+    """The configuration in a snapshot. Keys that a run keeps are required, and their types are checked.
+
+    A snapshot of an earlier version may lack other keys, and may have removed ones.
+    """
     sections: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
-    for name, info in KEYS.items():
+    for name in (*KEYS, *REMOVED_KEYS):
         section, key = name.split(".")
         is_needed = name in (*KEPT_KEYS, "trainer.init_from")
-        sections[section][key] = (info.annotation, ...) if is_needed else (Any, None)
+        sections[section][key] = (KEYS[name].annotation, ...) if is_needed else (Any, None)
     models: dict[str, Any] = {
         section: (create_model(section, __config__=STRICT, **fields), ...) for section, fields in sections.items()
     }

@@ -69,7 +69,7 @@ def bench(tmp_path: Path, one_thread: None) -> Bench:
 
 # case -> number of rows
 FAST = {"nanogpt": 2, "tutorial": 2, "optimizer": 1, "speed": 1}
-SLOW = {"trainer": 1, "snapshots": 1, "sampling": 2, "survive": 1}
+SLOW = {"trainer": 1, "snapshots": 1, "sampling": 2}
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,6 @@ def test_a_skipped_case_gives_the_reason(bench: Bench, monkeypatch) -> None:
         "tutorial": no_folder,
         "time_to_loss": no_folder,
         "pipeline": no_cores,
-        "survive": no_cores,
         "compile": "no C++ compiler",
     }
     for name, reason in reasons.items():
@@ -160,10 +159,10 @@ def test_measurements_wait_for_a_gpu_before_they_read_the_clock(bench: Bench, mo
 def test_the_device_is_that_of_main(capsys, monkeypatch) -> None:
     """A pretended GPU: its name is in the header."""
 
-    def choose_device(context: DistributedContext, backend: str) -> torch.device:
+    def choose_device(backend: str, *ranks: int) -> torch.device:
         return torch.device("cpu" if backend == "gloo" else "cuda")
 
-    monkeypatch.setattr(DistributedContext, "_choose_device", choose_device)
+    monkeypatch.setattr("mingpt.distributed.collectives.choose_device", choose_device)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
@@ -179,7 +178,7 @@ def test_ranks_need_a_gpu_each(bench: Bench, monkeypatch) -> None:
     bench.context.device = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(SkippedError, match="2 ranks, which need a core or GPU each; found 1"):
-        bench.torchrun("main.py")
+        list(bench.run_on_ranks("reduction"))
 
 
 def test_a_row_has_median_and_range() -> None:

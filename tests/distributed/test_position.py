@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mingpt.distributed.heartbeat import Heartbeat, decode_heartbeat
+from mingpt.distributed.health import encode_heartbeat, read_positions
 from mingpt.distributed.position import Position, SlowRanks, explain_wait, find_late
 from mingpt.monitoring.logging import logger
 
@@ -69,9 +69,9 @@ def test_long_lists_of_ranks_are_cut() -> None:
     assert message.endswith("; 4 others")
 
 
-def test_a_heartbeat_is_decoded_as_it_was() -> None:
-    for heartbeat in (Heartbeat(0), Heartbeat(3, at(STEP, world=5), is_waiting=True)):
-        assert decode_heartbeat(heartbeat.encode().encode()) == heartbeat
+def test_positions_are_read_as_they_were_sent_by_ranks_that_have_started() -> None:
+    heartbeats = [encode_heartbeat(0, None), encode_heartbeat(3, at(STEP, world=5))]
+    assert read_positions([heartbeat.encode() for heartbeat in heartbeats]) == {1: at(STEP, world=5)}
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ import model
 import trainer
 from char_dataset import ValidationDataset
 from mingpt.distributed.collectives import DistributedContext
-from mingpt.distributed.heartbeat import HEARTBEAT_TIMEOUT
+from mingpt.distributed.health import HEARTBEAT_TIMEOUT
 from mingpt.distributed.position import count_collectives
 from mingpt.monitoring.logging import logger
 from mingpt.program import exit_process, run_program

@@ -1,5 +1,5 @@
-// A CUDA device that does nothing, for a CPU build of PyTorch. Without pretended_memory.cpp, tensors on it are
-// FakeTensors: it has no memory and no kernels. CUDA_VISIBLE_DEVICES hides it like a real one.
+// A CUDA device that does nothing, for a CPU build of PyTorch. Tensors on it are FakeTensors: it has no memory and no
+// kernels. CUDA_VISIBLE_DEVICES hides it like a real one.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>

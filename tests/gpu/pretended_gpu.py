@@ -1,10 +1,8 @@
-"""A pretended GPU: `torch.cuda` and tensors on "cuda" in a CPU build of PyTorch.
+"""A pretended GPU: `torch.cuda` and tensors on "cuda" in a CPU build of PyTorch, without memory and kernels.
 
 pretended_gpu.cpp registers the device with PyTorch's dispatcher, and `_patch` replaces what `torch.cuda` takes from a
 CUDA build. Programs choose their device and their backend as on a machine with 8 GPUs, or with those that
-CUDA_VISIBLE_DEVICES lists. The device has no memory and no kernels: operations on it need FakeTensorMode, as in
-tests/gpu/dry_run.py. With pretended_memory.cpp it has those of the host, and waits for them; there are none for
-PyTorch's fused RMSNorm, and no generators but the default one.
+CUDA_VISIBLE_DEVICES lists. Operations on the device need FakeTensorMode, as in tests/gpu/dry_run.py.
 
 `pretended_gpu_env` is the environment of a process with the pretended GPU: its interpreter imports
 tests/gpu/sitecustomize/sitecustomize.py, which calls `install`.
@@ -39,14 +37,13 @@ def unsupported_reason() -> str:
     return "" if shutil.which("g++") else "there is no g++ to compile the pretended GPU"
 
 
-def compile_library(folder: Path, has_memory: bool = False) -> Path:
-    """Compiles the device into the folder, in some seconds; returns the library's path."""
+def compile_library(folder: Path) -> Path:
+    """Compiles pretended_gpu.cpp into the folder, in some seconds; returns the library's path."""
     library, torch = folder / "libpretended_gpu.so", _torch_folder()
-    sources = [FOLDER / "pretended_gpu.cpp", *([FOLDER / "pretended_memory.cpp"] if has_memory else [])]
     include = [f"-I{torch / path}" for path in ("include", "include/torch/csrc/api/include")]
     link = [f"-L{torch / 'lib'}", f"-Wl,-rpath,{torch / 'lib'}", "-ltorch_cpu", "-lc10"]
     options = ["-std=c++20", "-O1", "-shared", "-fPIC", "-o", str(library)]
-    subprocess.run(["g++", *options, *map(str, sources), *include, *link], check=True)
+    subprocess.run(["g++", *options, str(FOLDER / "pretended_gpu.cpp"), *include, *link], check=True)
     return library
 
 
@@ -159,7 +156,7 @@ def _patch() -> None:
         "is_available": lambda: visible_gpus() > 0,
         "is_bf16_supported": lambda including_emulation=True: visible_gpus() > 0,
         "is_initialized": lambda: visible_gpus() > 0,
-        "manual_seed": torch.default_generator.manual_seed,
+        "manual_seed": ignore(),
         "manual_seed_all": ignore(),
         "max_memory_allocated": lambda device=None: 0,
         "mem_get_info": lambda device=None: (79 * 2**30, 80 * 2**30),

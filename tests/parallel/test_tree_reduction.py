@@ -102,19 +102,19 @@ def test_both_reductions_agree_to_rounding_error(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [3, pytest.param(5, marks=pytest.mark.slow)])
-def test_gradients_are_the_sums_of_one_tree(ranks: int, tmp_path: Path) -> None:
+def test_gradients_and_the_loss_are_the_sums_of_one_tree(ranks: int, tmp_path: Path) -> None:
     """Of one to nine leaves, sometimes fewer than ranks."""
     for results in zip(*run_ranks(ranks, _reduce_leaves, tmp_path=tmp_path), strict=True):
-        for leaves, gradient in results:
-            assert torch.equal(torch.tensor(gradient), _tree_sum(list(torch.tensor(leaves)))), len(leaves)
+        for leaves, sums in results:
+            assert torch.equal(torch.tensor(sums), _tree_sum(list(torch.tensor(leaves)))), len(leaves)
 
 
 def test_a_group_of_ranks_sums_up_its_own_tree(tmp_path: Path) -> None:
     """Ranks 0 and 2; rank 1 is alone."""
     zero, one, two = run_ranks(3, _reduce_leaves, [[0, 2], [1]], tmp_path=tmp_path)
     assert zero == one == two
-    for leaves, gradient in two:
-        assert torch.equal(torch.tensor(gradient), _tree_sum(list(torch.tensor(leaves)))), len(leaves)
+    for leaves, sums in two:
+        assert torch.equal(torch.tensor(sums), _tree_sum(list(torch.tensor(leaves)))), len(leaves)
 
 
 def _reduce_leaves(groups: list[list[int]] | None = None) -> list[tuple[list, list]]:
@@ -126,23 +126,24 @@ def _reduce_leaves(groups: list[list[int]] | None = None) -> list[tuple[list, li
         config = read_config(["--optimizer.name=adamw", "--trainer.micro_batch_size=1"])
         tree = TreeReduction(model, context, config, "fp32")
         for count in range(1, 10):
-            leaves = torch.randn(count, 11, generator=torch.Generator().manual_seed(count)) * 1e3
+            leaves = torch.randn(count, 12, generator=torch.Generator().manual_seed(count)) * 1e3
             batch = range(40, 40 + count)
 
             def backward(
                 tree: TreeReduction, micro_batch: MicroBatch, data: None, leaves: Tensor = leaves
             ) -> list[Tensor]:
-                first = micro_batch.indices.start
-                for parameter, part in zip(model, leaves[first - 40].split([6, 1, 4]), strict=True):
-                    parameter.grad = part.view_as(parameter).clone()
-                return [torch.tensor(float(first))]
+                *gradients, loss = leaves[micro_batch.indices.start - 40].split([6, 1, 4, 1])
+                for parameter, gradient in zip(model, gradients, strict=True):
+                    parameter.grad = gradient.view_as(parameter).clone()
+                return [loss[0].clone()]
 
             losses = []
             with mock.patch.object(Strategy, "forward_backward", backward):
                 for micro_batch in tree.micro_batches(batch):
                     losses += tree.forward_backward(micro_batch, None)
-            assert torch.stack(tree.reduce_gradients(batch, losses)).tolist() == list(batch)
-            results.append((leaves.tolist(), torch.cat([parameter.grad.flatten() for parameter in model]).tolist()))
+            loss = tree.mean_loss(tree.reduce_gradients(batch, losses))
+            gradients = [parameter.grad.flatten() for parameter in model]
+            results.append((leaves.tolist(), torch.cat([*gradients, loss[None]]).tolist()))
     return results
 
 

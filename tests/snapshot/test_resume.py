@@ -109,6 +109,21 @@ def test_resume_skips_a_damaged_snapshot_and_restores_the_same_bits(
     assert loss_curve(run_dir) == loss_curve(trained / "one")
 
 
+@pytest.mark.parametrize("survive", [False, True])
+def test_a_snapshot_with_keys_of_an_earlier_version_resumes_without_a_message(
+    survive: bool, trained: Path, run_dir: Path, tmp_path: Path
+) -> None:
+    snapshot = load_snapshot(str(run_dir / "snapshots/step_00000006.pt"))
+    snapshot["config"]["distributed"]["survive"] = survive
+    snapshot["config"]["trainer"]["save_minutes"] = None
+    SnapshotStorage(f"{run_dir}/snapshots", keep=9).write(snapshot, None)
+    argv = run_args(run_dir, trained / "text.txt", **(SIX_STEPS | {"trainer__max_steps": 7}))
+    [(status, out, err)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
+    assert (status, err) == (0, "")
+    assert "changed since the snapshot: trainer.max_steps 6 -> 7\n" in out
+    assert newest_snapshot(run_dir)["step"] == 7
+
+
 def test_a_run_that_ends_after_its_best_snapshot_names_it(trained: Path, run_dir: Path, tmp_path: Path) -> None:
     snapshot = load_snapshot(str(run_dir / "snapshots/step_00000006.pt"))
     snapshot["best"] = {"step": 3, "val_loss": 0.1}
