@@ -15,7 +15,7 @@ import torch
 from char_dataset import CharDataset, ValidationDataset, train_val_split
 from mingpt import summary
 from mingpt.config import Config, GPTConfig, config_to_dict
-from mingpt.distributed.collectives import DistributedContext, PendingFlags
+from mingpt.distributed.collectives import DistributedContext
 from mingpt.errors import UserError
 from mingpt.evaluation import Evaluation, choose_sample_prompt, generate_sample
 from mingpt.hardware.numerics import agree_on_numerics
@@ -161,13 +161,8 @@ class Trainer:
         is_save_due = self.snapshots.is_frequent_due(self.timer.training_seconds)
         flags = self.context.all_reduce_flags(self.signals.signal, int(is_save_due))
         result = self.train_step()
-        save_now = self.read_flags(flags)
-        self.after_step(result, save_now)
-
-    def read_flags(self, flags: PendingFlags) -> bool:
-        """Sets `stop_signal` to what all ranks agree on; returns whether a frequent snapshot is to be saved now."""
         self.stop_signal, save_now = flags.wait()
-        return bool(save_now)
+        self.after_step(result, bool(save_now))
 
     def next_batch(self) -> range:
         """Sample numbers of the next step; those of an epoch are len(train_data), and a batch may span two epochs."""
@@ -204,7 +199,11 @@ class Trainer:
         return StepResult(batch, losses, grad_norm, lr)
 
     def after_step(self, result: StepResult, save_now: bool) -> None:
-        """Computes what is due after a step, then writes and shows it: loss, validation loss, a sample, a snapshot."""
+        """Computes what is due after a step, then writes and shows it: loss, validation loss, a sample, a snapshot.
+
+        Args:
+            save_now: a frequent snapshot is due
+        """
         cfg = self.config.trainer
         step = self.progress.step
         logs = step == 1 or self.is_due(cfg.log_every)
@@ -233,7 +232,8 @@ class Trainer:
                     learning_rate=result.learning_rate,
                     grad_norm=result.grad_norm.item(),
                     tokens_per_second=speed,
-                    **self.context.metrics(),
+                    world_size=self.context.world_size,
+                    restart_count=self.context.restart_count,
                     **gpu,
                 )
             if step == self.first_step + 1:

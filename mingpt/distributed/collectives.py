@@ -229,10 +229,6 @@ class DistributedContext:
         work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, async_op=True) if self.world_size > 1 else None
         return PendingFlags(flags, work)
 
-    def metrics(self) -> dict[str, int]:
-        """What each train row says of the ranks."""
-        return {"world_size": self.world_size, "restart_count": self.restart_count}
-
     def end_collectives(self) -> None:
         """Declares that training has ended here: from now on the loss of another rank does not end this process."""
         if self.health is not None:

@@ -6,6 +6,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -282,17 +283,17 @@ class SnapshotManager:
         if is_best and not is_frequent:
             best = {"step": header["step"], "val_loss": header["val_loss"]}
         header = header | {"scaler": strategy.scaler.state_dict(), "best": best}
+        storage, writer_ranks = self.storage, self.writer_ranks
         if is_frequent:
-            self._start(header, strategy, self.frequent, is_ready and self.context.rank in self.frequent_writer_ranks)
-        else:
-            writes = self.context.rank in self.writer_ranks
-            if writes and not is_ready:
-                late = UserError(
-                    f"trainer.snapshot_path: the previous snapshot is still being written after {self.max_wait:g} "
-                    "seconds; this one is skipped: raise trainer.save_every if that happens often"
-                )
-                self.writer.add_result(header, self.storage, late)
-            self._start(header, strategy, self.storage, is_ready and writes)
+            storage, writer_ranks = self.frequent, self.frequent_writer_ranks
+        writes = self.context.rank in writer_ranks
+        if writes and not is_ready and not is_frequent:
+            late = UserError(
+                f"trainer.snapshot_path: the previous snapshot is still being written after {self.max_wait:g} seconds; "
+                "this one is skipped: raise trainer.save_every if that happens often"
+            )
+            self.writer.add_result(header, storage, late)
+        self._start(header, strategy, storage, is_ready and writes)
         self.interval.add_save(time.perf_counter() - began)
 
     def poll(self) -> list[SaveResult]:
@@ -308,12 +309,12 @@ class SnapshotManager:
         return results
 
     def remove_frequent(self) -> None:
-        """Deletes the frequent snapshots of a run that has ended, if there is another one that is as new."""
+        """Deletes the frequent snapshots of a run that has ended, unless one is newer than all others."""
         if self.context.rank not in self.frequent_writer_ranks:
             return
-        newest = max(self.frequent.steps(), default=0)
-        if newest <= max(self.storage.steps(), default=0):
-            self.frequent.remove()
+        with suppress(UserError):
+            if max(self.frequent.steps(), default=0) <= max(self.storage.steps(), default=0):
+                self.frequent.remove()
 
     def wait_for_saves(self) -> None:
         """Waits until no rank is writing a snapshot, as long as that takes."""
