@@ -14,13 +14,19 @@ from benchmarks.learning import time_to_loss
 from mingpt.config import MAX_STEPS
 from mingpt.generation import generate
 from mingpt.hardware.device import device_kind
+from mingpt.monitoring.run_log import iter_metrics
 from mingpt.parallel.strategy import DTYPES
 from mingpt.utilization import flops_per_sequence
 from model import GPT
 from trainer import Trainer
 
 # Steps of whole runs, whose last one, which evaluates and saves, is not measured.
-ONLY_STEPS = {"trainer.eval_every": MAX_STEPS, "trainer.sample_every": "null", "trainer.save_every": MAX_STEPS}
+ONLY_STEPS = {
+    "trainer.eval_every": MAX_STEPS,
+    "trainer.sample_every": "null",
+    "trainer.save_every": MAX_STEPS,
+    "trainer.save_overhead": "null",
+}
 TREE: dict[str, Any] = {"distributed.reduction": "tree", "trainer.micro_batch_size": 3, "trainer.threads": 1}
 ADAMW = {"optimizer.name": "adamw"}
 
@@ -77,20 +83,25 @@ def _baseline_row(bench: Bench, what: str, step: Step, trainer: Trainer) -> Row:
 
 
 def snapshots(bench: Bench) -> Iterator[Row]:
-    """What snapshots cost."""
-    trainer = bench.build_trainer()
+    """A step with frequent snapshots, in one without them."""
+    ratios = [_seconds_per_step(bench, 0.02) / _seconds_per_step(bench, "null") for _ in range(bench.pairs)]
+    ranks = bench.context.world_size
+    yield median_row(f"a step with save_overhead 0.02 in one with null, {ranks} ranks", ratios)
 
-    def train() -> None:
-        for _ in range(100):
-            trainer.train_step()
 
-    def save_and_train() -> None:
-        trainer.save_snapshot()
-        train()
-        trainer.snapshots.writer.wait()  # as the next save would
-
-    ratios = bench.ratio(save_and_train, train)
-    yield median_row("what save_every 100 adds to a step", [100 * (ratio - 1) for ratio in ratios], "%")
+def _seconds_per_step(bench: Bench, save_overhead: float | str) -> float:
+    """The mean over a run, snapshots included, without its first steps and the save at its end."""
+    length = {"trainer.max_steps": 600, "trainer.log_every": 10}
+    overrides = ONLY_STEPS | {"trainer.save_overhead": save_overhead}
+    trainer = bench.build_trainer(length, overrides, warmup_steps=0)
+    with suppress_stdout():
+        trainer.train()
+    rows = []
+    if bench.context.rank == 0:
+        found = filter(None, iter_metrics(trainer.run_dir / "metrics.jsonl"))
+        rows = [(row["step"], row["time"]) for row in found if row["event"] == "train"]
+    (first_step, began), *_, (last_step, ended) = bench.context.broadcast_object(rows)[1:]
+    return (ended - began) / (last_step - first_step)
 
 
 def strategies(bench: Bench) -> Iterator[Row]:

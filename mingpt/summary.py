@@ -49,9 +49,10 @@ def start(trainer: "Trainer") -> str:
     )
     rows["batch"] = f"{cfg.batch_size} sequences x {T} characters, over all ranks"
     rows["length"] = f"{trainer.last_step:,} steps = {trainer.last_step * cfg.batch_size / windows:.2f} epochs"
+    frequent = "" if cfg.save_overhead is None else " and frequent ones between"
     rows["run"] = (
-        f"{cfg.run_dir}, a snapshot every {cfg.save_every} steps: kill it at any time, the same command resumes from "
-        "the newest"
+        f"{cfg.run_dir}, a snapshot every {cfg.save_every} steps{frequent}: kill it at any time, the same command "
+        "resumes"
     )
     lines = members + [f"{name:<10} {value}" for name, value in rows.items()]
     with torch.device("meta"):
