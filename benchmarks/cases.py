@@ -85,13 +85,13 @@ def _baseline_row(bench: Bench, what: str, step: Step, trainer: Trainer) -> Row:
 def snapshots(bench: Bench) -> Iterator[Row]:
     """A step with frequent snapshots, in one without them."""
     ratios = [_seconds_per_step(bench, 0.02) / _seconds_per_step(bench, "null") for _ in range(bench.pairs)]
-    ranks = bench.context.world_size
-    yield median_row(f"a step with save_overhead 0.02 in one with null, {ranks} ranks", ratios)
+    what = f"a step with save_overhead 0.02 in one with null, world size {bench.context.world_size}"
+    yield median_row(what, ratios)
 
 
 def _seconds_per_step(bench: Bench, save_overhead: float | str) -> float:
     """The mean over a run, snapshots included, without its first steps and the save at its end."""
-    length = {"trainer.max_steps": 600, "trainer.log_every": 10}
+    length = {"trainer.max_steps": 300, "trainer.log_every": 10}
     overrides = ONLY_STEPS | {"trainer.save_overhead": save_overhead}
     trainer = bench.build_trainer(length, overrides, warmup_steps=0)
     with suppress_stdout():
