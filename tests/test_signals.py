@@ -81,6 +81,38 @@ def test_without_a_signal_handlers_and_threads_are_restored(handlers_before: dic
     assert set(get_handlers().values()) == {signal.SIG_IGN}
 
 
+FAILING = """
+import os, time
+from contextlib import suppress
+from mingpt.signals import SignalHandler
+with suppress(RuntimeError), SignalHandler() as signals:
+    os.kill(os.getpid(), 15)
+    while not signals.signal:
+        time.sleep(0.01)
+    raise {error}("Connection closed by peer")
+time.sleep(0.5)  # as it takes to find out which rank is dead
+"""
+
+
+@pytest.mark.parametrize(
+    ("max_restarts", "error", "status"),
+    [
+        ("9", "RuntimeError", -signal.SIGTERM),
+        ("9", "ValueError", 1),
+        ("0", "RuntimeError", 0),
+        (None, "RuntimeError", 0),
+    ],
+)
+def test_a_rank_that_torchrun_stops_before_a_collective_fails_ends_if_there_are_restarts(
+    max_restarts: str | None, error: str, status: int
+) -> None:
+    command = [sys.executable, "-c", FAILING.format(error=error)]
+    env = clean_env(TORCHELASTIC_MAX_RESTARTS=max_restarts)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == status, done.stderr
+    assert ("ValueError: Connection closed" in done.stderr) == (status == 1)
+
+
 WORKER = """
 import time
 from mingpt.signals import SignalHandler, record_launcher
