@@ -18,10 +18,9 @@ from pathlib import Path
 from tests.faults.runs import Run, send
 from tests.helpers import ROOT
 
-# Place that a part begins at -> the part. Each lasts to the next one.
+# The place that a part begins at -> the part, which ends at the next place.
 PARTS = {
-    "killed": "torchrun notices, and sends SIGTERM to the other rank",
-    "signal": "the other rank exits",
+    "killed": "torchrun notices, and the other rank exits",
     "ended": "torchrun starts processes",
     "process": "the interpreter starts",
     "script": "imports until `main()`",
@@ -37,7 +36,6 @@ PARTS = {
     "strategy": "model, DDP, optimizer",
     "restore": "restoring the state",
     "guard": "rest of `Trainer`",
-    "train": "signal handlers",
     "summary": "summary",
     "log": "metrics.jsonl, TensorBoard",
     "step": "first step",
@@ -46,7 +44,7 @@ PARTS = {
 
 
 def read_times(file: Path) -> dict[int, dict[str, float]]:
-    """When each process has reached each place."""
+    """When each process, by its id, reached each place."""
     times: dict[int, dict[str, float]] = {}
     for line in file.read_text().splitlines():
         pid, place, at = line.split()
@@ -54,9 +52,9 @@ def read_times(file: Path) -> dict[int, dict[str, float]]:
     return times
 
 
-def trained(file: Path, *pids: int) -> list[int]:
-    """Processes, without these, that have finished a step."""
-    return [pid for pid, places in read_times(file).items() if "finished" in places and pid not in pids]
+def have_trained(file: Path, old: set[int]) -> bool:
+    """Whether two processes that are not old have finished a step."""
+    return sum("finished" in places and pid not in old for pid, places in read_times(file).items()) == 2
 
 
 def is_running(pid: int) -> bool:
@@ -67,8 +65,8 @@ def is_running(pid: int) -> bool:
 
 
 def kill(run: Run, file: Path, rank: int, old: set[int]) -> dict[str, float]:
-    """Kills a rank; returns when each place was reached until the next step of rank 0."""
-    run.wait(lambda: len(trained(file, *old)) == 2, "a step of both ranks")
+    """Kills a rank at a random moment; returns when the next rank 0 reached each place."""
+    run.wait(lambda: have_trained(file, old), "a step of both ranks")
     time.sleep(random.uniform(0.5, 3))
     pids = run.ranks()
     other = pids[1 - rank]
@@ -78,10 +76,8 @@ def kill(run: Run, file: Path, rank: int, old: set[int]) -> dict[str, float]:
         time.sleep(0.005)
     ended = time.time()
     old.update(pids)
-    run.wait(lambda: len(trained(file, *old)) == 2, "the next step")
-    times = read_times(file)
-    signalled = times[other].get("signal", ended)
-    return {"killed": killed, "signal": signalled, "ended": ended, **times[run.ranks()[0]]}
+    run.wait(lambda: have_trained(file, old), "the next step")
+    return {"killed": killed, "ended": ended, **read_times(file)[run.ranks()[0]]}
 
 
 def main() -> None:
@@ -101,7 +97,7 @@ def main() -> None:
             run.start_torchrun(2, f"--max_restarts={args.kills + 1}")
             run.wait(lambda: any(run_dir.glob("snapshots/*.pt")), "a snapshot")
             old: set[int] = set()
-            kill(run, file, 0, old)  # a first start in the run folder may differ, as it compiles
+            kill(run, file, 0, old)  # the first restart may fill caches
             restarts = [kill(run, file, i % 2, old) for i in range(args.kills)]
     print("| part | median, s | from | to |\n| --- | --- | --- | --- |")
     for place, end in pairwise(PARTS):

@@ -1,4 +1,9 @@
-"""main.py, which appends to the file RESTART_TIMES when it reaches the places of a start: pid, place, time."""
+"""main.py, which writes to the file RESTART_TIMES when it reaches each place of its start.
+
+    RESTART_TIMES=FILE python restart_times.py OPTIONS
+
+A line has process id, place and time (seconds since 1970). Places are those of PARTS in restart.py.
+"""
 
 import os
 import sys
@@ -14,14 +19,14 @@ reached: set[str] = set()
 
 
 def reach(place: str, at: float | None = None) -> None:
-    """Appends a place, the first time that it is reached."""
+    """Writes a place the first time that it is reached."""
     if place not in reached:
         reached.add(place)
         os.write(FILE, f"{os.getpid()} {place} {at or time.time()}\n".encode())
 
 
 def process_start() -> float:
-    """When the kernel started this process, to 10 ms."""
+    """The time when the kernel started this process, with a resolution of 10 ms."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.time() - age
@@ -40,7 +45,7 @@ def before(owner: Any, name: str, place: str, action: Callable[[], None] = lambd
 
 
 def patch_library() -> None:
-    """Patches what main.py has imported, which must not be imported earlier here."""
+    """Patches what main.py has just imported. An import at the top of this file would take the time from main.py."""
     import torch.distributed as dist
 
     import trainer
@@ -56,7 +61,6 @@ def patch_library() -> None:
     before(trainer, "agree_on_numerics", "strategy")
     before(trainer.SnapshotManager, "restore", "restore")
     before(trainer, "FiniteGuard", "guard")
-    before(trainer.Trainer, "train", "train")
     before(summary, "start", "summary")
     before(trainer.RunLog, "open", "log")
     before(trainer.Trainer, "advance", "step")
@@ -69,10 +73,8 @@ if __name__ == "__main__":
     import main
     from mingpt.monitoring import logging
     from mingpt.program import exit_process, run_program
-    from mingpt.signals import SignalHandler
 
     before(main, "read_config", "config")
     before(main, "allow_connections", "imports")
     before(logging, "set_rank", "rendezvous", patch_library)
-    before(SignalHandler, "_record", "signal")
     exit_process(run_program(main.main, sys.argv[1:]))
