@@ -15,7 +15,7 @@ from mingpt.distributed.launch_environment import (
     detect_launch_environment,
     reported_once_per_machine,
 )
-from mingpt.program import exit_process, run_program
+from mingpt.program import exit_process, paused_garbage_collection, run_program
 from mingpt.signals import record_launcher
 
 
@@ -36,20 +36,21 @@ def main(argv: Sequence[str] = ()) -> int:
         allow_connections(info)
 
     # Importing PyTorch takes over a second, so `--help` and a mistake in the configuration are answered before.
-    from mingpt.torch_versions import check_torch_version
+    with paused_garbage_collection():
+        from mingpt.torch_versions import check_torch_version
 
-    with reported_once_per_machine(info):
-        check_torch_version()  # before imports that other versions may not have
+        with reported_once_per_machine(info):
+            check_torch_version()  # before imports that other versions may not have
 
-    import torch.distributed as dist
+        import torch.distributed as dist
 
-    from mingpt.distributed.collectives import DistributedContext
-    from mingpt.distributed.process_group import connected_ranks, destroy_process_group, explained_errors
-    from mingpt.hardware.device import use_cuda
-    from mingpt.monitoring.logging import set_rank
-    from mingpt.parallel.build import strategy_class
-    from mingpt.prepare_run import locked_folders, prepare_run
-    from trainer import Trainer
+        from mingpt.distributed.collectives import DistributedContext
+        from mingpt.distributed.process_group import connected_ranks, destroy_process_group, explained_errors
+        from mingpt.hardware.device import use_cuda
+        from mingpt.monitoring.logging import set_rank
+        from mingpt.parallel.build import strategy_class
+        from mingpt.prepare_run import locked_folders, prepare_run
+        from trainer import Trainer
 
     set_rank(info.rank)
     destroy_process_group()  # if an earlier run in this process has failed

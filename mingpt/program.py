@@ -1,6 +1,7 @@
 """From errors to exit statuses, for main.py and all other programs."""
 
 import faulthandler
+import gc
 import io
 import json
 import os
@@ -8,8 +9,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mingpt.distributed.launch_environment import restart_hint
@@ -69,6 +70,22 @@ def run_program(run: Callable[[Sequence[str]], int | None], argv: Sequence[str],
     except OSError:  # nobody reads it, or the disk is full; the interpreter's exit would try again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return status
+
+
+@contextmanager
+def paused_garbage_collection() -> Iterator[None]:
+    """Pauses garbage collection while its block imports modules, which later collections do not look at either.
+
+    PyTorch's modules make 465,000 objects. Collections that look at them take 0.5 of the 1.7 seconds of the imports,
+    and 0.15 seconds each time in training (measured).
+    """
+    gc.collect()  # an earlier run in this process may have left garbage, which would remain
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def repair_inheritance() -> None:

@@ -63,14 +63,21 @@ class SignalHandler:
 
         The launcher repeats a signal when other ranks exit first. And without restarts, torchrun stops all ranks as
         soon as one fails, while the others still have to find and report the rank that is dead.
+
+        With restarts, torchrun waits for these ranks before it starts others, and its own summary names the dead rank.
+        So a signal ends this process even if it came before the error.
         """
-        ignore = self.signal or (error is not None and os.environ.get("TORCHELASTIC_MAX_RESTARTS") == "0")
+        max_restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS")
+        is_lost = isinstance(error, RuntimeError) and max_restarts not in (None, "0")  # as all backends raise
+        ignore = (self.signal and not is_lost) or (error is not None and max_restarts == "0")
         for number, handler in self.old_handlers.items():
             signal.signal(number, signal.SIG_IGN if ignore and not is_interactive() else handler)
         signal.set_wakeup_fd(self.old_fd)
         self.writer.close()
         self.thread.join()
         self.reader.close()
+        if is_lost and self.signal:
+            signal.raise_signal(self.signal)
 
     def _read(self) -> None:
         while True:

@@ -83,6 +83,26 @@ def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
     return {str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns) for path in found}
 
 
+COUNT_COLLECTIONS = """
+import gc, sys
+from contextlib import suppress
+import main
+from mingpt.errors import UserError
+collections = []
+gc.callbacks.append(lambda phase, info: collections.append("trainer" in sys.modules))
+with suppress(UserError):
+    main.main(sys.argv[1:])
+print(collections.count(False), gc.isenabled(), gc.get_freeze_count() > 100_000)
+"""
+
+
+def test_no_garbage_is_collected_while_pytorch_is_imported(tmp_path: Path) -> None:
+    done = run_program("-c", COUNT_COLLECTIONS, *run_args(tmp_path / "run", "text.txt", trainer__precision="fp16"))
+    counted, *state = done.stdout.split()
+    assert int(counted) < 100, done.stderr  # some before, while the configuration is read; about 1,000 by default
+    assert state == ["True", "True"]
+
+
 # Exit statuses
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from helpers import (
     ROOT,
+    TORCHRUN,
     clean_env,
     newest_snapshot,
     read_rows,
@@ -81,6 +82,38 @@ def test_without_a_signal_handlers_and_threads_are_restored(handlers_before: dic
     with suppress(ValueError), SignalHandler():
         raise ValueError
     assert set(get_handlers().values()) == {signal.SIG_IGN}
+
+
+FAILING = """
+import os, time
+from contextlib import suppress
+from mingpt.signals import SignalHandler
+with suppress(RuntimeError), SignalHandler() as signals:
+    os.kill(os.getpid(), 15)
+    while not signals.signal:
+        time.sleep(0.01)
+    raise {error}("Connection closed by peer")
+time.sleep(0.5)  # as it takes to find out which rank is dead
+"""
+
+
+@pytest.mark.parametrize(
+    ("max_restarts", "error", "status"),
+    [
+        ("9", "RuntimeError", -signal.SIGTERM),
+        ("9", "ValueError", 1),
+        ("0", "RuntimeError", 0),
+        (None, "RuntimeError", 0),
+    ],
+)
+def test_a_rank_that_torchrun_stops_before_a_collective_fails_ends_if_there_are_restarts(
+    max_restarts: str | None, error: str, status: int
+) -> None:
+    command = [sys.executable, "-c", FAILING.format(error=error)]
+    env = clean_env(TORCHELASTIC_MAX_RESTARTS=max_restarts)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == status, done.stderr
+    assert ("ValueError: Connection closed" in done.stderr) == (status == 1)
 
 
 WORKER = """
@@ -192,18 +225,20 @@ def test_a_second_interrupt_ends_a_run_that_waits_for_a_stopped_rank(text: Path,
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("to_launcher", "name", "recorded"),
+    ("to_launcher", "name", "recorded", "max_restarts"),
     [
-        (True, "SIGTERM", "SIGTERM"),
-        (True, "SIGINT", "SIGINT"),
-        (True, "SIGUSR1", "SIGTERM"),  # ends torchrun, which has no handler; its workers treat that as a SIGTERM
-        (False, "SIGUSR1", "SIGUSR1"),
+        (True, "SIGTERM", "SIGTERM", 0),
+        (True, "SIGTERM", "SIGTERM", 3),
+        (True, "SIGINT", "SIGINT", 0),
+        (True, "SIGUSR1", "SIGTERM", 0),  # ends torchrun, which has no handler; its workers treat that as a SIGTERM
+        (False, "SIGUSR1", "SIGUSR1", 0),
     ],
 )
 def test_a_signal_to_torchrun_or_its_workers_stops_the_run_and_saves(
-    to_launcher: bool, name: str, recorded: str, text: Path, tmp_path: Path
+    to_launcher: bool, name: str, recorded: str, max_restarts: int, text: Path, tmp_path: Path
 ) -> None:
-    run, torchrun = tmp_path / "run", ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    run = tmp_path / "run"
+    torchrun = (*TORCHRUN, "--nproc_per_node=2", f"--max_restarts={max_restarts}")
     with start_main(run_args(run, text, **ENDLESS), *torchrun) as process:
         wait_for_step(run, 5)
         for pid in [process.pid] if to_launcher else worker_pids(process.pid):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from mingpt.distributed.launch_environment import LOOPBACK, host_and_port, uses_agent_store
 
 NCCL_DUMP_KEY = "exception_dump"  # set by NCCL's watchdog, below all prefixes (kStoreDumpKey in ProcessGroupNCCL.hpp)
-POLL_SECONDS = 0.02  # between looks of a rank at the store, with few ranks
+POLL_SECONDS = 0.005  # between looks of a rank at the store, with few ranks; a rendezvous takes several
 
 
 def rendezvous(init_method: str, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
@@ -68,7 +68,7 @@ def generation_store(store: dist.Store, rank: int, world_size: int, timeout: tim
                 store.set(f"{prefix}/confirmed", "")
             if store.check([f"{prefix}/confirmed"]):
                 return dist.PrefixStore(prefix, store)
-        time.sleep(POLL_SECONDS * max(1.0, world_size / 64))  # all ranks together look no more often than 64 of them
+        time.sleep(POLL_SECONDS * max(1.0, world_size / 16))  # all ranks together look no more often than 16 of them
     raise TimeoutError(f"not all {world_size} ranks came to the store")
 
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -188,6 +189,50 @@ def test_a_rank_out_of_memory_says_so_at_once_and_the_others_name_it(text: Path,
     assert status == 2
     assert err.startswith("error: out of memory in training: on purpose; lower trainer.micro_batch_size")
     assert seconds < 1.5
+
+
+@pytest.mark.parametrize(
+    ("max_restarts", "is_diagnosing"),
+    [
+        ("3", False),
+        pytest.param("3", True, marks=pytest.mark.slow),
+        pytest.param("0", False, marks=pytest.mark.slow),
+        pytest.param("0", True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_torchrun_stops_after_another_has_died_ends_at_once_if_it_will_be_restarted(
+    max_restarts: str, is_diagnosing: bool, text: Path, tmp_path: Path
+) -> None:
+    """SIGTERM comes before a collective fails, or while the rank reads heartbeats."""
+    argv = run_args(tmp_path / "run", text, trainer__max_steps=1_000_000)
+    argv += ["--distributed.init_method", f"file://{tmp_path}/store"]
+    with ExitStack() as stack:
+        processes = [
+            stack.enter_context(
+                start_main(argv, RANK=str(rank), WORLD_SIZE="2", TORCHELASTIC_MAX_RESTARTS=max_restarts)
+            )
+            for rank in range(2)
+        ]
+        wait_for_step(tmp_path / "run", 5)
+        survivor, lost = processes
+        if is_diagnosing:
+            lost.kill()
+            time.sleep(0.5)
+            survivor.terminate()
+        else:
+            survivor.send_signal(signal.SIGSTOP)
+            lost.kill()
+            survivor.terminate()
+            survivor.send_signal(signal.SIGCONT)
+        began = time.monotonic()
+        _, err = survivor.communicate(timeout=20)
+        if max_restarts == "3":
+            assert survivor.returncode == -signal.SIGTERM
+            assert time.monotonic() < began + 1
+            assert err == ""
+        else:
+            assert survivor.returncode == 1
+            assert re.search(r"error: rank 1 \(.*\) sent no heartbeat for 2 seconds", err), err
 
 
 def _run_main_with_faults(
