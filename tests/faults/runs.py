@@ -17,7 +17,6 @@ from tests.helpers import (
     assert_equal_snapshots,
     clean_env,
     find_processes,
-    free_port,
     kill_processes,
     read_rows,
     run_args,
@@ -63,9 +62,9 @@ class Run:
     def __exit__(self, *error: object) -> None:
         self.kill()
 
-    def start(self, *launcher: str, prefix: Sequence[str] = (), **env: str | None) -> None:
-        """Starts `PREFIX python LAUNCHER main.py ARGV`."""
-        command = [*prefix, sys.executable, *launcher, str(self.program), *self.argv]
+    def start(self, *launcher: str, **env: str | None) -> None:
+        """Starts `python LAUNCHER main.py ARGV`."""
+        command = [sys.executable, *launcher, str(self.program), *self.argv]
         with self.log.open("a") as log:
             # In a session of its own, since on Ctrl-C the caller ends its processes itself.
             process = subprocess.Popen(
@@ -75,19 +74,6 @@ class Run:
 
     def start_torchrun(self, world_size: int, *options: str, **env: str) -> None:
         self.start(*TORCHRUN, f"--nproc_per_node={world_size}", *options, **env)
-
-    def start_by_hand(self, world_size: int, prefixes: Sequence[Sequence[str]] = ()) -> None:
-        """Starts one process per rank, which meet at a free port of this machine.
-
-        Args:
-            world_size: number of ranks
-            prefixes: the beginning of each rank's command, which then needs an init_method in argv
-        """
-        if not prefixes:
-            self.argv = [*self.argv, "--distributed.init_method", f"tcp://127.0.0.1:{free_port()}"]
-        for rank in range(world_size):
-            prefix = prefixes[rank] if prefixes else ()
-            self.start(prefix=prefix, RANK=str(rank), WORLD_SIZE=str(world_size))
 
     def pids(self) -> dict[int, str]:
         """All processes of this run, orphans too: each with its `LOCAL_RANK=...` or an empty string."""
