@@ -31,6 +31,7 @@ from mingpt.distributed.collectives import DistributedContext
 from mingpt.distributed.launch_environment import RankInfo
 from mingpt.parallel import strategy as strategies
 from mingpt.parallel.strategy import Strategy
+from mingpt.snapshot.storage import SnapshotStorage
 from tests.gpu.host_waits import HostWaits
 from trainer import Trainer
 
@@ -97,7 +98,8 @@ def _train(trainer: Trainer, watch: HostWaits) -> None:
 def _save(trainer: Trainer, watch: HostWaits) -> None:
     """Starts to save a snapshot, which may wait, and reads the weights like the thread that writes it."""
 
-    def read(snapshot: dict[str, Any]) -> None:
+    def read(item: tuple[dict[str, Any], SnapshotStorage]) -> None:
+        snapshot, _ = item
         watch.recording = True
         get_total_norm(list(snapshot["model"].values()))
 

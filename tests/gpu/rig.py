@@ -38,6 +38,7 @@ COMMON = {
     "trainer.eval_every": 1000,
     "trainer.sample_every": 1000,
     "trainer.save_every": 1000,
+    "trainer.save_overhead": "null",
     "trainer.threads": 1,
 }
 PRECISIONS, OPTIMIZERS = ("fp32", "bf16", "fp16"), ("adamw", "muon")
