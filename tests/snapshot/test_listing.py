@@ -55,6 +55,15 @@ def test_fingerprints_are_equal_for_equal_bits_and_differ_otherwise(trained: Pat
     assert len({fingerprint(tensors), *map(fingerprint, changed)}) == 6
 
 
+def test_frequent_snapshots_are_marked_and_never_the_best(trained: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(trained / "run/snapshots", tmp_path / "run")
+    (folder / "step_00000006.pt").rename(folder / "frequent_00000006.pt")
+    first, frequent = describe_all(str(folder))
+    assert (first[0], frequent[0]) == ("3", "6 frequent")
+    assert frequent[3].replace(".", "").isdigit()
+    assert first[-2:] + frequent[-2:] == [cell for row in describe_all(f"{trained}/run") for cell in row[-2:]]
+
+
 def test_damage_is_reported_with_its_location(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
