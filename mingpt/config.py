@@ -230,7 +230,7 @@ class TrainerConfig:
     """steps between snapshots"""
 
     save_overhead: float | None = Field(default=0.02, gt=0, lt=1)
-    """fraction of the time that frequent snapshots between those may cost, for kills; null: no frequent ones"""
+    """fraction of the time to spend on frequent snapshots in between, which make a kill cheap; null: none"""
 
     keep_snapshots: PositiveInt = 3
     """newest snapshots to keep, in addition to the best one"""
