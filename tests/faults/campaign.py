@@ -34,7 +34,7 @@ WEIGHTS = {KILL: 4, KILL_LAUNCHER: 2, KILL_ALL: 3, TERM: 1, TERM_ALL: 1, PAUSE: 
 ENDING = (KILL_LAUNCHER, KILL_ALL, TERM, TERM_ALL)  # after these the same command is given again
 MODES = ("one process", "ddp", "zero1", "zero2", "fsdp", "stages", "tree")  # of the runs, in turn
 MIN_FAULTS, MAX_FAULTS, CAMPAIGN_FAULTS = 10, 16, 300  # of a run, and of a campaign
-STEPS = 1000
+STEPS = 800
 MAX_LOST_SECONDS = 4.0  # of work, by a fault; the interval between frequent snapshots is about half a second
 
 
@@ -127,7 +127,8 @@ class FaultyRun(Run):
         most = self.rng.randint(MIN_FAULTS, MAX_FAULTS)
         while self.reached < self.last_fault_step and len(self.faults) < most:
             self.inject()
-            if self.lost_seconds[-1] > MAX_LOST_SECONDS:
+            # The time of a step in which a rank was stopped is not lost work.
+            if self.faults[-1].kind not in (PAUSE, STOP) and self.lost_seconds[-1] > MAX_LOST_SECONDS:
                 raise AssertionError(f"{self.faults[-1]}: {self.lost_steps[-1]} steps lost, {self.lost_seconds[-1]} s")
         self.wait(lambda: self.processes[-1].poll() is not None, "the end", may_exit=True)
         if status := self.processes[-1].returncode:
@@ -136,6 +137,11 @@ class FaultyRun(Run):
         assert self.starts == 1 + sum(fault.kind != PAUSE for fault in self.faults), "a restart that no fault explains"
         left = [file.name for file in (self.run_dir / "snapshots").glob("frequent_*")]
         assert not left, f"{left} are left"
+
+    def lost_seconds_of_kills(self) -> list[float]:
+        restarts = [fault for fault in self.faults if fault.kind != PAUSE]
+        lost = zip(restarts, self.lost_seconds[1:], strict=False)  # a failure may come before the next start
+        return [seconds for fault, seconds in lost if fault.kind in (KILL, KILL_LAUNCHER, KILL_ALL)]
 
     def inject(self) -> None:
         """Causes a fault, and waits until the run has continued."""
@@ -210,10 +216,8 @@ def format_report(runs: Sequence[FaultyRun]) -> str:
         rows.append("")
     equal = sum(not run.failure for run in runs)
     rows.append(f"{equal} of {len(runs)} runs ended with the bits of an undisturbed run.")
-    # Without those after SIGTERM, which lose nothing, and without the first start of each run.
-    lost = [seconds for run in runs for seconds in run.lost_seconds[1:] if seconds > 0]
-    if lost:
-        rows.append(f"Work lost, in seconds: median {statistics.median(lost):.2f}, largest {max(lost):.2f}.")
+    lost = [seconds for run in runs for seconds in run.lost_seconds_of_kills()]
+    rows.append(f"Work lost by a SIGKILL, in seconds: median {statistics.median(lost):.2f}, largest {max(lost):.2f}.")
     return "\n".join(rows)
 
 
