@@ -141,7 +141,7 @@ class FaultyRun(Run):
     def lost_seconds_of_kills(self) -> list[float]:
         restarts = [fault for fault in self.faults if fault.kind != PAUSE]
         lost = zip(restarts, self.lost_seconds[1:], strict=False)  # a failure may come before the next start
-        return [seconds for fault, seconds in lost if fault.kind in (KILL, KILL_LAUNCHER, KILL_ALL)]
+        return [seconds for fault, seconds in lost if fault.kind in (KILL, KILL_ALL)]
 
     def inject(self) -> None:
         """Causes a fault, and waits until the run has continued."""
@@ -217,7 +217,10 @@ def format_report(runs: Sequence[FaultyRun]) -> str:
     equal = sum(not run.failure for run in runs)
     rows.append(f"{equal} of {len(runs)} runs ended with the bits of an undisturbed run.")
     lost = [seconds for run in runs for seconds in run.lost_seconds_of_kills()]
-    rows.append(f"Work lost by a SIGKILL, in seconds: median {statistics.median(lost):.2f}, largest {max(lost):.2f}.")
+    if lost:
+        rows.append(
+            f"Work lost by a SIGKILL, in seconds: median {statistics.median(lost):.2f}, largest {max(lost):.2f}."
+        )
     return "\n".join(rows)
 
 
