@@ -75,11 +75,14 @@ def load_pretrained(path: str, option: str, best: bool = False) -> Pretrained:
 def _load_from_folder(folder: str, best: bool) -> dict[str, Any] | None:
     """The newest undamaged snapshot, or the one that it names as the best so far.
 
+    Frequent snapshots are only used if there is no other one: a run that is training replaces them.
+
     Raises:
         UserError: it can't be loaded.
     """
     storage = SnapshotStorage(folder, keep=1)
-    newest = storage.load_newest(logger.warning)
+    frequent = SnapshotStorage(folder, keep=1, is_frequent=True)
+    newest = storage.load_newest(logger.warning) or frequent.load_newest(logger.warning)
     if newest is None or not best:
         return newest
     best_step = newest.get("best", {}).get("step")  # None: there was no evaluation

@@ -24,6 +24,7 @@ from helpers import (
 from mingpt.errors import UserError
 from mingpt.snapshot import interval, manager
 from mingpt.snapshot.interval import MIN_SECONDS, MIN_STEPS, SaveInterval
+from mingpt.snapshot.pretrained import load_pretrained
 from mingpt.snapshot.storage import SnapshotStorage
 from tests.faults.runs import Run, assert_same_run
 
@@ -204,6 +205,11 @@ def test_a_run_that_is_ended_at_a_frequent_one_keeps_it(killed: Run) -> None:
     assert status == 0
     assert f"already trained: {newest} is at step {int(newest.stem[-8:])}" in out
     assert newest in frequent_files(killed)
+
+
+def test_other_programs_use_one_if_there_is_no_other(killed: Run) -> None:
+    newest = int(frequent_files(killed)[-1].stem[-8:])
+    assert load_pretrained(str(killed.run_dir), "--snapshot").snapshot["step"] == newest
 
 
 @pytest.mark.parametrize("url", [False, True], ids=["folder", "URL"])
