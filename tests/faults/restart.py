@@ -91,7 +91,7 @@ def main() -> None:
         run_dir = Path(folder) / "run"
         file = Path(folder) / "times"
         argv = ["--config", str(ROOT / "gpt2_train_cfg.yaml"), "--trainer.run_dir", str(run_dir), *options]
-        argv += ["--trainer.save_every", "20", "--trainer.max_steps", "1000000"]
+        argv += ["--trainer.max_steps", "1000000"]
         program = ROOT / "tests/faults/restart_times.py"
         with Run(run_dir, argv, program, RESTART_TIMES=str(file), PYTHONDONTWRITEBYTECODE=None) as run:
             run.start_torchrun(2, f"--max_restarts={args.kills + 1}")
