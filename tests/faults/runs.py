@@ -100,8 +100,10 @@ class Run:
                 self.step_times[row["step"]] = row["time"]
             elif row["time"] > self.started_at:
                 self.lost_steps.append(self.reached - row["step"])
-                began = self.step_times.get(row["step"], self.started_at)
-                self.lost_seconds.append(self.step_times.get(self.reached, began) - began)
+                # A start that has made no step has lost no work.
+                began = max(self.started_at, self.step_times.get(row["step"], 0.0))
+                ended = max(began, self.step_times.get(self.reached, 0.0))
+                self.lost_seconds.append(ended - began)
                 self.started_at, self.starts = row["time"], self.starts + 1
                 self.reached = row["step"]
         return self.starts

@@ -212,22 +212,28 @@ def test_other_programs_use_one_if_there_is_no_other(killed: Run) -> None:
     assert load_pretrained(str(killed.run_dir), "--snapshot").snapshot["step"] == newest
 
 
-@pytest.mark.parametrize("url", [False, True], ids=["folder", "URL"])
-def test_they_are_in_a_local_folder_and_never_the_best_one(url: bool, text: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+@pytest.mark.parametrize("snapshot_path", [None, "elsewhere", "memory://snapshots"])
+def test_they_are_in_a_local_folder_and_never_the_best_one(
+    snapshot_path: str | None, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     options = {"trainer__save_every": 40, "trainer__eval_every": 1, "trainer__max_steps": 80}
-    options |= {"trainer__snapshot_path": "memory://snapshots" if url else None, "trainer__save_overhead": 0.9}
-    [(status, written)] = run_ranks(1, _train_with_many, *run_args(run_dir, text, **options), tmp_path=tmp_path)
+    options |= {"trainer__snapshot_path": snapshot_path, "trainer__save_overhead": 0.9}
+    [(status, written)] = run_ranks(
+        1, _train_with_many, *run_args(tmp_path / "run", text, **options), tmp_path=tmp_path
+    )
     assert status == 0
-    folder = "memory://snapshots" if url else f"{run_dir}/snapshots"
+    run_folder = f"{tmp_path}/run/snapshots"
+    folder = {None: run_folder, "elsewhere": f"{tmp_path}/elsewhere"}.get(snapshot_path, snapshot_path)
+    local_folder = f"{tmp_path}/elsewhere" if snapshot_path == "elsewhere" else run_folder
     kept = [(path, best) for path, best in written if "step_" in path]
     assert [path for path, _ in kept] == [f"{folder}/step_00000040.pt", f"{folder}/step_00000080.pt"]
     frequent = [(path, best) for path, best in written if "frequent_" in path]
     assert len(frequent) > 3
-    assert all(path.startswith(f"{run_dir}/snapshots/frequent_") for path, _ in frequent)
+    assert all(path.startswith(f"{local_folder}/frequent_") for path, _ in frequent)
     assert {best for _, best in frequent} <= {None, 40}
-    assert [row["step"] for row in read_rows(run_dir, "snapshot")] == [40, 80]
-    assert not list((run_dir / "snapshots").glob("frequent_*"))
+    assert [row["step"] for row in read_rows(tmp_path / "run", "snapshot")] == [40, 80]
+    assert not list(Path(local_folder).glob("frequent_*"))
 
 
 def _train_with_many(*argv: str) -> tuple[int, list[tuple[str, int | None]]]:
