@@ -214,18 +214,18 @@ def test_other_programs_use_one_if_there_is_no_other(killed: Run) -> None:
 
 @pytest.mark.parametrize("snapshot_path", [None, "elsewhere", "memory://snapshots"])
 def test_they_are_in_a_local_folder_and_never_the_best_one(
-    snapshot_path: str | None, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    snapshot_path: str | None, text: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
+    local_folder = f"{tmp_path}/run/snapshots"
+    if snapshot_path == "elsewhere":
+        snapshot_path = local_folder = f"{tmp_path}/elsewhere"
     options = {"trainer__save_every": 40, "trainer__eval_every": 1, "trainer__max_steps": 80}
     options |= {"trainer__snapshot_path": snapshot_path, "trainer__save_overhead": 0.9}
     [(status, written)] = run_ranks(
         1, _train_with_many, *run_args(tmp_path / "run", text, **options), tmp_path=tmp_path
     )
     assert status == 0
-    run_folder = f"{tmp_path}/run/snapshots"
-    folder = {None: run_folder, "elsewhere": f"{tmp_path}/elsewhere"}.get(snapshot_path, snapshot_path)
-    local_folder = f"{tmp_path}/elsewhere" if snapshot_path == "elsewhere" else run_folder
+    folder = snapshot_path or local_folder
     kept = [(path, best) for path, best in written if "step_" in path]
     assert [path for path, _ in kept] == [f"{folder}/step_00000040.pt", f"{folder}/step_00000080.pt"]
     frequent = [(path, best) for path, best in written if "frequent_" in path]
