@@ -126,13 +126,22 @@ class AsyncSnapshotWriter:
             try:
                 if not get_total_norm(list(snapshot["model"].values())).isfinite():
                     raise UserError("the step's update made weights that are not finite; lower optimizer.learning_rate")
-                # Frequent ones take the place of the next snapshot, so that they do not fill a disk.
-                self.frequent.remove(keep=1)
-                storage.write(snapshot, snapshot["best"]["step"])
+                self._write(snapshot, storage)
             except Exception as raised:  # reported by the training loop
                 error = raised
             self.add_result(snapshot, storage, error)
             self.is_idle.set()
+
+    def _write(self, snapshot: dict[str, Any], storage: SnapshotStorage) -> None:
+        """Writes a snapshot. On a full disk, it takes the room of the frequent ones if there is another one."""
+        self.frequent.remove(keep=1)
+        try:
+            storage.write(snapshot, snapshot["best"]["step"])
+        except UserError:
+            if storage.is_frequent or not storage.is_local or not storage.steps():
+                raise
+            self.frequent.remove()
+            storage.write(snapshot, snapshot["best"]["step"])
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import list_snapshots, loss_curve, newest_snapshot, run_args, run_captured, run_ranks, write_text
+from helpers import (
+    list_snapshots,
+    loss_curve,
+    newest_snapshot,
+    read_rows,
+    run_args,
+    run_captured,
+    run_ranks,
+    write_text,
+)
 
+from mingpt.snapshot import interval
 from tests.faults.runs import Run, assert_same_run, train_undisturbed
 
 LAST_STEP, SAVE_EVERY = 100, 10
+DISK_SIZE = 8 * 2**20
 OPTIONS = {
     "trainer__max_steps": LAST_STEP,
     "trainer__save_every": SAVE_EVERY,
     "trainer__eval_every": LAST_STEP,
     "trainer__keep_snapshots": 99,  # pruning would make room
+    "trainer__save_overhead": None,  # so would these
 }
 
 pytestmark = pytest.mark.slow
@@ -64,21 +76,26 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-@pytest.fixture(params=["full disk", "replaced folder"])
-def fault(request: pytest.FixtureRequest, run_dir: Path, tmp_path: Path) -> Iterator[FullDisk | ReplacedFolder]:
-    """What prevents saves of the run in run_dir from `start` to `end`."""
-    if request.param == "replaced folder":
-        yield ReplacedFolder(run_dir)
-        return
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of DISK_SIZE bytes."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)]
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_SIZE}", "tmpfs", str(disk)]
     if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("mounts a disk: needs root")
     try:
-        yield FullDisk(run_dir, disk)
+        yield disk
     finally:
         subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+@pytest.fixture(params=["full disk", "replaced folder"])
+def fault(request: pytest.FixtureRequest, run_dir: Path) -> FullDisk | ReplacedFolder:
+    """What prevents saves of the run in run_dir from `start` to `end`."""
+    if request.param == "replaced folder":
+        return ReplacedFolder(run_dir)
+    return FullDisk(run_dir, request.getfixturevalue("disk"))
 
 
 @pytest.fixture(scope="module")
@@ -149,3 +166,26 @@ def test_a_run_continues_while_snapshots_cannot_be_written(
         [(status, _, err)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
         assert (status, err) == (0, "")
     assert_same_run(undisturbed, run_dir)
+
+
+def test_frequent_snapshots_do_not_take_the_room_of_others(run_dir: Path, undisturbed: Path, disk: Path) -> None:
+    """The disk has room for two snapshots and a half: the one before, and the one that is written."""
+    size = newest_file(undisturbed).stat().st_size
+    (disk / "ballast").write_bytes(bytes(DISK_SIZE - 5 * size // 2))
+    options = {"trainer__keep_snapshots": 1, "trainer__snapshot_path": disk, "trainer__save_overhead": 0.9}
+    argv = run_args(run_dir, undisturbed.with_name("text.txt"), **OPTIONS | options)
+    [(status, err)] = run_ranks(1, _train_with_many_saves, *argv, tmp_path=run_dir.parent)
+    assert status == 0
+    assert err.count("can't be written") <= 1
+    assert [row["step"] for row in read_rows(run_dir, "snapshot") if "path" in row] == [*range(10, LAST_STEP + 1, 10)]
+    assert sorted(file.name for file in disk.glob("*.pt")) == [f"step_{LAST_STEP:08d}.pt"]
+
+
+def _train_with_many_saves(*argv: str) -> tuple[int, str]:
+    interval.MIN_SECONDS = 0.0
+    status, _, err = run_captured(*argv)
+    return status, err
+
+
+def newest_file(run_dir: Path) -> Path:
+    return max((run_dir / "snapshots").glob("*.pt"))
