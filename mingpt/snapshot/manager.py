@@ -137,6 +137,8 @@ class AsyncSnapshotWriter:
         self.frequent.remove(keep=1)
         try:
             storage.write(snapshot, snapshot["best"]["step"])
+        except PruneError:
+            raise
         except UserError:
             if storage.is_frequent or not storage.is_local or not storage.steps():
                 raise
