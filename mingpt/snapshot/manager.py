@@ -1,20 +1,12 @@
-"""Which ranks write snapshots, which one is resumed from, and writing in the background."""
+"""Which ranks write snapshots, when, and which one is resumed from."""
 
-import queue
-import threading
 import time
 import uuid
-from collections import deque
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import torch
-from torch import Tensor
-from torch.nn.utils import get_total_norm
+from typing import TYPE_CHECKING, Any
 
 from mingpt.config import Config, config_to_dict
 from mingpt.corpus import show_characters
@@ -24,126 +16,14 @@ from mingpt.monitoring.logging import logger
 from mingpt.monitoring.run_log import saved_steps
 from mingpt.snapshot.content import KEPT_KEYS, split_header
 from mingpt.snapshot.interval import SaveInterval
-from mingpt.snapshot.storage import PruneError, SnapshotStorage
+from mingpt.snapshot.storage import SnapshotStorage
+from mingpt.snapshot.writer import AsyncSnapshotWriter, SaveResult
 
 if TYPE_CHECKING:
     from mingpt.parallel.strategy import Strategy
 
 
 EXCHANGE_SECONDS = 0.5  # between exchanges of ranks that wait for saves; distributed.timeout_seconds is longer
-
-
-class SaveResult(NamedTuple):
-    """The outcome of a save."""
-
-    is_frequent: bool
-    step: int
-    val_loss: float | None
-    error: Exception | None  # why there is no snapshot, or a PruneError
-    best: dict[str, Any]  # step and val_loss of the best snapshot, this one included
-    path: str
-
-    @property
-    def is_saved(self) -> bool:
-        return self.error is None or isinstance(self.error, PruneError)
-
-    @property
-    def row(self) -> dict[str, Any]:
-        """Values of its row in the run's log."""
-        if self.is_saved:
-            return {"path": self.path, "val_loss": self.val_loss}
-        return {"error": str(self.error)}
-
-
-class AsyncSnapshotWriter:
-    """Writes snapshots in a thread, one at a time.
-
-    The thread is a daemon, unlike those of ThreadPoolExecutor, so that a crash does not wait for a slow store. It
-    exists before the first save, because starting it would delay the step until it gets the interpreter's lock.
-
-    Args:
-        frequent: storage of the frequent snapshots, which may be in the same folder as others
-    """
-
-    def __init__(self, frequent: SnapshotStorage) -> None:
-        self.frequent = frequent
-        self.staging_buffers: dict[str, Tensor] = {}
-        self.results: deque[SaveResult] = deque()  # of saves that have ended, until somebody takes them
-        self.last_error = ""  # why the newest snapshot that is not a frequent one does not exist
-        self.is_idle = threading.Event()
-        self.is_idle.set()
-        self.queue: queue.SimpleQueue[tuple[dict[str, Any], SnapshotStorage]] = queue.SimpleQueue()
-        threading.Thread(target=self._run, daemon=True).start()
-
-    @torch.no_grad()
-    def save(
-        self,
-        header: dict[str, Any],
-        state: Iterable[tuple[str, Tensor, dict[str, Tensor]]],
-        storage: SnapshotStorage,
-    ) -> None:
-        """Copies the state to staging buffers and returns. The save before must be done.
-
-        Args:
-            header: the snapshot without the state
-            state: name, weight and optimizer state of each parameter, all on one device
-        """
-        snapshot = header | {"model": {}, "optimizer": {}}
-        for name, weight, moments in state:
-            tensors = {"": weight, **moments}
-            copies = {key: self._buffer(f"{name}/{key}", tensor) for key, tensor in tensors.items()}
-            # Elsewhere it is unsafe without pinned memory (https://github.com/pytorch/pytorch/issues/189690).
-            torch._foreach_copy_(list(copies.values()), list(tensors.values()), non_blocking=weight.is_cuda)
-            snapshot["model"][name] = copies.pop("")
-            snapshot["optimizer"][name] = copies
-        if weight.device.type != "cpu":
-            torch.accelerator.synchronize(weight.device)
-        self.is_idle.clear()
-        self.queue.put((snapshot, storage))
-
-    def wait(self, seconds: float | None = None) -> bool:
-        """Waits for the current save, at most so long; returns whether it is done."""
-        return self.is_idle.wait(seconds)
-
-    def add_result(self, header: dict[str, Any], storage: SnapshotStorage, error: Exception | None) -> None:
-        """Adds the result of a save."""
-        step = header["step"]
-        path = storage.file(step)
-        result = SaveResult(storage.is_frequent, step, header["val_loss"], error, header["best"], path)
-        self.results.append(result)
-        if not storage.is_frequent:
-            self.last_error = "" if result.is_saved else str(error)
-
-    def _buffer(self, name: str, tensor: Tensor) -> Tensor:
-        if name not in self.staging_buffers:
-            self.staging_buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        return self.staging_buffers[name]
-
-    def _run(self) -> None:
-        while True:
-            snapshot, storage = self.queue.get()
-            error = None
-            try:
-                if not get_total_norm(list(snapshot["model"].values())).isfinite():
-                    raise UserError("the step's update made weights that are not finite; lower optimizer.learning_rate")
-                self._write(snapshot, storage)
-            except Exception as raised:  # reported by the training loop
-                error = raised
-            self.add_result(snapshot, storage, error)
-            self.is_idle.set()
-
-    def _write(self, snapshot: dict[str, Any], storage: SnapshotStorage) -> None:
-        """Writes a snapshot. On a full disk, it takes the room of the frequent ones if there is another one."""
-        self.frequent.remove(keep=1)
-        try:
-            storage.write(snapshot, snapshot["best"]["step"])
-        except PruneError:
-            raise
-        except UserError:
-            if storage.is_frequent or not storage.is_local or not storage.steps():
-                raise
-            self.frequent.remove()
-            storage.write(snapshot, snapshot["best"]["step"])
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mingpt.config import Config, config_to_dict
 from mingpt.errors import UserError
 from mingpt.snapshot.content import split_header
-from mingpt.snapshot.manager import AsyncSnapshotWriter, SnapshotManager, check_compatible
+from mingpt.snapshot.manager import SnapshotManager, check_compatible
 from mingpt.snapshot.storage import SnapshotStorage, load_snapshot
+from mingpt.snapshot.writer import AsyncSnapshotWriter
 
 
 class BlockingStorage(SnapshotStorage):
