@@ -158,11 +158,11 @@ class Trainer:
     def advance(self) -> None:
         """Makes one step, and whatever is due after it."""
         # What a single rank knows is agreed on while the step is computed.
-        is_save_due = self.snapshots.is_frequent_due(self.timer.training_seconds)
-        flags = self.context.all_reduce_flags(self.signals.signal, int(is_save_due))
+        is_due = self.snapshots.is_frequent_due(self.timer.training_seconds)
+        flags = self.context.all_reduce_flags(self.signals.signal, int(is_due))
         result = self.train_step()
-        self.stop_signal, save_now = flags.wait()
-        self.after_step(result, bool(save_now))
+        self.stop_signal, is_frequent_due = flags.wait()
+        self.after_step(result, bool(is_frequent_due))
 
     def next_batch(self) -> range:
         """Sample numbers of the next step; those of an epoch are len(train_data), and a batch may span two epochs."""
@@ -198,18 +198,14 @@ class Trainer:
         self.progress.val_loss = None
         return StepResult(batch, losses, grad_norm, lr)
 
-    def after_step(self, result: StepResult, save_now: bool) -> None:
-        """Computes what is due after a step, then writes and shows it: loss, validation loss, a sample, a snapshot.
-
-        Args:
-            save_now: a frequent snapshot is due
-        """
+    def after_step(self, result: StepResult, is_frequent_due: bool) -> None:
+        """Computes what is due after a step, then writes and shows it: loss, validation loss, a sample, a snapshot."""
         cfg = self.config.trainer
         step = self.progress.step
         logs = step == 1 or self.is_due(cfg.log_every)
         evaluates = self.is_due(cfg.eval_every)
         saves = self.is_due(cfg.save_every) or self.is_done()
-        if logs or evaluates or saves or save_now:
+        if logs or evaluates or saves or is_frequent_due:
             self.guard.check(step)
         loss = None
         is_free = self.context.device.type == "cpu" and self.context.world_size == 1  # otherwise, reading it waits
@@ -249,7 +245,7 @@ class Trainer:
             # An evaluation may have ended the run, by trainer.patience or a signal meanwhile.
             if saves or self.is_done():
                 self.save_snapshot()
-            elif save_now:
+            elif is_frequent_due:
                 self.save_snapshot(is_frequent=True)
             self.log_saves()
 
@@ -285,11 +281,7 @@ class Trainer:
             self.save_snapshot()
 
     def save_snapshot(self, is_frequent: bool = False) -> None:
-        """Starts to save a snapshot of this step, which a thread writes while training continues.
-
-        Args:
-            is_frequent: the snapshot is only kept until there are newer ones (trainer.save_overhead)
-        """
+        """Starts to save a snapshot of this step, which a thread writes while training continues."""
         header = {
             **self.progress.state_dict(),
             "config": config_to_dict(self.config),
