@@ -16,7 +16,7 @@ from helpers import run_ranks, small_snapshot
 
 from mingpt.snapshot.storage import SnapshotStorage
 
-LEFTOVER = f"step_00000001.pt.{'77' * 16}.tmp"  # of an earlier killed save: pruning has two files to unlink
+LEFTOVER = f"step_00000001.pt.{'77' * 16}.tmp"  # of an earlier killed save, which pruning deletes
 
 
 def snapshot(step: int) -> dict[str, Any]:
@@ -108,14 +108,18 @@ class _InterceptedFile(io.FileIO):
         return self.system.call("write", lambda: write(data), half=lambda: write(data[: len(data) // 2]))
 
 
-def save_in_fork(folder: Path, crash_at: int | None, moment: str, log: Path) -> int:
+def open_storage(folder: Path, kind: str) -> SnapshotStorage:
+    return SnapshotStorage(str(folder), keep=1, is_frequent=kind == "frequent")
+
+
+def save_in_fork(folder: Path, kind: str, crash_at: int | None, moment: str, log: Path) -> int:
     """Saves step 2 in a fork of this process; returns its exit status, negative if a signal ended it."""
     child = os.fork()
     if not child:
         status = 1
         try:
             system = CrashingSystem(str(folder), crash_at, moment)
-            SnapshotStorage(str(folder), keep=1).write(snapshot(2), None)
+            open_storage(folder, kind).write(snapshot(2), None)
             log.write_text("\n".join(system.calls))
             status = 0
         finally:
@@ -123,35 +127,48 @@ def save_in_fork(folder: Path, crash_at: int | None, moment: str, log: Path) -> 
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def crash_at_every_call(path: str, moment: str) -> tuple[list[str], list[int]]:
+def crash_at_every_call(path: str, kind: str, moment: str) -> tuple[list[str], list[int]]:
     """For `run_ranks`: the calls of a save, and the step of the newest snapshot after a crash at each of them."""
     initial, log = Path(path, "initial"), Path(path, "calls")
-    SnapshotStorage(str(initial), keep=1).write(snapshot(1), None)
+    open_storage(initial, kind).write(snapshot(1), None)
     Path(initial, LEFTOVER).touch()
-    assert save_in_fork(shutil.copytree(initial, Path(path, "no crash")), None, moment, log) == 0
+    assert save_in_fork(shutil.copytree(initial, Path(path, "no crash")), kind, None, moment, log) == 0
     calls, steps = log.read_text().split("\n"), []
     for number, call in enumerate(calls):
         if moment == "half" and call != "write":
             continue
         folder, messages = shutil.copytree(initial, Path(path, str(number))), []
-        assert save_in_fork(folder, number, moment, log) == -signal.SIGKILL, (number, call)
-        storage = SnapshotStorage(str(folder), keep=1)
+        assert save_in_fork(folder, kind, number, moment, log) == -signal.SIGKILL, (number, call)
+        storage = open_storage(folder, kind)
         newest = storage.load_newest(messages.append)
         assert newest is not None, (number, call)
         assert messages == [], (number, call)
         assert all((weight == newest["step"]).all() for weight in newest["model"].values()), (number, call)
         steps.append(newest["step"])
         storage.write(snapshot(3), None)
-        assert os.listdir(folder) == ["step_00000003.pt"], (number, call)
+        assert os.listdir(folder) == [os.path.basename(storage.file(3))], (number, call)
         shutil.rmtree(folder)
     return calls, steps
 
 
-@pytest.mark.parametrize("moment", ["before", "after", "half", "power"])
-def test_a_crash_at_any_call_of_a_save_leaves_the_previous_snapshot_or_the_next(moment: str, tmp_path: Path) -> None:
-    [(calls, steps)] = run_ranks(1, crash_at_every_call, str(tmp_path), moment, tmp_path=tmp_path)
+@pytest.mark.parametrize(
+    ("kind", "moment"),
+    [
+        ("step", "before"),
+        ("step", "after"),
+        ("step", "half"),
+        ("step", "power"),
+        ("frequent", "after"),
+        ("frequent", "half"),
+    ],
+)
+def test_a_crash_at_any_call_of_a_save_leaves_the_previous_snapshot_or_the_next(
+    kind: str, moment: str, tmp_path: Path
+) -> None:
+    [(calls, steps)] = run_ranks(1, crash_at_every_call, str(tmp_path), kind, moment, tmp_path=tmp_path)
     order = [call for call, _ in itertools.groupby(calls)]
-    assert order == ["open", "write", "fsync", "rename", "open folder", "fsync", "unlink"]
+    flushed = ["open", "write", "fsync", "rename", "open folder", "fsync", "unlink"]
+    assert order == (flushed if kind == "step" else ["open", "write", "rename", "unlink"])
     assert calls.count("write") > 5
     assert calls.count("unlink") == 2
     assert steps == sorted(steps)
