@@ -2,10 +2,12 @@
 
     python data/prepare.py && python -m tests.faults.killed
     python -m tests.faults.killed --ranks 1
+    python -m tests.faults.killed --every 30
 
 The first is killed on four processes and on two, and ends on one. Of the second, with the default configuration under
 `torchrun --max_restarts=50`, one of two processes is killed fifty times. With --ranks, only the second is trained, and
-nothing is drawn. All are trained in runs/, which takes minutes on two cores.
+nothing is drawn. With --every, it is the share of an undisturbed run's steps that a run completes in two minutes if it
+is killed every so many seconds. All are trained in runs/, which takes minutes on two cores.
 """
 
 import argparse
@@ -15,6 +17,7 @@ import shutil
 import signal
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +29,7 @@ TREE = """--trainer.max_steps 400 --trainer.save_every 50 --trainer.log_every 10
     --trainer.sample_every null --trainer.micro_batch_size 3 --distributed.reduction tree"""
 KILLS_TWICE = {4: 160, 2: 310}  # number of processes -> step after which they are killed
 STEPS_FIFTY, KILLS = 1600, 50
+SHARE_SECONDS = 120.0
 
 
 def new_run(name: str, options: str) -> Run:
@@ -74,6 +78,26 @@ def first_step_time(run: Run) -> float:
     return min(seconds for seconds in run.step_times.values() if seconds > run.started_at)
 
 
+def count_steps(ranks: int, options: str, kill_times: Sequence[float]) -> int:
+    """The steps that a run completes in SHARE_SECONDS after its first one, if a rank is killed at these times."""
+    with new_run("share", f"--trainer.max_steps 1000000 --trainer.log_every 1 {options}") as run:
+        run.start_torchrun(ranks, "--max_restarts=100")
+        wait_for_training(run, starts=1)
+        began = first_step_time(run)
+        for i, seconds in enumerate(kill_times):
+            time.sleep(max(0.0, began + seconds - time.time()))
+            send(run.ranks()[i % ranks], signal.SIGKILL)
+        time.sleep(max(0.0, began + SHARE_SECONDS - time.time()))
+        return max(row["step"] for row in run.rows("train") if row["time"] <= began + SHARE_SECONDS)
+
+
+def print_share(ranks: int, options: str, every: float) -> None:
+    kill_times = [(i + 0.5) * every for i in range(int(SHARE_SECONDS // every))]
+    undisturbed = count_steps(ranks, options, [])
+    killed = count_steps(ranks, options, kill_times)
+    print(f"{len(kill_times)} kills: {killed} of {undisturbed} steps, {killed / undisturbed:.3f}")
+
+
 def print_costs(name: str, seconds: list[float]) -> None:
     median = statistics.median(seconds)
     print(f"{name}, in seconds: median {median:.2f}, largest {max(seconds):.2f}, in all {sum(seconds):.1f}")
@@ -97,10 +121,14 @@ def draw_pair(undisturbed: Run, killed: Run, file: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compares runs that were killed with undisturbed ones.")
     parser.add_argument("--ranks", type=int, metavar="N", help="only kill one of N processes fifty times")
+    parser.add_argument("--every", type=float, metavar="SECONDS", help="only print the share of steps that is left")
     parser.add_argument("--options", default="", help="options of main.py for that")
     args = parser.parse_args()
     os.chdir(ROOT)
     ranks = args.ranks or 2
+    if args.every is not None:
+        print_share(ranks, args.options, args.every)
+        return
     fifty = f"--trainer.max_steps {STEPS_FIFTY} --trainer.log_every 1 --trainer.sample_every null {args.options}"
     with new_run("undisturbed_fifty", fifty) as undisturbed, new_run("killed_fifty", fifty) as killed:
         kill_fifty_times(killed, ranks)
