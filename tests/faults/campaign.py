@@ -35,7 +35,7 @@ ENDING = (KILL_LAUNCHER, KILL_ALL, TERM, TERM_ALL)  # after these the same comma
 MODES = ("one process", "ddp", "zero1", "zero2", "fsdp", "stages", "tree")  # of the runs, in turn
 MIN_FAULTS, MAX_FAULTS, CAMPAIGN_FAULTS = 10, 16, 300  # of a run, and of a campaign
 STEPS = 800
-MAX_LOST_SECONDS = 4.0  # of work, by a fault; the interval between frequent snapshots is about half a second
+MAX_LOST_SECONDS = 30.0  # of work, by a fault, on a machine that is busy; otherwise it is about half a second
 
 
 class Plan(NamedTuple):
@@ -127,8 +127,7 @@ class FaultyRun(Run):
         most = self.rng.randint(MIN_FAULTS, MAX_FAULTS)
         while self.reached < self.last_fault_step and len(self.faults) < most:
             self.inject()
-            # The time of a step in which a rank was stopped is not lost work.
-            if self.faults[-1].kind not in (PAUSE, STOP) and self.lost_seconds[-1] > MAX_LOST_SECONDS:
+            if self.lost_seconds[-1] > MAX_LOST_SECONDS:
                 raise AssertionError(f"{self.faults[-1]}: {self.lost_steps[-1]} steps lost, {self.lost_seconds[-1]} s")
         self.wait(lambda: self.processes[-1].poll() is not None, "the end", may_exit=True)
         if status := self.processes[-1].returncode:
