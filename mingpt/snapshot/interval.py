@@ -2,9 +2,9 @@
 
 import time
 from collections import deque
-from statistics import mean, median
+from statistics import fmean, median
 
-MIN_SECONDS = 0.5  # between snapshots, even if they cost less
+MIN_SECONDS = 1.0  # between snapshots, even if they cost less
 MIN_STEPS = 5  # measured before the first snapshot
 
 
@@ -51,5 +51,5 @@ class SaveInterval:
         # Without a step between two saves, nothing would tell what a step takes without them.
         if self.overhead is None or not self.has_idle_step or len(self.step_seconds) < MIN_STEPS:
             return False
-        interval = max(MIN_SECONDS, mean(self.costs) / self.overhead)
+        interval = max(MIN_SECONDS, fmean(self.costs) / self.overhead)
         return time.monotonic() >= self.saved_at + interval
