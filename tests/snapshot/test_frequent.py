@@ -30,6 +30,16 @@ from mingpt.snapshot.writer import AsyncSnapshotWriter
 from tests.faults.runs import Run, assert_same_run
 
 STEPS = 600
+# main.py with a short interval.
+OFTEN = """
+import sys
+import main
+from mingpt.program import exit_process, run_program
+from mingpt.snapshot import interval
+
+interval.MIN_SECONDS = 0.1
+exit_process(run_program(main.main, sys.argv[1:]))
+"""
 OPTIONS = {"trainer__max_steps": STEPS, "trainer__save_every": 10_000, "trainer__eval_every": 100}
 
 
@@ -147,15 +157,25 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-@pytest.fixture
-def killed(undisturbed: Path, tmp_path: Path) -> Run:
-    """The same run, killed after its first frequent snapshot."""
-    with Run(tmp_path / "run", run_args(tmp_path / "run", undisturbed.parent / "text.txt", **OPTIONS)) as run:
+@pytest.fixture(scope="module")
+def killed_once(undisturbed: Path) -> Path:
+    """The folder of the same run, killed after two frequent snapshots."""
+    folder = undisturbed.with_name("killed")
+    program = undisturbed.with_name("often.py")
+    program.write_text(OFTEN)
+    with Run(folder, run_args(folder, undisturbed.with_name("text.txt"), **OPTIONS), program) as run:
         run.start()
         run.wait(lambda: len(frequent_files(run)) == 2, "two frequent snapshots")
         os.kill(run.processes[0].pid, signal.SIGKILL)
         run.finish()
-    return run
+    return folder
+
+
+@pytest.fixture
+def killed(killed_once: Path, tmp_path: Path) -> Run:
+    """A copy of it."""
+    folder = shutil.copytree(killed_once, tmp_path / "run")
+    return Run(folder, run_args(folder, killed_once.with_name("text.txt"), **OPTIONS))
 
 
 def frequent_files(run: Run) -> list[Path]:
