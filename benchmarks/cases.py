@@ -14,7 +14,6 @@ from benchmarks.learning import time_to_loss
 from mingpt.config import MAX_STEPS
 from mingpt.generation import generate
 from mingpt.hardware.device import device_kind
-from mingpt.monitoring.run_log import iter_metrics
 from mingpt.parallel.strategy import DTYPES
 from mingpt.utilization import flops_per_sequence
 from model import GPT
@@ -29,6 +28,7 @@ ONLY_STEPS = {
 }
 TREE: dict[str, Any] = {"distributed.reduction": "tree", "trainer.micro_batch_size": 3, "trainer.threads": 1}
 ADAMW = {"optimizer.name": "adamw"}
+SAVING_SECONDS = 3.0  # several intervals between frequent snapshots of a small model
 
 
 def describe_shape(trainer: Trainer) -> str:
@@ -83,21 +83,23 @@ def _baseline_row(bench: Bench, what: str, step: Step, trainer: Trainer) -> Row:
 
 
 def snapshots(bench: Bench) -> Iterator[Row]:
-    """A step with frequent snapshots, in one without them."""
-    ratios = [_seconds_per_step(bench, 0.02) / _seconds_per_step(bench, "null") for _ in range(bench.pairs)]
+    """Steps with frequent snapshots, in steps without them."""
+    trainer = bench.build_trainer(overrides=ONLY_STEPS | {"trainer.max_steps": MAX_STEPS})
+    interval = trainer.snapshots.interval
+    ratios = []
+    with suppress_stdout(), trainer.signals:
+        trainer.start_log()
+        seconds = bench.time_calls(trainer.advance, 50) / 50
+        steps = max(1, round(SAVING_SECONDS / seconds))
+        for _ in range(2 * bench.pairs):
+            interval.overhead = 0.02
+            saving_seconds = bench.time_calls(trainer.advance, steps)
+            interval.overhead = None
+            ratios.append(saving_seconds / bench.time_calls(trainer.advance, steps))
+            if trainer.stop_signal:
+                raise KeyboardInterrupt
+        trainer.close()
     yield median_row("a step with save_overhead 0.02 in one with null", ratios)
-
-
-def _seconds_per_step(bench: Bench, save_overhead: float | str) -> float:
-    """The mean over a run, snapshots included, without its first steps and the save at its end."""
-    length = {"trainer.max_steps": 300, "trainer.log_every": 10}
-    overrides = ONLY_STEPS | {"trainer.save_overhead": save_overhead}
-    trainer = bench.build_trainer(length, overrides, warmup_steps=0)
-    with suppress_stdout():
-        trainer.train()
-    rows = filter(None, iter_metrics(trainer.run_dir / "metrics.jsonl"))
-    _, first, *_, last = (row for row in rows if row["event"] == "train")
-    return (last["time"] - first["time"]) / (last["step"] - first["step"])
 
 
 def strategies(bench: Bench) -> Iterator[Row]:
