@@ -62,7 +62,7 @@ FAULTS = {  # names in tests/gpu/dry_run.py, and what is found
     "synchronize": "torch.cuda.synchronize() waits for the device: trainer.py:",
     "event": "torch.cuda.Event.synchronize() waits for the device: trainer.py:",
     "read": "copy to the host that is not non_blocking: trainer.py:",
-    "snapshot": f"aten.linalg_vector_norm {RACE}: mingpt/snapshot/manager.py:",
+    "snapshot": f"aten.linalg_vector_norm {RACE}: mingpt/snapshot/writer.py:",
     "race": f"aten.add {RACE}: trainer.py:",
 }
 
