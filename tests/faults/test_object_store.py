@@ -328,6 +328,5 @@ def test_a_run_with_failing_and_interrupted_uploads_ends_with_the_same_bits(
     assert f"resuming from {url}/step_00000003.pt" in out
     assert [row["step"] for row in read_rows(run_dir, "start")] == [0, 3]
     assert not list((run_dir / "snapshots").glob("*.pt"))  # frequent ones
-    (run_dir / "snapshots").mkdir()
     fsspec.filesystem("s3").get_file(f"{url}/step_00000012.pt", str(run_dir / "snapshots/step_00000012.pt"))
     assert_same_run(undisturbed, run_dir)
