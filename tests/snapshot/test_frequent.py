@@ -163,7 +163,8 @@ def killed_once(undisturbed: Path) -> Path:
     folder = undisturbed.with_name("killed")
     program = undisturbed.with_name("often.py")
     program.write_text(OFTEN)
-    with Run(folder, run_args(folder, undisturbed.with_name("text.txt"), **OPTIONS), program) as run:
+    options = OPTIONS | {"trainer__save_overhead": 0.9}  # also on a machine on which saves take long
+    with Run(folder, run_args(folder, undisturbed.with_name("text.txt"), **options), program) as run:
         run.start()
         run.wait(lambda: len(frequent_files(run)) == 2, "two frequent snapshots")
         os.kill(run.processes[0].pid, signal.SIGKILL)
