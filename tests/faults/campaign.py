@@ -127,7 +127,9 @@ class FaultyRun(Run):
         most = self.rng.randint(MIN_FAULTS, MAX_FAULTS)
         while self.reached < self.last_fault_step and len(self.faults) < most:
             self.inject()
-            if self.lost_seconds[-1] > MAX_LOST_SECONDS:
+            # The next save of save_every waits for the one that is being written.
+            is_lost = self.lost_steps[-1] > 2 * self.plan.save_every or self.lost_seconds[-1] > MAX_LOST_SECONDS
+            if is_lost:
                 raise AssertionError(f"{self.faults[-1]}: {self.lost_steps[-1]} steps lost, {self.lost_seconds[-1]} s")
         self.wait(lambda: self.processes[-1].poll() is not None, "the end", may_exit=True)
         if status := self.processes[-1].returncode:
