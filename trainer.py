@@ -19,6 +19,7 @@ from mingpt.distributed.collectives import DistributedContext
 from mingpt.errors import UserError
 from mingpt.evaluation import Evaluation, choose_sample_prompt, generate_sample
 from mingpt.hardware.numerics import agree_on_numerics
+from mingpt.hardware.wait_policy import adaptive_wait_policy
 from mingpt.monitoring.logging import logger
 from mingpt.monitoring.profiler import profile_steps
 from mingpt.monitoring.run_log import RunLog, StepTimer
@@ -96,7 +97,11 @@ class Trainer:
             return self.already_trained()
         self.start_log()
         trace = self.run_dir / f"trace-{self.context.rank}.json"
-        with profile_steps(self.config.trainer.profile_steps, trace) as step_profiler, self.signals:
+        with (
+            profile_steps(self.config.trainer.profile_steps, trace) as step_profiler,
+            self.signals,
+            adaptive_wait_policy(self.context),
+        ):
             try:
                 if self.is_eval_pending():
                     self.run_pending_eval()

@@ -2,18 +2,23 @@
 
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from benchmarks.baselines import NanoGPT, Step, minimal_loop, tutorial_step
-from benchmarks.harness import MEDIUM, SMALL, Bench, Row, median_row, suppress_stdout
+from benchmarks.harness import MEDIUM, SMALL, Bench, Row, SkippedError, median_row, suppress_stdout
 from benchmarks.learning import time_to_loss
 from mingpt.config import MAX_STEPS
 from mingpt.generation import generate
 from mingpt.hardware.device import device_kind
+from mingpt.hardware.threads import available_cores
+from mingpt.hardware.wait_policy import passive_wait_policy
 from mingpt.parallel.strategy import DTYPES
 from mingpt.utilization import flops_per_sequence
 from model import GPT
@@ -100,6 +105,46 @@ def snapshots(bench: Bench) -> Iterator[Row]:
                 raise KeyboardInterrupt
         trainer.close()
     yield median_row("a step with save_overhead 0.02 in one with null", ratios)
+
+
+def contention(bench: Bench) -> Iterator[Row]:
+    """Steps while other programs use the cores, with several threads and with one."""
+    trainer = bench.build_trainer(overrides={"trainer.threads": available_cores()})
+    threads = torch.get_num_threads()
+    if threads == 1:
+        raise SkippedError("there is only one core")
+
+    def spinning() -> None:
+        for _ in range(10):
+            trainer.train_step()
+
+    def sleeping() -> None:
+        with passive_wait_policy():
+            spinning()
+
+    def single() -> None:
+        torch.set_num_threads(1)
+        spinning()
+        torch.set_num_threads(threads)
+
+    for programs in (0, 1, 2):
+        with busy_programs(programs):
+            for others, step in ((f"{threads} that sleep", sleeping), ("1", single)):
+                what = f"a step of {threads} threads that spin in one of {others}, beside {programs} busy programs"
+                yield median_row(what, bench.ratio(spinning, step))
+
+
+@contextmanager
+def busy_programs(count: int) -> Iterator[None]:
+    """While its block runs, so many other processes use a core each, if they get it."""
+    command = [sys.executable, "-c", "while True: pass"]
+    processes = [subprocess.Popen(command) for _ in range(count)]  # noqa: S603
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def strategies(bench: Bench) -> Iterator[Row]:
@@ -204,6 +249,7 @@ CASES: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "nanogpt": nanogpt,
     "tutorial": tutorial,
     "snapshots": snapshots,
+    "contention": contention,
     "strategies": strategies,
     "reduction": reduction,
     "pipeline": pipeline,

@@ -27,6 +27,7 @@ from mingpt.distributed.collectives import DistributedContext
 from mingpt.distributed.launch_environment import detect_launch_environment
 from mingpt.distributed.process_group import connected_ranks, destroy_process_group, explained_errors
 from mingpt.hardware.device import device_kind, has_bf16, use_cuda
+from mingpt.hardware.threads import available_cores
 from mingpt.monitoring.logging import set_rank
 from mingpt.torch_versions import cpu_capabilities
 from trainer import Trainer
@@ -210,11 +211,6 @@ class Bench:
         for line in done.stdout.splitlines():
             result = json.loads(line)
             yield Row(**{key: result[key] for key in Row.__dataclass_fields__})
-
-
-def available_cores() -> int:
-    """The number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def machine_name(device: torch.device) -> str:

@@ -37,7 +37,8 @@ def agree_on_numerics(config: Config, context: "DistributedContext", header: dic
         threads_reason = "reduction: tree"
     else:
         kept = saved["threads"] if saved.get("world_size") == context.world_size else None
-        threads, threads_reason = choose_threads(cfg.threads, context.local_world_size, kept)
+        choice = choose_threads(cfg.threads, context.local_world_size, kept)
+        threads, threads_reason = context.reduce_object(choice, min)  # a step takes as long as the slowest rank's
     precision, reason = choose_precision(cfg.precision, device, saved.get("precision"))
     context.check_equal({"what trainer.precision: auto gives": precision}, advice="set it to either")
     torch.set_num_threads(threads)

@@ -1,11 +1,15 @@
 """The choice of the number of CPU threads. Like that of the precision, it is kept in a run that resumes."""
 
 import os
+import time
 from collections.abc import Mapping
+from pathlib import Path
 
 from mingpt.config import MAX_THREADS
 from mingpt.errors import UserError
 from mingpt.hardware.cgroup import cpu_limit
+
+STAT_FILE = Path("/proc/stat")
 
 
 def choose_threads(requested: int | str, local_world_size: int, saved: int | None) -> tuple[int, str]:
@@ -15,23 +19,69 @@ def choose_threads(requested: int | str, local_world_size: int, saved: int | Non
     """
     if isinstance(requested, int):
         return requested, "as asked"
-    asked = omp_num_threads(os.environ)
+    threads, reason = _threads_for_this_machine(local_world_size)
+    # The saved number comes before OMP_NUM_THREADS, which torchrun sets to 1 by itself, and before what other programs
+    # leave of the cores now: with another number the last bits would differ.
+    if saved == threads:
+        return saved, "auto: kept from the snapshot"
     if saved is not None:
-        # Before OMP_NUM_THREADS, which torchrun sets to 1 by itself: with another number the last bits would differ.
-        reason = "auto: kept from the snapshot"
-        if asked not in (None, saved):
-            reason += f", not {asked} as OMP_NUM_THREADS says; set trainer.threads to change it"
-        return saved, reason
+        return saved, f"auto: kept from the snapshot, not {threads} ({reason}); set trainer.threads to change it"
+    return threads, f"auto: {reason}"
+
+
+def _threads_for_this_machine(local_world_size: int) -> tuple[int, str]:
+    asked = omp_num_threads(os.environ)
     if asked is not None:
-        return asked, "auto: OMP_NUM_THREADS"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    shared = f"{cores} cores"
+        return asked, "OMP_NUM_THREADS"
+    cores = available_cores()
+    free = cores - busy_cores()
+    shared = f"{cores} cores" if free == cores else f"{free} idle of {cores} cores"
     quota = cpu_limit()
-    if quota is not None and quota < cores:
+    if quota is not None and quota < free:
         # More threads than the quota would be stopped together for a part of each period.
-        cores = int(quota)
+        free = int(quota)
         shared = f"a CPU quota of {quota:g} cores"
-    return max(1, cores // local_world_size), f"auto: {shared} / {local_world_size} ranks"
+    return max(1, free // local_world_size), f"{shared} / {local_world_size} ranks"
+
+
+def available_cores() -> int:
+    """How many cores this process may use, which is fewer than the machine has if it is bound to some of them."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def busy_cores() -> int:
+    """How many of the available cores other programs use now: their CPU time over 0.1 seconds, rounded.
+
+    If there are any, it looks for 0.5 seconds more, since a program may have been busy for a moment only. All ranks
+    call it at the same time, so that none counts the work of another.
+    """
+    ticks = _busy_ticks()
+    began = time.monotonic()
+    busy = 0
+    for seconds in (0.1, 0.5):
+        time.sleep(seconds)
+        elapsed = (time.monotonic() - began) * os.sysconf("SC_CLK_TCK")
+        busy = round((_busy_ticks() - ticks) / elapsed)
+        if busy == 0:
+            break
+    return min(busy, available_cores())
+
+
+def _busy_ticks() -> int:
+    """Clock ticks that the available cores have worked since the system started; 0 on other systems than Linux.
+
+    They are SC_CLK_TCK a second, from /proc/stat (proc_stat(5)).
+    """
+    if not STAT_FILE.exists():
+        return 0
+    names = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    ticks = 0
+    for line in STAT_FILE.read_text().splitlines():
+        name, *fields = line.split()
+        if name in names:
+            user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, fields[:8])
+            ticks += user + nice + system + irq + softirq + steal
+    return ticks
 
 
 def omp_num_threads(env: Mapping[str, str]) -> int | None:

@@ -41,7 +41,7 @@ def set_hardware(monkeypatch: pytest.MonkeyPatch) -> SetHardware:
     """Simulates hardware; without arguments, eight cores and nothing else."""
 
     def set_flags(
-        gpus: int = 0, bf16: bool = False, mps: bool = False, cores: int = 8, **cpu_flags: bool | str
+        gpus: int = 0, bf16: bool = False, mps: bool = False, cores: int = 8, busy: int = 0, **cpu_flags: bool | str
     ) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
@@ -52,6 +52,7 @@ def set_hardware(monkeypatch: pytest.MonkeyPatch) -> SetHardware:
         monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
         monkeypatch.setattr("mingpt.hardware.threads.cpu_limit", lambda: None)
+        monkeypatch.setattr("mingpt.hardware.threads.busy_cores", lambda: busy)
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
     set_flags()
@@ -192,7 +193,8 @@ def test_compile_needs_a_c_compiler_for_triton_on_a_gpu_and_else_a_cpp_compiler(
             check_compiler(device)
 
 
-NOT_OMP = "auto: kept from the snapshot, not 1 as OMP_NUM_THREADS says; set trainer.threads to change it"
+NOT_OMP = "auto: kept from the snapshot, not 1 (OMP_NUM_THREADS); set trainer.threads to change it"
+NOT_BUSY = "auto: kept from the snapshot, not 2 (5 idle of 8 cores / 2 ranks); set trainer.threads to change it"
 
 
 def test_threads(set_hardware: SetHardware, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +209,7 @@ def test_threads(set_hardware: SetHardware, monkeypatch: pytest.MonkeyPatch) -> 
         ("auto", 2, None, "1", 1, "auto: OMP_NUM_THREADS"),
         ("auto", 2, None, "16", 16, "auto: OMP_NUM_THREADS"),
         ("auto", 2, None, "3,2", 3, "auto: OMP_NUM_THREADS"),
-        ("auto", 2, 3, None, 3, "auto: kept from the snapshot"),
+        ("auto", 2, 4, None, 4, "auto: kept from the snapshot"),
         ("auto", 2, 3, "3", 3, "auto: kept from the snapshot"),
         ("auto", 2, 3, "1", 3, NOT_OMP),
         (5, 2, 3, "1", 5, "as asked"),
@@ -223,6 +225,21 @@ def test_threads(set_hardware: SetHardware, monkeypatch: pytest.MonkeyPatch) -> 
     for cpu_count, expected in ((6, 3), (None, 1)):
         monkeypatch.setattr(os, "cpu_count", lambda count=cpu_count: count)
         assert choose_threads("auto", 2, None)[0] == expected
+
+
+def test_threads_leave_cores_to_other_programs(set_hardware: SetHardware, monkeypatch: pytest.MonkeyPatch) -> None:
+    for ranks, busy, quota, saved, expected, reason in [
+        (1, 1, None, None, 7, "auto: 7 idle of 8 cores / 1 ranks"),
+        (2, 3, None, None, 2, "auto: 5 idle of 8 cores / 2 ranks"),
+        (2, 3, None, 4, 4, NOT_BUSY),
+        (2, 3, None, 2, 2, "auto: kept from the snapshot"),
+        (1, 8, None, None, 1, "auto: 0 idle of 8 cores / 1 ranks"),
+        (1, 3, 6.0, None, 5, "auto: 5 idle of 8 cores / 1 ranks"),
+        (1, 3, 4.0, None, 4, "auto: a CPU quota of 4 cores / 1 ranks"),
+    ]:
+        set_hardware(busy=busy)
+        monkeypatch.setattr("mingpt.hardware.threads.cpu_limit", lambda quota=quota: quota)
+        assert choose_threads("auto", ranks, saved) == (expected, reason)
 
 
 def test_threads_within_a_cpu_quota(set_hardware: SetHardware, monkeypatch: pytest.MonkeyPatch) -> None:

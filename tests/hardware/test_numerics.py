@@ -10,13 +10,19 @@ from mingpt.config import Config, DistributedConfig, TrainerConfig
 from mingpt.hardware.device import device_kind
 from mingpt.hardware.numerics import Numerics, agree_on_numerics
 
-KEPT = "auto: kept from the snapshot, not 2 as OMP_NUM_THREADS says; set trainer.threads to change it"
+KEPT = "auto: kept from the snapshot, not 2 (OMP_NUM_THREADS); set trainer.threads to change it"
 
 
-def choose(config: Config, device: torch.device, world_size: int, choices: dict[str, Any] | None) -> Numerics:
-    """What one rank of `world_size` chooses, two of them on its machine."""
+def choose(
+    config: Config, device: torch.device, world_size: int, choices: dict[str, Any] | None, others: Any = ()
+) -> Numerics:
+    """What one rank of `world_size` chooses, two of them on its machine; others choose these threads, with reasons."""
     context: Any = SimpleNamespace(
-        device=device, world_size=world_size, local_world_size=2, check_equal=lambda values, advice: None
+        device=device,
+        world_size=world_size,
+        local_world_size=2,
+        check_equal=lambda values, advice: None,
+        reduce_object=lambda value, combine: combine([value, *others]),
     )
     return agree_on_numerics(config, context, None if choices is None else {"choices": choices})
 
@@ -44,6 +50,15 @@ def test_choices_are_applied_and_threads_kept_at_the_same_number_of_ranks(
     assert numerics.choices == previous | new_facts | here
     assert numerics.reasons["threads"] == f"{expected} per rank ({reason})"
     assert numerics.reasons["precision"] == "fp32 (auto: kept from the snapshot)"
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_all_ranks_have_the_threads_of_the_rank_with_fewest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    others = [(4, "auto: 4 cores / 1 ranks"), (2, "auto: 2 idle of 4 cores / 1 ranks")]
+    numerics = choose(Config(), torch.device("cpu"), 3, None, others)
+    assert (torch.get_num_threads(), numerics.choices["threads"]) == (2, 2)
+    assert numerics.reasons["threads"] == "2 per rank (auto: 2 idle of 4 cores / 1 ranks)"
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -1,0 +1,202 @@
+"""Threads while other programs use the cores."""
+
+import os
+import resource
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mingpt.hardware import threads, wait_policy
+from mingpt.hardware.threads import available_cores, busy_cores
+from mingpt.hardware.wait_policy import adaptive_wait_policy, passive_wait_policy, runqueue_seconds
+from mingpt.monitoring.logging import logger
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's /proc")
+
+
+@contextmanager
+def busy_program() -> Iterator[subprocess.Popen]:
+    process = subprocess.Popen([sys.executable, "-c", "print(flush=True)\nwhile True: pass"], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout
+        process.stdout.readline()
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_cores_that_another_program_uses_are_counted() -> None:
+    with busy_program():
+        assert 1 <= busy_cores() <= available_cores()
+
+
+@pytest.mark.parametrize(("busy_seconds", "expected"), [(0.0, 0), (0.1, 0), (9.0, 1)])
+def test_a_moments_work_is_not_counted(
+    busy_seconds: float, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Core 0 works for some seconds, core 1 does not, and core 2 works but may not be used."""
+    stat = tmp_path / "stat"
+    monkeypatch.setattr(threads, "STAT_FILE", stat)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr("os.sysconf", {"SC_CLK_TCK": 100}.__getitem__)
+    clock = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: clock)
+
+    def sleep(seconds: float) -> None:
+        nonlocal clock
+        clock += seconds
+        working = [100 * min(clock, busy_seconds), 0, 100 * clock]
+        lines = [f"cpu{core} {round(ticks)} 0 0 {100 - round(ticks)} 5 0 0 0 0 0" for core, ticks in enumerate(working)]
+        stat.write_text("\n".join(["cpu  1 2 3 4 5 6 7 8 9 10", *lines, "intr 7"]))
+
+    sleep(0.0)
+    monkeypatch.setattr(time, "sleep", sleep)
+    assert busy_cores() == expected
+    assert clock == pytest.approx(0.6 if busy_seconds else 0.1)
+
+
+def test_without_linuxs_counters_all_cores_are_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "STAT_FILE", tmp_path / "missing")
+    assert busy_cores() == 0
+
+
+def test_waiting_for_a_core_is_told_from_sleeping() -> None:
+    """This process shares a core with a busy one, so it waits while it computes, and does not while it sleeps."""
+    cores = os.sched_getaffinity(0)
+    with busy_program() as program:
+        waited = []
+        try:
+            for process in (0, program.pid):
+                os.sched_setaffinity(process, {min(cores)})
+            for work in (compute, time.sleep):
+                before = runqueue_seconds()
+                work(0.5)
+                after = runqueue_seconds()
+                waited.append(sum(after[task] - before[task] for task in after.keys() & before.keys()))
+        finally:
+            os.sched_setaffinity(0, cores)
+    assert waited[0] > 0.1
+    assert waited[1] < waited[0] / 2
+
+
+def compute(seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_threads_sleep_between_regions_while_the_policy_is_passive() -> None:
+    matrix = torch.ones(64 * 32768)
+
+    def sleeps() -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
+        for _ in range(100):
+            matrix.add_(1)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - before
+
+    tasks = len(runqueue_seconds())
+    sleeps()
+    assert sleeps() < 50
+    for _ in range(2):
+        with passive_wait_policy():
+            assert torch.get_num_threads() == 2
+            assert sleeps() > 100
+    sleeps()
+    assert sleeps() < 50
+    assert len(runqueue_seconds()) <= tasks + 1  # no team is left
+
+
+SPINS = 0.7  # threads that wait for a core, beside a busy program
+SLEEPS = 0.5
+WARNING = "training is slow, since other programs use the CPU cores that it runs on"
+ADVICE = "; a new run with fewer trainer.threads may be faster"
+
+
+@pytest.mark.parametrize(
+    ("waiting", "torch_threads", "ranks", "local_rank", "passive", "warnings"),
+    [
+        ([0.02] * 100, 2, 1, 0, [], []),
+        ([0.02] * 5 + [SPINS] + [0.02] * 94, 2, 1, 0, [(6, 36)], []),  # a moment, such as a snapshot that is written
+        ([SPINS] + [SLEEPS] * 30 + [0.02] * 60, 2, 1, 0, [(1, 31)], [10]),
+        (([SPINS] + [SLEEPS] * 30) * 23, 2, 1, 0, [(31 * i + 1, 31 * i + 31) for i in range(23)], [10, 610]),
+        ([0.4] * 100, 2, 1, 0, [], [10]),  # not so much that it would help to sleep
+        ([SPINS] * 100, 1, 1, 0, [], [10]),  # a single thread has no other to wait for
+        ([SPINS] + [SLEEPS] * 50, 2, 1, 1, [(1, 31)], []),  # another rank of this machine warns
+        ([SPINS] + [SLEEPS] * 50, 2, 2, 0, [(1, 31)], []),  # ranks with more threads than cores
+    ],
+)
+def test_policy_and_warning_follow_the_time_that_threads_wait(
+    waiting: list[float],
+    torch_threads: int,
+    ranks: int,
+    local_rank: int,
+    passive: list[tuple[int, int]],
+    warnings: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each element of `waiting` is that of one second; expected are seconds since the start."""
+    seconds = 0
+    waited = {"1": 0.0}
+    periods: list[tuple[int, int]] = []
+    warned: list[int] = []
+
+    class Clock:
+        def wait(self, timeout: float) -> bool:
+            nonlocal seconds
+            if caplog.records[len(warned) :]:
+                warned.append(seconds)
+            if seconds == len(waiting):
+                return True
+            waited["1"] += waiting[seconds]
+            seconds += 1
+            return False
+
+    @contextmanager
+    def record() -> Iterator[None]:
+        began = seconds
+        yield
+        periods.append((began, seconds))
+
+    monkeypatch.setattr(wait_policy, "runqueue_seconds", waited.copy)
+    monkeypatch.setattr(wait_policy, "passive_wait_policy", record)
+    monkeypatch.setattr(wait_policy, "available_cores", lambda: 2)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: torch_threads)
+    monkeypatch.setattr(time, "monotonic", lambda: float(seconds))
+
+    def warn(message: str) -> None:
+        assert message == WARNING + (ADVICE if torch_threads > 1 else "")
+        warned.append(seconds)
+
+    monkeypatch.setattr(logger, "warning", warn)
+    context: Any = SimpleNamespace(local_rank=local_rank, local_world_size=ranks)
+    wait_policy._watch(Clock(), context)  # type: ignore[arg-type]
+    assert (periods, warned) == (passive, warnings)
+
+
+def test_the_policy_ends_with_its_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wait_policy, "CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(wait_policy, "PASSIVE", -1.0)
+    threads_before = threading.active_count()
+    context: Any = SimpleNamespace(local_rank=0, local_world_size=1)
+    with adaptive_wait_policy(context):
+        time.sleep(0.2)
+    assert threading.active_count() == threads_before
