@@ -18,6 +18,7 @@ from mingpt.snapshot.content import KEPT_KEYS, split_header
 from mingpt.snapshot.interval import SaveInterval
 from mingpt.snapshot.storage import SnapshotStorage
 from mingpt.snapshot.writer import AsyncSnapshotWriter, SaveResult
+from mingpt.yaml_format import format_value
 
 if TYPE_CHECKING:
     from mingpt.parallel.strategy import Strategy
@@ -271,9 +272,10 @@ def check_compatible(header: dict[str, Any] | None, config: dict[str, Any], voca
         now = config[section][key]
         then = header["config"][section][key]
         if now != then:
+            shown = format_value(then)
             raise UserError(
-                f"{name} is {now}, but {then} in the snapshot of step {header['step']} in the run "
-                f"folder: set it to {then} to resume, or {new_run_advice(config)} to start a new run"
+                f"{name} is {format_value(now)}, but {shown} in the snapshot of step {header['step']} in the run "
+                f"folder: set it to {shown} to resume, or {new_run_advice(config)} to start a new run"
             )
     known = header["vocabulary"]
     if vocabulary != known:
