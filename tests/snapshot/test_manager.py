@@ -255,7 +255,9 @@ def test_a_snapshot_of_another_model_is_refused_with_key_and_both_values(section
         check_compatible(header, config, "ab")
 
 
-def test_a_snapshot_of_another_vocabulary_optimizer_or_part_of_the_text_ends_the_run(trained: Path, tmp_path: Path) -> None:
+def test_a_snapshot_of_another_vocabulary_optimizer_or_part_of_the_text_ends_the_run(
+    trained: Path, tmp_path: Path
+) -> None:
     shutil.copytree(trained / "full", tmp_path / "run")
     text = tmp_path / "text.txt"
     text.write_text((trained / "text.txt").read_text().replace("f", "ß") + "".join(map(chr, range(0x4E00, 0x6000))))
