@@ -139,6 +139,13 @@ class SnapshotManager:
     def restore(self, newest: NewestSnapshot, strategy: "Strategy") -> None:
         """Loads the tensors of the newest snapshot, and copies it to writer ranks that do not have it."""
         content = newest.content
+        with self.context.shared_errors():
+            if content and content["optimizer"].keys() != content["model"].keys():
+                raise UserError(
+                    f"trainer.snapshot_path: {newest.path} has an optimizer state for {len(content['optimizer'])} of "
+                    f"{len(content['model'])} parameters, and must have one for all: move it away, or begin a new run "
+                    "with it as trainer.init_from"
+                )
         strategy.load_full_state(content.get("model", {}), content.get("optimizer", {}), newest.source_rank)
         if newest.header["scaler"]:  # empty if the run that saved it was not in fp16
             strategy.scaler.load_state_dict(newest.header["scaler"])
