@@ -81,9 +81,8 @@ def _resume_lines(trainer: "Trainer") -> Iterator[str]:
         yield f"changed since the snapshot: {', '.join(changes)}"
     if (then := header["text_sha256"]) != (now := trainer.corpus.sha256):
         yield (
-            f"the text has changed: its SHA-256 is {then} in the snapshot, {now} now. Validation text may have been "
-            "trained on, and validation losses do not compare with those before: the best snapshot and "
-            "trainer.patience start again"
+            f"the text has changed: its SHA-256 is {then} in the snapshot, {now} now. Validation losses do not compare "
+            "with those before, and may be of text that was trained on: best snapshot and trainer.patience start again"
         )
     for key, name in (("hardware", "hardware"), ("pytorch", "version of PyTorch")):
         now = trainer.numerics.choices[key]
