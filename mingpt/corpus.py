@@ -146,7 +146,7 @@ def _find_files(path: str) -> tuple[fsspec.AbstractFileSystem, list[str]]:
     if not names and infos[0]["type"] == "directory":
         raise UserError(f"data.path: {path} is a folder; for all its files write {path.rstrip('/')}/*.txt, in quotes")
     if not names:
-        raise UserError(f"data.path: {path} is a pipe or a device; write its text to a file, which is read twice")
+        raise UserError(f"data.path: {path} is a pipe or a device; write its text to a file: it is read twice")
     return fs, names
 
 
