@@ -37,9 +37,11 @@ def main(argv: Sequence[str] = ()) -> int:
 
     # Importing PyTorch takes over a second, so `--help` and a mistake in the configuration are answered before.
     with paused_garbage_collection():
+        from mingpt.files import check_temporary_folder
         from mingpt.torch_versions import check_torch_version
 
         with reported_once_per_machine(info):
+            check_temporary_folder()
             check_torch_version()  # before imports that other versions may not have
 
         import torch.distributed as dist

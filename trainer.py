@@ -77,7 +77,7 @@ class Trainer:
             weights = initial_weights(config, context, self.model_config, self.corpus.vocabulary)
             self.strategy.load_full_state(weights, {}, source=0)
         else:
-            self.progress.load_state_dict(newest.header)
+            self.progress.load_state_dict(newest.header, self.corpus.sha256)
             self.snapshots.restore(newest, self.strategy)
 
         self.guard = FiniteGuard(self.strategy, config.optimizer, self.snapshots.newest_file)

@@ -12,11 +12,13 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import IO
 
 import fsspec
 import numpy as np
+from fsspec.archive import AbstractArchiveFileSystem
 from fsspec.callbacks import TqdmCallback
 from fsspec.implementations.local import LocalFileSystem
 from tqdm import tqdm
@@ -25,7 +27,7 @@ from mingpt.errors import UserError
 from mingpt.files import open_regular, read_regular, replace_file, replaced_file
 from mingpt.monitoring.live_line import BAR_OPTIONS
 from mingpt.monitoring.logging import logger
-from mingpt.text_encoding import HAS_NUL, explain_bytes
+from mingpt.text_encoding import BEGINNINGS, HAS_NUL, explain_bytes
 
 CHUNK_SIZE = 1 << 18  # characters that are read at once; the arrays made of them fit into a core's cache
 
@@ -69,6 +71,8 @@ def show_characters(characters: str) -> str:
 
 def check_text(path: str) -> None:
     """Raises a UserError if there is no text at a path: file, glob or fsspec URL."""
+    if "://" in path:
+        logger.info(f"asking for {path}")  # a server may not answer for minutes
     _find_files(path)
 
 
@@ -130,29 +134,34 @@ def _find_files(path: str) -> tuple[fsspec.AbstractFileSystem, list[str]]:
         fs, root = fsspec.url_to_fs(path)
         found = [root]
         if any(character in path for character in "*?[") and not fs.exists(root):
-            found = sorted(fs.glob(root))
+            # As in a shell, a name that begins with a dot only matches a pattern with that dot.
+            dots = f"/{root}".count("/.")
+            found = sorted(name for name in fs.glob(root) if f"/{name}".count("/.") == dots) or [root]
         infos = [fs.info(name) for name in found]
-    except FileNotFoundError:
-        infos = []
     except Exception as error:  # each file system raises its own
         raise UserError(
-            f"data.path: {path} can't be read: {error}; it may be a file, a glob, or a URL that fsspec knows"
+            f"data.path: {path} can't be read: {_reason(error)}; it may be a file, a glob, or a URL that fsspec knows"
         ) from error
     names = [info["name"] for info in infos if info["type"] == "file"]
-    if not names and infos and found == [root]:
+    if not names and infos[0]["type"] == "directory":
         raise UserError(f"data.path: {path} is a folder; for all its files write {path.rstrip('/')}/*.txt, in quotes")
     if not names:
-        raise UserError(
-            f"data.path: no text at {path} (working directory {os.getcwd()}); "
-            "`python data/prepare.py` writes data/input.txt, the default"
-        )
+        raise UserError(f"data.path: {path} is a pipe or a device; write its text to a file: it is read twice")
     return fs, names
+
+
+def _reason(error: Exception) -> str:
+    """What a file system, or the server behind it, says: fsspec raises FileNotFoundError for any answer over HTTP."""
+    cause = error.__cause__ or error
+    return f"{type(cause).__name__}: {cause}"
 
 
 def _identity(fs: fsspec.AbstractFileSystem, names: Sequence[str]) -> str:
     """Returns a string that changes when one of the files does."""
     if isinstance(fs, LocalFileSystem):
         return repr([(name, os.stat(name).st_size, os.stat(name).st_mtime_ns) for name in names])
+    if isinstance(fs, AbstractArchiveFileSystem):
+        return repr([fs.info(name) for name in names])  # its ukey has the address of an object of this process
     return repr([(name, fs.ukey(name)) for name in names])
 
 
@@ -165,7 +174,9 @@ def _download(fs: fsspec.AbstractFileSystem, names: Sequence[str], folder: str) 
         try:
             fs.get_file(name, copy, callback=bar)
         except Exception as error:  # each file system raises its own
-            raise UserError(f"data.path: {name} can't be fetched: {error}; copy it here, or try again later") from error
+            raise UserError(
+                f"data.path: {name} can't be fetched: {_reason(error)}; copy it here, or try again later"
+            ) from error
         copies.append(copy)
     return copies
 
@@ -249,6 +260,12 @@ def _read(files: Sequence[str], bar: tqdm, digest: "hashlib._Hash") -> Iterator[
         if not os.access(name, os.R_OK):
             raise UserError(f"data.path: {name} can't be read: Permission denied; make it readable, or name another")
         with open(name, encoding="utf-8-sig", newline="\n") as file:  # without a byte-order mark
+            start = file.buffer.peek()  # type: ignore[attr-defined]
+            for mark, kind in BEGINNINGS.items():
+                if start.startswith(mark):
+                    raise UserError(f"data.path: {name} is {kind}")
+            if start.lstrip().lower().startswith((b"<!doctype html", b"<html")):
+                _warn_of_page(name)
             try:
                 while text := file.read(CHUNK_SIZE):
                     is_empty = False
@@ -267,6 +284,11 @@ def _read(files: Sequence[str], bar: tqdm, digest: "hashlib._Hash") -> Iterator[
                 ) from error
     if is_empty:
         raise UserError(f"data.path: {files[0]} is empty; it must hold text: name another file")
+
+
+@cache  # a text is read several times
+def _warn_of_page(name: str) -> None:
+    logger.warning(f"data.path: {name} is an HTML page, whose tags are trained on; its text may be at another URL")
 
 
 def _find_vocabulary(files: Sequence[str], extra_characters: str, bar: tqdm) -> tuple[str, str]:

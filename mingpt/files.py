@@ -3,6 +3,7 @@
 import errno
 import os
 import stat
+import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -58,6 +59,14 @@ def replaced_file(path: Path | str, flush: bool = True) -> Iterator[IO[bytes]]:
         raise
     if flush:
         _sync_folder(Path(path).parent)
+
+
+def check_temporary_folder() -> None:
+    """Raises a UserError if there is no folder for temporary files: `torch.optim` asks for it, also without compile."""
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError as error:
+        raise UserError(f"environment: {error.strerror}; set TMPDIR to a folder that can be written") from error
 
 
 def replace_file(path: Path, text: str) -> None:

@@ -127,9 +127,13 @@ def use_bmm_attention(q: Tensor, dropout: float) -> bool:
     return T <= 128 and _has_several_threads()
 
 
-@torch.compiler.assume_constant_result  # torch.compile can't trace the call
 def _has_several_threads() -> bool:
     return torch.get_num_threads() > 1
+
+
+# torch.compile can't trace the call. torch.compiler.assume_constant_result sets this, too, but imports torch._dynamo,
+# which takes half a second and needs a folder for temporary files.
+_has_several_threads._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def bmm_attention(q: Tensor, k: Tensor, v: Tensor, dropout: Dropout) -> Tensor:

@@ -40,15 +40,24 @@ class Progress:
             "lowest": lowest,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], text_sha256: str) -> None:
+        """Loads the header of a snapshot.
+
+        Args:
+            text_sha256: digest of this run's text. If the snapshot has another, the best snapshot and the lowest
+                validation loss are not loaded, since losses on two texts do not compare.
+        """
         self.step = state["step"]
         self.samples = state["samples"]
         self.val_loss = state["val_loss"]
-        # Snapshots of earlier versions lack these two.
-        self.set_best(state.get("best", {"step": None, "val_loss": math.inf}))
-        lowest = state.get("lowest", {"step": self.step, "val_loss": math.inf})
-        self.lowest_step = lowest["step"]
-        self.lowest_val_loss = lowest["val_loss"]
+        self.lowest_step = self.step
+        if state["text_sha256"] != text_sha256:
+            return
+        if "best" in state:  # snapshots of earlier versions have none
+            self.set_best(state["best"])
+        if "lowest" in state:
+            self.lowest_step = state["lowest"]["step"]
+            self.lowest_val_loss = state["lowest"]["val_loss"]
 
     def set_val_loss(self, val_loss: float) -> None:
         """Sets the validation loss of this step."""

@@ -1,6 +1,5 @@
 """Messages about a run as a whole: at its start, at its end, and where there is nothing to do."""
 
-import json
 import math
 import platform
 import re
@@ -21,6 +20,7 @@ from mingpt.optimizer import learning_rate
 from mingpt.parallel.memory import MemoryUsage, format_bytes, measure_memory
 from mingpt.parallel.strategy import Strategy
 from mingpt.snapshot.manager import new_run_advice
+from mingpt.yaml_format import format_value
 from model import GPT
 
 if TYPE_CHECKING:
@@ -80,7 +80,10 @@ def _resume_lines(trainer: "Trainer") -> Iterator[str]:
     if changes:
         yield f"changed since the snapshot: {', '.join(changes)}"
     if (then := header["text_sha256"]) != (now := trainer.corpus.sha256):
-        yield f"the text has changed: its SHA-256 is {then} in the snapshot, {now} now"
+        yield (
+            f"the text has changed: its SHA-256 is {then} in the snapshot, {now} now. Validation losses do not compare "
+            "with those before, and may be of text that was trained on: best snapshot and trainer.patience start again"
+        )
     for key, name in (("hardware", "hardware"), ("pytorch", "version of PyTorch")):
         now = trainer.numerics.choices[key]
         then = header["choices"].get(key, now)  # an older snapshot may lack it
@@ -178,8 +181,7 @@ def changed_keys(then: dict[str, dict[str, Any]], now: dict[str, dict[str, Any]]
     for key, value in keys_without_places(now).items():
         before = values.get(key, value)  # an older snapshot may lack a key
         if before != value:
-            shown = [json.dumps(each).strip('"') for each in (before, value)]  # as in the yaml
-            changes.append(f"{key} {' -> '.join(shown)}")
+            changes.append(f"{key} {format_value(before)} -> {format_value(value)}")
     return changes
 
 

@@ -3,11 +3,16 @@
 import codecs
 import re
 
-BYTE_ORDER_MARKS = {  # those of UTF-32 first, since one begins like UTF-16's
-    codecs.BOM_UTF32_LE: "UTF-32",
-    codecs.BOM_UTF32_BE: "UTF-32",
-    codecs.BOM_UTF16_LE: "UTF-16",
-    codecs.BOM_UTF16_BE: "UTF-16",
+UTF_16 = "UTF-16, by its byte-order mark: `iconv -f UTF-16 -t UTF-8` converts it"
+BEGINNINGS = {  # of files that are not the text
+    codecs.BOM_UTF16_LE: UTF_16,
+    codecs.BOM_UTF16_BE: UTF_16,
+    b"\x1f\x8b": "compressed by gzip: `gunzip` unpacks it",
+    b"\xfd7zXZ": "compressed by xz: `unxz` unpacks it",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd: `unzstd` unpacks it",
+    b"PK\3\4": "a zip archive: `unzip` unpacks it",
+    b"%PDF-": "a PDF: `pdftotext` converts it",
+    b"version https://git-lfs": "a pointer of Git LFS in place of the text: `git lfs pull` fetches that",
 }
 HAS_NUL = (
     "has NUL characters, which text does not: if it is UTF-16, `iconv -f UTF-16LE -t UTF-8` (or UTF-16BE) converts it, "
@@ -28,12 +33,8 @@ def explain_bytes(name: str, first: int) -> str:
     import charset_normalizer  # noqa: PLC0415 - each start would take 20 ms longer
 
     with open(name, "rb") as file:
-        start = file.read(4)
         file.seek(first)
         sample = file.read(READ_SIZE)
-    for mark, encoding in BYTE_ORDER_MARKS.items():
-        if start.startswith(mark):
-            return f"it begins with the byte-order mark of {encoding}: `iconv -f {encoding} -t UTF-8` converts it"
     if b"\0" in sample:
         return f"it {HAS_NUL}"
     invalid, valid = _count_not_ascii(name)

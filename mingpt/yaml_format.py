@@ -3,6 +3,7 @@
 yaml 1.1 reads 010 as 8, 12:30 as 750, 1_000 as 1000, and yes as true. Here these are text, as are dates.
 """
 
+import json
 import math
 import re
 from typing import Any
@@ -48,6 +49,11 @@ def load_yaml(content: str | bytes) -> Any:
         return yaml.load(content, _Loader)
     except RecursionError as error:
         raise yaml.YAMLError("its lists or mappings are nested too deeply") from error
+
+
+def format_value(value: Any) -> str:
+    """A value in a message, as in the yaml: `null`, `true`."""
+    return json.dumps(value).strip('"')
 
 
 def dump_yaml(content: dict[str, Any]) -> str:

@@ -1,15 +1,22 @@
 """Encoding of text, and its cache."""
 
 import codecs
+import gzip
 import hashlib
 import logging
+import lzma
 import os
 import random
+import re
 import reprlib
 import signal
 import subprocess
 import sys
+import threading
+import zipfile
+from collections.abc import Iterator
 from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,7 +28,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from helpers import ROOT, clean_env, run_args, run_ranks, train_main
 
 from mingpt import corpus
-from mingpt.corpus import Corpus, encode, encode_corpus
+from mingpt.corpus import Corpus, check_text, count_characters, encode, encode_corpus
 from mingpt.errors import UserError
 
 
@@ -73,10 +80,22 @@ def test_more_than_65536_distinct_characters(tmp_path: Path) -> None:
     assert (decode(encoded), encoded.tokens.dtype) == (text, np.uint32)
 
 
+LFS_POINTER = (
+    b"version https://git-lfs.github.com/spec/v1\n"
+    b"oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\nsize 12345\n"
+)
+
+
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ([], "no text at"),
+        ([], r"/\*\.txt can't be read: FileNotFoundError: .*; it may be a file, a glob, or a URL that fsspec knows"),
+        ([gzip.compress(b"words " * 99)], r"0\.txt is compressed by gzip: `gunzip` unpacks it"),
+        ([lzma.compress(b"words " * 99)], r"0\.txt is compressed by xz: `unxz` unpacks it"),
+        ([b"\x28\xb5\x2f\xfd\x24\x05"], r"0\.txt is compressed by zstd: `unzstd` unpacks it"),
+        ([b"words", b"PK\x03\x04\x14" + bytes(99)], r"1\.txt is a zip archive: `unzip` unpacks it"),
+        ([b"%PDF-1.7\n"], r"0\.txt is a PDF: `pdftotext` converts it"),
+        ([LFS_POINTER], r"0\.txt is a pointer of Git LFS in place of the text: `git lfs pull` fetches that"),
         ([b""], r"0\.txt is empty"),
         ([codecs.BOM_UTF8, codecs.BOM_UTF8], r"0\.txt is empty"),
         ([b"ok \xff no"], r"0\.txt is not UTF-8 text: byte 3 is 0xff"),
@@ -104,8 +123,7 @@ CHINESE = "人生若只如初见，何事秋风悲画扇。\n"
 @pytest.mark.parametrize(
     ("text", "encoding", "message"),
     [
-        (FRENCH, "utf-16", "byte 0 is 0xff; it begins with the byte-order mark of UTF-16: "),
-        (FRENCH, "utf-32", "byte 0 is 0xff; it begins with the byte-order mark of UTF-32: "),
+        (FRENCH, "utf-16", "text.txt is UTF-16, by its byte-order mark: "),
         ("plain", "utf-16-le", "has NUL characters, which text does not: if it is UTF-16, "),
         (FRENCH, "utf-16-le", "byte 48 is 0xab; it has NUL characters"),
         (FRENCH, "cp1252", "byte 4 is 0x9c; as CP1252 it reads 'œur a ses raisons – ' there: "),
@@ -171,9 +189,115 @@ def test_globs_and_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(MemoryFileSystem, "get_file", reset)
     assert decode(encode_corpus(url, tmp_path / "url")) == "farther"  # from the cache
-    with pytest.raises(UserError, match=r"data\.path: /texts/far\.txt can't be fetched: connection reset; copy it"):
+    with pytest.raises(UserError, match=r"data\.path: /texts/far\.txt can't be fetched: OSError: connection reset; "):
         encode_corpus(url, tmp_path / "other")
     assert not list(tmp_path.glob("other/*"))
+
+
+def test_a_glob_leaves_out_hidden_files_unless_it_names_them(tmp_path: Path) -> None:
+    for name in ("a.txt", ".notes.txt", "._a.txt", "b/c.txt", "b/.d.txt", ".git/e.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"{name} ")
+    with zipfile.ZipFile(tmp_path / "texts.zip", "w") as archive:
+        for name in (".f.txt", "g.txt"):
+            archive.writestr(name, f"{name} ")
+    for pattern, expected in (
+        ("*.txt", "a.txt "),
+        (".*.txt", "._a.txt .notes.txt "),
+        ("**/*.txt", "a.txt b/c.txt "),
+        (".git/*.txt", ".git/e.txt "),
+        ("b/.d.txt", "b/.d.txt "),
+    ):
+        assert decode(encode_corpus(f"{tmp_path}/{pattern}", tmp_path / "cache")) == expected, pattern
+    assert decode(encode_corpus(f"zip://*.txt::{tmp_path}/texts.zip", tmp_path / "cache")) == "g.txt "
+
+
+def test_what_is_no_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("words")
+    (tmp_path / "b.txt").symlink_to("none")
+    os.mkfifo(tmp_path / "pipe")
+    for path, message in (
+        ("*.txt", rf"\*\.txt can't be read: FileNotFoundError: .*No such file or directory: '{tmp_path}/b\.txt'"),
+        ("pipe", r"pipe is a pipe or a device; write its text to a file"),
+        ("", rf"is a folder; for all its files write {tmp_path}/\*\.txt, in quotes"),
+    ):
+        with pytest.raises(UserError, match=message):
+            check_text(f"{tmp_path}/{path}")
+
+
+def test_an_html_page_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "input.txt"
+    path.write_text("\n<!DOCTYPE html>\n<title>Not the text</title>")
+    with caplog.at_level(logging.WARNING, logger="mingpt"):
+        assert count_characters(str(path)) == len(encode_corpus(str(path), tmp_path / "cache").tokens)
+    [message] = caplog.messages
+    assert message.startswith(f"data.path: {path} is an HTML page, whose tags are trained on; ")
+
+
+class TextServer(BaseHTTPRequestHandler):
+    """Answers with a text, or with the status that the path begins with."""
+
+    caplog: pytest.LogCaptureFixture
+    messages: list[str]  # logged before the last request
+
+    def do_HEAD(self) -> None:
+        type(self).messages = list(self.caplog.messages)
+        [status] = re.findall(r"^/(\d+)", self.path) or ["200"]
+        self.send_response(int(status))
+        self.send_header("Content-Length", "9")
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        self.do_HEAD()
+        self.wfile.write(b"some text")
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def text_server(caplog: pytest.LogCaptureFixture) -> Iterator[str]:
+    """The address of a TextServer."""
+    TextServer.caplog = caplog
+    with ThreadingHTTPServer(("127.0.0.1", 0), TextServer) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_what_a_server_says_is_shown(text_server: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="mingpt"):
+        check_text(f"{text_server}/text.txt?raw=1")
+    assert TextServer.messages == [f"asking for {text_server}/text.txt?raw=1"]
+    assert decode(encode_corpus(f"{text_server}/text.txt", tmp_path / "cache")) == "some text"
+    for path, said in (
+        ("404", "404, message='Not Found'"),
+        ("503", "503, message='Service Unavailable'"),
+        ("403?token=1", "403, message='Forbidden'"),
+        ("503/*.txt", "503, message='Service Unavailable'"),
+    ):
+        with pytest.raises(UserError) as error:
+            check_text(f"{text_server}/{path}")
+        assert str(error.value).startswith(f"data.path: {text_server}/{path} can't be read: ")
+        assert said in str(error.value)
+        assert "working directory" not in str(error.value)
+    with pytest.raises(UserError, match=r"can't be read: ClientConnectorError: Cannot connect to host 127\.0\.0\.1:1"):
+        check_text("http://127.0.0.1:1/text.txt")
+
+
+def test_a_text_in_an_archive_is_encoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, cache = f"zip://text.txt::{tmp_path}/texts.zip", tmp_path / "cache"
+    archives = []  # of a process each: another object at another address
+    for text in ("one text", "same len"):
+        with zipfile.ZipFile(tmp_path / "texts.zip", "w") as archive:
+            archive.writestr("text.txt", text)
+        assert decode(encode_corpus(url, cache)) == text
+        archives.append(fsspec.url_to_fs(url))
+        with monkeypatch.context() as patch:
+            patch.setattr(corpus, "_write_cache", None)  # encoding again would raise
+            assert decode(encode_corpus(url, cache)) == text
 
 
 def test_one_rank_of_a_machine_looks_at_the_files_of_a_url(tmp_path: Path) -> None:

@@ -249,6 +249,40 @@ def _run_with_modes(folder: Path) -> dict[tuple[str, int, str], tuple[int, str]]
     return results
 
 
+# In a mount namespace of its own, only the first argument is a folder that can be written; "$@" is a command.
+READ_ONLY = """
+writable=$1
+shift
+mount --bind "$writable" /mnt || exit 77
+for folder in /tmp /var/tmp
+do
+    mount --bind $folder $folder && mount -o remount,ro,bind $folder || exit 77
+done
+mount --bind /mnt "$writable" && cd /proc && exec "$@"
+"""
+
+
+def test_folders_for_temporary_files_that_can_not_be_written(trained: Path, text: Path, tmp_path: Path) -> None:
+    """main.py names the variable that it needs; sample.py needs no such folder."""
+    if os.geteuid() or shutil.which("unshare") is None:
+        pytest.skip("mounts folders: needs root")
+    main_command = ["main.py", *run_args(tmp_path / "run", text)]
+    sample_command = ["sample.py", "--snapshot", str(trained / "run"), "--max_new_tokens", "1"]
+    done = []
+    for program, *argv in (main_command, sample_command):
+        command = ["unshare", "-m", "sh", "-c", READ_ONLY, "-", str(tmp_path), sys.executable, str(ROOT / program)]
+        env = clean_env(TMPDIR=None, TORCHINDUCTOR_CACHE_DIR=None, PYTHONDONTWRITEBYTECODE="1")
+        done.append(subprocess.run([*command, *argv], capture_output=True, text=True, env=env, check=False))
+        if done[-1].returncode == 77:
+            pytest.skip("mounts folders")
+    assert done[0].returncode == 2
+    assert_one_message(done[0].stderr)
+    assert "error: environment: No usable temporary directory found in ['/tmp', " in done[0].stderr
+    assert "; set TMPDIR to a folder that can be written" in done[0].stderr
+    assert (done[1].returncode, done[1].stderr) == (0, "")
+    assert {path.name for path in tmp_path.iterdir()} == {"text.txt"}
+
+
 @pytest.fixture
 def time_limit() -> Iterator[None]:
     """A read that does not end within 30 seconds raises a TimeoutError."""

@@ -205,8 +205,8 @@ def fail_with(kind: type[BaseException], text: str = "") -> Callable[..., None]:
 def test_a_missing_text_is_refused_and_nothing_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "folder").mkdir()
     for path, advice in (
-        ("none.txt", "`python data/prepare.py`"),
-        ("*.md", "`python data/prepare.py`"),
+        ("none.txt", f"No such file or directory: '{tmp_path}/none.txt'; it may be a file, a glob, or a URL"),
+        ("*.md", f"No such file or directory: '{tmp_path}/*.md'; it may be a file, a glob, or a URL"),
         ("folder", f"write {tmp_path}/folder/*.txt, in quotes"),
     ):
         message = error_of(capsys, *run_args(tmp_path / "run", tmp_path / path))

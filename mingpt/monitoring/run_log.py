@@ -132,6 +132,12 @@ class TensorBoard:
     def _open(self, purge_step: int | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - slow, and plot.py needs no PyTorch
 
+        # TensorBoard reads files in the order of their names, which begin with the time. A file of the same second, or
+        # of a clock that was ahead, might be read after the new one.
+        earlier = f"events.out.tfevents.{time.time() - 2:.0f}"
+        for file in sorted(self.folder.glob("events.out.tfevents.*")):
+            if file.name > earlier:
+                file.rename(self.folder / f"{earlier}.{file.name}")
         self.writer = SummaryWriter(self.folder, purge_step=purge_step)
 
     def write(self, event: str, step: int, values: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from mingpt.errors import UserError
 
 FORMAT_VERSION = 2  # format 1 may have model.gelu_approximate
 # Keys that a run keeps from start to start: the meaning of its tensors, its part of the text, and its order.
-KEPT_KEYS = (*SHAPE_KEYS, "data.train_split", "optimizer.name", "trainer.seed")
+KEPT_KEYS = (*SHAPE_KEYS, "data.train_split", "data.truncate", "optimizer.name", "trainer.seed")
 STRICT = ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True)
 MAX_MISTAKES = 5  # in a message
 

@@ -18,6 +18,7 @@ from mingpt.snapshot.content import KEPT_KEYS, split_header
 from mingpt.snapshot.interval import SaveInterval
 from mingpt.snapshot.storage import SnapshotStorage
 from mingpt.snapshot.writer import AsyncSnapshotWriter, SaveResult
+from mingpt.yaml_format import format_value
 
 if TYPE_CHECKING:
     from mingpt.parallel.strategy import Strategy
@@ -138,6 +139,13 @@ class SnapshotManager:
     def restore(self, newest: NewestSnapshot, strategy: "Strategy") -> None:
         """Loads the tensors of the newest snapshot, and copies it to writer ranks that do not have it."""
         content = newest.content
+        with self.context.shared_errors():
+            if content and content["optimizer"].keys() != content["model"].keys():
+                raise UserError(
+                    f"trainer.snapshot_path: {newest.path} has an optimizer state for {len(content['optimizer'])} of "
+                    f"{len(content['model'])} parameters, and must have one for all: move it away, or begin a new run "
+                    "with it as trainer.init_from"
+                )
         strategy.load_full_state(content.get("model", {}), content.get("optimizer", {}), newest.source_rank)
         if newest.header["scaler"]:  # empty if the run that saved it was not in fp16
             strategy.scaler.load_state_dict(newest.header["scaler"])
@@ -271,9 +279,10 @@ def check_compatible(header: dict[str, Any] | None, config: dict[str, Any], voca
         now = config[section][key]
         then = header["config"][section][key]
         if now != then:
+            shown = format_value(then)
             raise UserError(
-                f"{name} is {now}, but {then} in the snapshot of step {header['step']} in the run "
-                f"folder: set it to {then} to resume, or {new_run_advice(config)} to start a new run"
+                f"{name} is {format_value(now)}, but {shown} in the snapshot of step {header['step']} in the run "
+                f"folder: set it to {shown} to resume, or {new_run_advice(config)} to start a new run"
             )
     known = header["vocabulary"]
     if vocabulary != known:

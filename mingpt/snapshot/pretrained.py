@@ -14,6 +14,7 @@ from mingpt.errors import UserError
 from mingpt.monitoring.logging import logger
 from mingpt.snapshot.content import gpt_config
 from mingpt.snapshot.storage import DamagedSnapshotError, SnapshotStorage, load_snapshot
+from mingpt.yaml_format import format_value
 
 if TYPE_CHECKING:
     from model import GPT
@@ -114,7 +115,8 @@ def adopt_shape(config: Config, header: dict[str, Any], source: str) -> Config:
         found = getattr(getattr(config, section), key)
         allowed = header["config"][section][key]
         if found not in (allowed, KEYS[name].default):
-            mistakes.append(f"{name} is {found}, but {allowed} in {source}: set {name} to {allowed}")
+            shown = format_value(allowed)
+            mistakes.append(f"{name} is {format_value(found)}, but {shown} in {source}: set {name} to {shown}")
         adopted[section][key] = allowed
     if mistakes:
         raise UserError("\n  ".join(mistakes))

@@ -33,6 +33,7 @@ from mingpt.snapshot.content import split_header
 from mingpt.snapshot.manager import SnapshotManager, check_compatible
 from mingpt.snapshot.storage import SnapshotStorage, load_snapshot
 from mingpt.snapshot.writer import AsyncSnapshotWriter
+from mingpt.yaml_format import format_value
 
 
 class BlockingStorage(SnapshotStorage):
@@ -237,6 +238,7 @@ def test_machines_that_share_a_folder_write_one_snapshot(text: Path, tmp_path: P
         ("model", "bias", "not the default"),
         ("data", "block_size", 7),
         ("data", "train_split", 0.5),
+        ("data", "truncate", 0.5),
         ("optimizer", "name", "another"),
         ("trainer", "seed", 7),
     ],
@@ -247,12 +249,15 @@ def test_a_snapshot_of_another_model_is_refused_with_key_and_both_values(section
     config["model"]["dropout"] = config["optimizer"]["learning_rate"] = 0.5
     check_compatible(header, config, "ab")
     default, config[section][key] = config[section][key], value
+    default = format_value(default)
     message = rf"^{section}\.{key} is {value}, but {default} in the snapshot of step 3 .*set it to {default} to resume"
     with pytest.raises(UserError, match=message):
         check_compatible(header, config, "ab")
 
 
-def test_a_snapshot_of_another_vocabulary_or_optimizer_ends_the_run(trained: Path, tmp_path: Path) -> None:
+def test_a_snapshot_of_another_vocabulary_optimizer_or_part_of_the_text_ends_the_run(
+    trained: Path, tmp_path: Path
+) -> None:
     shutil.copytree(trained / "full", tmp_path / "run")
     text = tmp_path / "text.txt"
     text.write_text((trained / "text.txt").read_text().replace("f", "ß") + "".join(map(chr, range(0x4E00, 0x6000))))
@@ -265,7 +270,8 @@ def test_a_snapshot_of_another_vocabulary_or_optimizer_ends_the_run(trained: Pat
         f"folder {size} (only in the text: {new} (4,609 distinct); only in the snapshot: 'f' (1 distinct)): use the "
         "snapshot's text"
     )
-    argv = run_args(tmp_path / "run", trained / "text.txt", optimizer__name="muon", trainer__max_steps=13)
-    [(status, _, err)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
-    assert status == 2
-    assert err.startswith("error: optimizer.name is muon, but adamw in the snapshot of step 12 in the run folder: ")
+    for key, now, then in (("optimizer.name", "muon", "adamw"), ("data.truncate", "0.5", "null")):
+        argv = run_args(tmp_path / "run", trained / "text.txt", trainer__max_steps=13)
+        [(status, _, err)] = run_ranks(1, run_captured, *argv, f"--{key}", now, tmp_path=tmp_path)
+        assert status == 2
+        assert err.startswith(f"error: {key} is {now}, but {then} in the snapshot of step 12 in the run folder: ")

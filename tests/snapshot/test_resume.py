@@ -135,6 +135,19 @@ def test_a_run_that_ends_after_its_best_snapshot_names_it(trained: Path, run_dir
     assert f"\nbest:       validation loss 0.1000 at step 3: {command}\n" in out
 
 
+def test_a_snapshot_without_the_state_of_the_optimizer_is_refused(trained: Path, run_dir: Path, tmp_path: Path) -> None:
+    snapshot = load_snapshot(str(run_dir / "snapshots/step_00000006.pt"))
+    path = SnapshotStorage(f"{run_dir}/snapshots", keep=9).write(snapshot | {"optimizer": {}}, None)
+    argv = run_args(run_dir, trained / "text.txt", trainer__max_steps=7)
+    results = run_ranks(2, run_captured, *argv, tmp_path=tmp_path)
+    assert [status for status, _, _ in results] == [2, 2]
+    size = len(snapshot["model"])
+    assert results[0][2].startswith(
+        f"error: trainer.snapshot_path: {path} has an optimizer state for 0 of {size} parameters, and must have one "
+    )
+    assert results[1][2] == ""
+
+
 def test_a_run_does_not_start_anew_if_all_snapshots_are_damaged(trained: Path, run_dir: Path, tmp_path: Path) -> None:
     files = [run_dir / f"snapshots/step_0000000{step}.pt" for step in (3, 6)]
     for file in files:
@@ -206,21 +219,30 @@ def _run_with_overflow(*argv: str) -> tuple[int, str, str]:
 
 
 def test_retuning_keys_follow_the_yaml_and_changes_are_logged(trained: Path, run_dir: Path, tmp_path: Path) -> None:
-    """The learning rate is so low that the weights of step 6 stay; the text is reversed."""
+    """The learning rate is so low that the weights of step 6 stay; the text is reversed.
+
+    Its validation loss is higher than that of step 3 on the text before, after which trainer.patience is over.
+    """
+    snapshot = load_snapshot(str(run_dir / "snapshots/step_00000006.pt"))
+    snapshot["best"] = snapshot["lowest"] = {"step": 3, "val_loss": 0.1}
+    SnapshotStorage(f"{run_dir}/snapshots", keep=9).write(snapshot, None)
     text = tmp_path / "text.txt"
     text.write_text((trained / "text.txt").read_text()[::-1])
     options = {"optimizer__learning_rate": 1e-12, "optimizer__decay_steps": 20, "trainer__batch_size": 5}
+    options |= {"trainer__patience": 2, "trainer__eval_every": 2}
     argv = run_args(run_dir, text, trainer__max_steps=8, **options)
     [(status, out, err)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
     assert (status, err) == (0, "")
     changes = out.partition("resuming from")[2].partition("step 7/8")[0]
     digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in (trained / "text.txt", text)]
     assert f"the text has changed: its SHA-256 is {digests[0]} in the snapshot, {digests[1]} now" in changes
+    assert "Validation losses do not compare with those before, and may be of text that was trained on: " in changes
     assert "the learning rate of step 6 was " in changes
     config = OptimizerConfig(learning_rate=1e-12, warmup_steps=4, decay_steps=20)
     rates = [row["learning_rate"] for row in read_rows(run_dir) if row["step"] > 6]
     assert rates == pytest.approx([learning_rate(step, 8, config) for step in (7, 8)])
     assert newest_snapshot(run_dir)["samples"] == 6 * 7 + 2 * 5
+    assert [newest_snapshot(run_dir)[name]["step"] for name in ("best", "lowest")] == [8, 8]
     assert [row["samples"] for row in read_rows(run_dir, "start")] == [0, 42]
     before = load_snapshot(str(run_dir / "snapshots/step_00000006.pt"))["model"]
     for name, weight in newest_snapshot(run_dir)["model"].items():
