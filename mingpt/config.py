@@ -191,7 +191,7 @@ class TrainerConfig:
     """autocast dtype: fp32, bf16, fp16 (CUDA only); auto: bf16 where hardware supports it, else fp32"""
 
     threads: Annotated[int, Field(ge=1, le=MAX_THREADS)] | Literal["auto"] = "auto"
-    """CPU threads per rank; auto: OMP_NUM_THREADS, else cores or CPU quota / ranks here"""
+    """CPU threads per rank; auto: OMP_NUM_THREADS, else idle cores or CPU quota / ranks here"""
 
     compile: bool = False
     """compile the model with torch.compile; takes a minute or so at the first start"""
