@@ -77,10 +77,10 @@ def _busy_ticks() -> int:
     names = {f"cpu{core}" for core in os.sched_getaffinity(0)}
     ticks = 0
     for line in STAT_FILE.read_text().splitlines():
-        name, *fields = line.split()
+        name, *counters = line.split()
         if name in names:
-            user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, fields[:8])
-            ticks += user + nice + system + irq + softirq + steal
+            _, _, _, idle, iowait, *_ = counters
+            ticks += sum(map(int, counters[:8])) - int(idle) - int(iowait)  # the others are part of these eight
     return ticks
 
 

@@ -10,7 +10,8 @@ leave the cores to others and get them back when they are woken. The results hav
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,29 +55,29 @@ def _watch(ended: threading.Event, context: "DistributedContext") -> None:
     threads = torch.get_num_threads()
     # Where ranks have more threads than there are cores, they wait for each other.
     warns = context.local_rank == 0 and context.local_world_size * threads <= available_cores()
-    calm = next_warning = passive_since = began = time.monotonic()
-    is_passive = False
+    calm = next_warning = time.monotonic()
+    while not ended.is_set():
+        waiting = _threads_that_wait(ended, CHECK_SECONDS)
+        if waiting > PASSIVE and threads > 1:
+            with passive_wait_policy():
+                waiting = _threads_that_wait(ended, PASSIVE_SECONDS)
+        now = time.monotonic()
+        if waiting < SLOW:
+            calm = now
+        elif warns and now >= max(calm + WARN_AFTER_SECONDS, next_warning):
+            next_warning = now + WARN_AGAIN_SECONDS
+            advice = "; a new run with fewer trainer.threads may be faster" if threads > 1 else ""
+            logger.warning(f"training is slow, since other programs use the CPU cores that it runs on{advice}")
+
+
+def _threads_that_wait(ended: threading.Event, seconds: float) -> float:
+    """How many threads of this process wait for a core, on average over these seconds."""
+    began = time.monotonic()
     before = runqueue_seconds()
-    with ExitStack() as passive:
-        while not ended.wait(CHECK_SECONDS):
-            now = time.monotonic()
-            seconds = runqueue_seconds()
-            waiting = sum(seconds[task] - before[task] for task in seconds.keys() & before.keys()) / (now - began)
-            before = seconds
-            began = now
-            if waiting < SLOW:
-                calm = now
-            if is_passive and now >= passive_since + PASSIVE_SECONDS:
-                passive.close()
-                is_passive = False
-            elif not is_passive and waiting > PASSIVE and threads > 1:
-                passive.enter_context(passive_wait_policy())
-                passive_since = now
-                is_passive = True
-            if warns and now >= max(calm + WARN_AFTER_SECONDS, next_warning):
-                next_warning = now + WARN_AGAIN_SECONDS
-                advice = "; a new run with fewer trainer.threads may be faster" if threads > 1 else ""
-                logger.warning(f"training is slow, since other programs use the CPU cores that it runs on{advice}")
+    ended.wait(seconds)
+    after = runqueue_seconds()
+    waited = sum(after[task] - before[task] for task in after.keys() & before.keys())
+    return waited / (time.monotonic() - began)
 
 
 def runqueue_seconds() -> dict[str, float]:
@@ -100,23 +101,13 @@ def passive_wait_policy() -> Iterator[None]:
     OpenMP has no function for that. libgomp does it as long as there are more threads than cores (its manual on
     GOMP_SPINCOUNT), so this keeps a second team of threads, which sleep.
     """
-    is_made = threading.Event()
-    ended = threading.Event()
-
-    def keep_team() -> None:
-        threads = torch.get_num_threads()
-        team = available_cores() + 1
-        torch.set_num_threads(team)
-        torch.ones(team * GRAIN_SIZE)  # is filled by the team
-        torch.set_num_threads(threads)  # which is also what threads that are made later begin with
-        is_made.set()
-        ended.wait()
-
-    keeper = threading.Thread(target=keep_team, daemon=True)
-    keeper.start()
-    is_made.wait()
-    try:
+    with ThreadPoolExecutor(max_workers=1) as executor:  # OpenMP keeps the team of a thread until that ends
+        executor.submit(_make_team, available_cores() + 1).result()
         yield
-    finally:
-        ended.set()
-        keeper.join()
+
+
+def _make_team(size: int) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(size)
+    torch.ones(size * GRAIN_SIZE)  # is filled by the team
+    torch.set_num_threads(threads)  # also what threads that are started later begin with

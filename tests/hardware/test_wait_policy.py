@@ -127,67 +127,71 @@ def test_threads_sleep_between_regions_while_the_policy_is_passive() -> None:
 
 SPINS = 0.7  # threads that wait for a core, beside a busy program
 SLEEPS = 0.5
+IDLE = 0.02
 WARNING = "training is slow, since other programs use the CPU cores that it runs on"
 ADVICE = "; a new run with fewer trainer.threads may be faster"
 
 
 @pytest.mark.parametrize(
-    ("waiting", "torch_threads", "ranks", "local_rank", "passive", "warnings"),
+    ("busy", "torch_threads", "ranks", "local_rank", "passive", "warnings"),
     [
-        ([0.02] * 100, 2, 1, 0, [], []),
-        ([0.02] * 5 + [SPINS] + [0.02] * 94, 2, 1, 0, [(6, 36)], []),  # a moment, such as a snapshot that is written
-        ([SPINS] + [SLEEPS] * 30 + [0.02] * 60, 2, 1, 0, [(1, 31)], [10]),
-        (([SPINS] + [SLEEPS] * 30) * 23, 2, 1, 0, [(31 * i + 1, 31 * i + 31) for i in range(23)], [10, 610]),
-        ([0.4] * 100, 2, 1, 0, [], [10]),  # not so much that it would help to sleep
-        ([SPINS] * 100, 1, 1, 0, [], [10]),  # a single thread has no other to wait for
-        ([SPINS] + [SLEEPS] * 50, 2, 1, 1, [(1, 31)], []),  # another rank of this machine warns
-        ([SPINS] + [SLEEPS] * 50, 2, 2, 0, [(1, 31)], []),  # ranks with more threads than cores
+        (set(), 2, 1, 0, [], []),
+        ({5}, 2, 1, 0, [6], []),  # for a moment, such as while a snapshot is written
+        (set(range(60)), 2, 1, 0, [1, 32], [31]),
+        (set(range(700)), 2, 1, 0, list(range(1, 714, 31)), [31, 651]),
+        (set(range(60)), 1, 1, 0, [], [10]),  # a single thread has no other to wait for
+        (set(range(60)), 2, 1, 1, [1, 32], []),  # another rank of this machine warns
+        (set(range(60)), 2, 2, 0, [1, 32], []),  # ranks with more threads than cores
     ],
 )
 def test_policy_and_warning_follow_the_time_that_threads_wait(
-    waiting: list[float],
+    busy: set[int],
     torch_threads: int,
     ranks: int,
     local_rank: int,
-    passive: list[tuple[int, int]],
+    passive: list[int],
     warnings: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each element of `waiting` is that of one second; expected are seconds since the start."""
-    seconds = 0
+    """`busy` are seconds in which another program is busy; expected are seconds at which something happens."""
+    second = 0
     waited = {"1": 0.0}
-    periods: list[tuple[int, int]] = []
+    began: list[int] = []
     warned: list[int] = []
+    is_passive = False
 
     class Clock:
-        def wait(self, timeout: float) -> bool:
-            nonlocal seconds
-            if seconds == len(waiting):
-                return True
-            waited["1"] += waiting[seconds]
-            seconds += 1
-            return False
+        def is_set(self) -> bool:
+            return second > 713
+
+        def wait(self, timeout: float) -> None:
+            nonlocal second
+            for _ in range(round(timeout)):
+                contended = SLEEPS if is_passive else SPINS
+                waited["1"] += contended if second in busy else IDLE
+                second += 1
 
     @contextmanager
     def record() -> Iterator[None]:
-        began = seconds
+        nonlocal is_passive
+        began.append(second)
+        is_passive = True
         yield
-        periods.append((began, seconds))
+        is_passive = False
+
+    def warn(message: str) -> None:
+        assert message == WARNING + (ADVICE if torch_threads > 1 else "")
+        warned.append(second)
 
     monkeypatch.setattr(wait_policy, "runqueue_seconds", waited.copy)
     monkeypatch.setattr(wait_policy, "passive_wait_policy", record)
     monkeypatch.setattr(wait_policy, "available_cores", lambda: 2)
     monkeypatch.setattr(torch, "get_num_threads", lambda: torch_threads)
-    monkeypatch.setattr(time, "monotonic", lambda: float(seconds))
-
-    def warn(message: str) -> None:
-        assert message == WARNING + (ADVICE if torch_threads > 1 else "")
-        warned.append(seconds)
-
+    monkeypatch.setattr(time, "monotonic", lambda: float(second))
     monkeypatch.setattr(logger, "warning", warn)
     context: Any = SimpleNamespace(local_rank=local_rank, local_world_size=ranks)
     wait_policy._watch(Clock(), context)  # type: ignore[arg-type]
-    assert (periods, warned) == (passive, warnings)
+    assert (began, warned) == (passive, warnings)
 
 
 def test_the_policy_ends_with_its_block(monkeypatch: pytest.MonkeyPatch) -> None:
