@@ -50,15 +50,15 @@ def available_cores() -> int:
 
 
 def busy_cores() -> int:
-    """How many of the available cores other programs use now: their CPU time over 0.1 seconds, rounded.
+    """How many of the available cores other programs use now: their CPU time over 0.03 seconds, rounded.
 
-    If there are any, it looks for 0.5 seconds more, since a program may have been busy for a moment only. All ranks
-    call it at the same time, so that none counts the work of another.
+    If there are any, it looks for 0.5 seconds more, since that may have been for a moment only. All ranks call it at
+    the same time, so that none counts the work of another.
     """
     ticks = _busy_ticks()
     began = time.monotonic()
     busy = 0
-    for seconds in (0.1, 0.5):
+    for seconds in (0.03, 0.5):
         time.sleep(seconds)
         elapsed = (time.monotonic() - began) * os.sysconf("SC_CLK_TCK")
         busy = round((_busy_ticks() - ticks) / elapsed)
