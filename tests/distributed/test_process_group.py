@@ -208,7 +208,10 @@ def test_a_run_by_hand_is_not_touched_by_another_one_with_its_port(
         for rank, world_size, other in ((1, 2, "process of rank 1"), (2, 3, "number of processes")):
             for name, value in {"RANK": rank, "WORLD_SIZE": world_size}.items():
                 monkeypatch.setenv(name, str(value))
-            assert run_main(run_args(tmp_path / "run", text, distributed__init_method=init_method)) == 2
+            argv = run_args(
+                tmp_path / "run", text, distributed__init_method=init_method, distributed__timeout_seconds=5
+            )
+            assert run_main(argv) == 2
             err = capsys.readouterr().err
             assert f"found no process group at {init_method}" in err
             assert f"the run at this address has another {other}; another run or program has this port" in err
