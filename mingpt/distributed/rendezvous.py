@@ -20,24 +20,21 @@ def rendezvous(init_method: str, rank: int, world_size: int, timeout: timedelta)
     Raises:
         ValueError, RuntimeError, OSError: the address is invalid, or the other ranks did not connect.
     """
-    if uses_agent_store(init_method):
-        address, port = host_and_port(init_method)
-        agent_store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
-        return generation_store(agent_store, rank, world_size, timeout)
     if init_method.startswith("file://"):  # PyTorch's rendezvous would take # and ? for the end of the path
         file_store = dist.FileStore(init_method.removeprefix("file://"), world_size)
         file_store.set_timeout(timeout)
         return generation_store(file_store, rank, world_size, timeout)
     host, port = host_and_port(init_method)
+    has_agent = uses_agent_store(init_method)
+    is_host = rank == 0 and not has_agent
     listener = None
-    if rank == 0 and host in (LOOPBACK, "localhost"):
+    if is_host and host in (LOOPBACK, "localhost"):
         host = LOOPBACK
         listener = socket.create_server((host, port), backlog=1024).detach()  # a store would listen at all addresses
-    tcp_store = dist.TCPStore(
-        host, port, is_master=rank == 0, timeout=timeout, wait_for_workers=False, master_listen_fd=listener
-    )
-    store = dist.PrefixStore("by hand", tcp_store)  # torchrun's agent may have this port
-    claim_rank(store, rank, world_size)
+    store: dist.Store = dist.TCPStore(host, port, is_master=is_host, timeout=timeout, master_listen_fd=listener)
+    if not has_agent:
+        store = dist.PrefixStore("by hand", store)  # the agent of another run may have this port
+        claim_rank(store, rank, world_size)
     return generation_store(store, rank, world_size, timeout)
 
 
