@@ -1,5 +1,6 @@
 """Signals that stop a run, and the loss of its launcher."""
 
+import math
 import os
 import signal
 import socket
@@ -51,7 +52,7 @@ class SignalHandler:
     def __init__(self) -> None:
         self.signal = 0
         self.exits_at_once = False
-        self.interrupted = 0.0
+        self.interrupted = math.inf  # when the first SIGINT came
         launcher = os.environ.get(LAUNCHER_PID)
         self.launcher = int(launcher) if launcher else None
 
@@ -61,9 +62,11 @@ class SignalHandler:
         self.writer.setblocking(False)
         self.old_handlers = {}
         if threading.current_thread() is threading.main_thread():
-            handled = set(EXIT_STATUS)
-            if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-                handled.remove(signal.SIGHUP)
+            handled = [
+                number
+                for number in EXIT_STATUS
+                if signal.getsignal(number) != signal.SIG_IGN or number != signal.SIGHUP
+            ]
             self.old_handlers = {number: signal.signal(number, lambda number, frame: None) for number in handled}
             self.old_fd = signal.set_wakeup_fd(self.writer.fileno(), warn_on_full_buffer=False)
         else:
@@ -108,13 +111,12 @@ class SignalHandler:
                 self._record(number)
 
     def _record(self, number: int) -> None:
-        if number not in EXIT_STATUS:
-            return
         exits = self.exits_at_once
         if number == signal.SIGINT:
             now = time.monotonic()
-            exits |= self.interrupted > 0 and now >= self.interrupted + SECOND_INTERRUPT_SECONDS
-            self.interrupted = self.interrupted or now
-        if exits and not is_interactive():
-            os._exit(EXIT_STATUS[signal.Signals(number)])
-        self.signal = self.signal or number
+            exits |= now >= self.interrupted + SECOND_INTERRUPT_SECONDS
+            self.interrupted = min(self.interrupted, now)
+        if number in EXIT_STATUS:
+            if exits and not is_interactive():
+                os._exit(EXIT_STATUS[signal.Signals(number)])
+            self.signal = self.signal or number
