@@ -83,13 +83,12 @@ class DistributedContext:
         It is another one with TORCH_DISTRIBUTED_DEBUG=DETAIL, which wraps gloo in a backend that compares collectives.
         DDP's logger would take the wrapper for gloo, and crash (torch 2.13: Logger::set_env_variables in logger.cpp).
         """
-        level = dist.get_debug_level()
-        if level != dist.DebugLevel.DETAIL or self.backend != "gloo":
+        if dist.get_debug_level() != dist.DebugLevel.DETAIL or self.backend != "gloo":
             return self.group
-        dist.set_debug_level(dist.DebugLevel.INFO)
         ranks = dist.get_process_group_ranks(self.group)
+        dist.set_debug_level(dist.DebugLevel.INFO)
         group = dist.new_group(ranks, timeout=self.timeout, use_local_synchronization=True)
-        dist.set_debug_level(level)
+        dist.set_debug_level(dist.DebugLevel.DETAIL)
         return group
 
     @property
