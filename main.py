@@ -5,9 +5,14 @@ torchrun --standalone --nproc_per_node=2 main.py [the same options]
 """
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
+
+if __name__ == "__main__" and not hasattr(sys, "ps1"):  # a session, by %run, continues
+    # Ctrl-C before training. During imports, a KeyboardInterrupt shows its traceback, and NumPy's makes other errors.
+    signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
 
 from mingpt.config_parser import read_config
 from mingpt.distributed.launch_environment import (

@@ -105,6 +105,7 @@ class Trainer:
             try:
                 if self.is_eval_pending():
                     self.run_pending_eval()
+                self.signals.exits_at_once = True  # until there is a step to save
                 while not self.is_done():
                     self.advance()
                     step_profiler()
@@ -166,6 +167,7 @@ class Trainer:
         is_due = self.snapshots.is_frequent_due(self.timer.training_seconds)
         flags = self.context.all_reduce_flags(self.signals.signal, int(is_due))
         result = self.train_step()
+        self.signals.exits_at_once = False
         self.stop_signal, is_frequent_due = flags.wait()
         self.after_step(result, bool(is_frequent_due))
 

@@ -292,7 +292,7 @@ class DistributedConfig:
     init_method: str | None = None
     """rendezvous address: tcp://host:port or file:///path; null: from the launcher's environment"""
 
-    timeout_seconds: float = Field(default=600.0, ge=1)
+    timeout_seconds: float = Field(default=600.0, ge=1, le=1e9)
     """seconds to wait for another process before failing"""
 
     strategy: Literal["ddp", "zero1", "zero2", "fsdp"] = "ddp"

@@ -30,8 +30,12 @@ class StoreUnreachableError(PeerError):
     """The rendezvous store does not answer."""
 
 
-def is_oom_error(error: Exception) -> bool:
-    """Whether memory ran out: the CUDA allocator has its own exception, the CPU's only a message."""
-    import torch  # noqa: PLC0415  # plot.py, which imports this module, starts without it
+# In exceptions of the CPU's allocator, of threads without memory for a stack, and of libraries.
+OOM_MESSAGES = ("DefaultCPUAllocator: can't allocate memory", "can't start new thread", "failed to map segment")
 
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+def is_oom_error(error: Exception) -> bool:
+    """Whether memory ran out. PyTorch, whose CUDA allocator has its own exception, may not be imported."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return any(message in str(error) for message in OOM_MESSAGES)

@@ -54,11 +54,13 @@ def run_program(run: Callable[[Sequence[str]], int | None], argv: Sequence[str],
     except KeyboardInterrupt:  # before training, in which a signal handler is installed
         status = 130
     except Exception as error:
-        if isinstance(error, RuntimeError) and is_oom_error(error):
+        if is_oom_error(error):
             status = 2
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
             logger.error(
-                f"out of memory in training: {str(error).splitlines()[0]}; lower trainer.micro_batch_size, or set "
-                "trainer.activation_checkpointing to full, or with several ranks distributed.strategy to fsdp"
+                f"out of memory: {reason}; lower trainer.micro_batch_size, or set trainer.activation_checkpointing to "
+                "full, or with several ranks distributed.strategy to fsdp; before the first step, raise the limits of "
+                "this process (ulimit -v, ulimit -u)"
             )
         else:
             status = 1

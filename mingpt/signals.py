@@ -1,5 +1,6 @@
 """Signals that stop a run, and the loss of its launcher."""
 
+import math
 import os
 import signal
 import socket
@@ -8,8 +9,16 @@ import threading
 import time
 from types import TracebackType
 
+from mingpt.monitoring.logging import logger
+
 # signal -> exit status
-EXIT_STATUS = {signal.SIGTERM: 143, signal.SIGUSR1: 143, signal.SIGHUP: 143, signal.SIGINT: 130}
+EXIT_STATUS = {
+    signal.SIGTERM: 143,
+    signal.SIGUSR1: 143,
+    signal.SIGHUP: 143,
+    signal.SIGXCPU: 143,  # the soft limit of CPU time; at the hard one, the system kills the process
+    signal.SIGINT: 130,
+}
 SECOND_INTERRUPT_SECONDS = 1.0  # a SIGINT within this time of the first may be the launcher's copy of the first
 POLL_SECONDS = 0.5  # between checks of the launcher
 # Environment variable: id of the process whose end stops this one, which is torchrun or launch/by_hand.py.
@@ -31,7 +40,8 @@ class SignalHandler:
     """Records the first signal within the context; ranks then agree on the step to stop at.
 
     Attribute `signal` is its number, or 0. Further signals change nothing, except that a second SIGINT, at least a
-    second after the first, ends the process at once, unless it is a session. Python runs signal handlers in the main
+    second after the first, ends the process at once, unless it is a session. So does any signal while `exits_at_once`,
+    before the first step, in which the model may be compiled for minutes. Python runs signal handlers in the main
     thread only, which may be waiting in a collective for a rank that is dead. So a thread reads signals from the
     interpreter's wakeup fd.
 
@@ -41,7 +51,8 @@ class SignalHandler:
 
     def __init__(self) -> None:
         self.signal = 0
-        self.interrupted = 0.0
+        self.exits_at_once = False
+        self.interrupted = math.inf  # when the first SIGINT came
         launcher = os.environ.get(LAUNCHER_PID)
         self.launcher = int(launcher) if launcher else None
 
@@ -49,11 +60,17 @@ class SignalHandler:
         self.reader, self.writer = socket.socketpair()
         self.reader.settimeout(POLL_SECONDS)
         self.writer.setblocking(False)
-        handled = [
-            number for number in EXIT_STATUS if signal.getsignal(number) != signal.SIG_IGN or number != signal.SIGHUP
-        ]
-        self.old_handlers = {number: signal.signal(number, lambda number, frame: None) for number in handled}
-        self.old_fd = signal.set_wakeup_fd(self.writer.fileno(), warn_on_full_buffer=False)
+        self.old_handlers = {}
+        if threading.current_thread() is threading.main_thread():
+            handled = [
+                number
+                for number in EXIT_STATUS
+                if signal.getsignal(number) != signal.SIG_IGN or number != signal.SIGHUP
+            ]
+            self.old_handlers = {number: signal.signal(number, lambda number, frame: None) for number in handled}
+            self.old_fd = signal.set_wakeup_fd(self.writer.fileno(), warn_on_full_buffer=False)
+        else:
+            logger.warning("no signal stops this run and saves, since it is not in the main thread of its process")
         self.thread = threading.Thread(target=self._read, daemon=True)
         self.thread.start()
         return self
@@ -72,7 +89,8 @@ class SignalHandler:
         ignore = (self.signal and not is_lost) or (error is not None and max_restarts == "0")
         for number, handler in self.old_handlers.items():
             signal.signal(number, signal.SIG_IGN if ignore and not is_interactive() else handler)
-        signal.set_wakeup_fd(self.old_fd)
+        if self.old_handlers:
+            signal.set_wakeup_fd(self.old_fd)
         self.writer.close()
         self.thread.join()
         self.reader.close()
@@ -93,11 +111,12 @@ class SignalHandler:
                 self._record(number)
 
     def _record(self, number: int) -> None:
+        exits = self.exits_at_once
         if number == signal.SIGINT:
             now = time.monotonic()
-            is_second = self.interrupted and now >= self.interrupted + SECOND_INTERRUPT_SECONDS
-            if is_second and not is_interactive():
-                os._exit(EXIT_STATUS[signal.SIGINT])
-            self.interrupted = self.interrupted or now
+            exits |= now >= self.interrupted + SECOND_INTERRUPT_SECONDS
+            self.interrupted = min(self.interrupted, now)
         if number in EXIT_STATUS:
+            if exits and not is_interactive():
+                os._exit(EXIT_STATUS[signal.Signals(number)])
             self.signal = self.signal or number

@@ -77,9 +77,8 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def signal_handlers() -> Iterator[None]:
     """Restores signal handlers: a run that ends in the test's process may leave signals ignored, also for children."""
-    handlers = {
-        number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-    }
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGXCPU)
+    handlers = {number: signal.getsignal(number) for number in numbers}
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)

@@ -395,6 +395,7 @@ TOO_SMALL = [  # keys, a value, and the range that the message names
     ("data.train_split data.truncate optimizer.learning_rate optimizer.grad_norm_clip", 0.0, "greater than 0"),
     ("trainer.save_overhead distributed.bucket_cap_mb", 0.0, "greater than 0"),
     ("distributed.timeout_seconds", 0.0, "greater than or equal to 1"),
+    ("distributed.timeout_seconds", 1e10, "less than or equal to 1000000000"),
     ("model.dropout optimizer.min_learning_rate optimizer.weight_decay", -0.1, "greater than or equal to 0"),
     ("optimizer.warmup_steps trainer.seed", -1, "greater than or equal to 0"),
     ("optimizer.betas", [0.9, -0.1], "greater than or equal to 0"),

@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from helpers import (
     ROOT,
     TORCHRUN,
+    clean_env,
     free_port,
     main_process,
     run_args,
@@ -113,12 +115,22 @@ def test_a_mistake_ends_the_program_with_status_2_and_one_message(tmp_path: Path
     assert os.listdir(tmp_path) == []
 
 
+def test_too_little_memory_for_the_start_is_one_message(argv: list[str]) -> None:
+    command = ["sh", "-c", 'ulimit -v 250000; exec "$@"', "-", sys.executable, str(ROOT / "main.py"), *argv]
+    done = subprocess.run(command, env=clean_env(), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert_one_message(done.stderr)
+    assert "out of memory: " in done.stderr
+
+
 def test_errors_in_training_have_their_status_and_one_message(
     argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     memory, gone = "CUDA out of memory. Tried to allocate 2.00 GiB.", "rank 1 is gone"
     for kind, text, max_restarts, status, message in (
-        (torch.OutOfMemoryError, f"{memory}\nmore", "0", 2, f"out of memory in training: {memory}; lower "),
+        (torch.OutOfMemoryError, f"{memory}\nmore", "0", 2, f"out of memory: {memory}; lower "),
+        (MemoryError, "", "0", 2, "out of memory: MemoryError; lower "),
+        (RuntimeError, "can't start new thread", "0", 2, "out of memory: can't start new thread; lower "),
         (PeerError, gone, None, 1, f"{gone}; the same command resumes\n"),
         (PeerError, gone, "0", 1, f"{gone}; start torchrun with --max_restarts=3 and it resumes"),
         (PeerError, gone, "3", 1, f"{gone}\n"),

@@ -10,6 +10,7 @@ import termios
 import threading
 import time
 from collections.abc import Iterator
+from concurrent import futures
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from subprocess import Popen
@@ -20,17 +21,20 @@ from helpers import (
     ROOT,
     TORCHRUN,
     clean_env,
+    main_process,
     newest_snapshot,
     read_rows,
     run_args,
     run_ranks,
     start_main,
+    start_ranks,
     train_main,
     wait_for_step,
     wait_until,
     worker_pids,
 )
 
+from main import main
 from mingpt.signals import EXIT_STATUS, SECOND_INTERRUPT_SECONDS, SignalHandler
 from tests.faults.runs import Run
 from trainer import Trainer
@@ -114,6 +118,48 @@ def test_a_rank_that_torchrun_stops_before_a_collective_fails_ends_if_there_are_
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == status, done.stderr
     assert ("ValueError: Connection closed" in done.stderr) == (status == 1)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_in_the_first_step_ends_the_process_at_once(name: str, text: Path, tmp_path: Path) -> None:
+    """That step may compile the model for minutes, and there is nothing to save."""
+    argv = run_args(tmp_path / "run", text)
+    [process], _ = start_ranks(1, run_with_endless_first_step, argv, tmp_path, tmp_path=tmp_path)
+    wait_until((tmp_path / "first step").exists, "the first step")
+    os.kill(process.pid, getattr(signal, name))
+    process.join(20)
+    assert process.exitcode == EXIT_STATUS[getattr(signal, name)]
+    assert (tmp_path / "stderr").read_text() == ""
+
+
+def run_with_endless_first_step(argv: list[str], folder: Path) -> None:
+    def train_step(trainer: Trainer) -> None:
+        (folder / "first step").touch()
+        time.sleep(60)
+
+    Trainer.train_step = train_step
+    main_process(argv, folder / "stdout", folder / "stderr")
+
+
+def test_an_interrupt_while_pytorch_is_imported_ends_the_program_without_a_traceback() -> None:
+    with start_main([]) as process:
+        maps = Path(f"/proc/{process.pid}/maps")
+        wait_until(lambda: "numpy/_core" in maps.read_text(), "NumPy's import", process=process)
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=20) == ("", "")
+        assert process.returncode == 130
+
+
+def test_a_run_in_a_thread_trains_without_signal_handlers(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in the server of a user interface."""
+    handlers = get_handlers()
+    with futures.ThreadPoolExecutor(1) as pool:
+        assert pool.submit(main, run_args(tmp_path / "run", text, trainer__max_steps=2)).result() == 0
+    assert newest_snapshot(tmp_path / "run")["step"] == 2
+    assert get_handlers() == handlers
+    assert capsys.readouterr().err.count("no signal stops this run") == 1
 
 
 WORKER = """
@@ -232,6 +278,7 @@ def test_a_second_interrupt_ends_a_run_that_waits_for_a_stopped_rank(text: Path,
         (True, "SIGINT", "SIGINT", 0),
         (True, "SIGUSR1", "SIGTERM", 0),  # ends torchrun, which has no handler; its workers treat that as a SIGTERM
         (False, "SIGUSR1", "SIGUSR1", 0),
+        (False, "SIGXCPU", "SIGXCPU", 0),
     ],
 )
 def test_a_signal_to_torchrun_or_its_workers_stops_the_run_and_saves(

@@ -77,6 +77,20 @@ class DistributedContext:
                 context.group = group
         return context
 
+    def unchecked_group(self) -> dist.ProcessGroup | None:
+        """Returns the group of this context's ranks for DDP, which all of them call.
+
+        It is another one with TORCH_DISTRIBUTED_DEBUG=DETAIL, which wraps gloo in a backend that compares collectives.
+        DDP's logger would take the wrapper for gloo, and crash (torch 2.13: Logger::set_env_variables in logger.cpp).
+        """
+        if dist.get_debug_level() != dist.DebugLevel.DETAIL or self.backend != "gloo":
+            return self.group
+        ranks = dist.get_process_group_ranks(self.group)
+        dist.set_debug_level(dist.DebugLevel.INFO)
+        group = dist.new_group(ranks, timeout=self.timeout, use_local_synchronization=True)
+        dist.set_debug_level(dist.DebugLevel.DETAIL)
+        return group
+
     @property
     def backend(self) -> str:
         """The backend that reduces gradients."""
@@ -166,11 +180,11 @@ class DistributedContext:
             yield
             return
         backend = (self.group or dist.group.WORLD)._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
-        backend._set_default_timeout(NO_TIMEOUT)
+        backend.set_timeout(NO_TIMEOUT)
         try:
             yield
         finally:
-            backend._set_default_timeout(self.timeout)
+            backend.set_timeout(self.timeout)
 
     @contextmanager
     def local_rank0_first(self) -> Iterator[None]:
@@ -301,4 +315,4 @@ def extend_cuda_timeout(group: dist.ProcessGroup) -> None:
     cpu_backend = group._get_backend(torch.device("cpu"))
     cuda_backend = group._get_backend(torch.device("cuda"))
     if cuda_backend is not cpu_backend:
-        cuda_backend._set_default_timeout(cuda_backend.options._timeout + CUDA_EXTRA_TIMEOUT)
+        cuda_backend.set_timeout(cuda_backend.options._timeout + CUDA_EXTRA_TIMEOUT)

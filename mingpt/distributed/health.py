@@ -192,8 +192,8 @@ class HealthMonitor:
             except (RuntimeError, OSError) as error:
                 answer.set_exception(error)
 
-        threading.Thread(target=send, daemon=True).start()
         try:
+            threading.Thread(target=send, daemon=True).start()  # raises without memory for it
             return answer.result(timeout=ANSWER_SECONDS)
         except (RuntimeError, OSError, futures.TimeoutError) as error:
             raise StoreUnreachableError(

@@ -62,7 +62,10 @@ def connected_ranks(
             address = f" {host}:{port}"
         advice = f"are all {world_size} processes started, and does this address lead to the first one?"
         if "EADDRINUSE" in str(error) or getattr(error, "errno", None) == errno.EADDRINUSE:
-            advice = "another program has this port: take a free one, or let `torchrun --standalone` find one"
+            advice = (
+                "another run or program has this port: take a free one (MASTER_PORT or distributed.init_method), or "
+                "let `torchrun --standalone` find one"
+            )
         raise UserError(
             f"rank {rank} of {world_size} on {platform.node()} found no process group at {init_method}{address} "
             f"(distributed.timeout_seconds is {config.timeout_seconds:g}): {error}; {advice}"

@@ -1,5 +1,6 @@
 """The rendezvous of ranks at a key-value store, and what they compare there first."""
 
+import errno
 import socket
 import time
 import uuid
@@ -19,22 +20,33 @@ def rendezvous(init_method: str, rank: int, world_size: int, timeout: timedelta)
     Raises:
         ValueError, RuntimeError, OSError: the address is invalid, or the other ranks did not connect.
     """
-    if uses_agent_store(init_method):
-        address, port = host_and_port(init_method)
-        agent_store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
-        return generation_store(agent_store, rank, world_size, timeout)
     if init_method.startswith("file://"):  # PyTorch's rendezvous would take # and ? for the end of the path
         file_store = dist.FileStore(init_method.removeprefix("file://"), world_size)
         file_store.set_timeout(timeout)
         return generation_store(file_store, rank, world_size, timeout)
     host, port = host_and_port(init_method)
-    if rank == 0 and host in (LOOPBACK, "localhost"):
-        listener = socket.create_server((LOOPBACK, port), backlog=1024)  # by itself it would listen at all addresses
-        descriptor = listener.detach()
-        return dist.TCPStore(LOOPBACK, port, world_size, is_master=True, timeout=timeout, master_listen_fd=descriptor)
-    store, _, _ = next(dist.rendezvous(init_method, rank, world_size, timeout=timeout))
-    store.set_timeout(timeout)
-    return store
+    has_agent = uses_agent_store(init_method)
+    is_host = rank == 0 and not has_agent
+    listener = None
+    if is_host and host in (LOOPBACK, "localhost"):
+        host = LOOPBACK
+        listener = socket.create_server((host, port), backlog=1024).detach()  # a store would listen at all addresses
+    store: dist.Store = dist.TCPStore(host, port, is_master=is_host, timeout=timeout, master_listen_fd=listener)
+    if not has_agent:
+        store = dist.PrefixStore("by hand", store)  # the agent of another run may have this port
+        claim_rank(store, rank, world_size)
+    return generation_store(store, rank, world_size, timeout)
+
+
+def claim_rank(store: dist.Store, rank: int, world_size: int) -> None:
+    """Claims a rank of the run whose rank 0 hosts the store; a rank of another run with the same port changes nothing.
+
+    Raises:
+        OSError: the run has another number of processes, or another process of this rank.
+    """
+    for name, value in (("number of processes", str(world_size)), (f"process of rank {rank}", uuid.uuid4().hex)):
+        if store.compare_set(name, "", value).decode() != value:
+            raise OSError(errno.EADDRINUSE, f"the run at this address has another {name}")
 
 
 def generation_store(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:

@@ -187,7 +187,7 @@ def test_a_rank_out_of_memory_says_so_at_once_and_the_others_name_it(text: Path,
     assert seconds < 5
     status, err, seconds = other
     assert status == 2
-    assert err.startswith("error: out of memory in training: on purpose; lower trainer.micro_batch_size")
+    assert err.startswith("error: out of memory: on purpose; lower trainer.micro_batch_size")
     assert seconds < 1.5
 
 

@@ -182,7 +182,45 @@ def test_a_port_in_use_is_an_error(
         assert run_main(argv) == 2
     err = capsys.readouterr().err
     assert f"localhost:{port}" in err
-    assert err.endswith("another program has this port: take a free one, or let `torchrun --standalone` find one\n")
+    assert "another run or program has this port: take a free one (MASTER_PORT or distributed.init_method), " in err
+
+
+def test_a_run_by_hand_is_not_touched_by_another_one_with_its_port(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 1 of another run comes at once, since its rank 0 can't host a store there. Afterwards, the port is free."""
+    port = free_port()
+    init_method = f"tcp://localhost:{port}"
+
+    def start() -> list[dist.Store]:
+        def join(rank: int) -> dist.Store:
+            return rendezvous(init_method, rank, 2, timedelta(seconds=30))
+
+        with futures.ThreadPoolExecutor(2) as pool:
+            return list(pool.map(join, range(2)))
+
+    for _ in range(2):  # a run, and its restart after all of its ranks have failed
+        stores = start()
+        with pytest.raises(OSError, match="in use"):
+            rendezvous(init_method, 0, 2, timedelta(seconds=30))
+        root = dist.TCPStore("localhost", port, is_master=False)
+        keys = root.num_keys()
+        for rank, world_size, other in ((1, 2, "process of rank 1"), (2, 3, "number of processes")):
+            for name, value in {"RANK": rank, "WORLD_SIZE": world_size}.items():
+                monkeypatch.setenv(name, str(value))
+            argv = run_args(
+                tmp_path / "run", text, distributed__init_method=init_method, distributed__timeout_seconds=5
+            )
+            assert run_main(argv) == 2
+            err = capsys.readouterr().err
+            assert f"found no process group at {init_method}" in err
+            assert f"the run at this address has another {other}; another run or program has this port" in err
+        assert root.num_keys() == keys
+        root.set("address", "of a program of plain PyTorch")
+        assert not any(store.check(["address"]) for store in stores)
+        stores[0].set("address", "of rank 0")
+        assert stores[1].get("address") == b"of rank 0"
+        del stores, root
 
 
 @pytest.mark.parametrize("launcher", ["tcp://", "env://", "srun on one host", "srun on hosts that do not resolve"])

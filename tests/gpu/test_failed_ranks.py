@@ -19,7 +19,7 @@ from helpers import (
 MESSAGES = {
     "SIGKILL": "error: rank 1 (",
     "SIGSTOP": "error: rank 1 (",  # after distributed.timeout_seconds; torchrun waits 30 s for the stopped process
-    "OOM": "error: out of memory in training: ",
+    "OOM": "error: out of memory: ",
 }
 
 
