@@ -22,7 +22,7 @@ from fsspec.implementations.local import LocalFileSystem
 from tqdm import tqdm
 
 from mingpt.errors import UserError
-from mingpt.files import open_regular, read_regular, replace_file, replaced_file
+from mingpt.files import make_folder, open_regular, read_regular, replace_file, replaced_file
 from mingpt.monitoring.live_line import BAR_OPTIONS
 from mingpt.monitoring.logging import logger
 from mingpt.text_encoding import HAS_NUL, explain_bytes
@@ -206,7 +206,7 @@ def _write_cache(path: str, files: Sequence[str], identity: str, extra_character
     """Encodes the text. A process that is killed meanwhile leaves the cache as it was, and an unfinished file."""
     try:
         bytes_to_read = 2 * sum(map(os.path.getsize, files))  # in two passes
-        cache_dir.mkdir(parents=True, exist_ok=True)
+        make_folder(cache_dir, "trainer.run_dir")
         for leftover in cache_dir.glob("*.tmp"):  # of a process that was killed
             leftover.unlink(missing_ok=True)
         with tqdm(desc="encoding", total=bytes_to_read, unit="B", **BAR_OPTIONS) as bar:
