@@ -28,6 +28,7 @@ from mingpt.monitoring.logging import logger
 from mingpt.text_encoding import HAS_NUL, explain_bytes
 
 CHUNK_SIZE = 1 << 18  # characters that are read at once; the arrays made of them fit into a core's cache
+MAX_BYTES_IN_MEMORY = 1 << 28  # of tokens, in each process; PyTorch takes 300 MB itself
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Corpus:
 
     Args:
         vocabulary: the distinct characters, sorted; a character's index is its token
-        tokens: (n,) unsigned integers, mapped into memory
+        tokens: (n,) unsigned integers, in memory, or mapped into it where they are many
         sha256: digest of the text's bytes
     """
 
@@ -183,7 +184,7 @@ def _open_cache(cache_dir: Path, identity: str, verify: bool) -> Corpus | None:
         index = json.loads(read_regular(cache_dir / "text.json"))
         if not index["identity"].startswith(identity):
             return None
-        tokens = _map_tokens(cache_dir / index["file"], index["vocabulary"])
+        tokens = _load_tokens(cache_dir / index["file"], index["vocabulary"])
         is_damaged = verify and hashlib.sha256(tokens.data).hexdigest() != index["tokens_sha256"]
     except Exception:  # there is no index, or it is damaged in whatever way
         return None
@@ -193,9 +194,13 @@ def _open_cache(cache_dir: Path, identity: str, verify: bool) -> Corpus | None:
     return Corpus(index["vocabulary"], tokens, index["sha256"])
 
 
-def _map_tokens(file: Path, vocabulary: str) -> np.ndarray:
+def _load_tokens(file: Path, vocabulary: str) -> np.ndarray:
+    """Reads the tokens. A mapping would change with the file, and would end the process by SIGBUS if it is cut."""
     with open_regular(file) as opened:
-        return np.asarray(np.memmap(opened, _token_dtype(vocabulary), mode="r"))
+        tokens = np.asarray(np.memmap(opened, _token_dtype(vocabulary), mode="r"))
+    if tokens.nbytes <= MAX_BYTES_IN_MEMORY:
+        return tokens.copy()
+    return tokens  # the processes of a machine share it
 
 
 def _token_dtype(vocabulary: str) -> np.dtype:
@@ -231,7 +236,7 @@ def _write_cache(path: str, files: Sequence[str], identity: str, extra_character
         for old in cache_dir.glob("tokens-*"):
             if old != file and old.suffix != ".tmp":  # which another machine may be writing
                 old.unlink(missing_ok=True)
-        return Corpus(vocabulary, _map_tokens(file, vocabulary), sha256)
+        return Corpus(vocabulary, _load_tokens(file, vocabulary), sha256)
     except OSError as error:
         raise UserError(
             f"data.path: {path} can't be encoded into {cache_dir}: {error}; make room there, or make it "
