@@ -56,7 +56,7 @@ def main(argv: Sequence[str] = ()) -> int:
         from mingpt.hardware.device import use_cuda
         from mingpt.monitoring.logging import set_rank
         from mingpt.parallel.build import strategy_class
-        from mingpt.prepare_run import locked_folders, prepare_run
+        from mingpt.prepare_run import prepare_run
         from trainer import Trainer
 
     set_rank(info.rank)
@@ -73,8 +73,7 @@ def main(argv: Sequence[str] = ()) -> int:
     with explained_errors(info, health):  # an error whose cause is another rank names that rank
         context = DistributedContext(info, config.distributed, health)
         prepare_run(config, context)
-        with locked_folders(config, context):
-            status = Trainer(config, context).train()
+        status = Trainer(config, context).train()
     destroy_process_group()
     return status
 

@@ -26,7 +26,7 @@ from mingpt.monitoring.run_log import RunLog, StepTimer
 from mingpt.optimizer import learning_rate
 from mingpt.parallel.build import build_strategy
 from mingpt.parallel.finite_guard import FiniteGuard
-from mingpt.prepare_run import adopt_snapshot, initial_weights, load_corpus
+from mingpt.prepare_run import adopt_snapshot, initial_weights, load_corpus, lock_run
 from mingpt.progress import Progress, StepResult
 from mingpt.signals import EXIT_STATUS, SignalHandler
 from mingpt.snapshot.manager import SnapshotManager, check_compatible
@@ -39,6 +39,8 @@ EXIT_WAIT_SECONDS = 5.0  # how long a failing run waits for a snapshot that is b
 class Trainer:
     """One run on one rank: it continues from the newest snapshot; without one, it is a new run.
 
+    Its folders are locked from the constructor to the end of `train`, or to `close`.
+
     Attributes:
         progress: step and samples so far, validation loss of this step, best snapshot
         resumed: header of the snapshot that this process resumed from; None in a new run
@@ -46,13 +48,22 @@ class Trainer:
         stop_signal: the signal that stops the run, on all ranks after the same step; 0: none yet
 
     Raises:
-        UserError: text, folders, snapshots or ranks do not fit the configuration.
+        UserError: text, folders, snapshots or ranks do not fit the configuration, or another run has these folders.
     """
 
     def __init__(self, config: Config, context: DistributedContext) -> None:
         self.context = context
         self.run_dir = Path(config.trainer.run_dir)
-        self.snapshots = SnapshotManager(config, context)
+        self.lock = lock_run(config, context)
+        try:
+            self._build(config, context)
+        except BaseException:  # a notebook continues, and may keep this object with the traceback
+            self.lock.close()
+            raise
+
+    def _build(self, config: Config, context: DistributedContext) -> None:
+        """The constructor, after the folders are locked."""
+        self.snapshots = SnapshotManager(config, context, self.lock)
         newest = self.snapshots.load_newest()
         self.resumed = newest.header if newest is not None else None
         self.resumed_from = newest.path if newest is not None else ""
@@ -91,11 +102,8 @@ class Trainer:
         """Trains to the last step, or until a signal stops the run. Returns the exit status.
 
         Raises:
-            UserError: a loss is not finite, or a file can't be written.
+            UserError: a loss is not finite, a file can't be written, or a folder has vanished.
         """
-        if self.is_done() and not self.is_eval_pending():
-            return self.already_trained()
-        self.start_log()
         trace = self.run_dir / f"trace-{self.context.rank}.json"
         with (
             profile_steps(self.config.trainer.profile_steps, trace) as step_profiler,
@@ -103,6 +111,9 @@ class Trainer:
             adaptive_wait_policy(self.context),
         ):
             try:
+                if self.is_done() and not self.is_eval_pending():
+                    return self.already_trained()
+                self.start_log()
                 if self.is_eval_pending():
                     self.run_pending_eval()
                 self.signals.exits_at_once = True  # until there is a step to save
@@ -212,7 +223,8 @@ class Trainer:
         logs = step == 1 or self.is_due(cfg.log_every)
         evaluates = self.is_due(cfg.eval_every)
         saves = self.is_due(cfg.save_every) or self.is_done()
-        if logs or evaluates or saves or is_frequent_due:
+        is_any_due = logs or evaluates or saves or is_frequent_due
+        if is_any_due:
             self.guard.check(step)
         loss = None
         is_free = self.context.device.type == "cpu" and self.context.world_size == 1  # otherwise, reading it waits
@@ -224,6 +236,9 @@ class Trainer:
 
         with self.timer.pause():  # tokens per second are those of steps alone
             seconds = self.evaluate() if evaluates else 0.0
+            if is_any_due:
+                with self.context.shared_errors():
+                    self.lock.check()
             self.log.show_step(step, loss)
             if logs:
                 gpu_speed = speed / self.context.world_size
@@ -328,6 +343,7 @@ class Trainer:
         self.snapshots.wait_for_saves()
         self.log_saves()
         with self.context.shared_errors():  # the last collective, in which others wait for a rank that hangs
+            self.lock.check()
             if save_error := self.snapshots.writer.last_error:
                 raise UserError(
                     f"training has reached step {step}, but its snapshot is not saved: {save_error}; then the same "
@@ -345,6 +361,7 @@ class Trainer:
         return 0
 
     def close(self) -> None:
-        """Closes the files, also after an error."""
+        """Closes the files, also after an error, and unlocks the folders."""
         self.log.close()
         self.snapshots.writer.wait(EXIT_WAIT_SECONDS)
+        self.lock.close()

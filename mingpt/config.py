@@ -52,7 +52,7 @@ def _expand_path(path: str | None) -> str | None:
     expanded = os.path.expandvars(os.path.expanduser(path))
     if re.search(r"\$(\w|{)", expanded):
         raise PydanticCustomError("path", "a path whose variables are set in the environment")
-    return expanded
+    return re.sub("^-", "./-", expanded)  # in the commands that programs show, it would be an option
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -24,12 +24,13 @@ from fsspec.implementations.local import LocalFileSystem
 from tqdm import tqdm
 
 from mingpt.errors import UserError
-from mingpt.files import open_regular, read_regular, replace_file, replaced_file
+from mingpt.files import make_folder, open_regular, read_regular, replace_file, replaced_file
 from mingpt.monitoring.live_line import BAR_OPTIONS
 from mingpt.monitoring.logging import logger
 from mingpt.text_encoding import BEGINNINGS, HAS_NUL, explain_bytes
 
 CHUNK_SIZE = 1 << 18  # characters that are read at once; the arrays made of them fit into a core's cache
+MAX_BYTES_IN_MEMORY = 1 << 28  # of tokens, in each process; PyTorch takes 300 MB itself
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Corpus:
 
     Args:
         vocabulary: the distinct characters, sorted; a character's index is its token
-        tokens: (n,) unsigned integers, mapped into memory
+        tokens: (n,) unsigned integers, in memory, or mapped into it where they are many
         sha256: digest of the text's bytes
     """
 
@@ -194,7 +195,7 @@ def _open_cache(cache_dir: Path, identity: str, verify: bool) -> Corpus | None:
         index = json.loads(read_regular(cache_dir / "text.json"))
         if not index["identity"].startswith(identity):
             return None
-        tokens = _map_tokens(cache_dir / index["file"], index["vocabulary"])
+        tokens = _load_tokens(cache_dir / index["file"], index["vocabulary"])
         is_damaged = verify and hashlib.sha256(tokens.data).hexdigest() != index["tokens_sha256"]
     except Exception:  # there is no index, or it is damaged in whatever way
         return None
@@ -204,9 +205,13 @@ def _open_cache(cache_dir: Path, identity: str, verify: bool) -> Corpus | None:
     return Corpus(index["vocabulary"], tokens, index["sha256"])
 
 
-def _map_tokens(file: Path, vocabulary: str) -> np.ndarray:
+def _load_tokens(file: Path, vocabulary: str) -> np.ndarray:
+    """Reads the tokens. A mapping would change with the file, and would end the process by SIGBUS if it is cut."""
     with open_regular(file) as opened:
-        return np.asarray(np.memmap(opened, _token_dtype(vocabulary), mode="r"))
+        tokens = np.asarray(np.memmap(opened, _token_dtype(vocabulary), mode="r"))
+    if tokens.nbytes <= MAX_BYTES_IN_MEMORY:
+        return tokens.copy()
+    return tokens  # the processes of a machine share it
 
 
 def _token_dtype(vocabulary: str) -> np.dtype:
@@ -217,7 +222,7 @@ def _write_cache(path: str, files: Sequence[str], identity: str, extra_character
     """Encodes the text. A process that is killed meanwhile leaves the cache as it was, and an unfinished file."""
     try:
         bytes_to_read = 2 * sum(map(os.path.getsize, files))  # in two passes
-        cache_dir.mkdir(parents=True, exist_ok=True)
+        make_folder(cache_dir, "trainer.run_dir")
         for leftover in cache_dir.glob("*.tmp"):  # of a process that was killed
             leftover.unlink(missing_ok=True)
         with tqdm(desc="encoding", total=bytes_to_read, unit="B", **BAR_OPTIONS) as bar:
@@ -242,7 +247,7 @@ def _write_cache(path: str, files: Sequence[str], identity: str, extra_character
         for old in cache_dir.glob("tokens-*"):
             if old != file and old.suffix != ".tmp":  # which another machine may be writing
                 old.unlink(missing_ok=True)
-        return Corpus(vocabulary, _map_tokens(file, vocabulary), sha256)
+        return Corpus(vocabulary, _load_tokens(file, vocabulary), sha256)
     except OSError as error:
         raise UserError(
             f"data.path: {path} can't be encoded into {cache_dir}: {error}; make room there, or make it "

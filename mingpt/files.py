@@ -1,4 +1,4 @@
-"""Regular files, files that are replaced as a whole, config.yaml, and this machine's folders behind fsspec's paths."""
+"""Regular files, files that are replaced as a whole, folders, and config.yaml."""
 
 import errno
 import os
@@ -31,6 +31,19 @@ def read_regular(path: Path | str) -> bytes:
     """The content of a regular file; raises an OSError as `open_regular` does."""
     with open_regular(path) as file:
         return file.read()
+
+
+def make_folder(folder: Path, key: str) -> None:
+    """Makes a folder and its parents where they are missing; raises a UserError with the key of the folder."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = error.strerror
+        if os.path.islink(error.filename):  # of which the system says that it exists
+            problem = f"it is a link to {os.readlink(error.filename)}, which is no folder"
+        raise UserError(
+            f"{key}: {error.filename} can't be created: {problem}; set it to a folder that you may write to"
+        ) from error
 
 
 @contextmanager
@@ -83,18 +96,6 @@ def _sync_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-def local_folder(path: str) -> Path | None:
-    """The folder that an fsspec path names on this machine; None if it is on another file system, or fsspec fails."""
-    import fsspec  # noqa: PLC0415 - slow, and `--help` needs none of it
-    from fsspec.implementations.local import LocalFileSystem  # noqa: PLC0415
-
-    try:
-        fs, root = fsspec.url_to_fs(path)
-    except Exception:  # each file system raises its own; who reads or writes the path reports it
-        return None
-    return Path(root) if isinstance(fs, LocalFileSystem) else None
 
 
 def write_config(run_dir: Path, config: dict[str, Any]) -> None:

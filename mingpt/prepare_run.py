@@ -4,8 +4,6 @@ import hashlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +20,10 @@ from mingpt.hardware.device import check_precision, tune_malloc
 from mingpt.monitoring.logging import logger
 from mingpt.monitoring.run_log import check_wandb
 from mingpt.parallel.build import strategy_class
-from mingpt.run_lock import lock_run
+from mingpt.run_lock import RunLock
 from mingpt.snapshot.content import split_header
 from mingpt.snapshot.pretrained import adopt_shape, load_initial_weights, load_pretrained
+from mingpt.snapshot.storage import SnapshotStorage
 from model import GPT
 
 ROOT = Path(__file__).parent.parent
@@ -87,22 +86,19 @@ def write_default_text(config: Config) -> None:
     logger.info(program.stdout.strip())
 
 
-@contextmanager
-def locked_folders(config: Config, context: DistributedContext) -> Iterator[None]:
-    """Locks the folders that this run writes to; rank 0 holds the locks.
+def lock_run(config: Config, context: DistributedContext) -> RunLock:
+    """Locks the folders that this run writes to. Rank 0 holds the locks; the RunLock of others is empty.
 
     Raises:
         UserError: on all ranks, if another run has a lock, or a folder can't be written.
     """
-    descriptors = []
+    folders = {Path(config.trainer.run_dir): "trainer.run_dir"}
     with context.shared_errors():
-        if context.rank == 0:
-            descriptors = lock_run(config.trainer)
-    try:
-        yield
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
+        storage = SnapshotStorage(config.trainer.snapshot_path or f"{config.trainer.run_dir}/snapshots", keep=1)
+        if storage.is_local:
+            folders[Path(storage.path)] = "trainer.snapshot_path"
+        lock = RunLock(folders if context.rank == 0 else {})
+    return lock
 
 
 def adopt_snapshot(config: Config, context: DistributedContext, header: dict[str, Any] | None) -> tuple[Config, str]:

@@ -9,9 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mingpt.config import TrainerConfig
 from mingpt.errors import UserError
-from mingpt.files import local_folder
+from mingpt.files import make_folder
 from mingpt.monitoring.logging import logger
 
 LOCK_NAME = ".lock"
@@ -19,19 +18,44 @@ LOCK_TIMEOUT = 5.0  # seconds that another run on this host has to exit
 RETRY_SECONDS = 0.1
 
 
-def lock_run(config: TrainerConfig) -> list[int]:
-    """Locks the run folder and the folder of its snapshots, if that is on this machine; returns file descriptors.
+class RunLock:
+    """The locks of the folders that a run writes to, held until `close` or the end of the process.
+
+    Args:
+        folders: each with the configuration key that names it, for messages
 
     Raises:
-        UserError: another process holds a lock, or a folder can't be written.
+        UserError: another process, or another Trainer of this one, holds a lock, or a folder can't be written.
     """
-    run_dir = Path(config.run_dir)
-    keys = {run_dir: "trainer.run_dir"}
-    if config.snapshot_path is None:
-        keys[run_dir / "snapshots"] = "trainer.run_dir"
-    elif (folder := local_folder(config.snapshot_path)) is not None:
-        keys[folder] = "trainer.snapshot_path"
-    return [lock_folder(folder, key) for folder, key in keys.items()]
+
+    def __init__(self, folders: dict[Path, str]) -> None:
+        self.descriptors: dict[Path, int] = {}
+        try:
+            for folder, key in folders.items():
+                self.descriptors[folder] = lock_folder(folder, key)
+        except UserError:
+            self.close()
+            raise
+
+    def lost_folder(self) -> Path | None:
+        """A folder that was deleted, moved or replaced, so that another process may have locked its path; or None."""
+        for folder, descriptor in self.descriptors.items():
+            if not _is_at(folder / LOCK_NAME, descriptor):
+                return folder
+        return None
+
+    def check(self) -> None:
+        """Raises a UserError if a folder is lost: a save would make it again, or meet the snapshots of another run."""
+        if folder := self.lost_folder():
+            raise UserError(
+                f"{folder}, in which this run trains, was deleted, moved or replaced, so the run ends without saving; "
+                "if it was moved, move it back, and the same command resumes"
+            )
+
+    def close(self) -> None:
+        while self.descriptors:
+            _, descriptor = self.descriptors.popitem()
+            os.close(descriptor)
 
 
 def lock_folder(folder: Path, key: str) -> int:
@@ -61,19 +85,18 @@ def lock_folder(folder: Path, key: str) -> int:
         os.close(descriptor)
         if time.monotonic() > deadline:
             process = f"process {holder['process']}" if holder else "another process"
-            hint = ""
             if holder and holder["host"] != platform.node():
-                process += f" on {holder['host']}"
-                hint = f" (if that host is lost, delete {file})"
+                process += f" on {holder['host']} (if that host is lost, delete {file})"
             raise UserError(
-                f"{key}: {process} is training in {folder}{hint}; wait for it, stop it, or set another {key}"
+                f"{key}: {process} is training in {folder}; wait for it, stop it (a Trainer in a notebook by its "
+                f"`close()`), or set another {key}"
             )
         time.sleep(RETRY_SECONDS)
 
 
 def _open(file: Path, key: str) -> int:
+    make_folder(file.parent, key)
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
         return os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
         raise UserError(
@@ -88,10 +111,17 @@ def _try_lock(descriptor: int, file: Path) -> bool:
         return False
     except OSError as error:
         logger.warning(f"{file} can't be locked: {error.strerror}; make sure that no other process trains there")
-    # The folder may have been deleted between opening the file and locking it.
-    with suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(descriptor), os.stat(file))
-    return False
+    return _is_at(file, descriptor)  # its folder may have been deleted between opening the file and locking it
+
+
+def _is_at(file: Path, descriptor: int) -> bool:
+    """Whether an open file is still at a path, as far as the file system answers."""
+    try:
+        return os.path.samestat(os.stat(file), os.fstat(descriptor))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:  # a failure of the network, after which the folder may be there again
+        return True
 
 
 def _read_holder(descriptor: int) -> dict[str, Any]:

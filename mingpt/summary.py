@@ -106,7 +106,7 @@ def already_trained(trainer: "Trainer") -> str:
         keys = "trainer.patience, or set it to null"
     return (
         f"already trained: {file} is at step {step}, and {end}. To continue, raise {keys}; to start a new run, "
-        f"{advice}.\n{next_commands(file, str(trainer.run_dir))}"
+        f"{advice}.\n{next_commands(file, trainer.config.trainer.run_dir)}"
     )
 
 
@@ -143,7 +143,7 @@ def done(trainer: "Trainer") -> str:
             f"best:       validation loss {progress.best_val_loss:.4f} at step {progress.best_step}: "
             f"python sample.py --snapshot {folder} --best"
         )
-    lines.append(next_commands(file, str(trainer.run_dir)))
+    lines.append(next_commands(file, trainer.config.trainer.run_dir))
     return "\n".join(lines)
 
 

@@ -514,7 +514,9 @@ def open_trainer(*argv: str, rendezvous: Any = "") -> Iterator[Trainer]:
         redirect_stdout(io.StringIO()),
         redirect_stderr(io.StringIO()),
     ):
-        yield Trainer(config, context)
+        trainer = Trainer(config, context)
+        yield trainer
+        trainer.close()
 
 
 def train_losses(trainer: Trainer, steps: int) -> list[float]:

@@ -148,7 +148,7 @@ def test_text_of_the_command_line_is_taken_as_it_is_and_reads_back_equal(
         config = read_config(argv)
         found = config_to_dict(config)
         expected = {
-            name: os.path.expandvars(os.path.expanduser(text)) if name in PATHS else text
+            name: re.sub("^-", "./-", os.path.expandvars(os.path.expanduser(text))) if name in PATHS else text
             for name, text in given.items()
         }
         assert {name: found[name.split(".")[0]][name.split(".")[1]] for name in given} == expected
@@ -491,7 +491,9 @@ def test_conflicts_within_several_sections_are_in_one_message() -> None:
 def test_paths_are_expanded_and_urls_are_refused_where_a_folder_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/ada")
     monkeypatch.setenv("B", "bucket")
-    for text, path in (("~/a b", "/home/ada/a b"), ("$HOME/a", "/home/ada/a"), ("x/${B}/a$", "x/bucket/a$")):
+    written = ("~/a b", "$HOME/a", "x/${B}/a$", "-a")
+    read = ("/home/ada/a b", "/home/ada/a", "x/bucket/a$", "./-a")
+    for text, path in zip(written, read, strict=True):
         found = config_to_dict(read_config([f"--{name}={text}" for name in PATHS]))
         assert [found[section][key] for section, key in (name.split(".") for name in PATHS)] == [path] * 4
     monkeypatch.delenv("B")

@@ -328,7 +328,6 @@ def test_the_cache_is_used_until_the_text_changes(tmp_path: Path, monkeypatch: p
         patch.setattr(corpus, "_write_tokens", None)  # encoding again would raise
         again = encode_corpus(str(file), cache)
     assert again.sha256 == first.sha256
-    assert isinstance(again.tokens.base, np.memmap)
     for content in ("another", "another!", "different"):  # other sizes
         file.write_text(content)
         assert decode(encode_corpus(str(file), cache)) == content
@@ -339,6 +338,22 @@ def test_the_cache_is_used_until_the_text_changes(tmp_path: Path, monkeypatch: p
     (cache / "text.json").write_text("{torn")
     assert decode(encode_corpus(str(file), cache)) == "same size"
     assert len(list(cache.iterdir())) == 2
+
+
+def test_a_cache_that_is_cut_or_overwritten_does_not_change_a_text_that_is_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless it is so large that the processes of a machine share it."""
+    (tmp_path / "text.txt").write_text("some text")
+    encode_corpus(str(tmp_path / "text.txt"), tmp_path / "cache")
+    [file] = (tmp_path / "cache").glob("tokens-*.bin")
+    used = [encode_corpus(str(tmp_path / "text.txt"), tmp_path / "cache", is_ready=ready) for ready in (False, True)]
+    monkeypatch.setattr(corpus, "MAX_BYTES_IN_MEMORY", 8)
+    large = encode_corpus(str(tmp_path / "text.txt"), tmp_path / "cache")
+    assert isinstance(large.tokens.base, np.memmap)
+    assert decode(large) == "some text"
+    os.truncate(file, 3)
+    assert list(map(decode, used)) == ["some text", "some text"]
 
 
 @pytest.mark.parametrize("value", [3, 200])
@@ -396,7 +411,7 @@ def test_a_cache_that_can_not_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "cache/text.json").mkdir(parents=True)
     with pytest.raises(UserError, match=r"data\.path: .*text\.txt can't be encoded into .*cache: .*; make room there"):
         encode_corpus(str(tmp_path / "text.txt"), tmp_path / "cache")
-    with pytest.raises(UserError, match=r"can't be encoded into .*text\.txt/cache: .*Not a directory.*set another tr"):
+    with pytest.raises(UserError, match=r"^trainer\.run_dir: .*text\.txt/cache can't be created: Not a directory; set"):
         encode_corpus(str(tmp_path / "text.txt"), tmp_path / "text.txt/cache")
 
 

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from mingpt.errors import UserError
-from mingpt.files import local_folder, replace_file, replaced_file, write_config
+from mingpt.files import replace_file, replaced_file, write_config
 
 
 def test_config_is_replaced_or_refused_with_the_name_of_the_file(tmp_path: Path) -> None:
@@ -63,10 +63,3 @@ def test_a_file_system_that_cannot_flush_folders_is_no_error(tmp_path: Path, mon
     replace_file(tmp_path / "file", "text")
     assert os.listdir("/proc/self/fd") == before
     assert os.listdir(tmp_path) == ["file"]
-
-
-def test_local_folders_of_paths_and_urls() -> None:
-    assert local_folder("/tmp/x") == local_folder("file:///tmp/x") == Path("/tmp/x")
-    assert local_folder("x") == Path("x").absolute()
-    assert local_folder("memory://x") is None
-    assert local_folder("no-such-protocol://x") is None

@@ -1,33 +1,37 @@
 """One run at a time writes to a folder."""
 
+import contextlib
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers import (
     ROOT,
     clean_env,
-    main_process,
     run_args,
     run_captured,
     run_ranks,
-    start_ranks,
     train_main,
-    wait_for_step,
-    wait_until,
+    write_text,
 )
 
 from mingpt import run_lock as lock
+from mingpt.config_parser import read_config
+from mingpt.distributed.collectives import DistributedContext
+from mingpt.distributed.launch_environment import RankInfo
 from mingpt.errors import UserError
-from mingpt.run_lock import LOCK_NAME, lock_folder
+from mingpt.run_lock import LOCK_NAME, RunLock, lock_folder
+from mingpt.snapshot.storage import SnapshotStorage
+from trainer import Trainer
 
-ENDLESS = {"trainer__max_steps": 1_000_000, "trainer__eval_every": 1_000_000, "trainer__save_every": 20}
 HOLD_LOCK = """
 import sys, time
 from pathlib import Path
@@ -46,8 +50,11 @@ def test_a_folder_is_locked_until_the_descriptor_is_closed(tmp_path: Path, monke
     monkeypatch.setattr(lock, "LOCK_TIMEOUT", 0.1)
     descriptor = take(tmp_path)
     os.close(take(tmp_path / "other"))
-    message = rf"^trainer\.run_dir: process {os.getpid()} is training in {tmp_path}; wait for it, stop it, or set anoth"
-    with pytest.raises(UserError, match=message):
+    message = (
+        f"trainer.run_dir: process {os.getpid()} is training in {tmp_path}; wait for it, stop it (a Trainer in a "
+        "notebook by its `close()`), or set another trainer.run_dir"
+    )
+    with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
         take(tmp_path)
     os.close(descriptor)
     os.close(take(tmp_path))
@@ -75,8 +82,9 @@ def test_the_lock_of_another_host_names_host_and_file(tmp_path: Path, monkeypatc
     monkeypatch.setattr(lock, "LOCK_TIMEOUT", 0.1)
     descriptor = take(tmp_path)
     os.pwrite(descriptor, json.dumps({"process": 7, "host": "node7"}).encode().ljust(200), 0)
-    message = f"trainer.run_dir: process 7 on node7 is training in {tmp_path} (if that host is lost, delete "
-    with pytest.raises(UserError, match=rf"^{re.escape(message)}{tmp_path}/\.lock\); wait for it, stop it, or set"):
+    process = f"process 7 on node7 (if that host is lost, delete {tmp_path}/.lock)"
+    message = f"trainer.run_dir: {process} is training in {tmp_path}; wait for it, "
+    with pytest.raises(UserError, match=f"^{re.escape(message)}"):
         take(tmp_path)
     (tmp_path / LOCK_NAME).unlink()
     os.close(take(tmp_path))
@@ -102,8 +110,9 @@ def test_a_snapshot_path_of_another_run_is_refused(text: Path, tmp_path: Path) -
     argv = run_args(tmp_path / "run", text, trainer__snapshot_path=tmp_path / "snapshots")
     [(status, _, err)] = run_ranks(1, _run_impatiently, argv, tmp_path=tmp_path)
     os.close(descriptor)
-    message = f"process {os.getpid()} is training in {tmp_path}/snapshots; wait for it, stop it, or set another "
-    assert (status, err) == (2, f"error: trainer.snapshot_path: {message}trainer.snapshot_path\n")
+    message = f"error: trainer.snapshot_path: process {os.getpid()} is training in {tmp_path}/snapshots; wait for it, "
+    assert status == 2
+    assert err.startswith(message)
 
 
 def _run_impatiently(argv: list[str]) -> tuple[int, str, str]:
@@ -131,17 +140,155 @@ def _start_again_while_encoding(argv: list[str]) -> tuple[int, int]:
     return train_main(*argv), statuses[0]
 
 
-@pytest.mark.slow
-def test_a_run_whose_folder_was_deleted_makes_it_again(text: Path, tmp_path: Path) -> None:
+def test_a_trainer_has_the_folders_until_its_end_or_close(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a notebook, which keeps trainers and errors."""
+    monkeypatch.setattr(lock, "LOCK_TIMEOUT", 0.1)
+
+    def build(**changes: Any) -> Trainer:
+        config = read_config(run_args(tmp_path / "run", text, trainer__max_steps=1, **changes))
+        return Trainer(config, DistributedContext(RankInfo(), config.distributed))
+
+    folders = (tmp_path / "run", tmp_path / "run/snapshots")
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(UserError, match="no text at") as kept:
+        build(data__path=tmp_path / "missing")
+    trained = build()
+    assert trained.train() == 0
+    done = build()
+    assert done.train() == 0
+    by_hand = build()
+    for folder in folders:
+        with pytest.raises(UserError, match="is training in"):
+            take(folder)
+    by_hand.close()
+    with contextlib.closing(RunLock(dict.fromkeys(folders, "trainer.run_dir"))):
+        with pytest.raises(UserError, match="is training in"):  # of two folders, the other is free afterwards
+            RunLock({tmp_path / "other": "trainer.run_dir", folders[0]: "trainer.run_dir"})
+        os.close(take(tmp_path / "other"))
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert (kept, trained.progress.step, done.resumed_from) == (kept, 1, f"{folders[1]}/step_00000001.pt")
+
+
+def lose(run_dir: Path, how: str) -> None:
+    """What happens to the folder of a run; then that of another run may be there."""
+    if how == "deleted":
+        shutil.rmtree(run_dir)
+    elif how == "a file in place of snapshots":
+        (run_dir / "snapshots").rename(run_dir / "moved")
+        (run_dir / "snapshots").touch()
+    else:
+        run_dir.rename(run_dir.with_name("old"))
+        shutil.copytree(run_dir.with_name("other"), run_dir)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("how", "when", "ranks"),
+    [
+        ("deleted", "in a step", 2),
+        ("replaced", "in a step", 1),
+        ("a file in place of snapshots", "in a step", 1),
+        ("replaced", "before a save", 1),
+        ("deleted", "in a save", 1),
+        ("replaced", "in a save", 1),
+        ("replaced", "in the last save", 2),
+    ],
+)
+def test_a_run_whose_folder_vanishes_ends_with_one_message(
+    how: str, when: str, ranks: int, text: Path, tmp_path: Path
+) -> None:
+    """It does not make the folder again, and changes nothing in that of another run."""
     run_dir = tmp_path / "run"
-    argv = run_args(run_dir, text, **ENDLESS)
-    [process], _ = start_ranks(1, main_process, argv, os.devnull, os.devnull, tmp_path=tmp_path)
-    wait_for_step(run_dir, 30)
-    (run_dir / "snapshots").rename(tmp_path / "deleted")
-    wait_until(lambda: bool(list(run_dir.glob("snapshots/step_*.pt"))), "a snapshot")
-    process.terminate()
-    process.join(60)
-    assert process.exitcode == 143
+    argv = run_args(run_dir, text, trainer__sample_every=1)
+    (tmp_path / "other/snapshots").mkdir(parents=True)
+    for name in (".lock", "metrics.jsonl", "snapshots/.lock", "snapshots/frequent_00000001.pt"):
+        (tmp_path / "other" / name).write_text("another run's")
+    for step in (1, 2, 3):
+        (tmp_path / f"other/snapshots/step_{step:08d}.pt").write_text("another run's")
+    outputs = run_ranks(ranks, _lose_while_training, argv, run_dir, how, when, tmp_path=tmp_path)
+    lost = run_dir / "snapshots" if how == "a file in place of snapshots" else run_dir
+    message = (
+        f"error: {lost}, in which this run trains, was deleted, moved or replaced, so the run ends without saving; if "
+        "it was moved, move it back, and the same command resumes\n"
+    )
+    assert [(status, err) for status, _, err in outputs] == [(2, message), (2, "")][:ranks]
+    assert "done in" not in outputs[0][1]
+    if how == "replaced":
+        assert content(run_dir) == content(tmp_path / "other")
+    else:
+        assert not lost.is_dir()
+
+
+def _lose_while_training(argv: list[str], run_dir: Path, how: str, when: str) -> tuple[int, str, str]:
+    train_step, save_snapshot, save = Trainer.train_step, Trainer.save_snapshot, torch.save
+    lost = threading.Event()
+
+    def lose_now() -> None:
+        lose(run_dir, how)
+        lost.set()
+
+    def lose_in_step(trainer: Trainer) -> Any:
+        if when == "in a step" and trainer.progress.step == 4 and trainer.context.rank == 0:
+            trainer.snapshots.writer.wait()
+            lose_now()
+        if when == "in a save" and trainer.progress.step == 6:  # else step 7 might write rows meanwhile
+            assert lost.wait(20)
+        return train_step(trainer)
+
+    def lose_before_save(trainer: Trainer, is_frequent: bool = False) -> None:
+        if when == "before a save" and trainer.progress.step == 6:
+            lose_now()
+        save_snapshot(trainer, is_frequent)
+
+    def lose_in_save(content: dict[str, Any], file: Any) -> None:
+        if content["step"] == {"in a save": 6, "in the last save": 12}.get(when):
+            lose_now()
+        save(content, file)
+
+    Trainer.train_step = lose_in_step  # type: ignore[method-assign]
+    Trainer.save_snapshot = lose_before_save  # type: ignore[method-assign]
+    torch.save = lose_in_save
+    return run_captured(*argv)
+
+
+def test_a_machine_without_rank_0_does_not_make_its_folder_again(tmp_path: Path) -> None:
+    """It writes snapshots without a lock."""
+    storage = SnapshotStorage(str(tmp_path / "run/snapshots"), keep=1)
+    with pytest.raises(UserError, match=r"can't be written: \[Errno 2\] No such file or directory"):
+        storage.write({"step": 1}, None)
+    assert not (tmp_path / "run").exists()
+
+
+def test_links_that_lead_nowhere_and_names_that_begin_with_a_dash(tmp_path: Path) -> None:
+    write_text(tmp_path / "text.txt")
+    (tmp_path / "link").symlink_to("missing")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/cache").symlink_to("missing")
+    [results] = run_ranks(1, _run_in_places, tmp_path, ["link", "link/run", "run", "-dash"], tmp_path=tmp_path)
+    for name, (status, _, err) in zip(["link", "link", "run/cache"], results, strict=False):
+        assert (status, err) == (
+            2,
+            f"error: trainer.run_dir: {name} can't be created: it is a link to missing, which is no folder; set it to "
+            "a folder that you may write to\n",
+        )
+    _, out, _ = results[-1]
+    commands = dict(re.findall(r"to (\w+): +python \w+\.py (.+)", out))
+    assert commands == {
+        "sample": "--snapshot ./-dash/snapshots/step_00000001.pt",
+        "plot": "./-dash",
+        "export": "--snapshot ./-dash/snapshots/step_00000001.pt --out FOLDER",
+    }
+
+
+def _run_in_places(folder: Path, run_dirs: list[str]) -> list[tuple[int, str, str]]:
+    os.chdir(folder)
+    argv = run_args(Path("run"), "text.txt", trainer__max_steps=1)
+    return [run_captured(*argv, f"--trainer.run_dir={run_dir}") for run_dir in run_dirs]
 
 
 def test_a_run_without_the_snapshots_that_it_has_saved_does_not_start_anew(text: Path, tmp_path: Path) -> None:

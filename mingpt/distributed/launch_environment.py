@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from mingpt.errors import UserError
+from mingpt.files import make_folder
 from mingpt.hardware.threads import omp_num_threads
 
 MAX_RANKS = 2**20
@@ -186,12 +187,7 @@ def resolve_init_method(rank_info: RankInfo, init_method: str | None, run_dir: s
             "rank 0 as this machine knows it, or its IP address"
         )
     folder = Path(run_dir).resolve()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"trainer.run_dir: {folder} can't be created: {error.strerror}; set it to a folder that you may write to"
-        ) from error
+    make_folder(folder, "trainer.run_dir")
     return f"file://{folder / str(rank_info.fallback_file)}"
 
 

@@ -14,6 +14,7 @@ from mingpt.distributed.collectives import DistributedContext
 from mingpt.errors import UserError
 from mingpt.monitoring.logging import logger
 from mingpt.monitoring.run_log import saved_steps
+from mingpt.run_lock import RunLock
 from mingpt.snapshot.content import KEPT_KEYS, split_header
 from mingpt.snapshot.interval import SaveInterval
 from mingpt.snapshot.storage import SnapshotStorage
@@ -53,9 +54,10 @@ class SnapshotManager:
         UserError: a rank that should write can't.
     """
 
-    def __init__(self, config: Config, context: DistributedContext) -> None:
+    def __init__(self, config: Config, context: DistributedContext, lock: RunLock) -> None:
         self.config = config
         self.context = context
+        self.lock = lock
         local_path = f"{config.trainer.run_dir}/snapshots"
         self.storage = SnapshotStorage(config.trainer.snapshot_path or local_path, config.trainer.keep_snapshots)
         # An upload may take longer than the interval between frequent snapshots, and each request to a store is paid.
@@ -63,7 +65,7 @@ class SnapshotManager:
             local_path = self.storage.path
         self.frequent = SnapshotStorage(local_path, keep=2, is_frequent=True)
         self.max_wait = config.distributed.timeout_seconds / 2  # other ranks wait in a collective meanwhile
-        self.writer = AsyncSnapshotWriter(self.frequent)
+        self.writer = AsyncSnapshotWriter(self.frequent, lock)
         self.writer_ranks = elect_writer_ranks(context, self.storage)
         self.frequent_writer_ranks = self.writer_ranks
         if not self.storage.is_local:
@@ -196,14 +198,17 @@ class SnapshotManager:
         self.interval.add_save(time.perf_counter() - began)
 
     def poll(self) -> list[SaveResult]:
-        """Results of saves since the last call. An error of the writer that is no UserError is raised."""
+        """Results of saves since the last call. An error of the writer that is no UserError is raised.
+
+        An error is shown, unless it is that a folder is lost: then the trainer is about to end the run.
+        """
         results = [self.writer.results.popleft() for _ in range(len(self.writer.results))]
         for result in results:
             if result.error is not None and not isinstance(result.error, UserError):
                 raise result.error
-            if result.error is None or (result.is_frequent and self.has_warned):
+            if result.error is None or (result.is_frequent and self.has_warned) or self.lock.lost_folder():
                 continue
-            self.has_warned = self.has_warned or result.is_frequent
+            self.has_warned |= result.is_frequent
             logger.warning(f"step {result.step}: {result.error}; training continues, and the next save tries again")
         return results
 

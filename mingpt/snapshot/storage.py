@@ -141,7 +141,6 @@ class SnapshotStorage:
         content = {"format": FORMAT_VERSION, **snapshot}
         with _raise_user_error(f"{shown} can't be written", "make room, or make it writable"):
             if self.is_local:
-                os.makedirs(self.root, exist_ok=True)
                 with replaced_file(target, flush=not self.is_frequent) as file:
                     torch.save(content, file)
             else:

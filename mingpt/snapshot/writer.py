@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from mingpt.errors import UserError
+from mingpt.run_lock import RunLock
 from mingpt.snapshot.storage import PruneError, SnapshotStorage
 
 
@@ -44,10 +45,12 @@ class AsyncSnapshotWriter:
 
     Args:
         frequent: storage of the frequent snapshots, which may be in the same folder as others
+        lock: of the folders. Where one is lost, nothing is written or deleted.
     """
 
-    def __init__(self, frequent: SnapshotStorage) -> None:
+    def __init__(self, frequent: SnapshotStorage, lock: RunLock) -> None:
         self.frequent = frequent
+        self.lock = lock
         self.staging_buffers: dict[str, Tensor] = {}
         self.results: deque[SaveResult] = deque()  # of saves that have ended, until somebody takes them
         self.last_error = ""  # why the newest snapshot that is not a frequent one does not exist
@@ -115,12 +118,14 @@ class AsyncSnapshotWriter:
 
     def _write(self, snapshot: dict[str, Any], storage: SnapshotStorage) -> None:
         """Writes a snapshot. On a full disk, it takes the room of the frequent ones if there is another one."""
+        self.lock.check()
         self.frequent.remove(keep=1)
         try:
             storage.write(snapshot, snapshot["best"]["step"])
         except PruneError:
             raise
         except UserError:
+            self.lock.check()  # another run may have its snapshots there now
             if storage.is_frequent or not storage.is_local or not storage.steps():
                 raise
             self.frequent.remove()

@@ -55,7 +55,7 @@ def patch_library() -> None:
     before(dist, "init_process_group", "init_process_group")
     before(DistributedContext, "__init__", "context")
     before(prepare_run, "tune_malloc", "prepare_run")
-    before(prepare_run, "lock_run", "lock")
+    before(trainer, "lock_run", "lock")
     before(trainer.SnapshotManager, "__init__", "snapshot")
     before(trainer, "load_corpus", "text")
     before(trainer, "agree_on_numerics", "strategy")

@@ -130,6 +130,7 @@ def save_in_fork(folder: Path, kind: str, crash_at: int | None, moment: str, log
 def crash_at_every_call(path: str, kind: str, moment: str) -> tuple[list[str], list[int]]:
     """For `run_ranks`: the calls of a save, and the step of the newest snapshot after a crash at each of them."""
     initial, log = Path(path, "initial"), Path(path, "calls")
+    initial.mkdir()
     open_storage(initial, kind).write(snapshot(1), None)
     Path(initial, LEFTOVER).touch()
     assert save_in_fork(shutil.copytree(initial, Path(path, "no crash")), kind, None, moment, log) == 0

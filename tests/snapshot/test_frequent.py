@@ -22,6 +22,7 @@ from helpers import (
 )
 
 from mingpt.errors import UserError
+from mingpt.run_lock import RunLock
 from mingpt.snapshot import interval
 from mingpt.snapshot.interval import MIN_SECONDS, MIN_STEPS, SaveInterval
 from mingpt.snapshot.pretrained import load_pretrained
@@ -299,7 +300,7 @@ def _train_without_room(*argv: str) -> tuple[int, str, str]:
 def test_the_next_snapshot_takes_the_room_of_the_older_ones(tmp_path: Path) -> None:
     """So that a disk that holds two frequent snapshots, and no more, still has room for one of save_every."""
     frequent = SnapshotStorage(str(tmp_path), 2, is_frequent=True)
-    writer = AsyncSnapshotWriter(frequent)
+    writer = AsyncSnapshotWriter(frequent, RunLock({}))
     for step in (1, 2):
         frequent.write(small_snapshot(step), None)
     found = []

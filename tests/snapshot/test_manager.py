@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mingpt.config import Config, config_to_dict
 from mingpt.errors import UserError
+from mingpt.run_lock import RunLock
 from mingpt.snapshot.content import split_header
 from mingpt.snapshot.manager import SnapshotManager, check_compatible
 from mingpt.snapshot.storage import SnapshotStorage, load_snapshot
@@ -51,7 +52,7 @@ class BlockingStorage(SnapshotStorage):
 def test_the_writer_saves_the_state_of_the_step_and_reuses_its_buffers(tmp_path: Path) -> None:
     storage = BlockingStorage(str(tmp_path))
     frequent = SnapshotStorage(str(tmp_path), keep=2, is_frequent=True)
-    writer, weight, addresses = AsyncSnapshotWriter(frequent), torch.ones(1000), set()
+    writer, weight, addresses = AsyncSnapshotWriter(frequent, RunLock({})), torch.ones(1000), set()
     for step in (1, 2):
         header = split_header(small_snapshot(step))
         writer.save(header, [("weight", weight, {})], storage)
@@ -82,7 +83,7 @@ def test_copies_are_complete_before_they_are_written(
     """Copies to pageable memory block; on MPS all staging buffers are pageable."""
     events: list[tuple] = []
     storage = SnapshotStorage(str(tmp_path), keep=1)
-    writer = AsyncSnapshotWriter(storage)
+    writer = AsyncSnapshotWriter(storage, RunLock({}))
     write = lambda item: events.append(("write", item[0]["step"]))  # noqa: E731
     writer.queue = SimpleNamespace(put=write)  # type: ignore[assignment]
     copy = lambda copies, tensors, non_blocking: events.append(("copy", non_blocking))  # noqa: E731

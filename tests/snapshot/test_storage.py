@@ -25,6 +25,8 @@ def file_names(*steps: int) -> list[str]:
 def test_a_snapshot_is_read_as_it_was_written(tmp_path: Path) -> None:
     folder = tmp_path / "created/with/parents"
     storage = SnapshotStorage(str(folder), keep=3)
+    storage.put_marker("as at the start of a run")
+    storage.remove_marker("as at the start of a run")
     for step in (7, 12_345_678):
         written = small_snapshot(step, {"half": torch.ones(2).bfloat16()}, vocabulary="ü\n\udc80")
         assert storage.write(written, None) == str(folder / f"step_{step:08d}.pt")
