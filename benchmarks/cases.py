@@ -109,7 +109,7 @@ def snapshots(bench: Bench) -> Iterator[Row]:
 
 def contention(bench: Bench) -> Iterator[Row]:
     """Steps while other programs use the cores, with several threads and with one."""
-    trainer = bench.build_trainer(overrides={"trainer.threads": available_cores()})
+    trainer = bench.build_trainer(overrides={"trainer.threads": len(available_cores())})
     threads = torch.get_num_threads()
     if threads == 1:
         raise SkippedError("there is only one core")

@@ -199,12 +199,12 @@ class Bench:
             SkippedError: there are fewer cores, or GPUs, than ranks.
             RuntimeError: a rank failed; the message has its stderr.
         """
-        processors = torch.cuda.device_count() if self.is_on_gpu else available_cores()
+        processors = torch.cuda.device_count() if self.is_on_gpu else len(available_cores())
         if processors < RANKS:
             raise SkippedError(f"it starts {RANKS} ranks, which need a core or GPU each; found {processors}")
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
         command = [sys.executable, *launcher, "-m", "benchmarks", name, *self.options, "--json"]
-        env = os.environ | {"OMP_NUM_THREADS": str(max(1, available_cores() // RANKS))}
+        env = os.environ | {"OMP_NUM_THREADS": str(max(1, len(available_cores()) // RANKS))}
         done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)  # noqa: S603
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
@@ -218,4 +218,4 @@ def machine_name(device: torch.device) -> str:
     cpu = cpu_capabilities().get("cpu_name", "unknown CPU")
     bf16 = "bf16 in hardware" if has_bf16(device)[0] else "no bf16 hardware"
     gpu = f"{device_kind(device)} with " if device.type == "cuda" else ""
-    return f"{gpu}{cpu}, {available_cores()} cores, {bf16}, PyTorch {torch.__version__}"
+    return f"{gpu}{cpu}, {len(available_cores())} cores, {bf16}, PyTorch {torch.__version__}"

@@ -1,15 +1,13 @@
 """The choice of the number of CPU threads. Like that of the precision, it is kept in a run that resumes."""
 
 import os
-import time
 from collections.abc import Mapping
-from pathlib import Path
+
+import psutil
 
 from mingpt.config import MAX_THREADS
 from mingpt.errors import UserError
 from mingpt.hardware.cgroup import cpu_limit
-
-STAT_FILE = Path("/proc/stat")
 
 
 def choose_threads(requested: int | str, local_world_size: int, saved: int | None) -> tuple[int, str]:
@@ -33,7 +31,7 @@ def _threads_for_this_machine(local_world_size: int) -> tuple[int, str]:
     asked = omp_num_threads(os.environ)
     if asked is not None:
         return asked, "OMP_NUM_THREADS"
-    cores = available_cores()
+    cores = len(available_cores())
     free = cores - busy_cores()
     shared = f"{cores} cores" if free == cores else f"{free} idle of {cores} cores"
     quota = cpu_limit()
@@ -44,44 +42,24 @@ def _threads_for_this_machine(local_world_size: int) -> tuple[int, str]:
     return max(1, free // local_world_size), f"{shared} / {local_world_size} ranks"
 
 
-def available_cores() -> int:
-    """How many cores this process may use, which is fewer than the machine has if it is bound to some of them."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def available_cores() -> set[int]:
+    """The cores that this process may use, which are not all of the machine's if it is bound to some of them."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 def busy_cores() -> int:
-    """How many of the available cores other programs use now: their CPU time over 0.03 seconds, rounded.
+    """How many of the available cores other programs use now, rounded.
 
-    If there are any, it looks for 0.5 seconds more, since that may have been for a moment only. All ranks call it at
-    the same time, so that none counts the work of another.
+    It looks for 0.03 seconds, and for 0.5 more if there are any, since that may have been for a moment only. All ranks
+    call it at the same time, so that none counts the work of another.
     """
-    ticks = _busy_ticks()
-    began = time.monotonic()
-    busy = 0
+    available = available_cores()
     for seconds in (0.03, 0.5):
-        time.sleep(seconds)
-        elapsed = (time.monotonic() - began) * os.sysconf("SC_CLK_TCK")
-        busy = round((_busy_ticks() - ticks) / elapsed)
+        percentages = psutil.cpu_percent(seconds, percpu=True)
+        busy = round(sum(used for core, used in enumerate(percentages) if core in available) / 100)
         if busy == 0:
             break
-    return min(busy, available_cores())
-
-
-def _busy_ticks() -> int:
-    """Clock ticks that the available cores have worked since the system started; 0 on other systems than Linux.
-
-    They are SC_CLK_TCK a second, from /proc/stat (proc_stat(5)).
-    """
-    if not STAT_FILE.exists():
-        return 0
-    names = {f"cpu{core}" for core in os.sched_getaffinity(0)}
-    ticks = 0
-    for line in STAT_FILE.read_text().splitlines():
-        name, *counters = line.split()
-        if name in names:
-            _, _, _, idle, iowait, *_ = counters
-            ticks += sum(map(int, counters[:8])) - int(idle) - int(iowait)  # the others are part of these eight
-    return ticks
+    return busy
 
 
 def omp_num_threads(env: Mapping[str, str]) -> int | None:

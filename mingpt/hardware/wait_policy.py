@@ -54,7 +54,7 @@ def adaptive_wait_policy(context: "DistributedContext") -> Iterator[None]:
 def _watch(ended: threading.Event, context: "DistributedContext") -> None:
     threads = torch.get_num_threads()
     # Where ranks have more threads than there are cores, they wait for each other.
-    warns = context.local_rank == 0 and context.local_world_size * threads <= available_cores()
+    warns = context.local_rank == 0 and context.local_world_size * threads <= len(available_cores())
     calm = next_warning = time.monotonic()
     while not ended.is_set():
         waiting = _threads_that_wait(ended, CHECK_SECONDS)
@@ -102,7 +102,7 @@ def passive_wait_policy() -> Iterator[None]:
     GOMP_SPINCOUNT), so this keeps a second team of threads, which sleep.
     """
     with ThreadPoolExecutor(max_workers=1) as executor:  # OpenMP keeps the team of a thread until that ends
-        executor.submit(_make_team, available_cores() + 1).result()
+        executor.submit(_make_team, len(available_cores()) + 1).result()
         yield
 
 

@@ -113,7 +113,7 @@ def test_the_program_compiles_starts_ranks_and_prints_rows_as_json() -> None:
 
 def test_a_skipped_case_gives_the_reason(bench: Bench, monkeypatch) -> None:
     bench.baselines = {"nanogpt": None, "tutorial": None}
-    monkeypatch.setattr(harness, "available_cores", lambda: 1)
+    monkeypatch.setattr(harness, "available_cores", lambda: {0})
     monkeypatch.setenv("CXX", "no-such-compiler")
     no_folder = "its folder is not given"
     no_cores = "it starts 2 ranks, which need a core or GPU each; found 1"
