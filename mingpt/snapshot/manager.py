@@ -15,7 +15,7 @@ from mingpt.errors import UserError
 from mingpt.monitoring.logging import logger
 from mingpt.monitoring.run_log import saved_steps
 from mingpt.run_lock import RunLock
-from mingpt.snapshot.content import KEPT_KEYS, split_header
+from mingpt.snapshot.content import KEPT_KEYS, check_header, split_header
 from mingpt.snapshot.interval import SaveInterval
 from mingpt.snapshot.storage import SnapshotStorage
 from mingpt.snapshot.writer import AsyncSnapshotWriter, SaveResult
@@ -187,6 +187,7 @@ class SnapshotManager:
         storage, writer_ranks = self.storage, self.writer_ranks
         if is_frequent:
             storage, writer_ranks = self.frequent, self.frequent_writer_ranks
+        check_header(header, storage.file(header["step"]))  # all ranks have the same, and raise the same error
         writes = self.context.rank in writer_ranks
         if writes and not is_ready and not is_frequent:
             late = UserError(
