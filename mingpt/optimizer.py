@@ -61,9 +61,27 @@ def build_optimizer(
         wrapper: builds an optimizer from groups, class and settings, as ZeroRedundancyOptimizer does
     """
     groups = param_groups(model, config)
+    # fsdp shards parameters as DTensors, for which PyTorch 2.13 has fused AdamW, but no fused SGD.
     settings: dict[str, Any] = {"lr": config.learning_rate, "betas": config.betas, "fused": True}
     cls: type[Optimizer] = AdamW
     if config.name == "muon":
         cls = MuonWithAdamW
         settings |= {"ns_dtype": ns_dtype, "newton_schulz": newton_schulz}
     return wrapper(groups, cls, **settings) if wrapper else cls(groups, **settings)
+
+
+def state_bytes(model: nn.Module, config: OptimizerConfig) -> int:
+    """Bytes of the optimizer's state, without counters: what it makes in a step on the meta device.
+
+    Args:
+        model: on the meta device
+    """
+    optimizer = build_optimizer(model, config)
+    for group in optimizer.param_groups:
+        group["fused"] = False  # not on the meta device
+        group["foreach"] = True  # the next fastest
+        for parameter in group["params"]:
+            parameter.grad = torch.empty_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    return sum(tensor.nbytes for tensors in optimizer.state.values() for tensor in tensors.values() if tensor.dim())

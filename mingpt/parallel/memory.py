@@ -28,7 +28,7 @@ from torch import Tensor
 from mingpt.config import Config
 from mingpt.errors import UserError
 from mingpt.hardware.device import memory_per_rank
-from mingpt.optimizer import param_groups
+from mingpt.optimizer import state_bytes
 from mingpt.parallel.strategy import Strategy
 from mingpt.tensors import to_local
 from model import GPT
@@ -64,12 +64,12 @@ def format_bytes(number: float) -> str:
 
 def measure_memory(strategy: Strategy) -> MemoryUsage:
     """What this rank holds between backward and the end of the step."""
-    parameters = list(strategy.parameters.values())
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     state: list[Tensor] = []
     for tensors in strategy.local_state.values():
         state += tensors.values()
-    return MemoryUsage(_local_bytes(parameters), _local_bytes(gradients), _local_bytes(state))
+    return MemoryUsage(
+        _local_bytes(strategy.parameters.values()), _local_bytes(strategy.gradients.values()), _local_bytes(state)
+    )
 
 
 def _local_bytes(tensors: Iterable[Tensor]) -> int:
@@ -93,10 +93,7 @@ def estimate_memory(config: Config, model: GPT, world_size: int, precision: str)
     embeddings = count(model.parameters()) - len(model.blocks) * block
     layers = -(-len(model.blocks) // cfg.pipeline_stages)
     parameters = layers * block + embeddings
-    state = 0.0
-    for group in param_groups(model, config.optimizer):
-        state += count(group["params"]) * (4 if group["muon"] else 8)  # Muon keeps one average, AdamW two
-    state *= parameters / count(model.parameters())
+    state = state_bytes(model, config.optimizer) * parameters / count(model.parameters())
     share = -(-config.trainer.batch_size // ranks)  # the most sequences that a rank has in a step
     micro_batch_size = config.trainer.micro_batch_size or share
     if cfg.strategy in ("zero2", "fsdp"):
