@@ -36,9 +36,8 @@ def param_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, An
     A group may be empty: a middle stage of a pipeline may have nothing but matrices of blocks.
     """
     matrices = [p for p in model.parameters() if p.dim() == 2]
-    hidden: set[nn.Parameter] = set()
-    if config.name == "muon":
-        hidden.update(p for block in model.blocks for p in block.parameters())  # type: ignore[union-attr]
+    blocks: Any = model.blocks if config.name == "muon" else []
+    hidden = {p for block in blocks for p in block.parameters()}
     return [
         {"params": [p for p in matrices if p in hidden], "weight_decay": config.weight_decay, "muon": True},
         {"params": [p for p in matrices if p not in hidden], "weight_decay": config.weight_decay, "muon": False},

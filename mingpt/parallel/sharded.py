@@ -119,7 +119,7 @@ class FSDP(Strategy):
         self.sharded_model.set_reshard_after_backward(sync_gradients or self.reshard_after_forward)
 
     def total_norm(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        norm = get_total_norm(list(map(to_local, tensors.values()))).to(self.context.device)
+        norm = get_total_norm([*map(to_local, tensors.values())]).to(self.context.device)
         return self.context.all_reduce(norm**2).sqrt().to(self.device)
 
     def iter_full_state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:

@@ -79,8 +79,7 @@ class TreeReduction(Strategy):
         leaf = (micro_batch.indices.start - micro_batch.batch.start) // self.size
         gradients = [gradient.flatten() for gradient in self.gradients.values()]
         add_node(self.nodes, range(leaf, leaf + 1), torch.cat([*gradients, loss[None]]), num_leaves)
-        for parameter in self.parameters.values():
-            parameter.grad = None
+        self.optimizer.zero_grad(set_to_none=True)
         return [loss]
 
     def reduce_gradients(self, batch: range, losses: list[Tensor]) -> list[Tensor]:

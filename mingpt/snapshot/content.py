@@ -111,8 +111,8 @@ def check_header(header: dict[str, Any], path: str) -> None:
     Raises:
         UserError: no start could load it: the code was changed in one place, and not in the other.
     """
-    content = {"format": FORMAT_VERSION, **header, "model": {}, "optimizer": {}}
-    check_content(content, f"{path}, not yet written,", "change Snapshot in mingpt/snapshot/content.py, too")
+    without_tensors = {"format": FORMAT_VERSION, **header, "model": {}, "optimizer": {}}
+    check_content(without_tensors, f"{path}, not yet written,", "change Snapshot in mingpt/snapshot/content.py, too")
 
 
 def _describe(error: ErrorDetails) -> str:

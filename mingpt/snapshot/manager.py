@@ -292,8 +292,8 @@ def check_compatible(header: dict[str, Any] | None, config: dict[str, Any], voca
             )
     known = header["vocabulary"]
     if vocabulary != known:
-        new = "".join(c for c in vocabulary if c not in known)
-        old = "".join(c for c in known if c not in vocabulary)
+        new = set(vocabulary) - set(known)
+        old = set(known) - set(vocabulary)
         raise UserError(
             f"data.path: the text has {len(vocabulary)} distinct characters, but the snapshot of step {header['step']} "
             f"in the run folder {len(known)} (only in the text: {show_characters(new)}; only in the snapshot: "
