@@ -126,6 +126,12 @@ def run(argv: Sequence[str]) -> None:
             f"--snapshot: {path} has model.conv_kernel_size {size}, must be null: transformers' classes have no place "
             "for convolutions"
         )
+    longest = max(pretrained.vocabulary, key=len)
+    if len(longest) > 1:  # the code was changed to other tokens
+        raise UserError(
+            f"--snapshot: {path} has the token {longest!r}, must have characters only: tokenizer.json splits a text "
+            "into those"
+        )
     export(pretrained, path, Path(args.out))
     print(
         f"{args.out}: step {pretrained.snapshot['step']}; open it with transformers' "

@@ -10,7 +10,7 @@ import os
 import reprlib
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -57,7 +57,7 @@ def encode(text: str, vocabulary: str, source: str) -> list[int]:
     Raises:
         UserError: a character is not in the vocabulary.
     """
-    unknown = "".join(sorted(set(text) - set(vocabulary)))
+    unknown = set(text) - set(vocabulary)
     if unknown:
         raise UserError(
             f"{source}: {show_characters(unknown)} not in the training text's vocabulary, {show_characters(vocabulary)}"
@@ -65,9 +65,9 @@ def encode(text: str, vocabulary: str, source: str) -> list[int]:
     return [vocabulary.index(character) for character in text]
 
 
-def show_characters(characters: str) -> str:
+def show_characters(characters: Collection[str]) -> str:
     """Distinct characters as messages show them: a few, and their number."""
-    return f"{reprlib.repr(characters)} ({len(characters):,} distinct)"
+    return f"{reprlib.repr(''.join(sorted(characters)))} ({len(characters):,} distinct)"
 
 
 def check_text(path: str) -> None:
@@ -299,8 +299,7 @@ def _warn_of_page(name: str) -> None:
 def _find_vocabulary(files: Sequence[str], extra_characters: str, bar: tqdm) -> tuple[str, str]:
     """Returns the vocabulary, and the SHA-256 of the text's bytes."""
     occurs = np.zeros(sys.maxunicode + 1, dtype=bool)  # by code point
-    for character in extra_characters:
-        occurs[ord(character)] = True
+    occurs[list(map(ord, extra_characters))] = True
     digest = hashlib.sha256()
     for codes in _read(files, bar, digest):
         occurs[codes] = True
@@ -310,7 +309,7 @@ def _find_vocabulary(files: Sequence[str], extra_characters: str, bar: tqdm) -> 
 def _write_tokens(files: Sequence[str], vocabulary: str, file: IO[bytes], bar: tqdm) -> tuple[str, str]:
     """Writes the tokens into an open file, and returns the SHA-256 of the text's bytes, and that of the tokens'."""
     token_of_code = np.zeros(sys.maxunicode + 1, dtype=_token_dtype(vocabulary))
-    token_of_code[[ord(character) for character in vocabulary]] = np.arange(len(vocabulary))
+    token_of_code[list(map(ord, vocabulary))] = np.arange(len(vocabulary))
     digest = hashlib.sha256()
     tokens_digest = hashlib.sha256()
     for codes in _read(files, bar, digest):

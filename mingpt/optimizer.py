@@ -36,9 +36,8 @@ def param_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, An
     A group may be empty: a middle stage of a pipeline may have nothing but matrices of blocks.
     """
     matrices = [p for p in model.parameters() if p.dim() == 2]
-    hidden: set[nn.Parameter] = set()
-    if config.name == "muon":
-        hidden.update(p for block in model.blocks for p in block.parameters())  # type: ignore[union-attr]
+    blocks: Any = model.blocks if config.name == "muon" else []
+    hidden = {p for block in blocks for p in block.parameters()}
     return [
         {"params": [p for p in matrices if p in hidden], "weight_decay": config.weight_decay, "muon": True},
         {"params": [p for p in matrices if p not in hidden], "weight_decay": config.weight_decay, "muon": False},
@@ -61,9 +60,27 @@ def build_optimizer(
         wrapper: builds an optimizer from groups, class and settings, as ZeroRedundancyOptimizer does
     """
     groups = param_groups(model, config)
+    # fsdp shards parameters as DTensors, for which PyTorch 2.13 has fused AdamW, but no fused SGD.
     settings: dict[str, Any] = {"lr": config.learning_rate, "betas": config.betas, "fused": True}
     cls: type[Optimizer] = AdamW
     if config.name == "muon":
         cls = MuonWithAdamW
         settings |= {"ns_dtype": ns_dtype, "newton_schulz": newton_schulz}
     return wrapper(groups, cls, **settings) if wrapper else cls(groups, **settings)
+
+
+def state_bytes(model: nn.Module, config: OptimizerConfig) -> int:
+    """Bytes of the optimizer's state, without counters: what it makes in a step on the meta device.
+
+    Args:
+        model: on the meta device
+    """
+    optimizer = build_optimizer(model, config)
+    for group in optimizer.param_groups:
+        group["fused"] = False  # not on the meta device
+        group["foreach"] = True  # the next fastest
+        for parameter in group["params"]:
+            parameter.grad = torch.empty_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    return sum(tensor.nbytes for tensors in optimizer.state.values() for tensor in tensors.values() if tensor.dim())

@@ -30,14 +30,12 @@ class Progress:
     lowest_val_loss: float = math.inf
 
     def state_dict(self) -> dict[str, Any]:
-        best = {"step": self.best_step, "val_loss": self.best_val_loss}
-        lowest = {"step": self.lowest_step, "val_loss": self.lowest_val_loss}
         return {
             "step": self.step,
             "samples": self.samples,
             "val_loss": self.val_loss,
-            "best": best,
-            "lowest": lowest,
+            "best": {"step": self.best_step, "val_loss": self.best_val_loss},
+            "lowest": {"step": self.lowest_step, "val_loss": self.lowest_val_loss},
         }
 
     def load_state_dict(self, state: dict[str, Any], text_sha256: str) -> None:

@@ -149,10 +149,8 @@ def done(trainer: "Trainer") -> str:
 
 def measured_memory(strategy: Strategy) -> str:
     """What the rank with most holds between backward and the end of a step; all ranks call it."""
-    usage = measure_memory(strategy)
-    if strategy.is_sharded:  # otherwise all ranks hold the same
-        largest = partial(max, key=lambda each: sum(each.values()))
-        usage = MemoryUsage(**strategy.context.reduce_object(asdict(usage), largest))
+    largest = partial(max, key=lambda each: sum(each.values()))
+    usage = MemoryUsage(**strategy.context.reduce_object(asdict(measure_memory(strategy)), largest))
     peak = ""
     if strategy.context.device.type == "cuda":
         peak = f"; at the peak {format_bytes(torch.cuda.max_memory_allocated())}, activations included"

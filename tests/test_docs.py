@@ -2,6 +2,7 @@
 
 import ast
 import json
+import math
 import os
 import re
 import shlex
@@ -15,6 +16,9 @@ from pathlib import Path
 
 import pytest
 from helpers import ROOT, clean_env, write_text
+
+from mingpt.config import OptimizerConfig
+from mingpt.snapshot.storage import SnapshotStorage
 
 DOCS = ROOT / "docs"
 README, *PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
@@ -217,6 +221,62 @@ def test_docs_work_as_pasted(checkout: Path) -> None:
     assert "`torchrun --event_log_handler=console ...`" in (DOCS / "monitoring.md").read_text()
     events = "torchrun --event_log_handler=console --standalone main.py --trainer.run_dir runs/events"
     assert '"torchelastic.worker.status.SUCCEEDED"' in run(events, checkout)
+
+
+CHANGED_RUN = (
+    "--data.path books/one.txt --data.block_size 16 --optimizer.warmup_steps 0 --optimizer.decay_steps 100 "
+    "--trainer.run_dir runs/changed --trainer.batch_size 12 --trainer.micro_batch_size 2 --trainer.precision fp32"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", ["schedule", "metric", "words"])
+def test_each_change_trains_is_killed_resumes_and_samples(change: str, checkout: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "changed"
+    shutil.copytree(checkout, folder, ignore=shutil.ignore_patterns("runs"))
+    diffs = dict(zip(("schedule", "metric", "words"), blocks(DOCS / "architecture.md", "diff"), strict=True))
+    (folder / "change.diff").write_text(diffs[change])
+    run(f"GIT_CEILING_DIRECTORIES={tmp_path} git apply change.diff", folder)
+
+    snapshots = SnapshotStorage(str(folder / "runs/changed/snapshots"), keep=1)
+    with start(f"python main.py {CHANGED_RUN} --trainer.max_steps 100000", folder) as process:
+        deadline = time.monotonic() + 60
+        while not snapshots.steps() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGKILL)
+    saved = max(snapshots.steps())
+    resume = f"main.py {CHANGED_RUN} --trainer.max_steps {saved + 20}"
+    program = "python"
+    if change == "metric":  # with two stages
+        program = "torchrun --standalone --nproc_per_node=2"
+        resume += " --distributed.pipeline_stages 2"
+    output = run(f"{program} {resume}", folder)
+    assert re.search(r"resuming from runs/changed/snapshots/\w+\.pt", output)
+    assert "done in" in output
+
+    prompt = "anna does"
+    text = run(f"python sample.py --snapshot runs/changed --prompt '{prompt}' --max_new_tokens 20", folder)
+    assert text.startswith(prompt)
+    rows = [json.loads(line) for line in (folder / "runs/changed/metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if row["event"] == "train"]
+    assert rows[0]["step"] == 1
+    assert rows[-1]["step"] == saved + 20
+    if change == "schedule":
+        highest = OptimizerConfig().learning_rate
+        for row in rows:
+            expected = highest * (1 + math.cos(math.pi * min(row["step"] / 100, 1))) / 2
+            assert row["learning_rate"] == pytest.approx(expected, abs=1e-9)
+    elif change == "metric":
+        in_one_process = [row["parameter_norm"] for row in rows if row["step"] <= saved]
+        assert rows[-1]["world_size"] == 2
+        assert rows[-1]["parameter_norm"] == pytest.approx(in_one_process[-1], rel=0.1)
+    else:
+        assert "nats per word" in output
+        assert set(re.findall(r"\w+", text)) <= {"anna", "bob", "does", "eat", "figs"}
+        with start("python export.py --snapshot runs/changed --out exported", folder) as process:
+            _, message = process.communicate(timeout=120)
+        assert process.returncode == 2
+        assert re.fullmatch(r"error: --snapshot: runs/changed has the token '\w+', must have .*\n", message)
 
 
 @pytest.mark.slow

@@ -23,8 +23,6 @@ from mingpt.monitoring.live_line import LiveLine
 from mingpt.monitoring.logging import logger
 
 THREAD_EXCEPTHOOK = threading.excepthook
-# Of train and eval rows.
-SCALARS = ("loss", "learning_rate", "grad_norm", "tokens_per_second", "memory", "mfu", "world_size", "val_loss")
 
 
 class RunLog:
@@ -146,10 +144,11 @@ class TensorBoard:
         if self.writer is None:
             self._open()
         try:
-            for name, value in _scalars(values).items():
-                self.writer.add_scalar(name, value, step)
-            if event == "sample":
-                self.writer.add_text("sample", indent(values["text"], "    "), step)  # verbatim, in Markdown
+            for name, value in values.items():
+                if event == "sample":
+                    self.writer.add_text("sample", indent(value, "    "), step)  # verbatim, in Markdown
+                else:
+                    self.writer.add_scalar(name, value, step)
             self.writer.flush()  # or a kill would lose the rows of two minutes
         except OSError:
             self.close()
@@ -160,10 +159,6 @@ class TensorBoard:
             with suppress(OSError):
                 self.writer.close()
             self.writer = None
-
-
-def _scalars(values: Mapping[str, Any]) -> dict[str, float]:
-    return {name: values[name] for name in SCALARS if name in values}
 
 
 def _show_thread_error(args: threading.ExceptHookArgs) -> None:
@@ -209,7 +204,7 @@ class WeightsAndBiases:
 
     def write(self, event: str, step: int, values: Mapping[str, Any]) -> None:
         if event in ("train", "eval"):
-            self._call(lambda: self.run.log(_scalars(values), step=step))
+            self._call(lambda: self.run.log(dict(values), step=step))
 
     def close(self) -> None:
         """Waits until the values are sent."""

@@ -19,7 +19,7 @@ A stage of a pipeline is a model of its own on the n ranks of its replicas. It i
 holds all its blocks unsharded from the first backward pass on.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +28,7 @@ from torch import Tensor
 from mingpt.config import Config
 from mingpt.errors import UserError
 from mingpt.hardware.device import memory_per_rank
-from mingpt.optimizer import param_groups
+from mingpt.optimizer import state_bytes
 from mingpt.parallel.strategy import Strategy
 from mingpt.tensors import to_local
 from model import GPT
@@ -64,16 +64,12 @@ def format_bytes(number: float) -> str:
 
 def measure_memory(strategy: Strategy) -> MemoryUsage:
     """What this rank holds between backward and the end of the step."""
-    parameters = list(strategy.parameters.values())
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    state: list[Tensor] = []
-    for tensors in strategy.local_state.values():
-        state += tensors.values()
-    return MemoryUsage(_local_bytes(parameters), _local_bytes(gradients), _local_bytes(state))
+    state = sum(map(_local_bytes, strategy.local_state.values()))
+    return MemoryUsage(_local_bytes(strategy.parameters), _local_bytes(strategy.gradients), state)
 
 
-def _local_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(to_local(tensor).nbytes for tensor in tensors)
+def _local_bytes(tensors: Mapping[str, Tensor]) -> int:
+    return sum(to_local(tensor).nbytes for tensor in tensors.values())
 
 
 def count(parameters: Iterable[Tensor]) -> int:
@@ -90,13 +86,11 @@ def estimate_memory(config: Config, model: GPT, world_size: int, precision: str)
     cfg = config.distributed
     ranks = world_size // cfg.pipeline_stages
     block = count(model.blocks[0].parameters())
-    embeddings = count(model.parameters()) - len(model.blocks) * block
+    total = count(model.parameters())
+    embeddings = total - len(model.blocks) * block
     layers = -(-len(model.blocks) // cfg.pipeline_stages)
     parameters = layers * block + embeddings
-    state = 0.0
-    for group in param_groups(model, config.optimizer):
-        state += count(group["params"]) * (4 if group["muon"] else 8)  # Muon keeps one average, AdamW two
-    state *= parameters / count(model.parameters())
+    state = state_bytes(model, config.optimizer) * parameters / total
     share = -(-config.trainer.batch_size // ranks)  # the most sequences that a rank has in a step
     micro_batch_size = config.trainer.micro_batch_size or share
     if cfg.strategy in ("zero2", "fsdp"):
@@ -108,9 +102,7 @@ def estimate_memory(config: Config, model: GPT, world_size: int, precision: str)
         if cfg.cpu_offload:
             return MemoryUsage(0, 0, 0, unsharded)
         return MemoryUsage(4 * parameters / ranks, 4 * parameters / ranks, state / ranks, unsharded)
-    unsharded = 0
-    if precision != "fp32":
-        unsharded += 2 * parameters  # autocast's copies
+    unsharded = 0 if precision == "fp32" else 2 * parameters  # autocast's copies
     if cfg.reduction == "tree":
         micro_batches = -(-share // micro_batch_size)
         # The gradient of one micro-batch, and a partial sum per digit of a binary counter.

@@ -208,9 +208,9 @@ class PipelineParallel(Strategy):
         if self.ties_weights and WTE in self.parameters:
             self.tied_embedding.all_reduce(to_local(self.parameters[WTE].grad))  # type: ignore[arg-type]
         if self.scaler.is_enabled():
-            overflow = 0 * self.grad_norm(self.parameters)  # NaN on all ranks if on one, so that all skip the step
-            for parameter in self.parameters.values():
-                to_local(parameter.grad).add_(overflow)  # type: ignore[arg-type]
+            overflow = 0 * self.total_norm(self.gradients)  # NaN on all ranks if on one, so that all skip the step
+            for gradient in self.gradients.values():
+                to_local(gradient).add_(overflow)
         return losses
 
     @property
@@ -232,10 +232,10 @@ class PipelineParallel(Strategy):
             losses[first + i] = loss_sum / data.count(batch)
         return losses
 
-    def grad_norm(self, parameters: Mapping[str, Tensor]) -> Tensor:
+    def total_norm(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Over all stages; wte, which two stages may have, counts once."""
-        mine = {name: p for name, p in parameters.items() if self.stage_of[name] == self.pipeline.rank}
-        return self.pipeline.all_reduce(self.inner.grad_norm(mine) ** 2).sqrt()
+        mine = {name: tensor for name, tensor in tensors.items() if self.stage_of[name] == self.pipeline.rank}
+        return self.pipeline.all_reduce(self.inner.total_norm(mine) ** 2).sqrt()
 
     def iter_full_state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
         """The ranks of the first replica broadcast their stages, one after another."""

@@ -118,9 +118,8 @@ class FSDP(Strategy):
         self.sharded_model.set_requires_gradient_sync(sync_gradients)
         self.sharded_model.set_reshard_after_backward(sync_gradients or self.reshard_after_forward)
 
-    def grad_norm(self, parameters: Mapping[str, Tensor]) -> Tensor:
-        gradients = [to_local(parameter.grad) for parameter in parameters.values() if parameter.grad is not None]
-        norm = get_total_norm(gradients).to(self.context.device)
+    def total_norm(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        norm = get_total_norm([*map(to_local, tensors.values())]).to(self.context.device)
         return self.context.all_reduce(norm**2).sqrt().to(self.device)
 
     def iter_full_state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:

@@ -170,7 +170,7 @@ class Strategy(FullState):
 
     def clip_grad_norm_(self, max_norm: float | None) -> Tensor:
         """Scales the gradient to a norm of at most `max_norm`; returns its norm before, the same on all ranks."""
-        norm = self.grad_norm(self.parameters)
+        norm = self.total_norm(self.gradients)
         if max_norm is None:
             return norm
         # Where reading the norm waits for nothing, gradients that need no scaling are not multiplied by 1.
@@ -178,9 +178,20 @@ class Strategy(FullState):
             clip_grads_with_norm_(self.parameters.values(), max_norm, norm)
         return norm
 
-    def grad_norm(self, parameters: Mapping[str, Tensor]) -> Tensor:
-        """The norm of these parameters' full gradient."""
-        return get_total_norm([parameter.grad for parameter in parameters.values() if parameter.grad is not None])
+    @property
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients of this rank's parameters, by GPT-2's names."""
+        return {name: parameter.grad for name, parameter in self.parameters.items() if parameter.grad is not None}
+
+    def total_norm(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The norm of parameters, of gradients, or of anything else that is divided over the ranks like parameters.
+
+        All ranks call it, and get the same: `total_norm(self.parameters)` is the norm of the full model's parameters.
+
+        Args:
+            tensors: those of this rank, by the names of their parameters
+        """
+        return get_total_norm(list(tensors.values()))
 
     # Evaluation
 

@@ -77,10 +77,9 @@ class TreeReduction(Strategy):
         [loss] = super().forward_backward(micro_batch, data)
         num_leaves = self._num_leaves(micro_batch.batch)
         leaf = (micro_batch.indices.start - micro_batch.batch.start) // self.size
-        gradients = [parameter.grad.flatten() for parameter in self.parameters.values()]  # type: ignore[union-attr]
+        gradients = [gradient.flatten() for gradient in self.gradients.values()]
         add_node(self.nodes, range(leaf, leaf + 1), torch.cat([*gradients, loss[None]]), num_leaves)
-        for parameter in self.parameters.values():
-            parameter.grad = None
+        self.optimizer.zero_grad(set_to_none=True)
         return [loss]
 
     def reduce_gradients(self, batch: range, losses: list[Tensor]) -> list[Tensor]:

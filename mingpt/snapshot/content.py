@@ -82,8 +82,11 @@ SNAPSHOT = TypeAdapter(Snapshot)
 CONFIG = _config_model()
 
 
-def check_content(content: Any, path: str) -> None:
+def check_content(content: Any, path: str, advice: str = "take the version that wrote it") -> None:
     """Checks that the content of a file is that of a snapshot; changes the keys of format 1 to those of this version.
+
+    Args:
+        path: names the file in the message, which ends with the advice
 
     Raises:
         UserError: lists what is missing, unknown or of another type.
@@ -99,9 +102,17 @@ def check_content(content: Any, path: str) -> None:
         mistakes = [_describe(error) for error in invalid.errors(include_url=False)]
         more = len(mistakes) - MAX_MISTAKES
         listed = "; ".join(mistakes[:MAX_MISTAKES]) + (f"; and {more} more" if more > 0 else "")
-        raise UserError(
-            f"{path} is no snapshot that this version reads: {listed}; take the version that wrote it"
-        ) from invalid
+        raise UserError(f"{path} is no snapshot that this version reads: {listed}; {advice}") from invalid
+
+
+def check_header(header: dict[str, Any], path: str) -> None:
+    """Checks a snapshot without its tensors before it is written to a path, as its reader will check it.
+
+    Raises:
+        UserError: no start could load it: the code was changed in one place, and not in the other.
+    """
+    without_tensors = {"format": FORMAT_VERSION, **header, "model": {}, "optimizer": {}}
+    check_content(without_tensors, f"{path}, not yet written,", "change Snapshot in mingpt/snapshot/content.py, too")
 
 
 def _describe(error: ErrorDetails) -> str:

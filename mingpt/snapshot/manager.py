@@ -15,7 +15,7 @@ from mingpt.errors import UserError
 from mingpt.monitoring.logging import logger
 from mingpt.monitoring.run_log import saved_steps
 from mingpt.run_lock import RunLock
-from mingpt.snapshot.content import KEPT_KEYS, split_header
+from mingpt.snapshot.content import KEPT_KEYS, check_header, split_header
 from mingpt.snapshot.interval import SaveInterval
 from mingpt.snapshot.storage import SnapshotStorage
 from mingpt.snapshot.writer import AsyncSnapshotWriter, SaveResult
@@ -187,6 +187,7 @@ class SnapshotManager:
         storage, writer_ranks = self.storage, self.writer_ranks
         if is_frequent:
             storage, writer_ranks = self.frequent, self.frequent_writer_ranks
+        check_header(header, storage.file(header["step"]))  # all ranks have the same, and raise the same error
         writes = self.context.rank in writer_ranks
         if writes and not is_ready and not is_frequent:
             late = UserError(
@@ -291,8 +292,8 @@ def check_compatible(header: dict[str, Any] | None, config: dict[str, Any], voca
             )
     known = header["vocabulary"]
     if vocabulary != known:
-        new = "".join(c for c in vocabulary if c not in known)
-        old = "".join(c for c in known if c not in vocabulary)
+        new = set(vocabulary) - set(known)
+        old = set(known) - set(vocabulary)
         raise UserError(
             f"data.path: the text has {len(vocabulary)} distinct characters, but the snapshot of step {header['step']} "
             f"in the run folder {len(known)} (only in the text: {show_characters(new)}; only in the snapshot: "

@@ -137,7 +137,7 @@ def load_initial_weights(path: str, model: "GPT", vocabulary: str) -> dict[str, 
         UserError: the weights can't be loaded.
     """
     pretrained = load_pretrained(path, "trainer.init_from")
-    new = "".join(sorted(set(vocabulary).difference(pretrained.vocabulary)))
+    new = set(vocabulary) - set(pretrained.vocabulary)
     logger.info(f"starting from the weights of {path}; new characters: {show_characters(new)}")
     weights = dict(pretrained.weights)
     initial = model.state_dict()

@@ -118,7 +118,7 @@ def test_a_resumed_run_has_each_row_once_in_file_and_tensorboard(text: Path, tmp
     assert yaml.safe_load((run / "config.yaml").read_text())["trainer"]["max_steps"] == 12
 
     events = EventAccumulator(str(run)).Reload()
-    for name in ("loss", "learning_rate", "grad_norm", "tokens_per_second", "world_size", "val_loss"):
+    for name in ("loss", "learning_rate", "grad_norm", "tokens_per_second", "restart_count", "val_loss"):
         rows = read_rows(run, "eval" if name == "val_loss" else "train")
         expected = [(row["step"], pytest.approx(row[name], rel=1e-6)) for row in rows]
         assert [(event.step, event.value) for event in events.Scalars(name)] == expected

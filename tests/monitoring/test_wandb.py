@@ -23,7 +23,6 @@ from helpers import (
 from test_main import assert_one_message
 
 from mingpt.monitoring import run_log
-from mingpt.monitoring.run_log import SCALARS
 
 FILE_HEADER = 7  # bytes
 RECORD_HEADER = 7  # checksum, length in two bytes, type
@@ -57,14 +56,16 @@ def read_run(file: Path) -> tuple[str, str, dict[int, dict[str, Any]]]:
             run_id, project = record.run.run_id, record.run.project
         if record.HasField("history"):
             values = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
-            history[record.history.step.num] = {name: values[name] for name in SCALARS if name in values}
+            history[record.history.step.num] = {name: value for name, value in values.items() if name[0] != "_"}
     return run_id, project, history
 
 
 def expected_history(run_dir: Path) -> dict[int, dict[str, Any]]:
     history: dict[int, dict[str, Any]] = {}
     for row in [*read_rows(run_dir), *read_rows(run_dir, "eval")]:
-        history.setdefault(row["step"], {}).update({name: row[name] for name in SCALARS if name in row})
+        history.setdefault(row["step"], {}).update(
+            {name: row[name] for name in row if name not in ("event", "step", "time")}
+        )
     return history
 
 

@@ -1,5 +1,7 @@
 """All strategies have the same losses and snapshots, exchange gradients once per step, and use the estimated memory."""
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +14,14 @@ from helpers import (
     MEMORY_KINDS,
     NO_DROPOUT,
     SLOW_ON_CPU,
+    assert_equal_snapshots,
     loss_curve,
     max_relative_error,
     newest_snapshot,
     open_trainer,
     ranks_on,
     run_args,
+    run_each_captured,
     run_on,
     run_ranks,
     small_gpt,
@@ -28,6 +32,7 @@ from helpers import (
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from mingpt import optimizer
 from mingpt.config_parser import read_config
 from mingpt.errors import UserError
 from mingpt.parallel.sharded import FSDP
@@ -103,6 +108,63 @@ def test_each_strategy_resumes_what_another_saved(ranks: int, tmp_path: Path) ->
         for run, (is_equal, losses) in zip(runs, results, strict=True):
             assert is_equal, run
             assert max_relative_error(losses, expected) < 1e-5, run
+
+
+def test_norms_of_parameters_and_gradients_are_those_of_the_whole_model(tmp_path: Path) -> None:
+    """With two stages too, each of which holds half of the blocks, and both of which hold GPT-2's embedding."""
+    write_text(tmp_path / "text.txt")
+    runs = [{"trainer__batch_size": 8, "model__architecture": "gpt2", **options} for options in BY_NAME.values()]
+    runs += [{**options, "distributed__pipeline_stages": 2} for options in (runs[0], runs[3])]
+    [[(_, *expected)]] = run_ranks(1, _norms, tmp_path, runs[:1], tmp_path=tmp_path)
+    for norms in run_ranks(4, _norms, tmp_path, runs, tmp_path=tmp_path):
+        for options, (of_snapshot, of_parameters, of_gradients) in zip(runs, norms, strict=True):
+            assert of_parameters == pytest.approx(of_snapshot, rel=1e-6), options
+            assert [of_parameters, of_gradients] == pytest.approx(expected, rel=1e-5), options
+
+
+def _norms(folder: Path, changes: list[dict[str, Any]]) -> list[tuple[float, float, float]]:
+    """For `run_ranks`: norms of all tensors of a snapshot together, of parameters, and of gradients, after a step."""
+    norms = []
+    for i, change in enumerate(changes):
+        run_dir = folder / f"norms-{os.environ.get('WORLD_SIZE')}-{i}"
+        with open_trainer(*run_args(run_dir, folder / "text.txt", **NO_DROPOUT, **change), rendezvous=i) as trainer:
+            clipped = trainer.train_step().grad_norm.item()
+            strategy = trainer.strategy
+            full = torch.stack([weight.norm() for _, weight, _ in strategy.iter_full_state()]).norm().item()
+            norms.append((full, strategy.total_norm(strategy.parameters).item(), clipped))
+    return norms
+
+
+class SGDWithMomentum(torch.optim.SGD):
+    """SGD with AdamW's settings."""
+
+    def __init__(self, groups: Any, lr: float, betas: tuple[float, float], fused: bool) -> None:
+        super().__init__(groups, lr, momentum=betas[0])
+
+
+def _with_sgd(body: Callable[..., Any], *args: Any) -> Any:
+    """For `run_ranks`: calls a function with SGD in place of AdamW."""
+    optimizer.AdamW = SGDWithMomentum  # type: ignore[misc]
+    return body(*args)
+
+
+@pytest.mark.slow
+def test_another_optimizer_is_a_change_of_build_optimizer(tmp_path: Path) -> None:
+    """SGD in place of AdamW trains and resumes with all strategies, and memory is estimated by its state."""
+    text = write_text(tmp_path / "text.txt")
+    runs = {name: options | {"optimizer__name": "adamw"} for name, options in BY_NAME.items()}
+    for part, stop in (("whole", 4), ("parts", 2), ("parts", 4)):
+        schedule = {"trainer__max_steps": stop, "optimizer__decay_steps": 12}
+        argvs = [run_args(tmp_path / f"{name}-{part}", text, **options, **schedule) for name, options in runs.items()]
+        outputs = run_ranks(2, _with_sgd, run_each_captured, argvs, tmp_path=tmp_path)
+        assert [[status for status, *_ in results] for results in outputs] == [[0] * len(runs)] * 2
+    for name in runs:
+        assert_equal_snapshots(tmp_path / f"{name}-whole", tmp_path / f"{name}-parts")
+        snapshot = newest_snapshot(tmp_path / f"{name}-whole")
+        assert {key for state in snapshot["optimizer"].values() for key in state} == {"momentum_buffer"}
+    found, *_ = run_ranks(2, _with_sgd, measure, tmp_path, list(runs.values()), tmp_path=tmp_path)
+    for options, (estimate, usages) in zip(runs.values(), found, strict=True):
+        assert max(usage.optimizer for usage in usages) == pytest.approx(estimate.optimizer, rel=0.05), options
 
 
 def test_each_kind_of_strategy_trains_with_torch_distributed_debug_detail(tmp_path: Path) -> None:
