@@ -30,7 +30,7 @@ def run_stage(S, stage, ahead):
     sends = []
     message = torch.zeros(9)  # an activation or gradient, and the first slot in which it can be used
     for kind in "F" * ahead + "BF" * (M - ahead) + "B" * ahead:
-        batch = "".join(slots).count(kind)
+        batch = "".join(slots).count(kind)  # the micro-batch: each pass of a kind takes the next one
         to = 1 if kind == "F" else -1
         if 0 <= stage - to < S:
             dist.recv(message, rank - to)
@@ -60,7 +60,8 @@ for S in 2, 4:  # with 2 stages, ranks 2 and 3 are a second pipeline
         end = max(map(len, rows))
         idle = (end - 2 * M) / end
         if rank == 0:
-            print(f"{schedule}, {S} stages: each waits in {end - 2 * M} of {end} slots, {idle:.1%}")
+            waits = f"each waits in {end - 2 * M} of {end} slots, {idle:.1%} = (S-1)/(M+S-1)"
+            print(f"{schedule}, {S} stages: {waits}; stage 0 keeps {ahead} inputs")
             for row in rows[:S]:
                 print(*row, *[".."] * (end - len(row)))
         assert idle == (S - 1) / (M + S - 1)
