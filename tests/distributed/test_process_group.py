@@ -186,6 +186,9 @@ def test_a_rank_says_that_it_waits(
     address = f"env:// localhost:{port}" if scheme == "env://" else init_method[scheme]
     assert waits == f"warning: rank {rank} waits until all 2 ranks are at {address}"
     assert f"rank {rank} of 2 on {platform.node()} found no process group at {address} " in error
+    monkeypatch.setenv("LOCAL_RANK", "1")  # one rank of each machine says it
+    assert run_main(run_args(tmp_path / "run", text, **options)) == 2
+    assert "waits until" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("scheme", ["env://", "tcp://"])
