@@ -138,7 +138,7 @@ def draw(runs: Sequence[Run], file: Path) -> None:
             axes[0].text(step, 0.97, label, color=color, transform=top, rotation=90, va="top")
         axes[0].plot([], [], color=color, label=f"loss of {run.name}".replace("$", r"\$"))
     axes[0].plot([], [], "o--", color="tab:gray", label="validation loss")
-    axes[0].plot([], [], ":", color="tab:gray", label="restart")
+    axes[0].plot([], [], ":", color="tab:gray", label="step from which it resumed")
     axes[0].legend(frameon=False)
     for ax in axes[1:]:
         ax.set_ylim(bottom=0)
@@ -157,7 +157,7 @@ def summarize(run: Run) -> str:
         steps, losses = run.curves["val_loss"]
         summary += f", validation loss {losses[-1]:.4f} at step {steps[-1]:,}"
     if run.restarts:
-        summary += f", restarts (┊): {len(run.restarts)}"
+        summary += f", resumed from (┊): {len(run.restarts)} steps"
     return summary
 
 

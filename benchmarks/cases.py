@@ -51,14 +51,12 @@ def training_loop(bench: Bench) -> Iterator[Row]:
     trainer = bench.build_trainer(overrides=overrides, warmup_steps=0)
     loop = minimal_loop(trainer)
     ratios = []
-    with suppress_stdout(), trainer.signals:
+    with suppress_stdout():
         trainer.start_log()
         for _ in range(pairs + 1):
             trainer_seconds = bench.time_calls(trainer.advance, interval)
             loop_seconds = bench.time_calls(loop, interval)
             ratios.append(loop_seconds / trainer_seconds)
-            if trainer.stop_signal:
-                raise KeyboardInterrupt
         trainer.close()
     what = "a bare loop's step in a step of `Trainer.train`, log_every 10"
     yield median_row(what, ratios[1:])  # without the pair in which both warm up
@@ -92,7 +90,7 @@ def snapshots(bench: Bench) -> Iterator[Row]:
     trainer = bench.build_trainer(overrides=ONLY_STEPS | {"trainer.max_steps": MAX_STEPS})
     interval = trainer.snapshots.interval
     ratios = []
-    with suppress_stdout(), trainer.signals:
+    with suppress_stdout():
         trainer.start_log()
         seconds = bench.time_calls(trainer.advance, 50) / 50
         steps = max(1, round(SAVING_SECONDS / seconds))
@@ -101,8 +99,6 @@ def snapshots(bench: Bench) -> Iterator[Row]:
             saving_seconds = bench.time_calls(trainer.advance, steps)
             interval.overhead = None
             ratios.append(saving_seconds / bench.time_calls(trainer.advance, steps))
-            if trainer.stop_signal:
-                raise KeyboardInterrupt
         trainer.close()
     yield median_row("a step with save_overhead 0.02 in one with null", ratios)
 

@@ -144,7 +144,7 @@ def test_labels_and_legend_of_the_file(runs: list[Run], tmp_path: Path) -> None:
         "loss of _of $x_{2$",
         "loss of moved",
         "validation loss",
-        "restart",
+        "step from which it resumed",
         "learning rate",
         "tokens/s",
     }

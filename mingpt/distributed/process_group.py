@@ -3,6 +3,7 @@
 import errno
 import os
 import platform
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -22,6 +23,9 @@ from mingpt.distributed.launch_environment import (
 )
 from mingpt.distributed.rendezvous import first_different, rendezvous
 from mingpt.errors import PeerError, UserError
+from mingpt.monitoring.logging import logger
+
+WAIT_SECONDS = 2.0  # for the other ranks, after which a rank says so
 
 
 @contextmanager
@@ -40,8 +44,18 @@ def connected_ranks(
     rank = info.rank
     world_size = info.world_size
     init_method = resolve_init_method(info, config.init_method, run_dir)
+    address = init_method
+    if init_method == "env://":
+        host, port = host_and_port(init_method)
+        address += f" {host}:{port}"
+    # In a thread, since a TCPStore waits in C++ for the one of rank 0. torchrun itself waits for its machines.
+    message = f"rank {rank} waits until all {world_size} ranks are at {address}"
+    notice = threading.Timer(WAIT_SECONDS, logger.warning, [message])
+    if not info.local_rank and not uses_agent_store(init_method):  # one rank of each machine
+        notice.start()
     try:
         store = rendezvous(init_method, rank, world_size, timedelta(seconds=config.timeout_seconds))
+        notice.cancel()
         _check_backends(store, rank, world_size, backend)
         is_one_host = not first_different(dist.PrefixStore("host", store), rank, world_size, machine_id())
         select_gloo_interface(is_one_host, init_method)
@@ -56,10 +70,7 @@ def connected_ranks(
         extend_cuda_timeout(dist.group.WORLD)  # type: ignore[arg-type]
         health.start()
     except (ValueError, RuntimeError, OSError) as error:
-        address = ""
-        if init_method == "env://":
-            host, port = host_and_port(init_method)
-            address = f" {host}:{port}"
+        notice.cancel()
         advice = f"are all {world_size} processes started, and does this address lead to the first one?"
         if "EADDRINUSE" in str(error) or getattr(error, "errno", None) == errno.EADDRINUSE:
             advice = (
@@ -67,7 +78,7 @@ def connected_ranks(
                 "let `torchrun --standalone` find one"
             )
         raise UserError(
-            f"rank {rank} of {world_size} on {platform.node()} found no process group at {init_method}{address} "
+            f"rank {rank} of {world_size} on {platform.node()} found no process group at {address} "
             f"(distributed.timeout_seconds is {config.timeout_seconds:g}): {error}; {advice}"
         ) from error
 

@@ -3,10 +3,12 @@
 import json
 import os
 import re
+import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -84,6 +86,21 @@ def test_a_case_yields_rows_and_prints_nothing(
         assert row.smallest is None or row.smallest <= row.figure <= row.largest
         assert row.figure > 0
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("name", ["trainer", "snapshots"])
+def test_ctrl_c_ends_a_case_of_whole_runs_at_once(bench: Bench, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+
+    def interrupted(action: Callable[[], Any], times: int = 1) -> float:
+        assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+        action()
+        signal.raise_signal(signal.SIGINT)
+        pytest.fail("it continues")
+
+    monkeypatch.setattr(bench, "time_calls", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(CASES[name](bench))
 
 
 def measure_on_ranks(folder: Path) -> dict[str, list[Row]]:

@@ -169,6 +169,28 @@ def test_an_incomplete_group_is_an_error_with_address_and_timeout(text: Path, tm
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("scheme", ["file://", "env://", "tcp://"])
+def test_a_rank_says_that_it_waits(
+    scheme: str, rank: int, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """At a file, in its own store, or while it connects to the store of rank 0."""
+    monkeypatch.setattr("mingpt.distributed.process_group.WAIT_SECONDS", 0.2)
+    port = free_port()
+    for name, value in {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
+    init_method = {"file://": f"file://{tmp_path}/alone", "env://": "env://", "tcp://": f"tcp://localhost:{port}"}
+    options = {"distributed__init_method": init_method[scheme], "distributed__timeout_seconds": 1}
+    assert run_main(run_args(tmp_path / "run", text, **options)) == 2
+    waits, error = capsys.readouterr().err.splitlines()
+    address = f"env:// localhost:{port}" if scheme == "env://" else init_method[scheme]
+    assert waits == f"warning: rank {rank} waits until all 2 ranks are at {address}"
+    assert f"rank {rank} of 2 on {platform.node()} found no process group at {address} " in error
+    monkeypatch.setenv("LOCAL_RANK", "1")  # one rank of each machine says it
+    assert run_main(run_args(tmp_path / "run", text, **options)) == 2
+    assert "waits until" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("scheme", ["env://", "tcp://"])
 def test_a_port_in_use_is_an_error(
     scheme: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -1,0 +1,41 @@
+"""A counter that survives a kill: torchrun starts all ranks again, and they continue from the newest snapshot.
+
+    torchrun --standalone --nproc_per_node=2 --max_restarts=1 by_hand/elastic.py
+
+In this repository: `SnapshotManager.load_newest` in mingpt/snapshot/manager.py
+"""
+
+import os
+import signal
+
+import torch
+import torch.distributed as dist
+
+restart = os.environ["TORCHELASTIC_RESTART_COUNT"]
+snapshot = f"/tmp/counter-{os.environ['TORCHELASTIC_RUN_ID']}.pt"  # the id stays the same
+rank = int(os.environ["RANK"])
+
+# torchrun's store still has the addresses of the previous ranks, so each start has keys of its own in it.
+store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+dist.init_process_group("gloo", store=dist.PrefixStore(restart, store), rank=rank, world_size=2)
+step, total = 0, torch.tensor(0)
+if os.path.exists(snapshot):
+    step, total = torch.load(snapshot)
+first = step
+while step < 6:
+    step += 1
+    summand = torch.tensor(step)
+    dist.all_reduce(summand)
+    total += summand
+    if rank == 0:
+        print(f"restart {restart}: step {step}, total {total}", flush=True)
+        if step % 2 == 0:
+            torch.save((step, total), snapshot + ".partial")
+            os.replace(snapshot + ".partial", snapshot)  # a file with this name is always complete
+        if step == 5 and restart == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+assert first == 4  # step 5 ran twice
+assert total == 42  # and counts once: 2 * (1 + 2 + 3 + 4 + 5 + 6)
+if rank == 0:
+    os.remove(snapshot)
+dist.destroy_process_group()

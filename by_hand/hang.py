@@ -1,0 +1,26 @@
+"""One rank does not call a collective. The others wait until the timeout, and their error does not name that rank.
+
+    torchrun --standalone --nproc_per_node=2 by_hand/hang.py
+
+In this repository: `HealthMonitor` in mingpt/distributed/health.py
+"""
+
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo", timeout=timedelta(seconds=2))  # 30 minutes by default
+if dist.get_rank() == 1:
+    time.sleep(5)  # alive, but not in the collective
+else:
+    message = ""
+    try:
+        dist.all_reduce(torch.ones(1))
+    except RuntimeError as error:
+        message = str(error).partition("] ")[2]  # without the line of gloo's source
+    print(message)
+    assert "Timed out" in message
+    assert "rank" not in message
+dist.destroy_process_group()
