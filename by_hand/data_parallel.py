@@ -29,12 +29,12 @@ torch.testing.assert_close(mean, whole, rtol=1e-12, atol=1e-15)
 inputs, outputs, weights = 4 * x.numel(), 4 * y.numel(), 4 * whole.numel()  # bytes in fp32
 others = (N - 1) / N
 print(f"""\
-bytes in a step          DataParallel, through GPU 0    DDP, from each GPU
-scatter the inputs      {inputs * others:10,.0f}                      none, each reads its own
-copy the weights        {weights * (N - 1):10,.0f}                      none, each keeps its own
-forward                       none, one GIL for all     none
-gather the outputs      {outputs * others:10,.0f}                      none
-loss                          none, on GPU 0 only       none, on each
-scatter their gradients {outputs * others:10,.0f}                      none
-sum weights' gradients  {weights * (N - 1):10,.0f}                {weights * 2 * others:10,.0f}, during backward
-update                        none, on GPU 0 only       none, on each""")
+bytes sent in a step      nn.DataParallel, by GPU 0         DDP, by each GPU
+scatter the inputs        {inputs * others:<9,.0f}                         0         each reads its own
+copy the weights          {weights * (N - 1):<9,}                         0         each has its own
+forward                   0         threads share one GIL   0         processes share none
+gather the outputs        {outputs * others:<9,.0f} to GPU 0                0
+loss                      0         other GPUs wait         0
+scatter their gradients   {outputs * others:<9,.0f}                         0
+sum weights' gradients    {weights * (N - 1):<9,} to GPU 0                {weights * 2 * others:<9,.0f} during backward
+update                    0         other GPUs wait         0         the same on all""")
