@@ -29,6 +29,7 @@ assert not torch.equal(draw("epoch 1, set_epoch(1)"), first)
 
 
 def sample(number):
+    """Of all epochs one after the other; each is shuffled by its number."""
     epoch, position = divmod(number, 10)
     order = torch.randperm(10, generator=torch.Generator().manual_seed(epoch))
     return order[position].item()
@@ -37,5 +38,5 @@ def sample(number):
 print("\nnumbers 8 to 15, of two epochs")
 batch = [sample(number) for number in range(8, 16)]
 for ranks in (1, 2, 4):
-    print(f"{ranks} ranks:", *[batch[rank::ranks] for rank in range(ranks)])
+    print(f"world size {ranks}:", *[batch[rank::ranks] for rank in range(ranks)])
 assert {sample(number) for number in range(10, 20)} == set(range(10))
