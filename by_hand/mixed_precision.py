@@ -1,0 +1,34 @@
+"""In fp16, small gradients become 0. Loss scaling multiplies the loss before backward and divides the gradients after
+it. bf16 has the range of fp32, with fewer digits, and needs no scaling.
+
+    python by_hand/mixed_precision.py
+
+In this repository: `Strategy.forward_backward` in mingpt/parallel/strategy.py
+"""
+
+import torch
+
+
+def gradient(dtype, scale):
+    """Of the mean of w^2 over 2^14 outputs, which is 2w: backward adds 2^14 terms of 2w / 2^14."""
+    w = torch.tensor(2.0**-12, requires_grad=True)
+    outputs = torch.ones(2**14, dtype=dtype) * w.to(dtype)
+    loss = outputs.float().square().mean()
+    (loss * scale).backward()
+    return w.grad / scale
+
+
+print("                                        gradient, with the loss multiplied by")
+print("           largest  smallest   epsilon         1      2^10      2^28")
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    info = torch.finfo(dtype)
+    unscaled, scaled, too_large = [gradient(dtype, scale) for scale in (1, 2**10, 2**28)]
+    numbers = info.max, info.smallest_normal * info.eps, info.eps, unscaled, scaled, too_large
+    print(f"{str(dtype)[6:]:8}", *(f"{number:9.1e}" for number in numbers))
+    assert scaled == 2**-11
+    assert (unscaled == 0) == too_large.isinf() == (dtype == torch.float16)
+
+scale = 2**28
+while gradient(torch.float16, scale).isinf():
+    scale //= 2  # GradScaler does so, and skips the step
+print(f"halved until the gradient is finite: 2^{scale.bit_length() - 1}")

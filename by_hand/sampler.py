@@ -1,0 +1,42 @@
+"""DistributedSampler splits one epoch, and needs `set_epoch` to shuffle the next in another order. An order that is a
+function of a sample's number depends on no state and on no number of ranks.
+
+    python by_hand/sampler.py
+
+In this repository: `CharDataset.starts` in char_dataset.py
+"""
+
+import torch
+from torch.utils.data import DistributedSampler
+
+samplers = [DistributedSampler(range(10), num_replicas=4, rank=rank) for rank in range(4)]
+
+
+def draw(title):
+    shares = torch.tensor([list(sampler) for sampler in samplers])
+    print(f"{title:22}", *shares.tolist())
+    assert len(shares.unique()) == 10
+    assert shares.numel() == 12  # all ranks draw three, so two of the ten samples are drawn twice
+    return shares
+
+
+print("DistributedSampler     rank 0    rank 1    rank 2    rank 3")
+first = draw("epoch 0")
+assert torch.equal(draw("epoch 1, no set_epoch"), first)
+for sampler in samplers:
+    sampler.set_epoch(1)
+assert not torch.equal(draw("epoch 1, set_epoch(1)"), first)
+
+
+def sample(number):
+    """Of all epochs one after the other; each is shuffled by its number."""
+    epoch, position = divmod(number, 10)
+    order = torch.randperm(10, generator=torch.Generator().manual_seed(epoch))
+    return order[position].item()
+
+
+print("\nnumbers 8 to 15, of two epochs")
+batch = [sample(number) for number in range(8, 16)]
+for ranks in (1, 2, 4):
+    print(f"world size {ranks}:", *[batch[rank::ranks] for rank in range(ranks)])
+assert {sample(number) for number in range(10, 20)} == set(range(10))
