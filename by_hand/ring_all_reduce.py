@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc_per_node=4 by_hand/ring_all_reduce.py
 
-In this repository: `DDP` in mingpt/parallel/strategy.py, whose all-reduce is the backend's
+In this repository: `DDP` in mingpt/parallel/strategy.py
 """
 
 import torch
