@@ -9,7 +9,7 @@
 
 Without names, all cases run but time_to_loss, which takes as long as the others together. FOLDER contains the
 model.py of nanoGPT or of the minGPT-DDP tutorial. Other options are those of main.py, and apply to every case.
-collectives and scale are run alone. Without --bytes, collectives shows what they do.
+collectives and scale are run alone.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.cases import BASELINES, CASES, LONG_CASES, MULTI_RANK_CASES
-from benchmarks.collectives import measure_collectives, show_collectives, size_in_bytes
+from benchmarks.collectives import measure_collectives, size_in_bytes
 from benchmarks.harness import Bench, Row, SkippedError, machine_name, process_group
 from benchmarks.scale import measure_scale
 from mingpt.config_parser import build_parser, config_options, read_config
@@ -80,9 +80,9 @@ def run(argv: Sequence[str]) -> int:
                 raise UserError(f"there is no measurement {name}; there are: {cases}, or collectives or scale alone")
         if args.bytes and not for_collectives:
             raise UserError("--bytes is an option of collectives only")
-        if for_collectives and info.world_size == 1:
-            command = "torchrun --standalone --nproc_per_node=4 -m benchmarks collectives"
-            raise UserError(f"collectives need several ranks, and this is one process: {command}")
+        if for_collectives and (info.world_size == 1 or not args.bytes):
+            command = "torchrun --standalone --nproc_per_node=4 -m benchmarks collectives --bytes 1M"
+            raise UserError(f"collectives need several ranks and --bytes: {command}")
         baselines = {"nanogpt": args.nanogpt, "tutorial": args.tutorial}
         for name, folder in baselines.items():
             if folder and not (folder / "model.py").is_file():
@@ -98,8 +98,6 @@ def run(argv: Sequence[str]) -> int:
             measure_scale()
             return 0
         if for_collectives:
-            if args.bytes is None:
-                return show_collectives(context)
             measure_collectives(bench, args.bytes)
             return 0
         machine = machine_name(context.device)

@@ -241,7 +241,7 @@ def test_the_table_names_machine_and_command(capsys, monkeypatch) -> None:
         ("optimizer --bytes 1k", "--bytes is an option of collectives only"),
         ("collectives --bytes 1k 1x", "command line: argument --bytes: invalid size_in_bytes value: '1x'"),
         ("scale optimizer", "there is no measurement scale; there are: trainer, "),
-        ("collectives", "collectives need several ranks, and this is one process: torchrun "),
+        ("collectives --bytes 1k", "collectives need several ranks and --bytes: torchrun "),
         ("optimizer --model.n_layer 0", "model.n_layer (in the command line): found 0, must be greater"),
     ],
 )

@@ -1,0 +1,70 @@
+"""Collectives: operations that all ranks call together, and what each rank has afterwards.
+
+    torchrun --standalone --nproc_per_node=4 by_hand/collectives.py
+
+In this repository: `DistributedContext` in mingpt/distributed/collectives.py
+"""
+
+import torch
+import torch.distributed as dist
+
+
+def show(name, after, expected):
+    """Checks what this rank has, and prints what all ranks have."""
+    assert torch.equal(after, expected), name
+    row = [""] * n
+    dist.all_gather_object(row, f"{after.tolist()!s:>16}")
+    if rank == 0:
+        print(f"{name:14}", *row)
+
+
+dist.init_process_group("gloo")
+rank, n = dist.get_rank(), dist.get_world_size()
+before = 10 * torch.arange(n)[:, None] + torch.arange(n)  # (rank, part)
+mine = before[rank]
+total = before.sum(0)
+root = slice(n if rank == 0 else 0)  # all parts on rank 0, none on the other ranks
+show("before", mine, mine)
+
+x = mine.clone()
+dist.broadcast(x, src=0)
+show("broadcast", x, before[0])
+
+x = mine.clone()
+dist.reduce(x, dst=0)
+show("reduce", x[root], total[root])  # on the other ranks, x may be the sum of some of them
+
+part = torch.zeros_like(mine[0])
+dist.scatter(part, list(mine) if rank == 0 else None, src=0)
+show("scatter", part, before[0, rank])
+
+parts = torch.zeros_like(mine)
+dist.gather(mine[rank], list(parts) if rank == 0 else None, dst=0)
+show("gather", parts[root], before.diagonal()[root])
+
+dist.all_gather(list(parts), mine[rank])
+show("all_gather", parts, before.diagonal())
+
+dist.all_to_all_single(parts, mine.clone())
+show("all_to_all", parts, before[:, rank])
+
+x = mine.clone()
+dist.all_reduce(x)
+show("all_reduce", x, total)
+
+dist.reduce_scatter(part, list(mine))
+show("reduce_scatter", part, total[rank])
+dist.all_gather(list(parts), part)
+show("+ all_gather", parts, total)  # the two are an all_reduce
+
+column = before[:, 1]  # of each rank one number
+results = {"SUM": column.sum(), "MAX": column.max(), "MIN": column.min(), "PRODUCT": column.prod()}
+for name, expected in results.items():
+    x = column[rank].clone()
+    work = dist.all_reduce(x, op=getattr(dist.ReduceOp, name), async_op=True)  # returns at once
+    work.wait()  # until then, x may be neither read nor changed
+    show(name, x, expected)
+x = column[rank] / n  # nccl has ReduceOp.AVG, gloo only in newer versions of PyTorch
+dist.all_reduce(x)
+show("AVG", x, column.float().mean())
+dist.destroy_process_group()

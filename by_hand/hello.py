@@ -1,0 +1,33 @@
+"""A process group: torchrun starts processes, tells each its rank in environment variables, and they connect.
+
+    torchrun --standalone --nproc_per_node=2 by_hand/hello.py --name Ada
+
+In this repository: `detect_launch_environment` in mingpt/distributed/launch_environment.py
+
+Options before the script's name are torchrun's, options after it are the script's. On two machines, each has a torchrun
+of its own. To see it on one machine, start this in two shells:
+
+    torchrun --nnodes=2 --nproc_per_node=2 --rdzv_backend=c10d --rdzv_endpoint=localhost:29400 by_hand/hello.py
+"""
+
+import os
+import sys
+
+import torch.distributed as dist
+
+SET_BY_TORCHRUN = """\
+RANK={RANK} WORLD_SIZE={WORLD_SIZE} LOCAL_RANK={LOCAL_RANK} LOCAL_WORLD_SIZE={LOCAL_WORLD_SIZE} GROUP_RANK={GROUP_RANK}
+    MASTER_ADDR={MASTER_ADDR} TORCHELASTIC_USE_AGENT_STORE={TORCHELASTIC_USE_AGENT_STORE}"""
+
+# Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and returns when all ranks have called it.
+dist.init_process_group("gloo")
+rank, n = dist.get_rank(), dist.get_world_size()
+assert os.environ["RANK"] == str(rank)
+assert os.environ["WORLD_SIZE"] == str(n)
+
+rows = [""] * n
+dist.all_gather_object(rows, SET_BY_TORCHRUN.format_map(os.environ))
+if rank == 0:
+    print(*rows, sep="\n")
+    print("options of the script:", *sys.argv[1:])
+dist.destroy_process_group()

@@ -1,0 +1,47 @@
+"""Whoever starts the processes: they need their rank, the number of ranks and an address, and then they form a group.
+
+    python by_hand/launching.py
+
+In this repository: `rendezvous` in mingpt/distributed/rendezvous.py
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def run_rank(rank, folder, port):
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=f"{port}")
+    ways = {
+        "env://": {},  # the default; where RANK and WORLD_SIZE are set too, as by torchrun, no arguments are needed
+        "file://": {"init_method": f"file://{folder}/shared"},
+        "tcp://": {"init_method": f"tcp://localhost:{port}"},
+        "a store": {"store": dist.FileStore(f"{folder}/store", 2)},  # excludes init_method
+    }
+    for name, address in ways.items():
+        dist.init_process_group("gloo", rank=rank, world_size=2, **address)
+        total = torch.tensor(rank + 1)
+        dist.all_reduce(total)
+        assert total == 1 + 2
+        if rank == 0:
+            print(f"{name:8} {dist.get_world_size()} ranks, whose sum is {total}")
+        dist.destroy_process_group()
+
+
+if "LOCAL_RANK" in os.environ:  # this process was started by torch.distributed.launch, below
+    print("LOCAL_RANK:", os.environ["LOCAL_RANK"], "options:", sys.argv[1:])
+    assert sys.argv[1:] == ["--local-rank=0"]  # torchrun sets the variable only, like this launcher with --use-env
+elif __name__ == "__main__":  # the processes that `spawn` starts import this file
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]  # a free one
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(run_rank, (folder, port), nprocs=2)  # the first argument is the rank
+    # Old launchers pass --local-rank. This one warns that it is deprecated.
+    launcher = [sys.executable, "-m", "torch.distributed.launch", "--standalone", __file__]
+    subprocess.run(launcher, stderr=subprocess.DEVNULL, check=True)  # noqa: S603

@@ -1,0 +1,40 @@
+"""Ring all-reduce: in each step every rank sends one part to the next rank, until all have all parts of the sum.
+
+    torchrun --standalone --nproc_per_node=4 by_hand/ring_all_reduce.py
+
+In this repository: `DDP` in mingpt/parallel/strategy.py
+"""
+
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+rank, n = dist.get_rank(), dist.get_world_size()
+x = 10 * rank + torch.arange(n)
+total = x.clone()
+dist.all_reduce(total)
+
+bytes_sent = 0
+rows = [""] * n
+for step in range(2 * (n - 1)):
+    part = (rank - step) % n
+    received = torch.zeros_like(x[part])
+    work = dist.isend(x[part], (rank + 1) % n)
+    dist.recv(received, (rank - 1) % n)
+    work.wait()
+    bytes_sent += received.nbytes
+    if step < n - 1:
+        phase = "reduce-scatter"  # after it, each rank has one part of the sum
+        x[part - 1] += received  # where part is 0, -1 is the last one
+    else:
+        phase = "all-gather"
+        x[part - 1] = received
+    dist.all_gather_object(rows, f"{x.tolist()!s:>16}")
+    if rank == 0:
+        print(f"{phase:14}", *rows)
+
+assert torch.equal(x, total)
+assert bytes_sent == 2 * (n - 1) / n * x.nbytes
+if rank == 0:
+    print(f"a rank sends its tensor {bytes_sent / x.nbytes} times, a parameter server {n} times")
+dist.destroy_process_group()
