@@ -44,4 +44,4 @@ elif __name__ == "__main__":  # the processes that `spawn` starts import this fi
         mp.spawn(run_rank, (folder, port), nprocs=2)  # the first argument is the rank
     # Old launchers pass --local-rank. This one warns that it is deprecated.
     launcher = [sys.executable, "-m", "torch.distributed.launch", "--standalone", __file__]
-    subprocess.run(launcher, stderr=subprocess.DEVNULL, check=True)  # noqa: S603
+    subprocess.run(launcher, stderr=subprocess.DEVNULL, check=True)
