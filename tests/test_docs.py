@@ -119,6 +119,14 @@ def test_keys_and_options_exist(page: Path) -> None:
             assert words[3] in [*CASES, "scale"]
 
 
+def test_the_pictures_of_the_tour_are_what_their_script_draws(tmp_path: Path) -> None:
+    shutil.copy(DOCS / "figures.py", tmp_path)
+    subprocess.run([sys.executable, tmp_path / "figures.py"], check=True)
+    drawn = {file.name: file.read_text() for file in tmp_path.glob("*.svg")}
+    assert drawn == {file.name: file.read_text() for file in DOCS.glob("*.svg")}
+    assert all(f"]({name})" in (DOCS / "tour.md").read_text() for name in drawn)
+
+
 @pytest.mark.slow
 def test_options_of_scripts_are_in_their_help() -> None:
     options: dict[str, set[str]] = {}
