@@ -152,7 +152,7 @@ def test_a_trainer_has_the_folders_until_its_end_or_close(
 
     folders = (tmp_path / "run", tmp_path / "run/snapshots")
     before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(UserError, match="no text at") as kept:
+    with pytest.raises(UserError, match="can't be read") as kept:
         build(data__path=tmp_path / "missing")
     trained = build()
     assert trained.train() == 0
