@@ -98,14 +98,14 @@ def test_threads_sleep_between_regions_while_the_policy_is_passive() -> None:
         return resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - before
 
     tasks = len(runqueue_seconds())
-    sleeps()
-    assert sleeps() < 50
+    sleeps()  # starts the threads
     for _ in range(2):
+        active = min(sleeps() for _ in range(3))  # where other programs take a core, threads sleep now and then
         with passive_wait_policy():
             assert torch.get_num_threads() == 2
-            assert sleeps() > 100
-    sleeps()
-    assert sleeps() < 50
+            passive = sleeps()
+        assert passive > max(100, 2 * active)
+    assert min(sleeps() for _ in range(3)) < passive / 2
     assert len(runqueue_seconds()) <= tasks + 1  # no team is left
 
 
