@@ -23,7 +23,7 @@ def gradient(x, y):
 
 whole = gradient(x, y)
 mean = sum(map(gradient, x.chunk(N), y.chunk(N))) / N
-# So an update is that of the whole batch, and the learning rate that suits the batch suits any N.
+# So the update is the same as with the whole batch on one GPU, and so is the right learning rate, for any N.
 torch.testing.assert_close(mean, whole, rtol=1e-12, atol=1e-15)
 
 inputs, outputs, weights = 4 * x.numel(), 4 * y.numel(), 4 * whole.numel()  # bytes in fp32

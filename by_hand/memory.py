@@ -1,4 +1,4 @@
-"""What a rank holds besides activations, with Adam: measured from the storages of the tensors, a letter for each byte
+"""What a rank holds without activations, with Adam: measured from the storages of the tensors, a letter for each byte
 per parameter, beside the formula for a parameters on n ranks.
 
     python by_hand/memory.py

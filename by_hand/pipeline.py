@@ -1,5 +1,5 @@
 """Pipeline parallelism by send and recv: each rank has one layer, and micro-batches pass through the ranks.
-GPipe runs all forward passes first. 1F1B alternates, so a stage keeps fewer activations. Stages wait equally long.
+GPipe runs all forward passes first. 1F1B alternates, so a stage keeps fewer activations. Both have the same bubble.
 
     torchrun --standalone --nproc_per_node=4 by_hand/pipeline.py
 

@@ -52,7 +52,7 @@ def update(weight, grad):
     weight.grad = grad
     optimizer = torch.optim.Adam([weight], lr=0.1)
     optimizer.step()
-    return 2 * optimizer.state[weight]["exp_avg"].nbytes  # Adam keeps two averages of the gradient
+    return 2 * optimizer.state[weight]["exp_avg"].nbytes  # Adam keeps averages of the gradient and its square
 
 
 def finish(stage, expected, weight, grad, own_grad):
