@@ -137,7 +137,8 @@ def _call_chain() -> str:
     called = ""
     for frame in reversed(traceback.extract_stack()):
         file = Path(frame.filename)
-        if file.is_relative_to(ROOT) and not file.is_relative_to(FOLDER):
+        is_installed = "site-packages" in file.parts  # in a virtual environment that is in the repository
+        if file.is_relative_to(ROOT) and not file.is_relative_to(FOLDER) and not is_installed:
             lines.append(f"{file.relative_to(ROOT)}:{frame.lineno}")
         elif not lines and not file.is_relative_to(FOLDER):
             called = f", in {frame.name}"
