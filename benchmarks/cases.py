@@ -132,7 +132,7 @@ def contention(bench: Bench) -> Iterator[Row]:
 
 @contextmanager
 def busy_programs(count: int) -> Iterator[None]:
-    """While its block runs, so many other processes use a core each, if they get it."""
+    """Runs `count` processes that compute all the time, while the block runs."""
     command = [sys.executable, "-c", "while True: pass"]
     processes = [subprocess.Popen(command) for _ in range(count)]  # noqa: S603
     try:

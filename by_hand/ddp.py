@@ -24,8 +24,8 @@ model.unused = nn.Parameter(torch.ones(3))
 parameters = list(model.parameters())
 names = {p: name for name, p in model.named_parameters()}
 
-# Each rank has drawn other weights; all begin with those of rank 0. This changes the parameters in place, like DDP, so
-# an optimizer of them may be built before it or after it.
+# Each rank has drawn different weights; training begins with the weights of rank 0. This changes the parameters in
+# place, like DDP, so the optimizer may be built before or after it.
 for p in parameters:
     dist.broadcast(p.detach(), src=0)
 ddp = DistributedDataParallel(copy.deepcopy(model), find_unused_parameters=True)  # to compare with

@@ -7,18 +7,21 @@ In this repository: `SnapshotManager.load_newest` in mingpt/snapshot/manager.py
 
 import os
 import signal
+import tempfile
 
 import torch
 import torch.distributed as dist
 
 restart = os.environ["TORCHELASTIC_RESTART_COUNT"]
-snapshot = f"/tmp/counter-{os.environ['TORCHELASTIC_RUN_ID']}.pt"  # the id stays the same
+# torchrun gives all its starts the same id.
+snapshot = f"{tempfile.gettempdir()}/counter-{os.environ['TORCHELASTIC_RUN_ID']}.pt"
 rank = int(os.environ["RANK"])
 
 # torchrun's store still has the addresses of the previous ranks, so each start has keys of its own in it.
 store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 dist.init_process_group("gloo", store=dist.PrefixStore(restart, store), rank=rank, world_size=2)
-step, total = 0, torch.tensor(0)
+step = 0
+total = torch.tensor(0)
 if os.path.exists(snapshot):
     step, total = torch.load(snapshot)
 first = step

@@ -39,7 +39,7 @@ def make_folder(folder: Path, key: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         problem = error.strerror
-        if os.path.islink(error.filename):  # of which the system says that it exists
+        if os.path.islink(error.filename):  # the system's message is that it exists
             problem = f"it is a link to {os.readlink(error.filename)}, which is no folder"
         raise UserError(
             f"{key}: {error.filename} can't be created: {problem}; set it to a folder that you may write to"

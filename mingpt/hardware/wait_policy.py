@@ -81,7 +81,7 @@ def _threads_that_wait(ended: threading.Event, seconds: float) -> float:
 
 
 def runqueue_seconds() -> dict[str, float]:
-    """For each thread of this process, seconds in which it was ready to run but waited for a core.
+    """Returns the seconds that each thread of this process was ready to run, but waited for a core.
 
     They are from Linux's scheduler (Documentation/scheduler/sched-stats.rst). A thread that waits for memory, a file or
     another rank does not count, nor does one that is stopped. Without these statistics there are no threads.
