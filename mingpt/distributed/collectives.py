@@ -176,7 +176,9 @@ class DistributedContext:
     @contextmanager
     def without_timeout(self) -> Iterator[None]:
         """Ranks wait for each other, in collectives on the CPU, as long as all are alive: one may work for an hour."""
-        if self.world_size == 1:
+        # DETAIL's wrapper of the backend also waits in a group of its own, whose timeout stays the same (torch 2.13).
+        # PyTorch 2.10 refuses to set the wrapper's timeout.
+        if self.world_size == 1 or dist.get_debug_level() == dist.DebugLevel.DETAIL:
             yield
             return
         backend = (self.group or dist.group.WORLD)._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
@@ -314,5 +316,6 @@ def extend_cuda_timeout(group: dist.ProcessGroup) -> None:
     """
     cpu_backend = group._get_backend(torch.device("cpu"))
     cuda_backend = group._get_backend(torch.device("cuda"))
-    if cuda_backend is not cpu_backend:
+    # PyTorch 2.10 refuses to set the timeout of DETAIL's wrapper.
+    if cuda_backend is not cpu_backend and dist.get_debug_level() != dist.DebugLevel.DETAIL:
         cuda_backend.set_timeout(cuda_backend.options._timeout + CUDA_EXTRA_TIMEOUT)
