@@ -28,7 +28,7 @@ def run_stage(S, stage, ahead):
     kept = []  # inputs of forward passes, until their backward passes
     slots = []  # what the stage does in each slot of time; a pass takes one
     sends = []
-    message = torch.zeros(9)  # an activation or gradient, and the first slot in which it can be used
+    message = torch.zeros(9)  # an activation or gradient, then the first slot that can use it
     for kind in "F" * ahead + "BF" * (M - ahead) + "B" * ahead:
         batch = "".join(slots).count(kind)  # the micro-batch: each pass of a kind takes the next one
         to = 1 if kind == "F" else -1

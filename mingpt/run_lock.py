@@ -115,7 +115,7 @@ def _try_lock(descriptor: int, file: Path) -> bool:
 
 
 def _is_at(file: Path, descriptor: int) -> bool:
-    """Whether an open file is still at a path, as far as the file system answers."""
+    """Whether the file at this path is still the open file; true if the file system does not answer."""
     try:
         return os.path.samestat(os.stat(file), os.fstat(descriptor))
     except (FileNotFoundError, NotADirectoryError):
