@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from mingpt.config import DataConfig
-from mingpt.corpus import Corpus
+from mingpt.config.schema import DataConfig
 from mingpt.errors import UserError
-from mingpt.kernels import IGNORE_INDEX
-from mingpt.permutation import hash64, permute
+from mingpt.nn.layers import IGNORE_INDEX
+from mingpt.text.corpus import Corpus
+from mingpt.text.permutation import hash64, permute
 
 
 def train_val_split(corpus: Corpus, config: DataConfig) -> tuple[np.ndarray, np.ndarray]:

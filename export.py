@@ -11,13 +11,13 @@ from pathlib import Path
 
 import safetensors.torch
 
-from mingpt.config import Config, config_to_dict
-from mingpt.config_parser import default_snapshot_path, option_words
+from mingpt.config.parser import default_snapshot_path, option_words
+from mingpt.config.schema import Config, config_to_dict
 from mingpt.errors import UserError
 from mingpt.program import run_program
 from mingpt.snapshot.hf_format import hf_config, hf_tokenizer, hf_weights
-from mingpt.snapshot.pretrained import Pretrained, load_pretrained
-from mingpt.torch_versions import check_torch_version
+from mingpt.snapshot.load import Pretrained, load_pretrained
+from mingpt.system.torch_versions import check_torch_version
 
 
 def model_card(pretrained: Pretrained, source: str, name: str) -> str:

@@ -14,14 +14,14 @@ if __name__ == "__main__" and not hasattr(sys, "ps1"):  # a session, by %run, co
     # Ctrl-C before training. During imports, a KeyboardInterrupt shows its traceback, and NumPy's makes other errors.
     signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
 
-from mingpt.config_parser import read_config
-from mingpt.distributed.launch_environment import (
+from mingpt.config.parser import read_config
+from mingpt.distributed.launcher import (
     allow_connections,
     detect_launch_environment,
     reported_once_per_machine,
 )
 from mingpt.program import exit_process, paused_garbage_collection, run_program
-from mingpt.signals import record_launcher
+from mingpt.system.signals import record_launcher
 
 
 def main(argv: Sequence[str] = ()) -> int:
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] = ()) -> int:
     # Importing PyTorch takes over a second, so `--help` and a mistake in the configuration are answered before.
     with paused_garbage_collection():
         from mingpt.files import check_temporary_folder
-        from mingpt.torch_versions import check_torch_version
+        from mingpt.system.torch_versions import check_torch_version
 
         with reported_once_per_machine(info):
             check_temporary_folder()
@@ -53,10 +53,10 @@ def main(argv: Sequence[str] = ()) -> int:
 
         from mingpt.distributed.collectives import DistributedContext
         from mingpt.distributed.process_group import connected_ranks, destroy_process_group, explained_errors
-        from mingpt.hardware.device import use_cuda
         from mingpt.monitoring.logging import set_rank
         from mingpt.parallel.build import strategy_class
-        from mingpt.prepare_run import prepare_run
+        from mingpt.run.start import prepare_run
+        from mingpt.system.device import use_cuda
         from trainer import Trainer
 
     set_rank(info.rank)

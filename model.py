@@ -22,8 +22,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mingpt.config import LOGIT_CAP, ROTARY_BASE, GPTConfig
-from mingpt.kernels import Dropout, LayerNorm, ReLUSquared, RMSNorm, attention, cross_entropy, rms_norm
+from mingpt.config.schema import GPTConfig
+from mingpt.nn.layers import (
+    LOGIT_CAP,
+    ROTARY_BASE,
+    Dropout,
+    LayerNorm,
+    ReLUSquared,
+    RMSNorm,
+    attention,
+    cross_entropy,
+    rms_norm,
+)
 
 Rotary = tuple[Tensor, Tensor]  # what rotate() multiplies with at each position, (T, 2H, D) each; D = C/H
 

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
-from mingpt.config_parser import default_snapshot_path
-from mingpt.corpus import encode
+from mingpt.config.parser import default_snapshot_path
 from mingpt.errors import UserError
-from mingpt.generation import NO_TOKEN, generate
 from mingpt.monitoring.logging import configure_logging
+from mingpt.nn.generation import NO_TOKEN, generate
 from mingpt.program import run_program
-from mingpt.snapshot.pretrained import load_pretrained
-from mingpt.torch_versions import check_torch_version
+from mingpt.snapshot.load import load_pretrained
+from mingpt.system.torch_versions import check_torch_version
+from mingpt.text.corpus import encode
 from model import GPT
 
 LOWEST = 1e-3  # of temperatures other than 0 and of top_p, where either hardly differs from the most likely character

@@ -13,24 +13,24 @@ from pathlib import Path
 import torch
 
 from char_dataset import CharDataset, ValidationDataset, train_val_split
-from mingpt import summary
-from mingpt.config import Config, GPTConfig, config_to_dict
+from mingpt.config.schema import Config, GPTConfig, config_to_dict
 from mingpt.distributed.collectives import DistributedContext
 from mingpt.errors import UserError
-from mingpt.evaluation import Evaluation, choose_sample_prompt, generate_sample
-from mingpt.hardware.numerics import agree_on_numerics
-from mingpt.hardware.wait_policy import adaptive_wait_policy
 from mingpt.monitoring.logging import logger
 from mingpt.monitoring.profiler import profile_steps
 from mingpt.monitoring.run_log import RunLog, StepTimer
-from mingpt.optimizer import learning_rate
+from mingpt.nn.flops import gpu_metrics
+from mingpt.optim.finite_guard import FiniteGuard
+from mingpt.optim.optimizer import learning_rate
 from mingpt.parallel.build import build_strategy
-from mingpt.parallel.finite_guard import FiniteGuard
-from mingpt.prepare_run import adopt_snapshot, initial_weights, load_corpus, lock_run
-from mingpt.progress import Progress, StepResult
-from mingpt.signals import EXIT_STATUS, SignalHandler
+from mingpt.run import summary
+from mingpt.run.evaluation import Evaluation, choose_sample_prompt, generate_sample
+from mingpt.run.numerics import agree_on_numerics
+from mingpt.run.progress import Progress, StepResult
+from mingpt.run.start import adopt_snapshot, initial_weights, load_corpus, lock_run
+from mingpt.run.wait_policy import adaptive_wait_policy
 from mingpt.snapshot.manager import SnapshotManager, check_compatible
-from mingpt.utilization import gpu_metrics
+from mingpt.system.signals import EXIT_STATUS, SignalHandler
 from model import GPT
 
 EXIT_WAIT_SECONDS = 5.0  # how long a failing run waits for a snapshot that is being written
@@ -91,7 +91,13 @@ class Trainer:
             self.progress.load_state_dict(newest.header, self.corpus.sha256)
             self.snapshots.restore(newest, self.strategy)
 
-        self.guard = FiniteGuard(self.strategy, config.optimizer, self.snapshots.newest_file)
+        self.guard = FiniteGuard(
+            self.strategy.optimizer,
+            self.strategy.scaler,
+            context.device,
+            config.optimizer,
+            self.snapshots.newest_file,
+        )
         self.log = RunLog()
         self.timer = StepTimer(self.progress.samples)
         self.signals = SignalHandler()

@@ -26,12 +26,12 @@ from benchmarks.cases import BASELINES, CASES, LONG_CASES, MULTI_RANK_CASES
 from benchmarks.collectives import measure_collectives, size_in_bytes
 from benchmarks.harness import Bench, Row, SkippedError, machine_name, process_group
 from benchmarks.scale import measure_scale
-from mingpt.config_parser import build_parser, config_options, read_config
-from mingpt.distributed.launch_environment import detect_launch_environment, reported_once_per_machine
+from mingpt.config.parser import build_parser, config_options, read_config
+from mingpt.distributed.launcher import detect_launch_environment, reported_once_per_machine
 from mingpt.errors import UserError
-from mingpt.hardware.device import tune_malloc
 from mingpt.program import exit_process, run_program
-from mingpt.torch_versions import check_torch_version
+from mingpt.system.device import tune_malloc
+from mingpt.system.torch_versions import check_torch_version
 
 
 def run_case(name: str, bench: Bench) -> Iterator[Row]:

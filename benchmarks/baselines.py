@@ -14,8 +14,8 @@ from torch.nn.utils import clip_grad_norm_
 
 from benchmarks.harness import suppress_stdout
 from char_dataset import ValidationDataset
-from mingpt.kernels import cross_entropy
-from mingpt.optimizer import build_optimizer
+from mingpt.nn.layers import cross_entropy
+from mingpt.optim.optimizer import build_optimizer
 from mingpt.parallel.strategy import DTYPES
 from model import GPT
 from trainer import Trainer

@@ -14,13 +14,13 @@ import torch
 from benchmarks.baselines import NanoGPT, Step, minimal_loop, tutorial_step
 from benchmarks.harness import MEDIUM, SMALL, Bench, Row, SkippedError, median_row, suppress_stdout
 from benchmarks.learning import time_to_loss
-from mingpt.config import MAX_STEPS
-from mingpt.generation import generate
-from mingpt.hardware.device import device_kind
-from mingpt.hardware.threads import available_cores
-from mingpt.hardware.wait_policy import passive_wait_policy
+from mingpt.config.schema import MAX_STEPS
+from mingpt.nn.flops import flops_per_sequence
+from mingpt.nn.generation import generate
 from mingpt.parallel.strategy import DTYPES
-from mingpt.utilization import flops_per_sequence
+from mingpt.run.wait_policy import passive_wait_policy
+from mingpt.system.device import device_kind
+from mingpt.system.threads import available_cores
 from model import GPT
 from trainer import Trainer
 

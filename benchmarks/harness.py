@@ -21,15 +21,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mingpt.config import Config
-from mingpt.config_parser import read_config
+from mingpt.config.parser import read_config
+from mingpt.config.schema import Config
 from mingpt.distributed.collectives import DistributedContext
-from mingpt.distributed.launch_environment import detect_launch_environment
+from mingpt.distributed.launcher import detect_launch_environment
 from mingpt.distributed.process_group import connected_ranks, destroy_process_group, explained_errors
-from mingpt.hardware.device import device_kind, has_bf16, use_cuda
-from mingpt.hardware.threads import available_cores
 from mingpt.monitoring.logging import set_rank
-from mingpt.torch_versions import cpu_capabilities
+from mingpt.system.device import device_kind, has_bf16, use_cuda
+from mingpt.system.threads import available_cores
+from mingpt.system.torch_versions import cpu_capabilities
 from trainer import Trainer
 
 ROOT = Path(__file__).parent.parent

@@ -11,8 +11,8 @@ import torch
 
 from benchmarks.baselines import NanoGPT
 from benchmarks.harness import SMALL, Bench, Row, median_row
-from mingpt.config_parser import read_config
-from mingpt.evaluation import evaluate
+from mingpt.config.parser import read_config
+from mingpt.run.evaluation import evaluate
 
 SEEDS = (1, 2, 3)
 RECIPE = SMALL | {"model.dropout": 0.0}  # nanoGPT's README: train_shakespeare_char.py on a CPU

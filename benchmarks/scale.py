@@ -22,9 +22,9 @@ import psutil
 import torch.distributed as dist
 
 from benchmarks.collectives import print_row
-from mingpt.config import DistributedConfig
+from mingpt.config.schema import DistributedConfig
 from mingpt.distributed import process_group
-from mingpt.distributed.launch_environment import LOOPBACK, RankInfo, allow_connections
+from mingpt.distributed.launcher import LOOPBACK, RankInfo, allow_connections
 
 RANKS = (8, 64, 512, 1024)
 PROCESSES = 4  # of all ranks but rank 0, which has one of its own

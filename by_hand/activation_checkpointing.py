@@ -2,7 +2,7 @@
 
     python by_hand/activation_checkpointing.py
 
-In this repository: `apply_activation_checkpointing` in mingpt/parallel/parallelize.py
+In this repository: `apply_activation_checkpointing` in mingpt/parallel/activation_checkpointing.py
 """
 
 import torch

@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc_per_node=2 by_hand/hello.py --name Ada
 
-In this repository: `detect_launch_environment` in mingpt/distributed/launch_environment.py
+In this repository: `detect_launch_environment` in mingpt/distributed/launcher.py
 
 Options before the script's name are torchrun's, options after it are the script's. On two machines, each has a torchrun
 of its own. To see it on one machine, start this in two shells:

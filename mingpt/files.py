@@ -1,4 +1,4 @@
-"""Regular files, files that are replaced as a whole, folders, and config.yaml."""
+"""Regular files, files that are replaced as a whole, and folders."""
 
 import errno
 import os
@@ -8,10 +8,9 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from mingpt.errors import UserError
-from mingpt.yaml_format import dump_yaml
 
 
 def open_regular(path: Path | str) -> IO[bytes]:
@@ -96,14 +95,3 @@ def _sync_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-def write_config(run_dir: Path, config: dict[str, Any]) -> None:
-    """Writes config.yaml, complete or not at all however the process ends; raises a UserError if that fails."""
-    try:
-        replace_file(run_dir / "config.yaml", dump_yaml(config))
-    except OSError as error:
-        raise UserError(
-            f"trainer.run_dir: {run_dir}/config.yaml can't be written: {error.strerror}; make it writable, or "
-            "set another"
-        ) from error

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from mingpt.distributed.launch_environment import restart_hint
+from mingpt.distributed.launcher import restart_hint
 from mingpt.errors import PeerError, UserError, is_oom_error
 from mingpt.monitoring.logging import configure_logging, logger
-from mingpt.signals import is_interactive
+from mingpt.system.signals import is_interactive
 
 
 def run_program(run: Callable[[Sequence[str]], int | None], argv: Sequence[str], encoding: str | None = None) -> int:

@@ -30,15 +30,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mingpt import program
-from mingpt.config import Config, DistributedConfig, GPTConfig, config_to_dict
-from mingpt.config_parser import read_config
+from mingpt.config.parser import read_config
+from mingpt.config.schema import Config, DistributedConfig, GPTConfig, config_to_dict
 from mingpt.distributed.collectives import DistributedContext
-from mingpt.distributed.launch_environment import detect_launch_environment
+from mingpt.distributed.launcher import detect_launch_environment
 from mingpt.distributed.process_group import connected_ranks, destroy_process_group, explained_errors
 from mingpt.monitoring.run_log import iter_metrics
 from mingpt.parallel.build import strategy_class
-from mingpt.run_lock import LOCK_NAME
 from mingpt.snapshot.storage import SnapshotStorage
+from mingpt.system.run_lock import LOCK_NAME
 from model import GPT
 from trainer import Trainer
 

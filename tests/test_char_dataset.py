@@ -8,10 +8,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from char_dataset import CharDataset, ValidationDataset, train_val_split
-from mingpt.config import DataConfig
-from mingpt.corpus import Corpus
+from mingpt.config.schema import DataConfig
 from mingpt.errors import UserError
-from mingpt.kernels import IGNORE_INDEX
+from mingpt.nn.layers import IGNORE_INDEX
+from mingpt.text.corpus import Corpus
 
 
 def test_text_too_short_for_a_window_is_refused_in_either_split() -> None:

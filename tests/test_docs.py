@@ -18,7 +18,7 @@ import pytest
 from helpers import ROOT, clean_env, write_text
 from torch.nn.utils import get_total_norm
 
-from mingpt.config import OptimizerConfig
+from mingpt.config.schema import OptimizerConfig
 from mingpt.snapshot.storage import SnapshotStorage, load_snapshot
 
 DOCS = ROOT / "docs"
@@ -99,7 +99,7 @@ def test_the_tree_names_all_modules_and_folders_of_the_library() -> None:
 
 
 def test_the_layers_are_those_that_lint_imports_checks() -> None:
-    [shown] = [block for block in blocks(DOCS / "architecture.md", "text") if block.startswith("prepare_run")]
+    [shown] = [block for block in blocks(DOCS / "architecture.md", "text") if block.startswith("run\n")]
     [layers] = re.findall(r"^layers = \[\n(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
     assert shown.splitlines() == [layer.replace("mingpt.", "") for layer in re.findall(r'"(.+)"', layers)]
 
@@ -108,8 +108,8 @@ def test_the_layers_are_those_that_lint_imports_checks() -> None:
 def test_keys_and_options_exist(page: Path) -> None:
     """Yaml keys in backticks, options of main.py with their values, and names of benchmarks."""
     from benchmarks.cases import CASES
-    from mingpt.config import KEYS
-    from mingpt.config_parser import read_config
+    from mingpt.config.parser import read_config
+    from mingpt.config.schema import KEYS
 
     assert set(re.findall(rf"`({KEY})(?=[`: ])|--({KEY})", page.read_text())) <= {
         pair for key in KEYS for pair in ((key, ""), ("", key))

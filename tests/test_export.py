@@ -24,10 +24,10 @@ from helpers import (
 )
 
 from export import export, run
-from mingpt.config_parser import read_config
+from mingpt.config.parser import read_config
 from mingpt.errors import UserError
 from mingpt.program import run_program as exit_status_of
-from mingpt.snapshot.pretrained import Pretrained, load_pretrained
+from mingpt.snapshot.load import Pretrained, load_pretrained
 from mingpt.snapshot.storage import SnapshotStorage, load_snapshot
 from model import GPT
 

@@ -7,7 +7,8 @@ import pytest
 import yaml
 
 from mingpt.errors import UserError
-from mingpt.files import replace_file, replaced_file, write_config
+from mingpt.files import replace_file, replaced_file
+from mingpt.monitoring.run_log import write_config
 
 
 def test_config_is_replaced_or_refused_with_the_name_of_the_file(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ import export
 import plot
 import sample
 from main import main
-from mingpt.distributed import launch_environment
+from mingpt.distributed import launcher
 from mingpt.program import run_program as exit_status_of
 from mingpt.snapshot import __main__ as listing
 
@@ -73,7 +73,7 @@ CASES: list[tuple[dict[str, str], list[str], str, list[str]]] = [
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(launch_environment, "RESOLVE_SECONDS", 0.1)
+    monkeypatch.setattr(launcher, "RESOLVE_SECONDS", 0.1)
 
 
 @pytest.mark.parametrize(("env", "argv", "yaml", "parts"), CASES, ids=range(len(CASES)))

@@ -35,10 +35,10 @@ from torch.torch_version import TorchVersion
 
 import export
 import sample
-from mingpt import prepare_run
 from mingpt.errors import PeerError
 from mingpt.program import run_program as exit_status_of
-from mingpt.run_lock import LOCK_NAME
+from mingpt.run import start
+from mingpt.system.run_lock import LOCK_NAME
 from trainer import Trainer
 
 
@@ -405,7 +405,7 @@ def _run_with_own_argv(cases: list[list[list[str]]]) -> list[tuple[int, str, str
         argv = case[int(os.environ["RANK"])]
         with pytest.MonkeyPatch.context() as patch:
             if argv[-1] == "another code":
-                patch.setattr(prepare_run, "code_digest", lambda: "another code")
+                patch.setattr(start, "code_digest", lambda: "another code")
             if argv[-1] == "another PyTorch":
                 patch.setattr(torch, "__version__", TorchVersion("2.99"))
             [result] = run_each_captured([argv[:-1] if argv[-1].startswith("another ") else argv])
@@ -453,12 +453,12 @@ def test_the_code_digest_covers_the_library_and_the_imported_scripts(
     shutil.copytree(ROOT / "mingpt", tmp_path / "mingpt")
     script = tmp_path / "model.py"
     script.write_text("")
-    monkeypatch.setattr(prepare_run, "ROOT", tmp_path)
+    monkeypatch.setattr(start, "ROOT", tmp_path)
     monkeypatch.setattr(sys.modules["model"], "__file__", str(script))
-    digests = [prepare_run.code_digest()]
-    for file in (script, tmp_path / "mingpt/muon.py", tmp_path / "mingpt/parallel/sharded.py"):
+    digests = [start.code_digest()]
+    for file in (script, tmp_path / "mingpt/optim/muon.py", tmp_path / "mingpt/parallel/sharded.py"):
         file.write_bytes(file.read_bytes() + b"#")
-        digests.append(prepare_run.code_digest())
+        digests.append(start.code_digest())
     (tmp_path / "unused.py").write_text("#")
-    assert prepare_run.code_digest() == digests[-1]
+    assert start.code_digest() == digests[-1]
     assert len(set(digests)) == 4

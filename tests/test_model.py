@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from helpers import T, V, random_gpt, random_tokens, small_gpt
 from torch import Tensor, nn
 
-from mingpt.config import GPTConfig, OptimizerConfig
-from mingpt.kernels import IGNORE_INDEX
-from mingpt.optimizer import build_optimizer, learning_rate
+from mingpt.config.schema import GPTConfig, OptimizerConfig
+from mingpt.nn.layers import IGNORE_INDEX
+from mingpt.optim.optimizer import build_optimizer, learning_rate
 from model import GPT, CausalConv, KVCache
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -41,10 +41,10 @@ import trainer as trainer_module
 from mingpt import program
 from mingpt.distributed.collectives import DistributedContext
 from mingpt.errors import UserError
-from mingpt.evaluation import evaluate
-from mingpt.hardware import device
 from mingpt.parallel.strategy import Strategy
+from mingpt.run.evaluation import evaluate
 from mingpt.snapshot.storage import load_snapshot
+from mingpt.system import device
 from trainer import Trainer
 
 
@@ -124,7 +124,7 @@ def test_on_mps_a_non_finite_gradient_ends_the_run_before_the_update(
     with open_trainer(*run_args(tmp_path / "run", text)) as trainer:
 
         def infinite_norm(max_norm: float | None) -> torch.Tensor:
-            trainer.context.device = torch.device("mps")
+            trainer.guard.device = torch.device("mps")
             return torch.tensor(torch.inf)
 
         monkeypatch.setattr(trainer.strategy, "clip_grad_norm_", infinite_norm)
@@ -141,7 +141,7 @@ def test_gradients_that_overflow_at_every_loss_scale_end_the_run(
     with open_trainer(*run_args(tmp_path / "run", text)) as trainer:
         compute_loss = trainer.strategy.compute_loss
         monkeypatch.setattr(trainer.strategy, "compute_loss", lambda *args: compute_loss(*args) * torch.inf)
-        monkeypatch.setattr(trainer.strategy, "scaler", torch.amp.GradScaler("cpu", init_scale=3e-4))
+        trainer.strategy.scaler = trainer.guard.scaler = torch.amp.GradScaler("cpu", init_scale=3e-4)
         trainer.train_step()
         trainer.guard.check(trainer.progress.step)
         trainer.train_step()
@@ -437,13 +437,13 @@ def test_steps_between_log_lines_do_not_wait_for_the_device(
         clip_grad_norm_ = Strategy.clip_grad_norm_
 
         def step() -> Any:
-            trainer.context.device = device
+            trainer.context.device = trainer.guard.device = device
             counts.append(waits.count)
             return train_step()
 
         def clip_on_another_device(strategy: Strategy, max_norm: float | None) -> torch.Tensor:
             if trainer.progress.step < 11:
-                trainer.context.device = torch.device("xpu")
+                trainer.context.device = trainer.guard.device = torch.device("xpu")
             return clip_grad_norm_(strategy, max_norm)
 
         monkeypatch.setattr(trainer, "train_step", step)

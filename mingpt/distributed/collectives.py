@@ -9,20 +9,18 @@ from contextlib import contextmanager
 from copy import copy
 from datetime import timedelta
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mingpt.config import DistributedConfig
-from mingpt.distributed.launch_environment import RankInfo
+from mingpt.config.schema import DistributedConfig
+from mingpt.distributed.health import HealthMonitor
+from mingpt.distributed.launcher import RankInfo
 from mingpt.distributed.position import find_line, format_list, format_ranks
 from mingpt.errors import PeerError, UserError
-from mingpt.hardware.device import choose_device, visible_gpu_uuids
-
-if TYPE_CHECKING:  # the monitor of health reports where ranks are in these collectives
-    from mingpt.distributed.health import HealthMonitor
+from mingpt.system.device import choose_device, visible_gpu_uuids
 
 CUDA_EXTRA_TIMEOUT = timedelta(seconds=60)  # of NCCL's collectives, in addition to distributed.timeout_seconds
 NO_TIMEOUT = timedelta(days=365)
@@ -44,7 +42,7 @@ class DistributedContext:
 
     exit_callbacks: ClassVar[list[Callable[[], None]]] = []  # called before the process's group is destroyed
 
-    def __init__(self, info: RankInfo, config: DistributedConfig, health: "HealthMonitor | None" = None) -> None:
+    def __init__(self, info: RankInfo, config: DistributedConfig, health: HealthMonitor | None = None) -> None:
         self.rank = info.rank
         self.world_size = info.world_size
         self.restart_count = info.restart_count

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mingpt.distributed.launch_environment import detect_launch_environment, machine_id, restart_hint
+from mingpt.distributed.launcher import detect_launch_environment, machine_id, restart_hint
 from mingpt.distributed.position import Position, PositionReader, SlowRanks, explain_wait, format_list
 from mingpt.distributed.rendezvous import NCCL_DUMP_KEY
 from mingpt.errors import PeerError, StoreUnreachableError, is_oom_error

@@ -10,10 +10,10 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from mingpt.config import DistributedConfig
+from mingpt.config.schema import DistributedConfig
 from mingpt.distributed.collectives import DistributedContext, extend_cuda_timeout
 from mingpt.distributed.health import FILE_SYSTEM, HealthMonitor
-from mingpt.distributed.launch_environment import (
+from mingpt.distributed.launcher import (
     RankInfo,
     host_and_port,
     machine_id,

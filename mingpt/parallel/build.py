@@ -1,7 +1,7 @@
 """From the configuration to a strategy.
 
 A new strategy is a subclass of `Strategy` in a module of its own, an entry in STRATEGIES, and a value of
-`distributed.strategy` in mingpt/config.py.
+`distributed.strategy` in mingpt/config/schema.py.
 """
 
 from importlib import import_module
@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from mingpt.config import Config
+from mingpt.config.schema import Config
 from mingpt.distributed.collectives import DistributedContext
-from mingpt.hardware.compile_cache import use_compile_cache
-from mingpt.hardware.device import check_compiler
+from mingpt.parallel.activation_checkpointing import apply_activation_checkpointing
 from mingpt.parallel.memory import check_memory, estimate_memory
-from mingpt.parallel.parallelize import apply_activation_checkpointing
 from mingpt.parallel.strategy import DDP, Strategy
+from mingpt.system.compile_cache import use_compile_cache
+from mingpt.system.device import check_compiler
 from model import GPT
 
 STRATEGIES = {  # imported only if configured: some take most of a second

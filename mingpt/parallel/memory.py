@@ -25,12 +25,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mingpt.config import Config
+from mingpt.config.schema import Config
 from mingpt.errors import UserError
-from mingpt.hardware.device import memory_per_rank
-from mingpt.optimizer import state_bytes
+from mingpt.optim.muon import to_local
+from mingpt.optim.optimizer import state_bytes
 from mingpt.parallel.strategy import Strategy
-from mingpt.tensors import to_local
+from mingpt.system.device import memory_per_rank
 from model import GPT
 
 

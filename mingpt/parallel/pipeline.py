@@ -17,18 +17,18 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.profiler import record_function
 
 from char_dataset import CharDataset, ValidationDataset
-from mingpt.config import Config, GPTConfig
+from mingpt.config.schema import Config, GPTConfig
 from mingpt.distributed.collectives import DistributedContext
 from mingpt.distributed.position import POINT_TO_POINT
 from mingpt.errors import UserError
-from mingpt.hardware.device import seed_device
-from mingpt.kernels import IGNORE_INDEX, cross_entropy
+from mingpt.nn.layers import IGNORE_INDEX, cross_entropy
+from mingpt.optim.muon import to_local
 from mingpt.parallel.build import load_strategy, parallelize
 from mingpt.parallel.full_state import state_keys
 from mingpt.parallel.strategy import DDP, MicroBatch, Strategy
-from mingpt.permutation import hash64
-from mingpt.tensors import to_local
-from mingpt.torch_versions import require_input_grads
+from mingpt.system.device import seed_device
+from mingpt.system.torch_versions import require_input_grads
+from mingpt.text.permutation import hash64
 from model import GPT, KVCache
 
 WTE = "transformer.wte.weight"  # in the first stage and, where it is the output projection too, in the last
@@ -122,7 +122,7 @@ class PipelineParallel(Strategy):
         self.ties_weights = WTE in names[-1]
         self.stage_of = {name: stage for stage in reversed(range(stages)) for name in names[stage]}  # of wte, the first
 
-        self.size: int = config.trainer.micro_batch_size  # type: ignore[assignment]  # config.py requires a number
+        self.size: int = config.trainer.micro_batch_size  # type: ignore[assignment]  # schema.py requires a number
         self.count = config.trainer.batch_size // len(replicas) // self.size  # per replica
         self.stage = _Stage(inner, self.pipeline, *stage.io_shapes(self.size))
         schedule = config.distributed.pipeline_schedule
@@ -139,7 +139,7 @@ class PipelineParallel(Strategy):
     def validate(cls, config: Config, world_size: int) -> None:
         stages = config.distributed.pipeline_stages
         batch_size = config.trainer.batch_size
-        size: int = config.trainer.micro_batch_size  # type: ignore[assignment]  # config.py requires a number
+        size: int = config.trainer.micro_batch_size  # type: ignore[assignment]  # schema.py requires a number
         if world_size % stages:
             raise UserError(
                 f"distributed.pipeline_stages is {stages}, of which {world_size} processes are no multiple: start "

@@ -13,15 +13,14 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.utils import get_total_norm
 
-from mingpt.config import Config
+from mingpt.config.schema import Config
 from mingpt.distributed.collectives import DistributedContext
 from mingpt.errors import UserError
-from mingpt.hardware.device import device_kind
-from mingpt.muon import newton_schulz
-from mingpt.optimizer import build_optimizer
+from mingpt.optim.muon import newton_schulz, to_local
+from mingpt.optim.optimizer import build_optimizer
 from mingpt.parallel.full_state import state_keys
 from mingpt.parallel.strategy import DDP, DTYPES, Strategy
-from mingpt.tensors import to_local
+from mingpt.system.device import device_kind
 
 
 def newton_schulz_sharded(rows: Tensor, ns_dtype: torch.dtype, like: DTensor) -> Tensor:

@@ -24,14 +24,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from char_dataset import CharDataset, ValidationDataset
-from mingpt.config import Config
+from mingpt.config.schema import Config
 from mingpt.distributed.collectives import DistributedContext
 from mingpt.errors import UserError
-from mingpt.hardware.device import seed_device
-from mingpt.muon import newton_schulz
-from mingpt.optimizer import build_optimizer
+from mingpt.optim.muon import newton_schulz
+from mingpt.optim.optimizer import build_optimizer
 from mingpt.parallel.full_state import FullState
-from mingpt.permutation import hash64
+from mingpt.system.device import seed_device
+from mingpt.text.permutation import hash64
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from char_dataset import CharDataset
-from mingpt.config import Config
+from mingpt.config.schema import Config
 from mingpt.distributed.collectives import DistributedContext
 from mingpt.errors import UserError
 from mingpt.parallel.strategy import MicroBatch, Strategy
-from mingpt.torch_versions import all_gather_single
+from mingpt.system.torch_versions import all_gather_single
 
 
 class Node(NamedTuple):
@@ -35,14 +35,14 @@ class TreeReduction(Strategy):
 
     def __init__(self, model: nn.Module, context: DistributedContext, config: Config, precision: str) -> None:
         super().__init__(model, context, config, precision)
-        self.size: int = config.trainer.micro_batch_size  # type: ignore[assignment]  # config.py requires a number
+        self.size: int = config.trainer.micro_batch_size  # type: ignore[assignment]  # schema.py requires a number
         self.nodes: list[Node] = []  # the sums of this rank's leaves in this step
 
     @classmethod
     def validate(cls, config: Config, world_size: int) -> None:
         super().validate(config, world_size)
         batch_size = config.trainer.batch_size
-        size: int = config.trainer.micro_batch_size  # type: ignore[assignment]  # config.py requires a number
+        size: int = config.trainer.micro_batch_size  # type: ignore[assignment]  # schema.py requires a number
         if -(-batch_size // size) < world_size:
             raise UserError(
                 f"trainer.batch_size / trainer.micro_batch_size is {batch_size} / {size}, fewer micro-batches than the "

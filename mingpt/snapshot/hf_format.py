@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mingpt.config import LOGIT_CAP, RMS_NORM_EPS, ROTARY_BASE, GPTConfig
+from mingpt.config.schema import GPTConfig
+from mingpt.nn.layers import LOGIT_CAP, RMS_NORM_EPS, ROTARY_BASE
 
 # Parts of the parameter names of nanochat, and transformers'. It stores qkv_proj as three matrices.
 NANOCHAT_NAMES = {

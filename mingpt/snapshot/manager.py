@@ -6,24 +6,21 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mingpt.config import Config, config_to_dict
-from mingpt.corpus import show_characters
+from mingpt.config.schema import Config, config_to_dict
+from mingpt.config.yaml_format import format_value
 from mingpt.distributed.collectives import DistributedContext
 from mingpt.errors import UserError
 from mingpt.monitoring.logging import logger
 from mingpt.monitoring.run_log import saved_steps
-from mingpt.run_lock import RunLock
-from mingpt.snapshot.content import KEPT_KEYS, check_header, split_header
+from mingpt.parallel.strategy import Strategy
+from mingpt.snapshot.format import KEPT_KEYS, check_header, split_header
 from mingpt.snapshot.interval import SaveInterval
 from mingpt.snapshot.storage import SnapshotStorage
 from mingpt.snapshot.writer import AsyncSnapshotWriter, SaveResult
-from mingpt.yaml_format import format_value
-
-if TYPE_CHECKING:
-    from mingpt.parallel.strategy import Strategy
-
+from mingpt.system.run_lock import RunLock
+from mingpt.text.corpus import show_characters
 
 EXCHANGE_SECONDS = 0.5  # between exchanges of ranks that wait for saves; distributed.timeout_seconds is longer
 
@@ -138,7 +135,7 @@ class SnapshotManager:
         files = {step: storage.file(step) for storage in (self.frequent, self.storage) for step in storage.steps()}
         return files[max(files)] if files else "none yet"
 
-    def restore(self, newest: NewestSnapshot, strategy: "Strategy") -> None:
+    def restore(self, newest: NewestSnapshot, strategy: Strategy) -> None:
         """Loads the tensors of the newest snapshot, and copies it to writer ranks that do not have it."""
         content = newest.content
         with self.context.shared_errors():
@@ -165,7 +162,7 @@ class SnapshotManager:
         self.training_seconds = training_seconds
         return self.context.rank == 0 and self.interval.is_due()
 
-    def save(self, header: dict[str, Any], strategy: "Strategy", is_frequent: bool, is_last: bool) -> None:
+    def save(self, header: dict[str, Any], strategy: Strategy, is_frequent: bool, is_last: bool) -> None:
         """Starts to write a snapshot; `poll` returns the result.
 
         Args:
@@ -226,7 +223,7 @@ class SnapshotManager:
         while not self.context.reduce_object(self.writer.wait(EXCHANGE_SECONDS), all):
             pass
 
-    def _start(self, header: dict[str, Any], strategy: "Strategy", storage: SnapshotStorage, writes: bool) -> None:
+    def _start(self, header: dict[str, Any], strategy: Strategy, storage: SnapshotStorage, writes: bool) -> None:
         if writes:
             self.writer.save(header, strategy.iter_full_state(), storage)
         elif strategy.is_sharded:  # other ranks need the shards of this one

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from mingpt.errors import UserError
 from mingpt.files import open_regular, replaced_file
 from mingpt.monitoring.live_line import BAR_OPTIONS
-from mingpt.snapshot.content import FORMAT_VERSION, check_content
+from mingpt.snapshot.format import FORMAT_VERSION, check_content
 
 T = TypeVar("T")
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from mingpt.errors import UserError
-from mingpt.run_lock import RunLock
 from mingpt.snapshot.storage import PruneError, SnapshotStorage
+from mingpt.system.run_lock import RunLock
 
 
 class SaveResult(NamedTuple):

@@ -18,10 +18,10 @@ from benchmarks import harness
 from benchmarks.__main__ import run, run_case
 from benchmarks.cases import CASES, MULTI_RANK_CASES
 from benchmarks.harness import Bench, Row, SkippedError, median_row, to_options
-from mingpt.config import DistributedConfig
-from mingpt.config_parser import read_config
+from mingpt.config.parser import read_config
+from mingpt.config.schema import DistributedConfig
 from mingpt.distributed.collectives import DistributedContext
-from mingpt.distributed.launch_environment import RankInfo
+from mingpt.distributed.launcher import RankInfo
 from mingpt.program import run_program as exit_status_of
 
 # Without a batch size: cases set their own.

@@ -14,7 +14,7 @@ from helpers import run_ranks
 from benchmarks.__main__ import run
 from benchmarks.collectives import measure_collectives, size_in_bytes
 from benchmarks.harness import Bench, process_group
-from mingpt.config_parser import read_config
+from mingpt.config.parser import read_config
 from mingpt.program import run_program
 
 

@@ -29,14 +29,14 @@ from helpers import (
     worker_pids,
 )
 
-from mingpt import prepare_run
-from mingpt.config import DistributedConfig
+from mingpt.config.schema import DistributedConfig
 from mingpt.distributed import health
 from mingpt.distributed.collectives import DistributedContext
 from mingpt.distributed.health import HealthMonitor
-from mingpt.distributed.launch_environment import RankInfo, detect_launch_environment
+from mingpt.distributed.launcher import RankInfo, detect_launch_environment
 from mingpt.distributed.process_group import connected_ranks, explained_errors
 from mingpt.errors import PeerError, StoreUnreachableError
+from mingpt.run import start
 from trainer import Trainer
 
 TIMEOUT = 4
@@ -103,7 +103,7 @@ def _lose_the_rank_that_encodes(argv: list[str]) -> tuple[int, str, str]:
         time.sleep(TIMEOUT + 1)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    prepare_run.encode_corpus = encode  # type: ignore[assignment]
+    start.encode_corpus = encode  # type: ignore[assignment]
     return run_captured(*argv)
 
 

@@ -22,9 +22,9 @@ import torch.distributed as dist
 from helpers import free_port, process_group, run_args, run_main, run_ranks, train_main
 from torch import Tensor
 
-from mingpt.config import DistributedConfig
+from mingpt.config.schema import DistributedConfig
 from mingpt.distributed.collectives import DistributedContext
-from mingpt.distributed.launch_environment import OWN_FILES, STORE_CONNECTIONS, RankInfo
+from mingpt.distributed.launcher import OWN_FILES, STORE_CONNECTIONS, RankInfo
 from mingpt.distributed.process_group import _check_backends
 from mingpt.distributed.rendezvous import NCCL_DUMP_KEY, first_different, generation_store, rendezvous
 from mingpt.errors import UserError

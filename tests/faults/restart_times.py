@@ -49,12 +49,12 @@ def patch_library() -> None:
     import torch.distributed as dist
 
     import trainer
-    from mingpt import prepare_run, summary
     from mingpt.distributed.collectives import DistributedContext
+    from mingpt.run import start, summary
 
     before(dist, "init_process_group", "init_process_group")
     before(DistributedContext, "__init__", "context")
-    before(prepare_run, "tune_malloc", "prepare_run")
+    before(start, "tune_malloc", "prepare_run")
     before(trainer, "lock_run", "lock")
     before(trainer.SnapshotManager, "__init__", "snapshot")
     before(trainer, "load_corpus", "text")

@@ -26,9 +26,9 @@ from torch.nn.parallel import DistributedDataParallel, distributed
 from torch.nn.utils import get_total_norm
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from mingpt.config_parser import read_config
+from mingpt.config.parser import read_config
 from mingpt.distributed.collectives import DistributedContext
-from mingpt.distributed.launch_environment import RankInfo
+from mingpt.distributed.launcher import RankInfo
 from mingpt.parallel import strategy as strategies
 from mingpt.parallel.strategy import Strategy
 from mingpt.snapshot.storage import SnapshotStorage

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from helpers import ROOT, clean_env, free_port, read_rows, run_args
 
-from mingpt.config_parser import read_config
+from mingpt.config.parser import read_config
 
 TEXT = (ROOT / "launch/kubernetes.yaml").read_text()
 WITH_GPUS = TEXT.replace("## ", "")

@@ -144,7 +144,7 @@ def test_a_download_of_over_a_second_has_a_bar_on_a_terminal_until_it_is_done(tm
 import io, sys, time
 from pathlib import Path
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
-from mingpt.corpus import encode_corpus
+from mingpt.text.corpus import encode_corpus
 from mingpt.monitoring.logging import logger
 logger.setLevel("WARNING")
 MemoryFileSystem().pipe("/text.txt", b"abcde" * 14)

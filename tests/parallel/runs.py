@@ -21,7 +21,7 @@ from helpers import (
     write_text,
 )
 
-from mingpt.config_parser import read_config
+from mingpt.config.parser import read_config
 from mingpt.errors import UserError
 from mingpt.parallel.memory import MemoryUsage, estimate_memory, measure_memory
 from model import GPT

@@ -10,8 +10,8 @@ import pytest
 import torch
 from helpers import DEVICES, ranks_on, run_args, run_captured, run_each_captured, run_on, run_ranks
 
-from mingpt.config import GPTConfig
-from mingpt.config_parser import read_config
+from mingpt.config.parser import read_config
+from mingpt.config.schema import GPTConfig
 from mingpt.errors import UserError, is_oom_error
 from mingpt.parallel.memory import MemoryUsage, check_memory, estimate_memory, format_bytes
 from model import GPT

@@ -31,10 +31,10 @@ from helpers import (
     write_text,
 )
 
-from mingpt.config_parser import read_config
+from mingpt.config.parser import read_config
 from mingpt.errors import UserError
-from mingpt.evaluation import evaluate, generate_sample
 from mingpt.parallel.build import strategy_class
+from mingpt.run.evaluation import evaluate, generate_sample
 from tests.parallel.runs import (
     COMBINED,
     MIDDLE_STAGE,
@@ -112,7 +112,7 @@ def _results(folder: Path, stages: int) -> dict[str, Any]:
 def _overflow(trainer: Trainer) -> tuple[list[float], list[bool]]:
     """Scales, and whether weights changed, in three steps of which the second overflows in the stage without losses."""
     strategy, scales, changed = trainer.strategy, [], []
-    strategy.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    strategy.scaler = trainer.guard.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for step in range(3):
         before = [parameter.detach().clone() for parameter in strategy.parameters.values()]
         overflows = step == 1 and trainer.context.rank == 2

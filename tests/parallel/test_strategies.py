@@ -32,9 +32,9 @@ from helpers import (
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from mingpt import optimizer
-from mingpt.config_parser import read_config
+from mingpt.config.parser import read_config
 from mingpt.errors import UserError
+from mingpt.optim import optimizer
 from mingpt.parallel.sharded import FSDP
 from mingpt.parallel.strategy import Strategy
 from mingpt.snapshot.storage import load_snapshot
@@ -250,7 +250,7 @@ def _reduced_numbers(trainer: Any) -> list[int]:
 def _overflow(trainer: Any) -> tuple[list[float], list[bool]]:
     """Scales, and whether weights or their state changed, in three steps of which the second overflows on rank 1."""
     strategy, scales, changed = trainer.strategy, [], []
-    scaler = strategy.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler = strategy.scaler = trainer.guard.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
 
     def step_without_waiting(optimizer: torch.optim.Optimizer) -> None:
         with mock.patch.object(Tensor, "item", side_effect=AssertionError("the host would wait for the device")):

@@ -22,8 +22,8 @@ from helpers import (
 )
 from torch import Tensor
 
-from mingpt.config import DistributedConfig
-from mingpt.config_parser import read_config
+from mingpt.config.parser import read_config
+from mingpt.config.schema import DistributedConfig
 from mingpt.errors import UserError
 from mingpt.parallel.build import strategy_class
 from mingpt.parallel.strategy import MicroBatch, Strategy

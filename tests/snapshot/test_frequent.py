@@ -22,12 +22,12 @@ from helpers import (
 )
 
 from mingpt.errors import UserError
-from mingpt.run_lock import RunLock
 from mingpt.snapshot import interval
 from mingpt.snapshot.interval import MIN_SECONDS, MIN_STEPS, SaveInterval
-from mingpt.snapshot.pretrained import load_pretrained
+from mingpt.snapshot.load import load_pretrained
 from mingpt.snapshot.storage import SnapshotStorage
 from mingpt.snapshot.writer import AsyncSnapshotWriter
+from mingpt.system.run_lock import RunLock
 from tests.faults.runs import Run, assert_same_run
 
 STEPS = 600

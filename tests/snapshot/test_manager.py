@@ -32,16 +32,16 @@ from helpers import (
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import trainer
-from mingpt.config import Config, config_to_dict
-from mingpt.corpus import Corpus
+from mingpt.config.schema import Config, config_to_dict
+from mingpt.config.yaml_format import format_value
 from mingpt.errors import UserError
-from mingpt.progress import Progress
-from mingpt.run_lock import RunLock
-from mingpt.snapshot.content import split_header
+from mingpt.run.progress import Progress
+from mingpt.snapshot.format import split_header
 from mingpt.snapshot.manager import SnapshotManager, check_compatible
 from mingpt.snapshot.storage import SnapshotStorage, load_snapshot
 from mingpt.snapshot.writer import AsyncSnapshotWriter
-from mingpt.yaml_format import format_value
+from mingpt.system.run_lock import RunLock
+from mingpt.text.corpus import Corpus
 
 
 class BlockingStorage(SnapshotStorage):
@@ -87,7 +87,7 @@ def test_what_no_start_could_load_is_not_written(ranks: int, text: Path, tmp_pat
     [(new, old), *others] = run_ranks(ranks, _train_changed, argvs, tmp_path=tmp_path)
     assert new[0] == old[0] == 2
     message = r"error: .*\.pt, not yet written, is no snapshot that this version reads: vocabulary is "
-    assert re.fullmatch(rf"{message}.*, must be a valid string; change Snapshot in .*content.py, too\n", new[2])
+    assert re.fullmatch(rf"{message}.*, must be a valid string; change Snapshot in .*format.py, too\n", new[2])
     assert re.fullmatch(r"error: .*: samples is '.*', must be a valid integer; words is unknown; .*\n", old[2])
     assert all((status, err) == (2, "") for results in others for status, _, err in results)
     assert list_snapshots(tmp_path / "new") == []

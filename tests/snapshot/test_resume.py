@@ -23,11 +23,10 @@ from helpers import (
     write_text,
 )
 
-from mingpt import prepare_run
-from mingpt.config import GPTConfig, OptimizerConfig, config_to_dict
-from mingpt.config_parser import read_config
-from mingpt.hardware import numerics
-from mingpt.optimizer import learning_rate
+from mingpt.config.parser import read_config
+from mingpt.config.schema import GPTConfig, OptimizerConfig, config_to_dict
+from mingpt.optim.optimizer import learning_rate
+from mingpt.run import numerics, start
 from mingpt.snapshot.storage import SnapshotStorage, load_snapshot
 from model import GPT
 
@@ -177,7 +176,7 @@ def test_a_run_resumes_in_fp16_and_back(run_dir: Path, trained: Path, tmp_path: 
 
 def _train_with_fp16_on_the_cpu(argvs: list[list[str]]) -> list[tuple[int, str, str]]:
     numerics.choose_precision = lambda requested, device, saved: (requested, "as asked")  # type: ignore[assignment]
-    prepare_run.check_precision = lambda requested, device: None  # type: ignore[assignment]
+    start.check_precision = lambda requested, device: None  # type: ignore[assignment]
     return run_each_captured(argvs)
 
 

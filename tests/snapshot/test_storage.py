@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers import small_snapshot
 
-from mingpt.config import Config, config_to_dict
+from mingpt.config.schema import Config, config_to_dict
 from mingpt.errors import UserError
 from mingpt.snapshot.storage import DamagedSnapshotError, PruneError, SnapshotStorage, load_snapshot
 

@@ -1,0 +1,220 @@
+"""Yaml file and command line -> Config, or one message that lists every mistake."""
+
+import argparse
+import difflib
+import json
+import reprlib
+import sys
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, get_args
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+from mingpt.config.schema import KEYS, REMOVED_KEYS, SECTIONS, Config, config_to_dict
+from mingpt.config.yaml_format import dump_yaml, load_yaml
+from mingpt.errors import UserError
+from mingpt.files import read_regular
+
+DEFAULT_CONFIG = Path(__file__).parents[2] / "gpt2_train_cfg.yaml"
+HINTS = {
+    "dp": "; DataParallel is one process that copies the model to all its GPUs in every step, and slow: write ddp, and "
+    "start a process for each GPU with torchrun",
+    "zero3": "; ZeRO-3 is fsdp",
+}
+# What nanoGPT and others call a key.
+ALIASES = {
+    "lr": "optimizer.learning_rate",
+    "grad_clip": "optimizer.grad_norm_clip",
+    "max_iters": "trainer.max_steps",
+    "eval_iters": "trainer.eval_windows",
+    "eval_interval": "trainer.eval_every",
+    "log_interval": "trainer.log_every",
+    "dtype": "trainer.precision",
+    "out_dir": "trainer.run_dir",
+}
+COMMAND_LINE = "the command line"
+Sections = dict[str, dict[str, Any]]
+
+
+def read_config(argv: Sequence[str] = ()) -> Config:
+    """Reads the yaml file and applies the options of the command line; other keys keep their defaults.
+
+    Args:
+        argv: the command line without the program's name
+
+    Raises:
+        UserError: lists every mistake with key, file or option, value found and values allowed.
+    """
+    args, unknown = build_parser().parse_known_args(argv)
+    if unknown:
+        raise UserError(f"command line: {_unknown_option(unknown[0])}")
+    file = DEFAULT_CONFIG if args.config is None else Path(args.config)
+    values = _read_yaml(file) if args.config is not None or file.exists() else {}
+    given = [name for name in KEYS if getattr(args, name) is not None]
+    for name in given:
+        section, key = name.split(".")
+        values.setdefault(section, {})[key] = _parse_option(name, getattr(args, name))
+    config = _validate(values, given, file)
+    if args.print_config:
+        print(dump_yaml(config_to_dict(config)), end="")
+        sys.exit(0)
+    return config
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Reports argparse's errors like all others."""
+        raise UserError(f"command line: {message}; --help lists all")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """A parser with one option per key, whose value stays text. It raises UserError."""
+    parser = _Parser(
+        description="Trains a character-level GPT, in one process or under torchrun or another launcher.",
+        usage="%(prog)s [--config FILE] [--SECTION.KEY VALUE ...]",
+        allow_abbrev=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=38),
+    )
+    parser.add_argument("--config", metavar="FILE", help=f"yaml file (default: {DEFAULT_CONFIG.name} beside main.py)")
+    parser.add_argument("--print_config", action="store_true", help="print the configuration as yaml and exit")
+    # Older launchers pass it; LOCAL_RANK has the same number.
+    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
+    groups = {name: parser.add_argument_group(name, section.__doc__) for name, section in SECTIONS.items()}
+    for name, field in KEYS.items():
+        default = json.dumps(field.default).replace('"', "")
+        text = f"{field.description} (default: {default})"
+        groups[name.split(".")[0]].add_argument(f"--{name}", metavar="X", help=text)
+    return parser
+
+
+def config_options(args: argparse.Namespace) -> list[str]:
+    """The options that `build_parser` parsed, as a command line for `read_config`."""
+    given = {key: getattr(args, key) for key in ("config", *KEYS)}
+    options = [word for key, text in given.items() if text is not None for word in option_words(key, text)]
+    if args.print_config:
+        options.append("--print_config")
+    return options
+
+
+def option_words(name: str, value: Any) -> list[str]:
+    """An option with its value, as words of a command line: text as it is, all else in JSON, which is yaml too."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    if text.startswith("-"):  # it would be taken for another option
+        return [f"--{name}={text}"]
+    return [f"--{name}", text]
+
+
+def default_snapshot_path() -> str:
+    """Folder of the snapshots of the run that gpt2_train_cfg.yaml describes."""
+    cfg = read_config().trainer
+    return cfg.snapshot_path or cfg.run_dir
+
+
+def _read_yaml(file: Path) -> Sections:
+    try:
+        sections = load_yaml(read_regular(file)) or {}
+    except OSError as error:
+        raise UserError(f"--config: {file} can't be read: {error.strerror}; name a yaml file") from error
+    except yaml.YAMLError as error:
+        text = " ".join(str(error).replace('"<byte string>", ', "").split())
+        raise UserError(f"{file} is not valid yaml: {text}") from error
+    if not isinstance(sections, dict):
+        raise UserError(f"{file} holds {reprlib.repr(sections)}; it must hold the sections {', '.join(SECTIONS)}")
+    values = {str(section): keys or {} for section, keys in sections.items()}
+    for section in SECTIONS:
+        keys = values.get(section, {})
+        if not isinstance(keys, dict):
+            raise UserError(f"{section} (in {file}): found {reprlib.repr(keys)}, must hold keys with values")
+    return values
+
+
+def _parse_option(name: str, text: str) -> Any:
+    """Text as it is, `null` where the key allows it, and all else as in yaml."""
+    annotation = KEYS[name].annotation
+    if annotation is str:
+        return text
+    if annotation == str | None:
+        return None if text == "null" else text
+    try:
+        return load_yaml(text)
+    except yaml.YAMLError:
+        return text
+
+
+def _nearest(name: str, known: Collection[str]) -> str:
+    alias = ALIASES.get(name.rpartition(".")[2])
+    if alias is not None and alias in known:
+        return f"; here it is {alias}"
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; the nearest is {near[0]}" if near else ""
+
+
+def _unknown_option(word: str) -> str:
+    """Says that a word of the command line is not known, and what to write in its place."""
+    name = word.lstrip("-").partition("=")[0]
+    if name in REMOVED_KEYS:
+        return f"{name} is no longer a key: {REMOVED_KEYS[name]}"
+    hint = f"{_nearest(name, KEYS)}; --help lists all"
+    if name in KEYS:
+        hint = f"; write --{name}"
+    elif not word.startswith("-") and "." in word and Path(word).exists():
+        hint = (
+            "; an option has one value: if the shell has replaced a pattern, quote it, as in --data.path 'books/*.txt'"
+        )
+    return f"{word} is not known{hint}"
+
+
+def _validate(values: Sections, given: Collection[str], file: Path) -> Config:
+    """Returns the configuration.
+
+    Args:
+        given: the keys that the command line has set
+        file: where all others are from
+    """
+    try:
+        # In JSON a list may become a tuple and an integer a float, while no string becomes a number.
+        return TypeAdapter(Config).validate_json(json.dumps(values))
+    except ValidationError as invalid:
+        mistakes = []
+        ranges: dict[str, list[str]] = {}  # a key that may be a number or a word has an error for each
+        for error in invalid.errors(include_url=False):
+            name = ".".join(map(str, error["loc"][:2]))
+            if error["type"] == "value_error":  # from a check between keys
+                message = error["msg"].removeprefix("Value error, ")
+                # What the command line has set is new, so it is the mistake.
+                place = COMMAND_LINE if any(key in message for key in given) else file
+                mistakes.append(f"{message} (in {place})")
+            elif error["type"] == "unexpected_keyword_argument":
+                mistakes.append(_unknown_name(name, file))
+            else:
+                ranges.setdefault(name, []).append(_allowed_value(error))
+        for name, allowed in ranges.items():
+            mistakes.append(_wrong_value(name, values, COMMAND_LINE if name in given else file, allowed))
+        raise UserError("\n  ".join(mistakes)) from invalid
+
+
+def _unknown_name(name: str, file: Path) -> str:
+    if name in REMOVED_KEYS:
+        return f"{name} (in {file}) is no longer a key: {REMOVED_KEYS[name]}"
+    if "." in name:
+        return f"{name} (in {file}): unknown key{_nearest(name, KEYS)}; --help lists all"
+    return f"{name} (in {file}): unknown section{_nearest(name, SECTIONS)}; there are {', '.join(SECTIONS)}"
+
+
+def _allowed_value(error: ErrorDetails) -> str:
+    if "betas" in error["loc"] and error["type"] in ("missing", "too_long", "tuple_type", "float_type"):
+        return "a list of two numbers"
+    if error["type"] == "string_too_short":
+        return "at least one character"
+    return error["msg"].removeprefix("Input should be ").replace("a valid boolean", "true or false")
+
+
+def _wrong_value(name: str, values: Sections, place: Path | str, allowed: list[str]) -> str:
+    section, key = name.split(".")
+    value = values[section][key]
+    null = "null or " if type(None) in get_args(KEYS[name].annotation) else ""
+    ranges = " or ".join(dict.fromkeys(allowed))
+    return f"{name} (in {place}): found {reprlib.repr(value)}, must be {null}{ranges}{HINTS.get(str(value), '')}"

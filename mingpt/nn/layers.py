@@ -1,0 +1,150 @@
+"""The loss, faster forms of PyTorch's layers on CPUs, and a layer norm that takes weights of any dtype."""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# nanochat's constants, which transformers' NanoChatForCausalLM has in its config.json.
+ROTARY_BASE = 10_000.0
+LOGIT_CAP = 15.0
+RMS_NORM_EPS = 1e-6
+
+IGNORE_INDEX = -1  # target of a position that has no next character
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+    """Cross-entropy in nats per character, of logits (B, T, V) and targets (B, T); IGNORE_INDEX is left out."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction=reduction)
+
+
+class Dropout(nn.Dropout):
+    """Dropout that draws 64 random bits for four elements on CPUs, whose generator is sequential.
+
+    The dropped fraction is exact to 1/65,536.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0:
+            return x
+        if not _is_eager_on_cpu(x):
+            return super().forward(x)
+        bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
+        kept = bits.view(torch.int16)[: x.numel()].view(x.shape) >= round(self.p * 2**16) - 2**15
+        return x * kept.to(x.dtype).mul_(1 / (1 - self.p))
+
+
+class LayerNorm(nn.LayerNorm):
+    """Layer norm in the dtype of its input: FSDP provides the weights in bf16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.to(x.dtype)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+
+
+_EPS = torch.tensor(RMS_NORM_EPS)  # adding a number takes 3 us, a tensor 1 us, of 10 us for the norm of one character
+
+
+def _inverse_rms(x: Tensor) -> Tensor:
+    """(..., D) -> (..., 1)"""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
+    return torch.addcmul(_EPS, norm, norm, value=1 / x.size(-1)).rsqrt_().to(x.dtype)
+
+
+class _RMSNormFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        scale = _inverse_rms(x)
+        y = x * scale
+        ctx.save_for_backward(y, scale)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        y, scale = ctx.saved_tensors
+        return torch.addcmul(grad, y, (grad * y).mean(-1, keepdim=True), value=-1).mul_(scale)
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm without weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x)
+
+
+def rms_norm(x: Tensor) -> Tensor:
+    """RMSNorm over the last dimension, without weights; `F.rms_norm` is several kernels on CPUs, in double the time."""
+    if not _is_eager_on_cpu(x):
+        return F.rms_norm(x, x.shape[-1:], eps=RMS_NORM_EPS)
+    if x.requires_grad:
+        return _RMSNormFunction.apply(x)
+    return x * _inverse_rms(x)
+
+
+class _ReLUSquaredFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        positive = x.relu()
+        ctx.save_for_backward(positive)
+        return positive * positive
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (positive,) = ctx.saved_tensors
+        return (grad * positive).mul_(2)
+
+
+class ReLUSquared(nn.Module):
+    """The square of ReLU; composed of PyTorch's functions, training with it takes four times as long on CPUs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.requires_grad and _is_eager_on_cpu(x):
+            return _ReLUSquaredFunction.apply(x)
+        return F.relu(x).square()
+
+
+def _is_eager_on_cpu(x: Tensor) -> bool:
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, dropout: Dropout, is_causal: bool) -> Tensor:
+    """Scaled dot-product attention of queries, keys and values (B, H, T, D), by the faster of two implementations."""
+    p = dropout.p if dropout.training else 0.0
+    if is_causal and use_bmm_attention(q, p):
+        return bmm_attention(q, k, v, dropout)
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=is_causal)
+
+
+def use_bmm_attention(q: Tensor, dropout: float) -> bool:
+    """Whether `bmm_attention` is faster than PyTorch's kernel on this device for queries (B, H, T, D), as measured."""
+    if q.device.type != "cpu":
+        return False
+    if dropout > 0:
+        return True
+    T = q.size(2)
+    if q.dtype == torch.bfloat16:
+        return T <= 512
+    return T <= 128 and _has_several_threads()
+
+
+def _has_several_threads() -> bool:
+    return torch.get_num_threads() > 1
+
+
+# torch.compile can't trace the call. torch.compiler.assume_constant_result sets this, too, but imports torch._dynamo,
+# which takes half a second and needs a folder for temporary files.
+_has_several_threads._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def bmm_attention(q: Tensor, k: Tensor, v: Tensor, dropout: Dropout) -> Tensor:
+    """Causal attention as two batched matrix products: (B, H, T, D) each -> (B, H, T, D)."""
+    B, H, T, D = q.shape
+    q = q.reshape(B * H, T, D)
+    k = k.reshape(B * H, T, D)
+    v = v.reshape(B * H, T, D)
+    mask = torch.full((T, T), -math.inf, dtype=q.dtype, device=q.device).triu(1)
+    scores = torch.baddbmm(mask.expand(B * H, T, T), q, k.transpose(1, 2), alpha=1 / math.sqrt(D))
+    return torch.bmm(dropout(scores.softmax(-1)), v).view(B, H, T, D)

@@ -1,0 +1,146 @@
+"""Muon for the matrices of the blocks and AdamW for all other parameters, in one optimizer."""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+MOMENTUM = 0.95  # with Nesterov momentum
+# a, b, c of each iteration, x <- a x + b (x x^T) x + c (x x^T)^2 x: Polar Express's, with its safety factor of 2%.
+COEFFICIENTS = ((8.1566, -22.4833, 15.8788), (4.0429, -2.8089, 0.5000), (3.8917, -2.7725, 0.5061))
+SAFETY = 1.02  # the largest singular value may not exceed 1 where the polynomials begin
+
+# (k, m, n) gradients, dtype of the products, one of the k parameters -> (k, m, n)
+NewtonSchulz = Callable[[Tensor, torch.dtype, Tensor], Tensor]
+
+
+class MuonWithAdamW(Optimizer):
+    """Muon (Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024) for some groups, AdamW for others.
+
+    Updates of Muon are scaled to the RMS of AdamW's (Liu et al., "Muon is Scalable for LLM Training", 2025), so one
+    learning rate serves both, as torch.optim.Muon does with `match_rms_adamw`. Unlike that, this class multiplies
+    matrices of equal shape in one batch and in any dtype, handles sharded matrices, and supports `found_inf`.
+
+    Args:
+        groups: parameter groups; those with a true `muon` use Muon
+        settings: those of AdamW; for Muon, `ns_dtype` is the dtype of its matrix products and `newton_schulz` the
+            function that orthogonalizes
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], **settings: Any) -> None:
+        super().__init__(groups, settings)
+        self.adamw = AdamW([g for g in self.param_groups if not g["muon"]])
+        self.adamw.state = self.state
+        self._step_supports_amp_scaling = True  # GradScaler sets `found_inf` instead of reading it
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Updates all parameters; none if `found_inf` is 1, like fused AdamW, without a device synchronization.
+
+        Gradients are expected after GradScaler.unscale_.
+        """
+        found_inf = getattr(self, "found_inf", None)
+        for group in self.param_groups:
+            same_shape: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
+            for parameter in group["params"] if group["muon"] else ():
+                same_shape[parameter.shape].append(parameter)
+            for matrices in same_shape.values():
+                self._update(matrices, group, found_inf)
+        self.adamw.found_inf = found_inf  # type: ignore[attr-defined]
+        self.adamw.step()
+
+    def _update(self, matrices: list[nn.Parameter], group: dict[str, Any], found_inf: Tensor | None) -> None:
+        for matrix in matrices:
+            if not self.state[matrix]:
+                self.state[matrix]["momentum_buffer"] = torch.zeros_like(matrix)
+        buffers = [to_local(self.state[matrix]["momentum_buffer"]) for matrix in matrices]
+        gradients = [to_local(matrix.grad) for matrix in matrices]  # type: ignore[arg-type]
+        scale: float | Tensor = 1.0
+        if found_inf is not None:
+            scale = 1 - found_inf
+            gradients = [
+                torch.where(found_inf > 0, buffer, gradient)
+                for buffer, gradient in zip(buffers, gradients, strict=True)
+            ]
+        torch._foreach_lerp_(buffers, gradients, 1 - MOMENTUM)
+        nesterov = torch.stack(gradients)
+        torch._foreach_lerp_([*nesterov], buffers, MOMENTUM)
+        like = matrices[0]
+        updates = group["newton_schulz"](nesterov, group["ns_dtype"], like)
+        weights = [to_local(matrix.detach()) for matrix in matrices]
+        rate = group["lr"] * scale
+        torch._foreach_mul_(weights, 1 - rate * group["weight_decay"])
+        updates.mul_(rate * 0.2 * math.sqrt(max(like.shape)))
+        torch._foreach_sub_(weights, [*updates])
+
+
+def newton_schulz(gradients: Tensor, ns_dtype: torch.dtype, like: Tensor) -> Tensor:
+    """Orthogonalizes matrices, and gives all neurons updates of equal norm; (k, m, n) -> (k, m, n) in fp32.
+
+    Three iterations of Polar Express (Amsel et al., 2025) bring singular values from 0.002 of the matrix's norm upward
+    between 0.15 and 1.9. Then the rows of tall and square matrices, and the columns of wide ones, are normalized, as in
+    NorMuon (Li et al., 2025) without its running average. The Frobenius norm is that of an orthogonal matrix.
+
+    Args:
+        gradients: k matrices
+        ns_dtype: dtype of the products
+        like: one of the k parameters
+
+    Raises:
+        ValueError: the matrices are shards.
+    """
+    if gradients.shape[1:] != like.shape:
+        raise ValueError(f"a shard, {tuple(gradients.shape[1:])}, of {tuple(like.shape)} has other singular vectors")
+    _, m, n = gradients.shape
+    is_tall = m >= n  # the smaller of x^T x and x x^T is used
+
+    def square_of(x: Tensor) -> Tensor:
+        return torch.bmm(x.mT, x) if is_tall else torch.bmm(x, x.mT)
+
+    # Both branches compute the polynomials of COEFFICIENTS: the first as one matrix, the second one after the other.
+    if ns_dtype == torch.float32:
+        square = square_of(gradients)
+        norm_squared = square.diagonal(dim1=1, dim2=2).sum(1).clamp(min=1e-14)[:, None, None]
+        product = _product_of_factors(square / (SAFETY**2 * norm_squared))
+        # Not divided by the norm, like `square`, because rows or columns are normalized below.
+        updates = torch.bmm(gradients, product) if is_tall else torch.bmm(product, gradients)
+    else:
+        norm = gradients.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+        updates = (gradients / (SAFETY * norm)).to(ns_dtype)
+        for a, b, c in COEFFICIENTS:
+            square = square_of(updates)
+            polynomial = torch.baddbmm(square, square, square, beta=b, alpha=c)
+            if is_tall:
+                updates = torch.baddbmm(updates, updates, polynomial, beta=a)
+            else:
+                updates = torch.baddbmm(updates, polynomial, updates, beta=a)
+        updates = updates.float()
+    norms = updates.square().sum(2 if is_tall else 1, keepdim=True).sqrt_()
+    return updates.mul_(math.sqrt(min(m, n) / max(m, n)) / norms.clamp_(min=1e-12))
+
+
+def _product_of_factors(square: Tensor) -> Tensor:
+    """The matrix by which all iterations together multiply x, from x x^T: (k, m, m) -> (k, m, m).
+
+    An iteration multiplies x by a + b (x x^T) + c (x x^T)^2. These factors are polynomials in x x^T, so they commute
+    and need no products of the size of x. Their differences of nearly equal numbers are too inexact in bf16.
+    """
+
+    factors: list[Tensor] = []
+    for a, b, c in COEFFICIENTS:
+        if factors:  # the square of the last iteration's x
+            square = torch.bmm(factors[-1], torch.bmm(factors[-1], square))
+        factor = torch.baddbmm(square, square, square, beta=b, alpha=c)
+        factor.diagonal(dim1=1, dim2=2).add_(a)
+        factors.append(factor)
+    first, second, third = factors
+    return torch.bmm(third, torch.bmm(second, first))
+
+
+def to_local(tensor: Tensor) -> Tensor:
+    """Returns this rank's shard of a DTensor, and any other tensor as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # importing DTensor for isinstance is slow

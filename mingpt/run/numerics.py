@@ -1,0 +1,57 @@
+"""Choices that determine the last bits of a run: rules on hardware flags, saved in the snapshot and kept on resume."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from mingpt.config.schema import Config
+from mingpt.distributed.collectives import DistributedContext
+from mingpt.system.device import choose_precision, device_kind, set_deterministic
+from mingpt.system.threads import choose_threads
+
+
+class Numerics(NamedTuple):
+    """What was chosen."""
+
+    precision: str  # fp32, bf16 or fp16
+    choices: dict[str, Any]  # precision, threads per rank, world size, hardware and PyTorch, for the snapshot
+    reasons: dict[str, str]  # rows for the summary at the start
+
+
+def agree_on_numerics(config: Config, context: DistributedContext, header: dict[str, Any] | None) -> Numerics:
+    """Chooses precision and threads, the same on all ranks, and applies threads and `trainer.deterministic`.
+
+    Args:
+        header: that of the snapshot that the run continues from, whose choices are kept where possible; None: it is new
+
+    Raises:
+        UserError: ranks choose different precisions.
+    """
+    cfg = config.trainer
+    device = context.device
+    saved = header["choices"] if header else {}
+    if config.distributed.reduction == "tree":  # with which any number of ranks repeats the bits
+        threads = 1
+        threads_reason = "reduction: tree"
+    else:
+        kept = saved["threads"] if saved.get("world_size") == context.world_size else None
+        choice = choose_threads(cfg.threads, context.local_world_size, kept)
+        threads, threads_reason = context.reduce_object(choice, min)  # a step takes as long as the slowest rank's
+    precision, reason = choose_precision(cfg.precision, device, saved.get("precision"))
+    context.check_equal({"what trainer.precision: auto gives": precision}, advice="set it to either")
+    torch.set_num_threads(threads)
+    reasons = {"precision": f"{precision} ({reason})", "threads": f"{threads} per rank ({threads_reason})"}
+    if cfg.deterministic:
+        set_deterministic(device)
+    elif device.type == "cuda":  # attention's backward pass adds in varying order
+        reasons["resume"] = (
+            "equals an uninterrupted run to rounding error; with trainer.deterministic: true, to the last bit"
+        )
+    choices = {
+        "precision": precision,
+        "threads": threads,
+        "world_size": context.world_size,
+        "hardware": device_kind(device),
+        "pytorch": str(torch.__version__),  # of the class TorchVersion, which a snapshot can't hold
+    }
+    return Numerics(precision, choices, reasons)

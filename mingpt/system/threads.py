@@ -1,0 +1,81 @@
+"""The choice of the number of CPU threads. Like that of the precision, it is kept in a run that resumes."""
+
+import os
+from collections.abc import Mapping
+
+import psutil
+
+from mingpt.config.schema import MAX_THREADS
+from mingpt.errors import UserError
+from mingpt.system.cgroup import cpu_limit
+
+
+def choose_threads(requested: int | str, local_world_size: int, saved: int | None) -> tuple[int, str]:
+    """Chooses the number of CPU threads of this rank; returns it and the reason.
+
+    `saved` is that of the snapshot that training resumes from, if the number of ranks is the same.
+    """
+    if isinstance(requested, int):
+        return requested, "as asked"
+    threads, reason = _threads_for_this_machine(local_world_size)
+    # The saved number comes before OMP_NUM_THREADS, which torchrun sets to 1 by itself, and before what other programs
+    # leave of the cores now: with another number the last bits would differ.
+    if saved == threads:
+        return saved, "auto: kept from the snapshot"
+    if saved is not None:
+        return saved, f"auto: kept from the snapshot, not {threads} ({reason}); set trainer.threads to change it"
+    return threads, f"auto: {reason}"
+
+
+def _threads_for_this_machine(local_world_size: int) -> tuple[int, str]:
+    asked = omp_num_threads(os.environ)
+    if asked is not None:
+        return asked, "OMP_NUM_THREADS"
+    cores = len(available_cores())
+    free = cores - busy_cores()
+    shared = f"{cores} cores" if free == cores else f"{free} idle of {cores} cores"
+    quota = cpu_limit()
+    if quota is not None and quota < free:
+        # More threads than the quota would be stopped together for a part of each period.
+        free = int(quota)
+        shared = f"a CPU quota of {quota:g} cores"
+    return max(1, free // local_world_size), f"{shared} / {local_world_size} ranks"
+
+
+def available_cores() -> set[int]:
+    """The cores that this process may use, which are not all of the machine's if it is bound to some of them."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
+def busy_cores() -> int:
+    """How many of the available cores other programs use now, rounded.
+
+    It looks for 0.03 seconds, and for 0.5 more if there are any, since that may have been for a moment only. All ranks
+    call it at the same time, so that none counts the work of another.
+    """
+    available = available_cores()
+    for seconds in (0.03, 0.5):
+        percentages = psutil.cpu_percent(seconds, percpu=True)
+        busy = round(sum(used for core, used in enumerate(percentages) if core in available) / 100)
+        if busy == 0:
+            break
+    return busy
+
+
+def omp_num_threads(env: Mapping[str, str]) -> int | None:
+    """Returns the number of threads that OMP_NUM_THREADS asks for; None if it is not set, empty or 0.
+
+    Raises:
+        UserError: it is no number, or more threads than MAX_THREADS.
+    """
+    text = env.get("OMP_NUM_THREADS", "")
+    first = text.split(",")[0]  # a list has a number for each level of nesting
+    try:
+        threads = int(first or "0")
+    except ValueError:
+        threads = -1
+    if not 0 <= threads <= MAX_THREADS:
+        raise UserError(
+            f"environment: OMP_NUM_THREADS is {text!r}, must be a whole number of threads, at most {MAX_THREADS}"
+        )
+    return threads or None

@@ -1,0 +1,512 @@
+"""Yaml and command line: what is read from them, and the one message that refuses them."""
+
+import json
+import os
+import re
+import shlex
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import yaml
+from helpers import ROOT, newest_snapshot, run_program, write_text
+
+from mingpt.config.parser import DEFAULT_CONFIG, build_parser, config_options, option_words, read_config
+from mingpt.config.schema import KEYS, SECTIONS, SHAPE_KEYS, Config, ModelConfig, config_to_dict
+from mingpt.errors import UserError
+from mingpt.monitoring.run_log import write_config
+
+PATHS = ("data.path", "trainer.init_from", "trainer.run_dir", "trainer.snapshot_path")
+TEXT_KEYS = [name for name, field in KEYS.items() if field.annotation in (str, str | None)]
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    return tmp_path / "config.yaml"
+
+
+def error_of(*argv: object) -> str:
+    with pytest.raises(UserError) as error:
+        read_config([str(arg) for arg in argv])
+    return str(error.value)
+
+
+def options(values: dict[str, Any]) -> list[str]:
+    """Text of keys that hold text is as it is; for other keys it has yaml's quotes, so that it is no number."""
+    words = []
+    for name, value in values.items():
+        is_text = isinstance(value, str) and name in TEXT_KEYS
+        words += [f"--{name}", value if is_text else json.dumps(value)]
+    return words
+
+
+def write_yaml(file: Path, values: dict[str, Any]) -> None:
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        section, key = name.split(".")
+        sections.setdefault(section, {})[key] = value
+    file.write_text(yaml.safe_dump(sections, sort_keys=False))
+
+
+# Reading
+
+
+@pytest.mark.parametrize("content", ["# nothing\n", "model:\n  n_layer: 2\ndata:\n"])
+def test_keys_that_are_not_given_have_their_defaults(content: str, config_file: Path) -> None:
+    config_file.write_text(content)
+    expected = Config(model=ModelConfig(n_layer=2)) if "n_layer" in content else Config()
+    assert read_config(["--config", str(config_file)]) == expected
+
+
+def test_without_config_the_shipped_yaml_is_read_and_none_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / DEFAULT_CONFIG.name).write_text("model: {n_layer: 2}")
+    monkeypatch.chdir(tmp_path)
+    assert read_config() == Config()
+
+
+def test_the_command_line_overrides_the_yaml(config_file: Path) -> None:
+    config_file.write_text("trainer: {max_steps: 5, batch_size: 6}\n")
+    config = read_config(["--trainer.max_steps", "7", "--config", str(config_file), "--model.n_head=2"])
+    assert (config.trainer.max_steps, config.trainer.batch_size, config.model.n_head) == (7, 6, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("optimizer.learning_rate", "3e-4", 3e-4),
+        ("optimizer.learning_rate", "1E-3", 1e-3),
+        ("optimizer.learning_rate", "2.5e-3", 2.5e-3),
+        ("optimizer.learning_rate", ".5", 0.5),
+        ("optimizer.learning_rate", "1", 1.0),
+        ("optimizer.weight_decay", "1e+1", 10.0),
+        ("trainer.max_epochs", "3", 3),
+        ("trainer.max_epochs", "null", None),
+        ("trainer.micro_batch_size", "~", None),
+        ("model.bias", "false", False),
+        ("optimizer.betas", "[8e-1, .95]", (0.8, 0.95)),
+        ("trainer.threads", "auto", "auto"),
+        ("trainer.threads", "3", 3),
+        ("trainer.precision", "bf16", "bf16"),
+        ("data.path", "s3://bucket/some text.txt", "s3://bucket/some text.txt"),
+        ("trainer.snapshot_path", "3e4x", "3e4x"),
+        ("trainer.snapshot_path", "null", None),
+        ("trainer.snapshot_path", "2024-01-31", "2024-01-31"),
+        ("trainer.snapshot_path", "010", "010"),
+        ("trainer.snapshot_path", "12:30", "12:30"),
+        ("trainer.snapshot_path", "yes", "yes"),
+        ("trainer.snapshot_path", "1_000", "1_000"),
+    ],
+)
+def test_values_are_read_alike_from_yaml_and_command_line(
+    name: str, text: str, value: object, config_file: Path
+) -> None:
+    section, key = name.split(".")
+    config_file.write_text(f"{section}:\n  {key}: {text}\n")
+    for argv in (["--config", str(config_file)], [f"--{name}", text], [f"--{name}={text}"]):
+        found = getattr(getattr(read_config(argv), section), key)
+        assert found == value
+        assert type(found) is type(value)
+
+
+@pytest.mark.parametrize("glob", ["*.txt", "[ab]*.txt", "{a,b}.txt", "!a", "@a"])
+def test_a_glob_on_the_command_line_needs_no_yaml_quotes(glob: str) -> None:
+    assert read_config(["--data.path", glob]).data.path == glob
+
+
+def test_print_config_prints_yaml_that_reads_the_same(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--trainer.max_epochs", "2", "--trainer.max_steps", "null", "--optimizer.learning_rate", "3e-4"]
+    argv += ["--optimizer.betas", "[0.8, 0.9]", "--data.path", "12"]
+    with pytest.raises(SystemExit) as exit_:
+        read_config([*argv, "--print_config"])
+    assert exit_.value.code == 0
+    config_file.write_text(capsys.readouterr().out)
+    assert read_config(["--config", str(config_file)]) == read_config(argv)
+    printed = yaml.safe_load(config_file.read_text())
+    assert printed == config_to_dict(read_config(argv))
+    assert [f"{section}.{key}" for section, keys in printed.items() for key in keys] == list(KEYS)
+
+
+# Text that yaml would take for something else.
+WORDS = r"""
+1e3 -1e-3 010 1_000 0x1f 1:30 .5 .inf 12 2024-01-31 2024-01-31T12:30:00Z ~ null true yes = << --- - ? : a: #a 'a' "a \n
+[a] [ {a: } {{a}} , &a *a !a ! | > %a @a `a` --config -a a=b $HOME %(prog)s ñ
+"""
+PHRASES = ("- a", "a: b", "a #b", "runs/try #2", "2024-01-31 12:30:00", "a  b", " a", "a ", "\ta", "a\nb", "a\n")
+TEXTS = [*WORDS.split(), *PHRASES, "\U0001f600", "a " * 200]
+
+
+def test_text_of_the_command_line_is_taken_as_it_is_and_reads_back_equal(
+    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In what --print_config prints, in config.yaml, and in the command lines that programs show."""
+    names = [name for name in TEXT_KEYS if name != "distributed.init_method"]  # whose text must be an address
+    for i in range(0, len(TEXTS), len(names)):
+        given = dict(zip(names, TEXTS[i:], strict=False))
+        argv = [word for name, text in given.items() for word in option_words(name, text)]
+        config = read_config(argv)
+        found = config_to_dict(config)
+        expected = {
+            name: re.sub("^-", "./-", os.path.expandvars(os.path.expanduser(text))) if name in PATHS else text
+            for name, text in given.items()
+        }
+        assert {name: found[name.split(".")[0]][name.split(".")[1]] for name in given} == expected
+        with pytest.raises(SystemExit):
+            read_config([*argv, "--print_config"])
+        printed = capsys.readouterr().out
+        write_config(tmp_path, found)
+        assert (tmp_path / "config.yaml").read_text() == printed
+        config_file.write_text(printed)
+        assert read_config(["--config", str(config_file)]) == config
+        assert read_config(config_options(build_parser().parse_args(argv))) == config
+        assert read_config(shlex.split(shlex.join(argv))) == config
+
+
+def test_numbers_read_back_equal(config_file: Path) -> None:
+    for value in (1e-300, 5e-324, 1e-05, 0.1, 1 / 3, 1.0, 9.999999999999999):
+        config = read_config(["--optimizer.learning_rate", repr(value)])
+        write_config(config_file.parent, config_to_dict(config))
+        assert read_config(["--config", str(config_file)]).optimizer.learning_rate == value
+
+
+@pytest.mark.parametrize("file", sorted(ROOT.glob("configs/*.yaml")), ids=lambda file: file.stem)
+def test_a_configuration_in_configs_trains_with_its_shape_cut(file: Path, tmp_path: Path) -> None:
+    cuts = {
+        "data.path": str(write_text(tmp_path / "text.txt")),
+        "data.block_size": 16,
+        "model.n_layer": 2,
+        "model.n_embd": 24,
+        "trainer.batch_size": 12,
+        "trainer.max_steps": 2,
+        "trainer.compile": False,
+        "trainer.run_dir": str(tmp_path / "run"),
+    }
+    done = run_program("main.py", "--config", str(file), *options(cuts))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert newest_snapshot(tmp_path / "run")["step"] == 2
+
+
+def test_there_are_configurations_in_configs_and_each_says_how_to_run_it() -> None:
+    files = list(ROOT.glob("configs/*.yaml"))
+    assert len(files) >= 2
+    for file in files:
+        assert f"main.py --config configs/{file.name}" in file.read_text()
+        assert read_config(["--config", str(file)]).trainer.run_dir == f"runs/{file.stem}"
+
+
+def test_the_shipped_yaml_has_every_key_in_order_with_its_default_and_description() -> None:
+    text = DEFAULT_CONFIG.read_text()
+    assert json.dumps(yaml.safe_load(text)) == json.dumps(config_to_dict(Config()))
+    comments = re.findall(r"^  \w+: .*? # (.*)$", text, re.MULTILINE)
+    assert comments == [field.description for field in KEYS.values()]
+
+
+def test_help_has_a_short_usage_line_and_every_description_and_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        read_config(["--help"])
+    assert exit_.value.code == 0
+    text = capsys.readouterr().out
+    assert text.splitlines()[0].endswith(" [--config FILE] [--SECTION.KEY VALUE ...]")
+    assert text.splitlines()[1] == ""
+    compact = "".join(text.split())  # lines may break anywhere
+    for name, field in KEYS.items():
+        option = "".join(f"--{name} X {field.description} (default: ".split())
+        default = re.search(re.escape(option) + r"(.*?)\)", compact)
+        section, key = name.split(".")
+        assert default, name
+        assert yaml.safe_load(default[1]) == config_to_dict(Config())[section][key]
+
+
+@pytest.mark.parametrize("argv", [["--local_rank=1"], ["--local-rank", "1"]])
+def test_the_local_rank_that_older_launchers_pass_is_ignored(argv: list[str]) -> None:
+    assert read_config([*argv, "--model.n_layer", "2"]) == Config(model=ModelConfig(n_layer=2))
+
+
+def test_all_keys_of_the_model_but_dropout_shape_the_weights() -> None:
+    """A new key that is missing there would resume and start from weights of another shape."""
+    assert {name for name in KEYS if name.startswith("model.")} - set(SHAPE_KEYS) == {"model.dropout"}
+
+
+# Refusing
+
+
+@pytest.mark.parametrize(
+    ("content", "parts"),
+    [
+        (b"model: {n_layer: 2\n", ["not valid yaml", "line 2"]),
+        (b"model:\n\tn_layer: 2\n", ["not valid yaml", "line 2"]),
+        (b"model: \xff\xfe\n", ["not valid yaml", "#x00ff", "position 7"]),
+        (b"- model\n- data\n", ["['model', 'data']", *SECTIONS]),
+        (b"just words\n", ["'just words'", *SECTIONS]),
+        (b"model: [n_layer]\n", ["model (in ", "found ['n_layer'], must hold keys"]),
+        (b"modle:\n  n_layer: 2\n", ["modle (in ", "unknown section", "the nearest is model", *SECTIONS]),
+        (b"trainer:\n  max_step: 2\n", ["trainer.max_step (in ", "unknown key", "the nearest is trainer.max_steps"]),
+        (b"1: 2\n", ["1 (in ", "unknown section"]),
+        (b"model:\n  2: 3\n", ["model.2 (in ", "unknown key"]),
+        (b"model:\n  n_layer: 2\n  n_head: 2\n  n_layer: 3\n", ["duplicate key", "n_layer", "line 4"]),
+        (b"model:\n  n_layer: 2\ndata:\n  block_size: 8\nmodel:\n  n_head: 2\n", ["duplicate", "model", "line 5"]),
+        (b"data:\n  path: {{ path }}\n", ["path"]),  # of a template that has not been filled in
+    ],
+)
+def test_invalid_yaml_is_refused_naming_file_and_place(content: bytes, parts: list[str], config_file: Path) -> None:
+    config_file.write_bytes(content)
+    message = error_of("--config", config_file)
+    for part in (str(config_file), *parts):
+        assert part in message
+
+
+@pytest.mark.parametrize("value", ["true", "false"])
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        (
+            "distributed.survive",
+            "remove it; snapshots are saved about every second (trainer.save_overhead), and "
+            "`torchrun --max_restarts=3` restarts the run",
+        ),
+    ],
+)
+def test_a_key_of_an_earlier_version_is_refused_with_what_replaces_it(
+    name: str, advice: str, value: str, config_file: Path
+) -> None:
+    section, key = name.split(".")
+    config_file.write_text(f"{section}:\n  {key}: {value}\n")
+    assert error_of("--config", config_file) == f"{name} (in {config_file}) is no longer a key: {advice}"
+    for argv in ([f"--{name}", value], [f"--{name}={value}"]):
+        assert error_of(*argv) == f"command line: {name} is no longer a key: {advice}"
+
+
+def test_a_config_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.yaml", tmp_path):
+        assert error_of("--config", path).startswith(f"--config: {path} can't be read: ")
+    assert "--config" in error_of("--config", "")
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        (["--trainer.max_step", "3"], ["--trainer.max_step is not known", "the nearest is trainer.max_steps"]),
+        (["--trainer.max_step=3"], ["--trainer.max_step=3 is not known", "the nearest is trainer.max_steps"]),
+        (["--learning_rate=3"], ["--learning_rate=3 is not known", "the nearest is optimizer.learning_rate"]),
+        (["stray"], ["stray is not known"]),
+        (["--optimizer.lr", "3"], ["--optimizer.lr is not known; here it is optimizer.learning_rate"]),
+        (["--eval_iters=3"], ["--eval_iters=3 is not known; here it is trainer.eval_windows"]),
+        (["--trainer.max_steps"], ["--trainer.max_steps: expected one argument"]),
+    ],
+)
+def test_unknown_and_incomplete_options_are_refused(argv: list[str], parts: list[str]) -> None:
+    message = error_of(*argv)
+    for part in ("command line: ", *parts, "--help lists all"):
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["trainer.max_steps", "30"], "command line: trainer.max_steps is not known; write --trainer.max_steps"),
+        (["--data.path", "README.md", "LICENSE.txt"], "quote it, as in --data.path 'books/*.txt'"),
+        (["--distributed.strategy", "zero3"], "must be 'ddp', 'zero1', 'zero2' or 'fsdp'; ZeRO-3 is fsdp"),
+        (["--trainer.max_steps", "null"], "both null; set one, or training would not end (in the command line)"),
+    ],
+)
+def test_what_shells_and_other_programs_suggest_is_answered_with_what_to_write(
+    argv: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("LICENSE.txt").touch()
+    assert error_of(*argv).endswith(message)
+
+
+def test_all_mistakes_are_in_one_message(config_file: Path) -> None:
+    config_file.write_text(
+        "modle: {}\ndata: {pth: a, block_size: 0}\nmodel: {n_layer: two, bias: 3}\noptimizer: {betas: [2.0, 0.9]}\n"
+    )
+    lines = error_of("--config", config_file, "--trainer.max_steps", "many").splitlines()
+    wrong = [f"{name} (in {config_file}): found " for name in ("data.block_size", "model.n_layer", "model.bias")]
+    wrong += [f"optimizer.betas (in {config_file}): found ", "trainer.max_steps (in the command line): found "]
+    unknown = [f"{name} (in {config_file}): unknown " for name in ("data.pth", "modle")]
+    assert len(lines) == len(unknown + wrong)
+    assert all(line.strip().startswith(start) for line, start in zip(lines, unknown + wrong, strict=True)), lines
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "allowed"),
+    [
+        ("model.n_layer", ["two", 2.5, "2", True, None, [2], {"a": 2}], ["a valid integer"]),
+        ("model.architecture", ["llama", 2, None], ["'gpt2' or 'nanochat'"]),
+        ("model.dropout", ["much", "0.1", True, None], ["a valid number"]),
+        ("model.bias", [1, "maybe", "true", None], ["true or false"]),
+        ("data.truncate", ["half", True], ["null or a valid number"]),
+        ("trainer.max_steps", [True, 1.5, "auto"], ["null or a valid integer"]),
+        ("trainer.threads", ["many", 1.5, True, None], ["a valid integer", "'auto'"]),
+        ("trainer.precision", ["fp8", 16, None], ["'auto', 'fp32', 'bf16' or 'fp16'"]),
+        ("distributed.backend", ["mpi"], ["'auto', 'nccl' or 'gloo'"]),
+        ("distributed.strategy", ["zero3"], ["'ddp', 'zero1', 'zero2' or 'fsdp'"]),
+        ("distributed.strategy", ["dp"], ["'ddp'", "DataParallel", "torchrun"]),
+        ("optimizer.betas", [0.9, [0.9], [0.8, 0.9, 0.99], ["a", "b"], [0.9, None], None], ["a list of two numbers"]),
+    ],
+)
+def test_values_of_the_wrong_type_are_refused(
+    name: str, values: list[Any], allowed: list[str], config_file: Path
+) -> None:
+    for value in values:
+        write_yaml(config_file, {name: value})
+        for origin, argv in ((config_file, ["--config", config_file]), ("the command line", options({name: value}))):
+            message = error_of(*argv)
+            assert message.startswith(f"{name} (in {origin}): found {value!r}, must be ")
+            assert all(part in message for part in allowed), message
+            assert len(message.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "texts", "allowed"),
+    [
+        ("trainer.seed", ["010", "12:30", "1_000", "0x1f", "0o17", "2024-01-31"], "a valid integer"),
+        ("optimizer.learning_rate", ["1:30.5", "1_0.5", "01.5", ".nan"], "a valid number"),
+        ("trainer.compile", ["yes", "off", "y"], "true or false"),
+    ],
+)
+def test_what_yaml_reads_as_another_number_or_as_a_boolean_is_refused(
+    name: str, texts: list[str], allowed: str, config_file: Path
+) -> None:
+    section, key = name.split(".")
+    for text in texts:
+        config_file.write_text(f"{section}: {{{key}: {text}}}\n")
+        for origin, argv in ((config_file, ["--config", config_file]), ("the command line", [f"--{name}", text])):
+            assert error_of(*argv) == f"{name} (in {origin}): found {text!r}, must be {allowed}"
+
+
+def test_other_values_for_text_are_refused_in_yaml(config_file: Path) -> None:
+    """On the command line everything is text."""
+    for name, value, allowed in (
+        ("data.path", 12, "a valid string"),
+        ("data.path", True, "a valid string"),
+        ("data.path", None, "a valid string"),
+        ("data.path", ["a.txt", "b.txt"], "a valid string"),
+        ("distributed.init_method", 5, "null or a valid string"),
+    ):
+        write_yaml(config_file, {name: value})
+        message = error_of("--config", config_file)
+        assert message == f"{name} (in {config_file}): found {value!r}, must be {allowed}"
+
+
+TOO_SMALL = [  # keys, a value, and the range that the message names
+    ("data.train_split data.truncate optimizer.learning_rate optimizer.grad_norm_clip", 0.0, "greater than 0"),
+    ("trainer.save_overhead distributed.bucket_cap_mb", 0.0, "greater than 0"),
+    ("distributed.timeout_seconds", 0.0, "greater than or equal to 1"),
+    ("distributed.timeout_seconds", 1e10, "less than or equal to 1000000000"),
+    ("model.dropout optimizer.min_learning_rate optimizer.weight_decay", -0.1, "greater than or equal to 0"),
+    ("optimizer.warmup_steps trainer.seed", -1, "greater than or equal to 0"),
+    ("optimizer.betas", [0.9, -0.1], "greater than or equal to 0"),
+    ("data.block_size model.n_layer model.n_head model.n_embd optimizer.decay_steps", 0, "greater than 0"),
+    ("trainer.max_epochs trainer.batch_size distributed.pipeline_stages", 0, "greater than 0"),
+    ("trainer.micro_batch_size trainer.profile_steps trainer.keep_snapshots", 0, "greater than 0"),
+    ("trainer.log_every trainer.eval_every trainer.eval_windows trainer.sample_every", 0, "greater than 0"),
+    ("trainer.save_every trainer.patience", 0, "greater than 0"),
+    ("trainer.max_steps", 0, "greater than or equal to 1"),
+    ("model.conv_kernel_size", 1, "greater than or equal to 2"),
+    ("trainer.threads", 0, "greater than or equal to 1 or 'auto'"),
+]
+TOO_LARGE = [
+    ("trainer.max_steps", 10**8, "less than or equal to 99999999"),
+    ("trainer.threads", 1025, "less than or equal to 1024"),
+    ("data.train_split model.dropout", 1.0, "less than 1"),
+    ("data.truncate", 1.5, "less than or equal to 1"),
+    ("optimizer.betas", [1, 0.9], "less than 1"),
+    ("trainer.seed", 2**63, f"less than {2**63}"),
+]
+
+
+@pytest.mark.parametrize("table", [TOO_SMALL, TOO_LARGE], ids=["too small", "too large"])
+def test_values_out_of_range_are_refused_in_one_message(table: list[tuple[str, Any, str]], config_file: Path) -> None:
+    cases = {name: (value, allowed) for names, value, allowed in table for name in names.split()}
+    numbers = {name for name, field in KEYS.items() if re.search(r"\b(int|float|Fraction)\b", str(field.annotation))}
+    assert table is TOO_LARGE or set(cases) == numbers
+    write_yaml(config_file, {name: value for name, (value, _) in cases.items()})
+    expected = set()
+    for name, (value, allowed) in cases.items():
+        null = "null or " if type(None) in get_args(KEYS[name].annotation) else ""
+        auto = " or 'auto'" if name == "trainer.threads" and table is TOO_LARGE else ""
+        expected.add(f"{name} (in {config_file}): found {value!r}, must be {null}{allowed}{auto}")
+    lines = error_of("--config", config_file).splitlines()
+    assert {line.strip() for line in lines} == expected
+    assert len(lines) == len(expected)
+
+
+def test_numbers_that_are_not_finite_are_refused_in_one_message() -> None:
+    names = [name for name, field in KEYS.items() if "float" in str(field.annotation)]
+    argv = [f"--{name}=[1e999, 0.9]" if name == "optimizer.betas" else f"--{name}=1e999" for name in names]
+    lines = error_of(*argv).splitlines()
+    assert [line.split()[0] for line in lines] == names
+    for line in lines:
+        assert re.search(r"found \[?inf.*, must be (null or )?a finite number$", line)
+
+
+TREE = {"distributed.reduction": "tree", "trainer.micro_batch_size": 2, "trainer.threads": 1}
+OFFLOAD = {"distributed.strategy": "fsdp", "distributed.cpu_offload": True, "optimizer.name": "adamw"}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"model.n_embd": 30}, "model.n_embd is 30, must be divisible by model.n_head, 4"),
+        ({"model.n_embd": 12}, "model.n_embd / model.n_head is 12 / 4, must be even with model.architecture nanochat"),
+        (
+            {"optimizer.min_learning_rate": 5.0},
+            "optimizer.min_learning_rate is 5.0, must be at least 0 and at most optimizer.learning_rate, 0.005",
+        ),
+        ({"trainer.max_steps": None}, "trainer.max_epochs and trainer.max_steps are both null"),
+        (
+            {"distributed.init_method": "http://a"},
+            "distributed.init_method is 'http://a', must be null, env://, tcp://",
+        ),
+        ({"distributed.cpu_offload": True}, "distributed.cpu_offload is true, which needs distributed.strategy fsdp"),
+        (OFFLOAD | {"optimizer.name": "muon"}, "optimizer.name is muon, must be adamw with distributed.cpu_offload"),
+        (TREE | {"trainer.micro_batch_size": None}, "trainer.micro_batch_size is null, must be a number with "),
+        (TREE | {"trainer.threads": 2}, "trainer.threads is 2, must be auto or 1 with distributed.reduction tree"),
+        (TREE | {"trainer.precision": "fp16"}, "trainer.precision is fp16, must be auto, fp32 or bf16 with "),
+        *(
+            (TREE | {"distributed.strategy": name}, f"distributed.strategy is {name}, must be ddp with ")
+            for name in ("zero1", "zero2", "fsdp")
+        ),
+    ],
+)
+def test_values_that_do_not_go_together_are_refused(values: dict[str, Any], message: str) -> None:
+    for accepted in (TREE, OFFLOAD):
+        read_config(options(accepted))
+    read_config(options({"model.n_embd": 12, "model.architecture": "gpt2"}))
+    error = error_of(*options(values))
+    assert error.startswith(message)
+    assert ("distributed.reduction tree" in error) == ("distributed.reduction" in values)
+    assert len(error.splitlines()) == 1
+
+
+def test_conflicts_within_several_sections_are_in_one_message() -> None:
+    message = error_of(*options({"model.n_embd": 30, "optimizer.min_learning_rate": 1.0, "trainer.max_steps": None}))
+    names = ["model.n_embd", "optimizer.min_learning_rate", "trainer.max_epochs"]
+    assert [line.split()[0] for line in message.splitlines()] == names
+
+
+def test_paths_are_expanded_and_urls_are_refused_where_a_folder_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    monkeypatch.setenv("B", "bucket")
+    written = ("~/a b", "$HOME/a", "x/${B}/a$", "-a")
+    read = ("/home/ada/a b", "/home/ada/a", "x/bucket/a$", "./-a")
+    for text, path in zip(written, read, strict=True):
+        found = config_to_dict(read_config([f"--{name}={text}" for name in PATHS]))
+        assert [found[section][key] for section, key in (name.split(".") for name in PATHS)] == [path] * 4
+    monkeypatch.delenv("B")
+    for name, line in zip(PATHS, error_of(*(f"--{name}=s3://$B/a" for name in PATHS)).splitlines(), strict=True):
+        null = "null or " if name in ("trainer.init_from", "trainer.snapshot_path") else ""
+        assert line.strip() == (
+            f"{name} (in the command line): found 's3://$B/a', must be {null}a path whose variables are set in the "
+            "environment"
+        )
+    for run_dir in ("s3://bucket/run", "file:runs", "runs/a::b"):
+        with pytest.raises(UserError, match=rf"^trainer\.run_dir is {run_dir}, must be a folder of this machine"):
+            read_config([f"--trainer.run_dir={run_dir}"])
+    with pytest.raises(
+        UserError, match=r"^trainer\.snapshot_path is simplecache::/a, must be a folder or a URL without"
+    ):
+        read_config(["--trainer.snapshot_path=simplecache::/a"])

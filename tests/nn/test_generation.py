@@ -1,0 +1,116 @@
+"""Generated text: independent of the cache and of other prompts, and distributed as the model's probabilities."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from helpers import T, V, random_gpt, random_tokens, small_gpt
+from torch import Tensor
+
+from mingpt.nn.generation import NO_TOKEN, generate
+from model import GPT
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def generate_all(model: GPT, idx: Tensor, number: int, **options: Any) -> Tensor:
+    """(B, T) prompts -> (B, number) new characters."""
+    return torch.stack(list(generate(model, list(idx), number, **options)), 1)
+
+
+def generate_without_cache(model: GPT, idx: Tensor, number: int, generator: torch.Generator | None = None) -> Tensor:
+    """Greedy or seeded text, with a pass over the whole window for each new character: (B, T) -> (B, number)."""
+    prompt = idx.size(1)
+    for _ in range(number):
+        logits = model(idx[:, -T:])[0][:, -1].float()
+        if generator is None:
+            new = logits.argmax(-1, keepdim=True)
+        else:
+            new = torch.multinomial(logits.softmax(-1), 1, generator=generator)
+        idx = torch.cat((idx, new), 1)
+    return idx[:, prompt:]
+
+
+all_architectures = pytest.mark.parametrize(
+    "architecture", [{"architecture": "gpt2"}, {"architecture": "nanochat"}, {"conv_kernel_size": 3}]
+)
+
+
+@pytest.mark.parametrize("prompt", [1, 3, T - 1, T, T + 5])
+@pytest.mark.parametrize("batch", [1, 3])
+@all_architectures
+def test_greedy_text_is_the_same_with_and_without_a_cache_and_has_no_dropout(
+    architecture: dict[str, Any], batch: int, prompt: int
+) -> None:
+    model, idx = random_gpt(**architecture, dropout=0.5).train(), random_tokens(batch, prompt)
+    expected = generate_without_cache(random_gpt(**architecture), idx, 3 * T)
+    assert len(expected.unique()) >= 2  # constant text would be equal by chance
+    for options in ({"temperature": 0}, {"top_k": 1}, {"top_p": 1e-9}):
+        assert torch.equal(generate_all(model, idx, 3 * T, **options), expected)
+    assert list(generate(model, list(idx), 0)) == []
+
+
+@pytest.mark.parametrize("prompt", [1, T + 5])
+@all_architectures
+def test_seeded_text_is_the_same_with_and_without_a_cache_and_in_inference_mode(
+    architecture: dict[str, Any], prompt: int
+) -> None:
+    model, idx = random_gpt(**architecture), random_tokens(3, prompt)
+    expected = generate_without_cache(model, idx, 3 * T, torch.Generator().manual_seed(5))
+    assert torch.equal(generate_all(model, idx, 3 * T, generator=torch.Generator().manual_seed(5)), expected)
+    with torch.inference_mode():  # as sample.py
+        assert torch.equal(generate_all(model, idx, 3 * T, generator=torch.Generator().manual_seed(5)), expected)
+
+
+@pytest.mark.parametrize("lengths", [(1, 3, T + 5), (T, T + 1, 2), (4, 4)])
+def test_each_of_several_prompts_is_continued_as_it_would_be_alone(lengths: tuple[int, ...]) -> None:
+    model, number = random_gpt(conv_kernel_size=3), 2 * T
+    prompts = [random_tokens(length, seed=length + i) for i, length in enumerate(lengths)]
+    for prompt, row in zip(prompts, torch.stack(list(generate(model, prompts, number, 0)), 1), strict=True):
+        assert torch.equal(row[row != NO_TOKEN], generate_without_cache(model, prompt[None], number)[0])
+
+
+def test_the_cache_saves_work_until_the_window_is_full() -> None:
+    model, lengths = small_gpt(), []
+    model.transformer.drop.register_forward_hook(lambda module, args, output: lengths.append(output.size(1)))
+    generate_all(model, random_tokens(1, 3), T)
+    assert lengths == [3, 1, 1, 1, 1, 1, T, T]
+
+
+def test_a_seeded_generator_repeats_its_text() -> None:
+    model, idx = small_gpt(), random_tokens(2, 3)
+    first, again, other = (
+        generate_all(model, idx, 40, generator=torch.Generator().manual_seed(seed)) for seed in (5, 5, 6)
+    )
+    assert first.shape == (2, 40)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"),
+    [(0.5, None, None), (2.0, 3, None), (1.0, 10 * V, None), (1.0, None, 0.7), (1.5, 6, 0.5)],
+)
+def test_frequencies_are_the_probabilities(temperature: float, top_k: int | None, top_p: float | None) -> None:
+    model, number = small_gpt(), 20_000
+    with torch.no_grad():
+        model.transformer.wte.weight.mul_(5)  # makes some characters more likely than others
+    idx = random_tokens(1, 2).expand(number, -1)
+    logits = model(idx[:1])[0][0, -1] / temperature
+    if top_k is not None:
+        logits[logits.argsort(descending=True)[top_k:]] = -math.inf
+    probs = logits.softmax(-1)
+    if top_p is not None:
+        selected, total = [], 0.0
+        for token in probs.argsort(descending=True).tolist():
+            if total < top_p:
+                selected.append(token)
+                total += probs[token].item()
+        assert 1 < len(selected) < (top_k or V)
+        probs = torch.zeros(V).index_put((torch.tensor(selected),), probs[selected] / total)
+    assert probs.max() < 0.9
+    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    tokens = generate_all(model, idx, 1, generator=torch.Generator().manual_seed(0), **options)[:, 0]
+    found = tokens.bincount(minlength=V) / number
+    assert ((found - probs).abs() <= 5 * (probs * (1 - probs) / number).sqrt()).all()

@@ -1,0 +1,89 @@
+"""The CPU kernels: dropout, attention as batched matrix products, RMSNorm and ReLU squared."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mingpt.nn.layers import Dropout, LayerNorm, ReLUSquared, bmm_attention, rms_norm, use_bmm_attention
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_dropout_zeroes_independent_elements_and_keeps_the_mean(dtype: torch.dtype, p: float) -> None:
+    torch.manual_seed(0)
+    x = torch.full((403, 1001), 3.0, dtype=dtype)  # an odd number of elements
+    y = Dropout(p)(x)
+    assert set(y.unique().tolist()) == {0.0, (x[0, 0] * torch.tensor(1 / (1 - p), dtype=dtype)).item()}
+    zeroed = (y == 0).double()
+    for part in (zeroed, zeroed[:, ::2], zeroed[:, 1::4], zeroed[-100:, -400:]):
+        assert part.mean() == pytest.approx(p, abs=0.01)
+    both = (zeroed[:, :-1] * zeroed[:, 1:]).mean()
+    assert both == pytest.approx(p * p, abs=0.004)  # the four numbers of one draw are independent
+
+
+def test_bmm_attention_equals_pytorchs_attention_and_its_gradients() -> None:
+    q, k, v = torch.randn(3, 2, 3, 70, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).unbind()
+    inputs = [part.requires_grad_() for part in (q, k, v)]
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    found = bmm_attention(q, k, v, Dropout(0.0))
+    weight = torch.rand_like(expected)
+    for one, other in zip(
+        (found, *torch.autograd.grad((found * weight).sum(), inputs)),
+        (expected, *torch.autograd.grad((expected * weight).sum(), inputs)),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("T", "dtype", "device", "dropout", "threads", "expected"),
+    [
+        (512, torch.bfloat16, "cpu", 0.0, 1, True),
+        (513, torch.bfloat16, "cpu", 0.0, 1, False),
+        (2048, torch.float32, "cpu", 0.1, 1, True),
+        (128, torch.float32, "cpu", 0.0, 2, True),
+        (128, torch.float32, "cpu", 0.0, 1, False),
+        (129, torch.float32, "cpu", 0.0, 2, False),
+        (64, torch.bfloat16, "meta", 0.1, 2, False),
+    ],
+)
+def test_attention_is_chosen_by_device_dtype_window_dropout_and_threads(
+    T: int,
+    dtype: torch.dtype,
+    device: str,
+    dropout: float,
+    threads: int,
+    expected: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert use_bmm_attention(torch.empty(1, 1, T, 8, dtype=dtype, device=device), dropout) == expected
+
+
+def test_layer_norm_returns_the_dtype_of_its_input() -> None:
+    x = torch.randn(2, 5, 8)
+    norm = LayerNorm(8).bfloat16()
+    assert norm(x).dtype == torch.float32
+    torch.testing.assert_close(norm(x), F.layer_norm(x, (8,)))
+
+
+@pytest.mark.parametrize(
+    ("function", "reference"),
+    [(rms_norm, lambda x: F.rms_norm(x, x.shape[-1:], eps=1e-6)), (ReLUSquared(), lambda x: F.relu(x).square())],
+)
+def test_values_and_gradients_are_those_of_pytorch(
+    function: Callable[[Tensor], Tensor], reference: Callable[[Tensor], Tensor]
+) -> None:
+    for dtype, tolerance in ((torch.float64, 1e-14), (torch.float32, 1e-5), (torch.bfloat16, 0.02)):
+        x = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+        found, expected = function(x), reference(x)
+        assert found.dtype == dtype
+        assert torch.allclose(found, expected, rtol=0, atol=tolerance)
+        gradient = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(2)).to(dtype)
+        found, expected = (torch.autograd.grad(y, x, gradient)[0] for y in (found, expected))
+        assert torch.allclose(found, expected, rtol=0, atol=tolerance)

@@ -1,0 +1,241 @@
+"""Evaluation and samples during training have the same bits on any number of ranks, and do not change training."""
+
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import (
+    NO_DROPOUT,
+    assert_equal_snapshots,
+    loss_curve,
+    newest_snapshot,
+    open_trainer,
+    read_rows,
+    run_args,
+    run_captured,
+    run_each_captured,
+    run_program,
+    run_ranks,
+    train_losses,
+    write_text,
+)
+
+from mingpt.config.parser import read_config
+from mingpt.config.schema import Config, GPTConfig, TrainerConfig
+from mingpt.monitoring.logging import configure_logging
+from mingpt.monitoring.run_log import RunLog
+from mingpt.nn.generation import generate
+from mingpt.run.evaluation import SAMPLE_LENGTH, Evaluation, choose_sample_prompt, evaluate, generate_sample
+from mingpt.system.signals import SignalHandler
+from model import GPT
+
+PROMPT = "does bob eat figs"  # longer than the window of the small runs
+
+
+def samples(run_dir: Path) -> list[tuple[int, str]]:
+    return [(row["step"], row["text"]) for row in read_rows(run_dir, "sample")]
+
+
+def default_prompt(text: Path) -> str:
+    """The prompt of a run with default keys: the start of the last tenth."""
+    content = text.read_text()
+    start = int(0.9 * len(content))
+    return content[start : start + 20]
+
+
+def encode(text: str) -> tuple[np.ndarray, str]:
+    """Tokens and vocabulary."""
+    vocabulary = "".join(sorted(set(text)))
+    return np.array([vocabulary.index(character) for character in text], dtype=np.uint8), vocabulary
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run folders of training with samples and without."""
+    folder = tmp_path_factory.mktemp("evaluation")
+    text = write_text(folder / "text.txt")
+    argvs = [run_args(folder / str(every), text, trainer__sample_every=every) for every in (None, 5)]
+    assert [status for status, _, _ in run_ranks(1, run_each_captured, argvs, tmp_path=folder)[0]] == [0, 0]
+    return folder
+
+
+def test_samples_change_no_bit_of_training_and_evaluation(folder: Path) -> None:
+    """With dropout, whose random numbers a sample does not use."""
+    assert_equal_snapshots(folder / "None", folder / "5")
+    assert loss_curve(folder / "None") == loss_curve(folder / "5")
+    without, with_samples = (
+        [(row["step"], row["val_loss"]) for row in read_rows(folder / name, "eval")] for name in ("None", "5")
+    )
+    assert without == with_samples
+    assert samples(folder / "None") == []
+    assert [step for step, _ in samples(folder / "5")] == [5, 10, 12]
+
+
+def test_the_snapshot_generates_the_same_sample(folder: Path) -> None:
+    snapshot = newest_snapshot(folder / "5")
+    vocabulary = snapshot["vocabulary"]
+    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=16, vocab_size=len(vocabulary), block_size=16))
+    model.load_state_dict(snapshot["model"])
+    generator, prompt = torch.Generator().manual_seed(1), default_prompt(folder / "text.txt")
+    tokens = [torch.tensor([vocabulary.index(character) for character in prompt])]
+    steps = generate(model, tokens, SAMPLE_LENGTH, temperature=0.8, generator=generator)
+    assert samples(folder / "5")[-1] == (12, prompt + "".join(vocabulary[int(token)] for token in steps))
+
+
+@pytest.mark.parametrize("text", ["t of it.\n\nThe first words of a paragraph.\n", "\u6f22\u5b57\n" * 40, "\n \n"])
+def test_the_default_prompt_is_the_first_20_characters_of_the_validation_text(text: str) -> None:
+    assert choose_sample_prompt(None, *encode(text)) == text[:20]
+
+
+@pytest.mark.parametrize("prompt", ["ROMEO:", "The ", "12", "a\n", "- # 'x'", "yes"])
+def test_a_prompt_on_the_command_line_is_taken_verbatim(prompt: str) -> None:
+    config = read_config(["--trainer.sample_prompt", prompt])
+    assert config.trainer.sample_prompt == prompt
+    assert read_config(["--trainer.sample_prompt", "null"]).trainer.sample_prompt is None
+
+
+def test_samples_begin_with_the_prompt_on_two_ranks_and_after_a_restart(folder: Path) -> None:
+    options = {"trainer__sample_every": 3, "trainer__sample_prompt": PROMPT, "optimizer__decay_steps": 12}
+    argvs = [
+        run_args(folder / name, folder / "text.txt", **options, trainer__max_steps=last_step)
+        for name, last_step in (("once", 12), ("twice", 6), ("twice", 12))
+    ]
+    for results in run_ranks(2, run_each_captured, argvs, tmp_path=folder):
+        assert [status for status, _, _ in results] == [0, 0, 0]
+    once = samples(folder / "once")
+    assert [(step, len(text)) for step, text in once] == [(n, len(PROMPT) + SAMPLE_LENGTH) for n in (3, 6, 9, 12)]
+    assert all(text.startswith(PROMPT) for _, text in once)
+    assert samples(folder / "twice") == once
+
+
+def test_a_prompt_that_the_text_cannot_continue_is_refused_before_training(text: Path, tmp_path: Path) -> None:
+    vocabulary = "".join(sorted(set(text.read_text())))
+    message = f"'?Y' (2 distinct) not in the training text's vocabulary, {vocabulary!r} ({len(vocabulary)} distinct)"
+    cases = {
+        "": "trainer.sample_prompt is empty, must be null or hold at least one character (in the command line)",
+        "anna? Yes": f"trainer.sample_prompt: {message}",
+    }
+    argvs = [run_args(tmp_path / "run", text, trainer__sample_prompt=prompt) for prompt in cases]
+    first, second = run_ranks(2, run_each_captured, argvs, tmp_path=tmp_path)
+    for (status, _, stderr), message in zip(first, cases.values(), strict=True):
+        assert (status, stderr) == (2, f"error: {message}\n")
+    assert [status for status, _, _ in second] == [2, 2]
+    assert not list((tmp_path / "run").rglob("[!.]*.*l*"))  # no config.yaml, no metrics.jsonl
+    assert not list((tmp_path / "run").rglob("step_*"))
+
+
+def test_evaluation_and_samples_are_equal_on_any_number_of_ranks(folder: Path) -> None:
+    """The evaluation of equal weights to the last bit, a sample after steps that differ by rounding errors."""
+    [expected] = run_ranks(1, _evaluate, folder, ["ddp"], tmp_path=folder)[0]
+    for ranks, strategies in ((2, ["zero1", "fsdp"]), (3, ["ddp", "zero2"])):
+        for results in run_ranks(ranks, _evaluate, folder, strategies, tmp_path=folder):
+            assert results == [expected] * len(strategies), (ranks, strategies)
+
+
+def _evaluate(folder: Path, strategies: list[str]) -> list[tuple[float, str]]:
+    results = []
+    for name in strategies:
+        run_dir = folder / f"{name}-{os.environ.get('WORLD_SIZE')}"
+        argv = run_args(run_dir, folder / "text.txt", distributed__strategy=name, **NO_DROPOUT)
+        with open_trainer(*argv, rendezvous=name) as trainer:
+            loss = evaluate(trainer.strategy, trainer.val_data, batch_size=3)
+            train_losses(trainer, 3)
+            results.append((loss, generate_sample(trainer.strategy, trainer.corpus.vocabulary, PROMPT, seed=1)))
+    return results
+
+
+def test_cudnn_attention_is_off_for_samples_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEST_INIT_METHOD", "file:///unused")
+    states = set()
+    with open_trainer(*run_args(folder / "cudnn", folder / "text.txt")) as trainer:
+        hook = lambda *args: states.add((model.training, torch.backends.cuda.cudnn_sdp_enabled()))  # noqa: E731
+        model = trainer.strategy.full_model
+        model.register_forward_hook(hook)
+        generate_sample(trainer.strategy, trainer.corpus.vocabulary, PROMPT, seed=1)
+        train_losses(trainer, 1)
+    assert states == {(False, False), (True, True)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [{"trainer__compile": True}, {"trainer__precision": "bf16", "distributed__strategy": "fsdp"}]
+)
+def test_samples_of_compiled_and_of_sharded_bf16_blocks(options: dict, text: Path, tmp_path: Path) -> None:
+    """Nothing is compiled for a sample, in which each character has a shape of its own."""
+    size = {"trainer__sample_every": 6, "trainer__micro_batch_size": 1, "trainer__batch_size": 2}
+    done = run_program("main.py", *run_args(tmp_path / "run", text, **size, **options), TORCH_LOGS="recompiles")
+    assert done.returncode == 0, done.stderr
+    assert "cache" not in done.stderr  # which a failed guard on the cache's length would name
+    length = len(default_prompt(text)) + SAMPLE_LENGTH
+    assert [len(sample) for _, sample in samples(tmp_path / "run")] == [length, length]
+
+
+def test_control_characters_of_a_sample_are_recorded_but_not_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure_logging()
+    log = RunLog()
+    log.open(Config(trainer=TrainerConfig(run_dir=str(tmp_path))), step=0, last_step=9)
+    log.write("sample", 3, text="\nab\x1b[2Jc\rd\n\te\n")
+    log.close()
+    assert capsys.readouterr().out[21:] == "step 3 writes:\n    ab\ufffd[2Jc\ufffdd\n    \te\n"
+    [row] = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert (row["event"], row["step"], row["text"]) == ("sample", 3, "\nab\x1b[2Jc\rd\n\te\n")
+
+
+def test_a_signal_breaks_off_an_evaluation_and_the_next_start_makes_up_for_it(text: Path, tmp_path: Path) -> None:
+    """In the middle of training on two ranks, and after the last step on one."""
+    run_dir = tmp_path / "run"
+    options = NO_DROPOUT | {"trainer__max_steps": 8, "trainer__save_every": 100}
+    whole, argv = (run_args(tmp_path / name, text, **options) for name in ("whole", "run"))
+    assert run_ranks(1, run_captured, *whole, tmp_path=tmp_path)[0][0] == 0
+    # The second run makes up for the evaluation of step 4, and is stopped in that of step 8.
+    for step, ranks, evaluation in ((4, 2, 1), (8, 1, 2)):
+        assert set(run_ranks(ranks, _stop_in_evaluation, evaluation, *argv, tmp_path=tmp_path)) == {143}
+        assert read_rows(run_dir, "stop")[-1]["signal"] == "SIGTERM"
+        assert newest_snapshot(run_dir)["step"] == step
+        assert newest_snapshot(run_dir)["val_loss"] is None
+        assert [row["step"] for row in read_rows(run_dir, "eval")] == list(range(4, step, 4))
+    [(status, out, _)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
+    assert status == 0
+    found, expected = ([row["val_loss"] for row in read_rows(tmp_path / name, "eval")] for name in ("run", "whole"))
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert newest_snapshot(run_dir)["val_loss"] == found[-1]
+    assert "done in 0:0" in out
+    assert f"validation loss {expected[-1]:.4f}, snapshot" in out
+    [(status, out, _)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
+    assert "already trained" in out
+
+
+def _stop_in_evaluation(number: int, *argv: str) -> int:
+    """For `run_ranks`: rank 0 gets a SIGTERM as the evaluation with this number begins; returns the status."""
+    advance, record, started, recorded = Evaluation.advance, SignalHandler._record, [], threading.Event()
+
+    def advance_or_stop(evaluation: Evaluation) -> None:
+        if evaluation.batches_done == 0:
+            started.append(evaluation)
+            if len(started) == number and os.environ.get("RANK", "0") == "0":
+                os.kill(os.getpid(), signal.SIGTERM)
+                assert recorded.wait(60)  # by a thread, which may take longer than this evaluation
+        advance(evaluation)
+
+    def record_and_tell(handler: SignalHandler, number: int) -> None:
+        record(handler, number)
+        recorded.set()
+
+    Evaluation.advance, SignalHandler._record = advance_or_stop, record_and_tell  # type: ignore[method-assign]
+    return run_captured(*argv)[0]
+
+
+def test_the_start_says_which_part_of_the_validation_text_is_measured(tmp_path: Path, text: Path) -> None:
+    argvs = [run_args(tmp_path / str(n), text, trainer__max_steps=1, trainer__eval_windows=n) for n in (5, 19, None)]
+    [(_, part, _), (_, whole, _), (_, none, _)] = run_ranks(1, run_each_captured, argvs, tmp_path=tmp_path)[0]
+    assert "5 of the 19 windows of the validation text, evenly spread" in part
+    assert "of the validation text" not in whole + none
+    losses = [read_rows(tmp_path / str(n), "eval")[0]["val_loss"] for n in (5, 19, None)]
+    assert losses[0] != losses[1] == losses[2]

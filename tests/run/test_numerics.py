@@ -1,0 +1,75 @@
+"""Choices that are saved in the snapshot and kept on resume."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mingpt.config.schema import Config, DistributedConfig, TrainerConfig
+from mingpt.run.numerics import Numerics, agree_on_numerics
+from mingpt.system.device import device_kind
+
+KEPT = "auto: kept from the snapshot, not 2 (OMP_NUM_THREADS); set trainer.threads to change it"
+
+
+def choose(
+    config: Config, device: torch.device, world_size: int, choices: dict[str, Any] | None, others: Any = ()
+) -> Numerics:
+    """What one rank of `world_size` chooses, two of them on its machine; others choose these threads, with reasons."""
+    context: Any = SimpleNamespace(
+        device=device,
+        world_size=world_size,
+        local_world_size=2,
+        check_equal=lambda values, advice: None,
+        reduce_object=lambda value, combine: combine([value, *others]),
+    )
+    return agree_on_numerics(config, context, None if choices is None else {"choices": choices})
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(
+    ("world_size", "reduction", "expected", "reason"),
+    [
+        (4, "fast", 3, KEPT),
+        (2, "fast", 2, "auto: OMP_NUM_THREADS"),  # another number of ranks gives other bits anyway
+        (4, "tree", 1, "reduction: tree"),
+    ],
+)
+def test_choices_are_applied_and_threads_kept_at_the_same_number_of_ranks(
+    world_size: int, reduction: Any, expected: int, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    previous = {"precision": "fp32", "threads": 3, "world_size": 4, "hardware": "another CPU"}
+    device = torch.device("cpu")
+    config = Config(trainer=TrainerConfig(micro_batch_size=1), distributed=DistributedConfig(reduction=reduction))
+    numerics = choose(config, device, world_size, previous)
+    assert (torch.get_num_threads(), numerics.precision) == (expected, "fp32")
+    new_facts = {"threads": expected, "world_size": world_size}
+    here = {"hardware": device_kind(device), "pytorch": torch.__version__}
+    assert numerics.choices == previous | new_facts | here
+    assert numerics.reasons["threads"] == f"{expected} per rank ({reason})"
+    assert numerics.reasons["precision"] == "fp32 (auto: kept from the snapshot)"
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_all_ranks_have_the_threads_of_the_rank_with_fewest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    others = [(4, "auto: 4 cores / 1 ranks"), (2, "auto: 2 idle of 4 cores / 1 ranks")]
+    numerics = choose(Config(), torch.device("cpu"), 3, None, others)
+    assert (torch.get_num_threads(), numerics.choices["threads"]) == (2, 2)
+    assert numerics.reasons["threads"] == "2 per rank (auto: 2 idle of 4 cores / 1 ranks)"
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_on_cuda_the_summary_says_what_an_exact_resume_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mingpt.run.numerics.set_deterministic", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    advice = "equals an uninterrupted run to rounding error; with trainer.deterministic: true, to the last bit"
+    for device, deterministic, expected in (
+        (torch.device("cuda", 0), False, advice),
+        (torch.device("cuda", 0), True, None),
+        (torch.device("cpu"), False, None),
+    ):
+        cfg = TrainerConfig(precision="fp32", threads=1, deterministic=deterministic)
+        assert choose(Config(trainer=cfg), device, 1, None).reasons.get("resume") == expected

@@ -1,0 +1,65 @@
+"""Limits of memory and CPU time from trees of files such as the kernel's."""
+
+from pathlib import Path
+
+import pytest
+
+from mingpt.system.cgroup import cpu_limit, memory_limit
+
+GIB = 2**30
+
+
+def write_tree(root: Path, files: dict[str, str]) -> Path:
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(content)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("groups", "limits", "memory", "cores"),
+    [
+        # A SLURM step: the job's limit is above the step's.
+        (
+            "0::/slurm/job_7/step_0/task_0\n",
+            {"slurm/job_7/memory.max": f"{4 * GIB}\n", "slurm/job_7/step_0/memory.max": "max\n"},
+            4 * GIB,
+            None,
+        ),
+        # A service of systemd: the lowest counts, wherever it is.
+        (
+            "0::/user.slice/run-1.scope\n",
+            {
+                "user.slice/memory.max": f"{8 * GIB}\n",
+                "user.slice/run-1.scope/memory.max": f"{2 * GIB}\n",
+                "user.slice/cpu.max": "150000 100000\n",
+                "user.slice/run-1.scope/cpu.max": "max 100000\n",
+            },
+            2 * GIB,
+            1.5,
+        ),
+        # A container with a namespace of its own: its cgroup is the root that it sees.
+        ("0::/\n", {"memory.max": f"{GIB}\n", "cpu.max": "400000 100000\n"}, GIB, 4.0),
+        # A container without one: the mount begins at its cgroup, and the path is the host's.
+        ("0::/docker/c0ffee\n", {"memory.max": f"{GIB}\n"}, GIB, None),
+        # A process that was moved out of the namespace's root
+        ("0::/../other\n", {"memory.max": f"{GIB}\n"}, GIB, None),
+        # Another path; no limit; nothing
+        ("0::/a b/c:d\n", {"a b/c:d/memory.max": f"{GIB}\n"}, GIB, None),
+        ("0::/job\n", {"job/memory.max": "max\n", "job/cpu.max": "max 100000\n"}, None, None),
+        ("0::/job\n", {}, None, None),
+        ("9:memory:/job\n1:name=systemd:/\n", {}, None, None),
+    ],
+)
+def test_the_lowest_limit_of_the_cgroup_and_those_above_it_counts(
+    groups: str, limits: dict[str, str], memory: int | None, cores: float | None, tmp_path: Path
+) -> None:
+    files = {f"sys/fs/cgroup/{name}": content for name, content in limits.items()}
+    root = write_tree(tmp_path, {"proc/self/cgroup": groups, **files})
+    assert memory_limit(root) == memory
+    assert cpu_limit(root) == cores
+
+
+def test_without_cgroups_there_is_no_limit(tmp_path: Path) -> None:
+    assert memory_limit(tmp_path) is None
+    assert cpu_limit(tmp_path) is None

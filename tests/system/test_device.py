@@ -1,0 +1,328 @@
+"""Rules on hardware flags: device, precision and threads. The flags are simulated, so no test needs the hardware."""
+
+import importlib.util
+import os
+import platform
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import run_ranks
+
+from mingpt.errors import UserError
+from mingpt.system.device import (
+    NCCL_BYTES,
+    check_compiler,
+    check_precision,
+    choose_device,
+    choose_precision,
+    device_name,
+    has_bf16,
+    memory_per_rank,
+    seed_device,
+    set_deterministic,
+    tune_malloc,
+    use_cuda,
+    visible_gpu_uuids,
+)
+from mingpt.system.threads import choose_threads
+from mingpt.system.torch_versions import cpu_capabilities
+
+CPU, GPU, MPS = torch.device("cpu"), torch.device("cuda", 0), torch.device("mps")
+INTEL = "this CPU has AVX512-BF16, but no AMX, without which Intel's fp32 is faster"
+SetHardware = Callable[..., None]
+
+
+@pytest.fixture
+def set_hardware(monkeypatch: pytest.MonkeyPatch) -> SetHardware:
+    """Simulates hardware; without arguments, eight cores and nothing else."""
+
+    def set_flags(
+        gpus: int = 0, bf16: bool = False, mps: bool = False, cores: int = 8, busy: int = 0, **cpu_flags: bool | str
+    ) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        # By default, PyTorch counts emulation as support.
+        has_bf16 = lambda including_emulation=True: bf16 or including_emulation  # noqa: E731
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", has_bf16)
+        monkeypatch.setattr("mingpt.system.device.cpu_capabilities", lambda: cpu_flags)
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
+        monkeypatch.setattr("mingpt.system.threads.cpu_limit", lambda: None)
+        monkeypatch.setattr("mingpt.system.threads.busy_cores", lambda: busy)
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+    set_flags()
+    return set_flags
+
+
+def test_each_rank_gets_its_own_gpu(set_hardware: SetHardware) -> None:
+    set_hardware(gpus=2)
+    for backend in ("auto", "nccl"):
+        assert use_cuda(backend)
+        assert [choose_device(backend, rank, 2, 4) for rank in range(2)] == [torch.device("cuda", i) for i in range(2)]
+
+
+@pytest.mark.parametrize(("local_rank", "local_size", "count"), [(0, 3, 3), (2, 3, 3), (4, 1, 5)])
+def test_more_processes_than_gpus_are_refused(
+    local_rank: int, local_size: int, count: int, set_hardware: SetHardware
+) -> None:
+    set_hardware(gpus=2)
+    with pytest.raises(UserError, match=rf"^{count} processes .* 2 GPU.*nproc_per_node=2.*gloo"):
+        choose_device("auto", local_rank, local_size, 8)
+
+
+@pytest.mark.parametrize("function", [use_cuda, visible_gpu_uuids, lambda backend: choose_device(backend, 0, 1, 1)])
+def test_nccl_without_a_gpu_is_refused(function: Callable[[str], object], set_hardware: SetHardware) -> None:
+    with pytest.raises(UserError, match=r"distributed\.backend is nccl.*no CUDA GPU"):
+        function("nccl")
+
+
+def test_gloo_selects_the_cpu_even_if_there_are_gpus(set_hardware: SetHardware) -> None:
+    set_hardware(gpus=1, mps=True)
+    assert not use_cuda("gloo")
+    assert visible_gpu_uuids("gloo") == []
+    assert choose_device("gloo", 3, 4, 4) == choose_device("gloo", 0, 1, 1) == CPU
+
+
+def test_auto_without_a_gpu_selects_the_cpu_or_mps_for_a_single_process(set_hardware: SetHardware) -> None:
+    assert not use_cuda("auto")
+    assert choose_device("auto", 1, 2, 2) == choose_device("auto", 0, 1, 1) == CPU
+    set_hardware(mps=True)
+    assert choose_device("auto", 0, 1, 1) == MPS
+    assert choose_device("auto", 0, 1, 2) == choose_device("auto", 0, 2, 2) == CPU
+
+
+def test_the_device_name_includes_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"Model {device.index + 5}")
+    assert device_name(torch.device("cuda", 1)) == "cuda:1 (Model 6)"
+    assert device_name(CPU) == f"cpu ({platform.machine()} {torch.backends.cpu.get_cpu_capability()})"
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other CPUs have other flags")
+def test_the_flags_that_the_rules_read_exist_in_this_pytorch() -> None:
+    assert {"avx512_bf16", "amx_tile", "cpu_name"} <= set(cpu_capabilities())
+    assert isinstance(has_bf16(CPU)[0], bool)
+    assert has_bf16(GPU)[0] in {False, torch.cuda.is_available()}
+
+
+@pytest.mark.parametrize(
+    ("device", "flags", "expected", "reason"),
+    [
+        (CPU, {}, "fp32", "this CPU has neither AVX512-BF16 nor AMX"),
+        (CPU, {"avx512_bf16": True, "cpu_name": "AMD Zen 5"}, "bf16", "this CPU has AVX512-BF16"),
+        (CPU, {"avx512_bf16": True, "cpu_name": "Intel Xeon"}, "fp32", INTEL),
+        (CPU, {"amx_tile": True, "avx512_bf16": True, "cpu_name": "Intel Xeon"}, "bf16", "this CPU has AMX"),
+        (CPU, {"gpus": 1, "bf16": True}, "fp32", "this CPU has neither AVX512-BF16 nor AMX"),
+        (GPU, {"gpus": 1, "bf16": True}, "bf16", "this GPU has bf16 hardware"),
+        (GPU, {"gpus": 1, "amx_tile": True}, "fp32", "this GPU has no bf16 hardware"),
+        (MPS, {"mps": True, "amx_tile": True}, "fp32", "mps trains in fp32"),
+    ],
+)
+def test_auto_selects_bf16_where_hardware_multiplies_it(
+    device: torch.device, flags: dict, expected: str, reason: str, set_hardware: SetHardware
+) -> None:
+    set_hardware(**flags)
+    assert choose_precision("auto", device, None) == (expected, f"auto: {reason}")
+    emulated = "" if expected == "bf16" else f", and {reason}: slow"
+    assert choose_precision("bf16", device, None) == ("bf16", f"as asked{emulated}")
+
+
+def test_auto_keeps_the_precision_of_the_snapshot_if_the_hardware_has_it(set_hardware: SetHardware) -> None:
+    amx, bf16 = {"amx_tile": True}, {"bf16": True}
+    kept = [(CPU, {}, "fp32"), (CPU, amx, "fp32"), (CPU, amx, "bf16"), (GPU, {}, "fp16")]
+    for device, flags, saved in [*kept, *((GPU, bf16, precision) for precision in ("fp32", "bf16", "fp16"))]:
+        set_hardware(**flags)
+        assert choose_precision("auto", device, saved) == (saved, "auto: kept from the snapshot")
+    changed = [(CPU, {}, "bf16", "fp32"), (CPU, {}, "fp16", "fp32"), (CPU, amx, "fp16", "bf16")]
+    for device, flags, saved, expected in [*changed, (GPU, {}, "bf16", "fp32")]:
+        set_hardware(**flags)
+        precision, reason = choose_precision("auto", device, saved)
+        assert precision == expected
+        assert reason.endswith(f"; the snapshot was made in {saved}, so the last bits will differ")
+
+
+def test_a_requested_precision_overrides_the_snapshot(set_hardware: SetHardware) -> None:
+    set_hardware(bf16=True, amx_tile=True)
+    for requested, device in [("fp32", CPU), ("fp32", GPU), ("bf16", CPU), ("bf16", GPU), ("fp16", GPU)]:
+        for saved in (None, "fp32", "bf16", "fp16"):
+            assert choose_precision(requested, device, saved) == (requested, "as asked")
+
+
+@pytest.mark.parametrize("device", [CPU, MPS])
+def test_fp16_without_a_cuda_gpu_is_refused(device: torch.device) -> None:
+    with pytest.raises(UserError, match=rf"trainer\.precision is fp16.*CUDA.*on {device.type} set it to auto, fp32"):
+        check_precision("fp16", device)
+
+
+def test_compile_on_a_gpu_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else name)
+    with pytest.raises(UserError, match=r"trainer\.compile is true, but Triton is not here: pip install triton"):
+        check_compiler(GPU)
+
+
+@pytest.mark.parametrize(
+    ("device", "env", "installed", "missing"),
+    [
+        (GPU, {}, "g++ clang++", "no C compiler: found no gcc or clang; install one, let CC name it"),
+        (GPU, {"CC": "icx"}, "gcc clang", "no C compiler: found no icx; "),
+        (GPU, {"CXX": "icpx"}, "gcc", None),
+        (GPU, {}, "clang", None),
+        (GPU, {"CC": "icx"}, "icx", None),
+        (CPU, {}, "gcc clang", r"no C\+\+ compiler: found no (g|clang)\+\+; install one, let CXX name it"),
+        (CPU, {"CXX": "icpx"}, "g++ clang++", r"no C\+\+ compiler: found no icpx; "),
+        (CPU, {"CC": "icx"}, "g++ clang++", None),
+    ],
+)
+def test_compile_needs_a_c_compiler_for_triton_on_a_gpu_and_else_a_cpp_compiler(
+    device: torch.device, env: dict[str, str], installed: str, missing: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(shutil, "which", lambda name: name if name in installed.split() else None)
+    for variable in ("CC", "CXX"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in env.items():
+        monkeypatch.setenv(variable, value)
+    if missing is None:
+        check_compiler(device)
+    else:
+        with pytest.raises(UserError, match=rf"^trainer\.compile is true, but there is {missing}"):
+            check_compiler(device)
+
+
+NOT_OMP = "auto: kept from the snapshot, not 1 (OMP_NUM_THREADS); set trainer.threads to change it"
+NOT_BUSY = "auto: kept from the snapshot, not 2 (5 idle of 8 cores / 2 ranks); set trainer.threads to change it"
+
+
+def test_threads(set_hardware: SetHardware, monkeypatch: pytest.MonkeyPatch) -> None:
+    for requested, ranks, saved, omp, expected, reason in [
+        ("auto", 1, None, None, 8, "auto: 8 cores / 1 ranks"),
+        ("auto", 3, None, None, 2, "auto: 8 cores / 3 ranks"),
+        ("auto", 9, None, None, 1, "auto: 8 cores / 9 ranks"),
+        ("auto", 2, None, "", 4, "auto: 8 cores / 2 ranks"),
+        ("auto", 2, None, "0", 4, "auto: 8 cores / 2 ranks"),
+        ("auto", 2, None, " 016 ", 16, "auto: OMP_NUM_THREADS"),
+        ("auto", 2, None, "1024", 1024, "auto: OMP_NUM_THREADS"),
+        ("auto", 2, None, "1", 1, "auto: OMP_NUM_THREADS"),
+        ("auto", 2, None, "16", 16, "auto: OMP_NUM_THREADS"),
+        ("auto", 2, None, "3,2", 3, "auto: OMP_NUM_THREADS"),
+        ("auto", 2, 4, None, 4, "auto: kept from the snapshot"),
+        ("auto", 2, 3, "3", 3, "auto: kept from the snapshot"),
+        ("auto", 2, 3, "1", 3, NOT_OMP),
+        (5, 2, 3, "1", 5, "as asked"),
+        (5, 2, None, None, 5, "as asked"),
+    ]:
+        set_hardware()
+        if omp is not None:
+            monkeypatch.setenv("OMP_NUM_THREADS", omp)
+        assert choose_threads(requested, ranks, saved) == (expected, reason)
+
+    set_hardware()
+    monkeypatch.delattr(os, "sched_getaffinity")  # as on systems without affinity
+    for cpu_count, expected in ((6, 3), (None, 1)):
+        monkeypatch.setattr(os, "cpu_count", lambda count=cpu_count: count)
+        assert choose_threads("auto", 2, None)[0] == expected
+
+
+def test_threads_leave_cores_to_other_programs(set_hardware: SetHardware, monkeypatch: pytest.MonkeyPatch) -> None:
+    for ranks, busy, quota, saved, expected, reason in [
+        (1, 1, None, None, 7, "auto: 7 idle of 8 cores / 1 ranks"),
+        (2, 3, None, None, 2, "auto: 5 idle of 8 cores / 2 ranks"),
+        (2, 3, None, 4, 4, NOT_BUSY),
+        (2, 3, None, 2, 2, "auto: kept from the snapshot"),
+        (1, 8, None, None, 1, "auto: 0 idle of 8 cores / 1 ranks"),
+        (1, 3, 6.0, None, 5, "auto: 5 idle of 8 cores / 1 ranks"),
+        (1, 3, 4.0, None, 4, "auto: a CPU quota of 4 cores / 1 ranks"),
+    ]:
+        set_hardware(busy=busy)
+        monkeypatch.setattr("mingpt.system.threads.cpu_limit", lambda quota=quota: quota)
+        assert choose_threads("auto", ranks, saved) == (expected, reason)
+
+
+def test_threads_within_a_cpu_quota(set_hardware: SetHardware, monkeypatch: pytest.MonkeyPatch) -> None:
+    for quota, ranks, expected, reason in [
+        (None, 2, 4, "auto: 8 cores / 2 ranks"),
+        (8.0, 2, 4, "auto: 8 cores / 2 ranks"),
+        (9.5, 2, 4, "auto: 8 cores / 2 ranks"),
+        (4.0, 2, 2, "auto: a CPU quota of 4 cores / 2 ranks"),
+        (3.9, 1, 3, "auto: a CPU quota of 3.9 cores / 1 ranks"),
+        (0.5, 1, 1, "auto: a CPU quota of 0.5 cores / 1 ranks"),
+    ]:
+        monkeypatch.setattr("mingpt.system.threads.cpu_limit", lambda quota=quota: quota)
+        assert choose_threads("auto", ranks, None) == (expected, reason)
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(None, 2**30), (2**29, 2**28), (2**40, 2**30)])
+def test_ranks_share_the_hosts_memory_or_their_cgroups(
+    limit: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mingpt.system.device.memory_limit", lambda: limit)
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 2**12, "SC_PHYS_PAGES": 2**19}.__getitem__)
+    assert memory_per_rank(CPU, local_world_size=2, world_size=2) == expected
+
+
+def test_a_rank_may_use_what_is_free_on_its_gpu_less_nccls_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = {0: 70 * 2**30, 1: 2**20}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[device.index], 80 * 2**30))
+    assert memory_per_rank(GPU, local_world_size=1, world_size=1) == free[0]
+    assert memory_per_rank(GPU, local_world_size=1, world_size=2) == free[0] - NCCL_BYTES
+    assert memory_per_rank(torch.device("cuda", 1), local_world_size=2, world_size=2) == 0
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5 * 2**30)  # of which PyTorch reuses what is free
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3 * 2**30)
+    assert memory_per_rank(GPU, local_world_size=1, world_size=1) == free[0] + 2 * 2**30
+
+
+@pytest.fixture
+def not_deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Unsets the variables that `set_deterministic` sets, and restores all that it changes."""
+    for variable in ("NCCL_ALGO", "CUBLAS_WORKSPACE_CONFIG"):
+        monkeypatch.setenv(variable, "")  # so that it is restored
+        monkeypatch.delenv(variable)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("not_deterministic")
+def test_deterministic_on_a_gpu_excludes_nvls_and_does_not_fill_new_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_deterministic(CPU)
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert "NCCL_ALGO" not in os.environ
+    set_deterministic(GPU)
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    assert os.environ["NCCL_ALGO"] == "^NVLS"
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    set_deterministic(GPU)
+    assert os.environ["NCCL_ALGO"] == "Ring"
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries are left alone")
+def test_freed_memory_is_reused_without_page_faults(tmp_path: Path) -> None:
+    [(before, after)] = run_ranks(1, page_faults_before_and_after_tuning, tmp_path=tmp_path)
+    assert before > 10_000
+    assert after < 100
+
+
+def page_faults_before_and_after_tuning() -> list[int]:
+    """For `run_ranks`, since the setting lasts until the process ends: page faults of a step that reuses memory."""
+    faults = []
+    for tune in (lambda: None, tune_malloc):
+        tune()
+        for _ in range(10):
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            tensors = [torch.ones(10_000_000) for _ in range(4)]
+            del tensors
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return faults
+
+
+def test_seed_device_gives_the_numbers_of_torch_manual_seed() -> None:
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    for seed, is_equal in ((7, True), (2**64 - 1, False), (7, True)):
+        seed_device(CPU, seed)
+        assert torch.equal(torch.rand(3), expected) == is_equal

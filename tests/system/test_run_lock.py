@@ -1,0 +1,308 @@
+"""One run at a time writes to a folder."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import (
+    ROOT,
+    clean_env,
+    run_args,
+    run_captured,
+    run_ranks,
+    train_main,
+    write_text,
+)
+
+from mingpt.config.parser import read_config
+from mingpt.distributed.collectives import DistributedContext
+from mingpt.distributed.launcher import RankInfo
+from mingpt.errors import UserError
+from mingpt.snapshot.storage import SnapshotStorage
+from mingpt.system import run_lock as lock
+from mingpt.system.run_lock import LOCK_NAME, RunLock, lock_folder
+from trainer import Trainer
+
+HOLD_LOCK = """
+import sys, time
+from pathlib import Path
+from mingpt.system.run_lock import lock_folder
+lock_folder(Path(sys.argv[1]), "trainer.run_dir")
+print("locked", flush=True)
+time.sleep(60)
+"""
+
+
+def take(folder: Path) -> int:
+    return lock_folder(folder, "trainer.run_dir")
+
+
+def test_a_folder_is_locked_until_the_descriptor_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "LOCK_TIMEOUT", 0.1)
+    descriptor = take(tmp_path)
+    os.close(take(tmp_path / "other"))
+    message = (
+        f"trainer.run_dir: process {os.getpid()} is training in {tmp_path}; wait for it, stop it (a Trainer in a "
+        "notebook by its `close()`), or set another trainer.run_dir"
+    )
+    with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
+        take(tmp_path)
+    os.close(descriptor)
+    os.close(take(tmp_path))
+
+
+def test_a_lock_ends_with_its_process_and_excludes_other_network_namespaces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As containers on one host have them."""
+    monkeypatch.setattr(lock, "LOCK_TIMEOUT", 0.1)
+    unshare = ["unshare", "--net"] if os.geteuid() == 0 and shutil.which("unshare") else []
+    command = [*unshare, sys.executable, "-c", HOLD_LOCK, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=clean_env(), cwd=ROOT) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"locked\n"
+        with pytest.raises(UserError, match="is training in"):
+            take(tmp_path)
+        process.kill()
+        process.wait()
+        os.close(take(tmp_path))
+
+
+def test_the_lock_of_another_host_names_host_and_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That host may be lost, and its lock stay."""
+    monkeypatch.setattr(lock, "LOCK_TIMEOUT", 0.1)
+    descriptor = take(tmp_path)
+    os.pwrite(descriptor, json.dumps({"process": 7, "host": "node7"}).encode().ljust(200), 0)
+    process = f"process 7 on node7 (if that host is lost, delete {tmp_path}/.lock)"
+    message = f"trainer.run_dir: {process} is training in {tmp_path}; wait for it, "
+    with pytest.raises(UserError, match=f"^{re.escape(message)}"):
+        take(tmp_path)
+    (tmp_path / LOCK_NAME).unlink()
+    os.close(take(tmp_path))
+    os.close(descriptor)
+
+
+def test_a_file_system_without_locks_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(95, "Operation not supported")
+
+    messages: list[str] = []
+    monkeypatch.setattr(lock.logger, "warning", messages.append)
+    monkeypatch.setattr(lock.fcntl, "flock", refuse)
+    os.close(take(tmp_path))
+    assert messages == [
+        f"{tmp_path}/{LOCK_NAME} can't be locked: Operation not supported; make sure that no other process trains there"
+    ]
+
+
+def test_a_snapshot_path_of_another_run_is_refused(text: Path, tmp_path: Path) -> None:
+    """Its own run folder is another one."""
+    descriptor = take(tmp_path / "snapshots")
+    argv = run_args(tmp_path / "run", text, trainer__snapshot_path=tmp_path / "snapshots")
+    [(status, _, err)] = run_ranks(1, _run_impatiently, argv, tmp_path=tmp_path)
+    os.close(descriptor)
+    message = f"error: trainer.snapshot_path: process {os.getpid()} is training in {tmp_path}/snapshots; wait for it, "
+    assert status == 2
+    assert err.startswith(message)
+
+
+def _run_impatiently(argv: list[str]) -> tuple[int, str, str]:
+    lock.LOCK_TIMEOUT = 0.1
+    return run_captured(*argv)
+
+
+def test_folders_are_locked_before_the_text_is_encoded(text: Path, tmp_path: Path) -> None:
+    """A second start would remove the unfinished cache of the first."""
+    argv = run_args(tmp_path / "run", text)
+    assert run_ranks(1, _start_again_while_encoding, argv, tmp_path=tmp_path) == [(0, 2)]
+
+
+def _start_again_while_encoding(argv: list[str]) -> tuple[int, int]:
+    from mingpt.text import corpus
+
+    lock.LOCK_TIMEOUT = 0.1
+    write_tokens, statuses = corpus._write_tokens, []
+
+    def start_another(*args: Any) -> str:
+        statuses.append(run_captured(*argv)[0])
+        return write_tokens(*args)
+
+    corpus._write_tokens = start_another
+    return train_main(*argv), statuses[0]
+
+
+def test_a_trainer_has_the_folders_until_its_end_or_close(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a notebook, which keeps trainers and errors."""
+    monkeypatch.setattr(lock, "LOCK_TIMEOUT", 0.1)
+
+    def build(**changes: Any) -> Trainer:
+        config = read_config(run_args(tmp_path / "run", text, trainer__max_steps=1, **changes))
+        return Trainer(config, DistributedContext(RankInfo(), config.distributed))
+
+    folders = (tmp_path / "run", tmp_path / "run/snapshots")
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(UserError, match="can't be read") as kept:
+        build(data__path=tmp_path / "missing")
+    trained = build()
+    assert trained.train() == 0
+    done = build()
+    assert done.train() == 0
+    by_hand = build()
+    for folder in folders:
+        with pytest.raises(UserError, match="is training in"):
+            take(folder)
+    by_hand.close()
+    with contextlib.closing(RunLock(dict.fromkeys(folders, "trainer.run_dir"))):
+        with pytest.raises(UserError, match="is training in"):  # of two folders, the other is free afterwards
+            RunLock({tmp_path / "other": "trainer.run_dir", folders[0]: "trainer.run_dir"})
+        os.close(take(tmp_path / "other"))
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert (kept, trained.progress.step, done.resumed_from) == (kept, 1, f"{folders[1]}/step_00000001.pt")
+
+
+def lose(run_dir: Path, how: str) -> None:
+    """What happens to the folder of a run; then that of another run may be there."""
+    if how == "deleted":
+        shutil.rmtree(run_dir)
+    elif how == "a file in place of snapshots":
+        (run_dir / "snapshots").rename(run_dir / "moved")
+        (run_dir / "snapshots").touch()
+    else:
+        run_dir.rename(run_dir.with_name("old"))
+        shutil.copytree(run_dir.with_name("other"), run_dir)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("how", "when", "ranks"),
+    [
+        ("deleted", "in a step", 2),
+        ("replaced", "in a step", 1),
+        ("a file in place of snapshots", "in a step", 1),
+        ("replaced", "before a save", 1),
+        ("deleted", "in a save", 1),
+        ("replaced", "in a save", 1),
+        ("replaced", "in the last save", 2),
+    ],
+)
+def test_a_run_whose_folder_vanishes_ends_with_one_message(
+    how: str, when: str, ranks: int, text: Path, tmp_path: Path
+) -> None:
+    """It does not make the folder again, and changes nothing in that of another run."""
+    run_dir = tmp_path / "run"
+    argv = run_args(run_dir, text, trainer__sample_every=1)
+    (tmp_path / "other/snapshots").mkdir(parents=True)
+    for name in (".lock", "metrics.jsonl", "snapshots/.lock", "snapshots/frequent_00000001.pt"):
+        (tmp_path / "other" / name).write_text("another run's")
+    for step in (1, 2, 3):
+        (tmp_path / f"other/snapshots/step_{step:08d}.pt").write_text("another run's")
+    outputs = run_ranks(ranks, _lose_while_training, argv, run_dir, how, when, tmp_path=tmp_path)
+    lost = run_dir / "snapshots" if how == "a file in place of snapshots" else run_dir
+    message = (
+        f"error: {lost}, in which this run trains, was deleted, moved or replaced, so the run ends without saving; if "
+        "it was moved, move it back, and the same command resumes\n"
+    )
+    assert [(status, err) for status, _, err in outputs] == [(2, message), (2, "")][:ranks]
+    assert "done in" not in outputs[0][1]
+    if how == "replaced":
+        assert content(run_dir) == content(tmp_path / "other")
+    else:
+        assert not lost.is_dir()
+
+
+def _lose_while_training(argv: list[str], run_dir: Path, how: str, when: str) -> tuple[int, str, str]:
+    train_step, save_snapshot, save = Trainer.train_step, Trainer.save_snapshot, torch.save
+    lost = threading.Event()
+
+    def lose_now() -> None:
+        lose(run_dir, how)
+        lost.set()
+
+    def lose_in_step(trainer: Trainer) -> Any:
+        if when == "in a step" and trainer.progress.step == 4 and trainer.context.rank == 0:
+            trainer.snapshots.writer.wait()
+            lose_now()
+        if when == "in a save" and trainer.progress.step == 6:  # else step 7 might write rows meanwhile
+            assert lost.wait(20)
+        return train_step(trainer)
+
+    def lose_before_save(trainer: Trainer, is_frequent: bool = False) -> None:
+        if when == "before a save" and trainer.progress.step == 6:
+            lose_now()
+        save_snapshot(trainer, is_frequent)
+
+    def lose_in_save(content: dict[str, Any], file: Any) -> None:
+        if content["step"] == {"in a save": 6, "in the last save": 12}.get(when):
+            lose_now()
+        save(content, file)
+
+    Trainer.train_step = lose_in_step  # type: ignore[method-assign]
+    Trainer.save_snapshot = lose_before_save  # type: ignore[method-assign]
+    torch.save = lose_in_save
+    return run_captured(*argv)
+
+
+def test_a_machine_without_rank_0_does_not_make_its_folder_again(tmp_path: Path) -> None:
+    """It writes snapshots without a lock."""
+    storage = SnapshotStorage(str(tmp_path / "run/snapshots"), keep=1)
+    with pytest.raises(UserError, match=r"can't be written: \[Errno 2\] No such file or directory"):
+        storage.write({"step": 1}, None)
+    assert not (tmp_path / "run").exists()
+
+
+def test_links_that_lead_nowhere_and_names_that_begin_with_a_dash(tmp_path: Path) -> None:
+    write_text(tmp_path / "text.txt")
+    (tmp_path / "link").symlink_to("missing")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/cache").symlink_to("missing")
+    [results] = run_ranks(1, _run_in_places, tmp_path, ["link", "link/run", "run", "-dash"], tmp_path=tmp_path)
+    for name, (status, _, err) in zip(["link", "link", "run/cache"], results, strict=False):
+        assert (status, err) == (
+            2,
+            f"error: trainer.run_dir: {name} can't be created: it is a link to missing, which is no folder; set it to "
+            "a folder that you may write to\n",
+        )
+    _, out, _ = results[-1]
+    commands = dict(re.findall(r"to (\w+): +python \w+\.py (.+)", out))
+    assert commands == {
+        "sample": "--snapshot ./-dash/snapshots/step_00000001.pt",
+        "plot": "./-dash",
+        "export": "--snapshot ./-dash/snapshots/step_00000001.pt --out FOLDER",
+    }
+
+
+def _run_in_places(folder: Path, run_dirs: list[str]) -> list[tuple[int, str, str]]:
+    os.chdir(folder)
+    argv = run_args(Path("run"), "text.txt", trainer__max_steps=1)
+    return [run_captured(*argv, f"--trainer.run_dir={run_dir}") for run_dir in run_dirs]
+
+
+def test_a_run_without_the_snapshots_that_it_has_saved_does_not_start_anew(text: Path, tmp_path: Path) -> None:
+    """As when the disk of trainer.snapshot_path is not mounted."""
+    run_dir, snapshots = tmp_path / "run", tmp_path / "disk/snapshots"
+    argv = run_args(run_dir, text, trainer__snapshot_path=snapshots, trainer__max_steps=7)
+    assert run_ranks(1, train_main, *argv, tmp_path=tmp_path) == [0]
+    before = (run_dir / "metrics.jsonl").read_bytes()
+    snapshots.rename(tmp_path / "not mounted")
+    [(status, _, err)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
+    assert status == 2
+    assert err == (
+        f"error: trainer.snapshot_path: there is no snapshot in {snapshots}, but according to {run_dir}/metrics.jsonl "
+        "this run has saved 3, the last at step 7: mount the disk, or copy the snapshots there; to start anew, set "
+        "another trainer.run_dir and trainer.snapshot_path\n"
+    )
+    assert (run_dir / "metrics.jsonl").read_bytes() == before

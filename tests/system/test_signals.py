@@ -1,0 +1,331 @@
+"""Signals that stop a run: ranks save and exit together, whichever process is signalled and however often."""
+
+import fcntl
+import os
+import pty
+import signal
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Iterator
+from concurrent import futures
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from subprocess import Popen
+from typing import Any
+
+import pytest
+from helpers import (
+    ROOT,
+    TORCHRUN,
+    clean_env,
+    main_process,
+    newest_snapshot,
+    read_rows,
+    run_args,
+    run_ranks,
+    start_main,
+    start_ranks,
+    train_main,
+    wait_for_step,
+    wait_until,
+    worker_pids,
+)
+
+from main import main
+from mingpt.system.signals import EXIT_STATUS, SECOND_INTERRUPT_SECONDS, SignalHandler
+from tests.faults.runs import Run
+from trainer import Trainer
+
+ENDLESS = {"trainer__max_steps": 1_000_000, "trainer__save_every": 1_000_000}
+
+
+def get_handlers() -> dict[int, Any]:
+    return {number: signal.getsignal(number) for number in EXIT_STATUS}
+
+
+@pytest.fixture
+def handlers_before() -> Iterator[dict[int, Any]]:
+    """Restores the signals' handlers after the test."""
+    handlers = get_handlers()
+    yield handlers
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("is_session", [False, True])
+def test_the_first_signal_is_recorded_and_later_ones_are_ignored(
+    is_session: bool, handlers_before: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_session:
+        monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+        monkeypatch.setattr("mingpt.system.signals.SECOND_INTERRUPT_SECONDS", 0.01)
+    with SignalHandler() as signals:
+        assert signals.signal == 0
+        os.kill(os.getpid(), signal.SIGUSR1)
+        deadline = time.monotonic() + 10
+        while not signals.signal and time.monotonic() < deadline:
+            time.sleep(0.01)
+        later = (signal.SIGINT, signal.SIGINT) if is_session else (signal.SIGTERM,)
+        for number in later:
+            os.kill(os.getpid(), number)
+            time.sleep(0.05)
+        assert signals.signal == signal.SIGUSR1
+    assert get_handlers() == (handlers_before if is_session else dict.fromkeys(EXIT_STATUS, signal.SIG_IGN))
+
+
+def test_without_a_signal_handlers_and_threads_are_restored(handlers_before: dict, monkeypatch: Any) -> None:
+    threads = threading.active_count()
+    with suppress(ValueError), SignalHandler():
+        raise ValueError
+    assert (get_handlers(), threading.active_count()) == (handlers_before, threads)
+
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")  # torchrun then sends SIGTERM to ranks that report an error
+    with suppress(ValueError), SignalHandler():
+        raise ValueError
+    assert set(get_handlers().values()) == {signal.SIG_IGN}
+
+
+FAILING = """
+import os, time
+from contextlib import suppress
+from mingpt.system.signals import SignalHandler
+with suppress(RuntimeError), SignalHandler() as signals:
+    os.kill(os.getpid(), 15)
+    while not signals.signal:
+        time.sleep(0.01)
+    raise {error}("Connection closed by peer")
+time.sleep(0.5)  # as it takes to find out which rank is dead
+"""
+
+
+@pytest.mark.parametrize(
+    ("max_restarts", "error", "status"),
+    [
+        ("9", "RuntimeError", -signal.SIGTERM),
+        ("9", "ValueError", 1),
+        ("0", "RuntimeError", 0),
+        (None, "RuntimeError", 0),
+    ],
+)
+def test_a_rank_that_torchrun_stops_before_a_collective_fails_ends_if_there_are_restarts(
+    max_restarts: str | None, error: str, status: int
+) -> None:
+    command = [sys.executable, "-c", FAILING.format(error=error)]
+    env = clean_env(TORCHELASTIC_MAX_RESTARTS=max_restarts)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == status, done.stderr
+    assert ("ValueError: Connection closed" in done.stderr) == (status == 1)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_in_the_first_step_ends_the_process_at_once(name: str, text: Path, tmp_path: Path) -> None:
+    """That step may compile the model for minutes, and there is nothing to save."""
+    argv = run_args(tmp_path / "run", text)
+    [process], _ = start_ranks(1, run_with_endless_first_step, argv, tmp_path, tmp_path=tmp_path)
+    wait_until((tmp_path / "first step").exists, "the first step")
+    os.kill(process.pid, getattr(signal, name))
+    process.join(20)
+    assert process.exitcode == EXIT_STATUS[getattr(signal, name)]
+    assert (tmp_path / "stderr").read_text() == ""
+
+
+def run_with_endless_first_step(argv: list[str], folder: Path) -> None:
+    def train_step(trainer: Trainer) -> None:
+        (folder / "first step").touch()
+        time.sleep(60)
+
+    Trainer.train_step = train_step
+    main_process(argv, folder / "stdout", folder / "stderr")
+
+
+def test_an_interrupt_while_pytorch_is_imported_ends_the_program_without_a_traceback() -> None:
+    with start_main([]) as process:
+        maps = Path(f"/proc/{process.pid}/maps")
+        wait_until(lambda: "numpy/_core" in maps.read_text(), "NumPy's import", process=process)
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=20) == ("", "")
+        assert process.returncode == 130
+
+
+def test_a_run_in_a_thread_trains_without_signal_handlers(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in the server of a user interface."""
+    handlers = get_handlers()
+    with futures.ThreadPoolExecutor(1) as pool:
+        assert pool.submit(main, run_args(tmp_path / "run", text, trainer__max_steps=2)).result() == 0
+    assert newest_snapshot(tmp_path / "run")["step"] == 2
+    assert get_handlers() == handlers
+    assert capsys.readouterr().err.count("no signal stops this run") == 1
+
+
+WORKER = """
+import time
+from mingpt.system.signals import SignalHandler, record_launcher
+record_launcher()
+print("started", flush=True)
+input()
+with SignalHandler() as signals:
+    deadline = time.monotonic() + 10
+    while not signals.signal and time.monotonic() < deadline:
+        time.sleep(0.05)
+print(int(signals.signal), flush=True)
+"""
+LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+
+
+def test_a_launcher_that_ends_before_training_begins_counts_as_sigterm() -> None:
+    """As when torchrun is killed while its workers encode the text."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    env = clean_env(TORCHELASTIC_RUN_ID="1")
+    with Popen([sys.executable, "-c", LAUNCHER, WORKER], env=env, text=True, **pipes) as launcher:
+        assert launcher.stdout.readline() == "started\n"
+        launcher.kill()
+        launcher.wait()
+        launcher.stdin.write("\n")
+        launcher.stdin.flush()
+        assert launcher.stdout.readline() == f"{signal.SIGTERM.value}\n"
+
+
+def test_the_loss_of_by_hand_py_stops_its_ranks(text: Path, tmp_path: Path) -> None:
+    argv = ["2", *run_args(tmp_path / "run", text, **ENDLESS)]
+    with Run(tmp_path / "run", argv, ROOT / "launch/by_hand.py") as run:
+        run.start()
+        run.wait_for_step(1)
+        run.processes[0].kill()
+        wait_until(lambda: not run.pids(), "the end of all ranks", timeout=20)
+    assert newest_snapshot(run.run_dir)["step"] == run.step()
+    assert "Traceback" not in run.log.read_text()
+
+
+@pytest.mark.slow
+def test_quick_interrupts_count_as_one(text: Path, tmp_path: Path) -> None:
+    """Ctrl-C reaches workers twice: from the terminal, and forwarded by torchrun."""
+    with start_main(run_args(tmp_path / "run", text, **ENDLESS)) as process:
+        wait_for_step(tmp_path / "run", 5)
+        for _ in range(3):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.01)
+        assert process.wait(60) == 130
+    assert newest_snapshot(tmp_path / "run")["step"] == read_rows(tmp_path / "run", "stop")[-1]["step"]
+
+
+def test_a_closed_terminal_stops_the_run_and_saves(text: Path, tmp_path: Path) -> None:
+    """The run gets a SIGHUP, and can no longer write its live line."""
+    run_dir = tmp_path / "run"
+    master, slave = pty.openpty()
+
+    def take_terminal() -> None:
+        os.setsid()
+        fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
+
+    command = [sys.executable, str(ROOT / "main.py"), *run_args(run_dir, text, **ENDLESS)]
+    ends = {"stdin": slave, "stdout": slave, "stderr": slave}
+    with Popen(command, env=clean_env(), preexec_fn=take_terminal, **ends) as process:  # noqa: PLW1509
+        os.close(slave)
+        reader = threading.Thread(target=read_until, args=(master, b"loss"))  # the live line
+        reader.start()
+        reader.join(60)
+        os.close(master)
+        assert process.wait(60) == 143
+    stop = read_rows(run_dir, "stop")[-1]
+    assert stop["signal"] == "SIGHUP"
+    assert newest_snapshot(run_dir)["step"] == stop["step"]
+
+
+def read_until(descriptor: int, text: bytes) -> None:
+    found = b""
+    while text not in found:
+        found += os.read(descriptor, 65536)
+
+
+@pytest.mark.slow
+def test_nohup_continues_when_the_terminal_is_closed(text: Path, tmp_path: Path) -> None:
+    command = ["nohup", sys.executable, str(ROOT / "main.py"), *run_args(tmp_path / "run", text, **ENDLESS)]
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with Popen(command, env=clean_env(), **pipes) as process:
+        wait_for_step(tmp_path / "run", 5)
+        process.send_signal(signal.SIGHUP)
+        wait_for_step(tmp_path / "run", read_rows(tmp_path / "run")[-1]["step"] + 20)
+        process.terminate()
+        assert process.wait(60) == 143
+    assert read_rows(tmp_path / "run", "stop")[-1]["signal"] == "SIGTERM"
+
+
+@pytest.mark.slow
+def test_a_second_interrupt_ends_a_run_that_waits_for_a_stopped_rank(text: Path, tmp_path: Path) -> None:
+    argv = run_args(tmp_path / "run", text, distributed__init_method=f"file://{tmp_path}/rendezvous", **ENDLESS)
+    with ExitStack() as stack:
+        processes = [stack.enter_context(start_main(argv, RANK=str(rank), WORLD_SIZE="2")) for rank in range(2)]
+        wait_for_step(tmp_path / "run", 5)
+        processes[1].send_signal(signal.SIGSTOP)
+        processes[0].send_signal(signal.SIGINT)
+        time.sleep(SECOND_INTERRUPT_SECONDS + 0.2)
+        processes[0].send_signal(signal.SIGINT)
+        assert processes[0].wait(5) == 130
+        processes[1].kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("to_launcher", "name", "recorded", "max_restarts"),
+    [
+        (True, "SIGTERM", "SIGTERM", 0),
+        (True, "SIGTERM", "SIGTERM", 3),
+        (True, "SIGINT", "SIGINT", 0),
+        (True, "SIGUSR1", "SIGTERM", 0),  # ends torchrun, which has no handler; its workers treat that as a SIGTERM
+        (False, "SIGUSR1", "SIGUSR1", 0),
+        (False, "SIGXCPU", "SIGXCPU", 0),
+    ],
+)
+def test_a_signal_to_torchrun_or_its_workers_stops_the_run_and_saves(
+    to_launcher: bool, name: str, recorded: str, max_restarts: int, text: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    torchrun = (*TORCHRUN, "--nproc_per_node=2", f"--max_restarts={max_restarts}")
+    with start_main(run_args(run, text, **ENDLESS), *torchrun) as process:
+        wait_for_step(run, 5)
+        for pid in [process.pid] if to_launcher else worker_pids(process.pid):
+            os.kill(pid, getattr(signal, name))
+        process.communicate(timeout=60)
+    stop = read_rows(run, "stop")[-1]
+    assert newest_snapshot(run)["step"] == stop["step"] == read_rows(run)[-1]["step"]
+    assert stop["signal"] == recorded
+
+
+def test_no_rank_exits_before_the_snapshot_is_complete(text: Path, tmp_path: Path) -> None:
+    """Writing takes longer than the timeout of collectives, and the signal is repeated meanwhile."""
+    argv = run_args(tmp_path / "run", text, distributed__timeout_seconds=2, **ENDLESS)
+    results = run_ranks(3, stop_with_a_slow_disk, *argv, tmp_path=tmp_path)
+    [snapshot] = (tmp_path / "run/snapshots").glob("step_*")
+    assert newest_snapshot(tmp_path / "run")["step"] == int(snapshot.stem.removeprefix("step_"))
+    for status, exited_at in results:
+        assert status == 143
+        assert 0 <= exited_at - snapshot.stat().st_ctime < 2
+
+
+def stop_with_a_slow_disk(*argv: str) -> tuple[int, float]:
+    """For `run_ranks`: sends SIGTERM to each rank many times; returns the exit status and the time of the exit."""
+    from mingpt.snapshot.storage import SnapshotStorage
+
+    write, train_step = SnapshotStorage.write, Trainer.train_step
+
+    def slow_write(*args: Any) -> Any:
+        time.sleep(3)
+        return write(*args)
+
+    def send_signals() -> None:
+        for _ in range(12):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.2)
+
+    def signalled_step(trainer: Trainer) -> Any:
+        if trainer.progress.step == 2:
+            threading.Thread(target=send_signals, daemon=True).start()
+        return train_step(trainer)
+
+    SnapshotStorage.write, Trainer.train_step = slow_write, signalled_step
+    return train_main(*argv), time.time()
