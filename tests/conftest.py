@@ -14,7 +14,7 @@ import pytest
 os.environ.setdefault("TEST_VISIBLE_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-from helpers import find_gpus, ip, write_text
+from tests.helpers import find_gpus, ip, write_text
 
 # Under nohup it is ignored, and processes that tests start would inherit that.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)

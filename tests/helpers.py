@@ -532,3 +532,11 @@ def train_curves(folder: Path, changes: list[dict[str, Any]], steps: int) -> lis
         with open_trainer(*argv, rendezvous=i) as trainer:
             curves.append(train_losses(trainer, steps))
     return curves
+
+
+def assert_one_message(stderr: str) -> None:
+    first, *more = stderr.splitlines()
+    assert re.match(r"error: \S", first), stderr
+    assert stderr.count("error: ") == 1, stderr
+    assert "Traceback" not in stderr
+    assert all(line.startswith("  ") for line in more), stderr  # a list of mistakes is indented

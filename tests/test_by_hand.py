@@ -7,7 +7,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, clean_env
+
+from tests.helpers import ROOT, clean_env
 
 PROGRAMS = sorted((ROOT / "by_hand").glob("*.py"))
 TOUR = (ROOT / "docs/tour.md").read_text()

@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, clean_env, write_text
 from torch.nn.utils import get_total_norm
 
 from mingpt.config.schema import OptimizerConfig
 from mingpt.snapshot.storage import SnapshotStorage, load_snapshot
+from tests.helpers import ROOT, clean_env, write_text
 
 DOCS = ROOT / "docs"
 README, *PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]

@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from helpers import (
+
+from export import export, run
+from mingpt.config.parser import read_config
+from mingpt.errors import UserError
+from mingpt.program import run_program as exit_status_of
+from mingpt.snapshot.load import Pretrained, load_pretrained
+from mingpt.snapshot.storage import SnapshotStorage, load_snapshot
+from model import GPT
+from tests.helpers import (
     assert_equal_snapshots,
     newest_snapshot,
     read_rows,
@@ -22,14 +30,6 @@ from helpers import (
     train_main,
     write_text,
 )
-
-from export import export, run
-from mingpt.config.parser import read_config
-from mingpt.errors import UserError
-from mingpt.program import run_program as exit_status_of
-from mingpt.snapshot.load import Pretrained, load_pretrained
-from mingpt.snapshot.storage import SnapshotStorage, load_snapshot
-from model import GPT
 
 CHARACTERS = 'figs ñandú—🙂"\\\t'
 

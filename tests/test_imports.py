@@ -3,7 +3,8 @@
 import ast
 
 import pytest
-from helpers import ROOT
+
+from tests.helpers import ROOT
 
 SCRIPTS = {"main", "trainer", "sample", "export", "plot", "benchmarks"}
 

@@ -14,8 +14,6 @@ from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, clean_env, run_args, run_main, run_program, run_ranks, train_main, write_text
-from test_main import assert_one_message
 
 import export
 import plot
@@ -24,6 +22,17 @@ from main import main
 from mingpt.distributed import launcher
 from mingpt.program import run_program as exit_status_of
 from mingpt.snapshot import __main__ as listing
+from tests.helpers import (
+    ROOT,
+    assert_one_message,
+    clean_env,
+    run_args,
+    run_main,
+    run_program,
+    run_ranks,
+    train_main,
+    write_text,
+)
 
 TWO = {"RANK": "0", "WORLD_SIZE": "2"}
 MASTER = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}

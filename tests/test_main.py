@@ -17,9 +17,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import (
+from torch.torch_version import TorchVersion
+
+import export
+import sample
+from mingpt.errors import PeerError
+from mingpt.program import run_program as exit_status_of
+from mingpt.run import start
+from mingpt.system.run_lock import LOCK_NAME
+from tests.helpers import (
     ROOT,
     TORCHRUN,
+    assert_one_message,
     clean_env,
     free_port,
     main_process,
@@ -31,14 +40,6 @@ from helpers import (
     start_ranks,
     write_text,
 )
-from torch.torch_version import TorchVersion
-
-import export
-import sample
-from mingpt.errors import PeerError
-from mingpt.program import run_program as exit_status_of
-from mingpt.run import start
-from mingpt.system.run_lock import LOCK_NAME
 from trainer import Trainer
 
 
@@ -59,14 +60,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     assert run_main(run_args(folder / "run", write_text(folder / "text.txt"), trainer__max_steps=1)) == 0
     return folder
-
-
-def assert_one_message(stderr: str) -> None:
-    first, *more = stderr.splitlines()
-    assert re.match(r"error: \S", first), stderr
-    assert stderr.count("error: ") == 1, stderr
-    assert "Traceback" not in stderr
-    assert all(line.startswith("  ") for line in more), stderr  # a list of mistakes is indented
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *argv: object) -> str:

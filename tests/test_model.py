@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import T, V, random_gpt, random_tokens, small_gpt
 from torch import Tensor, nn
 
 from mingpt.config.schema import GPTConfig, OptimizerConfig
 from mingpt.nn.layers import IGNORE_INDEX
 from mingpt.optim.optimizer import build_optimizer, learning_rate
 from model import GPT, CausalConv, KVCache
+from tests.helpers import T, V, random_gpt, random_tokens, small_gpt
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ARCHITECTURES = ({"architecture": "gpt2"}, {"architecture": "nanochat"}, {"conv_kernel_size": 3})

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import loss_curve, read_rows, run_args, run_on_terminal, run_ranks, train_main, write_text
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
 import plot
 from mingpt.program import run_program as exit_status_of
 from plot import COLORS, MAX_POINTS, Run, draw, find_restarts, read_run, sort_and_thin
+from tests.helpers import loss_curve, read_rows, run_args, run_on_terminal, run_ranks, train_main, write_text
 
 ESCAPE_CODE = re.compile(r"\x1b\[[\d;]*m")
 BLUE, ORANGE, GREEN, *_ = COLORS

@@ -12,7 +12,8 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
-from helpers import ROOT, run_program
+
+from tests.helpers import ROOT, run_program
 
 TEXT = "First Citizen:\nBefore we proceed any further, hear me speak – or not.\n".encode()
 SHA256 = hashlib.sha256(TEXT).hexdigest()

@@ -14,13 +14,13 @@ from subprocess import PIPE
 
 import pytest
 import torch
-from helpers import ROOT, clean_env, run_args, run_on_terminal, run_program, run_ranks, train_main, write_text
 
 import sample
 from mingpt.config.schema import GPTConfig
 from mingpt.program import run_program as exit_status_of
 from mingpt.snapshot.storage import SnapshotStorage, load_snapshot
 from model import GPT
+from tests.helpers import ROOT, clean_env, run_args, run_on_terminal, run_program, run_ranks, train_main, write_text
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LENGTH = 40  # characters to generate: more than a window of 16

@@ -8,7 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import (
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import sample
+import trainer as trainer_module
+from mingpt import program
+from mingpt.distributed.collectives import DistributedContext
+from mingpt.errors import UserError
+from mingpt.parallel.strategy import Strategy
+from mingpt.run.evaluation import evaluate
+from mingpt.snapshot.storage import load_snapshot
+from mingpt.system import device
+from tests.helpers import (
     NO_DROPOUT,
     PATIENCE,
     SMALL_CONFIG,
@@ -34,17 +45,6 @@ from helpers import (
     write_overfitting_text,
     write_text,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
-
-import sample
-import trainer as trainer_module
-from mingpt import program
-from mingpt.distributed.collectives import DistributedContext
-from mingpt.errors import UserError
-from mingpt.parallel.strategy import Strategy
-from mingpt.run.evaluation import evaluate
-from mingpt.snapshot.storage import load_snapshot
-from mingpt.system import device
 from trainer import Trainer
 
 

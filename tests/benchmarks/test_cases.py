@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import ROOT, process_group, run_program, run_ranks
 
 from benchmarks import harness
 from benchmarks.__main__ import run, run_case
@@ -23,6 +22,7 @@ from mingpt.config.schema import DistributedConfig
 from mingpt.distributed.collectives import DistributedContext
 from mingpt.distributed.launcher import RankInfo
 from mingpt.program import run_program as exit_status_of
+from tests.helpers import ROOT, process_group, run_program, run_ranks
 
 # Without a batch size: cases set their own.
 TINY = to_options(

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from helpers import run_ranks
 
 from benchmarks.__main__ import run
 from benchmarks.collectives import measure_collectives, size_in_bytes
 from benchmarks.harness import Bench, process_group
 from mingpt.config.parser import read_config
 from mingpt.program import run_program
+from tests.helpers import run_ranks
 
 
 def lose_rank3() -> tuple[int, str]:

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import write_text
-from test_cases import MODEL, TINY
 
 from benchmarks import baselines, learning
 from benchmarks.__main__ import run, run_case
@@ -19,6 +17,8 @@ from mingpt.distributed.collectives import DistributedContext
 from mingpt.distributed.launcher import RankInfo
 from mingpt.nn.layers import IGNORE_INDEX
 from mingpt.program import run_program as exit_status_of
+from tests.benchmarks.test_cases import MODEL, TINY
+from tests.helpers import write_text
 from trainer import Trainer
 
 

@@ -9,12 +9,12 @@ from typing import Any, get_args
 
 import pytest
 import yaml
-from helpers import ROOT, newest_snapshot, run_program, write_text
 
 from mingpt.config.parser import DEFAULT_CONFIG, build_parser, config_options, option_words, read_config
 from mingpt.config.schema import KEYS, SECTIONS, SHAPE_KEYS, Config, ModelConfig, config_to_dict
 from mingpt.errors import UserError
 from mingpt.monitoring.run_log import write_config
+from tests.helpers import ROOT, newest_snapshot, run_program, write_text
 
 PATHS = ("data.path", "trainer.init_from", "trainer.run_dir", "trainer.snapshot_path")
 TEXT_KEYS = [name for name, field in KEYS.items() if field.annotation in (str, str | None)]

@@ -14,7 +14,16 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import (
+
+from mingpt.config.schema import DistributedConfig
+from mingpt.distributed import health
+from mingpt.distributed.collectives import DistributedContext
+from mingpt.distributed.health import HealthMonitor
+from mingpt.distributed.launcher import RankInfo, detect_launch_environment
+from mingpt.distributed.process_group import connected_ranks, explained_errors
+from mingpt.errors import PeerError, StoreUnreachableError
+from mingpt.run import start
+from tests.helpers import (
     free_port,
     main_process,
     newest_snapshot,
@@ -28,15 +37,6 @@ from helpers import (
     wait_for_step,
     worker_pids,
 )
-
-from mingpt.config.schema import DistributedConfig
-from mingpt.distributed import health
-from mingpt.distributed.collectives import DistributedContext
-from mingpt.distributed.health import HealthMonitor
-from mingpt.distributed.launcher import RankInfo, detect_launch_environment
-from mingpt.distributed.process_group import connected_ranks, explained_errors
-from mingpt.errors import PeerError, StoreUnreachableError
-from mingpt.run import start
 from trainer import Trainer
 
 TIMEOUT = 4

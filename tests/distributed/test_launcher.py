@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers import ROOT, clean_env, in_namespace, ip, read_rows, run_args, run_main
 
 from mingpt.distributed import launcher
 from mingpt.distributed.launcher import (
@@ -21,6 +20,7 @@ from mingpt.distributed.launcher import (
     select_gloo_interface,
 )
 from mingpt.errors import UserError
+from tests.helpers import ROOT, clean_env, in_namespace, ip, read_rows, run_args, run_main
 
 MASTER = {"MASTER_ADDR": "gpu1", "MASTER_PORT": "29400"}
 BY_HAND = {"RANK": "1", "WORLD_SIZE": "4"}

@@ -19,7 +19,6 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import free_port, process_group, run_args, run_main, run_ranks, train_main
 from torch import Tensor
 
 from mingpt.config.schema import DistributedConfig
@@ -28,6 +27,7 @@ from mingpt.distributed.launcher import OWN_FILES, STORE_CONNECTIONS, RankInfo
 from mingpt.distributed.process_group import _check_backends
 from mingpt.distributed.rendezvous import NCCL_DUMP_KEY, first_different, generation_store, rendezvous
 from mingpt.errors import UserError
+from tests.helpers import free_port, process_group, run_args, run_main, run_ranks, train_main
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import run_args, run_ranks, train_main, write_text
 
 from mingpt.snapshot.storage import DamagedSnapshotError, SnapshotStorage, fingerprint, load_snapshot
+from tests.helpers import run_args, run_ranks, train_main, write_text
 
 
 @pytest.fixture(scope="module")

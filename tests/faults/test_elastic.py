@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import assert_equal_snapshots, free_port, loss_curve, run_args, write_text
 
 from mingpt.snapshot.storage import SnapshotStorage
 from tests.faults.runs import Run, train_undisturbed
+from tests.helpers import assert_equal_snapshots, free_port, loss_curve, run_args, write_text
 
 STEPS, SAVE_EVERY = 2000, 50  # so many that a launcher can start while a single rank trains
 OPTIONS: dict[str, Any] = {

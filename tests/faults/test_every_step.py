@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import run_args, run_ranks, start_ranks, train_main
 
 from tests.faults.runs import assert_same_run, train_undisturbed
+from tests.helpers import run_args, run_ranks, start_ranks, train_main
 
 STEPS = 12
 

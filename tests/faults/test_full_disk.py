@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import (
+
+from mingpt.snapshot import interval
+from tests.faults.runs import Run, assert_same_run, train_undisturbed
+from tests.helpers import (
     list_snapshots,
     loss_curve,
     newest_snapshot,
@@ -20,9 +23,6 @@ from helpers import (
     run_ranks,
     write_text,
 )
-
-from mingpt.snapshot import interval
-from tests.faults.runs import Run, assert_same_run, train_undisturbed
 
 LAST_STEP, SAVE_EVERY = 100, 10
 DISK_SIZE = 8 * 2**20

@@ -14,12 +14,12 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from helpers import read_rows, run_args, run_captured, run_ranks, small_snapshot
 
 from mingpt.errors import UserError
 from mingpt.snapshot import storage as storage_module
 from mingpt.snapshot.storage import SnapshotStorage
 from tests.faults.runs import Run, assert_same_run, train_undisturbed
+from tests.helpers import read_rows, run_args, run_captured, run_ranks, small_snapshot
 
 REASON = "needs pip install -r .ci/requirements.txt"
 moto_server = pytest.importorskip("moto.server", reason=REASON)

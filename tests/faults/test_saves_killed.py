@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import run_ranks, small_snapshot
 
 from mingpt.snapshot.storage import SnapshotStorage
+from tests.helpers import run_ranks, small_snapshot
 
 LEFTOVER = f"step_00000001.pt.{'77' * 16}.tmp"  # of an earlier killed save, which pruning deletes
 

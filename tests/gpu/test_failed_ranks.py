@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from helpers import (
+
+from tests.helpers import (
     SLOW_ON_CPU,
     TORCHRUN,
     VISIBLE_GPUS,

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import TORCHRUN, VISIBLE_GPUS, max_relative_error, ranks_on, run_args, run_program
 
+from tests.helpers import TORCHRUN, VISIBLE_GPUS, max_relative_error, ranks_on, run_args, run_program
 from tests.parallel.runs import loss_errors, train, with_stages
 
 pytestmark = pytest.mark.gpu

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import ROOT, run_program
 
 from tests.gpu.pretended_gpu import pretended_gpu_env
 from tests.gpu.rig import CASES
+from tests.helpers import ROOT, run_program
 
 # One of each strategy, precision, optimizer, checkpointing and schedule, and each group of mistakes.
 FAST = [

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, run_program, run_ranks
 
 from tests.gpu.pretended_gpu import NAME, pretended_gpu_env
+from tests.helpers import ROOT, run_program, run_ranks
 
 VISIBLE = "import os; print(repr(os.environ['CUDA_VISIBLE_DEVICES']))"
 

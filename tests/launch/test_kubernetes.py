@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from helpers import ROOT, clean_env, free_port, read_rows, run_args
 
 from mingpt.config.parser import read_config
+from tests.helpers import ROOT, clean_env, free_port, read_rows, run_args
 
 TEXT = (ROOT / "launch/kubernetes.yaml").read_text()
 WITH_GPUS = TEXT.replace("## ", "")

@@ -9,7 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, clean_env, free_port, read_rows, run_args, write_text
+
+from tests.helpers import ROOT, clean_env, free_port, read_rows, run_args, write_text
 
 pytestmark = pytest.mark.slow
 

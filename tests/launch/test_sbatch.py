@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, clean_env
+
+from tests.helpers import ROOT, clean_env
 
 COMMANDS = {
     # Trains one step, if METRICS names the file for it, and fails.

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import (
+
+from tests.helpers import (
     ROOT,
     assert_equal_snapshots,
     clean_env,

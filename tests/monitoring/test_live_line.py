@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import (
+
+from mingpt.monitoring.live_line import format_duration
+from tests.helpers import (
     NO_DROPOUT,
     ROOT,
     TORCHRUN,
@@ -20,8 +22,6 @@ from helpers import (
     set_columns,
     train_main,
 )
-
-from mingpt.monitoring.live_line import format_duration
 
 
 def screen(raw: str, columns: int) -> list[str]:

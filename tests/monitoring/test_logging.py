@@ -9,7 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers import (
+
+from main import main
+from mingpt.errors import PeerError, UserError
+from mingpt.monitoring.logging import configure_logging, logger, set_rank
+from mingpt.program import exit_process
+from mingpt.program import run_program as exit_status_of
+from tests.helpers import (
     clean_env,
     loss_curve,
     main_process,
@@ -22,12 +28,6 @@ from helpers import (
     wait_for_step,
     write_text,
 )
-
-from main import main
-from mingpt.errors import PeerError, UserError
-from mingpt.monitoring.logging import configure_logging, logger, set_rank
-from mingpt.program import exit_process
-from mingpt.program import run_program as exit_status_of
 
 DATE = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  "
 

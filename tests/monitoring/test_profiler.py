@@ -3,11 +3,11 @@
 import json
 from pathlib import Path
 
-from helpers import run_args, run_captured, run_ranks
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEventAvg
 
 from mingpt.monitoring.profiler import operations_table
+from tests.helpers import run_args, run_captured, run_ranks
 
 
 def test_the_requested_steps_are_in_the_trace_unless_the_run_is_too_short(text: Path, tmp_path: Path) -> None:

@@ -15,12 +15,12 @@ from unittest import mock
 
 import pytest
 import yaml
-from helpers import loss_curve, read_metrics, read_rows, run_args, run_ranks, train_main, write_text
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mingpt.config.schema import Config, TrainerConfig
 from mingpt.monitoring.logging import configure_logging
 from mingpt.monitoring.run_log import MetricsFile, RunLog, StepTimer
+from tests.helpers import loss_curve, read_metrics, read_rows, run_args, run_ranks, train_main, write_text
 
 FULL_DEVICE = Path("/dev/full")
 VALUES = {"loss": 1.5, "learning_rate": 0.1, "grad_norm": 1.0, "tokens_per_second": 1.0}

@@ -8,7 +8,10 @@ from typing import Any
 
 import psutil
 import pytest
-from helpers import (
+
+from mingpt.monitoring import run_log
+from tests.helpers import (
+    assert_one_message,
     main_process,
     read_log,
     read_rows,
@@ -20,9 +23,6 @@ from helpers import (
     start_ranks,
     wait_for_step,
 )
-from test_main import assert_one_message
-
-from mingpt.monitoring import run_log
 
 FILE_HEADER = 7  # bytes
 RECORD_HEADER = 7  # checksum, length in two bytes, type

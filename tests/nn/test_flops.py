@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from helpers import small_gpt
 
 from mingpt.nn.flops import flops_per_sequence, gpu_metrics
+from tests.helpers import small_gpt
 
 CUDA = torch.device("cuda", 0)
 

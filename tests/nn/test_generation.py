@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import T, V, random_gpt, random_tokens, small_gpt
 from torch import Tensor
 
 from mingpt.nn.generation import NO_TOKEN, generate
 from model import GPT
+from tests.helpers import T, V, random_gpt, random_tokens, small_gpt
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -7,7 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from helpers import (
+
+from mingpt.config.parser import read_config
+from mingpt.errors import UserError
+from mingpt.parallel.memory import MemoryUsage, estimate_memory, measure_memory
+from model import GPT
+from tests.helpers import (
     LARGE_CONFIG,
     NO_DROPOUT,
     assert_equal_snapshots,
@@ -20,11 +25,6 @@ from helpers import (
     train_losses,
     write_text,
 )
-
-from mingpt.config.parser import read_config
-from mingpt.errors import UserError
-from mingpt.parallel.memory import MemoryUsage, estimate_memory, measure_memory
-from model import GPT
 
 Options = dict[str, Any]  # of a run, by names such as trainer__batch_size
 

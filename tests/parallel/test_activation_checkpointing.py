@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from helpers import T, V, random_tokens, small_gpt
 from torch import Tensor
 
 from mingpt.parallel.activation_checkpointing import apply_activation_checkpointing
 from mingpt.parallel.pipeline import GPTStage
+from tests.helpers import T, V, random_tokens, small_gpt
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import DEVICES, ranks_on, run_args, run_captured, run_each_captured, run_on, run_ranks
 
 from mingpt.config.parser import read_config
 from mingpt.config.schema import GPTConfig
 from mingpt.errors import UserError, is_oom_error
 from mingpt.parallel.memory import MemoryUsage, check_memory, estimate_memory, format_bytes
 from model import GPT
+from tests.helpers import DEVICES, ranks_on, run_args, run_captured, run_each_captured, run_on, run_ranks
 from trainer import Trainer
 
 with torch.device("meta"):

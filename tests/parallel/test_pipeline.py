@@ -11,7 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import (
+
+from mingpt.config.parser import read_config
+from mingpt.errors import UserError
+from mingpt.parallel.build import strategy_class
+from mingpt.run.evaluation import evaluate, generate_sample
+from tests.helpers import (
     MEMORY_KINDS,
     NO_DROPOUT,
     TORCHRUN,
@@ -30,11 +35,6 @@ from helpers import (
     worker_pids,
     write_text,
 )
-
-from mingpt.config.parser import read_config
-from mingpt.errors import UserError
-from mingpt.parallel.build import strategy_class
-from mingpt.run.evaluation import evaluate, generate_sample
 from tests.parallel.runs import (
     COMBINED,
     MIDDLE_STAGE,

@@ -10,7 +10,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import (
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from mingpt.config.parser import read_config
+from mingpt.errors import UserError
+from mingpt.optim import optimizer
+from mingpt.parallel.sharded import FSDP
+from mingpt.parallel.strategy import Strategy
+from mingpt.snapshot.storage import load_snapshot
+from tests.helpers import (
     MEMORY_KINDS,
     NO_DROPOUT,
     SLOW_ON_CPU,
@@ -29,15 +38,6 @@ from helpers import (
     train_losses,
     write_text,
 )
-from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
-
-from mingpt.config.parser import read_config
-from mingpt.errors import UserError
-from mingpt.optim import optimizer
-from mingpt.parallel.sharded import FSDP
-from mingpt.parallel.strategy import Strategy
-from mingpt.snapshot.storage import load_snapshot
 from tests.parallel.runs import (
     ARCHITECTURES,
     COMPILED,

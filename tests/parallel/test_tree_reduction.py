@@ -6,7 +6,15 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import (
+from torch import Tensor
+
+from mingpt.config.parser import read_config
+from mingpt.config.schema import DistributedConfig
+from mingpt.errors import UserError
+from mingpt.parallel.build import strategy_class
+from mingpt.parallel.strategy import MicroBatch, Strategy
+from mingpt.parallel.tree_reduction import TreeReduction, subtree_ranges
+from tests.helpers import (
     DEVICES,
     assert_equal_snapshots,
     loss_curve,
@@ -20,14 +28,6 @@ from helpers import (
     run_ranks,
     write_text,
 )
-from torch import Tensor
-
-from mingpt.config.parser import read_config
-from mingpt.config.schema import DistributedConfig
-from mingpt.errors import UserError
-from mingpt.parallel.build import strategy_class
-from mingpt.parallel.strategy import MicroBatch, Strategy
-from mingpt.parallel.tree_reduction import TreeReduction, subtree_ranges
 
 TREE = {"distributed__reduction": "tree"}
 # Runs on one and on three ranks.

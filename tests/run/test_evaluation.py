@@ -9,7 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import (
+
+from mingpt.config.parser import read_config
+from mingpt.config.schema import Config, GPTConfig, TrainerConfig
+from mingpt.monitoring.logging import configure_logging
+from mingpt.monitoring.run_log import RunLog
+from mingpt.nn.generation import generate
+from mingpt.run.evaluation import SAMPLE_LENGTH, Evaluation, choose_sample_prompt, evaluate, generate_sample
+from mingpt.system.signals import SignalHandler
+from model import GPT
+from tests.helpers import (
     NO_DROPOUT,
     assert_equal_snapshots,
     loss_curve,
@@ -24,15 +33,6 @@ from helpers import (
     train_losses,
     write_text,
 )
-
-from mingpt.config.parser import read_config
-from mingpt.config.schema import Config, GPTConfig, TrainerConfig
-from mingpt.monitoring.logging import configure_logging
-from mingpt.monitoring.run_log import RunLog
-from mingpt.nn.generation import generate
-from mingpt.run.evaluation import SAMPLE_LENGTH, Evaluation, choose_sample_prompt, evaluate, generate_sample
-from mingpt.system.signals import SignalHandler
-from model import GPT
 
 PROMPT = "does bob eat figs"  # longer than the window of the small runs
 

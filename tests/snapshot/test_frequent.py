@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import (
+
+from mingpt.errors import UserError
+from mingpt.snapshot import interval
+from mingpt.snapshot.interval import MIN_SECONDS, MIN_STEPS, SaveInterval
+from mingpt.snapshot.load import load_pretrained
+from mingpt.snapshot.storage import SnapshotStorage
+from mingpt.snapshot.writer import AsyncSnapshotWriter
+from mingpt.system.run_lock import RunLock
+from tests.faults.runs import Run, assert_same_run
+from tests.helpers import (
     assert_equal_snapshots,
     list_snapshots,
     loss_curve,
@@ -20,15 +29,6 @@ from helpers import (
     train_main,
     write_text,
 )
-
-from mingpt.errors import UserError
-from mingpt.snapshot import interval
-from mingpt.snapshot.interval import MIN_SECONDS, MIN_STEPS, SaveInterval
-from mingpt.snapshot.load import load_pretrained
-from mingpt.snapshot.storage import SnapshotStorage
-from mingpt.snapshot.writer import AsyncSnapshotWriter
-from mingpt.system.run_lock import RunLock
-from tests.faults.runs import Run, assert_same_run
 
 STEPS = 600
 # main.py with a short interval.

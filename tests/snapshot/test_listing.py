@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import run_args, run_program, run_ranks, train_main, write_text
 
 from mingpt.errors import UserError
 from mingpt.snapshot.__main__ import describe_all, run
 from mingpt.snapshot.storage import fingerprint
+from tests.helpers import run_args, run_program, run_ranks, train_main, write_text
 
 
 @pytest.fixture(scope="module")

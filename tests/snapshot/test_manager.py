@@ -15,20 +15,6 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import (
-    assert_equal_snapshots,
-    list_snapshots,
-    loss_curve,
-    newest_snapshot,
-    read_rows,
-    run_args,
-    run_captured,
-    run_each_captured,
-    run_ranks,
-    small_snapshot,
-    train_main,
-    write_text,
-)
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import trainer
@@ -42,6 +28,20 @@ from mingpt.snapshot.storage import SnapshotStorage, load_snapshot
 from mingpt.snapshot.writer import AsyncSnapshotWriter
 from mingpt.system.run_lock import RunLock
 from mingpt.text.corpus import Corpus
+from tests.helpers import (
+    assert_equal_snapshots,
+    list_snapshots,
+    loss_curve,
+    newest_snapshot,
+    read_rows,
+    run_args,
+    run_captured,
+    run_each_captured,
+    run_ranks,
+    small_snapshot,
+    train_main,
+    write_text,
+)
 
 
 class BlockingStorage(SnapshotStorage):

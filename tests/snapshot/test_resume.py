@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import (
+
+from mingpt.config.parser import read_config
+from mingpt.config.schema import GPTConfig, OptimizerConfig, config_to_dict
+from mingpt.optim.optimizer import learning_rate
+from mingpt.run import numerics, start
+from mingpt.snapshot.storage import SnapshotStorage, load_snapshot
+from model import GPT
+from tests.helpers import (
     SMALL_CONFIG,
     assert_equal_snapshots,
     list_snapshots,
@@ -22,13 +29,6 @@ from helpers import (
     train_main,
     write_text,
 )
-
-from mingpt.config.parser import read_config
-from mingpt.config.schema import GPTConfig, OptimizerConfig, config_to_dict
-from mingpt.optim.optimizer import learning_rate
-from mingpt.run import numerics, start
-from mingpt.snapshot.storage import SnapshotStorage, load_snapshot
-from model import GPT
 
 SIX_STEPS = {"trainer__max_steps": 6, "optimizer__decay_steps": 12}
 

@@ -11,11 +11,11 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from helpers import small_snapshot
 
 from mingpt.config.schema import Config, config_to_dict
 from mingpt.errors import UserError
 from mingpt.snapshot.storage import DamagedSnapshotError, PruneError, SnapshotStorage, load_snapshot
+from tests.helpers import small_snapshot
 
 
 def file_names(*steps: int) -> list[str]:

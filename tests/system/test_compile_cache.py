@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, assert_equal_snapshots, clean_env, loss_curve, run_args, run_program, write_text
 from torch._dynamo.callback import CallbackTrigger, callback_handler
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from mingpt.system.compile_cache import VARIABLE, use_compile_cache
+from tests.helpers import ROOT, assert_equal_snapshots, clean_env, loss_curve, run_args, run_program, write_text
 
 TINY = {
     "model__n_layer": 1,

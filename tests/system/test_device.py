@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import run_ranks
 
 from mingpt.errors import UserError
 from mingpt.system.device import (
@@ -30,6 +29,7 @@ from mingpt.system.device import (
 )
 from mingpt.system.threads import choose_threads
 from mingpt.system.torch_versions import cpu_capabilities
+from tests.helpers import run_ranks
 
 CPU, GPU, MPS = torch.device("cpu"), torch.device("cuda", 0), torch.device("mps")
 INTEL = "this CPU has AVX512-BF16, but no AMX, without which Intel's fp32 is faster"

@@ -13,15 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import (
-    ROOT,
-    clean_env,
-    run_args,
-    run_captured,
-    run_ranks,
-    train_main,
-    write_text,
-)
 
 from mingpt.config.parser import read_config
 from mingpt.distributed.collectives import DistributedContext
@@ -30,6 +21,15 @@ from mingpt.errors import UserError
 from mingpt.snapshot.storage import SnapshotStorage
 from mingpt.system import run_lock as lock
 from mingpt.system.run_lock import LOCK_NAME, RunLock, lock_folder
+from tests.helpers import (
+    ROOT,
+    clean_env,
+    run_args,
+    run_captured,
+    run_ranks,
+    train_main,
+    write_text,
+)
 from trainer import Trainer
 
 HOLD_LOCK = """

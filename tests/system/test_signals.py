@@ -17,7 +17,11 @@ from subprocess import Popen
 from typing import Any
 
 import pytest
-from helpers import (
+
+from main import main
+from mingpt.system.signals import EXIT_STATUS, SECOND_INTERRUPT_SECONDS, SignalHandler
+from tests.faults.runs import Run
+from tests.helpers import (
     ROOT,
     TORCHRUN,
     clean_env,
@@ -33,10 +37,6 @@ from helpers import (
     wait_until,
     worker_pids,
 )
-
-from main import main
-from mingpt.system.signals import EXIT_STATUS, SECOND_INTERRUPT_SECONDS, SignalHandler
-from tests.faults.runs import Run
 from trainer import Trainer
 
 ENDLESS = {"trainer__max_steps": 1_000_000, "trainer__save_every": 1_000_000}

@@ -25,11 +25,11 @@ import fsspec
 import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from helpers import ROOT, clean_env, run_args, run_ranks, train_main
 
 from mingpt.errors import UserError
 from mingpt.text import corpus
 from mingpt.text.corpus import Corpus, check_text, count_characters, encode, encode_corpus
+from tests.helpers import ROOT, clean_env, run_args, run_ranks, train_main
 
 
 def decode(corpus: Corpus) -> str:
