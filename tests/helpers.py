@@ -19,24 +19,21 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
-from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+import main
 from mingpt import program
 from mingpt.config.parser import read_config
 from mingpt.config.schema import Config, DistributedConfig, GPTConfig, config_to_dict
 from mingpt.distributed.context import DistributedContext
 from mingpt.distributed.launcher import detect_launch_environment
-from mingpt.distributed.process_group import connected_ranks, destroy_process_group, explained_errors
 from mingpt.monitoring.run_log import iter_metrics
-from mingpt.parallel.build import strategy_class
 from mingpt.snapshot.storage import SnapshotStorage
 from mingpt.system.run_lock import LOCK_NAME
 from model import GPT
@@ -258,28 +255,15 @@ def _rank(
 
 def run_main(argv: list[str]) -> int:
     """Runs main.py in this process; returns the exit status."""
-    from main import main
-
-    return program.run_program(main, argv)
+    return program.run_program(main.main, argv)
 
 
 @contextmanager
-def process_group(
-    config: DistributedConfig, needs_group: bool = False, backend: str = "gloo"
-) -> Iterator[DistributedContext]:
-    """Sets up the process group as main.py does, without training."""
-    info = detect_launch_environment(os.environ)
-    timeout = timedelta(seconds=config.timeout_seconds)
-    destroy_process_group()
-    health = None
-    if info.world_size > 1:
-        with connected_ranks(info, config, ".", backend) as (store, health):
-            dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size, timeout=timeout)
-    elif needs_group:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    with explained_errors(info, health):
-        yield DistributedContext(info, config, health)
-    destroy_process_group()
+def open_process_group(**keys: Any) -> Iterator[DistributedContext]:
+    """For `run_ranks`: the process group of main.py with these keys of the section `distributed`."""
+    config = DistributedConfig(**{"init_method": os.environ["TEST_INIT_METHOD"], "timeout_seconds": 60} | keys)
+    with main.process_group(Config(distributed=config), detect_launch_environment(os.environ)) as context:
+        yield context
 
 
 def train_main(*argv: str) -> int:
@@ -296,15 +280,13 @@ def run_captured(*argv: str) -> tuple[int, str, str]:
 
 def main_process(argv: list[str], stdout: Path | str, stderr: Path | str) -> None:
     """For `start_ranks`: main.py with its output in these files or pipes, to the end of the process."""
-    from main import main
-
     for path, descriptor in ((stdout, 1), (stderr, 2)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), descriptor)
     # Those of the server may have been opened for other kinds of files.
     sys.stdout = os.fdopen(1, "w")
     sys.stderr = os.fdopen(2, "w", buffering=1)
     sys.argv = ["main.py", *argv]
-    program.exit_process(program.run_program(main, argv))
+    program.exit_process(program.run_program(main.main, argv))
 
 
 def run_each_captured(argvs: list[list[str]]) -> list[tuple[int, str, str]]:
@@ -508,9 +490,8 @@ def open_trainer(*argv: str, rendezvous: Any = "") -> Iterator[Trainer]:
     `rendezvous` differs between the trainers of one process.
     """
     config = read_config([*argv, "--distributed.init_method", f"{os.environ['TEST_INIT_METHOD']}-{rendezvous}"])
-    needs_group = strategy_class(config).needs_process_group
     with (
-        process_group(config.distributed, needs_group) as context,
+        main.process_group(config, detect_launch_environment(os.environ)) as context,
         redirect_stdout(io.StringIO()),
         redirect_stderr(io.StringIO()),
     ):

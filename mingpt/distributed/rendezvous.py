@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from mingpt.distributed.launcher import LOOPBACK, host_and_port, uses_agent_store
+from mingpt.distributed.network import LOOPBACK, host_and_port, uses_agent_store
 
 NCCL_DUMP_KEY = "exception_dump"  # set by NCCL's watchdog, below all prefixes (kStoreDumpKey in ProcessGroupNCCL.hpp)
 POLL_SECONDS = 0.005  # between looks of a rank at the store, with few ranks; a rendezvous takes several

@@ -10,15 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from mingpt.distributed import launcher
-from mingpt.distributed.launcher import (
-    RankInfo,
-    allow_connections,
-    detect_launch_environment,
-    machine_id,
-    resolve_init_method,
-    select_gloo_interface,
-)
+from mingpt.distributed import network
+from mingpt.distributed.launcher import RankInfo, detect_launch_environment
+from mingpt.distributed.network import allow_connections, machine_id, resolve_init_method, select_gloo_interface
 from mingpt.errors import UserError
 from tests.helpers import ROOT, clean_env, in_namespace, ip, read_rows, run_args, run_main
 
@@ -191,22 +185,22 @@ def test_ranks_without_an_address_are_refused(
 
 
 def test_an_address_that_leads_nowhere_is_refused_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(launcher, "RESOLVE_SECONDS", 0.1)
+    monkeypatch.setattr(network, "RESOLVE_SECONDS", 0.1)
     for name, value in MASTER.items():
         monkeypatch.setenv(name, value.replace("gpu1", "no-such-host.invalid"))
     info = detect_launch_environment(BY_HAND | MASTER)
     for init_method, message in (
         (
             "tcp://no-such-host.invalid:29400",
-            r"distributed\.init_method is no-such-host\.invalid:29400, .* knows no host ",
+            r"distributed\.init_method is no-such-host\.invalid:29400, .* can't resolve ",
         ),
-        (f"tcp://{'long' * 20}.invalid:29400", r"distributed\.init_method is longlong.* knows no host "),
+        (f"tcp://{'long' * 20}.invalid:29400", r"distributed\.init_method is longlong.* can't resolve "),
         (
             f"file://{tmp_path}/none/store",
             r"distributed\.init_method is .* can't be opened: No such file or directory; ",
         ),
         (f"file://{tmp_path}", r"distributed\.init_method is .* can't be opened: Is a directory; "),
-        (None, r"environment: the rendezvous address is no-such-host\.invalid:29400, .* knows no host "),
+        (None, r"environment: the rendezvous address is no-such-host\.invalid:29400, .* can't resolve "),
     ):
         with pytest.raises(UserError, match=f"^{message}"):
             resolve_init_method(info, init_method, str(tmp_path))
@@ -219,7 +213,7 @@ def test_slurm_hosts_that_do_not_resolve_rendezvous_in_the_run_folder(
     run_dir, info = tmp_path / "runs/mine", detect_launch_environment(STEP)
     for name, value in MASTER.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(launcher, "RESOLVE_SECONDS", 0.1)
+    monkeypatch.setattr(network, "RESOLVE_SECONDS", 0.1)
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, port: [host])
     assert resolve_init_method(detect_launch_environment(STEP | MASTER), None, str(run_dir)) == "env://"
     assert resolve_init_method(info, None, str(run_dir)) == f"tcp://node01:{STEP_PORT}"
@@ -229,7 +223,7 @@ def test_slurm_hosts_that_do_not_resolve_rendezvous_in_the_run_folder(
 
     monkeypatch.setattr(socket, "getaddrinfo", fail)
     for rank_info, init_method in ((info, "tcp://gpu1:29400"), (detect_launch_environment(STEP | MASTER), None)):
-        with pytest.raises(UserError, match=r"gpu1:29400, .* knows no host 'gpu1'"):
+        with pytest.raises(UserError, match=r"gpu1:29400, .* can't resolve 'gpu1'"):
             resolve_init_method(rank_info, init_method, str(run_dir))
     assert not run_dir.exists()
     assert resolve_init_method(info, None, str(run_dir)) == f"file://{run_dir}/{STEP_FILE}"
@@ -299,7 +293,7 @@ def test_too_low_a_limit_of_files_is_an_error_before_anything_starts(tmp_path: P
     ("hosts", "routes", "env", "expected"),
     [
         (["a", "b"], {"gpu1": "10.0.0.2"}, {}, "eth1"),
-        (["a", "b"], {launcher.DEFAULT_ROUTE_HOST: "10.0.0.2"}, {}, "eth1"),
+        (["a", "b"], {network.DEFAULT_ROUTE_HOST: "10.0.0.2"}, {}, "eth1"),
         (["a", "b"], {"gpu1": "10.0.0.2"}, {"GLOO_SOCKET_IFNAME": "eth0"}, "eth0"),
         (["a", "b"], {"gpu1": "10.0.0.2", "a": "192.168.0.2"}, {}, None),  # the host's name resolves
         (["a", "a"], {"gpu1": "10.0.0.2", "a": "192.168.0.2"}, {}, "lo"),
@@ -318,7 +312,7 @@ def test_gloo_interface_leads_to_the_other_hosts(
     interfaces = {name: [SimpleNamespace(address=address) for address in found] for name, found in addresses.items()}
     monkeypatch.setattr("psutil.net_if_addrs", lambda: interfaces)
     monkeypatch.setattr("platform.node", lambda: hosts[0])
-    monkeypatch.setattr(launcher, "_address_towards", routes.get)
+    monkeypatch.setattr(network, "_address_towards", routes.get)
     monkeypatch.setattr("os.environ", dict(env))
     select_gloo_interface(hosts[0] == hosts[1], "tcp://gpu1:29400")
     assert os.environ.get("GLOO_SOCKET_IFNAME") == expected
