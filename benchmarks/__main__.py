@@ -3,11 +3,12 @@
     python -m benchmarks
     python -m benchmarks trainer snapshots --model.n_embd 256
     python -m benchmarks nanogpt tutorial --nanogpt FOLDER --tutorial FOLDER --json
-    torchrun --standalone --nproc_per_node=4 -m benchmarks strategies
+    torchrun --standalone --nproc_per_node=2 -m benchmarks strategies reduction pipeline
     torchrun --standalone --nproc_per_node=4 -m benchmarks collectives --bytes 1k 1M 64M
 
-Without names, it runs all cases except collectives and time_to_loss, which take long. FOLDER contains the model.py of
-nanoGPT or of the minGPT-DDP tutorial. Other options are main.py's, and apply to every case.
+Without names, it runs all cases except collectives and time_to_loss, which take long. The cases strategies, reduction,
+pipeline and collectives need several ranks, and the others a single process. FOLDER contains the model.py of nanoGPT or
+of the minGPT-DDP tutorial. Other options are main.py's, and apply to every case.
 """
 
 import argparse
@@ -37,12 +38,11 @@ def run_case(name: str, bench: Bench) -> Iterator[Row]:
     try:
         if bench.context.world_size > 1 and name not in MULTI_RANK_CASES:
             raise SkippedError("it runs in a single process")
+        if bench.context.world_size == 1 and name in MULTI_RANK_CASES:
+            raise SkippedError("it needs several ranks, for example of torchrun")
         if name in BASELINES and bench.baselines[BASELINES[name]] is None:
             raise SkippedError("its folder is not given")
-        if bench.context.world_size == 1 and name in MULTI_RANK_CASES:
-            yield from bench.run_on_ranks(name)
-        else:
-            yield from CASES[name](bench)
+        yield from CASES[name](bench)
     except (SkippedError, UserError) as reason:
         yield Row(name, f"skipped: {reason}")
 
@@ -81,12 +81,15 @@ def run(argv: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory() as folder, process_group(config, info) as context:
         bench = Bench(context, Path(folder), options, args.bytes, baselines)
         machine = machine_name(context.device)
+        launcher = ["python"]
+        if context.world_size > 1:
+            launcher = ["torchrun", "--standalone", f"--nproc_per_node={context.world_size}"]
         if context.rank == 0 and not args.json:
             header = "| measurement | median | range | command |\n| --- | --- | --- | --- |"
             print(f"## {machine}\n\n{header}", flush=True)
         for name in args.names or [name for name in CASES if name not in LONG_CASES]:
             clone = [f"--{BASELINES[name]}", "FOLDER"] if name in BASELINES else []
-            command = shlex.join(["python", "-m", "benchmarks", name, *clone, *options])
+            command = shlex.join([*launcher, "-m", "benchmarks", name, *clone, *options])
             for row in run_case(name, bench):
                 if context.rank > 0:
                     continue

@@ -1,14 +1,10 @@
 """Measures ratios of times. Two actions alternate, A B A B ..., so that other programs affect both."""
 
 import io
-import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,9 +23,7 @@ from mingpt.system.threads import available_cores
 from mingpt.system.torch_versions import cpu_capabilities
 from trainer import Trainer
 
-ROOT = Path(__file__).parent.parent
 ALPHABET = list(printable[:65])  # tiny shakespeare has 65 characters, too
-RANKS = 2  # number of ranks that a case starts
 SIZES = (2**10, 2**20, 2**26)  # bytes
 NO_KEYS: Mapping[str, Any] = {}
 
@@ -171,27 +165,6 @@ class Bench:
         seconds = self.time_calls(action) + self.time_calls(reference)
         times = broadcast_object(self.context, max(1, round(2 * self.min_run_time / seconds)))
         return [self.time_calls(action, times) / self.time_calls(reference, times) for _ in range(self.pairs)]
-
-    def run_on_ranks(self, name: str) -> Iterator[Row]:
-        """Yields the rows of a case that runs under torchrun, with the cores divided among its ranks.
-
-        Raises:
-            SkippedError: there are fewer cores or GPUs than ranks.
-            RuntimeError: a rank failed. The message contains its stderr.
-        """
-        processors = torch.cuda.device_count() if self.is_on_gpu else len(available_cores())
-        if processors < RANKS:
-            raise SkippedError(f"it starts {RANKS} ranks and needs a core or GPU for each; found {processors}")
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
-        sizes = map(str, self.sizes)
-        command = [sys.executable, *launcher, "-m", "benchmarks", name, *self.options, "--json", "--bytes", *sizes]
-        env = os.environ | {"OMP_NUM_THREADS": str(max(1, len(available_cores()) // RANKS))}
-        done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)  # noqa: S603
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
-        for line in done.stdout.splitlines():
-            result = json.loads(line)
-            yield Row(**{key: result[key] for key in Row.__dataclass_fields__})
 
 
 def machine_name(device: torch.device) -> str:

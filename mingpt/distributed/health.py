@@ -68,8 +68,8 @@ class HealthMonitor:
         self.name = f"rank {info.rank} ({platform.node()}, process {os.getpid()})"
         self.heartbeat_keys = [f"heartbeat/{rank}" for rank in range(info.world_size)]
         self.heartbeat_of_successor = b""  # the newest
-        self.store.set(f"name/{info.rank}", self.name)
-        self.store.set(self.heartbeat_keys[info.rank], encode_heartbeat(0, None))  # other ranks wait for the key
+        self.reader = PositionReader()
+        self._send_heartbeat(self.store, 0)  # other ranks wait for the key
         self.has_failure = False  # whether the store has a cause, or NCCL's watchdog has seen a failure
         self.cause = ""  # empty until it is known
         self.stopped = threading.Event()
@@ -87,16 +87,19 @@ class HealthMonitor:
         self.report_lock.acquire()
         self.stopped.set()
 
+    def _send_heartbeat(self, store: dist.Store, number: int) -> None:
+        """Sets this rank's heartbeat, which differs each time by its number."""
+        store.set(self.heartbeat_keys[self.info.rank], json.dumps([number, self.name, self.reader.read()]))
+
     def _send_heartbeats(self) -> None:
         store = self.heartbeat_store
         root_store = store._underlying_non_prefix_store
-        reader = PositionReader()
         slow_ranks = SlowRanks()
         number = 0
         while not self.stopped.wait(HEARTBEAT_INTERVAL):
             number += 1
             try:
-                store.set(self.heartbeat_keys[self.info.rank], encode_heartbeat(number, reader.read()))
+                self._send_heartbeat(store, number)
                 heartbeats = store.multi_get(self.heartbeat_keys)
                 self.heartbeat_of_successor = heartbeats[(self.info.rank + 1) % self.info.world_size]
                 self.has_failure = store.check(["cause"]) or root_store.check([NCCL_DUMP_KEY])
@@ -260,12 +263,11 @@ class HealthMonitor:
                 break
         if self.info.rank in silent:
             return ""  # this rank's own heartbeats do not reach the store, so the others' may not, either
-        found = self._query(self.store.multi_get, [f"name/{rank}" for rank in range(self.info.world_size)])
-        names = {rank: name.decode() for rank, name in enumerate(found)}
+        names = [json.loads(heartbeat)[1] for heartbeat in now]
         positions = read_positions(now)
         if silent:
             dead = format_list([names[rank] for rank in silent])
-            lines = format_list([positions[rank].line if rank in positions else "the start" for rank in silent])
+            lines = format_list([positions[rank].line for rank in silent])
             return self._share_cause(
                 f"{dead} sent no heartbeat for {HEARTBEAT_TIMEOUT:g} seconds: dead, stopped or cut off, last seen at "
                 f"{lines}"
@@ -284,16 +286,6 @@ class HealthMonitor:
         return self._share_cause(cause)
 
 
-def encode_heartbeat(number: int, position: Position | None) -> str:
-    """Returns a heartbeat for the store, with a different number each time; the position is None at the start."""
-    return json.dumps([number, position])
-
-
-def read_positions(heartbeats: Sequence[bytes]) -> dict[int, Position]:
-    """Returns the positions in the heartbeats of all ranks, by rank. A rank's first heartbeat does not have one."""
-    positions = {}
-    for rank, heartbeat in enumerate(heartbeats):
-        _, position = json.loads(heartbeat)
-        if position is not None:
-            positions[rank] = Position(*position)
-    return positions
+def read_positions(heartbeats: Sequence[bytes]) -> list[Position]:
+    """Returns the positions in the heartbeats of all ranks."""
+    return [Position(*json.loads(heartbeat)[2]) for heartbeat in heartbeats]

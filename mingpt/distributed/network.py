@@ -17,8 +17,6 @@ from mingpt.files import make_folder
 
 RESOLVE_SECONDS = 5.0  # how long to retry the lookup of a host name, since a DNS server may be slow to start
 LOOPBACK = "127.0.0.1"
-OWN_FILES = 100  # files that a process may have open, in addition to its connections to other ranks
-STORE_CONNECTIONS = 3  # connections of each rank to the store: one for the process group, two for HealthMonitor
 DEFAULT_ROUTE_HOST = "192.0.2.1"  # reserved for documentation (RFC 5737), so packets to it take the default route
 
 
@@ -28,22 +26,11 @@ def allow_connections(info: RankInfo) -> None:
     Raises the limit of open files, often 1,024, to the highest value that the system allows: at the limit, a store
     silently drops ranks that connect. The store also looks up a name for each connection, and answers nobody until the
     DNS server replies (torch 2.13). A lost query is repeated after 1 second instead of 5.
-
-    Raises:
-        UserError: the system allows too few open files for this number of ranks.
     """
     if info.world_size > 1:
         # glibc keeps the options of the first lookup for all threads.
         os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
-    needed = OWN_FILES + info.world_size
-    if info.rank == 0 and not uses_agent_store(info.init_method):
-        needed += STORE_CONNECTIONS * info.world_size
     _, allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if allowed < needed:
-        raise UserError(
-            f"rank {info.rank} of {info.world_size} on {platform.node()} may open {allowed} files and connections "
-            f"(ulimit -Hn), must be at least {needed}: raise the limit, or start fewer processes"
-        )
     with suppress(ValueError):  # on macOS the limit is infinite and can't be set
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, allowed))
 

@@ -20,7 +20,7 @@ from mingpt.distributed.context import DistributedContext
 from mingpt.distributed.launcher import RankInfo
 from mingpt.nn.layers import IGNORE_INDEX
 from mingpt.program import run_program as exit_status_of
-from tests.helpers import ROOT, open_process_group, run_program, run_ranks, write_text
+from tests.helpers import ROOT, TORCHRUN, open_process_group, run_program, run_ranks, write_text
 from trainer import Trainer
 
 TINY = to_options(
@@ -122,21 +122,20 @@ def test_the_bus_bandwidth_of_collectives_agrees_with_nccl_tests(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_the_program_compiles_starts_ranks_and_prints_rows_as_json() -> None:
-    process = run_program("-m", "benchmarks", "collectives", "compile", "--bytes", "1k", "--json", *TINY, cwd=ROOT)
-    assert process.returncode == 0, process.stderr
-    rows = [json.loads(line) for line in process.stdout.splitlines()]
-    assert [row["name"] for row in rows] == [*["collectives"] * 11, "compile", "compile"]
-    assert all(row["figure"] == "never" or row["figure"] > 0 for row in rows)
+def test_the_program_compiles_and_runs_under_torchrun() -> None:
+    for launcher, name, count in (((), "compile", 2), ((*TORCHRUN, "--nproc_per_node=2"), "reduction", 1)):
+        process = run_program(*launcher, "-m", "benchmarks", name, "--json", *TINY, cwd=ROOT)
+        assert process.returncode == 0, process.stderr
+        rows = [json.loads(line) for line in process.stdout.splitlines()]
+        assert [row["name"] for row in rows] == [name] * count
+        assert all(row["figure"] == "never" or row["figure"] > 0 for row in rows)
 
 
-def test_a_case_that_cannot_run_is_skipped_with_the_reason(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.harness.available_cores", lambda: {0})
+def test_a_case_that_cannot_run_is_skipped_with_the_reason(bench: Bench) -> None:
     bench.baselines = {"nanogpt": None}
-    for name, reason in {"nanogpt": "its folder is not given", "reduction": "for each; found 1"}.items():
+    for name, reason in {"nanogpt": "its folder is not given", "reduction": "it needs several ranks"}.items():
         [row] = run_case(name, bench)
-        assert row.figure.startswith("skipped: ")
-        assert row.figure.endswith(reason)
+        assert row.figure.startswith(f"skipped: {reason}")
     bench.context.world_size = 2
     for name in CASES.keys() - set(MULTI_RANK_CASES):
         [row] = run_case(name, bench)
@@ -200,10 +199,10 @@ def test_long_cases_run_only_if_they_are_named(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("benchmarks.__main__.BASELINES", {})
     for name in CASES:
         monkeypatch.setitem(CASES, name, lambda bench, name=name: called.append(name) or iter(()))
-    monkeypatch.setattr(Bench, "run_on_ranks", lambda bench, name: called.append(name) or iter(()))
     for names in ([], ["time_to_loss"]):
         assert exit_status_of(run, names) == 0
-    assert called == [name for name in CASES if name not in LONG_CASES] + ["time_to_loss"]
+    others = {*LONG_CASES, *MULTI_RANK_CASES}
+    assert called == [name for name in CASES if name not in others] + ["time_to_loss"]
 
 
 def test_time_to_loss_compares_with_the_recipe(learning_bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

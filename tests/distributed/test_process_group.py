@@ -22,7 +22,6 @@ from mingpt.config.schema import DistributedConfig
 from mingpt.distributed.agreement import all_gather_object, broadcast_object, check_equal, shared_errors
 from mingpt.distributed.context import DistributedContext
 from mingpt.distributed.launcher import RankInfo
-from mingpt.distributed.network import OWN_FILES, STORE_CONNECTIONS
 from mingpt.distributed.rendezvous import NCCL_DUMP_KEY, generation_store, rendezvous
 from mingpt.errors import UserError
 from tests.helpers import free_port, open_process_group, run_args, run_main, run_ranks
@@ -288,24 +287,6 @@ def test_the_store_of_ranks_on_one_machine_listens_at_the_loopback(host: str, tm
     for hosts in run_ranks(2, _listening_hosts, address, tmp_path=tmp_path):
         assert hosts
         assert not hosts & {"0.0.0.0", "::"}
-
-
-def test_descriptors_grow_with_the_number_of_ranks_as_their_limit_allows(tmp_path: Path) -> None:
-    few, many = (
-        run_ranks(world_size, _count_descriptors, f"tcp://127.0.0.1:{free_port()}", tmp_path=tmp_path)
-        for world_size in (2, 4)
-    )
-    assert many[0] - few[0] == 2 * (1 + STORE_CONNECTIONS)
-    assert many[1] - few[1] == 2
-    assert max(many) < OWN_FILES
-
-
-def _count_descriptors(address: str) -> int:
-    with open_process_group(init_method=address) as context:
-        all_gather_object(context, "all ranks are connected")
-        count = psutil.Process().num_fds()
-        all_gather_object(context, "all ranks have counted")
-    return count
 
 
 def _listening_hosts(address: str) -> set[str]:
