@@ -104,7 +104,7 @@ class Bench:
         sizes: bytes of the tensors of collectives
         baselines: folder of each other project, with its model.py
         pairs: number of measurements of each ratio
-        min_run_time: approximate seconds for which an action is repeated, if one call takes less time
+        min_run_time: approximate seconds of repeated calls, if one call takes less time
     """
 
     context: DistributedContext
@@ -151,7 +151,7 @@ class Bench:
         return time.perf_counter() - began
 
     def _synchronize(self) -> None:
-        """Waits for a GPU, whose kernels still run when the calls that start them have returned."""
+        """Waits for a GPU. Its kernels still run when the calls that start them have returned."""
         if self.is_on_gpu:
             torch.accelerator.synchronize(self.context.device)
 

@@ -181,7 +181,7 @@ class PendingFlags:
 def extend_cuda_timeout(group: dist.ProcessGroup) -> None:
     """Gives NCCL more time than gloo, so that a collective on the CPU, such as the flags of each step, fails first.
 
-    gloo's error is an exception, and then ranks find out which of them is dead. NCCL's watchdog ends the process
+    gloo's error is an exception, and then ranks find out which one is dead. NCCL's watchdog ends the process
     (handleException in ProcessGroupNCCL.cpp). The new timeout applies to later collectives (`setTimeout` there).
     """
     cpu_backend = group._get_backend(torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""The health of the ranks: which rank is dead, late or stopped, and at which line of the program."""
+"""The health of the ranks: detects dead, late and stopped ranks, and the line of the program where they are."""
 
 import json
 import os
@@ -23,8 +23,8 @@ from mingpt.errors import PeerError, StoreUnreachableError, UserError, is_oom_er
 from mingpt.monitoring.logging import logger
 
 HEARTBEAT_INTERVAL = 0.5  # seconds between heartbeats
-HEARTBEAT_TIMEOUT = 2.0  # seconds without a heartbeat after which a rank counts as dead
-ALL_ALIVE_SECONDS = 0.7  # seconds in which all ranks send a heartbeat if none is dead
+HEARTBEAT_TIMEOUT = 2.0  # a rank without a heartbeat for this time counts as dead
+ALL_ALIVE_SECONDS = 0.7  # all ranks send a heartbeat within this time, if none is dead
 POLL_SECONDS = 0.1  # seconds between checks for a key in the store
 ANSWER_SECONDS = 3.0  # timeout of a request to the store
 LINGER_SECONDS = 1.5  # how long rank 0, which may host the store, stays alive after its message
@@ -40,8 +40,8 @@ class HealthMonitor:
     A backend's error says that some rank is dead or late, but not which one. gloo's error comes at once if a process
     has exited, otherwise after `timeout_seconds`. NCCL's error comes a minute later than that. So a thread of each rank
     sets a heartbeat with the rank's position in the store, and after an error the main threads read all heartbeats. The
-    first rank that finds the cause writes it to the store for the others. The thread also warns, on rank 0, of ranks
-    for which the others wait.
+    first rank that finds the cause writes it to the store for the others. The thread of rank 0 also warns of ranks that
+    the others wait for.
 
     A main thread that waits for a GPU does not get an error, because NCCL's kernel waits there for the dead rank. So
     each rank also watches the store for a cause, and the heartbeat of its successor, rank + 1. If there is a cause, if
@@ -52,7 +52,7 @@ class HealthMonitor:
     Args:
         store_host: the process that hosts the store, for messages
         timeout_seconds: how long a rank may be stopped
-        traces: path of the dumps of NCCL's flight recorder, to which each rank appends its number; empty without NCCL
+        traces: path of the dumps of NCCL's flight recorder, without the rank at the end; empty without NCCL
     """
 
     def __init__(

@@ -121,7 +121,7 @@ def _not_waiting(positions: Sequence[Position]) -> list[int]:
 
 
 def explain_wait(positions: Sequence[Position], names: Sequence[str]) -> str:
-    """Names the ranks for which other ranks wait, and the place of each rank.
+    """Names the ranks that other ranks wait for, and the place of each rank.
 
     Args:
         positions: the position of each rank

@@ -32,7 +32,7 @@ WAIT_SECONDS = 2.0  # how long a rank waits for the other ranks before it says s
 def connected_ranks(
     info: RankInfo, config: DistributedConfig, run_dir: str, backend: str
 ) -> Iterator[tuple[dist.Store, HealthMonitor | None]]:
-    """Connects ranks at a store, with which the block initializes the process group.
+    """Connects ranks at a store. The block initializes the process group with it.
 
     A single process gets a store in its memory, and no HealthMonitor.
 
@@ -124,7 +124,7 @@ def destroy_process_group() -> None:
 
 
 def _record_nccl(run_dir: str) -> str:
-    """Turns on NCCL's flight recorder. Returns the path of its dumps, to which each rank appends its number."""
+    """Turns on NCCL's flight recorder. Returns the path of its dumps, without the rank at the end."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # 0 in torch 2.10
     return os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{run_dir}/nccl_trace_rank_")
 

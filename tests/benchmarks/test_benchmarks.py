@@ -27,7 +27,7 @@ TINY = to_options(
     {"model.n_layer": 1, "model.n_head": 2, "model.n_embd": 16, "data.block_size": 16, "trainer.threads": 1}
 )
 
-# The parts of both baselines that a step needs.
+# Parts of both baselines that a step needs.
 MODEL = """
 import torch
 from dataclasses import dataclass
@@ -93,7 +93,7 @@ def test_a_case_yields_rows_and_prints_nothing(
 
 
 def _measure_on_ranks(folder: Path, names: list[str]) -> dict[str, list[Row]]:
-    """For `run_ranks`: the rows of cases that need several ranks."""
+    """For `run_ranks`: returns the rows of cases that need several ranks."""
     with open_process_group() as context:
         bench = Bench(context, folder, [*TINY, "--model.n_layer", "2"], [1000], pairs=1, min_run_time=0.0)
         return {name: list(run_case(name, bench)) for name in names}
@@ -152,7 +152,7 @@ def test_measurements_alternate_and_wait_for_a_gpu_before_they_read_the_clock(
     assert "".join(calls) == "tAt"
     calls.clear()
     bench.context.device = torch.device("cuda", 0)
-    bench.min_run_time = 6.0  # seconds of the simulated clock, on which a call takes 3
+    bench.min_run_time = 6.0  # seconds; a call takes 3 on the simulated clock
     bench.ratio(lambda: calls.append("A"), lambda: calls.append("B"))
     assert "".join(calls) == "AB" + "ctActctBct" + "ctAActctBBct"
 
@@ -214,27 +214,6 @@ def test_time_to_loss_compares_with_the_recipe(learning_bench: Bench, monkeypatc
     monkeypatch.setattr(learning, "train_to_loss", lambda *args: learning.Run(1.0, 3, next(losses)))
     [row] = run_case("time_to_loss", learning_bench)
     assert row.figure == "not reached by 2 of 3 runs"
-
-
-def test_training_to_a_loss_ends_at_the_first_evaluation_that_reaches_it(
-    learning_bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The time of an evaluation does not count."""
-    now, losses = [0.0], iter([9.0, 8.0, 7.0])
-
-    def evaluate(*args: object) -> float:
-        now[0] += 1000
-        return next(losses)
-
-    def train_step(trainer: Trainer) -> None:
-        now[0] += 1
-        trainer.progress.step += 1
-
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(learning, "evaluate", evaluate)
-    monkeypatch.setattr(Trainer, "train_step", train_step)
-    monkeypatch.setattr(learning, "STEPS", 20)
-    assert learning.train_to_loss(learning_bench, 1, 7.5) == (6.0, 6, 7.0)
 
 
 def test_the_recipe_has_nanogpts_schedule_model_and_seeds(

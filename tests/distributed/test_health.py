@@ -1,4 +1,4 @@
-"""When a rank fails, the others exit in time and name it; when the launcher is killed, no process is left."""
+"""When a rank fails, the others name it and exit in time. When the launcher is killed, no process is left."""
 
 import os
 import re
@@ -70,19 +70,19 @@ def test_all_ranks_name_the_lost_one_in_time(
 
 
 def _lose_a_rank(init_method: str, lost_rank: int, signal_name: str, argv: list[str]) -> tuple[int, str, float]:
-    """One rank signals itself before step 6; returns status, stderr and the seconds from then on."""
+    """One rank sends itself a signal before step 6. Returns status, stderr and the seconds since then."""
     train_step, started = Trainer.train_step, []
 
     def step_or_signal(trainer: Trainer) -> Any:
         if trainer.progress.step == 5:
-            trainer.snapshots.writer.wait()  # of the snapshot of step 3, which the test expects
+            trainer.snapshots.writer.wait()  # the test expects the snapshot of step 3
             started.append(time.monotonic())
             if trainer.context.rank == lost_rank:
                 os.kill(os.getpid(), getattr(signal, signal_name))
         return train_step(trainer)
 
     Trainer.train_step = step_or_signal  # type: ignore[method-assign]
-    health.ANSWER_SECONDS = 1.5  # type: ignore[attr-defined]  # for a request, and not for all of a diagnosis
+    health.ANSWER_SECONDS = 1.5  # type: ignore[attr-defined]  # limits a request, not the whole diagnosis
     os.environ["TEST_INIT_METHOD"] = init_method
     status, _, err = run_captured(*argv)
     return status, err, time.monotonic() - started[0]
@@ -108,7 +108,7 @@ def _lose_the_rank_that_encodes(argv: list[str]) -> tuple[int, str, str]:
 
 
 def test_the_exception_of_a_rank_is_reported_by_the_others(text: Path, tmp_path: Path) -> None:
-    """TORCHELASTIC_MAX_RESTARTS, as torchrun sets it for rank 0 and rank 3 here, decides what they advise."""
+    """Their advice depends on TORCHELASTIC_MAX_RESTARTS, which torchrun sets."""
     rank0, crashed, by_hand, rank3 = run_ranks(4, _crash, run_args(tmp_path / "run", text), tmp_path=tmp_path)
     assert crashed[0] == 1
     assert crashed[1].endswith("ZeroDivisionError: on purpose\n")
@@ -173,7 +173,7 @@ def _find_a_mistake(mistaken: list[int], argv: list[str]) -> tuple[int, str]:
 def test_a_rank_whose_main_thread_is_blocked_names_the_lost_one(
     scheme: str, lost_rank: int, fault: str, grace_seconds: float, message: str, text: Path, tmp_path: Path
 ) -> None:
-    """A sleep stands for a synchronization with a GPU, where NCCL's kernel waits for the lost rank."""
+    """A sleep simulates a synchronization with a GPU, where NCCL's kernel waits for the lost rank."""
     init_method = {"tcp": f"tcp://localhost:{free_port()}", "file": f"file://{tmp_path}/store"}[scheme]
     argv = run_args(tmp_path / "run", text, distributed__init_method=init_method, distributed__timeout_seconds=TIMEOUT)
     faults = {1 - lost_rank: "sleep", lost_rank: fault}
@@ -263,9 +263,9 @@ def test_a_rank_that_torchrun_stops_after_another_has_died_ends_at_once_if_it_wi
 def _run_main_with_faults(
     faults: dict[int, str], grace_seconds: float, argv: list[str], folder: Path, *awaited: int
 ) -> list[tuple[int, str, float]]:
-    """Runs main.py on two ranks and waits for some of them.
+    """Runs main.py on two ranks, and waits for some of them.
 
-    Returns, of each rank, the status, stderr and the seconds from the first fault to its message.
+    Returns status, stderr, and the seconds from the first fault to the message of each rank.
     """
     processes, _ = start_ranks(2, _main_with_faults, faults, grace_seconds, argv, folder, tmp_path=folder)
     try:
@@ -284,7 +284,7 @@ def _run_main_with_faults(
 
 
 def _main_with_faults(faults: dict[int, str], grace_seconds: float, argv: list[str], folder: Path) -> None:
-    """Before step 6, or at its end, a rank does what `faults` says."""
+    """Runs main.py. A rank in `faults` fails before step 6 or at its end."""
     rank, train_step = int(os.environ["RANK"]), Trainer.train_step
     end_collectives = DistributedContext.end_collectives
 
@@ -331,7 +331,7 @@ def test_each_rank_writes_what_nccl_has_recorded_where_a_rank_that_hangs_is_name
 
 
 def _find_a_hang(run_dir: str) -> tuple[str, bytes]:
-    """Rank 0 waits for rank 1, as with nccl, which is not here, for the gradients on GPUs."""
+    """Rank 0 waits for rank 1 in an all-reduce, without nccl and GPUs."""
     torch._C._distributed_c10d._dump_nccl_trace = lambda: b"recorded"  # type: ignore[attr-defined]
     info = detect_launch_environment(os.environ)
     config = DistributedConfig(init_method=os.environ["TEST_INIT_METHOD"])
@@ -342,7 +342,7 @@ def _find_a_hang(run_dir: str) -> tuple[str, bytes]:
     if info.rank == 0:
         dist.all_reduce(torch.zeros(1), async_op=True)
         assert isinstance(monitor.explain(RuntimeError("gloo has timed out")), PeerError)
-        assert trace.exists()  # the process may exit before its thread learns of the cause
+        assert trace.exists()  # the process may exit before its watching thread knows the cause
     deadline = time.monotonic() + 20
     while not (trace.exists() and trace.stat().st_size) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -351,7 +351,7 @@ def _find_a_hang(run_dir: str) -> tuple[str, bytes]:
 
 
 def test_lost_ranks_are_named_and_one_rank_of_a_machine_reports_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks are threads here. Two of 16 are lost."""
+    """The ranks are threads. Two of 16 are lost."""
     world_size, lost = 16, (10, 11)
     store = dist.HashStore()
     infos = [RankInfo(rank, world_size, local_rank=rank) for rank in range(world_size)]
@@ -400,7 +400,7 @@ def test_workers_save_and_exit_when_torchrun_is_killed(text: Path, tmp_path: Pat
     with start_main(argv, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2") as agent:
         wait_for_step(run_dir, 5)
         workers = [Path(f"/proc/{pid}") for pid in worker_pids(agent.pid)]
-        # Workers advise to set --max_restarts if this is 0.
+        # With 0, workers advise to set --max_restarts.
         assert all("TORCHELASTIC_MAX_RESTARTS=0" in (worker / "environ").read_text().split("\0") for worker in workers)
         agent.kill()
         deadline = time.monotonic() + 20

@@ -1,4 +1,4 @@
-"""What is said of ranks that others wait for."""
+"""Messages about ranks that other ranks wait for."""
 
 import logging
 import time
@@ -36,7 +36,7 @@ def test_a_rank_that_waits_in_a_group_itself_is_not_late() -> None:
 
 
 def test_with_equal_counts_a_rank_outside_collectives_is_named() -> None:
-    """Stages of a pipeline exchange point to point, which is not counted."""
+    """Pipeline stages send and receive point to point, and these operations are not counted."""
     assert explain(at("pipeline.py:124", "_wait_batch_p2p", world=5), at(STEP, world=5)) == (
         f"rank 1 has not answered; rank 0: in _wait_batch_p2p at pipeline.py:124 for 9.0 seconds; "
         f"rank 1: {STEP} for 9.0 seconds"

@@ -52,7 +52,7 @@ def test_ranks_share_values_errors_and_gpus(tmp_path: Path) -> None:
         "start all of them with the same code, text, yaml and options",
         "all_reduce_flags": [[0, 2], [15]],
         "all see all GPUs": ["cuda:0", "cuda:1", "cuda:2"],
-        "each sees its own": ["cuda:0", "cuda:0", "cuda:0"],  # srun may be configured so
+        "each sees its own": ["cuda:0", "cuda:0", "cuda:0"],  # a possible configuration of srun
     }
     assert [path.name for path in tmp_path.glob("built-*")] == ["built-0"]
 
@@ -84,7 +84,7 @@ def _run_collectives(context: DistributedContext, results: dict[str, Any], folde
     results["all_reduce_flags"] = [first.wait(), second.wait()]
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
     backend._set_default_timeout(timedelta(seconds=0.2))
-    with context.local_rank0_first():  # and wait for it
+    with context.local_rank0_first():  # the other ranks wait for longer than the timeout
         if not list(folder.glob("built-*")):
             time.sleep(1)
             (folder / f"built-{rank}").touch()
@@ -103,7 +103,7 @@ def _fail_on_rank1(context: DistributedContext) -> None:
 
 
 def _device(context: DistributedContext, gpus: str) -> str:
-    """The device that a rank takes if it sees these GPUs, else the error."""
+    """Returns the device of a rank that sees these GPUs, or the error."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "device_count", lambda: len(gpus))
@@ -116,12 +116,12 @@ def _device(context: DistributedContext, gpus: str) -> str:
 
 
 def test_nccl_has_a_longer_timeout_than_gloo(tmp_path: Path) -> None:
-    """Gloo's all-reduce of a step's flags fails first, and its error is explained before NCCL ends the process."""
+    """gloo's all-reduce of a step's flags fails first, and its error is explained before NCCL ends the process."""
     assert run_ranks(2, _timeouts, tmp_path=tmp_path) == [[(30, 90), (30, 90)]] * 2
 
 
 def _timeouts() -> list[tuple[float, ...]]:
-    """Seconds on the CPU and on GPUs, where another gloo takes NCCL's place; of all ranks and of a subgroup."""
+    """Returns the timeouts on the CPU and on GPUs, for all ranks and a subgroup. A second gloo replaces NCCL."""
     create = dist.ProcessGroupGloo
     dist.Backend.register_backend("second_gloo", lambda *args: create(*args[:3], timeout=args[3]), devices=["cuda"])
     init = dist.init_process_group
@@ -139,7 +139,7 @@ def _timeouts() -> list[tuple[float, ...]]:
 def test_a_rank_says_that_it_waits(
     scheme: str, rank: int, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
-    """At a file, in its own store, or while it connects to the store of rank 0."""
+    """It waits at a file, in its own store, or while it connects to rank 0's store."""
     monkeypatch.setattr("mingpt.distributed.process_group.WAIT_SECONDS", 0.2)
     port = free_port()
     for name, value in {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": port}.items():
@@ -154,7 +154,7 @@ def test_a_rank_says_that_it_waits(
     assert "distributed.timeout_seconds is 1" in error
     assert "are all 2 processes started" in error
     assert not (tmp_path / "run").exists()
-    monkeypatch.setenv("LOCAL_RANK", "1")  # one rank of each machine says it
+    monkeypatch.setenv("LOCAL_RANK", "1")  # only one rank of each machine warns
     assert run_main(run_args(tmp_path / "run", text, **options)) == 2
     assert "waits until" not in capsys.readouterr().err
 
@@ -178,7 +178,7 @@ def test_a_port_in_use_is_an_error(
 def test_a_run_by_hand_is_not_touched_by_another_one_with_its_port(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Rank 1 of another run comes at once, since its rank 0 can't host a store there. Afterwards, the port is free."""
+    """Rank 1 of the other run gets there, since its rank 0 can't host a store at this port. Later, the port is free."""
     port = free_port()
     init_method = f"tcp://localhost:{port}"
 
@@ -215,7 +215,7 @@ def test_a_run_by_hand_is_not_touched_by_another_one_with_its_port(
 
 @pytest.mark.parametrize("launcher", ["tcp://", "env://", "srun on one host", "srun on hosts that do not resolve"])
 def test_ranks_rendezvous_with_the_variables_of(launcher: str, text: Path, tmp_path: Path) -> None:
-    """file:// is what all other tests use."""
+    """All other tests use file://."""
     argv, port = run_args(tmp_path / "run", text, trainer__max_steps=1), free_port()
     slurm = {"SLURM_PROCID": "{rank}", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "1"}
     env = {
@@ -244,7 +244,7 @@ def _run_with_variables(env: dict[str, str], argv: list[str]) -> tuple[int, str]
 def test_generations_of_ranks_do_not_see_each_other(
     lasting_store: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Three ranks, then three others, then two, at a store that outlives them. All leave what NCCL's watchdog does."""
+    """Three ranks, then three others, then two, at a store that outlives them. All of them leave NCCL's key there."""
     raw: dist.Store
     if lasting_store == "a file":
         init_method, raw = f"file://{tmp_path}/store", dist.FileStore(f"{tmp_path}/store")
@@ -282,7 +282,7 @@ def test_a_generation_that_stays_incomplete_times_out() -> None:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_the_store_of_ranks_on_one_machine_listens_at_the_loopback(host: str, tmp_path: Path) -> None:
-    """gloo listens at the address of the machine's own name."""
+    """gloo, too, listens only at the loopback."""
     address = f"tcp://{host}:{free_port()}"
     for hosts in run_ranks(2, _listening_hosts, address, tmp_path=tmp_path):
         assert hosts

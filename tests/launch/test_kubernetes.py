@@ -41,16 +41,6 @@ def test_all_keys_are_in_the_schema_also_those_for_gpus() -> None:
     check_schema(WITH_GPUS)
 
 
-@pytest.mark.parametrize(("text", "limits"), [(TEXT, None), (WITH_GPUS, {"nvidia.com/gpu": "8"})])
-def test_a_pod_has_no_limit_of_memory_which_would_have_to_grow_with_its_processes(
-    text: str, limits: dict[str, str] | None
-) -> None:
-    _, job = yaml.safe_load_all(text)
-    [container] = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
-    assert container["resources"]["requests"].keys() == {"cpu", "memory"}
-    assert container["resources"].get("limits") == limits
-
-
 @pytest.mark.parametrize(
     ("correct", "mistaken"),
     [("minReplicas", "minNodes"), ("mountPath:", "path:"), ('value: "4"', "value: 4"), ("accessModes", "accessMode")],
@@ -97,7 +87,7 @@ def test_two_pods_train(text: Path, tmp_path: Path) -> None:
 
 
 def test_the_image_has_compilers_for_cpus_and_gpus() -> None:
-    """Debian's g++ depends on its gcc."""
+    """Debian's g++ depends on gcc."""
     [packages] = re.findall(r"^RUN .*apt-get install((?: --?[a-z-]+| [a-z0-9.+-]+)*)", DOCKERFILE, re.MULTILINE)
     assert "g++" in packages.split()
 
