@@ -1,4 +1,4 @@
-"""Benchmarks: the times of two things, measured alternately in one run on this machine. Prints their ratios as a table.
+"""Benchmarks: ratios of times, measured alternately in one run on this machine. "A / B 1.6": A takes 1.6 times as long.
 
     python -m benchmarks
     python -m benchmarks trainer snapshots --model.n_embd 256

@@ -45,7 +45,7 @@ def describe_shape(trainer: Trainer) -> str:
 
 
 def training_loop(bench: Bench) -> Iterator[Row]:
-    """Compares a bare loop of the same model with the steps of `Trainer.train`."""
+    """Compares a bare loop of the same model with `Trainer.advance`."""
     interval = 50
     pairs = 2 * bench.pairs
     overrides = ONLY_STEPS | {"trainer.max_steps": interval * (pairs + 1) + 1, "trainer.log_every": 10}
@@ -59,7 +59,7 @@ def training_loop(bench: Bench) -> Iterator[Row]:
             loop_seconds = bench.time_calls(loop, interval)
             ratios.append(loop_seconds / trainer_seconds)
         trainer.close()
-    what = "step time of a bare loop relative to `Trainer.train`, log_every 10"
+    what = "step time: bare loop / `Trainer.advance`, log_every 10"
     yield median_row(what, ratios[1:])  # both warm up in the first pair
 
 
@@ -83,7 +83,7 @@ def _baseline_row(bench: Bench, name: str, step: Step, trainer: Trainer) -> Row:
     how = f"{trainer.config.model.architecture}, {trainer.numerics.precision}, AdamW"
     if trainer.config.trainer.compile:
         how += ", compiled"
-    what = f"step time of {name} relative to this program ({how}), {describe_shape(trainer)}"
+    what = f"step time: {name} / this program ({how}), {describe_shape(trainer)}"
     return median_row(what, bench.ratio(step, trainer.train_step))
 
 
@@ -102,7 +102,7 @@ def snapshots(bench: Bench) -> Iterator[Row]:
             interval.overhead = None
             ratios.append(saving_seconds / bench.time_calls(trainer.advance, steps))
         trainer.close()
-    yield median_row("step time with save_overhead 0.02 relative to null", ratios)
+    yield median_row("step time: save_overhead 0.02 / null", ratios)
 
 
 def contention(bench: Bench) -> Iterator[Row]:
@@ -128,7 +128,7 @@ def contention(bench: Bench) -> Iterator[Row]:
     for programs in (0, 1, 2):
         with busy_programs(programs):
             for others, step in ((f"{threads} sleeping threads", sleeping), ("1 thread", single)):
-                what = f"step time with {threads} spinning threads relative to {others}, {programs} busy programs"
+                what = f"step time: {threads} spinning threads / {others}, {programs} busy programs"
                 yield median_row(what, bench.ratio(spinning, step))
 
 
@@ -148,14 +148,14 @@ def busy_programs(count: int) -> Iterator[None]:
 def strategies(bench: Bench) -> Iterator[Row]:
     """Compares a step of each strategy with DDP's."""
     for name in ("zero1", "zero2", "fsdp"):
-        what = f"step time with {name} relative to ddp, {bench.context.world_size} ranks"
+        what = f"step time: {name} / ddp, {bench.context.world_size} ranks"
         yield _step_row(bench, what, {"distributed.strategy": name}, {"distributed.strategy": "ddp"})
 
 
 def reduction(bench: Bench) -> Iterator[Row]:
     """Compares a step that has the same bits on any number of ranks with DDP's."""
     tree = TREE | {"trainer.deterministic": bench.is_on_gpu}  # which the tree requires on GPUs
-    what = f"step time with reduction tree relative to fast, {bench.context.world_size} ranks"
+    what = f"step time: reduction tree / fast, {bench.context.world_size} ranks"
     yield _step_row(bench, what, tree, tree | {"distributed.reduction": "fast"})
 
 
@@ -165,7 +165,7 @@ def pipeline(bench: Bench) -> Iterator[Row]:
     ddp = MEDIUM | {"trainer.threads": 1, "trainer.micro_batch_size": 4}
     reference = bench.build_trainer(ddp)
     trainer = bench.build_trainer(ddp, {"distributed.pipeline_stages": stages})
-    what = f"step time with {stages} stages relative to ddp on {stages} ranks, {describe_shape(trainer)}"
+    what = f"step time: {stages} stages / ddp on {stages} ranks, {describe_shape(trainer)}"
     yield median_row(what, bench.ratio(trainer.train_step, reference.train_step))
 
 
@@ -177,7 +177,7 @@ def compile_model(bench: Bench) -> Iterator[Row]:
     compiled = bench.build_trainer(overrides={"trainer.compile": "true"}, warmup_steps=0)
     first_seconds = bench.time_calls(compiled.train_step)
     ratios = bench.ratio(eager.train_step, compiled.train_step)
-    yield median_row("step time without trainer.compile relative to compiled", ratios)
+    yield median_row("step time: without / with trainer.compile", ratios)
     gain = bench.time_calls(eager.train_step, 50) / 50 * (1 - 1 / statistics.median(ratios))
     what = "steps until trainer.compile pays off, in a first start"
     yield Row(what, first_seconds / gain if gain > 0 else "never", unit=" steps")
@@ -185,7 +185,7 @@ def compile_model(bench: Bench) -> Iterator[Row]:
 
 def optimizer(bench: Bench) -> Iterator[Row]:
     """Compares a step with Muon and with AdamW."""
-    what = "step time with muon relative to adamw"
+    what = "step time: muon / adamw"
     yield _step_row(bench, what, {"optimizer.name": "muon"}, ADAMW)
 
 
@@ -221,7 +221,7 @@ def _sampling_row(bench: Bench, shape: dict[str, int]) -> Row:
     size = f"{model.config.n_layer} layers {model.config.n_embd} wide"
     with torch.inference_mode():  # like sample.py
         ratios = bench.ratio(recomputed, cached)
-    return median_row(f"time to sample {T} characters without the KV cache relative to with it, {size}", ratios)
+    return median_row(f"time of {T} sampled characters: without / with the KV cache, {size}", ratios)
 
 
 def speed(bench: Bench) -> Iterator[Row]:
@@ -234,7 +234,7 @@ def speed(bench: Bench) -> Iterator[Row]:
     matrix = torch.randn(size, size, dtype=DTYPES[precision], device=bench.context.device)
     ratios = bench.ratio(lambda: matrix @ matrix, trainer.train_step)
     products = batch_size * flops_per_sequence(trainer.model_config) / (2 * size**3)
-    what = f"MFU: FLOP/s of a step relative to a {size} x {size} matrix product, {how}"
+    what = f"MFU: FLOP/s of a step / of a {size} x {size} matrix product, {how}"
     yield median_row(what, [100 * products * ratio for ratio in ratios], "%")
     if bench.is_on_gpu:
         seconds = bench.time_calls(trainer.train_step, 50) / 50

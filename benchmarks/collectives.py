@@ -75,7 +75,7 @@ def collectives(bench: Bench) -> Iterator[Row]:
             sent = factor * x.nbytes
             what = f"{name}, {where}: {seconds:.2e} s, each rank sends {sent:,.0f} bytes"
             yield Row(what, sent / seconds / 1e9, unit=" GB/s")
-        yield median_row(f"time of ring_all_reduce relative to all_reduce, {where}", bench.ratio(ring, all_reduce))
+        yield median_row(f"time: ring_all_reduce / all_reduce, {where}", bench.ratio(ring, all_reduce))
 
 
 def size_in_bytes(text: str) -> int:

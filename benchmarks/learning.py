@@ -43,7 +43,7 @@ def time_to_loss(bench: Bench) -> Iterator[Row]:
         losses.append(f"{ours} instead of {recipe}")
         if ours.loss <= recipe.loss:
             ratios.append(ours.seconds / recipe.seconds)
-    what = f"training time to the loss of nanoGPT's CPU recipe, relative to the recipe ({', '.join(losses)})"
+    what = f"training time to the loss of nanoGPT's CPU recipe: this program / the recipe ({', '.join(losses)})"
     missed = len(SEEDS) - len(ratios)
     if missed:
         yield Row(what, f"not reached by {missed} of {len(SEEDS)} runs")

@@ -129,9 +129,9 @@ class HealthMonitor:
             silent = 0
             try:
                 cause = self._find_cause(None)
-                self._dump_trace()
             except StoreUnreachableError as error:
                 cause = str(error) if self.store_host == "rank 0" else ""
+            self._dump_trace()
             is_blocked = cause and not self.stopped.wait(GRACE_SECONDS) and self.is_watching
             if is_blocked and self.report_lock.acquire(blocking=False):
                 if self._is_reporter():
@@ -156,9 +156,9 @@ class HealthMonitor:
         if isinstance(error, RuntimeError) and not is_oom_error(error):  # the class of all backends' errors
             try:
                 cause = self._find_cause(error)
-                self._dump_trace()
             except StoreUnreachableError as unreachable:
                 return unreachable
+            self._dump_trace()
             if cause:
                 return PeerError(cause, LINGER_SECONDS if self.info.rank == 0 else 0.0)
         summary = (str(error).strip().splitlines() or [""])[0]
@@ -202,7 +202,11 @@ class HealthMonitor:
                 trace = torch._C._distributed_c10d._dump_nccl_trace()  # type: ignore[attr-defined]
                 Path(f"{self.traces}{self.info.rank}").write_bytes(trace)
 
-        if self.traces and self._query(self.store.check, ["hang"]):
+        is_hang = False
+        if self.traces:
+            with suppress(StoreUnreachableError):
+                is_hang = self._query(self.store.check, ["hang"])
+        if is_hang:
             thread = threading.Thread(target=write, daemon=True)
             thread.start()
             thread.join(TRACE_SECONDS)
