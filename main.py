@@ -34,10 +34,10 @@ def main(argv: Sequence[str] = ()) -> int:
         argv: the command line without the program's name
 
     Raises:
-        UserError: the user can correct it in the configuration, in the environment or in a file.
+        UserError: a mistake in the configuration, in the environment or in a file.
         PeerError: another rank has failed.
     """
-    record_launcher()  # first: the launcher is this process's parent, as long as it lives
+    record_launcher()  # first: if the launcher dies, this process gets another parent
     info = detect_launch_environment(os.environ)  # rank and number of ranks, from torchrun, SLURM, mpirun or by hand
     with reported_once_per_machine(info):
         config = read_config(argv)
@@ -67,7 +67,7 @@ def process_group(config: Config, info: RankInfo) -> "Iterator[DistributedContex
     A single process gets a process group only if its strategy is FSDP.
 
     Raises:
-        UserError: the other ranks did not connect, or a rank does not have a GPU.
+        UserError: the other ranks did not connect, or there are fewer GPUs than ranks.
         PeerError: in place of an error of the block, if its cause is another rank.
     """
     import torch.distributed as dist

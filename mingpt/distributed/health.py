@@ -27,7 +27,6 @@ HEARTBEAT_TIMEOUT = 2.0  # a rank without a heartbeat for this time counts as de
 ALL_ALIVE_SECONDS = 0.7  # all ranks send a heartbeat within this time, if none is dead
 POLL_SECONDS = 0.1  # seconds between checks for a key in the store
 ANSWER_SECONDS = 3.0  # timeout of a request to the store
-LINGER_SECONDS = 1.5  # how long rank 0, which may host the store, stays alive after its message
 USER_ERROR_SECONDS = 2.0  # how long a rank with a UserError waits for rank 0 to raise one, too
 GRACE_SECONDS = 5.0  # how long the main thread has to report an error, including the end of a write of a snapshot
 TRACE_SECONDS = 3.0  # timeout for writing NCCL's trace
@@ -160,7 +159,9 @@ class HealthMonitor:
                 return unreachable
             self._dump_trace()
             if cause:
-                return PeerError(cause, LINGER_SECONDS if self.info.rank == 0 else 0.0)
+                # Rank 0 may host the store. Other ranks read it a moment later, or some seconds later on shared cores.
+                linger_seconds = min(GRACE_SECONDS, 1.0 + self.info.world_size / 16)
+                return PeerError(cause, linger_seconds if self.info.rank == 0 else 0.0)
         summary = (str(error).strip().splitlines() or [""])[0]
         with suppress(StoreUnreachableError):
             self._share_cause(f"{self.name} failed: {type(error).__name__}: {summary}")

@@ -24,7 +24,7 @@ from mingpt.distributed.context import DistributedContext
 from mingpt.distributed.launcher import RankInfo
 from mingpt.distributed.rendezvous import NCCL_DUMP_KEY, generation_store, rendezvous
 from mingpt.errors import UserError
-from tests.helpers import free_port, open_process_group, run_args, run_main, run_ranks
+from tests.helpers import free_port, open_process_group, run_args, run_main, run_ranks, train_main
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
@@ -278,6 +278,12 @@ def test_a_generation_that_stays_incomplete_times_out() -> None:
     server.set("token/1", "of a dead rank")
     with pytest.raises(TimeoutError, match="not all 2 ranks"):
         generation_store(server, 0, 2, timedelta(seconds=0.5))
+
+
+def test_more_ranks_than_sequences_are_refused(text: Path, tmp_path: Path) -> None:
+    argv = run_args(tmp_path / "run", text, trainer__batch_size=1)
+    assert run_ranks(2, train_main, *argv, tmp_path=tmp_path) == [2, 2]
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
