@@ -1,10 +1,7 @@
 """The cases of `python -m benchmarks`. Each one yields rows of the table."""
 
-import os
-import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -170,17 +167,8 @@ def pipeline(bench: Bench) -> Iterator[Row]:
 
 
 def compile_model(bench: Bench) -> Iterator[Row]:
-    """Compares a step with and without trainer.compile, and counts the steps that pay for the compilation."""
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(dir=bench.folder)
-    torch.compiler.reset()
-    eager = bench.build_trainer()
-    compiled = bench.build_trainer(overrides={"trainer.compile": "true"}, warmup_steps=0)
-    first_seconds = bench.time_calls(compiled.train_step)
-    ratios = bench.ratio(eager.train_step, compiled.train_step)
-    yield median_row("step time: without / with trainer.compile", ratios)
-    gain = bench.time_calls(eager.train_step, 50) / 50 * (1 - 1 / statistics.median(ratios))
-    what = "steps until trainer.compile pays off, in a first start"
-    yield Row(what, first_seconds / gain if gain > 0 else "never", unit=" steps")
+    """Compares a step without and with trainer.compile."""
+    yield _step_row(bench, "step time: without / with trainer.compile", {}, {"trainer.compile": "true"})
 
 
 def optimizer(bench: Bench) -> Iterator[Row]:

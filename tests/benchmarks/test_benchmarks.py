@@ -123,12 +123,12 @@ def test_the_bus_bandwidth_of_collectives_agrees_with_nccl_tests(tmp_path: Path)
 
 @pytest.mark.slow
 def test_the_program_compiles_and_runs_under_torchrun() -> None:
-    for launcher, name, count in (((), "compile", 2), ((*TORCHRUN, "--nproc_per_node=2"), "reduction", 1)):
+    for launcher, name in (((), "compile"), ((*TORCHRUN, "--nproc_per_node=2"), "reduction")):
         process = run_program(*launcher, "-m", "benchmarks", name, "--json", *TINY, cwd=ROOT)
         assert process.returncode == 0, process.stderr
-        rows = [json.loads(line) for line in process.stdout.splitlines()]
-        assert [row["name"] for row in rows] == [name] * count
-        assert all(row["figure"] == "never" or row["figure"] > 0 for row in rows)
+        row = json.loads(process.stdout)
+        assert row["name"] == name
+        assert row["figure"] > 0
 
 
 def test_a_case_that_cannot_run_is_skipped_with_the_reason(bench: Bench) -> None:
