@@ -151,7 +151,7 @@ def strategies(bench: Bench) -> Iterator[Row]:
 
 def reduction(bench: Bench) -> Iterator[Row]:
     """Compares a step that has the same bits on any number of ranks with DDP's."""
-    tree = TREE | {"trainer.deterministic": bench.is_on_gpu}  # which the tree requires on GPUs
+    tree = TREE | {"trainer.deterministic": bench.is_on_gpu}  # required on GPUs
     what = f"step time: reduction tree / fast, {bench.context.world_size} ranks"
     yield _step_row(bench, what, tree, tree | {"distributed.reduction": "fast"})
 

@@ -28,7 +28,7 @@ ALL_ALIVE_SECONDS = 0.7  # all ranks send a heartbeat within this time, if none 
 POLL_SECONDS = 0.1  # seconds between checks for a key in the store
 ANSWER_SECONDS = 3.0  # timeout of a request to the store
 USER_ERROR_SECONDS = 2.0  # how long a rank with a UserError waits for rank 0 to raise one, too
-GRACE_SECONDS = 5.0  # how long the main thread has to report an error, including the end of a write of a snapshot
+GRACE_SECONDS = 5.0  # time for the main thread to report an error and to finish writing a snapshot
 TRACE_SECONDS = 3.0  # timeout for writing NCCL's trace
 FILE_SYSTEM = "the file system"  # the host of a store at file://
 
