@@ -316,7 +316,7 @@ TOUR_OUTPUT = {
     "Gradient accumulation": r"\n9\n",
     "Sampler": r"\[\[(\d+\s*){14}",
     "ZeRO and FSDP": r"\n27\n",
-    "What a rank holds": r"memory measured.*optimizer state 3\.1 MiB",
+    "Memory of a rank": r"memory measured.*optimizer state 3\.1 MiB",
     "Mixed precision and loss scaling": r"step +100/100 +loss 2\.[12]",
     "Activation checkpointing": r"\n24\n",
     "CPU offload": r"error: distributed.cpu_offload",
