@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 
 from mingpt.config.conflicts import find_conflicts, refuse
 from mingpt.config.schema import KEYS, REMOVED_KEYS, SECTIONS, Config, config_to_dict
-from mingpt.config.yaml_format import dump_yaml, load_yaml
+from mingpt.config.yaml_format import dump_config, load_yaml
 from mingpt.errors import UserError
 from mingpt.files import read_regular
 
@@ -60,7 +60,7 @@ def read_config(argv: Sequence[str] = ()) -> Config:
         values.setdefault(section, {})[key] = _parse_option(name, getattr(args, name))
     config = _validate(values, given, file)
     if args.print_config:
-        print(dump_yaml(config_to_dict(config)), end="")
+        print(dump_config(config_to_dict(config)), end="")
         sys.exit(0)
     return config
 
