@@ -120,7 +120,7 @@ class ModelConfig:
     """dropout probability; 0.1 to 0.2 helps where many epochs overfit"""
 
     conv_kernel_size: int | None = Field(default=None, ge=2)
-    """width of causal convolutions before attention and MLP, such as 4; null: none, as export.py needs"""
+    """width of causal convolutions before attention and MLP, such as 4; export.py needs null: none"""
 
     bias: bool = True
     """gpt2 only: biases in linear layers and layer norms"""

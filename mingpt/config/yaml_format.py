@@ -13,8 +13,8 @@ import yaml
 from mingpt.config.schema import KEYS
 
 HEADER = """\
-# All keys, as printed by `python main.py --print_config`. Change a value here, in a file of your own that needs only the
-# keys it changes (--config my.yaml), or on the command line (--trainer.max_steps 100)."""
+# All keys, as printed by `python main.py --print_config`. Change a value here, in a file of your own that needs only
+# the keys it changes (--config my.yaml), or on the command line (--trainer.max_steps 100)."""
 WHOLE = r"[-+]?(0|[1-9][0-9]*)"
 # Values that are not text unless they are quoted. 1. and .5 are numbers, too.
 SCALARS = {
