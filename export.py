@@ -5,9 +5,15 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from mingpt.system.signals import exit_on_interrupt
+
+if __name__ == "__main__":
+    exit_on_interrupt()
 
 import safetensors.torch
 
@@ -113,13 +119,13 @@ def run(argv: Sequence[str]) -> None:
     parser.add_argument(
         "--snapshot",
         metavar="PATH",
-        default=default_snapshot_path(),
-        help="file, or folder (its newest snapshot is loaded); may be a URL (default: %(default)s)",
+        help="file, or folder (its newest snapshot is loaded); may be a URL (default: the run of gpt2_train_cfg.yaml)",
     )
     parser.add_argument("--out", metavar="FOLDER", required=True, help="new or empty folder")
     args = parser.parse_args(argv)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # Ctrl-C raises, so that no unfinished folder remains
     check_torch_version()
-    path = args.snapshot
+    path = default_snapshot_path() if args.snapshot is None else args.snapshot
     pretrained = load_pretrained(path, "--snapshot")
     if (size := pretrained.model_config.conv_kernel_size) is not None:
         raise UserError(

@@ -17,6 +17,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from mingpt.system.signals import exit_on_interrupt
+
+if __name__ == "__main__":
+    exit_on_interrupt()
+
 import numpy as np
 
 from mingpt.errors import UserError

@@ -36,6 +36,15 @@ def is_interactive() -> bool:
     return hasattr(sys, "ps1")
 
 
+def exit_on_interrupt() -> None:
+    """Makes Ctrl-C end a program at once, unless it runs in a session. Call it before PyTorch and NumPy are imported.
+
+    A KeyboardInterrupt during imports would show its traceback, and NumPy turns it into other errors.
+    """
+    if not is_interactive():
+        signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
+
+
 class SignalHandler:
     """Records the first signal within the context; ranks then agree on the step to stop at.
 

@@ -141,8 +141,10 @@ def run_with_endless_first_step(argv: list[str], folder: Path) -> None:
     main_process(argv, folder / "stdout", folder / "stderr")
 
 
-def test_an_interrupt_while_pytorch_is_imported_ends_the_program_without_a_traceback() -> None:
-    with start_main([]) as process:
+@pytest.mark.parametrize("program", ["main.py", "sample.py", "export.py", "plot.py"])
+def test_an_interrupt_while_modules_are_imported_ends_the_program_without_a_traceback(program: str) -> None:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with Popen([sys.executable, ROOT / program], env=clean_env(), text=True, **pipes) as process:
         maps = Path(f"/proc/{process.pid}/maps")
         wait_until(lambda: "numpy/_core" in maps.read_text(), "NumPy's import", process=process)
         process.send_signal(signal.SIGINT)
