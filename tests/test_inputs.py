@@ -5,11 +5,9 @@ import io
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 
@@ -108,23 +106,6 @@ def test_bad_input_of_a_run_is_refused_in_one_message(
     assert all(part in err for part in parts), err
     assert len(err) < 3000
     assert {path.name for path in tmp_path.iterdir()} <= {"config.yaml", "text.txt", "run"}
-
-
-@pytest.mark.parametrize(
-    ("content", "part"),
-    [("äöü".encode("latin1") * 100, "is not UTF-8 text: byte 0"), (b"short", "has 4 characters"), (b"", "is empty")],
-    ids=["Latin-1", "short", "empty"],
-)
-def test_a_text_that_is_refused_leaves_no_run_folder(
-    content: bytes, part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "text.txt"
-    path.write_bytes(content)
-    assert run_main(run_args(tmp_path / "run", path)) == 2
-    err = capsys.readouterr().err
-    assert_one_message(err)
-    assert part in err
-    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("content", ["[1, 2]", "null", '"text"', "3", '{"identity": 3}', "[" * 100_000])
@@ -286,58 +267,6 @@ def test_folders_for_temporary_files_that_can_not_be_written(trained: Path, text
     assert "; set TMPDIR to a folder that can be written" in done[0].stderr
     assert (done[1].returncode, done[1].stderr) == (0, "")
     assert {path.name for path in tmp_path.iterdir()} == {"text.txt"}
-
-
-@pytest.fixture
-def time_limit() -> Iterator[None]:
-    """A read that does not end within 30 seconds raises a TimeoutError."""
-
-    def fail(number: int, frame: object) -> None:
-        raise TimeoutError
-
-    before = signal.signal(signal.SIGALRM, fail)
-    signal.alarm(30)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
-
-
-@pytest.mark.usefixtures("time_limit")
-@pytest.mark.parametrize("kind", ["pipe", "device"])
-def test_a_pipe_or_a_device_in_a_run_folder_is_refused_and_not_read(
-    kind: str, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    argv = run_args("run", trained / "text.txt", trainer__max_steps=1)
-    snapshot = "run/snapshots/step_00000001.pt"
-    for name, program, options, status, message in (
-        (snapshot, main, argv, 2, f"error: trainer.snapshot_path: {snapshot} can't be read: "),
-        (snapshot, sample.run, ["--snapshot", snapshot], 2, f"error: --snapshot: {snapshot} can't be read: "),
-        (snapshot, listing.run, ["run"], 1, ""),
-        ("run/metrics.jsonl", main, [*argv, "--trainer.max_steps", "2"], 2, "error: trainer.run_dir: a file in run "),
-        ("run/metrics.jsonl", plot.run, ["run"], 2, "error: run/metrics.jsonl can't be read: "),
-        (
-            "run/config.yaml",
-            main,
-            ["--config", "run/config.yaml"],
-            2,
-            "error: --config: run/config.yaml can't be read: ",
-        ),
-        ("run/cache/text.json", main, argv, 0, ""),
-    ):
-        shutil.rmtree("run", ignore_errors=True)
-        shutil.copytree(trained / "run", "run")
-        os.unlink(name)
-        if kind == "pipe":
-            os.mkfifo(name)
-        else:
-            os.symlink("/dev/zero", name)
-        assert exit_status_of(program, options) == status, name
-        out, err = capsys.readouterr()
-        assert err.startswith(message)
-        if status == 2:
-            assert_one_message(err)
-        assert ("is no regular file" in out + err) == (status > 0)
 
 
 @pytest.mark.parametrize(("argv", "status"), [(["--help"], 0), ([], 2), (["-1"], 2), (["main.py"], 2)])

@@ -17,7 +17,6 @@ from mingpt.config.conflicts import find_conflicts, refuse
 from mingpt.config.schema import KEYS, REMOVED_KEYS, SECTIONS, Config, config_to_dict
 from mingpt.config.yaml_format import dump_config, load_yaml
 from mingpt.errors import UserError
-from mingpt.files import read_regular
 
 DEFAULT_CONFIG = Path(__file__).parents[2] / "gpt2_train_cfg.yaml"
 HINTS = {
@@ -116,7 +115,7 @@ def default_snapshot_path() -> str:
 
 def _read_yaml(file: Path) -> Sections:
     try:
-        sections = load_yaml(read_regular(file)) or {}
+        sections = load_yaml(file.read_bytes()) or {}
     except OSError as error:
         raise UserError(f"--config: {file} can't be read: {error.strerror}; name a yaml file") from error
     except yaml.YAMLError as error:

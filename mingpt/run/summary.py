@@ -40,10 +40,9 @@ def start(trainer: "Trainer") -> str:
     windows = len(trainer.train_data)
     val_windows = len(trainer.val_data)
     rows = {"backend": context.backend, **trainer.numerics.reasons, **trainer.strategy.description}
-    if val_windows < trainer.val_data.windows_in_text:
-        rows["evaluation"] = (
-            f"{val_windows:,} of the {trainer.val_data.windows_in_text:,} windows of the validation text, evenly spread"
-        )
+    windows_in_text = trainer.val_data.num_windows_in_text
+    if val_windows < windows_in_text:
+        rows["evaluation"] = f"{val_windows:,} of the {windows_in_text:,} windows of the validation text, evenly spread"
     rows["text"] = (
         f"{config.data.path}: {len(trainer.corpus.tokens):,} characters, {len(trainer.corpus.vocabulary)} distinct; "
         f"{windows:,} training windows"

@@ -273,8 +273,8 @@ def test_links_that_lead_nowhere_and_names_that_begin_with_a_dash(tmp_path: Path
     for name, (status, _, err) in zip(["link", "link", "run/cache"], results, strict=False):
         assert (status, err) == (
             2,
-            f"error: trainer.run_dir: {name} can't be created: it is a link to missing, which is no folder; set it to "
-            "a folder that you may write to\n",
+            f"error: trainer.run_dir: {name} can't be created: it is a link to missing, which is not a folder; set it "
+            "to a folder that you may write to\n",
         )
     _, out, _ = results[-1]
     commands = dict(re.findall(r"to (\w+): +python \w+\.py (.+)", out))
