@@ -1,7 +1,7 @@
 """Text -> training and validation part -> windows -> the order of training samples.
 
-The window of a sample is computed from the seed and the number of the sample. There is no sampler whose state must be
-saved: a run that knows the number of samples it has trained on continues with the next sample.
+The window of a sample is computed from the seed and the number of the sample, so there is no sampler with a state to
+save: a run that knows the number of samples it has trained on continues with the next sample.
 
 Indexed with a range or a list of numbers, both datasets return a batch, as the trainer needs. For other programs they
 are map-style datasets: indexed with an int from 0 to len - 1, they return one window.

@@ -1,4 +1,4 @@
-"""Generates text from a snapshot. Only prompts and text are written to stdout. The training text is not needed."""
+"""Generates text from a snapshot, without the training text. Only prompts and generated text go to stdout."""
 
 import argparse
 import sys
@@ -37,8 +37,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--prompt",
         action="append",
-        help="text to continue; -: stdin, without its last line break; may be given several times "
-        "(default: the vocabulary's first character, usually a line break)",
+        help="text to continue; -: stdin without its last line break; may be given several times "
+        "(default: the first character of the vocabulary, usually a line break)",
     )
     parser.add_argument("--max_new_tokens", type=int, default=500, help="characters to generate (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: most likely only (default: %(default)s)")
@@ -55,7 +55,7 @@ def check_args(args: argparse.Namespace) -> None:
     for name, lowest in (("max_new_tokens", 0), ("temperature", 0), ("top_k", 1), ("seed", 0)):
         if (value := getattr(args, name)) is not None and not lowest <= value < 2**63:
             raise UserError(f"--{name} is {value}, must be at least {lowest} and below 2**63")
-    # Below, logits would overflow, and no character would be left.
+    # With lower values, logits would overflow, or no character would be left.
     if 0 < args.temperature < LOWEST:
         raise UserError(f"--temperature is {args.temperature}, must be 0 or at least {LOWEST}")
     if args.top_p is not None and not LOWEST <= args.top_p <= 1:

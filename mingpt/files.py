@@ -54,7 +54,7 @@ def replaced_file(path: Path | str, flush: bool = True) -> Iterator[IO[bytes]]:
 
 
 def check_temporary_folder() -> None:
-    """Raises a UserError if there is no folder for temporary files, which `torch.optim` needs even without compile."""
+    """Raises a UserError without a folder for temporary files, which `torch.optim` needs even without compile."""
     try:
         tempfile.gettempdir()
     except FileNotFoundError as error:

@@ -260,8 +260,8 @@ def test_a_model_with_convolutions_is_not_exported(
     monkeypatch.setattr(sys, "argv", ["export.py", "--snapshot", str(file), "--out", str(tmp_path / "out")])
     assert exit_status_of(run, sys.argv[1:]) == 2
     assert capsys.readouterr().err == (
-        f"error: --snapshot: {file} has model.conv_kernel_size 4, must be null: transformers' classes have no place "
-        "for convolutions\n"
+        f"error: --snapshot: {file} has model.conv_kernel_size 4, must be null: the classes of transformers do not "
+        "support convolutions\n"
     )
     assert not (tmp_path / "out").exists()
 

@@ -49,7 +49,6 @@ CASES: list[tuple[dict[str, str], list[str], str, list[str]]] = [
         ["optimizer.lr (in ", "unknown key; here it is optimizer.learning_rate"],
     ),
     ({}, [], "trainer: {max_steps: 3, max_steps: 4}", ["not valid yaml: duplicate key 'max_steps'", "line 1"]),
-    ({}, [], "[" * 100_000, ["not valid yaml: its lists or mappings are nested too deeply"]),
     ({}, ["--config", "none.yaml"], "", ["--config: none.yaml can't be read: No such file or directory"]),
     ({}, ["--config", "text.txt"], "", ["text.txt holds '", "it must hold the sections data, model"]),
     ({}, ["--trainer.snapshot_path", ""], "", ["trainer.snapshot_path", "must be null or at least one character"]),
@@ -137,7 +136,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (["sample.py", "--snapshot", ""], "--snapshot is empty; it may be a snapshot, "),
         (["export.py", "--snapshot", "", "--out", "new"], "--snapshot is empty; it may be a snapshot, "),
-        (["export.py", "--snapshot", "run", "--out", ""], "--out: . is not an empty folder; name one that is"),
+        (["export.py", "--snapshot", "run", "--out", ""], "--out: . is not an empty folder; name an"),
         (["mingpt.snapshot", ""], "PATH: no snapshot at : "),
         (
             ["sample.py", "--snapshot", "zip://a::text.txt"],

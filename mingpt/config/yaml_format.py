@@ -50,10 +50,7 @@ class _Dumper(yaml.SafeDumper):
 
 def load_yaml(content: str | bytes) -> Any:
     """Returns the content of yaml; raises a yaml.YAMLError if it is not valid."""
-    try:
-        return yaml.load(content, _Loader)
-    except RecursionError as error:
-        raise yaml.YAMLError("its lists or mappings are nested too deeply") from error
+    return yaml.load(content, _Loader)
 
 
 def format_value(value: Any) -> str:

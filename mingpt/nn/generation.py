@@ -50,7 +50,7 @@ def generate(
 def _sample(
     logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None
 ) -> Tensor:
-    """Samples characters, (B,), from logits, (B, V)."""
+    """Samples characters (B,) from logits (B, V)."""
     if temperature == 0:
         return logits.argmax(-1)
     logits = logits / temperature

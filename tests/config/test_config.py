@@ -308,7 +308,7 @@ def test_unknown_and_incomplete_options_are_refused(argv: list[str], parts: list
     ("argv", "message"),
     [
         (["trainer.max_steps", "30"], "command line: trainer.max_steps is not known; write --trainer.max_steps"),
-        (["--data.path", "README.md", "LICENSE.txt"], "quote it, as in --data.path 'books/*.txt'"),
+        (["--data.path", "README.md", "LICENSE.txt"], "quote it, like --data.path 'books/*.txt'"),
         (["--distributed.strategy", "zero3"], "must be 'ddp', 'zero1', 'zero2' or 'fsdp'; ZeRO-3 is fsdp"),
         (["--trainer.max_steps", "null"], "both null; set one, or training would not end (in the command line)"),
     ],

@@ -153,7 +153,7 @@ def test_a_requested_precision_overrides_the_snapshot(set_hardware: SetHardware)
 
 def test_compile_on_a_gpu_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else name)
-    with pytest.raises(UserError, match=r"trainer\.compile is true, but Triton is not here: pip install triton"):
+    with pytest.raises(UserError, match=r"trainer\.compile is true, but Triton is not installed: pip install triton"):
         check_compiler(GPU)
 
 

@@ -213,7 +213,7 @@ def test_a_run_whose_folder_vanishes_ends_with_one_message(
     outputs = run_ranks(ranks, _lose_while_training, argv, run_dir, how, when, tmp_path=tmp_path)
     lost = run_dir / "snapshots" if how == "a file in place of snapshots" else run_dir
     message = (
-        f"error: {lost}, in which this run trains, was deleted, moved or replaced, so the run ends without saving; if "
+        f"error: {lost}, the folder of this run, was deleted, moved or replaced, so the run ends without saving; if "
         "it was moved, move it back, and the same command resumes\n"
     )
     assert [(status, err) for status, _, err in outputs] == [(2, message), (2, "")][:ranks]
