@@ -21,8 +21,6 @@ from mingpt.system.torch_versions import check_torch_version
 from mingpt.text.corpus import encode
 from model import GPT
 
-LOWEST = 1e-3  # of top_p and of temperatures other than 0; nearly always the most likely character is chosen there
-
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -55,11 +53,8 @@ def check_args(args: argparse.Namespace) -> None:
     for name, lowest in (("max_new_tokens", 0), ("temperature", 0), ("top_k", 1), ("seed", 0)):
         if (value := getattr(args, name)) is not None and not lowest <= value < 2**63:
             raise UserError(f"--{name} is {value}, must be at least {lowest} and below 2**63")
-    # With lower values, logits would overflow, or no character would be left.
-    if 0 < args.temperature < LOWEST:
-        raise UserError(f"--temperature is {args.temperature}, must be 0 or at least {LOWEST}")
-    if args.top_p is not None and not LOWEST <= args.top_p <= 1:
-        raise UserError(f"--top_p is {args.top_p}, must be at least {LOWEST} and at most 1")
+    if args.top_p is not None and not 0 < args.top_p <= 1:
+        raise UserError(f"--top_p is {args.top_p}, must be greater than 0 and at most 1")
 
 
 def read_prompts(options: Sequence[str] | None, vocabulary: str) -> list[str]:

@@ -5,8 +5,8 @@ import io
 import json
 import os
 import shutil
-import subprocess
 import sys
+import tempfile
 import time
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
@@ -18,12 +18,12 @@ import plot
 import sample
 from main import main
 from mingpt.distributed import launcher
+from mingpt.errors import UserError
+from mingpt.files import check_temporary_folder
 from mingpt.program import run_program as exit_status_of
 from mingpt.snapshot import __main__ as listing
 from tests.helpers import (
-    ROOT,
     assert_one_message,
-    clean_env,
     run_args,
     run_main,
     run_program,
@@ -40,31 +40,12 @@ WRONG_KEY = ["--trainer.max_step", "3"]
 # Variables, options, what the yaml holds, and parts of the message
 CASES: list[tuple[dict[str, str], list[str], str, list[str]]] = [
     ({}, ["--trainer.run_dir", ""], "", ["trainer.run_dir", "found '', must be at least one character"]),
-    ({}, ["--data.path", ""], "", ["data.path", "found '', must be at least one character"]),
-    ({}, [], "trainer: {run_dir: 5}", ["trainer.run_dir", "found 5, must be a valid string"]),
-    (
-        {},
-        [],
-        "optimizer: {learning_rate: 0, lr: 1}",
-        ["optimizer.lr (in ", "unknown key; here it is optimizer.learning_rate"],
-    ),
-    ({}, [], "trainer: {max_steps: 3, max_steps: 4}", ["not valid yaml: duplicate key 'max_steps'", "line 1"]),
-    ({}, ["--config", "none.yaml"], "", ["--config: none.yaml can't be read: No such file or directory"]),
     ({}, ["--config", "text.txt"], "", ["text.txt holds '", "it must hold the sections data, model"]),
     ({}, ["--trainer.snapshot_path", ""], "", ["trainer.snapshot_path", "must be null or at least one character"]),
-    ({}, ["--trainer.init_from", ""], "", ["trainer.init_from", "must be null or at least one character"]),
     ({}, ["--model.n_embd", "65536"], "", ["out of memory before the first step"]),
-    ({}, ["--trainer.threads", "1000000"], "", ["trainer.threads", "less than or equal to 1024 or 'auto'"]),
-    ({"OMP_NUM_THREADS": "1000000"}, [], "", ["OMP_NUM_THREADS is '1000000', must be a whole number"]),
-    (TWO | MASTER | {"MASTER_PORT": "abc"}, [], "", ["environment: MASTER_PORT is 'abc', must be a whole number"]),
     (TWO, ["--distributed.init_method", "env://"], "", ["MASTER_ADDR", "MASTER_PORT", "no rendezvous address"]),
-    ({"TORCHELASTIC_RESTART_COUNT": "abc"}, [], "", ["TORCHELASTIC_RESTART_COUNT is 'abc'"]),
     (ONE | {"LOCAL_RANK": "3"}, WRONG_KEY, "", ["--trainer.max_step is not known"]),
-    (ONE | {"LOCAL_RANK": "-1"}, WRONG_KEY, "", ["environment: ", "'LOCAL_RANK': '-1'"]),
-    (ONE | {"LOCAL_WORLD_SIZE": "1000000"}, [], "", ["environment: ", "'LOCAL_WORLD_SIZE': '1000000'"]),
-    (TWO | MASTER | {"MASTER_ADDR": "no-such-host.invalid"}, [], "", ["knows no host 'no-such-host.invalid'"]),
     (TWO, ["--distributed.init_method", "tcp://no-such-host.invalid:29400"], "", ["init_method", "knows no host"]),
-    (TWO, ["--distributed.init_method", "file:///no/such/store"], "", ["init_method", "can't be opened"]),
     (TWO, ["--distributed.init_method", "file:///proc/x"], "", ["init_method is file:///proc/x", "can't be opened"]),
     ({}, ["--optimizer.learning_rate", "3e38"], "", ["step 1: the validation loss is not finite", "(3e+38)"]),
     ({}, ["--data.path", "nosuch::file:///text.txt"], "", ["data.path: nosuch::file:///text.txt can't be read"]),
@@ -142,11 +123,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ["sample.py", "--snapshot", "zip://a::text.txt"],
             "--snapshot: zip://a::text.txt can't be read: File is not a",
         ),
-        (["plot.py", "a" * 300], f"{'a' * 300}/metrics.jsonl can't be read: File name too long"),
-        (["sample.py", "--snapshot", "/"], "--snapshot: no snapshot at / "),
-        (["sample.py", "--snapshot", "run", "--temperature", "1e-40"], "--temperature is 1e-40, must be 0 or at least"),
-        (["sample.py", "--snapshot", "run", "--temperature", "nan"], "--temperature is nan, must be at least 0"),
-        (["sample.py", "--snapshot", "run", "--top_p", "1e-300"], "--top_p is 1e-300, must be at least 0.001 and at"),
     ],
 )
 def test_bad_options_of_scripts_are_refused_in_one_message(
@@ -234,38 +210,12 @@ def _run_with_modes(folder: Path) -> dict[tuple[str, int, str], tuple[int, str]]
     return results
 
 
-# In a mount namespace of its own, only the first argument is a folder that can be written; "$@" is a command.
-READ_ONLY = """
-writable=$1
-shift
-mount --bind "$writable" /mnt || exit 77
-for folder in /tmp /var/tmp
-do
-    mount --bind $folder $folder && mount -o remount,ro,bind $folder || exit 77
-done
-mount --bind /mnt "$writable" && cd /proc && exec "$@"
-"""
-
-
-def test_folders_for_temporary_files_that_can_not_be_written(trained: Path, text: Path, tmp_path: Path) -> None:
-    """main.py names the variable that it needs; sample.py needs no such folder."""
-    if os.geteuid() or shutil.which("unshare") is None:
-        pytest.skip("mounts folders: needs root")
-    main_command = ["main.py", *run_args(tmp_path / "run", text)]
-    sample_command = ["sample.py", "--snapshot", str(trained / "run"), "--max_new_tokens", "1"]
-    done = []
-    for program, *argv in (main_command, sample_command):
-        command = ["unshare", "-m", "sh", "-c", READ_ONLY, "-", str(tmp_path), sys.executable, str(ROOT / program)]
-        env = clean_env(TMPDIR=None, TORCHINDUCTOR_CACHE_DIR=None, PYTHONDONTWRITEBYTECODE="1")
-        done.append(subprocess.run([*command, *argv], capture_output=True, text=True, env=env, check=False))
-        if done[-1].returncode == 77:
-            pytest.skip("mounts folders")
-    assert done[0].returncode == 2
-    assert_one_message(done[0].stderr)
-    assert "error: environment: No usable temporary directory found in ['/tmp', " in done[0].stderr
-    assert "; set TMPDIR to a folder that can be written" in done[0].stderr
-    assert (done[1].returncode, done[1].stderr) == (0, "")
-    assert {path.name for path in tmp_path.iterdir()} == {"text.txt"}
+def test_without_a_folder_for_temporary_files_the_message_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/nowhere"])
+    message = "environment: No usable temporary directory found in .*; set TMPDIR to a folder that can be written"
+    with pytest.raises(UserError, match=message):
+        check_temporary_folder()
 
 
 @pytest.mark.parametrize(("argv", "status"), [(["--help"], 0), ([], 2), (["-1"], 2), (["main.py"], 2)])
@@ -276,11 +226,3 @@ def test_by_hand_says_how_it_is_used(argv: list[str], status: int) -> None:
         done.stderr
         == "Starts ranks on this machine with Python's subprocess: python launch/by_hand.py 2 [options of main.py].\n"
     )
-
-
-def test_by_hand_has_the_status_of_its_ranks_if_its_parent_ignores_sigchld() -> None:
-    command = [sys.executable, str(ROOT / "launch/by_hand.py"), "2", *WRONG_KEY]
-    ignoring = ["bash", "-c", 'trap "" CHLD; exec "$@"', "-"]
-    done = subprocess.run([*ignoring, *command], capture_output=True, text=True, env=clean_env(), check=False)
-    assert done.returncode == 2
-    assert_one_message(done.stderr)

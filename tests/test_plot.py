@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 import sys
 from dataclasses import replace
@@ -112,15 +111,6 @@ def test_each_run_has_its_color_and_restarts_are_gray(runs: list[Run], tmp_path:
     assert with_restarts > count_pixels(file, GRAY) + 50
 
 
-def test_equal_runs_are_all_visible(runs: list[Run], tmp_path: Path) -> None:
-    equal = [replace(runs[0], name=name) for name in ("one", "two", "three")]
-    draw(equal[:2], tmp_path / "two.png")
-    draw(equal[:1], tmp_path / "one.png")
-    alone = count_pixels(tmp_path / "one.png", BLUE)
-    assert count_pixels(tmp_path / "two.png", BLUE) > alone / 2
-    assert count_pixels(tmp_path / "two.png", ORANGE) > alone / 4
-
-
 def test_labels_and_legend_of_the_file(runs: list[Run], tmp_path: Path) -> None:
     draw([replace(runs[0], name="_of $x_{2$"), runs[1]], tmp_path / "both.svg")
     labels = set(re.findall("<!-- (.*) -->", (tmp_path / "both.svg").read_text()))
@@ -133,29 +123,6 @@ def test_labels_and_legend_of_the_file(runs: list[Run], tmp_path: Path) -> None:
         "learning rate",
         "tokens/s",
     }
-
-
-def test_defaults_are_a_file_in_the_first_run_folder_and_80_columns_without_escape_codes(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    monkeypatch.chdir(folder)
-    run_plot("moved", "whole")
-    out = capsys.readouterr().out
-    assert "\x1b" not in out
-    lines = out.splitlines()
-    assert max(map(len, lines[:-3])) == 80
-    assert lines[-3].startswith("A moved: loss")
-    assert lines[-2].startswith("B whole: loss")
-    assert lines[-1] == "drawn: moved/plot.png"
-    assert count_pixels(folder / "moved/plot.png", BLUE) > 500
-    (folder / "moved/plot.png").unlink()
-
-
-def test_the_file_has_the_name_that_out_gives_it(runs: list[Run], folder: Path, tmp_path: Path) -> None:
-    for out, file in (("x", "x"), ("x.svg", "x.svg"), (".", "plot.png")):
-        run_plot(folder / "whole", "--out", tmp_path / out)
-        assert (tmp_path / file).read_bytes()[:4] == (b"<?xm" if file == "x.svg" else b"\x89PNG")
-    assert sorted(os.listdir(tmp_path)) == ["plot.png", "x", "x.svg"]
 
 
 def test_of_many_points_ends_and_extremes_are_kept() -> None:

@@ -20,7 +20,6 @@ import pytest
 
 from main import main
 from mingpt.system.signals import EXIT_STATUS, SECOND_INTERRUPT_SECONDS, SignalHandler
-from tests.faults.runs import Run
 from tests.helpers import (
     ROOT,
     TORCHRUN,
@@ -190,17 +189,6 @@ def test_a_launcher_that_ends_before_training_begins_counts_as_sigterm() -> None
         launcher.stdin.write("\n")
         launcher.stdin.flush()
         assert launcher.stdout.readline() == f"{signal.SIGTERM.value}\n"
-
-
-def test_the_loss_of_by_hand_py_stops_its_ranks(text: Path, tmp_path: Path) -> None:
-    argv = ["2", *run_args(tmp_path / "run", text, **ENDLESS)]
-    with Run(tmp_path / "run", argv, ROOT / "launch/by_hand.py") as run:
-        run.start()
-        run.wait_for_step(1)
-        run.processes[0].kill()
-        wait_until(lambda: not run.pids(), "the end of all ranks", timeout=20)
-    assert newest_snapshot(run.run_dir)["step"] == run.step()
-    assert "Traceback" not in run.log.read_text()
 
 
 @pytest.mark.slow

@@ -8,18 +8,15 @@ import lzma
 import os
 import random
 import re
-import reprlib
 import signal
 import subprocess
 import sys
 import threading
 import zipfile
 from collections.abc import Iterator
-from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import fsspec
 import numpy as np
@@ -28,8 +25,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from mingpt.errors import UserError
 from mingpt.text import corpus
-from mingpt.text.corpus import Corpus, check_text, encode, encode_corpus
-from tests.helpers import ROOT, clean_env, run_args, run_ranks, train_main
+from mingpt.text.corpus import Corpus, check_text, encode_corpus
+from tests.helpers import ROOT, clean_env
 
 
 def decode(corpus: Corpus) -> str:
@@ -51,13 +48,11 @@ ALL = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x110000)]))
     [
         "hello world\r\n",
         "naïve – “quoted” 🙂 text" * 20,
-        LATIN + WIDE[:32],  # 256 distinct characters
         LATIN + WIDE[:33],
         random_text(("mz", 900), ("az~!", 900)),  # ASCII, with new characters late and out of order
         random_text(("xyz", 900), ("aé\x80ÿ", 900), ("b🙂—z", 900), ("ab", 900)),
         random_text((LATIN, 1500), (WIDE[:32], 1500), ("late !", 9)),  # all values of uint8 used, then known characters
         random_text((LATIN, 1500), (WIDE, 1500), ("\n", 10)),  # uint8 is too narrow, because of late characters
-        random_text((WIDE[::-1], 900), (LATIN, 900), ("\n", 10)),
         random_text((ALL, 400), ("a", 10)),
     ],
 )
@@ -99,7 +94,6 @@ LFS_POINTER = (
         ([b""], r"0\.txt is empty"),
         ([codecs.BOM_UTF8, codecs.BOM_UTF8], r"0\.txt is empty"),
         ([b"ok \xff no"], r"0\.txt is not UTF-8 text: byte 3 is 0xff"),
-        ([b"cut short \xe2\x80"], "byte 10 is 0xe2"),
         (["aé—🙂".encode() * 50, "aé—🙂".encode() * 50 + b"ok\xf0\x9f\x99", b"\x82 ok"], r"1\.txt .* byte 502 is 0xf0"),
     ],
 )
@@ -124,12 +118,9 @@ CHINESE = "人生若只如初见，何事秋风悲画扇。\n"
     ("text", "encoding", "message"),
     [
         (FRENCH, "utf-16", "text.txt is UTF-16, by its byte-order mark: "),
-        ("plain", "utf-16-le", "has NUL characters, so it is not plain text: if it is UTF-16, "),
         (FRENCH, "utf-16-le", "byte 48 is 0xab; it has NUL characters"),
         (FRENCH, "cp1252", "byte 4 is 0x9c; as CP1252 it reads 'œur a ses raisons – ' there: "),
         ("plain words in English, nothing else.\n" * 12 + JAPANESE, "euc-jp", "as EUC-JP it reads '吾輩は猫である。"),
-        ("it’s the captain’s\n", "cp1252", "as CP1252 it reads '’s the captain’s"),
-        ("zwölf Boxkämpfer auf Sylt, ", "latin-1", "as CP1252 it reads 'ölf Boxkämpfer auf S'"),
         (RUSSIAN, "koi8-r", "as KOI8-R it reads 'Все счастливые семьи' there: "),
         ("ASCII first\n" * 9999 + CHINESE, "gb18030", "as GB18030 it reads '人生若只如初见，何事秋风悲画扇。"),
     ],
@@ -300,26 +291,6 @@ def test_a_text_in_an_archive_is_encoded_once(tmp_path: Path, monkeypatch: pytes
             assert decode(encode_corpus(url, cache)) == text
 
 
-def test_one_rank_of_a_machine_looks_at_the_files_of_a_url(tmp_path: Path) -> None:
-    argv = run_args(tmp_path / "run", "memory://*.txt", trainer__max_steps=1)
-    (status, requests), other = run_ranks(2, _count_requests, argv, tmp_path=tmp_path)
-    assert (status, other) == (0, (0, 0))
-    assert requests > 0
-
-
-def _count_requests(argv: list[str]) -> tuple[int, int]:
-    """Trains; returns the status, and the number of requests to the file system."""
-    with fsspec.open("memory://text.txt", "wb") as file:
-        file.write(b"text " * 1000)
-    with ExitStack() as stack:
-        mocks = [
-            stack.enter_context(mock.patch.object(MemoryFileSystem, name, autospec=True, side_effect=function))
-            for name, function in vars(MemoryFileSystem).items()
-            if name in ("ls", "info", "exists", "_open")
-        ]
-        return train_main(*argv), sum(each.call_count for each in mocks)
-
-
 def test_the_cache_is_used_until_the_text_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, cache = tmp_path / "text.txt", tmp_path / "cache"
     file.write_text("one text")
@@ -450,16 +421,6 @@ def test_a_kill_while_encoding_leaves_nothing_wrong(function: str, calls: int, t
     file.write_text("another text")
     assert decode(encode_corpus(str(file), cache)) == "another text"
     assert len(list(cache.iterdir())) == 2
-
-
-def test_of_many_characters_a_message_shows_a_few() -> None:
-    chinese, ascii_ = "".join(map(chr, range(0x4E00, 0x6000))), "".join(map(chr, range(32, 127)))
-    with pytest.raises(UserError) as error:
-        encode(chinese, ascii_, "--prompt")
-    assert str(error.value) == (
-        f"--prompt: {reprlib.repr(chinese)} (4,608 distinct) not in the training text's vocabulary, "
-        f"{reprlib.repr(ascii_)} (95 distinct)"
-    )
 
 
 @pytest.mark.slow
