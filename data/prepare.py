@@ -21,7 +21,7 @@ LIBRARY = Path(sysconfig.get_path("stdlib"))
 # Modules that some distributions leave out or patch, and modules for a single platform
 OMITTED = {"distutils", "ensurepip", "idlelib", "lib2to3", "macholib", "msilib", "site", "sysconfig", "test", "tests"}
 OMITTED |= {"this", "tkinter", "turtledemo", "venv", "_vendor"}
-WIDTH = 72  # of lines
+WIDTH = 72  # characters per line
 MIN_LETTERS = 0.92  # fraction of letters and spaces in a paragraph
 SENTENCES = re.compile(r"""(?=(\S+ ){5})[A-Z][A-Za-z0-9 ,.;:!?'"()/_-]*[.!?]["')]?""")
 MARKUP = (
@@ -40,9 +40,7 @@ def documentation() -> None:
     """Writes English prose from Python: the topics of help() and the docstrings of the standard library."""
     topics = LIBRARY / "pydoc_data/topics.py"
     if not topics.is_file():
-        fail(
-            f"{LIBRARY} does not contain the sources of Python's library ({topics.name}); use a Python that includes them"
-        )
+        fail(f"{LIBRARY} does not contain the sources of Python's library; use a Python that includes them")
     texts = [*runpy.run_path(str(topics))["topics"].values()]
     for file in library_files():
         # Under -OO, ast.parse of Python 3.14 drops docstrings.

@@ -85,7 +85,7 @@ def test_the_smallest_text_has_one_window() -> None:
 def test_both_are_map_style_datasets(data: CharDataset | ValidationDataset) -> None:
     batch = data[range(len(data))]
     loaded = zip(*DataLoader(data, batch_size=5), strict=True)
-    windows = zip(*itertools.islice(data, len(data) + 1), strict=True)  # which ends in any case
+    windows = zip(*itertools.islice(data, len(data) + 1), strict=True)  # islice ends the loop in any case
     for expected, found, listed in zip(batch, loaded, windows, strict=True):
         assert torch.equal(torch.cat(found), expected)
         assert torch.equal(torch.stack(listed), expected)

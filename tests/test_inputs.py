@@ -1,4 +1,4 @@
-"""Bad input of every kind ends with status 2 and one message that names it, at once, and leaves nothing behind."""
+"""Bad input of every kind ends at once with status 2 and one message that names it, and does not leave files."""
 
 import ctypes
 import io
@@ -37,7 +37,7 @@ MASTER = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
 ONE = {"RANK": "0", "WORLD_SIZE": "1"}
 WRONG_KEY = ["--trainer.max_step", "3"]
 
-# Variables, options, what the yaml holds, and parts of the message
+# Variables, options, yaml, and parts of the message
 CASES: list[tuple[dict[str, str], list[str], str, list[str]]] = [
     ({}, ["--trainer.run_dir", ""], "", ["trainer.run_dir", "found '', must be at least one character"]),
     ({}, ["--config", "text.txt"], "", ["text.txt holds '", "it must hold the sections data, model"]),
@@ -97,7 +97,7 @@ def test_a_damaged_index_of_the_text_cache_is_made_again(content: str, text: Pat
     assert json.loads((tmp_path / "run/cache/text.json").read_text())["sha256"]
 
 
-# The scripts beside main.py
+# Other scripts
 
 
 PROGRAMS = {"sample.py": sample.run, "export.py": export.run, "mingpt.snapshot": listing.run, "plot.py": plot.run}
@@ -186,7 +186,7 @@ def test_files_of_any_mode_work_or_are_named_in_one_message(tmp_path: Path) -> N
 
 
 def _run_with_modes(folder: Path) -> dict[tuple[str, int, str], tuple[int, str]]:
-    """Runs the commands as a user who is not root: to root, modes would mean nothing."""
+    """Runs the commands without the capabilities of root, which ignore modes."""
     os.chdir(folder)
     os.mkdir("books")
     for name in ("books/text.txt", "other.txt"):

@@ -1,4 +1,4 @@
-"""plot.py: what it reads from run folders, and what it draws into a file and on the terminal."""
+"""plot.py reads run folders, and draws into a file and on the terminal."""
 
 import json
 import math
@@ -24,7 +24,7 @@ GRAY = "tab:gray"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two runs of 12 steps: `whole` on one rank, and `moved`, which was on two for the first six."""
+    """Two runs of 12 steps: `whole` on one rank, and `moved` on two ranks for the first six steps."""
     folder = tmp_path_factory.mktemp("runs")
     text = write_text(folder / "text.txt")
     half = run_args(folder / "moved", text, trainer__max_steps=6, optimizer__decay_steps=12)

@@ -1,4 +1,4 @@
-"""sample.py: stdout has prompt and text only, and each mistake is one message."""
+"""sample.py writes only prompt and text to stdout, and each mistake is one message."""
 
 import io
 import math
@@ -27,7 +27,7 @@ RunSample = Callable[..., Result]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of six steps on a text with characters beyond ASCII; the text is removed."""
+    """The run folder of six steps on a text with characters beyond ASCII, without that text."""
     folder = tmp_path_factory.mktemp("trained")
     text = write_text(folder / "text.txt")
     text.write_text(text.read_text().replace("figs", "ñandú—🙂"), encoding="utf-8")
@@ -62,7 +62,7 @@ def newest(run_dir: Path) -> Path:
 
 
 def assert_refused(result: Result, *expected: str) -> None:
-    """Exit status 2, nothing on stdout, and one message, which contains what is expected."""
+    """Checks for exit status 2, an empty stdout, and one message with the expected parts."""
     status, out, err = result
     assert (status, out) == (2, "")
     assert err.startswith("error: ")
@@ -105,7 +105,7 @@ def test_several_prompts_are_continued_in_turn(trained: Path, run_sample: RunSam
 def test_a_prompt_may_come_from_stdin(
     stdin: bytes, expected: str | None, trained: Path, run_sample: RunSample, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="ascii"))  # as with LC_ALL=C
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="ascii"))  # like with LC_ALL=C
     result = run_sample("--snapshot", trained, "--prompt", "-", "--max_new_tokens", 9)
     if expected is None:
         assert_refused(result, "--prompt", "stdin", "0xff")
@@ -225,7 +225,7 @@ def test_ctrl_c_ends_it_without_a_traceback(trained: Path) -> None:
 
 
 def test_output_is_utf_8_on_an_ascii_terminal_and_ends_when_its_reader_does(trained: Path) -> None:
-    """As with `| head`."""
+    """`| head` is such a reader."""
     prompt = "ñandú—🙂"
     with endless_sample(trained, prompt, LC_ALL="C", PYTHONIOENCODING="ascii") as process:
         text = process.stdout.read(200)

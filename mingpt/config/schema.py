@@ -52,7 +52,7 @@ def _expand_path(path: str | None) -> str | None:
     expanded = os.path.expandvars(os.path.expanduser(path))
     if re.search(r"\$(\w|{)", expanded):
         raise PydanticCustomError("path", "a path whose variables are set in the environment")
-    return re.sub("^-", "./-", expanded)  # otherwise, commands that contain the path would take it for an option
+    return re.sub("^-", "./-", expanded)  # a command would take a path that begins with a dash for an option
 
 
 def _check_run_dir(path: str) -> str:
@@ -120,7 +120,7 @@ class ModelConfig:
     """dropout probability; 0.1 to 0.2 helps where many epochs overfit"""
 
     conv_kernel_size: int | None = Field(default=None, ge=2)
-    """width of causal convolutions before attention and MLP, such as 4; export.py needs null: none"""
+    """width of convolutions before attention and MLP, such as 4; null: none (export.py needs null)"""
 
     bias: bool = True
     """gpt2 only: biases in linear layers and layer norms"""

@@ -1,4 +1,4 @@
-"""Yaml and command line: what is read from them, and the one message that refuses them."""
+"""Reading of yaml and command line, and the one message that lists all mistakes."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def error_of(*argv: object) -> str:
 
 
 def options(values: dict[str, Any]) -> list[str]:
-    """Text of keys that hold text is as it is; for other keys it has yaml's quotes, so that it is no number."""
+    """A command line of these values. Text for keys that are not text is quoted, so that yaml reads it as text."""
     words = []
     for name, value in values.items():
         is_text = isinstance(value, str) and name in TEXT_KEYS
@@ -132,8 +132,8 @@ TEXTS = [*WORDS.split(), *PHRASES, "\U0001f600", "a " * 200]
 def test_text_of_the_command_line_is_taken_as_it_is_and_reads_back_equal(
     config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In what --print_config prints, in config.yaml, and in the command lines that programs show."""
-    names = [name for name in TEXT_KEYS if name != "distributed.init_method"]  # whose text must be an address
+    """The text reads back equal from --print_config, config.yaml and the command lines that programs show."""
+    names = [name for name in TEXT_KEYS if name != "distributed.init_method"]  # its text must be an address
     for i in range(0, len(TEXTS), len(names)):
         given = dict(zip(names, TEXTS[i:], strict=False))
         argv = [word for name, text in given.items() for word in option_words(name, text)]
@@ -211,7 +211,7 @@ def test_the_local_rank_that_older_launchers_pass_is_ignored(argv: list[str]) ->
 
 
 def test_all_keys_of_the_model_but_dropout_shape_the_weights() -> None:
-    """A new key that is missing there would resume and start from weights of another shape."""
+    """With a new key that is missing in SHAPE_KEYS, runs would resume or start from weights of another shape."""
     assert {name for name in KEYS if name.startswith("model.")} - set(SHAPE_KEYS) == {"model.dropout"}
 
 
@@ -228,7 +228,7 @@ def test_all_keys_of_the_model_but_dropout_shape_the_weights() -> None:
         (b"modle:\n  n_layer: 2\n", ["modle (in ", "unknown section", "the nearest is model", *SECTIONS]),
         (b"trainer:\n  max_step: 2\n", ["trainer.max_step (in ", "unknown key", "the nearest is trainer.max_steps"]),
         (b"model:\n  n_layer: 2\n  n_head: 2\n  n_layer: 3\n", ["duplicate key", "n_layer", "line 4"]),
-        (b"data:\n  path: {{ path }}\n", ["path"]),  # of a template that has not been filled in
+        (b"data:\n  path: {{ path }}\n", ["path"]),  # a template without its value
     ],
 )
 def test_invalid_yaml_is_refused_naming_file_and_place(content: bytes, parts: list[str], config_file: Path) -> None:

@@ -1,4 +1,4 @@
-"""Generated text does not depend on the cache, and is distributed like the model's probabilities."""
+"""Generated text does not depend on the cache, and follows the model's probabilities."""
 
 import math
 from typing import Any
@@ -15,12 +15,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def generate_all(model: GPT, idx: Tensor, number: int, **options: Any) -> Tensor:
-    """(B, T) prompts -> (B, number) new characters."""
+    """Returns new characters (B, number) for prompts (B, T)."""
     return torch.stack(list(generate(model, idx, number, **options)), 1)
 
 
 def generate_without_cache(model: GPT, idx: Tensor, number: int, generator: torch.Generator | None = None) -> Tensor:
-    """Greedy or seeded text, with a pass over the whole window for each new character: (B, T) -> (B, number)."""
+    """Generates greedily or with a seed, with a pass over the window for each character: (B, T) -> (B, number)."""
     prompt = idx.size(1)
     for _ in range(number):
         logits = model(idx[:, -T:])[0][:, -1].float()
@@ -59,7 +59,7 @@ def test_seeded_text_is_the_same_with_and_without_a_cache_and_in_inference_mode(
     model, idx = random_gpt(**architecture), random_tokens(3, prompt)
     expected = generate_without_cache(model, idx, 3 * T, torch.Generator().manual_seed(5))
     assert torch.equal(generate_all(model, idx, 3 * T, generator=torch.Generator().manual_seed(5)), expected)
-    with torch.inference_mode():  # as sample.py
+    with torch.inference_mode():  # like sample.py
         assert torch.equal(generate_all(model, idx, 3 * T, generator=torch.Generator().manual_seed(5)), expected)
 
 

@@ -35,7 +35,7 @@ SetHardware = Callable[..., None]
 
 @pytest.fixture
 def set_hardware(monkeypatch: pytest.MonkeyPatch) -> SetHardware:
-    """Simulates hardware; without arguments, eight cores and nothing else."""
+    """Simulates hardware; without arguments, only eight cores."""
 
     def set_flags(
         gpus: int = 0, bf16: bool = False, mps: bool = False, cores: int = 8, busy: int = 0, **cpu_flags: bool | str
@@ -198,7 +198,7 @@ def test_threads(set_hardware: SetHardware, monkeypatch: pytest.MonkeyPatch) -> 
         assert choose_threads(requested, ranks, saved) == (expected, reason)
 
     set_hardware()
-    monkeypatch.delattr(os, "sched_getaffinity")  # as on systems without affinity
+    monkeypatch.delattr(os, "sched_getaffinity")  # some systems do not have it
     for cpu_count, expected in ((6, 3), (None, 1)):
         monkeypatch.setattr(os, "cpu_count", lambda count=cpu_count: count)
         assert choose_threads("auto", 2, None)[0] == expected
@@ -235,14 +235,14 @@ def test_a_rank_may_use_what_is_free_on_its_gpu_less_nccls_buffers(monkeypatch: 
     assert memory_per_rank(GPU, local_world_size=1, world_size=1) == free[0]
     assert memory_per_rank(GPU, local_world_size=1, world_size=2) == free[0] - NCCL_BYTES
     assert memory_per_rank(torch.device("cuda", 1), local_world_size=2, world_size=2) == 0
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5 * 2**30)  # of which PyTorch reuses what is free
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5 * 2**30)  # PyTorch reuses the free part of it
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3 * 2**30)
     assert memory_per_rank(GPU, local_world_size=1, world_size=1) == free[0] + 2 * 2**30
 
 
 @pytest.fixture
 def not_deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Unsets the variables that `set_deterministic` sets, and restores all that it changes."""
+    """Unsets the variables of `set_deterministic`, and restores all its changes after the test."""
     for variable in ("NCCL_ALGO", "CUBLAS_WORKSPACE_CONFIG"):
         monkeypatch.setenv(variable, "")  # so that it is restored
         monkeypatch.delenv(variable)
@@ -273,7 +273,7 @@ def test_freed_memory_is_reused_without_page_faults(tmp_path: Path) -> None:
 
 
 def page_faults_before_and_after_tuning() -> list[int]:
-    """For `run_ranks`, since the setting lasts until the process ends: page faults of a step that reuses memory."""
+    """Returns page faults of a step. For `run_ranks`, because the setting lasts until the process ends."""
     faults = []
     for tune in (lambda: None, tune_malloc):
         tune()

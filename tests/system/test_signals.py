@@ -1,4 +1,4 @@
-"""Signals that stop a run: ranks save and exit together, whichever process is signalled and however often."""
+"""After a signal, ranks save and exit together, whichever process gets it and however often it is sent."""
 
 import fcntl
 import os
@@ -47,7 +47,7 @@ def get_handlers() -> dict[int, Any]:
 
 @pytest.fixture
 def handlers_before() -> Iterator[dict[int, Any]]:
-    """Restores the signals' handlers after the test."""
+    """Restores signal handlers after the test."""
     handlers = get_handlers()
     yield handlers
     for number, handler in handlers.items():
@@ -96,7 +96,7 @@ with suppress(RuntimeError), SignalHandler() as signals:
     while not signals.signal:
         time.sleep(0.01)
     raise {error}("Connection closed by peer")
-time.sleep(0.5)  # as it takes to find out which rank is dead
+time.sleep(0.5)  # the time to find the dead rank
 """
 
 
@@ -154,7 +154,7 @@ def test_an_interrupt_while_modules_are_imported_ends_the_program_without_a_trac
 def test_a_run_in_a_thread_trains_without_signal_handlers(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As in the server of a user interface."""
+    """Servers of user interfaces run programs in threads."""
     handlers = get_handlers()
     with futures.ThreadPoolExecutor(1) as pool:
         assert pool.submit(main, run_args(tmp_path / "run", text, trainer__max_steps=2)).result() == 0
@@ -179,7 +179,7 @@ LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.ar
 
 
 def test_a_launcher_that_ends_before_training_begins_counts_as_sigterm() -> None:
-    """As when torchrun is killed while its workers encode the text."""
+    """torchrun may be killed while its workers encode the text."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     env = clean_env(TORCHELASTIC_RUN_ID="1")
     with Popen([sys.executable, "-c", LAUNCHER, WORKER], env=env, text=True, **pipes) as launcher:
@@ -266,7 +266,7 @@ def test_a_second_interrupt_ends_a_run_that_waits_for_a_stopped_rank(text: Path,
         (True, "SIGTERM", "SIGTERM", 0),
         (True, "SIGTERM", "SIGTERM", 3),
         (True, "SIGINT", "SIGINT", 0),
-        (True, "SIGUSR1", "SIGTERM", 0),  # ends torchrun, which has no handler; its workers treat that as a SIGTERM
+        (True, "SIGUSR1", "SIGTERM", 0),  # ends torchrun without a handler; its workers treat that as a SIGTERM
         (False, "SIGUSR1", "SIGUSR1", 0),
         (False, "SIGXCPU", "SIGXCPU", 0),
     ],
@@ -287,7 +287,7 @@ def test_a_signal_to_torchrun_or_its_workers_stops_the_run_and_saves(
 
 
 def test_no_rank_exits_before_the_snapshot_is_complete(text: Path, tmp_path: Path) -> None:
-    """Writing takes longer than the timeout of collectives, and the signal is repeated meanwhile."""
+    """Writing takes longer than the timeout of collectives, and the signal is repeated while ranks wait."""
     argv = run_args(tmp_path / "run", text, distributed__timeout_seconds=2, **ENDLESS)
     results = run_ranks(3, stop_with_a_slow_disk, *argv, tmp_path=tmp_path)
     [snapshot] = (tmp_path / "run/snapshots").glob("step_*")

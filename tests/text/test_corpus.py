@@ -34,7 +34,7 @@ def decode(corpus: Corpus) -> str:
 
 
 def random_text(*parts: tuple[str, int]) -> str:
-    """Parts, one after the other, of so many characters drawn from each alphabet."""
+    """Returns consecutive parts, each of random characters from an alphabet."""
     return "".join("".join(random.Random(i).choices(letters, k=k)) for i, (letters, k) in enumerate(parts))
 
 
@@ -226,7 +226,7 @@ def test_an_html_page_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFix
 
 
 class TextServer(BaseHTTPRequestHandler):
-    """Answers with a text, or with the status that the path begins with."""
+    """Answers with a text, or with the status at the beginning of the path."""
 
     caplog: pytest.LogCaptureFixture
     messages: list[str]  # logged before the last request
@@ -280,7 +280,7 @@ def test_what_a_server_says_is_shown(text_server: str, tmp_path: Path, caplog: p
 
 def test_a_text_in_an_archive_is_encoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url, cache = f"zip://text.txt::{tmp_path}/texts.zip", tmp_path / "cache"
-    archives = []  # of a process each: another object at another address
+    archives = []  # each process has another object at another address
     for text in ("one text", "same len"):
         with zipfile.ZipFile(tmp_path / "texts.zip", "w") as archive:
             archive.writestr("text.txt", text)
@@ -314,7 +314,7 @@ def test_the_cache_is_used_until_the_text_changes(tmp_path: Path, monkeypatch: p
 def test_a_cache_that_is_cut_or_overwritten_does_not_change_a_text_that_is_in_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unless it is so large that the processes of a machine share it."""
+    """Large texts are an exception: the processes of a machine share the file."""
     (tmp_path / "text.txt").write_text("some text")
     encode_corpus(str(tmp_path / "text.txt"), tmp_path / "cache")
     [file] = (tmp_path / "cache").glob("tokens-*.bin")
@@ -329,7 +329,7 @@ def test_a_cache_that_is_cut_or_overwritten_does_not_change_a_text_that_is_in_us
 
 @pytest.mark.parametrize("value", [3, 200])
 def test_a_damaged_cache_is_named_and_made_again(value: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A token that is changed to another one, or to none of the vocabulary."""
+    """A token is changed to another token, or to a number outside of the vocabulary."""
     file, cache = tmp_path / "text.txt", tmp_path / "cache"
     file.write_text("some text")
     encode_corpus(str(file), cache)
@@ -359,7 +359,7 @@ def test_extra_characters_are_in_the_vocabulary_and_their_key_identifies_the_cac
 def test_a_text_that_changes_between_the_passes_is_refused(
     content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if its length and its characters stay the same."""
+    """This includes changes that keep the length and the set of characters."""
     file, cache = tmp_path / "text.txt", tmp_path / "cache"
     file.write_text("some text")
     write_tokens = corpus._write_tokens
@@ -411,7 +411,7 @@ def run_script(script: str, *args: object) -> subprocess.CompletedProcess:
 
 @pytest.mark.parametrize(("function", "calls"), [("fsync", 0), ("replace", 0), ("replace", 1)])
 def test_a_kill_while_encoding_leaves_nothing_wrong(function: str, calls: int, tmp_path: Path) -> None:
-    """Killed before the tokens are on disk, before they are renamed, and before the index is. The text is the same."""
+    """The kill comes before the tokens are on disk, before they are renamed, or before the index is renamed."""
     file, cache = tmp_path / "text.txt", tmp_path / "cache"
     file.write_text("one text")
     encode_corpus(str(file), cache)
