@@ -56,15 +56,8 @@ def _expand_path(path: str | None) -> str | None:
 
 
 def _check_run_dir(path: str) -> str:
-    # fsspec would take a folder with one of these for a URL.
-    if "://" in path or "::" in path or path.startswith(("file:", "local:")):
+    if "://" in path:
         raise PydanticCustomError("path", "a folder of this machine; only trainer.snapshot_path may be a URL")
-    return path
-
-
-def _check_snapshot_path(path: str | None) -> str | None:
-    if path is not None and "::" in path:
-        raise PydanticCustomError("path", "a folder or a URL without ::, which chains file systems such as caches")
     return path
 
 
@@ -249,7 +242,6 @@ class TrainerConfig:
 
     _expand = field_validator("init_from", "run_dir", "snapshot_path")(_expand_path)
     _check_folder = field_validator("run_dir")(_check_run_dir)
-    _check_url = field_validator("snapshot_path")(_check_snapshot_path)
 
 
 @dataclass(frozen=True, config=STRICT)

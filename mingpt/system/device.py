@@ -59,11 +59,6 @@ def choose_device(backend: str, local_rank: int, local_world_size: int, world_si
     return torch.device("cuda", local_rank)
 
 
-def device_name(device: torch.device) -> str:
-    """Returns the device with its model, such as `cuda:1 (NVIDIA H200)`."""
-    return f"{device} ({device_kind(device)})"
-
-
 def device_kind(device: torch.device) -> str:
     """Returns the properties of the device that results depend on, such as `NVIDIA H200` or `x86_64 AVX512`."""
     if device.type == "cuda":

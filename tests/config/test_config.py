@@ -378,9 +378,6 @@ def test_paths_are_expanded_and_urls_are_refused_where_a_folder_is_needed(monkey
         )
     for name, path, allowed in (
         ("trainer.run_dir", "s3://bucket/run", "a folder of this machine; only trainer.snapshot_path may be a URL"),
-        ("trainer.run_dir", "file:runs", "a folder of this machine; only trainer.snapshot_path may be a URL"),
-        ("trainer.run_dir", "runs/a::b", "a folder of this machine; only trainer.snapshot_path may be a URL"),
-        ("trainer.snapshot_path", "simplecache::/a", "null or a folder or a URL without ::, which chains file systems"),
         ("distributed.init_method", "http://a", "null or env://, tcp://host:port or file:///path"),
         ("distributed.init_method", "tcp://host", "null or env://, tcp://host:port or file:///path"),
         ("distributed.init_method", "tcp://host:abc", "null or env://, tcp://host:port or file:///path"),
