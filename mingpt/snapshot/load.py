@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import fsspec
-from pydantic import ValidationError
 from torch import Tensor
 
+from mingpt.config.conflicts import find_conflicts, refuse
 from mingpt.config.schema import KEYS, SHAPE_KEYS, Config, GPTConfig
 from mingpt.config.yaml_format import format_value
 from mingpt.errors import UserError
@@ -67,7 +67,8 @@ def load_pretrained(path: str, option: str, best: bool = False) -> Pretrained:
     except Exception as error:  # each file system raises its own
         raise UserError(f"{option}: {path} can't be read: {error}; {advice}") from error
     if snapshot is None:
-        raise UserError(f"{option}: no snapshot at {path} (working directory {os.getcwd()}); main.py makes them")
+        place = "" if "://" in path else f" (working directory {os.getcwd()})"
+        raise UserError(f"{option}: no snapshot at {path}{place}; main.py makes them")
     return Pretrained(gpt_config(snapshot), snapshot["vocabulary"], snapshot["model"], snapshot)
 
 
@@ -119,11 +120,9 @@ def adopt_shape(config: Config, header: dict[str, Any], source: str) -> Config:
     if mistakes:
         raise UserError("\n  ".join(mistakes))
     sections = {name: replace(getattr(config, name), **values) for name, values in adopted.items()}
-    try:
-        return replace(config, **sections)
-    except ValidationError as invalid:
-        [error] = invalid.errors()
-        raise UserError(f"{error['msg'].removeprefix('Value error, ')} (in {source})") from invalid
+    config = replace(config, **sections)
+    refuse(f"{message} (in {source})" for message in find_conflicts(config))
+    return config
 
 
 def load_initial_weights(path: str, model: GPT, vocabulary: str) -> dict[str, Tensor]:
