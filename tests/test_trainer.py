@@ -159,14 +159,14 @@ def test_numerics_are_chosen_before_ranks_exchange_tensors(
         function = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *args: (calls.append(name), function(*args))[1])
 
-    record(trainer_module, "agree_on_numerics")
+    record(trainer_module, "set_numerics")
     record(DistributedContext, "broadcast_tensor")
     record(DistributedContext, "all_reduce")
     monkeypatch.setenv("TEST_INIT_METHOD", "file:///unused")
     with open_trainer(*run_args(tmp_path / "run", text)) as trainer:
         train_losses(trainer, 1)
-    assert calls[0] == "agree_on_numerics"
-    assert set(calls) == {"agree_on_numerics", "broadcast_tensor", "all_reduce"}
+    assert calls[0] == "set_numerics"
+    assert set(calls) == {"set_numerics", "broadcast_tensor", "all_reduce"}
 
 
 def test_ranks_whose_hardware_selects_different_precisions_are_refused(text: Path, tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def patch_library() -> None:
     before(trainer, "lock_run", "lock")
     before(trainer.SnapshotManager, "__init__", "snapshot")
     before(trainer, "load_corpus", "text")
-    before(trainer, "agree_on_numerics", "strategy")
+    before(trainer, "set_numerics", "strategy")
     before(trainer.SnapshotManager, "restore", "restore")
     before(trainer, "FiniteGuard", "guard")
     before(summary, "start", "summary")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mingpt.config.schema import Config, DistributedConfig, TrainerConfig
-from mingpt.run.numerics import Numerics, agree_on_numerics
+from mingpt.run.numerics import Numerics, set_numerics
 from mingpt.system.device import device_kind
 
 KEPT = "auto: kept from the snapshot, not 2 (OMP_NUM_THREADS); set trainer.threads to change it"
@@ -24,7 +24,7 @@ def choose(
         check_equal=lambda values, advice: None,
         reduce_object=lambda value, combine: combine([value, *others]),
     )
-    return agree_on_numerics(config, context, None if choices is None else {"choices": choices})
+    return set_numerics(config, context, None if choices is None else {"choices": choices})
 
 
 @pytest.mark.usefixtures("one_thread")
