@@ -30,7 +30,7 @@ def find_files(path: str) -> list[str]:
             storage = SnapshotStorage(folder, keep=1, is_frequent=is_frequent)
             files += [storage.file(step) for step in storage.steps()]
     if not files:
-        raise UserError(f"PATH: no snapshot at {path}; main.py makes them in its run folder")
+        raise UserError(f"PATH: no snapshot at {path}: main.py makes them in its run folder")
     return files
 
 

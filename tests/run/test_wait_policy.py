@@ -4,7 +4,6 @@ import os
 import resource
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ import torch
 
 from mingpt.monitoring.logging import logger
 from mingpt.run import wait_policy
-from mingpt.run.wait_policy import adaptive_wait_policy, passive_wait_policy, runqueue_seconds
+from mingpt.run.wait_policy import passive_wait_policy, runqueue_seconds
 from mingpt.system import threads
 from mingpt.system.threads import available_cores, busy_cores
 
@@ -177,13 +176,3 @@ def test_policy_and_warning_follow_the_time_that_threads_wait(
     context: Any = SimpleNamespace(local_rank=local_rank, local_world_size=ranks)
     wait_policy._watch(Clock(), context)  # type: ignore[arg-type]
     assert (began, warned) == (passive, warnings)
-
-
-def test_the_policy_ends_with_its_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wait_policy, "CHECK_SECONDS", 0.01)
-    monkeypatch.setattr(wait_policy, "PASSIVE", -1.0)
-    threads_before = threading.active_count()
-    context: Any = SimpleNamespace(local_rank=0, local_world_size=1)
-    with adaptive_wait_policy(context):
-        time.sleep(0.2)
-    assert threading.active_count() == threads_before

@@ -108,13 +108,6 @@ def test_no_snapshot_is_due_before_steps_without_one_are_measured(clock: Clock) 
     assert saves.is_due()
 
 
-def test_null_makes_none(clock: Clock) -> None:
-    saves = SaveInterval(None)
-    measure_steps(saves)
-    clock.now += 1e6
-    assert not saves.is_due()
-
-
 def test_files_are_told_apart_from_others_and_not_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flushed: list[int] = []
     monkeypatch.setattr(os, "fsync", flushed.append)
@@ -213,12 +206,6 @@ def test_a_run_whose_snapshots_are_all_damaged_frequent_ones_begins_again(killed
     assert out.count(" is damaged (") == 2
     assert "resuming" not in out
     assert_same_run(undisturbed, killed.run_dir)
-
-
-def test_a_newer_snapshot_of_save_every_is_preferred(killed: Run, undisturbed: Path) -> None:
-    shutil.copy(undisturbed / f"snapshots/step_{STEPS:08d}.pt", killed.run_dir / "snapshots")
-    out = resume(killed)
-    assert f"already trained: {killed.run_dir}/snapshots/step_{STEPS:08d}.pt is at step {STEPS}" in out
 
 
 def test_a_run_that_is_ended_at_a_frequent_one_keeps_it(killed: Run) -> None:
