@@ -124,7 +124,8 @@ def adopt_snapshot(config: Config, context: DistributedContext, header: dict[str
         source = f"the snapshot of step {header['step']} in the run folder"
         advice = f", or {new_run_advice(config)} to start a new run"
         config = replace(config, trainer=replace(config.trainer, init_from=began_from))
-        config = fit_config(config, header, source, KEPT_KEYS, began_from is not None, advice)
+        adopts_shape = path is not None or began_from is not None
+        config = fit_config(config, header, source, KEPT_KEYS, adopts_shape, advice)
         return config, "" if began_from is None else header["vocabulary"]
     if path is None:
         return config, ""
