@@ -15,7 +15,8 @@ import torch
 
 from char_dataset import CharDataset, ValidationDataset, train_val_split
 from mingpt.config.schema import Config, GPTConfig, config_to_dict
-from mingpt.distributed.collectives import DistributedContext
+from mingpt.distributed.agreement import shared_errors
+from mingpt.distributed.context import DistributedContext
 from mingpt.errors import UserError
 from mingpt.monitoring.logging import logger
 from mingpt.monitoring.profiler import profile_steps
@@ -151,7 +152,7 @@ class Trainer:
     def start_log(self) -> None:
         """Shows what is about to be trained, and opens the log. All ranks call it."""
         logger.info(summary.start(self))
-        with self.context.shared_errors():
+        with shared_errors(self.context):
             if self.context.rank == 0:
                 self.log.open(self.config, self.progress.step, self.last_step)
                 self.log.write("start", self.progress.step, samples=self.progress.samples, **self.numerics.choices)
@@ -244,7 +245,7 @@ class Trainer:
             row = self.train_row(result)
         with self.timer.pause():  # tokens per second are of steps only
             if is_any_due:
-                with self.context.shared_errors():
+                with shared_errors(self.context):
                     self.lock.check()
             if logs:
                 self.log.write("train", step, loss=loss, **row)
@@ -344,7 +345,7 @@ class Trainer:
         step = self.progress.step
         self.snapshots.wait_for_saves()
         self.log_saves()
-        with self.context.shared_errors():  # the last collective, where other ranks wait for a rank that hangs
+        with shared_errors(self.context):  # the last collective, where other ranks wait for a rank that hangs
             self.lock.check()
             if save_error := self.snapshots.writer.last_error:
                 raise UserError(

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from mingpt.distributed.collectives import DistributedContext
+from mingpt.distributed.agreement import broadcast_object
+from mingpt.distributed.context import DistributedContext
 
 OptimizerState = Mapping[str, Mapping[str, Tensor]]  # parameter name -> name of the tensor -> tensor
 
@@ -46,7 +47,7 @@ class FullState:
 
     def load_full_state(self, weights: Mapping[str, Tensor], state: OptimizerState, source: int) -> None:
         """Loads the full weights and optimizer state that rank `source` passes; those of other ranks are ignored."""
-        keys = self.context.broadcast_object(state_keys(state), source)
+        keys = broadcast_object(self.context, state_keys(state), source)
         for name in self.full_shapes:
             tensors = {}
             if self.context.rank == source:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from mingpt.config.schema import Config
-from mingpt.distributed.collectives import DistributedContext
+from mingpt.distributed.agreement import all_gather_object, broadcast_object, reduce_object, shared_errors
+from mingpt.distributed.context import DistributedContext
 from mingpt.errors import UserError
 from mingpt.monitoring.logging import logger
 from mingpt.monitoring.run_log import saved_steps
@@ -97,7 +98,7 @@ class SnapshotManager:
                 path = storage.file(content["step"])
         step = content.get("step", -1)
         with context.without_timeout():  # it may be large, and far away
-            steps, all_messages, failures = zip(*context.all_gather_object((step, messages, failure)), strict=True)
+            steps, all_messages, failures = zip(*all_gather_object(context, (step, messages, failure)), strict=True)
         newest_step = max(steps)
         source_rank = steps.index(newest_step)
         for message in chain(*all_messages):
@@ -112,7 +113,7 @@ class SnapshotManager:
         if newest_step < 0:
             self._check_new()
             return None
-        header, path = context.broadcast_object((split_header(content), path), source_rank)
+        header, path = broadcast_object(context, (split_header(content), path), source_rank)
         is_missing = context.rank in self.writer_ranks and step < newest_step
         if context.rank != source_rank:
             content = {}
@@ -121,7 +122,7 @@ class SnapshotManager:
     def _check_new(self) -> None:
         """Raises a UserError if this run did have snapshots: a new start would remove the rows of their steps."""
         metrics_file = Path(self.run_dir) / "metrics.jsonl"
-        with self.context.shared_errors():
+        with shared_errors(self.context):
             saved = saved_steps(metrics_file) if self.context.rank == 0 else []
             if saved:
                 raise UserError(
@@ -140,7 +141,7 @@ class SnapshotManager:
     def restore(self, newest: NewestSnapshot, strategy: Strategy) -> None:
         """Loads the tensors of the newest snapshot. Writer ranks that do not have it save a copy."""
         content = newest.content
-        with self.context.shared_errors():
+        with shared_errors(self.context):
             if content and content["optimizer"].keys() != content["model"].keys():
                 raise UserError(
                     f"trainer.snapshot_path: {newest.path} has an optimizer state for {len(content['optimizer'])} of "
@@ -150,7 +151,7 @@ class SnapshotManager:
         strategy.load_full_state(content.get("model", {}), content.get("optimizer", {}), newest.source_rank)
         if newest.header["scaler"]:  # it is empty unless the run that saved it used fp16
             strategy.scaler.load_state_dict(newest.header["scaler"])
-        if self.context.reduce_object(newest.is_missing, any):
+        if reduce_object(self.context, newest.is_missing, any):
             self._start(newest.header, strategy, self.storage, newest.is_missing)
 
     def is_frequent_due(self, training_seconds: float) -> bool:
@@ -225,7 +226,7 @@ class SnapshotManager:
 
     def wait_for_saves(self) -> None:
         """Waits until no rank is writing a snapshot, however long it takes."""
-        while not self.context.reduce_object(self.writer.wait(EXCHANGE_SECONDS), all):
+        while not reduce_object(self.context, self.writer.wait(EXCHANGE_SECONDS), all):
             pass
 
     def _start(self, header: dict[str, Any], strategy: Strategy, storage: SnapshotStorage, writes: bool) -> None:
@@ -245,14 +246,14 @@ def elect_writer_ranks(context: DistributedContext, storage: SnapshotStorage) ->
         UserError: a rank can't write.
     """
     marker = uuid.uuid4().hex if context.local_rank == 0 or context.rank == 0 else ""
-    with context.shared_errors():
+    with shared_errors(context):
         if marker:
             storage.put_marker(marker)
-    markers = context.all_gather_object(marker)
-    with context.shared_errors():
+    markers = all_gather_object(context, marker)
+    with shared_errors(context):
         found = storage.markers() if marker else set()
     is_writer = marker != "" and not found.intersection(markers[: context.rank])
-    writes = context.all_gather_object(is_writer)  # now all ranks have looked
+    writes = all_gather_object(context, is_writer)  # now all ranks have looked
     if marker:
         storage.remove_marker(marker)
     return [rank for rank, each in enumerate(writes) if each]
