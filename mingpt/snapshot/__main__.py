@@ -13,6 +13,7 @@ from mingpt.program import run_program
 from mingpt.snapshot.storage import DamagedSnapshotError, SnapshotStorage, fingerprint, load_snapshot
 
 COLUMNS = ["step", "written", "bytes", "val_loss", "state", "weights", "optimizer"]
+ROW = "{:<14}  {:<16}  {:>14}  {:<11}  {:<5}  {:<16}  {}"
 
 
 def find_files(path: str) -> list[str]:
@@ -35,7 +36,7 @@ def find_files(path: str) -> list[str]:
 
 
 def describe(file: str) -> list[str]:
-    """Returns the cells of a snapshot's row, without fingerprints if it can't be loaded, and none if it is gone."""
+    """Returns the cells of a snapshot's row. Some are empty if it can't be loaded, and there are none if it is gone."""
     fs, path = fsspec.url_to_fs(file)
     name = os.path.basename(path)
     row = [name, "", ""]
@@ -47,9 +48,9 @@ def describe(file: str) -> list[str]:
     except FileNotFoundError:  # a run that is training has deleted it
         return []
     except DamagedSnapshotError as error:
-        return [*row, "", f"DAMAGED: {error}"]
+        return [*row, "", f"DAMAGED: {error}", "", ""]
     except (OSError, UserError) as error:
-        return [*row, "", str(error)]
+        return [*row, "", str(error), "", ""]
     row[0] = f"{snapshot['step']}{' frequent' if name.startswith('frequent') else ''}"
     val_loss = "" if snapshot["val_loss"] is None else f"{snapshot['val_loss']:.4f}"
     return [*row, val_loss, "whole", fingerprint(snapshot["model"]), fingerprint(snapshot["optimizer"])]
@@ -72,10 +73,8 @@ def run(argv: Sequence[str]) -> None:
     if evaluated:
         best = min(evaluated, key=lambda row: float(row[3]))
         best[3] += " best"
-    table = [COLUMNS, *rows]
-    widths = [max(len(row[i]) for row in table if i < len(row) and len(row[i]) < 40) for i in range(len(COLUMNS))]
-    for row in table:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip())
+    for row in (COLUMNS, *rows):
+        print(ROW.format(*row).rstrip())
     if any(row[4] != "whole" for row in rows):
         sys.exit(1)
 

@@ -72,7 +72,7 @@ def test_fields_of_each_event(trained: Path) -> None:
 
 
 def train_with_a_counting_clock(*argv: str) -> int:
-    """`train_main`, in which a step takes two seconds: the clock advances by one each time it is read."""
+    """Runs `train_main` with steps of two seconds: the clock advances by one each time it is read."""
     clock = itertools.count()
     with mock.patch.object(StepTimer, "training_seconds", property(lambda timer: next(clock))):
         return train_main(*argv)

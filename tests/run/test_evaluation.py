@@ -62,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_samples_change_no_bit_of_training_and_evaluation(folder: Path) -> None:
-    """With dropout, whose random numbers a sample does not use."""
+    """With dropout: a sample does not use its random numbers."""
     assert_equal_snapshots(folder / "None", folder / "5")
     assert loss_curve(folder / "None") == loss_curve(folder / "5")
     without, with_samples = (
@@ -168,7 +168,7 @@ def test_cudnn_attention_is_off_for_samples_alone(folder: Path, monkeypatch: pyt
     "options", [{"trainer__compile": True}, {"trainer__precision": "bf16", "distributed__strategy": "fsdp"}]
 )
 def test_samples_of_compiled_and_of_sharded_bf16_blocks(options: dict, text: Path, tmp_path: Path) -> None:
-    """Nothing is compiled for a sample, in which each character has a shape of its own."""
+    """Nothing is compiled for a sample, since each of its characters has another shape."""
     size = {"trainer__sample_every": 6, "trainer__micro_batch_size": 1, "trainer__batch_size": 2}
     done = run_program("main.py", *run_args(tmp_path / "run", text, **size, **options), TORCH_LOGS="recompiles")
     assert done.returncode == 0, done.stderr
@@ -196,7 +196,7 @@ def test_a_signal_breaks_off_an_evaluation_and_the_next_start_makes_up_for_it(te
     options = NO_DROPOUT | {"trainer__max_steps": 8, "trainer__save_every": 100}
     whole, argv = (run_args(tmp_path / name, text, **options) for name in ("whole", "run"))
     assert run_ranks(1, run_captured, *whole, tmp_path=tmp_path)[0][0] == 0
-    # The second run makes up for the evaluation of step 4, and is stopped in that of step 8.
+    # The second run makes up for the evaluation of step 4, and is stopped in the evaluation of step 8.
     for step, ranks, evaluation in ((4, 2, 1), (8, 1, 2)):
         assert set(run_ranks(ranks, _stop_in_evaluation, evaluation, *argv, tmp_path=tmp_path)) == {143}
         assert read_rows(run_dir, "stop")[-1]["signal"] == "SIGTERM"
@@ -215,7 +215,7 @@ def test_a_signal_breaks_off_an_evaluation_and_the_next_start_makes_up_for_it(te
 
 
 def _stop_in_evaluation(number: int, *argv: str) -> int:
-    """For `run_ranks`: rank 0 gets a SIGTERM as the evaluation with this number begins; returns the status."""
+    """For `run_ranks`: rank 0 gets a SIGTERM when the evaluation with this number begins; returns the status."""
     advance, record, started, recorded = Evaluation.advance, SignalHandler._record, [], threading.Event()
 
     def advance_or_stop(evaluation: Evaluation) -> None:

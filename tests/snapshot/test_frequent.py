@@ -78,7 +78,7 @@ def test_the_interval_is_the_cost_of_a_save_by_the_fraction_of_time(clock: Clock
         saves.add_step(0.12, is_writing=True)
         saves.add_step(0.15, is_writing=False)
         saves.add_step(0.1, is_writing=False)
-    # 0.03 s for the copy, and 0.07 s by which two steps were longer
+    # 0.03 s for the copy, and 0.07 s because two steps were longer
     assert seconds_until_due(saves, clock) == pytest.approx(0.1 / 0.02, abs=0.02)
 
 
@@ -143,7 +143,7 @@ def test_damaged_ones_of_a_power_failure_are_no_error(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run folder beside its text.txt."""
+    """A run folder next to its text.txt."""
     folder = tmp_path_factory.mktemp("undisturbed")
     argv = run_args(folder / "run", write_text(folder / "text.txt"), trainer__save_overhead=None, **OPTIONS)
     assert run_ranks(1, train_main, *argv, tmp_path=folder) == [0]
@@ -157,7 +157,7 @@ def killed_once(undisturbed: Path) -> Path:
     folder = undisturbed.with_name("killed")
     program = undisturbed.with_name("often.py")
     program.write_text(OFTEN)
-    options = OPTIONS | {"trainer__save_overhead": 0.9}  # also on a machine on which saves take long
+    options = OPTIONS | {"trainer__save_overhead": 0.9}  # also on a machine where saves take long
     with Run(folder, run_args(folder, undisturbed.with_name("text.txt"), **options), program) as run:
         run.start()
         run.wait(lambda: len(frequent_files(run)) == 2, "two frequent snapshots")
