@@ -69,7 +69,7 @@ class Trainer:
 
     def _build(self, given: Config, context: DistributedContext) -> None:
         """Builds the rest after the folders are locked. `given` may leave the model's shape to trainer.init_from."""
-        self.snapshots = SnapshotManager(given, context, self.lock)  # ranks elect those that write, and a thread starts
+        self.snapshots = SnapshotManager(given, context, self.lock)  # ranks elect the writers, and a thread starts
         newest = self.snapshots.load_newest()
         self.resumed = newest.header if newest is not None else None
         self.resumed_from = newest.path if newest is not None else ""

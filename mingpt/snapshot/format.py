@@ -105,7 +105,7 @@ def check_content(content: Any, path: str, advice: str = "use the version that w
 
 
 def check_header(header: dict[str, Any], path: str) -> None:
-    """Checks the header of a snapshot before it is written, like its reader will.
+    """Checks the header of a snapshot before it is written, with the same checks as its reader.
 
     Raises:
         UserError: no start could load it, because the code was changed here or in its other place only.

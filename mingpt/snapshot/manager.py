@@ -97,7 +97,7 @@ class SnapshotManager:
                 content = found
                 path = storage.file(content["step"])
         step = content.get("step", -1)
-        with context.without_timeout():  # it may be large, and far away
+        with context.without_timeout():  # it may be large and far away
             steps, all_messages, failures = zip(*all_gather_object(context, (step, messages, failure)), strict=True)
         newest_step = max(steps)
         source_rank = steps.index(newest_step)

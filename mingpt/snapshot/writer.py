@@ -54,7 +54,7 @@ class AsyncSnapshotWriter:
         self.lock = lock
         self.staging_buffers: dict[str, Tensor] = {}
         self.results: deque[SaveResult] = deque()  # results of saves that have ended, until the caller takes them
-        self.last_error = ""  # why the newest save, except for frequent ones, has failed; empty: it succeeded
+        self.last_error = ""  # why the newest save other than frequent ones has failed; empty: it succeeded
         self.is_idle = threading.Event()
         self.is_idle.set()
         self.queue: queue.SimpleQueue[tuple[dict[str, Any], SnapshotStorage]] = queue.SimpleQueue()
@@ -77,7 +77,7 @@ class AsyncSnapshotWriter:
         for name, weight, moments in state:
             tensors = {"": weight, **moments}
             copies = {key: self._buffer(f"{name}/{key}", tensor) for key, tensor in tensors.items()}
-            # On other devices, non_blocking is unsafe (https://github.com/pytorch/pytorch/issues/189690).
+            # On other devices, non_blocking is unsafe without pinned memory (https://github.com/pytorch/pytorch/issues/189690).
             torch._foreach_copy_(list(copies.values()), list(tensors.values()), non_blocking=weight.is_cuda)
             snapshot["model"][name] = copies.pop("")
             snapshot["optimizer"][name] = copies
