@@ -21,7 +21,6 @@ from tests.helpers import (
     NO_DROPOUT,
     PATIENCE,
     SMALL_CONFIG,
-    TORCHRUN,
     assert_equal_snapshots,
     loss_curve,
     main_process,
@@ -33,12 +32,9 @@ from tests.helpers import (
     run_each_captured,
     run_main,
     run_ranks,
-    start_main,
     start_ranks,
     train_main,
     wait_for_step,
-    wait_until,
-    worker_pids,
     write_overfitting_text,
     write_text,
 )
@@ -362,30 +358,6 @@ def test_after_a_kill_the_same_command_ends_in_the_same_bits(text: Path, tmp_pat
     assert (sampled[:4], len(sampled)) == ("anna", 34)
     assert "already trained: " in again
     assert len(read_rows(run_dir, "start")) == 2
-
-
-@pytest.mark.slow
-def test_under_torchrun_a_kill_a_stop_and_a_resume_end_in_the_same_bits(text: Path, tmp_path: Path) -> None:
-    whole, run_dir = tmp_path / "whole", tmp_path / "run"
-    options = {"trainer__max_steps": 120, "trainer__eval_every": 60, "trainer__save_every": 5}
-    argv = run_args(run_dir, text, **options)
-    with start_main(argv, *TORCHRUN, "--nproc_per_node=2", "--max_restarts=3") as agent:
-        wait_for_step(run_dir, 10)
-        os.kill(worker_pids(agent.pid)[0], signal.SIGKILL)
-        wait_until(lambda: len(read_rows(run_dir, "start")) == 2, "a second start")
-        wait_for_step(run_dir, read_rows(run_dir, "start")[-1]["step"] + 5)
-        agent.terminate()
-        out, _ = agent.communicate(timeout=60)
-    for member in ("GLOBAL_RANK: 0, MEMBER: 1/2", "GLOBAL_RANK: 1, MEMBER: 2/2"):
-        assert out.count(member) == 2
-    [stop] = read_rows(run_dir, "stop")
-    assert (stop["signal"], stop["step"]) == ("SIGTERM", newest_snapshot(run_dir)["step"])
-    assert read_rows(run_dir)[-1]["step"] == stop["step"] < 120
-    assert {row["restart_count"] for row in read_rows(run_dir)} == {0, 1}
-
-    run_all(2, [run_args(whole, text, **options), argv], tmp_path)
-    assert_equal_snapshots(whole, run_dir)
-    assert loss_curve(whole) == loss_curve(run_dir)
 
 
 def _run_sample(command: list[str], output: Path) -> int:

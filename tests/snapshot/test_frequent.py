@@ -14,8 +14,6 @@ from mingpt.snapshot import interval
 from mingpt.snapshot.interval import MIN_SECONDS, MIN_STEPS, SaveInterval
 from mingpt.snapshot.load import load_pretrained
 from mingpt.snapshot.storage import SnapshotStorage
-from mingpt.snapshot.writer import AsyncSnapshotWriter
-from mingpt.system.run_lock import RunLock
 from tests.faults.runs import Run, assert_same_run
 from tests.helpers import (
     assert_equal_snapshots,
@@ -125,17 +123,6 @@ def test_files_are_told_apart_from_others_and_not_flushed(tmp_path: Path, monkey
     assert frequent.steps() == [3]
     frequent.remove()
     assert os.listdir(tmp_path) == ["step_00000002.pt"]
-
-
-def test_damaged_ones_of_a_power_failure_are_no_error(tmp_path: Path) -> None:
-    frequent, messages = SnapshotStorage(str(tmp_path), 2, is_frequent=True), []
-    for step in (1, 2):
-        Path(frequent.write(small_snapshot(step), None)).write_bytes(b"")
-    assert frequent.load_newest(messages.append) is None
-    assert [re.search(r"frequent_0000000. *", message)[0] for message in messages] == [
-        "frequent_00000002",
-        "frequent_00000001",
-    ]
 
 
 # Real runs
@@ -282,25 +269,6 @@ def _train_without_room(*argv: str) -> tuple[int, str, str]:
 
     SnapshotStorage.write = failing_write  # type: ignore[method-assign]
     return run_captured(*argv)
-
-
-def test_the_next_snapshot_takes_the_room_of_the_older_ones(tmp_path: Path) -> None:
-    """So that a disk that holds two frequent snapshots, and no more, still has room for one of save_every."""
-    frequent = SnapshotStorage(str(tmp_path), 2, is_frequent=True)
-    writer = AsyncSnapshotWriter(frequent, RunLock({}))
-    for step in (1, 2):
-        frequent.write(small_snapshot(step), None)
-    found = []
-
-    class Observed(SnapshotStorage):
-        def write(self, snapshot: dict[str, Any], best_step: int | None) -> str:
-            found.append(frequent.steps())
-            return super().write(snapshot, best_step)
-
-    header = {key: value for key, value in small_snapshot(3).items() if key not in ("model", "optimizer")}
-    writer.save(header, [("weight", small_snapshot(3)["model"]["weight"], {})], Observed(str(tmp_path), 3))
-    assert writer.wait(20)
-    assert found == [[2]]
 
 
 @pytest.mark.slow

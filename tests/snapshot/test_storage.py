@@ -54,26 +54,6 @@ def test_every_path_of_a_folder_is_written_and_read_at_the_same_place(
     assert storage.load_newest(print)["step"] == 7
 
 
-class FolderSpy:
-    """Lists a folder while it is itself being pickled."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __reduce__(self) -> tuple:
-        self.names = sorted(os.listdir(self.folder))
-        return str, ()
-
-
-def test_the_final_name_appears_only_when_the_file_is_whole(tmp_path: Path) -> None:
-    storage, spy = SnapshotStorage(str(tmp_path), keep=1), FolderSpy(tmp_path)
-    storage.write(small_snapshot(1), None)
-    storage.write(small_snapshot(2, text_sha256=spy), None)
-    assert spy.names[0] == "step_00000001.pt"
-    assert [name.endswith(".tmp") for name in spy.names] == [False, True]
-    assert os.listdir(tmp_path) == file_names(2)
-
-
 def test_a_loaded_snapshot_and_its_file_do_not_change_each_other(tmp_path: Path) -> None:
     storage = SnapshotStorage(str(tmp_path), keep=3)
     storage.write(small_snapshot(6, {"weight": torch.ones(100_000)}), None)
