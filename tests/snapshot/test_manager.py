@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mingpt.config.schema import SHAPE_KEYS, Config, DistributedConfig, ModelConfig, config_to_dict
+from mingpt.config.schema import SHAPE_KEYS, Config, ModelConfig, config_to_dict
 from mingpt.errors import UserError
 from mingpt.snapshot.format import KEPT_KEYS, check_header, split_header
 from mingpt.snapshot.load import fit_config
@@ -26,7 +26,7 @@ from tests.helpers import (
     list_snapshots,
     loss_curve,
     newest_snapshot,
-    process_group,
+    open_process_group,
     read_rows,
     run_args,
     run_captured,
@@ -249,7 +249,7 @@ def _elect_writers(folder: Path) -> list[int]:
     rank = os.environ["RANK"]
     os.environ["LOCAL_RANK"] = "0"
     storage = SlowlyMarkedStorage(str(folder / ("first" if rank == "0" else "other")), keep=1)
-    with process_group(DistributedConfig(init_method=os.environ["TEST_INIT_METHOD"])) as context:
+    with open_process_group() as context:
         return elect_writer_ranks(context, storage)
 
 
