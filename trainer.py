@@ -1,7 +1,7 @@
 """The training loop: steps, evaluation, snapshots and stops.
 
 Progress is two integers, step and samples. Sample order, dropout and learning rate are functions of (seed, step, sample
-number), so a run that resumes from a snapshot is the same run.
+number), so a run that resumes from a snapshot continues as if nothing had happened.
 """
 
 import math
@@ -9,6 +9,7 @@ import signal
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,31 +26,35 @@ from mingpt.optim.finite_guard import FiniteGuard
 from mingpt.optim.optimizer import learning_rate
 from mingpt.parallel.build import build_strategy
 from mingpt.run import summary
-from mingpt.run.evaluation import Evaluation, choose_sample_prompt, generate_sample
-from mingpt.run.numerics import agree_on_numerics
+from mingpt.run.evaluation import Evaluation, choose_sample_prompt, evaluation_batch_size, generate_sample
+from mingpt.run.numerics import set_numerics
 from mingpt.run.progress import Progress, StepResult
 from mingpt.run.start import adopt_snapshot, initial_weights, load_corpus, lock_run
 from mingpt.run.wait_policy import adaptive_wait_policy
-from mingpt.snapshot.manager import SnapshotManager, check_compatible
+from mingpt.snapshot.load import check_vocabulary
+from mingpt.snapshot.manager import SnapshotManager
 from mingpt.system.signals import EXIT_STATUS, SignalHandler
 from model import GPT
 
-EXIT_WAIT_SECONDS = 5.0  # how long a failing run waits for a snapshot that is being written
+EXIT_WAIT_SECONDS = 5.0  # how long a run that fails waits for a snapshot that is being written
 
 
 class Trainer:
-    """One run on one rank: it continues from the newest snapshot; without one, it is a new run.
+    """One run on one rank. It continues from the newest snapshot, or begins a new run if there is none.
 
     Its folders are locked from the constructor to the end of `train`, or to `close`.
 
     Attributes:
-        progress: step and samples so far, validation loss of this step, best snapshot
+        config: the configuration, with the model's shape from trainer.init_from
+        model: the GPT; all ranks call it together, since sharded strategies gather its parameters
+        progress: step and samples so far, validation losses, best snapshot
+        last_step: the step at which max_steps or max_epochs is reached
         resumed: header of the snapshot that this process resumed from; None in a new run
         resumed_from: path of that snapshot
         stop_signal: the signal that stops the run, on all ranks after the same step; 0: none yet
 
     Raises:
-        UserError: text, folders, snapshots or ranks do not fit the configuration, or another run has these folders.
+        UserError: text, folders, snapshots or ranks do not fit the configuration, or another run uses these folders.
     """
 
     def __init__(self, config: Config, context: DistributedContext) -> None:
@@ -62,28 +67,29 @@ class Trainer:
             self.lock.close()
             raise
 
-    def _build(self, config: Config, context: DistributedContext) -> None:
-        """The constructor, after the folders are locked."""
-        self.snapshots = SnapshotManager(config, context, self.lock)
+    def _build(self, given: Config, context: DistributedContext) -> None:
+        """Builds the rest after the folders are locked. `given` may leave the model's shape to trainer.init_from."""
+        self.snapshots = SnapshotManager(given, context, self.lock)  # ranks elect the writers, and a thread starts
         newest = self.snapshots.load_newest()
         self.resumed = newest.header if newest is not None else None
         self.resumed_from = newest.path if newest is not None else ""
-        config, extra_characters = adopt_snapshot(config, context, self.resumed)
+        config, extra_characters = adopt_snapshot(given, context, self.resumed)
         self.config = config
 
         self.corpus = load_corpus(config, context, extra_characters)
+        check_vocabulary(self.corpus.vocabulary, self.resumed, config)
         training, validation = train_val_split(self.corpus.tokens, config.data)
         self.train_data = CharDataset(training, config.data.block_size, config.trainer.seed)
         self.val_data = ValidationDataset(validation, config.data.block_size, config.trainer.eval_windows)
         self.sample_prompt = choose_sample_prompt(config.trainer.sample_prompt, validation, self.corpus.vocabulary)
-        check_compatible(self.resumed, config_to_dict(config), self.corpus.vocabulary)
 
-        self.numerics = agree_on_numerics(config, context, self.resumed)
+        self.numerics = set_numerics(config, context, self.resumed)
         vocab_size = len(self.corpus.vocabulary)
         self.model_config = GPTConfig(**asdict(config.model), vocab_size=vocab_size, block_size=config.data.block_size)
-        with torch.device("meta"):  # the full model need not fit into memory
+        with torch.device("meta"):  # the full model may not fit into memory
             model = GPT(self.model_config)
         self.strategy = build_strategy(config, model, context, self.numerics.precision, self.train_data[[0]])
+        self.model = self.strategy.full_model
         self.progress = Progress()
         if newest is None:
             weights = initial_weights(config, context, self.model_config, self.corpus.vocabulary)
@@ -104,9 +110,21 @@ class Trainer:
         self.signals = SignalHandler()
         self.stop_signal = 0
         self.first_step = self.progress.step
+        self.last_step = self.find_last_step()
+
+    def find_last_step(self) -> int:
+        """Returns the step at which max_steps or max_epochs is reached, whichever comes first."""
+        cfg = self.config.trainer
+        ends = []
+        if cfg.max_steps is not None:
+            ends.append(cfg.max_steps)
+        if cfg.max_epochs is not None:
+            samples_left = cfg.max_epochs * len(self.train_data) - self.progress.samples
+            ends.append(self.progress.step + max(0, math.ceil(samples_left / cfg.batch_size)))
+        return min(ends)
 
     def train(self) -> int:
-        """Trains to the last step, or until a signal stops the run. Returns the exit status.
+        """Trains to the last step, or until trainer.patience or a signal ends the run. Returns the exit status.
 
         Raises:
             UserError: a loss is not finite, a file can't be written, or a folder has vanished.
@@ -132,7 +150,7 @@ class Trainer:
                 self.close()
 
     def start_log(self) -> None:
-        """Shows what is about to be trained, and opens the log; all ranks call it."""
+        """Shows what is about to be trained, and opens the log. All ranks call it."""
         logger.info(summary.start(self))
         with shared_errors(self.context):
             if self.context.rank == 0:
@@ -142,46 +160,30 @@ class Trainer:
 
     # The loop
 
-    @property
-    def last_step(self) -> int:
-        """The step at which the run ends, as far as is known: this one if patience is over, else `step_limit`."""
-        return self.progress.step if self.is_patience_over() else self.step_limit
-
     def is_patience_over(self) -> bool:
-        """Whether the newest `patience` evaluations, this step's included, gave no lower validation loss."""
-        cfg = self.config.trainer
-        if cfg.patience is None or self.progress.val_loss is None:
-            return False
-        evaluations = self.progress.step // cfg.eval_every - self.progress.lowest_step // cfg.eval_every
-        return evaluations >= cfg.patience
+        """Returns whether this step's evaluation was the last one that trainer.patience allows."""
+        patience = self.config.trainer.patience
+        is_evaluated = self.progress.val_loss is not None
+        return patience is not None and is_evaluated and self.progress.lowest["evaluations_since"] >= patience
 
-    @property
-    def step_limit(self) -> int:
-        """The step at which max_steps or max_epochs is reached."""
-        cfg = self.config.trainer
-        ends = []
-        if cfg.max_steps is not None:
-            ends.append(cfg.max_steps)
-        if cfg.max_epochs is not None:
-            samples_left = cfg.max_epochs * len(self.train_data) - self.progress.samples
-            ends.append(self.progress.step + max(0, math.ceil(samples_left / cfg.batch_size)))
-        return min(ends)
+    def is_complete(self) -> bool:
+        return self.progress.step >= self.last_step or self.is_patience_over()
 
     def is_done(self) -> bool:
-        return self.progress.step >= self.last_step or self.stop_signal != 0
+        return self.is_complete() or self.stop_signal != 0
 
     def is_due(self, every: int) -> bool:
-        """Whether something is due after this step that happens every so many steps, and after the last one."""
+        """Returns True every `every` steps and after the last step."""
         return self.progress.step % every == 0 or self.progress.step == self.last_step
 
     def is_eval_pending(self) -> bool:
-        """Whether this step's evaluation has not been completed, since a signal stopped the run."""
+        """Returns whether this step should have been evaluated, but a signal stopped the run before that."""
         is_evaluated = self.progress.val_loss is not None or self.progress.step == 0
         return self.is_due(self.config.trainer.eval_every) and not is_evaluated
 
     def advance(self) -> None:
-        """Makes one step, and whatever is due after it."""
-        # What a single rank knows is agreed on while the step is computed.
+        """Makes one step, then evaluates, logs and saves what is due."""
+        # Ranks agree on signals and on saves while they compute the step.
         is_due = self.snapshots.is_frequent_due(self.timer.training_seconds)
         flags = self.context.all_reduce_flags(self.signals.signal, int(is_due))
         result = self.train_step()
@@ -190,7 +192,7 @@ class Trainer:
         self.after_step(result, bool(is_frequent_due))
 
     def next_batch(self) -> range:
-        """Sample numbers of the next step; those of an epoch are len(train_data), and a batch may span two epochs."""
+        """Returns the sample numbers of the next step. An epoch is len(train_data) numbers; a batch may span two."""
         cfg = self.config.trainer
         end = self.progress.samples + cfg.batch_size
         if cfg.max_epochs is not None:
@@ -198,14 +200,14 @@ class Trainer:
         return range(self.progress.samples, end)
 
     def train_step(self) -> StepResult:
-        """One optimizer step: forward and backward of all micro-batches, clipping, and the update."""
+        """Makes one optimizer step: forward and backward of all micro-batches, clipping, and the update."""
         strategy = self.strategy
         batch = self.next_batch()
         step = self.progress.step + 1
 
         strategy.optimizer.zero_grad(set_to_none=True)
         losses = []
-        for micro_batch in strategy.micro_batches(batch):  # ranks exchange gradients in the backward pass of the last
+        for micro_batch in strategy.micro_batches(batch):  # ranks exchange gradients in the last backward pass
             losses += strategy.forward_backward(micro_batch, self.train_data)
         losses = strategy.reduce_gradients(batch, losses)
 
@@ -224,7 +226,7 @@ class Trainer:
         return StepResult(batch, losses, grad_norm, lr)
 
     def after_step(self, result: StepResult, is_frequent_due: bool) -> None:
-        """Computes what is due after a step, then writes and shows it: loss, validation loss, a sample, a snapshot."""
+        """Logs, evaluates, samples and saves what is due after a step, in this order."""
         cfg = self.config.trainer
         step = self.progress.step
         logs = step == 1 or self.is_due(cfg.log_every)
@@ -233,84 +235,78 @@ class Trainer:
         is_any_due = logs or evaluates or saves or is_frequent_due
         if is_any_due:
             self.guard.check(step)
-        loss = None
         is_free = self.context.device.type == "cpu" and self.context.world_size == 1  # otherwise, reading it waits
+        loss = None
         if logs or is_free:
             loss = self.strategy.mean_loss(result.losses).item()
             self.guard.check_loss(step, loss)
+        self.log.line.advance(step, loss)
         if logs:
-            speed = self.timer.tokens_per_second(self.progress.samples, self.train_data.block_size)
-
-        with self.timer.pause():  # tokens per second are those of steps alone
-            seconds = self.evaluate() if evaluates else 0.0
+            row = self.train_row(result)
+        with self.timer.pause():  # tokens per second are of steps only
             if is_any_due:
                 with shared_errors(self.context):
                     self.lock.check()
-            self.log.show_step(step, loss)
             if logs:
-                gpu_speed = speed / self.context.world_size
-                gpu = gpu_metrics(self.context.device, self.numerics.precision, self.model_config, gpu_speed)
-                self.log.write(
-                    "train",
-                    step,
-                    loss=loss,
-                    learning_rate=result.learning_rate,
-                    grad_norm=result.grad_norm.item(),
-                    tokens_per_second=speed,
-                    world_size=self.context.world_size,
-                    restart_count=self.context.restart_count,
-                    **gpu,
-                )
+                self.log.write("train", step, loss=loss, **row)
             if step == self.first_step + 1:
                 logger.info(summary.measured_memory(self.strategy))
             epoch = result.batch.stop // len(self.train_data)
             if epoch > result.batch.start // len(self.train_data):
                 logger.info(f"step {step}: epoch {epoch} is over ({len(self.train_data):,} windows)")
-            if evaluates and self.progress.val_loss is not None:
-                self.log.write("eval", step, val_loss=self.progress.val_loss, seconds=seconds)
-            if cfg.sample_every is not None and self.is_due(cfg.sample_every):
+            if evaluates:
+                self.evaluate()
+            # The evaluation may have ended the run, by trainer.patience or because a signal came.
+            if cfg.sample_every is not None and (self.is_due(cfg.sample_every) or self.is_patience_over()):
                 text = generate_sample(self.strategy, self.corpus.vocabulary, self.sample_prompt, cfg.seed)
                 self.log.write("sample", step, text=text)
-            # An evaluation may have ended the run, by trainer.patience or a signal meanwhile.
             if saves or self.is_done():
                 self.save_snapshot()
             elif is_frequent_due:
                 self.save_snapshot(is_frequent=True)
             self.log_saves()
 
+    def train_row(self, result: StepResult) -> dict[str, Any]:
+        """Returns the values of a step's row in the log."""
+        speed = self.timer.tokens_per_second(self.progress.samples, self.train_data.block_size)
+        gpu_speed = speed / self.context.world_size
+        return {
+            "learning_rate": result.learning_rate,
+            "grad_norm": result.grad_norm.item(),
+            "tokens_per_second": speed,
+            "world_size": self.context.world_size,
+            "restart_count": self.context.restart_count,
+            **gpu_metrics(self.context.device, self.numerics.precision, self.model_config, gpu_speed),
+        }
+
     # Evaluation, saving, the end
 
-    def evaluate(self) -> float:
-        """Computes the validation loss of this step, unless a signal stops the run before or meanwhile.
-
-        Returns:
-            seconds that it took
-        """
+    def evaluate(self) -> None:
+        """Computes and logs the validation loss of this step, unless a signal stops the run before that."""
         began = time.perf_counter()
-        batch_size = self.config.trainer.micro_batch_size or self.config.trainer.batch_size
-        evaluation = Evaluation(self.strategy, self.val_data, batch_size)
+        step = self.progress.step
+        evaluation = Evaluation(self.strategy, self.val_data, evaluation_batch_size(self.config.trainer))
         while not evaluation.is_done and not self.stop_signal:
-            self.log.show_evaluation(evaluation.batches_done / len(evaluation.batches))
+            self.log.line.show_evaluation(evaluation.batches_done / len(evaluation.batches))
             flags = self.context.all_reduce_flags(self.signals.signal)
             evaluation.advance()
             [self.stop_signal] = flags.wait()
-        self.log.show_evaluation(None)
+        self.log.line.show_evaluation(None)
         if evaluation.is_done:
             val_loss = evaluation.mean_loss()
-            self.guard.check_val_loss(self.progress.step, val_loss)
-            self.progress.set_val_loss(val_loss)
-        return time.perf_counter() - began
+            self.guard.check_val_loss(step, val_loss)
+            self.progress.set_val_loss(val_loss, counts=step % self.config.trainer.eval_every == 0)
+            self.log.write("eval", step, val_loss=val_loss, seconds=time.perf_counter() - began)
 
     def run_pending_eval(self) -> None:
-        """Evaluates the step that the run has resumed from, and saves it again, with its validation loss."""
+        """Evaluates the step that the run has resumed from, and saves it again with its validation loss."""
         with self.timer.pause():
-            seconds = self.evaluate()
+            self.evaluate()
         if self.progress.val_loss is not None:
-            self.log.write("eval", self.progress.step, val_loss=self.progress.val_loss, seconds=seconds)
             self.save_snapshot()
 
     def save_snapshot(self, is_frequent: bool = False) -> None:
-        """Starts to save a snapshot of this step, which a thread writes while training continues."""
+        """Starts to save a snapshot of this step. A thread writes it while training continues."""
         header = {
             **self.progress.state_dict(),
             "config": config_to_dict(self.config),
@@ -327,8 +323,8 @@ class Trainer:
             if not result.is_frequent:
                 self.log.write("snapshot", result.step, **result.row)
             if result.is_saved:
-                self.progress.set_best(result.best)
-                self.log.show_save()
+                self.progress.best = result.best
+                self.log.line.show_save()
 
     def already_trained(self) -> int:
         """Says that there is nothing to do. Returns the exit status."""
@@ -341,24 +337,24 @@ class Trainer:
     def finish(self) -> int:
         """Waits for the last save, and reports how the run has ended. Returns the exit status.
 
-        Ranks exit together: if one exits, torchrun ends the others, which may still be writing.
+        Ranks exit together, because torchrun ends the others, which may still be writing, as soon as one exits.
 
         Raises:
-            UserError: the last snapshot is not saved.
+            UserError: the last snapshot could not be saved.
         """
         step = self.progress.step
         self.snapshots.wait_for_saves()
         self.log_saves()
-        with shared_errors(self.context):  # the last collective, in which others wait for a rank that hangs
+        with shared_errors(self.context):  # the last collective, where other ranks wait for a rank that hangs
             self.lock.check()
             if save_error := self.snapshots.writer.last_error:
                 raise UserError(
-                    f"training has reached step {step}, but its snapshot is not saved: {save_error}; then the same "
-                    "command resumes from the newest"
+                    f"training has reached step {step}, but its snapshot could not be saved: {save_error}; then run "
+                    "the same command, which resumes from the newest one"
                 )
         self.context.end_collectives()
         self.snapshots.remove_frequent()
-        is_stopped = step < self.last_step or self.is_eval_pending()
+        is_stopped = not self.is_complete() or self.is_eval_pending()
         name = signal.Signals(self.stop_signal).name if is_stopped else None
         self.log.write("stop", step, signal=name, reason=summary.early_end(self))
         if is_stopped:

@@ -287,7 +287,7 @@ def test_a_resumed_run_reports_another_learning_rate_text_and_pytorch(
     out = capsys.readouterr().out
     assert f"resuming from {run_dir}/snapshots/step_00000001.pt" in out
     assert f"the version of PyTorch has changed: {then} made the snapshot, 2.99.0 resumes it, and last bits" in out
-    assert re.search(r"the learning rate of step 1 was \S+, by the yaml it is now 0\.01\n", out), out
+    assert re.search(r"the learning rate of step 1 was \S+, and is 0\.01 with this configuration\n", out), out
     assert len(set(re.findall(r"the text has changed: .* ([0-9a-f]{64}) .* ([0-9a-f]{64}) now", out)[0])) == 2
 
     assert run_main(run_args(run_dir, text, trainer__max_steps=2)) == 0

@@ -131,9 +131,9 @@ def test_best_is_the_snapshot_of_lowest_validation_loss(trained: Path, tmp_path:
     best = run_sample("--snapshot", run, "--best", "--max_new_tokens", LENGTH)
     assert best == run_sample("--snapshot", run / "snapshots/step_00000003.pt", "--max_new_tokens", LENGTH)
     assert best != run_sample("--snapshot", run, "--max_new_tokens", LENGTH)
-    assert_refused(run_sample("--snapshot", newest(run), "--best"), "--best", "is no folder of snapshots")
+    assert_refused(run_sample("--snapshot", newest(run), "--best"), "--best", "is not a folder of snapshots")
     (run / "snapshots/step_00000003.pt").unlink()
-    assert_refused(run_sample("--snapshot", run, "--best"), f"--best: {run}/snapshots/step_00000003.pt, of lowest")
+    assert_refused(run_sample("--snapshot", run, "--best"), f"--best: {run}/snapshots/step_00000003.pt, the best one")
 
 
 def test_a_damaged_snapshot_is_named_and_an_older_one_used(

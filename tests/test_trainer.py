@@ -11,19 +11,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sample
-import trainer as trainer_module
 from mingpt import program
-from mingpt.distributed.context import DistributedContext
 from mingpt.errors import UserError
 from mingpt.parallel.strategy import Strategy
 from mingpt.run.evaluation import evaluate
-from mingpt.snapshot.storage import load_snapshot
+from mingpt.snapshot.storage import SnapshotStorage, load_snapshot
 from mingpt.system import device
 from tests.helpers import (
     NO_DROPOUT,
     PATIENCE,
     SMALL_CONFIG,
-    TORCHRUN,
     assert_equal_snapshots,
     loss_curve,
     main_process,
@@ -35,13 +32,9 @@ from tests.helpers import (
     run_each_captured,
     run_main,
     run_ranks,
-    start_main,
     start_ranks,
-    train_losses,
     train_main,
     wait_for_step,
-    wait_until,
-    worker_pids,
     write_overfitting_text,
     write_text,
 )
@@ -149,31 +142,11 @@ def test_gradients_that_overflow_at_every_loss_scale_end_the_run(
             trainer.guard.check(trainer.progress.step)
 
 
-def test_numerics_are_chosen_before_ranks_exchange_tensors(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """NCCL's communicators, which the first exchange creates, depend on `trainer.deterministic`."""
-    calls: list[str] = []
-
-    def record(owner: Any, name: str) -> None:
-        function = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *args: (calls.append(name), function(*args))[1])
-
-    record(trainer_module, "agree_on_numerics")
-    record(DistributedContext, "broadcast_tensor")
-    record(DistributedContext, "all_reduce")
-    monkeypatch.setenv("TEST_INIT_METHOD", "file:///unused")
-    with open_trainer(*run_args(tmp_path / "run", text)) as trainer:
-        train_losses(trainer, 1)
-    assert calls[0] == "agree_on_numerics"
-    assert set(calls) == {"agree_on_numerics", "broadcast_tensor", "all_reduce"}
-
-
 def test_ranks_whose_hardware_selects_different_precisions_are_refused(text: Path, tmp_path: Path) -> None:
     argv = run_args(tmp_path / "run", text, trainer__precision="auto")
     results = run_ranks(2, _train_with_bf16_on_rank_0, *argv, tmp_path=tmp_path)
-    message = "trainer.precision: auto gives differs between ranks: bf16 on rank 0, fp32 on rank 1; set it to either"
-    assert [(status, err) for status, _, err in results] == [(2, f"error: what {message}\n"), (2, "")]
+    message = "trainer.precision: auto selects differs between ranks: bf16 on rank 0, fp32 on rank 1; set it to either"
+    assert [(status, err) for status, _, err in results] == [(2, f"error: the precision that {message}\n"), (2, "")]
 
 
 def _train_with_bf16_on_rank_0(*argv: str) -> tuple[int, str, str]:
@@ -214,6 +187,52 @@ def test_patience_ends_the_run_and_a_resumed_run_counts_on(
         again, _ = run_all(world_size, [argvs[0], longer], tmp_path)
         assert f"is at step 12, and {reason}. To continue, raise trainer.patience, or set it to null" in again
         assert newest_snapshot(whole)["step"] == 20
+
+
+def test_patience_counts_evaluations_if_eval_every_changes(tmp_path: Path) -> None:
+    """Step 4 has the lowest loss. Steps 8 and 9 are two evaluations without a lower one, not five of every 1."""
+    text, run_dir = write_overfitting_text(tmp_path / "text.txt"), tmp_path / "run"
+    options = PATIENCE | {"trainer__patience": 3}
+    argvs = [
+        run_args(run_dir, text, **options | {"trainer__max_steps": 8}),
+        run_args(run_dir, text, **options | {"trainer__eval_every": 1}),
+    ]
+    _, done = run_all(1, argvs, tmp_path)
+    assert "ended early: no evaluation since step 4" in done
+    assert [row["step"] for row in read_rows(run_dir, "eval")] == [4, 8, 9, 10]
+
+
+def test_patience_counts_on_from_a_snapshot_without_a_count(tmp_path: Path) -> None:
+    text, run_dir = write_overfitting_text(tmp_path / "text.txt"), tmp_path / "run"
+    run_all(1, [run_args(run_dir, text, **PATIENCE | {"trainer__max_steps": 8})], tmp_path)
+    snapshot = newest_snapshot(run_dir)
+    del snapshot["lowest"]["evaluations_since"]
+    SnapshotStorage(f"{run_dir}/snapshots", keep=9).write(snapshot, None)
+    run_all(1, [run_args(run_dir, text, **PATIENCE)], tmp_path)
+    assert newest_snapshot(run_dir)["step"] == 12
+
+
+def test_the_last_step_does_not_move_when_patience_ends_the_run(tmp_path: Path) -> None:
+    """The last evaluation is followed by a sample and a snapshot; the learning rate still decays to max_steps."""
+    text, run_dir = write_overfitting_text(tmp_path / "text.txt"), tmp_path / "run"
+    options = PATIENCE | {"optimizer__decay_steps": None, "trainer__sample_every": 100, "trainer__save_every": 100}
+    with_patience = run_args(run_dir, text, **options)
+    run_all(1, [with_patience, run_args(tmp_path / "whole", text, **options | {"trainer__patience": None})], tmp_path)
+    rates, whole = ([row["learning_rate"] for row in read_rows(each)] for each in (run_dir, tmp_path / "whole"))
+    assert rates == whole[:12]
+    assert [row["step"] for row in read_rows(run_dir, "sample")] == [12]
+    assert [row["step"] for row in read_rows(run_dir, "snapshot")] == [12]
+
+
+def test_the_start_counts_epochs_with_the_batch_sizes_of_all_steps(text: Path, tmp_path: Path) -> None:
+    """Of 167 windows: 4 steps of 80, then 4 of 7."""
+    argvs = [
+        run_args(tmp_path / "run", text, trainer__max_steps=4, trainer__batch_size=80),
+        run_args(tmp_path / "run", text, trainer__max_steps=8),
+    ]
+    first, second = run_all(1, argvs, tmp_path)
+    assert f"4 steps = {4 * 80 / 167:.2f} epochs\n" in first
+    assert f"8 steps = {(4 * 80 + 4 * 7) / 167:.2f} epochs\n" in second
 
 
 # Any number of ranks
@@ -341,30 +360,6 @@ def test_after_a_kill_the_same_command_ends_in_the_same_bits(text: Path, tmp_pat
     assert len(read_rows(run_dir, "start")) == 2
 
 
-@pytest.mark.slow
-def test_under_torchrun_a_kill_a_stop_and_a_resume_end_in_the_same_bits(text: Path, tmp_path: Path) -> None:
-    whole, run_dir = tmp_path / "whole", tmp_path / "run"
-    options = {"trainer__max_steps": 120, "trainer__eval_every": 60, "trainer__save_every": 5}
-    argv = run_args(run_dir, text, **options)
-    with start_main(argv, *TORCHRUN, "--nproc_per_node=2", "--max_restarts=3") as agent:
-        wait_for_step(run_dir, 10)
-        os.kill(worker_pids(agent.pid)[0], signal.SIGKILL)
-        wait_until(lambda: len(read_rows(run_dir, "start")) == 2, "a second start")
-        wait_for_step(run_dir, read_rows(run_dir, "start")[-1]["step"] + 5)
-        agent.terminate()
-        out, _ = agent.communicate(timeout=60)
-    for member in ("GLOBAL_RANK: 0, MEMBER: 1/2", "GLOBAL_RANK: 1, MEMBER: 2/2"):
-        assert out.count(member) == 2
-    [stop] = read_rows(run_dir, "stop")
-    assert (stop["signal"], stop["step"]) == ("SIGTERM", newest_snapshot(run_dir)["step"])
-    assert read_rows(run_dir)[-1]["step"] == stop["step"] < 120
-    assert {row["restart_count"] for row in read_rows(run_dir)} == {0, 1}
-
-    run_all(2, [run_args(whole, text, **options), argv], tmp_path)
-    assert_equal_snapshots(whole, run_dir)
-    assert loss_curve(whole) == loss_curve(run_dir)
-
-
 def _run_sample(command: list[str], output: Path) -> int:
     """The command that a run has printed, with a prompt and a seed; returns the exit status."""
     script, *argv = command
@@ -430,6 +425,7 @@ def test_steps_between_log_lines_do_not_wait_for_the_device(
     """Only the first step's loss is read. On the CPU each is, so after backward the device is said to be another."""
     monkeypatch.setenv("TEST_INIT_METHOD", "file:///unused")
     options = {"trainer__log_every": 4, "trainer__eval_every": 12, "trainer__save_every": 12}
+    options |= {"trainer__save_overhead": None}  # a save waits
     with open_trainer(*run_args(tmp_path / "run", text, **options)) as trainer:
         counts = []
         device = trainer.context.device

@@ -9,13 +9,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-# Arguments of tqdm for a bar on a terminal that appears after a second and is removed at the end.
+# Arguments of tqdm for a bar that appears on a terminal after a second and is removed at the end.
 BAR_OPTIONS: dict[str, Any] = {"unit_scale": True, "delay": 1, "disable": None, "leave": False}
 
-CELL_INTERVAL = 1.0  # seconds between changes in a notebook's cell, which keeps all that it has shown
+CELL_INTERVAL = 1.0  # seconds between updates in a notebook's cell, which keeps all output
 
-# By default also a semaphore of multiprocessing, which Python 3.14 reports as leaked, since `exit_process` cleans up
-# nothing.
+# The default lock includes a semaphore of multiprocessing. Python 3.14 reports it as leaked after `exit_process`.
 tqdm.set_lock(RLock())
 
 
@@ -27,41 +26,40 @@ def format_duration(seconds: float) -> str:
 
 
 class LiveLine(tqdm):
-    """The live line: steps, a bar in the width that is left, losses, speed, time left and the last snapshot's age.
+    """The live line: steps, a bar in the remaining width, losses, speed, time left and the last snapshot's age.
 
-    It follows the terminal's width. If stdout is no terminal, nothing is shown. Training runs from `step` to
-    `last_step`. `n` is the newest step.
+    It follows the terminal's width. Training runs from `step` to `last_step`. `n` is the newest step.
     """
 
-    is_active = False  # whether this process shows one
+    is_active = False  # whether this process shows a live line
 
-    def __init__(self, step: int, last_step: int) -> None:
+    def __init__(self, step: int, last_step: int, is_shown: bool) -> None:
         self.first_step = step
         self.last_step = last_step
-        self.fields: dict[str, str] = {}  # what is shown for "loss", "val", "evaluation" and "speed"
+        self.fields: dict[str, str] = {}  # texts by name: loss, val, evaluation, speed
         self.started = time.monotonic()
         self.saved_at = math.inf
         self.evaluation_shown_at = time.monotonic()
-        LiveLine.is_active = sys.stdout.isatty()
+        LiveLine.is_active = is_shown
         super().__init__(
             total=last_step,
             initial=step,
             dynamic_ncols=True,
             bar_format="{n_fmt}/{total_fmt} {bar} {status}",
             file=sys.stdout,
-            disable=not LiveLine.is_active,
+            disable=not is_shown,
         )
-        if "JPY_PARENT_PID" in os.environ:  # a notebook's `!`, which has a terminal
+        if "JPY_PARENT_PID" in os.environ:  # the `!` of a notebook, which has a terminal
             self.mininterval = CELL_INTERVAL
 
     def advance(self, step: int, loss: float | None) -> None:
         if loss is not None:
             self.fields["loss"] = f"loss {loss:.3f}"
         self.update(step - self.n)
-        self.n = step  # `update` does nothing where nothing is shown
+        self.n = step  # `update` does nothing if nothing is shown
 
     def show_evaluation(self, done: float | None) -> None:
-        """Shows which part of an evaluation is done; None: it has ended."""
+        """Shows the fraction of an evaluation that is done; None: it has ended."""
         if self.disable:
             return
         now = time.monotonic()
@@ -72,14 +70,18 @@ class LiveLine(tqdm):
             self.fields["evaluation"] = f"evaluating {done:.0%}"
             self.refresh()
 
+    def show_save(self) -> None:
+        """Shows that a snapshot has been saved now."""
+        self.saved_at = time.monotonic()
+
     def time_left(self) -> str:
-        """Returns the time until the last step, at the average pace so far, pauses included."""
+        """Returns the time until the last step at the average pace so far, including pauses."""
         pace = (time.monotonic() - self.started) / max(1, self.n - self.first_step)
         return format_duration(pace * (self.last_step - self.n))
 
     @property
     def format_dict(self) -> dict[str, Any]:
-        """Values for `bar_format`, which tqdm reads at each refresh."""
+        """The values for `bar_format`. tqdm reads them at each refresh."""
         values = super().format_dict
         fields = dict(self.fields)
         if self.n > self.first_step:
@@ -89,7 +91,7 @@ class LiveLine(tqdm):
         bar = " "  # at least one column, between spaces
         width = len(f"{self.n}/{self.total} {bar}")
         shown = []
-        # In this order, so that a narrow terminal shows what matters most, and no half of a field.
+        # The most important first: a narrow terminal shows as many whole fields as it has room for.
         for name in ("loss", "left", "val", "evaluation", "speed", "saved"):
             if name not in fields:
                 continue
@@ -100,6 +102,6 @@ class LiveLine(tqdm):
         return {**values, "status": " ".join(shown)}
 
     def close(self) -> None:
-        """Leaves the line as it is."""
+        """Ends the line and leaves it on the terminal."""
         LiveLine.is_active = False
         super().close()

@@ -9,12 +9,12 @@ from torch.profiler import profile, schedule
 
 from mingpt.monitoring.logging import logger
 
-SKIP_STEPS = 10  # in which memory, caches and gradient buckets settle
+SKIP_STEPS = 10  # steps until memory, caches and gradient buckets settle
 
 
 @contextmanager
 def profile_steps(steps: int | None, trace: Path) -> Iterator[Callable[[], None]]:
-    """Records so many steps in Chrome's trace format, or none; yields a function to call after each step."""
+    """Records a number of steps in Chrome's trace format (None: none). Yields a function to call after each step."""
     if steps is None:
         yield lambda: None
         return
@@ -35,6 +35,6 @@ def profile_steps(steps: int | None, trace: Path) -> Iterator[Callable[[], None]
 
 
 def operations_table(averages: EventList) -> str:
-    """The operations that took longest: on the GPU if there was work for one, otherwise on the CPU."""
+    """Returns the operations that took longest, on the GPU if there was work for it, otherwise on the CPU."""
     device = "device" if any(event.self_device_time_total > 0 for event in averages) else "cpu"
     return averages.table(f"self_{device}_time_total", row_limit=12, max_name_column_width=50)

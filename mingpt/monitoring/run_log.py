@@ -1,14 +1,15 @@
-"""What a run says: rows for metrics.jsonl, TensorBoard, Weights & Biases and the terminal.
+"""The log of a run: rows for metrics.jsonl, TensorBoard, Weights & Biases and the terminal.
 
-A row is an event (start, train, eval, sample, snapshot, stop) at a step, with values. Each sink takes from it what it
-shows.
+A row is an event (start, train, eval, sample, snapshot, stop) at a step, with values. Each sink shows some of them.
 """
 
 import errno
 import importlib.util
 import json
+import math
 import os
-import threading
+import platform
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -23,21 +24,19 @@ from mingpt.files import replace_file, replaced_file
 from mingpt.monitoring.live_line import LiveLine
 from mingpt.monitoring.logging import logger
 
-THREAD_EXCEPTHOOK = threading.excepthook
-
 
 class RunLog:
-    """The rows of a run. They go nowhere before `open`, and on ranks other than 0, which do not call it."""
+    """The rows of a run. Nothing is written or shown before `open`, which only rank 0 calls."""
 
     def __init__(self) -> None:
         self.sinks: list[MetricsFile | TensorBoard | WeightsAndBiases | Terminal] = []
-        self.line: LiveLine | None = None
+        self.line = LiveLine(0, 0, is_shown=False)
 
     def open(self, config: Config, step: int, last_step: int) -> None:
-        """Writes config.yaml, and opens all sinks, without rows of later steps than `step`.
+        """Writes config.yaml and opens all sinks. They remove the rows of later steps than `step`.
 
         Raises:
-            UserError: the run folder can't be written, or wandb refuses to begin.
+            UserError: the run folder can't be written, or wandb refuses to start.
         """
         folder = Path(config.trainer.run_dir)
         write_config(folder, config_to_dict(config))
@@ -47,9 +46,10 @@ class RunLog:
                 self.sinks.append(WeightsAndBiases(config))
         except OSError as error:
             raise UserError(
-                f"trainer.run_dir: a file in {folder} can't be read and written: {error}; make it so, or set another"
+                f"trainer.run_dir: a file in {folder} can't be read and written: {error}; change its permissions, or "
+                "set another folder"
             ) from error
-        self.line = LiveLine(step, last_step)
+        self.line = LiveLine(step, last_step, is_shown=sys.stdout.isatty())
         self.sinks.append(Terminal(self.line))
 
     def write(self, event: str, step: int, **values: Any) -> None:
@@ -62,30 +62,14 @@ class RunLog:
         if errors:
             logger.warning(f"step {step}: trainer.run_dir: metrics can't be written: {errors[0]}; training continues")
 
-    def show_step(self, step: int, loss: float | None) -> None:
-        """Moves the live line on to a step, with its loss if that is known."""
-        if self.line is not None:
-            self.line.advance(step, loss)
-
-    def show_save(self) -> None:
-        """Shows in the live line that a snapshot has been saved now."""
-        if self.line is not None:
-            self.line.saved_at = time.monotonic()
-
-    def show_evaluation(self, done: float | None) -> None:
-        """Shows in the live line which part of an evaluation is done; None: it has ended."""
-        if self.line is not None:
-            self.line.show_evaluation(done)
-
     def close(self) -> None:
         for sink in self.sinks:
             sink.close()
         self.sinks = []
-        self.line = None
 
 
 def write_config(run_dir: Path, config: dict[str, Any]) -> None:
-    """Writes config.yaml, complete or not at all however the process ends; raises a UserError if that fails."""
+    """Writes config.yaml, completely or not at all if the process is killed; raises a UserError if that fails."""
     try:
         replace_file(run_dir / "config.yaml", dump_config(config))
     except OSError as error:
@@ -96,7 +80,7 @@ def write_config(run_dir: Path, config: dict[str, Any]) -> None:
 
 
 class MetricsFile:
-    """metrics.jsonl. Rows of later steps than `step`, and a torn last row, are removed from the file.
+    """metrics.jsonl. Opening it removes rows of later steps than `step`, and a torn last row.
 
     Raises:
         OSError: it can't be written.
@@ -108,26 +92,34 @@ class MetricsFile:
             with replaced_file(file) as kept:
                 for row in iter_metrics(file):
                     if row is not None and row["step"] <= step:
-                        kept.write(json.dumps(row).encode() + b"\n")
+                        kept.write(_encode_row(row))
         self.descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
     def write(self, event: str, step: int, values: Mapping[str, Any]) -> None:
-        """Appends a row by a single write, so that a kill leaves at most one torn row, the last."""
-        line = json.dumps({"event": event, "step": step, "time": time.time(), **values}).encode() + b"\n"
+        """Appends a row with a single write, so that a kill leaves at most one torn row, the last one."""
+        line = _encode_row({"event": event, "step": step, "time": time.time(), **values})
         size = os.fstat(self.descriptor).st_size
         if os.write(self.descriptor, line) < len(line):
-            os.ftruncate(self.descriptor, size)  # or the next row would be lost with the torn one
+            os.ftruncate(self.descriptor, size)  # otherwise the next row would be lost with the torn one
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
         os.close(self.descriptor)
 
 
-class TensorBoard:
-    """TensorBoard's events, which hide later steps of earlier files.
+def _encode_row(row: Mapping[str, Any]) -> bytes:
+    """Returns a line of JSON. Infinity, the norm of fp16 gradients that overflow, is not JSON and becomes null."""
+    values = {}
+    for name, value in row.items():
+        is_finite = not isinstance(value, float) or math.isfinite(value)
+        values[name] = value if is_finite else None
+    return json.dumps(values).encode() + b"\n"
 
-    After an error, the next row begins another file: an error ends the thread of a SummaryWriter, and may leave a torn
-    record, behind which TensorBoard reads nothing.
+
+class TensorBoard:
+    """A file of TensorBoard's events. It hides rows of later steps than `step` in earlier files.
+
+    The events are written here, since a SummaryWriter's thread ends with a traceback when the disk is full.
 
     Raises:
         OSError: the events can't be written.
@@ -135,58 +127,61 @@ class TensorBoard:
 
     def __init__(self, folder: Path, step: int) -> None:
         self.folder = folder
-        self.writer: Any = None
-        threading.excepthook = _show_thread_error
-        self._open(purge_step=step + 1)
+        self._open()
+        self._add(step=step + 1, session_log={"status": "START"})
+        self.file.flush()
 
-    def _open(self, purge_step: int | None = None) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - slow, and plot.py needs no PyTorch
+    def _open(self) -> None:
+        """Begins another file."""
+        # They import PyTorch, which plot.py does not need.
+        from tensorboard.compat.proto.event_pb2 import Event  # noqa: PLC0415
+        from tensorboard.summary.writer.record_writer import RecordWriter  # noqa: PLC0415
+        from torch.utils.tensorboard import summary  # noqa: PLC0415
 
-        # TensorBoard reads files in the order of their names, which begin with the time. A file of the same second, or
-        # of a clock that was ahead, might be read after the new one.
-        earlier = f"events.out.tfevents.{time.time() - 2:.0f}"
-        for file in sorted(self.folder.glob("events.out.tfevents.*")):
-            if file.name > earlier:
-                file.rename(self.folder / f"{earlier}.{file.name}")
-        self.writer = SummaryWriter(self.folder, purge_step=purge_step)
+        # TensorBoard reads files in the order of their names, which begin with the time in seconds. Another file may
+        # have the same time, or a later one if its clock was ahead.
+        stamp = int(time.time())
+        for file in self.folder.glob("events.out.tfevents.*"):
+            stamp = max(stamp, int(file.name.split(".")[3]) + 1)
+        self.event = Event
+        self.summary = summary
+        self.file = open(self.folder / f"events.out.tfevents.{stamp}.{platform.node()}", "wb")  # noqa: SIM115
+        self.records = RecordWriter(self.file)
+        self._add(file_version="brain.Event:2")
+
+    def _add(self, **fields: Any) -> None:
+        self.records.write(self.event(wall_time=time.time(), **fields).SerializeToString())
 
     def write(self, event: str, step: int, values: Mapping[str, Any]) -> None:
         if event not in ("train", "eval", "sample"):
             return
-        if self.writer is None:
+        if self.file.closed:
             self._open()
         try:
             for name, value in values.items():
                 if event == "sample":
-                    self.writer.add_text("sample", indent(value, "    "), step)  # verbatim, in Markdown
+                    shown = self.summary.text("sample", indent(value, "    "))  # verbatim, in Markdown
                 else:
-                    self.writer.add_scalar(name, value, step)
-            self.writer.flush()  # or a kill would lose the rows of two minutes
+                    shown = self.summary.scalar(name, value)
+                self._add(step=step, summary=shown)
+            self.file.flush()  # otherwise a kill would lose the newest rows
         except OSError:
-            self.close()
+            self.close()  # TensorBoard reads nothing after a torn record, so the next row begins another file
             raise
 
     def close(self) -> None:
-        if self.writer is not None:
-            with suppress(OSError):
-                self.writer.close()
-            self.writer = None
-
-
-def _show_thread_error(args: threading.ExceptHookArgs) -> None:
-    """Shows the traceback of a thread, except that of a SummaryWriter, whose `flush` raises the error again."""
-    if type(args.thread).__name__ != "_AsyncWriterThread":
-        THREAD_EXCEPTHOOK(args)
+        with suppress(OSError):
+            self.file.close()
 
 
 class WeightsAndBiases:
     """A run in a project of Weights & Biases.
 
-    The run folder's `wandb_id` has its id, so that a resumed run continues it. Weights & Biases ignores values of steps
-    that it already has.
+    Its id is in `wandb_id` in the run folder, so that a resumed run continues it. Weights & Biases ignores values of
+    steps that it already has.
 
     Raises:
-        UserError: wandb refuses to begin, as without an API key.
+        UserError: wandb refuses to start, for example without an API key.
     """
 
     def __init__(self, config: Config) -> None:
@@ -203,7 +198,7 @@ class WeightsAndBiases:
                 dir=folder,
                 config=config_to_dict(config),
                 resume="allow",
-                settings=wandb.Settings(console="off"),  # it would take the live line for output
+                settings=wandb.Settings(console="off"),  # otherwise it would record the live line
             )
         except wandb.Error as error:
             raise UserError(
@@ -223,12 +218,12 @@ class WeightsAndBiases:
         self._call(self.run.finish)
 
     def _call(self, function: Callable[[], None]) -> None:
-        """Calls wandb, unless it has failed before, as when its own process has ended."""
+        """Calls wandb unless it has failed before, for example because its own process has ended."""
         if self.has_failed:
             return
         try:
             function()
-        except Exception as error:  # of several kinds
+        except Exception as error:  # of several classes
             self.has_failed = True
             logger.warning(f"trainer.wandb_project: wandb has failed: {error}; training continues without it")
 
@@ -242,7 +237,7 @@ def check_wandb(project: str | None) -> None:
 
 
 class Terminal:
-    """Log lines, and the live line where stdout is a terminal, in which train rows have no line of their own."""
+    """Log lines, and the live line if stdout is a terminal. Train rows are shown in one of the two."""
 
     def __init__(self, line: LiveLine) -> None:
         self.line = line
@@ -263,7 +258,7 @@ class Terminal:
             line.fields["val"] = f"val {val_loss:.3f}"
             logger.info(f"step {step}: validation loss {val_loss:.4f} nats per character ({values['seconds']:.1f} s)")
         elif event == "sample":
-            # Characters that would move the cursor are replaced.
+            # Some characters would move the cursor.
             shown = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in values["text"])
             logger.info(f"step {step} writes:\n{indent(shown.strip(), '    ')}")
 
@@ -272,7 +267,7 @@ class Terminal:
 
 
 class StepTimer:
-    """Measures throughput without pauses, from a number of samples on."""
+    """Measures throughput without pauses."""
 
     def __init__(self, samples: int) -> None:
         self.restart(samples)
@@ -295,13 +290,13 @@ class StepTimer:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Excludes the time of its block, such as evaluation, from the time of training."""
+        """Excludes the time of its block, such as an evaluation, from the time of training."""
         began = time.perf_counter()
         yield
         self.paused += time.perf_counter() - began
 
     def tokens_per_second(self, samples: int, tokens_per_sample: int) -> float:
-        """Returns the average rate since the last call, given the number of samples so far."""
+        """Returns the average rate since the last call, for a number of samples so far."""
         now = self.training_seconds
         rate = (samples - self.samples) * tokens_per_sample / (now - self.since)
         self.since = now
@@ -310,7 +305,7 @@ class StepTimer:
 
 
 def iter_metrics(file: Path) -> Iterator[dict[str, Any] | None]:
-    """Yields each row of a metrics.jsonl, and None for any other line; a torn last one is left out.
+    """Yields each row of a metrics.jsonl, and None for any other line, except for a torn last line.
 
     Raises:
         OSError: it can't be read.
@@ -334,7 +329,7 @@ def _is_row(value: Any) -> bool:
 
 
 def saved_steps(file: Path) -> list[int]:
-    """Returns the steps whose snapshots were written, according to a metrics.jsonl, which need not exist."""
+    """Returns the steps with a snapshot according to a metrics.jsonl, which may not exist."""
     if not file.is_file():
         return []
     rows = filter(None, iter_metrics(file))

@@ -5,23 +5,25 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from char_dataset import ValidationDataset
+from mingpt.config.schema import TrainerConfig
 from mingpt.nn.generation import generate
 from mingpt.parallel.strategy import Strategy
 from mingpt.text.corpus import encode
 
 SAMPLE_LENGTH = 100  # characters after the prompt
 DEFAULT_PROMPT_LENGTH = 20  # characters
+MAX_BATCH = 16  # windows in a forward pass where trainer.micro_batch_size is null
 NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH, SDPBackend.OVERRIDEABLE]
 
 
 class Evaluation:
-    """The mean loss over validation windows, computed in rounds, between which it can be broken off.
+    """The mean loss over validation windows. It is computed in rounds, and can be interrupted between them.
 
-    Batches have fixed bounds and one size, so that torch.compile compiles once; the last one may go beyond the end of
-    the data. Their losses are exchanged one by one and added in order.
+    Batches have fixed bounds and one size, so that torch.compile compiles once; the last batch may go beyond the end of
+    the data. Ranks exchange the losses of batches one by one and add them in order.
 
     Args:
-        batch_size: windows in a batch
+        batch_size: number of windows in a batch
     """
 
     def __init__(self, strategy: Strategy, data: ValidationDataset, batch_size: int) -> None:
@@ -43,14 +45,23 @@ class Evaluation:
         self.batches_done = last
 
     def mean_loss(self) -> float:
-        """The mean loss in nats per character, on all ranks."""
+        """Returns the mean loss in nats per character, on all ranks."""
         losses = self.strategy.context.all_reduce(self.losses).cpu().double()
         counts = torch.tensor([self.data.count(batch) for batch in self.batches], dtype=torch.float64)
         return ((losses * counts).sum() / counts.sum()).item()
 
 
+def evaluation_batch_size(config: TrainerConfig) -> int:
+    """Returns the number of windows in a forward pass.
+
+    It does not depend on the number of ranks, because the last bits of a loss depend on it. So without a
+    `micro_batch_size` it is not the rank's share of the batch, but a small number: evaluation keeps no activations.
+    """
+    return config.micro_batch_size or min(config.batch_size, MAX_BATCH)
+
+
 def evaluate(strategy: Strategy, data: ValidationDataset, batch_size: int) -> float:
-    """The mean loss over all windows, in nats per character."""
+    """Returns the mean loss over all windows, in nats per character."""
     evaluation = Evaluation(strategy, data, batch_size)
     while not evaluation.is_done:
         evaluation.advance()
@@ -58,14 +69,14 @@ def evaluate(strategy: Strategy, data: ValidationDataset, batch_size: int) -> fl
 
 
 def choose_sample_prompt(prompt: str | None, tokens: np.ndarray, vocabulary: str) -> str:
-    """Returns `trainer.sample_prompt`; if that is null, the first 20 characters of the validation text.
+    """Returns `trainer.sample_prompt`, or if it is null, the first 20 characters of the validation text.
 
     Args:
-        prompt: the key's value
-        tokens: (n,) the validation text, n at least 1
+        prompt: value of the key
+        tokens: (n,) validation text, n at least 1
 
     Raises:
-        UserError: the text does not have one of the characters.
+        UserError: a character of the prompt is not in the vocabulary.
     """
     if prompt is None:
         return "".join(vocabulary[token] for token in tokens[:DEFAULT_PROMPT_LENGTH])
@@ -75,15 +86,15 @@ def choose_sample_prompt(prompt: str | None, tokens: np.ndarray, vocabulary: str
 
 @torch.no_grad()
 def generate_sample(strategy: Strategy, vocabulary: str, prompt: str, seed: int) -> str:
-    """The prompt and the text that the model generates after it, on all ranks together.
+    """Returns the prompt and the text that the model generates after it. All ranks call it together.
 
-    The random numbers are the same in each call, so that samples differ only by the model.
+    The random numbers are the same in each call, so that samples differ only because the model does.
     """
     device = strategy.context.device
     model = strategy.full_model
     generator = torch.Generator(device).manual_seed(seed)
     idx = torch.tensor([encode(prompt, vocabulary, "trainer.sample_prompt")], device=device)  # (1, T)
-    # A growing cache has a new shape for each character: torch.compile would compile each, and cuDNN plan each.
+    # The cache grows with each character. torch.compile would compile each new shape, and cuDNN would plan it.
     with strategy.autocast(), torch.compiler.set_stance("force_eager"), sdpa_kernel(NOT_CUDNN):
         text = [int(new) for new in generate(model, idx, SAMPLE_LENGTH, temperature=0.8, generator=generator)]
     model.train()

@@ -1,4 +1,4 @@
-"""Choices that determine the last bits of a run: rules on hardware flags, saved in the snapshot and kept on resume."""
+"""Choices that determine the last bits of a run. They follow from the hardware; snapshots keep them for a resume."""
 
 from typing import Any, NamedTuple
 
@@ -12,18 +12,19 @@ from mingpt.system.threads import choose_threads
 
 
 class Numerics(NamedTuple):
-    """What was chosen."""
+    """The choices of a run."""
 
     precision: str  # fp32, bf16 or fp16
     choices: dict[str, Any]  # precision, threads per rank, world size, hardware and PyTorch, for the snapshot
     reasons: dict[str, str]  # rows for the summary at the start
 
 
-def agree_on_numerics(config: Config, context: DistributedContext, header: dict[str, Any] | None) -> Numerics:
-    """Chooses precision and threads, the same on all ranks, and applies threads and `trainer.deterministic`.
+def set_numerics(config: Config, context: DistributedContext, header: dict[str, Any] | None) -> Numerics:
+    """Chooses the same precision and threads on all ranks, and sets PyTorch's threads and deterministic mode.
 
     Args:
-        header: that of the snapshot that the run continues from, whose choices are kept where possible; None: it is new
+        header: header of the snapshot that the run continues from. Its choices are kept where possible. None: the run
+            is new
 
     Raises:
         UserError: ranks choose different precisions.
@@ -31,7 +32,7 @@ def agree_on_numerics(config: Config, context: DistributedContext, header: dict[
     cfg = config.trainer
     device = context.device
     saved = header["choices"] if header else {}
-    if config.distributed.reduction == "tree":  # with which any number of ranks repeats the bits
+    if config.distributed.reduction == "tree":  # more threads would change the bits
         threads = 1
         threads_reason = "reduction: tree"
     else:
@@ -39,12 +40,12 @@ def agree_on_numerics(config: Config, context: DistributedContext, header: dict[
         choice = choose_threads(cfg.threads, context.local_world_size, kept)
         threads, threads_reason = reduce_object(context, choice, min)  # a step takes as long as the slowest rank's
     precision, reason = choose_precision(cfg.precision, device, saved.get("precision"))
-    check_equal(context, {"what trainer.precision: auto gives": precision}, advice="set it to either")
+    check_equal(context, {"the precision that trainer.precision: auto selects": precision}, advice="set it to either")
     torch.set_num_threads(threads)
     reasons = {"precision": f"{precision} ({reason})", "threads": f"{threads} per rank ({threads_reason})"}
     if cfg.deterministic:
         set_deterministic(device)
-    elif device.type == "cuda":  # attention's backward pass adds in varying order
+    elif device.type == "cuda":  # attention's backward pass does not always add in the same order
         reasons["resume"] = (
             "equals an uninterrupted run to rounding error; with trainer.deterministic: true, to the last bit"
         )
@@ -53,6 +54,6 @@ def agree_on_numerics(config: Config, context: DistributedContext, header: dict[
         "threads": threads,
         "world_size": context.world_size,
         "hardware": device_kind(device),
-        "pytorch": str(torch.__version__),  # of the class TorchVersion, which a snapshot can't hold
+        "pytorch": str(torch.__version__),  # a snapshot can't hold a TorchVersion
     }
     return Numerics(precision, choices, reasons)

@@ -1,6 +1,7 @@
-"""What a Trainer needs before it can be built: checks, the text, locks of folders, and initial weights."""
+"""The start of a run: checks, the text, locks of folders, the snapshot's configuration, and initial weights."""
 
 import hashlib
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,14 +12,14 @@ import torch
 from torch import Tensor
 
 from mingpt.config.conflicts import find_start_conflicts, refuse
-from mingpt.config.schema import Config, DataConfig, GPTConfig, config_to_dict, keys_without_places
+from mingpt.config.schema import SHAPE_KEYS, Config, DataConfig, GPTConfig, config_to_dict, keys_without_places
 from mingpt.distributed.agreement import broadcast_object, check_equal, shared_errors
 from mingpt.distributed.context import DistributedContext
 from mingpt.errors import UserError
 from mingpt.monitoring.logging import logger
 from mingpt.monitoring.run_log import check_wandb
-from mingpt.snapshot.format import split_header
-from mingpt.snapshot.load import adopt_shape, load_initial_weights, load_pretrained
+from mingpt.snapshot.format import KEPT_KEYS, split_header
+from mingpt.snapshot.load import fit_config, load_initial_weights, load_pretrained, new_run_advice
 from mingpt.snapshot.storage import SnapshotStorage
 from mingpt.system.device import tune_malloc
 from mingpt.system.run_lock import RunLock
@@ -29,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def prepare_run(config: Config, context: DistributedContext) -> None:
-    """Checks all that can be checked before anything is written, and writes the default text where it is missing.
+    """Makes all checks that are possible before the run folder exists, and writes the default text if it is missing.
 
     Raises:
         UserError: on all ranks.
@@ -52,7 +53,7 @@ def check_same_start(config: Config, context: DistributedContext) -> None:
 
 
 def code_digest() -> str:
-    """SHA-256 of the code that trains: mingpt/, and the modules beside it that this process has imported."""
+    """Returns the SHA-256 of the code that trains: mingpt/ and modules next to it that this process has imported."""
     files = set(ROOT.glob("mingpt/**/*.py"))
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
@@ -66,7 +67,7 @@ def code_digest() -> str:
 
 
 def write_default_text(config: Config) -> None:
-    """Writes the default text where it is missing, so that a first run needs no other command."""
+    """Writes the default text if it is missing, so that one command is enough for a first run."""
     path = Path(config.data.path)
     is_default = config.data.path == DataConfig().path and path.resolve() == (ROOT / path).resolve()
     if not is_default or path.exists():
@@ -79,44 +80,46 @@ def write_default_text(config: Config) -> None:
 
 
 def lock_run(config: Config, context: DistributedContext) -> RunLock:
-    """Locks the folders that this run writes to. Rank 0 holds the locks; the RunLock of others is empty.
+    """Locks the folders that this run writes to. Rank 0 holds the locks; other ranks get an empty RunLock.
 
     Raises:
-        UserError: on all ranks, if another run has a lock, or a folder can't be written.
+        UserError: on all ranks, if another run holds a lock, or a folder can't be written.
     """
     folders = {Path(config.trainer.run_dir): "trainer.run_dir"}
     with shared_errors(context):
         storage = SnapshotStorage(config.trainer.snapshot_path or f"{config.trainer.run_dir}/snapshots", keep=1)
-        if storage.is_local:
+        # Another name of the same folder would lock the run out.
+        if storage.is_local and os.path.realpath(storage.path) != os.path.realpath(config.trainer.run_dir):
             folders[Path(storage.path)] = "trainer.snapshot_path"
         lock = RunLock(folders if context.rank == 0 else {})
     return lock
 
 
 def adopt_snapshot(config: Config, context: DistributedContext, header: dict[str, Any] | None) -> tuple[Config, str]:
-    """Returns the configuration with the shape of the model in trainer.init_from.
+    """Checks that the configuration fits the snapshot to continue from, and adopts the shape of trainer.init_from.
 
-    A run that continues has that shape itself, and its trainer.init_from is what it began with, which is not read.
+    A run that continues does not read trainer.init_from, since its own snapshots have that shape.
 
     Args:
-        header: that of the snapshot from which the run continues; None: it is new
+        header: header of the snapshot that the run continues from; None: the run is new
 
     Returns:
-        the configuration, and the characters of trainer.init_from, which the vocabulary has besides those of the text
+        the configuration, and the characters of trainer.init_from to add to the vocabulary
 
     Raises:
-        UserError: on all ranks, if trainer.init_from can't be loaded, or has another shape than the one configured.
+        UserError: on all ranks, if trainer.init_from can't be loaded, or a key differs that must not.
     """
     path = config.trainer.init_from
     if header is not None:
         began_from = header["config"]["trainer"]["init_from"]
-        if path is None and began_from is None:
-            return config, ""
         if path not in (None, began_from):
             logger.warning(f"trainer.init_from is not used, since the run continues from step {header['step']}")
-        config = replace(config, trainer=replace(config.trainer, init_from=began_from))
         source = f"the snapshot of step {header['step']} in the run folder"
-        return adopt_shape(config, header, source), "" if began_from is None else header["vocabulary"]
+        advice = f", or {new_run_advice(config)} to start a new run"
+        config = replace(config, trainer=replace(config.trainer, init_from=began_from))
+        adopts_shape = path is not None or began_from is not None
+        config = fit_config(config, header, source, KEPT_KEYS, adopts_shape, advice)
+        return config, "" if began_from is None else header["vocabulary"]
     if path is None:
         return config, ""
     header = {}
@@ -124,14 +127,15 @@ def adopt_snapshot(config: Config, context: DistributedContext, header: dict[str
         if context.rank == 0:
             header = split_header(load_pretrained(path, "trainer.init_from").snapshot)
     header = broadcast_object(context, header)
-    return adopt_shape(config, header, f"trainer.init_from, {path}"), header["vocabulary"]
+    config = fit_config(config, header, f"trainer.init_from, {path}", SHAPE_KEYS, adopts_shape=True)
+    return config, header["vocabulary"]
 
 
 def load_corpus(config: Config, context: DistributedContext, extra_characters: str) -> Corpus:
-    """The text as tokens. One process per machine encodes it, or compares the cache with the text and its digest.
+    """Returns the text as tokens. One process per machine encodes the text, or checks that its cache is up to date.
 
     Args:
-        extra_characters: characters that the vocabulary has besides those of the text
+        extra_characters: characters to add to the vocabulary
     """
     cache = Path(config.trainer.run_dir) / "cache"
     with context.local_rank0_first():
@@ -144,7 +148,7 @@ def load_corpus(config: Config, context: DistributedContext, extra_characters: s
 def initial_weights(
     config: Config, context: DistributedContext, model_config: GPTConfig, vocabulary: str
 ) -> dict[str, Tensor]:
-    """On rank 0, the state dict of a new model, random or from trainer.init_from; on others, it is empty.
+    """Returns the state dict of a new model on rank 0, random or from trainer.init_from, and an empty one on others.
 
     Raises:
         UserError: on all ranks, if trainer.init_from can't be loaded.

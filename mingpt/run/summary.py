@@ -1,4 +1,4 @@
-"""Messages about a run as a whole: at its start, at its end, and where there is nothing to do."""
+"""Messages about a whole run: at its start, at its end, and if it has already ended."""
 
 import math
 import platform
@@ -20,23 +20,24 @@ from mingpt.monitoring.live_line import format_duration
 from mingpt.optim.optimizer import learning_rate
 from mingpt.parallel.memory import MemoryUsage, format_bytes, measure_memory
 from mingpt.parallel.strategy import Strategy
-from mingpt.snapshot.manager import new_run_advice
+from mingpt.snapshot.load import new_run_advice
 from mingpt.system.device import device_kind
 from model import GPT
 
 if TYPE_CHECKING:
     from trainer import Trainer
 
-MAX_MEMBERS = 16  # ranks that have a line each at the start
+MAX_MEMBERS = 16  # number of ranks that have a line at the start
 
 
 def start(trainer: "Trainer") -> str:
-    """Ranks, choices, text and length of a run, its model, and what has changed since its newest snapshot."""
+    """Returns ranks, choices, text and length of a run, its model, and the changes since its newest snapshot."""
     context = trainer.context
     member = f"{platform.node()} {context.device} ({device_kind(context.device)})"
     members = reduce_object(context, member, member_lines)
     config = trainer.config
     cfg = config.trainer
+    progress = trainer.progress
     T = config.data.block_size
     windows = len(trainer.train_data)
     val_windows = len(trainer.val_data)
@@ -49,7 +50,11 @@ def start(trainer: "Trainer") -> str:
         f"{windows:,} training windows"
     )
     rows["batch"] = f"{cfg.batch_size} sequences x {T} characters, over all ranks"
-    rows["length"] = f"{trainer.last_step:,} steps = {trainer.last_step * cfg.batch_size / windows:.2f} epochs"
+    # Finished steps may have had another batch size.
+    samples = progress.samples + (trainer.last_step - progress.step) * cfg.batch_size
+    if cfg.max_epochs is not None:
+        samples = min(samples, cfg.max_epochs * windows)  # the last batch may be short
+    rows["length"] = f"{trainer.last_step:,} steps = {samples / windows:.2f} epochs"
     frequent = "" if cfg.save_overhead is None else " and frequent ones between"
     rows["run"] = (
         f"{cfg.run_dir}, a snapshot every {cfg.save_every} steps{frequent}: kill it at any time, the same command "
@@ -58,24 +63,20 @@ def start(trainer: "Trainer") -> str:
     lines = members + [f"{name:<10} {value}" for name, value in rows.items()]
     with torch.device("meta"):
         lines.append(model_summary(GPT(trainer.model_config)))
-    lines += _resume_lines(trainer)
+    if trainer.resumed is not None:
+        lines += _resume_lines(trainer, trainer.resumed)
     return "\n".join(lines)
 
 
 def member_lines(devices: Sequence[str]) -> list[str]:
-    """A line for each of the first ranks, and one with the number of the others."""
-    members = enumerate(devices[:MAX_MEMBERS])
-    lines = [f"GLOBAL_RANK: {i}, MEMBER: {i + 1}/{len(devices)}  {device}" for i, device in members]
-    if len(devices) > MAX_MEMBERS:
-        lines.append(f"and {len(devices) - MAX_MEMBERS:,} others")
-    return lines
+    """Returns a line for each of the first ranks, and a line with the number of the others."""
+    lines = [f"GLOBAL_RANK: {i}, MEMBER: {i + 1}/{len(devices)}  {device}" for i, device in enumerate(devices)]
+    others = lines[MAX_MEMBERS:]
+    return lines[:MAX_MEMBERS] + ([f"and {len(others):,} others"] if others else [])
 
 
-def _resume_lines(trainer: "Trainer") -> Iterator[str]:
-    """Lines that name the snapshot's file, and what has changed in this run since it was saved."""
-    header = trainer.resumed
-    if header is None:
-        return
+def _resume_lines(trainer: "Trainer", header: dict[str, Any]) -> Iterator[str]:
+    """Yields lines with the snapshot's file and with the changes in this run since that snapshot was saved."""
     yield f"resuming from {trainer.resumed_from}"
     changes = changed_keys(header["config"], config_to_dict(trainer.config))
     if changes:
@@ -93,13 +94,12 @@ def _resume_lines(trainer: "Trainer") -> Iterator[str]:
     step = trainer.progress.step
     lr = learning_rate(step, trainer.last_step, trainer.config.optimizer)
     if not math.isclose(then := header["learning_rate"], lr, rel_tol=1e-6):
-        yield f"the learning rate of step {step} was {then:.3g}, by the yaml it is now {lr:.3g}"
+        yield f"the learning rate of step {step} was {then:.3g}, and is {lr:.3g} with this configuration"
 
 
 def already_trained(trainer: "Trainer") -> str:
     step = trainer.progress.step
     file = trainer.resumed_from
-    advice = new_run_advice(config_to_dict(trainer.config))
     end = f"training ends at step {trainer.last_step}"
     keys = "trainer.max_steps or trainer.max_epochs"
     if reason := early_end(trainer):
@@ -107,23 +107,23 @@ def already_trained(trainer: "Trainer") -> str:
         keys = "trainer.patience, or set it to null"
     return (
         f"already trained: {file} is at step {step}, and {end}. To continue, raise {keys}; to start a new run, "
-        f"{advice}.\n{next_commands(file, trainer.config.trainer.run_dir)}"
+        f"{new_run_advice(trainer.config)}.\n{next_commands(file, trainer.config.trainer.run_dir)}"
     )
 
 
 def early_end(trainer: "Trainer") -> str | None:
-    """Says why the run ends before max_steps and max_epochs; None: it does not, or a signal stops it."""
-    if trainer.last_step >= trainer.step_limit:
-        return None
+    """Returns why trainer.patience ends the run before max_steps and max_epochs; None: it does not."""
     progress = trainer.progress
+    if progress.step >= trainer.last_step or not trainer.is_patience_over():
+        return None
     return (
-        f"no evaluation since step {progress.lowest_step} has had a lower validation loss than "
-        f"{progress.lowest_val_loss:.4f} (trainer.patience is {trainer.config.trainer.patience})"
+        f"no evaluation since step {progress.lowest['step']} has had a lower validation loss than "
+        f"{progress.lowest['val_loss']:.4f} (trainer.patience is {trainer.config.trainer.patience})"
     )
 
 
 def done(trainer: "Trainer") -> str:
-    """Duration, validation loss and snapshot of a run that has ended, the best snapshot, and commands to try."""
+    """Returns duration, validation loss and snapshot of a run that has ended, its best snapshot, and commands."""
     progress = trainer.progress
     file = trainer.snapshots.storage.file(progress.step)
     duration = format_duration(trainer.timer.elapsed)
@@ -131,17 +131,17 @@ def done(trainer: "Trainer") -> str:
     if reason := early_end(trainer):
         lines.append(f"ended early: {reason}")
         optimizer = trainer.config.optimizer
-        end = optimizer.decay_steps or trainer.step_limit
+        end = optimizer.decay_steps or trainer.last_step
         if progress.step < end:
             lr = trainer.strategy.optimizer.param_groups[0]["lr"]
             lines.append(
                 f"            the decay of the learning rate is cut short: it is {lr:.2e}, and would be "
                 f"{optimizer.min_learning_rate:.2e} at step {end:,}"
             )
-    if progress.best_step not in (None, progress.step):
+    if progress.best["step"] not in (None, progress.step):
         folder = shlex.quote(file.rpartition("/")[0])
         lines.append(
-            f"best:       validation loss {progress.best_val_loss:.4f} at step {progress.best_step}: "
+            f"best:       validation loss {progress.best['val_loss']:.4f} at step {progress.best['step']}: "
             f"python sample.py --snapshot {folder} --best"
         )
     lines.append(next_commands(file, trainer.config.trainer.run_dir))
@@ -149,7 +149,7 @@ def done(trainer: "Trainer") -> str:
 
 
 def measured_memory(strategy: Strategy) -> str:
-    """What the rank with most holds between backward and the end of a step; all ranks call it."""
+    """Returns the memory between backward and the end of a step on the rank that holds most; all ranks call it."""
     largest = partial(max, key=lambda each: sum(each.values()))
     usage = MemoryUsage(**reduce_object(strategy.context, asdict(measure_memory(strategy)), largest))
     peak = ""
@@ -159,22 +159,19 @@ def measured_memory(strategy: Strategy) -> str:
 
 
 def model_summary(model: nn.Module) -> str:
-    """The layers of a model with their parameters, and the total in parameters and bytes."""
+    """Returns a table of the model's layers with their parameters, and the totals."""
     counts: Counter[str] = Counter()
-    sizes: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
         path, _, _ = name.rpartition(".")
-        for layer in (re.sub(r"\.\d+", ".*", path), "total"):
-            counts[layer] += parameter.numel()
-            sizes[layer] += parameter.nbytes
-    counts["total"] = counts.pop("total")  # the last line
-    lines = [f"  {'layer':<28}{'parameters':>14}{'bytes':>16}"]
-    lines += [f"  {layer:<28}{count:>14,}{sizes[layer]:>16,}" for layer, count in counts.items()]
-    return "\n".join(lines)
+        counts[re.sub(r"\.\d+", ".*", path)] += parameter.numel()
+    total = counts.total()
+    lines = [f"  {'layer':<28}{'parameters':>14}"]
+    lines += [f"  {layer:<28}{count:>14,}" for layer, count in counts.items()]
+    return "\n".join([*lines, f"  {'total':<28}{total:>14,}"])
 
 
 def changed_keys(then: dict[str, dict[str, Any]], now: dict[str, dict[str, Any]]) -> list[str]:
-    """Each key of the configuration, except for places, whose value has changed: `trainer.batch_size 12 -> 8`."""
+    """Returns each key, except for places, whose value has changed: `trainer.batch_size 12 -> 8`."""
     changes = []
     values = keys_without_places(then)
     for key, value in keys_without_places(now).items():
@@ -185,7 +182,7 @@ def changed_keys(then: dict[str, dict[str, Any]], now: dict[str, dict[str, Any]]
 
 
 def next_commands(snapshot: str, run_dir: str) -> str:
-    """Commands to try on a finished run."""
+    """Returns commands to try on a finished run."""
     snapshot = shlex.quote(snapshot)
     return (
         f"to sample:  python sample.py --snapshot {snapshot}\n"

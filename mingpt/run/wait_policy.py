@@ -1,10 +1,10 @@
-"""How OpenMP's threads wait for each other: by spinning, or by sleeping while other programs use the cores.
+"""OpenMP's threads wait for each other by spinning, or by sleeping while other programs use the cores.
 
-A thread that waits at the end of a parallel region spins for some milliseconds, since to sleep and to be woken would
-take longer than most regions do. Where another program takes a core, threads use up their share of it by spinning. So
-they rarely all run at the same time, and each region waits for a thread that has lost its core: with one other program
-on two cores, a step takes four times as long (https://github.com/pytorch/pytorch/issues/80777). Threads that sleep soon
-leave the cores to others and get them back when they are woken. The results have the same bits.
+A thread that waits at the end of a parallel region spins for some milliseconds, since sleeping and waking up would take
+longer than most regions. If another program takes a core, threads use up their share of it by spinning. So they rarely
+all run at the same time, and each region waits for a thread that has lost its core: with one other program on two
+cores, a step takes four times as long (https://github.com/pytorch/pytorch/issues/80777). Threads that sleep soon leave
+the cores to others and get them back when they wake up. The results have the same bits.
 """
 
 import threading
@@ -22,21 +22,22 @@ from mingpt.system.threads import available_cores
 
 TASKS = Path("/proc/self/task")
 CHECK_SECONDS = 1.0
-# How many threads of this process wait for a core, on average. It is 0.02 on an idle machine. With another program that
-# is always busy, on two cores, it is 0.7 if threads spin, and 0.5 if they sleep. Below 0.6, to spin is faster.
+# Bounds for the average number of this process's threads that wait for a core. It is 0.02 on an idle machine. On two
+# cores with another program that is always busy, it is 0.7 if threads spin, and 0.5 if they sleep. Below 0.6, spinning
+# is faster.
 SLOW = 0.3
 PASSIVE = 0.6
-PASSIVE_SECONDS = 30.0  # after which threads spin again, to see whether they still wait for cores
+PASSIVE_SECONDS = 30.0  # then threads spin again, to see whether they still wait for cores
 WARN_AFTER_SECONDS = 10.0
 WARN_AGAIN_SECONDS = 600.0
-GRAIN_SIZE = 32768  # least number of elements for which PyTorch uses another thread (at::internal::GRAIN_SIZE)
+GRAIN_SIZE = 32768  # PyTorch uses another thread for each GRAIN_SIZE elements (at::internal::GRAIN_SIZE)
 
 
 @contextmanager
 def adaptive_wait_policy(context: DistributedContext) -> Iterator[None]:
-    """While its block runs, lets threads sleep instead of spin as long as other programs use the cores.
+    """Context manager that lets threads sleep instead of spin while other programs use the cores.
 
-    It warns when that has lasted for some seconds. On other systems than Linux it does nothing.
+    It warns when that has lasted for some seconds. It does nothing on systems other than Linux.
     """
     ended = threading.Event()
     watcher = threading.Thread(target=_watch, args=[ended, context], daemon=True)
@@ -50,7 +51,7 @@ def adaptive_wait_policy(context: DistributedContext) -> Iterator[None]:
 
 def _watch(ended: threading.Event, context: DistributedContext) -> None:
     threads = torch.get_num_threads()
-    # Where ranks have more threads than there are cores, they wait for each other.
+    # If ranks have more threads than there are cores, they wait for each other.
     warns = context.local_rank == 0 and context.local_world_size * threads <= len(available_cores())
     calm = next_warning = time.monotonic()
     while not ended.is_set():
@@ -68,7 +69,7 @@ def _watch(ended: threading.Event, context: DistributedContext) -> None:
 
 
 def _threads_that_wait(ended: threading.Event, seconds: float) -> float:
-    """How many threads of this process wait for a core, on average over these seconds."""
+    """Returns how many threads of this process wait for a core, on average over these seconds."""
     began = time.monotonic()
     before = runqueue_seconds()
     ended.wait(seconds)
@@ -78,10 +79,10 @@ def _threads_that_wait(ended: threading.Event, seconds: float) -> float:
 
 
 def runqueue_seconds() -> dict[str, float]:
-    """Returns the seconds that each thread of this process was ready to run, but waited for a core.
+    """Returns how many seconds each thread of this process was ready to run, but waited for a core.
 
-    They are from Linux's scheduler (Documentation/scheduler/sched-stats.rst). A thread that waits for memory, a file or
-    another rank does not count, nor does one that is stopped. Without these statistics there are no threads.
+    Linux's scheduler counts them (Documentation/scheduler/sched-stats.rst). Waiting for memory, a file or another rank
+    does not count, and neither does a stopped thread. Without these statistics, the result is empty.
     """
     waits = {}
     for file in TASKS.glob("*/schedstat"):
@@ -93,12 +94,12 @@ def runqueue_seconds() -> dict[str, float]:
 
 @contextmanager
 def passive_wait_policy() -> Iterator[None]:
-    """While its block runs, threads spin for some microseconds only before they sleep.
+    """Context manager during which threads spin for only some microseconds before they sleep.
 
-    OpenMP has no function for that. libgomp does it as long as there are more threads than cores (its manual on
-    GOMP_SPINCOUNT), so this keeps a second team of threads, which sleep.
+    OpenMP does not have a function for that. libgomp does it as long as there are more threads than cores (its manual
+    on GOMP_SPINCOUNT), so this keeps a second team of threads, which sleep.
     """
-    with ThreadPoolExecutor(max_workers=1) as executor:  # OpenMP keeps the team of a thread until that ends
+    with ThreadPoolExecutor(max_workers=1) as executor:  # OpenMP keeps a thread's team until the thread ends
         executor.submit(_make_team, len(available_cores()) + 1).result()
         yield
 
@@ -106,5 +107,5 @@ def passive_wait_policy() -> Iterator[None]:
 def _make_team(size: int) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(size)
-    torch.ones(size * GRAIN_SIZE)  # is filled by the team
-    torch.set_num_threads(threads)  # also what threads that are started later begin with
+    torch.ones(size * GRAIN_SIZE)  # the team fills it
+    torch.set_num_threads(threads)  # threads that start later begin with this number

@@ -1,4 +1,4 @@
-"""Lists snapshots with fingerprints, by which two runs are compared: python -m mingpt.snapshot PATH."""
+"""Lists snapshots with fingerprints for comparing runs: python -m mingpt.snapshot PATH."""
 
 import argparse
 import os
@@ -10,74 +10,57 @@ import fsspec
 
 from mingpt.errors import UserError
 from mingpt.program import run_program
-from mingpt.snapshot.storage import SNAPSHOT_NAME, DamagedSnapshotError, SnapshotStorage, fingerprint, load_snapshot
+from mingpt.snapshot.storage import DamagedSnapshotError, SnapshotStorage, fingerprint, load_snapshot
 
 COLUMNS = ["step", "written", "bytes", "val_loss", "state", "weights", "optimizer"]
+ROW = "{:<14}  {:<16}  {:>14}  {:<11}  {:<5}  {:<16}  {}"
 
 
-def describe(path: str) -> list[str]:
-    """Returns the cells of a snapshot's row, without the last ones if it can't be loaded.
+def find_files(path: str) -> list[str]:
+    """Returns the snapshots in a run folder or a folder of snapshots, or the path itself if it is a file.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        UserError: there are no snapshots, or they can't be read.
     """
-    fs, name = fsspec.url_to_fs(path)
-    size = f"{fs.size(name):,}"
-    written = ""
-    with suppress(NotImplementedError):  # of file systems that do not know it
-        written = f"{fs.modified(name).astimezone():%Y-%m-%d %H:%M}"
-    match = SNAPSHOT_NAME.fullmatch(os.path.basename(name))
-    shown_step = "?"
-    if match is not None:
-        prefix, step = match.groups()
-        shown_step = f"{int(step)}{' frequent' if prefix == 'frequent' else ''}"
-    row = [shown_step, written, size]
+    storage = SnapshotStorage(path, keep=1)
+    if storage.fs.isfile(storage.root):
+        return [path]
+    files = []
+    for folder in (path, f"{path}/snapshots"):
+        for is_frequent in (False, True):
+            storage = SnapshotStorage(folder, keep=1, is_frequent=is_frequent)
+            files += [storage.file(step) for step in storage.steps()]
+    if not files:
+        raise UserError(f"PATH: no snapshot at {path}: main.py makes them in its run folder")
+    return files
+
+
+def describe(file: str) -> list[str]:
+    """Returns the cells of a snapshot's row. Some are empty if it can't be loaded, and there are none if it is gone."""
+    fs, path = fsspec.url_to_fs(file)
+    name = os.path.basename(path)
+    row = [name, "", ""]
     try:
-        snapshot = load_snapshot(path)
+        row[2] = f"{fs.size(path):,}"
+        with suppress(NotImplementedError):  # some file systems do not know it
+            row[1] = f"{fs.modified(path).astimezone():%Y-%m-%d %H:%M}"
+        snapshot = load_snapshot(file)
+    except FileNotFoundError:  # a run that is training has deleted it
+        return []
     except DamagedSnapshotError as error:
-        return [*row, "", f"DAMAGED: {error}"]
+        return [*row, "", f"DAMAGED: {error}", "", ""]
     except (OSError, UserError) as error:
-        return [*row, "", str(error)]
+        return [*row, "", str(error), "", ""]
+    row[0] = f"{snapshot['step']}{' frequent' if name.startswith('frequent') else ''}"
     val_loss = "" if snapshot["val_loss"] is None else f"{snapshot['val_loss']:.4f}"
     return [*row, val_loss, "whole", fingerprint(snapshot["model"]), fingerprint(snapshot["optimizer"])]
 
 
-def describe_all(path: str) -> list[list[str]]:
-    """Returns a row for each snapshot in a run folder or a folder of snapshots, or for one file."""
-    try:
-        folder = SnapshotStorage(path, keep=1)
-        files = [path]
-        if folder.fs.isdir(folder.root):
-            storages = [
-                SnapshotStorage(name, keep=1, is_frequent=is_frequent)
-                for name in (path, f"{path}/snapshots")
-                for is_frequent in (False, True)
-            ]
-            files = [storage.file(step) for storage in storages for step in storage.steps()]
-            if not files:
-                raise FileNotFoundError("the folder has none")
-        rows = []
-        for file in files:
-            try:
-                rows.append(describe(file))
-            except FileNotFoundError:
-                if file == path:
-                    raise
-                # Otherwise a run that is training has deleted it since the folder was listed.
-    except OSError as error:
-        raise UserError(f"PATH: no snapshot at {path}: {error}; main.py makes them in its run folder") from error
-    evaluated = [row for row in rows if row[3] and row[0].isdigit()]  # none of the frequent ones
-    if evaluated:
-        best = min(evaluated, key=lambda row: float(row[3]))
-        best[3] += " best"
-    return rows
-
-
 def run(argv: Sequence[str]) -> None:
-    """Prints the table; exits with status 1 if a snapshot is damaged.
+    """Prints the table, and exits with status 1 if a snapshot is damaged.
 
     Raises:
-        UserError: there is no snapshot, or it can't be read.
+        UserError: there are no snapshots, or they can't be read.
     """
     parser = argparse.ArgumentParser(
         prog="python -m mingpt.snapshot",
@@ -85,11 +68,14 @@ def run(argv: Sequence[str]) -> None:
     )
     parser.add_argument("path", metavar="PATH", help="run folder, folder of snapshots, or one file; may be a URL")
     path = parser.parse_args(argv).path
-    rows = [COLUMNS, *describe_all(path.rstrip("/") or path)]
-    widths = [max(len(row[i]) for row in rows if i < len(row) and len(row[i]) < 40) for i in range(len(COLUMNS))]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip())
-    if any(row[4] != "whole" for row in rows[1:]):
+    rows = [row for file in find_files(path.rstrip("/") or path) if (row := describe(file))]
+    evaluated = [row for row in rows if row[3] and row[0].isdigit()]  # frequent snapshots are never the best one
+    if evaluated:
+        best = min(evaluated, key=lambda row: float(row[3]))
+        best[3] += " best"
+    for row in (COLUMNS, *rows):
+        print(ROW.format(*row).rstrip())
+    if any(row[4] != "whole" for row in rows):
         sys.exit(1)
 
 

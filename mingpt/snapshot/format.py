@@ -1,4 +1,4 @@
-"""The content of a snapshot, and the check that a file has it: another version may have written the file."""
+"""The content of a snapshot, and checks of it: another version of the program may have written the file."""
 
 import reprlib
 from typing import Any, Literal
@@ -6,52 +6,53 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, TypeAdapter, ValidationError, create_model, with_config
 from pydantic_core import ErrorDetails
 from torch import Tensor
-from typing_extensions import NotRequired, TypedDict  # pydantic does not take those of typing before Python 3.12
+from typing_extensions import NotRequired, TypedDict  # pydantic refuses typing.TypedDict before Python 3.12
 
 from mingpt.config.schema import KEYS, REMOVED_KEYS, SECTIONS, SHAPE_KEYS, GPTConfig
 from mingpt.errors import UserError
 
-FORMAT_VERSION = 2  # format 1 may have model.gelu_approximate
-# Keys that a run keeps from start to start: the meaning of its tensors, its part of the text, and its order.
+FORMAT_VERSION = 2
+# Keys that a run keeps: they determine the meaning of its tensors, its part of the text, and the order of samples.
 KEPT_KEYS = (*SHAPE_KEYS, "data.train_split", "data.truncate", "optimizer.name", "trainer.seed")
 STRICT = ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True)
-MAX_MISTAKES = 5  # in a message
+MAX_MISTAKES = 5  # most mistakes in a message
 
 
 class Best(TypedDict):
-    """The snapshot of lowest validation loss so far."""
+    """The snapshot with the lowest validation loss so far."""
 
     step: int | None
     val_loss: float
 
 
 class Lowest(TypedDict):
-    """The evaluation of lowest validation loss so far, after which trainer.patience counts."""
+    """The evaluation with the lowest validation loss so far."""
 
     step: int
     val_loss: float
+    evaluations_since: NotRequired[int]  # later evaluations that trainer.patience counts; old snapshots lack it
 
 
 class Choices(TypedDict):
-    """What determined the last bits of the run."""
+    """The choices that determined the last bits of the run."""
 
     precision: Literal["fp32", "bf16", "fp16"]
     threads: int
     world_size: int
     hardware: str
-    pytorch: NotRequired[str]  # old snapshots have none
+    pytorch: NotRequired[str]  # old snapshots lack it
 
 
 @with_config(STRICT)
 class Snapshot(TypedDict):
-    """The content of a snapshot. All but `model` and `optimizer` is its header."""
+    """The content of a snapshot. Everything except `model` and `optimizer` is its header."""
 
-    format: Literal[1, 2]
+    format: Literal[2]
     step: NonNegativeInt
     samples: NonNegativeInt
     val_loss: float | None
-    best: NotRequired[Best]  # old snapshots have none
-    lowest: NotRequired[Lowest]  # likewise
+    best: NotRequired[Best]  # old snapshots lack it
+    lowest: NotRequired[Lowest]  # old snapshots lack it
     config: dict[str, dict[str, Any]]  # by section and key
     vocabulary: str
     choices: Choices
@@ -63,9 +64,9 @@ class Snapshot(TypedDict):
 
 
 def _config_model() -> type[BaseModel]:
-    """The configuration in a snapshot. Keys that a run keeps are required, and their types are checked.
+    """Returns the model of the configuration in a snapshot. Keys that a run keeps are required and checked.
 
-    A snapshot of an earlier version may lack other keys, and may have removed ones.
+    A snapshot of an earlier version may lack other keys, and may have keys that were removed since.
     """
     sections: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for name in (*KEYS, *REMOVED_KEYS):
@@ -82,34 +83,32 @@ SNAPSHOT = TypeAdapter(Snapshot)
 CONFIG = _config_model()
 
 
-def check_content(content: Any, path: str, advice: str = "take the version that wrote it") -> None:
-    """Checks that the content of a file is that of a snapshot; changes the keys of format 1 to those of this version.
+def check_content(content: Any, path: str, advice: str = "use the version that wrote it") -> None:
+    """Checks that the content of a file is a snapshot.
 
     Args:
-        path: names the file in the message, which ends with the advice
+        path: names the file in the message
+        advice: end of the message
 
     Raises:
-        UserError: lists what is missing, unknown or of another type.
+        UserError: lists entries that are missing, unknown or of another type.
     """
     try:
         SNAPSHOT.validate_python(content)
-        config = content["config"]
-        if content["format"] == 1:
-            config["model"] = _current_keys(config.get("model", {}), path)
-        CONFIG.model_validate(config)
+        CONFIG.model_validate(content["config"])
         gpt_config(content)
     except ValidationError as invalid:
         mistakes = [_describe(error) for error in invalid.errors(include_url=False)]
         more = len(mistakes) - MAX_MISTAKES
         listed = "; ".join(mistakes[:MAX_MISTAKES]) + (f"; and {more} more" if more > 0 else "")
-        raise UserError(f"{path} is no snapshot that this version reads: {listed}; {advice}") from invalid
+        raise UserError(f"{path} is not a snapshot that this version can read: {listed}; {advice}") from invalid
 
 
 def check_header(header: dict[str, Any], path: str) -> None:
-    """Checks a snapshot without its tensors before it is written to a path, as its reader will check it.
+    """Checks the header of a snapshot before it is written, with the same checks as its reader.
 
     Raises:
-        UserError: no start could load it: the code was changed in one place, and not in the other.
+        UserError: no start could load it, because the code was changed here or in its other place only.
     """
     without_tensors = {"format": FORMAT_VERSION, **header, "model": {}, "optimizer": {}}
     check_content(without_tensors, f"{path}, not yet written,", "change Snapshot in mingpt/snapshot/format.py, too")
@@ -130,23 +129,7 @@ def split_header(snapshot: dict[str, Any]) -> dict[str, Any]:
 
 
 def gpt_config(snapshot: dict[str, Any]) -> GPTConfig:
-    """The shape of a snapshot's model."""
+    """Returns the shape of a snapshot's model."""
     config = snapshot["config"]
     vocab_size = len(snapshot["vocabulary"])
     return GPTConfig(**config["model"], vocab_size=vocab_size, block_size=config["data"]["block_size"])
-
-
-def _current_keys(model: dict[str, Any], path: str) -> dict[str, Any]:
-    """The model section of a snapshot of format 1, with the keys of this version.
-
-    Raises:
-        UserError: the model has an activation that this version does not have.
-    """
-    model = {"architecture": "gpt2", "conv_kernel_size": None} | model
-    gelu_approximate = model.pop("gelu_approximate", "tanh")
-    if model["architecture"] == "gpt2" and gelu_approximate != "none":
-        raise UserError(
-            f"{path} was trained with model.gelu_approximate {gelu_approximate}, which this program does not have: "
-            "take the program that wrote it"
-        )
-    return model

@@ -10,7 +10,7 @@ from torch import Tensor
 from mingpt.config.schema import GPTConfig
 from mingpt.nn.layers import LOGIT_CAP, RMS_NORM_EPS, ROTARY_BASE
 
-# Parts of the parameter names of nanochat, and transformers'. It stores qkv_proj as three matrices.
+# Parts of our parameter names and of transformers' names for nanochat. transformers stores qkv_proj as three matrices.
 NANOCHAT_NAMES = {
     "transformer.wte": "model.embed_tokens",
     "transformer.h": "model.layers",
@@ -19,7 +19,7 @@ NANOCHAT_NAMES = {
     "mlp.c_fc": "mlp.fc1",
     "mlp.c_proj": "mlp.fc2",
 }
-# transformers stores GPT-2's as (in, out), as GPT-2's original code does; torch.nn.Linear stores (out, in).
+# transformers stores these weights of GPT-2 as (in, out), like GPT-2's original code; torch.nn.Linear has (out, in).
 TRANSPOSED = re.compile(r"transformer\.h\..*\.(c_attn|c_proj|c_fc)\.weight")
 
 
@@ -66,7 +66,7 @@ def _nanochat_config(config: GPTConfig) -> dict[str, Any]:
         "hidden_act": "relu2",
         "rms_norm_eps": RMS_NORM_EPS,
         "rope_parameters": {"rope_type": "default", "rope_theta": ROTARY_BASE},
-        "rope_theta": ROTARY_BASE,  # where transformers before version 5 reads it
+        "rope_theta": ROTARY_BASE,  # transformers before version 5 reads it here
         "final_logit_softcapping": LOGIT_CAP,
         "tie_word_embeddings": False,
         "pad_token_id": None,
@@ -87,13 +87,13 @@ def hf_tokenizer(vocabulary: str) -> dict[str, Any]:
         "model": {
             "type": "WordLevel",
             "vocab": {character: token for token, character in enumerate(vocabulary)},
-            "unk_token": "",  # it is not in the vocabulary, so an unknown character is an error
+            "unk_token": "",  # not in the vocabulary, so an unknown character is an error
         },
     }
 
 
 def hf_weights(config: GPTConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the weights by transformers' names, with zeros for GPT-2's biases if the model does not have them."""
+    """Returns the weights with transformers' names, and zeros for GPT-2's biases if the model does not have them."""
     return _nanochat_weights(weights) if config.architecture == "nanochat" else _gpt2_weights(weights)
 
 

@@ -1,6 +1,7 @@
-"""Pretrained models: weights and vocabulary of a snapshot."""
+"""Loads snapshots for other programs and new runs, and compares a configuration with the keys of a snapshot."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,7 +9,7 @@ import fsspec
 from torch import Tensor
 
 from mingpt.config.conflicts import find_conflicts, refuse
-from mingpt.config.schema import KEYS, SHAPE_KEYS, Config, GPTConfig
+from mingpt.config.schema import KEYS, SECTIONS, SHAPE_KEYS, Config, GPTConfig
 from mingpt.config.yaml_format import format_value
 from mingpt.errors import UserError
 from mingpt.monitoring.logging import logger
@@ -17,7 +18,7 @@ from mingpt.snapshot.storage import DamagedSnapshotError, SnapshotStorage, load_
 from mingpt.text.corpus import show_characters
 from model import GPT
 
-EMBEDDINGS = {"transformer.wte.weight", "lm_head.weight"}  # with a row for each character
+EMBEDDINGS = {"transformer.wte.weight", "lm_head.weight"}  # parameters with a row for each character
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,8 @@ class Pretrained:
     """Weights and vocabulary of a trained model."""
 
     model_config: GPTConfig
-    vocabulary: str  # its characters, in the order of their tokens
-    weights: dict[str, Tensor]  # state dict, by GPT-2's parameter names
+    vocabulary: str  # characters in the order of their tokens
+    weights: dict[str, Tensor]  # state dict with GPT-2's parameter names
     snapshot: dict[str, Any]  # full content of the snapshot
 
 
@@ -34,16 +35,16 @@ def load_pretrained(path: str, option: str, best: bool = False) -> Pretrained:
     """Loads a snapshot.
 
     Args:
-        path: a snapshot, or a folder of snapshots or run folder, whose newest undamaged snapshot is loaded; each may
-            be an fsspec URL
+        path: a snapshot; or a run folder or folder of snapshots, to load its newest undamaged one; or an fsspec URL of
+            either
         option: option or key that names the path, for messages
         best: load the snapshot with the lowest validation loss of a folder
 
     Raises:
-        UserError: there is no undamaged snapshot, or with `best` no folder of snapshots.
+        UserError: there is no undamaged snapshot, or `best` is set and the path is not a folder.
     """
     advice = "it may be a snapshot, a run folder, or the URL of one"
-    if not path:  # as of a shell's variable that is not set; it would be the working directory
+    if not path:  # a variable of the shell that is not set; it would mean the working directory
         raise UserError(f"{option} is empty; {advice}")
     path = path.rstrip("/") or "/"
     snapshot = None
@@ -52,19 +53,18 @@ def load_pretrained(path: str, option: str, best: bool = False) -> Pretrained:
         if fs.isdir(name):
             snapshot = _load_from_folder(f"{path}/snapshots", best) or _load_from_folder(path, best)
         elif best:
-            raise UserError(f"--best: {path} is no folder of snapshots; name a run folder")
+            raise UserError(f"--best: {path} is not a folder of snapshots; name a run folder")
         else:
             snapshot = load_snapshot(path)
     except UserError:
         raise
     except DamagedSnapshotError as error:
         raise UserError(
-            f"{option}: {path} is damaged: {error}; name another, or its folder, of which the newest undamaged one "
-            "is loaded"
+            f"{option}: {path} is damaged: {error}; name another one, or its folder to load the newest undamaged one"
         ) from error
     except (FileNotFoundError, NotADirectoryError):
         pass
-    except Exception as error:  # each file system raises its own
+    except Exception as error:  # each file system raises its own classes
         raise UserError(f"{option}: {path} can't be read: {error}; {advice}") from error
     if snapshot is None:
         place = "" if "://" in path else f" (working directory {os.getcwd()})"
@@ -73,9 +73,9 @@ def load_pretrained(path: str, option: str, best: bool = False) -> Pretrained:
 
 
 def _load_from_folder(folder: str, best: bool) -> dict[str, Any] | None:
-    """The newest undamaged snapshot, or the one that it names as the best so far.
+    """Loads the newest undamaged snapshot, or the one that it names as the best so far.
 
-    Frequent snapshots are only used if there is no other one: a run that is training replaces them.
+    Frequent snapshots are used only if there are no others, because a run that is training replaces them.
 
     Raises:
         UserError: it can't be loaded.
@@ -93,42 +93,70 @@ def _load_from_folder(folder: str, best: bool) -> dict[str, Any] | None:
         return load_snapshot(file)
     except (DamagedSnapshotError, OSError) as error:
         raise UserError(
-            f"--best: {file}, of lowest validation loss according to {storage.file(newest['step'])}, can't be loaded: "
-            f"{error}; leave --best out for the newest, or name another file"
+            f"--best: {file}, the best one according to {storage.file(newest['step'])}, can't be loaded: "
+            f"{error}; leave out --best to load the newest one, or name another file"
         ) from error
 
 
-def adopt_shape(config: Config, header: dict[str, Any], source: str) -> Config:
-    """Returns the configuration with the shape of a snapshot's model, where it has default values.
+def fit_config(
+    config: Config, header: dict[str, Any], source: str, names: Sequence[str], adopts_shape: bool, advice: str = ""
+) -> Config:
+    """Returns the configuration if it agrees with a snapshot in some keys.
 
     Args:
         source: names the snapshot in messages
+        names: the keys
+        adopts_shape: where a key of the model's shape has its default value, take the snapshot's value
+        advice: end of the message
 
     Raises:
-        UserError: a value that is no default differs from the snapshot's one, or does not go together with other keys.
+        UserError: lists the keys that differ; or the snapshot's values are not compatible with other keys.
     """
     mistakes = []
-    adopted: dict[str, dict[str, Any]] = {"model": {}, "data": {}}
-    for name in SHAPE_KEYS:
+    sections: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+    for name in names:
         section, key = name.split(".")
         found = getattr(getattr(config, section), key)
-        allowed = header["config"][section][key]
-        if found not in (allowed, KEYS[name].default):
-            shown = format_value(allowed)
-            mistakes.append(f"{name} is {format_value(found)}, but {shown} in {source}: set {name} to {shown}")
-        adopted[section][key] = allowed
+        saved = header["config"][section][key]
+        if found == saved:
+            continue
+        if adopts_shape and name in SHAPE_KEYS and found == KEYS[name].default:
+            sections[section][key] = saved
+            continue
+        shown = format_value(saved)
+        mistakes.append(f"{name} is {format_value(found)}, but {shown} in {source}: set it to {shown}")
     if mistakes:
-        raise UserError("\n  ".join(mistakes))
-    sections = {name: replace(getattr(config, name), **values) for name, values in adopted.items()}
-    config = replace(config, **sections)
+        raise UserError("\n  ".join(mistakes) + advice)
+    config = replace(config, **{name: replace(getattr(config, name), **keys) for name, keys in sections.items()})
     refuse(f"{message} (in {source})" for message in find_conflicts(config))
     return config
+
+
+def check_vocabulary(vocabulary: str, header: dict[str, Any] | None, config: Config) -> None:
+    """Raises a UserError if a run continues from a snapshot (None: it is new) with another vocabulary."""
+    if header is None or vocabulary == header["vocabulary"]:
+        return
+    known = header["vocabulary"]
+    new = set(vocabulary) - set(known)
+    old = set(known) - set(vocabulary)
+    raise UserError(
+        f"data.path: the text has {len(vocabulary)} distinct characters, but the snapshot of step {header['step']} in "
+        f"the run folder {len(known)} (only in the text: {show_characters(new)}; only in the snapshot: "
+        f"{show_characters(old)}): use the snapshot's text to resume, or {new_run_advice(config)} to start a new run"
+    )
+
+
+def new_run_advice(config: Config) -> str:
+    """Returns what to set so that a new run does not find the snapshots of this one."""
+    if config.trainer.snapshot_path is None:
+        return "set another trainer.run_dir"
+    return "set another trainer.run_dir and trainer.snapshot_path"
 
 
 def load_initial_weights(path: str, model: GPT, vocabulary: str) -> dict[str, Tensor]:
     """Returns pretrained weights (trainer.init_from) for a model with another vocabulary.
 
-    Embeddings of new characters are those of `model`, which is freshly initialized and has the shape of the weights.
+    New characters get their embeddings from `model`, which is newly initialized and has the shape of the weights.
 
     Raises:
         UserError: the weights can't be loaded.

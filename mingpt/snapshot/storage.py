@@ -25,14 +25,14 @@ from mingpt.snapshot.format import FORMAT_VERSION, check_content
 T = TypeVar("T")
 
 SNAPSHOT_NAME = re.compile(r"(step|frequent)_(\d{8})\.pt")
-# Of processes that were killed; a uuid is in each name, since the folder may hold files of others.
+# Files that killed processes leave behind. Each name contains a UUID, since the folder may hold other files.
 LEFTOVER_NAME = re.compile(rf"{SNAPSHOT_NAME.pattern}\.[0-9a-f]{{32}}\.tmp|[0-9a-f]{{32}}\.mark")
 RETRY_DELAYS = (0.5, 1.0, 2.0, 4.0)  # seconds between attempts on a remote file system
-RETRY_DEADLINE = 60.0  # seconds after which no attempt begins: a store's own client may retry for long in each
+RETRY_DEADLINE = 60.0  # seconds after which no attempt begins: in each, the store's own client may retry for long
 
 
 class DamagedSnapshotError(Exception):
-    """The bytes of the file are not those that were written."""
+    """The bytes of the file differ from the written ones."""
 
 
 class PruneError(UserError):
@@ -44,7 +44,7 @@ NO_RETRY = (FileNotFoundError, PermissionError, NotADirectoryError, FileExistsEr
 
 @contextmanager
 def _raise_user_error(problem: str, advice: str) -> Iterator[None]:
-    """Raises a UserError for any exception: each kind of store has its own, and torch.save raises RuntimeError."""
+    """Raises a UserError for any exception: each kind of store has its own classes, and torch.save a RuntimeError."""
     try:
         yield
     except UserError:
@@ -55,7 +55,7 @@ def _raise_user_error(problem: str, advice: str) -> Iterator[None]:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
-        error = error.__context__  # torch.save says of a full disk "unexpected pos 960 vs 896"
+        error = error.__context__  # for a full disk, torch.save says "unexpected pos 960 vs 896"
     return str(error) or type(error).__name__
 
 
@@ -63,13 +63,13 @@ class SnapshotStorage:
     """The snapshots of a run: files `step_00000500.pt` in a local folder or at any fsspec URL.
 
     Frequent snapshots are `frequent_00000500.pt`. They are not flushed to disk: a killed process loses nothing of the
-    page cache, and after a power failure their CRC-32 tells which are whole.
+    page cache, and after a power failure their CRC-32 tells which ones are whole.
 
-    The methods raise UserError if the folder can't be read or written.
+    The methods raise a UserError if the folder can't be read or written.
 
     Args:
         path: folder or URL
-        keep: number of newest snapshots to keep; the best by validation loss is kept too
+        keep: number of newest snapshots to keep, in addition to the one with the lowest validation loss
         is_frequent: the snapshots are frequent ones
     """
 
@@ -78,7 +78,7 @@ class SnapshotStorage:
             self.fs, self.root = fsspec.url_to_fs(path)
         self.is_local = isinstance(self.fs, LocalFileSystem)
         is_plain = not self.is_local or os.path.abspath(path) == self.root
-        self.path = path.rstrip("/") if is_plain else self.root  # as messages name it
+        self.path = path.rstrip("/") if is_plain else self.root  # the name in messages
         self.keep = keep
         self.is_frequent = is_frequent
         self.prefix = "frequent" if is_frequent else "step"
@@ -89,7 +89,7 @@ class SnapshotStorage:
         return sorted(int(step) for prefix, step in (match.groups() for match in matches) if prefix == self.prefix)
 
     def file(self, step: int) -> str:
-        """The path of a snapshot, for messages and for `load_snapshot`."""
+        """Returns the path of a snapshot, for messages and for `load_snapshot`."""
         return f"{self.path}/{self._file_name(step)}"
 
     def _file_name(self, step: int) -> str:
@@ -117,23 +117,23 @@ class SnapshotStorage:
         return action(*args, **kwargs)
 
     def put_marker(self, name: str) -> None:
-        """Writes an empty file by which other ranks find out whether they share the folder."""
+        """Writes an empty file. Ranks that find it share the folder with this one."""
         with _raise_user_error(f"{self.path} can't be written", "make it writable, or set another"):
             self._retry(self.fs.makedirs, self.root, exist_ok=True)
             self._retry(self.fs.pipe_file, f"{self.root}/{name}.mark", b"")
 
-    def has_marker(self, name: str) -> bool:
-        return f"{name}.mark" in self._names()
+    def markers(self) -> set[str]:
+        return {name.removesuffix(".mark") for name in self._names() if name.endswith(".mark")}
 
     def remove_marker(self, name: str) -> None:
         with suppress(Exception):
             self.fs.rm_file(f"{self.root}/{name}.mark")
 
     def write(self, snapshot: dict[str, Any], best_step: int | None) -> str:
-        """Writes a snapshot, then deletes those that are no longer kept. Returns its path.
+        """Writes a snapshot, then deletes snapshots that are no longer kept. Returns its path.
 
         Raises:
-            UserError: the snapshot can't be written. Existing snapshots are untouched.
+            UserError: the snapshot can't be written. Existing snapshots are unchanged.
             PruneError: the snapshot is written, but older ones can't be deleted.
         """
         shown = self.file(snapshot["step"])
@@ -173,7 +173,7 @@ class SnapshotStorage:
         self._remove(expired + leftovers)
 
     def remove(self, keep: int = 0) -> None:
-        """Deletes all snapshots but the newest ones, if the file system allows it."""
+        """Deletes all snapshots except the newest ones, if the file system allows it."""
         with suppress(Exception):
             steps = self.steps()
             self._remove(map(self._file_name, steps[: len(steps) - keep]))
@@ -184,19 +184,19 @@ class SnapshotStorage:
                 self.fs.rm_file(f"{self.root}/{name}")
 
     def load_newest(self, report: Callable[[str], None], first_step: int = 0) -> dict[str, Any] | None:
-        """Loads the newest undamaged snapshot; returns None if there are no snapshots.
+        """Loads the newest undamaged snapshot. Returns None if there are no snapshots.
 
         Args:
             report: receives a message for each damaged file, and for the older file that is used instead
-            first_step: the caller has a snapshot of this step, and earlier ones are ignored
+            first_step: ignore earlier snapshots, since the caller has one of this step
 
         Raises:
-            UserError: the newest can't be read, or all are damaged. Frequent ones may all be damaged.
+            UserError: the newest one can't be read, or all are damaged. Frequent ones may all be damaged.
         """
         steps = [step for step in self.steps() if step >= first_step]
         for step in reversed(steps):
             path = self.file(step)
-            advice = "make it readable, or move it away to go on from the one before"
+            advice = "make it readable, or move it away to continue from the previous one"
             with _raise_user_error(f"{path} can't be read", advice):
                 try:
                     snapshot = self._retry(load_snapshot, path)
@@ -209,7 +209,7 @@ class SnapshotStorage:
         if steps and first_step == 0 and not self.is_frequent:
             raise UserError(
                 f"trainer.snapshot_path: all {len(steps)} snapshots in {self.path} are damaged; move them away to "
-                "start anew"
+                "start again from step 0"
             )
         return None
 
@@ -218,11 +218,11 @@ def load_snapshot(path: str) -> dict[str, Any]:
     """Checks a file or fsspec URL for damage, and loads it onto the CPU, mapped into memory.
 
     Raises:
-        DamagedSnapshotError: its bytes do not match their CRC-32, or it is no snapshot.
-        FileNotFoundError: there is no such file.
-        UserError: it is no snapshot of this version, as `check_content` says.
+        DamagedSnapshotError: its bytes do not match their CRC-32, or it is not a file of torch.save.
+        FileNotFoundError: the file does not exist.
+        UserError: `check_content` refuses it.
     """
-    with local_copy(path) as name:  # a mapping outlives the file's name
+    with local_copy(path) as name:  # a mapping stays valid after the file is deleted
         check_crc32(name)
         try:
             snapshot = torch.load(name, map_location="cpu", weights_only=True, mmap=True)
@@ -235,9 +235,9 @@ def load_snapshot(path: str) -> dict[str, Any]:
 def check_crc32(name: str) -> None:
     """Compares the parts of a snapshot, which is a zip archive, with their CRC-32.
 
-    It reads the file, since a mapping ends the process by SIGBUS where reading raises an OSError. It does not check
-    space between parts and unused fields of headers, which do not change what torch.load returns: of 150,000 damaged
-    files (bits, words, pages, truncation), all were refused or bitwise identical when loaded.
+    It reads the file: where reading raises an OSError, access to a mapping would end the process by SIGBUS. It does not
+    check the space between parts and unused fields of headers, which do not change the result of torch.load: of 150,000
+    damaged files (bits, words, pages, truncation), all were refused or bitwise identical when loaded.
 
     Raises:
         DamagedSnapshotError: names the part.
@@ -247,8 +247,8 @@ def check_crc32(name: str) -> None:
         try:
             with zipfile.ZipFile(shown) as archive:  # type: ignore[call-overload]
                 part = archive.testzip()
-        except Exception as error:  # zipfile raises a dozen kinds
-            if isinstance(error, OSError) and error.errno != errno.EINVAL:  # that is a seek to a damaged offset
+        except Exception as error:  # zipfile raises a dozen classes
+            if isinstance(error, OSError) and error.errno != errno.EINVAL:  # EINVAL: a seek to a damaged offset
                 raise
             raise DamagedSnapshotError(f"cut short, or damaged in the list of its parts: {error}") from error
     if part is not None:
@@ -257,7 +257,7 @@ def check_crc32(name: str) -> None:
 
 @contextmanager
 def local_copy(path: str) -> Iterator[str]:
-    """Context manager that gives the name of a local file with the bytes of a file or fsspec URL."""
+    """Context manager that yields the name of a local file with the bytes of a file or fsspec URL."""
     fs, name = fsspec.url_to_fs(path)
     if isinstance(fs, LocalFileSystem):
         yield name
@@ -269,7 +269,7 @@ def local_copy(path: str) -> Iterator[str]:
 
 
 def fingerprint(tensors: dict[str, Any]) -> str:
-    """Returns a digest of named tensors, which may be nested; it is equal for equal names, shapes, dtypes and bits."""
+    """Returns a digest of tensors by name, maybe nested. Equal names, shapes, dtypes and bits give equal digests."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         value = tensors[name]

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from mingpt.errors import UserError
+from mingpt.snapshot.format import Best
 from mingpt.snapshot.storage import PruneError, SnapshotStorage
 from mingpt.system.run_lock import RunLock
 
@@ -21,8 +22,8 @@ class SaveResult(NamedTuple):
     is_frequent: bool
     step: int
     val_loss: float | None
-    error: Exception | None  # why there is no snapshot, or a PruneError
-    best: dict[str, Any]  # step and val_loss of the best snapshot, this one included
+    error: Exception | None  # why the save has failed, or a PruneError
+    best: Best  # the best snapshot, including this one
     path: str
 
     @property
@@ -31,7 +32,7 @@ class SaveResult(NamedTuple):
 
     @property
     def row(self) -> dict[str, Any]:
-        """Values of its row in the run's log."""
+        """The values of its row in the run's log."""
         if self.is_saved:
             return {"path": self.path, "val_loss": self.val_loss}
         return {"error": str(self.error)}
@@ -40,20 +41,20 @@ class SaveResult(NamedTuple):
 class AsyncSnapshotWriter:
     """Writes snapshots in a thread, one at a time.
 
-    The thread is a daemon, unlike those of ThreadPoolExecutor, so that a crash does not wait for a slow store. It
-    exists before the first save, because starting it would delay the step until it gets the interpreter's lock.
+    The thread is a daemon, unlike the threads of ThreadPoolExecutor, so that a crash does not wait for a slow store. It
+    exists before the first save, because starting it would delay a step until it gets the interpreter's lock.
 
     Args:
-        frequent: storage of the frequent snapshots, which may be in the same folder as others
-        lock: of the folders. Where one is lost, nothing is written or deleted.
+        frequent: storage of the frequent snapshots, maybe in the same folder as the others
+        lock: lock of the folders. If one is lost, nothing is written or deleted.
     """
 
     def __init__(self, frequent: SnapshotStorage, lock: RunLock) -> None:
         self.frequent = frequent
         self.lock = lock
         self.staging_buffers: dict[str, Tensor] = {}
-        self.results: deque[SaveResult] = deque()  # of saves that have ended, until somebody takes them
-        self.last_error = ""  # why the newest snapshot that is not a frequent one does not exist
+        self.results: deque[SaveResult] = deque()  # results of saves that have ended, until the caller takes them
+        self.last_error = ""  # why the newest save other than frequent ones has failed; empty: it succeeded
         self.is_idle = threading.Event()
         self.is_idle.set()
         self.queue: queue.SimpleQueue[tuple[dict[str, Any], SnapshotStorage]] = queue.SimpleQueue()
@@ -66,7 +67,7 @@ class AsyncSnapshotWriter:
         state: Iterable[tuple[str, Tensor, dict[str, Tensor]]],
         storage: SnapshotStorage,
     ) -> None:
-        """Copies the state to staging buffers and returns. The save before must be done.
+        """Copies the state to staging buffers and returns. The previous save must be done.
 
         Args:
             header: the snapshot without the state
@@ -76,7 +77,7 @@ class AsyncSnapshotWriter:
         for name, weight, moments in state:
             tensors = {"": weight, **moments}
             copies = {key: self._buffer(f"{name}/{key}", tensor) for key, tensor in tensors.items()}
-            # Elsewhere it is unsafe without pinned memory (https://github.com/pytorch/pytorch/issues/189690).
+            # On other devices, non_blocking is unsafe without pinned memory (https://github.com/pytorch/pytorch/issues/189690).
             torch._foreach_copy_(list(copies.values()), list(tensors.values()), non_blocking=weight.is_cuda)
             snapshot["model"][name] = copies.pop("")
             snapshot["optimizer"][name] = copies
@@ -86,7 +87,7 @@ class AsyncSnapshotWriter:
         self.queue.put((snapshot, storage))
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Waits for the current save, at most so long; returns whether it is done."""
+        """Waits for the current save, at most this many seconds. Returns whether it is done."""
         return self.is_idle.wait(seconds)
 
     def add_result(self, header: dict[str, Any], storage: SnapshotStorage, error: Exception | None) -> None:
@@ -109,7 +110,7 @@ class AsyncSnapshotWriter:
             error = None
             try:
                 if not get_total_norm(list(snapshot["model"].values())).isfinite():
-                    raise UserError("the step's update made weights that are not finite; lower optimizer.learning_rate")
+                    raise UserError("the step's update produced non-finite weights; lower optimizer.learning_rate")
                 self._write(snapshot, storage)
             except Exception as raised:  # reported by the training loop
                 error = raised
@@ -117,7 +118,7 @@ class AsyncSnapshotWriter:
             self.is_idle.set()
 
     def _write(self, snapshot: dict[str, Any], storage: SnapshotStorage) -> None:
-        """Writes a snapshot. On a full disk, it takes the room of the frequent ones if there is another one."""
+        """Writes a snapshot. If the disk is full, it deletes the frequent ones first, unless there are no others."""
         self.lock.check()
         self.frequent.remove(keep=1)
         try:

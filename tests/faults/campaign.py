@@ -43,7 +43,7 @@ class Plan(NamedTuple):
 
     Args:
         mode: one of MODES
-        options: those that determine its bits, by names such as trainer__max_steps
+        options: options that determine its bits, by names such as trainer__max_steps
         world_sizes: number of ranks of each start, in turn
         uses_launcher: otherwise, a single process runs without torchrun
         save_every: trainer.save_every; often, there are frequent snapshots only
@@ -92,10 +92,10 @@ class Fault(NamedTuple):
 
 
 class FaultyRun(Run):
-    """A run whose faults are followed by another start.
+    """A run that is started again after each fault.
 
     Attributes:
-        faults: those that have happened
+        faults: the faults so far
         failure: why the run is not as it should be, or empty
     """
 

@@ -7,7 +7,7 @@
 The first is killed on four processes and on two, and ends on one. Of the second, with the default configuration under
 `torchrun --max_restarts=50`, one of two processes is killed fifty times. With --ranks, only the second is trained, and
 nothing is drawn. With --every, it is the share of an undisturbed run's steps that a run completes in two minutes if it
-is killed every so many seconds. All are trained in runs/, which takes minutes on two cores.
+is killed at this interval in seconds. All are trained in runs/, which takes minutes on two cores.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from tests.helpers import ROOT
 
 TREE = """--trainer.max_steps 400 --trainer.save_every 50 --trainer.log_every 10 --trainer.eval_every 50
     --trainer.sample_every null --trainer.micro_batch_size 3 --distributed.reduction tree"""
-KILLS_TWICE = {4: 160, 2: 310}  # number of processes -> step after which they are killed
+KILLS_TWICE = {4: 160, 2: 310}  # number of processes -> last step before the kill
 STEPS_FIFTY, KILLS = 1600, 50
 SHARE_SECONDS = 120.0
 
@@ -48,7 +48,7 @@ def kill_twice(run: Run) -> None:
 
 
 def kill_fifty_times(run: Run, ranks: int) -> None:
-    """Kills a random rank at random moments, and prints what that has cost."""
+    """Kills a random rank at random moments, and prints the lost work and time."""
     rng = random.Random(1)
     pauses = []
     run.start_torchrun(ranks, f"--max_restarts={KILLS}")
@@ -107,7 +107,7 @@ def compare(undisturbed: Run, killed: Run) -> None:
     for run in (undisturbed, killed):
         assert run.processes[-1].wait() == 0, run.output()
     assert_same_run(undisturbed.run_dir, killed.run_dir)
-    print(f"{killed.run_dir}: weights, optimizer state and losses equal those of {undisturbed.run_dir}")
+    print(f"{killed.run_dir}: weights, optimizer state and losses are equal in {undisturbed.run_dir}")
 
 
 def draw_pair(undisturbed: Run, killed: Run, file: Path) -> None:

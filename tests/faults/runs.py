@@ -1,4 +1,4 @@
-"""Runs that faults are caused in: main.py in processes of its own, which are found, signalled and started again."""
+"""Runs for faults: main.py in separate processes, which tests find, signal and start again."""
 
 import os
 import subprocess
@@ -24,23 +24,23 @@ from tests.helpers import (
     run_ranks,
 )
 
-TIMEOUT = 150  # seconds to start, to stop or to reach a step, each of which takes ten
+TIMEOUT = 150  # seconds to start, to stop or to reach a step; each takes ten
 
 
 class Run:
     """A run folder, and the processes that train into it. At the end of a `with` block they are killed.
 
     Args:
-        run_dir: its output goes to a file beside it
+        run_dir: its output goes to a file next to it
         argv: the command line of the program
         program: main.py, or a script that calls it
         env: changes of the environment of all processes
 
     Attributes, which `update` sets:
         reached: the newest step
-        starts: how often training has begun
+        starts: number of times that training has begun
         lost_steps: number of steps that each start had to repeat
-        lost_seconds: the time that these had taken
+        lost_seconds: duration of these steps
     """
 
     def __init__(self, run_dir: Path, argv: Sequence[str], program: Path = ROOT / "main.py", **env: str | None) -> None:
@@ -66,7 +66,7 @@ class Run:
         """Starts `python LAUNCHER main.py ARGV`."""
         command = [sys.executable, *launcher, str(self.program), *self.argv]
         with self.log.open("a") as log:
-            # In a session of its own, since on Ctrl-C the caller ends its processes itself.
+            # In a separate session, since on Ctrl-C the caller ends its processes itself.
             process = subprocess.Popen(
                 command, stdout=log, stderr=log, env=clean_env(**self.env | env), start_new_session=True
             )
@@ -86,7 +86,7 @@ class Run:
         return workers or [process.pid for process in self.processes if process.poll() is None]
 
     def rows(self, *events: str) -> list[dict[str, Any]]:
-        """The rows of metrics.jsonl with these events so far."""
+        """Returns the rows of metrics.jsonl with these events so far."""
         with suppress(FileNotFoundError):
             rows = filter(None, iter_metrics(self.run_dir / "metrics.jsonl"))
             return [row for row in rows if row["event"] in events]
@@ -148,7 +148,7 @@ class Run:
         return [process.wait(timeout) for process in self.processes]
 
     def kill(self) -> None:
-        """Kills all processes at once, as a loss of power does."""
+        """Kills all processes at once, like a loss of power."""
         kill_processes(f"FAULTS_RUN={self.mark}")
         for process in self.processes:
             process.wait()

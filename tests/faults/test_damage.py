@@ -107,14 +107,6 @@ def test_damage_is_noticed_or_has_changed_nothing(newest_file: Path) -> None:
     assert damage.harmless > 100
 
 
-def test_a_flipped_bit_of_a_tensor_is_noticed_with_its_part(newest_file: Path) -> None:
-    content = bytearray(newest_file.read_bytes())
-    weight = torch.load(newest_file, weights_only=True)["model"]["transformer.wte.weight"]
-    content[content.index(weight.numpy().tobytes())] ^= 1
-    newest_file.write_bytes(content)
-    assert_named_and_skipped(newest_file, "flipped bit", "the bytes of its part archive/data/")
-
-
 def test_a_truncated_file_is_noticed(newest_file: Path) -> None:
     content = newest_file.read_bytes()
     for size in [*range(0, len(content), 4096), 1, len(content) - 1]:

@@ -1,6 +1,6 @@
-"""A node that is lost, and one that joins again, change the speed of a run and no bit of it.
+"""Losing a node and adding it again changes the speed of a run, but not its bits.
 
-Two launchers of torchrun on this machine stand for two nodes, which differ by their addresses alone.
+Two launchers of torchrun on this machine stand for two nodes, which differ only in their addresses.
 """
 
 import time
@@ -14,7 +14,7 @@ from mingpt.snapshot.storage import SnapshotStorage
 from tests.faults.runs import Run, train_undisturbed
 from tests.helpers import assert_equal_snapshots, free_port, loss_curve, run_args, write_text
 
-STEPS, SAVE_EVERY = 2000, 50  # so many that a launcher can start while a single rank trains
+STEPS, SAVE_EVERY = 2000, 50  # enough for a launcher to start while a single rank trains
 OPTIONS: dict[str, Any] = {
     "distributed__reduction": "tree",  # only its bits are the same for another number of ranks
     "distributed__timeout_seconds": 20,
@@ -22,7 +22,7 @@ OPTIONS: dict[str, Any] = {
     "trainer__save_every": SAVE_EVERY,
     "trainer__eval_every": 500,
 }
-# Launchers get ranks in the order of their addresses, all of which are this machine's.
+# Launchers get ranks in the order of their addresses. All are addresses of this machine.
 ADDRESS = {"before": "127.0.0.1", "lasting": "127.1", "after": "localhost"}
 # A lost node is noticed after 5 x 1 s instead of 3 x 5, and the rendezvous waits 2 s for another one instead of 30.
 RENDEZVOUS = "keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=2"
@@ -43,7 +43,7 @@ def start_node(node: Run, position: str, port: int, is_host: bool) -> None:
     """Starts a launcher with one worker.
 
     Args:
-        node: a run of its own, maybe in the other node's folder
+        node: a separate run, maybe in the other node's folder
         position: key of ADDRESS, which determines its rank
         port: of the rendezvous
         is_host: whether it keeps the store of the rendezvous
@@ -74,7 +74,7 @@ def newest_step(nodes: list[Run]) -> int:
 
 
 def wait_for_start(nodes: list[Run], world_size: int, since: float) -> dict[str, Any]:
-    """Waits until so many ranks have started since a time and trained 20 steps; returns the row of the start."""
+    """Waits until a number of ranks has started since a time and trained 20 steps; returns the row of the start."""
     starts: list[dict[str, Any]] = []
 
     def is_training() -> bool:

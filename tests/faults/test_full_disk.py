@@ -1,4 +1,4 @@
-"""A full disk costs saves and not the run: real runs on a real small disk."""
+"""If the disk is full, saves fail and the run continues: real runs on a real small disk."""
 
 import os
 import signal
@@ -76,7 +76,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run folder beside its text.txt."""
+    """A run folder next to its text.txt."""
     folder = tmp_path_factory.mktemp("undisturbed")
     return train_undisturbed(folder / "run", write_text(folder / "text.txt"), **OPTIONS)
 
@@ -86,7 +86,7 @@ def saves(run: Run, failed: bool) -> list[dict[str, Any]]:
 
 
 def file_names(run: Run) -> list[str]:
-    """Those of the snapshots that were saved, according to metrics.jsonl."""
+    """Returns the names of the saved snapshots according to metrics.jsonl."""
     return [f"step_{row['step']:08d}.pt" for row in saves(run, failed=False)]
 
 

@@ -295,7 +295,7 @@ def test_an_interrupted_save_leaves_no_file(url: str) -> None:
 def test_a_run_with_failing_and_interrupted_uploads_ends_with_the_same_bits(
     proxy: FaultyProxy, url: str, text: Path, tmp_path: Path
 ) -> None:
-    """The save of step 6 fails, the run is killed in that of step 9, and can't be resumed until the store is read."""
+    """The save of step 6 fails, the save of step 9 is killed, and the run can't resume until the store is readable."""
     undisturbed = train_undisturbed(tmp_path / "undisturbed", text)
     run_dir = tmp_path / "run"
     with Run(run_dir, run_args(run_dir, text, trainer__snapshot_path=url)) as run:

@@ -1,8 +1,6 @@
 """The live line and bars, on terminals."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +11,11 @@ from tests.helpers import (
     NO_DROPOUT,
     ROOT,
     TORCHRUN,
-    clean_env,
     loss_curve,
     read_rows,
     run_args,
     run_on_terminal,
     run_ranks,
-    set_columns,
     train_main,
 )
 
@@ -69,7 +65,7 @@ def test_the_live_line_fits_the_terminal_and_stays_below_log_lines(text: Path, t
 def test_a_narrow_terminal_shows_the_loss_and_the_time_left_whole() -> None:
     code = """
 from mingpt.monitoring.live_line import LiveLine
-line = LiveLine(0, 1600)
+line = LiveLine(0, 1600, is_shown=True)
 line.fields.update(loss="loss 1.234", val="val 1.500", speed="35k tok/s")
 line.saved_at = line.started
 line.advance(1599, None)
@@ -107,58 +103,6 @@ def test_the_live_line_has_the_loss_of_each_step_on_one_process_and_of_first_and
         for step, loss in shown:
             assert float(loss) == pytest.approx(losses[shown_steps[int(step)]], abs=6e-4), (name, step)
         assert [step for step, _ in loss_curve(tmp_path / name)] == [1, 5, 7]
-
-
-def test_the_live_line_follows_the_width_of_the_terminal() -> None:
-    code = """
-import os, time
-from mingpt.monitoring.logging import configure_logging, logger
-from mingpt.monitoring.live_line import LiveLine
-configure_logging()
-line = LiveLine(0, 60)
-line.advance(50, None)
-line.refresh()
-logger.warning("of step 50")
-while os.get_terminal_size().columns == 80:
-    time.sleep(0.01)
-line.advance(60, None)
-line.refresh()
-line.close()"""
-
-    def resize(process: subprocess.Popen, master: int, raw: bytes) -> None:
-        if b"warning: of step 50" in raw:
-            set_columns(master, 120)
-
-    status, raw = run_on_terminal("-c", code, columns=80, watch=resize)
-    assert status == 0, raw
-    before, after = raw.split("warning: of step 50")
-    for part, columns in ((before, 80), (after, 120)):
-        widths = [len(update.rstrip()) for update in re.split(r"[\r\n]+", part) if re.match(r"\d+/60 ", update)]
-        assert columns - 3 < widths[-1] <= columns
-    assert screen(f"{before}warning: of step 50", 80) == ["warning: of step 50"]  # in place of the live line
-
-
-def test_a_download_of_over_a_second_has_a_bar_on_a_terminal_until_it_is_done(tmp_path: Path) -> None:
-    """Encoding takes less than a second and has none; on a pipe, nothing is shown."""
-    code = """
-import io, sys, time
-from pathlib import Path
-from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
-from mingpt.text.corpus import encode_corpus
-from mingpt.monitoring.logging import logger
-logger.setLevel("WARNING")
-MemoryFileSystem().pipe("/text.txt", b"abcde" * 14)
-MemoryFileSystem.blocksize = 5
-MemoryFile.read = lambda file, size: time.sleep(0.1) or io.BytesIO.read(file, size)
-encode_corpus("memory://text.txt", Path(sys.argv[1]))"""
-    command = [sys.executable, "-c", code, str(tmp_path / "pipe")]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, env=clean_env()) as process:
-        status, raw = run_on_terminal("-c", code, tmp_path / "terminal")
-        assert (process.communicate(timeout=60)[1], process.returncode, status) == (b"", 0, 0), raw
-    bars = [part for part in re.split("[\r\n]+", raw) if part.strip()]
-    assert bars
-    assert all(re.match(r"fetching: +\d+%\|.*\| \d+\.\d/70\.0", bar) for bar in bars), bars
-    assert not "".join(screen(raw, 80))  # the bar is removed
 
 
 def test_durations_are_rounded_to_seconds() -> None:

@@ -95,22 +95,6 @@ def test_a_run_and_its_resumption_are_one_run_of_the_project(
 
 
 @pytest.mark.slow
-def test_a_stopped_run_has_sent_its_values(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb", reason="wandb is not installed")
-    run_dir = tmp_path / "run"
-    argv = run_args(run_dir, text, trainer__wandb_project="letters", trainer__max_steps=100_000)
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    [process], _ = start_ranks(1, main_process, argv, os.devnull, os.devnull, tmp_path=tmp_path)
-    wait_for_step(run_dir, 20)
-    process.terminate()
-    process.join(60)
-    assert process.exitcode == 143
-    [file] = run_dir.glob("wandb/offline-run-*/*.wandb")
-    assert read_run(file)[2] == expected_history(run_dir)
-
-
-@pytest.mark.slow
 def test_training_continues_when_the_process_of_wandb_is_killed(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,14 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from mingpt.config.parser import read_config
-from mingpt.config.schema import Config, GPTConfig, TrainerConfig
+from mingpt.config.schema import Config, TrainerConfig
 from mingpt.monitoring.logging import configure_logging
 from mingpt.monitoring.run_log import RunLog
-from mingpt.nn.generation import generate
 from mingpt.run.evaluation import SAMPLE_LENGTH, Evaluation, choose_sample_prompt, evaluate, generate_sample
 from mingpt.system.signals import SignalHandler
-from model import GPT
 from tests.helpers import (
     NO_DROPOUT,
     assert_equal_snapshots,
@@ -65,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_samples_change_no_bit_of_training_and_evaluation(folder: Path) -> None:
-    """With dropout, whose random numbers a sample does not use."""
+    """With dropout: a sample does not use its random numbers."""
     assert_equal_snapshots(folder / "None", folder / "5")
     assert loss_curve(folder / "None") == loss_curve(folder / "5")
     without, with_samples = (
@@ -76,27 +73,9 @@ def test_samples_change_no_bit_of_training_and_evaluation(folder: Path) -> None:
     assert [step for step, _ in samples(folder / "5")] == [5, 10, 12]
 
 
-def test_the_snapshot_generates_the_same_sample(folder: Path) -> None:
-    snapshot = newest_snapshot(folder / "5")
-    vocabulary = snapshot["vocabulary"]
-    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=16, vocab_size=len(vocabulary), block_size=16))
-    model.load_state_dict(snapshot["model"])
-    generator, prompt = torch.Generator().manual_seed(1), default_prompt(folder / "text.txt")
-    idx = torch.tensor([[vocabulary.index(character) for character in prompt]])
-    steps = generate(model, idx, SAMPLE_LENGTH, temperature=0.8, generator=generator)
-    assert samples(folder / "5")[-1] == (12, prompt + "".join(vocabulary[int(token)] for token in steps))
-
-
 @pytest.mark.parametrize("text", ["t of it.\n\nThe first words of a paragraph.\n", "\u6f22\u5b57\n" * 40, "\n \n"])
 def test_the_default_prompt_is_the_first_20_characters_of_the_validation_text(text: str) -> None:
     assert choose_sample_prompt(None, *encode(text)) == text[:20]
-
-
-@pytest.mark.parametrize("prompt", ["ROMEO:", "The ", "12", "a\n", "- # 'x'", "yes"])
-def test_a_prompt_on_the_command_line_is_taken_verbatim(prompt: str) -> None:
-    config = read_config(["--trainer.sample_prompt", prompt])
-    assert config.trainer.sample_prompt == prompt
-    assert read_config(["--trainer.sample_prompt", "null"]).trainer.sample_prompt is None
 
 
 def test_samples_begin_with_the_prompt_on_two_ranks_and_after_a_restart(folder: Path) -> None:
@@ -149,6 +128,29 @@ def _evaluate(folder: Path, strategies: list[str]) -> list[tuple[float, str]]:
     return results
 
 
+def test_without_a_micro_batch_size_evaluation_does_not_take_the_batch_of_all_ranks(text: Path, tmp_path: Path) -> None:
+    """The loss has the same bits on any number of ranks, and no forward pass has all 40 sequences of the batch."""
+    options = NO_DROPOUT | {"trainer__max_steps": 1, "trainer__batch_size": 40, "trainer__micro_batch_size": None}
+    sizes, losses = set(), set()
+    for ranks in (1, 2, 3):
+        argv = run_args(tmp_path / str(ranks), text, **options)
+        for size, loss in run_ranks(ranks, _evaluate_and_record, *argv, tmp_path=tmp_path):
+            sizes.add(size)
+            losses.add(loss)
+    assert sizes == {16}
+    assert len(losses) == 1
+
+
+def _evaluate_and_record(*argv: str) -> tuple[int, float]:
+    """Returns the largest number of windows in a forward pass of an evaluation, and its loss."""
+    with open_trainer(*argv) as trainer:
+        sizes: list[int] = []
+        trainer.strategy.full_model.register_forward_pre_hook(lambda model, args: sizes.append(len(args[0])))
+        trainer.evaluate()
+        assert trainer.progress.val_loss is not None
+        return max(sizes), trainer.progress.val_loss
+
+
 def test_cudnn_attention_is_off_for_samples_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEST_INIT_METHOD", "file:///unused")
     states = set()
@@ -166,7 +168,7 @@ def test_cudnn_attention_is_off_for_samples_alone(folder: Path, monkeypatch: pyt
     "options", [{"trainer__compile": True}, {"trainer__precision": "bf16", "distributed__strategy": "fsdp"}]
 )
 def test_samples_of_compiled_and_of_sharded_bf16_blocks(options: dict, text: Path, tmp_path: Path) -> None:
-    """Nothing is compiled for a sample, in which each character has a shape of its own."""
+    """Nothing is compiled for a sample, since each of its characters has another shape."""
     size = {"trainer__sample_every": 6, "trainer__micro_batch_size": 1, "trainer__batch_size": 2}
     done = run_program("main.py", *run_args(tmp_path / "run", text, **size, **options), TORCH_LOGS="recompiles")
     assert done.returncode == 0, done.stderr
@@ -194,7 +196,7 @@ def test_a_signal_breaks_off_an_evaluation_and_the_next_start_makes_up_for_it(te
     options = NO_DROPOUT | {"trainer__max_steps": 8, "trainer__save_every": 100}
     whole, argv = (run_args(tmp_path / name, text, **options) for name in ("whole", "run"))
     assert run_ranks(1, run_captured, *whole, tmp_path=tmp_path)[0][0] == 0
-    # The second run makes up for the evaluation of step 4, and is stopped in that of step 8.
+    # The second run makes up for the evaluation of step 4, and is stopped in the evaluation of step 8.
     for step, ranks, evaluation in ((4, 2, 1), (8, 1, 2)):
         assert set(run_ranks(ranks, _stop_in_evaluation, evaluation, *argv, tmp_path=tmp_path)) == {143}
         assert read_rows(run_dir, "stop")[-1]["signal"] == "SIGTERM"
@@ -213,7 +215,7 @@ def test_a_signal_breaks_off_an_evaluation_and_the_next_start_makes_up_for_it(te
 
 
 def _stop_in_evaluation(number: int, *argv: str) -> int:
-    """For `run_ranks`: rank 0 gets a SIGTERM as the evaluation with this number begins; returns the status."""
+    """For `run_ranks`: rank 0 gets a SIGTERM when the evaluation with this number begins; returns the status."""
     advance, record, started, recorded = Evaluation.advance, SignalHandler._record, [], threading.Event()
 
     def advance_or_stop(evaluation: Evaluation) -> None:

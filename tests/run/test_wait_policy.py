@@ -4,7 +4,6 @@ import os
 import resource
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ import torch
 
 from mingpt.monitoring.logging import logger
 from mingpt.run import wait_policy
-from mingpt.run.wait_policy import adaptive_wait_policy, passive_wait_policy, runqueue_seconds
+from mingpt.run.wait_policy import passive_wait_policy, runqueue_seconds
 from mingpt.system import threads
 from mingpt.system.threads import available_cores, busy_cores
 
@@ -110,7 +109,7 @@ def test_threads_sleep_between_regions_while_the_policy_is_passive() -> None:
     assert len(runqueue_seconds()) <= tasks + 1  # no team is left
 
 
-SPINS = 0.7  # threads that wait for a core, beside a busy program
+SPINS = 0.7  # threads that wait for a core while a program is busy
 SLEEPS = 0.5
 IDLE = 0.02
 WARNING = "training is slow, since other programs use the CPU cores that it runs on"
@@ -121,10 +120,10 @@ ADVICE = "; a new run with fewer trainer.threads may be faster"
     ("busy", "torch_threads", "ranks", "local_rank", "passive", "warnings"),
     [
         (set(), 2, 1, 0, [], []),
-        ({5}, 2, 1, 0, [6], []),  # for a moment, such as while a snapshot is written
+        ({5}, 2, 1, 0, [6], []),  # for a moment, for example during a save
         (set(range(60)), 2, 1, 0, [1, 32], [31]),
         (set(range(700)), 2, 1, 0, list(range(1, 714, 31)), [31, 651]),
-        (set(range(60)), 1, 1, 0, [], [10]),  # a single thread has no other to wait for
+        (set(range(60)), 1, 1, 0, [], [10]),  # a single thread does not wait for others
         (set(range(60)), 2, 1, 1, [1, 32], []),  # another rank of this machine warns
         (set(range(60)), 2, 2, 0, [1, 32], []),  # ranks with more threads than cores
     ],
@@ -138,7 +137,7 @@ def test_policy_and_warning_follow_the_time_that_threads_wait(
     warnings: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`busy` are seconds in which another program is busy; expected are seconds at which something happens."""
+    """`busy` are the seconds when another program is busy; the expected values are seconds, too."""
     second = 0
     waited = {"1": 0.0}
     began: list[int] = []
@@ -177,13 +176,3 @@ def test_policy_and_warning_follow_the_time_that_threads_wait(
     context: Any = SimpleNamespace(local_rank=local_rank, local_world_size=ranks)
     wait_policy._watch(Clock(), context)  # type: ignore[arg-type]
     assert (began, warned) == (passive, warnings)
-
-
-def test_the_policy_ends_with_its_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wait_policy, "CHECK_SECONDS", 0.01)
-    monkeypatch.setattr(wait_policy, "PASSIVE", -1.0)
-    threads_before = threading.active_count()
-    context: Any = SimpleNamespace(local_rank=0, local_world_size=1)
-    with adaptive_wait_policy(context):
-        time.sleep(0.2)
-    assert threading.active_count() == threads_before

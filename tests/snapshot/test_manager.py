@@ -1,42 +1,35 @@
 """Who writes snapshots, which one a run resumes from, and writing in the background."""
 
-import copy
 import os
-import re
 import reprlib
 import shutil
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import trainer
-from mingpt.config.schema import Config, config_to_dict
-from mingpt.config.yaml_format import format_value
+from mingpt.config.schema import SHAPE_KEYS, Config, ModelConfig, config_to_dict
 from mingpt.errors import UserError
-from mingpt.run.progress import Progress
-from mingpt.snapshot.format import split_header
-from mingpt.snapshot.manager import SnapshotManager, check_compatible
+from mingpt.snapshot.format import KEPT_KEYS, check_header, split_header
+from mingpt.snapshot.load import fit_config
+from mingpt.snapshot.manager import SnapshotManager, elect_writer_ranks
 from mingpt.snapshot.storage import SnapshotStorage, load_snapshot
 from mingpt.snapshot.writer import AsyncSnapshotWriter
 from mingpt.system.run_lock import RunLock
-from mingpt.text.corpus import Corpus
 from tests.helpers import (
     assert_equal_snapshots,
     list_snapshots,
     loss_curve,
     newest_snapshot,
+    open_process_group,
     read_rows,
     run_args,
     run_captured,
-    run_each_captured,
     run_ranks,
     small_snapshot,
     train_main,
@@ -76,39 +69,16 @@ def test_the_writer_saves_the_state_of_the_step_and_reuses_its_buffers(tmp_path:
     assert len(addresses) == 1
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_what_no_start_could_load_is_not_written(ranks: int, text: Path, tmp_path: Path) -> None:
-    """Code that changes what is saved, and not what is read: a new run and one that resumes, with a message each."""
-    resumed = run_args(tmp_path / "resumed", text, trainer__max_steps=3, trainer__keep_snapshots=1)
-    [(status, _, _)] = run_ranks(1, run_captured, *resumed, tmp_path=tmp_path)
-    assert status == 0
-    before = newest_snapshot(tmp_path / "resumed")
-    argvs = [run_args(tmp_path / "new", text), [*resumed, "--trainer.max_steps", "9"]]
-    [(new, old), *others] = run_ranks(ranks, _train_changed, argvs, tmp_path=tmp_path)
-    assert new[0] == old[0] == 2
-    message = r"error: .*\.pt, not yet written, is no snapshot that this version reads: vocabulary is "
-    assert re.fullmatch(rf"{message}.*, must be a valid string; change Snapshot in .*format.py, too\n", new[2])
-    assert re.fullmatch(r"error: .*: samples is '.*', must be a valid integer; words is unknown; .*\n", old[2])
-    assert all((status, err) == (2, "") for results in others for status, _, err in results)
-    assert list_snapshots(tmp_path / "new") == []
-    assert newest_snapshot(tmp_path / "resumed")["step"] == before["step"] == 3
-
-
-def _train_changed(argvs: list[list[str]]) -> list[tuple[int, str, str]]:
-    """For `run_ranks`: runs main.py with a vocabulary of words, then with another content of snapshots."""
-    load_corpus = trainer.load_corpus
-
-    def load_words(*args: Any) -> Corpus:
-        corpus = load_corpus(*args)
-        return replace(corpus, vocabulary=list(corpus.vocabulary))  # type: ignore[arg-type]
-
-    with mock.patch("trainer.load_corpus", load_words):
-        results = run_each_captured(argvs[:1])
-    state_dict = Progress.state_dict
-    changed = lambda progress: state_dict(progress) | {"samples": str(progress.samples), "words": 1}  # noqa: E731
-    with mock.patch.object(Progress, "state_dict", changed):
-        os.environ["TEST_INIT_METHOD"] += "-resumed"
-        return results + run_each_captured(argvs[1:])
+def test_a_snapshot_that_no_start_could_load_is_refused_before_it_is_written() -> None:
+    """For example, if the code has changed what is saved, but not what is read."""
+    header = split_header(small_snapshot(3))
+    check_header(header, "FILE")
+    changed = header | {"vocabulary": ["words"], "words": 1}
+    message = (
+        r"^FILE, not yet written, is not a snapshot that this version can read: vocabulary is \['words'\], .*; words"
+    )
+    with pytest.raises(UserError, match=rf"{message} is unknown; change Snapshot in .*format.py, too$"):
+        check_header(changed, "FILE")
 
 
 @pytest.mark.parametrize(
@@ -269,33 +239,66 @@ def test_machines_that_share_a_folder_write_one_snapshot(text: Path, tmp_path: P
     assert list_snapshots(tmp_path / "run") == ["step_00000001.pt"]
 
 
+def test_machines_that_share_a_folder_without_rank_0_have_one_writer(tmp_path: Path) -> None:
+    assert run_ranks(3, _elect_writers, tmp_path, tmp_path=tmp_path) == [[0, 1]] * 3
+    assert not [*tmp_path.rglob("*.mark")]
+
+
+def _elect_writers(folder: Path) -> list[int]:
+    """Rank 0 has a folder for itself, and ranks 1 and 2, on two machines, have another."""
+    rank = os.environ["RANK"]
+    os.environ["LOCAL_RANK"] = "0"
+    storage = SlowlyMarkedStorage(str(folder / ("first" if rank == "0" else "other")), keep=1)
+    with open_process_group() as context:
+        return elect_writer_ranks(context, storage)
+
+
+class SlowlyMarkedStorage(SnapshotStorage):
+    """Both machines look for a marker before either has put one."""
+
+    def put_marker(self, name: str) -> None:
+        time.sleep(0.5)
+        super().put_marker(name)
+
+
 # Incompatible snapshots
 
 
 @pytest.mark.parametrize(
-    ("section", "key", "value"),
+    ("name", "saved", "shown"),
     [
-        ("model", "n_layer", 3),
-        ("model", "n_head", 1),
-        ("model", "n_embd", 48),
-        ("model", "bias", "not the default"),
-        ("data", "block_size", 7),
-        ("data", "train_split", 0.5),
-        ("data", "truncate", 0.5),
-        ("optimizer", "name", "another"),
-        ("trainer", "seed", 7),
+        ("model.n_layer", 3, "is 4, but 3"),
+        ("model.n_head", 1, "is 4, but 1"),
+        ("model.n_embd", 48, "is 128, but 48"),
+        ("model.bias", False, "is true, but false"),
+        ("model.conv_kernel_size", 4, "is null, but 4"),
+        ("data.block_size", 7, "is 64, but 7"),
+        ("data.train_split", 0.5, "is 0.9, but 0.5"),
+        ("data.truncate", 0.5, "is null, but 0.5"),
+        ("optimizer.name", "adamw", "is muon, but adamw"),
+        ("trainer.seed", 7, "is 1, but 7"),
     ],
 )
-def test_a_snapshot_of_another_model_is_refused_with_key_and_both_values(section: str, key: str, value: Any) -> None:
-    config = config_to_dict(Config())
-    header = {"step": 3, "vocabulary": "ab", "config": copy.deepcopy(config)}
-    config["model"]["dropout"] = config["optimizer"]["learning_rate"] = 0.5
-    check_compatible(header, config, "ab")
-    default, config[section][key] = config[section][key], value
-    default = format_value(default)
-    message = rf"^{section}\.{key} is {value}, but {default} in the snapshot of step 3 .*set it to {default} to resume"
-    with pytest.raises(UserError, match=message):
-        check_compatible(header, config, "ab")
+def test_a_kept_key_that_differs_is_refused_with_both_values(name: str, saved: Any, shown: str) -> None:
+    config = Config()
+    header = {"config": config_to_dict(config)}
+    header["config"]["model"]["dropout"] = header["config"]["optimizer"]["learning_rate"] = 0.5
+    assert fit_config(config, header, "SOURCE", KEPT_KEYS, adopts_shape=False) == config
+    section, key = name.split(".")
+    header["config"][section][key] = saved
+    value = shown.partition("but ")[2]
+    with pytest.raises(UserError, match=rf"^{name} {shown} in SOURCE: set it to {value}, or ADVICE$"):
+        fit_config(config, header, "SOURCE", KEPT_KEYS, adopts_shape=False, advice=", or ADVICE")
+    if name in SHAPE_KEYS:
+        adopted = fit_config(config, header, "SOURCE", KEPT_KEYS, adopts_shape=True)
+        assert getattr(getattr(adopted, section), key) == saved
+
+
+def test_a_null_value_is_shown_as_the_yaml_has_it() -> None:
+    config = Config(model=ModelConfig(conv_kernel_size=4))
+    header = {"config": config_to_dict(Config())}
+    with pytest.raises(UserError, match=r"^model.conv_kernel_size is 4, but null in SOURCE: set it to null$"):
+        fit_config(config, header, "SOURCE", SHAPE_KEYS, adopts_shape=True)
 
 
 def test_a_snapshot_of_another_vocabulary_optimizer_or_part_of_the_text_ends_the_run(

@@ -302,7 +302,7 @@ def test_a_run_without_the_snapshots_that_it_has_saved_does_not_start_anew(text:
     assert status == 2
     assert err == (
         f"error: trainer.snapshot_path: there is no snapshot in {snapshots}, but according to {run_dir}/metrics.jsonl "
-        "this run has saved 3, the last at step 7: mount the disk, or copy the snapshots there; to start anew, set "
-        "another trainer.run_dir and trainer.snapshot_path\n"
+        "this run has saved 3, the last at step 7: mount the disk, or copy the snapshots there; to start again "
+        "from step 0, set another trainer.run_dir and trainer.snapshot_path\n"
     )
     assert (run_dir / "metrics.jsonl").read_bytes() == before
