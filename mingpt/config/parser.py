@@ -13,6 +13,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
+from mingpt.config.conflicts import find_conflicts, refuse
 from mingpt.config.schema import KEYS, REMOVED_KEYS, SECTIONS, Config, config_to_dict
 from mingpt.config.yaml_format import dump_yaml, load_yaml
 from mingpt.errors import UserError
@@ -174,26 +175,27 @@ def _validate(values: Sections, given: Collection[str], file: Path) -> Config:
         given: the keys that the command line has set
         file: where all others are from
     """
+    mistakes = []
     try:
         # In JSON a list may become a tuple and an integer a float, while no string becomes a number.
-        return TypeAdapter(Config).validate_json(json.dumps(values))
+        config = TypeAdapter(Config).validate_json(json.dumps(values))
     except ValidationError as invalid:
-        mistakes = []
         ranges: dict[str, list[str]] = {}  # a key that may be a number or a word has an error for each
         for error in invalid.errors(include_url=False):
             name = ".".join(map(str, error["loc"][:2]))
-            if error["type"] == "value_error":  # from a check between keys
-                message = error["msg"].removeprefix("Value error, ")
-                # What the command line has set is new, so it is the mistake.
-                place = COMMAND_LINE if any(key in message for key in given) else file
-                mistakes.append(f"{message} (in {place})")
-            elif error["type"] == "unexpected_keyword_argument":
+            if error["type"] == "unexpected_keyword_argument":
                 mistakes.append(_unknown_name(name, file))
             else:
                 ranges.setdefault(name, []).append(_allowed_value(error))
         for name, allowed in ranges.items():
             mistakes.append(_wrong_value(name, values, COMMAND_LINE if name in given else file, allowed))
         raise UserError("\n  ".join(mistakes)) from invalid
+    for message in find_conflicts(config):
+        # If the command line sets one of the keys, it is the new one, so it is the mistake.
+        place = COMMAND_LINE if any(key in message for key in given) else file
+        mistakes.append(f"{message} (in {place})")
+    refuse(mistakes)
+    return config
 
 
 def _unknown_name(name: str, file: Path) -> str:

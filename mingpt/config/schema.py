@@ -2,6 +2,7 @@
 
 import os
 import re
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -14,7 +15,6 @@ from pydantic import (
     PositiveInt,
     TypeAdapter,
     field_validator,
-    model_validator,
 )
 from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
@@ -46,13 +46,39 @@ MAX_THREADS = 1024  # more than any machine has cores; a million would take all 
 
 
 def _expand_path(path: str | None) -> str | None:
-    """A path with ~ and variables such as $HOME replaced, as a shell does."""
+    """Replaces ~ and variables such as $HOME in a path, like a shell."""
     if path is None:
         return None
     expanded = os.path.expandvars(os.path.expanduser(path))
     if re.search(r"\$(\w|{)", expanded):
         raise PydanticCustomError("path", "a path whose variables are set in the environment")
-    return re.sub("^-", "./-", expanded)  # in the commands that programs show, it would be an option
+    return re.sub("^-", "./-", expanded)  # otherwise, commands that contain the path would take it for an option
+
+
+def _check_run_dir(path: str) -> str:
+    # fsspec would take a folder with one of these for a URL.
+    if "://" in path or "::" in path or path.startswith(("file:", "local:")):
+        raise PydanticCustomError("path", "a folder of this machine; only trainer.snapshot_path may be a URL")
+    return path
+
+
+def _check_snapshot_path(path: str | None) -> str | None:
+    if path is not None and "::" in path:
+        raise PydanticCustomError("path", "a folder or a URL without ::, which chains file systems such as caches")
+    return path
+
+
+def _check_init_method(address: str | None) -> str | None:
+    is_address = address in (None, "env://")
+    if address is not None and address.startswith("file:///"):
+        is_address = not address.endswith("/")
+    if address is not None and address.startswith("tcp://"):
+        with suppress(ValueError):  # a port that is not a number below 65536, or half of an IPv6 address
+            url = urlsplit(address)
+            is_address = bool(url.hostname and url.port) and not (url.path or url.query or url.fragment)
+    if not is_address:
+        raise PydanticCustomError("address", "env://, tcp://host:port or file:///path")
+    return address
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -99,17 +125,6 @@ class ModelConfig:
     bias: bool = True
     """gpt2 alone: biases in linear layers and layer norms"""
 
-    @model_validator(mode="after")
-    def _check(self) -> "ModelConfig":
-        if self.n_embd % self.n_head:
-            raise ValueError(f"model.n_embd is {self.n_embd}, must be divisible by model.n_head, {self.n_head}")
-        if self.architecture == "nanochat" and self.n_embd // self.n_head % 2:
-            raise ValueError(
-                f"model.n_embd / model.n_head is {self.n_embd} / {self.n_head}, must be even with model.architecture "
-                "nanochat, whose rotary positions pair dimensions; or set that to gpt2"
-            )
-        return self
-
     @property
     def has_bias(self) -> bool:
         """Whether linear layers have biases."""
@@ -154,15 +169,6 @@ class OptimizerConfig:
 
     grad_norm_clip: PositiveFloat | None = 1.0
     """maximum global gradient norm; null: no clipping"""
-
-    @model_validator(mode="after")
-    def _check(self) -> "OptimizerConfig":
-        if self.min_learning_rate > self.learning_rate:
-            raise ValueError(
-                f"optimizer.min_learning_rate is {self.min_learning_rate}, must be at least 0 and at most "
-                f"optimizer.learning_rate, {self.learning_rate}"
-            )
-        return self
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -217,7 +223,7 @@ class TrainerConfig:
     sample_every: PositiveInt | None = 400
     """steps between generated samples; null: none"""
 
-    sample_prompt: str | None = None
+    sample_prompt: str | None = Field(default=None, min_length=1)
     """text that samples begin with; null: the first 20 characters of the validation text"""
 
     save_every: PositiveInt = 400
@@ -242,38 +248,8 @@ class TrainerConfig:
     """folder or fsspec URL of the snapshots; null: snapshots/ in run_dir"""
 
     _expand = field_validator("init_from", "run_dir", "snapshot_path")(_expand_path)
-
-    @model_validator(mode="after")
-    def _check(self) -> "TrainerConfig":
-        if self.max_epochs is None and self.max_steps is None:
-            raise ValueError(
-                "trainer.max_epochs and trainer.max_steps are both null; set one, or training would not end"
-            )
-        if self.sample_prompt == "":
-            raise ValueError("trainer.sample_prompt is empty, must be null or hold at least one character")
-        # Parts of URLs, by which fsspec would take the folder for another.
-        if "://" in self.run_dir or "::" in self.run_dir or self.run_dir.startswith(("file:", "local:")):
-            raise ValueError(
-                f"trainer.run_dir is {self.run_dir}, must be a folder of this machine and no URL; only "
-                "trainer.snapshot_path may be one"
-            )
-        if self.snapshot_path is not None and "::" in self.snapshot_path:
-            raise ValueError(
-                f"trainer.snapshot_path is {self.snapshot_path}, must be a folder or a URL without ::, which chains "
-                "file systems such as caches"
-            )
-        return self
-
-
-def _is_init_method(address: str) -> bool:
-    """Whether it is an address at which ranks can rendezvous."""
-    if not address.startswith("tcp://"):
-        return address == "env://" or (address.startswith("file:///") and not address.endswith("/"))
-    try:
-        url = urlsplit(address)
-        return bool(url.hostname and url.port) and not (url.path or url.query or url.fragment)
-    except ValueError:  # a port that is no number or above 65535, or half of an IPv6 address
-        return False
+    _check_folder = field_validator("run_dir")(_check_run_dir)
+    _check_url = field_validator("snapshot_path")(_check_snapshot_path)
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -307,87 +283,18 @@ class DistributedConfig:
     reduction: Literal["fast", "tree"] = "fast"
     """gradient summation: fast (the backend's all-reduce); tree: same bits for any number of ranks"""
 
-    @model_validator(mode="after")
-    def _check(self) -> "DistributedConfig":
-        if self.init_method is not None and not _is_init_method(self.init_method):
-            raise ValueError(
-                f"distributed.init_method is {self.init_method!r}, must be null, env://, tcp://host:port or "
-                "file:///path"
-            )
-        if self.cpu_offload and self.strategy != "fsdp":
-            raise ValueError(
-                f"distributed.cpu_offload is true, which needs distributed.strategy fsdp, not {self.strategy}"
-            )
-        if self.cpu_offload and self.pipeline_stages > 1:
-            raise ValueError(
-                "distributed.cpu_offload is true, must be false with distributed.pipeline_stages "
-                f"{self.pipeline_stages}"
-            )
-        if self.reduction == "tree" and self.pipeline_stages > 1:
-            raise ValueError(
-                f"distributed.reduction is tree, must be fast with distributed.pipeline_stages {self.pipeline_stages}"
-            )
-        if self.reduction == "tree" and self.strategy != "ddp":
-            raise ValueError(f"distributed.strategy is {self.strategy}, must be ddp with distributed.reduction tree")
-        return self
+    _check_address = field_validator("init_method")(_check_init_method)
 
 
 @dataclass(frozen=True, config=STRICT)
 class Config:
-    """All sections.
-
-    Raises:
-        ValueError: two keys do not go together. The message begins with the name of one of them.
-    """
+    """All sections."""
 
     data: DataConfig = Field(default_factory=DataConfig)
     model: ModelConfig = Field(default_factory=ModelConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     distributed: DistributedConfig = Field(default_factory=DistributedConfig)
-
-    @model_validator(mode="after")
-    def _check_pipeline(self) -> "Config":
-        stages = self.distributed.pipeline_stages
-        batch_size = self.trainer.batch_size
-        if stages == 1:
-            return self
-        if stages > self.model.n_layer:
-            raise ValueError(
-                f"distributed.pipeline_stages is {stages}, must be at most model.n_layer, {self.model.n_layer}: "
-                "each stage needs a block"
-            )
-        if self.trainer.micro_batch_size is None:
-            sizes = (n for n in range(1, batch_size + 1) if batch_size % n == 0 and batch_size // n >= 4 * stages)
-            raise ValueError(
-                f"trainer.micro_batch_size is null, must be a number with distributed.pipeline_stages {stages}, such "
-                f"as {max(sizes, default=1)}: stages work on several micro-batches at once, best on {4 * stages} or "
-                "more"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_tree(self) -> "Config":
-        cfg = self.trainer
-        reason = "with distributed.reduction tree, whose bits depend on it"
-        if self.distributed.reduction != "tree":
-            return self
-        if cfg.micro_batch_size is None:
-            raise ValueError(f"trainer.micro_batch_size is null, must be a number {reason}")
-        if cfg.threads not in ("auto", 1):
-            raise ValueError(f"trainer.threads is {cfg.threads}, must be auto or 1 {reason}")
-        if cfg.precision == "fp16":
-            raise ValueError("trainer.precision is fp16, must be auto, fp32 or bf16 with distributed.reduction tree")
-        return self
-
-    @model_validator(mode="after")
-    def _check_offload(self) -> "Config":
-        if self.distributed.cpu_offload and self.optimizer.name == "muon":
-            raise ValueError(
-                "optimizer.name is muon, must be adamw with distributed.cpu_offload: Muon needs whole matrices, and "
-                "host memory holds shards"
-            )
-        return self
 
 
 SECTIONS: dict[str, Any] = {

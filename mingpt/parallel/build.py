@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from mingpt.config.conflicts import find_precision_conflicts, refuse
 from mingpt.config.schema import Config
 from mingpt.distributed.collectives import DistributedContext
 from mingpt.parallel.activation_checkpointing import apply_activation_checkpointing
@@ -58,7 +59,7 @@ def build_strategy(
         UserError: device, compiler or memory do not suffice.
     """
     cls = strategy_class(config)
-    cls.validate_device(config, context.device, precision)
+    refuse(find_precision_conflicts(config, precision))
     memory = estimate_memory(config, model, context.world_size, precision)
     with context.shared_errors():
         if config.trainer.compile:

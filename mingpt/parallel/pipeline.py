@@ -20,7 +20,6 @@ from char_dataset import CharDataset, ValidationDataset
 from mingpt.config.schema import Config, GPTConfig
 from mingpt.distributed.collectives import DistributedContext
 from mingpt.distributed.position import POINT_TO_POINT
-from mingpt.errors import UserError
 from mingpt.nn.layers import IGNORE_INDEX, cross_entropy
 from mingpt.optim.muon import to_local
 from mingpt.parallel.build import load_strategy, parallelize
@@ -122,7 +121,7 @@ class PipelineParallel(Strategy):
         self.ties_weights = WTE in names[-1]
         self.stage_of = {name: stage for stage in reversed(range(stages)) for name in names[stage]}  # of wte, the first
 
-        self.size: int = config.trainer.micro_batch_size  # type: ignore[assignment]  # schema.py requires a number
+        self.size: int = config.trainer.micro_batch_size  # type: ignore[assignment]  # conflicts.py requires a number
         self.count = config.trainer.batch_size // len(replicas) // self.size  # per replica
         self.stage = _Stage(inner, self.pipeline, *stage.io_shapes(self.size))
         schedule = config.distributed.pipeline_schedule
@@ -134,31 +133,6 @@ class PipelineParallel(Strategy):
             "pipeline": f"replicas x stages: {len(replicas)} x {stages}, {schedule}, {self.count} micro-batches of "
             f"{self.size}: each stage waits {waits / (self.count + waits):.0%} of the time"
         }
-
-    @classmethod
-    def validate(cls, config: Config, world_size: int) -> None:
-        stages = config.distributed.pipeline_stages
-        batch_size = config.trainer.batch_size
-        size: int = config.trainer.micro_batch_size  # type: ignore[assignment]  # schema.py requires a number
-        if world_size % stages:
-            raise UserError(
-                f"distributed.pipeline_stages is {stages}, of which {world_size} processes are no multiple: start "
-                f"{-(-world_size // stages) * stages} processes, or set it to 1"
-            )
-        replicas = world_size // stages
-        if batch_size % (replicas * size):
-            raise UserError(
-                f"trainer.batch_size is {batch_size}, must be a multiple of {replicas * size} with "
-                f"distributed.pipeline_stages {stages}: {replicas} replicas x trainer.micro_batch_size {size}, as all "
-                "micro-batches of a pipeline have one size"
-            )
-        micro_batches = batch_size // replicas // size
-        if micro_batches < stages:
-            raise UserError(
-                f"trainer.batch_size / replicas / trainer.micro_batch_size is {batch_size} / {replicas} / {size}, "
-                f"{micro_batches} micro-batches for {stages} stages, which would wait "
-                f"{(stages - 1) / (micro_batches + stages - 1):.0%} of the time: lower trainer.micro_batch_size"
-            )
 
     def _release(self) -> None:
         # They refer to what the inner strategy has released.

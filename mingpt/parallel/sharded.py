@@ -15,12 +15,10 @@ from torch.nn.utils import get_total_norm
 
 from mingpt.config.schema import Config
 from mingpt.distributed.collectives import DistributedContext
-from mingpt.errors import UserError
 from mingpt.optim.muon import newton_schulz, to_local
 from mingpt.optim.optimizer import build_optimizer
 from mingpt.parallel.full_state import state_keys
 from mingpt.parallel.strategy import DDP, DTYPES, Strategy
-from mingpt.system.device import device_kind
 
 
 def newton_schulz_sharded(rows: Tensor, ns_dtype: torch.dtype, like: DTensor) -> Tensor:
@@ -97,21 +95,6 @@ class FSDP(Strategy):
         self.sharded_model = fully_shard(model, reshard_after_forward=False, **options)
         super().__init__(model, context, config, precision)
         self.gradient_divide_factor = context.world_size  # FSDP averages over ranks
-
-    @classmethod
-    def validate_device(cls, config: Config, device: torch.device, precision: str) -> None:
-        if not config.distributed.cpu_offload:
-            return
-        if device.type != "cuda":
-            raise UserError(
-                f"distributed.cpu_offload is true, which needs a GPU to offload from; here is {device_kind(device)}: "
-                "set it to false"
-            )
-        if precision == "fp16":
-            raise UserError(
-                "trainer.precision is fp16, must be bf16 or fp32 with distributed.cpu_offload: gradients that overflow "
-                "are found on the GPU, and the optimizer on the CPU does not wait for that"
-            )
 
     def set_gradient_sync(self, sync_gradients: bool) -> None:
         self.sharded_model.set_requires_gradient_sync(sync_gradients)

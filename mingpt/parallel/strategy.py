@@ -26,7 +26,6 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from char_dataset import CharDataset, ValidationDataset
 from mingpt.config.schema import Config
 from mingpt.distributed.collectives import DistributedContext
-from mingpt.errors import UserError
 from mingpt.optim.muon import newton_schulz
 from mingpt.optim.optimizer import build_optimizer
 from mingpt.parallel.full_state import FullState
@@ -80,20 +79,6 @@ class Strategy(FullState):
         self.optimizer = build_optimizer(model, config.optimizer, self.dtype, self.newton_schulz)
         self.local_state = {name: self.optimizer.state[parameter] for name, parameter in self.parameters.items()}
         self.scaler = torch.amp.GradScaler(context.device.type, enabled=precision == "fp16")
-
-    @classmethod
-    def validate(cls, config: Config, world_size: int) -> None:
-        """Raises a UserError if the batch can't be distributed over the ranks."""
-        batch_size = config.trainer.batch_size
-        if batch_size < world_size:
-            raise UserError(
-                f"trainer.batch_size is {batch_size}, fewer than the {world_size} ranks, and each needs a sequence: "
-                f"raise it, or start at most {batch_size} processes"
-            )
-
-    @classmethod
-    def validate_device(cls, config: Config, device: torch.device, precision: str) -> None:
-        """Raises a UserError if the device or the precision chosen for it does not suit the strategy."""
 
     # The step
 

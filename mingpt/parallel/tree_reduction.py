@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from char_dataset import CharDataset
 from mingpt.config.schema import Config
 from mingpt.distributed.collectives import DistributedContext
-from mingpt.errors import UserError
 from mingpt.parallel.strategy import MicroBatch, Strategy
 from mingpt.system.torch_versions import all_gather_single
 
@@ -35,29 +34,8 @@ class TreeReduction(Strategy):
 
     def __init__(self, model: nn.Module, context: DistributedContext, config: Config, precision: str) -> None:
         super().__init__(model, context, config, precision)
-        self.size: int = config.trainer.micro_batch_size  # type: ignore[assignment]  # schema.py requires a number
+        self.size: int = config.trainer.micro_batch_size  # type: ignore[assignment]  # conflicts.py requires a number
         self.nodes: list[Node] = []  # the sums of this rank's leaves in this step
-
-    @classmethod
-    def validate(cls, config: Config, world_size: int) -> None:
-        super().validate(config, world_size)
-        batch_size = config.trainer.batch_size
-        size: int = config.trainer.micro_batch_size  # type: ignore[assignment]  # schema.py requires a number
-        if -(-batch_size // size) < world_size:
-            raise UserError(
-                f"trainer.batch_size / trainer.micro_batch_size is {batch_size} / {size}, fewer micro-batches than the "
-                f"{world_size} ranks, and with distributed.reduction tree each needs one: lower "
-                "trainer.micro_batch_size, or start fewer processes"
-            )
-
-    @classmethod
-    def validate_device(cls, config: Config, device: torch.device, precision: str) -> None:
-        if device.type == "cuda" and not config.trainer.deterministic:
-            raise UserError("trainer.deterministic is false, must be true with distributed.reduction tree on GPUs")
-        if precision == "fp16":
-            raise UserError(
-                "trainer.precision is fp16, kept from the snapshot; with distributed.reduction tree set bf16 or fp32"
-            )
 
     def micro_batches(self, batch: range) -> list[MicroBatch]:
         """This rank's micro-batches, whose bounds do not depend on the number of ranks."""

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from char_dataset import split_lengths
+from mingpt.config.conflicts import find_start_conflicts, refuse
 from mingpt.config.schema import Config, DataConfig, GPTConfig, config_to_dict, keys_without_places
 from mingpt.distributed.collectives import DistributedContext
 from mingpt.errors import UserError
 from mingpt.monitoring.logging import logger
 from mingpt.monitoring.run_log import check_wandb
-from mingpt.parallel.build import strategy_class
 from mingpt.snapshot.format import split_header
 from mingpt.snapshot.load import adopt_shape, load_initial_weights, load_pretrained
 from mingpt.snapshot.storage import SnapshotStorage
-from mingpt.system.device import check_precision, tune_malloc
+from mingpt.system.device import tune_malloc
 from mingpt.system.run_lock import RunLock
 from mingpt.text.corpus import Corpus, check_text, count_characters, encode_corpus
 from model import GPT
@@ -37,8 +37,7 @@ def prepare_run(config: Config, context: DistributedContext) -> None:
     """
     tune_malloc()
     check_same_start(config, context)
-    strategy_class(config).validate(config, context.world_size)
-    check_precision(config.trainer.precision, context.device)
+    refuse(find_start_conflicts(config, context.world_size, context.device.type))
     with context.shared_errors():
         check_wandb(config.trainer.wandb_project)
     is_new = not os.path.exists(config.trainer.run_dir)

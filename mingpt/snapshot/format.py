@@ -121,8 +121,6 @@ def _describe(error: ErrorDetails) -> str:
         return f"{name} is missing"
     if error["type"] == "extra_forbidden":
         return f"{name} is unknown"
-    if error["type"] == "value_error":  # from a check between keys
-        return error["msg"].removeprefix("Value error, ")
     return f"{name} is {reprlib.repr(error['input'])}, {error['msg'].replace('Input should', 'must')}"
 
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import fsspec
-from pydantic import ValidationError
 from torch import Tensor
 
+from mingpt.config.conflicts import find_conflicts, refuse
 from mingpt.config.schema import KEYS, SHAPE_KEYS, Config, GPTConfig
 from mingpt.config.yaml_format import format_value
 from mingpt.errors import UserError
@@ -119,11 +119,9 @@ def adopt_shape(config: Config, header: dict[str, Any], source: str) -> Config:
     if mistakes:
         raise UserError("\n  ".join(mistakes))
     sections = {name: replace(getattr(config, name), **values) for name, values in adopted.items()}
-    try:
-        return replace(config, **sections)
-    except ValidationError as invalid:
-        [error] = invalid.errors()
-        raise UserError(f"{error['msg'].removeprefix('Value error, ')} (in {source})") from invalid
+    config = replace(config, **sections)
+    refuse(f"{message} (in {source})" for message in find_conflicts(config))
+    return config
 
 
 def load_initial_weights(path: str, model: GPT, vocabulary: str) -> dict[str, Tensor]:

@@ -91,14 +91,6 @@ def has_bf16(device: torch.device) -> tuple[bool, str]:
     return False, f"{device.type} trains in fp32"
 
 
-def check_precision(requested: str, device: torch.device) -> None:
-    """Raises a UserError for fp16 on another device than a CUDA GPU."""
-    if requested == "fp16" and device.type != "cuda":
-        raise UserError(
-            f"trainer.precision is fp16, which needs a CUDA GPU; on {device.type} set it to auto, fp32 or bf16"
-        )
-
-
 def choose_precision(requested: str, device: torch.device, saved: str | None) -> tuple[str, str]:
     """Chooses the precision of matrix products; returns it and the reason.
 

@@ -12,9 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from mingpt.config.parser import read_config
-from mingpt.errors import UserError
-from mingpt.parallel.build import strategy_class
 from mingpt.run.evaluation import evaluate, generate_sample
 from tests.helpers import (
     MEMORY_KINDS,
@@ -327,27 +324,3 @@ def test_killed_stages_under_torchrun_end_with_the_same_bits(text: Path, tmp_pat
 def test_options_that_exclude_stages_are_refused(options: dict[str, Any]) -> None:
     name, value = label(options).split(", ")[-1].split(": ")
     assert refusal(options).startswith(f"distributed.{name} is {value.lower()}, must be")
-
-
-@pytest.mark.parametrize(
-    ("ranks", "options", "message"),
-    [
-        (1, with_stages(5), "distributed.pipeline_stages is 5, must be at most model.n_layer, 4"),
-        (1, with_stages(2, trainer__micro_batch_size=None), "trainer.micro_batch_size is null, must be a number"),
-        (1, with_stages(2), "distributed.pipeline_stages is 2, of which 1 processes are no multiple: start 2"),
-        (3, with_stages(2), "distributed.pipeline_stages is 2, of which 3 processes are no multiple: start 4"),
-        (2, with_stages(2, trainer__micro_batch_size=3), "trainer.batch_size is 8, must be a multiple of 3"),
-        (
-            2,
-            with_stages(2, trainer__micro_batch_size=8, distributed__pipeline_schedule="gpipe"),
-            "1 micro-batches for 2 stages, which would wait 50%",
-        ),
-    ],
-)
-def test_stages_that_do_not_fit_are_refused(ranks: int, options: dict[str, Any], message: str) -> None:
-    def check() -> None:
-        config = read_config(run_args(Path("run"), "text.txt", **options))
-        strategy_class(config).validate(config, ranks)
-
-    with pytest.raises(UserError, match=message):
-        check()

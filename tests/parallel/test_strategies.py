@@ -13,10 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from mingpt.config.parser import read_config
-from mingpt.errors import UserError
 from mingpt.optim import optimizer
-from mingpt.parallel.sharded import FSDP
 from mingpt.parallel.strategy import Strategy
 from mingpt.snapshot.storage import load_snapshot
 from tests.helpers import (
@@ -315,16 +312,6 @@ def test_batches_are_not_copied_on_the_cpu() -> None:
     found = Strategy.to_device(strategy, idx, targets)
     assert found[0] is idx
     assert found[1] is targets
-
-
-def test_cpu_offload_in_fp16_is_refused() -> None:
-    """The optimizer on the CPU would read the scaler's copies from the GPU before they are complete."""
-    options = {"distributed__strategy": "fsdp", "distributed__cpu_offload": True}
-    config = read_config(run_args(Path("run"), "text.txt", **options))
-    for precision in ("fp32", "bf16"):
-        FSDP.validate_device(config, torch.device("cuda"), precision)
-    with pytest.raises(UserError, match=r"^trainer\.precision is fp16, must be bf16 or fp32 with .*cpu_offload"):
-        FSDP.validate_device(config, torch.device("cuda"), "fp16")
 
 
 @pytest.mark.slow

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from mingpt.config.parser import read_config
 from mingpt.config.schema import DistributedConfig
-from mingpt.errors import UserError
-from mingpt.parallel.build import strategy_class
 from mingpt.parallel.strategy import MicroBatch, Strategy
 from mingpt.parallel.tree_reduction import TreeReduction, subtree_ranges
 from tests.helpers import (
@@ -161,26 +159,3 @@ def test_a_rank_sends_complete_subtrees() -> None:
     assert subtree_ranges(range(4, 7), 7) == [range(4, 7)]  # the right edge, where nodes are smaller
     assert subtree_ranges(range(2, 2), 7) == []
     assert len(subtree_ranges(range(1, 1023), 1024)) == 18
-
-
-@pytest.mark.parametrize(
-    ("options", "device", "precision", "message"),
-    [
-        ({}, "cuda", "fp32", r"trainer\.deterministic is false, must be true .* on GPUs"),
-        ({"trainer__deterministic": "true"}, "cuda", "fp16", r"trainer\.precision is fp16, kept .* set bf16 or fp32"),
-    ],
-)
-def test_devices_and_precisions_without_equal_bits_are_refused(
-    options: dict, device: str, precision: str, message: str
-) -> None:
-    config = read_config(run_args(Path("run"), "text.txt", **options, **TREE))
-    with pytest.raises(UserError, match=message):
-        TreeReduction.validate_device(config, torch.device(device), precision)
-    TreeReduction.validate_device(config, torch.device("cpu"), "bf16")
-
-
-def test_more_ranks_than_micro_batches_are_refused() -> None:
-    config = read_config(run_args(Path("run"), "text.txt", trainer__micro_batch_size=4, **TREE))
-    strategy_class(config).validate(config, 2)
-    with pytest.raises(UserError, match=r"trainer\.batch_size / trainer\.micro_batch_size is 7 / 4, fewer .* 3 ranks"):
-        strategy_class(config).validate(config, 3)

@@ -15,7 +15,6 @@ from mingpt.errors import UserError
 from mingpt.system.device import (
     NCCL_BYTES,
     check_compiler,
-    check_precision,
     choose_device,
     choose_precision,
     device_name,
@@ -150,12 +149,6 @@ def test_a_requested_precision_overrides_the_snapshot(set_hardware: SetHardware)
     for requested, device in [("fp32", CPU), ("fp32", GPU), ("bf16", CPU), ("bf16", GPU), ("fp16", GPU)]:
         for saved in (None, "fp32", "bf16", "fp16"):
             assert choose_precision(requested, device, saved) == (requested, "as asked")
-
-
-@pytest.mark.parametrize("device", [CPU, MPS])
-def test_fp16_without_a_cuda_gpu_is_refused(device: torch.device) -> None:
-    with pytest.raises(UserError, match=rf"trainer\.precision is fp16.*CUDA.*on {device.type} set it to auto, fp32"):
-        check_precision("fp16", device)
 
 
 def test_compile_on_a_gpu_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
