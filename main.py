@@ -51,7 +51,7 @@ def main(argv: Sequence[str] = ()) -> int:
 
         import torch.distributed as dist
 
-        from mingpt.distributed.collectives import DistributedContext
+        from mingpt.distributed.context import DistributedContext
         from mingpt.distributed.process_group import connected_ranks, destroy_process_group, explained_errors
         from mingpt.monitoring.logging import set_rank
         from mingpt.parallel.build import strategy_class

@@ -14,7 +14,8 @@ import torch
 
 from char_dataset import CharDataset, ValidationDataset, train_val_split
 from mingpt.config.schema import Config, GPTConfig, config_to_dict
-from mingpt.distributed.collectives import DistributedContext
+from mingpt.distributed.agreement import shared_errors
+from mingpt.distributed.context import DistributedContext
 from mingpt.errors import UserError
 from mingpt.monitoring.logging import logger
 from mingpt.monitoring.profiler import profile_steps
@@ -133,7 +134,7 @@ class Trainer:
     def start_log(self) -> None:
         """Shows what is about to be trained, and opens the log; all ranks call it."""
         logger.info(summary.start(self))
-        with self.context.shared_errors():
+        with shared_errors(self.context):
             if self.context.rank == 0:
                 self.log.open(self.config, self.progress.step, self.last_step)
                 self.log.write("start", self.progress.step, samples=self.progress.samples, **self.numerics.choices)
@@ -243,7 +244,7 @@ class Trainer:
         with self.timer.pause():  # tokens per second are those of steps alone
             seconds = self.evaluate() if evaluates else 0.0
             if is_any_due:
-                with self.context.shared_errors():
+                with shared_errors(self.context):
                     self.lock.check()
             self.log.show_step(step, loss)
             if logs:
@@ -348,7 +349,7 @@ class Trainer:
         step = self.progress.step
         self.snapshots.wait_for_saves()
         self.log_saves()
-        with self.context.shared_errors():  # the last collective, in which others wait for a rank that hangs
+        with shared_errors(self.context):  # the last collective, in which others wait for a rank that hangs
             self.lock.check()
             if save_error := self.snapshots.writer.last_error:
                 raise UserError(

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.harness import Bench, machine_name, median_row
+from mingpt.distributed.agreement import all_gather_object
 
 CALLS = 10  # of each collective that is measured
 
@@ -72,7 +73,7 @@ def measure_collectives(bench: Bench, sizes: Sequence[int]) -> None:
         }
         for name, (factor, call) in calls.items():
             call()  # the first call is slower
-            seconds = max(context.all_gather_object(bench.time_calls(call, CALLS))) / CALLS
+            seconds = max(all_gather_object(context, bench.time_calls(call, CALLS))) / CALLS
             sent = factor * x.nbytes
             print_row(name, f"{x.nbytes:,}", f"{sent:,.0f}", f"{seconds:.2e}", f"{sent / seconds / 1e9:.3g}")
         print_row(*median_row("ring_all_reduce in all_reduce:", bench.ratio(ring, all_reduce)).cells)

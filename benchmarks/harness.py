@@ -23,7 +23,8 @@ import torch.distributed as dist
 
 from mingpt.config.parser import read_config
 from mingpt.config.schema import Config
-from mingpt.distributed.collectives import DistributedContext
+from mingpt.distributed.agreement import broadcast_object
+from mingpt.distributed.context import DistributedContext
 from mingpt.distributed.launcher import detect_launch_environment
 from mingpt.distributed.process_group import connected_ranks, destroy_process_group, explained_errors
 from mingpt.monitoring.logging import set_rank
@@ -189,7 +190,7 @@ class Bench:
         action()  # the first calls are slower
         reference()
         seconds = self.time_calls(action) + self.time_calls(reference)
-        times = self.context.broadcast_object(max(1, round(2 * self.min_run_time / seconds)))
+        times = broadcast_object(self.context, max(1, round(2 * self.min_run_time / seconds)))
         return [self.time_calls(action, times) / self.time_calls(reference, times) for _ in range(self.pairs)]
 
     def run_on_ranks(self, name: str) -> Iterator[Row]:

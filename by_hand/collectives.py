@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc_per_node=4 by_hand/collectives.py
 
-In this repository: `DistributedContext` in mingpt/distributed/collectives.py
+In this repository: `DistributedContext` in mingpt/distributed/context.py
 """
 
 import torch

@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc_per_node=4 by_hand/groups.py
 
-In this repository: `DistributedContext.subgroup` in mingpt/distributed/collectives.py
+In this repository: `DistributedContext.subgroup` in mingpt/distributed/context.py
 """
 
 import warnings

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import sample
 import trainer as trainer_module
 from mingpt import program
-from mingpt.distributed.collectives import DistributedContext
+from mingpt.distributed.context import DistributedContext
 from mingpt.errors import UserError
 from mingpt.parallel.strategy import Strategy
 from mingpt.run.evaluation import evaluate

@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from mingpt.config.schema import DistributedConfig
-from mingpt.distributed.collectives import DistributedContext, extend_cuda_timeout
+from mingpt.distributed.context import DistributedContext, extend_cuda_timeout
 from mingpt.distributed.health import FILE_SYSTEM, HealthMonitor
 from mingpt.distributed.launcher import (
     RankInfo,

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from mingpt.config.conflicts import find_precision_conflicts, refuse
 from mingpt.config.schema import Config
-from mingpt.distributed.collectives import DistributedContext
+from mingpt.distributed.agreement import shared_errors
+from mingpt.distributed.context import DistributedContext
 from mingpt.parallel.activation_checkpointing import apply_activation_checkpointing
 from mingpt.parallel.memory import check_memory, estimate_memory
 from mingpt.parallel.strategy import DDP, Strategy
@@ -61,7 +62,7 @@ def build_strategy(
     cls = strategy_class(config)
     refuse(find_precision_conflicts(config, precision))
     memory = estimate_memory(config, model, context.world_size, precision)
-    with context.shared_errors():
+    with shared_errors(context):
         if config.trainer.compile:
             check_compiler(context.device)
         check_memory(memory, context.device, context.local_world_size, context.world_size)

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from mingpt.distributed.collectives import DistributedContext
+from mingpt.distributed.agreement import broadcast_object
+from mingpt.distributed.context import DistributedContext
 
 OptimizerState = Mapping[str, Mapping[str, Tensor]]  # parameter name -> key -> tensor
 
@@ -46,7 +47,7 @@ class FullState:
 
     def load_full_state(self, weights: Mapping[str, Tensor], state: OptimizerState, source: int) -> None:
         """Loads the full weights and optimizer state of rank `source`; other ranks' arguments are ignored."""
-        shapes = self.context.broadcast_object(state_shapes(state), source)
+        shapes = broadcast_object(self.context, state_shapes(state), source)
         for name, parameter in self.full_shapes.items():
             weight = self.broadcast(weights, name, parameter.shape, source)
             if name in self.parameters:

@@ -18,7 +18,8 @@ from torch.profiler import record_function
 
 from char_dataset import CharDataset, ValidationDataset
 from mingpt.config.schema import Config, GPTConfig
-from mingpt.distributed.collectives import DistributedContext
+from mingpt.distributed.agreement import reduce_object
+from mingpt.distributed.context import DistributedContext
 from mingpt.distributed.position import POINT_TO_POINT
 from mingpt.nn.layers import IGNORE_INDEX, cross_entropy
 from mingpt.optim.muon import to_local
@@ -213,7 +214,7 @@ class PipelineParallel(Strategy):
 
     def iter_full_state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
         """The ranks of the first replica broadcast their stages, one after another."""
-        keys = self.context.reduce_object(state_keys(self.local_state), lambda parts: dict(ChainMap(*parts)))
+        keys = reduce_object(self.context, state_keys(self.local_state), lambda parts: dict(ChainMap(*parts)))
         mine = self.inner.iter_full_state()
         for name in self.full_shapes:
             stage = self.stage_of[name]

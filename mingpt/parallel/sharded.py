@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.utils import get_total_norm
 
 from mingpt.config.schema import Config
-from mingpt.distributed.collectives import DistributedContext
+from mingpt.distributed.agreement import reduce_object
+from mingpt.distributed.context import DistributedContext
 from mingpt.optim.muon import newton_schulz, to_local
 from mingpt.optim.optimizer import build_optimizer
 from mingpt.parallel.full_state import state_keys
@@ -60,7 +61,8 @@ class ZeRO1(DDP):
         self.local_state = {name: local.state[p] for name, p in self.parameters.items() if p in owned}
 
     def iter_full_state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
-        owners = self.context.reduce_object(
+        owners = reduce_object(
+            self.context,
             state_keys(self.local_state),
             lambda parts: {name: (rank, keys) for rank, part in enumerate(parts) for name, keys in part.items()},
         )

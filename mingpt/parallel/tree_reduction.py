@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from char_dataset import CharDataset
 from mingpt.config.schema import Config
-from mingpt.distributed.collectives import DistributedContext
+from mingpt.distributed.context import DistributedContext
 from mingpt.parallel.strategy import MicroBatch, Strategy
 from mingpt.system.torch_versions import all_gather_single
 

@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 import torch
 
 from mingpt.config.schema import Config
-from mingpt.distributed.collectives import DistributedContext
+from mingpt.distributed.agreement import check_equal, reduce_object
+from mingpt.distributed.context import DistributedContext
 from mingpt.system.device import choose_precision, device_kind, set_deterministic
 from mingpt.system.threads import choose_threads
 
@@ -36,9 +37,9 @@ def agree_on_numerics(config: Config, context: DistributedContext, header: dict[
     else:
         kept = saved["threads"] if saved.get("world_size") == context.world_size else None
         choice = choose_threads(cfg.threads, context.local_world_size, kept)
-        threads, threads_reason = context.reduce_object(choice, min)  # a step takes as long as the slowest rank's
+        threads, threads_reason = reduce_object(context, choice, min)  # a step takes as long as the slowest rank's
     precision, reason = choose_precision(cfg.precision, device, saved.get("precision"))
-    context.check_equal({"what trainer.precision: auto gives": precision}, advice="set it to either")
+    check_equal(context, {"what trainer.precision: auto gives": precision}, advice="set it to either")
     torch.set_num_threads(threads)
     reasons = {"precision": f"{precision} ({reason})", "threads": f"{threads} per rank ({threads_reason})"}
     if cfg.deterministic:

@@ -14,7 +14,8 @@ from torch import Tensor
 from char_dataset import split_lengths
 from mingpt.config.conflicts import find_start_conflicts, refuse
 from mingpt.config.schema import Config, DataConfig, GPTConfig, config_to_dict, keys_without_places
-from mingpt.distributed.collectives import DistributedContext
+from mingpt.distributed.agreement import broadcast_object, check_equal, shared_errors
+from mingpt.distributed.context import DistributedContext
 from mingpt.errors import UserError
 from mingpt.monitoring.logging import logger
 from mingpt.monitoring.run_log import check_wandb
@@ -38,7 +39,7 @@ def prepare_run(config: Config, context: DistributedContext) -> None:
     tune_malloc()
     check_same_start(config, context)
     refuse(find_start_conflicts(config, context.world_size, context.device.type))
-    with context.shared_errors():
+    with shared_errors(context):
         check_wandb(config.trainer.wandb_project)
     is_new = not os.path.exists(config.trainer.run_dir)
     with context.local_rank0_first():
@@ -55,7 +56,7 @@ def prepare_run(config: Config, context: DistributedContext) -> None:
 def check_same_start(config: Config, context: DistributedContext) -> None:
     """Raises a UserError if ranks have been started with different configurations, code or versions of PyTorch."""
     versions = {"PyTorch's version": str(torch.__version__), "the code's SHA-256": code_digest()}
-    context.check_equal({**versions, **keys_without_places(config_to_dict(config))})
+    check_equal(context, {**versions, **keys_without_places(config_to_dict(config))})
 
 
 def code_digest() -> str:
@@ -92,7 +93,7 @@ def lock_run(config: Config, context: DistributedContext) -> RunLock:
         UserError: on all ranks, if another run has a lock, or a folder can't be written.
     """
     folders = {Path(config.trainer.run_dir): "trainer.run_dir"}
-    with context.shared_errors():
+    with shared_errors(context):
         storage = SnapshotStorage(config.trainer.snapshot_path or f"{config.trainer.run_dir}/snapshots", keep=1)
         if storage.is_local:
             folders[Path(storage.path)] = "trainer.snapshot_path"
@@ -127,10 +128,10 @@ def adopt_snapshot(config: Config, context: DistributedContext, header: dict[str
     if path is None:
         return config, ""
     header = {}
-    with context.without_timeout(), context.shared_errors():
+    with context.without_timeout(), shared_errors(context):
         if context.rank == 0:
             header = split_header(load_pretrained(path, "trainer.init_from").snapshot)
-    header = context.broadcast_object(header)
+    header = broadcast_object(context, header)
     return adopt_shape(config, header, f"trainer.init_from, {path}"), header["vocabulary"]
 
 
@@ -144,7 +145,7 @@ def load_corpus(config: Config, context: DistributedContext, extra_characters: s
     with context.local_rank0_first():
         is_ready = context.local_rank > 0
         corpus = encode_corpus(config.data.path, cache, extra_characters, config.trainer.init_from or "", is_ready)
-    context.check_equal({"the text's SHA-256": corpus.sha256})
+    check_equal(context, {"the text's SHA-256": corpus.sha256})
     return corpus
 
 
@@ -156,7 +157,7 @@ def initial_weights(
     Raises:
         UserError: on all ranks, if trainer.init_from can't be loaded.
     """
-    with context.without_timeout(), context.shared_errors():
+    with context.without_timeout(), shared_errors(context):
         if context.rank == 0:
             torch.manual_seed(config.trainer.seed)
             model = GPT(model_config)

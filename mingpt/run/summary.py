@@ -15,6 +15,7 @@ from torch import nn
 
 from mingpt.config.schema import config_to_dict, keys_without_places
 from mingpt.config.yaml_format import format_value
+from mingpt.distributed.agreement import reduce_object
 from mingpt.monitoring.live_line import format_duration
 from mingpt.optim.optimizer import learning_rate
 from mingpt.parallel.memory import MemoryUsage, format_bytes, measure_memory
@@ -32,7 +33,7 @@ MAX_MEMBERS = 16  # ranks that have a line each at the start
 def start(trainer: "Trainer") -> str:
     """Ranks, choices, text and length of a run, its model, and what has changed since its newest snapshot."""
     context = trainer.context
-    members = context.reduce_object(f"{platform.node()} {device_name(context.device)}", member_lines)
+    members = reduce_object(context, f"{platform.node()} {device_name(context.device)}", member_lines)
     config = trainer.config
     cfg = config.trainer
     T = config.data.block_size
@@ -150,7 +151,7 @@ def done(trainer: "Trainer") -> str:
 def measured_memory(strategy: Strategy) -> str:
     """What the rank with most holds between backward and the end of a step; all ranks call it."""
     largest = partial(max, key=lambda each: sum(each.values()))
-    usage = MemoryUsage(**strategy.context.reduce_object(asdict(measure_memory(strategy)), largest))
+    usage = MemoryUsage(**reduce_object(strategy.context, asdict(measure_memory(strategy)), largest))
     peak = ""
     if strategy.context.device.type == "cuda":
         peak = f"; at the peak {format_bytes(torch.cuda.max_memory_allocated())}, activations included"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from mingpt.distributed.collectives import DistributedContext
+from mingpt.distributed.context import DistributedContext
 from mingpt.monitoring.logging import logger
 from mingpt.system.threads import available_cores
 

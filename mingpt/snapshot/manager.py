@@ -10,7 +10,8 @@ from typing import Any
 
 from mingpt.config.schema import Config, config_to_dict
 from mingpt.config.yaml_format import format_value
-from mingpt.distributed.collectives import DistributedContext
+from mingpt.distributed.agreement import broadcast_object, reduce_object, shared_errors
+from mingpt.distributed.context import DistributedContext
 from mingpt.errors import UserError
 from mingpt.monitoring.logging import logger
 from mingpt.monitoring.run_log import saved_steps
@@ -97,7 +98,9 @@ class SnapshotManager:
                 path = storage.file(content["step"])
         step = content.get("step", -1)
         with context.without_timeout():  # it may be large, and far away
-            newest_step, source_rank, messages, failure = context.reduce_object((step, messages, failure), _find_newest)
+            newest_step, source_rank, messages, failure = reduce_object(
+                context, (step, messages, failure), _find_newest
+            )
         for message in messages:
             logger.info(message)
         if failure and newest_step < 0:
@@ -110,7 +113,7 @@ class SnapshotManager:
         if newest_step < 0:
             self._check_new()
             return None
-        header, path = context.broadcast_object((split_header(content), path), source_rank)
+        header, path = broadcast_object(context, (split_header(content), path), source_rank)
         is_missing = context.rank in self.writer_ranks and step < newest_step
         if context.rank != source_rank:
             content = {}
@@ -119,7 +122,7 @@ class SnapshotManager:
     def _check_new(self) -> None:
         """Raises a UserError if this run, which has no snapshot, has had one: its rows would be removed."""
         metrics_file = Path(self.config.trainer.run_dir) / "metrics.jsonl"
-        with self.context.shared_errors():
+        with shared_errors(self.context):
             saved = saved_steps(metrics_file) if self.context.rank == 0 else []
             if saved:
                 raise UserError(
@@ -138,7 +141,7 @@ class SnapshotManager:
     def restore(self, newest: NewestSnapshot, strategy: Strategy) -> None:
         """Loads the tensors of the newest snapshot, and copies it to writer ranks that do not have it."""
         content = newest.content
-        with self.context.shared_errors():
+        with shared_errors(self.context):
             if content and content["optimizer"].keys() != content["model"].keys():
                 raise UserError(
                     f"trainer.snapshot_path: {newest.path} has an optimizer state for {len(content['optimizer'])} of "
@@ -148,7 +151,7 @@ class SnapshotManager:
         strategy.load_full_state(content.get("model", {}), content.get("optimizer", {}), newest.source_rank)
         if newest.header["scaler"]:  # empty if the run that saved it was not in fp16
             strategy.scaler.load_state_dict(newest.header["scaler"])
-        if self.context.reduce_object(newest.is_missing, any):
+        if reduce_object(self.context, newest.is_missing, any):
             self._start(newest.header, strategy, self.storage, newest.is_missing)
 
     def is_frequent_due(self, training_seconds: float) -> bool:
@@ -220,7 +223,7 @@ class SnapshotManager:
 
     def wait_for_saves(self) -> None:
         """Waits until no rank is writing a snapshot, as long as that takes."""
-        while not self.context.reduce_object(self.writer.wait(EXCHANGE_SECONDS), all):
+        while not reduce_object(self.context, self.writer.wait(EXCHANGE_SECONDS), all):
             pass
 
     def _start(self, header: dict[str, Any], strategy: Strategy, storage: SnapshotStorage, writes: bool) -> None:
@@ -244,18 +247,18 @@ def elect_writer_ranks(context: DistributedContext, storage: SnapshotStorage) ->
     Raises:
         UserError: one of them can't write.
     """
-    marker = context.broadcast_object(uuid.uuid4().hex)
-    with context.shared_errors():
+    marker = broadcast_object(context, uuid.uuid4().hex)
+    with shared_errors(context):
         if context.rank == 0:
             storage.put_marker(marker)
-    with context.shared_errors():
+    with shared_errors(context):
         is_apart = context.local_rank == 0 and not storage.has_marker(marker)
         if is_apart:
             storage.put_marker(marker)
     is_writer = context.rank == 0 or is_apart
     if is_writer:
         storage.remove_marker(marker)
-    return context.reduce_object(is_writer, lambda writes: [rank for rank, each in enumerate(writes) if each])
+    return reduce_object(context, is_writer, lambda writes: [rank for rank, each in enumerate(writes) if each])
 
 
 def new_run_advice(config: dict[str, Any]) -> str:

@@ -19,7 +19,7 @@ from benchmarks.cases import CASES, MULTI_RANK_CASES
 from benchmarks.harness import Bench, Row, SkippedError, median_row, to_options
 from mingpt.config.parser import read_config
 from mingpt.config.schema import DistributedConfig
-from mingpt.distributed.collectives import DistributedContext
+from mingpt.distributed.context import DistributedContext
 from mingpt.distributed.launcher import RankInfo
 from mingpt.program import run_program as exit_status_of
 from tests.helpers import ROOT, process_group, run_program, run_ranks
@@ -179,7 +179,7 @@ def test_the_device_is_that_of_main(capsys, monkeypatch) -> None:
     def choose_device(backend: str, *ranks: int) -> torch.device:
         return torch.device("cpu" if backend == "gloo" else "cuda")
 
-    monkeypatch.setattr("mingpt.distributed.collectives.choose_device", choose_device)
+    monkeypatch.setattr("mingpt.distributed.context.choose_device", choose_device)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)

@@ -13,7 +13,7 @@ from benchmarks.__main__ import run, run_case
 from benchmarks.cases import CASES, LONG_CASES
 from benchmarks.harness import Bench
 from mingpt.config.schema import DistributedConfig
-from mingpt.distributed.collectives import DistributedContext
+from mingpt.distributed.context import DistributedContext
 from mingpt.distributed.launcher import RankInfo
 from mingpt.nn.layers import IGNORE_INDEX
 from mingpt.program import run_program as exit_status_of

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from mingpt.config.schema import DistributedConfig
 from mingpt.distributed import health
-from mingpt.distributed.collectives import DistributedContext
+from mingpt.distributed.context import DistributedContext
 from mingpt.distributed.health import HealthMonitor
 from mingpt.distributed.launcher import RankInfo, detect_launch_environment
 from mingpt.distributed.process_group import connected_ranks, explained_errors

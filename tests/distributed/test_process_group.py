@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mingpt.config.schema import DistributedConfig
-from mingpt.distributed.collectives import DistributedContext
+from mingpt.distributed.agreement import all_gather_object, broadcast_object, check_equal, shared_errors
+from mingpt.distributed.context import DistributedContext
 from mingpt.distributed.launcher import OWN_FILES, STORE_CONNECTIONS, RankInfo
 from mingpt.distributed.process_group import _check_backends
 from mingpt.distributed.rendezvous import NCCL_DUMP_KEY, first_different, generation_store, rendezvous
@@ -68,22 +69,22 @@ def _collectives(folder: Path) -> dict[str, Any]:
         _run_collectives(context, results, folder)
     assert dist.is_initialized()  # NCCL would wait for other ranks
     with process_group(replace(config, init_method=f"{config.init_method}-2")) as context:
-        assert context.all_gather_object(None) == [None] * 3
+        assert all_gather_object(context, None) == [None] * 3
     assert not dist.is_initialized()
     return results
 
 
 def _run_collectives(context: DistributedContext, results: dict[str, Any], folder: Path) -> None:
     rank = context.rank
-    results["all_gather_object"] = context.all_gather_object(rank * 10)
+    results["all_gather_object"] = all_gather_object(context, rank * 10)
     with pytest.raises(UserError) as error:
         _fail_on_rank1(context)
     results["shared_errors"] = str(error.value)
     with pytest.raises(UserError) as error:
-        context.check_equal({"same": 1, "key": "b" if rank == 2 else "a"})
+        check_equal(context, {"same": 1, "key": "b" if rank == 2 else "a"})
     results["check_equal"] = str(error.value)
     with pytest.raises(UserError, match=r"^key differs between ranks: 0 on rank 0, 1 on rank 1; set it$"):
-        context.check_equal({"key": rank}, advice="set it")
+        check_equal(context, {"key": rank}, advice="set it")
     first = context.all_reduce_flags(0, rank)
     second = context.all_reduce_flags(15 if rank == 2 else 0)
     results["all_reduce_flags"] = [first.wait(), second.wait()]
@@ -96,10 +97,10 @@ def _run_collectives(context: DistributedContext, results: dict[str, Any], folde
     assert backend.options._timeout == context.timeout
     gpus = {"all see all GPUs": ["abc"] * 3, "each sees its own": ["a", "b", "c"], "all see the same one": ["a"] * 3}
     for name, visible in gpus.items():
-        results[name] = context.all_gather_object(_device(context, visible[rank]))
+        results[name] = all_gather_object(context, _device(context, visible[rank]))
     two_ranks = context.subgroup([[0, 1], [2]])
     bytes_per_rank = [_bytes_per_rank(context), _bytes_per_rank(two_ranks)]
-    results["bytes per rank"] = context.broadcast_object(bytes_per_rank)
+    results["bytes per rank"] = broadcast_object(context, bytes_per_rank)
     raise ZeroDivisionError
 
 
@@ -114,16 +115,15 @@ def _bytes_per_rank(context: DistributedContext) -> float:
                 collective(tensor, of_all, **options)
 
             patch.setattr(dist, collective.__name__, count)
-        context._exchange("host", lambda hosts: hosts)
-        context.check_equal({f"key {number}": number for number in range(100)})
-        context.broadcast_object({f"parameter {number}": [1, 2] for number in range(1000)})
-        with context.shared_errors():
+        check_equal(context, {f"key {number}": number for number in range(100)})
+        broadcast_object(context, {f"parameter {number}": [1, 2] for number in range(1000)})
+        with shared_errors(context):
             pass
     return sum(counted) / context.world_size
 
 
 def _fail_on_rank1(context: DistributedContext) -> None:
-    with context.shared_errors():
+    with shared_errors(context):
         if context.rank == 1:
             raise UserError("disk full")
 
@@ -408,17 +408,17 @@ def test_descriptors_grow_with_the_number_of_ranks_as_their_limit_allows(tmp_pat
 
 def _count_descriptors(address: str) -> int:
     with process_group(DistributedConfig(init_method=address)) as context:
-        context.all_gather_object("all ranks are connected")
+        all_gather_object(context, "all ranks are connected")
         count = psutil.Process().num_fds()
-        context.all_gather_object("all ranks have counted")
+        all_gather_object(context, "all ranks have counted")
     return count
 
 
 def _listening_hosts(address: str) -> set[str]:
     config = DistributedConfig(init_method=address)
     with process_group(config) as context:
-        context.all_gather_object("all ranks are connected")
+        all_gather_object(context, "all ranks are connected")
         sockets = psutil.Process().net_connections("tcp")
         hosts = {each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN}
-        context.all_gather_object("all ranks have looked")
+        all_gather_object(context, "all ranks have looked")
     return hosts

@@ -20,7 +20,7 @@ import main
 import model
 import trainer
 from char_dataset import ValidationDataset
-from mingpt.distributed.collectives import DistributedContext
+from mingpt.distributed.agreement import all_gather_object
 from mingpt.distributed.health import HEARTBEAT_TIMEOUT
 from mingpt.distributed.position import count_collectives
 from mingpt.monitoring.logging import logger
@@ -42,7 +42,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "after the gradients": (trainer, "learning_rate"),
     "in an evaluation": (ValidationDataset, "count"),
     "in a save": (SnapshotManager, "save"),
-    "at the end": (DistributedContext, "shared_errors"),
+    "at the end": (trainer, "shared_errors"),
 }
 AFTER_STEP = ("in an evaluation", "in a save", "at the end")
 
@@ -131,7 +131,7 @@ def replace_function(plan: Plan, file: Path) -> None:
             caller = sys._getframe(1)
             file.write_text(f"{Path(caller.f_code.co_filename).relative_to(ROOT)}:{caller.f_lineno}")
             if plan.kind == MISMATCH:
-                trainers[0].context.all_gather_object("unexpected")
+                all_gather_object(trainers[0].context, "unexpected")
             time.sleep(SLOW_SECONDS if plan.kind == SLOW else 1000)
         return function(*args, **kwargs)
 

@@ -49,7 +49,7 @@ def patch_library() -> None:
     import torch.distributed as dist
 
     import trainer
-    from mingpt.distributed.collectives import DistributedContext
+    from mingpt.distributed.context import DistributedContext
     from mingpt.run import start, summary
 
     before(dist, "init_process_group", "init_process_group")

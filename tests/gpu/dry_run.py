@@ -27,7 +27,7 @@ from torch.nn.utils import get_total_norm
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mingpt.config.parser import read_config
-from mingpt.distributed.collectives import DistributedContext
+from mingpt.distributed.context import DistributedContext
 from mingpt.distributed.launcher import RankInfo
 from mingpt.parallel import strategy as strategies
 from mingpt.parallel.strategy import Strategy

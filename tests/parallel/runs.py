@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from mingpt.config.parser import read_config
+from mingpt.distributed.agreement import all_gather_object
 from mingpt.errors import UserError
 from mingpt.parallel.memory import MemoryUsage, estimate_memory, measure_memory
 from model import GPT
@@ -179,7 +180,7 @@ def measure(folder: Path, runs: list[Options]) -> list[tuple[MemoryUsage, list[M
             with torch.device("meta"):
                 model = GPT(trainer.model_config)
             estimate = estimate_memory(trainer.config, model, ranks, trainer.numerics.precision)
-            measured = trainer.context.all_gather_object(asdict(measure_memory(trainer.strategy)))
+            measured = all_gather_object(trainer.context, asdict(measure_memory(trainer.strategy)))
             results.append((estimate, [MemoryUsage(**values) for values in measured]))
     return results
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from mingpt.config.parser import read_config
-from mingpt.distributed.collectives import DistributedContext
+from mingpt.distributed.context import DistributedContext
 from mingpt.distributed.launcher import RankInfo
 from mingpt.errors import UserError
 from mingpt.snapshot.storage import SnapshotStorage

@@ -1,0 +1,188 @@
+"""The rank and device of this process, its groups, and collectives of tensors."""
+
+import platform
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
+from datetime import timedelta
+from itertools import chain
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mingpt.config.schema import DistributedConfig
+from mingpt.distributed.agreement import RankGroup, all_gather_object, raise_first_error, reduce_object, shared_errors
+from mingpt.distributed.health import HealthMonitor
+from mingpt.distributed.launcher import RankInfo
+from mingpt.system.device import choose_device, visible_gpu_uuids
+
+CUDA_EXTRA_TIMEOUT = timedelta(seconds=60)  # added to distributed.timeout_seconds for NCCL's collectives
+NO_TIMEOUT = timedelta(days=365)
+
+
+class DistributedContext(RankGroup):
+    """This process's rank and device, and collectives with the other ranks.
+
+    Args:
+        info: as the launcher tells it
+        health: None for a single process
+
+    Raises:
+        UserError: on all ranks, if a host has fewer GPUs than processes, or no GPU for nccl.
+    """
+
+    exit_callbacks: ClassVar[list[Callable[[], None]]] = []  # called before the process group is destroyed
+
+    def __init__(self, info: RankInfo, config: DistributedConfig, health: HealthMonitor | None = None) -> None:
+        super().__init__(info.rank, info.world_size)
+        self.restart_count = info.restart_count
+        self.health = health
+        self.timeout = timedelta(seconds=config.timeout_seconds)
+        host = platform.node()
+        hosts = all_gather_object(self, host)
+        self.local_rank = hosts[: self.rank].count(host) if info.local_rank is None else info.local_rank
+        self.local_world_size = info.local_world_size or hosts.count(host)
+        with shared_errors(self):
+            gpus = visible_gpu_uuids(config.backend)
+        is_shared = reduce_object(self, gpus, lambda found: max(Counter(chain(*found)).values(), default=0) > 1)
+        with shared_errors(self):
+            if gpus and not is_shared:  # srun may be configured so that each process sees only its own GPU, as number 0
+                self.device = choose_device(config.backend, 0, 1, self.world_size)
+            else:
+                self.device = choose_device(config.backend, self.local_rank, self.local_world_size, self.world_size)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
+    def subgroup(self, groups: Iterable[Sequence[int]], description: str | None = None) -> "DistributedContext":
+        """Returns the context of this rank's group of ranks; all ranks must list the same groups."""
+        context = copy(self)
+        for ranks in groups:
+            group = dist.new_group(list(ranks), timeout=self.timeout, group_desc=description)
+            if self.rank in ranks:
+                extend_cuda_timeout(group)
+                context.rank = ranks.index(self.rank)
+                context.world_size = len(ranks)
+                context.group = group
+        return context
+
+    def unchecked_group(self) -> dist.ProcessGroup | None:
+        """Returns the group of this context's ranks for DDP, which all of them call.
+
+        It is another one with TORCH_DISTRIBUTED_DEBUG=DETAIL, which wraps gloo in a backend that compares collectives.
+        DDP's logger would take the wrapper for gloo, and crash (torch 2.13: Logger::set_env_variables in logger.cpp).
+        """
+        if dist.get_debug_level() != dist.DebugLevel.DETAIL or self.backend != "gloo":
+            return self.group
+        ranks = dist.get_process_group_ranks(self.group)
+        dist.set_debug_level(dist.DebugLevel.INFO)
+        group = dist.new_group(ranks, timeout=self.timeout, use_local_synchronization=True)
+        dist.set_debug_level(dist.DebugLevel.DETAIL)
+        return group
+
+    @property
+    def backend(self) -> str:
+        """The backend that reduces gradients."""
+        if self.world_size == 1:
+            return "none, one process"
+        return "nccl" if self.device.type == "cuda" else "gloo"
+
+    @contextmanager
+    def without_timeout(self) -> Iterator[None]:
+        """Ranks wait for each other, in collectives on the CPU, as long as all are alive: one may work for an hour."""
+        # DETAIL's wrapper of the backend also waits in a group of its own, whose timeout stays the same (torch 2.13).
+        # PyTorch 2.10 refuses to set the wrapper's timeout.
+        if self.world_size == 1 or dist.get_debug_level() == dist.DebugLevel.DETAIL:
+            yield
+            return
+        backend = (self.group or dist.group.WORLD)._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+        backend.set_timeout(NO_TIMEOUT)
+        try:
+            yield
+        finally:
+            backend.set_timeout(self.timeout)
+
+    @contextmanager
+    def local_rank0_first(self) -> Iterator[None]:
+        """Runs the block on rank 0, then on local rank 0 of each other host, then on all other ranks.
+
+        Raises:
+            UserError: on all ranks, if the block raises one on any rank; ranks whose turn is later do not run it.
+        """
+        my_turn = 2
+        if self.local_rank == 0:
+            my_turn = 1
+        if self.rank == 0:
+            my_turn = 0
+        with self.without_timeout():
+            for _ in range(my_turn):
+                raise_first_error(self, None)  # of an earlier turn
+            with shared_errors(self):
+                yield
+            for _ in range(my_turn, 2):
+                raise_first_error(self, None)  # of a later turn
+
+    def shard_range(self, first: int, count: int, rank: int | None = None) -> range:
+        """Returns a rank's shard of [first, first + count), by default this rank's; sizes differ by at most one."""
+        rank = self.rank if rank is None else rank
+        return range(first + count * rank // self.world_size, first + count * (rank + 1) // self.world_size)
+
+    def max_shard_size(self, count: int) -> int:
+        """Returns the size of the largest shard of `count` samples."""
+        return -(-count // self.world_size)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sums the tensor over ranks, in place."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def broadcast_tensor(self, tensor: Tensor, source: int) -> None:
+        """Overwrites the tensor with the source rank's."""
+        if self.world_size > 1:
+            dist.broadcast(tensor, group_src=source, group=self.group)
+
+    def all_reduce_flags(self, *values: int) -> "PendingFlags":
+        """Starts an all-reduce of each value to its maximum over all ranks.
+
+        Ranks call it at the same step, so all of them know at the same step that one has received a signal.
+        """
+        flags = torch.tensor(values, dtype=torch.int32)
+        work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, async_op=True) if self.world_size > 1 else None
+        return PendingFlags(flags, work)
+
+    def end_collectives(self) -> None:
+        """Declares that training has ended here: from now on the loss of another rank does not end this process."""
+        if self.health is not None:
+            self.health.is_watching = False
+
+
+class PendingFlags:
+    """The maximum of each value over all ranks, which is reduced while the caller continues.
+
+    The tensor is on the CPU and reduced by gloo, so it does not wait for work on a GPU.
+    """
+
+    def __init__(self, tensor: Tensor, work: dist.Work | None) -> None:
+        self.tensor = tensor
+        self.work = work
+
+    def wait(self) -> list[int]:
+        if self.work is not None:
+            self.work.wait()
+        return self.tensor.tolist()
+
+
+def extend_cuda_timeout(group: dist.ProcessGroup) -> None:
+    """Gives NCCL more time than gloo, so that a collective on the CPU, such as the flags of each step, fails first.
+
+    Its error is an exception, after which ranks find out which of them is dead. NCCL's watchdog ends the process
+    (handleException in ProcessGroupNCCL.cpp). `setTimeout` there applies to collectives from then on.
+    """
+    cpu_backend = group._get_backend(torch.device("cpu"))
+    cuda_backend = group._get_backend(torch.device("cuda"))
+    # PyTorch 2.10 refuses to set the timeout of DETAIL's wrapper.
+    if cuda_backend is not cpu_backend and dist.get_debug_level() != dist.DebugLevel.DETAIL:
+        cuda_backend.set_timeout(cuda_backend.options._timeout + CUDA_EXTRA_TIMEOUT)
