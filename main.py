@@ -54,7 +54,6 @@ def main(argv: Sequence[str] = ()) -> int:
         from mingpt.distributed.context import DistributedContext
         from mingpt.distributed.process_group import connected_ranks, destroy_process_group, explained_errors
         from mingpt.monitoring.logging import set_rank
-        from mingpt.parallel.build import strategy_class
         from mingpt.run.start import prepare_run
         from mingpt.system.device import use_cuda
         from trainer import Trainer
@@ -67,7 +66,7 @@ def main(argv: Sequence[str] = ()) -> int:
     if info.world_size > 1:
         with connected_ranks(info, config.distributed, config.trainer.run_dir, backend) as (store, health):
             dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size, timeout=timeout)
-    elif strategy_class(config).needs_process_group:  # FSDP, also on a single process
+    elif config.distributed.uses_fsdp:  # needs a group on a single process, too
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
     with explained_errors(info, health):  # an error whose cause is another rank names that rank

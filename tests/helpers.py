@@ -36,7 +36,6 @@ from mingpt.distributed.context import DistributedContext
 from mingpt.distributed.launcher import detect_launch_environment
 from mingpt.distributed.process_group import connected_ranks, destroy_process_group, explained_errors
 from mingpt.monitoring.run_log import iter_metrics
-from mingpt.parallel.build import strategy_class
 from mingpt.snapshot.storage import SnapshotStorage
 from mingpt.system.run_lock import LOCK_NAME
 from model import GPT
@@ -508,7 +507,7 @@ def open_trainer(*argv: str, rendezvous: Any = "") -> Iterator[Trainer]:
     `rendezvous` differs between the trainers of one process.
     """
     config = read_config([*argv, "--distributed.init_method", f"{os.environ['TEST_INIT_METHOD']}-{rendezvous}"])
-    needs_group = strategy_class(config).needs_process_group
+    needs_group = config.distributed.uses_fsdp
     with (
         process_group(config.distributed, needs_group) as context,
         redirect_stdout(io.StringIO()),
