@@ -1,5 +1,5 @@
-"""What a rank holds without activations, with Adam: measured from the storages of the tensors, a letter for each byte
-per parameter, beside the formula for a parameters on n ranks.
+"""Memory of a rank without activations, with Adam: the formula for a parameters on n ranks, and a bar with one letter
+per byte and parameter, measured from the storages of the tensors.
 
     python by_hand/memory.py
 
@@ -13,7 +13,7 @@ N = 4  # ranks
 
 
 def train(rows):
-    """Returns parameters, their gradients and the optimizer's state after a step."""
+    """Returns parameters, gradients and optimizer state after a step."""
     parameters = [torch.ones(rows, 64, requires_grad=True) for _ in range(4)]
     optimizer = torch.optim.Adam(parameters)
     sum(p.square().sum() for p in parameters).backward()
@@ -24,7 +24,7 @@ def train(rows):
 
 def show(name, formula, expected, **held):
     bar = ""
-    storages = {}  # address -> bytes: tensors that share memory count once
+    storages = {}  # address -> bytes, so tensors that share memory count once
     for letter, tensors in held.items():
         before = sum(storages.values())
         for tensor in tensors:
@@ -39,7 +39,7 @@ weights, gradients, state = train(64)
 a = sum(p.numel() for p in weights)
 bucket = parameters_to_vector(gradients)
 show("DDP", "20a", 20, P=weights, G=gradients, O=state, B=[bucket])
-vector_to_parameters(bucket, gradients)  # gradients are views of the bucket from now on
+vector_to_parameters(bucket, gradients)  # from now on, gradients are views of the bucket
 show("gradient_as_bucket_view", "16a", 16, P=weights, G=gradients, O=state, B=[bucket])
 half = [p.bfloat16() for p in weights]  # autocast's copies, from forward to backward
 show("and in half precision", "18a", 18, P=weights, G=gradients, O=state, H=half)
