@@ -106,7 +106,7 @@ class CausalConv(nn.Module):
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head attention in which a position attends to itself and to earlier positions."""
+    """Multi-head attention. Each position attends to itself and to earlier positions."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()

@@ -84,8 +84,8 @@ def newton_schulz(gradients: Tensor, ns_dtype: torch.dtype) -> Tensor:
 
     Three iterations of Polar Express (Amsel et al., 2025) bring all singular values that are at least 0.002 of the
     matrix's norm between 0.15 and 1.9. Then the rows of tall and square matrices and the columns of wide matrices are
-    normalized, like in NorMuon (Li et al., 2025) but without a running average. The Frobenius norm is that of an
-    orthogonal matrix.
+    normalized, like in NorMuon (Li et al., 2025) but without a running average, so that the Frobenius norm equals the
+    norm of an orthogonal matrix.
     """
     _, m, n = gradients.shape
     is_tall = m >= n  # so x^T x is not larger than x x^T
@@ -117,7 +117,7 @@ def newton_schulz(gradients: Tensor, ns_dtype: torch.dtype) -> Tensor:
 
 
 def _product_of_factors(square: Tensor) -> Tensor:
-    """Returns the matrix by which all iterations together multiply x, from x x^T: (k, m, m) -> (k, m, m).
+    """Returns the product of the factors of all iterations, from x x^T: (k, m, m) -> (k, m, m).
 
     An iteration multiplies x by a + b (x x^T) + c (x x^T)^2. These factors are polynomials in x x^T, so they commute,
     and no product is as large as x. They contain differences of nearly equal numbers, too inexact in bf16.

@@ -1,4 +1,4 @@
-"""The full state of model and optimizer, of which each rank may hold only a part.
+"""The full state of model and optimizer, while each rank may hold only a part of it.
 
 Snapshots are written from this state and loaded into it. Tensors are gathered and broadcast one at a time, because a
 rank may not have memory for all of them. torch.distributed.checkpoint.state_dict does not do that, and it does not

@@ -54,11 +54,11 @@ class MemoryUsage:
 
     def __str__(self) -> str:
         text = (
-            f"{format_bytes(self.total)} per rank besides activations: parameters {format_bytes(self.parameters)}, "
+            f"{format_bytes(self.total)} per rank without activations: parameters {format_bytes(self.parameters)}, "
             f"gradients {format_bytes(self.gradients)}, optimizer state {format_bytes(self.optimizer)}"
         )
         if self.unsharded:
-            text += f", in a part of the step {format_bytes(self.unsharded)}"
+            text += f", during a part of the step {format_bytes(self.unsharded)}"
         return text
 
 

@@ -23,7 +23,7 @@ from mingpt.distributed.context import DistributedContext
 from mingpt.distributed.position import POINT_TO_POINT
 from mingpt.nn.layers import IGNORE_INDEX, cross_entropy
 from mingpt.optim.muon import to_local
-from mingpt.parallel.build import build_data_parallel
+from mingpt.parallel.data_parallel import build_data_parallel
 from mingpt.parallel.full_state import state_shapes
 from mingpt.parallel.strategy import DDP, MicroBatch, Strategy
 from mingpt.system.device import seed_device

@@ -51,7 +51,7 @@ class Strategy(FullState):
         device: device of the parameters between steps
         model: model for micro-batches
         full_model: model for evaluation and generation; all ranks call it together
-        optimizer: optimizer whose step updates all parameters on all ranks
+        optimizer: its step updates all parameters on all ranks
         scaler: gradient scaler, enabled in fp16
         description: rows for the summary at the start
 

@@ -1,6 +1,6 @@
 """Tree reduction: gradients that are bitwise identical for any number of ranks.
 
-The order in which a backend sums over ranks depends on their number, and the last bits depend on the order. Here,
+A backend's order of additions depends on the number of ranks, and the last bits of a sum depend on the order. Here,
 micro-batches have fixed bounds, their gradients are the leaves of one binary tree, and each node is the sum of its two
 children, whichever ranks computed the leaves. Each rank adds up complete subtrees of its consecutive leaves as they
 arrive, like a binary counter. Then each rank completes the tree for one slice of the gradient (a reduce-scatter with a

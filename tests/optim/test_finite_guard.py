@@ -1,4 +1,4 @@
-"""What a run says about values that are not finite."""
+"""Messages about values that are not finite."""
 
 import math
 

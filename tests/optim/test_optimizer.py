@@ -137,7 +137,7 @@ def test_found_inf_skips_weights_moments_and_counters(steps: int, name: Literal[
     before = full_state(model, optimizer)
     step(model, optimizer, seed=100, found_inf=1.0)
     assert equal(model.state_dict(), weights)
-    assert equal(full_state(model, optimizer), before) or not steps  # before the first step there are no moments yet
+    assert equal(full_state(model, optimizer), before) or not steps  # the first step creates the moments
     assert {float(state["step"]) for state in optimizer.state.values() if "step" in state} == {steps}
     step(model, optimizer, seed=101)
     step(undisturbed, reference, seed=101)

@@ -1,12 +1,9 @@
 """Pipeline stages have the losses and snapshots of one process, and fail and stop like other ranks."""
 
-import os
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
-from subprocess import Popen
 from typing import Any
 
 import pytest
@@ -16,20 +13,15 @@ from mingpt.run.evaluation import evaluate, generate_sample
 from tests.helpers import (
     MEMORY_KINDS,
     NO_DROPOUT,
-    TORCHRUN,
-    assert_equal_snapshots,
-    loss_curve,
+    assert_one_message,
     max_relative_error,
-    newest_snapshot,
     open_trainer,
-    read_rows,
     run_args,
     run_captured,
     run_ranks,
     start_main,
     train_losses,
     wait_for_step,
-    worker_pids,
     write_text,
 )
 from tests.parallel.runs import (
@@ -237,65 +229,21 @@ def _run_out_of_memory(when: str, argv: list[str]) -> tuple[int, str, str]:
     return run_captured(*argv)
 
 
-TIMEOUT = 4
-
-
-@contextmanager
-def start_three_stages(run_dir: Path, text: Path) -> Iterator[list[Popen]]:
-    """Yields the processes of an endless run, at step 5 or later."""
-    argv = run_args(
-        run_dir,
-        text,
-        **with_stages(3, trainer__max_steps=1_000_000),
-        distributed__init_method=f"file://{run_dir}-rendezvous",
-        distributed__timeout_seconds=TIMEOUT,
-    )
-    with ExitStack() as stack:
-        processes = [stack.enter_context(start_main(argv, RANK=str(rank), WORLD_SIZE="3")) for rank in range(3)]
-        try:
-            wait_for_step(run_dir, 5)
-            yield processes
-        finally:
-            for process in processes:
-                if process.poll() is None:
-                    process.kill()  # a stopped process does not react to SIGTERM
-
-
 @pytest.mark.slow
 def test_a_stopped_stage_is_named(text: Path, tmp_path: Path) -> None:
-    lost_rank = 1
-    with start_three_stages(tmp_path / "run", text) as processes:
+    lost_rank, timeout, run_dir = 1, 4, tmp_path / "run"
+    options = with_stages(3, trainer__max_steps=1_000_000, distributed__timeout_seconds=timeout)
+    argv = run_args(run_dir, text, distributed__init_method=f"file://{tmp_path}/rendezvous", **options)
+    with ExitStack() as stack:
+        processes = [stack.enter_context(start_main(argv, RANK=str(rank), WORLD_SIZE="3")) for rank in range(3)]
+        stack.callback(processes[lost_rank].kill)  # a stopped process does not react to SIGTERM
+        wait_for_step(run_dir, 5)
         began = time.monotonic()
         processes[lost_rank].send_signal(signal.SIGSTOP)
         for rank, process in enumerate(processes):
             if rank != lost_rank:
                 _, err = process.communicate(timeout=60)
                 assert process.returncode == 1
-                assert time.monotonic() - began < TIMEOUT + 6
-                assert "Traceback" not in err
-                assert err.count("error: ") == 1, err
+                assert time.monotonic() - began < timeout + 6
+                assert_one_message(err)
                 assert f"rank {lost_rank}" in err
-
-
-@pytest.mark.slow
-def test_sigterm_to_one_stage_stops_and_saves_all(text: Path, tmp_path: Path) -> None:
-    with start_three_stages(tmp_path / "run", text) as processes:
-        processes[1].send_signal(signal.SIGTERM)
-        assert [process.wait(60) for process in processes] == [143] * 3
-    assert newest_snapshot(tmp_path / "run")["step"] == read_rows(tmp_path / "run", "stop")[-1]["step"] >= 5
-
-
-@pytest.mark.slow
-def test_killed_stages_under_torchrun_end_with_the_same_bits(text: Path, tmp_path: Path) -> None:
-    options = with_stages(2, trainer__max_steps=80, trainer__eval_every=40, trainer__save_every=20)
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    run_ranks(4, run_captured, *run_args(whole, text, **options), tmp_path=tmp_path)
-    with start_main(run_args(killed, text, **options), *TORCHRUN, "--nproc_per_node=4", "--max_restarts=3") as agent:
-        for rank, step in ((0, 30), (3, 50)):
-            wait_for_step(killed, step)
-            os.kill(worker_pids(agent.pid)[rank], signal.SIGKILL)
-        _, err = agent.communicate(timeout=120)
-    assert agent.returncode == 0, err
-    assert_equal_snapshots(whole, killed)
-    assert loss_curve(whole) == loss_curve(killed)
-    assert {row["restart_count"] for row in read_rows(killed)} == {0, 1, 2}

@@ -1,4 +1,4 @@
-"""All strategies have the same losses and snapshots, exchange gradients once per step, and use the estimated memory."""
+"""All strategies have the same losses and snapshots, and exchange gradients once per step."""
 
 import os
 from pathlib import Path
@@ -9,18 +9,14 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from mingpt.snapshot.storage import load_snapshot
 from tests.helpers import (
-    MEMORY_KINDS,
     NO_DROPOUT,
     SLOW_ON_CPU,
-    loss_curve,
     max_relative_error,
     newest_snapshot,
     open_trainer,
     ranks_on,
     run_args,
-    run_on,
     run_ranks,
     small_gpt,
     train_curves,
@@ -35,7 +31,6 @@ from tests.parallel.runs import (
     TRAINED,
     assert_exact_resume,
     loss_errors,
-    measure,
     resume,
     scale_and_skip,
     train,
@@ -142,32 +137,6 @@ def _train_with_detail(folder: Path, changes: list[dict[str, Any]]) -> list[list
     return train_curves(folder, changes, 2)
 
 
-@pytest.mark.parametrize("device", SLOW_ON_CPU)
-def test_a_run_goes_through_all_strategies(device: str, tmp_path: Path) -> None:
-    """Each start resumes a snapshot of another strategy. Only the values in the files differ."""
-    ranks = ranks_on(device, 2)
-    text = write_text(tmp_path / "text.txt")
-    for step, name in ((3, "ddp"), (6, "zero1"), (9, "zero2"), (12, "fsdp")):
-        options = {"distributed__strategy": name, "trainer__max_steps": step, "trainer__keep_snapshots": 4}
-        options |= NO_DROPOUT
-        run_on(device, ranks, [run_args(tmp_path / "run", text, **options)], tmp_path)
-    run_on(device, 1, [run_args(tmp_path / "whole", text, **NO_DROPOUT)], tmp_path)
-    found, expected = (loss_curve(tmp_path / name) for name in ("run", "whole"))
-    assert [step for step, _ in found] == [step for step, _ in expected]
-    assert max_relative_error([loss for _, loss in found], [loss for _, loss in expected]) < 1e-4
-    shapes = [_shapes(tmp_path / f"run/snapshots/step_{step:08}.pt") for step in (3, 6, 9, 12)]
-    assert shapes == [_shapes(tmp_path / "whole/snapshots/step_00000012.pt")] * 4
-
-
-def _shapes(file: Path) -> dict[str, Any]:
-    """The dtype and shape of each weight and of its optimizer state."""
-    snapshot = load_snapshot(str(file))
-    tensors = {name: {"": weight, **snapshot["optimizer"][name]} for name, weight in snapshot["model"].items()}
-    return {
-        name: {key: (tensor.dtype, tensor.shape) for key, tensor in found.items()} for name, found in tensors.items()
-    }
-
-
 @pytest.fixture(scope="module")
 def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Results of `_on_two_ranks`, by rank."""
@@ -240,20 +209,3 @@ def test_all_ranks_skip_a_step_that_overflows_on_one(name: str, on_two_ranks: li
         _, scales, changed = results[name]
         assert scales == [1024.0, 512.0, 512.0]
         assert changed == [True, False, True]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_measured_memory_is_the_estimated(ranks: int, text: Path, tmp_path: Path) -> None:
-    strategies = ("ddp",) if ranks == 1 else STRATEGIES
-    runs = [{"optimizer__name": o, **BY_NAME[name]} for o in ("adamw", "muon") for name in strategies]
-    found, *_ = run_ranks(ranks, measure, tmp_path, runs, tmp_path=tmp_path)
-    for options, (estimate, usages) in zip(runs, found, strict=True):
-        for kind in MEMORY_KINDS:
-            most = max(getattr(usage, kind) for usage in usages)
-            assert most == pytest.approx(getattr(estimate, kind), rel=0.05), (options, kind)
-    parameters = found[0][0].parameters
-    bytes_per_parameter = {"ddp": 16, "zero1": 8 + 8 / ranks, "zero2": 16 / ranks, "fsdp": 16 / ranks}
-    for name, (_, usages) in zip(strategies, found, strict=False):
-        mean = sum(usage.total for usage in usages) / ranks
-        assert mean == pytest.approx(bytes_per_parameter[name] * parameters / 4, rel=0.05), name
