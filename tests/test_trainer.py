@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import sample
 import trainer as trainer_module
 from mingpt import program
 from mingpt.distributed.context import DistributedContext
 from mingpt.errors import UserError
-from mingpt.parallel.strategy import Strategy
 from mingpt.run.evaluation import evaluate
 from mingpt.snapshot.storage import load_snapshot
 from mingpt.system import device
@@ -409,48 +407,3 @@ def _signal_last_rank_in_step_5(*argv: str) -> int:
 
     Trainer.train_step = step_with_signal  # type: ignore[method-assign]
     return train_main(*argv)
-
-
-# The device
-
-
-class CountWaits(TorchDispatchMode):
-    """Counts operations that make Python wait for a tensor's values."""
-
-    aten = torch.ops.aten
-    waits = (aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default, aten.is_nonzero.default)
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func in self.waits
-        return func(*args, **kwargs or {})
-
-
-def test_steps_between_log_lines_do_not_wait_for_the_device(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only the first step's loss is read. On the CPU each is, so after backward the device is said to be another."""
-    monkeypatch.setenv("TEST_INIT_METHOD", "file:///unused")
-    options = {"trainer__log_every": 4, "trainer__eval_every": 12, "trainer__save_every": 12}
-    with open_trainer(*run_args(tmp_path / "run", text, **options)) as trainer:
-        counts = []
-        device = trainer.context.device
-        train_step = trainer.train_step
-        clip_grad_norm_ = Strategy.clip_grad_norm_
-
-        def step() -> Any:
-            trainer.context.device = trainer.guard.device = device
-            counts.append(waits.count)
-            return train_step()
-
-        def clip_on_another_device(strategy: Strategy, max_norm: float | None) -> torch.Tensor:
-            if trainer.progress.step < 11:
-                trainer.context.device = trainer.guard.device = torch.device("xpu")
-            return clip_grad_norm_(strategy, max_norm)
-
-        monkeypatch.setattr(trainer, "train_step", step)
-        monkeypatch.setattr(Strategy, "clip_grad_norm_", clip_on_another_device)
-        with CountWaits() as waits:
-            assert trainer.train() == 0
-    found = [after > before for before, after in zip(counts, [*counts[1:], waits.count], strict=True)]
-    assert found == [step == 1 or step % 4 == 0 for step in range(1, 13)]

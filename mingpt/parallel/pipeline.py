@@ -218,10 +218,11 @@ class PipelineParallel(Strategy):
             source = self.stage_of[name]
             mine: dict[str, Tensor] = {}
             if source == self.pipeline.rank:
-                _, mine[name], state = next(item for item in inner_state if item[0] == name)
-                mine |= state
-            full_weight = self.broadcast(mine, name, parameter.shape, source)
-            yield name, full_weight, {k: self.broadcast(mine, k, shape, source) for k, shape in shapes[name].items()}
+                _, weight, state = next(item for item in inner_state if item[0] == name)
+                mine = {name: weight, **state}
+            weight = self.broadcast(mine, name, parameter.shape, source)
+            state = {key: self.broadcast(mine, key, shape, source) for key, shape in shapes[name].items()}
+            yield name, weight, state
 
     def shard_of(self, full: Tensor, name: str) -> Tensor:
         return self.inner.shard_of(full, name)
