@@ -65,7 +65,7 @@ def ring() -> None:
 
 
 def collectives() -> None:
-    """What four ranks have before and after collectives: a box per part, in the color of the rank that it is from."""
+    """The parts of four ranks before and after collectives: a box per part, in the color of its first rank."""
     ranks = range(4)
     summed = GRAY
     panels = {
@@ -82,7 +82,7 @@ def collectives() -> None:
         for rank, row in enumerate(rows):
             for i, (color, part) in enumerate(row):
                 shapes.append(box(x + 24 * i, 24 + 26 * rank, 22, color, f"{part}"))
-    shapes.append(label(60, 132, "color: the rank that a part is from, gray: the sum over ranks; number: the part"))
+    shapes.append(label(60, 132, "color: the rank that a part comes from; gray: the sum over ranks; number: the part"))
     write("collectives.svg", 710, 154, shapes)
 
 

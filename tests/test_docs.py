@@ -1,6 +1,5 @@
-"""README.md and docs/: length, links, names and commands."""
+"""README.md, CONTRIBUTING.md and docs/: length, links, names and commands."""
 
-import ast
 import json
 import math
 import os
@@ -10,8 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,14 +17,14 @@ from torch.nn.utils import get_total_norm
 
 from mingpt.config.schema import OptimizerConfig
 from mingpt.snapshot.storage import SnapshotStorage, load_snapshot
-from tests.helpers import ROOT, clean_env, write_text
+from tests.helpers import ROOT, clean_env, read_rows, wait_until, write_text
 
 DOCS = ROOT / "docs"
-README, *PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+README, CONTRIBUTING, PAGES = ROOT / "README.md", ROOT / "CONTRIBUTING.md", sorted(DOCS.glob("*.md"))
 KEY = r"(?:data|model|optimizer|trainer|distributed)\.(?!py\b)\w+"
 SMALL_RUN = {"max_steps": 40, "eval_every": 20, "save_every": 10, "sample_every": 40, "log_every": 5}
 
-each_page = pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.stem)
+each_page = pytest.mark.parametrize("page", [README, CONTRIBUTING, *PAGES], ids=lambda page: page.stem)
 
 
 def blocks(page: Path | str, language: str = "") -> list[str]:
@@ -40,7 +38,7 @@ def prose(page: Path) -> str:
 
 
 def commands(page: Path) -> list[list[str]]:
-    """Words of each command in a block or a code span, which begins with `python` or `torchrun`."""
+    """The words of each command that begins with `python` or `torchrun`, in a block or a code span."""
     spans = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose(page))]
     lines = [line for block in blocks(page) for line in block.splitlines()] + spans
     starts = [re.search(r"\b(python|torchrun) .*", line) for line in lines if not re.search(r"[$;<]|\.\.\.", line)]
@@ -53,17 +51,10 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def definitions(body: list[ast.stmt], prefix: str = "") -> Iterator[str]:
-    """Qualified names of functions, classes, methods and constants."""
-    for node in body:
-        match node:
-            case ast.FunctionDef(name=name):
-                yield prefix + name
-            case ast.ClassDef(name=name, body=members):
-                yield name
-                yield from definitions(members, f"{name}.")
-            case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
-                yield prefix + name
+def defines(file: Path, name: str) -> bool:
+    """Whether a module has a function, a class, a constant or a `Class.method` of this name."""
+    text = file.read_text()
+    return all(re.search(rf"^ *(def|class) {part}\b|^{part}\b.* = ", text, re.MULTILINE) for part in name.split("."))
 
 
 def test_readme_is_short_and_leads_to_every_page() -> None:
@@ -84,7 +75,17 @@ def test_links_resolve_and_name_what_exists(page: Path) -> None:
         if label.endswith((".py", ".yaml", ".md")):
             assert str(target).endswith(f"/{label}"), (text, link)
         elif text.startswith("`") and target.suffix == ".py":
-            assert label in set(definitions(ast.parse(target.read_text()).body)), f"{link} defines no {label}"
+            assert defines(target, label), f"{link} does not define {label}"
+
+
+def test_each_guarantee_and_each_fault_has_tests() -> None:
+    text = CONTRIBUTING.read_text()
+    tests = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
+    assert [f"{file}::{name}" for file, name in tests if not defines(ROOT / file, name)] == []
+    section = text.partition("## Guarantees and their tests\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (?!---|promise|fault)(.*)", section, re.MULTILINE)
+    assert len(rows) > 50
+    assert all("::" in row for row in rows)
 
 
 def test_the_tree_names_all_modules_and_folders_of_the_library() -> None:
@@ -106,7 +107,7 @@ def test_the_layers_are_those_that_lint_imports_checks() -> None:
 
 @each_page
 def test_keys_and_options_exist(page: Path) -> None:
-    """Yaml keys in backticks, options of main.py with their values, and names of benchmarks."""
+    """Checks yaml keys in backticks, options of main.py with their values, and names of benchmarks."""
     from benchmarks.cases import CASES
     from mingpt.config.parser import read_config
     from mingpt.config.schema import KEYS
@@ -118,7 +119,7 @@ def test_keys_and_options_exist(page: Path) -> None:
         if "main.py" in words and not {"--help", "--print_config", "--config"} & {*words}:
             read_config([word for word in words[words.index("main.py") + 1 :] if word != "--"])
         if words[1:3] == ["-m", "benchmarks"] and len(words) > 3 and words[3][0].islower():
-            assert words[3] in [*CASES, "scale"]
+            assert words[3] in CASES
 
 
 def test_the_pictures_of_the_tour_are_what_their_script_draws(tmp_path: Path) -> None:
@@ -132,50 +133,38 @@ def test_the_pictures_of_the_tour_are_what_their_script_draws(tmp_path: Path) ->
 @pytest.mark.slow
 def test_options_of_scripts_are_in_their_help() -> None:
     options: dict[str, set[str]] = {}
-    for words in [words for page in (README, *PAGES) for words in commands(page) if words[0] == "python"]:
-        script = " ".join(words[1 : 3 if words[1] == "-m" else 2])
-        options.setdefault(script, set()).update(re.findall(r"--\w+(?![\w.])", " ".join(words)))
-    assert {"data/prepare.py", "plot.py", "-m mingpt.snapshot", "-m benchmarks"} <= options.keys()
+    for words in [words for page in (README, *PAGES) for words in commands(page)]:
+        script = re.search(r"(data/prepare|plot|sample|export)\.py|-m (mingpt.snapshot|benchmarks)", " ".join(words))
+        if script:
+            options.setdefault(script[0], set()).update(re.findall(r"--\w+(?![\w.])", " ".join(words)))
     for script, names in options.items():
-        file = ROOT / script if script.endswith(".py") else None
-        if file and "parse" not in file.read_text():  # it has no options
-            assert not names, script
-        elif file or re.match("-m (mingpt|benchmarks)", script):
-            command = [sys.executable, *script.split(), "--help"]
-            done = subprocess.run(command, cwd=ROOT, env=clean_env(), capture_output=True, text=True, check=False)
-            assert done.returncode == 0, done.stderr
-            assert names <= {*re.findall(r"--\w+", done.stdout)}, script
+        command = [sys.executable, *script.split(), "--help"]
+        done = subprocess.run(command, cwd=ROOT, env=clean_env(), capture_output=True, text=True, check=True)
+        assert names - {"--standalone", "--nproc_per_node"} <= {*re.findall(r"--\w+", done.stdout)}, script
 
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the repository with a short run in its yaml, and stand-ins for pip and pytest that list their calls."""
     folder = tmp_path_factory.mktemp("checkout")
-    for source in (
-        ROOT / "mingpt",
-        ROOT / "benchmarks",
-        ROOT / "by_hand",
-        ROOT / "data/prepare.py",
-        *ROOT.glob("*.py"),
-    ):
-        target = folder / source.relative_to(ROOT)
-        target.parent.mkdir(exist_ok=True)
-        (shutil.copytree if source.is_dir() else shutil.copy)(source, target)
+    for name in ("mingpt", "benchmarks", "data", "docs"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.txt"))
+    for script in ROOT.glob("*.py"):
+        shutil.copy(script, folder)
     yaml = (ROOT / "gpt2_train_cfg.yaml").read_text()
     for key, value in SMALL_RUN.items():
         yaml, count = re.subn(rf"^  {key}: \w+", f"  {key}: {value}", yaml, flags=re.MULTILINE)
         assert count == 1
     (folder / "gpt2_train_cfg.yaml").write_text(yaml)
+    (folder / "bin").mkdir()
     for name in ("pip", "pytest"):
-        (folder / "bin").mkdir(exist_ok=True)
         (folder / "bin" / name).write_text(f'#!/bin/sh\necho {name} "$@" >> calls.txt\n')
         (folder / "bin" / name).chmod(0o755)
-    shutil.copytree(DOCS, folder / "docs")
     return folder
 
 
 def start(command: str, folder: Path, threads: int = 1) -> subprocess.Popen:
-    """Starts a command in bash, in a process group of its own."""
+    """Starts a command in bash, in a separate process group."""
     path = f"{folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     env = clean_env(PATH=path, PYTHONPATH="", OMP_NUM_THREADS=str(threads))
     argv, pipe = ["bash", "-e", "-o", "pipefail", "-c", command], subprocess.PIPE
@@ -191,6 +180,15 @@ def run(command: str, folder: Path) -> str:
     return stdout + stderr
 
 
+def kill_when(condition: Callable[[], bool], command: str, folder: Path) -> None:
+    """Starts a command, and kills it when a condition is true."""
+    with start(command, folder) as process:
+        try:
+            wait_until(condition, command)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
 @pytest.mark.slow
 def test_readme_works_as_pasted(checkout: Path) -> None:
     first_run, kill_and_resume, own_text, retuning, many, tests = blocks(README)
@@ -199,12 +197,7 @@ def test_readme_works_as_pasted(checkout: Path) -> None:
     assert "done in" in output
     first, again, on_two_processes = (line.partition("#")[0] for line in kill_and_resume.splitlines())
     for command, step in ((first, 10), (again, 20)):
-        with start(command, checkout) as process:
-            deadline = time.monotonic() + 60
-            snapshot = checkout / f"runs/killed/snapshots/step_{step:08d}.pt"
-            while not snapshot.exists() and time.monotonic() < deadline:
-                time.sleep(0.01)
-            os.killpg(process.pid, signal.SIGKILL)
+        kill_when((checkout / f"runs/killed/snapshots/step_{step:08d}.pt").exists, command, checkout)
     output = run(on_two_processes, checkout)
     assert re.search(r"resuming from runs/killed/snapshots/step_000000[234]0.pt", output)
     assert "Each" in run(own_text, checkout)
@@ -222,7 +215,7 @@ def test_readme_works_as_pasted(checkout: Path) -> None:
 
 @pytest.mark.slow
 def test_docs_work_as_pasted(checkout: Path) -> None:
-    """Export, pretrained weights, stages, plots, and events of torchrun's agent."""
+    """Runs export, pretrained weights, stages, plots, and events of torchrun's agent."""
     run("python main.py", checkout)
     for command in blocks(DOCS / "export.md"):
         run(command, checkout)
@@ -256,11 +249,7 @@ def test_each_change_trains_is_killed_resumes_and_samples(change: str, checkout:
     run(f"GIT_CEILING_DIRECTORIES={tmp_path} git apply change.diff", folder)
 
     snapshots = SnapshotStorage(str(folder / "runs/changed/snapshots"), keep=1)
-    with start(f"python main.py {CHANGED_RUN} --trainer.max_steps 100000", folder) as process:
-        deadline = time.monotonic() + 60
-        while not snapshots.steps() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        os.killpg(process.pid, signal.SIGKILL)
+    kill_when(lambda: bool(snapshots.steps()), f"python main.py {CHANGED_RUN} --trainer.max_steps 100000", folder)
     saved = max(snapshots.steps())
     resume = f"main.py {CHANGED_RUN} --trainer.max_steps {saved + 20}"
     program = "python"
@@ -274,8 +263,7 @@ def test_each_change_trains_is_killed_resumes_and_samples(change: str, checkout:
     prompt = "anna does"
     text = run(f"python sample.py --snapshot runs/changed --prompt '{prompt}' --max_new_tokens 20", folder)
     assert text.startswith(prompt)
-    rows = [json.loads(line) for line in (folder / "runs/changed/metrics.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if row["event"] == "train"]
+    rows = read_rows(folder / "runs/changed")
     assert rows[0]["step"] == 1
     assert rows[-1]["step"] == saved + 20
     if change == "schedule":
@@ -298,7 +286,7 @@ def test_each_change_trains_is_killed_resumes_and_samples(change: str, checkout:
 
 @pytest.mark.slow
 def test_the_notebook_runs_in_a_kernel(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cells of the page, which must not fail, and mistakes, after which the kernel continues."""
+    """Runs the cells of the page, and then mistakes; the kernel continues after each of them."""
     nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed")
     nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed")
     pytest.importorskip("ipykernel", reason="ipykernel is not installed")
@@ -320,20 +308,7 @@ def test_the_notebook_runs_in_a_kernel(checkout: Path, monkeypatch: pytest.Monke
     assert len(re.findall(r"^.*\d+/40 .*$", printed[0].replace("\r\n", "\n"), re.MULTILINE)) <= 6  # and is one line
 
 
-@pytest.mark.slow
-def test_ipython_continues_after_each_program(checkout: Path) -> None:
-    pytest.importorskip("IPython", reason="IPython is not installed")
-    options = ["--help", "--trainer.max_step 3", "--trainer.run_dir runs/ipython"]
-    lines = [*(f"%run main.py {option}" for option in options), "6 * 7"]
-    ipython = [sys.executable, "-m", "IPython", "--simple-prompt", "--colors", "nocolor"]
-    env = clean_env(PYTHONPATH="", OMP_NUM_THREADS="1", IPYTHONDIR=str(checkout / "ipython"))
-    done = subprocess.run(
-        ipython, input="\n".join([*lines, ""]), cwd=checkout, env=env, capture_output=True, text=True, check=False
-    )
-    assert re.search(r"usage: (.*\n)*.*SystemExit: 2(.*\n)*.*done in(.*\n)*.*Out\[4\]: 42", done.stdout), done.stdout
-
-
-# What a command of the tour prints, beside the count that the page predicts.
+# Output that the tour predicts for the commands of main.py in its sections.
 TOUR_OUTPUT = {
     "Process group and ranks": r"GLOBAL_RANK: 1, MEMBER: 2/2",
     "Launching and rendezvous": r"done in",
@@ -341,7 +316,7 @@ TOUR_OUTPUT = {
     "Gradient accumulation": r"\n9\n",
     "Sampler": r"\[\[(\d+\s*){14}",
     "ZeRO and FSDP": r"\n27\n",
-    "What a rank holds": r"memory measured.*optimizer state 3\.1 MiB",
+    "Memory of a rank": r"memory measured.*optimizer state 3\.1 MiB",
     "Mixed precision and loss scaling": r"step +100/100 +loss 2\.[12]",
     "Activation checkpointing": r"\n24\n",
     "CPU offload": r"error: distributed.cpu_offload",
@@ -355,7 +330,7 @@ TOUR_OUTPUT = {
 
 @pytest.mark.slow
 def test_the_tour_works_as_pasted(checkout: Path) -> None:
-    """Its predicted counts and sizes. tests/faults/ has its kills, which need a second shell."""
+    """Checks predicted counts and sizes. The tour's kills need a second shell, and are tested in tests/faults/."""
     sections = re.findall(r"^### (.+?)\n(.*?)(?=^##|\Z)", (DOCS / "tour.md").read_text(), re.MULTILINE | re.DOTALL)
     # tests/test_by_hand.py runs the programs by hand.
     texts = {name: [block for block in blocks(text) if "by_hand/" not in block] for name, text in sections}

@@ -105,7 +105,7 @@ class ModelConfig:
     """The architecture and the shape of the model."""
 
     architecture: Literal["gpt2", "nanochat"] = "nanochat"
-    """gpt2, or nanochat: rotary positions, RMSNorm, ReLU squared; docs/performance.md compares them"""
+    """gpt2, or nanochat: rotary positions, RMSNorm, ReLU squared; docs/configuration.md compares them"""
 
     n_layer: PositiveInt = 4
     """transformer blocks"""

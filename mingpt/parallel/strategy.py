@@ -1,8 +1,8 @@
 """The base class of strategies, which trains in one process, and DistributedDataParallel.
 
-A strategy defines how parameters, gradients and optimizer state are distributed over ranks, and what ranks send:
-docs/parallelism.md compares them. With every strategy, all ranks make the same number of forward passes, because
-sharded strategies gather parameters in each pass.
+A strategy defines how parameters, gradients and optimizer state are distributed over ranks, and which of them ranks
+send: docs/parallelism.md compares strategies. With every strategy, all ranks make the same number of forward passes,
+because sharded strategies gather parameters in each pass.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020 (stages 1 to 3); Zhao
 et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023.
