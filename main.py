@@ -7,74 +7,86 @@ torchrun --standalone --nproc_per_node=2 main.py [the same options]
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 if __name__ == "__main__" and not hasattr(sys, "ps1"):  # a session, by %run, continues
     # Ctrl-C before training. During imports, a KeyboardInterrupt shows its traceback, and NumPy's makes other errors.
     signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
 
 from mingpt.config.parser import read_config
-from mingpt.distributed.launcher import (
-    allow_connections,
-    detect_launch_environment,
-    reported_once_per_machine,
-)
+from mingpt.config.schema import Config
+from mingpt.distributed.launcher import RankInfo, detect_launch_environment, reported_once_per_machine
+from mingpt.distributed.network import allow_connections
 from mingpt.program import exit_process, paused_garbage_collection, run_program
 from mingpt.system.signals import record_launcher
 
+if TYPE_CHECKING:
+    from mingpt.distributed.context import DistributedContext
+
 
 def main(argv: Sequence[str] = ()) -> int:
-    """Trains as configured; returns the exit status.
+    """Trains as configured. Returns the exit status.
 
     Args:
         argv: the command line without the program's name
 
     Raises:
-        UserError: the user can correct it, in the configuration, in the environment or in a file.
+        UserError: a mistake in the configuration, in the environment or in a file.
         PeerError: another rank has failed.
     """
-    record_launcher()
+    record_launcher()  # first: if the launcher dies, this process gets another parent
     info = detect_launch_environment(os.environ)  # rank and number of ranks, from torchrun, SLURM, mpirun or by hand
     with reported_once_per_machine(info):
         config = read_config(argv)
         allow_connections(info)
 
-    # Importing PyTorch takes over a second, so `--help` and a mistake in the configuration are answered before.
+    # Importing PyTorch takes over a second, so `--help` and mistakes in the configuration are answered before.
     with paused_garbage_collection():
         from mingpt.files import check_temporary_folder
         from mingpt.system.torch_versions import check_torch_version
 
         with reported_once_per_machine(info):
             check_temporary_folder()
-            check_torch_version()  # before imports that other versions may not have
+            check_torch_version()  # before imports that fail with other versions
 
-        import torch.distributed as dist
-
-        from mingpt.distributed.context import DistributedContext
-        from mingpt.distributed.process_group import connected_ranks, destroy_process_group, explained_errors
-        from mingpt.monitoring.logging import set_rank
         from mingpt.run.start import prepare_run
-        from mingpt.system.device import use_cuda
         from trainer import Trainer
+
+    with process_group(config, info) as context:
+        prepare_run(config, context)
+        return Trainer(config, context).train()
+
+
+@contextmanager
+def process_group(config: Config, info: RankInfo) -> "Iterator[DistributedContext]":
+    """Sets up the process group for its block, and destroys it afterwards, unless the block fails.
+
+    A single process gets a process group only if its strategy is FSDP.
+
+    Raises:
+        UserError: the other ranks did not connect, or there are fewer GPUs than ranks.
+        PeerError: in place of an error of the block, if its cause is another rank.
+    """
+    import torch.distributed as dist
+
+    from mingpt.distributed.context import DistributedContext
+    from mingpt.distributed.process_group import connected_ranks, destroy_process_group, explained_errors
+    from mingpt.monitoring.logging import set_rank
+    from mingpt.system.device import use_cuda
 
     set_rank(info.rank)
     destroy_process_group()  # if an earlier run in this process has failed
     backend = "cpu:gloo,cuda:nccl" if use_cuda(config.distributed.backend) else "gloo"
     timeout = timedelta(seconds=config.distributed.timeout_seconds)
-    health = None
-    if info.world_size > 1:
-        with connected_ranks(info, config.distributed, config.trainer.run_dir, backend) as (store, health):
+    with connected_ranks(info, config.distributed, config.trainer.run_dir, backend) as (store, health):
+        if info.world_size > 1 or config.distributed.uses_fsdp:
             dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size, timeout=timeout)
-    elif config.distributed.uses_fsdp:  # needs a group on a single process, too
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-
-    with explained_errors(info, health):  # an error whose cause is another rank names that rank
-        context = DistributedContext(info, config.distributed, health)
-        prepare_run(config, context)
-        status = Trainer(config, context).train()
+    with explained_errors(health):
+        yield DistributedContext(info, config.distributed, health)
     destroy_process_group()
-    return status
 
 
 if __name__ == "__main__":

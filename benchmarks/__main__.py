@@ -1,15 +1,14 @@
-"""Benchmarks: ratios of two things that are measured alternately in one run on this machine, as a table.
+"""Benchmarks: ratios of times, measured alternately in one run on this machine. "A / B 1.6": A takes 1.6 times as long.
 
     python -m benchmarks
     python -m benchmarks trainer snapshots --model.n_embd 256
     python -m benchmarks nanogpt tutorial --nanogpt FOLDER --tutorial FOLDER --json
-    torchrun --standalone --nproc_per_node=4 -m benchmarks strategies
+    torchrun --standalone --nproc_per_node=2 -m benchmarks strategies reduction pipeline
     torchrun --standalone --nproc_per_node=4 -m benchmarks collectives --bytes 1k 1M 64M
-    python -m benchmarks scale
 
-Without names, all cases run but time_to_loss, which takes as long as the others together. FOLDER contains the
-model.py of nanoGPT or of the minGPT-DDP tutorial. Other options are those of main.py, and apply to every case.
-collectives and scale are run alone.
+Without names, it runs all cases except collectives and time_to_loss, which take long. The cases strategies, reduction,
+pipeline and collectives need several ranks, and the others a single process. FOLDER contains the model.py of nanoGPT or
+of the minGPT-DDP tutorial. Other options are main.py's, and apply to every case.
 """
 
 import argparse
@@ -23,9 +22,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.cases import BASELINES, CASES, LONG_CASES, MULTI_RANK_CASES
-from benchmarks.collectives import measure_collectives, size_in_bytes
-from benchmarks.harness import Bench, Row, SkippedError, machine_name, process_group
-from benchmarks.scale import measure_scale
+from benchmarks.collectives import size_in_bytes
+from benchmarks.harness import SIZES, Bench, Row, SkippedError, machine_name
+from main import process_group
 from mingpt.config.parser import build_parser, config_options, read_config
 from mingpt.distributed.launcher import detect_launch_environment, reported_once_per_machine
 from mingpt.errors import UserError
@@ -35,78 +34,62 @@ from mingpt.system.torch_versions import check_torch_version
 
 
 def run_case(name: str, bench: Bench) -> Iterator[Row]:
-    """Yields the rows of a case as they are measured; if it is skipped, a row with the reason."""
-    case = CASES[name]
+    """Yields the rows of a case as soon as they are measured, or a row with the reason if it is skipped."""
     try:
         if bench.context.world_size > 1 and name not in MULTI_RANK_CASES:
-            raise SkippedError("it is started by one process, and these are several")
+            raise SkippedError("it runs in a single process")
+        if bench.context.world_size == 1 and name in MULTI_RANK_CASES:
+            raise SkippedError("it needs several ranks, for example of torchrun")
         if name in BASELINES and bench.baselines[BASELINES[name]] is None:
             raise SkippedError("its folder is not given")
-        if bench.context.world_size == 1 and name in MULTI_RANK_CASES:
-            yield from bench.run_on_ranks(name)
-        else:
-            yield from case(bench)
+        yield from CASES[name](bench)
     except (SkippedError, UserError) as reason:
-        yield Row((case.__doc__ or name).split("\n")[0].rstrip("."), f"skipped: {reason}")
+        yield Row(name, f"skipped: {reason}")
 
 
-def run(argv: Sequence[str]) -> int:
-    """Runs the cases that the command line names and prints their rows; returns the exit status.
+def run(argv: Sequence[str]) -> None:
+    """Runs the cases on the command line and prints their rows.
 
     Raises:
-        UserError: there is no such case or folder, or an option of main.py is wrong.
+        UserError: a case or folder does not exist, or an option of main.py is wrong.
     """
     parser = build_parser()
     parser.prog = "python -m benchmarks"
     parser.description = __doc__
     parser.formatter_class = argparse.RawDescriptionHelpFormatter  # keeps the lines of the examples
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"what to measure: {', '.join(CASES)}")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"cases: {', '.join(CASES)}")
     parser.add_argument("--json", action="store_true", help="print one JSON object per row")
-    sizes = "sizes of tensors, such as 64k or 1M, for which `collectives` are measured"
-    parser.add_argument("--bytes", nargs="+", type=size_in_bytes, metavar="SIZE", help=sizes)
+    sizes = "sizes of the tensors of collectives, such as 64k or 1M"
+    parser.add_argument("--bytes", nargs="+", type=size_in_bytes, metavar="SIZE", default=SIZES, help=sizes)
     for baseline in ("nanogpt", "tutorial"):
-        parser.add_argument(f"--{baseline}", type=Path, metavar="FOLDER", help="folder with its model.py")
+        parser.add_argument(f"--{baseline}", type=Path, metavar="FOLDER", help="folder of its model.py")
     info = detect_launch_environment(os.environ)
     with reported_once_per_machine(info):
         args = parser.parse_intermixed_args(argv)
         options = config_options(args)
         config = read_config(options)
         check_torch_version()
-        for_collectives = args.names == ["collectives"]
-        for_scale = args.names == ["scale"]
         for name in args.names:
-            if name not in CASES and not for_collectives and not for_scale:
-                cases = ", ".join(CASES)
-                raise UserError(f"there is no measurement {name}; there are: {cases}, or collectives or scale alone")
-        if args.bytes and not for_collectives:
-            raise UserError("--bytes is an option of collectives only")
-        if for_collectives and (info.world_size == 1 or not args.bytes):
-            command = "torchrun --standalone --nproc_per_node=4 -m benchmarks collectives --bytes 1M"
-            raise UserError(f"collectives need several ranks and --bytes: {command}")
+            if name not in CASES:
+                raise UserError(f"there is no benchmark {name}; there are: {', '.join(CASES)}")
         baselines = {"nanogpt": args.nanogpt, "tutorial": args.tutorial}
         for name, folder in baselines.items():
             if folder and not (folder / "model.py").is_file():
                 raise UserError(f"--{name}: there is no model.py in {folder}; name the folder of a clone")
 
     tune_malloc()
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        process_group(config) as context,
-    ):
-        bench = Bench(context, Path(folder), options, baselines)
-        if for_scale:
-            measure_scale()
-            return 0
-        if for_collectives:
-            measure_collectives(bench, args.bytes)
-            return 0
+    with tempfile.TemporaryDirectory() as folder, process_group(config, info) as context:
+        bench = Bench(context, Path(folder), options, args.bytes, baselines)
         machine = machine_name(context.device)
+        launcher = ["python"]
+        if context.world_size > 1:
+            launcher = ["torchrun", "--standalone", f"--nproc_per_node={context.world_size}"]
         if context.rank == 0 and not args.json:
-            header = "| what | figure | smallest to largest | command |\n| --- | --- | --- | --- |"
+            header = "| measurement | median | range | command |\n| --- | --- | --- | --- |"
             print(f"## {machine}\n\n{header}", flush=True)
         for name in args.names or [name for name in CASES if name not in LONG_CASES]:
             clone = [f"--{BASELINES[name]}", "FOLDER"] if name in BASELINES else []
-            command = shlex.join(["python", "-m", "benchmarks", name, *clone, *options])
+            command = shlex.join([*launcher, "-m", "benchmarks", name, *clone, *options])
             for row in run_case(name, bench):
                 if context.rank > 0:
                     continue
@@ -115,7 +98,6 @@ def run(argv: Sequence[str]) -> int:
                     print(json.dumps(asdict(row) | facts), flush=True)
                 else:
                     print(f"| {' | '.join(row.cells)} | `{command}` |", flush=True)
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Baselines: nanoGPT and the minGPT-DDP tutorial as they are published, and a minimal training loop."""
+"""Baselines: the published nanoGPT and minGPT-DDP tutorial, and a minimal training loop."""
 
 import itertools
 import runpy
@@ -24,12 +24,12 @@ Step = Callable[[], Any]
 
 
 def import_model(folder: Path) -> SimpleNamespace:
-    """What a project's model.py defines."""
+    """Returns the definitions in a project's model.py."""
     return SimpleNamespace(**runpy.run_path(str(folder / "model.py")))
 
 
 def model_sizes(trainer: Trainer) -> dict[str, int]:
-    """The arguments by which both projects call the sizes of a model."""
+    """Returns the sizes of a trainer's model, by the names of the arguments in both projects."""
     keys = ("n_layer", "n_head", "n_embd", "vocab_size", "block_size")
     return {key: getattr(trainer.model_config, key) for key in keys}
 
@@ -37,11 +37,12 @@ def model_sizes(trainer: Trainer) -> dict[str, int]:
 class NanoGPT:
     """nanoGPT's train.py: its model, optimizer, clipping and `get_batch`.
 
-    As its defaults are, in fp32 on a CPU, and with autocast in the trainer's precision on a GPU.
+    It trains in fp32 on a CPU, nanoGPT's default, and with autocast in the trainer's precision on a GPU. The model does
+    not have biases.
 
     Args:
-        folder: contains nanoGPT's model.py
-        trainer: whose model size, text and batch size are used; nanoGPT's model has no biases
+        folder: folder of nanoGPT's model.py
+        trainer: provides model size, text and batch size
     """
 
     def __init__(self, folder: Path, trainer: Trainer) -> None:
@@ -59,7 +60,7 @@ class NanoGPT:
             self.optimizer = self.model.configure_optimizers(0.1, 1e-3, (0.9, 0.99), self.device.type)
 
     def step(self, learning_rate: float = 1e-3) -> None:
-        """One step of training, after which the loss is read."""
+        """Trains one step and reads the loss."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         x, y = self._batch()
@@ -84,10 +85,10 @@ class NanoGPT:
 
     @torch.no_grad()
     def evaluate(self, data: ValidationDataset) -> float:
-        """The mean loss over the whole validation text, in nats per character, in the trainer's windows."""
+        """Returns the mean loss over the whole validation text, in nats per character, with the trainer's windows."""
         self.model.eval()
         total = 0.0
-        for start in range(0, len(data), 64):  # windows after the last one have no targets
+        for start in range(0, len(data), 64):  # windows after the last one do not have targets
             idx, targets = (tensor.to(self.device) for tensor in data[range(start, start + 64)])
             logits, _ = self.model(idx, targets)
             total += cross_entropy(logits, targets, "sum").item()
@@ -96,11 +97,11 @@ class NanoGPT:
 
 
 def tutorial_step(folder: Path, trainer: Trainer) -> Step:
-    """A step of the tutorial's trainer in fp32, on batches of ours, since its own loading is far slower.
+    """Returns a step of the tutorial's trainer in fp32, on this program's batches, since its own loader is far slower.
 
     Args:
-        folder: contains the tutorial's model.py
-        trainer: whose model size, dropout and batches are used
+        folder: folder of the tutorial's model.py
+        trainer: provides model size, dropout and batches
     """
     device = trainer.context.device
     dropout = dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), trainer.model_config.dropout)
@@ -126,7 +127,7 @@ def tutorial_step(folder: Path, trainer: Trainer) -> Step:
 
 
 def minimal_loop(trainer: Trainer) -> Step:
-    """A step with the same model, autocast, optimizer and clipping, without logs, checks or loading of batches."""
+    """Returns a step with the same model, autocast, optimizer and clipping, without logs, checks and data loading."""
     config = trainer.config.optimizer
     dtype = DTYPES[trainer.numerics.precision]
     device = trainer.context.device

@@ -1,10 +1,7 @@
-"""The cases of `python -m benchmarks`, which yield rows. The first line of a case's docstring labels a skipped one."""
+"""The cases of `python -m benchmarks`. Each one yields rows of the table."""
 
-import os
-import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.baselines import NanoGPT, Step, minimal_loop, tutorial_step
+from benchmarks.collectives import collectives
 from benchmarks.harness import MEDIUM, SMALL, Bench, Row, SkippedError, median_row, suppress_stdout
 from benchmarks.learning import time_to_loss
 from mingpt.config.schema import MAX_STEPS
@@ -24,7 +22,7 @@ from mingpt.system.threads import available_cores
 from model import GPT
 from trainer import Trainer
 
-# Steps of whole runs, whose last one, which evaluates and saves, is not measured.
+# Options of whole runs. Only their last step evaluates and saves, and it is not measured.
 ONLY_STEPS = {
     "trainer.eval_every": MAX_STEPS,
     "trainer.sample_every": "null",
@@ -33,18 +31,18 @@ ONLY_STEPS = {
 }
 TREE: dict[str, Any] = {"distributed.reduction": "tree", "trainer.micro_batch_size": 3, "trainer.threads": 1}
 ADAMW = {"optimizer.name": "adamw"}
-SAVING_SECONDS = 3.0  # several intervals between frequent snapshots of a small model
+SAVING_SECONDS = 3.0  # a small model is saved several times within this time
 
 
 def describe_shape(trainer: Trainer) -> str:
-    """The sizes of model and batch, which options of the command line may have changed."""
+    """Returns the sizes of model and batch, which the command line may have changed."""
     config = trainer.model_config
     batch_size = trainer.config.trainer.batch_size
     return f"{config.n_layer} layers {config.n_embd} wide, T {config.block_size}, batch {batch_size}"
 
 
 def training_loop(bench: Bench) -> Iterator[Row]:
-    """A bare loop's step with the same mathematics, in whole steps of Trainer.train()."""
+    """Compares a bare loop of the same model with `Trainer.advance`."""
     interval = 50
     pairs = 2 * bench.pairs
     overrides = ONLY_STEPS | {"trainer.max_steps": interval * (pairs + 1) + 1, "trainer.log_every": 10}
@@ -58,35 +56,36 @@ def training_loop(bench: Bench) -> Iterator[Row]:
             loop_seconds = bench.time_calls(loop, interval)
             ratios.append(loop_seconds / trainer_seconds)
         trainer.close()
-    what = "a bare loop's step in a step of `Trainer.train`, log_every 10"
-    yield median_row(what, ratios[1:])  # without the pair in which both warm up
+    what = "step time: bare loop / `Trainer.advance`, log_every 10"
+    yield median_row(what, ratios[1:])  # both warm up in the first pair
 
 
 def nanogpt(bench: Bench) -> Iterator[Row]:
-    """nanoGPT's step, in steps of ours."""
+    """Compares nanoGPT's step with this program's."""
     for shape in (SMALL, MEDIUM):
         trainer = bench.build_trainer(shape | {"model.architecture": "gpt2", "model.bias": "false"}, ADAMW)
         step = NanoGPT(bench.baselines["nanogpt"], trainer).step
-        yield _baseline_row(bench, "nanoGPT's step in ours", step, trainer)
+        yield _baseline_row(bench, "nanoGPT", step, trainer)
 
 
 def tutorial(bench: Bench) -> Iterator[Row]:
-    """The minGPT-DDP tutorial's step, in steps of ours."""
+    """Compares the step of the minGPT-DDP tutorial with this program's."""
     for shape in (SMALL, MEDIUM):
         trainer = bench.build_trainer(shape | {"model.architecture": "gpt2"}, ADAMW)
         step = tutorial_step(bench.baselines["tutorial"], trainer)
-        yield _baseline_row(bench, "the tutorial's step in ours", step, trainer)
+        yield _baseline_row(bench, "the tutorial", step, trainer)
 
 
-def _baseline_row(bench: Bench, what: str, step: Step, trainer: Trainer) -> Row:
+def _baseline_row(bench: Bench, name: str, step: Step, trainer: Trainer) -> Row:
     how = f"{trainer.config.model.architecture}, {trainer.numerics.precision}, AdamW"
     if trainer.config.trainer.compile:
         how += ", compiled"
-    return median_row(f"{what} ({how}), {describe_shape(trainer)}", bench.ratio(step, trainer.train_step))
+    what = f"step time: {name} / this program ({how}), {describe_shape(trainer)}"
+    return median_row(what, bench.ratio(step, trainer.train_step))
 
 
 def snapshots(bench: Bench) -> Iterator[Row]:
-    """Steps with frequent snapshots, in steps without them."""
+    """Compares steps with and without frequent snapshots."""
     trainer = bench.build_trainer(overrides=ONLY_STEPS | {"trainer.max_steps": MAX_STEPS})
     interval = trainer.snapshots.interval
     ratios = []
@@ -100,11 +99,11 @@ def snapshots(bench: Bench) -> Iterator[Row]:
             interval.overhead = None
             ratios.append(saving_seconds / bench.time_calls(trainer.advance, steps))
         trainer.close()
-    yield median_row("a step with save_overhead 0.02 in one with null", ratios)
+    yield median_row("step time: save_overhead 0.02 / null", ratios)
 
 
 def contention(bench: Bench) -> Iterator[Row]:
-    """Steps while other programs use the cores, with several threads and with one."""
+    """Compares threads that spin, threads that sleep and a single thread while other programs use the cores."""
     trainer = bench.build_trainer(overrides={"trainer.threads": len(available_cores())})
     threads = torch.get_num_threads()
     if threads == 1:
@@ -125,14 +124,14 @@ def contention(bench: Bench) -> Iterator[Row]:
 
     for programs in (0, 1, 2):
         with busy_programs(programs):
-            for others, step in ((f"{threads} that sleep", sleeping), ("1", single)):
-                what = f"a step of {threads} threads that spin in one of {others}, beside {programs} busy programs"
+            for others, step in ((f"{threads} sleeping threads", sleeping), ("1 thread", single)):
+                what = f"step time: {threads} spinning threads / {others}, {programs} busy programs"
                 yield median_row(what, bench.ratio(spinning, step))
 
 
 @contextmanager
 def busy_programs(count: int) -> Iterator[None]:
-    """Runs `count` processes that compute all the time, while the block runs."""
+    """Keeps `count` processes busy while its block runs."""
     command = [sys.executable, "-c", "while True: pass"]
     processes = [subprocess.Popen(command) for _ in range(count)]  # noqa: S603
     try:
@@ -144,46 +143,37 @@ def busy_programs(count: int) -> Iterator[None]:
 
 
 def strategies(bench: Bench) -> Iterator[Row]:
-    """A step of each strategy, in steps with DDP."""
+    """Compares a step of each strategy with DDP's."""
     for name in ("zero1", "zero2", "fsdp"):
-        what = f"a step with strategy {name} in one with ddp, {bench.context.world_size} ranks"
+        what = f"step time: {name} / ddp, {bench.context.world_size} ranks"
         yield _step_row(bench, what, {"distributed.strategy": name}, {"distributed.strategy": "ddp"})
 
 
 def reduction(bench: Bench) -> Iterator[Row]:
-    """A step whose bits are the same at every number of ranks, in steps with DDP."""
-    tree = TREE | {"trainer.deterministic": bench.is_on_gpu}  # which the tree requires on GPUs
-    what = f"a step with reduction tree in one with fast, {bench.context.world_size} ranks"
+    """Compares a step that has the same bits on any number of ranks with DDP's."""
+    tree = TREE | {"trainer.deterministic": bench.is_on_gpu}  # required on GPUs
+    what = f"step time: reduction tree / fast, {bench.context.world_size} ranks"
     yield _step_row(bench, what, tree, tree | {"distributed.reduction": "fast"})
 
 
 def pipeline(bench: Bench) -> Iterator[Row]:
-    """A step of pipeline stages, in steps with DDP on as many ranks."""
+    """Compares a step of pipeline stages with DDP's on the same number of ranks."""
     stages = bench.context.world_size
     ddp = MEDIUM | {"trainer.threads": 1, "trainer.micro_batch_size": 4}
     reference = bench.build_trainer(ddp)
     trainer = bench.build_trainer(ddp, {"distributed.pipeline_stages": stages})
-    what = f"a step of {stages} stages in one with ddp on as many ranks, {describe_shape(trainer)}"
+    what = f"step time: {stages} stages / ddp on {stages} ranks, {describe_shape(trainer)}"
     yield median_row(what, bench.ratio(trainer.train_step, reference.train_step))
 
 
 def compile_model(bench: Bench) -> Iterator[Row]:
-    """What trainer.compile brings, and costs."""
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(dir=bench.folder)
-    torch.compiler.reset()
-    eager = bench.build_trainer()
-    compiled = bench.build_trainer(overrides={"trainer.compile": "true"}, warmup_steps=0)
-    first_seconds = bench.time_calls(compiled.train_step)
-    ratios = bench.ratio(eager.train_step, compiled.train_step)
-    yield median_row("a step without trainer.compile in one with it", ratios)
-    gain = bench.time_calls(eager.train_step, 50) / 50 * (1 - 1 / statistics.median(ratios))
-    what = "steps after which trainer.compile has paid, in a first start"
-    yield Row(what, first_seconds / gain if gain > 0 else "never", unit=" steps")
+    """Compares a step without and with trainer.compile."""
+    yield _step_row(bench, "step time: without / with trainer.compile", {}, {"trainer.compile": "true"})
 
 
 def optimizer(bench: Bench) -> Iterator[Row]:
-    """A step with Muon, in steps with AdamW."""
-    what = "a step with muon in one with adamw"
+    """Compares a step with Muon and with AdamW."""
+    what = "step time: muon / adamw"
     yield _step_row(bench, what, {"optimizer.name": "muon"}, ADAMW)
 
 
@@ -194,7 +184,7 @@ def _step_row(bench: Bench, what: str, overrides: Mapping[str, Any], of_referenc
 
 
 def sampling(bench: Bench) -> Iterator[Row]:
-    """What the cache of keys and values brings to sampling."""
+    """Compares sampling with and without the KV cache."""
     for shape in (SMALL, MEDIUM):
         yield _sampling_row(bench, shape)
 
@@ -217,13 +207,13 @@ def _sampling_row(bench: Bench, shape: dict[str, int]) -> Row:
             pass
 
     size = f"{model.config.n_layer} layers {model.config.n_embd} wide"
-    with torch.inference_mode():  # as sample.py
+    with torch.inference_mode():  # like sample.py
         ratios = bench.ratio(recomputed, cached)
-    return median_row(f"{T} characters recomputed, in those with the cache, {size}", ratios)
+    return median_row(f"time of {T} sampled characters: without / with the KV cache, {size}", ratios)
 
 
 def speed(bench: Bench) -> Iterator[Row]:
-    """Operations per second of a step (MFU), in those of a matrix product."""
+    """Compares the FLOP/s of a step with a matrix product's (MFU)."""
     trainer = bench.build_trainer()
     precision = trainer.numerics.precision
     how = f"{precision}, {describe_shape(trainer)}"
@@ -232,11 +222,11 @@ def speed(bench: Bench) -> Iterator[Row]:
     matrix = torch.randn(size, size, dtype=DTYPES[precision], device=bench.context.device)
     ratios = bench.ratio(lambda: matrix @ matrix, trainer.train_step)
     products = batch_size * flops_per_sequence(trainer.model_config) / (2 * size**3)
-    what = f"MFU: FLOP/s of a step in those of a product of matrices {size} wide, {how}"
+    what = f"MFU: FLOP/s of a step / of a {size} x {size} matrix product, {how}"
     yield median_row(what, [100 * products * ratio for ratio in ratios], "%")
     if bench.is_on_gpu:
         seconds = bench.time_calls(trainer.train_step, 50) / 50
-        what = f"absolute: tokens per second on {device_kind(bench.context.device)}, {how}"
+        what = f"tokens per second on {device_kind(bench.context.device)}, {how}"
         yield Row(what, batch_size * trainer.model_config.block_size / seconds)
 
 
@@ -253,8 +243,9 @@ CASES: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "optimizer": optimizer,
     "sampling": sampling,
     "speed": speed,
+    "collectives": collectives,
     "time_to_loss": time_to_loss,
 }
-MULTI_RANK_CASES = ("strategies", "reduction", "pipeline")  # they measure trainers of several ranks
-LONG_CASES = ("time_to_loss",)  # run only if they are named
-BASELINES = {"nanogpt": "nanogpt", "tutorial": "tutorial", "time_to_loss": "nanogpt"}  # case -> what it compares with
+MULTI_RANK_CASES = ("strategies", "reduction", "pipeline", "collectives")
+LONG_CASES = ("collectives", "time_to_loss")  # run only if named
+BASELINES = {"nanogpt": "nanogpt", "tutorial": "tutorial", "time_to_loss": "nanogpt"}  # case -> its project

@@ -1,26 +1,24 @@
-"""The time of each collective of torch.distributed, and the bytes per second.
+"""The case collectives: the time of each collective of torch.distributed, and its bus bandwidth.
 
-    torchrun --standalone --nproc_per_node=4 -m benchmarks collectives --bytes 1k 1M 64M
-
-by_hand/collectives.py shows what they do. They use what gloo and nccl have in all supported versions of PyTorch: gloo
-of 2.10 has no all_to_all of lists, and before 2.13, all_gather_single and reduce_scatter_single have other names.
+by_hand/collectives.py shows what each one does. All of them exist in gloo and nccl in every supported PyTorch: gloo of
+2.10 does not have all_to_all of lists, and before 2.13, all_gather_single and reduce_scatter_single had other names.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.harness import Bench, machine_name, median_row
+from benchmarks.harness import Bench, Row, median_row
 from mingpt.distributed.agreement import all_gather_object
 
-CALLS = 10  # of each collective that is measured
+CALLS = 10  # number of calls in a measurement
 
 
 def send_recv(x: Tensor, received: Tensor) -> None:
-    """Each rank sends to the next one, and receives from the one before it."""
+    """Sends to the next rank and receives from the previous one."""
     rank, n = dist.get_rank(), dist.get_world_size()
     send = dist.P2POp(dist.isend, x, (rank + 1) % n)
     recv = dist.P2POp(dist.irecv, received, (rank - 1) % n)
@@ -29,7 +27,7 @@ def send_recv(x: Tensor, received: Tensor) -> None:
 
 
 def ring_all_reduce(parts: Tensor) -> None:
-    """As in by_hand/ring_all_reduce.py: parts is (n, N)."""
+    """Sums parts, (n, N), over ranks, like by_hand/ring_all_reduce.py."""
     rank, n = dist.get_rank(), dist.get_world_size()
     received = torch.empty_like(parts[0])
     for step in range(2 * (n - 1)):
@@ -41,18 +39,17 @@ def ring_all_reduce(parts: Tensor) -> None:
             parts[part - 1] = received
 
 
-def measure_collectives(bench: Bench, sizes: Sequence[int]) -> None:
-    """Prints the mean time of each collective and its bus bandwidth, for tensors of so many bytes.
+def collectives(bench: Bench) -> Iterator[Row]:
+    """Measures each collective with tensors of `bench.sizes` bytes, and compares a ring all-reduce with the backend's.
 
-    The bus bandwidth is the bytes that each rank sends, by an algorithm that sends as few as possible, per second:
-    https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md, and the programs for gather, scatter, sendrecv.
+    The bus bandwidth is the number of bytes per second that each rank sends with an algorithm that sends as few as
+    possible. See https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md, and for gather, scatter and
+    sendrecv the programs there.
     """
     context = bench.context
     n = context.world_size
     most = (n - 1) / n
-    print_row(f"{machine_name(context.device)}, {n} ranks, {context.backend}")
-    print_row("", "bytes", "sent per rank", "seconds", "GB/s")
-    for size in sizes:
+    for size in bench.sizes:
         x = torch.zeros(n, max(1, size // (4 * n)), device=context.device)
         received = torch.empty_like(x)
         sent_parts = list(x) if context.rank == 0 else None
@@ -71,21 +68,17 @@ def measure_collectives(bench: Bench, sizes: Sequence[int]) -> None:
             "all_reduce": (2 * most, all_reduce),
             "ring_all_reduce": (2 * most, ring),
         }
+        where = f"{x.nbytes:,} bytes, {n} ranks, {context.backend}"
         for name, (factor, call) in calls.items():
-            call()  # the first call is slower
+            call()  # warms up
             seconds = max(all_gather_object(context, bench.time_calls(call, CALLS))) / CALLS
             sent = factor * x.nbytes
-            print_row(name, f"{x.nbytes:,}", f"{sent:,.0f}", f"{seconds:.2e}", f"{sent / seconds / 1e9:.3g}")
-        print_row(*median_row("ring_all_reduce in all_reduce:", bench.ratio(ring, all_reduce)).cells)
-
-
-def print_row(*cells: object) -> None:
-    """Prints a line of a table, on rank 0."""
-    if dist.get_rank() == 0:
-        print(*(f"{cell!s:16}" for cell in cells), flush=True)
+            what = f"{name}, {where}: {seconds:.2e} s, each rank sends {sent:,.0f} bytes"
+            yield Row(what, sent / seconds / 1e9, unit=" GB/s")
+        yield median_row(f"time: ring_all_reduce / all_reduce, {where}", bench.ratio(ring, all_reduce))
 
 
 def size_in_bytes(text: str) -> int:
-    """Parses a size such as 64k. As in nccl-tests, k, M and G are powers of 1,024."""
+    """Parses a size such as 64k. k, M and G are powers of 1,024, like in nccl-tests."""
     power = "kMG".find(text[-1:]) + 1
     return int(text[:-1] if power else text) * 1024**power

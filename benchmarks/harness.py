@@ -1,17 +1,12 @@
-"""Measures ratios: two actions alternate, A B A B ..., so that a disturbance of the machine affects both."""
+"""Measures ratios of times. Two actions alternate, A B A B ..., so that other programs affect both."""
 
 import io
-import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 from string import printable
@@ -19,23 +14,17 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from mingpt.config.parser import read_config
-from mingpt.config.schema import Config
 from mingpt.distributed.agreement import broadcast_object
 from mingpt.distributed.context import DistributedContext
-from mingpt.distributed.launcher import detect_launch_environment
-from mingpt.distributed.process_group import connected_ranks, destroy_process_group, explained_errors
-from mingpt.monitoring.logging import set_rank
-from mingpt.system.device import device_kind, has_bf16, use_cuda
+from mingpt.system.device import device_kind, has_bf16
 from mingpt.system.threads import available_cores
 from mingpt.system.torch_versions import cpu_capabilities
 from trainer import Trainer
 
-ROOT = Path(__file__).parent.parent
-ALPHABET = list(printable[:65])  # as many characters as Tiny Shakespeare has
-RANKS = 2  # of cases that start several
+ALPHABET = list(printable[:65])  # tiny shakespeare has 65 characters, too
+SIZES = (2**10, 2**20, 2**26)  # bytes
 NO_KEYS: Mapping[str, Any] = {}
 
 
@@ -62,13 +51,13 @@ MEDIUM = {
 
 @dataclass(frozen=True)
 class Row:
-    """A result.
+    """A row of the table.
 
     Args:
-        what: what was measured
-        figure: the median, or why there is none
+        what: name of the measurement
+        figure: median, or the reason why it is missing
         smallest, largest: of all pairs; None if there is only one value
-        unit: what is written behind the numbers
+        unit: suffix of the numbers
     """
 
     what: str
@@ -78,25 +67,25 @@ class Row:
     unit: str = ""
 
     def format(self, value: float | str) -> str:
-        """Formats a number in the unit of this row; text stays as it is."""
+        """Formats a number with the unit of this row, and returns text unchanged."""
         if isinstance(value, str):
             return value
         return (f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}") + self.unit
 
     @property
     def cells(self) -> list[str]:
-        """What, figure, smallest to largest."""
+        """Name, median, and range."""
         spread = " to ".join(self.format(end) for end in (self.smallest, self.largest) if end is not None)
         return [self.what, self.format(self.figure), spread]
 
 
 def median_row(what: str, values: Sequence[float], unit: str = "") -> Row:
-    """The row of the values' median, smallest and largest."""
+    """Returns a row with the median, the smallest and the largest value."""
     return Row(what, statistics.median(values), min(values), max(values), unit)
 
 
 def to_options(values: Mapping[str, Any]) -> list[str]:
-    """Values of keys such as `trainer.batch_size` as options of main.py."""
+    """Returns values of keys, such as `trainer.batch_size`, as options of main.py."""
     return [word for key, value in values.items() for word in (f"--{key}", str(value))]
 
 
@@ -104,40 +93,24 @@ def suppress_stdout() -> redirect_stdout[io.StringIO]:
     return redirect_stdout(io.StringIO())
 
 
-@contextmanager
-def process_group(config: Config) -> Iterator[DistributedContext]:
-    """The ranks that a launcher has started, or one process; errors are explained as in main.py."""
-    info = detect_launch_environment(os.environ)
-    set_rank(info.rank)
-    backend = "cpu:gloo,cuda:nccl" if use_cuda(config.distributed.backend) else "gloo"
-    timeout = timedelta(seconds=config.distributed.timeout_seconds)
-    health = None
-    if info.world_size > 1:
-        with connected_ranks(info, config.distributed, config.trainer.run_dir, backend) as (store, health):
-            dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size, timeout=timeout)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    with explained_errors(info, health):
-        yield DistributedContext(info, config.distributed, health)
-    destroy_process_group()
-
-
 @dataclass
 class Bench:
-    """What all benchmarks of a run share.
+    """The state that all benchmarks of a run share.
 
     Args:
-        context: the ranks
-        folder: for all files
+        context: this process's rank and device
+        folder: folder for all files
         options: options of main.py for all trainers
-        baselines: the folders of other projects with their model.py, by name
+        sizes: bytes of the tensors of collectives
+        baselines: folder of each other project, with its model.py
         pairs: number of measurements of each ratio
-        min_run_time: approximate seconds for which each action of a pair is repeated, if one call takes less
+        min_run_time: approximate seconds of repeated calls, if one call takes less time
     """
 
     context: DistributedContext
     folder: Path
     options: Sequence[str] = ()
+    sizes: Sequence[int] = SIZES
     baselines: Mapping[str, Path] = field(default_factory=dict)
     pairs: int = 7
     min_run_time: float = 0.5
@@ -148,7 +121,7 @@ class Bench:
 
     @cached_property
     def text(self) -> Path:
-        """A file of a million random characters ; content does not affect speed."""
+        """A file of a million random characters. The content does not affect speed."""
         file = self.folder / f"text{self.context.rank}.txt"
         file.write_text("".join(np.random.default_rng(0).choice(ALPHABET, 10**6)))
         return file
@@ -156,9 +129,9 @@ class Bench:
     def build_trainer(
         self, defaults: Mapping[str, Any] = NO_KEYS, overrides: Mapping[str, Any] = NO_KEYS, warmup_steps: int = 3
     ) -> Trainer:
-        """A trainer in a run folder of its own, which has taken some steps.
+        """Builds a trainer with a new run folder, and trains some steps.
 
-        Of several values for a key, the last is used: `defaults`, then the command line, then `overrides`.
+        Options of the command line override `defaults`, and `overrides` override both.
         """
         paths = {"data.path": self.text, "trainer.run_dir": tempfile.mkdtemp(dir=self.folder)}
         options = [*to_options({**paths, **defaults}), *self.options, *to_options(overrides)]
@@ -169,7 +142,7 @@ class Bench:
         return trainer
 
     def time_calls(self, action: Callable[[], Any], times: int = 1) -> float:
-        """Seconds that all these calls take together, with the device's work that they start."""
+        """Returns the seconds of all calls together, including the work that they start on the device."""
         self._synchronize()
         began = time.perf_counter()
         for _ in range(times):
@@ -178,14 +151,14 @@ class Bench:
         return time.perf_counter() - began
 
     def _synchronize(self) -> None:
-        """Waits for the work of a GPU, whose kernels run after the calls that start them have returned."""
+        """Waits for a GPU. Its kernels still run when the calls that start them have returned."""
         if self.is_on_gpu:
             torch.accelerator.synchronize(self.context.device)
 
     def ratio(self, action: Callable[[], Any], reference: Callable[[], Any]) -> list[float]:
-        """Time of an action relative to that of a reference, for each pair of measurements.
+        """Returns the time of an action relative to the time of a reference, for each pair of measurements.
 
-        Each measurement has as many calls as take `min_run_time`.
+        Each measurement repeats its action for about `min_run_time`.
         """
         action()  # the first calls are slower
         reference()
@@ -193,29 +166,9 @@ class Bench:
         times = broadcast_object(self.context, max(1, round(2 * self.min_run_time / seconds)))
         return [self.time_calls(action, times) / self.time_calls(reference, times) for _ in range(self.pairs)]
 
-    def run_on_ranks(self, name: str) -> Iterator[Row]:
-        """The rows of a case under torchrun, on several ranks, each with its share of the cores.
-
-        Raises:
-            SkippedError: there are fewer cores, or GPUs, than ranks.
-            RuntimeError: a rank failed; the message has its stderr.
-        """
-        processors = torch.cuda.device_count() if self.is_on_gpu else len(available_cores())
-        if processors < RANKS:
-            raise SkippedError(f"it starts {RANKS} ranks, which need a core or GPU each; found {processors}")
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
-        command = [sys.executable, *launcher, "-m", "benchmarks", name, *self.options, "--json"]
-        env = os.environ | {"OMP_NUM_THREADS": str(max(1, len(available_cores()) // RANKS))}
-        done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)  # noqa: S603
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
-        for line in done.stdout.splitlines():
-            result = json.loads(line)
-            yield Row(**{key: result[key] for key in Row.__dataclass_fields__})
-
 
 def machine_name(device: torch.device) -> str:
-    """GPU or CPU, cores, bf16 support and PyTorch's version."""
+    """Returns GPU or CPU, number of cores, bf16 support and PyTorch's version."""
     cpu = cpu_capabilities().get("cpu_name", "unknown CPU")
     bf16 = "bf16 in hardware" if has_bf16(device)[0] else "no bf16 hardware"
     gpu = f"{device_kind(device)} with " if device.type == "cuda" else ""

@@ -1,6 +1,6 @@
-"""The case time_to_loss: the training time until a loss.
+"""The case time_to_loss: training time until a loss is reached.
 
-It uses the text of main.py, `data.path`, because its content matters.
+It uses main.py's text, `data.path`, because the loss depends on the text.
 """
 
 import math
@@ -18,11 +18,12 @@ SEEDS = (1, 2, 3)
 RECIPE = SMALL | {"model.dropout": 0.0}  # nanoGPT's README: train_shakespeare_char.py on a CPU
 RECIPE_STEPS = 2000
 RECIPE_WARMUP = 100
-STEPS = 320  # of ours: so few that the learning rate has decayed at the recipe's loss of tiny shakespeare
+# Steps of this program: its learning rate has decayed when it reaches the recipe's loss on tiny shakespeare.
+STEPS = 320
 
 
 class Run(NamedTuple):
-    """Seconds of training, without evaluation; steps, and the loss on the whole validation text after them."""
+    """Seconds of training without evaluation, number of steps, and the final loss on the whole validation text."""
 
     seconds: float
     steps: int
@@ -33,7 +34,7 @@ class Run(NamedTuple):
 
 
 def time_to_loss(bench: Bench) -> Iterator[Row]:
-    """Our training seconds to the loss of nanoGPT's recipe for CPUs, in those of the recipe."""
+    """Compares the training times until this program and nanoGPT's recipe for CPUs reach the recipe's loss."""
     ratios = []
     losses = []
     for seed in SEEDS:
@@ -42,8 +43,7 @@ def time_to_loss(bench: Bench) -> Iterator[Row]:
         losses.append(f"{ours} instead of {recipe}")
         if ours.loss <= recipe.loss:
             ratios.append(ours.seconds / recipe.seconds)
-    what = "our training seconds to the loss of nanoGPT's recipe for CPUs, in those of the recipe"
-    what = f"{what} ({', '.join(losses)})"
+    what = f"training time to the loss of nanoGPT's CPU recipe: this program / the recipe ({', '.join(losses)})"
     missed = len(SEEDS) - len(ratios)
     if missed:
         yield Row(what, f"not reached by {missed} of {len(SEEDS)} runs")
@@ -52,7 +52,7 @@ def time_to_loss(bench: Bench) -> Iterator[Row]:
 
 
 def train_to_loss(bench: Bench, seed: int, target: float) -> Run:
-    """Trains as main.py does until the validation loss is `target`, or to the last step; evaluates ten times or so."""
+    """Trains like main.py until the validation loss is at most `target`. Evaluates about ten times."""
     length = {"trainer.max_steps": STEPS, "trainer.eval_every": STEPS // 10}
     trainer = bench.build_trainer(_text(bench) | length, {"trainer.seed": seed}, warmup_steps=0)
     cfg = trainer.config.trainer
@@ -65,7 +65,7 @@ def train_to_loss(bench: Bench, seed: int, target: float) -> Run:
 
 
 def train_recipe(bench: Bench, seed: int) -> Run:
-    """Trains nanoGPT's recipe to its end, whatever the options for our model are."""
+    """Trains nanoGPT's recipe to its end, independent of the options for this program's model."""
     trainer = bench.build_trainer(_text(bench), RECIPE, warmup_steps=0)
     torch.manual_seed(seed)
     nanogpt = NanoGPT(bench.baselines["nanogpt"], trainer)
@@ -79,7 +79,7 @@ def train_recipe(bench: Bench, seed: int) -> Run:
 
 
 def recipe_learning_rate(step: int) -> float:
-    """nanoGPT's schedule: linear warm-up to 1e-3 and cosine decay to 1e-4; the first step is step 0."""
+    """Returns nanoGPT's learning rate: linear warm-up to 1e-3, then cosine decay to 1e-4. The first step is step 0."""
     if step < RECIPE_WARMUP:
         return 1e-3 * (step + 1) / (RECIPE_WARMUP + 1)
     progress = (step - RECIPE_WARMUP) / (RECIPE_STEPS - RECIPE_WARMUP)
@@ -87,5 +87,5 @@ def recipe_learning_rate(step: int) -> float:
 
 
 def _text(bench: Bench) -> dict[str, Any]:
-    """The key of main.py's text."""
+    """Returns the option for main.py's text."""
     return {"data.path": read_config(bench.options).data.path}

@@ -25,16 +25,16 @@ def main() -> int:
     world_size = int(sys.argv[1])
     options = sys.argv[2:]
     signal.signal(signal.SIGTERM, terminate)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if the parent has it ignored, all ranks' statuses are 0
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if a parent ignores it, all exit statuses are 0
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]  # a free one, at which this machine's ranks meet
+        port = server.getsockname()[1]  # a free port for the rendezvous
     command = [sys.executable, str(MAIN), "--distributed.init_method", f"tcp://127.0.0.1:{port}", *options]
     for rank in range(world_size):
         env = os.environ | {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
         env |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}
-        env["MINGPT_LAUNCHER_PID"] = str(os.getpid())  # if this process is killed, the ranks save and exit
+        env["MINGPT_LAUNCHER_PID"] = str(os.getpid())  # the ranks save and exit if this process is killed
         ranks.append(subprocess.Popen(command, env=env))  # noqa: S603
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the ranks too, which save
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the ranks, which save
     return max(abs(process.wait()) for process in ranks)
 
 

@@ -1,4 +1,4 @@
-"""Fixtures of all tests."""
+"""Fixtures for all tests."""
 
 import os
 import shutil
@@ -10,18 +10,18 @@ from pathlib import Path
 
 import pytest
 
-# Before PyTorch is imported: where it sees GPUs, ranks use nccl and need a GPU each.
+# Before PyTorch is imported: if it sees GPUs, ranks use nccl, and each of them needs a GPU.
 os.environ.setdefault("TEST_VISIBLE_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 from tests.helpers import find_gpus, ip, write_text
 
-# Under nohup it is ignored, and processes that tests start would inherit that.
+# nohup ignores SIGHUP, and the processes that tests start would inherit this.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_cmdline_main(config: pytest.Config) -> int | None:
-    """Without a GPU, `pytest -m gpu` says so in place of a skip of each test."""
+    """Prints one message if `pytest -m gpu` runs without a GPU, instead of skipping each test."""
     if config.option.markexpr != "gpu" or find_gpus()["count"]:
         return None
     print(f"no test has run: {find_gpus()['report']}")
@@ -29,7 +29,7 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    """The hardware and versions that a report of a problem on GPUs needs."""
+    """Returns the hardware and versions for bug reports about GPUs."""
     if config.option.markexpr == "gpu" or shutil.which("nvidia-smi"):
         return find_gpus()["report"]
     return None
@@ -65,7 +65,7 @@ def namespaces() -> Iterator[list[str]]:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Models this small gain nothing from more threads, and lose much where other processes want the cores."""
+    """Sets one thread. Small models are not faster with more, and far slower if other processes use the cores."""
     import torch
 
     before = torch.get_num_threads()
@@ -76,7 +76,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def signal_handlers() -> Iterator[None]:
-    """Restores signal handlers: a run that ends in the test's process may leave signals ignored, also for children."""
+    """Restores signal handlers. A run in the test's process may leave signals ignored, also for child processes."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGXCPU)
     handlers = {number: signal.getsignal(number) for number in numbers}
     yield

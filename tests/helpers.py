@@ -1,4 +1,4 @@
-"""Helpers of all tests: small runs, the program in processes of its own, ranks of a gloo group, run folders, models."""
+"""Helpers for all tests: small runs, programs in separate processes, ranks of a gloo group, run folders, models."""
 
 import fcntl
 import io
@@ -19,22 +19,20 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
-from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+import main
 from mingpt import program
 from mingpt.config.parser import read_config
 from mingpt.config.schema import Config, DistributedConfig, GPTConfig, config_to_dict
 from mingpt.distributed.context import DistributedContext
 from mingpt.distributed.launcher import detect_launch_environment
-from mingpt.distributed.process_group import connected_ranks, destroy_process_group, explained_errors
 from mingpt.monitoring.run_log import iter_metrics
 from mingpt.snapshot.storage import SnapshotStorage
 from mingpt.system.run_lock import LOCK_NAME
@@ -43,10 +41,10 @@ from trainer import Trainer
 
 ROOT = Path(__file__).parent.parent
 
-# A background job of a shell ignores SIGINT, which the processes that tests start would inherit.
+# A background job of a shell ignores SIGINT, and the processes that tests start would inherit this.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# A run small enough for tests: 7,056 parameters, windows of 16, shares that are uneven on 2 and 3 ranks, dropout on.
+# A run small enough for tests: 7,056 parameters, windows of 16, uneven shares on 2 and 3 ranks, dropout on.
 SMALL_CONFIG = {
     "data.block_size": 16,
     "model.n_layer": 2,
@@ -70,23 +68,23 @@ NO_DROPOUT: dict[str, Any] = {"model__dropout": 0.0, "optimizer__decay_steps": 1
 LARGE_CONFIG = {"data__block_size": 32, "model__n_layer": 4, "model__n_head": 8, "model__n_embd": 512}
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 MEMORY_KINDS = ("parameters", "gradients", "optimizer")
-# Environment of processes that use GPUs, for tests marked `gpu`: conftest.py hides GPUs from all others.
+# Environment of processes that use GPUs, for tests marked `gpu`. conftest.py hides GPUs from all other tests.
 _visible = os.environ.get("TEST_VISIBLE_GPUS", "all")
 VISIBLE_GPUS = {"CUDA_VISIBLE_DEVICES": None if _visible == "all" else _visible}
 # Values of a parameter `device`, for tests that run main.py with `run_on`.
 ON_GPUS = pytest.param("cuda", marks=pytest.mark.gpu)
 DEVICES = ("cpu", ON_GPUS)
 SLOW_ON_CPU = (pytest.param("cpu", marks=pytest.mark.slow), ON_GPUS)
-V, T = 11, 8  # vocabulary and window of the models of `small_gpt`
+V, T = 11, 8  # vocabulary size and window of `small_gpt`
 
-# Ranks are forks of one server, which has imported everything once.
+# Ranks are forks of a server that has imported everything once.
 FORKSERVER = multiprocessing.get_context("forkserver")
 PRELOAD = ["torch._dynamo", "torch.utils.tensorboard", "main", "trainer", "sample", "mingpt.parallel.sharded", "pytest"]
 FORKSERVER.set_forkserver_preload(PRELOAD)
 
 
 def write_text(path: Path, size: int = 3000) -> Path:
-    """Writes a text with some structure, of 13 distinct characters; returns its path."""
+    """Writes a text with some structure and 13 distinct characters. Returns its path."""
     words = ["anna", "bob", "does", "eat", "figs", "\n"]
     source = random.Random(0)
     path.write_text(" ".join(source.choice(words) for _ in range(size))[:size], encoding="utf-8")
@@ -94,14 +92,14 @@ def write_text(path: Path, size: int = 3000) -> Path:
 
 
 def write_overfitting_text(path: Path) -> Path:
-    """Writes a text whose validation part is random, so that its loss rises from the first evaluation on."""
+    """Writes a text with a random validation part, so that the validation loss rises from the first evaluation on."""
     text, source = write_text(path).read_text(), random.Random(1)
     vocabulary = sorted(set(text))
     path.write_text(text[:2700] + "".join(source.choices(vocabulary, k=300)))
     return path
 
 
-# Options with which such a run ends at step 12: the validation loss of step 4 is the lowest.
+# With these options, a run on this text ends at step 12, since the validation loss of step 4 is the lowest.
 PATIENCE: dict[str, Any] = {
     "trainer__patience": 2,
     "trainer__max_steps": 40,
@@ -111,16 +109,16 @@ PATIENCE: dict[str, Any] = {
 
 
 def run_args(run_dir: Path, text: Path | str, **changes: Any) -> list[str]:
-    """The command line of a small run; changes are written like `trainer__max_steps=3`."""
+    """Returns the command line of a small run. Changes are written like `trainer__max_steps=3`."""
     values = SMALL_CONFIG | {"trainer.run_dir": run_dir, "data.path": text}
     values |= {name.replace("__", "."): value for name, value in changes.items()}
     return [word for name, value in values.items() for word in (f"--{name}", "null" if value is None else str(value))]
 
 
 def clean_env(**changes: str | None) -> dict[str, str]:
-    """This process's environment without a launcher's variables; changes to None remove a variable."""
+    """Returns this process's environment without launchers' variables. A change to None removes a variable."""
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
-    terminal = ("COLUMNS", "LINES")  # which a process of pytest-xdist sets
+    terminal = ("COLUMNS", "LINES")  # set in processes of pytest-xdist
     removed = (*launcher, *terminal)
     env = {k: v for k, v in os.environ.items() if k not in removed and not k.startswith(("SLURM_", "OMPI_"))}
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -128,7 +126,7 @@ def clean_env(**changes: str | None) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A port that is free, and that the system assigns to no other socket: those are above 32767."""
+    """Returns a free port below 32768, so that the system does not assign it to another socket."""
     while True:
         port = random.SystemRandom().randrange(10000, 30000)
         with socket.socket() as trial, suppress(OSError):
@@ -146,7 +144,7 @@ def run_program(*argv: str, cwd: Path | None = None, **env: str | None) -> subpr
 
 @contextmanager
 def start_main(argv: list[str], *launcher: str, **env: str | None) -> Iterator[subprocess.Popen]:
-    """Starts main.py, as `python LAUNCHER main.py ARGV`, and ends it if the block does not."""
+    """Starts `python LAUNCHER main.py ARGV`, and ends it if the block does not."""
     command = [sys.executable, *launcher, str(ROOT / "main.py"), *argv]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=clean_env(**env)
@@ -165,9 +163,9 @@ def run_on_terminal(
     watch: Callable[[subprocess.Popen, int, bytes], None] = lambda process, master, raw: None,
     **env: str | None,
 ) -> tuple[int, str]:
-    """Runs a program of this repository on a terminal of its own; returns its exit status and its output.
+    """Runs a program of this repository on a new terminal. Returns its exit status and its output.
 
-    `watch` is called with the process, the terminal's other end and all output so far, whenever there is more.
+    `watch` is called after each new output, with the process, the other end of the terminal, and the whole output.
     """
     master, slave = pty.openpty()
     set_columns(slave, columns)
@@ -179,7 +177,7 @@ def run_on_terminal(
             while part := os.read(master, 65536):
                 raw += part
                 watch(process, master, raw)
-        except OSError:  # on Linux, when no process has the other end open
+        except OSError:  # on Linux, when all processes have closed the other end
             pass
         os.close(master)
         return process.wait(60), raw.decode(errors="replace")
@@ -197,10 +195,10 @@ def run_ranks(
     timeout: float = 120,
     lost_rank: int | None = None,
 ) -> list[Any]:
-    """Runs `body(*args)` on `world_size` processes, with RANK and a rendezvous file; returns their results by rank.
+    """Runs `body(*args)` on `world_size` processes, with RANK and a rendezvous file. Returns their results by rank.
 
-    A body that raises fails the test with that rank's traceback; one that takes longer than `timeout` seconds is
-    killed. The rank `lost_rank` kills or stops itself; its result is None.
+    A body that raises an error fails the test with that rank's traceback. A body that takes longer than `timeout`
+    seconds is killed. The rank `lost_rank` kills or stops itself, and its result is None.
     """
     processes, queue = start_ranks(world_size, body, *args, tmp_path=tmp_path)
     awaited = [process for rank, process in enumerate(processes) if rank != lost_rank]
@@ -224,7 +222,7 @@ def run_ranks(
 
 
 def start_ranks(world_size: int, body: Callable[..., Any], *args: Any, tmp_path: Path) -> tuple[list[Any], Any]:
-    """Starts `world_size` processes as `run_ranks` does; returns them and the queue of their results."""
+    """Starts `world_size` processes like `run_ranks`. Returns them and the queue of their results."""
     rendezvous_file, queue = tmp_path / f"rendezvous-{time.monotonic_ns()}", FORKSERVER.SimpleQueue()
     processes = [
         FORKSERVER.Process(target=_rank, args=(queue, rank, world_size, rendezvous_file, clean_env(), body, args))
@@ -244,7 +242,7 @@ def _rank(
     body: Callable[..., Any],
     args: tuple,
 ) -> None:
-    os.environ.clear()  # the server has the variables of the first test
+    os.environ.clear()  # the server keeps the variables of the first test
     os.environ.update(env)
     if world_size > 1:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
@@ -256,58 +254,43 @@ def _rank(
 
 
 def run_main(argv: list[str]) -> int:
-    """Runs main.py in this process; returns the exit status."""
-    from main import main
-
-    return program.run_program(main, argv)
+    """Runs main.py in this process. Returns the exit status."""
+    return program.run_program(main.main, argv)
 
 
 @contextmanager
-def process_group(
-    config: DistributedConfig, needs_group: bool = False, backend: str = "gloo"
-) -> Iterator[DistributedContext]:
-    """Sets up the process group as main.py does, without training."""
-    info = detect_launch_environment(os.environ)
-    timeout = timedelta(seconds=config.timeout_seconds)
-    destroy_process_group()
-    health = None
-    if info.world_size > 1:
-        with connected_ranks(info, config, ".", backend) as (store, health):
-            dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size, timeout=timeout)
-    elif needs_group:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    with explained_errors(info, health):
-        yield DistributedContext(info, config, health)
-    destroy_process_group()
+def open_process_group(**keys: Any) -> Iterator[DistributedContext]:
+    """For `run_ranks`: the process group of main.py with these keys of the section `distributed`."""
+    config = DistributedConfig(**{"init_method": os.environ["TEST_INIT_METHOD"], "timeout_seconds": 60} | keys)
+    with main.process_group(Config(distributed=config), detect_launch_environment(os.environ)) as context:
+        yield context
 
 
 def train_main(*argv: str) -> int:
-    """For `run_ranks`: runs main.py in this process; returns the exit status."""
+    """For `run_ranks`: runs main.py in this process. Returns the exit status."""
     return run_main([*argv, "--distributed.init_method", os.environ["TEST_INIT_METHOD"]])
 
 
 def run_captured(*argv: str) -> tuple[int, str, str]:
-    """For `run_ranks`: runs main.py in this process; returns exit status, stdout and stderr of a run."""
+    """For `run_ranks`: runs main.py in this process. Returns exit status, stdout and stderr."""
     with redirect_stdout(io.StringIO()) as stdout, redirect_stderr(io.StringIO()) as stderr:
         status = train_main(*argv)
     return status, stdout.getvalue(), stderr.getvalue()
 
 
 def main_process(argv: list[str], stdout: Path | str, stderr: Path | str) -> None:
-    """For `start_ranks`: main.py with its output in these files or pipes, to the end of the process."""
-    from main import main
-
+    """For `start_ranks`: runs main.py with its output in these files or pipes, and ends the process."""
     for path, descriptor in ((stdout, 1), (stderr, 2)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), descriptor)
-    # Those of the server may have been opened for other kinds of files.
+    # The server's streams may have been opened for other kinds of files.
     sys.stdout = os.fdopen(1, "w")
     sys.stderr = os.fdopen(2, "w", buffering=1)
     sys.argv = ["main.py", *argv]
-    program.exit_process(program.run_program(main, argv))
+    program.exit_process(program.run_program(main.main, argv))
 
 
 def run_each_captured(argvs: list[list[str]]) -> list[tuple[int, str, str]]:
-    """For `run_ranks`: `run_captured` of several command lines, one after the other."""
+    """For `run_ranks`: calls `run_captured` with several command lines, one after the other."""
     results, init_method = [], os.environ["TEST_INIT_METHOD"]
     for i, argv in enumerate(argvs):
         os.environ["TEST_INIT_METHOD"] = f"{init_method}-{i}"
@@ -317,14 +300,14 @@ def run_each_captured(argvs: list[list[str]]) -> list[tuple[int, str, str]]:
 
 @cache
 def find_gpus() -> dict[str, Any]:
-    """The number of GPUs, `count`, and versions for a report of a problem, `report`."""
+    """Returns the number of GPUs as `count`, and hardware and versions for bug reports as `report`."""
     done = run_program("-m", "tests.gpu.hardware", cwd=ROOT, **VISIBLE_GPUS)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 def ranks_on(device: str, wanted: int, at_least: int = 1) -> int:
-    """The number of ranks to start: on GPUs one for each, `wanted` at most. Skips a test that needs more GPUs."""
+    """Returns the number of ranks to start, at most `wanted` and one per GPU. Skips a test that needs more."""
     if device == "cpu":
         return wanted
     gpus = find_gpus()["count"]
@@ -334,8 +317,7 @@ def ranks_on(device: str, wanted: int, at_least: int = 1) -> int:
 
 
 def run_on(device: str, ranks: int, argvs: list[list[str]], folder: Path, timeout: float = 300) -> list[str]:
-    """Runs main.py with these command lines, one after the other: on "cpu" in ranks of `run_ranks`, on "cuda" in
-    processes of its own.
+    """Runs main.py with these command lines in turn: on "cpu" with `run_ranks`, on "cuda" in new processes.
 
     Returns:
         stdout of each run
@@ -355,26 +337,26 @@ def run_on(device: str, ranks: int, argvs: list[list[str]], folder: Path, timeou
 
 
 def read_log(file: Path) -> str:
-    """A file of stderr, without the date and time of its lines."""
+    """Returns the text of a file of stderr, without the date and time of each line."""
     return re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  ", "", file.read_text(), flags=re.MULTILINE)
 
 
 def read_metrics(file: Path) -> tuple[list[dict[str, Any]], int]:
-    """Returns the rows of a metrics.jsonl, and how many other lines it has, as `iter_metrics`."""
+    """Returns the rows of a metrics.jsonl, and the number of its other lines. See `iter_metrics`."""
     lines = list(iter_metrics(file))
     rows = [row for row in lines if row is not None]
     return rows, len(lines) - len(rows)
 
 
 def read_rows(run_dir: Path, event: str = "train") -> list[dict]:
-    """The complete rows of metrics.jsonl with this event."""
+    """Returns the complete rows of metrics.jsonl with this event."""
     rows, others = read_metrics(run_dir / "metrics.jsonl")
     assert not others
     return [row for row in rows if row["event"] == event]
 
 
 def list_snapshots(run_dir: Path) -> list[str]:
-    """The names of all files in the folder of snapshots but that of its lock."""
+    """Returns the names of all files in the folder of snapshots except its lock."""
     return sorted(name for name in os.listdir(run_dir / "snapshots") if name != LOCK_NAME)
 
 
@@ -385,7 +367,7 @@ def newest_snapshot(run_dir: Path) -> dict:
 
 
 def small_snapshot(step: int, weights: dict[str, Tensor] | None = None, **changes: Any) -> dict[str, Any]:
-    """The content of a snapshot, by default with one weight, whose elements are the step."""
+    """Returns the content of a snapshot, by default with one weight. Its elements are the step."""
     return {
         "step": step,
         "samples": 7 * step,
@@ -429,7 +411,7 @@ def wait_for_step(run_dir: Path, step: int, timeout: float = 60) -> None:
 def wait_until(
     condition: Callable[[], bool], name: str, timeout: float = 60, process: subprocess.Popen | None = None
 ) -> None:
-    """Waits for a condition that comes true before `process`, if there is one, has ended."""
+    """Waits for a condition that must become true before `process` ends, if there is one."""
     deadline = time.monotonic() + timeout
     while not condition():
         assert process is None or process.poll() is None, process.communicate()
@@ -438,7 +420,7 @@ def wait_until(
 
 
 def worker_pids(agent: int) -> list[int]:
-    """Process ids of torchrun's workers, by local rank."""
+    """Returns the process ids of torchrun's workers, in the order of local ranks."""
     children = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
     ranks = {int(pid): _local_rank(Path(f"/proc/{pid}/environ").read_text().split("\0")) for pid in children}
     return sorted(filter(ranks.get, ranks), key=ranks.__getitem__)
@@ -449,12 +431,12 @@ def ip(*args: str) -> None:
 
 
 def in_namespace(name: str) -> list[str]:
-    """The beginning of a command that runs in a network namespace, on a host with a name of its own."""
+    """Returns the start of a command that runs in a network namespace, with a separate host name."""
     return ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", f'hostname host-{name}; exec "$@"', "-"]
 
 
 def find_processes(variable: str) -> dict[int, str]:
-    """Processes that run with `NAME=VALUE` in their environment, orphans too: each with its `LOCAL_RANK=...` or ""."""
+    """Returns all processes with `NAME=VALUE` in their environment, also orphans, with their `LOCAL_RANK=...` or ""."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended, or belongs to another user
@@ -478,7 +460,7 @@ def _local_rank(env: list[str]) -> str:
 
 
 def small_gpt(seed: int = 0, **changes: Any) -> GPT:
-    """A model whose blocks have an effect: nanochat's output projections are zero at the start."""
+    """Returns a model with blocks that have an effect. nanochat's output projections are zero at the start."""
     torch.manual_seed(seed)
     model = GPT(GPTConfig(**{"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": V, "block_size": T} | changes))
     for parameter in model.parameters():
@@ -488,7 +470,7 @@ def small_gpt(seed: int = 0, **changes: Any) -> GPT:
 
 
 def random_gpt(**changes: Any) -> GPT:
-    """A model with large weights in float64: an untrained one repeats its last character, which hides mistakes."""
+    """Returns a model with large weights in float64. An untrained model repeats its last character."""
     model = small_gpt(seed=3, **changes).double()
     for name, parameter in model.named_parameters():
         if "ln_" not in name:
@@ -504,12 +486,11 @@ def random_tokens(*shape: int, seed: int = 1, vocab_size: int = V) -> Tensor:
 def open_trainer(*argv: str, rendezvous: Any = "") -> Iterator[Trainer]:
     """For `run_ranks`: a trainer in this process, without its output.
 
-    `rendezvous` differs between the trainers of one process.
+    `rendezvous` must differ between the trainers of one process.
     """
     config = read_config([*argv, "--distributed.init_method", f"{os.environ['TEST_INIT_METHOD']}-{rendezvous}"])
-    needs_group = config.distributed.uses_fsdp
     with (
-        process_group(config.distributed, needs_group) as context,
+        main.process_group(config, detect_launch_environment(os.environ)) as context,
         redirect_stdout(io.StringIO()),
         redirect_stderr(io.StringIO()),
     ):
@@ -519,12 +500,12 @@ def open_trainer(*argv: str, rendezvous: Any = "") -> Iterator[Trainer]:
 
 
 def train_losses(trainer: Trainer, steps: int) -> list[float]:
-    """Trains so many steps; returns the mean loss over the batch of each."""
+    """Trains this number of steps. Returns the mean loss over the batch of each step."""
     return [trainer.strategy.mean_loss(trainer.train_step().losses).item() for _ in range(steps)]
 
 
 def train_curves(folder: Path, changes: list[dict[str, Any]], steps: int) -> list[list[float]]:
-    """For `run_ranks`: the losses of a run with each of these changes."""
+    """For `run_ranks`: returns the losses of a run with each of these changes."""
     curves = []
     for i, change in enumerate(changes):
         argv = run_args(folder / f"{os.environ.get('WORLD_SIZE')}-{i}", folder / "text.txt", **NO_DROPOUT, **change)

@@ -19,7 +19,7 @@ import export
 import plot
 import sample
 from main import main
-from mingpt.distributed import launcher
+from mingpt.distributed import network
 from mingpt.program import run_program as exit_status_of
 from mingpt.snapshot import __main__ as listing
 from tests.helpers import (
@@ -60,13 +60,18 @@ CASES: list[tuple[dict[str, str], list[str], str, list[str]]] = [
     ({}, ["--trainer.threads", "1000000"], "", ["trainer.threads", "less than or equal to 1024 or 'auto'"]),
     ({"OMP_NUM_THREADS": "1000000"}, [], "", ["OMP_NUM_THREADS is '1000000', must be a whole number"]),
     (TWO | MASTER | {"MASTER_PORT": "abc"}, [], "", ["environment: MASTER_PORT is 'abc', must be a whole number"]),
-    (TWO, ["--distributed.init_method", "env://"], "", ["MASTER_ADDR", "MASTER_PORT", "no rendezvous address"]),
+    (
+        TWO,
+        ["--distributed.init_method", "env://"],
+        "",
+        ["MASTER_ADDR", "MASTER_PORT", "a rendezvous address"],
+    ),
     ({"TORCHELASTIC_RESTART_COUNT": "abc"}, [], "", ["TORCHELASTIC_RESTART_COUNT is 'abc'"]),
     (ONE | {"LOCAL_RANK": "3"}, WRONG_KEY, "", ["--trainer.max_step is not known"]),
     (ONE | {"LOCAL_RANK": "-1"}, WRONG_KEY, "", ["environment: ", "'LOCAL_RANK': '-1'"]),
     (ONE | {"LOCAL_WORLD_SIZE": "1000000"}, [], "", ["environment: ", "'LOCAL_WORLD_SIZE': '1000000'"]),
-    (TWO | MASTER | {"MASTER_ADDR": "no-such-host.invalid"}, [], "", ["knows no host 'no-such-host.invalid'"]),
-    (TWO, ["--distributed.init_method", "tcp://no-such-host.invalid:29400"], "", ["init_method", "knows no host"]),
+    (TWO | MASTER | {"MASTER_ADDR": "no-such-host.invalid"}, [], "", ["can't resolve 'no-such-host.invalid'"]),
+    (TWO, ["--distributed.init_method", "tcp://no-such-host.invalid:29400"], "", ["init_method", "can't resolve"]),
     (TWO, ["--distributed.init_method", "file:///no/such/store"], "", ["init_method", "can't be opened"]),
     (TWO, ["--distributed.init_method", "file:///proc/x"], "", ["init_method is file:///proc/x", "can't be opened"]),
     ({}, ["--optimizer.learning_rate", "3e38"], "", ["step 1: the validation loss is not finite", "(3e+38)"]),
@@ -78,7 +83,7 @@ CASES: list[tuple[dict[str, str], list[str], str, list[str]]] = [
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(launcher, "RESOLVE_SECONDS", 0.1)
+    monkeypatch.setattr(network, "RESOLVE_SECONDS", 0.1)
 
 
 @pytest.mark.parametrize(("env", "argv", "yaml", "parts"), CASES, ids=range(len(CASES)))

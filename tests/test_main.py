@@ -1,4 +1,4 @@
-"""main.py: exit statuses, one message for each mistake, and ranks that must agree."""
+"""main.py: exit statuses, one message for each mistake, and checks that ranks agree."""
 
 import io
 import json
@@ -73,39 +73,12 @@ def error_of(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
 
 
 def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
-    """Bytes and modification time of all files but locks, by their path in the folder."""
+    """Bytes and modification time of all files except locks, by path in the folder."""
     found = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != LOCK_NAME)
     return {str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns) for path in found}
 
 
-COUNT_COLLECTIONS = """
-import gc, sys
-from contextlib import suppress
-import main
-from mingpt.errors import UserError
-collections = []
-gc.callbacks.append(lambda phase, info: collections.append("trainer" in sys.modules))
-with suppress(UserError):
-    main.main(sys.argv[1:])
-print(collections.count(False), gc.isenabled(), gc.get_freeze_count() > 100_000)
-"""
-
-
-def test_no_garbage_is_collected_while_pytorch_is_imported(tmp_path: Path) -> None:
-    done = run_program("-c", COUNT_COLLECTIONS, *run_args(tmp_path / "run", "text.txt", trainer__precision="fp16"))
-    counted, *state = done.stdout.split()
-    assert int(counted) < 100, done.stderr  # some before, while the configuration is read; about 1,000 by default
-    assert state == ["True", "True"]
-
-
 # Exit statuses
-
-
-def test_a_mistake_ends_the_program_with_status_2_and_one_message(tmp_path: Path) -> None:
-    done = run_program("main.py", "--trainer.max_steps", "many", cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert_one_message(done.stderr)
-    assert os.listdir(tmp_path) == []
 
 
 def test_too_little_memory_for_the_start_is_one_message(argv: list[str]) -> None:
@@ -138,16 +111,6 @@ def test_errors_in_training_have_their_status_and_one_message(
         assert stderr.startswith(f"error: {message}")
 
 
-def test_other_errors_show_their_traceback_and_an_interrupt_before_training_is_status_130(
-    argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(Trainer, "train_step", fail_with(RuntimeError, "shape '[2]' is invalid"))
-    assert run_main(argv) == 1
-    assert "RuntimeError: shape '[2]' is invalid" in capsys.readouterr().err
-    monkeypatch.setattr(Trainer, "__init__", fail_with(KeyboardInterrupt))
-    assert run_main(argv) == 130
-
-
 def test_a_crash_shows_its_traceback_and_ends_the_process_without_waiting_for_destructors(
     argv: list[str], tmp_path: Path
 ) -> None:
@@ -177,24 +140,23 @@ def test_torchruns_summary_shows_the_message_of_a_refusal_before_anything_is_wri
 
 
 def test_help_and_mistakes_are_answered_without_pytorch(tmp_path: Path) -> None:
-    """Importing it would take most of the time."""
+    """Importing PyTorch would take most of the time."""
     (tmp_path / "torch.py").write_text("raise ImportError('PyTorch is imported')")
-    broken = tmp_path / "broken.yaml"
-    broken.write_text("trainer: [")
-    for argv, env, status, part in (
-        (["--help"], {}, 0, "--trainer.max_steps X"),
-        (["--print_config"], {}, 0, "max_steps: "),
-        (["--trainer.max_step", "1"], {}, 2, "the nearest is trainer.max_steps"),
-        (["--trainer.max_steps", "many"], {}, 2, "found 'many'"),
-        (["--config", str(broken)], {}, 2, "is not valid yaml"),
-        ([], {"OMP_NUM_THREADS": "x"}, 2, "OMP_NUM_THREADS is 'x'"),
-        ([], {"RANK": "1"}, 2, "'WORLD_SIZE': None"),
+    for argv, env, part in (
+        (["--help"], {}, "--trainer.max_steps X"),
+        (["--print_config"], {}, "max_steps: "),
+        (["--trainer.max_steps", "many"], {}, "found 'many'"),
+        ([], {"RANK": "1"}, "'WORLD_SIZE': None"),
     ):
         done = run_program("main.py", *argv, cwd=tmp_path, PYTHONPATH=str(tmp_path), **env)
-        assert (done.returncode, part in done.stdout + done.stderr) == (status, True), (argv, env, done.stderr)
+        assert part in done.stdout + done.stderr, (argv, env)
+        assert done.returncode == (2 if done.stderr else 0)
+        if done.stderr:
+            assert_one_message(done.stderr)
     done = run_program("main.py", cwd=tmp_path, PYTHONPATH=str(tmp_path))
     assert done.returncode == 1
     assert "PyTorch is imported" in done.stderr
+    assert os.listdir(tmp_path) == ["torch.py"]
 
 
 def fail_with(kind: type[BaseException], text: str = "") -> Callable[..., None]:
@@ -220,28 +182,12 @@ def test_a_missing_text_is_refused_and_nothing_is_written(tmp_path: Path, capsys
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("content", "parts"),
-    [
-        (b"", ["data.path", "is empty"]),
-        (b"good, then \xff", ["data.path", "UTF-8", "byte 11", "0xff"]),
-        (b"a word\n" * 6, ["data.block_size", "block_size + 1 = 17", "5 characters"]),
-        (b"a", ["data.block_size", "0 characters"]),
-    ],
-)
-def test_an_unusable_text_is_refused(
-    content: bytes, parts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "text.txt").write_bytes(content)
-    message = error_of(capsys, *run_args(tmp_path / "run", tmp_path / "text.txt"))
-    for part in (str(tmp_path / "text.txt"), *parts):
-        assert part in message
-
-
 def test_paths_that_cannot_be_opened_or_created_are_refused(
-    argv: list[str], text: Path, capsys: pytest.CaptureFixture[str]
+    argv: list[str], text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "other/metrics.jsonl").mkdir(parents=True)
     for key, path in (
+        ("trainer.run_dir", str(tmp_path / "other")),
         ("data.path", "nosuch://host"),
         ("trainer.snapshot_path", "nosuch://host"),
         ("trainer.snapshot_path", f"{text}/below a file"),
@@ -252,20 +198,10 @@ def test_paths_that_cannot_be_opened_or_created_are_refused(
         assert path.split(":")[0] in message
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl"])
-def test_a_folder_in_place_of_a_file_of_the_run_is_refused(
-    name: str, argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "run" / name).mkdir(parents=True)
-    message = error_of(capsys, *argv)
-    for part in ("trainer.run_dir", str(tmp_path / "run" / name), "directory", "set another"):
-        assert part in message
+# Limits of the hardware
 
 
-# What the hardware cannot do
-
-
-def test_what_this_machine_cannot_do_is_refused(text: Path, tmp_path: Path) -> None:
+def test_options_that_this_machine_does_not_support_are_refused(text: Path, tmp_path: Path) -> None:
     offload = {"distributed__strategy": "fsdp", "distributed__cpu_offload": "true"}
     cases: list[tuple[dict[str, Any], list[str]]] = [
         ({"trainer__compile": "true"}, ["no C++ compiler: found no no-such-compiler"]),
@@ -391,7 +327,7 @@ def test_ranks_agree_on_configuration_text_and_code(text: Path, tmp_path: Path) 
 
 
 def _run_with_own_argv(cases: list[list[list[str]]]) -> list[tuple[int, str, str]]:
-    """Runs each case with this rank's command line; one may end in what else this rank has."""
+    """Runs each case with this rank's command line. Its last word may be a difference other than an option."""
     results, init_method = [], os.environ["TEST_INIT_METHOD"]
     for i, case in enumerate(cases):
         os.environ["TEST_INIT_METHOD"] = f"{init_method}-{i}"
@@ -431,7 +367,7 @@ def test_a_rank_without_gpu_among_others_is_named_by_one_message(
 
 
 def _run_with_gpu(rank_with_gpu: int, argv: list[str]) -> tuple[int, str, str]:
-    """Runs main.py; one of the ranks pretends to have a GPU, and the last rank is slow to read the store."""
+    """Runs main.py. One of the ranks simulates a GPU, and the last rank reads the store slowly."""
     rank = int(os.environ["RANK"])
     torch.cuda.is_available = lambda: rank == rank_with_gpu
     if rank == 2:

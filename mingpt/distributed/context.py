@@ -27,11 +27,11 @@ class DistributedContext(RankGroup):
     """This process's rank and device, and collectives with the other ranks.
 
     Args:
-        info: as the launcher tells it
+        info: ranks from the launcher
         health: None for a single process
 
     Raises:
-        UserError: on all ranks, if a host has fewer GPUs than processes, or no GPU for nccl.
+        UserError: on all ranks, if a host has fewer GPUs than processes, or lacks a GPU for nccl.
     """
 
     exit_callbacks: ClassVar[list[Callable[[], None]]] = []  # called before the process group is destroyed
@@ -57,7 +57,7 @@ class DistributedContext(RankGroup):
             torch.cuda.set_device(self.device)
 
     def subgroup(self, groups: Iterable[Sequence[int]], description: str | None = None) -> "DistributedContext":
-        """Returns the context of this rank's group of ranks; all ranks must list the same groups."""
+        """Returns the context of the group that includes this rank. All ranks must list the same groups."""
         context = copy(self)
         for ranks in groups:
             group = dist.new_group(list(ranks), timeout=self.timeout, group_desc=description)
@@ -69,10 +69,10 @@ class DistributedContext(RankGroup):
         return context
 
     def unchecked_group(self) -> dist.ProcessGroup | None:
-        """Returns the group of this context's ranks for DDP, which all of them call.
+        """Returns the process group for DDP. All ranks of this context must call it.
 
-        It is another one with TORCH_DISTRIBUTED_DEBUG=DETAIL, which wraps gloo in a backend that compares collectives.
-        DDP's logger would take the wrapper for gloo, and crash (torch 2.13: Logger::set_env_variables in logger.cpp).
+        TORCH_DISTRIBUTED_DEBUG=DETAIL wraps gloo in a backend that compares collectives. DDP's logger mistakes the
+        wrapper for gloo and crashes (torch 2.13: Logger::set_env_variables in logger.cpp), so DDP gets a second group.
         """
         if dist.get_debug_level() != dist.DebugLevel.DETAIL or self.backend != "gloo":
             return self.group
@@ -91,9 +91,12 @@ class DistributedContext(RankGroup):
 
     @contextmanager
     def without_timeout(self) -> Iterator[None]:
-        """Ranks wait for each other, in collectives on the CPU, as long as all are alive: one may work for an hour."""
-        # DETAIL's wrapper of the backend also waits in a group of its own, whose timeout stays the same (torch 2.13).
-        # PyTorch 2.10 refuses to set the wrapper's timeout.
+        """Lets collectives on the CPU wait until all ranks arrive, since one rank may work for an hour.
+
+        Heartbeats still detect dead ranks.
+        """
+        # With DETAIL, the backend's wrapper also waits in a second group, and its timeout can't be changed (torch
+        # 2.13). PyTorch 2.10 refuses to set the wrapper's timeout.
         if self.world_size == 1 or dist.get_debug_level() == dist.DebugLevel.DETAIL:
             yield
             return
@@ -109,7 +112,7 @@ class DistributedContext(RankGroup):
         """Runs the block on rank 0, then on local rank 0 of each other host, then on all other ranks.
 
         Raises:
-            UserError: on all ranks, if the block raises one on any rank; ranks whose turn is later do not run it.
+            UserError: on all ranks, if the block raises one on any rank. Later ranks then do not run the block.
         """
         my_turn = 2
         if self.local_rank == 0:
@@ -118,14 +121,14 @@ class DistributedContext(RankGroup):
             my_turn = 0
         with self.without_timeout():
             for _ in range(my_turn):
-                raise_first_error(self, None)  # of an earlier turn
+                raise_first_error(self, None)  # from an earlier turn
             with shared_errors(self):
                 yield
             for _ in range(my_turn, 2):
-                raise_first_error(self, None)  # of a later turn
+                raise_first_error(self, None)  # from a later turn
 
     def shard_range(self, first: int, count: int, rank: int | None = None) -> range:
-        """Returns a rank's shard of [first, first + count), by default this rank's; sizes differ by at most one."""
+        """Returns a rank's shard of [first, first + count), by default this rank's. Sizes differ by at most one."""
         rank = self.rank if rank is None else rank
         return range(first + count * rank // self.world_size, first + count * (rank + 1) // self.world_size)
 
@@ -147,22 +150,22 @@ class DistributedContext(RankGroup):
     def all_reduce_flags(self, *values: int) -> "PendingFlags":
         """Starts an all-reduce of each value to its maximum over all ranks.
 
-        Ranks call it at the same step, so all of them know at the same step that one has received a signal.
+        Ranks call it at the same step, so a signal that one rank has received reaches all of them at the same step.
         """
         flags = torch.tensor(values, dtype=torch.int32)
         work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, async_op=True) if self.world_size > 1 else None
         return PendingFlags(flags, work)
 
     def end_collectives(self) -> None:
-        """Declares that training has ended here: from now on the loss of another rank does not end this process."""
+        """Declares that training has ended on this rank. The loss of another rank no longer ends this process."""
         if self.health is not None:
             self.health.is_watching = False
 
 
 class PendingFlags:
-    """The maximum of each value over all ranks, which is reduced while the caller continues.
+    """The maximum of each value over all ranks. The reduction runs while the caller continues.
 
-    The tensor is on the CPU and reduced by gloo, so it does not wait for work on a GPU.
+    The tensor is on the CPU, where gloo reduces it, so `wait` does not wait for a GPU.
     """
 
     def __init__(self, tensor: Tensor, work: dist.Work | None) -> None:
@@ -178,8 +181,8 @@ class PendingFlags:
 def extend_cuda_timeout(group: dist.ProcessGroup) -> None:
     """Gives NCCL more time than gloo, so that a collective on the CPU, such as the flags of each step, fails first.
 
-    Its error is an exception, after which ranks find out which of them is dead. NCCL's watchdog ends the process
-    (handleException in ProcessGroupNCCL.cpp). `setTimeout` there applies to collectives from then on.
+    gloo's error is an exception, and then ranks find out which one is dead. NCCL's watchdog ends the process
+    (handleException in ProcessGroupNCCL.cpp). The new timeout applies to later collectives (`setTimeout` there).
     """
     cpu_backend = group._get_backend(torch.device("cpu"))
     cuda_backend = group._get_backend(torch.device("cuda"))

@@ -1,13 +1,14 @@
-"""Where ranks are: how many collectives each has started, and which line its main thread executes.
+"""The position of each rank: the number of collectives that it has started, and the line that its main thread executes.
 
-The step is unchanged. With each heartbeat, a thread reads the sequence numbers of the process groups and the frames of
-the main thread.
+The step does not change. With each heartbeat, a thread reads the sequence numbers of the process groups and the frames
+of the main thread.
 """
 
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -20,24 +21,24 @@ from mingpt.monitoring.logging import logger
 ROOT = f"{Path(__file__).parents[2]}/"
 COLLECTIVES = (f"{Path(__file__).parent}/", dist.distributed_c10d.__file__)  # the code of collectives
 TORCH_DISTRIBUTED = f"{Path(dist.__file__).parent}/"
-SLOW_SECONDS = 4.0  # how long others wait for a rank before it is named
-POINT_TO_POINT = "point to point"  # description of groups in which ranks start different numbers of operations
-MAX_LISTED = 8  # ranks, or places where they are
+SLOW_SECONDS = 4.0  # how long other ranks wait for a rank before a warning names it
+POINT_TO_POINT = "point to point"  # description of groups with a different number of operations on each rank
+MAX_LISTED = 8  # number of ranks or places in a message
 
 
 class Position(NamedTuple):
     """The position of a rank."""
 
-    counts: dict[str, int]  # collectives that it has started, by process group
+    counts: dict[str, int]  # process group -> number of collectives that the rank has started
     function: str  # the collective that its main thread is in; empty if none
     line: str  # file:line of this program that its main thread executes, or that has called the collective
     seconds: float  # since one of these changed
 
 
 class PositionReader:
-    """Reads the position of this process, for another thread than the main thread.
+    """Reads the position of this process's main thread, for another thread.
 
-    Once a collective has failed, it stays the position of that collective.
+    After an error in a collective, the position stays at that collective.
     """
 
     def __init__(self) -> None:
@@ -48,8 +49,8 @@ class PositionReader:
     def read(self) -> Position:
         handled = sys._current_exceptions().get(self.thread)  # type: ignore[arg-type]
         error = handled[1] if isinstance(handled, tuple) else handled  # a tuple before Python 3.12
-        if not isinstance(error, RuntimeError):  # as all backends raise
-            with suppress(RuntimeError):  # a group may be destroyed meanwhile, and the heartbeats must continue
+        if not isinstance(error, RuntimeError):  # the class of all backends' errors
+            with suppress(RuntimeError):  # the main thread may be destroying a group, and the heartbeats must continue
                 frame = sys._current_frames().get(self.thread)  # type: ignore[arg-type]
                 function, line = find_line(frame)
                 current = (count_collectives(), function, line)
@@ -60,7 +61,7 @@ class PositionReader:
 
 
 def count_collectives() -> dict[str, int]:
-    """Returns how many collectives this process has started, by process group and backend."""
+    """Returns the number of collectives that this process has started, by process group and backend."""
     counts = {}
     for group in list(dist.distributed_c10d._world.pg_map):
         if group.group_desc != POINT_TO_POINT:
@@ -72,9 +73,9 @@ def count_collectives() -> dict[str, int]:
 
 
 def find_line(frame: FrameType | None) -> tuple[str, str]:
-    """Returns the collective that this thread is in, and the line of this program that has called it.
+    """Returns the collective that a thread is in, and the line of this program that has called it.
 
-    In no collective, it is an empty string and the innermost line of this program.
+    Outside collectives, it returns an empty string and the innermost line of this program.
     """
     function = ""
     is_collective = False
@@ -92,12 +93,11 @@ def find_line(frame: FrameType | None) -> tuple[str, str]:
     return function, "no line of this program"
 
 
-def find_late(positions: Mapping[int, Position]) -> dict[int, str]:
-    """The ranks that have not reached a collective that others have started, each with its process group."""
-    most: dict[str, int] = {}
-    for position in positions.values():
-        for group, count in position.counts.items():
-            most[group] = max(count, most.get(group, 0))
+def find_late(positions: Sequence[Position]) -> dict[int, str]:
+    """Returns the ranks that have not reached a collective that others have started, each with its process group."""
+    most: Counter[str] = Counter()
+    for position in positions:
+        most |= Counter(position.counts)
     late = {}
     for rank in _not_waiting(positions):
         behind = [group for group, count in positions[rank].counts.items() if count < most[group]]
@@ -106,52 +106,44 @@ def find_late(positions: Mapping[int, Position]) -> dict[int, str]:
     return late
 
 
-def _not_waiting(positions: Mapping[int, Position]) -> list[int]:
-    """The ranks that are in no collective, and not ahead of others in any process group."""
+def _not_waiting(positions: Sequence[Position]) -> list[int]:
+    """Returns the ranks that are outside collectives, and not ahead of others in any process group."""
     least: dict[str, int] = {}
-    for position in positions.values():
+    for position in positions:
         for group, count in position.counts.items():
             least[group] = min(count, least.get(group, count))
     ranks = []
-    for rank, position in positions.items():
+    for rank, position in enumerate(positions):
         is_ahead = any(count > least[group] for group, count in position.counts.items())
         if not position.function and not is_ahead:
             ranks.append(rank)
     return ranks
 
 
-def explain_wait(positions: Mapping[int, Position], names: Mapping[int, str]) -> str:
-    """Says which rank has not reached a collective in which others wait, and where each rank is.
+def explain_wait(positions: Sequence[Position], names: Sequence[str]) -> str:
+    """Names the ranks that other ranks wait for, and the place of each rank.
 
     Args:
-        positions: those of all ranks
-        names: what each is called
+        positions: the position of each rank
+        names: the name of each rank
 
     Returns:
-        an empty string if all ranks are at the same place
+        a text for a message; empty if all ranks are at the same place
     """
     late = find_late(positions)
     places: dict[tuple[str, str, bool], list[int]] = {}
-    for rank, position in positions.items():
+    for rank, position in enumerate(positions):
         places.setdefault((position.function, position.line, rank in late), []).append(rank)
     if len(places) == 1:
         return ""
-    outside = _not_waiting(positions)
+    named = _not_waiting(positions)
+    what = "not answered"
     if late:
         named = list(late)
-        group = next(iter(late.values()))
-        members = [rank for rank, position in positions.items() if group in position.counts]
-        newest = positions[max(members, key=lambda rank: positions[rank].counts[group])]
-        function = f" ({newest.function})" if newest.function else ""
-        what = f"not reached collective {positions[named[0]].counts[group] + 1:,}{function}"
-    elif 0 < len(outside) <= len(positions) / 2:  # more of them are in backward, which calls DDP's
-        named = outside
-        what = "not answered"
-    else:
+        what = f"not reached collective {positions[named[0]].counts[late[named[0]]] + 1:,}"
+    elif not named or len(named) > len(positions) / 2:  # most ranks may be in backward, where DDP reduces gradients
         named = []
         what = "reached different collectives"
-    if len(places) > MAX_LISTED:  # of the ranks that are named, if there are many
-        places = dict(sorted(places.items(), key=lambda place: place[1][0] not in named))
     each = [
         f"{format_ranks(ranks)}: {f'in {function} at ' if function else ''}{line} for "
         f"{max(positions[rank].seconds for rank in ranks):.1f} seconds"
@@ -162,7 +154,7 @@ def explain_wait(positions: Mapping[int, Position], names: Mapping[int, str]) ->
 
 
 def format_list(items: Sequence[str], separator: str = " and ") -> str:
-    """The first MAX_LISTED of them, and the number of the others."""
+    """Joins the first MAX_LISTED items, and adds the number of the others."""
     shown = list(items[:MAX_LISTED])
     if len(items) > MAX_LISTED:
         shown.append(f"{len(items) - MAX_LISTED} others")
@@ -172,25 +164,24 @@ def format_list(items: Sequence[str], separator: str = " and ") -> str:
 def format_ranks(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    shown = ", ".join(map(str, ranks[:MAX_LISTED]))
-    return f"ranks {shown}{f' and {len(ranks) - MAX_LISTED} others' if len(ranks) > MAX_LISTED else ''}"
+    return f"ranks {format_list(list(map(str, ranks)), ', ')}"
 
 
 class SlowRanks:
-    """Warns of ranks for which others have waited, from looks at their positions.
+    """Warns of ranks that other ranks wait for.
 
-    It adds up the time between looks instead of reading the clock, since this process may be stopped, too.
+    It counts the time between calls instead of reading the clock, since this process may be stopped, too.
     """
 
     def __init__(self) -> None:
-        self.behind: dict[int, tuple[dict[str, int], float]] = {}  # rank -> its counts, and seconds behind
+        self.behind: dict[int, tuple[dict[str, int], float]] = {}  # rank -> its counts, and how long it has been behind
 
-    def look(self, positions: Mapping[int, Position], seconds: float) -> None:
-        """Logs a message that names the ranks that others have now waited for, once per wait.
+    def look(self, positions: Sequence[Position], seconds: float) -> None:
+        """Logs a warning when other ranks have waited for a rank for SLOW_SECONDS, once per wait.
 
         Args:
-            positions: those of all ranks
-            seconds: since the last look
+            positions: the position of each rank
+            seconds: time since the previous call
         """
         before = self.behind
         self.behind = {}
@@ -203,5 +194,5 @@ class SlowRanks:
             if waited < SLOW_SECONDS <= now_waited:
                 slow.append(f"rank {rank} is {now_waited:.1f} seconds behind the others, at {position.line}")
         if slow:
-            # The caller sends heartbeats, and a pipe or a terminal that nobody reads blocks the writer.
+            # In a thread, because a write to a pipe that nobody reads blocks, and the caller must send heartbeats.
             threading.Thread(target=logger.warning, args=[format_list(slow, "; ")], daemon=True).start()

@@ -1,4 +1,4 @@
-"""What surrounds the process group, which main.py initializes: how ranks connect, what their errors mean, the end."""
+"""Connects ranks for the process group that main.py initializes, attributes errors to a rank, destroys the group."""
 
 import errno
 import os
@@ -13,8 +13,8 @@ import torch.distributed as dist
 from mingpt.config.schema import DistributedConfig
 from mingpt.distributed.context import DistributedContext, extend_cuda_timeout
 from mingpt.distributed.health import FILE_SYSTEM, HealthMonitor
-from mingpt.distributed.launcher import (
-    RankInfo,
+from mingpt.distributed.launcher import RankInfo
+from mingpt.distributed.network import (
     host_and_port,
     machine_id,
     resolve_init_method,
@@ -22,33 +22,38 @@ from mingpt.distributed.launcher import (
     uses_agent_store,
 )
 from mingpt.distributed.rendezvous import first_different, rendezvous
-from mingpt.errors import PeerError, UserError
+from mingpt.errors import UserError
 from mingpt.monitoring.logging import logger
 
-WAIT_SECONDS = 2.0  # for the other ranks, after which a rank says so
+WAIT_SECONDS = 2.0  # how long a rank waits for the other ranks before it says so
 
 
 @contextmanager
 def connected_ranks(
     info: RankInfo, config: DistributedConfig, run_dir: str, backend: str
-) -> Iterator[tuple[dist.Store, HealthMonitor]]:
-    """Connects ranks at a store. The block initializes the process group with it; then their heartbeats start.
+) -> Iterator[tuple[dist.Store, HealthMonitor | None]]:
+    """Connects ranks at a store. The block initializes the process group with it.
+
+    A single process gets a store in its memory, and no HealthMonitor.
 
     Args:
-        run_dir: shared by all ranks, which rendezvous there if the launcher's address does not resolve
-        backend: as `init_process_group` takes it
+        run_dir: folder that all ranks share, for the rendezvous if the launcher's address does not resolve
+        backend: argument of `init_process_group`
 
     Raises:
-        UserError: the other ranks did not connect, to the store or to the process group, or have other backends.
+        UserError: the other ranks did not connect to the store or to the process group, or have different backends.
     """
     rank = info.rank
     world_size = info.world_size
+    if world_size == 1:
+        yield dist.HashStore(), None
+        return
     init_method = resolve_init_method(info, config.init_method, run_dir)
     address = init_method
     if init_method == "env://":
         host, port = host_and_port(init_method)
         address += f" {host}:{port}"
-    # In a thread, since a TCPStore waits in C++ for the one of rank 0. torchrun itself waits for its machines.
+    # A timer, since a TCPStore waits for rank 0's store in C++. With torchrun, its agents wait for each other instead.
     message = f"rank {rank} waits until all {world_size} ranks are at {address}"
     notice = threading.Timer(WAIT_SECONDS, logger.warning, [message])
     if not info.local_rank and not uses_agent_store(init_method):  # one rank of each machine
@@ -65,16 +70,15 @@ def connected_ranks(
         elif uses_agent_store(init_method):
             store_host = "torchrun's agent"
         traces = _record_nccl(run_dir) if "nccl" in backend else ""
-        health = HealthMonitor(store, rank, world_size, store_host, config.timeout_seconds, traces)
+        health = HealthMonitor(store, info, store_host, config.timeout_seconds, traces)
         yield dist.PrefixStore("group", store), health
         extend_cuda_timeout(dist.group.WORLD)  # type: ignore[arg-type]
-        health.start()
     except (ValueError, RuntimeError, OSError) as error:
         notice.cancel()
         advice = f"are all {world_size} processes started, and does this address lead to the first one?"
         if "EADDRINUSE" in str(error) or getattr(error, "errno", None) == errno.EADDRINUSE:
             advice = (
-                "another run or program has this port: take a free one (MASTER_PORT or distributed.init_method), or "
+                "another run or program uses this port: choose a free one (MASTER_PORT or distributed.init_method), or "
                 "let `torchrun --standalone` find one"
             )
         raise UserError(
@@ -84,33 +88,33 @@ def connected_ranks(
 
 
 @contextmanager
-def explained_errors(info: RankInfo, health: HealthMonitor | None) -> Iterator[None]:
-    """Raises a PeerError in place of an error of the block whose cause is another rank, and ends the heartbeats.
+def explained_errors(health: HealthMonitor | None) -> Iterator[None]:
+    """Sends heartbeats while its block runs, and attributes an error of the block to the rank that has caused it.
 
-    A UserError, which all ranks raise, is reported by rank 0; a PeerError by one rank of each machine.
+    Raises:
+        PeerError: in place of the block's error, if its cause is another rank. One rank of each machine reports it.
+        UserError: from the block. Rank 0 reports it; if rank 0 does not raise one, the first rank of each machine.
     """
+    if health is None:
+        yield
+        return
+    health.start()
     try:
         yield
-    except UserError as error:
-        error.is_reported = error.is_reported or info.rank > 0
-        raise
     except Exception as error:
-        explained = health.explain(error) if health and not isinstance(error, PeerError) else error
-        if health and isinstance(explained, PeerError):
-            explained.is_reported = not health.is_reporter()
+        explained = health.explain(error)
         if explained is error:
             raise
         raise explained from error
     finally:
-        if health:
-            health.stop()
+        health.stop()
 
 
 def destroy_process_group() -> None:
     """Destroys the process group of this process, if there is one.
 
-    Not right after an error: NCCL would first wait for ranks that are dead or wait themselves (pytorch#196968), while
-    this process is about to report the error and to end. If it continues, its next run destroys the group.
+    Do not call it right after an error: NCCL would first wait for ranks that are dead or waiting (pytorch#196968), but
+    this process must report the error and end. If the process continues, its next run destroys the group.
     """
     for callback in DistributedContext.exit_callbacks:
         callback()
@@ -120,27 +124,22 @@ def destroy_process_group() -> None:
 
 
 def _record_nccl(run_dir: str) -> str:
-    """Turns on NCCL's flight recorder; returns the path of its dumps without the rank at their end.
-
-    Variables of the environment are kept, also by their older names.
-    """
-    size = os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000")
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", size)  # 0 in torch 2.10
-    path = os.environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", f"{run_dir}/nccl_trace_rank_")
-    return os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", path)
+    """Turns on NCCL's flight recorder. Returns the path of its dumps, without the rank at the end."""
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # 0 in torch 2.10
+    return os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{run_dir}/nccl_trace_rank_")
 
 
 def _check_backends(store: dist.Store, rank: int, world_size: int, backend: str) -> None:
-    """Compares what ranks have chosen: one whose GPU's driver is broken chooses gloo, and would wait for the others.
+    """Checks that all ranks have chosen the same backend. A rank with a broken GPU driver chooses gloo.
 
     Raises:
-        UserError: they differ; rank 0 reports it.
+        UserError: on all ranks, if they differ. Rank 0 reports it.
     """
     different = first_different(dist.PrefixStore("backend", store), rank, world_size, backend)
     if different:
         store.set(f"backend/choice/{rank}", f"{backend} on rank {rank} ({platform.node()})")
         choices = store.multi_get(["backend/choice/0", f"backend/choice/{different}"])
-        # Together, since rank 0 may host the store, and torchrun ends rank 0 once another has failed.
+        # Ranks exit together, since rank 0 may host the store, and torchrun ends rank 0 when another rank fails.
         with suppress(RuntimeError, OSError):
             first_different(dist.PrefixStore("received", store), rank, world_size, "")
         raise UserError(

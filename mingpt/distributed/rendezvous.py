@@ -1,4 +1,4 @@
-"""The rendezvous of ranks at a key-value store, and what they compare there first."""
+"""The rendezvous of ranks at a key-value store, and comparisons before there is a process group."""
 
 import errno
 import socket
@@ -8,19 +8,19 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from mingpt.distributed.launcher import LOOPBACK, host_and_port, uses_agent_store
+from mingpt.distributed.network import LOOPBACK, host_and_port, uses_agent_store
 
-NCCL_DUMP_KEY = "exception_dump"  # set by NCCL's watchdog, below all prefixes (kStoreDumpKey in ProcessGroupNCCL.hpp)
-POLL_SECONDS = 0.005  # between looks of a rank at the store, with few ranks; a rendezvous takes several
+NCCL_DUMP_KEY = "exception_dump"  # set by NCCL's watchdog, without a prefix (kStoreDumpKey in ProcessGroupNCCL.hpp)
+POLL_SECONDS = 0.01  # seconds between checks of the store; a rendezvous takes several
 
 
 def rendezvous(init_method: str, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """Returns a store that the ranks of this start share with each other, and with no earlier start.
+    """Returns a store that the ranks of this start share with each other, but not with an earlier start.
 
     Raises:
         ValueError, RuntimeError, OSError: the address is invalid, or the other ranks did not connect.
     """
-    if init_method.startswith("file://"):  # PyTorch's rendezvous would take # and ? for the end of the path
+    if init_method.startswith("file://"):  # PyTorch's rendezvous treats # and ? as the end of the path
         file_store = dist.FileStore(init_method.removeprefix("file://"), world_size)
         file_store.set_timeout(timeout)
         return generation_store(file_store, rank, world_size, timeout)
@@ -30,19 +30,19 @@ def rendezvous(init_method: str, rank: int, world_size: int, timeout: timedelta)
     listener = None
     if is_host and host in (LOOPBACK, "localhost"):
         host = LOOPBACK
-        listener = socket.create_server((host, port), backlog=1024).detach()  # a store would listen at all addresses
+        listener = socket.create_server((host, port), backlog=1024).detach()  # a store listens at all addresses itself
     store: dist.Store = dist.TCPStore(host, port, is_master=is_host, timeout=timeout, master_listen_fd=listener)
     if not has_agent:
-        store = dist.PrefixStore("by hand", store)  # the agent of another run may have this port
+        store = dist.PrefixStore("by hand", store)  # the agent of another run may use this port
         claim_rank(store, rank, world_size)
     return generation_store(store, rank, world_size, timeout)
 
 
 def claim_rank(store: dist.Store, rank: int, world_size: int) -> None:
-    """Claims a rank of the run whose rank 0 hosts the store; a rank of another run with the same port changes nothing.
+    """Claims a rank in the run at this store. A rank of another run with the same port does not change anything.
 
     Raises:
-        OSError: the run has another number of processes, or another process of this rank.
+        OSError: the run has a different number of processes, or another process with this rank.
     """
     for name, value in (("number of processes", str(world_size)), (f"process of rank {rank}", uuid.uuid4().hex)):
         if store.compare_set(name, "", value).decode() != value:
@@ -50,15 +50,15 @@ def claim_rank(store: dist.Store, rank: int, world_size: int) -> None:
 
 
 def generation_store(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """Returns a view of a store that outlives its ranks, with a prefix that only the ranks of this start use.
+    """Returns a view of a store, with a prefix that only the ranks of this start use. The store may outlive its ranks.
 
     torchrun gives the same store to every generation of workers, and a file remains when ranks exit. gloo would read
     the addresses of dead processes there (torch 2.13: workers then hang or are refused at about every second restart).
     The restart count does not identify a generation, because a change of membership does not increase it. So each
     rank writes a new token. Rank 0 offers a new prefix to the tokens that it sees, and again whenever one changes. A
-    rank that finds an offer to its own token accepts. When all have accepted, which dead ranks can't, rank 0 confirms.
+    rank that finds an offer to its own token accepts. Dead ranks can't accept. When all have accepted, rank 0 confirms.
 
-    Rank 0 alone reads what all ranks write. No request waits in the store, since Ctrl-C would not end that.
+    Only rank 0 reads the keys of all ranks. No request waits in the store, since Ctrl-C would not interrupt it.
 
     Raises:
         TimeoutError: the other ranks did not connect.
@@ -74,18 +74,18 @@ def generation_store(store: dist.Store, rank: int, world_size: int, timeout: tim
             prefix = store.get(own_offer).decode()
             store.set(f"{prefix}/accepted/{rank}", "")
             if rank == 0 and store.check([f"{prefix}/accepted/{other}" for other in range(world_size)]):
-                # If this key were still there when ranks proceed, NCCL would end them too, after some minutes
+                # With this key in the store, NCCL would end these ranks, too, after some minutes
                 # (HeartbeatMonitor::runLoop in ProcessGroupNCCL.cpp). The ranks that could set it again are dead.
                 store.delete_key(NCCL_DUMP_KEY)
                 store.set(f"{prefix}/confirmed", "")
             if store.check([f"{prefix}/confirmed"]):
                 return dist.PrefixStore(prefix, store)
-        time.sleep(POLL_SECONDS * max(1.0, world_size / 16))  # all ranks together look no more often than 16 of them
+        time.sleep(POLL_SECONDS)
     raise TimeoutError(f"not all {world_size} ranks came to the store")
 
 
 def _offer_prefix(store: dist.Store, world_size: int) -> None:
-    """Offers a new prefix to the tokens of all ranks, unless all of them have one and the same offer."""
+    """Offers a new prefix to the tokens of all ranks, unless all of them already have the same offer."""
     token_keys = [f"token/{rank}" for rank in range(world_size)]
     if not store.check(token_keys):
         return
@@ -95,7 +95,7 @@ def _offer_prefix(store: dist.Store, world_size: int) -> None:
 
 
 def first_different(store: dist.Store, rank: int, world_size: int, value: str) -> int:
-    """Returns the first rank whose value differs from rank 0's, which only rank 0 looks for; 0 if all are equal."""
+    """Returns the first rank with a different value than rank 0, or 0 if all are equal. Rank 0 finds it for all."""
     store.set(f"value/{rank}", value)
     if rank == 0:
         first, *others = store.multi_get([f"value/{other}" for other in range(world_size)])

@@ -1,4 +1,4 @@
-"""Ranks and addresses from launchers' variables, and the network interface of hosts whose names do not resolve."""
+"""Ranks and addresses from launchers' variables, and the network interface if host names do not resolve."""
 
 import os
 import resource
@@ -10,15 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from mingpt.distributed import launcher
-from mingpt.distributed.launcher import (
-    RankInfo,
-    allow_connections,
-    detect_launch_environment,
-    machine_id,
-    resolve_init_method,
-    select_gloo_interface,
-)
+from mingpt.distributed import network
+from mingpt.distributed.launcher import RankInfo, detect_launch_environment
+from mingpt.distributed.network import allow_connections, resolve_init_method, select_gloo_interface
 from mingpt.errors import UserError
 from tests.helpers import ROOT, clean_env, in_namespace, ip, read_rows, run_args, run_main
 
@@ -26,7 +20,7 @@ MASTER = {"MASTER_ADDR": "gpu1", "MASTER_PORT": "29400"}
 BY_HAND = {"RANK": "1", "WORLD_SIZE": "4"}
 TORCHRUN = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", **MASTER}
 DEEPSPEED = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_SIZE": "2", "CROSS_RANK": "0", **MASTER}
-# The variables of a batch script's shell, and of a task that srun has started in it
+# Variables of the shell of a batch script, and of a task that srun starts in it
 BATCH = {"SLURM_JOB_ID": "4711", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "5"}
 STEP = BATCH | {
     "SLURM_PROCID": "3",
@@ -54,15 +48,15 @@ MPIRUN_FILE = "file:///run/ompi.12622/rendezvous-prterun-vm-12622@1"
     ("env", "expected"),
     [
         ({}, RankInfo()),
-        (MASTER, RankInfo()),  # accelerate launch --cpu sets no more
+        (MASTER, RankInfo()),  # variables of accelerate launch --cpu
         ({"RANK": "0", "WORLD_SIZE": "1"}, RankInfo()),
         (BY_HAND, RankInfo(1, 4)),
         (BY_HAND | MASTER, RankInfo(1, 4, init_method="env://")),
         (BY_HAND | {"MASTER_ADDR": "gpu1"}, RankInfo(1, 4)),
         (TORCHRUN, RankInfo(2, 4, 0, 2, "env://")),
+        (TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "3"}, RankInfo(2, 4, 0, 2, "env://", restart_count=3)),
         (DEEPSPEED, RankInfo(1, 2, 1, None, "env://")),
         (BATCH, RankInfo()),
-        (BATCH | MASTER, RankInfo()),
         (STEP, RankInfo(3, 5, 1, None, f"tcp://node01:{STEP_PORT}", STEP_FILE)),
         (
             STEP | {"SLURM_RESTART_COUNT": "1"},
@@ -76,7 +70,6 @@ MPIRUN_FILE = "file:///run/ompi.12622/rendezvous-prterun-vm-12622@1"
         (MPIRUN, RankInfo(1, 2, 1, 2, MPIRUN_FILE)),
         (MPIRUN | MASTER, RankInfo(1, 2, 1, 2, "env://")),
         (MPIRUN | {"OMPI_COMM_WORLD_SIZE": "4"}, RankInfo(1, 4, 1, 2)),  # on two hosts
-        (BATCH | MPIRUN, RankInfo(1, 2, 1, 2, MPIRUN_FILE)),
     ],
 )
 def test_rank_info_of_each_launcher(env: dict[str, str], expected: RankInfo) -> None:
@@ -86,7 +79,6 @@ def test_rank_info_of_each_launcher(env: dict[str, str], expected: RankInfo) -> 
 @pytest.mark.parametrize(
     ("nodes", "expected"),
     [
-        ("node01", "node01"),
         ("node01,node02", "node01"),
         ("gpu5,node[01-03,07]", "gpu5"),
         ("node[007,009-010]", "node007"),
@@ -114,15 +106,11 @@ def test_slurm_steps_have_ports_of_their_own_outside_the_ephemeral_range() -> No
         ({"RANK": "1"}, "WORLD_SIZE': None"),
         ({"WORLD_SIZE": "2"}, "RANK': None"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK': '2'"),
-        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK': '-1'"),
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK': 'x'"),
         (BY_HAND | {"WORLD_SIZE": "1" + 30 * "0"}, "WORLD_SIZE': '1000"),
-        (BY_HAND | {"LOCAL_RANK": "x"}, "LOCAL_RANK': 'x'"),
         (BY_HAND | {"LOCAL_RANK": "-1"}, "LOCAL_RANK': '-1'"),
         (TORCHRUN | {"LOCAL_RANK": "2"}, "LOCAL_RANK': '2'"),
-        (TORCHRUN | {"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE': '0'"),
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "1000000"}, "LOCAL_WORLD_SIZE': '1000000'"),
-        (BATCH | {"WORLD_SIZE": "2"}, "RANK': None"),
         (BATCH | {"SLURM_STEP_ID": "0"}, "SLURM_STEP_NUM_TASKS': None"),
         (STEP | {"SLURM_PROCID": "5"}, "SLURM_PROCID': '5'"),
         (STEP | {"WORLD_SIZE": "8"}, "WORLD_SIZE': '8'"),
@@ -140,26 +128,18 @@ def test_incomplete_or_contradictory_variables_are_refused(env: dict[str, str], 
 @pytest.mark.parametrize(
     ("env", "message"),
     [
-        (BY_HAND | MASTER | {"MASTER_PORT": "abc"}, "MASTER_PORT is 'abc', must be a whole number from 0 to 65535"),
         (BY_HAND | MASTER | {"MASTER_PORT": "99999"}, "MASTER_PORT is '99999', must be a whole number from 0 to 65535"),
-        (BY_HAND | MASTER | {"MASTER_PORT": ""}, "MASTER_PORT is '', must be a whole number from 0 to 65535"),
         (BY_HAND | MASTER | {"MASTER_ADDR": ""}, "MASTER_ADDR is empty, must be the host of rank 0"),
         (STEP | MASTER | {"MASTER_PORT": "-1"}, "MASTER_PORT is '-1'"),
         (STEP | {"SLURM_RESTART_COUNT": "../1"}, "SLURM_RESTART_COUNT is '../1', must be a whole number"),
         ({"TORCHELASTIC_RESTART_COUNT": "abc"}, "TORCHELASTIC_RESTART_COUNT is 'abc', must be a whole number"),
         ({"OMP_NUM_THREADS": "1000000"}, "OMP_NUM_THREADS is '1000000', must be a whole number of threads, at most"),
-        ({"OMP_NUM_THREADS": 20 * "9"}, "OMP_NUM_THREADS is '99999999999999999999', must be a whole number"),
         ({"OMP_NUM_THREADS": "two"}, "OMP_NUM_THREADS is 'two', must be a whole number of threads"),
     ],
 )
 def test_variables_that_are_no_numbers_or_out_of_range_are_refused(env: dict[str, str], message: str) -> None:
     with pytest.raises(UserError, match="^environment: " + message.replace(".", r"\.")):
         detect_launch_environment(env)
-
-
-def test_the_restart_count_of_torchrun_is_read() -> None:
-    assert detect_launch_environment(TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "3"}).restart_count == 3
-    assert detect_launch_environment(TORCHRUN).restart_count == 0
 
 
 @pytest.mark.parametrize(
@@ -191,22 +171,15 @@ def test_ranks_without_an_address_are_refused(
 
 
 def test_an_address_that_leads_nowhere_is_refused_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(launcher, "RESOLVE_SECONDS", 0.1)
+    monkeypatch.setattr(network, "RESOLVE_SECONDS", 0.1)
     for name, value in MASTER.items():
         monkeypatch.setenv(name, value.replace("gpu1", "no-such-host.invalid"))
     info = detect_launch_environment(BY_HAND | MASTER)
     for init_method, message in (
-        (
-            "tcp://no-such-host.invalid:29400",
-            r"distributed\.init_method is no-such-host\.invalid:29400, .* knows no host ",
-        ),
-        (f"tcp://{'long' * 20}.invalid:29400", r"distributed\.init_method is longlong.* knows no host "),
-        (
-            f"file://{tmp_path}/none/store",
-            r"distributed\.init_method is .* can't be opened: No such file or directory; ",
-        ),
+        ("tcp://no.invalid:29400", r"distributed\.init_method is no\.invalid:29400, .* can't resolve "),
+        (f"tcp://{'long' * 20}.invalid:29400", r"distributed\.init_method is longlong.* can't resolve "),
         (f"file://{tmp_path}", r"distributed\.init_method is .* can't be opened: Is a directory; "),
-        (None, r"environment: the rendezvous address is no-such-host\.invalid:29400, .* knows no host "),
+        (None, r"environment: the rendezvous address is no-such-host\.invalid:29400, .* can't resolve "),
     ):
         with pytest.raises(UserError, match=f"^{message}"):
             resolve_init_method(info, init_method, str(tmp_path))
@@ -219,7 +192,7 @@ def test_slurm_hosts_that_do_not_resolve_rendezvous_in_the_run_folder(
     run_dir, info = tmp_path / "runs/mine", detect_launch_environment(STEP)
     for name, value in MASTER.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(launcher, "RESOLVE_SECONDS", 0.1)
+    monkeypatch.setattr(network, "RESOLVE_SECONDS", 0.1)
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, port: [host])
     assert resolve_init_method(detect_launch_environment(STEP | MASTER), None, str(run_dir)) == "env://"
     assert resolve_init_method(info, None, str(run_dir)) == f"tcp://node01:{STEP_PORT}"
@@ -229,7 +202,7 @@ def test_slurm_hosts_that_do_not_resolve_rendezvous_in_the_run_folder(
 
     monkeypatch.setattr(socket, "getaddrinfo", fail)
     for rank_info, init_method in ((info, "tcp://gpu1:29400"), (detect_launch_environment(STEP | MASTER), None)):
-        with pytest.raises(UserError, match=r"gpu1:29400, .* knows no host 'gpu1'"):
+        with pytest.raises(UserError, match=r"gpu1:29400, .* can't resolve 'gpu1'"):
             resolve_init_method(rank_info, init_method, str(run_dir))
     assert not run_dir.exists()
     assert resolve_init_method(info, None, str(run_dir)) == f"file://{run_dir}/{STEP_FILE}"
@@ -255,7 +228,7 @@ def test_one_process_of_each_host_reports_an_error_in_the_yaml(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
-    """Ranks that are started by hand all report it, since each may have a yaml of its own."""
+    """Each rank that is started by hand reports it, since its yaml may differ from the others."""
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     (tmp_path / "bad.yaml").write_text("trainer: {max_step: 3}")
@@ -264,42 +237,26 @@ def test_one_process_of_each_host_reports_an_error_in_the_yaml(
 
 
 def test_a_rank_may_open_as_many_files_as_the_system_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It repeats lost queries of names sooner, unless the user has set that."""
+    """With several ranks, it also repeats lost DNS queries sooner, unless the user has set that."""
     monkeypatch.setattr("os.environ", {})
-    allow_connections(RankInfo())
-    assert not os.environ
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    ranks = hard // 2
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
     try:
-        allow_connections(RankInfo(1, ranks, init_method="env://"))
+        allow_connections(RankInfo())
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
-        assert os.environ == {"RES_OPTIONS": "timeout:1 attempts:5"}
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    with pytest.raises(
-        UserError, match=rf"^rank 0 of {ranks} on .* may open {hard} files .* at least {100 + 4 * ranks}: "
-    ):
-        allow_connections(RankInfo(0, ranks, init_method="env://"))
-    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "RES_OPTIONS": "timeout:3"}
-    allow_connections(RankInfo(0, ranks, init_method="env://"))
-    assert os.environ["RES_OPTIONS"] == "timeout:3"
+    assert not os.environ
+    allow_connections(RankInfo(1, 2))
+    assert os.environ == {"RES_OPTIONS": "timeout:1 attempts:5"}
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def test_too_low_a_limit_of_files_is_an_error_before_anything_starts(tmp_path: Path) -> None:
-    command = ["bash", "-c", 'ulimit -n 900; exec "$@"', "-", sys.executable, str(ROOT / "main.py")]
-    env = clean_env(**BY_HAND | MASTER | {"WORLD_SIZE": "1000"})
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=120, check=False)
-    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
-    assert "rank 1 of 1000" in done.stderr
 
 
 @pytest.mark.parametrize(
     ("hosts", "routes", "env", "expected"),
     [
         (["a", "b"], {"gpu1": "10.0.0.2"}, {}, "eth1"),
-        (["a", "b"], {launcher.DEFAULT_ROUTE_HOST: "10.0.0.2"}, {}, "eth1"),
+        (["a", "b"], {network.DEFAULT_ROUTE_HOST: "10.0.0.2"}, {}, "eth1"),
         (["a", "b"], {"gpu1": "10.0.0.2"}, {"GLOO_SOCKET_IFNAME": "eth0"}, "eth0"),
         (["a", "b"], {"gpu1": "10.0.0.2", "a": "192.168.0.2"}, {}, None),  # the host's name resolves
         (["a", "a"], {"gpu1": "10.0.0.2", "a": "192.168.0.2"}, {}, "lo"),
@@ -313,23 +270,15 @@ def test_gloo_interface_leads_to_the_other_hosts(
     expected: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`routes` has this host's address on the route to another."""
+    """`routes` maps another host to this host's address on the route to it."""
     addresses = {"lo": ["127.0.0.1"], "eth0": ["192.168.0.2", "fe80::1%eth0"], "eth1": ["fe80::2%eth1", "10.0.0.2"]}
     interfaces = {name: [SimpleNamespace(address=address) for address in found] for name, found in addresses.items()}
     monkeypatch.setattr("psutil.net_if_addrs", lambda: interfaces)
     monkeypatch.setattr("platform.node", lambda: hosts[0])
-    monkeypatch.setattr(launcher, "_address_towards", routes.get)
+    monkeypatch.setattr(network, "_address_towards", routes.get)
     monkeypatch.setattr("os.environ", dict(env))
     select_gloo_interface(hosts[0] == hosts[1], "tcp://gpu1:29400")
     assert os.environ.get("GLOO_SOCKET_IFNAME") == expected
-
-
-def test_machines_with_the_same_host_name_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("platform.node", lambda: "localhost")
-    here = machine_id()
-    assert machine_id() == here
-    monkeypatch.setattr("psutil.boot_time", lambda: 1.0)
-    assert machine_id() != here
 
 
 @pytest.mark.slow

@@ -34,8 +34,8 @@ STRATEGIES = ("tree", "ddp", "zero1", "zero2", "fsdp", "stages")
 TIMEOUT = 2  # distributed.timeout_seconds of hangs and mismatches
 STEPS = 12
 SLOW_SECONDS = 6.0
-DONE_SECONDS = 60  # to start, and to end
-# Where the fault is: the function that causes it before it does its work.
+DONE_SECONDS = 60  # limit for the start and the end
+# Place of the fault: a function that causes it when it is called.
 PLACES: dict[str, tuple[Any, str]] = {
     "before a step": (Trainer, "train_step"),
     "in forward": (model, "attention"),
@@ -60,12 +60,12 @@ class Plan(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a rank says."""
+    """The end of a rank."""
 
     status: int | None
     stderr: str
     seconds: float  # from the fault to its error
-    counts: list[int]  # of the collectives that it has started, by group
+    counts: list[int]  # collectives that it has started, by group
 
 
 def draw_plan(seed: int) -> Plan:
@@ -93,7 +93,7 @@ def options(plan: Plan, folder: Path) -> list[str]:
 
 
 def run_rank(plan: Plan, argv: list[str], folder: Path) -> None:
-    """For `start_ranks`: runs main.py, and is at fault if it is this rank. Its stderr is a file."""
+    """For `start_ranks`: runs main.py with stderr in a file. The rank in the plan causes the fault."""
     rank = int(os.environ["RANK"])
     if rank == plan.rank:
         replace_function(plan, folder / "fault")
@@ -113,7 +113,7 @@ def run_rank(plan: Plan, argv: list[str], folder: Path) -> None:
 
 
 def replace_function(plan: Plan, file: Path) -> None:
-    """The function at the plan's place causes the fault once, and then writes the line of its caller into a file."""
+    """Lets the function at the plan's place cause the fault once, and write the line of its caller to a file."""
     trainers: list[Trainer] = []
     train_step = Trainer.train_step
     due_step = plan.step if plan.place in AFTER_STEP else plan.step - 1
@@ -135,13 +135,13 @@ def replace_function(plan: Plan, file: Path) -> None:
             time.sleep(SLOW_SECONDS if plan.kind == SLOW else 1000)
         return function(*args, **kwargs)
 
-    # Its lines are in no file of the repository, so the position is that of its caller.
+    # Its lines are not in a file of the repository, so the position is its caller's line.
     replaced.__code__ = replaced.__code__.replace(co_filename="no file")
     setattr(owner, name, replaced)
 
 
 def check(plan: Plan, line: str, results: dict[int, Result]) -> str:
-    """Returns why the messages are not as they should be, or an empty string."""
+    """Returns the reason why the messages are wrong, or an empty string."""
     if plan.kind == SLOW:
         if [result.status for result in results.values()] != [0] * plan.world_size:
             return f"status {results}"
@@ -157,7 +157,7 @@ def check(plan: Plan, line: str, results: dict[int, Result]) -> str:
         if rank == plan.rank:
             continue
         found = re.match(head, result.stderr)
-        if not found or result.status != 1 or "main.py" in result.stderr:  # where a rank is after its collective
+        if not found or result.status != 1 or "main.py" in result.stderr:  # a rank after its last collective
             return f"rank {rank}: {result.stderr!r}, fault at {line}"
         if plan.kind == HANG and plan.strategy != "stages" and not has_started(result, found["number"]):
             return f"rank {rank}: collective {found['number']}, has started {result.counts}"
@@ -167,12 +167,12 @@ def check(plan: Plan, line: str, results: dict[int, Result]) -> str:
 
 
 def has_started(result: Result, number: str | None) -> bool:
-    """Whether a rank has started the collective with this number, and at most some after it."""
+    """Returns whether a rank has started the collective with this number, and only a few after it."""
     return number is not None and any(0 <= count - int(number.replace(",", "")) < 20 for count in result.counts)
 
 
 def run_with_fault(plan: Plan, folder: Path) -> tuple[str, list[float]]:
-    """Returns why the messages are not as they should be, or an empty string, and the seconds to each of them."""
+    """Returns the reason why the messages are wrong, or an empty string, and the seconds until each message."""
     processes, _ = start_ranks(plan.world_size, run_rank, plan, options(plan, folder), folder, tmp_path=folder)
     deadline = time.monotonic() + DONE_SECONDS
     for rank, process in enumerate(processes):
@@ -197,9 +197,9 @@ def run_with_fault(plan: Plan, folder: Path) -> tuple[str, list[float]]:
 
 
 def run_all() -> int:
-    parser = argparse.ArgumentParser(description="Makes ranks hang, and compares what the others say.")
+    parser = argparse.ArgumentParser(description="Makes ranks hang, and checks the messages of the other ranks.")
     parser.add_argument("--runs", type=int, default=200, metavar="N")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the first run (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the first run (default: 0)")
     args = parser.parse_args()
     right, late = dict.fromkeys(KINDS, 0), []
     runs = dict.fromkeys(KINDS, 0)
@@ -213,7 +213,7 @@ def run_all() -> int:
             late += [each - TIMEOUT for each in seconds]
         print(f"seed {seed}: {', '.join(map(str, plan))}: {f'WRONG: {failure}' if failure else 'right'}", flush=True)
     for kind, number in runs.items():
-        print(f"{kind}: {right[kind]} of {number} named rightly")
+        print(f"{kind}: {right[kind]} of {number} named correctly")
     if late:
         print(f"from the timeout to the message: median {statistics.median(late):.2f} s, largest {max(late):.2f}")
     return int(right != runs)

@@ -1,10 +1,10 @@
-"""Many real processes on one machine train, lose one of them, name it, and continue with fewer.
+"""Many real processes train on one machine. One is killed, the others name it, and fewer processes resume.
 
     nice python -m tests.faults.many_ranks
     nice python -m tests.faults.many_ranks --ranks 8 --resumed 6 --distributed.strategy zero1
 
 Each is main.py with one thread and a tiny model, a fork of a process that has imported PyTorch. 64 of them take some GB
-of memory. What they print is shown as on a terminal that they share. Other options are those of main.py.
+of memory. Their output is printed like on a shared terminal. Other options are main.py's.
 """
 
 import argparse
@@ -24,12 +24,12 @@ import main
 from mingpt.program import exit_process, run_program
 from tests.helpers import free_port, read_rows, run_args, start_ranks, write_text
 
-STEPS = 20  # before a rank is lost, and as many after that
+STEPS = 20  # steps before a rank is killed, and after it
 TIMEOUT = 600.0  # seconds for each start and each end
 
 
 def run_rank(argv: Sequence[str], port: int, output: Path) -> None:
-    """For `start_ranks`: main.py with the variables that torchrun sets."""
+    """For `start_ranks`: runs main.py with torchrun's variables."""
     rank, world_size = os.environ["RANK"], os.environ["WORLD_SIZE"]
     os.environ |= {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -46,7 +46,7 @@ def newest_step(run_dir: Path) -> int:
 
 
 def wait_for_ends(processes: Sequence[Any]) -> Counter[int]:
-    """Waits for processes, and kills those that do not end; returns how many have each exit status."""
+    """Waits for processes, and kills the ones that do not end. Returns the number of processes by exit status."""
     deadline = time.monotonic() + TIMEOUT
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
@@ -56,7 +56,7 @@ def wait_for_ends(processes: Sequence[Any]) -> Counter[int]:
 
 
 def lose_and_resume(ranks: int, resumed: int, options: Sequence[str], folder: Path) -> bool:
-    """Prints what happens and what ranks say; returns whether all of it is as it should be."""
+    """Prints the events and the ranks' messages. Returns whether all of them are right."""
     run_dir, output = folder / "run", folder / "output"
     argv = run_args(
         run_dir,
@@ -97,8 +97,8 @@ def lose_and_resume(ranks: int, resumed: int, options: Sequence[str], folder: Pa
 
 def run_all() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=64, metavar="N", help="before the loss (default: 64)")
-    parser.add_argument("--resumed", type=int, default=48, metavar="N", help="after it (default: 48)")
+    parser.add_argument("--ranks", type=int, default=64, metavar="N", help="ranks before the kill (default: 64)")
+    parser.add_argument("--resumed", type=int, default=48, metavar="N", help="ranks after it (default: 48)")
     args, options = parser.parse_known_args()
     with tempfile.TemporaryDirectory(prefix="many-ranks-") as folder:
         is_right = lose_and_resume(args.ranks, args.resumed, options, Path(folder))

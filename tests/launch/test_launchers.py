@@ -1,4 +1,4 @@
-"""The real launchers, each of which starts the same run on two processes; SLURM and Kubernetes have their own files."""
+"""Real launchers, which all start the same run on two processes. SLURM and Kubernetes have separate files."""
 
 import os
 import shutil
@@ -45,7 +45,7 @@ def test_losses_equal_those_under_torchrun(launcher: str, torchrun_losses: list[
 
 @pytest.mark.parametrize("command", [MAIN, 'accelerate launch --cpu --num_processes=2 main.py "$@"'])
 def test_one_process(command: str, tmp_path: Path) -> None:
-    """accelerate's --cpu starts one process, whatever --num_processes is."""
+    """accelerate's --cpu starts one process, regardless of --num_processes."""
     skip_if_missing(command.split(maxsplit=1)[0])
     run_launcher(command, tmp_path, 1)
 
@@ -56,7 +56,7 @@ def skip_if_missing(launcher: str) -> None:
 
 
 def run_launcher(command: str, folder: Path, world_size: int) -> list[float]:
-    """The losses of a run of two steps that this command line starts."""
+    """Returns the losses of a run of two steps that this command line starts."""
     argv = run_args(folder / "run", write_text(folder / "text.txt"), trainer__max_steps=2)
     temporary = folder / "temporary"
     temporary.mkdir()
@@ -74,7 +74,7 @@ def run_launcher(command: str, folder: Path, world_size: int) -> list[float]:
             output, _ = process.communicate(timeout=240)
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # torchrun's workers, in other groups, then exit by themselves
+                os.killpg(process.pid, signal.SIGKILL)  # torchrun's workers, in other groups, exit by themselves
     assert process.returncode == 0, output
     rows = read_rows(folder / "run")
     assert [(row["step"], row["world_size"]) for row in rows] == [(1, world_size), (2, world_size)], output

@@ -1,4 +1,4 @@
-"""launch/slurm.sbatch with stand-ins for SLURM's commands: whether a job that has failed is requeued."""
+"""launch/slurm.sbatch with simulated SLURM commands: a failed job is requeued if it has made progress."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 from tests.helpers import ROOT, clean_env
 
 COMMANDS = {
-    # Trains one step, if METRICS names the file for it, and fails.
+    # Writes a step to the file METRICS, if it is set, and fails.
     "srun": 'test -z "$METRICS" || echo \'{"event": "train", "step": 1}\' >> "$METRICS"; exit 1',
     "scontrol": 'echo "$@" >> "$CALLS"; test "$2" != hostnames || echo node1',
 }

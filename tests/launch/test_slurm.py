@@ -1,4 +1,4 @@
-"""launch/*.sbatch on a real SLURM cluster on this machine, whose two nodes are two daemons."""
+"""launch/*.sbatch on a real SLURM cluster of two daemons on this machine."""
 
 import getpass
 import os
@@ -77,7 +77,7 @@ class Cluster:
         return result.stdout
 
     def submit(self, *args: str) -> str:
-        """Submits a batch script with its arguments to both nodes; returns the job's number."""
+        """Submits a batch script with its arguments to both nodes. Returns the job's number."""
         return self.run("sbatch", "--parsable", "--exclusive", "--nodes=2", "--cpus-per-task=1", *args).strip()
 
     def preempt(self) -> None:
@@ -149,7 +149,7 @@ def test_a_job_that_is_warned_requeued_and_preempted_ends_with_the_same_bits(
     run_dir, out = tmp_path / "run", tmp_path / "out.txt"
     job = cluster.submit(f"--output={out}", f"launch/{script}", *run_args(run_dir, text, **OPTIONS))
     disturbances: list[Callable[[], Any]] = [
-        lambda: cluster.run("scancel", "--signal=USR1", job),  # as --signal=USR1@120 sends it
+        lambda: cluster.run("scancel", "--signal=USR1", job),  # like --signal=USR1@120
         lambda: cluster.run("scontrol", "requeue", job),
         cluster.preempt,
     ]
@@ -163,14 +163,14 @@ def test_a_job_that_is_warned_requeued_and_preempted_ends_with_the_same_bits(
     assert {row["world_size"] for row in read_rows(run_dir)} == {2}
     stops = read_rows(run_dir, "stop")
     assert [row["signal"] for row in stops] == ["SIGUSR1", "SIGTERM", "SIGTERM", None]
-    # Each start resumes at the step where the one before stopped.
+    # Each start resumes at the step where the previous one stopped.
     assert [row["step"] for row in read_rows(run_dir, "start")] == [0, *(row["step"] for row in stops[:-1])]
     assert_equal_snapshots(undisturbed, run_dir)
     assert loss_curve(undisturbed) == loss_curve(run_dir)
 
 
 def has_trained(run_dir: Path, starts: int) -> bool:
-    """Whether the run has made 20 steps since this start."""
+    """Returns whether the run has made 20 steps since this start."""
     if not (run_dir / "metrics.jsonl").exists():
         return False
     started, steps = read_rows(run_dir, "start"), read_rows(run_dir)
@@ -197,7 +197,7 @@ def test_a_mistake_in_the_command_line_ends_the_job(cluster: Cluster, tmp_path: 
 
 
 def test_a_job_that_crashes_is_requeued_only_after_progress(cluster: Cluster, text: Path, tmp_path: Path) -> None:
-    """The loss is not finite, always at the same step. torchrun's own restarts are left out to save time."""
+    """The loss is never finite at a certain step. torchrun does not restart here, to save time."""
     torchrun = tmp_path / "torchrun"
     command = 'exec torchrun "${@/--max_restarts=3/--max_restarts=0}"'
     torchrun.write_text(f"#!/bin/bash\nPATH={cluster.path}\n{command}\n")

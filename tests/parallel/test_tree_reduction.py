@@ -1,6 +1,5 @@
 """Tree reduction gives the same bits for any number of ranks, and agrees with fast reduction to rounding error."""
 
-import os
 from pathlib import Path
 from unittest import mock
 
@@ -9,7 +8,6 @@ import torch
 from torch import Tensor
 
 from mingpt.config.parser import read_config
-from mingpt.config.schema import DistributedConfig
 from mingpt.parallel.strategy import MicroBatch, Strategy
 from mingpt.parallel.tree_reduction import TreeReduction, subtree_ranges
 from tests.helpers import (
@@ -17,7 +15,7 @@ from tests.helpers import (
     assert_equal_snapshots,
     loss_curve,
     newest_snapshot,
-    process_group,
+    open_process_group,
     ranks_on,
     read_rows,
     run_args,
@@ -108,9 +106,8 @@ def test_a_group_of_ranks_sums_up_its_own_tree(tmp_path: Path) -> None:
 
 
 def _reduce_leaves(groups: list[list[int]] | None = None) -> list[tuple[list, list]]:
-    config = DistributedConfig(init_method=os.environ["TEST_INIT_METHOD"], timeout_seconds=30)
     results = []
-    with process_group(config) as world:
+    with open_process_group() as world:
         context = world if groups is None else world.subgroup(groups)
         model = torch.nn.ParameterList([torch.zeros(3, 2), torch.zeros(1), torch.zeros(4)])
         config = read_config(["--optimizer.name=adamw", "--trainer.micro_batch_size=1"])

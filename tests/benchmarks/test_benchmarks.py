@@ -1,0 +1,243 @@
+"""`python -m benchmarks` measures its cases and prints their rows. The figures are not tested."""
+
+import json
+import math
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import baselines, learning
+from benchmarks.__main__ import run, run_case
+from benchmarks.cases import CASES, LONG_CASES, MULTI_RANK_CASES
+from benchmarks.collectives import size_in_bytes
+from benchmarks.harness import Bench, Row, SkippedError, median_row, to_options
+from mingpt.config.schema import DistributedConfig
+from mingpt.distributed.context import DistributedContext
+from mingpt.distributed.launcher import RankInfo
+from mingpt.nn.layers import IGNORE_INDEX
+from mingpt.program import run_program as exit_status_of
+from tests.helpers import ROOT, TORCHRUN, open_process_group, run_program, run_ranks, write_text
+from trainer import Trainer
+
+TINY = to_options(
+    {"model.n_layer": 1, "model.n_head": 2, "model.n_embd": 16, "data.block_size": 16, "trainer.threads": 1}
+)
+
+# Parts of both baselines that a step needs.
+MODEL = """
+import torch
+from dataclasses import dataclass
+
+@dataclass
+class OptimizerConfig:
+    learning_rate: float = 3e-4
+    weight_decay: float = 0.1
+
+class GPTConfig:
+    def __init__(self, **sizes): self.sizes = sizes
+
+class GPT(torch.nn.Embedding):
+    def __init__(self, config):
+        print("number of parameters: 0.00M")
+        super().__init__(config.sizes["vocab_size"], config.sizes["vocab_size"])
+    def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
+        return torch.optim.AdamW(self.parameters(), lr=learning_rate)
+    def forward(self, idx, targets):
+        logits = super().forward(idx)
+        return logits, torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+def create_optimizer(model, config):
+    return torch.optim.AdamW(model.parameters(), lr=config.learning_rate)
+"""
+
+
+@pytest.fixture
+def bench(tmp_path: Path, one_thread: None) -> Bench:
+    """A bench with a tiny model, a short text, one pair, both baselines and small tensors."""
+    (tmp_path / "model.py").write_text(MODEL)
+    both = {"nanogpt": tmp_path, "tutorial": tmp_path}
+    context = DistributedContext(RankInfo(), DistributedConfig())
+    bench = Bench(context, tmp_path, TINY, baselines=both, pairs=1, min_run_time=0.0)
+    bench.text.write_text(bench.text.read_text()[:50_000])
+    return bench
+
+
+@pytest.fixture
+def learning_bench(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """A bench with a text that can be learned, and a short recipe of nanoGPT."""
+    monkeypatch.setattr(learning, "RECIPE_STEPS", 20)
+    text = str(write_text(bench.folder / "words.txt"))
+    bench.options = [*TINY, "--trainer.batch_size", "8", "--optimizer.warmup_steps", "2", "--data.path", text]
+    return bench
+
+
+# case -> number of rows
+FAST = {"nanogpt": 2, "tutorial": 2, "optimizer": 1, "speed": 1}
+SLOW = {"trainer": 1, "snapshots": 1, "sampling": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [*FAST.items(), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW.items())]
+)
+def test_a_case_yields_rows_and_prints_nothing(
+    bench: Bench, name: str, count: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = list(run_case(name, bench))
+    assert len(rows) == count
+    assert all(row.figure > 0 for row in rows)
+    assert capsys.readouterr().out == ""
+
+
+def _measure_on_ranks(folder: Path, names: list[str]) -> dict[str, list[Row]]:
+    """For `run_ranks`: returns the rows of cases that need several ranks."""
+    with open_process_group() as context:
+        bench = Bench(context, folder, [*TINY, "--model.n_layer", "2"], [1000], pairs=1, min_run_time=0.0)
+        return {name: list(run_case(name, bench)) for name in names}
+
+
+@pytest.mark.slow
+def test_cases_of_several_ranks_yield_rows(tmp_path: Path) -> None:
+    names = ["strategies", "reduction", "pipeline"]
+    rows = run_ranks(2, _measure_on_ranks, tmp_path, names, tmp_path=tmp_path, timeout=240)[0]
+    assert [len(rows[name]) for name in names] == [3, 1, 1]
+    assert all(row.figure > 0 for found in rows.values() for row in found)
+
+
+def test_the_bus_bandwidth_of_collectives_agrees_with_nccl_tests(tmp_path: Path) -> None:
+    rows = run_ranks(3, _measure_on_ranks, tmp_path, ["collectives"], tmp_path=tmp_path)[0]["collectives"]
+    label = r"(\w+), 996 bytes, 3 ranks, gloo: (\S+) s, each rank sends (\S+) bytes"
+    labels = [re.fullmatch(label, row.what) for row in rows]
+    found = [label.groups() for label in labels if label is not None]
+    most = 664  # bytes: two of three parts
+    sent = {"broadcast": 996, "reduce": 996, "send_recv": 996, "all_reduce": 2 * most, "ring_all_reduce": 2 * most}
+    others = dict.fromkeys(["scatter", "gather", "all_gather", "reduce_scatter", "all_to_all"], most)
+    assert {name: int(size.replace(",", "")) for name, _, size in found} == sent | others
+    for (_, seconds, size), row in zip(found, rows, strict=False):
+        assert row.figure == pytest.approx(int(size.replace(",", "")) / float(seconds) / 1e9, rel=0.02)
+    assert [size_in_bytes(text) for text in ("12", "1k", "2M", "3G")] == [12, 2**10, 2 * 2**20, 3 * 2**30]
+
+
+@pytest.mark.slow
+def test_the_program_compiles_and_runs_under_torchrun() -> None:
+    for launcher, name in (((), "compile"), ((*TORCHRUN, "--nproc_per_node=2"), "reduction")):
+        process = run_program(*launcher, "-m", "benchmarks", name, "--json", *TINY, cwd=ROOT)
+        assert process.returncode == 0, process.stderr
+        row = json.loads(process.stdout)
+        assert row["name"] == name
+        assert row["figure"] > 0
+
+
+def test_a_case_that_cannot_run_is_skipped_with_the_reason(bench: Bench) -> None:
+    bench.baselines = {"nanogpt": None}
+    for name, reason in {"nanogpt": "its folder is not given", "reduction": "it needs several ranks"}.items():
+        [row] = run_case(name, bench)
+        assert row.figure.startswith(f"skipped: {reason}")
+    bench.context.world_size = 2
+    for name in CASES.keys() - set(MULTI_RANK_CASES):
+        [row] = run_case(name, bench)
+        assert row.figure == "skipped: it runs in a single process", name
+
+
+def test_measurements_alternate_and_wait_for_a_gpu_before_they_read_the_clock(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: calls.append(device.type[0]))
+    monkeypatch.setattr(time, "perf_counter", lambda: calls.append("t") or float(len(calls)))
+    bench.time_calls(lambda: calls.append("A"))
+    assert "".join(calls) == "tAt"
+    calls.clear()
+    bench.context.device = torch.device("cuda", 0)
+    bench.min_run_time = 6.0  # seconds; a call takes 3 on the simulated clock
+    bench.ratio(lambda: calls.append("A"), lambda: calls.append("B"))
+    assert "".join(calls) == "AB" + "ctActctBct" + "ctAActctBBct"
+
+
+def test_rows_have_median_range_and_command(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    assert median_row("x", [3.0, 1.0, 2.0]).cells == ["x", "2", "1 to 3"]
+    assert Row("x", 1234.5, unit=" steps").cells == ["x", "1,234 steps", ""]
+
+    def case(bench: Bench) -> Iterator[Row]:
+        yield median_row("one", [1.0, 2.0])
+        raise SkippedError("a reason")
+
+    monkeypatch.setitem(CASES, "optimizer", case)
+    assert exit_status_of(run, ["--json", "optimizer", *TINY]) == 0
+    row, skipped = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (row["what"], row["figure"], row["smallest"], row["largest"]) == ("one", 1.5, 1.0, 2.0)
+    assert row["command"].startswith("python -m benchmarks optimizer --data.block_size 16 --model.n_layer 1")
+    assert skipped["figure"] == "skipped: a reason"
+
+    assert exit_status_of(run, ["nanogpt"]) == 0
+    heading, _, header, line, skipped = capsys.readouterr().out.splitlines()
+    assert heading.endswith(f"PyTorch {torch.__version__}")
+    assert header.count("|") == line.count("|") == skipped.count("|")
+    assert skipped.endswith("| `python -m benchmarks nanogpt --nanogpt FOLDER` |")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("everything", "there is no benchmark everything; there are: trainer, "),
+        ("nanogpt --nanogpt nowhere", "--nanogpt: there is no model.py in nowhere"),
+        ("optimizer --model.n_layer 0", "model.n_layer (in the command line): found 0, must be greater"),
+    ],
+)
+def test_a_wrong_option_is_one_message(options: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_status_of(run, options.split()) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"error: {message}")
+    assert (printed.err.count("\n"), printed.out) == (1, "")
+
+
+def test_long_cases_run_only_if_they_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    monkeypatch.setattr("benchmarks.__main__.BASELINES", {})
+    for name in CASES:
+        monkeypatch.setitem(CASES, name, lambda bench, name=name: called.append(name) or iter(()))
+    for names in ([], ["time_to_loss"]):
+        assert exit_status_of(run, names) == 0
+    others = {*LONG_CASES, *MULTI_RANK_CASES}
+    assert called == [name for name in CASES if name not in others] + ["time_to_loss"]
+
+
+def test_time_to_loss_compares_with_the_recipe(learning_bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    [row] = run_case("time_to_loss", learning_bench)
+    assert 0 < row.smallest <= row.figure <= row.largest
+    assert row.what.count(" after 20 steps") == 3
+    losses = iter([9.0, math.nan, 1.0])
+    monkeypatch.setattr(learning, "train_recipe", lambda *args: learning.Run(1.0, 20, 1.5))
+    monkeypatch.setattr(learning, "train_to_loss", lambda *args: learning.Run(1.0, 3, next(losses)))
+    [row] = run_case("time_to_loss", learning_bench)
+    assert row.figure == "not reached by 2 of 3 runs"
+
+
+def test_the_recipe_has_nanogpts_schedule_model_and_seeds(
+    learning_bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learning, "RECIPE_STEPS", 2000)
+    rates = [learning.recipe_learning_rate(step) for step in (0, 99, 100, 1050, 2000)]
+    assert rates == pytest.approx([1e-3 / 101, 1e-3 * 100 / 101, 1e-3, 5.5e-4, 1e-4])
+    monkeypatch.setattr(learning, "RECIPE_STEPS", 5)
+    built = []
+
+    class Recorded(baselines.NanoGPT):
+        def __init__(self, folder: Path, trainer: Trainer) -> None:
+            super().__init__(folder, trainer)
+            built.append((self, trainer))
+
+    monkeypatch.setattr(learning, "NanoGPT", Recorded)
+    first, second, other = (learning.train_recipe(learning_bench, seed) for seed in (1, 1, 2))
+    assert first.loss == second.loss != other.loss
+    nanogpt, trainer = built[0]
+    config = trainer.model_config  # the recipe's, not the command line's
+    assert (config.n_layer, config.n_head, config.n_embd, config.block_size, nanogpt.B) == (4, 4, 128, 64, 12)
+    idx, targets = trainer.val_data[range(len(trainer.val_data))]
+    with torch.no_grad():
+        logits = nanogpt.model.weight[idx].flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE_INDEX)
+    assert first.loss == pytest.approx(loss.item(), rel=1e-6)
