@@ -5,9 +5,15 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from mingpt.system.signals import exit_on_interrupt
+
+if __name__ == "__main__":
+    exit_on_interrupt()
 
 import safetensors.torch
 
@@ -21,7 +27,7 @@ from mingpt.system.torch_versions import check_torch_version
 
 
 def model_card(pretrained: Pretrained, source: str, name: str) -> str:
-    """Returns README.md: training text, loss, and the command that trained the model."""
+    """Returns the README.md with the training text, the loss, and the command that trained the model."""
     snapshot = pretrained.snapshot
     config = pretrained.model_config
     defaults = config_to_dict(Config())
@@ -41,8 +47,8 @@ pipeline_tag: text-generation
 A character-level GPT of architecture {config.architecture}: {config.n_layer} layers, {config.n_head} heads,
 {config.n_embd} wide, {sum(weight.numel() for weight in pretrained.weights.values()):,} parameters.
 Prompt and generated text together have at most {config.block_size} characters.
-The tokenizer knows the {config.vocab_size} distinct characters of the training text. It ends with `Missing [UNK] token`
-at any other; `"".join(c for c in text if c in tokenizer.get_vocab())` leaves those out.
+The tokenizer knows the {config.vocab_size} distinct characters of the training text. Any other character is an error,
+`Missing [UNK] token`; `"".join(c for c in text if c in tokenizer.get_vocab())` removes such characters.
 
 | | |
 | --- | --- |
@@ -68,11 +74,11 @@ print(tokenizer.decode(model.generate(**prompt)[0]))
 
 
 def export(pretrained: Pretrained, source: str, out: Path) -> None:
-    """Writes a folder of another name and renames it.
+    """Writes a folder with a temporary name and renames it.
 
     Args:
         source: path of the snapshot, for the model card
-        out: a folder that is empty or does not exist
+        out: an empty folder, or one that does not exist
 
     Raises:
         UserError: the folder is not empty, or can't be written.
@@ -92,7 +98,7 @@ def export(pretrained: Pretrained, source: str, out: Path) -> None:
     files["README.md"] = model_card(pretrained, source, out.name)
     try:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise UserError(f"--out: {out} is not an empty folder; name one that is, or that is not there yet")
+            raise UserError(f"--out: {out} is not an empty folder; name an empty or a new folder")
         out.parent.mkdir(parents=True, exist_ok=True)
         unfinished = out.with_name(f"{out.name}.unfinished-{os.getpid()}")
         unfinished.mkdir()
@@ -113,24 +119,24 @@ def run(argv: Sequence[str]) -> None:
     parser.add_argument(
         "--snapshot",
         metavar="PATH",
-        default=default_snapshot_path(),
-        help="file, or folder (its newest snapshot is loaded); may be a URL (default: %(default)s)",
+        help="file, or folder (its newest snapshot is loaded); may be a URL (default: the run of gpt2_train_cfg.yaml)",
     )
     parser.add_argument("--out", metavar="FOLDER", required=True, help="new or empty folder")
     args = parser.parse_args(argv)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # Ctrl-C raises, so that no unfinished folder remains
     check_torch_version()
-    path = args.snapshot
+    path = default_snapshot_path() if args.snapshot is None else args.snapshot
     pretrained = load_pretrained(path, "--snapshot")
     if (size := pretrained.model_config.conv_kernel_size) is not None:
         raise UserError(
-            f"--snapshot: {path} has model.conv_kernel_size {size}, must be null: transformers' classes have no place "
-            "for convolutions"
+            f"--snapshot: {path} has model.conv_kernel_size {size}, must be null: the classes of transformers do not "
+            "support convolutions"
         )
     longest = max(pretrained.vocabulary, key=len)
     if len(longest) > 1:  # the code was changed to other tokens
         raise UserError(
-            f"--snapshot: {path} has the token {longest!r}, must have characters only: tokenizer.json splits a text "
-            "into those"
+            f"--snapshot: {path} has the token {longest!r}, must have single characters, which are the tokens of "
+            "tokenizer.json"
         )
     export(pretrained, path, Path(args.out))
     print(

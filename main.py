@@ -5,23 +5,22 @@ torchrun --standalone --nproc_per_node=2 main.py [the same options]
 """
 
 import os
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-if __name__ == "__main__" and not hasattr(sys, "ps1"):  # a session, by %run, continues
-    # Ctrl-C before training. During imports, a KeyboardInterrupt shows its traceback, and NumPy's makes other errors.
-    signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
+from mingpt.system.signals import exit_on_interrupt, record_launcher
+
+if __name__ == "__main__":
+    exit_on_interrupt()
 
 from mingpt.config.parser import read_config
 from mingpt.config.schema import Config
 from mingpt.distributed.launcher import RankInfo, detect_launch_environment, reported_once_per_machine
 from mingpt.distributed.network import allow_connections
 from mingpt.program import exit_process, paused_garbage_collection, run_program
-from mingpt.system.signals import record_launcher
 
 if TYPE_CHECKING:
     from mingpt.distributed.context import DistributedContext

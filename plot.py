@@ -7,24 +7,28 @@ Restarts are dotted lines, labeled where the number of ranks changes.
 """
 
 import argparse
+import math
 import os
 import shutil
 import sys
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from mingpt.system.signals import exit_on_interrupt
+
+if __name__ == "__main__":
+    exit_on_interrupt()
+
 import numpy as np
 
 from mingpt.errors import UserError
-from mingpt.monitoring.logging import logger
 from mingpt.monitoring.run_log import iter_metrics
 from mingpt.program import run_program
 
-# matplotlib's name of each run's color, and the nearest of a terminal's 256 colors
+# Colors of the runs: names in matplotlib, and the nearest of a terminal's 256 colors
 COLORS = {"tab:blue": 33, "tab:orange": 208, "tab:green": 34, "tab:red": 160, "tab:purple": 135, "tab:brown": 130}
 PANELS = {
     "loss": "loss, nats per character",
@@ -32,71 +36,60 @@ PANELS = {
     "grad_norm": "gradient norm",
     "tokens_per_second": "tokens/s",
 }
-MAX_POINTS = 4000  # of a curve: two in each quarter of a pixel
-EVENTS = dict.fromkeys(PANELS, "train") | {"val_loss": "eval"}  # in metrics.jsonl
+MAX_POINTS = 4000  # per curve: two in each quarter of a pixel
+EVENTS = dict.fromkeys(PANELS, "train") | {"val_loss": "eval"}  # event of each value in metrics.jsonl
 
 Curve = tuple[list[int], list[float]]  # steps and values
 
 
 @dataclass(frozen=True)
 class Run:
-    """The metrics of a run. The name is that in the plots."""
+    """The metrics of a run."""
 
-    name: str
-    curves: dict[str, Curve]  # by key of EVENTS
-    restarts: dict[int, str]  # step -> the change of the number of ranks, such as "2 → 1 ranks", or ""
+    name: str  # in the plots
+    curves: dict[str, Curve]  # one for each key of EVENTS
+    restarts: dict[int, str]  # step -> change of the number of ranks, such as "2 → 1 ranks", or ""
 
 
 def read_run(folder: Path) -> Run:
-    """Raises a UserError if the folder is no run folder, or has no loss yet."""
+    """Reads the metrics of a run folder; raises a UserError if it is not a run folder, or does not have a loss yet."""
     file = folder / "metrics.jsonl"
-    points = {key: (array("q"), array("d")) for key in EVENTS}  # lists would take ten times the memory
+    curves: dict[str, Curve] = {key: ([], []) for key in EVENTS}
     starts = []
-    others = 0
     try:
         for row in iter_metrics(file):
-            if row is None:
-                others += 1
+            if row is None:  # the line is not a row
                 continue
             if row["event"] == "start":
                 starts.append(row)
             for key, event in EVENTS.items():
                 value = row.get(key)
-                if row["event"] == event and isinstance(value, float | int) and abs(value) < 1e300:
-                    points[key][0].append(row["step"])
-                    points[key][1].append(value)
+                if row["event"] == event and isinstance(value, float | int) and math.isfinite(value):
+                    steps, values = curves[key]
+                    steps.append(row["step"])
+                    values.append(value)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise UserError(f"there is no {file}; name the trainer.run_dir of a run that has begun") from error
     except OSError as error:
         raise UserError(f"{file} can't be read: {error.strerror}; make it readable, or copy it") from error
-    if others:
-        logger.warning(f"{file}: lines left out, for not being rows: {others}")
-    curves = {key: sort_and_thin(np.asarray(steps), np.asarray(values)) for key, (steps, values) in points.items()}
     if not curves["loss"][0]:
-        raise UserError(f"{file} has no train row with a loss; the first comes after trainer.log_every steps")
-    name = str(folder).encode(errors="replace").decode()  # fonts have no characters for undecodable bytes
-    return Run(name, curves, find_restarts(starts))
+        raise UserError(f"{file} does not have a train row with a loss yet; trainer.log_every sets their distance")
+    return Run(str(folder), {key: thin_out(*curve) for key, curve in curves.items()}, find_restarts(starts))
 
 
-def sort_and_thin(steps: np.ndarray, values: np.ndarray) -> Curve:
-    """Sorts points by step, and of more than MAX_POINTS keeps both ends and the extremes of short intervals.
-
-    Args:
-        steps: (n,) integers
-        values: (n,) floats
-    """
-    shown = steps.argsort(kind="stable")
-    if len(shown) > MAX_POINTS:
-        extremes = [0, len(shown) - 1]
-        for interval in np.array_split(np.arange(len(shown)), MAX_POINTS // 2):
-            part = values[shown[interval]]
-            extremes += [interval[part.argmin()], interval[part.argmax()]]
-        shown = shown[np.unique(extremes)]
-    return steps[shown].tolist(), values[shown].tolist()
+def thin_out(steps: list[int], values: list[float]) -> Curve:
+    """Returns at most about MAX_POINTS points of a curve: its ends, and the extremes of short intervals."""
+    if len(steps) <= MAX_POINTS:
+        return steps, values
+    shown = {0, len(steps) - 1}
+    for interval in np.array_split(np.arange(len(steps)), MAX_POINTS // 2):
+        shown.add(min(interval, key=values.__getitem__))
+        shown.add(max(interval, key=values.__getitem__))
+    return [steps[i] for i in sorted(shown)], [values[i] for i in sorted(shown)]
 
 
 def find_restarts(starts: Sequence[dict[str, Any]]) -> dict[int, str]:
-    """Returns the steps from which the run has continued, each with its change of the number of ranks.
+    """Returns the steps from which the run resumed, each with the change of the number of ranks.
 
     Args:
         starts: the start rows
@@ -112,12 +105,12 @@ def find_restarts(starts: Sequence[dict[str, Any]]) -> dict[int, str]:
 
 
 def draw(runs: Sequence[Run], file: Path) -> None:
-    """Draws the panels into a file. Lines of earlier runs are wider, so that equal ones do not hide them.
+    """Draws the panels into a file. Lines of earlier runs are wider, so that later lines do not hide them.
 
     Raises:
-        UserError: the file can't be written, or its suffix is no image format.
+        UserError: the file can't be written, or its suffix is not an image format.
     """
-    from matplotlib.figure import Figure  # noqa: PLC0415 - importing matplotlib is slow, and mistakes come first
+    from matplotlib.figure import Figure  # noqa: PLC0415 - the import is slow, and mistakes are reported before
 
     figure = Figure(figsize=(9, 8), dpi=100, layout="constrained")
     axes = figure.subplots(len(PANELS), sharex=True, height_ratios=(3, 1, 1, 1))
@@ -146,7 +139,7 @@ def draw(runs: Sequence[Run], file: Path) -> None:
     figure.align_ylabels()
     try:
         figure.savefig(file, format=file.suffix[1:] or "png")
-    except (OSError, RuntimeError, ValueError) as error:  # ValueError: the suffix is no format
+    except (OSError, RuntimeError, ValueError) as error:  # ValueError: unknown format
         raise UserError(f"--out: {file} can't be written: {error}; name another file") from error
 
 
@@ -162,19 +155,19 @@ def summarize(run: Run) -> str:
 
 
 def terminal_plot(runs: Sequence[Run], width: int, height: int, color: bool) -> str:
-    """Returns a plot of losses as lines and validation losses as dots, and a summary of each run.
+    """Returns a plot of losses (lines) and validation losses (dots), with a summary of each run.
 
-    Without color they are letters: a and A for the first run, b and B for the second.
+    Without color, lines and dots are letters: a and A for the first run, b and B for the second.
 
     Args:
         runs: at most len(COLORS)
         width: columns
         height: rows of the plot, without summaries
-        color: whether to use the terminal's color codes
+        color: whether to use color codes of terminals
     """
     import plotext  # noqa: PLC0415
 
-    plotext.terminal.limit(False, False)  # keeps width and height where there is no terminal
+    plotext.terminal.limit(False, False)  # keeps width and height without a terminal
     figure = plotext.figure.clear().theme("simple").canvas("default").plot_size(width, height)
     figure.title("loss and validation loss, nats per character").label("step")
     summaries = []
@@ -214,7 +207,7 @@ def run(argv: Sequence[str]) -> None:
         out /= "plot.png"
     draw(runs, out)
     columns, rows = shutil.get_terminal_size()
-    height = min(rows, 32) - len(runs) - 2  # for the summaries, and the last line
+    height = min(rows, 32) - len(runs) - 2  # leaves rows for the summaries and the last line
     color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     print(terminal_plot(runs, columns, max(height, 10), color))
     print(f"drawn: {out}", flush=True)

@@ -72,7 +72,7 @@ class Trainer:
         self.config = config
 
         self.corpus = load_corpus(config, context, extra_characters)
-        training, validation = train_val_split(self.corpus, config.data)
+        training, validation = train_val_split(self.corpus.tokens, config.data)
         self.train_data = CharDataset(training, config.data.block_size, config.trainer.seed)
         self.val_data = ValidationDataset(validation, config.data.block_size, config.trainer.eval_windows)
         self.sample_prompt = choose_sample_prompt(config.trainer.sample_prompt, validation, self.corpus.vocabulary)

@@ -203,7 +203,7 @@ def _sampling_row(bench: Bench, shape: dict[str, int]) -> Row:
             text = torch.cat((text, new), 1)
 
     def cached() -> None:
-        for _ in generate(model, [prompt], T - 1):
+        for _ in generate(model, prompt[None], T - 1):
             pass
 
     size = f"{model.config.n_layer} layers {model.config.n_embd} wide"

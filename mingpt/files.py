@@ -1,8 +1,6 @@
-"""Regular files, files that are replaced as a whole, and folders."""
+"""Folders, and files that are replaced as a whole."""
 
-import errno
 import os
-import stat
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -13,33 +11,14 @@ from typing import IO
 from mingpt.errors import UserError
 
 
-def open_regular(path: Path | str) -> IO[bytes]:
-    """Opens a file for reading, but no pipe, which may have no writer, and no device, which may have no end.
-
-    Raises:
-        OSError: it can't be read, or is no regular file.
-    """
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError(errno.ENOTSUP, "It is no regular file", str(path))
-    return file
-
-
-def read_regular(path: Path | str) -> bytes:
-    """The content of a regular file; raises an OSError as `open_regular` does."""
-    with open_regular(path) as file:
-        return file.read()
-
-
 def make_folder(folder: Path, key: str) -> None:
-    """Makes a folder and its parents where they are missing; raises a UserError with the key of the folder."""
+    """Makes a folder and its parents if they are missing; raises a UserError that names the folder's key."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         problem = error.strerror
-        if os.path.islink(error.filename):  # the system's message is that it exists
-            problem = f"it is a link to {os.readlink(error.filename)}, which is no folder"
+        if os.path.islink(error.filename):  # the system would say "File exists"
+            problem = f"it is a link to {os.readlink(error.filename)}, which is not a folder"
         raise UserError(
             f"{key}: {error.filename} can't be created: {problem}; set it to a folder that you may write to"
         ) from error
@@ -47,17 +26,18 @@ def make_folder(folder: Path, key: str) -> None:
 
 @contextmanager
 def replaced_file(path: Path | str, flush: bool = True) -> Iterator[IO[bytes]]:
-    """Context manager that replaces a file by what the block writes into the open file that it gives.
+    """Opens a temporary file for the block to write, and renames it to the path at the end.
 
-    However the process or the machine stops, the file is the old or the new one; after an error it is the old one.
+    Whenever the process or the machine stops, the path has the complete old or the complete new file. After an error in
+    the block, it has the old one.
 
     Args:
-        flush: write the file to disk. Otherwise it may be damaged after the machine stops.
+        flush: flush the file to disk; otherwise it may be damaged if the machine stops
 
     Raises:
-        OSError: it can't be written.
+        OSError: the file can't be written.
     """
-    temporary = f"{path}.{uuid.uuid4().hex}.tmp"  # of its own, since another process may write the same file
+    temporary = f"{path}.{uuid.uuid4().hex}.tmp"  # unique, since another process may write the same file
     try:
         with open(temporary, "wb") as file:
             yield file
@@ -74,7 +54,7 @@ def replaced_file(path: Path | str, flush: bool = True) -> Iterator[IO[bytes]]:
 
 
 def check_temporary_folder() -> None:
-    """Raises a UserError if there is no folder for temporary files: `torch.optim` asks for it, also without compile."""
+    """Raises a UserError without a folder for temporary files, which `torch.optim` needs even without compile."""
     try:
         tempfile.gettempdir()
     except FileNotFoundError as error:
@@ -82,13 +62,13 @@ def check_temporary_folder() -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Replaces a file by a text; raises an OSError if it can't be written."""
+    """Replaces the content of a file by a text; raises an OSError if it can't be written."""
     with replaced_file(path) as file:
         file.write(text.encode())
 
 
 def _sync_folder(folder: Path) -> None:
-    """Flushes the names in a folder to disk, where the file system can: FUSE and CIFS may refuse it."""
+    """Flushes the file names of a folder to disk. FUSE and CIFS may refuse, which is ignored."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

@@ -1,11 +1,10 @@
-"""From errors to exit statuses, for main.py and all other programs."""
+"""Runs a program: turns errors into messages and exit statuses, for main.py and all other programs."""
 
 import faulthandler
 import gc
 import io
 import json
 import os
-import signal
 import sys
 import time
 import traceback
@@ -20,24 +19,27 @@ from mingpt.system.signals import is_interactive
 
 
 def run_program(run: Callable[[Sequence[str]], int | None], argv: Sequence[str], encoding: str | None = None) -> int:
-    """Calls `run` with the arguments of the command line, and returns the exit status.
+    """Calls `run` with the arguments of the command line and returns the exit status.
 
-    It is what `run` returns, 0 instead of None; 1 after a PeerError or a crash; 2 after a UserError or where memory ran
-    out; 130 after Ctrl-C; and 0 if the reader of stdout has closed it, as `head` does.
+    The status is the return value of `run`, or 0 for None. It is 1 after a PeerError or a crash, 2 after a UserError or
+    when memory ran out, 130 after Ctrl-C, and 0 if the reader of stdout closed it, like `head`.
 
     Args:
-        encoding: that of stdout; None: the locale's
+        encoding: of stdout; None: the encoding of the locale
     """
-    repair_inheritance()
+    # A stream that the parent process closed is None. The null device gets the stream's descriptor.
+    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     configure_logging()
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a notebook's is not
-        sys.stdout.reconfigure(encoding=encoding, errors="backslashreplace")  # for paths that the terminal can't show
-    with suppress(io.UnsupportedOperation):  # stderr is no file
+    if isinstance(sys.stdout, io.TextIOWrapper):  # not in a notebook
+        sys.stdout.reconfigure(encoding=encoding, errors="backslashreplace")  # some paths can't be shown
+    with suppress(io.UnsupportedOperation):  # stderr may be a text buffer
         faulthandler.enable()  # gloo aborts the process if the sizes of a collective differ between ranks
     status = 0
     try:
         status = run(argv) or 0
-    except SystemExit as ended:  # of argparse
+    except SystemExit as ended:  # from argparse
         status = int(ended.code or 0)
     except UserError as error:
         status = 2
@@ -49,9 +51,9 @@ def run_program(run: Callable[[Sequence[str]], int | None], argv: Sequence[str],
         if not error.is_reported:
             logger.error(f"{error}{restart_hint(os.environ)}")
         time.sleep(error.linger_seconds)
-    except BrokenPipeError:  # the reader of stdout has enough
+    except BrokenPipeError:  # the reader of stdout closed it
         pass
-    except KeyboardInterrupt:  # before training, in which a signal handler is installed
+    except KeyboardInterrupt:  # only before training, which installs a signal handler
         status = 130
     except Exception as error:
         if is_oom_error(error):
@@ -69,19 +71,19 @@ def run_program(run: Callable[[Sequence[str]], int | None], argv: Sequence[str],
                 traceback.print_exc()
     try:
         sys.stdout.flush()
-    except OSError:  # nobody reads it, or the disk is full; the interpreter's exit would try again
+    except OSError:  # no reader, or a full disk; otherwise the interpreter would try again at its exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return status
 
 
 @contextmanager
 def paused_garbage_collection() -> Iterator[None]:
-    """Pauses garbage collection while its block imports modules, which later collections do not look at either.
+    """Pauses garbage collection while the block imports modules, and excludes their objects from later collections.
 
-    PyTorch's modules make 465,000 objects. Collections that look at them take 0.5 of the 1.7 seconds of the imports,
-    and 0.15 seconds each time in training (measured).
+    The modules of PyTorch create 465,000 objects. Collections that traverse them take 0.5 of the 1.7 seconds of the
+    imports, and 0.15 seconds each during training (measured).
     """
-    gc.collect()  # an earlier run in this process may have left garbage, which would remain
+    gc.collect()  # otherwise, garbage of an earlier run in this process would never be collected
     gc.disable()
     try:
         yield
@@ -90,26 +92,10 @@ def paused_garbage_collection() -> Iterator[None]:
         gc.enable()
 
 
-def repair_inheritance() -> None:
-    """Opens the null device in place of standard streams that are closed, and does not ignore SIGCHLD.
-
-    A process inherits both from its parent, such as a daemon. The next file to be opened would get the descriptor of a
-    closed stream, and what libraries write to that. Where SIGCHLD is ignored, the exit statuses of children are lost.
-    """
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(descriptor, True)
-    os.close(descriptor)
-    sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
-    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
-    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
-    if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-
-
 def write_error_file(message: str, call_stack: str) -> None:
-    """Writes an error to torchrun's error file, as its `record` does, so that its summary, which comes last, shows it.
+    """Writes an error to torchrun's error file, like its `record` decorator, so that torchrun's summary shows it.
 
-    The summary shows the call stack if there is one, else nothing of the message.
+    The summary shows only the call stack, so UserErrors pass their message as the call stack.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file is None:
@@ -120,10 +106,10 @@ def write_error_file(message: str, call_stack: str) -> None:
 
 
 def exit_process(status: int) -> None:
-    """Ends the process without the interpreter's own exit.
+    """Ends the process without the interpreter's exit, or in a session, such as IPython's `%run`, only the program.
 
-    That would abort if it encountered a thread of PyTorch's C++ code, and would wait in the destructor of a process
-    group that has failed. In a session, as by IPython's `%run`, this ends the program only.
+    The interpreter's exit would abort if it encountered a thread of PyTorch's C++ code, and it would wait in the
+    destructor of a process group that has failed.
     """
     if is_interactive():
         sys.exit(status)

@@ -11,21 +11,20 @@ from char_dataset import CharDataset, ValidationDataset, train_val_split
 from mingpt.config.schema import DataConfig
 from mingpt.errors import UserError
 from mingpt.nn.layers import IGNORE_INDEX
-from mingpt.text.corpus import Corpus
 
 
 def test_text_too_short_for_a_window_is_refused_in_either_split() -> None:
-    corpus = Corpus("x", np.zeros(100, np.uint8), "")
-    train_val_split(corpus, DataConfig(block_size=9, train_split=0.9))
+    tokens = np.zeros(100, np.uint8)
+    train_val_split(tokens, DataConfig(block_size=9, train_split=0.9))
     with pytest.raises(UserError, match=r"validation part .* has 10 characters"):
-        train_val_split(corpus, DataConfig(block_size=10, train_split=0.9))
+        train_val_split(tokens, DataConfig(block_size=10, train_split=0.9))
     with pytest.raises(UserError, match=r"training part .* has 9 characters"):
-        train_val_split(corpus, DataConfig(block_size=9, train_split=0.09))
+        train_val_split(tokens, DataConfig(block_size=9, train_split=0.09))
 
 
 def test_truncate_keeps_the_start_of_the_text() -> None:
-    corpus = Corpus("", np.arange(1000, dtype=np.uint16), "")
-    train, val = train_val_split(corpus, DataConfig(block_size=4, truncate=0.5))
+    tokens = np.arange(1000, dtype=np.uint16)
+    train, val = train_val_split(tokens, DataConfig(block_size=4, truncate=0.5))
     assert np.concatenate([train, val]).tolist() == list(range(500))
     assert len(val) == 50
 
@@ -45,7 +44,7 @@ def test_every_window_once_per_epoch_in_another_order_and_at_another_offset() ->
     assert len(offsets) > 8
 
 
-def test_a_sample_is_a_function_of_seed_and_number_alone() -> None:
+def test_a_sample_is_a_function_of_seed_and_number() -> None:
     tokens = np.arange(5000, dtype=np.uint16)
     data, other = CharDataset(tokens, 8, seed=1), CharDataset(tokens, 8, seed=2)
     idx, targets = data[np.array([5, 700, 10**12])]
@@ -86,7 +85,7 @@ def test_the_smallest_text_has_one_window() -> None:
 def test_both_are_map_style_datasets(data: CharDataset | ValidationDataset) -> None:
     batch = data[range(len(data))]
     loaded = zip(*DataLoader(data, batch_size=5), strict=True)
-    windows = zip(*itertools.islice(data, len(data) + 1), strict=True)  # which ends in any case
+    windows = zip(*itertools.islice(data, len(data) + 1), strict=True)  # islice ends the loop in any case
     for expected, found, listed in zip(batch, loaded, windows, strict=True):
         assert torch.equal(torch.cat(found), expected)
         assert torch.equal(torch.stack(listed), expected)
@@ -98,8 +97,8 @@ def test_both_are_map_style_datasets(data: CharDataset | ValidationDataset) -> N
 
 
 def test_no_training_window_holds_validation_text() -> None:
-    corpus = Corpus("", np.repeat(np.array([0, 1], np.uint8), (900, 100)), "")
-    train, val = train_val_split(corpus, DataConfig(block_size=16))
+    tokens = np.repeat(np.array([0, 1], np.uint8), (900, 100))
+    train, val = train_val_split(tokens, DataConfig(block_size=16))
     idx, targets = CharDataset(train, 16, seed=0)[range(50 * len(train) // 16)]
     assert idx.max() == targets.max() == 0
     assert val.min() == 1

@@ -1,4 +1,4 @@
-"""Exports: what transformers loads, generates and saves, and runs that start from pretrained weights."""
+"""Exports in the format of transformers, and runs that start from pretrained weights."""
 
 import os
 import re
@@ -147,7 +147,7 @@ ADOPTED: dict[str, Any] = {"model__architecture": "nanochat", "model__bias": Tru
 
 
 def options_from(source: Path) -> dict[str, Any]:
-    """Options of a run that starts from weights; the keys in which these differ from SMALL_CONFIG have defaults."""
+    """Returns options of a run that starts from weights, with defaults for keys that differ from SMALL_CONFIG."""
     return {"trainer__init_from": source} | ADOPTED
 
 
@@ -177,7 +177,7 @@ def test_a_run_starts_from_a_snapshot_and_new_characters_get_new_embeddings(trai
 
 @pytest.mark.parametrize("trained", [("nanochat", True)], indirect=True, ids=["nanochat"])
 def test_a_run_that_started_from_weights_resumes_without_them(trained: Path, tmp_path: Path) -> None:
-    """The vocabulary has characters of theirs that the text does not have, and block_size is theirs."""
+    """The weights determine block_size, and add characters to the vocabulary."""
     text, source = write_text(tmp_path / "other.txt"), shutil.copytree(trained, tmp_path / "source")
     text.write_text(text.read_text().replace("bob", "anna"))
     changes = {"trainer__max_steps": 6} | options_from(source)
@@ -194,7 +194,7 @@ def test_a_run_that_started_from_weights_resumes_without_them(trained: Path, tmp
 
 @pytest.mark.parametrize("trained", [("nanochat", True)], indirect=True, ids=["nanochat"])
 def test_a_run_from_scratch_does_not_use_other_weights_when_it_resumes(trained: Path, tmp_path: Path) -> None:
-    """It says so, and its snapshots do not name them."""
+    """A message says so, and the snapshots do not name the other weights."""
     shutil.copytree(trained, tmp_path / "run")
     argv = run_args(tmp_path / "run", trained.parent / "text.txt", trainer__max_steps=7, **options_from(trained))
     [(status, out, err)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
@@ -260,8 +260,8 @@ def test_a_model_with_convolutions_is_not_exported(
     monkeypatch.setattr(sys, "argv", ["export.py", "--snapshot", str(file), "--out", str(tmp_path / "out")])
     assert exit_status_of(run, sys.argv[1:]) == 2
     assert capsys.readouterr().err == (
-        f"error: --snapshot: {file} has model.conv_kernel_size 4, must be null: transformers' classes have no place "
-        "for convolutions\n"
+        f"error: --snapshot: {file} has model.conv_kernel_size 4, must be null: the classes of transformers do not "
+        "support convolutions\n"
     )
     assert not (tmp_path / "out").exists()
 

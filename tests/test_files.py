@@ -1,4 +1,4 @@
-"""config.yaml is replaced as a whole, and fsspec paths of this machine are folders."""
+"""Files are replaced as a whole, such as config.yaml."""
 
 import os
 from pathlib import Path
@@ -23,7 +23,7 @@ def test_config_is_replaced_or_refused_with_the_name_of_the_file(tmp_path: Path)
 
 
 def test_a_file_is_flushed_to_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And then its name in the folder."""
+    """Then the folder is flushed, too."""
     calls: list[str] = []
     fsync, replace = os.fsync, os.replace
 

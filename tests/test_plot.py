@@ -1,8 +1,7 @@
-"""plot.py: what it reads from run folders, and what it draws into a file and on the terminal."""
+"""plot.py reads run folders, and draws into a file and on the terminal."""
 
 import json
-import os
-import random
+import math
 import re
 import sys
 from dataclasses import replace
@@ -15,7 +14,7 @@ from matplotlib.image import imread
 
 import plot
 from mingpt.program import run_program as exit_status_of
-from plot import COLORS, MAX_POINTS, Run, draw, find_restarts, read_run, sort_and_thin
+from plot import COLORS, MAX_POINTS, Run, draw, find_restarts, read_run, thin_out
 from tests.helpers import loss_curve, read_rows, run_args, run_on_terminal, run_ranks, train_main, write_text
 
 ESCAPE_CODE = re.compile(r"\x1b\[[\d;]*m")
@@ -25,7 +24,7 @@ GRAY = "tab:gray"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two runs of 12 steps: `whole` on one rank, and `moved`, which was on two for the first six."""
+    """Two runs of 12 steps: `whole` on one rank, and `moved` on two ranks for the first six steps."""
     folder = tmp_path_factory.mktemp("runs")
     text = write_text(folder / "text.txt")
     half = run_args(folder / "moved", text, trainer__max_steps=6, optimizer__decay_steps=12)
@@ -58,7 +57,7 @@ def run_plot(*argv: str | Path) -> None:
 # Reading
 
 
-def test_curves_and_restarts_are_those_of_the_rows_in_any_order(folder: Path, runs: list[Run], tmp_path: Path) -> None:
+def test_curves_and_restarts_are_read_from_the_rows(folder: Path, runs: list[Run]) -> None:
     for run in runs:
         rows, evals = read_rows(folder / run.name), read_rows(folder / run.name, "eval")
         for key in ("loss", "learning_rate", "grad_norm", "tokens_per_second"):
@@ -66,9 +65,6 @@ def test_curves_and_restarts_are_those_of_the_rows_in_any_order(folder: Path, ru
         assert run.curves["val_loss"] == ([row["step"] for row in evals], [row["val_loss"] for row in evals])
     assert [run.curves["val_loss"][0] for run in runs] == [[4, 8, 12], [4, 6, 8, 12]]
     assert [run.restarts for run in runs] == [{}, {6: "2 → 1 ranks"}]
-    lines = (folder / "moved/metrics.jsonl").read_text().splitlines(keepends=True)
-    random.Random(0).shuffle(lines)
-    assert replace(read_run(write_metrics(tmp_path / "moved", *lines)), name="moved") == runs[1]
 
 
 @pytest.mark.parametrize(
@@ -86,24 +82,12 @@ def test_find_restarts(starts: list[tuple[int, int]], expected: dict[int, str]) 
     assert find_restarts([json.loads(row("start", step, world_size=size)) for step, size in starts]) == expected
 
 
-def test_missing_and_non_finite_values_are_left_out(tmp_path: Path) -> None:
+def test_lines_that_are_not_rows_and_values_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
     values = [1.5, None, float("nan"), float("inf"), 2]
-    lines = [row("train", step, loss=value) for step, value in enumerate(values)] + [row("train", 9)]
-    assert read_run(write_metrics(tmp_path / "run", *lines)).curves["loss"] == ([0, 4], [1.5, 2])
-
-
-def test_lines_that_are_no_rows_are_counted_but_not_a_torn_last_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, last = row("start", 0) + row("train", 1, loss=2.5), row("train", 2, loss=2.0)
-    torn = write_metrics(tmp_path / "torn", first, last[:-1])
-    mixed = write_metrics(tmp_path / "mixed", "null\n", first, "abc\n", last)
-    monkeypatch.setattr(sys, "argv", ["plot.py", str(torn), str(mixed)])
-    assert exit_status_of(plot.run, sys.argv[1:]) == 0
-    out, err = capsys.readouterr()
-    assert "/torn: loss 2.5000 at step 1\n" in out
-    assert "/mixed: loss 2.0000 at step 2\n" in out
-    assert err == f"warning: {mixed}/metrics.jsonl: lines left out, for not being rows: 2\n"
+    lines = [row("train", step, loss=value) for step, value in enumerate(values)]
+    torn = row("train", 10, loss=3)[:-1]
+    run = write_metrics(tmp_path / "run", "null\n", *lines, "abc\n", row("train", 9), torn)
+    assert read_run(run).curves["loss"] == ([0, 4], [1.5, 2])
 
 
 # The file
@@ -127,15 +111,6 @@ def test_each_run_has_its_color_and_restarts_are_gray(runs: list[Run], tmp_path:
     assert with_restarts > count_pixels(file, GRAY) + 50
 
 
-def test_equal_runs_are_all_visible(runs: list[Run], tmp_path: Path) -> None:
-    equal = [replace(runs[0], name=name) for name in ("one", "two", "three")]
-    draw(equal[:2], tmp_path / "two.png")
-    draw(equal[:1], tmp_path / "one.png")
-    alone = count_pixels(tmp_path / "one.png", BLUE)
-    assert count_pixels(tmp_path / "two.png", BLUE) > alone / 2
-    assert count_pixels(tmp_path / "two.png", ORANGE) > alone / 4
-
-
 def test_labels_and_legend_of_the_file(runs: list[Run], tmp_path: Path) -> None:
     draw([replace(runs[0], name="_of $x_{2$"), runs[1]], tmp_path / "both.svg")
     labels = set(re.findall("<!-- (.*) -->", (tmp_path / "both.svg").read_text()))
@@ -150,41 +125,16 @@ def test_labels_and_legend_of_the_file(runs: list[Run], tmp_path: Path) -> None:
     }
 
 
-def test_defaults_are_a_file_in_the_first_run_folder_and_80_columns_without_escape_codes(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    monkeypatch.chdir(folder)
-    run_plot("moved", "whole")
-    out = capsys.readouterr().out
-    assert "\x1b" not in out
-    lines = out.splitlines()
-    assert max(map(len, lines[:-3])) == 80
-    assert lines[-3].startswith("A moved: loss")
-    assert lines[-2].startswith("B whole: loss")
-    assert lines[-1] == "drawn: moved/plot.png"
-    assert count_pixels(folder / "moved/plot.png", BLUE) > 500
-    (folder / "moved/plot.png").unlink()
-
-
-def test_the_file_has_the_name_that_out_gives_it(runs: list[Run], folder: Path, tmp_path: Path) -> None:
-    for out, file in (("x", "x"), ("x.svg", "x.svg"), (".", "plot.png")):
-        run_plot(folder / "whole", "--out", tmp_path / out)
-        assert (tmp_path / file).read_bytes()[:4] == (b"<?xm" if file == "x.svg" else b"\x89PNG")
-    assert sorted(os.listdir(tmp_path)) == ["plot.png", "x", "x.svg"]
-
-
 def test_of_many_points_ends_and_extremes_are_kept() -> None:
-    steps = np.arange(1_000_000)[::-1]
-    values = np.sin(steps / 1e5)
-    values[[1234, 500_000]] = -9, 9
-    found = dict(zip(*sort_and_thin(steps, values), strict=True))
+    steps = list(range(100_000))
+    values = [math.sin(step / 1e4) for step in steps]
+    values[1234] = -9.0
+    values[50_000] = 9.0
+    found = dict(zip(*thin_out(steps, values), strict=True))
     assert list(found) == sorted(found)
     assert len(found) <= MAX_POINTS + 2
-    assert {0, 999_999} <= found.keys()
-    for index in (1234, 500_000):
-        assert found[int(steps[index])] == values[index]
-    few = np.array([3, 1, 2])
-    assert sort_and_thin(few, few / 2) == ([1, 2, 3], [0.5, 1.0, 1.5])
+    assert all(found[step] == values[step] for step in (0, 1234, 50_000, 99_999))
+    assert thin_out([1, 2, 3], [0.5, 1.0, 1.5]) == ([1, 2, 3], [0.5, 1.0, 1.5])
 
 
 def test_runs_of_any_length_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -238,8 +188,8 @@ def test_the_plot_fits_the_terminal(columns: int, no_color: str, folder: Path, t
     [
         ("nowhere", "there is no nowhere/metrics.jsonl; name the trainer.run_dir of a run that has begun"),
         ("run/metrics.jsonl", "there is no run/metrics.jsonl/metrics.jsonl; name the trainer.run_dir"),
-        ("run no_loss", "no_loss/metrics.jsonl has no train row with a loss; .* trainer.log_every"),
-        ("empty", "empty/metrics.jsonl has no train row with a loss; .* trainer.log_every"),
+        ("run no_loss", "no_loss/metrics.jsonl does not have a train row with a loss yet; trainer.log_every"),
+        ("empty", "empty/metrics.jsonl does not have a train row with a loss yet; trainer.log_every"),
         ("unreadable", "unreadable/metrics.jsonl can't be read: Input/output error"),
         ("run --out run.bmp", "--out: run.bmp can't be written: .*[bB]mp.* is not supported .*png"),
         ("run --out nowhere/run.png", "--out: nowhere/run.png can't be written: .*No such file"),

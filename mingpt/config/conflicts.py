@@ -60,11 +60,9 @@ def find_conflicts(config: Config) -> Iterator[str]:
             "needs a block"
         )
     if stages > 1 and trainer.micro_batch_size is None:
-        batch_size = trainer.batch_size
-        sizes = (n for n in range(1, batch_size + 1) if batch_size % n == 0 and batch_size // n >= 4 * stages)
         yield (
-            f"trainer.micro_batch_size is null, must be a number with distributed.pipeline_stages {stages}, such as "
-            f"{max(sizes, default=1)}: stages work on several micro-batches at once, best on {4 * stages} or more"
+            f"trainer.micro_batch_size is null, must be a number with distributed.pipeline_stages {stages}: stages "
+            f"work on several micro-batches at once, best on {4 * stages} or more"
         )
     yield from find_precision_conflicts(config, trainer.precision)
 

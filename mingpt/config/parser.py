@@ -1,4 +1,4 @@
-"""Yaml file and command line -> Config, or one message that lists every mistake."""
+"""Reads a Config from the yaml file and the command line, or raises one message that lists every mistake."""
 
 import argparse
 import difflib
@@ -15,17 +15,16 @@ from pydantic_core import ErrorDetails
 
 from mingpt.config.conflicts import find_conflicts, refuse
 from mingpt.config.schema import KEYS, REMOVED_KEYS, SECTIONS, Config, config_to_dict
-from mingpt.config.yaml_format import dump_yaml, load_yaml
+from mingpt.config.yaml_format import dump_config, load_yaml
 from mingpt.errors import UserError
-from mingpt.files import read_regular
 
 DEFAULT_CONFIG = Path(__file__).parents[2] / "gpt2_train_cfg.yaml"
 HINTS = {
-    "dp": "; DataParallel is one process that copies the model to all its GPUs in every step, and slow: write ddp, and "
+    "dp": "; DataParallel is slow, because one process copies the model to all GPUs in every step: write ddp, and "
     "start a process for each GPU with torchrun",
     "zero3": "; ZeRO-3 is fsdp",
 }
-# What nanoGPT and others call a key.
+# Names of keys in nanoGPT and other programs
 ALIASES = {
     "lr": "optimizer.learning_rate",
     "grad_clip": "optimizer.grad_norm_clip",
@@ -47,7 +46,7 @@ def read_config(argv: Sequence[str] = ()) -> Config:
         argv: the command line without the program's name
 
     Raises:
-        UserError: lists every mistake with key, file or option, value found and values allowed.
+        UserError: lists every mistake, with the key, the file or option, the value found and the values allowed.
     """
     args, unknown = build_parser().parse_known_args(argv)
     if unknown:
@@ -60,19 +59,19 @@ def read_config(argv: Sequence[str] = ()) -> Config:
         values.setdefault(section, {})[key] = _parse_option(name, getattr(args, name))
     config = _validate(values, given, file)
     if args.print_config:
-        print(dump_yaml(config_to_dict(config)), end="")
+        print(dump_config(config_to_dict(config)), end="")
         sys.exit(0)
     return config
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Reports argparse's errors like all others."""
+        """Reports errors of argparse like all other mistakes."""
         raise UserError(f"command line: {message}; --help lists all")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """A parser with one option per key, whose value stays text. It raises UserError."""
+    """Returns a parser with one option per key, which keeps values as text and raises UserError."""
     parser = _Parser(
         description="Trains a character-level GPT, in one process or under torchrun or another launcher.",
         usage="%(prog)s [--config FILE] [--SECTION.KEY VALUE ...]",
@@ -81,7 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--config", metavar="FILE", help=f"yaml file (default: {DEFAULT_CONFIG.name} beside main.py)")
     parser.add_argument("--print_config", action="store_true", help="print the configuration as yaml and exit")
-    # Older launchers pass it; LOCAL_RANK has the same number.
+    # Older launchers pass this option, and the same number in LOCAL_RANK.
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     groups = {name: parser.add_argument_group(name, section.__doc__) for name, section in SECTIONS.items()}
     for name, field in KEYS.items():
@@ -92,7 +91,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def config_options(args: argparse.Namespace) -> list[str]:
-    """The options that `build_parser` parsed, as a command line for `read_config`."""
+    """Returns the options that `build_parser` parsed as a command line for `read_config`."""
     given = {key: getattr(args, key) for key in ("config", *KEYS)}
     options = [word for key, text in given.items() if text is not None for word in option_words(key, text)]
     if args.print_config:
@@ -101,22 +100,22 @@ def config_options(args: argparse.Namespace) -> list[str]:
 
 
 def option_words(name: str, value: Any) -> list[str]:
-    """An option with its value, as words of a command line: text as it is, all else in JSON, which is yaml too."""
+    """Returns an option and its value as words of a command line: text as it is, other values as JSON."""
     text = value if isinstance(value, str) else json.dumps(value)
-    if text.startswith("-"):  # it would be taken for another option
+    if text.startswith("-"):  # argparse would take it for another option
         return [f"--{name}={text}"]
     return [f"--{name}", text]
 
 
 def default_snapshot_path() -> str:
-    """Folder of the snapshots of the run that gpt2_train_cfg.yaml describes."""
+    """Returns the folder of the snapshots of the run in gpt2_train_cfg.yaml."""
     cfg = read_config().trainer
     return cfg.snapshot_path or cfg.run_dir
 
 
 def _read_yaml(file: Path) -> Sections:
     try:
-        sections = load_yaml(read_regular(file)) or {}
+        sections = load_yaml(file.read_bytes()) or {}
     except OSError as error:
         raise UserError(f"--config: {file} can't be read: {error.strerror}; name a yaml file") from error
     except yaml.YAMLError as error:
@@ -133,7 +132,7 @@ def _read_yaml(file: Path) -> Sections:
 
 
 def _parse_option(name: str, text: str) -> Any:
-    """Text as it is, `null` where the key allows it, and all else as in yaml."""
+    """Parses the value of an option like yaml, but for keys that hold text, only `null` has a meaning."""
     annotation = KEYS[name].annotation
     if annotation is str:
         return text
@@ -154,7 +153,7 @@ def _nearest(name: str, known: Collection[str]) -> str:
 
 
 def _unknown_option(word: str) -> str:
-    """Says that a word of the command line is not known, and what to write in its place."""
+    """Returns the message for an unknown word of the command line, with advice."""
     name = word.lstrip("-").partition("=")[0]
     if name in REMOVED_KEYS:
         return f"{name} is no longer a key: {REMOVED_KEYS[name]}"
@@ -162,9 +161,7 @@ def _unknown_option(word: str) -> str:
     if name in KEYS:
         hint = f"; write --{name}"
     elif not word.startswith("-") and "." in word and Path(word).exists():
-        hint = (
-            "; an option has one value: if the shell has replaced a pattern, quote it, as in --data.path 'books/*.txt'"
-        )
+        hint = "; an option has one value: if the shell replaced a pattern, quote it, like --data.path 'books/*.txt'"
     return f"{word} is not known{hint}"
 
 
@@ -172,15 +169,16 @@ def _validate(values: Sections, given: Collection[str], file: Path) -> Config:
     """Returns the configuration.
 
     Args:
-        given: the keys that the command line has set
-        file: where all others are from
+        values: values by section and key
+        given: keys from the command line
+        file: the file with the other keys
     """
     mistakes = []
     try:
-        # In JSON a list may become a tuple and an integer a float, while no string becomes a number.
+        # From JSON, pydantic accepts a list as a tuple and an integer as a float, but not a string as a number.
         config = TypeAdapter(Config).validate_json(json.dumps(values))
     except ValidationError as invalid:
-        ranges: dict[str, list[str]] = {}  # a key that may be a number or a word has an error for each
+        ranges: dict[str, list[str]] = {}  # a key that allows a number or a word has an error for each
         for error in invalid.errors(include_url=False):
             name = ".".join(map(str, error["loc"][:2]))
             if error["type"] == "unexpected_keyword_argument":
@@ -191,7 +189,7 @@ def _validate(values: Sections, given: Collection[str], file: Path) -> Config:
             mistakes.append(_wrong_value(name, values, COMMAND_LINE if name in given else file, allowed))
         raise UserError("\n  ".join(mistakes)) from invalid
     for message in find_conflicts(config):
-        # If the command line sets one of the keys, it is the new one, so it is the mistake.
+        # If the command line sets one of the keys, the mistake is probably there.
         place = COMMAND_LINE if any(key in message for key in given) else file
         mistakes.append(f"{message} (in {place})")
     refuse(mistakes)

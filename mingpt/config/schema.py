@@ -1,4 +1,4 @@
-"""The configuration: every key with its type, default, description and bounds, and the checks between keys."""
+"""The sections of the configuration: every key with its type, default, bounds and description."""
 
 import os
 import re
@@ -20,12 +20,12 @@ from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-# The docstring of a key is its description.
+# The docstring of a key is its description in the yaml and in --help.
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-# Keys that say where something is: they may differ between ranks, and from start to start.
+# Keys with the location of something. They may differ between ranks and between starts.
 PLACES = ("data.path", "trainer.run_dir", "trainer.snapshot_path", "distributed.init_method")
-# Keys that determine names and shapes of the weights, and what they mean.
+# Keys that determine the names, the shapes and the meaning of the weights.
 SHAPE_KEYS = (
     "model.architecture",
     "model.n_layer",
@@ -35,14 +35,14 @@ SHAPE_KEYS = (
     "model.bias",
     "data.block_size",
 )
-# Keys of earlier versions, with what replaces them. Snapshots of those versions have them.
+# Keys of earlier versions, each with advice. Snapshots of those versions contain them.
 REMOVED_KEYS = {
     "distributed.survive": "remove it; snapshots are saved about every second (trainer.save_overhead), and `torchrun "
     "--max_restarts=3` restarts the run",
     "trainer.save_minutes": "remove it; trainer.save_overhead decides how often snapshots are saved",
 }
-MAX_STEPS = 99_999_999  # snapshots are named step_00000500.pt, with eight digits
-MAX_THREADS = 1024  # more than any machine has cores; a million would take all threads that a machine can start
+MAX_STEPS = 99_999_999  # names of snapshots have eight digits: step_00000500.pt
+MAX_THREADS = 1024  # more than the cores of any machine; a million would exhaust the threads that a machine can start
 
 
 def _expand_path(path: str | None) -> str | None:
@@ -52,19 +52,12 @@ def _expand_path(path: str | None) -> str | None:
     expanded = os.path.expandvars(os.path.expanduser(path))
     if re.search(r"\$(\w|{)", expanded):
         raise PydanticCustomError("path", "a path whose variables are set in the environment")
-    return re.sub("^-", "./-", expanded)  # otherwise, commands that contain the path would take it for an option
+    return re.sub("^-", "./-", expanded)  # a command would take a path that begins with a dash for an option
 
 
 def _check_run_dir(path: str) -> str:
-    # fsspec would take a folder with one of these for a URL.
-    if "://" in path or "::" in path or path.startswith(("file:", "local:")):
+    if "://" in path:
         raise PydanticCustomError("path", "a folder of this machine; only trainer.snapshot_path may be a URL")
-    return path
-
-
-def _check_snapshot_path(path: str | None) -> str | None:
-    if path is not None and "::" in path:
-        raise PydanticCustomError("path", "a folder or a URL without ::, which chains file systems such as caches")
     return path
 
 
@@ -105,7 +98,7 @@ class ModelConfig:
     """The architecture and the shape of the model."""
 
     architecture: Literal["gpt2", "nanochat"] = "nanochat"
-    """gpt2, or nanochat: rotary positions, RMSNorm, ReLU squared; docs/configuration.md compares them"""
+    """gpt2, or nanochat: rotary positions, RMSNorm, ReLU squared; see docs/configuration.md"""
 
     n_layer: PositiveInt = 4
     """transformer blocks"""
@@ -120,20 +113,20 @@ class ModelConfig:
     """dropout probability; 0.1 to 0.2 helps where many epochs overfit"""
 
     conv_kernel_size: int | None = Field(default=None, ge=2)
-    """characters in a causal convolution before attention and MLP, such as 4; null: none, for export.py"""
+    """width of convolutions before attention and MLP, such as 4; null: none (export.py needs null)"""
 
     bias: bool = True
-    """gpt2 alone: biases in linear layers and layer norms"""
+    """gpt2 only: biases in linear layers and layer norms"""
 
     @property
     def has_bias(self) -> bool:
-        """Whether linear layers have biases."""
+        """Whether linear layers have a bias."""
         return self.bias and self.architecture == "gpt2"
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class GPTConfig(ModelConfig):
-    """The shape of the model, with the two sizes that come from the text and the data section."""
+    """The shape of the model, including the two sizes from the text and the data section."""
 
     vocab_size: PositiveInt
     """distinct characters (V)"""
@@ -147,7 +140,7 @@ class OptimizerConfig:
     """The optimizer and the learning-rate schedule: linear warm-up, then linear decay."""
 
     name: Literal["muon", "adamw"] = "muon"
-    """muon (for the matrices of the blocks, with AdamW for all else) or adamw"""
+    """muon (for the matrices of the blocks, with AdamW for other parameters) or adamw"""
 
     learning_rate: PositiveFloat = 5e-3
     """peak learning rate, reached at the end of the warm-up"""
@@ -191,10 +184,10 @@ class TrainerConfig:
     """autocast dtype: fp32, bf16, fp16 (CUDA only); auto: bf16 where hardware supports it, else fp32"""
 
     threads: Annotated[int, Field(ge=1, le=MAX_THREADS)] | Literal["auto"] = "auto"
-    """CPU threads per rank; auto: OMP_NUM_THREADS, else idle cores or CPU quota / ranks here"""
+    """CPU threads per rank; auto: OMP_NUM_THREADS, else idle cores, or CPU quota, divided by local ranks"""
 
     compile: bool = False
-    """compile the model with torch.compile; takes a minute or so at the first start"""
+    """compile the model with torch.compile; takes about a minute at the first start"""
 
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """what backward recomputes: none, selective (all but matrix products), full (all)"""
@@ -209,7 +202,7 @@ class TrainerConfig:
     """initial weights: a snapshot, a run folder or a folder of snapshots; null: random initialization"""
 
     log_every: PositiveInt = 100
-    """steps between rows of training metrics; the first step has one too"""
+    """steps between rows of training metrics; the first step is included"""
 
     eval_every: PositiveInt = 400
     """steps between evaluations on the validation text"""
@@ -230,7 +223,7 @@ class TrainerConfig:
     """steps between snapshots"""
 
     save_overhead: float | None = Field(default=0.02, gt=0, lt=1)
-    """fraction of the time to spend on frequent snapshots in between, which make a kill cheap; null: none"""
+    """fraction of the time to spend on frequent snapshots, which make a kill cheap; null: none"""
 
     keep_snapshots: PositiveInt = 3
     """newest snapshots to keep, in addition to the best one"""
@@ -239,7 +232,7 @@ class TrainerConfig:
     """steps to record in a profiler trace per rank, from step 12 on; null: no trace"""
 
     wandb_project: str | None = Field(default=None, min_length=1)
-    """project of Weights & Biases that gets the metrics; needs `pip install wandb`; null: none"""
+    """Weights & Biases project for the metrics; needs `pip install wandb`; null: none"""
 
     run_dir: str = Field(default="runs/default", min_length=1)
     """run folder: config.yaml, metrics.jsonl, snapshots/, cache/"""
@@ -249,12 +242,11 @@ class TrainerConfig:
 
     _expand = field_validator("init_from", "run_dir", "snapshot_path")(_expand_path)
     _check_folder = field_validator("run_dir")(_check_run_dir)
-    _check_url = field_validator("snapshot_path")(_check_snapshot_path)
 
 
 @dataclass(frozen=True, config=STRICT)
 class DistributedConfig:
-    """The process group and how the model is parallelized."""
+    """The process group and the parallelization of the model."""
 
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     """nccl (one CUDA GPU per process), gloo (CPU); auto: nccl where there is a GPU, else gloo"""
@@ -266,10 +258,10 @@ class DistributedConfig:
     """seconds to wait for another process before failing"""
 
     strategy: Literal["ddp", "zero1", "zero2", "fsdp"] = "ddp"
-    """what ranks shard: ddp: nothing; zero1: optimizer state; zero2: gradients too; fsdp: all"""
+    """what ranks shard: ddp: nothing; zero1: optimizer state; zero2: gradients, too; fsdp: everything"""
 
     cpu_offload: bool = False
-    """with fsdp on CUDA, keep shards in host memory; slower"""
+    """keep the shards of fsdp on CUDA in host memory, which is slower"""
 
     pipeline_stages: PositiveInt = 1
     """pipeline stages that the blocks are split into; 1: no pipeline"""
@@ -314,11 +306,11 @@ KEYS: dict[str, FieldInfo] = {
 
 
 def config_to_dict(config: Config) -> dict[str, Any]:
-    """The configuration as nested dictionaries of lists, strings, numbers, booleans and None."""
+    """Returns the configuration as nested dictionaries of lists, strings, numbers, booleans and None."""
     return TypeAdapter(Config).dump_python(config, mode="json")
 
 
 def keys_without_places(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The values of `config_to_dict` by key, such as `data.block_size`, without PLACES."""
+    """Returns the values of `config_to_dict` by full key, such as `data.block_size`, except those in PLACES."""
     values = {f"{section}.{key}": value for section, keys in config.items() for key, value in keys.items()}
     return {key: value for key, value in values.items() if key not in PLACES}

@@ -17,9 +17,9 @@ from textwrap import indent
 from typing import Any
 
 from mingpt.config.schema import MAX_STEPS, Config, config_to_dict
-from mingpt.config.yaml_format import dump_yaml
+from mingpt.config.yaml_format import dump_config
 from mingpt.errors import UserError
-from mingpt.files import open_regular, read_regular, replace_file, replaced_file
+from mingpt.files import replace_file, replaced_file
 from mingpt.monitoring.live_line import LiveLine
 from mingpt.monitoring.logging import logger
 
@@ -87,7 +87,7 @@ class RunLog:
 def write_config(run_dir: Path, config: dict[str, Any]) -> None:
     """Writes config.yaml, complete or not at all however the process ends; raises a UserError if that fails."""
     try:
-        replace_file(run_dir / "config.yaml", dump_yaml(config))
+        replace_file(run_dir / "config.yaml", dump_config(config))
     except OSError as error:
         raise UserError(
             f"trainer.run_dir: {run_dir}/config.yaml can't be written: {error.strerror}; make it writable, or "
@@ -194,7 +194,7 @@ class WeightsAndBiases:
 
         folder = Path(config.trainer.run_dir)
         file = folder / "wandb_id"
-        run_id = read_regular(file).decode() if file.exists() else None
+        run_id = file.read_text() if file.exists() else None
         try:
             self.run = wandb.init(
                 project=config.trainer.wandb_project,
@@ -315,7 +315,7 @@ def iter_metrics(file: Path) -> Iterator[dict[str, Any] | None]:
     Raises:
         OSError: it can't be read.
     """
-    with open_regular(file) as lines:
+    with open(file, "rb") as lines:
         for line in lines:
             if not line.endswith(b"\n"):
                 return

@@ -1,4 +1,4 @@
-"""How far a GPU is used: its memory, and the operations of a step beside those that it can do (MFU)."""
+"""Utilization of a GPU: memory, and model FLOPs utilization (MFU)."""
 
 from functools import cache
 
@@ -10,9 +10,9 @@ from mingpt.config.schema import GPTConfig
 from mingpt.system.device import device_kind
 from model import GPT
 
-# 1e12 FLOP/s at the peak, by the name in PyTorch: in products of matrices in 16 bits with sums in fp32, without
-# sparsity, for which data sheets often give twice as much; and in fp32 without TF32. From NVIDIA's data sheets; for
-# GeForce, from appendix A of the white papers of GA102 and AD102.
+# Peak performance by the name of the GPU in PyTorch, in 1e12 FLOP/s: of 16-bit matrix products accumulated in fp32, and
+# of fp32 without TF32. Both are without sparsity, which doubles the numbers in many data sheets. The sources are data
+# sheets of NVIDIA and, for GeForce, appendix A of the white papers on GA102 and AD102.
 PEAK_TFLOPS = {
     "Tesla V100-SXM2-16GB": (125.0, 15.7),
     "Tesla V100-SXM2-32GB": (125.0, 15.7),
@@ -35,14 +35,14 @@ PEAK_TFLOPS = {
 
 
 def gpu_metrics(device: torch.device, precision: str, config: GPTConfig, tokens_per_second: float) -> dict[str, float]:
-    """What train rows say of this rank's GPU; nothing on another device. It does not wait for the GPU.
+    """Returns metrics of this rank's GPU for a train row, without waiting for the GPU. It is empty for other devices.
 
     Args:
-        tokens_per_second: of one GPU
+        tokens_per_second: speed of one GPU
 
     Returns:
-        memory: most that PyTorch has allocated since the start, in GiB
-        mfu: model FLOPs utilization, from 0 to 1; left out if the peak of the GPU is not known
+        memory: peak of the memory allocated by PyTorch since the start, in GiB
+        mfu: model FLOPs utilization, from 0 to 1; left out unless the GPU's peak is listed in PEAK_TFLOPS
     """
     if device.type != "cuda":
         return {}
@@ -56,15 +56,15 @@ def gpu_metrics(device: torch.device, precision: str, config: GPTConfig, tokens_
 
 @cache
 def flops_per_sequence(config: GPTConfig) -> int:
-    """Floating-point operations of forward and backward for block_size tokens.
+    """Returns the number of floating-point operations of forward and backward for block_size tokens.
 
-    They equal the usual formula: 6 per token and weight in a matrix product, and 12 n_layer n_embd T per token for
-    attention, whose masked half is counted too (Chowdhery et al., "PaLM", 2022, appendix B).
+    It equals the usual formula: 6 per token and weight in a matrix product, and 12 n_layer n_embd T per token for
+    attention, including the masked half (Chowdhery et al., "PaLM", 2022, appendix B).
     """
     with torch.device("meta"):
         model = GPT(config)
         idx = torch.zeros(1, config.block_size, dtype=torch.long)
-    # Fused attention kernels would count the scores that backward recomputes, too.
+    # With fused attention kernels, the scores that backward recomputes would be counted twice.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         _, loss = model(idx, idx)
         torch.autograd.grad(loss, list(model.parameters()))

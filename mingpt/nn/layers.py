@@ -1,4 +1,4 @@
-"""The loss, faster forms of PyTorch's layers on CPUs, and a layer norm that takes weights of any dtype."""
+"""Layers of the model: the loss, dropout, norms, activation and attention, in forms that are faster on CPUs."""
 
 import math
 from typing import Any
@@ -7,23 +7,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# nanochat's constants, which transformers' NanoChatForCausalLM has in its config.json.
+# nanochat's constants. In transformers, they are in the config.json of NanoChatForCausalLM.
 ROTARY_BASE = 10_000.0
 LOGIT_CAP = 15.0
 RMS_NORM_EPS = 1e-6
 
-IGNORE_INDEX = -1  # target of a position that has no next character
+IGNORE_INDEX = -1  # target of a position without a next character
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-    """Cross-entropy in nats per character, of logits (B, T, V) and targets (B, T); IGNORE_INDEX is left out."""
+    """Returns the cross-entropy of logits (B, T, V) and targets (B, T) in nats per character, without IGNORE_INDEX."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction=reduction)
 
 
 class Dropout(nn.Dropout):
-    """Dropout that draws 64 random bits for four elements on CPUs, whose generator is sequential.
+    """Dropout that draws 64 random bits for four elements on CPUs, because their generator is sequential.
 
-    The dropped fraction is exact to 1/65,536.
+    The probability is rounded to a multiple of 1/65,536.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ class Dropout(nn.Dropout):
 
 
 class LayerNorm(nn.LayerNorm):
-    """Layer norm in the dtype of its input: FSDP provides the weights in bf16."""
+    """Layer norm in the dtype of its input, for weights of any dtype: FSDP provides them in bf16."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.to(x.dtype)
@@ -45,7 +45,7 @@ class LayerNorm(nn.LayerNorm):
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
-_EPS = torch.tensor(RMS_NORM_EPS)  # adding a number takes 3 us, a tensor 1 us, of 10 us for the norm of one character
+_EPS = torch.tensor(RMS_NORM_EPS)  # for one character the norm takes 10 us; adding a number takes 3 us, a tensor 1 us
 
 
 def _inverse_rms(x: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ class RMSNorm(nn.Module):
 
 
 def rms_norm(x: Tensor) -> Tensor:
-    """RMSNorm over the last dimension, without weights; `F.rms_norm` is several kernels on CPUs, in double the time."""
+    """Applies RMSNorm without weights to the last dimension. `F.rms_norm` takes twice the time on CPUs."""
     if not _is_eager_on_cpu(x):
         return F.rms_norm(x, x.shape[-1:], eps=RMS_NORM_EPS)
     if x.requires_grad:
@@ -98,7 +98,7 @@ class _ReLUSquaredFunction(torch.autograd.Function):
 
 
 class ReLUSquared(nn.Module):
-    """The square of ReLU; composed of PyTorch's functions, training with it takes four times as long on CPUs."""
+    """The square of ReLU. As a composition of PyTorch's functions, it trains four times slower on CPUs."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.requires_grad and _is_eager_on_cpu(x):
@@ -111,7 +111,7 @@ def _is_eager_on_cpu(x: Tensor) -> bool:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, dropout: Dropout, is_causal: bool) -> Tensor:
-    """Scaled dot-product attention of queries, keys and values (B, H, T, D), by the faster of two implementations."""
+    """Applies scaled dot-product attention to queries, keys and values (B, H, T, D), with the faster of two methods."""
     p = dropout.p if dropout.training else 0.0
     if is_causal and use_bmm_attention(q, p):
         return bmm_attention(q, k, v, dropout)
@@ -119,7 +119,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dropout: Dropout, is_causal: bool
 
 
 def use_bmm_attention(q: Tensor, dropout: float) -> bool:
-    """Whether `bmm_attention` is faster than PyTorch's kernel on this device for queries (B, H, T, D), as measured."""
+    """Whether `bmm_attention` is faster than PyTorch's kernel for queries (B, H, T, D) on their device (measured)."""
     if q.device.type != "cpu":
         return False
     if dropout > 0:
@@ -134,13 +134,13 @@ def _has_several_threads() -> bool:
     return torch.get_num_threads() > 1
 
 
-# torch.compile can't trace the call. torch.compiler.assume_constant_result sets this, too, but imports torch._dynamo,
-# which takes half a second and needs a folder for temporary files.
+# torch.compile can't trace the call. torch.compiler.assume_constant_result sets this attribute, too, but it imports
+# torch._dynamo, which takes half a second and needs a folder for temporary files.
 _has_several_threads._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def bmm_attention(q: Tensor, k: Tensor, v: Tensor, dropout: Dropout) -> Tensor:
-    """Causal attention as two batched matrix products: (B, H, T, D) each -> (B, H, T, D)."""
+    """Applies causal attention as two batched matrix products: (B, H, T, D) each -> (B, H, T, D)."""
     B, H, T, D = q.shape
     q = q.reshape(B * H, T, D)
     k = k.reshape(B * H, T, D)

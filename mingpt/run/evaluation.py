@@ -82,9 +82,9 @@ def generate_sample(strategy: Strategy, vocabulary: str, prompt: str, seed: int)
     device = strategy.context.device
     model = strategy.full_model
     generator = torch.Generator(device).manual_seed(seed)
-    tokens = torch.tensor(encode(prompt, vocabulary, "trainer.sample_prompt"), device=device)
+    idx = torch.tensor([encode(prompt, vocabulary, "trainer.sample_prompt")], device=device)  # (1, T)
     # A growing cache has a new shape for each character: torch.compile would compile each, and cuDNN plan each.
     with strategy.autocast(), torch.compiler.set_stance("force_eager"), sdpa_kernel(NOT_CUDNN):
-        text = [int(new) for new in generate(model, [tokens], SAMPLE_LENGTH, temperature=0.8, generator=generator)]
+        text = [int(new) for new in generate(model, idx, SAMPLE_LENGTH, temperature=0.8, generator=generator)]
     model.train()
     return prompt + "".join(vocabulary[token] for token in text)

@@ -1,7 +1,6 @@
 """What a Trainer needs before it can be built: checks, the text, locks of folders, and initial weights."""
 
 import hashlib
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from char_dataset import split_lengths
 from mingpt.config.conflicts import find_start_conflicts, refuse
 from mingpt.config.schema import Config, DataConfig, GPTConfig, config_to_dict, keys_without_places
 from mingpt.distributed.agreement import broadcast_object, check_equal, shared_errors
@@ -24,7 +22,7 @@ from mingpt.snapshot.load import adopt_shape, load_initial_weights, load_pretrai
 from mingpt.snapshot.storage import SnapshotStorage
 from mingpt.system.device import tune_malloc
 from mingpt.system.run_lock import RunLock
-from mingpt.text.corpus import Corpus, check_text, count_characters, encode_corpus
+from mingpt.text.corpus import Corpus, check_text, encode_corpus
 from model import GPT
 
 ROOT = Path(__file__).parents[2]
@@ -41,16 +39,10 @@ def prepare_run(config: Config, context: DistributedContext) -> None:
     refuse(find_start_conflicts(config, context.world_size, context.device.type))
     with shared_errors(context):
         check_wandb(config.trainer.wandb_project)
-    is_new = not os.path.exists(config.trainer.run_dir)
     with context.local_rank0_first():
         if context.local_rank == 0:
             write_default_text(config)
             check_text(config.data.path)
-        if is_new and context.local_rank == 0:
-            characters = count_characters(config.data.path)
-            # A text of another machine is read when it is encoded, and trainer.init_from may set block_size.
-            if characters is not None and config.trainer.init_from is None:
-                split_lengths(characters, config.data)
 
 
 def check_same_start(config: Config, context: DistributedContext) -> None:

@@ -21,7 +21,7 @@ from mingpt.optim.optimizer import learning_rate
 from mingpt.parallel.memory import MemoryUsage, format_bytes, measure_memory
 from mingpt.parallel.strategy import Strategy
 from mingpt.snapshot.manager import new_run_advice
-from mingpt.system.device import device_name
+from mingpt.system.device import device_kind
 from model import GPT
 
 if TYPE_CHECKING:
@@ -33,17 +33,17 @@ MAX_MEMBERS = 16  # ranks that have a line each at the start
 def start(trainer: "Trainer") -> str:
     """Ranks, choices, text and length of a run, its model, and what has changed since its newest snapshot."""
     context = trainer.context
-    members = reduce_object(context, f"{platform.node()} {device_name(context.device)}", member_lines)
+    member = f"{platform.node()} {context.device} ({device_kind(context.device)})"
+    members = reduce_object(context, member, member_lines)
     config = trainer.config
     cfg = config.trainer
     T = config.data.block_size
     windows = len(trainer.train_data)
     val_windows = len(trainer.val_data)
     rows = {"backend": context.backend, **trainer.numerics.reasons, **trainer.strategy.description}
-    if val_windows < trainer.val_data.windows_in_text:
-        rows["evaluation"] = (
-            f"{val_windows:,} of the {trainer.val_data.windows_in_text:,} windows of the validation text, evenly spread"
-        )
+    windows_in_text = trainer.val_data.num_windows_in_text
+    if val_windows < windows_in_text:
+        rows["evaluation"] = f"{val_windows:,} of the {windows_in_text:,} windows of the validation text, evenly spread"
     rows["text"] = (
         f"{config.data.path}: {len(trainer.corpus.tokens):,} characters, {len(trainer.corpus.vocabulary)} distinct; "
         f"{windows:,} training windows"

@@ -67,7 +67,8 @@ def load_pretrained(path: str, option: str, best: bool = False) -> Pretrained:
     except Exception as error:  # each file system raises its own
         raise UserError(f"{option}: {path} can't be read: {error}; {advice}") from error
     if snapshot is None:
-        raise UserError(f"{option}: no snapshot at {path} (working directory {os.getcwd()}); main.py makes them")
+        place = "" if "://" in path else f" (working directory {os.getcwd()})"
+        raise UserError(f"{option}: no snapshot at {path}{place}; main.py makes them")
     return Pretrained(gpt_config(snapshot), snapshot["vocabulary"], snapshot["model"], snapshot)
 
 

@@ -18,7 +18,7 @@ from fsspec.implementations.local import LocalFileSystem
 from tqdm import tqdm
 
 from mingpt.errors import UserError
-from mingpt.files import open_regular, replaced_file
+from mingpt.files import replaced_file
 from mingpt.monitoring.live_line import BAR_OPTIONS
 from mingpt.snapshot.format import FORMAT_VERSION, check_content
 
@@ -243,7 +243,7 @@ def check_crc32(name: str) -> None:
         DamagedSnapshotError: names the part.
     """
     bar = {"desc": f"reading {os.path.basename(name)}", "total": os.path.getsize(name), **BAR_OPTIONS}
-    with open_regular(name) as file, tqdm.wrapattr(file, "read", **bar) as shown:
+    with open(name, "rb") as file, tqdm.wrapattr(file, "read", **bar) as shown:
         try:
             with zipfile.ZipFile(shown) as archive:  # type: ignore[call-overload]
                 part = archive.testzip()

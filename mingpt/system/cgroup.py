@@ -1,6 +1,6 @@
-"""Limits that containers, SLURM and systemd set: those of this process's cgroup and of all above it, in Linux.
+"""Limits set by containers, SLURM and systemd: the limits of this process's cgroup and of its ancestors, on Linux.
 
-They are read from cgroups of version 2: the kernel's admin-guide/cgroup-v2.rst.
+They are read from cgroups of version 2 (admin-guide/cgroup-v2.rst in the kernel's documentation).
 """
 
 from collections.abc import Iterator
@@ -10,28 +10,28 @@ ROOT = Path("/")
 
 
 def memory_limit(root: Path = ROOT) -> int | None:
-    """Returns the lowest limit of memory in bytes; None if there is none.
+    """Returns the lowest memory limit in bytes, or None if there is no limit.
 
     Args:
-        root: of the file system
+        root: root of the file system
     """
     return min((int(limit) for [limit] in _limits("memory.max", root)), default=None)
 
 
 def cpu_limit(root: Path = ROOT) -> float | None:
-    """Returns the lowest quota of CPU time in cores, such as 1.5; None if there is none."""
-    # Microseconds of CPU time in each period, and the period
+    """Returns the lowest quota of CPU time in cores, such as 1.5, or None if there is no quota."""
+    # cpu.max has the microseconds of CPU time per period, and the period.
     return min((int(quota) / int(period) for quota, period in _limits("cpu.max", root)), default=None)
 
 
 def _limits(name: str, root: Path) -> Iterator[list[str]]:
-    """Yields the words of each file of this name that sets a limit."""
+    """Yields the words of each file with this name that sets a limit."""
     mount = root / "sys/fs/cgroup"
     for line in _lines(root / "proc/self/cgroup"):
         version, _, path = line.partition("::/")
         if version != "0":
             continue
-        # Without a namespace, a container sees the host's path, and its own cgroup is the root that it sees.
+        # In a container without a cgroup namespace, the path is the host's, and the container's cgroup is at the mount.
         folder = mount / path
         for parent in [folder, *folder.parents]:
             words = " ".join(_lines(parent / name)).split()
@@ -42,5 +42,5 @@ def _limits(name: str, root: Path) -> Iterator[list[str]]:
 def _lines(file: Path) -> list[str]:
     try:
         return file.read_text().splitlines()
-    except OSError:  # another system than Linux
+    except OSError:  # not Linux
         return []

@@ -1,4 +1,4 @@
-"""The folder in which torch.compile keeps compiled code, so that a start after the first does not compile again."""
+"""Keeps the code that torch.compile generates in a folder, so that later starts do not compile again."""
 
 import os
 import platform
@@ -12,11 +12,11 @@ VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # PyTorch reads it whenever it compiles
 
 
 def use_compile_cache(folder: Path) -> None:
-    """Makes torch.compile keep its code in a folder, unless TORCHINDUCTOR_CACHE_DIR names another.
+    """Makes torch.compile keep its code in a folder, unless TORCHINDUCTOR_CACHE_DIR names another folder.
 
-    While this process compiles, there is a file of its own in the folder. Such a file is found where a process was
-    killed while it compiled. Then the folder is deleted, because PyTorch (2.13) loads a library that the compiler has
-    not finished without a check, and dies of SIGBUS. No process may compile meanwhile.
+    While a process compiles, the folder contains a marker file of this process. A marker that is found here was left by
+    a process that was killed while it compiled. Then the folder is deleted, because PyTorch (2.13) loads an incomplete
+    library without a check and is killed by SIGBUS. No process may be compiling during the call.
     """
     if os.environ.get(VARIABLE) not in (None, default_cache_dir()):  # PyTorch sets the default when it is imported
         return

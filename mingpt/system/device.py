@@ -1,9 +1,10 @@
-"""The choice of device and precision: rules on hardware flags, never on measured time.
+"""Chooses device and precision by rules on hardware flags, never by measured time.
 
-Exact resume needs the same choices, so they are saved in the snapshot and kept while the hardware allows.
+Exact resume needs the same choices, so they are saved in the snapshot and kept if the hardware allows it.
 
-Branches on the type of device remain: `torch.accelerator` (PyTorch 2.13) has no device names, UUIDs, seeds or flags of
-bf16 arithmetic, raises errors on a machine without one, and includes GPUs for which distributed.backend has no value.
+The code branches on the type of the device, because `torch.accelerator` (PyTorch 2.13) does not provide device names,
+UUIDs, seeds or flags of bf16 arithmetic, raises errors on a machine without an accelerator, and includes GPUs that
+distributed.backend does not support.
 """
 
 import ctypes
@@ -18,14 +19,14 @@ from mingpt.errors import UserError
 from mingpt.system.cgroup import memory_limit
 from mingpt.system.torch_versions import cpu_capabilities
 
-NCCL_BYTES = 2**30  # for a communicator's buffers; 688 MB on four A100 (https://github.com/NVIDIA/nccl/issues/964)
+NCCL_BYTES = 2**30  # buffers of a communicator; 688 MB on four A100 (https://github.com/NVIDIA/nccl/issues/964)
 
 
 def use_cuda(backend: str) -> bool:
-    """Whether ranks train on CUDA GPUs: with nccl always, with gloo never, with auto if there are any.
+    """Whether ranks train on CUDA GPUs: always with nccl, never with gloo, and with auto if there is a GPU.
 
     Raises:
-        UserError: nccl without a GPU.
+        UserError: the backend is nccl, and there is no GPU.
     """
     if backend == "nccl" and not torch.cuda.is_available():
         raise UserError("distributed.backend is nccl, but PyTorch sees no CUDA GPU here; set it to auto or gloo")
@@ -33,17 +34,17 @@ def use_cuda(backend: str) -> bool:
 
 
 def visible_gpu_uuids(backend: str) -> list[str]:
-    """UUIDs of the GPUs that this process may use; none if it trains on the CPU."""
+    """Returns the UUIDs of the GPUs that this process may use. The list is empty if it trains on the CPU."""
     if not use_cuda(backend):
         return []
     return [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
 
 
 def choose_device(backend: str, local_rank: int, local_world_size: int, world_size: int) -> torch.device:
-    """This rank's device: a GPU of its own or the CPU; Apple's GPU only for a single process.
+    """Returns the device of this rank: one GPU per rank, or the CPU. Apple's GPU is for a single process only.
 
     Raises:
-        UserError: more processes on this host than GPUs.
+        UserError: there are more processes on this host than GPUs.
     """
     if not use_cuda(backend):
         use_mps = backend == "auto" and world_size == 1 and torch.backends.mps.is_available()
@@ -52,29 +53,24 @@ def choose_device(backend: str, local_rank: int, local_world_size: int, world_si
     gpus = torch.cuda.device_count()
     if processes > gpus:
         raise UserError(
-            f"{processes} processes on {platform.node()}, which has {gpus} GPU(s): start at most {gpus} of them "
+            f"{processes} processes on {platform.node()}, but only {gpus} GPU(s): start at most {gpus} processes "
             f"(--nproc_per_node={gpus}), or train on the CPU with --distributed.backend gloo"
         )
     return torch.device("cuda", local_rank)
 
 
-def device_name(device: torch.device) -> str:
-    """The device with its model, such as `cuda:1 (NVIDIA H200)`."""
-    return f"{device} ({device_kind(device)})"
-
-
 def device_kind(device: torch.device) -> str:
-    """The device's model, as far as results depend on it, such as `NVIDIA H200` or `x86_64 AVX512`."""
+    """Returns the properties of the device that results depend on, such as `NVIDIA H200` or `x86_64 AVX512`."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
 
 
 def has_bf16(device: torch.device) -> tuple[bool, str]:
-    """Whether the device multiplies bfloat16 in hardware that is faster than fp32's, and the reason.
+    """Whether the hardware multiplies bfloat16 faster than fp32, and the reason.
 
-    What PyTorch calls supported on a CPU includes emulation, which is several times slower than fp32. Intel's
-    AVX512-BF16 reaches half of fp32's FLOP/s (measured on Sapphire Rapids without AMX), AMD's twice.
+    On CPUs, PyTorch's notion of support includes emulation, which is several times slower than fp32. AVX512-BF16 has
+    half the FLOP/s of fp32 on Intel CPUs (measured on Sapphire Rapids without AMX), and twice the FLOP/s on AMD CPUs.
     """
     if device.type == "cuda":
         has = torch.cuda.is_bf16_supported(including_emulation=False)
@@ -92,9 +88,11 @@ def has_bf16(device: torch.device) -> tuple[bool, str]:
 
 
 def choose_precision(requested: str, device: torch.device, saved: str | None) -> tuple[str, str]:
-    """Chooses the precision of matrix products; returns it and the reason.
+    """Chooses the precision of matrix products; returns the precision and the reason.
 
-    `saved` is the precision of the snapshot that training resumes from.
+    Args:
+        requested: trainer.precision
+        saved: precision of the snapshot that training resumes from
     """
     hardware, reason = has_bf16(device)
     if requested != "auto":
@@ -107,13 +105,15 @@ def choose_precision(requested: str, device: torch.device, saved: str | None) ->
 
 
 def check_compiler(device: torch.device) -> None:
-    """Raises a UserError if torch.compile does not find what it needs: Triton and a C compiler on a GPU, else C++."""
+    """Raises a UserError if torch.compile lacks Triton or a C compiler on a GPU, or a C++ compiler on a CPU."""
     language = "C++"
     variable = "CXX"
     names = ["clang++" if platform.system() == "Darwin" else "g++"]
     if device.type == "cuda":
         if importlib.util.find_spec("triton") is None:
-            raise UserError("trainer.compile is true, but Triton is not here: pip install triton, or set it to false")
+            raise UserError(
+                "trainer.compile is true, but Triton is not installed: pip install triton, or set it to false"
+            )
         # Triton compiles the launchers of its kernels (runtime/build.py).
         language = "C"
         variable = "CC"
@@ -127,12 +127,12 @@ def check_compiler(device: torch.device) -> None:
 
 
 def memory_per_rank(device: torch.device, local_world_size: int, world_size: int) -> int:
-    """Bytes that a rank may use: what is free on its GPU, or its share of the host's memory or of the cgroup's limit.
+    """Returns the bytes that a rank may use: free memory of its GPU, or its share of the host's or cgroup's memory.
 
-    On a GPU, neither the CUDA context nor NCCL's buffers count as free; PyTorch's allocator knows of neither.
+    On a GPU, the CUDA context and NCCL's buffers do not count as free. PyTorch's allocator does not include them.
     """
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)  # which creates the context
+        free, _ = torch.cuda.mem_get_info(device)  # creates the context
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return max(0, free + cached - NCCL_BYTES * (world_size > 1))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -140,20 +140,20 @@ def memory_per_rank(device: torch.device, local_world_size: int, world_size: int
 
 
 def set_deterministic(device: torch.device) -> None:
-    """Selects deterministic kernels on a CUDA GPU; on CPUs, all kernels that training uses are."""
+    """Selects deterministic kernels on a CUDA GPU. On CPUs, all kernels of training are deterministic."""
     if device.type == "cuda":
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS's condition, per PyTorch's notes on reproducibility
-        # NVLS sums in varying order (https://github.com/pytorch/pytorch/issues/154880). PyTorch excludes it only if
-        # deterministic algorithms are on when the process group is made, which is before this. NCCL reads the variable
-        # when it creates a communicator, which is at the first collective on a GPU, after this.
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # required by cuBLAS, see PyTorch's notes on reproducibility
+        # NVLS sums in varying order (https://github.com/pytorch/pytorch/issues/154880). PyTorch excludes NVLS only if
+        # deterministic algorithms are on before the process group is initialized, which is too early here. NCCL reads
+        # the variable later, when the first collective on a GPU creates the communicator.
         os.environ.setdefault("NCCL_ALGO", "^NVLS")
         torch.use_deterministic_algorithms(True)
-        # Nothing reads uninitialized memory, so filling each new tensor would only cost time.
+        # No code reads uninitialized memory, so filling each new tensor would only cost time.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def seed_device(device: torch.device, seed: int) -> None:
-    """Seeds this device's generator; torch.manual_seed seeds those of all devices, which takes 0.1 ms."""
+    """Seeds the generator of this device only. torch.manual_seed seeds all devices, which takes 0.1 ms."""
     if device.type == "cpu":
         torch.default_generator.manual_seed(seed)
     else:
@@ -163,7 +163,7 @@ def seed_device(device: torch.device, seed: int) -> None:
 def tune_malloc() -> None:
     """Makes glibc keep freed memory for the next step instead of returning it to Linux.
 
-    Page faults otherwise make steps of models at least 192 wide 7% slower (measured).
+    Otherwise, page faults make steps of models at least 192 wide 7% slower (measured).
     """
     if platform.libc_ver()[0] == "glibc":
         c_library = ctypes.CDLL(None)

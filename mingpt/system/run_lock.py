@@ -1,4 +1,4 @@
-"""Locks of folders: one run at a time writes to a folder, on one host or several that share it."""
+"""Locks of folders: only one run at a time writes to a folder, even if several hosts share it."""
 
 import fcntl
 import json
@@ -14,7 +14,7 @@ from mingpt.files import make_folder
 from mingpt.monitoring.logging import logger
 
 LOCK_NAME = ".lock"
-LOCK_TIMEOUT = 5.0  # seconds that another run on this host has to exit
+LOCK_TIMEOUT = 5.0  # seconds to wait for another run to exit
 RETRY_SECONDS = 0.1
 
 
@@ -22,10 +22,10 @@ class RunLock:
     """The locks of the folders that a run writes to, held until `close` or the end of the process.
 
     Args:
-        folders: each with the configuration key that names it, for messages
+        folders: folder -> configuration key of the folder, for messages
 
     Raises:
-        UserError: another process, or another Trainer of this one, holds a lock, or a folder can't be written.
+        UserError: another process, or another Trainer of this process, holds a lock, or a folder can't be written.
     """
 
     def __init__(self, folders: dict[Path, str]) -> None:
@@ -38,18 +38,18 @@ class RunLock:
             raise
 
     def lost_folder(self) -> Path | None:
-        """A folder that was deleted, moved or replaced, so that another process may have locked its path; or None."""
+        """Returns a folder that was deleted, moved or replaced, so that another process may lock its path, or None."""
         for folder, descriptor in self.descriptors.items():
             if not _is_at(folder / LOCK_NAME, descriptor):
                 return folder
         return None
 
     def check(self) -> None:
-        """Raises a UserError if a folder is lost: a save would make it again, or meet the snapshots of another run."""
+        """Raises a UserError if a folder is lost. A save would create it again, or write to another run."""
         if folder := self.lost_folder():
             raise UserError(
-                f"{folder}, in which this run trains, was deleted, moved or replaced, so the run ends without saving; "
-                "if it was moved, move it back, and the same command resumes"
+                f"{folder}, the folder of this run, was deleted, moved or replaced, so the run ends without saving; if "
+                "it was moved, move it back, and the same command resumes"
             )
 
     def close(self) -> None:
@@ -59,14 +59,14 @@ class RunLock:
 
 
 def lock_folder(folder: Path, key: str) -> int:
-    """Locks a folder until the file descriptor that it returns is closed, as it is when the process ends.
+    """Locks a folder; returns a file descriptor, which holds the lock until it is closed or the process ends.
 
-    The lock is a `flock` on a file in the folder, which excludes other containers, and other hosts where the file
-    system supports it. An NFS server keeps the lock of a host that is lost for 90 seconds (the default lease of Linux's
-    server); other file systems may keep it for ever.
+    The lock is a `flock` on a file in the folder. It also excludes other containers and, if the file system supports
+    it, other hosts. After a host is lost, an NFS server keeps its locks for 90 seconds (the default lease of the Linux
+    server). Other file systems may keep them forever.
 
     Args:
-        key: configuration key that names the folder, for messages
+        key: configuration key of the folder, for messages
 
     Raises:
         UserError: another process holds the lock, or the folder can't be written.
@@ -77,7 +77,7 @@ def lock_folder(folder: Path, key: str) -> int:
         descriptor = _open(file, key)
         if _try_lock(descriptor, file):
             holder = {"process": os.getpid(), "host": platform.node()}
-            with suppress(OSError):  # a full disk: the lock holds nevertheless
+            with suppress(OSError):  # the lock also holds on a full disk
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, json.dumps(holder).encode(), 0)
             return descriptor
@@ -111,16 +111,16 @@ def _try_lock(descriptor: int, file: Path) -> bool:
         return False
     except OSError as error:
         logger.warning(f"{file} can't be locked: {error.strerror}; make sure that no other process trains there")
-    return _is_at(file, descriptor)  # its folder may have been deleted between opening the file and locking it
+    return _is_at(file, descriptor)  # the folder may have been deleted before the lock
 
 
 def _is_at(file: Path, descriptor: int) -> bool:
-    """Whether the file at this path is still the open file; true if the file system does not answer."""
+    """Whether the path still leads to the open file. The answer is True if the file system does not respond."""
     try:
         return os.path.samestat(os.stat(file), os.fstat(descriptor))
     except (FileNotFoundError, NotADirectoryError):
         return False
-    except OSError:  # a failure of the network, after which the folder may be there again
+    except OSError:  # the network may be down, and the folder may be back later
         return True
 
 

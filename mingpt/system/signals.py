@@ -1,4 +1,4 @@
-"""Signals that stop a run, and the loss of its launcher."""
+"""Stops a run after a signal, or when its launcher ends."""
 
 import math
 import os
@@ -11,22 +11,22 @@ from types import TracebackType
 
 from mingpt.monitoring.logging import logger
 
-# signal -> exit status
+# Exit status after each signal
 EXIT_STATUS = {
     signal.SIGTERM: 143,
     signal.SIGUSR1: 143,
     signal.SIGHUP: 143,
-    signal.SIGXCPU: 143,  # the soft limit of CPU time; at the hard one, the system kills the process
+    signal.SIGXCPU: 143,  # the soft limit of CPU time; at the hard limit, the system kills the process
     signal.SIGINT: 130,
 }
-SECOND_INTERRUPT_SECONDS = 1.0  # a SIGINT within this time of the first may be the launcher's copy of the first
-POLL_SECONDS = 0.5  # between checks of the launcher
-# Environment variable: id of the process whose end stops this one, which is torchrun or launch/by_hand.py.
+SECOND_INTERRUPT_SECONDS = 1.0  # an earlier second SIGINT may be the launcher's copy of the first
+POLL_SECONDS = 0.5  # time between checks of the launcher
+# Environment variable with the process id of the launcher, torchrun or launch/by_hand.py. Its end stops this process.
 LAUNCHER_PID = "MINGPT_LAUNCHER_PID"
 
 
 def record_launcher() -> None:
-    """Records torchrun's process id, at the start: without torchrun, this process would have another parent."""
+    """Stores torchrun's process id. Call it first, because getppid() changes when torchrun dies."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         os.environ[LAUNCHER_PID] = str(os.getppid())
 
@@ -36,23 +36,35 @@ def is_interactive() -> bool:
     return hasattr(sys, "ps1")
 
 
+def exit_on_interrupt() -> None:
+    """Makes Ctrl-C end a program at once, unless it runs in a session. Call it before PyTorch and NumPy are imported.
+
+    A KeyboardInterrupt during imports would show its traceback, and NumPy turns it into other errors.
+    """
+    if not is_interactive():
+        signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
+
+
 class SignalHandler:
-    """Records the first signal within the context; ranks then agree on the step to stop at.
+    """Records the first signal within the context. Ranks then agree on the step to stop at.
 
-    Attribute `signal` is its number, or 0. Further signals change nothing, except that a second SIGINT, at least a
-    second after the first, ends the process at once, unless it is a session. So does any signal while `exits_at_once`,
-    before the first step, in which the model may be compiled for minutes. Python runs signal handlers in the main
-    thread only, which may be waiting in a collective for a rank that is dead. So a thread reads signals from the
-    interpreter's wakeup fd.
+    Later signals do not change anything, except that a second SIGINT at least one second after the first ends the
+    process at once. So does any signal while `exits_at_once` is set. The exception is a session, which continues.
+    Python runs signal handlers in the main thread only, which may be waiting in a collective for a dead rank, so a
+    thread reads signals from the interpreter's wakeup fd.
 
-    torchrun's workers continue if it is killed, and would still lock the run folder at the next start. So the end of
-    their launcher counts as a SIGTERM. SIGHUP comes when the terminal is closed; under `nohup` it stays ignored.
+    The workers of torchrun continue if torchrun is killed, and would still lock the run folder at the next start, so
+    the end of the launcher counts as a SIGTERM. Closing the terminal sends SIGHUP; under `nohup`, it stays ignored.
+
+    Attributes:
+        signal: number of the first signal, or 0
+        exits_at_once: set until the first step ends, since compiling the model may take minutes
     """
 
     def __init__(self) -> None:
         self.signal = 0
         self.exits_at_once = False
-        self.interrupted = math.inf  # when the first SIGINT came
+        self.interrupted = math.inf  # time of the first SIGINT
         launcher = os.environ.get(LAUNCHER_PID)
         self.launcher = int(launcher) if launcher else None
 
@@ -76,16 +88,16 @@ class SignalHandler:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Restores signal handlers, or ignores signals after one was received and where the launcher will send one.
+        """Restores signal handlers, or ignores signals if one was received or if the launcher is going to send one.
 
-        The launcher repeats a signal when other ranks exit first. And without restarts, torchrun stops all ranks as
-        soon as one fails, while the others still have to find and report the rank that is dead.
+        The launcher repeats a signal when other ranks exit first. Without restarts, torchrun also stops all ranks as
+        soon as one fails, while the other ranks still have to find and report the dead rank.
 
-        With restarts, torchrun waits for these ranks before it starts others, and its own summary names the dead rank.
-        So a signal ends this process even if it came before the error.
+        With restarts, torchrun waits for these ranks before it starts new ones, and its summary names the dead rank. So
+        a signal ends this process even if it came before the error.
         """
         max_restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS")
-        is_lost = isinstance(error, RuntimeError) and max_restarts not in (None, "0")  # as all backends raise
+        is_lost = isinstance(error, RuntimeError) and max_restarts not in (None, "0")  # the errors of all backends
         ignore = (self.signal and not is_lost) or (error is not None and max_restarts == "0")
         for number, handler in self.old_handlers.items():
             signal.signal(number, signal.SIG_IGN if ignore and not is_interactive() else handler)

@@ -1,4 +1,4 @@
-"""The choice of the number of CPU threads. Like that of the precision, it is kept in a run that resumes."""
+"""Chooses the number of CPU threads. Like the precision, the number is kept when a run resumes."""
 
 import os
 from collections.abc import Mapping
@@ -11,15 +11,17 @@ from mingpt.system.cgroup import cpu_limit
 
 
 def choose_threads(requested: int | str, local_world_size: int, saved: int | None) -> tuple[int, str]:
-    """Chooses the number of CPU threads of this rank; returns it and the reason.
+    """Chooses the number of CPU threads of this rank; returns the number and the reason.
 
-    `saved` is that of the snapshot that training resumes from, if the number of ranks is the same.
+    Args:
+        requested: trainer.threads
+        saved: number in the snapshot that training resumes from, if it had the same number of ranks
     """
     if isinstance(requested, int):
         return requested, "as asked"
     threads, reason = _threads_for_this_machine(local_world_size)
-    # The saved number comes before OMP_NUM_THREADS, which torchrun sets to 1 by itself, and before what other programs
-    # leave of the cores now: with another number the last bits would differ.
+    # The saved number has precedence over OMP_NUM_THREADS, which torchrun sets to 1, and over the cores that are idle,
+    # because another number would change the last bits.
     if saved == threads:
         return saved, "auto: kept from the snapshot"
     if saved is not None:
@@ -36,22 +38,22 @@ def _threads_for_this_machine(local_world_size: int) -> tuple[int, str]:
     shared = f"{cores} cores" if free == cores else f"{free} idle of {cores} cores"
     quota = cpu_limit()
     if quota is not None and quota < free:
-        # More threads than the quota would be stopped together for a part of each period.
+        # With more threads than the quota, all of them would be stopped for a part of each period.
         free = int(quota)
         shared = f"a CPU quota of {quota:g} cores"
     return max(1, free // local_world_size), f"{shared} / {local_world_size} ranks"
 
 
 def available_cores() -> set[int]:
-    """The cores that this process may use, which are not all of the machine's if it is bound to some of them."""
+    """Returns the cores that this process may use: all cores of the machine, or those that it is bound to."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 def busy_cores() -> int:
-    """How many of the available cores other programs use now, rounded.
+    """Returns the rounded number of available cores that other programs use now.
 
-    It looks for 0.03 seconds, and for 0.5 more if there are any, since that may have been for a moment only. All ranks
-    call it at the same time, so that none counts the work of another.
+    It measures for 0.03 seconds, and for another 0.5 if it finds busy cores, which may be busy for a moment only.
+    All ranks call it at the same time, so that no rank counts the work of another.
     """
     available = available_cores()
     for seconds in (0.03, 0.5):
@@ -63,13 +65,13 @@ def busy_cores() -> int:
 
 
 def omp_num_threads(env: Mapping[str, str]) -> int | None:
-    """Returns the number of threads that OMP_NUM_THREADS asks for; None if it is not set, empty or 0.
+    """Returns the number of threads in OMP_NUM_THREADS, or None if the variable is not set, empty or 0.
 
     Raises:
-        UserError: it is no number, or more threads than MAX_THREADS.
+        UserError: the value is not a number, or more than MAX_THREADS.
     """
     text = env.get("OMP_NUM_THREADS", "")
-    first = text.split(",")[0]  # a list has a number for each level of nesting
+    first = text.split(",")[0]  # a list contains a number for each level of nesting
     try:
         threads = int(first or "0")
     except ValueError:

@@ -1,6 +1,6 @@
-"""The supported versions of PyTorch, and what the older ones of them lack.
+"""The supported versions of PyTorch, and fallbacks for the older ones.
 
-What a comment's version has is used where it is there. The rest goes once the range begins with that version.
+Comments name the version that added a feature. Remove the fallback when that version is the minimum.
 """
 
 import re
@@ -15,7 +15,7 @@ from mingpt.errors import UserError
 
 
 def check_torch_version() -> None:
-    """Raises a UserError if PyTorch is older or newer than what requirements.txt allows."""
+    """Raises a UserError if requirements.txt does not allow this version of PyTorch."""
     major, minor = torch.__version__.split(".")[:2]
     if not (2, 10) <= (int(major), int(minor)) < (3, 0):
         raise UserError(
@@ -23,12 +23,12 @@ def check_torch_version() -> None:
         )
 
 
-# PyTorch 2.13. It replaces all_gather_into_tensor, which warns from then on.
+# PyTorch 2.13, which deprecates all_gather_into_tensor
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def cpu_capabilities() -> Mapping[str, Any]:
-    """Flags of this CPU's instructions, among them `amx_tile` and `avx512_bf16`, and its `cpu_name` where known."""
+    """Returns flags of this CPU, such as `amx_tile` and `avx512_bf16`, and its `cpu_name` if it is known."""
     if hasattr(torch.cpu, "get_capabilities"):  # PyTorch 2.11
         return torch.cpu.get_capabilities()
     flags = {"amx_tile": torch.cpu._is_amx_tile_supported(), "avx512_bf16": torch.cpu._is_avx512_bf16_supported()}
@@ -38,7 +38,7 @@ def cpu_capabilities() -> Mapping[str, Any]:
 
 
 def require_input_grads(stage: Any, micro_batch: int) -> None:
-    """Lets a stage of a pipeline compute the gradient of what it has received from the stage before it."""
-    if torch.__version__ < "2.12":  # where none is computed in a run that begins with an evaluation
+    """Makes a stage of a pipeline compute the gradient of the activations that it received."""
+    if torch.__version__ < "2.12":  # which computes no gradient in a run that begins with an evaluation
         for received in stage.args_recv_info[micro_batch]:
             received.buffer.requires_grad_()

@@ -1,7 +1,7 @@
 """Text files -> vocabulary -> tokens, encoded once into a cache on disk.
 
-The text is read twice, in chunks, so memory does not grow with it: the first pass finds the characters that occur,
-which are the vocabulary, and the second looks up the token of each character and writes it.
+The text is read twice, in chunks, so memory does not grow with its length. The first pass finds the distinct
+characters, which are the vocabulary. The second pass writes the token of each character.
 """
 
 import hashlib
@@ -24,13 +24,13 @@ from fsspec.implementations.local import LocalFileSystem
 from tqdm import tqdm
 
 from mingpt.errors import UserError
-from mingpt.files import make_folder, open_regular, read_regular, replace_file, replaced_file
+from mingpt.files import make_folder, replace_file, replaced_file
 from mingpt.monitoring.live_line import BAR_OPTIONS
 from mingpt.monitoring.logging import logger
 from mingpt.text.encoding import BEGINNINGS, HAS_NUL, explain_bytes
 
-CHUNK_SIZE = 1 << 18  # characters that are read at once; the arrays made of them fit into a core's cache
-MAX_BYTES_IN_MEMORY = 1 << 28  # of tokens, in each process; PyTorch takes 300 MB itself
+CHUNK_SIZE = 1 << 18  # characters per read; their arrays fit into the cache of a core
+MAX_BYTES_IN_MEMORY = 1 << 28  # size of tokens that each process holds in memory; PyTorch itself takes 300 MB
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class Corpus:
     """An encoded text.
 
     Args:
-        vocabulary: the distinct characters, sorted; a character's index is its token
-        tokens: (n,) unsigned integers, in memory, or mapped into it where they are many
-        sha256: digest of the text's bytes
+        vocabulary: the distinct characters, sorted; the index of a character is its token
+        tokens: (n,) unsigned integers, in memory, or memory-mapped if there are many
+        sha256: SHA-256 of the text's bytes
     """
 
     vocabulary: str
@@ -49,10 +49,10 @@ class Corpus:
 
 
 def encode(text: str, vocabulary: str, source: str) -> list[int]:
-    """The tokens of a short text, such as a prompt.
+    """Returns the tokens of a short text, such as a prompt.
 
     Args:
-        source: the option or key that the text is from, for the message
+        source: option or key of the text, for the message
 
     Raises:
         UserError: a character is not in the vocabulary.
@@ -66,28 +66,15 @@ def encode(text: str, vocabulary: str, source: str) -> list[int]:
 
 
 def show_characters(characters: Collection[str]) -> str:
-    """Distinct characters as messages show them: a few, and their number."""
+    """Formats distinct characters for a message: a few of them, and their number."""
     return f"{reprlib.repr(''.join(sorted(characters)))} ({len(characters):,} distinct)"
 
 
 def check_text(path: str) -> None:
-    """Raises a UserError if there is no text at a path: file, glob or fsspec URL."""
+    """Raises a UserError if a path (a file, a glob or an fsspec URL) does not lead to a text."""
     if "://" in path:
-        logger.info(f"asking for {path}")  # a server may not answer for minutes
+        logger.info(f"asking for {path}")  # the answer of a server may take minutes
     _find_files(path)
-
-
-def count_characters(path: str) -> int | None:
-    """Reads a text and returns its number of characters; None if it is on another machine, and is not read.
-
-    Raises:
-        UserError: the text is missing, empty or not UTF-8.
-    """
-    fs, names = _find_files(path)
-    if not isinstance(fs, LocalFileSystem):
-        return None
-    with tqdm(desc="reading", total=sum(map(os.path.getsize, names)), unit="B", **BAR_OPTIONS) as bar:
-        return sum(len(codes) for codes in _read(names, bar, hashlib.sha256()))
 
 
 def encode_corpus(
@@ -97,18 +84,18 @@ def encode_corpus(
     cache_key: str = "",
     is_ready: bool = False,
 ) -> Corpus:
-    """Encodes a text into a cache, or opens the cache while file names, sizes and modification times are the same.
+    """Encodes a text into a cache, or opens the cache if file names, sizes and modification times have not changed.
 
     Args:
         path: file, glob or fsspec URL; for a URL, fsspec's `ukey` is compared
         cache_dir: folder of the cache
-        extra_characters: characters that the vocabulary has besides those of the text
+        extra_characters: characters to add to the vocabulary
         cache_key: identifies extra_characters; a cache with another key is not used
-        is_ready: another process of this machine has just called this, so a cache of this path is opened without
-            looking at the text or at the cache's SHA-256
+        is_ready: another process of this machine has just called this function, so a cache of this path is opened
+            without looking at the text or checking the SHA-256 of the cache
 
     Raises:
-        UserError: the text is missing, empty or not UTF-8, it changes meanwhile, or the cache can't be written.
+        UserError: the text is missing, empty or not UTF-8, it changes during encoding, or the cache can't be written.
     """
     source = f"{path} and {cache_key}: "
     if is_ready and (corpus := _open_cache(cache_dir, source, verify=False)):
@@ -135,11 +122,11 @@ def _find_files(path: str) -> tuple[fsspec.AbstractFileSystem, list[str]]:
         fs, root = fsspec.url_to_fs(path)
         found = [root]
         if any(character in path for character in "*?[") and not fs.exists(root):
-            # As in a shell, a name that begins with a dot only matches a pattern with that dot.
+            # Like in a shell, a pattern matches hidden files only if it contains their dot.
             dots = f"/{root}".count("/.")
             found = sorted(name for name in fs.glob(root) if f"/{name}".count("/.") == dots) or [root]
         infos = [fs.info(name) for name in found]
-    except Exception as error:  # each file system raises its own
+    except Exception as error:  # each file system raises different exceptions
         raise UserError(
             f"data.path: {path} can't be read: {_reason(error)}; it may be a file, a glob, or a URL that fsspec knows"
         ) from error
@@ -152,29 +139,29 @@ def _find_files(path: str) -> tuple[fsspec.AbstractFileSystem, list[str]]:
 
 
 def _reason(error: Exception) -> str:
-    """What a file system, or the server behind it, says: fsspec raises FileNotFoundError for any answer over HTTP."""
+    """Returns the message of the server, if there is one: fsspec raises FileNotFoundError for any HTTP status."""
     cause = error.__cause__ or error
     return f"{type(cause).__name__}: {cause}"
 
 
 def _identity(fs: fsspec.AbstractFileSystem, names: Sequence[str]) -> str:
-    """Returns a string that changes when one of the files does."""
+    """Returns a string that changes whenever one of the files changes."""
     if isinstance(fs, LocalFileSystem):
         return repr([(name, os.stat(name).st_size, os.stat(name).st_mtime_ns) for name in names])
     if isinstance(fs, AbstractArchiveFileSystem):
-        return repr([fs.info(name) for name in names])  # its ukey has the address of an object of this process
+        return repr([fs.info(name) for name in names])  # ukey contains the address of an object in this process
     return repr([(name, fs.ukey(name)) for name in names])
 
 
 def _download(fs: fsspec.AbstractFileSystem, names: Sequence[str], folder: str) -> list[str]:
-    """Copies files of another machine into a folder, and returns the names of the copies."""
+    """Copies files from another machine into a folder, and returns the names of the copies."""
     copies = []
     for i, name in enumerate(names):
         copy = os.path.join(folder, f"{i}-{os.path.basename(name)}")
         bar = TqdmCallback(tqdm_kwargs={"desc": "fetching", "unit": "B", **BAR_OPTIONS})
         try:
             fs.get_file(name, copy, callback=bar)
-        except Exception as error:  # each file system raises its own
+        except Exception as error:  # each file system raises different exceptions
             raise UserError(
                 f"data.path: {name} can't be fetched: {_reason(error)}; copy it here, or try again later"
             ) from error
@@ -182,22 +169,22 @@ def _download(fs: fsspec.AbstractFileSystem, names: Sequence[str], folder: str) 
     return copies
 
 
-# The cache: text.json, the index, and the file of tokens that it names
+# The cache: an index, text.json, and the file of tokens that the index names
 
 
 def _open_cache(cache_dir: Path, identity: str, verify: bool) -> Corpus | None:
-    """Opens the cache of a text; None if there is none, or with `verify` if it is damaged.
+    """Opens the cache of a text. Returns None if there is no cache, or if `verify` is set and the cache is damaged.
 
     Args:
-        identity: that of the text, or its beginning
+        identity: identity of the text, or the beginning of it
     """
     try:
-        index = json.loads(read_regular(cache_dir / "text.json"))
+        index = json.loads((cache_dir / "text.json").read_bytes())
         if not index["identity"].startswith(identity):
             return None
         tokens = _load_tokens(cache_dir / index["file"], index["vocabulary"])
         is_damaged = verify and hashlib.sha256(tokens.data).hexdigest() != index["tokens_sha256"]
-    except Exception:  # there is no index, or it is damaged in whatever way
+    except Exception:  # the index is missing, or damaged in any way
         return None
     if is_damaged:
         logger.warning(f"the text's cache in {cache_dir} is damaged: its bytes do not match their SHA-256")
@@ -206,12 +193,11 @@ def _open_cache(cache_dir: Path, identity: str, verify: bool) -> Corpus | None:
 
 
 def _load_tokens(file: Path, vocabulary: str) -> np.ndarray:
-    """Reads the tokens. A mapping would change with the file, and would end the process by SIGBUS if it is cut."""
-    with open_regular(file) as opened:
-        tokens = np.asarray(np.memmap(opened, _token_dtype(vocabulary), mode="r"))
+    """Reads the tokens. With a memory map, a change of the file would change them, and SIGBUS follows truncation."""
+    tokens = np.asarray(np.memmap(file, _token_dtype(vocabulary), mode="r"))
     if tokens.nbytes <= MAX_BYTES_IN_MEMORY:
         return tokens.copy()
-    return tokens  # the processes of a machine share it
+    return tokens  # the processes of a machine share the memory map
 
 
 def _token_dtype(vocabulary: str) -> np.dtype:
@@ -219,20 +205,20 @@ def _token_dtype(vocabulary: str) -> np.dtype:
 
 
 def _write_cache(path: str, files: Sequence[str], identity: str, extra_characters: str, cache_dir: Path) -> Corpus:
-    """Encodes the text. A process that is killed meanwhile leaves the cache as it was, and an unfinished file."""
+    """Encodes the text. A process that is killed before the end leaves the old cache and an unfinished file."""
     try:
-        bytes_to_read = 2 * sum(map(os.path.getsize, files))  # in two passes
+        bytes_to_read = 2 * sum(map(os.path.getsize, files))  # there are two passes
         make_folder(cache_dir, "trainer.run_dir")
-        for leftover in cache_dir.glob("*.tmp"):  # of a process that was killed
+        for leftover in cache_dir.glob("*.tmp"):  # from a process that was killed
             leftover.unlink(missing_ok=True)
         with tqdm(desc="encoding", total=bytes_to_read, unit="B", **BAR_OPTIONS) as bar:
             vocabulary, sha256 = _find_vocabulary(files, extra_characters, bar)
-            # Tokens depend on both. Another name for other tokens: until text.json is replaced, it has the old one.
+            # Tokens depend on text and vocabulary. New ones get a new name, since text.json still names the old file.
             name = hashlib.sha256((sha256 + vocabulary).encode()).hexdigest()[:16]
             file = cache_dir / f"tokens-{name}.bin"
             with replaced_file(file) as opened:
                 sha256_of_second_pass, tokens_sha256 = _write_tokens(files, vocabulary, opened, bar)
-                if sha256_of_second_pass != sha256:  # it has no token for a character that it alone has seen
+                if sha256_of_second_pass != sha256:  # there may be a character without a token
                     raise UserError(
                         f"data.path: {path} has changed while it was encoded; start again when it is complete"
                     )
@@ -245,7 +231,7 @@ def _write_cache(path: str, files: Sequence[str], identity: str, extra_character
         }
         replace_file(cache_dir / "text.json", json.dumps(index))
         for old in cache_dir.glob("tokens-*"):
-            if old != file and old.suffix != ".tmp":  # which another machine may be writing
+            if old != file and old.suffix != ".tmp":  # another machine may be writing a .tmp
                 old.unlink(missing_ok=True)
         return Corpus(vocabulary, _load_tokens(file, vocabulary), sha256)
     except OSError as error:
@@ -259,12 +245,12 @@ def _write_cache(path: str, files: Sequence[str], identity: str, extra_character
 
 
 def _read(files: Sequence[str], bar: tqdm, digest: "hashlib._Hash") -> Iterator[np.ndarray]:
-    """Yields the code points of the characters in chunks, (n,) uint32, and adds their bytes to the digest."""
+    """Yields the code points of the characters in chunks, (n,) uint32, and adds the bytes of the text to the digest."""
     is_empty = True
     for name in files:
         if not os.access(name, os.R_OK):
             raise UserError(f"data.path: {name} can't be read: Permission denied; make it readable, or name another")
-        with open(name, encoding="utf-8-sig", newline="\n") as file:  # without a byte-order mark
+        with open(name, encoding="utf-8-sig", newline="\n") as file:  # drops a byte-order mark
             start = file.buffer.peek()  # type: ignore[attr-defined]
             for mark, kind in BEGINNINGS.items():
                 if start.startswith(mark):
@@ -276,7 +262,7 @@ def _read(files: Sequence[str], bar: tqdm, digest: "hashlib._Hash") -> Iterator[
                     is_empty = False
                     if "\0" in text:
                         raise UserError(f"data.path: {name} {HAS_NUL}")
-                    # UTF-32 is the array of code points. numpy is faster than a set or a dictionary of characters.
+                    # UTF-32 is an array of code points. NumPy is faster than a set or a dictionary of characters.
                     yield np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
                     chunk = text.encode()
                     digest.update(chunk)
@@ -291,14 +277,16 @@ def _read(files: Sequence[str], bar: tqdm, digest: "hashlib._Hash") -> Iterator[
         raise UserError(f"data.path: {files[0]} is empty; it must hold text: name another file")
 
 
-@cache  # a text is read several times
+@cache  # one warning for both passes
 def _warn_of_page(name: str) -> None:
-    logger.warning(f"data.path: {name} is an HTML page, whose tags are trained on; its text may be at another URL")
+    logger.warning(
+        f"data.path: {name} is an HTML page, and its tags become part of the text; look for a plain-text URL"
+    )
 
 
 def _find_vocabulary(files: Sequence[str], extra_characters: str, bar: tqdm) -> tuple[str, str]:
-    """Returns the vocabulary, and the SHA-256 of the text's bytes."""
-    occurs = np.zeros(sys.maxunicode + 1, dtype=bool)  # by code point
+    """Returns the vocabulary and the SHA-256 of the text's bytes."""
+    occurs = np.zeros(sys.maxunicode + 1, dtype=bool)  # the index is the code point
     occurs[list(map(ord, extra_characters))] = True
     digest = hashlib.sha256()
     for codes in _read(files, bar, digest):
@@ -307,7 +295,7 @@ def _find_vocabulary(files: Sequence[str], extra_characters: str, bar: tqdm) -> 
 
 
 def _write_tokens(files: Sequence[str], vocabulary: str, file: IO[bytes], bar: tqdm) -> tuple[str, str]:
-    """Writes the tokens into an open file, and returns the SHA-256 of the text's bytes, and that of the tokens'."""
+    """Writes the tokens into an open file. Returns the SHA-256 of the text's bytes and of the tokens' bytes."""
     token_of_code = np.zeros(sys.maxunicode + 1, dtype=_token_dtype(vocabulary))
     token_of_code[list(map(ord, vocabulary))] = np.arange(len(vocabulary))
     digest = hashlib.sha256()

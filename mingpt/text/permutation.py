@@ -1,4 +1,4 @@
-"""Pseudorandom numbers and permutations of range(n), computed index by index, without a table of n entries."""
+"""Pseudorandom numbers, and permutations of range(n) that are computed for single indices, without a table."""
 
 import math
 
@@ -8,7 +8,7 @@ ROUNDS = 8
 
 
 def hash64(*values: int | np.ndarray) -> np.ndarray:
-    """Mixes integers into uniform 64-bit ones, elementwise, by splitmix64's finalizer (Steele et al., 2014)."""
+    """Hashes integers to uniform 64-bit integers, elementwise, with splitmix64's finalizer (Steele et al., 2014)."""
     state = np.zeros(1, dtype=np.uint64)
     for value in values:
         state = (state ^ np.asarray(value).astype(np.uint64)) + np.uint64(0x9E3779B97F4A7C15)
@@ -21,20 +21,20 @@ def hash64(*values: int | np.ndarray) -> np.ndarray:
 def permute(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
     """Maps each index to its position in a permutation of range(size) that the key selects.
 
-    A Feistel network permutes pairs (left, right) of numbers below `side`, that is, the range(side * side), where side
-    is the square root of size, rounded up. A result that is not below size is mapped again until it is ("cycle
-    walking"). Each round is invertible, so no two indices get the same position. Black and Rogaway, 2002, Ciphers with
-    Arbitrary Finite Domains.
+    A Feistel network permutes pairs (left, right) of numbers below `side`, the square root of size rounded up. Such a
+    pair is a number below side * side. A result that is not below size is mapped again until it is ("cycle walking").
+    Each round is invertible, so no two indices get the same position. Black and Rogaway, "Ciphers with Arbitrary Finite
+    Domains", 2002.
 
     Args:
         index: (n,) integers in [0, size)
         size: at least 1
-        key: (n,) uint64, of the permutation for each index
+        key: (n,) uint64, the key of the permutation for each index
 
     Returns:
         (n,) int64
     """
-    # uint64 throughout: numpy turns a mixture of uint64 and int64 into floating-point numbers.
+    # All integers are uint64, since NumPy turns a mixture of uint64 and int64 into floating-point numbers.
     side = np.uint64(math.isqrt(size - 1) + 1)
     round_keys = hash64(key, np.arange(ROUNDS)[:, None])  # (ROUNDS, n)
     position = index.astype(np.uint64)

@@ -1,17 +1,17 @@
-"""Yaml and command line: what is read from them, and the one message that refuses them."""
+"""Reading of yaml and command line, and the one message that lists all mistakes."""
 
 import json
 import os
 import re
 import shlex
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import yaml
 
 from mingpt.config.parser import DEFAULT_CONFIG, build_parser, config_options, option_words, read_config
-from mingpt.config.schema import KEYS, SECTIONS, SHAPE_KEYS, Config, ModelConfig, config_to_dict
+from mingpt.config.schema import KEYS, REMOVED_KEYS, SECTIONS, SHAPE_KEYS, Config, ModelConfig, config_to_dict
 from mingpt.errors import UserError
 from mingpt.monitoring.run_log import write_config
 from tests.helpers import ROOT, newest_snapshot, run_program, write_text
@@ -32,7 +32,7 @@ def error_of(*argv: object) -> str:
 
 
 def options(values: dict[str, Any]) -> list[str]:
-    """Text of keys that hold text is as it is; for other keys it has yaml's quotes, so that it is no number."""
+    """A command line of these values. Text for keys that are not text is quoted, so that yaml reads it as text."""
     words = []
     for name, value in values.items():
         is_text = isinstance(value, str) and name in TEXT_KEYS
@@ -76,24 +76,16 @@ def test_the_command_line_overrides_the_yaml(config_file: Path) -> None:
     ("name", "text", "value"),
     [
         ("optimizer.learning_rate", "3e-4", 3e-4),
-        ("optimizer.learning_rate", "1E-3", 1e-3),
-        ("optimizer.learning_rate", "2.5e-3", 2.5e-3),
         ("optimizer.learning_rate", ".5", 0.5),
         ("optimizer.learning_rate", "1", 1.0),
-        ("optimizer.weight_decay", "1e+1", 10.0),
-        ("trainer.max_epochs", "3", 3),
         ("trainer.max_epochs", "null", None),
         ("trainer.micro_batch_size", "~", None),
         ("model.bias", "false", False),
         ("optimizer.betas", "[8e-1, .95]", (0.8, 0.95)),
         ("trainer.threads", "auto", "auto"),
-        ("trainer.threads", "3", 3),
-        ("trainer.precision", "bf16", "bf16"),
         ("data.path", "s3://bucket/some text.txt", "s3://bucket/some text.txt"),
-        ("trainer.snapshot_path", "3e4x", "3e4x"),
         ("trainer.snapshot_path", "null", None),
         ("trainer.snapshot_path", "2024-01-31", "2024-01-31"),
-        ("trainer.snapshot_path", "010", "010"),
         ("trainer.snapshot_path", "12:30", "12:30"),
         ("trainer.snapshot_path", "yes", "yes"),
         ("trainer.snapshot_path", "1_000", "1_000"),
@@ -140,8 +132,8 @@ TEXTS = [*WORDS.split(), *PHRASES, "\U0001f600", "a " * 200]
 def test_text_of_the_command_line_is_taken_as_it_is_and_reads_back_equal(
     config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In what --print_config prints, in config.yaml, and in the command lines that programs show."""
-    names = [name for name in TEXT_KEYS if name != "distributed.init_method"]  # whose text must be an address
+    """The text reads back equal from --print_config, config.yaml and the command lines that programs show."""
+    names = [name for name in TEXT_KEYS if name != "distributed.init_method"]  # its text must be an address
     for i in range(0, len(TEXTS), len(names)):
         given = dict(zip(names, TEXTS[i:], strict=False))
         argv = [word for name, text in given.items() for word in option_words(name, text)]
@@ -187,17 +179,12 @@ def test_a_configuration_in_configs_trains_with_its_shape_cut(file: Path, tmp_pa
     assert newest_snapshot(tmp_path / "run")["step"] == 2
 
 
-def test_there_are_configurations_in_configs_and_each_says_how_to_run_it() -> None:
-    files = list(ROOT.glob("configs/*.yaml"))
-    assert len(files) >= 2
-    for file in files:
-        assert f"main.py --config configs/{file.name}" in file.read_text()
-        assert read_config(["--config", str(file)]).trainer.run_dir == f"runs/{file.stem}"
-
-
-def test_the_shipped_yaml_has_every_key_in_order_with_its_default_and_description() -> None:
-    text = DEFAULT_CONFIG.read_text()
-    assert json.dumps(yaml.safe_load(text)) == json.dumps(config_to_dict(Config()))
+def test_the_shipped_yaml_is_the_printed_default(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config_file.touch()
+    with pytest.raises(SystemExit):
+        read_config(["--config", str(config_file), "--print_config"])
+    text = capsys.readouterr().out
+    assert text == DEFAULT_CONFIG.read_text()
     comments = re.findall(r"^  \w+: .*? # (.*)$", text, re.MULTILINE)
     assert comments == [field.description for field in KEYS.values()]
 
@@ -224,7 +211,7 @@ def test_the_local_rank_that_older_launchers_pass_is_ignored(argv: list[str]) ->
 
 
 def test_all_keys_of_the_model_but_dropout_shape_the_weights() -> None:
-    """A new key that is missing there would resume and start from weights of another shape."""
+    """With a new key that is missing in SHAPE_KEYS, runs would resume or start from weights of another shape."""
     assert {name for name in KEYS if name.startswith("model.")} - set(SHAPE_KEYS) == {"model.dropout"}
 
 
@@ -235,18 +222,13 @@ def test_all_keys_of_the_model_but_dropout_shape_the_weights() -> None:
     ("content", "parts"),
     [
         (b"model: {n_layer: 2\n", ["not valid yaml", "line 2"]),
-        (b"model:\n\tn_layer: 2\n", ["not valid yaml", "line 2"]),
         (b"model: \xff\xfe\n", ["not valid yaml", "#x00ff", "position 7"]),
-        (b"- model\n- data\n", ["['model', 'data']", *SECTIONS]),
         (b"just words\n", ["'just words'", *SECTIONS]),
         (b"model: [n_layer]\n", ["model (in ", "found ['n_layer'], must hold keys"]),
         (b"modle:\n  n_layer: 2\n", ["modle (in ", "unknown section", "the nearest is model", *SECTIONS]),
         (b"trainer:\n  max_step: 2\n", ["trainer.max_step (in ", "unknown key", "the nearest is trainer.max_steps"]),
-        (b"1: 2\n", ["1 (in ", "unknown section"]),
-        (b"model:\n  2: 3\n", ["model.2 (in ", "unknown key"]),
         (b"model:\n  n_layer: 2\n  n_head: 2\n  n_layer: 3\n", ["duplicate key", "n_layer", "line 4"]),
-        (b"model:\n  n_layer: 2\ndata:\n  block_size: 8\nmodel:\n  n_head: 2\n", ["duplicate", "model", "line 5"]),
-        (b"data:\n  path: {{ path }}\n", ["path"]),  # of a template that has not been filled in
+        (b"data:\n  path: {{ path }}\n", ["path"]),  # a template without its value
     ],
 )
 def test_invalid_yaml_is_refused_naming_file_and_place(content: bytes, parts: list[str], config_file: Path) -> None:
@@ -256,25 +238,13 @@ def test_invalid_yaml_is_refused_naming_file_and_place(content: bytes, parts: li
         assert part in message
 
 
-@pytest.mark.parametrize("value", ["true", "false"])
-@pytest.mark.parametrize(
-    ("name", "advice"),
-    [
-        (
-            "distributed.survive",
-            "remove it; snapshots are saved about every second (trainer.save_overhead), and "
-            "`torchrun --max_restarts=3` restarts the run",
-        ),
-    ],
-)
-def test_a_key_of_an_earlier_version_is_refused_with_what_replaces_it(
-    name: str, advice: str, value: str, config_file: Path
-) -> None:
-    section, key = name.split(".")
-    config_file.write_text(f"{section}:\n  {key}: {value}\n")
-    assert error_of("--config", config_file) == f"{name} (in {config_file}) is no longer a key: {advice}"
-    for argv in ([f"--{name}", value], [f"--{name}={value}"]):
-        assert error_of(*argv) == f"command line: {name} is no longer a key: {advice}"
+def test_a_key_of_an_earlier_version_is_refused_with_what_replaces_it(config_file: Path) -> None:
+    config_file.write_text("distributed:\n  survive: true\n")
+    advice = REMOVED_KEYS["distributed.survive"]
+    message = error_of("--config", config_file)
+    assert message == f"distributed.survive (in {config_file}) is no longer a key: {advice}"
+    message = error_of("--distributed.survive", "true")
+    assert message == f"command line: distributed.survive is no longer a key: {advice}"
 
 
 def test_a_config_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
@@ -287,8 +257,6 @@ def test_a_config_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     ("argv", "parts"),
     [
         (["--trainer.max_step", "3"], ["--trainer.max_step is not known", "the nearest is trainer.max_steps"]),
-        (["--trainer.max_step=3"], ["--trainer.max_step=3 is not known", "the nearest is trainer.max_steps"]),
-        (["--learning_rate=3"], ["--learning_rate=3 is not known", "the nearest is optimizer.learning_rate"]),
         (["stray"], ["stray is not known"]),
         (["--optimizer.lr", "3"], ["--optimizer.lr is not known; here it is optimizer.learning_rate"]),
         (["--eval_iters=3"], ["--eval_iters=3 is not known; here it is trainer.eval_windows"]),
@@ -305,7 +273,7 @@ def test_unknown_and_incomplete_options_are_refused(argv: list[str], parts: list
     ("argv", "message"),
     [
         (["trainer.max_steps", "30"], "command line: trainer.max_steps is not known; write --trainer.max_steps"),
-        (["--data.path", "README.md", "LICENSE.txt"], "quote it, as in --data.path 'books/*.txt'"),
+        (["--data.path", "README.md", "LICENSE.txt"], "quote it, like --data.path 'books/*.txt'"),
         (["--distributed.strategy", "zero3"], "must be 'ddp', 'zero1', 'zero2' or 'fsdp'; ZeRO-3 is fsdp"),
         (["--trainer.max_steps", "null"], "both null; set one, or training would not end (in the command line)"),
     ],
@@ -335,14 +303,9 @@ def test_all_mistakes_are_in_one_message(config_file: Path) -> None:
     [
         ("model.n_layer", ["two", 2.5, "2", True, None, [2], {"a": 2}], ["a valid integer"]),
         ("model.architecture", ["llama", 2, None], ["'gpt2' or 'nanochat'"]),
-        ("model.dropout", ["much", "0.1", True, None], ["a valid number"]),
         ("model.bias", [1, "maybe", "true", None], ["true or false"]),
-        ("data.truncate", ["half", True], ["null or a valid number"]),
         ("trainer.max_steps", [True, 1.5, "auto"], ["null or a valid integer"]),
         ("trainer.threads", ["many", 1.5, True, None], ["a valid integer", "'auto'"]),
-        ("trainer.precision", ["fp8", 16, None], ["'auto', 'fp32', 'bf16' or 'fp16'"]),
-        ("distributed.backend", ["mpi"], ["'auto', 'nccl' or 'gloo'"]),
-        ("distributed.strategy", ["zero3"], ["'ddp', 'zero1', 'zero2' or 'fsdp'"]),
         ("distributed.strategy", ["dp"], ["'ddp'", "DataParallel", "torchrun"]),
         ("optimizer.betas", [0.9, [0.9], [0.8, 0.9, 0.99], ["a", "b"], [0.9, None], None], ["a list of two numbers"]),
     ],
@@ -377,61 +340,16 @@ def test_what_yaml_reads_as_another_number_or_as_a_boolean_is_refused(
             assert error_of(*argv) == f"{name} (in {origin}): found {text!r}, must be {allowed}"
 
 
-def test_other_values_for_text_are_refused_in_yaml(config_file: Path) -> None:
-    """On the command line everything is text."""
-    for name, value, allowed in (
-        ("data.path", 12, "a valid string"),
-        ("data.path", True, "a valid string"),
-        ("data.path", None, "a valid string"),
-        ("data.path", ["a.txt", "b.txt"], "a valid string"),
-        ("distributed.init_method", 5, "null or a valid string"),
-    ):
-        write_yaml(config_file, {name: value})
-        message = error_of("--config", config_file)
-        assert message == f"{name} (in {config_file}): found {value!r}, must be {allowed}"
-
-
-TOO_SMALL = [  # keys, a value, and the range that the message names
-    ("data.train_split data.truncate optimizer.learning_rate optimizer.grad_norm_clip", 0.0, "greater than 0"),
-    ("trainer.save_overhead distributed.bucket_cap_mb", 0.0, "greater than 0"),
-    ("distributed.timeout_seconds", 0.0, "greater than or equal to 1"),
-    ("distributed.timeout_seconds", 1e10, "less than or equal to 1000000000"),
-    ("model.dropout optimizer.min_learning_rate optimizer.weight_decay", -0.1, "greater than or equal to 0"),
-    ("optimizer.warmup_steps trainer.seed", -1, "greater than or equal to 0"),
-    ("optimizer.betas", [0.9, -0.1], "greater than or equal to 0"),
-    ("data.block_size model.n_layer model.n_head model.n_embd optimizer.decay_steps", 0, "greater than 0"),
-    ("trainer.max_epochs trainer.batch_size distributed.pipeline_stages", 0, "greater than 0"),
-    ("trainer.micro_batch_size trainer.profile_steps trainer.keep_snapshots", 0, "greater than 0"),
-    ("trainer.log_every trainer.eval_every trainer.eval_windows trainer.sample_every", 0, "greater than 0"),
-    ("trainer.save_every trainer.patience", 0, "greater than 0"),
-    ("trainer.max_steps", 0, "greater than or equal to 1"),
-    ("model.conv_kernel_size", 1, "greater than or equal to 2"),
-    ("trainer.threads", 0, "greater than or equal to 1 or 'auto'"),
-]
-TOO_LARGE = [
-    ("trainer.max_steps", 10**8, "less than or equal to 99999999"),
-    ("trainer.threads", 1025, "less than or equal to 1024"),
-    ("data.train_split model.dropout", 1.0, "less than 1"),
-    ("data.truncate", 1.5, "less than or equal to 1"),
-    ("optimizer.betas", [1, 0.9], "less than 1"),
-    ("trainer.seed", 2**63, f"less than {2**63}"),
-]
-
-
-@pytest.mark.parametrize("table", [TOO_SMALL, TOO_LARGE], ids=["too small", "too large"])
-def test_values_out_of_range_are_refused_in_one_message(table: list[tuple[str, Any, str]], config_file: Path) -> None:
-    cases = {name: (value, allowed) for names, value, allowed in table for name in names.split()}
-    numbers = {name for name, field in KEYS.items() if re.search(r"\b(int|float|Fraction)\b", str(field.annotation))}
-    assert table is TOO_LARGE or set(cases) == numbers
-    write_yaml(config_file, {name: value for name, (value, _) in cases.items()})
-    expected = set()
-    for name, (value, allowed) in cases.items():
-        null = "null or " if type(None) in get_args(KEYS[name].annotation) else ""
-        auto = " or 'auto'" if name == "trainer.threads" and table is TOO_LARGE else ""
-        expected.add(f"{name} (in {config_file}): found {value!r}, must be {null}{allowed}{auto}")
-    lines = error_of("--config", config_file).splitlines()
-    assert {line.strip() for line in lines} == expected
-    assert len(lines) == len(expected)
+def test_values_out_of_range_are_refused_in_one_message(config_file: Path) -> None:
+    numbers = [name for name, field in KEYS.items() if re.search(r"\b(int|float|Fraction)\b", str(field.annotation))]
+    write_yaml(config_file, {name: [-1, -1] if name == "optimizer.betas" else -1 for name in numbers})
+    lines = [line.strip() for line in error_of("--config", config_file).splitlines()]
+    assert {line.split()[0] for line in lines} == set(numbers)
+    assert all("must be " in line and "greater than " in line for line in lines), lines
+    too_large = {"trainer.max_steps": 10**8, "trainer.threads": 1025, "model.dropout": 1.0, "trainer.seed": 2**63}
+    lines = error_of(*options(too_large)).splitlines()
+    assert all("less than " in line for line in lines)
+    assert len(lines) == len(too_large)
 
 
 def test_numbers_that_are_not_finite_are_refused_in_one_message() -> None:
@@ -460,9 +378,6 @@ def test_paths_are_expanded_and_urls_are_refused_where_a_folder_is_needed(monkey
         )
     for name, path, allowed in (
         ("trainer.run_dir", "s3://bucket/run", "a folder of this machine; only trainer.snapshot_path may be a URL"),
-        ("trainer.run_dir", "file:runs", "a folder of this machine; only trainer.snapshot_path may be a URL"),
-        ("trainer.run_dir", "runs/a::b", "a folder of this machine; only trainer.snapshot_path may be a URL"),
-        ("trainer.snapshot_path", "simplecache::/a", "null or a folder or a URL without ::, which chains file systems"),
         ("distributed.init_method", "http://a", "null or env://, tcp://host:port or file:///path"),
         ("distributed.init_method", "tcp://host", "null or env://, tcp://host:port or file:///path"),
         ("distributed.init_method", "tcp://host:abc", "null or env://, tcp://host:port or file:///path"),

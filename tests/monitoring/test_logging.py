@@ -112,31 +112,6 @@ def test_exit_status_of_programs(capsys: pytest.CaptureFixture[str]) -> None:
     assert time.monotonic() - began >= 0.2
 
 
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
-def test_a_program_without_streams_has_its_status_and_writes_to_no_other_file(closed: str, tmp_path: Path) -> None:
-    """Started by a parent that ignores SIGCHLD, too."""
-    code = """
-import os, subprocess, sys
-from mingpt.program import run_program
-
-def run(argv):
-    with open("file", "w"):
-        print(sys.stdin.read(), "by Python")
-        print("by Python", file=sys.stderr)
-        os.write(1, b"by a library")
-        os.write(2, b"by a library")
-        return subprocess.run(["sh", "-c", "echo by a child; exit 3"]).returncode
-
-sys.exit(run_program(run, []))"""
-    shell = ["bash", "-c", f'trap "" CHLD; exec "$@" {closed}', "-"]
-    command = [*shell, sys.executable, "-c", code]
-    nothing = subprocess.DEVNULL
-    done = subprocess.run(command, stdin=nothing, capture_output=True, cwd=tmp_path, env=clean_env(), check=False)
-    assert (done.returncode, (tmp_path / "file").read_text()) == (3, "")
-    for stream, output in ((">&-", done.stdout), ("2>&-", done.stderr)):
-        assert (output == b"") == (stream in closed.split())
-
-
 def test_the_end_of_a_program_does_not_end_a_session(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
     with pytest.raises(SystemExit, match="2"):

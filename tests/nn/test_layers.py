@@ -1,4 +1,4 @@
-"""The CPU kernels: dropout, attention as batched matrix products, RMSNorm and ReLU squared."""
+"""Layers for CPUs: dropout, attention as batched matrix products, RMSNorm and ReLU squared."""
 
 from collections.abc import Callable
 

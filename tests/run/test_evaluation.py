@@ -82,8 +82,8 @@ def test_the_snapshot_generates_the_same_sample(folder: Path) -> None:
     model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=16, vocab_size=len(vocabulary), block_size=16))
     model.load_state_dict(snapshot["model"])
     generator, prompt = torch.Generator().manual_seed(1), default_prompt(folder / "text.txt")
-    tokens = [torch.tensor([vocabulary.index(character) for character in prompt])]
-    steps = generate(model, tokens, SAMPLE_LENGTH, temperature=0.8, generator=generator)
+    idx = torch.tensor([[vocabulary.index(character) for character in prompt]])
+    steps = generate(model, idx, SAMPLE_LENGTH, temperature=0.8, generator=generator)
     assert samples(folder / "5")[-1] == (12, prompt + "".join(vocabulary[int(token)] for token in steps))
 
 
@@ -117,7 +117,7 @@ def test_a_prompt_that_the_text_cannot_continue_is_refused_before_training(text:
     vocabulary = "".join(sorted(set(text.read_text())))
     message = f"'?Y' (2 distinct) not in the training text's vocabulary, {vocabulary!r} ({len(vocabulary)} distinct)"
     cases = {
-        "": "trainer.sample_prompt is empty, must be null or hold at least one character (in the command line)",
+        "": "trainer.sample_prompt (in the command line): found '', must be null or at least one character",
         "anna? Yes": f"trainer.sample_prompt: {message}",
     }
     argvs = [run_args(tmp_path / "run", text, trainer__sample_prompt=prompt) for prompt in cases]

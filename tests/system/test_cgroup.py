@@ -1,4 +1,4 @@
-"""Limits of memory and CPU time from trees of files such as the kernel's."""
+"""Limits of memory and CPU time from file trees like the kernel's."""
 
 from pathlib import Path
 
@@ -38,9 +38,9 @@ def write_tree(root: Path, files: dict[str, str]) -> Path:
             2 * GIB,
             1.5,
         ),
-        # A container with a namespace of its own: its cgroup is the root that it sees.
+        # A container with a cgroup namespace, which makes its cgroup the root
         ("0::/\n", {"memory.max": f"{GIB}\n", "cpu.max": "400000 100000\n"}, GIB, 4.0),
-        # A container without one: the mount begins at its cgroup, and the path is the host's.
+        # A container without a namespace: the mount begins at its cgroup, and the path is the host's.
         ("0::/docker/c0ffee\n", {"memory.max": f"{GIB}\n"}, GIB, None),
         # A process that was moved out of the namespace's root
         ("0::/../other\n", {"memory.max": f"{GIB}\n"}, GIB, None),

@@ -1,4 +1,4 @@
-"""Compiled code is kept in the run folder, and what a killed compiler has left there is not used."""
+"""Compiled code is kept in the run folder, except after a compiler was killed."""
 
 import os
 import shutil
@@ -51,7 +51,7 @@ def test_the_cache_of_a_process_that_was_killed_while_it_compiled_is_deleted(
 
 @pytest.mark.slow
 def test_a_second_start_compiles_nothing_and_survives_a_killed_compiler(tmp_path: Path) -> None:
-    """The last, shorter batch of an evaluation is not compiled for itself either."""
+    """The last, shorter batch of an evaluation is not compiled again."""
     text = write_text(tmp_path / "text.txt")
     compilations = tmp_path / "compilations"
     compiler = tmp_path / "g++"

@@ -17,10 +17,8 @@ from mingpt.system.device import (
     check_compiler,
     choose_device,
     choose_precision,
-    device_name,
     has_bf16,
     memory_per_rank,
-    seed_device,
     set_deterministic,
     tune_malloc,
     use_cuda,
@@ -37,7 +35,7 @@ SetHardware = Callable[..., None]
 
 @pytest.fixture
 def set_hardware(monkeypatch: pytest.MonkeyPatch) -> SetHardware:
-    """Simulates hardware; without arguments, eight cores and nothing else."""
+    """Simulates hardware; without arguments, only eight cores."""
 
     def set_flags(
         gpus: int = 0, bf16: bool = False, mps: bool = False, cores: int = 8, busy: int = 0, **cpu_flags: bool | str
@@ -95,12 +93,6 @@ def test_auto_without_a_gpu_selects_the_cpu_or_mps_for_a_single_process(set_hard
     assert choose_device("auto", 0, 1, 2) == choose_device("auto", 0, 2, 2) == CPU
 
 
-def test_the_device_name_includes_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"Model {device.index + 5}")
-    assert device_name(torch.device("cuda", 1)) == "cuda:1 (Model 6)"
-    assert device_name(CPU) == f"cpu ({platform.machine()} {torch.backends.cpu.get_cpu_capability()})"
-
-
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other CPUs have other flags")
 def test_the_flags_that_the_rules_read_exist_in_this_pytorch() -> None:
     assert {"avx512_bf16", "amx_tile", "cpu_name"} <= set(cpu_capabilities())
@@ -153,7 +145,7 @@ def test_a_requested_precision_overrides_the_snapshot(set_hardware: SetHardware)
 
 def test_compile_on_a_gpu_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else name)
-    with pytest.raises(UserError, match=r"trainer\.compile is true, but Triton is not here: pip install triton"):
+    with pytest.raises(UserError, match=r"trainer\.compile is true, but Triton is not installed: pip install triton"):
         check_compiler(GPU)
 
 
@@ -162,12 +154,9 @@ def test_compile_on_a_gpu_without_triton_is_refused(monkeypatch: pytest.MonkeyPa
     [
         (GPU, {}, "g++ clang++", "no C compiler: found no gcc or clang; install one, let CC name it"),
         (GPU, {"CC": "icx"}, "gcc clang", "no C compiler: found no icx; "),
-        (GPU, {"CXX": "icpx"}, "gcc", None),
         (GPU, {}, "clang", None),
-        (GPU, {"CC": "icx"}, "icx", None),
         (CPU, {}, "gcc clang", r"no C\+\+ compiler: found no (g|clang)\+\+; install one, let CXX name it"),
         (CPU, {"CXX": "icpx"}, "g++ clang++", r"no C\+\+ compiler: found no icpx; "),
-        (CPU, {"CC": "icx"}, "g++ clang++", None),
     ],
 )
 def test_compile_needs_a_c_compiler_for_triton_on_a_gpu_and_else_a_cpp_compiler(
@@ -193,14 +182,9 @@ NOT_BUSY = "auto: kept from the snapshot, not 2 (5 idle of 8 cores / 2 ranks); s
 def test_threads(set_hardware: SetHardware, monkeypatch: pytest.MonkeyPatch) -> None:
     for requested, ranks, saved, omp, expected, reason in [
         ("auto", 1, None, None, 8, "auto: 8 cores / 1 ranks"),
-        ("auto", 3, None, None, 2, "auto: 8 cores / 3 ranks"),
         ("auto", 9, None, None, 1, "auto: 8 cores / 9 ranks"),
         ("auto", 2, None, "", 4, "auto: 8 cores / 2 ranks"),
-        ("auto", 2, None, "0", 4, "auto: 8 cores / 2 ranks"),
         ("auto", 2, None, " 016 ", 16, "auto: OMP_NUM_THREADS"),
-        ("auto", 2, None, "1024", 1024, "auto: OMP_NUM_THREADS"),
-        ("auto", 2, None, "1", 1, "auto: OMP_NUM_THREADS"),
-        ("auto", 2, None, "16", 16, "auto: OMP_NUM_THREADS"),
         ("auto", 2, None, "3,2", 3, "auto: OMP_NUM_THREADS"),
         ("auto", 2, 4, None, 4, "auto: kept from the snapshot"),
         ("auto", 2, 3, "3", 3, "auto: kept from the snapshot"),
@@ -214,7 +198,7 @@ def test_threads(set_hardware: SetHardware, monkeypatch: pytest.MonkeyPatch) -> 
         assert choose_threads(requested, ranks, saved) == (expected, reason)
 
     set_hardware()
-    monkeypatch.delattr(os, "sched_getaffinity")  # as on systems without affinity
+    monkeypatch.delattr(os, "sched_getaffinity")  # some systems do not have it
     for cpu_count, expected in ((6, 3), (None, 1)):
         monkeypatch.setattr(os, "cpu_count", lambda count=cpu_count: count)
         assert choose_threads("auto", 2, None)[0] == expected
@@ -229,23 +213,11 @@ def test_threads_leave_cores_to_other_programs(set_hardware: SetHardware, monkey
         (1, 8, None, None, 1, "auto: 0 idle of 8 cores / 1 ranks"),
         (1, 3, 6.0, None, 5, "auto: 5 idle of 8 cores / 1 ranks"),
         (1, 3, 4.0, None, 4, "auto: a CPU quota of 4 cores / 1 ranks"),
+        (1, 0, 0.5, None, 1, "auto: a CPU quota of 0.5 cores / 1 ranks"),
     ]:
         set_hardware(busy=busy)
         monkeypatch.setattr("mingpt.system.threads.cpu_limit", lambda quota=quota: quota)
         assert choose_threads("auto", ranks, saved) == (expected, reason)
-
-
-def test_threads_within_a_cpu_quota(set_hardware: SetHardware, monkeypatch: pytest.MonkeyPatch) -> None:
-    for quota, ranks, expected, reason in [
-        (None, 2, 4, "auto: 8 cores / 2 ranks"),
-        (8.0, 2, 4, "auto: 8 cores / 2 ranks"),
-        (9.5, 2, 4, "auto: 8 cores / 2 ranks"),
-        (4.0, 2, 2, "auto: a CPU quota of 4 cores / 2 ranks"),
-        (3.9, 1, 3, "auto: a CPU quota of 3.9 cores / 1 ranks"),
-        (0.5, 1, 1, "auto: a CPU quota of 0.5 cores / 1 ranks"),
-    ]:
-        monkeypatch.setattr("mingpt.system.threads.cpu_limit", lambda quota=quota: quota)
-        assert choose_threads("auto", ranks, None) == (expected, reason)
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(None, 2**30), (2**29, 2**28), (2**40, 2**30)])
@@ -263,14 +235,14 @@ def test_a_rank_may_use_what_is_free_on_its_gpu_less_nccls_buffers(monkeypatch: 
     assert memory_per_rank(GPU, local_world_size=1, world_size=1) == free[0]
     assert memory_per_rank(GPU, local_world_size=1, world_size=2) == free[0] - NCCL_BYTES
     assert memory_per_rank(torch.device("cuda", 1), local_world_size=2, world_size=2) == 0
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5 * 2**30)  # of which PyTorch reuses what is free
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5 * 2**30)  # PyTorch reuses the free part of it
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3 * 2**30)
     assert memory_per_rank(GPU, local_world_size=1, world_size=1) == free[0] + 2 * 2**30
 
 
 @pytest.fixture
 def not_deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Unsets the variables that `set_deterministic` sets, and restores all that it changes."""
+    """Unsets the variables of `set_deterministic`, and restores all its changes after the test."""
     for variable in ("NCCL_ALGO", "CUBLAS_WORKSPACE_CONFIG"):
         monkeypatch.setenv(variable, "")  # so that it is restored
         monkeypatch.delenv(variable)
@@ -301,7 +273,7 @@ def test_freed_memory_is_reused_without_page_faults(tmp_path: Path) -> None:
 
 
 def page_faults_before_and_after_tuning() -> list[int]:
-    """For `run_ranks`, since the setting lasts until the process ends: page faults of a step that reuses memory."""
+    """Returns page faults of a step. For `run_ranks`, because the setting lasts until the process ends."""
     faults = []
     for tune in (lambda: None, tune_malloc):
         tune()
@@ -311,11 +283,3 @@ def page_faults_before_and_after_tuning() -> list[int]:
             del tensors
         faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     return faults
-
-
-def test_seed_device_gives_the_numbers_of_torch_manual_seed() -> None:
-    torch.manual_seed(7)
-    expected = torch.rand(3)
-    for seed, is_equal in ((7, True), (2**64 - 1, False), (7, True)):
-        seed_device(CPU, seed)
-        assert torch.equal(torch.rand(3), expected) == is_equal

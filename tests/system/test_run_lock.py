@@ -63,7 +63,7 @@ def test_a_folder_is_locked_until_the_descriptor_is_closed(tmp_path: Path, monke
 def test_a_lock_ends_with_its_process_and_excludes_other_network_namespaces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As containers on one host have them."""
+    """Containers on one host have such namespaces."""
     monkeypatch.setattr(lock, "LOCK_TIMEOUT", 0.1)
     unshare = ["unshare", "--net"] if os.geteuid() == 0 and shutil.which("unshare") else []
     command = [*unshare, sys.executable, "-c", HOLD_LOCK, str(tmp_path)]
@@ -78,7 +78,7 @@ def test_a_lock_ends_with_its_process_and_excludes_other_network_namespaces(
 
 
 def test_the_lock_of_another_host_names_host_and_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That host may be lost, and its lock stay."""
+    """The other host may be lost while its lock remains."""
     monkeypatch.setattr(lock, "LOCK_TIMEOUT", 0.1)
     descriptor = take(tmp_path)
     os.pwrite(descriptor, json.dumps({"process": 7, "host": "node7"}).encode().ljust(200), 0)
@@ -105,7 +105,7 @@ def test_a_file_system_without_locks_is_warned_of(tmp_path: Path, monkeypatch: p
 
 
 def test_a_snapshot_path_of_another_run_is_refused(text: Path, tmp_path: Path) -> None:
-    """Its own run folder is another one."""
+    """The run folders of the two runs differ."""
     descriptor = take(tmp_path / "snapshots")
     argv = run_args(tmp_path / "run", text, trainer__snapshot_path=tmp_path / "snapshots")
     [(status, _, err)] = run_ranks(1, _run_impatiently, argv, tmp_path=tmp_path)
@@ -143,7 +143,7 @@ def _start_again_while_encoding(argv: list[str]) -> tuple[int, int]:
 def test_a_trainer_has_the_folders_until_its_end_or_close(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in a notebook, which keeps trainers and errors."""
+    """A notebook keeps references to trainers and errors."""
     monkeypatch.setattr(lock, "LOCK_TIMEOUT", 0.1)
 
     def build(**changes: Any) -> Trainer:
@@ -164,7 +164,7 @@ def test_a_trainer_has_the_folders_until_its_end_or_close(
             take(folder)
     by_hand.close()
     with contextlib.closing(RunLock(dict.fromkeys(folders, "trainer.run_dir"))):
-        with pytest.raises(UserError, match="is training in"):  # of two folders, the other is free afterwards
+        with pytest.raises(UserError, match="is training in"):  # and the first folder is free again
             RunLock({tmp_path / "other": "trainer.run_dir", folders[0]: "trainer.run_dir"})
         os.close(take(tmp_path / "other"))
     assert len(os.listdir("/proc/self/fd")) == before
@@ -172,7 +172,7 @@ def test_a_trainer_has_the_folders_until_its_end_or_close(
 
 
 def lose(run_dir: Path, how: str) -> None:
-    """What happens to the folder of a run; then that of another run may be there."""
+    """Removes, moves or replaces the folder of a run, in the last case by the folder of another run."""
     if how == "deleted":
         shutil.rmtree(run_dir)
     elif how == "a file in place of snapshots":
@@ -202,7 +202,7 @@ def content(folder: Path) -> dict[str, bytes]:
 def test_a_run_whose_folder_vanishes_ends_with_one_message(
     how: str, when: str, ranks: int, text: Path, tmp_path: Path
 ) -> None:
-    """It does not make the folder again, and changes nothing in that of another run."""
+    """The run does not create the folder again, and does not change the folder of another run."""
     run_dir = tmp_path / "run"
     argv = run_args(run_dir, text, trainer__sample_every=1)
     (tmp_path / "other/snapshots").mkdir(parents=True)
@@ -213,7 +213,7 @@ def test_a_run_whose_folder_vanishes_ends_with_one_message(
     outputs = run_ranks(ranks, _lose_while_training, argv, run_dir, how, when, tmp_path=tmp_path)
     lost = run_dir / "snapshots" if how == "a file in place of snapshots" else run_dir
     message = (
-        f"error: {lost}, in which this run trains, was deleted, moved or replaced, so the run ends without saving; if "
+        f"error: {lost}, the folder of this run, was deleted, moved or replaced, so the run ends without saving; if "
         "it was moved, move it back, and the same command resumes\n"
     )
     assert [(status, err) for status, _, err in outputs] == [(2, message), (2, "")][:ranks]
@@ -236,7 +236,7 @@ def _lose_while_training(argv: list[str], run_dir: Path, how: str, when: str) ->
         if when == "in a step" and trainer.progress.step == 4 and trainer.context.rank == 0:
             trainer.snapshots.writer.wait()
             lose_now()
-        if when == "in a save" and trainer.progress.step == 6:  # else step 7 might write rows meanwhile
+        if when == "in a save" and trainer.progress.step == 6:  # otherwise step 7 might write rows before
             assert lost.wait(20)
         return train_step(trainer)
 
@@ -257,7 +257,7 @@ def _lose_while_training(argv: list[str], run_dir: Path, how: str, when: str) ->
 
 
 def test_a_machine_without_rank_0_does_not_make_its_folder_again(tmp_path: Path) -> None:
-    """It writes snapshots without a lock."""
+    """That machine writes snapshots without a lock."""
     storage = SnapshotStorage(str(tmp_path / "run/snapshots"), keep=1)
     with pytest.raises(UserError, match=r"can't be written: \[Errno 2\] No such file or directory"):
         storage.write({"step": 1}, None)
@@ -273,8 +273,8 @@ def test_links_that_lead_nowhere_and_names_that_begin_with_a_dash(tmp_path: Path
     for name, (status, _, err) in zip(["link", "link", "run/cache"], results, strict=False):
         assert (status, err) == (
             2,
-            f"error: trainer.run_dir: {name} can't be created: it is a link to missing, which is no folder; set it to "
-            "a folder that you may write to\n",
+            f"error: trainer.run_dir: {name} can't be created: it is a link to missing, which is not a folder; set it "
+            "to a folder that you may write to\n",
         )
     _, out, _ = results[-1]
     commands = dict(re.findall(r"to (\w+): +python \w+\.py (.+)", out))
@@ -292,7 +292,7 @@ def _run_in_places(folder: Path, run_dirs: list[str]) -> list[tuple[int, str, st
 
 
 def test_a_run_without_the_snapshots_that_it_has_saved_does_not_start_anew(text: Path, tmp_path: Path) -> None:
-    """As when the disk of trainer.snapshot_path is not mounted."""
+    """The disk of trainer.snapshot_path may not be mounted."""
     run_dir, snapshots = tmp_path / "run", tmp_path / "disk/snapshots"
     argv = run_args(run_dir, text, trainer__snapshot_path=snapshots, trainer__max_steps=7)
     assert run_ranks(1, train_main, *argv, tmp_path=tmp_path) == [0]

@@ -1,4 +1,4 @@
-"""Signals that stop a run: ranks save and exit together, whichever process is signalled and however often."""
+"""After a signal, ranks save and exit together, whichever process gets it and however often it is sent."""
 
 import fcntl
 import os
@@ -20,7 +20,6 @@ import pytest
 
 from main import main
 from mingpt.system.signals import EXIT_STATUS, SECOND_INTERRUPT_SECONDS, SignalHandler
-from tests.faults.runs import Run
 from tests.helpers import (
     ROOT,
     TORCHRUN,
@@ -48,7 +47,7 @@ def get_handlers() -> dict[int, Any]:
 
 @pytest.fixture
 def handlers_before() -> Iterator[dict[int, Any]]:
-    """Restores the signals' handlers after the test."""
+    """Restores signal handlers after the test."""
     handlers = get_handlers()
     yield handlers
     for number, handler in handlers.items():
@@ -97,7 +96,7 @@ with suppress(RuntimeError), SignalHandler() as signals:
     while not signals.signal:
         time.sleep(0.01)
     raise {error}("Connection closed by peer")
-time.sleep(0.5)  # as it takes to find out which rank is dead
+time.sleep(0.5)  # the time to find the dead rank
 """
 
 
@@ -141,8 +140,10 @@ def run_with_endless_first_step(argv: list[str], folder: Path) -> None:
     main_process(argv, folder / "stdout", folder / "stderr")
 
 
-def test_an_interrupt_while_pytorch_is_imported_ends_the_program_without_a_traceback() -> None:
-    with start_main([]) as process:
+@pytest.mark.parametrize("program", ["main.py", "sample.py", "export.py", "plot.py"])
+def test_an_interrupt_while_modules_are_imported_ends_the_program_without_a_traceback(program: str) -> None:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with Popen([sys.executable, ROOT / program], env=clean_env(), text=True, **pipes) as process:
         maps = Path(f"/proc/{process.pid}/maps")
         wait_until(lambda: "numpy/_core" in maps.read_text(), "NumPy's import", process=process)
         process.send_signal(signal.SIGINT)
@@ -153,7 +154,7 @@ def test_an_interrupt_while_pytorch_is_imported_ends_the_program_without_a_trace
 def test_a_run_in_a_thread_trains_without_signal_handlers(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As in the server of a user interface."""
+    """Servers of user interfaces run programs in threads."""
     handlers = get_handlers()
     with futures.ThreadPoolExecutor(1) as pool:
         assert pool.submit(main, run_args(tmp_path / "run", text, trainer__max_steps=2)).result() == 0
@@ -178,7 +179,7 @@ LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.ar
 
 
 def test_a_launcher_that_ends_before_training_begins_counts_as_sigterm() -> None:
-    """As when torchrun is killed while its workers encode the text."""
+    """torchrun may be killed while its workers encode the text."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     env = clean_env(TORCHELASTIC_RUN_ID="1")
     with Popen([sys.executable, "-c", LAUNCHER, WORKER], env=env, text=True, **pipes) as launcher:
@@ -188,17 +189,6 @@ def test_a_launcher_that_ends_before_training_begins_counts_as_sigterm() -> None
         launcher.stdin.write("\n")
         launcher.stdin.flush()
         assert launcher.stdout.readline() == f"{signal.SIGTERM.value}\n"
-
-
-def test_the_loss_of_by_hand_py_stops_its_ranks(text: Path, tmp_path: Path) -> None:
-    argv = ["2", *run_args(tmp_path / "run", text, **ENDLESS)]
-    with Run(tmp_path / "run", argv, ROOT / "launch/by_hand.py") as run:
-        run.start()
-        run.wait_for_step(1)
-        run.processes[0].kill()
-        wait_until(lambda: not run.pids(), "the end of all ranks", timeout=20)
-    assert newest_snapshot(run.run_dir)["step"] == run.step()
-    assert "Traceback" not in run.log.read_text()
 
 
 @pytest.mark.slow
@@ -276,7 +266,7 @@ def test_a_second_interrupt_ends_a_run_that_waits_for_a_stopped_rank(text: Path,
         (True, "SIGTERM", "SIGTERM", 0),
         (True, "SIGTERM", "SIGTERM", 3),
         (True, "SIGINT", "SIGINT", 0),
-        (True, "SIGUSR1", "SIGTERM", 0),  # ends torchrun, which has no handler; its workers treat that as a SIGTERM
+        (True, "SIGUSR1", "SIGTERM", 0),  # ends torchrun without a handler; its workers treat that as a SIGTERM
         (False, "SIGUSR1", "SIGUSR1", 0),
         (False, "SIGXCPU", "SIGXCPU", 0),
     ],
@@ -297,7 +287,7 @@ def test_a_signal_to_torchrun_or_its_workers_stops_the_run_and_saves(
 
 
 def test_no_rank_exits_before_the_snapshot_is_complete(text: Path, tmp_path: Path) -> None:
-    """Writing takes longer than the timeout of collectives, and the signal is repeated meanwhile."""
+    """Writing takes longer than the timeout of collectives, and the signal is repeated while ranks wait."""
     argv = run_args(tmp_path / "run", text, distributed__timeout_seconds=2, **ENDLESS)
     results = run_ranks(3, stop_with_a_slow_disk, *argv, tmp_path=tmp_path)
     [snapshot] = (tmp_path / "run/snapshots").glob("step_*")

@@ -8,18 +8,15 @@ import lzma
 import os
 import random
 import re
-import reprlib
 import signal
 import subprocess
 import sys
 import threading
 import zipfile
 from collections.abc import Iterator
-from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import fsspec
 import numpy as np
@@ -28,8 +25,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from mingpt.errors import UserError
 from mingpt.text import corpus
-from mingpt.text.corpus import Corpus, check_text, count_characters, encode, encode_corpus
-from tests.helpers import ROOT, clean_env, run_args, run_ranks, train_main
+from mingpt.text.corpus import Corpus, check_text, encode_corpus
+from tests.helpers import ROOT, clean_env
 
 
 def decode(corpus: Corpus) -> str:
@@ -37,7 +34,7 @@ def decode(corpus: Corpus) -> str:
 
 
 def random_text(*parts: tuple[str, int]) -> str:
-    """Parts, one after the other, of so many characters drawn from each alphabet."""
+    """Returns consecutive parts, each of random characters from an alphabet."""
     return "".join("".join(random.Random(i).choices(letters, k=k)) for i, (letters, k) in enumerate(parts))
 
 
@@ -51,13 +48,11 @@ ALL = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x110000)]))
     [
         "hello world\r\n",
         "naïve – “quoted” 🙂 text" * 20,
-        LATIN + WIDE[:32],  # 256 distinct characters
         LATIN + WIDE[:33],
         random_text(("mz", 900), ("az~!", 900)),  # ASCII, with new characters late and out of order
         random_text(("xyz", 900), ("aé\x80ÿ", 900), ("b🙂—z", 900), ("ab", 900)),
         random_text((LATIN, 1500), (WIDE[:32], 1500), ("late !", 9)),  # all values of uint8 used, then known characters
         random_text((LATIN, 1500), (WIDE, 1500), ("\n", 10)),  # uint8 is too narrow, because of late characters
-        random_text((WIDE[::-1], 900), (LATIN, 900), ("\n", 10)),
         random_text((ALL, 400), ("a", 10)),
     ],
 )
@@ -95,11 +90,10 @@ LFS_POINTER = (
         ([b"\x28\xb5\x2f\xfd\x24\x05"], r"0\.txt is compressed by zstd: `unzstd` unpacks it"),
         ([b"words", b"PK\x03\x04\x14" + bytes(99)], r"1\.txt is a zip archive: `unzip` unpacks it"),
         ([b"%PDF-1.7\n"], r"0\.txt is a PDF: `pdftotext` converts it"),
-        ([LFS_POINTER], r"0\.txt is a pointer of Git LFS in place of the text: `git lfs pull` fetches that"),
+        ([LFS_POINTER], r"0\.txt is a pointer of Git LFS in place of the text: `git lfs pull` fetches the text"),
         ([b""], r"0\.txt is empty"),
         ([codecs.BOM_UTF8, codecs.BOM_UTF8], r"0\.txt is empty"),
         ([b"ok \xff no"], r"0\.txt is not UTF-8 text: byte 3 is 0xff"),
-        ([b"cut short \xe2\x80"], "byte 10 is 0xe2"),
         (["aé—🙂".encode() * 50, "aé—🙂".encode() * 50 + b"ok\xf0\x9f\x99", b"\x82 ok"], r"1\.txt .* byte 502 is 0xf0"),
     ],
 )
@@ -124,12 +118,9 @@ CHINESE = "人生若只如初见，何事秋风悲画扇。\n"
     ("text", "encoding", "message"),
     [
         (FRENCH, "utf-16", "text.txt is UTF-16, by its byte-order mark: "),
-        ("plain", "utf-16-le", "has NUL characters, which text does not: if it is UTF-16, "),
         (FRENCH, "utf-16-le", "byte 48 is 0xab; it has NUL characters"),
         (FRENCH, "cp1252", "byte 4 is 0x9c; as CP1252 it reads 'œur a ses raisons – ' there: "),
         ("plain words in English, nothing else.\n" * 12 + JAPANESE, "euc-jp", "as EUC-JP it reads '吾輩は猫である。"),
-        ("it’s the captain’s\n", "cp1252", "as CP1252 it reads '’s the captain’s"),
-        ("zwölf Boxkämpfer auf Sylt, ", "latin-1", "as CP1252 it reads 'ölf Boxkämpfer auf S'"),
         (RUSSIAN, "koi8-r", "as KOI8-R it reads 'Все счастливые семьи' there: "),
         ("ASCII first\n" * 9999 + CHINESE, "gb18030", "as GB18030 it reads '人生若只如初见，何事秋风悲画扇。"),
     ],
@@ -229,13 +220,13 @@ def test_an_html_page_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFix
     path = tmp_path / "input.txt"
     path.write_text("\n<!DOCTYPE html>\n<title>Not the text</title>")
     with caplog.at_level(logging.WARNING, logger="mingpt"):
-        assert count_characters(str(path)) == len(encode_corpus(str(path), tmp_path / "cache").tokens)
+        encode_corpus(str(path), tmp_path / "cache")
     [message] = caplog.messages
-    assert message.startswith(f"data.path: {path} is an HTML page, whose tags are trained on; ")
+    assert message.startswith(f"data.path: {path} is an HTML page, and its tags become part of the text; ")
 
 
 class TextServer(BaseHTTPRequestHandler):
-    """Answers with a text, or with the status that the path begins with."""
+    """Answers with a text, or with the status at the beginning of the path."""
 
     caplog: pytest.LogCaptureFixture
     messages: list[str]  # logged before the last request
@@ -289,7 +280,7 @@ def test_what_a_server_says_is_shown(text_server: str, tmp_path: Path, caplog: p
 
 def test_a_text_in_an_archive_is_encoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url, cache = f"zip://text.txt::{tmp_path}/texts.zip", tmp_path / "cache"
-    archives = []  # of a process each: another object at another address
+    archives = []  # each process has another object at another address
     for text in ("one text", "same len"):
         with zipfile.ZipFile(tmp_path / "texts.zip", "w") as archive:
             archive.writestr("text.txt", text)
@@ -298,26 +289,6 @@ def test_a_text_in_an_archive_is_encoded_once(tmp_path: Path, monkeypatch: pytes
         with monkeypatch.context() as patch:
             patch.setattr(corpus, "_write_cache", None)  # encoding again would raise
             assert decode(encode_corpus(url, cache)) == text
-
-
-def test_one_rank_of_a_machine_looks_at_the_files_of_a_url(tmp_path: Path) -> None:
-    argv = run_args(tmp_path / "run", "memory://*.txt", trainer__max_steps=1)
-    (status, requests), other = run_ranks(2, _count_requests, argv, tmp_path=tmp_path)
-    assert (status, other) == (0, (0, 0))
-    assert requests > 0
-
-
-def _count_requests(argv: list[str]) -> tuple[int, int]:
-    """Trains; returns the status, and the number of requests to the file system."""
-    with fsspec.open("memory://text.txt", "wb") as file:
-        file.write(b"text " * 1000)
-    with ExitStack() as stack:
-        mocks = [
-            stack.enter_context(mock.patch.object(MemoryFileSystem, name, autospec=True, side_effect=function))
-            for name, function in vars(MemoryFileSystem).items()
-            if name in ("ls", "info", "exists", "_open")
-        ]
-        return train_main(*argv), sum(each.call_count for each in mocks)
 
 
 def test_the_cache_is_used_until_the_text_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,7 +314,7 @@ def test_the_cache_is_used_until_the_text_changes(tmp_path: Path, monkeypatch: p
 def test_a_cache_that_is_cut_or_overwritten_does_not_change_a_text_that_is_in_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unless it is so large that the processes of a machine share it."""
+    """Large texts are an exception: the processes of a machine share the file."""
     (tmp_path / "text.txt").write_text("some text")
     encode_corpus(str(tmp_path / "text.txt"), tmp_path / "cache")
     [file] = (tmp_path / "cache").glob("tokens-*.bin")
@@ -358,7 +329,7 @@ def test_a_cache_that_is_cut_or_overwritten_does_not_change_a_text_that_is_in_us
 
 @pytest.mark.parametrize("value", [3, 200])
 def test_a_damaged_cache_is_named_and_made_again(value: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A token that is changed to another one, or to none of the vocabulary."""
+    """A token is changed to another token, or to a number outside of the vocabulary."""
     file, cache = tmp_path / "text.txt", tmp_path / "cache"
     file.write_text("some text")
     encode_corpus(str(file), cache)
@@ -388,7 +359,7 @@ def test_extra_characters_are_in_the_vocabulary_and_their_key_identifies_the_cac
 def test_a_text_that_changes_between_the_passes_is_refused(
     content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if its length and its characters stay the same."""
+    """This includes changes that keep the length and the set of characters."""
     file, cache = tmp_path / "text.txt", tmp_path / "cache"
     file.write_text("some text")
     write_tokens = corpus._write_tokens
@@ -440,7 +411,7 @@ def run_script(script: str, *args: object) -> subprocess.CompletedProcess:
 
 @pytest.mark.parametrize(("function", "calls"), [("fsync", 0), ("replace", 0), ("replace", 1)])
 def test_a_kill_while_encoding_leaves_nothing_wrong(function: str, calls: int, tmp_path: Path) -> None:
-    """Killed before the tokens are on disk, before they are renamed, and before the index is. The text is the same."""
+    """The kill comes before the tokens are on disk, before they are renamed, or before the index is renamed."""
     file, cache = tmp_path / "text.txt", tmp_path / "cache"
     file.write_text("one text")
     encode_corpus(str(file), cache)
@@ -450,16 +421,6 @@ def test_a_kill_while_encoding_leaves_nothing_wrong(function: str, calls: int, t
     file.write_text("another text")
     assert decode(encode_corpus(str(file), cache)) == "another text"
     assert len(list(cache.iterdir())) == 2
-
-
-def test_of_many_characters_a_message_shows_a_few() -> None:
-    chinese, ascii_ = "".join(map(chr, range(0x4E00, 0x6000))), "".join(map(chr, range(32, 127)))
-    with pytest.raises(UserError) as error:
-        encode(chinese, ascii_, "--prompt")
-    assert str(error.value) == (
-        f"--prompt: {reprlib.repr(chinese)} (4,608 distinct) not in the training text's vocabulary, "
-        f"{reprlib.repr(ascii_)} (95 distinct)"
-    )
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ def test_permute_is_a_permutation(size: int) -> None:
 
 
 def test_permutations_look_random() -> None:
-    """Over keys, each index takes each position equally often, and so does the distance between neighbours."""
+    """Over many keys, all positions of an index are equally frequent, and so are the distances between neighbors."""
     size, keys = 12, 24_000
     index, key = np.tile(np.arange(size), keys), np.repeat(hash64(np.arange(keys)), size)
     positions = permute(index, size, key).reshape(keys, size)
