@@ -74,7 +74,6 @@ def process_group(config: Config, info: RankInfo) -> "Iterator[DistributedContex
     from mingpt.distributed.context import DistributedContext
     from mingpt.distributed.process_group import connected_ranks, destroy_process_group, explained_errors
     from mingpt.monitoring.logging import set_rank
-    from mingpt.parallel.build import strategy_class
     from mingpt.system.device import use_cuda
 
     set_rank(info.rank)
@@ -82,7 +81,7 @@ def process_group(config: Config, info: RankInfo) -> "Iterator[DistributedContex
     backend = "cpu:gloo,cuda:nccl" if use_cuda(config.distributed.backend) else "gloo"
     timeout = timedelta(seconds=config.distributed.timeout_seconds)
     with connected_ranks(info, config.distributed, config.trainer.run_dir, backend) as (store, health):
-        if info.world_size > 1 or strategy_class(config).needs_process_group:
+        if info.world_size > 1 or config.distributed.uses_fsdp:
             dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size, timeout=timeout)
     with explained_errors(health):
         yield DistributedContext(info, config.distributed, health)

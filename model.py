@@ -1,12 +1,12 @@
-"""GPT in two architectures: GPT-2's and nanochat's, with the same structure and GPT-2's parameter names.
+"""GPT in two architectures, GPT-2 and nanochat, with the same structure and with GPT-2's parameter names.
 
                        gpt2                                        nanochat
 positions              learned, added to the embedding             rotary, in queries and keys
-normalization          LayerNorm with weights                      RMSNorm without weights, also of the embedding,
-                                                                   and of queries and keys (QK-norm)
+normalization          LayerNorm with weights                      RMSNorm without weights; it is also applied to the
+                                                                   embedding and to queries and keys (QK-norm)
 activation             GELU                                        ReLU squared
 output projections     random, scaled by the depth                 zero at the start
-head                   the embedding, transposed (weight tying)    a matrix of its own; logits capped at 15
+head                   the embedding, transposed (weight tying)    a separate matrix; logits are capped at 15
 biases                 with model.bias                             none
 
 GPT-2: Radford et al., "Language models are unsupervised multitask learners", 2019. nanochat: Karpathy,
@@ -35,11 +35,11 @@ from mingpt.nn.layers import (
     rms_norm,
 )
 
-Rotary = tuple[Tensor, Tensor]  # what rotate() multiplies with at each position, (T, 2H, D) each; D = C/H
+Rotary = tuple[Tensor, Tensor]  # factors of rotate() at each position, (T, 2H, D) each; D = C/H
 
 
 class KVCache:
-    """Keys and values of the characters that a block has processed, for generation.
+    """The state of a block in generation: keys and values of all characters so far, and recent convolution inputs.
 
     Args:
         size: maximum number of characters
@@ -48,9 +48,9 @@ class KVCache:
     def __init__(self, size: int) -> None:
         self.size = size
         self.length = 0
-        self.recent: dict[nn.Module, Tensor] = {}  # the last inputs of a convolution, (B, conv_kernel_size - 1, C)
+        self.recent: dict[nn.Module, Tensor] = {}  # last inputs of each convolution, (B, conv_kernel_size - 1, C)
         self.keys_values: Tensor | None = None  # (2, B, H, size, C/H); the first `length` characters are valid
-        self.rotary: Rotary | None = None  # of all `size` positions; in the first block's cache alone
+        self.rotary: Rotary | None = None  # for all `size` positions; all blocks use the one in the first cache
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Appends keys and values of new characters, (B, H, T, C/H), and returns all, (B, H, length, C/H)."""
@@ -65,30 +65,30 @@ class KVCache:
 
 
 def build_norm(config: GPTConfig) -> nn.Module:
-    """The normalization of C channels."""
+    """Returns a normalization of C channels."""
     return RMSNorm() if config.architecture == "nanochat" else LayerNorm(config.n_embd, bias=config.bias)
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Rotates pairs of dimensions of queries or keys, (B, T, 2H, D), by the angles of their positions.
+    """Rotates pairs of dimensions of queries and keys, (B, T, 2H, D), by an angle that depends on the position.
 
     Dimensions i and i + D/2 are a pair: (a, b) becomes (a cos + b sin, b cos - a sin). The factors of all dimensions
-    are (cos, cos) and (sin, -sin); rolled by D/2, x has b in the place of a, and a in the place of b. RoFormer pairs
-    neighboring dimensions and turns them the other way, which is the same but for the order of dimensions.
+    are (cos, cos) and (sin, -sin); rolling x by D/2 exchanges a and b. RoFormer pairs neighboring dimensions and
+    rotates in the opposite direction. Only the order of dimensions makes a difference between the two.
     """
     cos, sin = rotary
     return torch.addcmul(x * cos.to(x.dtype), x.roll(x.size(-1) // 2, -1), sin.to(x.dtype))
 
 
 class CausalConv(nn.Module):
-    """A depthwise convolution of the last characters, which passes on the newest alone before training.
+    """A depthwise convolution over the last characters. Its initial weights make it the identity.
 
     Allen-Zhu, "Physics of Language Models: Part 4.1, Architecture Design and the Magic of Canon Layers", 2025.
     """
 
     def __init__(self, channels: int, kernel_size: int) -> None:
         super().__init__()
-        weight = torch.zeros(channels, 1, kernel_size)  # the shape of nn.Conv1d's
+        weight = torch.zeros(channels, 1, kernel_size)  # the same shape as the weight of nn.Conv1d
         weight[:, :, -1] = 1
         self.weight = nn.Parameter(weight)
 
@@ -106,7 +106,7 @@ class CausalConv(nn.Module):
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head attention in which a position attends to itself and to earlier positions."""
+    """Multi-head attention. Each position attends to itself and to earlier positions."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -117,13 +117,13 @@ class CausalSelfAttention(nn.Module):
         self.resid_dropout = Dropout(config.dropout)
 
     def forward(self, x: Tensor, rotary: Rotary | None = None, cache: KVCache | None = None) -> Tensor:
-        """(B, T, C) -> (B, T, C); T must be 1 if the cache is not empty."""
+        """(B, T, C) -> (B, T, C); T must be 1 unless the cache is empty."""
         B, T, C = x.shape
         H = self.n_head
         qkv = self.c_attn(x).view(B, T, 3 * H, C // H)
         if rotary is None:
             q, k, v = qkv.chunk(3, dim=2)
-        else:  # queries and keys together: one by one, a step takes 3% longer on a CPU
+        else:  # Queries and keys are rotated together: separately, a step takes 3% longer on a CPU.
             qk, v = qkv.split((2 * H, H), dim=2)
             q, k = rms_norm(rotate(qk, rotary)).chunk(2, dim=2)
         q = q.transpose(1, 2)  # (B, H, T, C/H)
@@ -152,9 +152,9 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A transformer block: attention and MLP, each after a normalization and with a residual connection.
+    """A transformer block: attention and an MLP, each with a normalization before it and a residual connection.
 
-    With `conv_kernel_size`, each has a causal convolution before it.
+    With `conv_kernel_size`, a causal convolution follows each normalization.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -192,79 +192,90 @@ class GPT(nn.Module):
             "h": nn.ModuleList(Block(config) for _ in range(config.n_layer)),
             "ln_f": build_norm(config),
         }
-        if self.is_nanochat:
-            del modules["wpe"]
         self.transformer = nn.ModuleDict(modules)
+        projection_std = 0.02 / math.sqrt(2 * config.n_layer)  # 2 n_layer projections add up along the residual path
         if self.is_nanochat:
+            del self.transformer["wpe"]  # building it drew random numbers, which the weights of a seed depend on
             self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+            projection_std = 0.0
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
-            elif name.endswith("c_proj.weight"):  # 2 n_layer of these add up along the residual path
-                nn.init.normal_(parameter, std=0.0 if self.is_nanochat else 0.02 / math.sqrt(2 * config.n_layer))
+            elif name.endswith("c_proj.weight"):
+                nn.init.normal_(parameter, std=projection_std)
             elif parameter.dim() == 2:
                 nn.init.normal_(parameter, std=0.02)
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """The transformer blocks, the unit of sharding, checkpointing and compilation."""
+        """The transformer blocks, which are the units of sharding, checkpointing and compilation."""
         return list(self.transformer["h"].children())
 
     def forward(
         self, idx: Tensor, targets: Tensor | None = None, caches: list[KVCache] | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits of the next character at each position, and their mean loss in nats per character.
+        """Returns logits of the next character at each position, and their mean loss in nats per character.
 
         Args:
-            idx: (B, T) characters, T at most block_size
-            targets: (B, T) next characters; IGNORE_INDEX is left out of the loss
+            idx: (B, T) characters; T is at most block_size
+            targets: (B, T) next characters; positions with IGNORE_INDEX do not count
             caches: one per block, with the characters before idx
 
         Returns:
             logits (B, T, V), and the mean cross-entropy, or None without targets
 
         Raises:
-            ValueError: more characters than block_size.
+            ValueError: there are more characters than block_size.
         """
-        start = caches[0].length if caches else 0
-        if (T := start + idx.size(1)) > self.config.block_size:
-            raise ValueError(f"{T} characters, but the context window (block_size) is {self.config.block_size}")
-        x = self.embed(idx, start)
-        rotary = self.rotary_factors(x, caches[0] if caches else None)
-        for i, block in enumerate(self.blocks):
-            x = block(x, rotary, caches[i] if caches else None)
+        x = self.embed(idx, caches)
+        x = self.apply_blocks(x, caches)
         logits = self.unembed(x)
         return logits, None if targets is None else cross_entropy(logits, targets)
 
-    def embed(self, idx: Tensor, start: int = 0) -> Tensor:
-        """(B, T) characters, the first at position `start` -> (B, T, C)"""
+    def embed(self, idx: Tensor, caches: list[KVCache] | None = None) -> Tensor:
+        """(B, T) characters -> (B, T, C)"""
+        start = caches[0].length if caches else 0
+        end = start + idx.size(1)
+        if end > self.config.block_size:
+            raise ValueError(f"{end} characters, but the context window (block_size) is {self.config.block_size}")
         x = self.transformer["wte"](idx)
         if self.is_nanochat:
             x = rms_norm(x)
         else:
-            x = x + self.transformer["wpe"](torch.arange(start, start + idx.size(1), device=idx.device))
+            x = x + self.transformer["wpe"](torch.arange(start, end, device=idx.device))
         return self.transformer["drop"](x)
 
-    def rotary_factors(self, x: Tensor, cache: KVCache | None = None) -> Rotary | None:
-        """The rotations of x, (B, T, C), after the characters in the cache; None with learned positions."""
+    def apply_blocks(self, x: Tensor, caches: list[KVCache] | None = None) -> Tensor:
+        """(B, T, C) -> (B, T, C)"""
+        rotary = self.rotary_factors(x, caches[0] if caches else None)
+        for i, block in enumerate(self.blocks):
+            x = block(x, rotary, caches[i] if caches else None)
+        return x
+
+    def rotary_factors(self, x: Tensor, cache: KVCache | None) -> Rotary | None:
+        """Returns the rotations of x, (B, T, C), after the characters in the cache; None with learned positions.
+
+        A training step computes the table: as a buffer, it would have to be filled after the model leaves the meta
+        device. In generation, its ten operations for each new character would take 7% of the time.
+        """
         if not self.is_nanochat:
             return None
         if cache is None:
             return self.rotary_table(x.size(1), x.device)
-        if cache.rotary is None:  # for each new character, the table's ten operations would take 7% of the time
+        if cache.rotary is None:
             cache.rotary = self.rotary_table(cache.size, x.device)
         cos, sin = cache.rotary
         new = slice(cache.length, cache.length + x.size(1))
         return cos[new], sin[new]
 
     def rotary_table(self, size: int, device: torch.device) -> Rotary:
-        """The rotations at the first `size` positions."""
+        """Returns the rotations at the first `size` positions."""
         D = self.config.n_embd // self.config.n_head
         frequencies = ROTARY_BASE ** (-torch.arange(0, D, 2, device=device) / D)
         angles = torch.outer(torch.arange(size, device=device), frequencies)  # (size, D/2)
         cos = angles.cos()
         sin = angles.sin()
-        # Repeated for all heads of queries and keys: with broadcasting, rotations take 14 to 25% longer on a CPU.
+        # They are repeated for all heads of queries and keys: broadcasting takes 14 to 25% longer on a CPU.
         heads = 2 * self.config.n_head
         cos = torch.cat((cos, cos), 1)[:, None].repeat(1, heads, 1)
         sin = torch.cat((sin, -sin), 1)[:, None].repeat(1, heads, 1)
@@ -274,9 +285,9 @@ class GPT(nn.Module):
         """(B, T, C) -> logits (B, T, V)"""
         x = self.transformer["ln_f"](x)
         if self.is_nanochat:
-            return LOGIT_CAP * torch.tanh(self.lm_head(x).to(x.dtype) / LOGIT_CAP)  # autocast's product is in bf16
+            return LOGIT_CAP * torch.tanh(self.lm_head(x).to(x.dtype) / LOGIT_CAP)  # autocast multiplies in bf16
         return F.linear(x, self.transformer["wte"].weight)  # type: ignore[arg-type]
 
     def new_kv_caches(self) -> list[KVCache]:
-        """Empty caches, one per block."""
+        """Returns empty caches, one per block."""
         return [KVCache(self.config.block_size) for _ in self.blocks]

@@ -1,4 +1,4 @@
-"""Collectives: operations that all ranks call together, and what each rank has afterwards.
+"""Collectives are operations that all ranks call together. This program prints the result on each rank.
 
     torchrun --standalone --nproc_per_node=4 by_hand/collectives.py
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 
 def show(name, after, expected):
-    """Checks what this rank has, and prints what all ranks have."""
+    """Checks this rank's result, and prints the results of all ranks."""
     assert torch.equal(after, expected), name
     row = [""] * n
     dist.all_gather_object(row, f"{after.tolist()!s:>16}")
@@ -23,7 +23,7 @@ rank, n = dist.get_rank(), dist.get_world_size()
 before = 10 * torch.arange(n)[:, None] + torch.arange(n)  # (rank, part)
 mine = before[rank]
 total = before.sum(0)
-root = slice(n if rank == 0 else 0)  # all parts on rank 0, none on the other ranks
+root = slice(n if rank == 0 else 0)  # all parts on rank 0, no parts on other ranks
 show("before", mine, mine)
 
 x = mine.clone()
@@ -32,7 +32,7 @@ show("broadcast", x, before[0])
 
 x = mine.clone()
 dist.reduce(x, dst=0)
-show("reduce", x[root], total[root])  # on the other ranks, x may be the sum of some of them
+show("reduce", x[root], total[root])  # on other ranks, x may be a partial sum
 
 part = torch.zeros_like(mine[0])
 dist.scatter(part, list(mine) if rank == 0 else None, src=0)
@@ -55,16 +55,16 @@ show("all_reduce", x, total)
 dist.reduce_scatter(part, list(mine))
 show("reduce_scatter", part, total[rank])
 dist.all_gather(list(parts), part)
-show("+ all_gather", parts, total)  # the two are an all_reduce
+show("+ all_gather", parts, total)  # together, they are an all_reduce
 
-column = before[:, 1]  # of each rank one number
+column = before[:, 1]  # one number of each rank
 results = {"SUM": column.sum(), "MAX": column.max(), "MIN": column.min(), "PRODUCT": column.prod()}
 for name, expected in results.items():
     x = column[rank].clone()
     work = dist.all_reduce(x, op=getattr(dist.ReduceOp, name), async_op=True)  # returns at once
-    work.wait()  # until then, x may be neither read nor changed
+    work.wait()  # before that, neither read nor change x
     show(name, x, expected)
-x = column[rank] / n  # nccl has ReduceOp.AVG, gloo only in newer versions of PyTorch
+x = column[rank] / n  # nccl supports ReduceOp.AVG; gloo supports it only in newer versions of PyTorch
 dist.all_reduce(x)
 show("AVG", x, column.float().mean())
 dist.destroy_process_group()

@@ -1,5 +1,5 @@
-"""Data parallelism changes no result, since the gradient of a mean is the mean of the gradients. `nn.DataParallel` is
-one process for all GPUs, and sends more than DDP, which is one process for each.
+"""Data parallelism does not change results, because the gradient of a mean is the mean of the gradients.
+`nn.DataParallel` uses one process for all GPUs, and sends more than DDP, which uses one process per GPU.
 
     python by_hand/data_parallel.py
 
@@ -23,7 +23,7 @@ def gradient(x, y):
 
 whole = gradient(x, y)
 mean = sum(map(gradient, x.chunk(N), y.chunk(N))) / N
-# So the update is the same as with the whole batch on one GPU, and so is the right learning rate, for any N.
+# So for any N, the update and the right learning rate are the same as with the whole batch on one GPU.
 torch.testing.assert_close(mean, whole, rtol=1e-12, atol=1e-15)
 
 inputs, outputs, weights = 4 * x.numel(), 4 * y.numel(), 4 * whole.numel()  # bytes in fp32

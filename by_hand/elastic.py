@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 restart = os.environ["TORCHELASTIC_RESTART_COUNT"]
-# torchrun gives all its starts the same id.
+# The id is the same in all restarts of a torchrun.
 snapshot = f"{tempfile.gettempdir()}/counter-{os.environ['TORCHELASTIC_RUN_ID']}.pt"
 rank = int(os.environ["RANK"])
 
-# torchrun's store still has the addresses of the previous ranks, so each start has keys of its own in it.
+# torchrun's store still contains the addresses of the previous ranks, so each start uses different keys.
 store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 dist.init_process_group("gloo", store=dist.PrefixStore(restart, store), rank=rank, world_size=2)
 step = 0
@@ -34,11 +34,11 @@ while step < 6:
         print(f"restart {restart}: step {step}, total {total}", flush=True)
         if step % 2 == 0:
             torch.save((step, total), snapshot + ".partial")
-            os.replace(snapshot + ".partial", snapshot)  # a file with this name is always complete
+            os.replace(snapshot + ".partial", snapshot)  # so a file with this name is always complete
         if step == 5 and restart == "0":
             os.kill(os.getpid(), signal.SIGKILL)
-assert first == 4  # step 5 ran twice
-assert total == 42  # and counts once: 2 * (1 + 2 + 3 + 4 + 5 + 6)
+assert first == 4  # so step 5 ran twice
+assert total == 42  # but counts once: 2 * (1 + 2 + 3 + 4 + 5 + 6)
 if rank == 0:
     os.remove(snapshot)
 dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""One rank does not call a collective. The others wait until the timeout, and their error does not name that rank.
+"""One rank does not call a collective. The others wait until the timeout, and the error does not name that rank.
 
     torchrun --standalone --nproc_per_node=2 by_hand/hang.py
 
@@ -19,7 +19,7 @@ else:
     try:
         dist.all_reduce(torch.ones(1))
     except RuntimeError as error:
-        message = str(error).partition("] ")[2]  # without the line of gloo's source
+        message = str(error).partition("] ")[2]  # without the source line in gloo
     print(message)
     assert "Timed out" in message
     assert "rank" not in message

@@ -1,11 +1,11 @@
-"""A process group: torchrun starts processes, tells each its rank in environment variables, and they connect.
+"""A process group: torchrun starts processes, passes each its rank in environment variables, and they connect.
 
     torchrun --standalone --nproc_per_node=2 by_hand/hello.py --name Ada
 
 In this repository: `detect_launch_environment` in mingpt/distributed/launcher.py
 
-Options before the script's name are torchrun's, options after it are the script's. On two machines, each has a torchrun
-of its own. To see it on one machine, start this in two shells:
+Options before the script's name are for torchrun, options after it are for the script. On two machines, start torchrun
+on each. To try that on one machine, start this in two shells:
 
     torchrun --nnodes=2 --nproc_per_node=2 --rdzv_backend=c10d --rdzv_endpoint=localhost:29400 by_hand/hello.py
 """

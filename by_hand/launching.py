@@ -1,4 +1,4 @@
-"""Whoever starts the processes: they need their rank, the number of ranks and an address, and then they form a group.
+"""Processes need their rank, the number of ranks and an address to form a group, whichever launcher starts them.
 
     python by_hand/launching.py
 
@@ -19,7 +19,7 @@ import torch.multiprocessing as mp
 def run_rank(rank, folder, port):
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=f"{port}")
     ways = {
-        "env://": {},  # the default; where RANK and WORLD_SIZE are set too, as by torchrun, no arguments are needed
+        "env://": {},  # the default; torchrun also sets RANK and WORLD_SIZE, so no arguments are needed
         "file://": {"init_method": f"file://{folder}/shared"},
         "tcp://": {"init_method": f"tcp://localhost:{port}"},
         "a store": {"store": dist.FileStore(f"{folder}/store", 2)},  # excludes init_method
@@ -30,18 +30,18 @@ def run_rank(rank, folder, port):
         dist.all_reduce(total)
         assert total == 1 + 2
         if rank == 0:
-            print(f"{name:8} {dist.get_world_size()} ranks, whose sum is {total}")
+            print(f"{name:8} {dist.get_world_size()} ranks, sum {total}")
         dist.destroy_process_group()
 
 
-if "LOCAL_RANK" in os.environ:  # this process was started by torch.distributed.launch, below
+if "LOCAL_RANK" in os.environ:  # started by torch.distributed.launch, below
     print("LOCAL_RANK:", os.environ["LOCAL_RANK"], "options:", sys.argv[1:])
-    assert sys.argv[1:] == ["--local-rank=0"]  # torchrun sets the variable only, like this launcher with --use-env
-elif __name__ == "__main__":  # the processes that `spawn` starts import this file
+    assert sys.argv[1:] == ["--local-rank=0"]  # torchrun only sets the variable, like this launcher with --use-env
+elif __name__ == "__main__":  # not in the processes that `spawn` starts, which import this file
     with socket.create_server(("localhost", 0)) as server:
-        port = server.getsockname()[1]  # a free one
+        port = server.getsockname()[1]  # a free port
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(run_rank, (folder, port), nprocs=2)  # the first argument is the rank
-    # Old launchers pass --local-rank. This one warns that it is deprecated.
+    # Old launchers pass --local-rank. This one prints a deprecation warning.
     launcher = [sys.executable, "-m", "torch.distributed.launch", "--standalone", __file__]
     subprocess.run(launcher, stderr=subprocess.DEVNULL, check=True)

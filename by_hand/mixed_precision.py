@@ -1,5 +1,5 @@
 """In fp16, small gradients become 0. Loss scaling multiplies the loss before backward and divides the gradients after
-it. bf16 has the range of fp32, with fewer digits, and needs no scaling.
+it. bf16 has fewer digits but the same range as fp32, so it does not need scaling.
 
     python by_hand/mixed_precision.py
 
@@ -10,7 +10,7 @@ import torch
 
 
 def gradient(dtype, scale):
-    """Of the mean of w^2 over 2^14 outputs, which is 2w: backward adds 2^14 terms of 2w / 2^14."""
+    """Returns the gradient of the mean of w^2 over 2^14 outputs: 2w, which backward adds up from terms of 2w / 2^14."""
     w = torch.tensor(2.0**-12, requires_grad=True)
     outputs = torch.ones(2**14, dtype=dtype) * w.to(dtype)
     loss = outputs.float().square().mean()
@@ -26,9 +26,5 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
     numbers = info.max, info.smallest_normal * info.eps, info.eps, unscaled, scaled, too_large
     print(f"{str(dtype)[6:]:8}", *(f"{number:9.1e}" for number in numbers))
     assert scaled == 2**-11
+    # Where a gradient is infinite, GradScaler skips the step and halves its scale.
     assert (unscaled == 0) == too_large.isinf() == (dtype == torch.float16)
-
-scale = 2**28
-while gradient(torch.float16, scale).isinf():
-    scale //= 2  # GradScaler does so, and skips the step
-print(f"halved until the gradient is finite: 2^{scale.bit_length() - 1}")

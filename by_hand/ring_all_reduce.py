@@ -1,4 +1,4 @@
-"""Ring all-reduce: in each step every rank sends one part to the next rank, until all have all parts of the sum.
+"""Ring all-reduce: in each step, every rank sends one part to the next rank, until all ranks have the whole sum.
 
     torchrun --standalone --nproc_per_node=4 by_hand/ring_all_reduce.py
 
@@ -24,8 +24,8 @@ for step in range(2 * (n - 1)):
     work.wait()
     bytes_sent += received.nbytes
     if step < n - 1:
-        phase = "reduce-scatter"  # after it, each rank has one part of the sum
-        x[part - 1] += received  # where part is 0, -1 is the last one
+        phase = "reduce-scatter"  # at its end, each rank has one complete part of the sum
+        x[part - 1] += received  # part 0 follows the last part, -1
     else:
         phase = "all-gather"
         x[part - 1] = received

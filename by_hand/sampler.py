@@ -1,5 +1,5 @@
-"""DistributedSampler splits one epoch, and needs `set_epoch` to shuffle the next in another order. An order that is a
-function of a sample's number depends on no state and on no number of ranks.
+"""DistributedSampler splits one epoch, and needs `set_epoch` to shuffle the next epoch differently. If the order is a
+function of the sample number, it does not depend on any state or on the number of ranks.
 
     python by_hand/sampler.py
 
@@ -16,7 +16,7 @@ def draw(title):
     shares = torch.tensor([list(sampler) for sampler in samplers])
     print(f"{title:22}", *shares.tolist())
     assert len(shares.unique()) == 10
-    assert shares.numel() == 12  # all ranks draw three, so two of the ten samples are drawn twice
+    assert shares.numel() == 12  # each rank draws three, so two of the ten samples are drawn twice
     return shares
 
 
@@ -29,7 +29,7 @@ assert not torch.equal(draw("epoch 1, set_epoch(1)"), first)
 
 
 def sample(number):
-    """Of all epochs one after the other; each is shuffled by its number."""
+    """Returns a sample by its number, counted over all epochs. The epoch's number is the seed of its order."""
     epoch, position = divmod(number, 10)
     order = torch.randperm(10, generator=torch.Generator().manual_seed(epoch))
     return order[position].item()

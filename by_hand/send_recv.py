@@ -1,4 +1,4 @@
-"""Point to point: one rank sends a tensor, and one receives it into memory of the same shape.
+"""Point to point: one rank sends a tensor, and another receives it into a tensor of the same shape.
 
     torchrun --standalone --nproc_per_node=2 by_hand/send_recv.py
 
@@ -20,13 +20,13 @@ if rank == 0:
     dist.send(torch.tensor(x.shape), peer)
     dist.send(x, peer)
 else:
-    shape = torch.zeros(2, dtype=torch.int64)  # the number of dimensions is known
+    shape = torch.zeros(2, dtype=torch.int64)  # both ranks know the number of dimensions
     dist.recv(shape, peer)
     x = torch.zeros(*shape)
     dist.recv(x, peer)
 assert torch.equal(x, torch.ones(2, 3))
 
-# Deadlock. Both ranks send first, and each waits until the other receives. Here a timeout ends it.
+# Deadlock. Both ranks send first, and each waits until the other receives, here until a timeout.
 with_timeout = dist.new_group(timeout=timedelta(seconds=2))
 outcome = "sent"
 try:
@@ -40,7 +40,7 @@ sent = torch.tensor(10 + rank)
 received = torch.zeros_like(sent)
 works = [dist.isend(sent, peer), dist.irecv(received, peer)]
 for work in works:
-    work.wait()  # until then, neither change what is sent nor read what is received
+    work.wait()  # before that, do not change `sent` or read `received`
 assert received == 10 + peer
 
 rows = [""] * 2

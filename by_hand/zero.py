@@ -1,5 +1,5 @@
-"""ZeRO: each of n ranks holds 1/n of the optimizer state (stage 1), of the gradients as well (stage 2), and of the
-parameters as well (stage 3). The result is that of one process.
+"""ZeRO: each of n ranks holds 1/n of the optimizer state (stage 1), also of the gradients (stage 2), and also of the
+parameters (stage 3). The result is the same as in one process.
 
     torchrun --standalone --nproc_per_node=2 by_hand/zero.py
 
@@ -19,13 +19,13 @@ initial = torch.randn(16, 16)
 
 
 def all_gather(shard):
-    parts = [torch.empty_like(shard) for _ in range(n)]
-    dist.all_gather(parts, shard)
-    return torch.cat(parts)
+    full = torch.empty(16, 16)
+    dist.all_gather(list(full.chunk(n)), shard)
+    return full
 
 
 def reduce_scatter(full):
-    part = torch.empty_like(full.chunk(n)[rank])
+    part = torch.empty(16 // n, 16)
     dist.reduce_scatter(part, list(full.chunk(n)))
     return part / n
 
@@ -49,22 +49,22 @@ def gradient(product, weight):
 
 
 def update(weight, grad):
+    """Updates a weight in place. Returns the bytes of the optimizer state: averages of the gradient and its square."""
     weight.grad = grad
     optimizer = torch.optim.Adam([weight], lr=0.1)
     optimizer.step()
-    return 2 * optimizer.state[weight]["exp_avg"].nbytes  # Adam keeps averages of the gradient and its square
+    return 2 * optimizer.state[weight]["exp_avg"].nbytes
 
 
-def finish(stage, expected, weight, grad, own_grad):
-    """Updates this rank's shard, compares with one process and prints the bytes per parameter that the rank held."""
-    shard = initial.chunk(n)[rank].clone()  # a copy, so that all stages begin with the same weight
-    state = update(shard, own_grad)
+def finish(stage, weight, grad, my_grad):
+    """Updates this rank's shard, compares it with one process and prints the bytes per parameter that the rank held."""
+    shard = initial.chunk(n)[rank].clone()
+    state = update(shard, my_grad)
     assert_close(all_gather(shard), one_process)
     assert_close(all_gather(shard.grad), one_process.grad)
-    held = [size / initial.numel() for size in (weight.nbytes, grad.nbytes, state)]
-    assert held == expected
     if rank == 0:
-        print(f"stage {stage}: parameters {held[0]:.0f}, gradients {held[1]:.0f}, optimizer state {held[2]:.0f}")
+        parameters, gradients, state = (size // 16**2 for size in (weight.nbytes, grad.nbytes, state))
+        print(f"stage {stage}: parameters {parameters}, gradients {gradients}, optimizer state {state}")
 
 
 weight = initial.clone().requires_grad_()
@@ -73,12 +73,12 @@ update(one_process, gradient(batch @ weight, weight))
 
 grad = gradient(x @ weight, weight)
 dist.all_reduce(grad)
-finish(1, [4, 4, 8 / n], weight, grad, grad.chunk(n)[rank] / n)
+finish(1, weight, grad, grad.chunk(n)[rank] / n)
 
-grad = reduce_scatter(gradient(x @ weight, weight))  # only its part outlives backward
-finish(2, [4, 4 / n, 8 / n], weight, grad, grad)
+grad = reduce_scatter(gradient(x @ weight, weight))  # only this rank's part outlives backward
+finish(2, weight, grad, grad)
 
 shard = initial.chunk(n)[rank].clone().requires_grad_()
 grad = gradient(GatheredProduct.apply(x, shard), shard)
-finish(3, [4 / n, 4 / n, 8 / n], shard, grad, grad)
+finish(3, shard, grad, grad)
 dist.destroy_process_group()

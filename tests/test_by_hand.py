@@ -1,4 +1,4 @@
-"""The programs in by_hand/: each runs alone, checks itself, and prints what the tour shows."""
+"""The programs in by_hand/ are independent, check themselves, and print the output that the tour shows."""
 
 import ast
 import re
@@ -21,7 +21,7 @@ def docstring(program: Path) -> str:
 
 
 def command_of(program: Path) -> str:
-    """The command in the program's docstring, on a line alone."""
+    """Returns the command in the program's docstring, which is a line by itself."""
     return re.findall(rf"^ +((?:python|torchrun) .*by_hand/{program.name}.*)$", docstring(program), re.MULTILINE)[0]
 
 

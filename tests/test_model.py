@@ -1,4 +1,4 @@
-"""All architectures: causality, an entropy that no loss is below, names, initialization, loss, dropout, KV cache."""
+"""All architectures: causality, the entropy of the text as a bound, names, initial weights, loss, dropout, KV cache."""
 
 import math
 from typing import Any
@@ -26,7 +26,7 @@ def test_no_logit_depends_on_a_later_character(options: dict[str, Any]) -> None:
     base = random_tokens(length).expand(length, -1)
     position = torch.arange(length)
     one_changed = torch.where(position == position[:, None], (base + 1) % V, base)  # row t: character t differs
-    all_changed = torch.where(position >= position[:, None], (base + 3) % V, base)  # row t: all from t on differ
+    all_changed = torch.where(position >= position[:, None], (base + 3) % V, base)  # row t: characters from t differ
     before = model(base)[0]
     for changed in (one_changed, all_changed):
         after = model(changed)[0]
@@ -50,13 +50,13 @@ def test_no_gradient_flows_from_a_logit_to_a_later_character(options: dict[str, 
         assert gradient[0, : t + 1].any(-1).all()
 
 
-STEPS = torch.tensor([1 / 2, 1 / 4, 1 / 8, 1 / 8], dtype=torch.float64)  # probability of a step of 0, 1, 2 or 3 letters
+STEPS = torch.tensor([1 / 2, 1 / 4, 1 / 8, 1 / 8], dtype=torch.float64)  # probabilities of steps by 0 to 3 letters
 ENTROPY = 1.75 * math.log(2)  # nats per character, by construction
 LETTERS = 8
 
 
 def random_walk(length: int, seed: int) -> Tensor:
-    """A text in which each letter is the previous one plus an independent random step, modulo 8."""
+    """Returns a text. Each letter is the previous letter plus an independent random step, modulo 8."""
     generator = torch.Generator().manual_seed(seed)
     return torch.multinomial(STEPS, length, replacement=True, generator=generator).cumsum(0) % LETTERS
 
@@ -78,11 +78,11 @@ def test_held_out_loss_approaches_the_entropy_of_the_source_and_is_not_below_it(
     with torch.no_grad():
         loss = model(idx, targets)[1].item()
 
-    # The loss of the source itself on this text, near its entropy because steps are independent.
+    # The loss of the source on this text is near its entropy, because steps are independent.
     source_loss = -STEPS[(targets - idx) % LETTERS].log()
     assert abs(source_loss.mean() - ENTROPY) < 6 * source_loss.std() / source_loss.numel() ** 0.5
-    # Any prediction from the past alone has a likelihood ratio to the source above 1e9 with probability 1e-9 at most
-    # (Ville's inequality). On 32,000 letters that is 0.0006 nats per letter.
+    # The likelihood ratio of any causal prediction to the source exceeds 1e9 with a probability of at most 1e-9
+    # (Ville's inequality). On 32,000 letters, this is 0.0006 nats per letter.
     margin = math.log(1e9) / targets.numel()
     assert source_loss.mean() - margin < loss < source_loss.mean() + 0.05
 
@@ -100,7 +100,7 @@ def test_parameters_have_the_names_of_gpt_2(bias: bool) -> None:
     assert set(model.state_dict()) == {name for name, _ in model.named_parameters()} == expected
 
 
-def test_nanochat_has_weights_of_linear_layers_and_embeddings_alone() -> None:
+def test_nanochat_has_only_weights_of_linear_layers_and_embeddings() -> None:
     matrices = [name for name in BLOCK if "ln_" not in name]
     expected = {"transformer.wte.weight", "lm_head.weight"}
     expected |= {f"transformer.h.{i}.{name}.weight" for i in range(2) for name in matrices}
@@ -110,7 +110,7 @@ def test_nanochat_has_weights_of_linear_layers_and_embeddings_alone() -> None:
     assert set(small_gpt(architecture="nanochat", conv_kernel_size=3).state_dict()) == expected | convs
 
 
-def test_a_convolution_is_that_of_pytorch_and_the_identity_at_the_start() -> None:
+def test_a_convolution_equals_pytorchs_and_is_the_identity_at_the_start() -> None:
     conv, x = CausalConv(5, kernel_size=3), torch.randn(2, 7, 5, generator=torch.Generator().manual_seed(1))
     assert torch.equal(conv(x), x)
     nn.init.normal_(conv.weight)
@@ -138,7 +138,7 @@ def test_initial_weights_are_distributed_as_in_gpt_2() -> None:
             assert parameter.std().item() == pytest.approx(std, rel=0.05), name
             assert abs(parameter.mean().item()) < 6 * std / parameter.numel() ** 0.5, name
     _, loss = model(random_tokens(16, 64, vocab_size=65), random_tokens(16, 64, seed=2, vocab_size=65))
-    assert loss.item() == pytest.approx(math.log(65), abs=0.2)  # that of a uniform distribution
+    assert loss.item() == pytest.approx(math.log(65), abs=0.2)  # the loss of a uniform distribution
 
 
 def test_initial_weights_of_nanochat_make_blocks_the_identity() -> None:
@@ -199,7 +199,7 @@ def test_logits_equal_those_of_gpt_2_computed_step_by_step() -> None:
 def test_logits_equal_those_of_nanochat_computed_step_by_step() -> None:
     model, idx = random_gpt(architecture="nanochat"), random_tokens(1, T)
     weights = {name.removeprefix("transformer."): tensor for name, tensor in model.state_dict().items()}
-    turn = torch.exp(-1j * torch.outer(torch.arange(T), 10_000 ** (-torch.arange(4) / 4)))  # of a pair of dimensions
+    turn = torch.exp(-1j * torch.outer(torch.arange(T), 10_000 ** (-torch.arange(4) / 4)))  # rotations of pairs
 
     def norm(x: Tensor) -> Tensor:
         return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
@@ -220,14 +220,6 @@ def test_logits_equal_those_of_nanochat_computed_step_by_step() -> None:
         x = x + hidden.clamp(min=0) ** 2 @ weights[f"h.{i}.mlp.c_proj.weight"].T
     expected = 15 * torch.tanh(norm(x) @ weights["lm_head.weight"].T / 15)
     assert torch.allclose(model(idx)[0][0], expected, rtol=0, atol=1e-6)  # the angles are in fp32
-
-
-@all_architectures
-def test_more_characters_than_block_size_raise_an_error(options: dict[str, Any]) -> None:
-    model = small_gpt(**options)
-    model(random_tokens(1, T))
-    with pytest.raises(ValueError, match=rf"{T + 1} characters.*block_size\) is {T}"):
-        model(random_tokens(1, T + 1))
 
 
 @all_architectures
@@ -267,3 +259,5 @@ def test_logits_with_a_kv_cache_equal_those_of_one_pass(options: dict[str, Any])
     assert [cache.length for cache in caches] == [T, T]
     with pytest.raises(ValueError, match=f"{T + 1} characters"):
         model(idx[:, :1], caches=caches)
+    with pytest.raises(ValueError, match=rf"{T + 1} characters.*block_size\) is {T}"):
+        model(random_tokens(1, T + 1))

@@ -277,6 +277,10 @@ class DistributedConfig:
 
     _check_address = field_validator("init_method")(_check_init_method)
 
+    @property
+    def uses_fsdp(self) -> bool:
+        return self.strategy in ("zero2", "fsdp")
+
 
 @dataclass(frozen=True, config=STRICT)
 class Config:

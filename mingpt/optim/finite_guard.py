@@ -1,8 +1,7 @@
-"""A guard against gradients and losses that are not finite."""
+"""Stops a run when a gradient or a loss is not finite."""
 
 import math
 from collections.abc import Callable
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -11,20 +10,19 @@ from torch.optim import Optimizer
 from mingpt.config.schema import OptimizerConfig
 from mingpt.errors import UserError
 
-MIN_LOSS_SCALE = 1e-4  # of GradScaler, which halves its scale after each overflow; as in fairseq
+MIN_LOSS_SCALE = 1e-4  # GradScaler halves its scale after each overflow; this minimum is from fairseq
 
 
 class FiniteGuard:
-    """Makes the optimizer skip all updates from the first gradient on that is not finite, and reports that step.
+    """Makes the optimizer skip all updates after the first gradient that is not finite, and reports that step.
 
-    Nothing waits for a CUDA GPU: its fused kernels read GradScaler's `found_inf` on the device, and `check` is called
-    where the caller waits anyway. On a CPU `watch` looks at once, since Muon would read all gradients once more for
-    `found_inf`, and on MPS, whose kernels do not read it.
-    In fp16 GradScaler itself skips updates, and the guard looks at the scale.
+    Nothing waits for a CUDA GPU: fused kernels read GradScaler's `found_inf` on the device, and callers use `check`
+    where they wait anyway. On CPU and MPS, `watch` raises the error at once: on a CPU, Muon would read all gradients
+    again for `found_inf`, and MPS kernels ignore it. In fp16, GradScaler skips updates, and `check` reads its scale.
 
     Args:
-        optimizer: skips the updates
-        newest_snapshot: returns the path of the newest snapshot, for the message
+        optimizer: optimizer that skips updates
+        newest_snapshot: function that returns the path of the newest snapshot, for the message
     """
 
     def __init__(
@@ -40,19 +38,19 @@ class FiniteGuard:
         self.device = device
         self.config = config
         self.newest_snapshot = newest_snapshot
-        self.bad_step = torch.zeros((), device=device)  # 0: all gradients so far were finite
+        self.bad_step = torch.zeros((), device=device)  # first step with a bad gradient; 0: there was none
 
     def watch(self, step: int, grad_norm: Tensor) -> None:
-        """Looks at the norm of a step's gradient, before the update. All ranks have the same norm.
+        """Checks the norm of a step's gradient before the update. All ranks have the same norm.
 
         Raises:
-            UserError: it is not finite, on a device on which that is known at once.
+            UserError: on CPU and MPS, if the norm is not finite.
         """
         if self.scaler.is_enabled():
             return
         if self.device.type in ("cpu", "mps"):
             if not math.isfinite(grad_norm.item()):
-                self._raise(step)
+                raise self._gradient_error(step)
             return
         is_first = (self.bad_step == 0) & ~grad_norm.isfinite()
         self.bad_step = torch.where(is_first, step, self.bad_step)
@@ -60,7 +58,7 @@ class FiniteGuard:
         self.optimizer.found_inf = (self.bad_step > 0).float()  # type: ignore[attr-defined]
 
     def check(self, step: int) -> None:
-        """Waits for the device, and raises a UserError if a gradient so far was not finite."""
+        """Waits for the device, and raises a UserError if any gradient so far was not finite."""
         if self.scaler.is_enabled() and self.scaler.get_scale() < MIN_LOSS_SCALE:
             raise UserError(
                 f"step {step}: in fp16, the gradients have overflowed at every loss scale down to "
@@ -68,16 +66,21 @@ class FiniteGuard:
                 "trainer.precision to bf16 or fp32"
             )
         if self.bad_step > 0:
-            self._raise(int(self.bad_step))
+            raise self._gradient_error(int(self.bad_step))
+
+    def _gradient_error(self, step: int) -> UserError:
+        return UserError(
+            f"step {step}: the norm of the gradient is not finite; it did not change any weight or snapshot. "
+            f"{self._advice()}"
+        )
 
     def check_loss(self, step: int, loss: float) -> None:
         """Raises a UserError if the loss of a step is not finite."""
         if not math.isfinite(loss):
-            self._raise(step)
+            raise UserError(f"step {step}: the loss is not finite; no snapshot contains its update. {self._advice()}")
 
-    def _raise(self, bad_step: int) -> NoReturn:
-        raise UserError(
-            f"step {bad_step}: the loss is not finite; no weight and no snapshot was changed by it. "
+    def _advice(self) -> str:
+        return (
             f"Newest snapshot: {self.newest_snapshot()}. Lower optimizer.learning_rate "
             f"({self.config.learning_rate:g}) or optimizer.grad_norm_clip ({self.config.grad_norm_clip or 'null'})"
         )
@@ -86,6 +89,6 @@ class FiniteGuard:
         """Raises a UserError if the validation loss of a step is not finite."""
         if not math.isfinite(val_loss):
             raise UserError(
-                f"step {step}: the validation loss is not finite, so its update made weights that are not; no "
-                f"snapshot has them. Lower optimizer.learning_rate ({self.config.learning_rate:g})"
+                f"step {step}: the validation loss is not finite: the last update produced non-finite weights; no "
+                f"snapshot contains them. Lower optimizer.learning_rate ({self.config.learning_rate:g})"
             )

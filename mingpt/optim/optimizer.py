@@ -8,18 +8,18 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from mingpt.config.schema import OptimizerConfig
-from mingpt.optim.muon import MuonWithAdamW, NewtonSchulz, newton_schulz
+from mingpt.optim.muon import MuonWithAdamW
 
 
 def learning_rate(step: int, last_step: int, config: OptimizerConfig) -> float:
-    """The learning rate of a step: linear warm-up, linear decay, then the minimum.
+    """Returns the learning rate of a step: linear warm-up, linear decay, then the minimum.
 
-    Linear decay to zero learns more than a cosine: Defazio et al., "Optimal Linear Decay Learning Rate Schedules and
+    Linear decay to zero works better than a cosine: Defazio et al., "Optimal Linear Decay Learning Rate Schedules and
     Further Refinements", 2023; Bergsma et al., "Straight to Zero", 2025.
 
     Args:
         step: number of the step, from 1
-        last_step: the end of the decay where `config.decay_steps` is null
+        last_step: end of the decay if `config.decay_steps` is null
     """
     if step <= config.warmup_steps:
         return config.learning_rate * step / config.warmup_steps
@@ -31,9 +31,9 @@ def learning_rate(step: int, last_step: int, config: OptimizerConfig) -> float:
 
 
 def param_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
-    """Matrices of the blocks (for Muon), other matrices, and the rest, which has no weight decay.
+    """Returns three groups: the blocks' matrices (for Muon), other matrices, and the rest, without weight decay.
 
-    A group may be empty: a middle stage of a pipeline may have nothing but matrices of blocks.
+    A group may be empty. For example, a middle stage of a pipeline may have only the matrices of blocks.
     """
     matrices = [p for p in model.parameters() if p.dim() == 2]
     blocks: Any = model.blocks if config.name == "muon" else []
@@ -49,36 +49,34 @@ def build_optimizer(
     model: nn.Module,
     config: OptimizerConfig,
     ns_dtype: torch.dtype = torch.float32,
-    newton_schulz: NewtonSchulz = newton_schulz,
     wrapper: Callable[..., Optimizer] | None = None,
 ) -> Optimizer:
-    """Fused AdamW (Loshchilov and Hutter, 2019), or Muon with AdamW.
+    """Returns fused AdamW (Loshchilov and Hutter, 2019), or Muon with AdamW.
 
     Args:
         ns_dtype: dtype of Muon's matrix products
-        newton_schulz: function that orthogonalizes Muon's updates
-        wrapper: builds an optimizer from groups, class and settings, as ZeroRedundancyOptimizer does
+        wrapper: builds an optimizer from groups, class and settings, like ZeroRedundancyOptimizer
     """
     groups = param_groups(model, config)
-    # fsdp shards parameters as DTensors, for which PyTorch 2.13 has fused AdamW, but no fused SGD.
+    # With fsdp, parameters are DTensors. PyTorch 2.13 has fused AdamW for DTensors, but not fused SGD.
     settings: dict[str, Any] = {"lr": config.learning_rate, "betas": config.betas, "fused": True}
     cls: type[Optimizer] = AdamW
     if config.name == "muon":
         cls = MuonWithAdamW
-        settings |= {"ns_dtype": ns_dtype, "newton_schulz": newton_schulz}
+        settings["ns_dtype"] = ns_dtype
     return wrapper(groups, cls, **settings) if wrapper else cls(groups, **settings)
 
 
 def state_bytes(model: nn.Module, config: OptimizerConfig) -> int:
-    """Bytes of the optimizer's state, without counters: what it makes in a step on the meta device.
+    """Returns the bytes of the optimizer's state, without counters, after a step on the meta device.
 
     Args:
-        model: on the meta device
+        model: model on the meta device
     """
     optimizer = build_optimizer(model, config)
     for group in optimizer.param_groups:
-        group["fused"] = False  # not on the meta device
-        group["foreach"] = True  # the next fastest
+        group["fused"] = False  # not supported on the meta device
+        group["foreach"] = True  # the second fastest form
         for parameter in group["params"]:
             parameter.grad = torch.empty_like(parameter)
     optimizer.step()

@@ -1,4 +1,4 @@
-"""Activation checkpointing, applied to a model from outside."""
+"""Activation checkpointing, which is applied to a model from outside."""
 
 from collections.abc import Callable
 from functools import partial
@@ -20,14 +20,14 @@ MATRIX_PRODUCTS = [
 
 
 def apply_activation_checkpointing(model: nn.Module, mode: str) -> None:
-    """Makes backward recompute activations of the blocks.
+    """Makes backward recompute the activations of each block.
 
-    Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016. This replaces `forward` of each block, since
-    torch's checkpoint_wrapper would change the names of the parameters.
+    Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016. This function replaces the `forward` of each
+    block, since PyTorch's checkpoint_wrapper would change the names of parameters.
 
     Args:
-        model: has `blocks`
-        mode: none; full: keep only the input of each block; selective: keep the outputs of matrix products as well
+        model: a model with `blocks`
+        mode: none; full: keep only the input of each block; selective: also keep the outputs of matrix products
     """
     if mode == "none":
         return

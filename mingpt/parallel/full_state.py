@@ -1,11 +1,11 @@
-"""The state of model and optimizer as a whole, whatever part of it each rank holds.
+"""The full state of model and optimizer, while each rank may hold only a part of it.
 
-Snapshots are written from it and loaded into it. One tensor at a time is gathered or broadcast, since no rank may have
-memory for all. That is why torch.distributed.checkpoint.state_dict does not serve here; nor does it know
-ZeroRedundancyOptimizer.
+Snapshots are written from this state and loaded into it. Tensors are gathered and broadcast one at a time, because a
+rank may not have memory for all of them. torch.distributed.checkpoint.state_dict does not do that, and it does not
+support ZeroRedundancyOptimizer.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,22 +13,22 @@ from torch import Tensor, nn
 from mingpt.distributed.agreement import broadcast_object
 from mingpt.distributed.context import DistributedContext
 
-OptimizerState = Mapping[str, Mapping[str, Tensor]]  # parameter name -> name of the tensor -> tensor
+OptimizerState = Mapping[str, Mapping[str, Tensor]]  # parameter name -> key -> tensor
 
 
-def state_keys(state: OptimizerState) -> dict[str, list[str]]:
-    """The names of each parameter's optimizer state, as plain data for other ranks."""
-    return {name: list(tensors) for name, tensors in state.items()}
+def state_shapes(state: OptimizerState) -> dict[str, dict[str, list[int]]]:
+    """Returns the keys and shapes of each parameter's optimizer state, as plain data for other ranks."""
+    return {name: {key: list(tensor.shape) for key, tensor in tensors.items()} for name, tensors in state.items()}
 
 
 class FullState:
-    """What a strategy inherits. This class is for one that holds everything; others override what differs.
+    """Base class of `Strategy`. Its methods are for ranks that hold everything; sharded strategies override them.
 
     Attributes:
-        parameters: those of this rank, by GPT-2's names
-        full_shapes: by GPT-2's names, tensors with the full shapes of all parameters
-        local_state: the optimizer's own tensors of each parameter that this rank updates, by its name
-        is_sharded: a rank holds only a shard of something, so `iter_full_state` needs all ranks
+        parameters: parameters of this rank, by GPT-2's names
+        full_shapes: tensors with the full shapes of all parameters, by GPT-2's names
+        local_state: optimizer state of each parameter that this rank updates, by the parameter's name
+        is_sharded: each rank holds only a part of the state, so all ranks must call `iter_full_state`
     """
 
     context: DistributedContext
@@ -38,7 +38,7 @@ class FullState:
     is_sharded = False
 
     def iter_full_state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
-        """Each parameter's name, full value and full optimizer state. All ranks iterate together.
+        """Yields each parameter's name, full value and full optimizer state. All ranks iterate together.
 
         The next step may modify the tensors.
         """
@@ -46,39 +46,25 @@ class FullState:
             yield name, parameter.detach(), dict(self.local_state[name])
 
     def load_full_state(self, weights: Mapping[str, Tensor], state: OptimizerState, source: int) -> None:
-        """Loads the full weights and optimizer state that rank `source` passes; those of other ranks are ignored."""
-        keys = broadcast_object(self.context, state_keys(state), source)
-        for name in self.full_shapes:
-            tensors = {}
-            if self.context.rank == source:
-                tensors = {"": weights[name], **state.get(name, {})}
-            for key, full in self.broadcast_tensors(source, name, ["", *keys.get(name, [])], tensors):
-                self.load_tensor(name, key, full)
+        """Loads the full weights and optimizer state of rank `source`; other ranks' arguments are ignored."""
+        shapes = broadcast_object(self.context, state_shapes(state), source)
+        for name, parameter in self.full_shapes.items():
+            weight = self.broadcast(weights, name, parameter.shape, source)
+            if name in self.parameters:
+                self.parameters[name].detach().copy_(self.shard_of(weight, name))
+            for key, shape in shapes.get(name, {}).items():
+                tensor = self.broadcast(state.get(name, {}), key, shape, source)
+                if name in self.local_state:
+                    self.local_state[name][key] = self.shard_of(tensor, name)
 
-    def broadcast_tensors(
-        self, source: int, name: str, keys: Iterable[str], tensors: Mapping[str, Tensor]
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yields key and full value of a parameter's tensors that rank `source` passes, on the device of this rank.
+    def broadcast(self, tensors: Mapping[str, Tensor], name: str, shape: Sequence[int], source: int) -> Tensor:
+        """Returns rank `source`'s tensor of this name on the device of this rank; it ignores other ranks' tensors."""
+        full = torch.empty(shape, device=self.context.device)
+        if self.context.rank == source:
+            full.copy_(tensors[name])
+        self.context.broadcast_tensor(full, source)
+        return full
 
-        Those of other ranks are ignored. AdamW's counter of steps has no dimension, all else the parameter's shape.
-        """
-        for key in keys:
-            shape = () if key == "step" else self.full_shapes[name].shape
-            full = torch.empty(shape, device=self.context.device)
-            if self.context.rank == source:
-                full.copy_(tensors[key])
-            self.context.broadcast_tensor(full, source)
-            yield key, full
-
-    @torch.no_grad()
-    def load_tensor(self, name: str, key: str, full: Tensor) -> None:
-        """Keeps this rank's part of a parameter, or, with a key, of that tensor of its optimizer state."""
-        parameter = self.parameters[name]
-        if not key:
-            parameter.copy_(self.shard_of(full, parameter))
-        elif name in self.local_state:
-            self.local_state[name][key] = self.shard_of(full, parameter)
-
-    def shard_of(self, full: Tensor, parameter: Tensor) -> Tensor:
-        """The part of a full tensor that this rank holds."""
+    def shard_of(self, full: Tensor, name: str) -> Tensor:
+        """Returns this rank's part of a full tensor that belongs to a parameter of this rank."""
         return full

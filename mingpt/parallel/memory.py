@@ -1,22 +1,22 @@
-"""Memory per rank besides activations: estimated before training, and measured in the first step.
+"""Memory per rank without activations: estimated before training, and measured in the first step.
 
-In fp32, for `a` parameters on `n` ranks with AdamW (Muon's state of the blocks' matrices is half as large), in bytes:
+Bytes in fp32, for `a` parameters on `n` ranks with AdamW (Muon's state of the blocks' matrices is half as large):
 
-        parameters   gradients   optimizer state          for a part of the step
+        parameters   gradients   optimizer state          during a part of the step
 ddp     4a           4a          8a                       nothing: gradients are views of the buckets
-zero1   4a           4a          8a/n (of whole           nothing
-                                 parameters: the
-                                 largest rank has more)
+zero1   4a           4a          8a/n (whole              nothing
+                                 parameters, so some
+                                 ranks hold more)
 zero2   4a/n         4a/n        8a/n                     4a: all parameters unsharded
 fsdp    4a/n         4a/n        8a/n                     two unsharded blocks and the embeddings
 
-zero2 and fsdp hold full gradients, 4a, while micro-batches accumulate, and otherwise those of one block at a time.
-Unsharded blocks take 2 bytes per parameter in bf16 and fp16; ddp and zero1 then keep autocast's copies of matrices,
-2 bytes each, from forward to backward. ZeRO-2 as in the paper never shards parameters, 4a + 12a/n; this one is FSDP's,
-which shards them between steps: 16a/n then, and 4a + 16a/n at the peak.
+While micro-batches accumulate, zero2 and fsdp hold full gradients, 4a; otherwise they hold the gradients of one block.
+In bf16 and fp16, unsharded blocks take 2 bytes per parameter, and with ddp and zero1, autocast's copies of matrices
+take 2 bytes each from forward to backward. ZeRO-2 in the paper does not shard parameters and takes 4a + 12a/n; here it
+is FSDP, which shards them between steps and takes 16a/n then, and 4a + 16a/n at the peak.
 
-A stage of a pipeline is a model of its own on the n ranks of its replicas. It is counted with all embeddings. fsdp
-holds all its blocks unsharded from the first backward pass on.
+A pipeline stage is a separate model on the n ranks that hold it. The estimate includes all embeddings. From the first
+backward pass on, fsdp holds all blocks of a stage unsharded.
 """
 
 from collections.abc import Iterable, Mapping
@@ -36,12 +36,17 @@ from model import GPT
 
 @dataclass(frozen=True)
 class MemoryUsage:
-    """Bytes that a rank holds on its device: its shards, or all."""
+    """Bytes that a rank holds on its device.
+
+    Attributes:
+        optimizer: optimizer state
+        unsharded: parameters, gradients and copies that exist during a part of the step
+    """
 
     parameters: float
     gradients: float
-    optimizer: float  # state
-    unsharded: float = 0  # parameters, gradients and copies that exist for a part of the step
+    optimizer: float
+    unsharded: float = 0
 
     @property
     def total(self) -> float:
@@ -49,21 +54,21 @@ class MemoryUsage:
 
     def __str__(self) -> str:
         text = (
-            f"{format_bytes(self.total)} per rank besides activations: parameters {format_bytes(self.parameters)}, "
+            f"{format_bytes(self.total)} per rank without activations: parameters {format_bytes(self.parameters)}, "
             f"gradients {format_bytes(self.gradients)}, optimizer state {format_bytes(self.optimizer)}"
         )
         if self.unsharded:
-            text += f", in a part of the step {format_bytes(self.unsharded)}"
+            text += f", during a part of the step {format_bytes(self.unsharded)}"
         return text
 
 
 def format_bytes(number: float) -> str:
-    """Bytes as MiB or GiB."""
+    """Returns a number of bytes in MiB or GiB."""
     return f"{number / 2**30:.2f} GiB" if number >= 2**30 else f"{number / 2**20:.1f} MiB"
 
 
 def measure_memory(strategy: Strategy) -> MemoryUsage:
-    """What this rank holds between backward and the end of the step."""
+    """Returns the bytes that this rank holds between backward and the end of the step."""
     state = sum(map(_local_bytes, strategy.local_state.values()))
     return MemoryUsage(_local_bytes(strategy.parameters), _local_bytes(strategy.gradients), state)
 
@@ -77,10 +82,10 @@ def count(parameters: Iterable[Tensor]) -> int:
 
 
 def estimate_memory(config: Config, model: GPT, world_size: int, precision: str) -> MemoryUsage:
-    """What the rank that needs most will hold.
+    """Returns the bytes of the rank that needs most.
 
     Args:
-        model: a GPT, on the meta device
+        model: a GPT on the meta device
         precision: fp32, bf16 or fp16
     """
     cfg = config.distributed
@@ -91,12 +96,12 @@ def estimate_memory(config: Config, model: GPT, world_size: int, precision: str)
     layers = -(-len(model.blocks) // cfg.pipeline_stages)
     parameters = layers * block + embeddings
     state = state_bytes(model, config.optimizer) * parameters / total
-    share = -(-config.trainer.batch_size // ranks)  # the most sequences that a rank has in a step
+    share = -(-config.trainer.batch_size // ranks)  # sequences of the rank with most in a step
     micro_batch_size = config.trainer.micro_batch_size or share
-    if cfg.strategy in ("zero2", "fsdp"):
+    if cfg.uses_fsdp:
         whole_layers = layers
         if cfg.strategy == "fsdp" and cfg.pipeline_stages == 1:
-            whole_layers = min(2, layers)  # the next one is gathered while the last is needed
+            whole_layers = min(2, layers)  # the next block is gathered while one is in use
         unsharded = whole_layers * block * (4 if precision == "fp32" else 2) + 4 * embeddings
         unsharded += 4 * (parameters if micro_batch_size < share else block)  # gradients
         if cfg.cpu_offload:
@@ -105,7 +110,7 @@ def estimate_memory(config: Config, model: GPT, world_size: int, precision: str)
     unsharded = 0 if precision == "fp32" else 2 * parameters  # autocast's copies
     if cfg.reduction == "tree":
         micro_batches = -(-share // micro_batch_size)
-        # The gradient of one micro-batch, and a partial sum per digit of a binary counter.
+        # The gradient of one micro-batch, and one partial sum per digit of a binary counter.
         unsharded += 4 * parameters * (1 + micro_batches.bit_length())
     if cfg.strategy == "zero1":
         state /= ranks

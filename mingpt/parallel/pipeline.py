@@ -1,7 +1,7 @@
-"""Pipeline parallelism: blocks are split into stages, and micro-batches pass through them one after another.
+"""Pipeline parallelism: blocks are split into stages, and micro-batches pass through the stages one after another.
 
-Ranks form a mesh of replicas x stages: rank r has stage r % stages of replica r // stages. Schedules and communication
-are those of torch.distributed.pipelining (GPipe: Huang et al., 2019; 1F1B: Narayanan et al., "PipeDream: Generalized
+Ranks form a mesh of replicas x stages: rank r has stage r % stages of replica r // stages. torch.distributed.pipelining
+provides schedules and communication (GPipe: Huang et al., 2019; 1F1B: Narayanan et al., "PipeDream: Generalized
 Pipeline Parallelism for DNN Training", 2019). The ranks with the same stage use any data-parallel strategy.
 """
 
@@ -23,51 +23,48 @@ from mingpt.distributed.context import DistributedContext
 from mingpt.distributed.position import POINT_TO_POINT
 from mingpt.nn.layers import IGNORE_INDEX, cross_entropy
 from mingpt.optim.muon import to_local
-from mingpt.parallel.build import load_strategy, parallelize
-from mingpt.parallel.full_state import state_keys
+from mingpt.parallel.data_parallel import build_data_parallel
+from mingpt.parallel.full_state import state_shapes
 from mingpt.parallel.strategy import DDP, MicroBatch, Strategy
 from mingpt.system.device import seed_device
 from mingpt.system.torch_versions import require_input_grads
 from mingpt.text.permutation import hash64
 from model import GPT, KVCache
 
-WTE = "transformer.wte.weight"  # in the first stage and, where it is the output projection too, in the last
+WTE = "transformer.wte.weight"  # in the first stage, and with tied weights in the last stage, too
 
 
 class GPTStage(GPT):
-    """Consecutive blocks of a GPT, with the embeddings in the first stage and the output projection in the last.
+    """Consecutive blocks of a GPT, with the embeddings in the first stage and the output projection in the last stage.
 
-    Blocks are distributed evenly. Modules and parameters have the names that they have in the GPT.
+    Blocks are distributed evenly. Modules and parameters have the same names as in the GPT.
     """
 
-    def __init__(self, config: GPTConfig, stage: int, stages: int) -> None:
+    def __init__(self, config: GPTConfig, index: int, num_stages: int) -> None:
         super().__init__(config)
-        self.is_first = stage == 0
-        self.is_last = stage == stages - 1
-        first_block = config.n_layer * stage // stages
-        end_block = config.n_layer * (stage + 1) // stages
+        self.is_first = index == 0
+        self.is_last = index == num_stages - 1
+        first_block = config.n_layer * index // num_stages
+        end_block = config.n_layer * (index + 1) // num_stages
         self.transformer["h"] = nn.ModuleDict({str(i): self.blocks[i] for i in range(first_block, end_block)})
         kept = {"h"}
         if self.is_first:
             kept |= {"wte", "wpe", "drop"}
         if self.is_last:
-            kept |= {"ln_f"} if self.is_nanochat else {"ln_f", "wte"}  # GPT-2's output projection is wte
+            kept |= {"ln_f"} if self.is_nanochat else {"ln_f", "wte"}  # wte is GPT-2's output projection
         elif self.is_nanochat:
             del self.lm_head
         self.transformer = nn.ModuleDict({name: module for name, module in self.transformer.items() if name in kept})
 
     def forward(self, x: Tensor, caches: list[KVCache] | None = None) -> Tensor:  # type: ignore[override]
         """(B, T) characters in the first stage, else (B, T, C) -> logits (B, T, V) in the last stage, else (B, T, C)"""
-        start = caches[0].length if caches else 0
         if self.is_first:
-            x = self.embed(x, start)
-        rotary = self.rotary_factors(x, caches[0] if caches else None)
-        for i, block in enumerate(self.blocks):
-            x = block(x, rotary, caches[i] if caches else None)
+            x = self.embed(x, caches)
+        x = self.apply_blocks(x, caches)
         return self.unembed(x) if self.is_last else x
 
     def io_shapes(self, batch_size: int) -> tuple[Tensor, Tensor]:
-        """What `forward` takes and what it returns, on the meta device."""
+        """Returns tensors like the input and the output of `forward`, on the meta device."""
         shape = (batch_size, self.config.block_size)
         received = sent = torch.empty(*shape, self.config.n_embd, requires_grad=True, device="meta")
         if self.is_first:
@@ -80,12 +77,12 @@ class GPTStage(GPT):
 class PipelineParallel(Strategy):
     """Each rank holds one stage, in full or sharded over the replicas, and exchanges activations with its neighbors.
 
-    The attributes that other strategies have are those of `inner`.
+    Optimizer, scaler and parameters belong to `inner`.
 
     Attributes:
-        inner: the strategy of the ranks with the same stage, one in each replica of the model
-        pipeline: the ranks of one replica, in the order of their stages
-        tied_embedding: in the first and the last stage, these two ranks of a replica
+        inner: data-parallel strategy of the ranks with the same stage, one rank of each replica
+        pipeline: ranks of one replica, in the order of their stages
+        tied_embedding: ranks of the first and last stage of a replica; on other ranks, not used
     """
 
     is_sharded = True
@@ -93,21 +90,19 @@ class PipelineParallel(Strategy):
     def __init__(self, model: GPT, context: DistributedContext, config: Config, precision: str) -> None:
         self.context = context
         self.config = config
-        stages = config.distributed.pipeline_stages
-        replicas = [range(start, start + stages) for start in range(0, context.world_size, stages)]
-        # Groups of torch's init_device_mesh would have the default timeout, not ours.
+        num_stages = config.distributed.pipeline_stages
+        replicas = [range(start, start + num_stages) for start in range(0, context.world_size, num_stages)]
+        # The groups of PyTorch's init_device_mesh would have the default timeout, not ours.
         data_parallel = context.subgroup(zip(*replicas, strict=True))
         self.pipeline = context.subgroup(replicas, POINT_TO_POINT)
         self.tied_embedding = context.subgroup([(ranks[0], ranks[-1]) for ranks in replicas])
 
         with torch.device("meta"):
-            all_stages = [GPTStage(model.config, number, stages) for number in range(stages)]
-        stage = all_stages[self.pipeline.rank]
-        names = [[name for name, _ in each.named_parameters()] for each in all_stages]
-        cls = load_strategy(config.distributed.strategy)
-        self.inner = inner = parallelize(cls, stage, data_parallel, config, precision)
+            stages = [GPTStage(model.config, index, num_stages) for index in range(num_stages)]
+        my_stage = stages[self.pipeline.rank]
+        self.inner = inner = build_data_parallel(my_stage, data_parallel, config, precision)
         if isinstance(inner, DDP):
-            received, _ = stage.io_shapes(batch_size=1)
+            received, _ = my_stage.io_shapes(batch_size=1)
             with inner.autocast():
                 output = inner.model(torch.zeros_like(received, device=context.device))
             inner.rebuild_buckets(output.sum())
@@ -119,78 +114,81 @@ class PipelineParallel(Strategy):
         self.optimizer = inner.optimizer
         self.full_model = PipelinedModel(inner.full_model, self.pipeline)
         self.full_shapes = dict(model.named_parameters())
-        self.ties_weights = WTE in names[-1]
-        self.stage_of = {name: stage for stage in reversed(range(stages)) for name in names[stage]}  # of wte, the first
+        self.ties_weights = model.config.architecture == "gpt2"
+        self.stage_of: dict[str, int] = {}  # index of each parameter's stage; the first stage for wte
+        for index, stage in enumerate(stages):
+            for name, _ in stage.named_parameters():
+                self.stage_of.setdefault(name, index)
 
         self.size: int = config.trainer.micro_batch_size  # type: ignore[assignment]  # conflicts.py requires a number
-        self.count = config.trainer.batch_size // len(replicas) // self.size  # per replica
-        self.stage = _Stage(inner, self.pipeline, *stage.io_shapes(self.size))
+        self.count = config.trainer.batch_size // len(replicas) // self.size  # micro-batches per replica
+        self.stage = _Stage(inner, self.pipeline, *my_stage.io_shapes(self.size))
         schedule = config.distributed.pipeline_schedule
         self.schedule: Any = get_schedule_class(schedule)(self.stage, self.count, self._loss, scale_grads=False)
-        self.loss_sums: list[Tensor] = []  # of each micro-batch that the last stage has finished
+        self.loss_sums: list[Tensor] = []  # sum of the losses of each micro-batch, in the last stage
         context.exit_callbacks.append(self._release)
-        waits = stages - 1
+        waits = num_stages - 1
         self.description = {
-            "pipeline": f"replicas x stages: {len(replicas)} x {stages}, {schedule}, {self.count} micro-batches of "
+            "pipeline": f"replicas x stages: {len(replicas)} x {num_stages}, {schedule}, {self.count} micro-batches of "
             f"{self.size}: each stage waits {waits / (self.count + waits):.0%} of the time"
         }
 
     def _release(self) -> None:
-        # They refer to what the inner strategy has released.
+        # They refer to the model that the inner strategy has released.
         del self.schedule
         del self.stage
 
     def micro_batches(self, batch: range) -> list[MicroBatch]:
-        """This replica's share as one, which the schedule divides. It may go beyond the end of a short batch."""
+        """Returns this replica's share, which the schedule divides. It may extend beyond the end of a short batch."""
         share = self.size * self.count
         first = batch.start + self.inner.context.rank * share
-        return [MicroBatch(range(first, first + share), share / len(batch), batch, sync_gradients=True)]
+        return [MicroBatch(range(first, first + share), share / len(batch), batch)]
 
     def forward_backward(self, micro_batch: MicroBatch, data: CharDataset) -> list[Tensor]:
-        """Runs the schedule. A short batch is filled up with samples without targets."""
+        """Runs the schedule. Samples without targets fill up a short batch."""
         indices = micro_batch.indices
         idx, targets = data[indices]
         is_filler = torch.tensor([number >= micro_batch.batch.stop for number in indices])
         targets = targets.masked_fill(is_filler[:, None], IGNORE_INDEX)
         num_targets = len(micro_batch.batch) * targets.size(1)
-        first_samples = np.asarray(indices[:: self.size])  # of each micro-batch
+        first_samples = np.asarray(indices[:: self.size])  # the first sample of each micro-batch
         self.stage.seeds = hash64(self.config.trainer.seed, first_samples, self.pipeline.rank).tolist()
-        self.gradient_divide_factor = self.inner.gradient_divide_factor / num_targets
-        self.scaler.scale(torch.zeros((), device=self.device))  # `unscale_` needs it where no loss is scaled
+        self.loss_factor = self.inner.loss_factor / num_targets
+        self.scaler.scale(torch.zeros((), device=self.device))  # without a scaled loss, `unscale_` raises an error
         losses = [loss / num_targets for loss in self._run(self.schedule.step, idx, targets)]
         return losses or [torch.zeros((), device=self.device)]
 
     def _run(self, run_schedule: Callable[..., None], idx: Tensor, targets: Tensor) -> list[Tensor]:
-        """Passes micro-batches through all stages; returns the sum of the losses of each, in the last stage alone."""
+        """Passes micro-batches through all stages. In the last stage, it returns the sum of each one's losses."""
         self.loss_sums = []
-        inputs = self.to_device(idx.contiguous()) if self.stage.is_first else ()  # PyTorch before 2.13 needs it
+        inputs = self.to_device(idx.contiguous()) if self.stage.is_first else ()  # contiguous: PyTorch < 2.13
         target = self.to_device(targets)[0] if self.stage.is_last else None
         try:
             run_schedule(*inputs, target=target, return_outputs=False)
-        except RuntimeError as error:  # the library wraps those of a stage, such as out-of-memory errors
+        except RuntimeError as error:  # PyTorch wraps the errors of a stage, such as out-of-memory errors
             raise error.__cause__ or error from None
         return self.loss_sums
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Called by the schedule in the last stage, for each micro-batch."""
+        """Returns the loss of a micro-batch. The schedule calls this method in the last stage."""
         with self.autocast():
             loss = cross_entropy(logits, targets, "sum")
         self.loss_sums.append(loss.detach())
-        return self.scaler.scale(loss * self.gradient_divide_factor)
+        return self.scaler.scale(loss * self.loss_factor)
 
     def reduce_gradients(self, batch: range, losses: list[Tensor]) -> list[Tensor]:
-        """Adds up the gradients of wte, which two stages may have."""
+        """Adds up the gradients of tied embeddings in the first and last stage."""
         if self.ties_weights and WTE in self.parameters:
             self.tied_embedding.all_reduce(to_local(self.parameters[WTE].grad))  # type: ignore[arg-type]
         if self.scaler.is_enabled():
-            overflow = 0 * self.total_norm(self.gradients)  # NaN on all ranks if on one, so that all skip the step
+            overflow = 0 * self.total_norm(self.gradients)  # NaN if a stage overflows: all ranks skip the step
             for gradient in self.gradients.values():
                 to_local(gradient).add_(overflow)
         return losses
 
     @property
     def batches_per_round(self) -> int:
-        """Each replica takes as many batches at a time as a step has micro-batches."""
+        """Each replica evaluates one batch per micro-batch of a step."""
         return self.count * self.inner.context.world_size
 
     @torch.no_grad()
@@ -208,34 +206,34 @@ class PipelineParallel(Strategy):
         return losses
 
     def total_norm(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Over all stages; wte, which two stages may have, counts once."""
+        """Returns the total norm over all stages. A tied wte, which two stages hold, counts once."""
         mine = {name: tensor for name, tensor in tensors.items() if self.stage_of[name] == self.pipeline.rank}
         return self.pipeline.all_reduce(self.inner.total_norm(mine) ** 2).sqrt()
 
     def iter_full_state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
-        """The ranks of the first replica broadcast their stages, one after another."""
-        keys = reduce_object(self.context, state_keys(self.local_state), lambda parts: dict(ChainMap(*parts)))
-        mine = self.inner.iter_full_state()
-        for name in self.full_shapes:
-            stage = self.stage_of[name]
-            tensors = {}
-            if stage == self.pipeline.rank:
-                _, weight, state = next(item for item in mine if item[0] == name)
-                tensors = {"": weight, **state}
-            full = dict(self.broadcast_tensors(stage, name, ["", *keys[name]], tensors))
-            yield name, full.pop(""), full
+        """Yields the full state. Each rank of the first replica broadcasts its stage's part."""
+        shapes = reduce_object(self.context, state_shapes(self.local_state), lambda parts: dict(ChainMap(*parts)))
+        inner_state = self.inner.iter_full_state()
+        for name, parameter in self.full_shapes.items():
+            source = self.stage_of[name]
+            mine: dict[str, Tensor] = {}
+            if source == self.pipeline.rank:
+                _, weight, state = next(item for item in inner_state if item[0] == name)
+                mine = {name: weight, **state}
+            weight = self.broadcast(mine, name, parameter.shape, source)
+            state = {key: self.broadcast(mine, key, shape, source) for key, shape in shapes[name].items()}
+            yield name, weight, state
 
-    def load_tensor(self, name: str, key: str, full: Tensor) -> None:
-        if name in self.parameters:
-            self.inner.load_tensor(name, key, full)
+    def shard_of(self, full: Tensor, name: str) -> Tensor:
+        return self.inner.shard_of(full, name)
 
 
 class PipelinedModel(nn.Module):
-    """All stages as one model, which all ranks of a replica call together.
+    """All stages as one model. All ranks of a replica call it together.
 
     Args:
-        stage_model: the stage of this rank
-        pipeline: the ranks, in the order of their stages
+        stage_model: stage of this rank
+        pipeline: ranks of the replica, in the order of their stages
     """
 
     def __init__(self, stage_model: GPTStage, pipeline: DistributedContext) -> None:
@@ -260,13 +258,13 @@ class PipelinedModel(nn.Module):
 
 
 class _Stage(PipelineStage):
-    """A stage that seeds and autocasts each forward pass like other strategies, with names for the profiler."""
+    """A stage that seeds and autocasts each forward pass like other strategies, and names passes for the profiler."""
 
     def __init__(self, inner: Strategy, pipeline: DistributedContext, received: Tensor, sent: Tensor) -> None:
         device = inner.context.device
         super().__init__(inner.model, pipeline.rank, pipeline.world_size, device, received, sent, group=pipeline.group)
         self.autocast = inner.autocast
-        self.seeds: list[int] = []  # of dropout in each micro-batch
+        self.seeds: list[int] = []  # dropout seed of each micro-batch
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         if self.has_backward:

@@ -1,10 +1,11 @@
-"""Tree reduction: gradients that are bitwise identical at any number of ranks.
+"""Tree reduction: gradients that are bitwise identical for any number of ranks.
 
-The order in which a backend sums over ranks, and so the last bits, depends on their number. Here micro-batches have
-fixed bounds, their gradients are the leaves of one binary tree, and each node is the sum of its two children wherever
-the leaves were computed. Each rank sums complete subtrees among its consecutive leaves as they arrive, like a binary
-counter. Then each rank completes the tree for its slice of the gradient (a reduce-scatter with a fixed order), and
-slices are gathered. With a power of two of ranks and even shares, each sends as much as in a ring all-reduce.
+A backend's order of additions depends on the number of ranks, and the last bits of a sum depend on the order. Here,
+micro-batches have fixed bounds, their gradients are the leaves of one binary tree, and each node is the sum of its two
+children, whichever ranks computed the leaves. Each rank adds up complete subtrees of its consecutive leaves as they
+arrive, like a binary counter. Then each rank completes the tree for one slice of the gradient (a reduce-scatter with a
+fixed order), and ranks gather the slices. If the number of ranks is a power of two and shares are even, a rank sends as
+many bytes as in a ring all-reduce.
 """
 
 from functools import cache
@@ -23,35 +24,33 @@ from mingpt.system.torch_versions import all_gather_single
 
 
 class Node(NamedTuple):
-    """The sum over a run of consecutive leaves."""
+    """The sum over a range of consecutive leaves."""
 
     leaves: range
     value: Tensor
 
 
 class TreeReduction(Strategy):
-    """Full replicas, whose gradients are summed by the same additions at any number of ranks."""
+    """Each rank has the full model, and gradients are summed by the same additions for any number of ranks."""
 
     def __init__(self, model: nn.Module, context: DistributedContext, config: Config, precision: str) -> None:
         super().__init__(model, context, config, precision)
         self.size: int = config.trainer.micro_batch_size  # type: ignore[assignment]  # conflicts.py requires a number
-        self.nodes: list[Node] = []  # the sums of this rank's leaves in this step
+        self.nodes: list[Node] = []  # sums of this rank's leaves in this step
 
     def micro_batches(self, batch: range) -> list[MicroBatch]:
-        """This rank's micro-batches, whose bounds do not depend on the number of ranks."""
-        leaves = self.context.shard_range(0, self._num_leaves(batch))
+        """Returns this rank's micro-batches. Their bounds do not depend on the number of ranks."""
         micro_batches = []
-        for leaf in leaves:
+        for leaf in self.context.shard_range(0, self._num_leaves(batch)):
             indices = batch[self.size * leaf : self.size * (leaf + 1)]
-            sync_gradients = leaf == leaves[-1]
-            micro_batches.append(MicroBatch(indices, len(indices) / len(batch), batch, sync_gradients))
+            micro_batches.append(MicroBatch(indices, len(indices) / len(batch), batch))
         return micro_batches
 
     def _num_leaves(self, batch: range) -> int:
         return -(-len(batch) // self.size)
 
     def forward_backward(self, micro_batch: MicroBatch, data: CharDataset) -> list[Tensor]:
-        """Adds the gradient of the micro-batch, and its loss, to the tree."""
+        """Adds the micro-batch's gradient and loss to the tree."""
         [loss] = super().forward_backward(micro_batch, data)
         num_leaves = self._num_leaves(micro_batch.batch)
         leaf = (micro_batch.indices.start - micro_batch.batch.start) // self.size
@@ -61,7 +60,7 @@ class TreeReduction(Strategy):
         return [loss]
 
     def reduce_gradients(self, batch: range, losses: list[Tensor]) -> list[Tensor]:
-        """Completes the tree over all ranks; returns the mean loss over the batch."""
+        """Completes the tree over all ranks, and returns the mean loss over the batch."""
         nodes = self.nodes
         self.nodes = []
         sizes = [parameter.numel() for parameter in self.parameters.values()]
@@ -69,14 +68,14 @@ class TreeReduction(Strategy):
         *gradients, loss = total.split([*sizes, 1])
         for parameter, gradient in zip(self.parameters.values(), gradients, strict=True):
             parameter.grad = gradient.view_as(parameter)
-        return [loss[0].clone()]  # which outlives the gradient
+        return [loss[0].clone()]  # a view would keep the gradient's memory
 
     def _reduce(self, nodes: list[Node], length: int, num_leaves: int) -> Tensor:
-        """Sums over ranks: all-to-all of slices, the upper part of the tree for one slice, all-gather.
+        """Sums over ranks: an all-to-all of slices, the upper part of the tree for one slice, an all-gather.
 
         Args:
-            nodes: of this rank's leaves; empty if it has none
-            length: of each leaf's tensor
+            nodes: sums of this rank's leaves; empty if the rank does not have any
+            length: length of each leaf's tensor
         """
         world_size = self.context.world_size
         if world_size == 1:
@@ -85,7 +84,7 @@ class TreeReduction(Strategy):
         rows = torch.zeros(len(nodes), world_size * slice_size, device=self.context.device)
         for row, node in zip(rows, nodes, strict=True):
             row[:length] = node.value
-        sent = rows.view(-1, world_size, slice_size).transpose(0, 1).reshape(-1, slice_size)  # the slices of each rank
+        sent = rows.view(-1, world_size, slice_size).transpose(0, 1).reshape(-1, slice_size)  # slices, by receiver
 
         subtrees = [
             subtree_ranges(self.context.shard_range(0, num_leaves, rank), num_leaves) for rank in range(world_size)
@@ -106,14 +105,14 @@ class TreeReduction(Strategy):
 
 
 def add_node(nodes: list[Node], leaves: range, value: Tensor, num_leaves: int) -> None:
-    """Appends the next node to the right, and adds up siblings, in place, as soon as both exist.
+    """Appends the next node to the right, and adds siblings, in place, as soon as both exist.
 
-    Node k of level l covers the leaves from k 2**l to (k + 1) 2**l, as far as they exist. Its sum is that of its left
-    child plus that of its right child.
+    Node k of level l covers the existing leaves from k 2**l to (k + 1) 2**l. Its sum is the sum of its left child plus
+    the sum of its right child.
 
     Args:
         nodes: complete nodes of the binary tree, from left to right
-        num_leaves: of the whole tree
+        num_leaves: number of leaves of the whole tree
     """
     while nodes and _are_siblings(nodes[-1].leaves, leaves, num_leaves):
         left = nodes.pop()
@@ -129,7 +128,7 @@ def _are_siblings(left: range, right: range, num_leaves: int) -> bool:
 
 @cache
 def subtree_ranges(leaves: range, num_leaves: int) -> list[range]:
-    """The nodes that a rank with these leaves sums up, of a tree over `num_leaves`."""
+    """Returns the leaves of each subtree that a rank with these leaves adds up, in a tree with `num_leaves`."""
     nodes: list[Node] = []
     for leaf in leaves:
         add_node(nodes, range(leaf, leaf + 1), torch.zeros(()), num_leaves)

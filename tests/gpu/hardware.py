@@ -1,4 +1,4 @@
-"""Prints as JSON how many GPUs PyTorch sees, and what a report of a problem needs."""
+"""Prints the number of GPUs and the versions that a problem report needs, as JSON."""
 
 import json
 import os
@@ -24,6 +24,6 @@ def describe(count: int) -> str:
 
 
 if __name__ == "__main__":
-    # Set to 2 where there is no GPU, tests of GPUs run on the CPU with gloo.
+    # On a machine without GPUs, TEST_GPU_COUNT=2 makes tests of GPUs run on the CPU with gloo.
     count = int(os.environ.get("TEST_GPU_COUNT", torch.cuda.device_count()))
     print(json.dumps({"count": count, "report": describe(count)}))

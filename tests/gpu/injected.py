@@ -1,9 +1,9 @@
-"""main.py in which something happens in steps, for tests that start it under torchrun.
+"""main.py with an injected event, for tests that start it under torchrun.
 
     torchrun --standalone --nproc_per_node=2 -m tests.gpu.injected EVENT [OPTIONS OF main.py]
 
-EVENT is what the last rank does in a step of the first start: SIGKILL, SIGSTOP, or OOM, an allocation that fails. With
-WAITS, PyTorch warns of each call in a step that waits for the GPU.
+With SIGKILL or SIGSTOP, the last rank sends itself that signal in a step of the first start; with OOM, it makes an
+allocation that fails. With WAITS, PyTorch warns about each call in a step that waits for the GPU.
 """
 
 import os
@@ -18,7 +18,7 @@ from mingpt.program import exit_process, run_program
 from trainer import Trainer
 
 FAILS_AFTER = 8  # steps
-WARMS_UP = 3  # steps, in which memory is allocated and DDP arranges its buckets
+WARMS_UP = 3  # steps that allocate memory
 
 train_step = Trainer.train_step
 
@@ -26,7 +26,7 @@ train_step = Trainer.train_step
 def fail(trainer: Trainer) -> Any:
     context = trainer.context
     if trainer.progress.step == FAILS_AFTER and context.restart_count == 0:
-        trainer.snapshots.writer.wait()  # so that there is one to resume from
+        trainer.snapshots.writer.wait()  # so that there is a snapshot to resume from
         if context.rank == context.world_size - 1:
             if EVENT == "OOM":
                 torch.empty(2**50, dtype=torch.uint8, device=context.device)

@@ -1,4 +1,4 @@
-"""A rank that fails is named by the others; the next start, or torchrun's restart, changes no bit of the run."""
+"""Other ranks name a rank that fails, and after a restart the run has the same bits."""
 
 from pathlib import Path
 

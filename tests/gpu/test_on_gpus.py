@@ -1,4 +1,4 @@
-"""What only GPUs can show: their losses beside a CPU's, in each precision, and what the host waits for."""
+"""Tests that only GPUs can run: losses in each precision, compared with a CPU, and waits of the host."""
 
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,9 @@ from tests.parallel.runs import loss_errors, train, with_stages
 
 pytestmark = pytest.mark.gpu
 
-# The largest relative error of a loss beside fp32 on a CPU. In fp16, the first steps may overflow and be skipped.
+# Largest relative error of a loss, compared with fp32 on a CPU. In fp16, the first steps may overflow and be skipped.
 TOLERANCES = {"fp32": 1e-3, "bf16": 3e-2, "fp16": 3e-2}
-# Each strategy, in all precisions together.
+# Each strategy, and over all strategies each precision.
 WATCHED: dict[str, dict[str, Any]] = {
     "ddp-fp16": {"trainer__precision": "fp16"},
     "zero1-bf16": {"distributed__strategy": "zero1", "trainer__precision": "bf16", "optimizer__name": "muon"},

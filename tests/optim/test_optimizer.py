@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mingpt.config.schema import OptimizerConfig
-from mingpt.optim.optimizer import build_optimizer, learning_rate
+from mingpt.optim.optimizer import build_optimizer, learning_rate, state_bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -27,9 +27,8 @@ def test_the_learning_rate_rises_linearly_then_falls_linearly_to_the_minimum() -
 
 def test_decay_steps_overrides_the_last_step() -> None:
     config = OptimizerConfig(learning_rate=1.0, min_learning_rate=0.2, warmup_steps=10, decay_steps=30)
-    assert [learning_rate(s, 1000, config) for s in range(1, 50)] == [
-        learning_rate(s, 30, CONFIG) for s in range(1, 50)
-    ]
+    for step in range(1, 50):
+        assert learning_rate(step, 1000, config) == learning_rate(step, 30, CONFIG)
     assert learning_rate(20, 20, config) == pytest.approx(0.6)  # a run that ends in the middle of the decay
 
 
@@ -55,7 +54,7 @@ def network(seed: int = 0) -> nn.Module:
 
 
 def set_random_gradients(model: nn.Module, seed: int) -> None:
-    """Gradients of all magnitudes from 1e-8, where AdamW's epsilon counts, to 1."""
+    """Sets gradients with magnitudes from 1e-8, where AdamW's epsilon matters, to 1."""
     torch.manual_seed(seed)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter) * 10 ** (-8 * torch.rand_like(parameter))
@@ -104,7 +103,7 @@ def test_updates_equal_those_of_adamw_computed_step_by_step() -> None:
 
 
 def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Copies of all weights, moments and counters."""
+    """Returns copies of all weights, moments and counters."""
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for name, parameter in model.named_parameters():
         state |= {f"{name} {key}": tensor.clone() for key, tensor in optimizer.state[parameter].items()}
@@ -118,7 +117,7 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 @pytest.mark.parametrize("steps", [0, 3])
 def test_found_inf_skips_weights_moments_and_counters(steps: int, name: Literal["adamw", "muon"]) -> None:
-    """The trainer relies on this to skip a step without a device synchronization."""
+    """So the trainer can skip a step without a device synchronization."""
     model, undisturbed = network(), network()
     optimizer = build_optimizer(model, OptimizerConfig(name=name))
     reference = build_optimizer(undisturbed, OptimizerConfig(name=name))
@@ -138,9 +137,20 @@ def test_found_inf_skips_weights_moments_and_counters(steps: int, name: Literal[
     before = full_state(model, optimizer)
     step(model, optimizer, seed=100, found_inf=1.0)
     assert equal(model.state_dict(), weights)
-    assert equal(full_state(model, optimizer), before) or not steps  # before the first step there are no moments yet
+    assert equal(full_state(model, optimizer), before) or not steps  # the first step creates the moments
     assert {float(state["step"]) for state in optimizer.state.values() if "step" in state} == {steps}
     step(model, optimizer, seed=101)
     step(undisturbed, reference, seed=101)
     assert equal(full_state(model, optimizer), full_state(undisturbed, reference))
     assert not equal(model.state_dict(), weights)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_the_size_of_the_state_is_known_before_training(name: Literal["adamw", "muon"]) -> None:
+    model = network()
+    config = OptimizerConfig(name=name)
+    optimizer = build_optimizer(model, config)
+    set_random_gradients(model, seed=0)
+    optimizer.step()
+    tensors = [tensor for state in optimizer.state.values() for tensor in state.values()]
+    assert state_bytes(model.to("meta"), config) == sum(tensor.nbytes for tensor in tensors if tensor.dim())

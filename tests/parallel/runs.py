@@ -1,18 +1,21 @@
 """Runs that tests of strategies and of pipeline stages share."""
 
+import math
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+from torch import Tensor, nn
 
-from mingpt.config.parser import read_config
 from mingpt.distributed.agreement import all_gather_object
-from mingpt.errors import UserError
 from mingpt.parallel.memory import MemoryUsage, estimate_memory, measure_memory
-from model import GPT
+from model import GPT, Block
 from tests.helpers import (
     LARGE_CONFIG,
     NO_DROPOUT,
@@ -26,8 +29,9 @@ from tests.helpers import (
     train_losses,
     write_text,
 )
+from trainer import Trainer
 
-Options = dict[str, Any]  # of a run, by names such as trainer__batch_size
+Options = dict[str, Any]  # options of a run, by names such as trainer__batch_size
 
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
 ARCHITECTURES = ("gpt2", "nanochat")
@@ -83,12 +87,8 @@ COMBINED: list[Options] = [  # with two stages
     {"trainer__precision": "bf16", "model__architecture": "gpt2"},
     {"distributed__strategy": "fsdp", "trainer__compile": True},
 ]
-# With three stages, of which the middle one has only matrices of blocks in the default model.
+# With three stages. In the default model, the middle stage has only the matrices of blocks.
 MIDDLE_STAGE: list[Options] = [{"distributed__strategy": name, "optimizer__name": "muon"} for name in STRATEGIES]
-REFUSED: list[Options] = [
-    {"distributed__reduction": "tree"},
-    {"distributed__strategy": "fsdp", "distributed__cpu_offload": True},
-]
 PIPELINE_RESUMED = [(1, 1, "ddp"), (4, 4, "ddp"), (4, 2, "fsdp"), (2, 1, "fsdp")]  # ranks, stages, strategy
 
 
@@ -96,15 +96,10 @@ def with_stages(stages: int, **changes: Any) -> Options:
     return PIPELINE | {"distributed__pipeline_stages": stages} | changes
 
 
-def label(options: Options) -> str:
-    names = {name: name.split("__")[1] for name in options} | {"optimizer__name": "optimizer"}
-    return ", ".join(f"{names[name]}: {'null' if value is None else value}" for name, value in options.items())
-
-
 def train(
     folder: Path, ranks: int, runs: dict[str, Options], steps: int, device: str = "cpu"
 ) -> dict[str, list[float]]:
-    """Trains without dropout, in run folders of these names; returns the losses of each run."""
+    """Trains without dropout, in run folders with these names. Returns the losses of each run."""
     folder.mkdir(parents=True, exist_ok=True)
     text = write_text(folder / "text.txt")
     every = dict.fromkeys(("trainer__max_steps", "trainer__eval_every", "trainer__save_every"), steps)
@@ -114,7 +109,7 @@ def train(
 
 
 def loss_errors(folder: Path, ranks: int, runs: list[Options], steps: int = 12, device: str = "cpu") -> list[float]:
-    """The largest relative deviation of each run's losses from those of the same training in one process.
+    """Returns the largest relative deviation of each run's losses from the same training in one process.
 
     That process uses ddp and the whole batch at once, without activation checkpointing and compilation.
     """
@@ -134,10 +129,10 @@ def loss_errors(folder: Path, ranks: int, runs: list[Options], steps: int = 12, 
 
 
 def resume(folder: Path, runs: list[tuple[str, Options]]) -> list[tuple[bool, list[float]]]:
-    """For `run_ranks`: resumes runs in these folders, of six steps each, with these options.
+    """For `run_ranks`: resumes runs of six steps each from these folders, with these options.
 
     Returns:
-        of each, whether weights and optimizer state have the bits of the snapshot, and the losses of the next 3 steps
+        for each run, whether weights and optimizer state equal the snapshot's, and the losses of the next three steps
     """
     results = []
     for i, (saved, options) in enumerate(runs):
@@ -157,7 +152,7 @@ def resume(folder: Path, runs: list[tuple[str, Options]]) -> list[tuple[bool, li
 
 
 def assert_exact_resume(folder: Path, ranks: int, runs: dict[str, Options], device: str = "cpu") -> None:
-    """Trains eight steps at once, and five and then, in new processes, three: losses and snapshots are equal."""
+    """Trains eight steps at once, and again in two parts, in new processes: losses and snapshots must be equal."""
     text = write_text(folder / "text.txt")
     for part, stop in (("whole", 8), ("parts", 5), ("parts", 8)):
         schedule = {"trainer__max_steps": stop, "optimizer__decay_steps": 12, "trainer__deterministic": True}
@@ -170,7 +165,7 @@ def assert_exact_resume(folder: Path, ranks: int, runs: dict[str, Options], devi
 
 
 def measure(folder: Path, runs: list[Options]) -> list[tuple[MemoryUsage, list[MemoryUsage]]]:
-    """For `run_ranks`: memory of a large model after a step: the estimate for the rank with most, and of each rank."""
+    """For `run_ranks`: returns the estimated memory, and the memory of each rank after a step, for a large model."""
     results = []
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     for i, options in enumerate(runs):
@@ -185,10 +180,44 @@ def measure(folder: Path, runs: list[Options]) -> list[tuple[MemoryUsage, list[M
     return results
 
 
-def refusal(options: Options) -> str:
-    """The message with which the configuration refuses these options with two stages."""
-    try:
-        read_config(run_args(Path("run"), "text.txt", **with_stages(2), **options))
-    except UserError as error:
-        return str(error).split(" (in the command line)")[0]
-    raise AssertionError(f"{label(options)} is accepted")
+@contextmanager
+def overflowing_gradients(trainer: Trainer) -> Iterator[None]:
+    """In the block, gradients of this rank overflow."""
+
+    def overflow(module: nn.Module, args: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda gradient: gradient * math.inf)
+
+    block = next(module for module in trainer.strategy.full_model.modules() if isinstance(module, Block))
+    handle = block.register_forward_hook(overflow)
+    yield
+    handle.remove()
+
+
+def scale_and_skip(trainer: Trainer, overflow_on: int) -> tuple[list[float], list[bool]]:
+    """Makes three steps with the CPU's gradient scaler. The second step overflows on one rank.
+
+    Returns:
+        the scale after each step, and whether the step changed weights or optimizer state
+    """
+    strategy, scales, changed = trainer.strategy, [], []
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    strategy.scaler = trainer.guard.scaler = scaler
+
+    def step_without_reading(optimizer: torch.optim.Optimizer) -> None:
+        with mock.patch.object(Tensor, "item", side_effect=AssertionError("the host would wait for the device")):
+            torch.amp.GradScaler.step(scaler, optimizer)
+
+    def full_state() -> list[Tensor]:
+        state = [(weight, *tensors.values()) for _, weight, tensors in strategy.iter_full_state()]
+        return [tensor.clone() for tensors in state for tensor in tensors]
+
+    scaler.step = step_without_reading
+    for step in range(3):
+        before = full_state()
+        overflows = step == 1 and trainer.context.rank == overflow_on
+        with overflowing_gradients(trainer) if overflows else nullcontext():
+            trainer.train_step()
+        changed.append(not all(map(torch.equal, before, full_state())))
+        scales.append(scaler.get_scale())
+    return scales, changed

@@ -1,4 +1,4 @@
-"""Activation checkpointing and stages, applied from outside, keep outputs, gradients and parameter names."""
+"""Activation checkpointing and stages, which are applied from outside, keep outputs, gradients and names."""
 
 import pytest
 import torch
@@ -38,8 +38,8 @@ def test_activation_checkpointing_recomputes_blocks_with_the_same_bits_and_dropo
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
 @pytest.mark.parametrize("architecture", ["gpt2", "nanochat"])
-def test_stages_compute_what_the_whole_model_does(architecture: str, num_stages: int) -> None:
-    """Each parameter is in one stage, a tied wte in the first and the last, and blocks are distributed evenly."""
+def test_stages_compute_the_same_as_the_whole_model(architecture: str, num_stages: int) -> None:
+    """Each parameter is in one stage, except for a tied wte, which is in two. Blocks are distributed evenly."""
     model = small_gpt(architecture=architecture, n_layer=5).eval()
     stages = [GPTStage(model.config, stage, num_stages).eval() for stage in range(num_stages)]
     for stage in stages:

@@ -1,4 +1,4 @@
-"""Memory per rank: estimates before training, the check against what there is, and a step that runs out of memory."""
+"""Memory per rank: estimates before training, the check of free memory, and a step that runs out of memory."""
 
 import os
 import re
@@ -29,7 +29,7 @@ def estimate(ranks: int, precision: str = "fp32", **changes: Any) -> MemoryUsage
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
-def test_estimates_are_those_of_the_papers(strategy: str, ranks: int) -> None:
+def test_estimates_follow_the_papers(strategy: str, ranks: int) -> None:
     usage = estimate(ranks, distributed__strategy=strategy, trainer__batch_size=8)
     shards = ranks if strategy in ("zero2", "fsdp") else 1
     optimizer_shards = 1 if strategy == "ddp" else ranks
@@ -45,9 +45,9 @@ def test_estimates_depend_on_optimizer_and_accumulation() -> None:
     accumulated = estimate(2, distributed__strategy="zero2", trainer__micro_batch_size=1).unsharded
     zero2 = estimate(2, distributed__strategy="zero2", trainer__micro_batch_size=None).unsharded
     fsdp = estimate(2, distributed__strategy="fsdp", trainer__micro_batch_size=None).unsharded
-    assert fsdp < zero2 < accumulated == 8 * PARAMETERS  # all gradients beside all parameters
+    assert fsdp < zero2 < accumulated == 8 * PARAMETERS  # all gradients and all parameters
     tree = estimate(2, distributed__reduction="tree", trainer__micro_batch_size=1)
-    assert tree.unsharded == 4 * PARAMETERS * (1 + 3)  # of four micro-batches, the last and up to three partial sums
+    assert tree.unsharded == 4 * PARAMETERS * (1 + 3)  # the last of four micro-batches, and three partial sums
     stage = estimate(2, distributed__pipeline_stages=2, trainer__batch_size=8)  # 2 of 3 blocks, and the embeddings
     block = sum(parameter.numel() for parameter in MODEL.blocks[0].parameters())
     assert stage.parameters == 4 * (PARAMETERS - block)
@@ -68,9 +68,9 @@ def test_what_is_measured_after_a_step_is_what_was_estimated(
         r"parameters ([\d.]+) MiB, gradients ([\d.]+) MiB, optimizer state ([\d.]+) MiB", out
     )
     for found, expected in zip(measured, estimated, strict=True):
-        # Whole parameters are assigned to ranks with zero1; and AdamW's step counters are not counted.
+        # With zero1, ranks own whole parameters. The estimate does not include AdamW's step counters.
         assert float(found) == pytest.approx(float(expected), rel=0.3 if strategy == "zero1" else 0.03)
-    for peak in re.findall(r"; at the peak ([\d.]+) MiB, activations included", out):  # which GPUs have
+    for peak in re.findall(r"; at the peak ([\d.]+) MiB, activations included", out):  # on GPUs
         assert float(peak) > sum(map(float, measured))
 
 
@@ -79,15 +79,11 @@ def test_too_little_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mingpt.parallel.memory.memory_per_rank", lambda *args: int(usage.total))
     check_memory(usage, torch.device("cpu"), 1, 1)
     monkeypatch.setattr("mingpt.parallel.memory.memory_per_rank", lambda *args: 2**20)
-    with pytest.raises(UserError, match=r"besides activations: .*; there are 1\.0 MiB; use a smaller model") as refused:
+    with pytest.raises(UserError, match=r"without activations: .*; there are 1\.0 MiB; use a smaller model") as refused:
         check_memory(usage, torch.device("cpu"), 1, 1)
     assert format_bytes(usage.total) in str(refused.value)
-
-
-def test_on_a_gpu_the_message_says_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mingpt.parallel.memory.memory_per_rank", lambda *args: 0)
-    with pytest.raises(UserError, match=r"; there are 0\.0 MiB free on the GPU; use"):
-        check_memory(estimate(1), torch.device("cuda"), 1, 1)
+    with pytest.raises(UserError, match=r"; there are 1\.0 MiB free on the GPU; use"):
+        check_memory(usage, torch.device("cuda"), 1, 1)
 
 
 def test_a_run_that_needs_too_much_memory_ends_before_the_first_step(text: Path, tmp_path: Path) -> None:
@@ -98,7 +94,7 @@ def test_a_run_that_needs_too_much_memory_ends_before_the_first_step(text: Path,
 
 
 def test_a_step_that_runs_out_of_memory_is_one_message(text: Path, tmp_path: Path) -> None:
-    """tests/distributed/test_health.py has it with two ranks, of which the other reports a failed rank."""
+    """tests/distributed/test_health.py tests this with two ranks, where the other rank reports a failed rank."""
     options = {"model__n_embd": 64, "trainer__batch_size": 4096, "trainer__micro_batch_size": None}
     argv = run_args(tmp_path / "run", text, **options)
     [(status, _, err)] = run_ranks(1, _limit_memory, argv, tmp_path=tmp_path)
@@ -111,7 +107,7 @@ def test_a_step_that_runs_out_of_memory_is_one_message(text: Path, tmp_path: Pat
 
 
 def _limit_memory(argv: list[str]) -> tuple[int, str, str]:
-    """Runs main.py, which may allocate 32 MiB in its first step, less than the batch needs."""
+    """Runs main.py. It may allocate 32 MiB in its first step, less than the batch needs."""
     train_step = Trainer.train_step
 
     def limited(trainer: Trainer) -> Any:

@@ -1,34 +1,22 @@
-"""All strategies have the same losses and snapshots, exchange gradients once per step, and use the estimated memory."""
+"""All strategies have the same losses and snapshots, and exchange gradients once per step."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from mingpt.optim import optimizer
-from mingpt.parallel.strategy import Strategy
-from mingpt.snapshot.storage import load_snapshot
 from tests.helpers import (
-    MEMORY_KINDS,
     NO_DROPOUT,
     SLOW_ON_CPU,
-    assert_equal_snapshots,
-    loss_curve,
     max_relative_error,
     newest_snapshot,
     open_trainer,
     ranks_on,
     run_args,
-    run_each_captured,
-    run_on,
     run_ranks,
     small_gpt,
     train_curves,
@@ -43,8 +31,8 @@ from tests.parallel.runs import (
     TRAINED,
     assert_exact_resume,
     loss_errors,
-    measure,
     resume,
+    scale_and_skip,
     train,
 )
 
@@ -64,7 +52,8 @@ WITH_MUON = {f"{name} with muon": {"optimizer__name": "muon", **BY_NAME[name]} f
 def test_all_strategies_train_with_the_same_losses(device: str, ranks: int, steps: int, tmp_path: Path) -> None:
     """With and without accumulation and activation checkpointing, on uneven shares, with both optimizers.
 
-    With Muon and fsdp, each of three ranks has rows of all matrices, and with two blocks one updates no whole matrix.
+    With Muon and fsdp on three ranks, each rank has rows of all matrices. Two blocks have two matrices of each shape,
+    so one rank does not orthogonalize any.
     """
     runs = TRAINED if steps == 12 else [TRAINED[i] for i in (1, 5, 7, 9)]  # each strategy once
     errors = loss_errors(tmp_path, ranks_on(device, ranks), runs, steps, device)
@@ -91,7 +80,7 @@ def test_resume_is_exact_with_every_strategy(device: str, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_resume_is_exact_with_a_compiled_model_whose_parameters_keep_their_names(tmp_path: Path) -> None:
-    """With dropout, whose random numbers the compiler draws; on three ranks, whose sums depend on DDP's buckets."""
+    """With dropout, where compiled code draws random numbers, and on three ranks, where DDP's buckets change sums."""
     assert_exact_resume(tmp_path, 3, {"compiled": {"trainer__compile": True, "trainer__micro_batch_size": 1}})
     assert newest_snapshot(tmp_path / "compiled-parts")["model"].keys() == small_gpt().state_dict().keys()
 
@@ -108,7 +97,7 @@ def test_each_strategy_resumes_what_another_saved(ranks: int, tmp_path: Path) ->
 
 
 def test_norms_of_parameters_and_gradients_are_those_of_the_whole_model(tmp_path: Path) -> None:
-    """With two stages too, each of which holds half of the blocks, and both of which hold GPT-2's embedding."""
+    """Also with two stages, where each stage holds half of the blocks and both hold GPT-2's embedding."""
     write_text(tmp_path / "text.txt")
     runs = [{"trainer__batch_size": 8, "model__architecture": "gpt2", **options} for options in BY_NAME.values()]
     runs += [{**options, "distributed__pipeline_stages": 2} for options in (runs[0], runs[3])]
@@ -120,7 +109,7 @@ def test_norms_of_parameters_and_gradients_are_those_of_the_whole_model(tmp_path
 
 
 def _norms(folder: Path, changes: list[dict[str, Any]]) -> list[tuple[float, float, float]]:
-    """For `run_ranks`: norms of all tensors of a snapshot together, of parameters, and of gradients, after a step."""
+    """For `run_ranks`: returns the norms of a snapshot's weights, of parameters, and of gradients, after a step."""
     norms = []
     for i, change in enumerate(changes):
         run_dir = folder / f"norms-{os.environ.get('WORLD_SIZE')}-{i}"
@@ -132,40 +121,8 @@ def _norms(folder: Path, changes: list[dict[str, Any]]) -> list[tuple[float, flo
     return norms
 
 
-class SGDWithMomentum(torch.optim.SGD):
-    """SGD with AdamW's settings."""
-
-    def __init__(self, groups: Any, lr: float, betas: tuple[float, float], fused: bool) -> None:
-        super().__init__(groups, lr, momentum=betas[0])
-
-
-def _with_sgd(body: Callable[..., Any], *args: Any) -> Any:
-    """For `run_ranks`: calls a function with SGD in place of AdamW."""
-    optimizer.AdamW = SGDWithMomentum  # type: ignore[misc]
-    return body(*args)
-
-
-@pytest.mark.slow
-def test_another_optimizer_is_a_change_of_build_optimizer(tmp_path: Path) -> None:
-    """SGD in place of AdamW trains and resumes with all strategies, and memory is estimated by its state."""
-    text = write_text(tmp_path / "text.txt")
-    runs = {name: options | {"optimizer__name": "adamw"} for name, options in BY_NAME.items()}
-    for part, stop in (("whole", 4), ("parts", 2), ("parts", 4)):
-        schedule = {"trainer__max_steps": stop, "optimizer__decay_steps": 12}
-        argvs = [run_args(tmp_path / f"{name}-{part}", text, **options, **schedule) for name, options in runs.items()]
-        outputs = run_ranks(2, _with_sgd, run_each_captured, argvs, tmp_path=tmp_path)
-        assert [[status for status, *_ in results] for results in outputs] == [[0] * len(runs)] * 2
-    for name in runs:
-        assert_equal_snapshots(tmp_path / f"{name}-whole", tmp_path / f"{name}-parts")
-        snapshot = newest_snapshot(tmp_path / f"{name}-whole")
-        assert {key for state in snapshot["optimizer"].values() for key in state} == {"momentum_buffer"}
-    found, *_ = run_ranks(2, _with_sgd, measure, tmp_path, list(runs.values()), tmp_path=tmp_path)
-    for options, (estimate, usages) in zip(runs.values(), found, strict=True):
-        assert max(usage.optimizer for usage in usages) == pytest.approx(estimate.optimizer, rel=0.05), options
-
-
 def test_each_kind_of_strategy_trains_with_torch_distributed_debug_detail(tmp_path: Path) -> None:
-    """PyTorch then wraps each backend. Stages and replicas are subgroups, where DDP is applied too."""
+    """PyTorch then wraps each backend. Stages and replicas are subgroups, and DDP runs in a subgroup, too."""
     write_text(tmp_path / "text.txt")
     others = [{"distributed__reduction": "tree"}, {"distributed__pipeline_stages": 2}]
     changes = [{"trainer__batch_size": 8, **change} for change in (BY_NAME["ddp"], BY_NAME["fsdp"], *others)]
@@ -176,39 +133,13 @@ def test_each_kind_of_strategy_trains_with_torch_distributed_debug_detail(tmp_pa
 
 
 def _train_with_detail(folder: Path, changes: list[dict[str, Any]]) -> list[list[float]]:
-    dist.set_debug_level(dist.DebugLevel.DETAIL)  # as PyTorch does when it is imported
+    dist.set_debug_level(dist.DebugLevel.DETAIL)  # PyTorch does this when it is imported
     return train_curves(folder, changes, 2)
-
-
-@pytest.mark.parametrize("device", SLOW_ON_CPU)
-def test_a_run_goes_through_all_strategies(device: str, tmp_path: Path) -> None:
-    """Each start resumes what another strategy saved. The files differ in nothing but the values."""
-    ranks = ranks_on(device, 2)
-    text = write_text(tmp_path / "text.txt")
-    for step, name in ((3, "ddp"), (6, "zero1"), (9, "zero2"), (12, "fsdp")):
-        options = {"distributed__strategy": name, "trainer__max_steps": step, "trainer__keep_snapshots": 4}
-        options |= NO_DROPOUT
-        run_on(device, ranks, [run_args(tmp_path / "run", text, **options)], tmp_path)
-    run_on(device, 1, [run_args(tmp_path / "whole", text, **NO_DROPOUT)], tmp_path)
-    found, expected = (loss_curve(tmp_path / name) for name in ("run", "whole"))
-    assert [step for step, _ in found] == [step for step, _ in expected]
-    assert max_relative_error([loss for _, loss in found], [loss for _, loss in expected]) < 1e-4
-    shapes = [_shapes(tmp_path / f"run/snapshots/step_{step:08}.pt") for step in (3, 6, 9, 12)]
-    assert shapes == [_shapes(tmp_path / "whole/snapshots/step_00000012.pt")] * 4
-
-
-def _shapes(file: Path) -> dict[str, Any]:
-    """The dtype and shape of each weight and of its optimizer state."""
-    snapshot = load_snapshot(str(file))
-    tensors = {name: {"": weight, **snapshot["optimizer"][name]} for name, weight in snapshot["model"].items()}
-    return {
-        name: {key: (tensor.dtype, tensor.shape) for key, tensor in found.items()} for name, found in tensors.items()
-    }
 
 
 @pytest.fixture(scope="module")
 def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Results of several bodies by rank."""
+    """Results of `_on_two_ranks`, by rank."""
     folder = tmp_path_factory.mktemp("two")
     write_text(folder / "text.txt")
     return run_ranks(2, _on_two_ranks, folder, tmp_path=folder)
@@ -221,11 +152,11 @@ def _on_two_ranks(folder: Path) -> dict[str, Any]:
     for name, options in BY_NAME.items():
         with open_trainer(*run_args(folder / name, folder / "text.txt", **options), rendezvous=name) as trainer:
             train_losses(trainer, 1)
-            results[name] = _reduced_numbers(trainer), *_overflow(trainer)
+            results[name] = _reduced_numbers(trainer), *scale_and_skip(trainer, overflow_on=1)
     for name, options in WITH_MUON.items():
         with open_trainer(*run_args(folder / name, folder / "text.txt", **options), rendezvous=name) as trainer:
             train_losses(trainer, 1)
-            results[name] = [], *_overflow(trainer)
+            results[name] = [], *scale_and_skip(trainer, overflow_on=1)
     for cap in (None, 25.0, 0.5):
         wide = gpt2 | {"model__n_layer": 1, "model__n_embd": 192, "distributed__bucket_cap_mb": cap}
         argv = run_args(folder / f"bucket-{cap}", folder / "text.txt", **wide)
@@ -237,40 +168,15 @@ def _on_two_ranks(folder: Path) -> dict[str, Any]:
 
 
 def _reduced_numbers(trainer: Any) -> list[int]:
-    """How many gradients each collective of a step reduces, as the profiler records them."""
+    """Returns the number of gradients that each collective of a step reduces, from the profiler's record."""
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
         trainer.train_step()
     collectives = [event for event in profiled.events() if event.name in ("gloo:all_reduce", "gloo:reduce_scatter")]
     return [n for event in collectives if (n := torch.Size(event.input_shapes[0]).numel()) > 1]
 
 
-def _overflow(trainer: Any) -> tuple[list[float], list[bool]]:
-    """Scales, and whether weights or their state changed, in three steps of which the second overflows on rank 1."""
-    strategy, scales, changed = trainer.strategy, [], []
-    scaler = strategy.scaler = trainer.guard.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-
-    def step_without_waiting(optimizer: torch.optim.Optimizer) -> None:
-        with mock.patch.object(Tensor, "item", side_effect=AssertionError("the host would wait for the device")):
-            torch.amp.GradScaler.step(scaler, optimizer)
-
-    def full_state() -> list[Tensor]:
-        state = [(weight, *tensors.values()) for _, weight, tensors in strategy.iter_full_state()]
-        return [tensor.clone() for tensors in state for tensor in tensors]
-
-    scaler.step = step_without_waiting
-    compute_loss = strategy.compute_loss
-    for step in range(3):
-        factor = float("inf") if step == 1 and trainer.context.rank == 1 else 1.0
-        strategy.compute_loss = lambda *args, by=factor: compute_loss(*args) * by
-        before = full_state()
-        trainer.train_step()
-        changed.append(not all(map(torch.equal, before, full_state())))
-        scales.append(scaler.get_scale())
-    return scales, changed
-
-
 def test_fsdp_trains_in_bf16_with_the_losses_of_ddp(on_two_ranks: list[dict[str, Any]]) -> None:
-    """To the precision of bf16, which the gathered weights have, those of layer norms too."""
+    """To the precision of bf16: fsdp gathers all weights in bf16, including the weights of layer norms."""
     expected, found = on_two_ranks[0]["bf16"]
     assert 0 < max_relative_error(found, expected) < 2e-3
 
@@ -288,7 +194,7 @@ def test_each_gradient_is_reduced_once_per_step(name: str, on_two_ranks: list[di
 
 
 def test_the_first_bucket_is_small_unless_the_size_is_set(on_two_ranks: list[dict[str, Any]]) -> None:
-    """With the default, communication begins when gradients of 1 MiB exist; this model has 1.7 MiB."""
+    """By default, communication begins as soon as there are gradients of 1 MiB. This model has 1.7 MiB."""
     for results in on_two_ranks:
         first, second = results["buckets of None"]
         assert first == 4 * (8 * 192 * 192 + 7 * 192)  # ln_f and the MLP
@@ -298,34 +204,8 @@ def test_the_first_bucket_is_small_unless_the_size_is_set(on_two_ranks: list[dic
 
 @pytest.mark.parametrize("name", [*STRATEGIES, *WITH_MUON])
 def test_all_ranks_skip_a_step_that_overflows_on_one(name: str, on_two_ranks: list[dict[str, Any]]) -> None:
-    """As in fp16 on GPUs, with the CPU's scaler, whose step reads no value for which the host would wait."""
+    """Like in fp16 on GPUs, with the CPU's scaler. Its step does not read a value that the host would wait for."""
     for results in on_two_ranks:
         _, scales, changed = results[name]
         assert scales == [1024.0, 512.0, 512.0]
         assert changed == [True, False, True]
-
-
-def test_batches_are_not_copied_on_the_cpu() -> None:
-    windows = torch.zeros(2, 9)
-    idx, targets = windows[:, :-1], windows[:, 1:]
-    strategy = SimpleNamespace(context=SimpleNamespace(device=torch.device("cpu")))
-    found = Strategy.to_device(strategy, idx, targets)
-    assert found[0] is idx
-    assert found[1] is targets
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_measured_memory_is_the_estimated(ranks: int, text: Path, tmp_path: Path) -> None:
-    strategies = ("ddp",) if ranks == 1 else STRATEGIES
-    runs = [{"optimizer__name": o, **BY_NAME[name]} for o in ("adamw", "muon") for name in strategies]
-    found, *_ = run_ranks(ranks, measure, tmp_path, runs, tmp_path=tmp_path)
-    for options, (estimate, usages) in zip(runs, found, strict=True):
-        for kind in MEMORY_KINDS:
-            most = max(getattr(usage, kind) for usage in usages)
-            assert most == pytest.approx(getattr(estimate, kind), rel=0.05), (options, kind)
-    parameters = found[0][0].parameters
-    bytes_per_parameter = {"ddp": 16, "zero1": 8 + 8 / ranks, "zero2": 16 / ranks, "fsdp": 16 / ranks}
-    for name, (_, usages) in zip(strategies, found, strict=False):
-        mean = sum(usage.total for usage in usages) / ranks
-        assert mean == pytest.approx(bytes_per_parameter[name] * parameters / 4, rel=0.05), name

@@ -1,4 +1,4 @@
-"""The tree reduction gives the same bits at any number of ranks, and agrees with the fast one to rounding error."""
+"""Tree reduction gives the same bits for any number of ranks, and agrees with fast reduction to rounding error."""
 
 from pathlib import Path
 from unittest import mock
@@ -30,7 +30,7 @@ TREE = {"distributed__reduction": "tree"}
 RUNS = {
     "bf16": {"trainer__precision": "bf16", **TREE},
     "muon": {"optimizer__name": "muon", "model__architecture": "gpt2", **TREE},
-    # 167 windows in batches of 83: one for the last step, in which two of three ranks have no micro-batch.
+    # 167 windows make batches of 83, 83 and 1. In the last step, two of three ranks do not have a micro-batch.
     "short": {
         "trainer__max_steps": None,
         "trainer__max_epochs": 1,
@@ -42,17 +42,9 @@ RUNS = {
 }
 
 
-def test_the_subtrees_of_a_thousand_ranks_are_computed_once() -> None:
-    subtree_ranges.cache_clear()
-    for _ in range(2):
-        for rank in range(1000):
-            subtree_ranges(range(3 * rank, 3 * rank + 3), 3000)
-    assert subtree_ranges.cache_info().misses == 1000
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run folders of RUNS with the number of ranks, and tree-1."""
+    """A folder with runs such as bf16-3, the run `bf16` on three ranks; on one rank, `tree` and `fast-with-dropout`."""
     folder = tmp_path_factory.mktemp("tree")
     text = write_text(folder / "text.txt")
     for ranks, runs in ((1, RUNS | {"tree": TREE, "fast-with-dropout": {}}), (3, RUNS)):
@@ -64,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_tree_gives_the_same_bits_when_the_number_of_ranks_changes(device: str, text: Path, tmp_path: Path) -> None:
-    """With dropout, accumulation and a last micro-batch of one sequence instead of two."""
+    """With dropout, accumulation, and one sequence instead of two in the last micro-batch."""
     most = ranks_on(device, 4, at_least=2)
     one, changing = tmp_path / "one", tmp_path / "changing"
     world_sizes = []
@@ -86,7 +78,7 @@ def test_the_tree_gives_the_same_bits(name: str, folder: Path) -> None:
 
 
 def test_the_fast_reduction_gives_other_bits_at_another_number_of_ranks(folder: Path) -> None:
-    """Otherwise the tests above would show nothing."""
+    """Otherwise the tests above would not show anything."""
     one, three = (newest_snapshot(folder / f"fast-{n}")["model"]["transformer.wte.weight"] for n in (1, 3))
     assert not torch.equal(one, three)
     assert torch.allclose(one, three, atol=1e-4)
@@ -99,14 +91,14 @@ def test_both_reductions_agree_to_rounding_error(folder: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [3, pytest.param(5, marks=pytest.mark.slow)])
 def test_gradients_and_the_loss_are_the_sums_of_one_tree(ranks: int, tmp_path: Path) -> None:
-    """Of one to nine leaves, sometimes fewer than ranks."""
+    """From one to nine leaves, so some ranks may be without a leaf."""
     for results in zip(*run_ranks(ranks, _reduce_leaves, tmp_path=tmp_path), strict=True):
         for leaves, sums in results:
             assert torch.equal(torch.tensor(sums), _tree_sum(list(torch.tensor(leaves)))), len(leaves)
 
 
 def test_a_group_of_ranks_sums_up_its_own_tree(tmp_path: Path) -> None:
-    """Ranks 0 and 2; rank 1 is alone."""
+    """Ranks 0 and 2 are a group; rank 1 is a group by itself."""
     zero, one, two = run_ranks(3, _reduce_leaves, [[0, 2], [1]], tmp_path=tmp_path)
     assert zero == one == two
     for leaves, sums in two:
@@ -143,7 +135,7 @@ def _reduce_leaves(groups: list[list[int]] | None = None) -> list[tuple[list, li
 
 
 def _tree_sum(leaves: list[Tensor]) -> Tensor:
-    """The sum of a node, whose left child has the largest power of two below the number of its leaves."""
+    """Returns the sum of a node. Its left child has the largest power of two below the node's number of leaves."""
     if len(leaves) == 1:
         return leaves[0]
     half = 1 << (len(leaves) - 1).bit_length() - 1
@@ -153,6 +145,6 @@ def _tree_sum(leaves: list[Tensor]) -> Tensor:
 def test_a_rank_sends_complete_subtrees() -> None:
     assert subtree_ranges(range(0, 8), 16) == [range(0, 8)]
     assert subtree_ranges(range(3, 8), 16) == [range(3, 4), range(4, 8)]
-    assert subtree_ranges(range(4, 7), 7) == [range(4, 7)]  # the right edge, where nodes are smaller
+    assert subtree_ranges(range(4, 7), 7) == [range(4, 7)]  # at the right edge, nodes are smaller
     assert subtree_ranges(range(2, 2), 7) == []
     assert len(subtree_ranges(range(1, 1023), 1024)) == 18
