@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from mingpt.system.signals import exit_on_interrupt, record_launcher
+from mingpt.system.signals import exit_on_interrupt
 
 if __name__ == "__main__":
     exit_on_interrupt()
@@ -19,7 +19,6 @@ if __name__ == "__main__":
 from mingpt.config.parser import read_config
 from mingpt.config.schema import Config
 from mingpt.distributed.launcher import RankInfo, detect_launch_environment, reported_once_per_machine
-from mingpt.distributed.network import allow_connections
 from mingpt.program import exit_process, paused_garbage_collection, run_program
 
 if TYPE_CHECKING:
@@ -36,11 +35,9 @@ def main(argv: Sequence[str] = ()) -> int:
         UserError: a mistake in the configuration, in the environment or in a file.
         PeerError: another rank has failed.
     """
-    record_launcher()  # first: if the launcher dies, this process gets another parent
     info = detect_launch_environment(os.environ)  # rank and number of ranks, from torchrun, SLURM, mpirun or by hand
     with reported_once_per_machine(info):
         config = read_config(argv)
-        allow_connections(info)
 
     # Importing PyTorch takes over a second, so `--help` and mistakes in the configuration are answered before.
     with paused_garbage_collection():
@@ -80,7 +77,7 @@ def process_group(config: Config, info: RankInfo) -> "Iterator[DistributedContex
     destroy_process_group()  # if an earlier run in this process has failed
     backend = "cpu:gloo,cuda:nccl" if use_cuda(config.distributed.backend) else "gloo"
     timeout = timedelta(seconds=config.distributed.timeout_seconds)
-    with connected_ranks(info, config.distributed, config.trainer.run_dir, backend) as (store, health):
+    with connected_ranks(info, config.distributed) as (store, health):
         if info.world_size > 1 or config.distributed.uses_fsdp:
             dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size, timeout=timeout)
     with explained_errors(health):

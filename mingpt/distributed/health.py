@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ POLL_SECONDS = 0.1  # seconds between checks for a key in the store
 ANSWER_SECONDS = 3.0  # timeout of a request to the store
 USER_ERROR_SECONDS = 2.0  # how long a rank with a UserError waits for rank 0 to raise one, too
 GRACE_SECONDS = 5.0  # time for the main thread to report an error and to finish writing a snapshot
-TRACE_SECONDS = 3.0  # timeout for writing NCCL's trace
 FILE_SYSTEM = "the file system"  # the host of a store at file://
 
 
@@ -51,19 +49,15 @@ class HealthMonitor:
     Args:
         store_host: the process that hosts the store, for messages
         timeout_seconds: how long a rank may be stopped
-        traces: path of the dumps of NCCL's flight recorder, without the rank at the end; empty without NCCL
     """
 
-    def __init__(
-        self, store: dist.Store, info: RankInfo, store_host: str, timeout_seconds: float, traces: str = ""
-    ) -> None:
+    def __init__(self, store: dist.Store, info: RankInfo, store_host: str, timeout_seconds: float) -> None:
         # Separate connections, since a request waits for the previous one on the same connection.
         self.store: dist.Store = dist.PrefixStore("health", store.clone())  # type: ignore[attr-defined]
         self.heartbeat_store: Any = dist.PrefixStore("health", store.clone())  # type: ignore[attr-defined]
         self.info = info
         self.store_host = store_host
         self.timeout_seconds = timeout_seconds
-        self.traces = traces
         self.name = f"rank {info.rank} ({platform.node()}, process {os.getpid()})"
         self.heartbeat_keys = [f"heartbeat/{rank}" for rank in range(info.world_size)]
         self.heartbeat_of_successor = b""  # the newest
@@ -130,7 +124,6 @@ class HealthMonitor:
                 cause = self._find_cause(None)
             except StoreUnreachableError as error:
                 cause = str(error) if self.store_host == "rank 0" else ""
-            self._dump_trace()
             is_blocked = cause and not self.stopped.wait(GRACE_SECONDS) and self.is_watching
             if is_blocked and self.report_lock.acquire(blocking=False):
                 if self._is_reporter():
@@ -157,7 +150,6 @@ class HealthMonitor:
                 cause = self._find_cause(error)
             except StoreUnreachableError as unreachable:
                 return unreachable
-            self._dump_trace()
             if cause:
                 # Rank 0 may host the store. Other ranks read it a moment later, or some seconds later on shared cores.
                 linger_seconds = min(GRACE_SECONDS, 1.0 + self.info.world_size / 16)
@@ -194,23 +186,6 @@ class HealthMonitor:
         except StoreUnreachableError:
             return not self.cause or self.info.local_rank == 0
         return reporter.decode() == self.name
-
-    def _dump_trace(self) -> None:
-        """Writes NCCL's trace of this rank, if ranks hang. A thread writes it, since a driver may block."""
-
-        def write() -> None:
-            with suppress(OSError):
-                trace = torch._C._distributed_c10d._dump_nccl_trace()  # type: ignore[attr-defined]
-                Path(f"{self.traces}{self.info.rank}").write_bytes(trace)
-
-        is_hang = False
-        if self.traces:
-            with suppress(StoreUnreachableError):
-                is_hang = self._query(self.store.check, ["hang"])
-        if is_hang:
-            thread = threading.Thread(target=write, daemon=True)
-            thread.start()
-            thread.join(TRACE_SECONDS)
 
     def _query(self, request: Callable[..., Any], *args: Any) -> Any:
         """Returns the store's answer. A thread waits for it, because a request to a stopped process blocks forever."""
@@ -284,11 +259,9 @@ class HealthMonitor:
         late = explain_wait(positions, names)
         if not late and not is_timeout:
             return ""
-        cause = f"all {self.info.world_size} ranks are alive, but {late or f'one did not answer in time: {error}'}"
-        if self.traces:
-            cause += f"; each rank writes the trace of NCCL's flight recorder to {self.traces}RANK"
-        self._query(self.store.set, "hang", "")
-        return self._share_cause(cause)
+        return self._share_cause(
+            f"all {self.info.world_size} ranks are alive, but {late or f'one did not answer in time: {error}'}"
+        )
 
 
 def read_positions(heartbeats: Sequence[bytes]) -> list[Position]:

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from mingpt.errors import UserError
-from mingpt.system.threads import omp_num_threads
 
 MAX_RANKS = 2**20
 MAX_PORT = 2**16 - 1
@@ -24,7 +23,6 @@ class RankInfo:
     local_rank: int | None = None
     local_world_size: int | None = None
     init_method: str | None = None  # URL for `torch.distributed.init_process_group`
-    fallback_file: str | None = None  # file in the run folder, unique to this start, if init_method does not resolve
     restart_count: int = 0  # set by torchrun
 
 
@@ -34,7 +32,6 @@ def detect_launch_environment(env: Mapping[str, str]) -> RankInfo:
     Raises:
         UserError: a launcher's variables are incomplete, not integers, out of range, or contradict each other.
     """
-    omp_num_threads(env)  # raises
     restart_count = _integer(env, "TORCHELASTIC_RESTART_COUNT")
     return replace(_detect_rank(env), restart_count=restart_count)
 
@@ -56,11 +53,7 @@ def _detect_rank(env: Mapping[str, str]) -> RankInfo:
     # The shell of a batch script also has SLURM_PROCID and SLURM_NTASKS, but it is a single process and not in a step.
     if "SLURM_STEP_ID" in env and env.get("SLURM_STEP_NUM_TASKS") != "1":
         info = _read_ranks(env, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
-        job_id = _integer(env, "SLURM_JOB_ID")
-        step = _integer(env, "SLURM_STEP_ID")
-        restarts = _integer(env, "SLURM_RESTART_COUNT")  # a requeued job keeps its number
-        init_method = _master_address(env, _slurm_address(env, job_id, step))
-        return replace(info, init_method=init_method, fallback_file=f".rendezvous-{job_id}.{step}.{restarts}")
+        return replace(info, init_method=_master_address(env, _slurm_address(env)))
     if "WORLD_SIZE" in env:
         return _read_ranks(env, "RANK", "WORLD_SIZE")  # raises, since RANK is not set
     return RankInfo()
@@ -134,7 +127,7 @@ def _master_address(env: Mapping[str, str], default: str | None = None) -> str |
     return "env://"
 
 
-def _slurm_address(env: Mapping[str, str], job: int, step: int) -> str | None:
+def _slurm_address(env: Mapping[str, str]) -> str | None:
     """Returns the address of rank 0: the first host of a SLURM step, and a port that other steps are unlikely to use.
 
     The list of hosts is compressed: node[01-03,07],gpu5 starts with node01. SLURM_LAUNCH_NODE_IPADDR does not help: it
@@ -144,4 +137,5 @@ def _slurm_address(env: Mapping[str, str], job: int, step: int) -> str | None:
     if first is None:
         return None
     host = "127.0.0.1" if env.get("SLURM_STEP_NUM_NODES") == "1" else re.sub(r"\[(\w+)[^]]*\]", r"\1", first[0])
-    return f"tcp://{host}:{10000 + (job + 1009 * step) % 20000}"  # below 32768, where systems assign ports
+    number = _integer(env, "SLURM_JOB_ID") + 1009 * _integer(env, "SLURM_STEP_ID")
+    return f"tcp://{host}:{10000 + number % 20000}"  # below 32768, where systems assign ports

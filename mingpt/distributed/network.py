@@ -1,45 +1,25 @@
-"""The network: rendezvous addresses, the interface that gloo uses, and the number of connections of a process."""
+"""The network: rendezvous addresses, and the interface that gloo uses."""
 
 import os
 import platform
-import resource
 import socket
-import time
 from contextlib import suppress
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
 
 from mingpt.distributed.launcher import RankInfo
 from mingpt.errors import UserError
-from mingpt.files import make_folder
 
-RESOLVE_SECONDS = 5.0  # how long to retry the lookup of a host name, since a DNS server may be slow to start
 LOOPBACK = "127.0.0.1"
 DEFAULT_ROUTE_HOST = "192.0.2.1"  # reserved for documentation (RFC 5737), so packets to it take the default route
 
 
-def allow_connections(info: RankInfo) -> None:
-    """Prepares this process for connections to all other ranks. Call it before the first lookup of a host name.
-
-    Raises the limit of open files, often 1,024, to the highest value that the system allows: at the limit, a store
-    silently drops ranks that connect. The store also looks up a name for each connection, and answers nobody until the
-    DNS server replies (torch 2.13). A lost query is repeated after 1 second instead of 5.
-    """
-    if info.world_size > 1:
-        # glibc keeps the options of the first lookup for all threads.
-        os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
-    _, allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError):  # on macOS the limit is infinite and can't be set
-        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, allowed))
-
-
-def resolve_init_method(info: RankInfo, init_method: str | None, run_dir: str) -> str:
-    """Returns `init_method`, otherwise the launcher's address, or a file in `run_dir` if its host does not resolve.
+def resolve_init_method(info: RankInfo, init_method: str | None) -> str:
+    """Returns `init_method`, otherwise the launcher's address.
 
     Raises:
-        UserError: there is no address, it leads nowhere, or the run folder can't be created.
+        UserError: there is no address, or it leads nowhere.
     """
     found = init_method or info.init_method
     if found is None or (found == "env://" and info.init_method != "env://"):
@@ -59,17 +39,14 @@ def resolve_init_method(info: RankInfo, init_method: str | None, run_dir: str) -
                 "exists and that you may write to"
             ) from error
     host, port = host_and_port(found)
-    may_fall_back = init_method is None and info.fallback_file is not None and found != "env://"
-    if _resolves(host, 0.0 if may_fall_back else RESOLVE_SECONDS):
-        return found
-    if not may_fall_back:
+    try:
+        socket.getaddrinfo(host, None)
+    except (OSError, UnicodeError) as error:  # UnicodeError: the name is invalid, for example with two dots
         raise UserError(
-            f"{source} is {host}:{port}, but this machine, {platform.node()}, can't resolve {host!r}; use a name of "
-            "rank 0's host that resolves on this machine, or its IP address"
-        )
-    folder = Path(run_dir).resolve()
-    make_folder(folder, "trainer.run_dir")
-    return f"file://{folder / str(info.fallback_file)}"
+            f"{source} is {host}:{port}, but this machine, {platform.node()}, can't resolve {host!r}; set MASTER_ADDR "
+            "and MASTER_PORT, or distributed.init_method, with a name of rank 0's host that resolves, or its IP address"
+        ) from error
+    return found
 
 
 def uses_agent_store(init_method: str | None) -> bool:
@@ -106,18 +83,6 @@ def select_gloo_interface(is_one_host: bool, init_method: str) -> None:
             if address in (interface.address for interface in addresses):
                 os.environ["GLOO_SOCKET_IFNAME"] = name
                 return
-
-
-def _resolves(host: str, seconds: float) -> bool:
-    """Returns whether a host name resolves, now or within `seconds`."""
-    deadline = time.monotonic() + seconds
-    while True:
-        with suppress(OSError, UnicodeError):  # UnicodeError: the name is invalid, for example with two dots
-            socket.getaddrinfo(host, None)
-            return True
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(0.5)
 
 
 def _address_towards(host: str) -> str | None:

@@ -8,7 +8,6 @@ distributed.backend does not support.
 """
 
 import ctypes
-import importlib.util
 import os
 import platform
 import shutil
@@ -105,17 +104,12 @@ def choose_precision(requested: str, device: torch.device, saved: str | None) ->
 
 
 def check_compiler(device: torch.device) -> None:
-    """Raises a UserError if torch.compile lacks Triton or a C compiler on a GPU, or a C++ compiler on a CPU."""
+    """Raises a UserError if torch.compile lacks a C compiler on a GPU, or a C++ compiler on a CPU."""
     language = "C++"
     variable = "CXX"
-    names = ["clang++" if platform.system() == "Darwin" else "g++"]
+    names = ["g++"]
     if device.type == "cuda":
-        if importlib.util.find_spec("triton") is None:
-            raise UserError(
-                "trainer.compile is true, but Triton is not installed: pip install triton, or set it to false"
-            )
-        # Triton compiles the launchers of its kernels (runtime/build.py).
-        language = "C"
+        language = "C"  # Triton compiles the launchers of its kernels (runtime/build.py).
         variable = "CC"
         names = ["gcc", "clang"]
     compilers = [os.environ[variable]] if os.environ.get(variable) else names

@@ -1,4 +1,4 @@
-"""Stops a run after a signal, or when its launcher ends."""
+"""Stops a run after a signal, or when torchrun ends."""
 
 import math
 import os
@@ -20,15 +20,8 @@ EXIT_STATUS = {
     signal.SIGINT: 130,
 }
 SECOND_INTERRUPT_SECONDS = 1.0  # an earlier second SIGINT may be the launcher's copy of the first
-POLL_SECONDS = 0.5  # time between checks of the launcher
-# Environment variable with the process id of the launcher, torchrun or launch/by_hand.py. Its end stops this process.
-LAUNCHER_PID = "MINGPT_LAUNCHER_PID"
-
-
-def record_launcher() -> None:
-    """Stores torchrun's process id. Call it first, because getppid() changes when torchrun dies."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        os.environ[LAUNCHER_PID] = str(os.getppid())
+POLL_SECONDS = 0.5  # time between checks of torchrun
+PARENT = os.getppid()  # the launcher; main.py imports this module first, because getppid() changes when it dies
 
 
 def is_interactive() -> bool:
@@ -54,7 +47,7 @@ class SignalHandler:
     thread reads signals from the interpreter's wakeup fd.
 
     The workers of torchrun continue if torchrun is killed, and would still lock the run folder at the next start, so
-    the end of the launcher counts as a SIGTERM. Closing the terminal sends SIGHUP; under `nohup`, it stays ignored.
+    its end counts as a SIGTERM. Closing the terminal sends SIGHUP; under `nohup`, it stays ignored.
 
     Attributes:
         signal: number of the first signal, or 0
@@ -65,8 +58,6 @@ class SignalHandler:
         self.signal = 0
         self.exits_at_once = False
         self.interrupted = math.inf  # time of the first SIGINT
-        launcher = os.environ.get(LAUNCHER_PID)
-        self.launcher = int(launcher) if launcher else None
 
     def __enter__(self) -> "SignalHandler":
         self.reader, self.writer = socket.socketpair()
@@ -114,7 +105,7 @@ class SignalHandler:
             try:
                 numbers = self.reader.recv(64)
             except TimeoutError:
-                if self.launcher is not None and os.getppid() != self.launcher:
+                if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != PARENT:
                     self._record(signal.SIGTERM)
                 continue
             if not numbers:

@@ -1,12 +1,9 @@
 """Chooses the number of CPU threads. Like the precision, the number is kept when a run resumes."""
 
 import os
-from collections.abc import Mapping
 
 import psutil
 
-from mingpt.config.schema import MAX_THREADS
-from mingpt.errors import UserError
 from mingpt.system.cgroup import cpu_limit
 
 
@@ -30,7 +27,7 @@ def choose_threads(requested: int | str, local_world_size: int, saved: int | Non
 
 
 def _threads_for_this_machine(local_world_size: int) -> tuple[int, str]:
-    asked = omp_num_threads(os.environ)
+    asked = omp_num_threads()
     if asked is not None:
         return asked, "OMP_NUM_THREADS"
     cores = len(available_cores())
@@ -64,20 +61,8 @@ def busy_cores() -> int:
     return busy
 
 
-def omp_num_threads(env: Mapping[str, str]) -> int | None:
-    """Returns the number of threads in OMP_NUM_THREADS, or None if the variable is not set, empty or 0.
-
-    Raises:
-        UserError: the value is not a number, or more than MAX_THREADS.
-    """
-    text = env.get("OMP_NUM_THREADS", "")
-    first = text.split(",")[0]  # a list contains a number for each level of nesting
-    try:
-        threads = int(first or "0")
-    except ValueError:
-        threads = -1
-    if not 0 <= threads <= MAX_THREADS:
-        raise UserError(
-            f"environment: OMP_NUM_THREADS is {text!r}, must be a whole number of threads, at most {MAX_THREADS}"
-        )
+def omp_num_threads() -> int | None:
+    """Returns the number of threads in OMP_NUM_THREADS, or None if OpenMP does not use the variable."""
+    first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # a list has a number for each nested level
+    threads = int(first) if first.isdecimal() else 0
     return threads or None
