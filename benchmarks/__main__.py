@@ -1,29 +1,25 @@
 """Benchmarks: ratios of times, measured alternately in one run on this machine. "A / B 1.6": A takes 1.6 times as long.
 
     python -m benchmarks
-    python -m benchmarks trainer snapshots --model.n_embd 256
-    python -m benchmarks nanogpt tutorial --nanogpt FOLDER --tutorial FOLDER --json
-    torchrun --standalone --nproc_per_node=2 -m benchmarks strategies reduction pipeline
-    torchrun --standalone --nproc_per_node=4 -m benchmarks collectives --bytes 1k 1M 64M
+    python -m benchmarks trainer sampling --model.n_embd 256
+    python -m benchmarks nanogpt tutorial --nanogpt FOLDER --tutorial FOLDER
+    torchrun --standalone --nproc_per_node=2 -m benchmarks strategies pipeline
+    torchrun --standalone --nproc_per_node=4 -m benchmarks collectives
 
-Without names, it runs all cases except collectives and time_to_loss, which take long. The cases strategies, reduction,
-pipeline and collectives need several ranks, and the others a single process. FOLDER contains the model.py of nanoGPT or
-of the minGPT-DDP tutorial. Other options are main.py's, and apply to every case.
+Without names, it runs all cases except collectives and time_to_loss, which take long. The cases strategies, pipeline
+and collectives need several ranks, and the others a single process. FOLDER contains the model.py of nanoGPT or of the
+minGPT-DDP tutorial. Other options are main.py's, and apply to every case.
 """
 
 import argparse
-import json
 import os
-import shlex
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.cases import BASELINES, CASES, LONG_CASES, MULTI_RANK_CASES
-from benchmarks.collectives import size_in_bytes
-from benchmarks.harness import SIZES, Bench, Row, SkippedError, machine_name
+from benchmarks.harness import Bench, Row, machine_name
 from main import process_group
 from mingpt.config.parser import build_parser, config_options, read_config
 from mingpt.distributed.launcher import detect_launch_environment, reported_once_per_machine
@@ -35,16 +31,17 @@ from mingpt.system.torch_versions import check_torch_version
 
 def run_case(name: str, bench: Bench) -> Iterator[Row]:
     """Yields the rows of a case as soon as they are measured, or a row with the reason if it is skipped."""
-    try:
-        if bench.context.world_size > 1 and name not in MULTI_RANK_CASES:
-            raise SkippedError("it runs in a single process")
-        if bench.context.world_size == 1 and name in MULTI_RANK_CASES:
-            raise SkippedError("it needs several ranks, for example of torchrun")
-        if name in BASELINES and bench.baselines[BASELINES[name]] is None:
-            raise SkippedError("its folder is not given")
-        yield from CASES[name](bench)
-    except (SkippedError, UserError) as reason:
-        yield Row(name, f"skipped: {reason}")
+    if bench.context.world_size > 1 and name not in MULTI_RANK_CASES:
+        yield Row(name, "skipped: it runs in a single process")
+    elif bench.context.world_size == 1 and name in MULTI_RANK_CASES:
+        yield Row(name, "skipped: it needs several ranks, for example of torchrun")
+    elif name in BASELINES and bench.baselines[BASELINES[name]] is None:
+        yield Row(name, "skipped: its folder is not given")
+    else:
+        try:
+            yield from CASES[name](bench)
+        except UserError as error:  # options that conflict with this case
+            yield Row(name, f"skipped: {error}")
 
 
 def run(argv: Sequence[str]) -> None:
@@ -58,9 +55,6 @@ def run(argv: Sequence[str]) -> None:
     parser.description = __doc__
     parser.formatter_class = argparse.RawDescriptionHelpFormatter  # keeps the lines of the examples
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"cases: {', '.join(CASES)}")
-    parser.add_argument("--json", action="store_true", help="print one JSON object per row")
-    sizes = "sizes of the tensors of collectives, such as 64k or 1M"
-    parser.add_argument("--bytes", nargs="+", type=size_in_bytes, metavar="SIZE", default=SIZES, help=sizes)
     for baseline in ("nanogpt", "tutorial"):
         parser.add_argument(f"--{baseline}", type=Path, metavar="FOLDER", help="folder of its model.py")
     info = detect_launch_environment(os.environ)
@@ -79,25 +73,14 @@ def run(argv: Sequence[str]) -> None:
 
     tune_malloc()
     with tempfile.TemporaryDirectory() as folder, process_group(config, info) as context:
-        bench = Bench(context, Path(folder), options, args.bytes, baselines)
-        machine = machine_name(context.device)
-        launcher = ["python"]
-        if context.world_size > 1:
-            launcher = ["torchrun", "--standalone", f"--nproc_per_node={context.world_size}"]
-        if context.rank == 0 and not args.json:
-            header = "| measurement | median | range | command |\n| --- | --- | --- | --- |"
-            print(f"## {machine}\n\n{header}", flush=True)
+        bench = Bench(context, Path(folder), options, baselines)
+        if context.rank == 0:
+            header = "| name | measurement | median | range |\n| --- | --- | --- | --- |"
+            print(f"## {machine_name(context.device)}\n\n{header}", flush=True)
         for name in args.names or [name for name in CASES if name not in LONG_CASES]:
-            clone = [f"--{BASELINES[name]}", "FOLDER"] if name in BASELINES else []
-            command = shlex.join([*launcher, "-m", "benchmarks", name, *clone, *options])
             for row in run_case(name, bench):
-                if context.rank > 0:
-                    continue
-                if args.json:
-                    facts = {"name": name, "command": command, "machine": machine}
-                    print(json.dumps(asdict(row) | facts), flush=True)
-                else:
-                    print(f"| {' | '.join(row.cells)} | `{command}` |", flush=True)
+                if context.rank == 0:
+                    print(f"| `{name}` | {' | '.join(row.cells)} |", flush=True)
 
 
 if __name__ == "__main__":

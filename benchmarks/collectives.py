@@ -14,6 +14,7 @@ from torch import Tensor
 from benchmarks.harness import Bench, Row, median_row
 from mingpt.distributed.agreement import all_gather_object
 
+SIZES = (2**10, 2**20, 2**26)  # bytes
 CALLS = 10  # number of calls in a measurement
 
 
@@ -40,7 +41,7 @@ def ring_all_reduce(parts: Tensor) -> None:
 
 
 def collectives(bench: Bench) -> Iterator[Row]:
-    """Measures each collective with tensors of `bench.sizes` bytes, and compares a ring all-reduce with the backend's.
+    """Measures each collective with tensors of SIZES bytes, and compares a ring all-reduce with the backend's.
 
     The bus bandwidth is the number of bytes per second that each rank sends with an algorithm that sends as few as
     possible. See https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md, and for gather, scatter and
@@ -49,7 +50,7 @@ def collectives(bench: Bench) -> Iterator[Row]:
     context = bench.context
     n = context.world_size
     most = (n - 1) / n
-    for size in bench.sizes:
+    for size in SIZES:
         x = torch.zeros(n, max(1, size // (4 * n)), device=context.device)
         received = torch.empty_like(x)
         sent_parts = list(x) if context.rank == 0 else None
@@ -76,9 +77,3 @@ def collectives(bench: Bench) -> Iterator[Row]:
             what = f"{name}, {where}: {seconds:.2e} s, each rank sends {sent:,.0f} bytes"
             yield Row(what, sent / seconds / 1e9, unit=" GB/s")
         yield median_row(f"time: ring_all_reduce / all_reduce, {where}", bench.ratio(ring, all_reduce))
-
-
-def size_in_bytes(text: str) -> int:
-    """Parses a size such as 64k. k, M and G are powers of 1,024, like in nccl-tests."""
-    power = "kMG".find(text[-1:]) + 1
-    return int(text[:-1] if power else text) * 1024**power

@@ -24,12 +24,7 @@ from mingpt.system.torch_versions import cpu_capabilities
 from trainer import Trainer
 
 ALPHABET = list(printable[:65])  # tiny shakespeare has 65 characters, too
-SIZES = (2**10, 2**20, 2**26)  # bytes
 NO_KEYS: Mapping[str, Any] = {}
-
-
-class SkippedError(Exception):
-    """The benchmark can't run on this machine or with these options; the message is the reason."""
 
 
 # Sizes of a model and its batch.
@@ -101,7 +96,6 @@ class Bench:
         context: this process's rank and device
         folder: folder for all files
         options: options of main.py for all trainers
-        sizes: bytes of the tensors of collectives
         baselines: folder of each other project, with its model.py
         pairs: number of measurements of each ratio
         min_run_time: approximate seconds of repeated calls, if one call takes less time
@@ -110,7 +104,6 @@ class Bench:
     context: DistributedContext
     folder: Path
     options: Sequence[str] = ()
-    sizes: Sequence[int] = SIZES
     baselines: Mapping[str, Path] = field(default_factory=dict)
     pairs: int = 7
     min_run_time: float = 0.5

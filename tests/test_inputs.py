@@ -17,7 +17,6 @@ import export
 import plot
 import sample
 from main import main
-from mingpt.distributed import network
 from mingpt.errors import UserError
 from mingpt.files import check_temporary_folder
 from mingpt.program import run_program as exit_status_of
@@ -26,7 +25,6 @@ from tests.helpers import (
     assert_one_message,
     run_args,
     run_main,
-    run_program,
     run_ranks,
     train_main,
     write_text,
@@ -56,7 +54,6 @@ CASES: list[tuple[dict[str, str], list[str], str, list[str]]] = [
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(network, "RESOLVE_SECONDS", 0.1)
 
 
 @pytest.mark.parametrize(("env", "argv", "yaml", "parts"), CASES, ids=range(len(CASES)))
@@ -216,13 +213,3 @@ def test_without_a_folder_for_temporary_files_the_message_names_the_variable(mon
     message = "environment: No usable temporary directory found in .*; set TMPDIR to a folder that can be written"
     with pytest.raises(UserError, match=message):
         check_temporary_folder()
-
-
-@pytest.mark.parametrize(("argv", "status"), [(["--help"], 0), ([], 2), (["-1"], 2), (["main.py"], 2)])
-def test_by_hand_says_how_it_is_used(argv: list[str], status: int) -> None:
-    done = run_program("launch/by_hand.py", *argv)
-    assert (done.returncode, done.stdout) == (status, "")
-    assert (
-        done.stderr
-        == "Starts ranks on this machine with Python's subprocess: python launch/by_hand.py 2 [options of main.py].\n"
-    )

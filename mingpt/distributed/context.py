@@ -54,8 +54,8 @@ class DistributedContext(RankGroup):
         self.local_world_size = info.local_world_size or hosts.count(host)
         gpus = visible_gpu_uuids(config.backend)
         advice = (
-            "PyTorch sees no GPU where it is gloo: check the driver there with nvidia-smi, or train on the CPU everywhere "
-            "with --distributed.backend gloo"
+            "PyTorch sees no GPU where it is gloo: check the driver there with nvidia-smi, or train on the CPU "
+            "everywhere with --distributed.backend gloo"
         )
         check_equal(self, {"the backend": "nccl" if gpus else "gloo"}, advice=advice)
         is_shared = reduce_object(self, gpus, lambda found: max(Counter(chain(*found)).values(), default=0) > 1)

@@ -11,7 +11,6 @@ from concurrent import futures
 from contextlib import suppress
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from mingpt.distributed.launcher import RankInfo, restart_hint

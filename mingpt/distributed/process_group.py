@@ -28,9 +28,7 @@ WAIT_SECONDS = 2.0  # how long a rank waits for the other ranks before it says s
 
 
 @contextmanager
-def connected_ranks(
-    info: RankInfo, config: DistributedConfig
-) -> Iterator[tuple[dist.Store, HealthMonitor | None]]:
+def connected_ranks(info: RankInfo, config: DistributedConfig) -> Iterator[tuple[dist.Store, HealthMonitor | None]]:
     """Connects ranks at a store. The block initializes the process group with it.
 
     A single process gets a store in its memory, and no HealthMonitor.

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import threading
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -15,12 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mingpt.config.schema import DistributedConfig
 from mingpt.distributed import health
 from mingpt.distributed.context import DistributedContext
 from mingpt.distributed.health import HealthMonitor
-from mingpt.distributed.launcher import RankInfo, detect_launch_environment
-from mingpt.distributed.process_group import connected_ranks, explained_errors
+from mingpt.distributed.launcher import RankInfo
+from mingpt.distributed.process_group import explained_errors
 from mingpt.errors import PeerError, StoreUnreachableError, UserError
 from mingpt.run import start
 from tests.helpers import (
@@ -216,50 +214,6 @@ def test_a_rank_out_of_memory_says_so_at_once_and_the_others_name_it(text: Path,
     assert seconds < 1.5
 
 
-@pytest.mark.parametrize(
-    ("max_restarts", "is_diagnosing"),
-    [
-        ("3", False),
-        pytest.param("3", True, marks=pytest.mark.slow),
-        pytest.param("0", False, marks=pytest.mark.slow),
-        pytest.param("0", True, marks=pytest.mark.slow),
-    ],
-)
-def test_a_rank_that_torchrun_stops_after_another_has_died_ends_at_once_if_it_will_be_restarted(
-    max_restarts: str, is_diagnosing: bool, text: Path, tmp_path: Path
-) -> None:
-    """SIGTERM comes before a collective fails, or while the rank reads heartbeats."""
-    argv = run_args(tmp_path / "run", text, trainer__max_steps=1_000_000)
-    argv += ["--distributed.init_method", f"file://{tmp_path}/store"]
-    with ExitStack() as stack:
-        processes = [
-            stack.enter_context(
-                start_main(argv, RANK=str(rank), WORLD_SIZE="2", TORCHELASTIC_MAX_RESTARTS=max_restarts)
-            )
-            for rank in range(2)
-        ]
-        wait_for_step(tmp_path / "run", 5)
-        survivor, lost = processes
-        if is_diagnosing:
-            lost.kill()
-            time.sleep(0.5)
-            survivor.terminate()
-        else:
-            survivor.send_signal(signal.SIGSTOP)
-            lost.kill()
-            survivor.terminate()
-            survivor.send_signal(signal.SIGCONT)
-        began = time.monotonic()
-        _, err = survivor.communicate(timeout=20)
-        if max_restarts == "3":
-            assert survivor.returncode == -signal.SIGTERM
-            assert time.monotonic() < began + 1
-            assert err == ""
-        else:
-            assert survivor.returncode == 1
-            assert re.search(r"error: rank 1 \(.*\) sent no heartbeat for 2 seconds", err), err
-
-
 def _run_main_with_faults(
     faults: dict[int, str], grace_seconds: float, argv: list[str], folder: Path, *awaited: int
 ) -> list[tuple[int, str, float]]:
@@ -320,34 +274,6 @@ def _main_with_faults(faults: dict[int, str], grace_seconds: float, argv: list[s
     if "out of memory" in faults.values():
         dist.destroy_process_group = lambda: time.sleep(1000)
     main_process(argv, os.devnull, folder / f"stderr-{rank}")
-
-
-def test_each_rank_writes_what_nccl_has_recorded_where_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
-    path = f"{tmp_path}/nccl_trace_rank_"
-    for cause, trace in run_ranks(2, _find_a_hang, str(tmp_path), tmp_path=tmp_path):
-        assert re.match(r"all 2 ranks are alive, but rank 1 \(.*\) has not reached collective 1", cause), cause
-        assert cause.endswith(f"; each rank writes the trace of NCCL's flight recorder to {path}RANK")
-        assert trace == b"recorded"
-
-
-def _find_a_hang(run_dir: str) -> tuple[str, bytes]:
-    """Rank 0 waits for rank 1 in an all-reduce, without nccl and GPUs."""
-    torch._C._distributed_c10d._dump_nccl_trace = lambda: b"recorded"  # type: ignore[attr-defined]
-    info = detect_launch_environment(os.environ)
-    config = DistributedConfig(init_method=os.environ["TEST_INIT_METHOD"])
-    with connected_ranks(info, config, run_dir, "cpu:gloo,cuda:nccl") as (store, monitor):
-        dist.init_process_group("gloo", store=store, rank=info.rank, world_size=info.world_size)
-    monitor.start()
-    trace = Path(f"{os.environ['TORCH_FR_DUMP_TEMP_FILE']}{info.rank}")
-    if info.rank == 0:
-        dist.all_reduce(torch.zeros(1), async_op=True)
-        assert isinstance(monitor.explain(RuntimeError("gloo has timed out")), PeerError)
-        assert trace.exists()  # the process may exit before its watching thread knows the cause
-    deadline = time.monotonic() + 20
-    while not (trace.exists() and trace.stat().st_size) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    monitor.stop()
-    return monitor.store.get("cause").decode(), trace.read_bytes()
 
 
 def test_lost_ranks_are_named_and_one_rank_of_a_machine_reports_them(monkeypatch: pytest.MonkeyPatch) -> None:

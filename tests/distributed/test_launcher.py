@@ -1,8 +1,6 @@
 """Ranks and addresses from launchers' variables, and the network interface if host names do not resolve."""
 
 import os
-import resource
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +10,7 @@ import pytest
 
 from mingpt.distributed import network
 from mingpt.distributed.launcher import RankInfo, detect_launch_environment
-from mingpt.distributed.network import allow_connections, resolve_init_method, select_gloo_interface
+from mingpt.distributed.network import resolve_init_method, select_gloo_interface
 from mingpt.errors import UserError
 from tests.helpers import ROOT, clean_env, in_namespace, ip, read_rows, run_args, run_main
 
@@ -32,7 +30,6 @@ STEP = BATCH | {
     "SLURM_LAUNCH_NODE_IPADDR": "192.0.2.1",
 }
 STEP_PORT = 10000 + 4711 + 2 * 1009
-STEP_FILE = ".rendezvous-4711.2.0"
 MPIRUN = {
     "OMPI_COMM_WORLD_RANK": "1",
     "OMPI_COMM_WORLD_SIZE": "2",
@@ -57,13 +54,9 @@ MPIRUN_FILE = "file:///run/ompi.12622/rendezvous-prterun-vm-12622@1"
         (TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "3"}, RankInfo(2, 4, 0, 2, "env://", restart_count=3)),
         (DEEPSPEED, RankInfo(1, 2, 1, None, "env://")),
         (BATCH, RankInfo()),
-        (STEP, RankInfo(3, 5, 1, None, f"tcp://node01:{STEP_PORT}", STEP_FILE)),
-        (
-            STEP | {"SLURM_RESTART_COUNT": "1"},
-            RankInfo(3, 5, 1, None, f"tcp://node01:{STEP_PORT}", ".rendezvous-4711.2.1"),
-        ),
-        (STEP | MASTER | {"WORLD_SIZE": "5"}, RankInfo(3, 5, 1, None, "env://", STEP_FILE)),
-        (STEP | {"SLURM_STEP_NUM_NODES": "1"}, RankInfo(3, 5, 1, None, f"tcp://127.0.0.1:{STEP_PORT}", STEP_FILE)),
+        (STEP, RankInfo(3, 5, 1, None, f"tcp://node01:{STEP_PORT}")),
+        (STEP | MASTER | {"WORLD_SIZE": "5"}, RankInfo(3, 5, 1, None, "env://")),
+        (STEP | {"SLURM_STEP_NUM_NODES": "1"}, RankInfo(3, 5, 1, None, f"tcp://127.0.0.1:{STEP_PORT}")),
         (STEP | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, RankInfo()),
         (STEP | TORCHRUN, RankInfo(2, 4, 0, 2, "env://")),  # srun has started a launcher on each host
         (STEP | MPIRUN, RankInfo(1, 2, 1, 2, MPIRUN_FILE)),  # mpirun's daemons are a SLURM step
@@ -89,15 +82,6 @@ def test_rank_info_of_each_launcher(env: dict[str, str], expected: RankInfo) -> 
 def test_first_host_of_a_slurm_node_list(nodes: str, expected: str) -> None:
     info = detect_launch_environment(STEP | {"SLURM_STEP_NODELIST": nodes})
     assert info.init_method == f"tcp://{expected}:{STEP_PORT}"
-
-
-def test_slurm_steps_have_ports_of_their_own_outside_the_ephemeral_range() -> None:
-    steps = [
-        {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)} for job in range(9_990, 10_010) for step in range(10)
-    ]
-    ports = {int(str(detect_launch_environment(STEP | step).init_method).split(":")[-1]) for step in steps}
-    assert len(ports) == 200
-    assert ports <= set(range(10000, 30000))
 
 
 @pytest.mark.parametrize(
@@ -131,10 +115,7 @@ def test_incomplete_or_contradictory_variables_are_refused(env: dict[str, str], 
         (BY_HAND | MASTER | {"MASTER_PORT": "99999"}, "MASTER_PORT is '99999', must be a whole number from 0 to 65535"),
         (BY_HAND | MASTER | {"MASTER_ADDR": ""}, "MASTER_ADDR is empty, must be the host of rank 0"),
         (STEP | MASTER | {"MASTER_PORT": "-1"}, "MASTER_PORT is '-1'"),
-        (STEP | {"SLURM_RESTART_COUNT": "../1"}, "SLURM_RESTART_COUNT is '../1', must be a whole number"),
         ({"TORCHELASTIC_RESTART_COUNT": "abc"}, "TORCHELASTIC_RESTART_COUNT is 'abc', must be a whole number"),
-        ({"OMP_NUM_THREADS": "1000000"}, "OMP_NUM_THREADS is '1000000', must be a whole number of threads, at most"),
-        ({"OMP_NUM_THREADS": "two"}, "OMP_NUM_THREADS is 'two', must be a whole number of threads"),
     ],
 )
 def test_variables_that_are_no_numbers_or_out_of_range_are_refused(env: dict[str, str], message: str) -> None:
@@ -153,25 +134,22 @@ def test_variables_that_are_no_numbers_or_out_of_range_are_refused(env: dict[str
         {name: value for name, value in MPIRUN.items() if name != "PMIX_SERVER_TMPDIR"},
     ],
 )
-def test_ranks_without_an_address_are_refused(
-    env: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_ranks_without_an_address_are_refused(env: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name in MASTER:
         monkeypatch.delenv(name, raising=False)
         if name in env:
             monkeypatch.setenv(name, env[name])
     info = detect_launch_environment(env)
     with pytest.raises(UserError, match=r"MASTER_ADDR.*MASTER_PORT.*distributed\.init_method") as error:
-        resolve_init_method(info, None, str(tmp_path))
+        resolve_init_method(info, None)
     assert f"rank {info.rank} of {info.world_size}" in str(error.value)
     assert str(env.get("MASTER_ADDR")) in str(error.value)
     with pytest.raises(UserError, match=r"MASTER_ADDR.*MASTER_PORT.*distributed\.init_method"):
-        resolve_init_method(info, "env://", str(tmp_path))
-    assert resolve_init_method(info, "tcp://127.0.0.1:29400", str(tmp_path)) == "tcp://127.0.0.1:29400"
+        resolve_init_method(info, "env://")
+    assert resolve_init_method(info, "tcp://127.0.0.1:29400") == "tcp://127.0.0.1:29400"
 
 
 def test_an_address_that_leads_nowhere_is_refused_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(network, "RESOLVE_SECONDS", 0.1)
     for name, value in MASTER.items():
         monkeypatch.setenv(name, value.replace("gpu1", "no-such-host.invalid"))
     info = detect_launch_environment(BY_HAND | MASTER)
@@ -182,34 +160,8 @@ def test_an_address_that_leads_nowhere_is_refused_at_once(monkeypatch: pytest.Mo
         (None, r"environment: the rendezvous address is no-such-host\.invalid:29400, .* can't resolve "),
     ):
         with pytest.raises(UserError, match=f"^{message}"):
-            resolve_init_method(info, init_method, str(tmp_path))
-    assert resolve_init_method(info, f"file://{tmp_path}/store", str(tmp_path)) == f"file://{tmp_path}/store"
-
-
-def test_slurm_hosts_that_do_not_resolve_rendezvous_in_the_run_folder(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    run_dir, info = tmp_path / "runs/mine", detect_launch_environment(STEP)
-    for name, value in MASTER.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(network, "RESOLVE_SECONDS", 0.1)
-    monkeypatch.setattr(socket, "getaddrinfo", lambda host, port: [host])
-    assert resolve_init_method(detect_launch_environment(STEP | MASTER), None, str(run_dir)) == "env://"
-    assert resolve_init_method(info, None, str(run_dir)) == f"tcp://node01:{STEP_PORT}"
-
-    def fail(host: str, port: None) -> list:
-        raise socket.gaierror(f"{host} is not known")
-
-    monkeypatch.setattr(socket, "getaddrinfo", fail)
-    for rank_info, init_method in ((info, "tcp://gpu1:29400"), (detect_launch_environment(STEP | MASTER), None)):
-        with pytest.raises(UserError, match=r"gpu1:29400, .* can't resolve 'gpu1'"):
-            resolve_init_method(rank_info, init_method, str(run_dir))
-    assert not run_dir.exists()
-    assert resolve_init_method(info, None, str(run_dir)) == f"file://{run_dir}/{STEP_FILE}"
-    assert run_dir.is_dir()
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"run_dir: .*file/below"):
-        resolve_init_method(info, None, str(tmp_path / "file/below"))
+            resolve_init_method(info, init_method)
+    assert resolve_init_method(info, f"file://{tmp_path}/store") == f"file://{tmp_path}/store"
 
 
 @pytest.mark.parametrize(
@@ -234,22 +186,6 @@ def test_one_process_of_each_host_reports_an_error_in_the_yaml(
     (tmp_path / "bad.yaml").write_text("trainer: {max_step: 3}")
     assert run_main(["--config", str(tmp_path / "bad.yaml")]) == 2
     assert ("trainer.max_step" in capsys.readouterr().err) == reports
-
-
-def test_a_rank_may_open_as_many_files_as_the_system_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With several ranks, it also repeats lost DNS queries sooner, unless the user has set that."""
-    monkeypatch.setattr("os.environ", {})
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
-    try:
-        allow_connections(RankInfo())
-        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert not os.environ
-    allow_connections(RankInfo(1, 2))
-    assert os.environ == {"RES_OPTIONS": "timeout:1 attempts:5"}
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize(

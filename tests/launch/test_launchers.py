@@ -18,13 +18,10 @@ pytestmark = pytest.mark.slow
 MAIN = 'python main.py "$@"'
 RANKS = f"RANK=0 WORLD_SIZE=2 {MAIN} & RANK=1 WORLD_SIZE=2 {MAIN} && wait $!"
 NODE = 'torchrun --nnodes=2 --nproc_per_node=1 --rdzv_backend=c10d --rdzv_endpoint=localhost:$PORT main.py "$@"'
-LAUNCH = "python -m torch.distributed.launch"
 LAUNCHERS = {
     "torchrun on two nodes": f"{NODE} & {NODE} && wait $!",
-    "torch.distributed.launch": f'{LAUNCH} --nproc_per_node=2 main.py "$@"',
-    "torch.distributed.launch --use_env": f'{LAUNCH} --use_env --nproc_per_node=2 main.py "$@"',
+    "torch.distributed.launch": 'python -m torch.distributed.launch --nproc_per_node=2 main.py "$@"',
     "by hand": f"export MASTER_ADDR=localhost MASTER_PORT=$PORT; {RANKS}",
-    "launch/by_hand.py": 'python launch/by_hand.py 2 "$@"',
     "accelerate": 'accelerate launch --multi_gpu --num_processes=2 --main_process_port=$PORT main.py "$@"',
     "torchx": 'torchx run -s local_cwd dist.ddp -j 1x2 --script main.py -- "$@"',
     "deepspeed": 'deepspeed --num_gpus=2 --master_port=$PORT main.py "$@"',

@@ -188,14 +188,6 @@ def test_a_job_preempted_before_the_first_step_is_requeued(cluster: Cluster, tex
     cluster.run("scancel", job)
 
 
-def test_a_mistake_in_the_command_line_ends_the_job(cluster: Cluster, tmp_path: Path) -> None:
-    out = tmp_path / "out.txt"
-    job = cluster.submit(f"--output={out}", "launch/slurm.sbatch", "--trainer.max_step", "3")
-    ended = cluster.wait_for_end(job)
-    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "2:0", "0")
-    assert out.read_text().count("error: ") == 1
-
-
 def test_a_job_that_crashes_is_requeued_only_after_progress(cluster: Cluster, text: Path, tmp_path: Path) -> None:
     """The loss is never finite at a certain step. torchrun does not restart here, to save time."""
     torchrun = tmp_path / "torchrun"

@@ -1,6 +1,5 @@
 """Rules on hardware flags: device, precision and threads. The flags are simulated, so no test needs the hardware."""
 
-import importlib.util
 import os
 import platform
 import resource
@@ -72,10 +71,9 @@ def test_more_processes_than_gpus_are_refused(
         choose_device("auto", local_rank, local_size, 8)
 
 
-@pytest.mark.parametrize("function", [use_cuda, visible_gpu_uuids, lambda backend: choose_device(backend, 0, 1, 1)])
-def test_nccl_without_a_gpu_is_refused(function: Callable[[str], object], set_hardware: SetHardware) -> None:
+def test_nccl_without_a_gpu_is_refused(set_hardware: SetHardware) -> None:
     with pytest.raises(UserError, match=r"distributed\.backend is nccl.*no CUDA GPU"):
-        function("nccl")
+        use_cuda("nccl")
 
 
 def test_gloo_selects_the_cpu_even_if_there_are_gpus(set_hardware: SetHardware) -> None:
@@ -119,7 +117,8 @@ def test_auto_selects_bf16_where_hardware_multiplies_it(
     set_hardware(**flags)
     assert choose_precision("auto", device, None) == (expected, f"auto: {reason}")
     emulated = "" if expected == "bf16" else f", and {reason}: slow"
-    assert choose_precision("bf16", device, None) == ("bf16", f"as asked{emulated}")
+    for saved in (None, "fp32"):
+        assert choose_precision("bf16", device, saved) == ("bf16", f"as asked{emulated}")
 
 
 def test_auto_keeps_the_precision_of_the_snapshot_if_the_hardware_has_it(set_hardware: SetHardware) -> None:
@@ -136,33 +135,18 @@ def test_auto_keeps_the_precision_of_the_snapshot_if_the_hardware_has_it(set_har
         assert reason.endswith(f"; the snapshot was made in {saved}, so the last bits will differ")
 
 
-def test_a_requested_precision_overrides_the_snapshot(set_hardware: SetHardware) -> None:
-    set_hardware(bf16=True, amx_tile=True)
-    for requested, device in [("fp32", CPU), ("fp32", GPU), ("bf16", CPU), ("bf16", GPU), ("fp16", GPU)]:
-        for saved in (None, "fp32", "bf16", "fp16"):
-            assert choose_precision(requested, device, saved) == (requested, "as asked")
-
-
-def test_compile_on_a_gpu_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else name)
-    with pytest.raises(UserError, match=r"trainer\.compile is true, but Triton is not installed: pip install triton"):
-        check_compiler(GPU)
-
-
 @pytest.mark.parametrize(
     ("device", "env", "installed", "missing"),
     [
         (GPU, {}, "g++ clang++", "no C compiler: found no gcc or clang; install one, let CC name it"),
-        (GPU, {"CC": "icx"}, "gcc clang", "no C compiler: found no icx; "),
         (GPU, {}, "clang", None),
-        (CPU, {}, "gcc clang", r"no C\+\+ compiler: found no (g|clang)\+\+; install one, let CXX name it"),
+        (CPU, {}, "gcc clang", r"no C\+\+ compiler: found no g\+\+; install one, let CXX name it"),
         (CPU, {"CXX": "icpx"}, "g++ clang++", r"no C\+\+ compiler: found no icpx; "),
     ],
 )
 def test_compile_needs_a_c_compiler_for_triton_on_a_gpu_and_else_a_cpp_compiler(
     device: torch.device, env: dict[str, str], installed: str, missing: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(shutil, "which", lambda name: name if name in installed.split() else None)
     for variable in ("CC", "CXX"):
         monkeypatch.delenv(variable, raising=False)
@@ -184,6 +168,7 @@ def test_threads(set_hardware: SetHardware, monkeypatch: pytest.MonkeyPatch) -> 
         ("auto", 1, None, None, 8, "auto: 8 cores / 1 ranks"),
         ("auto", 9, None, None, 1, "auto: 8 cores / 9 ranks"),
         ("auto", 2, None, "", 4, "auto: 8 cores / 2 ranks"),
+        ("auto", 2, None, "two", 4, "auto: 8 cores / 2 ranks"),
         ("auto", 2, None, " 016 ", 16, "auto: OMP_NUM_THREADS"),
         ("auto", 2, None, "3,2", 3, "auto: OMP_NUM_THREADS"),
         ("auto", 2, 4, None, 4, "auto: kept from the snapshot"),
@@ -196,12 +181,6 @@ def test_threads(set_hardware: SetHardware, monkeypatch: pytest.MonkeyPatch) -> 
         if omp is not None:
             monkeypatch.setenv("OMP_NUM_THREADS", omp)
         assert choose_threads(requested, ranks, saved) == (expected, reason)
-
-    set_hardware()
-    monkeypatch.delattr(os, "sched_getaffinity")  # some systems do not have it
-    for cpu_count, expected in ((6, 3), (None, 1)):
-        monkeypatch.setattr(os, "cpu_count", lambda count=cpu_count: count)
-        assert choose_threads("auto", 2, None)[0] == expected
 
 
 def test_threads_leave_cores_to_other_programs(set_hardware: SetHardware, monkeypatch: pytest.MonkeyPatch) -> None:
