@@ -59,12 +59,6 @@ def test_nothing_is_said_of_ranks_at_the_same_place() -> None:
     assert explain(at(REDUCE, "all_reduce", world=5), at(REDUCE, "all_reduce", world=5)) == ""
 
 
-def test_long_lists_of_ranks_are_cut() -> None:
-    message = explain(at(REDUCE, "all_reduce", world=5), *[at(STEP, world=4)] * 20)
-    assert message.startswith(f"{' and '.join(f'rank {rank}' for rank in range(1, 9))} and 12 others have not reached")
-    assert "ranks 1, 2, 3, 4, 5, 6, 7, 8, 12 others: trainer.py" in message
-
-
 @pytest.fixture
 def warnings() -> Iterator[list[str]]:
     messages: list[str] = []

@@ -211,10 +211,6 @@ def test_a_run_by_hand_is_not_touched_by_another_one_with_its_port(
             assert f"found no process group at {init_method}" in err
             assert f"the run at this address has another {other}; another run or program uses this port" in err
         assert root.num_keys() == keys
-        root.set("address", "of a program of plain PyTorch")
-        assert not any(store.check(["address"]) for store in stores)
-        stores[0].set("address", "of rank 0")
-        assert stores[1].get("address") == b"of rank 0"
         del stores, root
 
 
@@ -279,10 +275,9 @@ def test_more_ranks_than_sequences_are_refused(text: Path, tmp_path: Path) -> No
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_the_store_of_ranks_on_one_machine_listens_at_the_loopback(host: str, tmp_path: Path) -> None:
+def test_the_store_of_ranks_on_one_machine_listens_at_the_loopback(tmp_path: Path) -> None:
     """gloo, too, listens only at the loopback."""
-    address = f"tcp://{host}:{free_port()}"
+    address = f"tcp://localhost:{free_port()}"
     for hosts in run_ranks(2, _listening_hosts, address, tmp_path=tmp_path):
         assert hosts
         assert not hosts & {"0.0.0.0", "::"}

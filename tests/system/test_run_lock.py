@@ -104,22 +104,6 @@ def test_a_file_system_without_locks_is_warned_of(tmp_path: Path, monkeypatch: p
     ]
 
 
-def test_a_snapshot_path_of_another_run_is_refused(text: Path, tmp_path: Path) -> None:
-    """The run folders of the two runs differ."""
-    descriptor = take(tmp_path / "snapshots")
-    argv = run_args(tmp_path / "run", text, trainer__snapshot_path=tmp_path / "snapshots")
-    [(status, _, err)] = run_ranks(1, _run_impatiently, argv, tmp_path=tmp_path)
-    os.close(descriptor)
-    message = f"error: trainer.snapshot_path: process {os.getpid()} is training in {tmp_path}/snapshots; wait for it, "
-    assert status == 2
-    assert err.startswith(message)
-
-
-def _run_impatiently(argv: list[str]) -> tuple[int, str, str]:
-    lock.LOCK_TIMEOUT = 0.1
-    return run_captured(*argv)
-
-
 def test_folders_are_locked_before_the_text_is_encoded(text: Path, tmp_path: Path) -> None:
     """A second start would remove the unfinished cache of the first."""
     argv = run_args(tmp_path / "run", text)
@@ -175,9 +159,6 @@ def lose(run_dir: Path, how: str) -> None:
     """Removes, moves or replaces the folder of a run, in the last case by the folder of another run."""
     if how == "deleted":
         shutil.rmtree(run_dir)
-    elif how == "a file in place of snapshots":
-        (run_dir / "snapshots").rename(run_dir / "moved")
-        (run_dir / "snapshots").touch()
     else:
         run_dir.rename(run_dir.with_name("old"))
         shutil.copytree(run_dir.with_name("other"), run_dir)
@@ -192,8 +173,6 @@ def content(folder: Path) -> dict[str, bytes]:
     [
         ("deleted", "in a step", 2),
         ("replaced", "in a step", 1),
-        ("a file in place of snapshots", "in a step", 1),
-        ("replaced", "before a save", 1),
         ("deleted", "in a save", 1),
         ("replaced", "in a save", 1),
         ("replaced", "in the last save", 2),
@@ -211,9 +190,8 @@ def test_a_run_whose_folder_vanishes_ends_with_one_message(
     for step in (1, 2, 3):
         (tmp_path / f"other/snapshots/step_{step:08d}.pt").write_text("another run's")
     outputs = run_ranks(ranks, _lose_while_training, argv, run_dir, how, when, tmp_path=tmp_path)
-    lost = run_dir / "snapshots" if how == "a file in place of snapshots" else run_dir
     message = (
-        f"error: {lost}, the folder of this run, was deleted, moved or replaced, so the run ends without saving; if "
+        f"error: {run_dir}, the folder of this run, was deleted, moved or replaced, so the run ends without saving; if "
         "it was moved, move it back, and the same command resumes\n"
     )
     assert [(status, err) for status, _, err in outputs] == [(2, message), (2, "")][:ranks]
@@ -221,11 +199,11 @@ def test_a_run_whose_folder_vanishes_ends_with_one_message(
     if how == "replaced":
         assert content(run_dir) == content(tmp_path / "other")
     else:
-        assert not lost.is_dir()
+        assert not run_dir.is_dir()
 
 
 def _lose_while_training(argv: list[str], run_dir: Path, how: str, when: str) -> tuple[int, str, str]:
-    train_step, save_snapshot, save = Trainer.train_step, Trainer.save_snapshot, torch.save
+    train_step, save = Trainer.train_step, torch.save
     lost = threading.Event()
 
     def lose_now() -> None:
@@ -240,18 +218,12 @@ def _lose_while_training(argv: list[str], run_dir: Path, how: str, when: str) ->
             assert lost.wait(20)
         return train_step(trainer)
 
-    def lose_before_save(trainer: Trainer, is_frequent: bool = False) -> None:
-        if when == "before a save" and trainer.progress.step == 6:
-            lose_now()
-        save_snapshot(trainer, is_frequent)
-
     def lose_in_save(content: dict[str, Any], file: Any) -> None:
         if content["step"] == {"in a save": 6, "in the last save": 12}.get(when):
             lose_now()
         save(content, file)
 
     Trainer.train_step = lose_in_step  # type: ignore[method-assign]
-    Trainer.save_snapshot = lose_before_save  # type: ignore[method-assign]
     torch.save = lose_in_save
     return run_captured(*argv)
 
