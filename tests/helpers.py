@@ -168,7 +168,7 @@ def run_on_terminal(
     `watch` is called after each new output, with the process, the other end of the terminal, and the whole output.
     """
     master, slave = pty.openpty()
-    set_columns(slave, columns)
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     raw = b""
     command = [sys.executable, *(ROOT / word if str(word).endswith(".py") else word for word in argv)]
     with subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=clean_env(**env)) as process:
@@ -181,10 +181,6 @@ def run_on_terminal(
             pass
         os.close(master)
         return process.wait(60), raw.decode(errors="replace")
-
-
-def set_columns(terminal: int, columns: int) -> None:
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
 
 
 def run_ranks(

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from mingpt.errors import UserError
-from mingpt.files import replace_file, replaced_file
+from mingpt.files import make_folder, replace_file, replaced_file
 from mingpt.monitoring.run_log import write_config
 
 
@@ -20,6 +20,13 @@ def test_config_is_replaced_or_refused_with_the_name_of_the_file(tmp_path: Path)
     (tmp_path / "config.yaml").mkdir()
     with pytest.raises(UserError, match=rf"^trainer\.run_dir: {tmp_path}/config.yaml can't be written: Is a directory"):
         write_config(tmp_path, {})
+
+
+def test_a_link_that_leads_nowhere_is_named(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("missing")
+    message = f"^trainer.run_dir: {tmp_path}/link can't be created: it is a link to missing, which is not a folder; "
+    with pytest.raises(UserError, match=message):
+        make_folder(tmp_path / "link", "trainer.run_dir")
 
 
 def test_a_file_is_flushed_to_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,8 @@ CASES: list[tuple[dict[str, str], list[str], str, list[str]]] = [
     (TWO, ["--distributed.init_method", "tcp://no-such-host.invalid:29400"], "", ["init_method", "can't resolve"]),
     (TWO, ["--distributed.init_method", "file:///proc/x"], "", ["init_method is file:///proc/x", "can't be opened"]),
     ({}, ["--optimizer.learning_rate", "3e38"], "", ["step 1: the validation loss is not finite", "(3e+38)"]),
+    ({}, ["--trainer.snapshot_path", "nosuch://host"], "", ["trainer.snapshot_path", "nosuch"]),
+    ({}, ["--trainer.run_dir", "text.txt/below"], "", ["trainer.run_dir", "text.txt/below"]),
     ({}, ["--data.path", "nosuch::file:///text.txt"], "", ["data.path: nosuch::file:///text.txt can't be read"]),
 ]
 

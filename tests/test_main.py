@@ -176,22 +176,6 @@ def test_a_missing_text_is_refused_and_nothing_is_written(tmp_path: Path, capsys
     assert not (tmp_path / "run").exists()
 
 
-def test_paths_that_cannot_be_opened_or_created_are_refused(
-    argv: list[str], text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "other/metrics.jsonl").mkdir(parents=True)
-    for key, path in (
-        ("trainer.run_dir", str(tmp_path / "other")),
-        ("data.path", "nosuch://host"),
-        ("trainer.snapshot_path", "nosuch://host"),
-        ("trainer.snapshot_path", f"{text}/below a file"),
-        ("trainer.run_dir", f"{text}/below a file"),
-    ):
-        message = error_of(capsys, *argv, f"--{key}", path)
-        assert key in message
-        assert path.split(":")[0] in message
-
-
 # Limits of the hardware
 
 

@@ -91,36 +91,24 @@ def test_first_host_of_a_slurm_node_list(nodes: str, expected: str) -> None:
         ({"WORLD_SIZE": "2"}, "RANK': None"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK': '2'"),
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK': 'x'"),
-        (BY_HAND | {"WORLD_SIZE": "1" + 30 * "0"}, "WORLD_SIZE': '1000"),
-        (BY_HAND | {"LOCAL_RANK": "-1"}, "LOCAL_RANK': '-1'"),
-        (TORCHRUN | {"LOCAL_RANK": "2"}, "LOCAL_RANK': '2'"),
-        (TORCHRUN | {"LOCAL_WORLD_SIZE": "1000000"}, "LOCAL_WORLD_SIZE': '1000000'"),
         (BATCH | {"SLURM_STEP_ID": "0"}, "SLURM_STEP_NUM_TASKS': None"),
         (STEP | {"SLURM_PROCID": "5"}, "SLURM_PROCID': '5'"),
-        (STEP | {"WORLD_SIZE": "8"}, "WORLD_SIZE': '8'"),
         ({"OMPI_COMM_WORLD_RANK": "1"}, "OMPI_COMM_WORLD_SIZE': None"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK': None"),
-        (MPIRUN | {"WORLD_SIZE": "8"}, "WORLD_SIZE': '8'"),
     ],
 )
-def test_incomplete_or_contradictory_variables_are_refused(env: dict[str, str], named: str) -> None:
+def test_incomplete_variables_are_refused(env: dict[str, str], named: str) -> None:
     with pytest.raises(UserError, match=r"environment: .* from 0 to ") as error:
         detect_launch_environment(env)
     assert named in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("env", "message"),
-    [
-        (BY_HAND | MASTER | {"MASTER_PORT": "99999"}, "MASTER_PORT is '99999', must be a whole number from 0 to 65535"),
-        (BY_HAND | MASTER | {"MASTER_ADDR": ""}, "MASTER_ADDR is empty, must be the host of rank 0"),
-        (STEP | MASTER | {"MASTER_PORT": "-1"}, "MASTER_PORT is '-1'"),
-        ({"TORCHELASTIC_RESTART_COUNT": "abc"}, "TORCHELASTIC_RESTART_COUNT is 'abc', must be a whole number"),
-    ],
-)
-def test_variables_that_are_no_numbers_or_out_of_range_are_refused(env: dict[str, str], message: str) -> None:
-    with pytest.raises(UserError, match="^environment: " + message.replace(".", r"\.")):
-        detect_launch_environment(env)
+@pytest.mark.parametrize("port", ["99999", "-1"])
+def test_a_port_that_does_not_exist_is_refused(port: str) -> None:
+    with pytest.raises(
+        UserError, match=f"^environment: MASTER_PORT is '{port}', must be a whole number from 0 to 65535"
+    ):
+        detect_launch_environment(BY_HAND | MASTER | {"MASTER_PORT": port})
 
 
 @pytest.mark.parametrize(

@@ -144,9 +144,8 @@ def check(plan: Plan, line: str, results: dict[int, Result]) -> str:
     for rank, result in results.items():
         if rank == plan.rank:
             continue
-        if (
-            not re.match(head, result.stderr) or result.status != 1 or "main.py" in result.stderr
-        ):  # a rank after its last collective
+        after_the_last_collective = "main.py" in result.stderr
+        if not re.match(head, result.stderr) or result.status != 1 or after_the_last_collective:
             return f"rank {rank}: {result.stderr!r}, fault at {line}"
         if result.seconds > TIMEOUT + HEARTBEAT_TIMEOUT + 1:
             return f"rank {rank}: after {result.seconds:.1f} seconds"

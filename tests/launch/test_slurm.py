@@ -186,17 +186,3 @@ def test_a_job_preempted_before_the_first_step_is_requeued(cluster: Cluster, tex
     cluster.wait_for_requeue(job, restarts=1)
     assert not (tmp_path / "run/metrics.jsonl").exists()
     cluster.run("scancel", job)
-
-
-def test_a_job_that_crashes_is_requeued_only_after_progress(cluster: Cluster, text: Path, tmp_path: Path) -> None:
-    """The loss is never finite at a certain step. torchrun does not restart here, to save time."""
-    torchrun = tmp_path / "torchrun"
-    command = 'exec torchrun "${@/--max_restarts=3/--max_restarts=0}"'
-    torchrun.write_text(f"#!/bin/bash\nPATH={cluster.path}\n{command}\n")
-    torchrun.chmod(0o755)
-    argv = run_args(tmp_path / "run", text, optimizer__learning_rate=1e30, trainer__save_every=1000)
-    path = f"--export=ALL,PATH={tmp_path}:{cluster.path}"
-    job = cluster.submit(path, f"--output={tmp_path}/out.txt", "launch/slurm.sbatch", *argv)
-    cluster.wait_for_requeue(job, restarts=1)
-    ended = cluster.wait_for_end(job)
-    assert (ended["JobState"], ended["Restarts"]) == ("FAILED", "1")

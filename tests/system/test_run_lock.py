@@ -28,7 +28,6 @@ from tests.helpers import (
     run_captured,
     run_ranks,
     train_main,
-    write_text,
 )
 from trainer import Trainer
 
@@ -234,33 +233,6 @@ def test_a_machine_without_rank_0_does_not_make_its_folder_again(tmp_path: Path)
     with pytest.raises(UserError, match=r"can't be written: \[Errno 2\] No such file or directory"):
         storage.write({"step": 1}, None)
     assert not (tmp_path / "run").exists()
-
-
-def test_links_that_lead_nowhere_and_names_that_begin_with_a_dash(tmp_path: Path) -> None:
-    write_text(tmp_path / "text.txt")
-    (tmp_path / "link").symlink_to("missing")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/cache").symlink_to("missing")
-    [results] = run_ranks(1, _run_in_places, tmp_path, ["link", "link/run", "run", "-dash"], tmp_path=tmp_path)
-    for name, (status, _, err) in zip(["link", "link", "run/cache"], results, strict=False):
-        assert (status, err) == (
-            2,
-            f"error: trainer.run_dir: {name} can't be created: it is a link to missing, which is not a folder; set it "
-            "to a folder that you may write to\n",
-        )
-    _, out, _ = results[-1]
-    commands = dict(re.findall(r"to (\w+): +python \w+\.py (.+)", out))
-    assert commands == {
-        "sample": "--snapshot ./-dash/snapshots/step_00000001.pt",
-        "plot": "./-dash",
-        "export": "--snapshot ./-dash/snapshots/step_00000001.pt --out FOLDER",
-    }
-
-
-def _run_in_places(folder: Path, run_dirs: list[str]) -> list[tuple[int, str, str]]:
-    os.chdir(folder)
-    argv = run_args(Path("run"), "text.txt", trainer__max_steps=1)
-    return [run_captured(*argv, f"--trainer.run_dir={run_dir}") for run_dir in run_dirs]
 
 
 def test_a_run_without_the_snapshots_that_it_has_saved_does_not_start_anew(text: Path, tmp_path: Path) -> None:
