@@ -62,7 +62,7 @@ def busy_cores() -> int:
 
 
 def omp_num_threads() -> int | None:
-    """Returns the number of threads in OMP_NUM_THREADS, or None if OpenMP does not use the variable."""
+    """Returns the number of threads in OMP_NUM_THREADS, or None if the variable does not have one."""
     first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # a list has a number for each nested level
     threads = int(first) if first.isdecimal() else 0
     return threads or None

@@ -63,15 +63,6 @@ def bench(tmp_path: Path, one_thread: None) -> Bench:
     return bench
 
 
-@pytest.fixture
-def learning_bench(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Bench:
-    """A bench with a text that can be learned, and a short recipe of nanoGPT."""
-    monkeypatch.setattr(learning, "RECIPE_STEPS", 20)
-    text = str(write_text(bench.folder / "words.txt"))
-    bench.options = [*TINY, "--trainer.batch_size", "8", "--optimizer.warmup_steps", "2", "--data.path", text]
-    return bench
-
-
 # case -> number of rows
 FAST = {"nanogpt": 2, "tutorial": 2, "speed": 1}
 SLOW = {"trainer": 1, "compile": 1, "sampling": 2}
@@ -183,14 +174,17 @@ def test_a_wrong_option_is_one_message(options: str, message: str, capsys: pytes
     assert (printed.err.count("\n"), printed.out) == (1, "")
 
 
-def test_time_to_loss_compares_with_the_recipe(learning_bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    [row] = run_case("time_to_loss", learning_bench)
+def test_time_to_loss_compares_with_the_recipe(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learning, "RECIPE_STEPS", 20)
+    text = str(write_text(bench.folder / "words.txt"))
+    bench.options = [*TINY, "--trainer.batch_size", "8", "--optimizer.warmup_steps", "2", "--data.path", text]
+    [row] = run_case("time_to_loss", bench)
     assert 0 < row.smallest <= row.figure <= row.largest
     assert row.what.count(" after 20 steps") == 3
     losses = iter([9.0, math.nan, 1.0])
     monkeypatch.setattr(learning, "train_recipe", lambda *args: learning.Run(1.0, 20, 1.5))
     monkeypatch.setattr(learning, "train_to_loss", lambda *args: learning.Run(1.0, 3, next(losses)))
-    [row] = run_case("time_to_loss", learning_bench)
+    [row] = run_case("time_to_loss", bench)
     assert row.figure == "not reached by 2 of 3 runs"
 
 

@@ -9,7 +9,6 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from subprocess import Popen
@@ -43,19 +42,11 @@ def get_handlers() -> dict[int, Any]:
     return {number: signal.getsignal(number) for number in EXIT_STATUS}
 
 
-@pytest.fixture
-def handlers_before() -> Iterator[dict[int, Any]]:
-    """Restores signal handlers after the test."""
-    handlers = get_handlers()
-    yield handlers
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-
-
 @pytest.mark.parametrize("is_session", [False, True])
 def test_the_first_signal_is_recorded_and_later_ones_are_ignored(
-    is_session: bool, handlers_before: dict, monkeypatch: pytest.MonkeyPatch
+    is_session: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    handlers_before = get_handlers()
     if is_session:
         monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
         monkeypatch.setattr("mingpt.system.signals.SECOND_INTERRUPT_SECONDS", 0.01)
@@ -72,8 +63,8 @@ def test_the_first_signal_is_recorded_and_later_ones_are_ignored(
     assert get_handlers() == (handlers_before if is_session else dict.fromkeys(EXIT_STATUS, signal.SIG_IGN))
 
 
-def test_without_a_signal_handlers_and_threads_are_restored(handlers_before: dict, monkeypatch: Any) -> None:
-    threads = threading.active_count()
+def test_without_a_signal_handlers_and_threads_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    handlers_before, threads = get_handlers(), threading.active_count()
     with suppress(ValueError), SignalHandler():
         raise ValueError
     assert (get_handlers(), threading.active_count()) == (handlers_before, threads)
