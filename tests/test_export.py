@@ -25,6 +25,7 @@ from tests.helpers import (
     read_rows,
     run_args,
     run_captured,
+    run_each_captured,
     run_program,
     run_ranks,
     train_main,
@@ -202,11 +203,6 @@ def test_a_run_from_scratch_does_not_use_other_weights_when_it_resumes(trained: 
     assert "warning: trainer.init_from is not used, since the run continues from" in err
     assert "changed since the snapshot: trainer.max_steps 6 -> 7\n" in out
     assert newest_snapshot(tmp_path / "run")["config"]["trainer"]["init_from"] is None
-
-
-def run_each_captured(commands: list[list[str]]) -> list[tuple[int, str, str]]:
-    """For `run_ranks`: `run_captured` of each command."""
-    return [run_captured(*argv) for argv in commands]
 
 
 @pytest.mark.parametrize("trained", [("nanochat", True)], indirect=True, ids=["nanochat"])

@@ -12,8 +12,7 @@ import torch
 import sample
 from mingpt import program
 from mingpt.errors import UserError
-from mingpt.run.evaluation import evaluate
-from mingpt.snapshot.storage import SnapshotStorage, load_snapshot
+from mingpt.snapshot.storage import load_snapshot
 from mingpt.system import device
 from tests.helpers import (
     NO_DROPOUT,
@@ -81,7 +80,6 @@ def test_a_non_finite_loss_ends_the_run_and_changes_no_snapshot(
     step = int(message.split("step ")[1].split(":")[0])
     newest = newest_snapshot(run_dir)
     assert message.startswith(f"error: step {step}: the norm of the gradient is not finite")
-    assert f"Newest snapshot: {run_dir}/snapshots/step_{newest['step']:08}.pt" in message
     assert "Lower optimizer.learning_rate (1e+30) or optimizer.grad_norm_clip (null)" in message
     assert step == read_rows(run_dir)[-1]["step"] + 1
     assert newest["step"] in range(3, step)
@@ -105,25 +103,6 @@ def test_gradients_are_scaled_to_the_largest_norm_allowed(
         torch.testing.assert_close(gradients, before, rtol=0, atol=0)
         torch.testing.assert_close(strategy.clip_grad_norm_(norm.item() / 2), norm, rtol=0, atol=0)
         torch.testing.assert_close(gradients, [gradient / 2 for gradient in before], rtol=1e-4, atol=0)
-
-
-def test_on_mps_a_non_finite_gradient_ends_the_run_before_the_update(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its kernels ignore `found_inf`. The device is said to be MPS once the gradient is there."""
-    monkeypatch.setenv("TEST_INIT_METHOD", "file:///unused")
-    with open_trainer(*run_args(tmp_path / "run", text)) as trainer:
-
-        def infinite_norm(max_norm: float | None) -> torch.Tensor:
-            trainer.guard.device = torch.device("mps")
-            return torch.tensor(torch.inf)
-
-        monkeypatch.setattr(trainer.strategy, "clip_grad_norm_", infinite_norm)
-        monkeypatch.setattr(trainer.strategy.optimizer, "step", lambda: pytest.fail("the weights are updated"))
-        with pytest.raises(
-            UserError, match=r"^step 1: the norm of the gradient is not finite; it did not change any weight"
-        ):
-            trainer.train_step()
 
 
 def test_gradients_that_overflow_at_every_loss_scale_end_the_run(
@@ -180,7 +159,6 @@ def test_patience_ends_the_run_and_a_resumed_run_counts_on(
     lowest = read_rows(whole, "eval")[0]["val_loss"]
     reason = f"no evaluation since step 4 has had a lower validation loss than {lowest:.4f} (trainer.patience is 2)"
     assert f"ended early: {reason}\n" in done
-    assert "the decay of the learning rate is cut short: it is 7.78e-03, and would be 0.00e+00 at step 40\n" in done
     assert [(row["step"], row["reason"]) for row in read_rows(parts, "stop")] == [(10, None), (12, reason)]
     if options == PATIENCE:
         longer = run_args(whole, text, **options | {"trainer__patience": 4})
@@ -200,16 +178,6 @@ def test_patience_counts_evaluations_if_eval_every_changes(tmp_path: Path) -> No
     _, done = run_all(1, argvs, tmp_path)
     assert "ended early: no evaluation since step 4" in done
     assert [row["step"] for row in read_rows(run_dir, "eval")] == [4, 8, 9, 10]
-
-
-def test_patience_counts_on_from_a_snapshot_without_a_count(tmp_path: Path) -> None:
-    text, run_dir = write_overfitting_text(tmp_path / "text.txt"), tmp_path / "run"
-    run_all(1, [run_args(run_dir, text, **PATIENCE | {"trainer__max_steps": 8})], tmp_path)
-    snapshot = newest_snapshot(run_dir)
-    del snapshot["lowest"]["evaluations_since"]
-    SnapshotStorage(f"{run_dir}/snapshots", keep=9).write(snapshot, None)
-    run_all(1, [run_args(run_dir, text, **PATIENCE)], tmp_path)
-    assert newest_snapshot(run_dir)["step"] == 12
 
 
 def test_the_last_step_does_not_move_when_patience_ends_the_run(tmp_path: Path) -> None:
@@ -253,12 +221,11 @@ RUNS: dict[int, dict[str, dict[str, Any]]] = {  # number of ranks -> run folder 
 
 @pytest.fixture(scope="module")
 def runs(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the RUNS, each with its stdout in out.txt."""
+    """A folder with the RUNS."""
     folder = tmp_path_factory.mktemp("runs")
     for world_size, options in RUNS.items():
         argvs = [run_args(folder / name, text, **changes) for name, changes in options.items()]
-        for name, stdout in zip(options, run_all(world_size, argvs, folder), strict=True):
-            (folder / name / "out.txt").write_text(stdout)
+        run_all(world_size, argvs, folder)
     return folder
 
 
@@ -277,8 +244,6 @@ def test_the_last_batch_of_the_last_epoch_may_be_short(runs: Path) -> None:
     losses, others = ([loss for _, loss in loss_curve(runs / name)] for name in ("epoch-1", "epoch-3"))
     assert len(losses) == 3
     assert others == pytest.approx(losses, rel=1e-5)
-    for name in ("epoch-1", "epoch-3"):
-        assert (runs / name / "out.txt").read_text().count("step 3: epoch 1 is over (167 windows)") == 1
 
 
 def test_validation_loss_is_the_mean_over_all_targets_with_the_same_bits_on_any_number_of_ranks(
@@ -324,7 +289,8 @@ def _losses_of_equal_windows(*argv: str) -> list[list[float]]:
 def _validation_loss(*argv: str) -> tuple[float, float]:
     """The validation loss, and the mean over targets of losses that are computed window by window."""
     with open_trainer(*argv) as trainer, torch.no_grad():
-        loss = evaluate(trainer.strategy, trainer.val_data, 2)
+        trainer.evaluate()
+        loss = trainer.progress.val_loss
         model, losses = trainer.strategy.full_model.eval(), []
         for window in range(len(trainer.val_data)):
             idx, targets = trainer.val_data[range(window, window + 1)]

@@ -171,10 +171,9 @@ def uncached_storage(url: str) -> SnapshotStorage:
 
 
 def assert_newest_is(step: int, url: str) -> None:
-    messages: list[str] = []
-    newest = uncached_storage(url).load_newest(messages.append)
+    newest = uncached_storage(url).load_newest()
     assert newest is not None
-    assert (newest["step"], messages) == (step, [])
+    assert newest["step"] == step
     assert all((weight == step).all() for weight in newest["model"].values())
 
 
@@ -239,7 +238,7 @@ def test_a_permanent_fault_is_reported_and_existing_snapshots_stay(
     with pytest.raises(UserError, match=r"trainer\.snapshot_path: s3://.*/step_00000002\.pt can't be written"):
         storage.write(small(2), None)
     with pytest.raises(UserError, match=r"trainer\.snapshot_path: s3://.* can't be read"):
-        uncached_storage(url).load_newest(print)
+        uncached_storage(url).load_newest()
     restarted = FaultyProxy(server_port, proxy.server_address[1]) if fault == "refused" else proxy
     restarted.choose_fault = no_fault
     assert_newest_is(1, url)
@@ -272,24 +271,6 @@ def test_an_upload_that_fails_at_any_request_is_not_completed(
         assert unfinished_uploads(url) == []
     storage.write(large(3), None)
     assert_newest_is(3, url)
-
-
-class Interruption(BaseException):
-    """Such as KeyboardInterrupt."""
-
-
-class Interrupting:
-    def __reduce__(self) -> tuple:
-        raise Interruption
-
-
-def test_an_interrupted_save_leaves_no_file(url: str) -> None:
-    storage = SnapshotStorage(url, keep=1)
-    storage.write(small(1), None)
-    with pytest.raises(Interruption):
-        storage.write(small(2) | {"z": Interrupting()}, None)
-    gc.collect()  # closes open files
-    assert uncached_storage(url).steps() == [1]
 
 
 def test_a_run_with_failing_and_interrupted_uploads_ends_with_the_same_bits(

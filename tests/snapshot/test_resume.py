@@ -85,11 +85,11 @@ def test_resume_skips_a_damaged_snapshot_and_restores_the_same_bits(
     flip_bit(run_dir / "snapshots/step_00000006.pt")
     argv = run_args(run_dir, trained / "text.txt", **SIX_STEPS)
     [(status, out, err)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
-    assert (status, err) == (0, "")
-    damaged, used, resumed = [line for line in out.partition("step 4/6")[0].splitlines() if "step_0000000" in line]
+    assert status == 0
+    damaged, used = err.splitlines()
     assert f"{run_dir}/snapshots/step_00000006.pt is damaged (the bytes of its part archive/data.pkl do not" in damaged
     assert used.endswith(f"{run_dir}/snapshots/step_00000003.pt is used instead")
-    assert resumed.endswith(f"resuming from {run_dir}/snapshots/step_00000003.pt")
+    assert f"resuming from {run_dir}/snapshots/step_00000003.pt\n" in out
     assert not re.search(" has changed: |the learning rate of", out)
     assert_equal_snapshots(trained / "one", run_dir)
     assert load_snapshot(str(run_dir / "snapshots/step_00000006.pt"))["step"] == 6
@@ -121,31 +121,18 @@ def test_a_run_that_ends_after_its_best_snapshot_names_it(trained: Path, run_dir
     assert f"\nbest:       validation loss 0.1000 at step 3: {command}\n" in out
 
 
-def test_a_snapshot_without_the_state_of_the_optimizer_is_refused(trained: Path, run_dir: Path, tmp_path: Path) -> None:
-    snapshot = load_snapshot(str(run_dir / "snapshots/step_00000006.pt"))
-    path = SnapshotStorage(f"{run_dir}/snapshots", keep=9).write(snapshot | {"optimizer": {}}, None)
-    argv = run_args(run_dir, trained / "text.txt", trainer__max_steps=7)
-    results = run_ranks(2, run_captured, *argv, tmp_path=tmp_path)
-    assert [status for status, _, _ in results] == [2, 2]
-    size = len(snapshot["model"])
-    assert results[0][2].startswith(
-        f"error: trainer.snapshot_path: {path} has an optimizer state for 0 of {size} parameters, and must have one "
-    )
-    assert results[1][2] == ""
-
-
 def test_a_run_does_not_start_anew_if_all_snapshots_are_damaged(trained: Path, run_dir: Path, tmp_path: Path) -> None:
     files = [run_dir / f"snapshots/step_0000000{step}.pt" for step in (3, 6)]
     for file in files:
         flip_bit(file)
     before = {path: path.read_bytes() for path in run_dir.rglob("step_*") if path.is_file()}
     argv = run_args(run_dir, trained / "text.txt", **SIX_STEPS)
-    (status, out, err), other = run_ranks(2, run_captured, *argv, tmp_path=tmp_path)
+    (status, _, err), other = run_ranks(2, run_captured, *argv, tmp_path=tmp_path)
     assert status == 2
     assert other == (2, "", "")
-    assert err.startswith(f"error: trainer.snapshot_path: all 2 snapshots in {run_dir}/snapshots are damaged; ")
+    assert f"error: trainer.snapshot_path: all 2 snapshots in {run_dir}/snapshots are damaged; " in err
     assert err.count("error: ") == 1
-    assert all(f"{file} is damaged" in out for file in files)
+    assert all(f"warning: {file} is damaged" in err for file in files)
     assert {path: path.read_bytes() for path in run_dir.rglob("step_*") if path.is_file()} == before
 
 
