@@ -54,19 +54,6 @@ def run_all(world_size: int, argvs: list[list[str]], tmp_path: Path) -> list[str
 # Resume
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_resume_restores_the_same_bits(world_size: int, text: Path, tmp_path: Path) -> None:
-    """With dropout, accumulation and uneven shares; decay_steps keeps the schedule as max_steps changes."""
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    options = {"optimizer__decay_steps": 12}
-    first = run_args(parts, text, trainer__max_steps=5, **options)
-    run_all(world_size, [run_args(whole, text), first], tmp_path)
-    run_all(world_size, [run_args(parts, text, **options)], tmp_path)
-    assert_equal_snapshots(whole, parts)
-    assert loss_curve(whole) == loss_curve(parts)
-    assert [step for step, _ in loss_curve(whole)] == list(range(1, 13))
-
-
 def test_a_non_finite_loss_ends_the_run_and_changes_no_snapshot(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -108,13 +108,3 @@ def test_a_truncated_file_is_named_and_skipped(newest_file: Path, capsys: pytest
         damaged, skipped = capsys.readouterr().err.splitlines()
         assert damaged.startswith(f"warning: {newest_file} is damaged (cut short"), size
         assert skipped == f"warning: {older} is used instead", size
-
-
-def test_a_block_of_zeros_is_noticed(newest_file: Path) -> None:
-    """A disk returns zeros for a block that was never written."""
-    damage = Damage(newest_file)
-    for size in (512, 4096):
-        for start in range(0, len(damage.content), size):
-            if any(damage.content[start : start + size]):
-                damage.overwrite(start, bytes(size))
-    assert damage.noticed > 20 * damage.harmless

@@ -1,7 +1,6 @@
 """Frequent snapshots (trainer.save_overhead): when they are due, where they are, and how a killed run uses them."""
 
 import os
-import re
 import shutil
 import signal
 from pathlib import Path
@@ -169,15 +168,6 @@ def test_a_killed_run_resumes_from_the_newest_and_leaves_none(killed: Run, undis
     assert_same_run(undisturbed, killed.run_dir)
 
 
-def test_a_damaged_newest_one_is_named_and_the_one_before_is_used(killed: Run, undisturbed: Path) -> None:
-    older, newest = frequent_files(killed)
-    newest.write_bytes(newest.read_bytes()[:1000])  # as after a power failure
-    out = resume(killed)
-    assert f"{newest} is damaged (" in out
-    assert f"resuming from {older}\n" in out
-    assert_same_run(undisturbed, killed.run_dir)
-
-
 def test_a_run_whose_snapshots_are_all_damaged_frequent_ones_begins_again(killed: Run, undisturbed: Path) -> None:
     for file in frequent_files(killed):
         file.write_bytes(b"")
@@ -233,31 +223,6 @@ def _train_with_many(*argv: str) -> tuple[int, list[tuple[str, int | None]]]:
 
     SnapshotStorage.write = observed_write  # type: ignore[method-assign]
     return train_main(*argv), written
-
-
-def test_one_warning_says_that_they_cannot_be_written(text: Path, tmp_path: Path) -> None:
-    options = {"trainer__save_every": 40, "trainer__max_steps": 80, "trainer__save_overhead": 0.9}
-    argv = run_args(tmp_path / "run", text, **options)
-    [(status, _, err)] = run_ranks(1, _train_without_room, *argv, tmp_path=tmp_path)
-    assert status == 0
-    [warning] = err.splitlines()
-    assert re.fullmatch(
-        r".*warning: step \d+: .*/frequent_\d+\.pt can't be written: no room; .* training continues, .*", warning
-    )
-    assert list_snapshots(tmp_path / "run") == ["step_00000040.pt", "step_00000080.pt"]
-
-
-def _train_without_room(*argv: str) -> tuple[int, str, str]:
-    interval.MIN_SECONDS = 0.0
-    write = SnapshotStorage.write
-
-    def failing_write(storage: SnapshotStorage, snapshot: dict[str, Any], best_step: int | None) -> None:
-        if storage.is_frequent:
-            raise UserError(f"{storage.file(snapshot['step'])} can't be written: no room; make room")
-        write(storage, snapshot, best_step)
-
-    SnapshotStorage.write = failing_write  # type: ignore[method-assign]
-    return run_captured(*argv)
 
 
 @pytest.mark.slow
