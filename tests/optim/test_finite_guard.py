@@ -44,3 +44,11 @@ def test_a_loss_is_named_with_a_gradient_that_is_finite(guard: FiniteGuard) -> N
     guard.check_loss(3, 1.0)
     with pytest.raises(UserError, match=r"^step 3: the loss is not finite; no snapshot contains its update\. "):
         guard.check_loss(3, math.nan)
+
+
+def test_gradients_that_overflow_at_every_loss_scale_end_the_run(guard: FiniteGuard) -> None:
+    guard.scaler = torch.amp.GradScaler("cpu", init_scale=2e-4)
+    guard.check(1)
+    guard.scaler = torch.amp.GradScaler("cpu", init_scale=5e-5)  # as after two more overflows
+    with pytest.raises(UserError, match=r"^step 2: in fp16, the gradients have overflowed at every loss scale"):
+        guard.check(2)

@@ -140,28 +140,6 @@ def _train_with_slow_write_of_step_5(*argv: str) -> tuple[int, str, str]:
     return run_captured(*argv)
 
 
-def test_a_best_snapshot_that_was_not_written_does_not_replace_the_best_before(text: Path, tmp_path: Path) -> None:
-    """Evaluations at 4 and 8, the second one better; the save of step 8 fails."""
-    options = {"trainer__save_every": 1, "trainer__keep_snapshots": 1, "trainer__max_steps": 10}
-    argv = run_args(tmp_path / "run", text, **options)
-    [best_steps] = run_ranks(1, _train_with_failing_write_of_step_8, *argv, tmp_path=tmp_path)
-    assert best_steps == {1: None, 2: None, 3: None, 4: 4, 5: 4, 6: 4, 7: 4, 8: 8, 9: 4, 10: 10}
-
-
-def _train_with_failing_write_of_step_8(*argv: str) -> dict[int, int | None]:
-    write, best_steps = SnapshotStorage.write, {}
-
-    def failing_write(storage: SnapshotStorage, snapshot: dict[str, Any], best_step: int | None) -> None:
-        best_steps[snapshot["step"]] = best_step
-        if snapshot["step"] == 8:
-            raise UserError("the disk is full")
-        write(storage, snapshot, best_step)
-
-    SnapshotStorage.write = failing_write  # type: ignore[method-assign]
-    assert train_main(*argv) == 0
-    return best_steps
-
-
 # Run folders that ranks do not share
 
 
