@@ -103,7 +103,6 @@ class Trainer:
             self.strategy.scaler,
             context.device,
             config.optimizer,
-            self.snapshots.newest_file,
         )
         self.log = RunLog()
         self.timer = StepTimer(self.progress.samples)
@@ -133,7 +132,7 @@ class Trainer:
         with (
             profile_steps(self.config.trainer.profile_steps, trace) as step_profiler,
             self.signals,
-            adaptive_wait_policy(self.context),
+            adaptive_wait_policy(),
         ):
             try:
                 if self.is_done() and not self.is_eval_pending():
@@ -156,7 +155,7 @@ class Trainer:
             if self.context.rank == 0:
                 self.log.open(self.config, self.progress.step, self.last_step)
                 self.log.write("start", self.progress.step, samples=self.progress.samples, **self.numerics.choices)
-        self.timer.restart(self.progress.samples)
+        self.timer = StepTimer(self.progress.samples)  # without the time of the start
 
     # The loop
 
@@ -251,9 +250,6 @@ class Trainer:
                 self.log.write("train", step, loss=loss, **row)
             if step == self.first_step + 1:
                 logger.info(summary.measured_memory(self.strategy))
-            epoch = result.batch.stop // len(self.train_data)
-            if epoch > result.batch.start // len(self.train_data):
-                logger.info(f"step {step}: epoch {epoch} is over ({len(self.train_data):,} windows)")
             if evaluates:
                 self.evaluate()
             # The evaluation may have ended the run, by trainer.patience or because a signal came.
@@ -286,12 +282,12 @@ class Trainer:
         began = time.perf_counter()
         step = self.progress.step
         evaluation = Evaluation(self.strategy, self.val_data, evaluation_batch_size(self.config.trainer))
+        self.log.line.fields["val"] = "evaluating"
+        self.log.line.refresh()
         while not evaluation.is_done and not self.stop_signal:
-            self.log.line.show_evaluation(evaluation.batches_done / len(evaluation.batches))
             flags = self.context.all_reduce_flags(self.signals.signal)
             evaluation.advance()
             [self.stop_signal] = flags.wait()
-        self.log.line.show_evaluation(None)
         if evaluation.is_done:
             val_loss = evaluation.mean_loss()
             self.guard.check_val_loss(step, val_loss)
@@ -322,7 +318,7 @@ class Trainer:
         for result in self.snapshots.poll():
             if not result.is_frequent:
                 self.log.write("snapshot", result.step, **result.row)
-            if result.is_saved:
+            if result.error is None:
                 self.progress.best = result.best
                 self.log.line.show_save()
 
@@ -330,7 +326,7 @@ class Trainer:
         """Says that there is nothing to do. Returns the exit status."""
         logger.info(summary.already_trained(self))
         self.context.end_collectives()
-        self.snapshots.writer.wait()
+        self.snapshots.writer.is_idle.wait()
         self.snapshots.remove_frequent()
         return 0
 
@@ -366,5 +362,5 @@ class Trainer:
     def close(self) -> None:
         """Closes the files, also after an error, and unlocks the folders."""
         self.log.close()
-        self.snapshots.writer.wait(EXIT_WAIT_SECONDS)
+        self.snapshots.writer.is_idle.wait(EXIT_WAIT_SECONDS)
         self.lock.close()

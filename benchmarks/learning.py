@@ -12,7 +12,6 @@ import torch
 from benchmarks.baselines import NanoGPT
 from benchmarks.harness import SMALL, Bench, Row, median_row
 from mingpt.config.parser import read_config
-from mingpt.run.evaluation import evaluate
 
 SEEDS = (1, 2, 3)
 RECIPE = SMALL | {"model.dropout": 0.0}  # nanoGPT's README: train_shakespeare_char.py on a CPU
@@ -60,7 +59,8 @@ def train_to_loss(bench: Bench, seed: int, target: float) -> Run:
     loss = math.inf
     while trainer.progress.step < trainer.last_step and loss > target:
         seconds += bench.time_calls(trainer.train_step, min(cfg.eval_every, trainer.last_step - trainer.progress.step))
-        loss = evaluate(trainer.strategy, trainer.val_data, cfg.micro_batch_size or cfg.batch_size)
+        trainer.evaluate()
+        loss = trainer.progress.lowest["val_loss"]
     return Run(seconds, trainer.progress.step, loss)
 
 

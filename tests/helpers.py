@@ -357,7 +357,7 @@ def list_snapshots(run_dir: Path) -> list[str]:
 
 
 def newest_snapshot(run_dir: Path) -> dict:
-    snapshot = SnapshotStorage(str(run_dir / "snapshots"), keep=9).load_newest(print)
+    snapshot = SnapshotStorage(str(run_dir / "snapshots"), keep=9).load_newest()
     assert snapshot is not None
     return snapshot
 

@@ -1,6 +1,5 @@
 """Exports in the format of transformers, and runs that start from pretrained weights."""
 
-import os
 import re
 import shlex
 import shutil
@@ -12,9 +11,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from export import export, run
+from export import run
 from mingpt.config.parser import read_config
-from mingpt.errors import UserError
 from mingpt.program import run_program as exit_status_of
 from mingpt.snapshot.load import Pretrained, load_pretrained
 from mingpt.snapshot.storage import SnapshotStorage, load_snapshot
@@ -25,6 +23,7 @@ from tests.helpers import (
     read_rows,
     run_args,
     run_captured,
+    run_each_captured,
     run_program,
     run_ranks,
     train_main,
@@ -67,6 +66,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def exported(trained: Path) -> Path:
     """The export of `trained`."""
     out = trained.parent / "exported"
+    out.mkdir()
     done = run_program("export.py", "--snapshot", str(trained), "--out", str(out))
     assert (done.returncode, done.stderr) == (0, "")
     assert str(out) in done.stdout
@@ -204,11 +204,6 @@ def test_a_run_from_scratch_does_not_use_other_weights_when_it_resumes(trained: 
     assert newest_snapshot(tmp_path / "run")["config"]["trainer"]["init_from"] is None
 
 
-def run_each_captured(commands: list[list[str]]) -> list[tuple[int, str, str]]:
-    """For `run_ranks`: `run_captured` of each command."""
-    return [run_captured(*argv) for argv in commands]
-
-
 @pytest.mark.parametrize("trained", [("nanochat", True)], indirect=True, ids=["nanochat"])
 def test_a_start_from_other_weights_is_refused_in_one_message(trained: Path, exported: Path, tmp_path: Path) -> None:
     argv = run_args(tmp_path / "run", write_text(tmp_path / "text.txt"), **options_from(trained))
@@ -236,12 +231,16 @@ def test_a_refused_export_is_one_message_and_writes_nothing(
     (tmp_path / "full").mkdir()
     for file in ("file", "full/file"):
         (tmp_path / file).write_text("notes")
+    snapshot, convolutions = load(trained).snapshot, trained.with_name("convolutions.pt")
+    snapshot["config"]["model"]["conv_kernel_size"] = 4
+    torch.save(snapshot, convolutions)
     for snapshot, out, message in (
         (trained, "full", f"--out: {tmp_path}/full is not an empty folder"),
         (trained, "file", f"--out: {tmp_path}/file is not an empty folder"),
         (trained, "file/below", f"--out: {tmp_path}/file/below can't be written"),
         (tmp_path / "none", "new", f"--snapshot: no snapshot at {tmp_path}/none"),
         (exported, "new", f"--snapshot: no snapshot at {exported}"),
+        (convolutions, "new", f"--snapshot: {convolutions} has model.conv_kernel_size 4, must be null: "),
     ):
         monkeypatch.setattr(sys, "argv", ["export.py", "--snapshot", str(snapshot), "--out", str(tmp_path / out)])
         assert exit_status_of(run, sys.argv[1:]) == 2
@@ -249,34 +248,3 @@ def test_a_refused_export_is_one_message_and_writes_nothing(
         assert (stdout, len(stderr.splitlines())) == ("", 1)
         assert stderr.startswith(f"error: {message}")
         assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")} == {"file", "full", "full/file"}
-
-
-def test_a_model_with_convolutions_is_not_exported(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    snapshot, file = load(trained).snapshot, tmp_path / "convolutions.pt"
-    snapshot["config"]["model"]["conv_kernel_size"] = 4
-    torch.save(snapshot, file)
-    monkeypatch.setattr(sys, "argv", ["export.py", "--snapshot", str(file), "--out", str(tmp_path / "out")])
-    assert exit_status_of(run, sys.argv[1:]) == 2
-    assert capsys.readouterr().err == (
-        f"error: --snapshot: {file} has model.conv_kernel_size 4, must be null: the classes of transformers do not "
-        "support convolutions\n"
-    )
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_failed_export_leaves_nothing_and_an_empty_folder_is_accepted(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*args: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("export.os.replace", fail)
-        with pytest.raises(UserError, match="No space left"):
-            export(load(trained), "run", tmp_path / "out")
-    assert os.listdir(tmp_path) == []
-    (tmp_path / "out").mkdir()
-    export(load(trained), "run", tmp_path / "out")
-    assert len(os.listdir(tmp_path / "out")) == 6

@@ -4,22 +4,9 @@ import os
 from pathlib import Path
 
 import pytest
-import yaml
 
 from mingpt.errors import UserError
 from mingpt.files import make_folder, replace_file, replaced_file
-from mingpt.monitoring.run_log import write_config
-
-
-def test_config_is_replaced_or_refused_with_the_name_of_the_file(tmp_path: Path) -> None:
-    for seed in (1, 2):
-        write_config(tmp_path, {"trainer": {"seed": seed, "run_dir": str(tmp_path)}})
-    assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]
-    assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == {"trainer": {"seed": 2, "run_dir": str(tmp_path)}}
-    (tmp_path / "config.yaml").unlink()
-    (tmp_path / "config.yaml").mkdir()
-    with pytest.raises(UserError, match=rf"^trainer\.run_dir: {tmp_path}/config.yaml can't be written: Is a directory"):
-        write_config(tmp_path, {})
 
 
 def test_a_link_that_leads_nowhere_is_named(tmp_path: Path) -> None:

@@ -11,9 +11,7 @@ import torch
 
 import sample
 from mingpt import program
-from mingpt.errors import UserError
-from mingpt.run.evaluation import evaluate
-from mingpt.snapshot.storage import SnapshotStorage, load_snapshot
+from mingpt.snapshot.storage import load_snapshot
 from mingpt.system import device
 from tests.helpers import (
     NO_DROPOUT,
@@ -27,8 +25,8 @@ from tests.helpers import (
     read_rows,
     run_args,
     run_captured,
-    run_each_captured,
     run_main,
+    run_on,
     run_ranks,
     start_ranks,
     train_main,
@@ -44,28 +42,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_text(tmp_path_factory.mktemp("text") / "text.txt")
 
 
-def run_all(world_size: int, argvs: list[list[str]], tmp_path: Path) -> list[str]:
-    """Runs main.py with each command line, to status 0 on all ranks; returns stdout of rank 0 for each."""
-    results = run_ranks(world_size, run_each_captured, argvs, tmp_path=tmp_path)
-    for rank, runs in enumerate(results):
-        assert all((status, stderr) == (0, "") for status, _, stderr in runs), (rank, runs)
-    return [stdout for _, stdout, _ in results[0]]
-
-
 # Resume
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_resume_restores_the_same_bits(world_size: int, text: Path, tmp_path: Path) -> None:
-    """With dropout, accumulation and uneven shares; decay_steps keeps the schedule as max_steps changes."""
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    options = {"optimizer__decay_steps": 12}
-    first = run_args(parts, text, trainer__max_steps=5, **options)
-    run_all(world_size, [run_args(whole, text), first], tmp_path)
-    run_all(world_size, [run_args(parts, text, **options)], tmp_path)
-    assert_equal_snapshots(whole, parts)
-    assert loss_curve(whole) == loss_curve(parts)
-    assert [step for step, _ in loss_curve(whole)] == list(range(1, 13))
 
 
 def test_a_non_finite_loss_ends_the_run_and_changes_no_snapshot(
@@ -81,7 +58,6 @@ def test_a_non_finite_loss_ends_the_run_and_changes_no_snapshot(
     step = int(message.split("step ")[1].split(":")[0])
     newest = newest_snapshot(run_dir)
     assert message.startswith(f"error: step {step}: the norm of the gradient is not finite")
-    assert f"Newest snapshot: {run_dir}/snapshots/step_{newest['step']:08}.pt" in message
     assert "Lower optimizer.learning_rate (1e+30) or optimizer.grad_norm_clip (null)" in message
     assert step == read_rows(run_dir)[-1]["step"] + 1
     assert newest["step"] in range(3, step)
@@ -105,41 +81,6 @@ def test_gradients_are_scaled_to_the_largest_norm_allowed(
         torch.testing.assert_close(gradients, before, rtol=0, atol=0)
         torch.testing.assert_close(strategy.clip_grad_norm_(norm.item() / 2), norm, rtol=0, atol=0)
         torch.testing.assert_close(gradients, [gradient / 2 for gradient in before], rtol=1e-4, atol=0)
-
-
-def test_on_mps_a_non_finite_gradient_ends_the_run_before_the_update(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its kernels ignore `found_inf`. The device is said to be MPS once the gradient is there."""
-    monkeypatch.setenv("TEST_INIT_METHOD", "file:///unused")
-    with open_trainer(*run_args(tmp_path / "run", text)) as trainer:
-
-        def infinite_norm(max_norm: float | None) -> torch.Tensor:
-            trainer.guard.device = torch.device("mps")
-            return torch.tensor(torch.inf)
-
-        monkeypatch.setattr(trainer.strategy, "clip_grad_norm_", infinite_norm)
-        monkeypatch.setattr(trainer.strategy.optimizer, "step", lambda: pytest.fail("the weights are updated"))
-        with pytest.raises(
-            UserError, match=r"^step 1: the norm of the gradient is not finite; it did not change any weight"
-        ):
-            trainer.train_step()
-
-
-def test_gradients_that_overflow_at_every_loss_scale_end_the_run(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As in fp16 on GPUs, with the CPU's scaler: each such step is skipped, and halves the scale."""
-    monkeypatch.setenv("TEST_INIT_METHOD", "file:///unused")
-    with open_trainer(*run_args(tmp_path / "run", text)) as trainer:
-        compute_loss = trainer.strategy.compute_loss
-        monkeypatch.setattr(trainer.strategy, "compute_loss", lambda *args: compute_loss(*args) * torch.inf)
-        trainer.strategy.scaler = trainer.guard.scaler = torch.amp.GradScaler("cpu", init_scale=3e-4)
-        trainer.train_step()
-        trainer.guard.check(trainer.progress.step)
-        trainer.train_step()
-        with pytest.raises(UserError, match=r"^step 2: in fp16, the gradients have overflowed at every loss scale"):
-            trainer.guard.check(trainer.progress.step)
 
 
 def test_ranks_whose_hardware_selects_different_precisions_are_refused(text: Path, tmp_path: Path) -> None:
@@ -174,17 +115,16 @@ def test_patience_ends_the_run_and_a_resumed_run_counts_on(
         run_args(parts, text, **options | {"trainer__max_steps": 10}),
         run_args(parts, text, **options),
     ]
-    done, _, _ = run_all(world_size, argvs, tmp_path)
+    done, _, _ = run_on("cpu", world_size, argvs, tmp_path)
     assert newest_snapshot(whole)["step"] == 12
     assert_equal_snapshots(whole, parts)
     lowest = read_rows(whole, "eval")[0]["val_loss"]
     reason = f"no evaluation since step 4 has had a lower validation loss than {lowest:.4f} (trainer.patience is 2)"
     assert f"ended early: {reason}\n" in done
-    assert "the decay of the learning rate is cut short: it is 7.78e-03, and would be 0.00e+00 at step 40\n" in done
     assert [(row["step"], row["reason"]) for row in read_rows(parts, "stop")] == [(10, None), (12, reason)]
     if options == PATIENCE:
         longer = run_args(whole, text, **options | {"trainer__patience": 4})
-        again, _ = run_all(world_size, [argvs[0], longer], tmp_path)
+        again, _ = run_on("cpu", world_size, [argvs[0], longer], tmp_path)
         assert f"is at step 12, and {reason}. To continue, raise trainer.patience, or set it to null" in again
         assert newest_snapshot(whole)["step"] == 20
 
@@ -197,19 +137,9 @@ def test_patience_counts_evaluations_if_eval_every_changes(tmp_path: Path) -> No
         run_args(run_dir, text, **options | {"trainer__max_steps": 8}),
         run_args(run_dir, text, **options | {"trainer__eval_every": 1}),
     ]
-    _, done = run_all(1, argvs, tmp_path)
+    _, done = run_on("cpu", 1, argvs, tmp_path)
     assert "ended early: no evaluation since step 4" in done
     assert [row["step"] for row in read_rows(run_dir, "eval")] == [4, 8, 9, 10]
-
-
-def test_patience_counts_on_from_a_snapshot_without_a_count(tmp_path: Path) -> None:
-    text, run_dir = write_overfitting_text(tmp_path / "text.txt"), tmp_path / "run"
-    run_all(1, [run_args(run_dir, text, **PATIENCE | {"trainer__max_steps": 8})], tmp_path)
-    snapshot = newest_snapshot(run_dir)
-    del snapshot["lowest"]["evaluations_since"]
-    SnapshotStorage(f"{run_dir}/snapshots", keep=9).write(snapshot, None)
-    run_all(1, [run_args(run_dir, text, **PATIENCE)], tmp_path)
-    assert newest_snapshot(run_dir)["step"] == 12
 
 
 def test_the_last_step_does_not_move_when_patience_ends_the_run(tmp_path: Path) -> None:
@@ -217,7 +147,9 @@ def test_the_last_step_does_not_move_when_patience_ends_the_run(tmp_path: Path) 
     text, run_dir = write_overfitting_text(tmp_path / "text.txt"), tmp_path / "run"
     options = PATIENCE | {"optimizer__decay_steps": None, "trainer__sample_every": 100, "trainer__save_every": 100}
     with_patience = run_args(run_dir, text, **options)
-    run_all(1, [with_patience, run_args(tmp_path / "whole", text, **options | {"trainer__patience": None})], tmp_path)
+    run_on(
+        "cpu", 1, [with_patience, run_args(tmp_path / "whole", text, **options | {"trainer__patience": None})], tmp_path
+    )
     rates, whole = ([row["learning_rate"] for row in read_rows(each)] for each in (run_dir, tmp_path / "whole"))
     assert rates == whole[:12]
     assert [row["step"] for row in read_rows(run_dir, "sample")] == [12]
@@ -230,7 +162,7 @@ def test_the_start_counts_epochs_with_the_batch_sizes_of_all_steps(text: Path, t
         run_args(tmp_path / "run", text, trainer__max_steps=4, trainer__batch_size=80),
         run_args(tmp_path / "run", text, trainer__max_steps=8),
     ]
-    first, second = run_all(1, argvs, tmp_path)
+    first, second = run_on("cpu", 1, argvs, tmp_path)
     assert f"4 steps = {4 * 80 / 167:.2f} epochs\n" in first
     assert f"8 steps = {(4 * 80 + 4 * 7) / 167:.2f} epochs\n" in second
 
@@ -253,12 +185,11 @@ RUNS: dict[int, dict[str, dict[str, Any]]] = {  # number of ranks -> run folder 
 
 @pytest.fixture(scope="module")
 def runs(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the RUNS, each with its stdout in out.txt."""
+    """A folder with the RUNS."""
     folder = tmp_path_factory.mktemp("runs")
     for world_size, options in RUNS.items():
         argvs = [run_args(folder / name, text, **changes) for name, changes in options.items()]
-        for name, stdout in zip(options, run_all(world_size, argvs, folder), strict=True):
-            (folder / name / "out.txt").write_text(stdout)
+        run_on("cpu", world_size, argvs, folder)
     return folder
 
 
@@ -277,8 +208,6 @@ def test_the_last_batch_of_the_last_epoch_may_be_short(runs: Path) -> None:
     losses, others = ([loss for _, loss in loss_curve(runs / name)] for name in ("epoch-1", "epoch-3"))
     assert len(losses) == 3
     assert others == pytest.approx(losses, rel=1e-5)
-    for name in ("epoch-1", "epoch-3"):
-        assert (runs / name / "out.txt").read_text().count("step 3: epoch 1 is over (167 windows)") == 1
 
 
 def test_validation_loss_is_the_mean_over_all_targets_with_the_same_bits_on_any_number_of_ranks(
@@ -324,7 +253,8 @@ def _losses_of_equal_windows(*argv: str) -> list[list[float]]:
 def _validation_loss(*argv: str) -> tuple[float, float]:
     """The validation loss, and the mean over targets of losses that are computed window by window."""
     with open_trainer(*argv) as trainer, torch.no_grad():
-        loss = evaluate(trainer.strategy, trainer.val_data, 2)
+        trainer.evaluate()
+        loss = trainer.progress.val_loss
         model, losses = trainer.strategy.full_model.eval(), []
         for window in range(len(trainer.val_data)):
             idx, targets = trainer.val_data[range(window, window + 1)]
@@ -349,7 +279,7 @@ def test_after_a_kill_the_same_command_ends_in_the_same_bits(text: Path, tmp_pat
         process.join()
     assert read_rows(run_dir)[-1]["step"] < 60
 
-    _, resumed, again = run_all(2, [run_args(whole, text, **options), argv, argv], tmp_path)
+    _, resumed, again = run_on("cpu", 2, [run_args(whole, text, **options), argv, argv], tmp_path)
     assert_equal_snapshots(whole, run_dir)
     assert loss_curve(whole) == loss_curve(run_dir)
     command = resumed.partition("to sample:  python ")[2].splitlines()[0].split()

@@ -36,10 +36,9 @@ class LiveLine(tqdm):
     def __init__(self, step: int, last_step: int, is_shown: bool) -> None:
         self.first_step = step
         self.last_step = last_step
-        self.fields: dict[str, str] = {}  # texts by name: loss, val, evaluation, speed
+        self.fields: dict[str, str] = {}  # texts by name: loss, val, speed
         self.started = time.monotonic()
         self.saved_at = math.inf
-        self.evaluation_shown_at = time.monotonic()
         LiveLine.is_active = is_shown
         super().__init__(
             total=last_step,
@@ -57,18 +56,6 @@ class LiveLine(tqdm):
             self.fields["loss"] = f"loss {loss:.3f}"
         self.update(step - self.n)
         self.n = step  # `update` does nothing if nothing is shown
-
-    def show_evaluation(self, done: float | None) -> None:
-        """Shows the fraction of an evaluation that is done; None: it has ended."""
-        if self.disable:
-            return
-        now = time.monotonic()
-        if done is None:
-            self.fields.pop("evaluation", None)
-        elif now > self.evaluation_shown_at + self.mininterval:
-            self.evaluation_shown_at = now
-            self.fields["evaluation"] = f"evaluating {done:.0%}"
-            self.refresh()
 
     def show_save(self) -> None:
         """Shows that a snapshot has been saved now."""
@@ -88,18 +75,9 @@ class LiveLine(tqdm):
             fields["left"] = f"{self.time_left()} left"
         if (age := time.monotonic() - self.saved_at) >= 0:
             fields["saved"] = f"saved {format_duration(age)} ago"
-        bar = " "  # at least one column, between spaces
-        width = len(f"{self.n}/{self.total} {bar}")
-        shown = []
-        # The most important first: a narrow terminal shows as many whole fields as it has room for.
-        for name in ("loss", "left", "val", "evaluation", "speed", "saved"):
-            if name not in fields:
-                continue
-            width += 1 + len(fields[name])
-            if values["ncols"] is not None and width > values["ncols"]:
-                break
-            shown.append(fields[name])
-        return {**values, "status": " ".join(shown)}
+        # The most important first, since tqdm cuts the line at the terminal's width.
+        names = ("loss", "left", "val", "speed", "saved")
+        return {**values, "status": " ".join(fields[name] for name in names if name in fields)}
 
     def close(self) -> None:
         """Ends the line and leaves it on the terminal."""

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from torch.autograd.profiler_util import EventList
 from torch.profiler import profile, schedule
 
 from mingpt.monitoring.logging import logger
@@ -25,16 +24,11 @@ def profile_steps(steps: int | None, trace: Path) -> Iterator[Callable[[], None]
             logger.info(f"trainer.profile_steps: the run ended before step {SKIP_STEPS + 2}, the first to be recorded")
             return
         profiler.export_chrome_trace(str(trace))
-        logger.info(
-            f"{operations_table(profiler.key_averages())}\n{count} steps in {trace}: open it at https://ui.perfetto.dev"
-        )
+        averages = profiler.key_averages()
+        device = "device" if any(event.self_device_time_total > 0 for event in averages) else "cpu"
+        table = averages.table(f"self_{device}_time_total", row_limit=12, max_name_column_width=50)
+        logger.info(f"{table}\n{count} steps in {trace}: open it at https://ui.perfetto.dev")
 
     plan = schedule(skip_first=SKIP_STEPS, wait=0, warmup=1, active=steps, repeat=1)
     with profile(schedule=plan, on_trace_ready=write) as profiler:
         yield profiler.step
-
-
-def operations_table(averages: EventList) -> str:
-    """Returns the operations that took longest, on the GPU if there was work for it, otherwise on the CPU."""
-    device = "device" if any(event.self_device_time_total > 0 for event in averages) else "cpu"
-    return averages.table(f"self_{device}_time_total", row_limit=12, max_name_column_width=50)

@@ -8,11 +8,10 @@ import importlib.util
 import json
 import math
 import os
-import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -39,8 +38,8 @@ class RunLog:
             UserError: the run folder can't be written, or wandb refuses to start.
         """
         folder = Path(config.trainer.run_dir)
-        write_config(folder, config_to_dict(config))
         try:
+            replace_file(folder / "config.yaml", dump_config(config_to_dict(config)))
             self.sinks = [MetricsFile(folder, step), TensorBoard(folder, step)]
             if config.trainer.wandb_project is not None:
                 self.sinks.append(WeightsAndBiases(config))
@@ -53,30 +52,18 @@ class RunLog:
         self.sinks.append(Terminal(self.line))
 
     def write(self, event: str, step: int, **values: Any) -> None:
-        errors = []
-        for sink in self.sinks:
+        for sink in list(self.sinks):
             try:
                 sink.write(event, step, values)
             except OSError as error:
-                errors.append(error)
-        if errors:
-            logger.warning(f"step {step}: trainer.run_dir: metrics can't be written: {errors[0]}; training continues")
+                logger.warning(f"step {step}: trainer.run_dir: metrics can't be written: {error}; training continues")
+                if isinstance(sink, TensorBoard):
+                    self.sinks.remove(sink)  # the thread of its SummaryWriter has ended
 
     def close(self) -> None:
         for sink in self.sinks:
             sink.close()
         self.sinks = []
-
-
-def write_config(run_dir: Path, config: dict[str, Any]) -> None:
-    """Writes config.yaml, completely or not at all if the process is killed; raises a UserError if that fails."""
-    try:
-        replace_file(run_dir / "config.yaml", dump_config(config))
-    except OSError as error:
-        raise UserError(
-            f"trainer.run_dir: {run_dir}/config.yaml can't be written: {error.strerror}; make it writable, or "
-            "set another"
-        ) from error
 
 
 class MetricsFile:
@@ -117,61 +104,27 @@ def _encode_row(row: Mapping[str, Any]) -> bytes:
 
 
 class TensorBoard:
-    """A file of TensorBoard's events. It hides rows of later steps than `step` in earlier files.
-
-    The events are written here, since a SummaryWriter's thread ends with a traceback when the disk is full.
+    """TensorBoard's events. It hides rows of later steps than `step` in earlier files.
 
     Raises:
         OSError: the events can't be written.
     """
 
     def __init__(self, folder: Path, step: int) -> None:
-        self.folder = folder
-        self._open()
-        self._add(step=step + 1, session_log={"status": "START"})
-        self.file.flush()
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - it imports PyTorch; plot.py does not need it
 
-    def _open(self) -> None:
-        """Begins another file."""
-        # They import PyTorch, which plot.py does not need.
-        from tensorboard.compat.proto.event_pb2 import Event  # noqa: PLC0415
-        from tensorboard.summary.writer.record_writer import RecordWriter  # noqa: PLC0415
-        from torch.utils.tensorboard import summary  # noqa: PLC0415
-
-        # TensorBoard reads files in the order of their names, which begin with the time in seconds. Another file may
-        # have the same time, or a later one if its clock was ahead.
-        stamp = int(time.time())
-        for file in self.folder.glob("events.out.tfevents.*"):
-            stamp = max(stamp, int(file.name.split(".")[3]) + 1)
-        self.event = Event
-        self.summary = summary
-        self.file = open(self.folder / f"events.out.tfevents.{stamp}.{platform.node()}", "wb")  # noqa: SIM115
-        self.records = RecordWriter(self.file)
-        self._add(file_version="brain.Event:2")
-
-    def _add(self, **fields: Any) -> None:
-        self.records.write(self.event(wall_time=time.time(), **fields).SerializeToString())
+        self.writer = SummaryWriter(str(folder), purge_step=step + 1)
 
     def write(self, event: str, step: int, values: Mapping[str, Any]) -> None:
-        if event not in ("train", "eval", "sample"):
-            return
-        if self.file.closed:
-            self._open()
-        try:
+        if event == "sample":
+            self.writer.add_text("sample", indent(values["text"], "    "), step)  # verbatim, in Markdown
+        elif event in ("train", "eval"):
             for name, value in values.items():
-                if event == "sample":
-                    shown = self.summary.text("sample", indent(value, "    "))  # verbatim, in Markdown
-                else:
-                    shown = self.summary.scalar(name, value)
-                self._add(step=step, summary=shown)
-            self.file.flush()  # otherwise a kill would lose the newest rows
-        except OSError:
-            self.close()  # TensorBoard reads nothing after a torn record, so the next row begins another file
-            raise
+                self.writer.add_scalar(name, value, step)
+        self.writer.flush()  # otherwise a kill would lose the newest rows
 
     def close(self) -> None:
-        with suppress(OSError):
-            self.file.close()
+        self.writer.close()
 
 
 class WeightsAndBiases:
@@ -270,9 +223,6 @@ class StepTimer:
     """Measures throughput without pauses."""
 
     def __init__(self, samples: int) -> None:
-        self.restart(samples)
-
-    def restart(self, samples: int) -> None:
         self.started = time.perf_counter()
         self.paused = 0.0
         self.since = 0.0

@@ -1,7 +1,6 @@
 """Stops a run when a gradient or a loss is not finite."""
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -22,7 +21,6 @@ class FiniteGuard:
 
     Args:
         optimizer: optimizer that skips updates
-        newest_snapshot: function that returns the path of the newest snapshot, for the message
     """
 
     def __init__(
@@ -31,13 +29,11 @@ class FiniteGuard:
         scaler: torch.amp.GradScaler,
         device: torch.device,
         config: OptimizerConfig,
-        newest_snapshot: Callable[[], str],
     ) -> None:
         self.optimizer = optimizer
         self.scaler = scaler
         self.device = device
         self.config = config
-        self.newest_snapshot = newest_snapshot
         self.bad_step = torch.zeros((), device=device)  # first step with a bad gradient; 0: there was none
 
     def watch(self, step: int, grad_norm: Tensor) -> None:
@@ -80,10 +76,8 @@ class FiniteGuard:
             raise UserError(f"step {step}: the loss is not finite; no snapshot contains its update. {self._advice()}")
 
     def _advice(self) -> str:
-        return (
-            f"Newest snapshot: {self.newest_snapshot()}. Lower optimizer.learning_rate "
-            f"({self.config.learning_rate:g}) or optimizer.grad_norm_clip ({self.config.grad_norm_clip or 'null'})"
-        )
+        clip = self.config.grad_norm_clip or "null"
+        return f"Lower optimizer.learning_rate ({self.config.learning_rate:g}) or optimizer.grad_norm_clip ({clip})"
 
     def check_val_loss(self, step: int, val_loss: float) -> None:
         """Raises a UserError if the validation loss of a step is not finite."""

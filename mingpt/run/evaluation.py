@@ -60,14 +60,6 @@ def evaluation_batch_size(config: TrainerConfig) -> int:
     return config.micro_batch_size or min(config.batch_size, MAX_BATCH)
 
 
-def evaluate(strategy: Strategy, data: ValidationDataset, batch_size: int) -> float:
-    """Returns the mean loss over all windows, in nats per character."""
-    evaluation = Evaluation(strategy, data, batch_size)
-    while not evaluation.is_done:
-        evaluation.advance()
-    return evaluation.mean_loss()
-
-
 def choose_sample_prompt(prompt: str | None, tokens: np.ndarray, vocabulary: str) -> str:
     """Returns `trainer.sample_prompt`, or if it is null, the first 20 characters of the validation text.
 

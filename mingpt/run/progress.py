@@ -45,9 +45,6 @@ class Progress:
             return
         self.best = state.get("best", self.best)  # snapshots of earlier versions may lack these entries
         self.lowest |= state.get("lowest", {})
-        if "evaluations_since" not in state.get("lowest", {}):
-            every = state["config"]["trainer"]["eval_every"]
-            self.lowest["evaluations_since"] = self.step // every - self.lowest["step"] // every
 
     def set_val_loss(self, val_loss: float, counts: bool) -> None:
         """Sets the validation loss of this step.

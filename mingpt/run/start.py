@@ -36,7 +36,8 @@ def prepare_run(config: Config, context: DistributedContext) -> None:
         UserError: on all ranks.
     """
     tune_malloc()
-    check_same_start(config, context)
+    versions = {"PyTorch's version": str(torch.__version__), "the code's SHA-256": code_digest()}
+    check_equal(context, {**versions, **keys_without_places(config_to_dict(config))})
     refuse(find_start_conflicts(config, context.world_size, context.device.type))
     with shared_errors(context):
         check_wandb(config.trainer.wandb_project)
@@ -44,12 +45,6 @@ def prepare_run(config: Config, context: DistributedContext) -> None:
         if context.local_rank == 0:
             write_default_text(config)
             check_text(config.data.path)
-
-
-def check_same_start(config: Config, context: DistributedContext) -> None:
-    """Raises a UserError if ranks have been started with different configurations, code or versions of PyTorch."""
-    versions = {"PyTorch's version": str(torch.__version__), "the code's SHA-256": code_digest()}
-    check_equal(context, {**versions, **keys_without_places(config_to_dict(config))})
 
 
 def code_digest() -> str:
@@ -89,8 +84,8 @@ def lock_run(config: Config, context: DistributedContext) -> RunLock:
     with shared_errors(context):
         storage = SnapshotStorage(config.trainer.snapshot_path or f"{config.trainer.run_dir}/snapshots", keep=1)
         # Another name of the same folder would lock the run out.
-        if storage.is_local and os.path.realpath(storage.path) != os.path.realpath(config.trainer.run_dir):
-            folders[Path(storage.path)] = "trainer.snapshot_path"
+        if storage.is_local and os.path.realpath(storage.root) != os.path.realpath(config.trainer.run_dir):
+            folders[Path(storage.root)] = "trainer.snapshot_path"
         lock = RunLock(folders if context.rank == 0 else {})
     return lock
 

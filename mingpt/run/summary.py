@@ -5,7 +5,7 @@ import platform
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from torch import nn
 
 from mingpt.config.schema import config_to_dict, keys_without_places
 from mingpt.config.yaml_format import format_value
-from mingpt.distributed.agreement import reduce_object
+from mingpt.distributed.agreement import all_gather_object, reduce_object
 from mingpt.monitoring.live_line import format_duration
 from mingpt.optim.optimizer import learning_rate
 from mingpt.parallel.memory import MemoryUsage, format_bytes, measure_memory
@@ -27,14 +27,12 @@ from model import GPT
 if TYPE_CHECKING:
     from trainer import Trainer
 
-MAX_MEMBERS = 16  # number of ranks that have a line at the start
-
 
 def start(trainer: "Trainer") -> str:
     """Returns ranks, choices, text and length of a run, its model, and the changes since its newest snapshot."""
     context = trainer.context
     member = f"{platform.node()} {context.device} ({device_kind(context.device)})"
-    members = reduce_object(context, member, member_lines)
+    devices = all_gather_object(context, member)
     config = trainer.config
     cfg = config.trainer
     progress = trainer.progress
@@ -55,24 +53,14 @@ def start(trainer: "Trainer") -> str:
     if cfg.max_epochs is not None:
         samples = min(samples, cfg.max_epochs * windows)  # the last batch may be short
     rows["length"] = f"{trainer.last_step:,} steps = {samples / windows:.2f} epochs"
-    frequent = "" if cfg.save_overhead is None else " and frequent ones between"
-    rows["run"] = (
-        f"{cfg.run_dir}, a snapshot every {cfg.save_every} steps{frequent}: kill it at any time, the same command "
-        "resumes"
-    )
-    lines = members + [f"{name:<10} {value}" for name, value in rows.items()]
+    rows["run"] = f"{cfg.run_dir}: kill it at any time, the same command resumes"
+    lines = [f"GLOBAL_RANK: {i}, MEMBER: {i + 1}/{len(devices)}  {device}" for i, device in enumerate(devices)]
+    lines += [f"{name:<10} {value}" for name, value in rows.items()]
     with torch.device("meta"):
         lines.append(model_summary(GPT(trainer.model_config)))
     if trainer.resumed is not None:
         lines += _resume_lines(trainer, trainer.resumed)
     return "\n".join(lines)
-
-
-def member_lines(devices: Sequence[str]) -> list[str]:
-    """Returns a line for each of the first ranks, and a line with the number of the others."""
-    lines = [f"GLOBAL_RANK: {i}, MEMBER: {i + 1}/{len(devices)}  {device}" for i, device in enumerate(devices)]
-    others = lines[MAX_MEMBERS:]
-    return lines[:MAX_MEMBERS] + ([f"and {len(others):,} others"] if others else [])
 
 
 def _resume_lines(trainer: "Trainer", header: dict[str, Any]) -> Iterator[str]:
@@ -130,14 +118,6 @@ def done(trainer: "Trainer") -> str:
     lines = [f"done in {duration}: validation loss {progress.val_loss:.4f}, snapshot {file}"]
     if reason := early_end(trainer):
         lines.append(f"ended early: {reason}")
-        optimizer = trainer.config.optimizer
-        end = optimizer.decay_steps or trainer.last_step
-        if progress.step < end:
-            lr = trainer.strategy.optimizer.param_groups[0]["lr"]
-            lines.append(
-                f"            the decay of the learning rate is cut short: it is {lr:.2e}, and would be "
-                f"{optimizer.min_learning_rate:.2e} at step {end:,}"
-            )
     if progress.best["step"] not in (None, progress.step):
         folder = shlex.quote(file.rpartition("/")[0])
         lines.append(

@@ -4,16 +4,13 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
-
-import fsspec
 
 from mingpt.errors import UserError
 from mingpt.program import run_program
 from mingpt.snapshot.storage import DamagedSnapshotError, SnapshotStorage, fingerprint, load_snapshot
 
-COLUMNS = ["step", "written", "bytes", "val_loss", "state", "weights", "optimizer"]
-ROW = "{:<14}  {:<16}  {:>14}  {:<11}  {:<5}  {:<16}  {}"
+COLUMNS = ["step", "val_loss", "state", "weights", "optimizer"]
+ROW = "{:<14}  {:<8}  {:<5}  {:<16}  {}"
 
 
 def find_files(path: str) -> list[str]:
@@ -37,23 +34,18 @@ def find_files(path: str) -> list[str]:
 
 def describe(file: str) -> list[str]:
     """Returns the cells of a snapshot's row. Some are empty if it can't be loaded, and there are none if it is gone."""
-    fs, path = fsspec.url_to_fs(file)
-    name = os.path.basename(path)
-    row = [name, "", ""]
+    name = os.path.basename(file)
     try:
-        row[2] = f"{fs.size(path):,}"
-        with suppress(NotImplementedError):  # some file systems do not know it
-            row[1] = f"{fs.modified(path).astimezone():%Y-%m-%d %H:%M}"
         snapshot = load_snapshot(file)
     except FileNotFoundError:  # a run that is training has deleted it
         return []
     except DamagedSnapshotError as error:
-        return [*row, "", f"DAMAGED: {error}", "", ""]
+        return [name, "", f"DAMAGED: {error}", "", ""]
     except (OSError, UserError) as error:
-        return [*row, "", str(error), "", ""]
-    row[0] = f"{snapshot['step']}{' frequent' if name.startswith('frequent') else ''}"
+        return [name, "", str(error), "", ""]
+    step = f"{snapshot['step']}{' frequent' if name.startswith('frequent') else ''}"
     val_loss = "" if snapshot["val_loss"] is None else f"{snapshot['val_loss']:.4f}"
-    return [*row, val_loss, "whole", fingerprint(snapshot["model"]), fingerprint(snapshot["optimizer"])]
+    return [step, val_loss, "whole", fingerprint(snapshot["model"]), fingerprint(snapshot["optimizer"])]
 
 
 def run(argv: Sequence[str]) -> None:
@@ -69,13 +61,9 @@ def run(argv: Sequence[str]) -> None:
     parser.add_argument("path", metavar="PATH", help="run folder, folder of snapshots, or one file; may be a URL")
     path = parser.parse_args(argv).path
     rows = [row for file in find_files(path.rstrip("/") or path) if (row := describe(file))]
-    evaluated = [row for row in rows if row[3] and row[0].isdigit()]  # frequent snapshots are never the best one
-    if evaluated:
-        best = min(evaluated, key=lambda row: float(row[3]))
-        best[3] += " best"
     for row in (COLUMNS, *rows):
         print(ROW.format(*row).rstrip())
-    if any(row[4] != "whole" for row in rows):
+    if any(row[2] != "whole" for row in rows):
         sys.exit(1)
 
 

@@ -82,7 +82,7 @@ def _load_from_folder(folder: str, best: bool) -> dict[str, Any] | None:
     """
     storage = SnapshotStorage(folder, keep=1)
     frequent = SnapshotStorage(folder, keep=1, is_frequent=True)
-    newest = storage.load_newest(logger.warning) or frequent.load_newest(logger.warning)
+    newest = storage.load_newest() or frequent.load_newest()
     if newest is None or not best:
         return newest
     best_step = newest.get("best", {}).get("step")  # None: there was no evaluation

@@ -4,7 +4,6 @@ import time
 import uuid
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +51,7 @@ class SnapshotManager:
     """
 
     def __init__(self, config: Config, context: DistributedContext, lock: RunLock) -> None:
-        self.run_dir = config.trainer.run_dir
-        self.new_run_advice = new_run_advice(config)
+        self.config = config
         self.context = context
         self.lock = lock
         local_path = f"{config.trainer.run_dir}/snapshots"
@@ -81,30 +79,28 @@ class SnapshotManager:
         context = self.context
         content: dict[str, Any] = {}
         failure = ""
-        messages: list[str] = []
-        prefix = f"rank {context.rank}: " if context.rank else ""
         path = ""
         for storage, ranks in ((self.frequent, self.frequent_writer_ranks), (self.storage, self.writer_ranks)):
             if context.rank not in ranks:
                 continue
             try:
-                found = storage.load_newest(lambda message: messages.append(prefix + message), content.get("step", 0))
+                found = storage.load_newest(first_step=content.get("step", 0))
             except UserError as error:
-                failure = f"{prefix}{error}"
-                messages.append(failure)
+                failure = str(error)
                 continue
             if found is not None:
                 content = found
                 path = storage.file(content["step"])
         step = content.get("step", -1)
         with context.without_timeout():  # it may be large and far away
-            steps, all_messages, failures = zip(*all_gather_object(context, (step, messages, failure)), strict=True)
+            steps = all_gather_object(context, step)
         newest_step = max(steps)
         source_rank = steps.index(newest_step)
-        for message in chain(*all_messages):
-            logger.info(message)
-        if newest_step < 0 and any(failures):
-            raise UserError(next(filter(None, failures)))
+        with shared_errors(context):
+            if failure and newest_step < 0:
+                raise UserError(failure)
+        if failure:
+            logger.warning(failure)
         if len(self.writer_ranks) > 1:
             logger.info(
                 f"snapshots are written by ranks {self.writer_ranks}, which share no folder; "
@@ -121,33 +117,19 @@ class SnapshotManager:
 
     def _check_new(self) -> None:
         """Raises a UserError if this run did have snapshots: a new start would remove the rows of their steps."""
-        metrics_file = Path(self.run_dir) / "metrics.jsonl"
+        metrics_file = Path(self.config.trainer.run_dir) / "metrics.jsonl"
         with shared_errors(self.context):
             saved = saved_steps(metrics_file) if self.context.rank == 0 else []
             if saved:
                 raise UserError(
                     f"trainer.snapshot_path: there is no snapshot in {self.storage.path}, but according to "
                     f"{metrics_file} this run has saved {len(saved)}, the last at step {saved[-1]}: mount the disk, or "
-                    f"copy the snapshots there; to start again from step 0, {self.new_run_advice}"
+                    f"copy the snapshots there; to start again from step 0, {new_run_advice(self.config)}"
                 )
-
-    def newest_file(self) -> str:
-        """Returns the path of the newest snapshot, for a message of rank 0."""
-        if self.context.rank > 0:
-            return ""
-        files = {step: storage.file(step) for storage in (self.frequent, self.storage) for step in storage.steps()}
-        return files[max(files)] if files else "none yet"
 
     def restore(self, newest: NewestSnapshot, strategy: Strategy) -> None:
         """Loads the tensors of the newest snapshot. Writer ranks that do not have it save a copy."""
         content = newest.content
-        with shared_errors(self.context):
-            if content and content["optimizer"].keys() != content["model"].keys():
-                raise UserError(
-                    f"trainer.snapshot_path: {newest.path} has an optimizer state for {len(content['optimizer'])} of "
-                    f"{len(content['model'])} parameters, and must have one for all: move it away, or start a new run "
-                    "with it as trainer.init_from"
-                )
         strategy.load_full_state(content.get("model", {}), content.get("optimizer", {}), newest.source_rank)
         if newest.header["scaler"]:  # it is empty unless the run that saved it used fp16
             strategy.scaler.load_state_dict(newest.header["scaler"])
@@ -175,11 +157,11 @@ class SnapshotManager:
         """
         if is_last:
             self.wait_for_saves()
-        is_ready = self.writer.wait(0.0 if is_frequent else self.max_wait)
+        is_ready = self.writer.is_idle.wait(0.0 if is_frequent else self.max_wait)
         began = time.perf_counter()
         best = header["best"]
         for result in list(self.writer.results):  # the previous save may have ended since `poll`
-            best = result.best if result.is_saved else best
+            best = result.best if result.error is None else best
         is_best = header["val_loss"] is not None and header["val_loss"] < best["val_loss"]
         if is_best and not is_frequent:
             best = {"step": header["step"], "val_loss": header["val_loss"]}
@@ -226,7 +208,7 @@ class SnapshotManager:
 
     def wait_for_saves(self) -> None:
         """Waits until no rank is writing a snapshot, however long it takes."""
-        while not reduce_object(self.context, self.writer.wait(EXCHANGE_SECONDS), all):
+        while not reduce_object(self.context, self.writer.is_idle.wait(EXCHANGE_SECONDS), all):
             pass
 
     def _start(self, header: dict[str, Any], strategy: Strategy, storage: SnapshotStorage, writes: bool) -> None:

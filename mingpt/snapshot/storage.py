@@ -20,6 +20,7 @@ from tqdm import tqdm
 from mingpt.errors import UserError
 from mingpt.files import replaced_file
 from mingpt.monitoring.live_line import BAR_OPTIONS
+from mingpt.monitoring.logging import logger
 from mingpt.snapshot.format import FORMAT_VERSION, check_content
 
 T = TypeVar("T")
@@ -33,10 +34,6 @@ RETRY_DEADLINE = 60.0  # seconds after which no attempt begins: in each, the sto
 
 class DamagedSnapshotError(Exception):
     """The bytes of the file differ from the written ones."""
-
-
-class PruneError(UserError):
-    """The snapshot is written, but older ones that are no longer kept can't be deleted."""
 
 
 NO_RETRY = (FileNotFoundError, PermissionError, NotADirectoryError, FileExistsError, DamagedSnapshotError, UserError)
@@ -77,8 +74,7 @@ class SnapshotStorage:
         with _raise_user_error(f"{path} can't be opened", "it may be a folder, or a URL that fsspec knows"):
             self.fs, self.root = fsspec.url_to_fs(path)
         self.is_local = isinstance(self.fs, LocalFileSystem)
-        is_plain = not self.is_local or os.path.abspath(path) == self.root
-        self.path = path.rstrip("/") if is_plain else self.root  # the name in messages
+        self.path = path.rstrip("/")  # the name in messages
         self.keep = keep
         self.is_frequent = is_frequent
         self.prefix = "frequent" if is_frequent else "step"
@@ -129,12 +125,11 @@ class SnapshotStorage:
         with suppress(Exception):
             self.fs.rm_file(f"{self.root}/{name}.mark")
 
-    def write(self, snapshot: dict[str, Any], best_step: int | None) -> str:
-        """Writes a snapshot, then deletes snapshots that are no longer kept. Returns its path.
+    def write(self, snapshot: dict[str, Any], best_step: int | None) -> None:
+        """Writes a snapshot, then deletes snapshots that are no longer kept. It warns if they can't be deleted.
 
         Raises:
             UserError: the snapshot can't be written. Existing snapshots are unchanged.
-            PruneError: the snapshot is written, but older ones can't be deleted.
         """
         shown = self.file(snapshot["step"])
         target = f"{self.root}/{self._file_name(snapshot['step'])}"
@@ -148,10 +143,7 @@ class SnapshotStorage:
         try:
             self._retry(self._prune, snapshot["step"], best_step)
         except Exception as error:
-            raise PruneError(
-                f"trainer.snapshot_path: {shown} is whole, but older ones can't be deleted and stay: {_reason(error)}"
-            ) from error
-        return shown
+            logger.warning(f"trainer.snapshot_path: {self.path}: old snapshots can't be deleted: {_reason(error)}")
 
     def _upload(self, content: dict[str, Any], target: str) -> None:
         file = self.fs.open(target, "wb")
@@ -183,11 +175,12 @@ class SnapshotStorage:
             with suppress(FileNotFoundError):  # another machine may have deleted it
                 self.fs.rm_file(f"{self.root}/{name}")
 
-    def load_newest(self, report: Callable[[str], None], first_step: int = 0) -> dict[str, Any] | None:
+    def load_newest(self, first_step: int = 0) -> dict[str, Any] | None:
         """Loads the newest undamaged snapshot. Returns None if there are no snapshots.
 
+        Warnings name damaged files, and the older file that is used instead.
+
         Args:
-            report: receives a message for each damaged file, and for the older file that is used instead
             first_step: ignore earlier snapshots, since the caller has one of this step
 
         Raises:
@@ -201,10 +194,10 @@ class SnapshotStorage:
                 try:
                     snapshot = self._retry(load_snapshot, path)
                 except (DamagedSnapshotError, FileNotFoundError) as error:
-                    report(f"{path} is damaged ({error}) and skipped")
+                    logger.warning(f"{path} is damaged ({error}) and skipped")
                     continue
             if step != steps[-1]:
-                report(f"{path} is used instead")
+                logger.warning(f"{path} is used instead")
             return snapshot
         if steps and first_step == 0 and not self.is_frequent:
             raise UserError(

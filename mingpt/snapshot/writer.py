@@ -12,7 +12,7 @@ from torch.nn.utils import get_total_norm
 
 from mingpt.errors import UserError
 from mingpt.snapshot.format import Best
-from mingpt.snapshot.storage import PruneError, SnapshotStorage
+from mingpt.snapshot.storage import SnapshotStorage
 from mingpt.system.run_lock import RunLock
 
 
@@ -22,20 +22,16 @@ class SaveResult(NamedTuple):
     is_frequent: bool
     step: int
     val_loss: float | None
-    error: Exception | None  # why the save has failed, or a PruneError
+    error: Exception | None  # why the save has failed
     best: Best  # the best snapshot, including this one
     path: str
 
     @property
-    def is_saved(self) -> bool:
-        return self.error is None or isinstance(self.error, PruneError)
-
-    @property
     def row(self) -> dict[str, Any]:
         """The values of its row in the run's log."""
-        if self.is_saved:
-            return {"path": self.path, "val_loss": self.val_loss}
-        return {"error": str(self.error)}
+        if self.error is not None:
+            return {"error": str(self.error)}
+        return {"path": self.path, "val_loss": self.val_loss}
 
 
 class AsyncSnapshotWriter:
@@ -55,7 +51,7 @@ class AsyncSnapshotWriter:
         self.staging_buffers: dict[str, Tensor] = {}
         self.results: deque[SaveResult] = deque()  # results of saves that have ended, until the caller takes them
         self.last_error = ""  # why the newest save other than frequent ones has failed; empty: it succeeded
-        self.is_idle = threading.Event()
+        self.is_idle = threading.Event()  # set unless a save is in progress
         self.is_idle.set()
         self.queue: queue.SimpleQueue[tuple[dict[str, Any], SnapshotStorage]] = queue.SimpleQueue()
         threading.Thread(target=self._run, daemon=True).start()
@@ -86,18 +82,13 @@ class AsyncSnapshotWriter:
         self.is_idle.clear()
         self.queue.put((snapshot, storage))
 
-    def wait(self, seconds: float | None = None) -> bool:
-        """Waits for the current save, at most this many seconds. Returns whether it is done."""
-        return self.is_idle.wait(seconds)
-
     def add_result(self, header: dict[str, Any], storage: SnapshotStorage, error: Exception | None) -> None:
         """Adds the result of a save."""
         step = header["step"]
         path = storage.file(step)
-        result = SaveResult(storage.is_frequent, step, header["val_loss"], error, header["best"], path)
-        self.results.append(result)
+        self.results.append(SaveResult(storage.is_frequent, step, header["val_loss"], error, header["best"], path))
         if not storage.is_frequent:
-            self.last_error = "" if result.is_saved else str(error)
+            self.last_error = "" if error is None else str(error)
 
     def _buffer(self, name: str, tensor: Tensor) -> Tensor:
         if name not in self.staging_buffers:
@@ -123,8 +114,6 @@ class AsyncSnapshotWriter:
         self.frequent.remove(keep=1)
         try:
             storage.write(snapshot, snapshot["best"]["step"])
-        except PruneError:
-            raise
         except UserError:
             self.lock.check()  # another run may have its snapshots there now
             if storage.is_frequent or not storage.is_local or not storage.steps():

@@ -9,11 +9,9 @@ A run is a function of its seed, except for the timing of the machine: `--seed 1
 import argparse
 import random
 import signal
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -139,11 +137,6 @@ class FaultyRun(Run):
         left = [file.name for file in (self.run_dir / "snapshots").glob("frequent_*")]
         assert not left, f"{left} are left"
 
-    def lost_seconds_of_kills(self) -> list[float]:
-        restarts = [fault for fault in self.faults if fault.kind != PAUSE]
-        lost = zip(restarts, self.lost_seconds[1:], strict=False)  # a failure may come before the next start
-        return [seconds for fault, seconds in lost if fault.kind in (KILL, KILL_ALL)]
-
     def inject(self) -> None:
         """Causes a fault, and waits until the run has continued."""
         rng = self.rng
@@ -204,27 +197,6 @@ def format_run(seed: int, run: FaultyRun) -> str:
     return f"seed {seed}: {options}: {faults}: {lost}: {outcome}"
 
 
-def format_report(runs: Sequence[FaultyRun]) -> str:
-    """Tables in Markdown."""
-    rows = []
-    faults = [(run.plan.mode, fault, not run.failure) for run in runs for fault in run.faults]
-    for title, names in (("fault", WEIGHTS), ("mode", MODES)):
-        rows += [f"| {title} | number | while saving | recovered bit for bit |", "| --- | --- | --- | --- |"]
-        for name in [*names, "total"]:
-            found = [(fault.in_save, equal) for mode, fault, equal in faults if name in (mode, fault.kind, "total")]
-            in_saves, equals = sum(in_save for in_save, _ in found), sum(equal for _, equal in found)
-            rows.append(f"| {name} | {len(found)} | {in_saves} | {equals} |")
-        rows.append("")
-    equal = sum(not run.failure for run in runs)
-    rows.append(f"{equal} of {len(runs)} runs ended with the bits of an undisturbed run.")
-    lost = [seconds for run in runs for seconds in run.lost_seconds_of_kills()]
-    if lost:
-        rows.append(
-            f"Work lost by a SIGKILL, in seconds: median {statistics.median(lost):.2f}, largest {max(lost):.2f}."
-        )
-    return "\n".join(rows)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="Injects random faults into runs and compares where they end.")
     parser.add_argument("--runs", type=int, metavar="N", help=f"default: until {CAMPAIGN_FAULTS} faults have happened")
@@ -238,7 +210,9 @@ def main() -> int:
             print(format_run(seed, runs[-1]), flush=True)
             if len(runs) == args.runs or (not args.runs and sum(len(run.faults) for run in runs) >= CAMPAIGN_FAULTS):
                 break
-        print(format_report(runs))
+    faults = sum(len(run.faults) for run in runs)
+    equal = sum(not run.failure for run in runs)
+    print(f"{faults} faults: {equal} of {len(runs)} runs ended with the bits of an undisturbed run.")
     return int(any(run.failure for run in runs))
 
 

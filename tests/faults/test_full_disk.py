@@ -147,7 +147,7 @@ def test_a_run_continues_while_snapshots_cannot_be_written(
 
 def test_frequent_snapshots_do_not_take_the_room_of_others(run_dir: Path, undisturbed: Path, disk: Path) -> None:
     """The disk has room for two snapshots and a half: the one before, and the one that is written."""
-    size = newest_file(undisturbed).stat().st_size
+    size = max((undisturbed / "snapshots").glob("*.pt")).stat().st_size
     (disk / "ballast").write_bytes(bytes(DISK_SIZE - 5 * size // 2))
     options = {"trainer__keep_snapshots": 1, "trainer__snapshot_path": disk, "trainer__save_overhead": 0.9}
     argv = run_args(run_dir, undisturbed.with_name("text.txt"), **OPTIONS | options)
@@ -162,7 +162,3 @@ def _train_with_many_saves(*argv: str) -> tuple[int, str]:
     interval.MIN_SECONDS = 0.0
     status, _, err = run_captured(*argv)
     return status, err
-
-
-def newest_file(run_dir: Path) -> Path:
-    return max((run_dir / "snapshots").glob("*.pt"))

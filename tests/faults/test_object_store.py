@@ -40,18 +40,12 @@ BUCKETS = count(1)
 
 
 class FaultyProxy(ThreadingHTTPServer):
-    """Forwards requests to a server, except for faults: `503`, `slow`, `silent`, `cut request`, `cut response`.
-
-    Args:
-        server_port: of the server
-        port: of the proxy; 0: a free one
-    """
+    """Forwards requests to a server, except for faults: `503`, `slow`, `silent`, `cut request`, `cut response`."""
 
     daemon_threads = True
-    allow_reuse_address = True
 
-    def __init__(self, server_port: int, port: int = 0) -> None:
-        super().__init__(("127.0.0.1", port), _Handler)
+    def __init__(self, server_port: int) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
         self.upstream_port = server_port
         self.choose_fault: Callable[[str], str] = no_fault  # "PUT /bucket/key" -> fault
         self.uploads = 0  # number of upload requests so far
@@ -171,10 +165,9 @@ def uncached_storage(url: str) -> SnapshotStorage:
 
 
 def assert_newest_is(step: int, url: str) -> None:
-    messages: list[str] = []
-    newest = uncached_storage(url).load_newest(messages.append)
+    newest = uncached_storage(url).load_newest()
     assert newest is not None
-    assert (newest["step"], messages) == (step, [])
+    assert newest["step"] == step
     assert all((weight == step).all() for weight in newest["model"].values())
 
 
@@ -225,71 +218,44 @@ def test_a_snapshot_is_read_in_spite_of_temporary_faults(fault: str, proxy: Faul
         assert remaining == []
 
 
-@pytest.mark.parametrize("fault", ["503", "silent", "refused"])
+@pytest.mark.parametrize("fault", ["503", "silent"])
 def test_a_permanent_fault_is_reported_and_existing_snapshots_stay(
-    fault: str, proxy: FaultyProxy, server_port: int, url: str, monkeypatch: pytest.MonkeyPatch
+    fault: str, proxy: FaultyProxy, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(storage_module, "RETRY_DELAYS", ())
     monkeypatch.setitem(fsspec.config.conf, "s3", {"config_kwargs": {"read_timeout": 0.1}})
     storage = uncached_storage(url)
     storage.write(small(1), None)
     proxy.choose_fault = lambda request: fault
-    if fault == "refused":
-        proxy.stop()
     with pytest.raises(UserError, match=r"trainer\.snapshot_path: s3://.*/step_00000002\.pt can't be written"):
         storage.write(small(2), None)
     with pytest.raises(UserError, match=r"trainer\.snapshot_path: s3://.* can't be read"):
-        uncached_storage(url).load_newest(print)
-    restarted = FaultyProxy(server_port, proxy.server_address[1]) if fault == "refused" else proxy
-    restarted.choose_fault = no_fault
+        uncached_storage(url).load_newest()
+    proxy.choose_fault = no_fault
     assert_newest_is(1, url)
     storage.write(small(3), None)
     assert uncached_storage(url).steps() == [3]
     assert_newest_is(3, url)
-    if restarted is not proxy:
-        restarted.stop()
 
 
-@pytest.mark.parametrize(("requests_before", "is_permanent"), [*((n, False) for n in range(5)), (2, True)])
+@pytest.mark.parametrize("requests_before", range(5))
 def test_an_upload_that_fails_at_any_request_is_not_completed(
-    requests_before: int, is_permanent: bool, proxy: FaultyProxy, url: str, monkeypatch: pytest.MonkeyPatch
+    requests_before: int, proxy: FaultyProxy, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(storage_module, "RETRY_DELAYS", ())
     storage = uncached_storage(url)
     storage.write(small(1), None)
     proxy.choose_fault = fault_sequence(*[""] * requests_before, "503")
-    if is_permanent:  # the upload can't be aborted either
-        requests = count()
-        proxy.choose_fault = lambda request: "503" if "step" in request and next(requests) >= requests_before else ""
     with pytest.raises(UserError, match="can't be written"):
         storage.write(large(2), None)
     proxy.choose_fault = no_fault
     gc.collect()  # closes open files
     assert uncached_storage(url).steps() == [1]
     assert_newest_is(1, url)
-    if not is_permanent:
-        assert proxy.faults == ["503"]
-        assert unfinished_uploads(url) == []
+    assert proxy.faults == ["503"]
+    assert unfinished_uploads(url) == []
     storage.write(large(3), None)
     assert_newest_is(3, url)
-
-
-class Interruption(BaseException):
-    """Such as KeyboardInterrupt."""
-
-
-class Interrupting:
-    def __reduce__(self) -> tuple:
-        raise Interruption
-
-
-def test_an_interrupted_save_leaves_no_file(url: str) -> None:
-    storage = SnapshotStorage(url, keep=1)
-    storage.write(small(1), None)
-    with pytest.raises(Interruption):
-        storage.write(small(2) | {"z": Interrupting()}, None)
-    gc.collect()  # closes open files
-    assert uncached_storage(url).steps() == [1]
 
 
 def test_a_run_with_failing_and_interrupted_uploads_ends_with_the_same_bits(

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from tests.helpers import run_args, run_captured, run_ranks
+from tests.helpers import run_args, run_each_captured, run_ranks
 
 
 def test_the_requested_steps_are_in_the_trace_unless_the_run_is_too_short(text: Path, tmp_path: Path) -> None:
@@ -12,7 +12,7 @@ def test_the_requested_steps_are_in_the_trace_unless_the_run_is_too_short(text: 
         run_args(run, text, trainer__max_steps=steps, trainer__profile_steps=2)
         for run, steps in zip(runs, (11, 14), strict=True)
     ]
-    [[(short_status, short_out, _), (status, out, _)]] = run_ranks(1, run_all, argvs, tmp_path=tmp_path)
+    [[(short_status, short_out, _), (status, out, _)]] = run_ranks(1, run_each_captured, argvs, tmp_path=tmp_path)
     assert short_status == status == 0
     assert not list(runs[0].glob("trace*"))
     assert "the run ended before step 12, the first to be recorded" in short_out
@@ -23,7 +23,3 @@ def test_the_requested_steps_are_in_the_trace_unless_the_run_is_too_short(text: 
     assert {"aten::mm", "aten::_fused_adamw_"} <= names
     assert f"2 steps in {runs[1]}/trace-0.json" in out
     assert "aten::mm" in out
-
-
-def run_all(argvs: list[list[str]]) -> list[tuple[int, str, str]]:
-    return [run_captured(*argv) for argv in argvs]

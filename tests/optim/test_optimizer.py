@@ -32,12 +32,6 @@ def test_decay_steps_overrides_the_last_step() -> None:
     assert learning_rate(20, 20, config) == pytest.approx(0.6)  # a run that ends in the middle of the decay
 
 
-def test_without_warm_up_the_decay_starts_at_once() -> None:
-    config = OptimizerConfig(learning_rate=1.0, warmup_steps=0)
-    assert learning_rate(1, 100, config) == pytest.approx(0.99)
-    assert learning_rate(1, 1, config) == 0.0
-
-
 @pytest.mark.parametrize("decay_steps", [None, 1, 9, 10])
 def test_warm_up_takes_precedence_over_a_decay_that_ends_before_it(decay_steps: int | None) -> None:
     config = OptimizerConfig(learning_rate=1.0, min_learning_rate=0.2, warmup_steps=10, decay_steps=decay_steps)

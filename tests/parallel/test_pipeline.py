@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mingpt.run.evaluation import evaluate, generate_sample
+from mingpt.run.evaluation import generate_sample
 from tests.helpers import (
     MEMORY_KINDS,
     NO_DROPOUT,
@@ -79,7 +79,8 @@ def _results(folder: Path, stages: int) -> dict[str, Any]:
     dropout = run_args(folder / f"dropout-{stages}", folder / "text.txt", **tied)
     with open_trainer(*dropout, rendezvous="dropout") as trainer:
         strategy = trainer.strategy
-        results["losses"] = [evaluate(strategy, trainer.val_data, 2)]
+        trainer.evaluate()
+        results["losses"] = [trainer.progress.val_loss]
         results["waiting"] = strategy.description.get("pipeline")
         train_losses(trainer, 5)
         if stages > 1:
@@ -91,7 +92,8 @@ def _results(folder: Path, stages: int) -> dict[str, Any]:
             results["overflow"] = scale_and_skip(trainer, overflow_on=2)
     with open_trainer(*run_args(folder / f"run-{stages}", folder / "text.txt", **(NO_DROPOUT | options))) as trainer:
         train_losses(trainer, 4)
-        results["losses"].append(evaluate(trainer.strategy, trainer.val_data, 2))
+        trainer.evaluate()
+        results["losses"].append(trainer.progress.val_loss)
         results["sample"] = generate_sample(trainer.strategy, trainer.corpus.vocabulary, "bob", seed=1)
     return results
 

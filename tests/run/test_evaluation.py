@@ -6,14 +6,12 @@ import signal
 import threading
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
 from mingpt.config.schema import Config, TrainerConfig
 from mingpt.monitoring.logging import configure_logging
 from mingpt.monitoring.run_log import RunLog
-from mingpt.run.evaluation import SAMPLE_LENGTH, Evaluation, choose_sample_prompt, evaluate, generate_sample
+from mingpt.run.evaluation import SAMPLE_LENGTH, Evaluation, generate_sample
 from mingpt.system.signals import SignalHandler
 from tests.helpers import (
     NO_DROPOUT,
@@ -45,12 +43,6 @@ def default_prompt(text: Path) -> str:
     return content[start : start + 20]
 
 
-def encode(text: str) -> tuple[np.ndarray, str]:
-    """Tokens and vocabulary."""
-    vocabulary = "".join(sorted(set(text)))
-    return np.array([vocabulary.index(character) for character in text], dtype=np.uint8), vocabulary
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run folders of training with samples and without."""
@@ -62,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_samples_change_no_bit_of_training_and_evaluation(folder: Path) -> None:
-    """With dropout: a sample does not use its random numbers."""
+    """With dropout: a sample does not use its random numbers. The prompt is the start of the validation text."""
     assert_equal_snapshots(folder / "None", folder / "5")
     assert loss_curve(folder / "None") == loss_curve(folder / "5")
     without, with_samples = (
@@ -71,11 +63,7 @@ def test_samples_change_no_bit_of_training_and_evaluation(folder: Path) -> None:
     assert without == with_samples
     assert samples(folder / "None") == []
     assert [step for step, _ in samples(folder / "5")] == [5, 10, 12]
-
-
-@pytest.mark.parametrize("text", ["t of it.\n\nThe first words of a paragraph.\n", "\u6f22\u5b57\n" * 40, "\n \n"])
-def test_the_default_prompt_is_the_first_20_characters_of_the_validation_text(text: str) -> None:
-    assert choose_sample_prompt(None, *encode(text)) == text[:20]
+    assert all(sample.startswith(default_prompt(folder / "text.txt")) for _, sample in samples(folder / "5"))
 
 
 def test_samples_begin_with_the_prompt_on_two_ranks_and_after_a_restart(folder: Path) -> None:
@@ -94,73 +82,44 @@ def test_samples_begin_with_the_prompt_on_two_ranks_and_after_a_restart(folder: 
 
 def test_a_prompt_that_the_text_cannot_continue_is_refused_before_training(text: Path, tmp_path: Path) -> None:
     vocabulary = "".join(sorted(set(text.read_text())))
+    argv = run_args(tmp_path / "run", text, trainer__sample_prompt="anna? Yes")
+    (status, _, stderr), (other_status, _, _) = run_ranks(2, run_captured, *argv, tmp_path=tmp_path)
+    assert status == other_status == 2
     message = f"'?Y' (2 distinct) not in the training text's vocabulary, {vocabulary!r} ({len(vocabulary)} distinct)"
-    cases = {
-        "": "trainer.sample_prompt (in the command line): found '', must be null or at least one character",
-        "anna? Yes": f"trainer.sample_prompt: {message}",
-    }
-    argvs = [run_args(tmp_path / "run", text, trainer__sample_prompt=prompt) for prompt in cases]
-    first, second = run_ranks(2, run_each_captured, argvs, tmp_path=tmp_path)
-    for (status, _, stderr), message in zip(first, cases.values(), strict=True):
-        assert (status, stderr) == (2, f"error: {message}\n")
-    assert [status for status, _, _ in second] == [2, 2]
+    assert stderr == f"error: trainer.sample_prompt: {message}\n"
     assert not list((tmp_path / "run").rglob("[!.]*.*l*"))  # no config.yaml, no metrics.jsonl
-    assert not list((tmp_path / "run").rglob("step_*"))
 
 
 def test_evaluation_and_samples_are_equal_on_any_number_of_ranks(folder: Path) -> None:
-    """The evaluation of equal weights to the last bit, a sample after steps that differ by rounding errors."""
+    """The evaluation of equal weights to the last bit, a sample after steps that differ by rounding errors.
+
+    Without a micro_batch_size, no forward pass of an evaluation has all 40 sequences of the batch.
+    """
     [expected] = run_ranks(1, _evaluate, folder, ["ddp"], tmp_path=folder)[0]
+    assert expected[0] == 16
     for ranks, strategies in ((2, ["zero1", "fsdp"]), (3, ["ddp", "zero2"])):
         for results in run_ranks(ranks, _evaluate, folder, strategies, tmp_path=folder):
             assert results == [expected] * len(strategies), (ranks, strategies)
 
 
-def _evaluate(folder: Path, strategies: list[str]) -> list[tuple[float, str]]:
+def _evaluate(folder: Path, strategies: list[str]) -> list[tuple[int, float | None, str]]:
+    """Returns the most windows in a forward pass of an evaluation, its loss, and a sample."""
+    options = NO_DROPOUT | {"trainer__batch_size": 40, "trainer__micro_batch_size": None}
     results = []
     for name in strategies:
         run_dir = folder / f"{name}-{os.environ.get('WORLD_SIZE')}"
-        argv = run_args(run_dir, folder / "text.txt", distributed__strategy=name, **NO_DROPOUT)
+        argv = run_args(run_dir, folder / "text.txt", distributed__strategy=name, **options)
         with open_trainer(*argv, rendezvous=name) as trainer:
-            loss = evaluate(trainer.strategy, trainer.val_data, batch_size=3)
+            sizes: list[int] = []
+            model = trainer.strategy.full_model
+            hook = model.register_forward_pre_hook(lambda model, args, sizes=sizes: sizes.append(len(args[0])))
+            trainer.evaluate()
+            hook.remove()
+            loss = trainer.progress.val_loss
             train_losses(trainer, 3)
-            results.append((loss, generate_sample(trainer.strategy, trainer.corpus.vocabulary, PROMPT, seed=1)))
+            sample = generate_sample(trainer.strategy, trainer.corpus.vocabulary, PROMPT, seed=1)
+            results.append((max(sizes), loss, sample))
     return results
-
-
-def test_without_a_micro_batch_size_evaluation_does_not_take_the_batch_of_all_ranks(text: Path, tmp_path: Path) -> None:
-    """The loss has the same bits on any number of ranks, and no forward pass has all 40 sequences of the batch."""
-    options = NO_DROPOUT | {"trainer__max_steps": 1, "trainer__batch_size": 40, "trainer__micro_batch_size": None}
-    sizes, losses = set(), set()
-    for ranks in (1, 2, 3):
-        argv = run_args(tmp_path / str(ranks), text, **options)
-        for size, loss in run_ranks(ranks, _evaluate_and_record, *argv, tmp_path=tmp_path):
-            sizes.add(size)
-            losses.add(loss)
-    assert sizes == {16}
-    assert len(losses) == 1
-
-
-def _evaluate_and_record(*argv: str) -> tuple[int, float]:
-    """Returns the largest number of windows in a forward pass of an evaluation, and its loss."""
-    with open_trainer(*argv) as trainer:
-        sizes: list[int] = []
-        trainer.strategy.full_model.register_forward_pre_hook(lambda model, args: sizes.append(len(args[0])))
-        trainer.evaluate()
-        assert trainer.progress.val_loss is not None
-        return max(sizes), trainer.progress.val_loss
-
-
-def test_cudnn_attention_is_off_for_samples_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TEST_INIT_METHOD", "file:///unused")
-    states = set()
-    with open_trainer(*run_args(folder / "cudnn", folder / "text.txt")) as trainer:
-        hook = lambda *args: states.add((model.training, torch.backends.cuda.cudnn_sdp_enabled()))  # noqa: E731
-        model = trainer.strategy.full_model
-        model.register_forward_hook(hook)
-        generate_sample(trainer.strategy, trainer.corpus.vocabulary, PROMPT, seed=1)
-        train_losses(trainer, 1)
-    assert states == {(False, False), (True, True)}
 
 
 @pytest.mark.slow

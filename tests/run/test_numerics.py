@@ -60,17 +60,3 @@ def test_all_ranks_have_the_threads_of_the_rank_with_fewest(monkeypatch: pytest.
     chosen = choose(Config(), torch.device("cpu"), 3, None, others)
     assert (torch.get_num_threads(), chosen.choices["threads"]) == (2, 2)
     assert chosen.reasons["threads"] == "2 per rank (auto: 2 idle of 4 cores / 1 ranks)"
-
-
-@pytest.mark.usefixtures("one_thread")
-def test_on_cuda_the_summary_says_what_an_exact_resume_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mingpt.run.numerics.set_deterministic", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    advice = "equals an uninterrupted run to rounding error; with trainer.deterministic: true, to the last bit"
-    for device, deterministic, expected in (
-        (torch.device("cuda", 0), False, advice),
-        (torch.device("cuda", 0), True, None),
-        (torch.device("cpu"), False, None),
-    ):
-        cfg = TrainerConfig(precision="fp32", threads=1, deterministic=deterministic)
-        assert choose(Config(trainer=cfg), device, 1, None).reasons.get("resume") == expected

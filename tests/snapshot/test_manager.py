@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mingpt.config.schema import SHAPE_KEYS, Config, ModelConfig, config_to_dict
+from mingpt.config.schema import SHAPE_KEYS, Config, config_to_dict
 from mingpt.errors import UserError
 from mingpt.snapshot.format import KEPT_KEYS, check_header, split_header
 from mingpt.snapshot.load import fit_config
@@ -44,9 +44,9 @@ class BlockingStorage(SnapshotStorage):
         super().__init__(path, keep=3)
         self.permission = threading.Event()
 
-    def write(self, snapshot: dict[str, Any], best_step: int | None) -> str:
+    def write(self, snapshot: dict[str, Any], best_step: int | None) -> None:
         assert self.permission.wait(20)
-        return super().write(snapshot, best_step)
+        super().write(snapshot, best_step)
 
 
 def test_the_writer_saves_the_state_of_the_step_and_reuses_its_buffers(tmp_path: Path) -> None:
@@ -57,10 +57,10 @@ def test_the_writer_saves_the_state_of_the_step_and_reuses_its_buffers(tmp_path:
         header = split_header(small_snapshot(step))
         writer.save(header, [("weight", weight, {})], storage)
         weight += 1  # the next step
-        assert not writer.wait(0.05)
+        assert not writer.is_idle.wait(0.05)
         assert not writer.results
         storage.permission.set()
-        assert writer.wait(20)
+        assert writer.is_idle.wait(20)
         storage.permission.clear()
         assert torch.equal(load_snapshot(storage.file(step))["model"]["weight"], torch.full((1000,), float(step)))
         assert writer.results.popleft() == (False, step, None, None, header["best"], storage.file(step))
@@ -125,11 +125,11 @@ def _train_with_slow_write_of_step_5(*argv: str) -> tuple[int, str, str]:
     """The write ends 1.2 seconds after the save of step 10 has been skipped: longer than one wait of the last save."""
     write, save, is_skipped = SnapshotStorage.write, SnapshotManager.save, threading.Event()
 
-    def slow_write(storage: SnapshotStorage, snapshot: dict[str, Any], best_step: int | None) -> str:
+    def slow_write(storage: SnapshotStorage, snapshot: dict[str, Any], best_step: int | None) -> None:
         if snapshot["step"] == 5:
             assert is_skipped.wait(60)
             time.sleep(1.2)
-        return write(storage, snapshot, best_step)
+        write(storage, snapshot, best_step)
 
     def observed_save(manager: SnapshotManager, header: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         save(manager, header, *args, **kwargs)
@@ -138,28 +138,6 @@ def _train_with_slow_write_of_step_5(*argv: str) -> tuple[int, str, str]:
 
     SnapshotStorage.write, SnapshotManager.save = slow_write, observed_save  # type: ignore[method-assign]
     return run_captured(*argv)
-
-
-def test_a_best_snapshot_that_was_not_written_does_not_replace_the_best_before(text: Path, tmp_path: Path) -> None:
-    """Evaluations at 4 and 8, the second one better; the save of step 8 fails."""
-    options = {"trainer__save_every": 1, "trainer__keep_snapshots": 1, "trainer__max_steps": 10}
-    argv = run_args(tmp_path / "run", text, **options)
-    [best_steps] = run_ranks(1, _train_with_failing_write_of_step_8, *argv, tmp_path=tmp_path)
-    assert best_steps == {1: None, 2: None, 3: None, 4: 4, 5: 4, 6: 4, 7: 4, 8: 8, 9: 4, 10: 10}
-
-
-def _train_with_failing_write_of_step_8(*argv: str) -> dict[int, int | None]:
-    write, best_steps = SnapshotStorage.write, {}
-
-    def failing_write(storage: SnapshotStorage, snapshot: dict[str, Any], best_step: int | None) -> str:
-        best_steps[snapshot["step"]] = best_step
-        if snapshot["step"] == 8:
-            raise UserError("the disk is full")
-        return write(storage, snapshot, best_step)
-
-    SnapshotStorage.write = failing_write  # type: ignore[method-assign]
-    assert train_main(*argv) == 0
-    return best_steps
 
 
 # Run folders that ranks do not share
@@ -178,9 +156,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train_on_two_machines(folder: Path, *argv: str) -> str:
     """Trains on two ranks, with rank0 or rank1 in place of RANK; returns stdout of rank 0."""
-    (status, out, err), other = run_ranks(2, _train_on_machine, *argv, tmp_path=folder)
-    assert (status, err) == (0, "")
-    assert other == (0, "", "")
+    (status, out, err), (other_status, other_out, _) = run_ranks(2, _train_on_machine, *argv, tmp_path=folder)
+    assert status == other_status == 0, err
+    assert other_out == ""
     return out
 
 
@@ -292,13 +270,6 @@ def test_a_kept_key_that_differs_is_refused_with_both_values(name: str, saved: A
     if name in SHAPE_KEYS:
         adopted = fit_config(config, header, "SOURCE", KEPT_KEYS, adopts_shape=True)
         assert getattr(getattr(adopted, section), key) == saved
-
-
-def test_a_null_value_is_shown_as_the_yaml_has_it() -> None:
-    config = Config(model=ModelConfig(conv_kernel_size=4))
-    header = {"config": config_to_dict(Config())}
-    with pytest.raises(UserError, match=r"^model.conv_kernel_size is 4, but null in SOURCE: set it to null$"):
-        fit_config(config, header, "SOURCE", SHAPE_KEYS, adopts_shape=True)
 
 
 def test_a_snapshot_of_another_vocabulary_optimizer_or_part_of_the_text_ends_the_run(

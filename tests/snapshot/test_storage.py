@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mingpt.errors import UserError
-from mingpt.snapshot.storage import DamagedSnapshotError, PruneError, SnapshotStorage, load_snapshot
+from mingpt.snapshot.storage import DamagedSnapshotError, SnapshotStorage, load_snapshot
 from tests.helpers import small_snapshot
 
 
@@ -28,7 +28,7 @@ def test_a_snapshot_is_read_as_it_was_written(tmp_path: Path) -> None:
     storage.remove_marker("as at the start of a run")
     for step in (7, 12_345_678):
         written = small_snapshot(step, {"half": torch.ones(2).bfloat16()}, vocabulary="ü\n\udc80")
-        assert storage.write(written, None) == str(folder / f"step_{step:08d}.pt")
+        storage.write(written, None)
         found = load_snapshot(storage.file(step))
         assert torch.equal(found["model"].pop("half"), written["model"].pop("half"))
         assert found == {"format": 2, **written}
@@ -48,20 +48,9 @@ def test_every_path_of_a_folder_is_written_and_read_at_the_same_place(
     storage.put_marker("0" * 32)
     assert os.listdir(tmp_path) == ["folder"]
     assert os.listdir(tmp_path / "folder") == ["0" * 32 + ".mark"]
-    shown = storage.write(small_snapshot(7), None)
-    assert os.path.samefile(shown, tmp_path / "folder/step_00000007.pt")
-    assert load_snapshot(shown)["step"] == 7
-    assert storage.load_newest(print)["step"] == 7
-
-
-def test_a_loaded_snapshot_and_its_file_do_not_change_each_other(tmp_path: Path) -> None:
-    storage = SnapshotStorage(str(tmp_path), keep=3)
-    storage.write(small_snapshot(6, {"weight": torch.ones(100_000)}), None)
-    loaded = load_snapshot(storage.file(6))["model"]
-    storage.write(small_snapshot(6, {"weight": torch.full((100_000,), 2.0)}), None)  # replaces the mapped file
-    assert (loaded["weight"] == 1).all()
-    load_snapshot(storage.file(6))["model"]["weight"].zero_()
-    assert (load_snapshot(storage.file(6))["model"]["weight"] == 2).all()
+    storage.write(small_snapshot(7), None)
+    assert (tmp_path / "folder/step_00000007.pt").exists()
+    assert load_snapshot(storage.file(7))["step"] == 7
 
 
 @pytest.fixture
@@ -71,25 +60,24 @@ def memory_url() -> Iterator[str]:
     fsspec.filesystem("memory").rm("/tests", recursive=True)
 
 
-def test_a_url_is_written_found_and_pruned_like_a_folder(memory_url: str) -> None:
+def test_a_url_is_written_found_and_pruned_like_a_folder(memory_url: str, capsys: pytest.CaptureFixture[str]) -> None:
     storage = SnapshotStorage(memory_url, keep=2)
-    assert storage.load_newest(print) is None
-    assert storage.write(small_snapshot(1), None) == f"{memory_url}/step_00000001.pt"
-    for step in (2, 3, 4):
+    assert storage.load_newest() is None
+    for step in (1, 2, 3, 4):
         storage.write(small_snapshot(step), 2)
     assert (load_snapshot(f"{memory_url}/step_00000002.pt")["model"]["weight"] == 2).all()
     again = SnapshotStorage(memory_url, keep=2)
     assert again.steps() == [2, 3, 4]
     assert len(fsspec.filesystem("memory").ls("/tests/snapshots")) == 3
-    assert again.load_newest(print)["step"] == 4
+    assert again.load_newest()["step"] == 4
 
     with fsspec.open(storage.file(4), "rb") as file:
         content = file.read()
     with fsspec.open(storage.file(4), "wb") as file:
         file.write(content[:-1])
-    messages: list[str] = []
-    assert again.load_newest(messages.append)["step"] == 3
-    assert [message.split()[0] for message in messages] == [storage.file(4), storage.file(3)]
+    assert again.load_newest()["step"] == 3
+    warnings = capsys.readouterr().err.splitlines()
+    assert [warning.split()[1] for warning in warnings] == [storage.file(4), storage.file(3)]
 
 
 class MakesFolder:
@@ -109,7 +97,7 @@ def test_code_in_a_snapshot_is_refused_and_does_not_run(zipped: bool, tmp_path: 
     with pytest.raises(DamagedSnapshotError):
         load_snapshot(str(file))
     with pytest.raises(UserError, match="damaged"):
-        SnapshotStorage(str(tmp_path), keep=1).load_newest(print)
+        SnapshotStorage(str(tmp_path), keep=1).load_newest()
     assert not folder.exists()
     pickle.loads(pickle.dumps(MakesFolder(folder)))
     assert folder.exists()
@@ -127,14 +115,14 @@ def test_a_damaged_later_file_is_neither_counted_nor_deleted(tmp_path: Path) -> 
     storage, damaged = SnapshotStorage(str(tmp_path), keep=1), tmp_path / "step_00000009.pt"
     storage.write(small_snapshot(3), None)
     damaged.write_bytes(b"damaged")
-    assert storage.load_newest(print)["step"] == 3
+    assert storage.load_newest()["step"] == 3
     storage.write(small_snapshot(6), None)
     assert storage.steps() == [6, 9]
-    assert storage.load_newest(print)["step"] == 6
+    assert storage.load_newest()["step"] == 6
     assert damaged.read_bytes() == b"damaged"
     storage.write(small_snapshot(9), None)
     assert storage.steps() == [9]
-    assert storage.load_newest(print)["step"] == 9
+    assert storage.load_newest()["step"] == 9
 
 
 def test_leftovers_of_killed_saves_are_removed_and_other_files_are_not(tmp_path: Path) -> None:
@@ -167,14 +155,17 @@ def test_a_newest_snapshot_that_cannot_be_read_is_not_skipped(tmp_path: Path) ->
     storage.write(small_snapshot(1), None)
     (tmp_path / "step_00000002.pt").mkdir()
     with pytest.raises(UserError, match=r"step_00000002\.pt can't be read: .*directory.*; make it readable, or move"):
-        storage.load_newest(print)
+        storage.load_newest()
 
 
-def test_a_failure_to_prune_is_reported_and_the_snapshot_is_whole(tmp_path: Path) -> None:
+def test_a_failure_to_prune_is_reported_and_the_snapshot_is_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "step_00000001.pt").mkdir()
     storage = SnapshotStorage(str(tmp_path), keep=1)
-    with pytest.raises(PruneError, match=r"step_00000002\.pt is whole, but older ones can't be deleted and stay: "):
-        storage.write(small_snapshot(2), None)
+    storage.write(small_snapshot(2), None)
+    assert "warning: trainer.snapshot_path: " in (err := capsys.readouterr().err)
+    assert f"{tmp_path}: old snapshots can't be deleted: " in err
     assert load_snapshot(storage.file(2))["step"] == 2
 
 
@@ -183,32 +174,26 @@ def test_a_failure_to_prune_is_reported_and_the_snapshot_is_whole(tmp_path: Path
     [
         ({"format": 1, "ema": 1}, "format is 1, must be 2; ema is unknown"),
         ({"config.model.n_kv_head": 1, "config.trainer.ema": 1}, "model.n_kv_head is unknown; trainer.ema is unknown"),
-        ({"config.model.architecture": "llama"}, "model.architecture is 'llama', must be 'gpt2' or 'nanochat'"),
-        (
-            {"config.model.n_layer": None, "config.data.block_size": "8"},
-            "data.block_size is '8', .*; model.n_layer is ",
-        ),
         ({"config": {"model": {}}}, "data is missing; .*; and 5 more"),
         ({"step": "6", "val_loss": "low"}, "step is '6', must be a valid integer; val_loss is 'low', must be "),
         ({"choices.threads": "auto", "best.step": 1.5}, "best.step is 1.5, .*; choices.threads is 'auto', "),
-        (None, r"its content is tensor\(\[0., 0.\]\), must be a valid dictionary"),
     ],
 )
 def test_a_snapshot_of_another_version_is_refused_in_one_message(
-    changes: dict[str, Any] | None, message: str, tmp_path: Path
+    changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     """What is unknown, missing or of another type is named; the snapshot before it is not used instead."""
     storage = SnapshotStorage(str(tmp_path), keep=2)
     storage.write(small_snapshot(1), None)
     content: Any = small_snapshot(2, format=2)
-    for name, value in (changes or {}).items():
+    for name, value in changes.items():
         *path, key = name.split(".")
         reduce(dict.__getitem__, path, content)[key] = value
-    torch.save(torch.zeros(2) if changes is None else content, storage.file(2))
+    torch.save(content, storage.file(2))
     with pytest.raises(
         UserError, match=f"^{storage.file(2)} is not a snapshot that this version can read: .*{message}"
     ):
-        storage.load_newest(print)
+        storage.load_newest()
 
 
 @pytest.fixture
@@ -227,6 +212,6 @@ def test_a_full_disk_is_reported_and_existing_snapshots_stay(file_size_limit: No
     with pytest.raises(UserError, match=message):
         storage.write(small_snapshot(3, {"large": torch.zeros(100_000)}), None)
     assert os.listdir(tmp_path) == file_names(2)
-    assert storage.load_newest(print)["step"] == 2
+    assert storage.load_newest()["step"] == 2
     storage.write(small_snapshot(4), None)
     assert os.listdir(tmp_path) == file_names(4)

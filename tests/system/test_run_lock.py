@@ -211,7 +211,7 @@ def _lose_while_training(argv: list[str], run_dir: Path, how: str, when: str) ->
 
     def lose_in_step(trainer: Trainer) -> Any:
         if when == "in a step" and trainer.progress.step == 4 and trainer.context.rank == 0:
-            trainer.snapshots.writer.wait()
+            trainer.snapshots.writer.is_idle.wait()
             lose_now()
         if when == "in a save" and trainer.progress.step == 6:  # otherwise step 7 might write rows before
             assert lost.wait(20)
