@@ -14,27 +14,11 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from mingpt.config.conflicts import find_conflicts, refuse
-from mingpt.config.schema import KEYS, REMOVED_KEYS, SECTIONS, Config, config_to_dict
+from mingpt.config.schema import KEYS, SECTIONS, Config, config_to_dict
 from mingpt.config.yaml_format import dump_config, load_yaml
 from mingpt.errors import UserError
 
 DEFAULT_CONFIG = Path(__file__).parents[2] / "gpt2_train_cfg.yaml"
-HINTS = {
-    "dp": "; DataParallel is slow, because one process copies the model to all GPUs in every step: write ddp, and "
-    "start a process for each GPU with torchrun",
-    "zero3": "; ZeRO-3 is fsdp",
-}
-# Names of keys in nanoGPT and other programs
-ALIASES = {
-    "lr": "optimizer.learning_rate",
-    "grad_clip": "optimizer.grad_norm_clip",
-    "max_iters": "trainer.max_steps",
-    "eval_iters": "trainer.eval_windows",
-    "eval_interval": "trainer.eval_every",
-    "log_interval": "trainer.log_every",
-    "dtype": "trainer.precision",
-    "out_dir": "trainer.run_dir",
-}
 COMMAND_LINE = "the command line"
 Sections = dict[str, dict[str, Any]]
 
@@ -145,22 +129,14 @@ def _parse_option(name: str, text: str) -> Any:
 
 
 def _nearest(name: str, known: Collection[str]) -> str:
-    alias = ALIASES.get(name.rpartition(".")[2])
-    if alias is not None and alias in known:
-        return f"; here it is {alias}"
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"; the nearest is {near[0]}" if near else ""
 
 
 def _unknown_option(word: str) -> str:
     """Returns the message for an unknown word of the command line, with advice."""
-    name = word.lstrip("-").partition("=")[0]
-    if name in REMOVED_KEYS:
-        return f"{name} is no longer a key: {REMOVED_KEYS[name]}"
-    hint = f"{_nearest(name, KEYS)}; --help lists all"
-    if name in KEYS:
-        hint = f"; write --{name}"
-    elif not word.startswith("-") and "." in word and Path(word).exists():
+    hint = f"{_nearest(word.partition('=')[0], [f'--{name}' for name in KEYS])}; --help lists all"
+    if not word.startswith("-") and "." in word and Path(word).exists():
         hint = "; an option has one value: if the shell replaced a pattern, quote it, like --data.path 'books/*.txt'"
     return f"{word} is not known{hint}"
 
@@ -197,8 +173,6 @@ def _validate(values: Sections, given: Collection[str], file: Path) -> Config:
 
 
 def _unknown_name(name: str, file: Path) -> str:
-    if name in REMOVED_KEYS:
-        return f"{name} (in {file}) is no longer a key: {REMOVED_KEYS[name]}"
     if "." in name:
         return f"{name} (in {file}): unknown key{_nearest(name, KEYS)}; --help lists all"
     return f"{name} (in {file}): unknown section{_nearest(name, SECTIONS)}; there are {', '.join(SECTIONS)}"
@@ -217,4 +191,4 @@ def _wrong_value(name: str, values: Sections, place: Path | str, allowed: list[s
     value = values[section][key]
     null = "null or " if type(None) in get_args(KEYS[name].annotation) else ""
     ranges = " or ".join(dict.fromkeys(allowed))
-    return f"{name} (in {place}): found {reprlib.repr(value)}, must be {null}{ranges}{HINTS.get(str(value), '')}"
+    return f"{name} (in {place}): found {reprlib.repr(value)}, must be {null}{ranges}"

@@ -2,9 +2,7 @@
 
 import os
 import re
-from contextlib import suppress
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
 from pydantic import (
     ConfigDict,
@@ -35,12 +33,8 @@ SHAPE_KEYS = (
     "model.bias",
     "data.block_size",
 )
-# Keys of earlier versions, each with advice. Snapshots of those versions contain them.
-REMOVED_KEYS = {
-    "distributed.survive": "remove it; snapshots are saved about every second (trainer.save_overhead), and `torchrun "
-    "--max_restarts=3` restarts the run",
-    "trainer.save_minutes": "remove it; trainer.save_overhead decides how often snapshots are saved",
-}
+# Keys of earlier versions, in the snapshots of those versions
+REMOVED_KEYS = ("distributed.survive", "trainer.save_minutes")
 MAX_STEPS = 99_999_999  # names of snapshots have eight digits: step_00000500.pt
 MAX_THREADS = 1024  # more than the cores of any machine; a million would exhaust the threads that a machine can start
 
@@ -52,7 +46,7 @@ def _expand_path(path: str | None) -> str | None:
     expanded = os.path.expandvars(os.path.expanduser(path))
     if re.search(r"\$(\w|{)", expanded):
         raise PydanticCustomError("path", "a path whose variables are set in the environment")
-    return re.sub("^-", "./-", expanded)  # a command would take a path that begins with a dash for an option
+    return expanded
 
 
 def _check_run_dir(path: str) -> str:
@@ -62,14 +56,7 @@ def _check_run_dir(path: str) -> str:
 
 
 def _check_init_method(address: str | None) -> str | None:
-    is_address = address in (None, "env://")
-    if address is not None and address.startswith("file:///"):
-        is_address = not address.endswith("/")
-    if address is not None and address.startswith("tcp://"):
-        with suppress(ValueError):  # a port that is not a number below 65536, or half of an IPv6 address
-            url = urlsplit(address)
-            is_address = bool(url.hostname and url.port) and not (url.path or url.query or url.fragment)
-    if not is_address:
+    if address is not None and not re.fullmatch(r"env://|tcp://[^/]+:\d+|file:///.*[^/]", address):
         raise PydanticCustomError("address", "env://, tcp://host:port or file:///path")
     return address
 

@@ -12,13 +12,11 @@ import sys
 import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import IO
 
 import fsspec
 import numpy as np
-from fsspec.archive import AbstractArchiveFileSystem
 from fsspec.callbacks import TqdmCallback
 from fsspec.implementations.local import LocalFileSystem
 from tqdm import tqdm
@@ -122,9 +120,7 @@ def _find_files(path: str) -> tuple[fsspec.AbstractFileSystem, list[str]]:
         fs, root = fsspec.url_to_fs(path)
         found = [root]
         if any(character in path for character in "*?[") and not fs.exists(root):
-            # Like in a shell, a pattern matches hidden files only if it contains their dot.
-            dots = f"/{root}".count("/.")
-            found = sorted(name for name in fs.glob(root) if f"/{name}".count("/.") == dots) or [root]
+            found = sorted(fs.glob(root)) or [root]
         infos = [fs.info(name) for name in found]
     except Exception as error:  # each file system raises different exceptions
         raise UserError(
@@ -148,8 +144,6 @@ def _identity(fs: fsspec.AbstractFileSystem, names: Sequence[str]) -> str:
     """Returns a string that changes whenever one of the files changes."""
     if isinstance(fs, LocalFileSystem):
         return repr([(name, os.stat(name).st_size, os.stat(name).st_mtime_ns) for name in names])
-    if isinstance(fs, AbstractArchiveFileSystem):
-        return repr([fs.info(name) for name in names])  # ukey contains the address of an object in this process
     return repr([(name, fs.ukey(name)) for name in names])
 
 
@@ -236,8 +230,8 @@ def _write_cache(path: str, files: Sequence[str], identity: str, extra_character
         return Corpus(vocabulary, _load_tokens(file, vocabulary), sha256)
     except OSError as error:
         raise UserError(
-            f"data.path: {path} can't be encoded into {cache_dir}: {error}; make room there, or make it "
-            "writable, or set another trainer.run_dir"
+            f"data.path: {path} can't be encoded into {cache_dir}: {error}; make room there, or change permissions, "
+            "or set another trainer.run_dir"
         ) from error
 
 
@@ -248,15 +242,11 @@ def _read(files: Sequence[str], bar: tqdm, digest: "hashlib._Hash") -> Iterator[
     """Yields the code points of the characters in chunks, (n,) uint32, and adds the bytes of the text to the digest."""
     is_empty = True
     for name in files:
-        if not os.access(name, os.R_OK):
-            raise UserError(f"data.path: {name} can't be read: Permission denied; make it readable, or name another")
         with open(name, encoding="utf-8-sig", newline="\n") as file:  # drops a byte-order mark
             start = file.buffer.peek()  # type: ignore[attr-defined]
             for mark, kind in BEGINNINGS.items():
                 if start.startswith(mark):
                     raise UserError(f"data.path: {name} is {kind}")
-            if start.lstrip().lower().startswith((b"<!doctype html", b"<html")):
-                _warn_of_page(name)
             try:
                 while text := file.read(CHUNK_SIZE):
                     is_empty = False
@@ -275,13 +265,6 @@ def _read(files: Sequence[str], bar: tqdm, digest: "hashlib._Hash") -> Iterator[
                 ) from error
     if is_empty:
         raise UserError(f"data.path: {files[0]} is empty; it must hold text: name another file")
-
-
-@cache  # one warning for both passes
-def _warn_of_page(name: str) -> None:
-    logger.warning(
-        f"data.path: {name} is an HTML page, and its tags become part of the text; look for a plain-text URL"
-    )
 
 
 def _find_vocabulary(files: Sequence[str], extra_characters: str, bar: tqdm) -> tuple[str, str]:
