@@ -97,18 +97,9 @@ def test_gradients_and_the_loss_are_the_sums_of_one_tree(ranks: int, tmp_path: P
             assert torch.equal(torch.tensor(sums), _tree_sum(list(torch.tensor(leaves)))), len(leaves)
 
 
-def test_a_group_of_ranks_sums_up_its_own_tree(tmp_path: Path) -> None:
-    """Ranks 0 and 2 are a group; rank 1 is a group by itself."""
-    zero, one, two = run_ranks(3, _reduce_leaves, [[0, 2], [1]], tmp_path=tmp_path)
-    assert zero == one == two
-    for leaves, sums in two:
-        assert torch.equal(torch.tensor(sums), _tree_sum(list(torch.tensor(leaves)))), len(leaves)
-
-
-def _reduce_leaves(groups: list[list[int]] | None = None) -> list[tuple[list, list]]:
+def _reduce_leaves() -> list[tuple[list, list]]:
     results = []
-    with open_process_group() as world:
-        context = world if groups is None else world.subgroup(groups)
+    with open_process_group() as context:
         model = torch.nn.ParameterList([torch.zeros(3, 2), torch.zeros(1), torch.zeros(4)])
         config = read_config(["--optimizer.name=adamw", "--trainer.micro_batch_size=1"])
         tree = TreeReduction(model, context, config, "fp32")

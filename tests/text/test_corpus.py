@@ -4,7 +4,6 @@ import codecs
 import gzip
 import hashlib
 import logging
-import lzma
 import os
 import random
 import re
@@ -12,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-import zipfile
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -39,21 +37,15 @@ def random_text(*parts: tuple[str, int]) -> str:
 
 
 LATIN, WIDE = "".join(map(chr, range(32, 256))), "".join(map(chr, range(0x4E00, 0x4F00)))
-ALL = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x110000)]))
 
 
-@pytest.mark.parametrize("chunk_size", [1, 5, 64, 1 << 17])
+@pytest.mark.parametrize("chunk_size", [1, 5, 1 << 17])
 @pytest.mark.parametrize(
     "text",
     [
-        "hello world\r\n",
-        "naïve – “quoted” 🙂 text" * 20,
-        LATIN + WIDE[:33],
-        random_text(("mz", 900), ("az~!", 900)),  # ASCII, with new characters late and out of order
-        random_text(("xyz", 900), ("aé\x80ÿ", 900), ("b🙂—z", 900), ("ab", 900)),
+        "naïve – “quoted” 🙂 text\r\n" * 20,
         random_text((LATIN, 1500), (WIDE[:32], 1500), ("late !", 9)),  # all values of uint8 used, then known characters
         random_text((LATIN, 1500), (WIDE, 1500), ("\n", 10)),  # uint8 is too narrow, because of late characters
-        random_text((ALL, 400), ("a", 10)),
     ],
 )
 def test_tokens_are_indices_into_the_sorted_vocabulary(
@@ -68,30 +60,12 @@ def test_tokens_are_indices_into_the_sorted_vocabulary(
     assert encoded.sha256 == hashlib.sha256(text.encode()).hexdigest()
 
 
-def test_more_than_65536_distinct_characters(tmp_path: Path) -> None:
-    text = "".join(map(chr, range(0x20000, 0x20000 + 65_537)))
-    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
-    encoded = encode_corpus(str(tmp_path / "text.txt"), tmp_path / "cache")
-    assert (decode(encoded), encoded.tokens.dtype) == (text, np.uint32)
-
-
-LFS_POINTER = (
-    b"version https://git-lfs.github.com/spec/v1\n"
-    b"oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\nsize 12345\n"
-)
-
-
 @pytest.mark.parametrize(
     ("files", "message"),
     [
         ([], r"/\*\.txt can't be read: FileNotFoundError: .*; it may be a file, a glob, or a URL that fsspec knows"),
         ([gzip.compress(b"words " * 99)], r"0\.txt is compressed by gzip: `gunzip` unpacks it"),
-        ([lzma.compress(b"words " * 99)], r"0\.txt is compressed by xz: `unxz` unpacks it"),
-        ([b"\x28\xb5\x2f\xfd\x24\x05"], r"0\.txt is compressed by zstd: `unzstd` unpacks it"),
         ([b"words", b"PK\x03\x04\x14" + bytes(99)], r"1\.txt is a zip archive: `unzip` unpacks it"),
-        ([b"%PDF-1.7\n"], r"0\.txt is a PDF: `pdftotext` converts it"),
-        ([LFS_POINTER], r"0\.txt is a pointer of Git LFS in place of the text: `git lfs pull` fetches the text"),
-        ([b""], r"0\.txt is empty"),
         ([codecs.BOM_UTF8, codecs.BOM_UTF8], r"0\.txt is empty"),
         ([b"ok \xff no"], r"0\.txt is not UTF-8 text: byte 3 is 0xff"),
         (["aé—🙂".encode() * 50, "aé—🙂".encode() * 50 + b"ok\xf0\x9f\x99", b"\x82 ok"], r"1\.txt .* byte 502 is 0xf0"),
@@ -109,9 +83,7 @@ def test_bad_text_is_refused_with_file_and_byte_and_writes_no_cache(
 
 
 FRENCH = "Le cœur a ses raisons – « déjà vu », l’été, à Noël.\n"
-RUSSIAN = "Все счастливые семьи похожи друг на друга.\n"
 JAPANESE = "吾輩は猫である。名前はまだ無い。どこで生れたかとんと見当がつかぬ。\n"
-CHINESE = "人生若只如初见，何事秋风悲画扇。\n"
 
 
 @pytest.mark.parametrize(
@@ -121,8 +93,6 @@ CHINESE = "人生若只如初见，何事秋风悲画扇。\n"
         (FRENCH, "utf-16-le", "byte 48 is 0xab; it has NUL characters"),
         (FRENCH, "cp1252", "byte 4 is 0x9c; as CP1252 it reads 'œur a ses raisons – ' there: "),
         ("plain words in English, nothing else.\n" * 12 + JAPANESE, "euc-jp", "as EUC-JP it reads '吾輩は猫である。"),
-        (RUSSIAN, "koi8-r", "as KOI8-R it reads 'Все счастливые семьи' there: "),
-        ("ASCII first\n" * 9999 + CHINESE, "gb18030", "as GB18030 it reads '人生若只如初见，何事秋风悲画扇。"),
     ],
     ids=lambda value: value[:20],
 )
@@ -185,24 +155,6 @@ def test_globs_and_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert not list(tmp_path.glob("other/*"))
 
 
-def test_a_glob_leaves_out_hidden_files_unless_it_names_them(tmp_path: Path) -> None:
-    for name in ("a.txt", ".notes.txt", "._a.txt", "b/c.txt", "b/.d.txt", ".git/e.txt"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(f"{name} ")
-    with zipfile.ZipFile(tmp_path / "texts.zip", "w") as archive:
-        for name in (".f.txt", "g.txt"):
-            archive.writestr(name, f"{name} ")
-    for pattern, expected in (
-        ("*.txt", "a.txt "),
-        (".*.txt", "._a.txt .notes.txt "),
-        ("**/*.txt", "a.txt b/c.txt "),
-        (".git/*.txt", ".git/e.txt "),
-        ("b/.d.txt", "b/.d.txt "),
-    ):
-        assert decode(encode_corpus(f"{tmp_path}/{pattern}", tmp_path / "cache")) == expected, pattern
-    assert decode(encode_corpus(f"zip://*.txt::{tmp_path}/texts.zip", tmp_path / "cache")) == "g.txt "
-
-
 def test_what_is_no_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("words")
     (tmp_path / "b.txt").symlink_to("none")
@@ -214,15 +166,6 @@ def test_what_is_no_file_is_named(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=message):
             check_text(f"{tmp_path}/{path}")
-
-
-def test_an_html_page_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "input.txt"
-    path.write_text("\n<!DOCTYPE html>\n<title>Not the text</title>")
-    with caplog.at_level(logging.WARNING, logger="mingpt"):
-        encode_corpus(str(path), tmp_path / "cache")
-    [message] = caplog.messages
-    assert message.startswith(f"data.path: {path} is an HTML page, and its tags become part of the text; ")
 
 
 class TextServer(BaseHTTPRequestHandler):
@@ -265,30 +208,14 @@ def test_what_a_server_says_is_shown(text_server: str, tmp_path: Path, caplog: p
     assert decode(encode_corpus(f"{text_server}/text.txt", tmp_path / "cache")) == "some text"
     for path, said in (
         ("404", "404, message='Not Found'"),
-        ("503", "503, message='Service Unavailable'"),
-        ("403?token=1", "403, message='Forbidden'"),
         ("503/*.txt", "503, message='Service Unavailable'"),
     ):
         with pytest.raises(UserError) as error:
             check_text(f"{text_server}/{path}")
         assert str(error.value).startswith(f"data.path: {text_server}/{path} can't be read: ")
         assert said in str(error.value)
-        assert "working directory" not in str(error.value)
     with pytest.raises(UserError, match=r"can't be read: ClientConnectorError: Cannot connect to host 127\.0\.0\.1:1"):
         check_text("http://127.0.0.1:1/text.txt")
-
-
-def test_a_text_in_an_archive_is_encoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    url, cache = f"zip://text.txt::{tmp_path}/texts.zip", tmp_path / "cache"
-    archives = []  # each process has another object at another address
-    for text in ("one text", "same len"):
-        with zipfile.ZipFile(tmp_path / "texts.zip", "w") as archive:
-            archive.writestr("text.txt", text)
-        assert decode(encode_corpus(url, cache)) == text
-        archives.append(fsspec.url_to_fs(url))
-        with monkeypatch.context() as patch:
-            patch.setattr(corpus, "_write_cache", None)  # encoding again would raise
-            assert decode(encode_corpus(url, cache)) == text
 
 
 def test_the_cache_is_used_until_the_text_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,9 +226,8 @@ def test_the_cache_is_used_until_the_text_changes(tmp_path: Path, monkeypatch: p
         patch.setattr(corpus, "_write_tokens", None)  # encoding again would raise
         again = encode_corpus(str(file), cache)
     assert again.sha256 == first.sha256
-    for content in ("another", "another!", "different"):  # other sizes
-        file.write_text(content)
-        assert decode(encode_corpus(str(file), cache)) == content
+    file.write_text("another")  # another size
+    assert decode(encode_corpus(str(file), cache)) == "another"
     stat = file.stat()
     file.write_text("same size")
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
@@ -355,7 +281,7 @@ def test_extra_characters_are_in_the_vocabulary_and_their_key_identifies_the_cac
         assert encode_corpus(path, cache, "#", key).vocabulary == encoded.vocabulary  # from the cache
 
 
-@pytest.mark.parametrize("content", ["txet emos", "some texts", "some", "ßöme text"])
+@pytest.mark.parametrize("content", ["txet emos", "some", "ßöme text"])
 def test_a_text_that_changes_between_the_passes_is_refused(
     content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
