@@ -127,10 +127,8 @@ def _find_files(path: str) -> tuple[fsspec.AbstractFileSystem, list[str]]:
             f"data.path: {path} can't be read: {_reason(error)}; it may be a file, a glob, or a URL that fsspec knows"
         ) from error
     names = [info["name"] for info in infos if info["type"] == "file"]
-    if not names and infos[0]["type"] == "directory":
-        raise UserError(f"data.path: {path} is a folder; for all its files write {path.rstrip('/')}/*.txt, in quotes")
     if not names:
-        raise UserError(f"data.path: {path} is a pipe or a device; write its text to a file: it is read twice")
+        raise UserError(f"data.path: {path} is not a file; for all files of a folder write {path}/*.txt, in quotes")
     return fs, names
 
 
