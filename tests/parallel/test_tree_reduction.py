@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mingpt.config.parser import read_config
 from mingpt.parallel.strategy import MicroBatch, Strategy
-from mingpt.parallel.tree_reduction import TreeReduction, subtree_ranges
+from mingpt.parallel.tree_reduction import TreeReduction
 from tests.helpers import (
     DEVICES,
     assert_equal_snapshots,
@@ -131,11 +131,3 @@ def _tree_sum(leaves: list[Tensor]) -> Tensor:
         return leaves[0]
     half = 1 << (len(leaves) - 1).bit_length() - 1
     return _tree_sum(leaves[:half]) + _tree_sum(leaves[half:])
-
-
-def test_a_rank_sends_complete_subtrees() -> None:
-    assert subtree_ranges(range(0, 8), 16) == [range(0, 8)]
-    assert subtree_ranges(range(3, 8), 16) == [range(3, 4), range(4, 8)]
-    assert subtree_ranges(range(4, 7), 7) == [range(4, 7)]  # at the right edge, nodes are smaller
-    assert subtree_ranges(range(2, 2), 7) == []
-    assert len(subtree_ranges(range(1, 1023), 1024)) == 18
