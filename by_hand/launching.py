@@ -7,8 +7,6 @@ In this repository: `rendezvous` in mingpt/distributed/rendezvous.py
 
 import os
 import socket
-import subprocess
-import sys
 import tempfile
 
 import torch
@@ -34,14 +32,8 @@ def run_rank(rank, folder, port):
         dist.destroy_process_group()
 
 
-if "LOCAL_RANK" in os.environ:  # started by torch.distributed.launch, below
-    print("LOCAL_RANK:", os.environ["LOCAL_RANK"], "options:", sys.argv[1:])
-    assert sys.argv[1:] == ["--local-rank=0"]  # torchrun only sets the variable, like this launcher with --use-env
-elif __name__ == "__main__":  # not in the processes that `spawn` starts, which import this file
+if __name__ == "__main__":  # not in the processes that `spawn` starts, which import this file
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]  # a free port
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(run_rank, (folder, port), nprocs=2)  # the first argument is the rank
-    # Old launchers pass --local-rank. This one prints a deprecation warning.
-    launcher = [sys.executable, "-m", "torch.distributed.launch", "--standalone", __file__]
-    subprocess.run(launcher, stderr=subprocess.DEVNULL, check=True)

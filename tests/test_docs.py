@@ -130,19 +130,6 @@ def test_the_pictures_of_the_tour_are_what_their_script_draws(tmp_path: Path) ->
     assert all(f"]({name})" in (DOCS / "tour.md").read_text() for name in drawn)
 
 
-@pytest.mark.slow
-def test_options_of_scripts_are_in_their_help() -> None:
-    options: dict[str, set[str]] = {}
-    for words in [words for page in (README, *PAGES) for words in commands(page)]:
-        script = re.search(r"(data/prepare|plot|sample|export)\.py|-m (mingpt.snapshot|benchmarks)", " ".join(words))
-        if script:
-            options.setdefault(script[0], set()).update(re.findall(r"--\w+(?![\w.])", " ".join(words)))
-    for script, names in options.items():
-        command = [sys.executable, *script.split(), "--help"]
-        done = subprocess.run(command, cwd=ROOT, env=clean_env(), capture_output=True, text=True, check=True)
-        assert names - {"--standalone", "--nproc_per_node"} <= {*re.findall(r"--\w+", done.stdout)}, script
-
-
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the repository with a short run in its yaml, and stand-ins for pip and pytest that list their calls."""

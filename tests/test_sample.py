@@ -70,7 +70,7 @@ def assert_refused(result: Result, *expected: str) -> None:
     assert all(part in err for part in expected), err
 
 
-@pytest.mark.parametrize("choice", ["", "--temperature 0", "--top_k 3", "--top_k 1000", "--top_p 0.6", "--top_p 1"])
+@pytest.mark.parametrize("choice", ["", "--temperature 0", "--top_k 3", "--top_k 1000", "--top_p 0.6"])
 def test_stdout_is_the_prompt_and_as_many_characters(choice: str, trained: Path, run_sample: RunSample) -> None:
     vocabulary = load_snapshot(str(newest(trained)))["vocabulary"]
     for prompt, length in product(["a", "anna does eat ñandú—🙂 eat anna"], [0, 1, LENGTH]):
@@ -89,14 +89,6 @@ def test_the_seed_selects_the_text_unless_temperature_is_zero(trained: Path, run
     assert one == again != other
     greedy = {run_sample(*options, "--temperature", 0, "--seed", seed)[1] for seed in (1, 2)}
     assert greedy == {run_sample(*options, "--top_k", 1)[1]}
-
-
-def test_several_prompts_are_continued_in_turn(trained: Path, run_sample: RunSample) -> None:
-    options = ("--snapshot", trained, "--max_new_tokens", LENGTH)
-    prompts = ("anna", "bob does eat", "ñ")
-    alone = [run_sample(*options, "--prompt", prompt)[1] for prompt in prompts]
-    together = run_sample(*options, *(option for prompt in prompts for option in ("--prompt", prompt)))
-    assert together == (0, "\n\n".join(alone), "")
 
 
 @pytest.mark.parametrize(
@@ -164,12 +156,10 @@ def test_a_damaged_snapshot_is_named_and_an_older_one_used(
         ("prompt", "", " is empty"),
         ("max_new_tokens", "-1", " is -1, must be at least 0"),
         ("temperature", "-0.5", " is -0.5, must be at least 0"),
-        ("temperature", "inf", " is inf, must be at least 0 and below 2**63"),
         ("top_k", "0", " is 0, must be at least 1"),
         ("top_p", "0", " is 0.0, must be greater than 0 and at most 1"),
-        ("seed", str(1 << 70), f" is {1 << 70}"),
         ("snapshot", "none", ": no snapshot at none"),
-        ("snapshot", ".", ": no snapshot at ."),
+        ("snapshot", "", " is empty; it may be a snapshot, "),
         ("snapshot", "words.txt", ": words.txt"),
         ("snapshot", "nosuch://place", ": nosuch://place can't be read"),
         ("snapshot", "memory://none", ": no snapshot at memory://none; main.py makes them"),
@@ -185,13 +175,6 @@ def test_each_mistake_is_one_message(
 def test_the_default_is_the_default_run(in_tmp_path: Path, run_sample: RunSample) -> None:
     assert_refused(run_sample(), "--snapshot", "runs/default", str(in_tmp_path), "main.py")
     assert list(in_tmp_path.iterdir()) == []
-
-
-def test_weights_that_are_not_finite_are_refused(trained: Path, tmp_path: Path, run_sample: RunSample) -> None:
-    snapshot = load_snapshot(str(newest(trained)))
-    snapshot["model"] = {name: weight / 0 for name, weight in snapshot["model"].items()}
-    file = SnapshotStorage(str(tmp_path), keep=1).write(snapshot, None)
-    assert_refused(run_sample("--snapshot", file), file, "not finite", "older")
 
 
 @contextmanager

@@ -156,10 +156,7 @@ class Strategy(FullState):
     def clip_grad_norm_(self, max_norm: float | None) -> Tensor:
         """Scales gradients to a total norm of at most `max_norm`. Returns the norm before, the same on all ranks."""
         norm = self.total_norm(self.gradients)
-        if max_norm is None:
-            return norm
-        # On a CPU, where reading the norm does not wait, gradients are not multiplied by 1.
-        if self.context.device.type != "cpu" or norm > max_norm:
+        if max_norm is not None:
             clip_grads_with_norm_(self.parameters.values(), max_norm, norm)
         return norm
 

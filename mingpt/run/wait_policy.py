@@ -16,26 +16,31 @@ from pathlib import Path
 
 import torch
 
+from mingpt.distributed.context import DistributedContext
+from mingpt.monitoring.logging import logger
 from mingpt.system.threads import available_cores
 
 TASKS = Path("/proc/self/task")
 CHECK_SECONDS = 1.0
-# Bound for the average number of this process's threads that wait for a core. It is 0.02 on an idle machine. On two
+# Bounds for the average number of this process's threads that wait for a core. It is 0.02 on an idle machine. On two
 # cores with another program that is always busy, it is 0.7 if threads spin, and 0.5 if they sleep. Below 0.6, spinning
 # is faster.
+SLOW = 0.3
 PASSIVE = 0.6
 PASSIVE_SECONDS = 30.0  # then threads spin again, to see whether they still wait for cores
+WARN_AFTER_SECONDS = 10.0
+WARN_AGAIN_SECONDS = 600.0
 GRAIN_SIZE = 32768  # PyTorch uses another thread for each GRAIN_SIZE elements (at::internal::GRAIN_SIZE)
 
 
 @contextmanager
-def adaptive_wait_policy() -> Iterator[None]:
+def adaptive_wait_policy(context: DistributedContext) -> Iterator[None]:
     """Context manager that lets threads sleep instead of spin while other programs use the cores.
 
-    It does nothing on systems other than Linux.
+    It warns when that has lasted for some seconds. It does nothing on systems other than Linux.
     """
     ended = threading.Event()
-    watcher = threading.Thread(target=_watch, args=[ended], daemon=True)
+    watcher = threading.Thread(target=_watch, args=[ended, context], daemon=True)
     watcher.start()
     try:
         yield
@@ -44,18 +49,30 @@ def adaptive_wait_policy() -> Iterator[None]:
         watcher.join()
 
 
-def _watch(ended: threading.Event) -> None:
-    while torch.get_num_threads() > 1 and not ended.is_set():
-        if _threads_that_wait(ended) > PASSIVE:
+def _watch(ended: threading.Event, context: DistributedContext) -> None:
+    threads = torch.get_num_threads()
+    # If ranks have more threads than there are cores, they wait for each other.
+    warns = context.local_rank == 0 and context.local_world_size * threads <= len(available_cores())
+    calm = next_warning = time.monotonic()
+    while not ended.is_set():
+        waiting = _threads_that_wait(ended, CHECK_SECONDS)
+        if waiting > PASSIVE and threads > 1:
             with passive_wait_policy():
-                ended.wait(PASSIVE_SECONDS)
+                waiting = _threads_that_wait(ended, PASSIVE_SECONDS)
+        now = time.monotonic()
+        if waiting < SLOW:
+            calm = now
+        elif warns and now >= max(calm + WARN_AFTER_SECONDS, next_warning):
+            next_warning = now + WARN_AGAIN_SECONDS
+            advice = "; a new run with fewer trainer.threads may be faster" if threads > 1 else ""
+            logger.warning(f"training is slow, since other programs use the CPU cores that it runs on{advice}")
 
 
-def _threads_that_wait(ended: threading.Event) -> float:
-    """Returns how many threads of this process wait for a core, on average over CHECK_SECONDS."""
+def _threads_that_wait(ended: threading.Event, seconds: float) -> float:
+    """Returns how many threads of this process wait for a core, on average over these seconds."""
     began = time.monotonic()
     before = runqueue_seconds()
-    ended.wait(CHECK_SECONDS)
+    ended.wait(seconds)
     after = runqueue_seconds()
     waited = sum(after[task] - before[task] for task in after.keys() & before.keys())
     return waited / (time.monotonic() - began)

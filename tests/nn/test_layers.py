@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mingpt.nn.layers import Dropout, LayerNorm, ReLUSquared, bmm_attention, rms_norm, use_bmm_attention
+from mingpt.nn.layers import Dropout, LayerNorm, ReLUSquared, bmm_attention, rms_norm
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -38,31 +38,6 @@ def test_bmm_attention_equals_pytorchs_attention_and_its_gradients() -> None:
         strict=True,
     ):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("T", "dtype", "device", "dropout", "threads", "expected"),
-    [
-        (512, torch.bfloat16, "cpu", 0.0, 1, True),
-        (513, torch.bfloat16, "cpu", 0.0, 1, False),
-        (2048, torch.float32, "cpu", 0.1, 1, True),
-        (128, torch.float32, "cpu", 0.0, 2, True),
-        (128, torch.float32, "cpu", 0.0, 1, False),
-        (129, torch.float32, "cpu", 0.0, 2, False),
-        (64, torch.bfloat16, "meta", 0.1, 2, False),
-    ],
-)
-def test_attention_is_chosen_by_device_dtype_window_dropout_and_threads(
-    T: int,
-    dtype: torch.dtype,
-    device: str,
-    dropout: float,
-    threads: int,
-    expected: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    assert use_bmm_attention(torch.empty(1, 1, T, 8, dtype=dtype, device=device), dropout) == expected
 
 
 def test_layer_norm_returns_the_dtype_of_its_input() -> None:

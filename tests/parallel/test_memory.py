@@ -11,10 +11,10 @@ import torch
 
 from mingpt.config.parser import read_config
 from mingpt.config.schema import GPTConfig
-from mingpt.errors import UserError, is_oom_error
+from mingpt.errors import UserError
 from mingpt.parallel.memory import MemoryUsage, check_memory, estimate_memory, format_bytes
 from model import GPT
-from tests.helpers import DEVICES, ranks_on, run_args, run_captured, run_each_captured, run_on, run_ranks
+from tests.helpers import DEVICES, ranks_on, run_args, run_captured, run_on, run_ranks
 from trainer import Trainer
 
 with torch.device("meta"):
@@ -86,13 +86,6 @@ def test_too_little_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         check_memory(usage, torch.device("cuda"), 1, 1)
 
 
-def test_a_run_that_needs_too_much_memory_ends_before_the_first_step(text: Path, tmp_path: Path) -> None:
-    argv = run_args(tmp_path / "run", text, model__n_embd=65536)
-    [[(status, _, err)]] = run_ranks(1, run_each_captured, [argv], tmp_path=tmp_path)
-    assert status == 2
-    assert "out of memory before the first step" in err
-
-
 def test_a_step_that_runs_out_of_memory_is_one_message(text: Path, tmp_path: Path) -> None:
     """tests/distributed/test_health.py tests this with two ranks, where the other rank reports a failed rank."""
     options = {"model__n_embd": 64, "trainer__batch_size": 4096, "trainer__micro_batch_size": None}
@@ -121,8 +114,3 @@ def _limit_memory(argv: list[str]) -> tuple[int, str, str]:
 
     Trainer.train_step = limited  # type: ignore[method-assign]
     return run_captured(*argv)
-
-
-def test_only_allocators_errors_are_out_of_memory_errors() -> None:
-    assert is_oom_error(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
-    assert not is_oom_error(RuntimeError("shape '[2]' is invalid for input of size 3"))

@@ -1,8 +1,5 @@
 """Pipeline stages have the losses and snapshots of one process, and fail and stop like other ranks."""
 
-import signal
-import time
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +10,12 @@ from mingpt.run.evaluation import generate_sample
 from tests.helpers import (
     MEMORY_KINDS,
     NO_DROPOUT,
-    assert_one_message,
     max_relative_error,
     open_trainer,
     run_args,
     run_captured,
     run_ranks,
-    start_main,
     train_losses,
-    wait_for_step,
     write_text,
 )
 from tests.parallel.runs import (
@@ -81,7 +75,6 @@ def _results(folder: Path, stages: int) -> dict[str, Any]:
         strategy = trainer.strategy
         trainer.evaluate()
         results["losses"] = [trainer.progress.val_loss]
-        results["waiting"] = strategy.description.get("pipeline")
         train_losses(trainer, 5)
         if stages > 1:
             results["seeds"] = strategy.stage.seeds
@@ -127,11 +120,6 @@ def test_all_stages_skip_a_step_that_overflows_in_one(results: dict[int, list[di
         scales, changed = found["overflow"]
         assert scales == [1024.0, 512.0, 512.0]
         assert changed == [True, False, True]
-
-
-def test_the_summary_says_how_long_stages_wait(results: dict[int, list[dict[str, Any]]]) -> None:
-    expected = "replicas x stages: 2 x 2, gpipe, 2 micro-batches of 2: each stage waits 33% of the time"
-    assert {found["waiting"] for found in results[4]} == {expected}
 
 
 def test_the_last_batch_may_be_short(tmp_path: Path) -> None:
@@ -229,23 +217,3 @@ def _run_out_of_memory(when: str, argv: list[str]) -> tuple[int, str, str]:
 
     Trainer.train_step = failing_step  # type: ignore[method-assign]
     return run_captured(*argv)
-
-
-@pytest.mark.slow
-def test_a_stopped_stage_is_named(text: Path, tmp_path: Path) -> None:
-    lost_rank, timeout, run_dir = 1, 4, tmp_path / "run"
-    options = with_stages(3, trainer__max_steps=1_000_000, distributed__timeout_seconds=timeout)
-    argv = run_args(run_dir, text, distributed__init_method=f"file://{tmp_path}/rendezvous", **options)
-    with ExitStack() as stack:
-        processes = [stack.enter_context(start_main(argv, RANK=str(rank), WORLD_SIZE="3")) for rank in range(3)]
-        stack.callback(processes[lost_rank].kill)  # a stopped process does not react to SIGTERM
-        wait_for_step(run_dir, 5)
-        began = time.monotonic()
-        processes[lost_rank].send_signal(signal.SIGSTOP)
-        for rank, process in enumerate(processes):
-            if rank != lost_rank:
-                _, err = process.communicate(timeout=60)
-                assert process.returncode == 1
-                assert time.monotonic() - began < timeout + 6
-                assert_one_message(err)
-                assert f"rank {lost_rank}" in err

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mingpt.config.parser import read_config
 from mingpt.parallel.strategy import MicroBatch, Strategy
-from mingpt.parallel.tree_reduction import TreeReduction, subtree_ranges
+from mingpt.parallel.tree_reduction import TreeReduction
 from tests.helpers import (
     DEVICES,
     assert_equal_snapshots,
@@ -97,18 +97,9 @@ def test_gradients_and_the_loss_are_the_sums_of_one_tree(ranks: int, tmp_path: P
             assert torch.equal(torch.tensor(sums), _tree_sum(list(torch.tensor(leaves)))), len(leaves)
 
 
-def test_a_group_of_ranks_sums_up_its_own_tree(tmp_path: Path) -> None:
-    """Ranks 0 and 2 are a group; rank 1 is a group by itself."""
-    zero, one, two = run_ranks(3, _reduce_leaves, [[0, 2], [1]], tmp_path=tmp_path)
-    assert zero == one == two
-    for leaves, sums in two:
-        assert torch.equal(torch.tensor(sums), _tree_sum(list(torch.tensor(leaves)))), len(leaves)
-
-
-def _reduce_leaves(groups: list[list[int]] | None = None) -> list[tuple[list, list]]:
+def _reduce_leaves() -> list[tuple[list, list]]:
     results = []
-    with open_process_group() as world:
-        context = world if groups is None else world.subgroup(groups)
+    with open_process_group() as context:
         model = torch.nn.ParameterList([torch.zeros(3, 2), torch.zeros(1), torch.zeros(4)])
         config = read_config(["--optimizer.name=adamw", "--trainer.micro_batch_size=1"])
         tree = TreeReduction(model, context, config, "fp32")
@@ -140,11 +131,3 @@ def _tree_sum(leaves: list[Tensor]) -> Tensor:
         return leaves[0]
     half = 1 << (len(leaves) - 1).bit_length() - 1
     return _tree_sum(leaves[:half]) + _tree_sum(leaves[half:])
-
-
-def test_a_rank_sends_complete_subtrees() -> None:
-    assert subtree_ranges(range(0, 8), 16) == [range(0, 8)]
-    assert subtree_ranges(range(3, 8), 16) == [range(3, 4), range(4, 8)]
-    assert subtree_ranges(range(4, 7), 7) == [range(4, 7)]  # at the right edge, nodes are smaller
-    assert subtree_ranges(range(2, 2), 7) == []
-    assert len(subtree_ranges(range(1, 1023), 1024)) == 18

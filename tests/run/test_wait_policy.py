@@ -7,11 +7,14 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 import torch
 
+from mingpt.monitoring.logging import logger
 from mingpt.run import wait_policy
 from mingpt.run.wait_policy import passive_wait_policy, runqueue_seconds
 from mingpt.system import threads
@@ -109,29 +112,41 @@ def test_threads_sleep_between_regions_while_the_policy_is_passive() -> None:
 SPINS = 0.7  # threads that wait for a core while a program is busy
 SLEEPS = 0.5
 IDLE = 0.02
+WARNING = "training is slow, since other programs use the CPU cores that it runs on"
+ADVICE = "; a new run with fewer trainer.threads may be faster"
 
 
 @pytest.mark.parametrize(
-    ("busy", "torch_threads", "passive"),
+    ("busy", "torch_threads", "ranks", "local_rank", "passive", "warnings"),
     [
-        (set(), 2, []),
-        ({5}, 2, [6]),  # for a moment, for example during a save
-        (set(range(60)), 2, [1, 32]),
-        (set(range(60)), 1, []),  # a single thread does not wait for others
+        (set(), 2, 1, 0, [], []),
+        ({5}, 2, 1, 0, [6], []),  # for a moment, for example during a save
+        (set(range(60)), 2, 1, 0, [1, 32], [31]),
+        (set(range(700)), 2, 1, 0, list(range(1, 714, 31)), [31, 651]),
+        (set(range(60)), 1, 1, 0, [], [10]),  # a single thread does not wait for others
+        (set(range(60)), 2, 1, 1, [1, 32], []),  # another rank of this machine warns
+        (set(range(60)), 2, 2, 0, [1, 32], []),  # ranks with more threads than cores
     ],
 )
-def test_threads_sleep_while_they_wait_for_cores(
-    busy: set[int], torch_threads: int, passive: list[int], monkeypatch: pytest.MonkeyPatch
+def test_policy_and_warning_follow_the_time_that_threads_wait(
+    busy: set[int],
+    torch_threads: int,
+    ranks: int,
+    local_rank: int,
+    passive: list[int],
+    warnings: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`busy` are the seconds when another program is busy, and `passive` those when the policy becomes passive."""
+    """`busy` are the seconds when another program is busy; the expected values are seconds, too."""
     second = 0
     waited = {"1": 0.0}
     began: list[int] = []
+    warned: list[int] = []
     is_passive = False
 
     class Clock:
         def is_set(self) -> bool:
-            return second > 100
+            return second > 713
 
         def wait(self, timeout: float) -> None:
             nonlocal second
@@ -148,9 +163,16 @@ def test_threads_sleep_while_they_wait_for_cores(
         yield
         is_passive = False
 
+    def warn(message: str) -> None:
+        assert message == WARNING + (ADVICE if torch_threads > 1 else "")
+        warned.append(second)
+
     monkeypatch.setattr(wait_policy, "runqueue_seconds", waited.copy)
     monkeypatch.setattr(wait_policy, "passive_wait_policy", record)
+    monkeypatch.setattr(wait_policy, "available_cores", lambda: {0, 1})
     monkeypatch.setattr(torch, "get_num_threads", lambda: torch_threads)
     monkeypatch.setattr(time, "monotonic", lambda: float(second))
-    wait_policy._watch(Clock())  # type: ignore[arg-type]
-    assert began == passive
+    monkeypatch.setattr(logger, "warning", warn)
+    context: Any = SimpleNamespace(local_rank=local_rank, local_world_size=ranks)
+    wait_policy._watch(Clock(), context)  # type: ignore[arg-type]
+    assert (began, warned) == (passive, warnings)
