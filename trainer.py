@@ -132,7 +132,7 @@ class Trainer:
         with (
             profile_steps(self.config.trainer.profile_steps, trace) as step_profiler,
             self.signals,
-            adaptive_wait_policy(),
+            adaptive_wait_policy(self.context),
         ):
             try:
                 if self.is_done() and not self.is_eval_pending():
@@ -250,6 +250,9 @@ class Trainer:
                 self.log.write("train", step, loss=loss, **row)
             if step == self.first_step + 1:
                 logger.info(summary.measured_memory(self.strategy))
+            epoch = result.batch.stop // len(self.train_data)
+            if epoch > result.batch.start // len(self.train_data):
+                logger.info(f"step {step}: epoch {epoch} is over ({len(self.train_data):,} windows)")
             if evaluates:
                 self.evaluate()
             # The evaluation may have ended the run, by trainer.patience or because a signal came.

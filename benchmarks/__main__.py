@@ -1,14 +1,14 @@
 """Benchmarks: ratios of times, measured alternately in one run on this machine. "A / B 1.6": A takes 1.6 times as long.
 
     python -m benchmarks
-    python -m benchmarks trainer sampling --model.n_embd 256
+    python -m benchmarks trainer snapshots --model.n_embd 256
     python -m benchmarks nanogpt tutorial --nanogpt FOLDER --tutorial FOLDER
-    torchrun --standalone --nproc_per_node=2 -m benchmarks strategies pipeline
+    torchrun --standalone --nproc_per_node=2 -m benchmarks strategies reduction pipeline
     torchrun --standalone --nproc_per_node=4 -m benchmarks collectives
 
-Without names, it runs all cases except collectives and time_to_loss, which take long. The cases strategies, pipeline
-and collectives need several ranks, and the others a single process. FOLDER contains the model.py of nanoGPT or of the
-minGPT-DDP tutorial. Other options are main.py's, and apply to every case.
+Without names, it runs all cases except collectives and time_to_loss, which take long. The cases strategies, reduction,
+pipeline and collectives need several ranks, and the others a single process. FOLDER contains the model.py of nanoGPT or
+of the minGPT-DDP tutorial. Other options are main.py's, and apply to every case.
 """
 
 import argparse

@@ -1,6 +1,9 @@
 """The cases of `python -m benchmarks`. Each one yields rows of the table."""
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,11 +16,22 @@ from mingpt.config.schema import MAX_STEPS
 from mingpt.nn.flops import flops_per_sequence
 from mingpt.nn.generation import generate
 from mingpt.parallel.strategy import DTYPES
+from mingpt.run.wait_policy import passive_wait_policy
 from mingpt.system.device import device_kind
+from mingpt.system.threads import available_cores
 from model import GPT
 from trainer import Trainer
 
+# Options of whole runs. Only their last step evaluates and saves, and it is not measured.
+ONLY_STEPS = {
+    "trainer.eval_every": MAX_STEPS,
+    "trainer.sample_every": "null",
+    "trainer.save_every": MAX_STEPS,
+    "trainer.save_overhead": "null",
+}
+TREE: dict[str, Any] = {"distributed.reduction": "tree", "trainer.micro_batch_size": 3, "trainer.threads": 1}
 ADAMW = {"optimizer.name": "adamw"}
+SAVING_SECONDS = 3.0  # a small model is saved several times within this time
 
 
 def describe_shape(trainer: Trainer) -> str:
@@ -31,14 +45,7 @@ def training_loop(bench: Bench) -> Iterator[Row]:
     """Compares a bare loop of the same model with `Trainer.advance`."""
     interval = 50
     pairs = 2 * bench.pairs
-    overrides = {
-        "trainer.max_steps": interval * (pairs + 1) + 1,  # only the last step evaluates and saves; it is not measured
-        "trainer.log_every": 10,
-        "trainer.eval_every": MAX_STEPS,
-        "trainer.sample_every": "null",
-        "trainer.save_every": MAX_STEPS,
-        "trainer.save_overhead": "null",
-    }
+    overrides = ONLY_STEPS | {"trainer.max_steps": interval * (pairs + 1) + 1, "trainer.log_every": 10}
     trainer = bench.build_trainer(overrides=overrides, warmup_steps=0)
     loop = minimal_loop(trainer)
     ratios = []
@@ -77,11 +84,74 @@ def _baseline_row(bench: Bench, name: str, step: Step, trainer: Trainer) -> Row:
     return median_row(what, bench.ratio(step, trainer.train_step))
 
 
+def snapshots(bench: Bench) -> Iterator[Row]:
+    """Compares steps with and without frequent snapshots."""
+    trainer = bench.build_trainer(overrides=ONLY_STEPS | {"trainer.max_steps": MAX_STEPS})
+    interval = trainer.snapshots.interval
+    ratios = []
+    with suppress_stdout():
+        trainer.start_log()
+        seconds = bench.time_calls(trainer.advance, 50) / 50
+        steps = max(1, round(SAVING_SECONDS / seconds))
+        for _ in range(2 * bench.pairs):
+            interval.overhead = 0.02
+            saving_seconds = bench.time_calls(trainer.advance, steps)
+            interval.overhead = None
+            ratios.append(saving_seconds / bench.time_calls(trainer.advance, steps))
+        trainer.close()
+    yield median_row("step time: save_overhead 0.02 / null", ratios)
+
+
+def contention(bench: Bench) -> Iterator[Row]:
+    """Compares threads that spin, threads that sleep and a single thread while other programs use the cores."""
+    trainer = bench.build_trainer(overrides={"trainer.threads": len(available_cores())})
+    threads = torch.get_num_threads()
+
+    def spinning() -> None:
+        for _ in range(10):
+            trainer.train_step()
+
+    def sleeping() -> None:
+        with passive_wait_policy():
+            spinning()
+
+    def single() -> None:
+        torch.set_num_threads(1)
+        spinning()
+        torch.set_num_threads(threads)
+
+    for programs in (0, 1, 2):
+        with busy_programs(programs):
+            for others, step in ((f"{threads} sleeping threads", sleeping), ("1 thread", single)):
+                what = f"step time: {threads} spinning threads / {others}, {programs} busy programs"
+                yield median_row(what, bench.ratio(spinning, step))
+
+
+@contextmanager
+def busy_programs(count: int) -> Iterator[None]:
+    """Keeps `count` processes busy while its block runs."""
+    command = [sys.executable, "-c", "while True: pass"]
+    processes = [subprocess.Popen(command) for _ in range(count)]  # noqa: S603
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
 def strategies(bench: Bench) -> Iterator[Row]:
     """Compares a step of each strategy with DDP's."""
     for name in ("zero1", "zero2", "fsdp"):
         what = f"step time: {name} / ddp, {bench.context.world_size} ranks"
         yield _step_row(bench, what, {"distributed.strategy": name}, {"distributed.strategy": "ddp"})
+
+
+def reduction(bench: Bench) -> Iterator[Row]:
+    """Compares a step that has the same bits on any number of ranks with DDP's."""
+    tree = TREE | {"trainer.deterministic": bench.is_on_gpu}  # required on GPUs
+    what = f"step time: reduction tree / fast, {bench.context.world_size} ranks"
+    yield _step_row(bench, what, tree, tree | {"distributed.reduction": "fast"})
 
 
 def pipeline(bench: Bench) -> Iterator[Row]:
@@ -97,6 +167,12 @@ def pipeline(bench: Bench) -> Iterator[Row]:
 def compile_model(bench: Bench) -> Iterator[Row]:
     """Compares a step without and with trainer.compile."""
     yield _step_row(bench, "step time: without / with trainer.compile", {}, {"trainer.compile": "true"})
+
+
+def optimizer(bench: Bench) -> Iterator[Row]:
+    """Compares a step with Muon and with AdamW."""
+    what = "step time: muon / adamw"
+    yield _step_row(bench, what, {"optimizer.name": "muon"}, ADAMW)
 
 
 def _step_row(bench: Bench, what: str, overrides: Mapping[str, Any], of_reference: Mapping[str, Any]) -> Row:
@@ -156,14 +232,18 @@ CASES: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "trainer": training_loop,
     "nanogpt": nanogpt,
     "tutorial": tutorial,
+    "snapshots": snapshots,
+    "contention": contention,
     "strategies": strategies,
+    "reduction": reduction,
     "pipeline": pipeline,
     "compile": compile_model,
+    "optimizer": optimizer,
     "sampling": sampling,
     "speed": speed,
     "collectives": collectives,
     "time_to_loss": time_to_loss,
 }
-MULTI_RANK_CASES = ("strategies", "pipeline", "collectives")
+MULTI_RANK_CASES = ("strategies", "reduction", "pipeline", "collectives")
 LONG_CASES = ("collectives", "time_to_loss")  # run only if named
 BASELINES = {"nanogpt": "nanogpt", "tutorial": "tutorial", "time_to_loss": "nanogpt"}  # case -> its project

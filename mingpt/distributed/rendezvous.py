@@ -94,10 +94,11 @@ def _offer_prefix(store: dist.Store, world_size: int) -> None:
         store.multi_set(offer_keys, [uuid.uuid4().hex] * world_size)  # type: ignore[attr-defined]
 
 
-def is_equal_on_all(store: dist.Store, rank: int, world_size: int, value: str) -> bool:
-    """Returns whether all ranks pass the same value. Rank 0 compares the values."""
+def first_different(store: dist.Store, rank: int, world_size: int, value: str) -> int:
+    """Returns the first rank with a different value than rank 0, or 0 if all are equal. Rank 0 finds it for all."""
     store.set(f"value/{rank}", value)
     if rank == 0:
-        values = store.multi_get([f"value/{other}" for other in range(world_size)])
-        store.set("is_equal", str(len(set(values)) == 1))
-    return store.get("is_equal") == b"True"
+        first, *others = store.multi_get([f"value/{other}" for other in range(world_size)])
+        different = (other for other in range(1, world_size) if others[other - 1] != first)
+        store.set("different", str(next(different, 0)))
+    return int(store.get("different"))

@@ -8,10 +8,11 @@ import importlib.util
 import json
 import math
 import os
+import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -52,13 +53,11 @@ class RunLog:
         self.sinks.append(Terminal(self.line))
 
     def write(self, event: str, step: int, **values: Any) -> None:
-        for sink in list(self.sinks):
+        for sink in self.sinks:
             try:
                 sink.write(event, step, values)
             except OSError as error:
                 logger.warning(f"step {step}: trainer.run_dir: metrics can't be written: {error}; training continues")
-                if isinstance(sink, TensorBoard):
-                    self.sinks.remove(sink)  # the thread of its SummaryWriter has ended
 
     def close(self) -> None:
         for sink in self.sinks:
@@ -104,27 +103,61 @@ def _encode_row(row: Mapping[str, Any]) -> bytes:
 
 
 class TensorBoard:
-    """TensorBoard's events. It hides rows of later steps than `step` in earlier files.
+    """A file of TensorBoard's events. It hides rows of later steps than `step` in earlier files.
+
+    The events are written here, since a SummaryWriter's thread ends with a traceback when the disk is full.
 
     Raises:
         OSError: the events can't be written.
     """
 
     def __init__(self, folder: Path, step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - it imports PyTorch; plot.py does not need it
+        self.folder = folder
+        self._open()
+        self._add(step=step + 1, session_log={"status": "START"})
+        self.file.flush()
 
-        self.writer = SummaryWriter(str(folder), purge_step=step + 1)
+    def _open(self) -> None:
+        """Begins another file."""
+        # They import PyTorch, which plot.py does not need.
+        from tensorboard.compat.proto.event_pb2 import Event  # noqa: PLC0415
+        from tensorboard.summary.writer.record_writer import RecordWriter  # noqa: PLC0415
+        from torch.utils.tensorboard import summary  # noqa: PLC0415
+
+        # TensorBoard reads files in the order of their names, which begin with the time in seconds. Another file may
+        # have the same time, or a later one if its clock was ahead.
+        stamp = int(time.time())
+        for file in self.folder.glob("events.out.tfevents.*"):
+            stamp = max(stamp, int(file.name.split(".")[3]) + 1)
+        self.event = Event
+        self.summary = summary
+        self.file = open(self.folder / f"events.out.tfevents.{stamp}.{platform.node()}", "wb")  # noqa: SIM115
+        self.records = RecordWriter(self.file)
+        self._add(file_version="brain.Event:2")
+
+    def _add(self, **fields: Any) -> None:
+        self.records.write(self.event(wall_time=time.time(), **fields).SerializeToString())
 
     def write(self, event: str, step: int, values: Mapping[str, Any]) -> None:
-        if event == "sample":
-            self.writer.add_text("sample", indent(values["text"], "    "), step)  # verbatim, in Markdown
-        elif event in ("train", "eval"):
+        if event not in ("train", "eval", "sample"):
+            return
+        if self.file.closed:
+            self._open()
+        try:
             for name, value in values.items():
-                self.writer.add_scalar(name, value, step)
-        self.writer.flush()  # otherwise a kill would lose the newest rows
+                if event == "sample":
+                    shown = self.summary.text("sample", indent(value, "    "))  # verbatim, in Markdown
+                else:
+                    shown = self.summary.scalar(name, value)
+                self._add(step=step, summary=shown)
+            self.file.flush()  # otherwise a kill would lose the newest rows
+        except OSError:
+            self.close()  # TensorBoard reads nothing after a torn record, so the next row begins another file
+            raise
 
     def close(self) -> None:
-        self.writer.close()
+        with suppress(OSError):
+            self.file.close()
 
 
 class WeightsAndBiases:

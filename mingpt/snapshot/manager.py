@@ -130,6 +130,13 @@ class SnapshotManager:
     def restore(self, newest: NewestSnapshot, strategy: Strategy) -> None:
         """Loads the tensors of the newest snapshot. Writer ranks that do not have it save a copy."""
         content = newest.content
+        with shared_errors(self.context):
+            if content and content["optimizer"].keys() != content["model"].keys():
+                raise UserError(
+                    f"trainer.snapshot_path: {newest.path} has an optimizer state for {len(content['optimizer'])} of "
+                    f"{len(content['model'])} parameters, and must have one for all: move it away, or start a new run "
+                    "with it as trainer.init_from"
+                )
         strategy.load_full_state(content.get("model", {}), content.get("optimizer", {}), newest.source_rank)
         if newest.header["scaler"]:  # it is empty unless the run that saved it used fp16
             strategy.scaler.load_state_dict(newest.header["scaler"])

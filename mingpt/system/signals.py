@@ -9,6 +9,8 @@ import threading
 import time
 from types import TracebackType
 
+from mingpt.monitoring.logging import logger
+
 # Exit status after each signal
 EXIT_STATUS = {
     signal.SIGTERM: 143,
@@ -61,11 +63,17 @@ class SignalHandler:
         self.reader, self.writer = socket.socketpair()
         self.reader.settimeout(POLL_SECONDS)
         self.writer.setblocking(False)
-        handled = [
-            number for number in EXIT_STATUS if signal.getsignal(number) != signal.SIG_IGN or number != signal.SIGHUP
-        ]
-        self.old_handlers = {number: signal.signal(number, lambda number, frame: None) for number in handled}
-        self.old_fd = signal.set_wakeup_fd(self.writer.fileno(), warn_on_full_buffer=False)
+        self.old_handlers = {}
+        if threading.current_thread() is threading.main_thread():
+            handled = [
+                number
+                for number in EXIT_STATUS
+                if signal.getsignal(number) != signal.SIG_IGN or number != signal.SIGHUP
+            ]
+            self.old_handlers = {number: signal.signal(number, lambda number, frame: None) for number in handled}
+            self.old_fd = signal.set_wakeup_fd(self.writer.fileno(), warn_on_full_buffer=False)
+        else:
+            logger.warning("no signal stops this run and saves, since it is not in the main thread of its process")
         self.thread = threading.Thread(target=self._read, daemon=True)
         self.thread.start()
         return self
@@ -84,7 +92,8 @@ class SignalHandler:
         ignore = (self.signal and not is_lost) or (error is not None and max_restarts == "0")
         for number, handler in self.old_handlers.items():
             signal.signal(number, signal.SIG_IGN if ignore and not is_interactive() else handler)
-        signal.set_wakeup_fd(self.old_fd)
+        if self.old_handlers:
+            signal.set_wakeup_fd(self.old_fd)
         self.writer.close()
         self.thread.join()
         self.reader.close()

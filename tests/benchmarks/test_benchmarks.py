@@ -65,7 +65,7 @@ def bench(tmp_path: Path, one_thread: None) -> Bench:
 
 # case -> number of rows
 FAST = {"nanogpt": 2, "tutorial": 2, "speed": 1}
-SLOW = {"trainer": 1, "compile": 1, "sampling": 2}
+SLOW = {"trainer": 1, "snapshots": 1, "contention": 6, "compile": 1, "optimizer": 1, "sampling": 2}
 
 
 @pytest.mark.parametrize(
@@ -90,9 +90,9 @@ def _measure_on_ranks(folder: Path, names: list[str]) -> dict[str, list[Row]]:
 
 @pytest.mark.slow
 def test_cases_of_several_ranks_yield_rows(tmp_path: Path) -> None:
-    names = ["strategies", "pipeline"]
+    names = ["strategies", "reduction", "pipeline"]
     rows = run_ranks(2, _measure_on_ranks, tmp_path, names, tmp_path=tmp_path, timeout=240)[0]
-    assert [len(rows[name]) for name in names] == [3, 1]
+    assert [len(rows[name]) for name in names] == [3, 1, 1]
     assert all(row.figure > 0 for found in rows.values() for row in found)
 
 
