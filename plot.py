@@ -13,11 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mingpt.system.signals import exit_on_interrupt
-
-if __name__ == "__main__":
-    exit_on_interrupt()
-
 from mingpt.errors import UserError
 from mingpt.monitoring.run_log import iter_metrics
 from mingpt.program import run_program

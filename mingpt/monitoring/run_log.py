@@ -53,11 +53,14 @@ class RunLog:
         self.sinks.append(Terminal(self.line))
 
     def write(self, event: str, step: int, **values: Any) -> None:
+        errors = []
         for sink in self.sinks:
             try:
                 sink.write(event, step, values)
             except OSError as error:
-                logger.warning(f"step {step}: trainer.run_dir: metrics can't be written: {error}; training continues")
+                errors.append(error)
+        if errors:
+            logger.warning(f"step {step}: trainer.run_dir: metrics can't be written: {errors[0]}; training continues")
 
     def close(self) -> None:
         for sink in self.sinks:

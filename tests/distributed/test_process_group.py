@@ -44,10 +44,6 @@ def test_ranks_share_values_errors_and_gpus(tmp_path: Path) -> None:
     assert results == [results[0]] * 3
     shared_gpu_errors = results[0].pop("all see the same one")
     assert all("3 processes" in error and "1 GPU" in error for error in shared_gpu_errors)
-    for error in results[0].pop("rank 2 sees none"):
-        assert error.startswith(
-            "the backend differs between ranks: nccl on rank 0, gloo on rank 2; PyTorch sees no GPU"
-        )
     assert results[0] == {
         "all_gather_object": [0, 10, 20],
         "broadcast_object": 1,
@@ -94,7 +90,6 @@ def _run_collectives(context: DistributedContext, results: dict[str, Any], folde
             (folder / f"built-{rank}").touch()
     assert backend.options._timeout == context.timeout
     gpus = {"all see all GPUs": ["abc"] * 3, "each sees its own": ["a", "b", "c"], "all see the same one": ["a"] * 3}
-    gpus["rank 2 sees none"] = ["a", "b", ""]
     for name, visible in gpus.items():
         results[name] = all_gather_object(context, _device(context, visible[rank]))
     results["broadcast_object"] = broadcast_object(context, rank, source=1)
@@ -110,7 +105,7 @@ def _fail_on_rank1(context: DistributedContext) -> None:
 def _device(context: DistributedContext, gpus: str) -> str:
     """Returns the device of a rank that sees these GPUs, or the error."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "is_available", lambda: bool(gpus))
+        patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "device_count", lambda: len(gpus))
         patch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(uuid=gpus[number]))
         patch.setattr(torch.cuda, "set_device", lambda device: None)

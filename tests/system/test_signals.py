@@ -128,7 +128,7 @@ def run_with_endless_first_step(argv: list[str], folder: Path) -> None:
     main_process(argv, folder / "stdout", folder / "stderr")
 
 
-@pytest.mark.parametrize("program", ["main.py", "sample.py", "export.py", "plot.py"])
+@pytest.mark.parametrize("program", ["main.py", "sample.py", "export.py"])
 def test_an_interrupt_while_modules_are_imported_ends_the_program_without_a_traceback(program: str) -> None:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with Popen([sys.executable, ROOT / program], env=clean_env(), text=True, **pipes) as process:
