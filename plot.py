@@ -106,6 +106,9 @@ def terminal_plot(runs: Sequence[Run], width: int, height: int, color: bool) -> 
         figure.draw(figure.signal(*run.curves["loss"]).lines().label(f"loss of {run.name}"))
         if run.curves["val_loss"][0]:
             figure.draw(figure.signal(*run.curves["val_loss"], marker="●"))
+    last_step = max(run.curves["loss"][0][-1] for run in runs)
+    ticks = sorted({last_step * i // 4 for i in range(5)})
+    figure.ruler("x").ticks(ticks, [f"{tick:,}" for tick in ticks])
     return figure.build().string(colorless=not color)
 
 
