@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 
@@ -16,6 +17,8 @@ import plot
 import sample
 from main import main
 from mingpt.distributed import network
+from mingpt.errors import UserError
+from mingpt.files import check_temporary_folder
 from mingpt.program import run_program as exit_status_of
 from mingpt.snapshot import __main__ as listing
 from tests.helpers import (
@@ -154,3 +157,11 @@ def _run_with_modes(folder: Path) -> dict[tuple[str, int, str], tuple[int, str]]
             shutil.rmtree("runs")
             shutil.copytree("kept", "runs")
     return results
+
+
+def test_without_a_folder_for_temporary_files_the_message_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/nowhere"])
+    message = "environment: No usable temporary directory found in .*; set TMPDIR to a folder that can be written"
+    with pytest.raises(UserError, match=message):
+        check_temporary_folder()

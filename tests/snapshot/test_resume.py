@@ -110,6 +110,21 @@ def test_a_snapshot_with_keys_of_an_earlier_version_resumes_without_a_message(
     assert newest_snapshot(run_dir)["step"] == 7
 
 
+def test_a_snapshot_without_the_state_of_the_optimizer_is_refused(trained: Path, run_dir: Path, tmp_path: Path) -> None:
+    snapshot = load_snapshot(str(run_dir / "snapshots/step_00000006.pt"))
+    storage = SnapshotStorage(f"{run_dir}/snapshots", keep=9)
+    storage.write(snapshot | {"optimizer": {}}, None)
+    path = storage.file(6)
+    argv = run_args(run_dir, trained / "text.txt", trainer__max_steps=7)
+    results = run_ranks(2, run_captured, *argv, tmp_path=tmp_path)
+    assert [status for status, _, _ in results] == [2, 2]
+    size = len(snapshot["model"])
+    assert results[0][2].startswith(
+        f"error: trainer.snapshot_path: {path} has an optimizer state for 0 of {size} parameters, and must have one "
+    )
+    assert results[1][2] == ""
+
+
 def test_a_run_does_not_start_anew_if_all_snapshots_are_damaged(trained: Path, run_dir: Path, tmp_path: Path) -> None:
     files = [run_dir / f"snapshots/step_0000000{step}.pt" for step in (3, 6)]
     for file in files:

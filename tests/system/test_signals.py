@@ -9,6 +9,7 @@ import sys
 import termios
 import threading
 import time
+from concurrent import futures
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from subprocess import Popen
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from main import main
 from mingpt.system.signals import EXIT_STATUS, SECOND_INTERRUPT_SECONDS, SignalHandler
 from tests.helpers import (
     ROOT,
@@ -137,6 +139,18 @@ def test_an_interrupt_while_modules_are_imported_ends_the_program_without_a_trac
         process.send_signal(signal.SIGINT)
         assert process.communicate(timeout=20) == ("", "")
         assert process.returncode == 130
+
+
+def test_a_run_in_a_thread_trains_without_signal_handlers(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Servers of user interfaces run programs in threads."""
+    handlers = get_handlers()
+    with futures.ThreadPoolExecutor(1) as pool:
+        assert pool.submit(main, run_args(tmp_path / "run", text, trainer__max_steps=2)).result() == 0
+    assert newest_snapshot(tmp_path / "run")["step"] == 2
+    assert get_handlers() == handlers
+    assert capsys.readouterr().err.count("no signal stops this run") == 1
 
 
 WORKER = """
