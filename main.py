@@ -41,9 +41,11 @@ def main(argv: Sequence[str] = ()) -> int:
 
     # Importing PyTorch takes over a second, so `--help` and mistakes in the configuration are answered before.
     with paused_garbage_collection():
+        from mingpt.files import check_temporary_folder
         from mingpt.system.torch_versions import check_torch_version
 
         with reported_once_per_machine(info):
+            check_temporary_folder()
             check_torch_version()  # before imports that fail with other versions
 
         from mingpt.run.start import prepare_run

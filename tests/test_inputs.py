@@ -17,8 +17,6 @@ import plot
 import sample
 from main import main
 from mingpt.distributed import network
-from mingpt.errors import UserError
-from mingpt.files import check_temporary_folder
 from mingpt.program import run_program as exit_status_of
 from mingpt.snapshot import __main__ as listing
 from tests.helpers import (
@@ -159,9 +157,13 @@ def _run_with_modes(folder: Path) -> dict[tuple[str, int, str], tuple[int, str]]
     return results
 
 
-def test_without_a_folder_for_temporary_files_the_message_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_folder_for_temporary_files_the_message_names_the_variable(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/nowhere"])
-    message = "environment: No usable temporary directory found in .*; set TMPDIR to a folder that can be written"
-    with pytest.raises(UserError, match=message):
-        check_temporary_folder()
+    assert run_main(run_args(tmp_path / "run", text, trainer__max_steps=1)) == 2
+    err = capsys.readouterr().err
+    assert_one_message(err)
+    assert err.startswith("error: environment: No usable temporary directory found in ")
+    assert err.endswith("; set TMPDIR to a folder that can be written\n")
