@@ -9,7 +9,7 @@ import signal
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,6 +37,16 @@ from mingpt.system.signals import EXIT_STATUS, SignalHandler
 from model import GPT
 
 EXIT_WAIT_SECONDS = 5.0  # how long a run that fails waits for a snapshot that is being written
+
+
+class Due(NamedTuple):
+    """What is due after a step."""
+
+    log: bool
+    evaluation: bool
+    sample: bool
+    snapshot: bool
+    frequent_snapshot: bool
 
 
 class Trainer:
@@ -171,9 +181,12 @@ class Trainer:
     def is_done(self) -> bool:
         return self.is_complete() or self.stop_signal != 0
 
-    def is_due(self, every: int) -> bool:
-        """Returns True every `every` steps and after the last step."""
-        return self.progress.step % every == 0 or self.progress.step == self.last_step
+    def is_due(self, every: int | None) -> bool:
+        """Returns True every `every` steps and after the last step; None: never."""
+        if every is None:
+            return False
+        step = self.progress.step
+        return step % every == 0 or step == self.last_step or self.is_patience_over()
 
     def is_eval_pending(self) -> bool:
         """Returns whether this step should have been evaluated, but a signal stopped the run before that."""
@@ -224,44 +237,52 @@ class Trainer:
         self.progress.val_loss = None
         return StepResult(batch, losses, grad_norm, lr)
 
-    def after_step(self, result: StepResult, is_frequent_due: bool) -> None:
-        """Logs, evaluates, samples and saves what is due after a step, in this order."""
+    def find_due(self, is_frequent_due: bool) -> Due:
+        """Returns what is due after this step, before its evaluation or after it, which may end the run."""
         cfg = self.config.trainer
+        return Due(
+            log=self.progress.step == 1 or self.is_due(cfg.log_every),
+            evaluation=self.is_due(cfg.eval_every),
+            sample=self.is_due(cfg.sample_every),
+            snapshot=self.is_due(cfg.save_every) or self.is_done(),
+            frequent_snapshot=is_frequent_due,
+        )
+
+    def after_step(self, result: StepResult, is_frequent_due: bool) -> None:
+        """Logs, evaluates, generates a sample and saves what is due after a step, in this order."""
         step = self.progress.step
-        logs = step == 1 or self.is_due(cfg.log_every)
-        evaluates = self.is_due(cfg.eval_every)
-        saves = self.is_due(cfg.save_every) or self.is_done()
-        is_any_due = logs or evaluates or saves or is_frequent_due
-        if is_any_due:
+        due = self.find_due(is_frequent_due)
+        if any(due):
             self.guard.check(step)
         is_free = self.context.device.type == "cpu" and self.context.world_size == 1  # otherwise, reading it waits
         loss = None
-        if logs or is_free:
+        if due.log or is_free:
             loss = self.strategy.mean_loss(result.losses).item()
             self.guard.check_loss(step, loss)
         self.log.line.advance(step, loss)
-        if logs:
+        if due.log:
             row = self.train_row(result)
         with self.timer.pause():  # tokens per second are of steps only
-            if is_any_due:
+            if any(due):
                 with shared_errors(self.context):
                     self.lock.check()
-            if logs:
+            if due.log:
                 self.log.write("train", step, loss=loss, **row)
             if step == self.first_step + 1:
                 logger.info(summary.measured_memory(self.strategy))
             epoch = result.batch.stop // len(self.train_data)
             if epoch > result.batch.start // len(self.train_data):
                 logger.info(f"step {step}: epoch {epoch} is over ({len(self.train_data):,} windows)")
-            if evaluates:
+            if due.evaluation:
                 self.evaluate()
-            # The evaluation may have ended the run, by trainer.patience or because a signal came.
-            if cfg.sample_every is not None and (self.is_due(cfg.sample_every) or self.is_patience_over()):
-                text = generate_sample(self.strategy, self.corpus.vocabulary, self.sample_prompt, cfg.seed)
+                due = self.find_due(is_frequent_due)  # trainer.patience or a signal may end the run with this step
+            if due.sample:
+                prompt = self.sample_prompt
+                text = generate_sample(self.strategy, self.corpus.vocabulary, prompt, self.config.trainer.seed)
                 self.log.write("sample", step, text=text)
-            if saves or self.is_done():
+            if due.snapshot:
                 self.save_snapshot()
-            elif is_frequent_due:
+            elif due.frequent_snapshot:
                 self.save_snapshot(is_frequent=True)
             self.log_saves()
 
