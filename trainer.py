@@ -26,7 +26,7 @@ from mingpt.optim.finite_guard import FiniteGuard
 from mingpt.optim.optimizer import learning_rate
 from mingpt.parallel.build import build_strategy
 from mingpt.run import summary
-from mingpt.run.evaluation import Evaluation, choose_sample_prompt, evaluation_batch_size, generate_sample
+from mingpt.run.evaluation import choose_sample_prompt, evaluate, evaluation_batch_size, generate_sample
 from mingpt.run.numerics import set_numerics
 from mingpt.run.progress import Progress, StepResult
 from mingpt.run.start import adopt_snapshot, initial_weights, load_corpus, lock_run
@@ -108,12 +108,7 @@ class Trainer:
             self.progress.load_state_dict(newest.header, self.corpus.sha256)
             self.snapshots.restore(newest, self.strategy)
 
-        self.guard = FiniteGuard(
-            self.strategy.optimizer,
-            self.strategy.scaler,
-            context.device,
-            config.optimizer,
-        )
+        self.guard = FiniteGuard(self.strategy.scaler, context.device, config.optimizer)
         self.log = RunLog()
         self.timer = StepTimer(self.progress.samples)
         self.signals = SignalHandler()
@@ -145,11 +140,9 @@ class Trainer:
             adaptive_wait_policy(self.context),
         ):
             try:
-                if self.is_done() and not self.is_eval_pending():
+                if self.is_done():
                     return self.already_trained()
                 self.start_log()
-                if self.is_eval_pending():
-                    self.run_pending_eval()
                 self.signals.exits_at_once = True  # until there is a step to save
                 while not self.is_done():
                     self.advance()
@@ -188,11 +181,6 @@ class Trainer:
         step = self.progress.step
         return step % every == 0 or step == self.last_step or self.is_patience_over()
 
-    def is_eval_pending(self) -> bool:
-        """Returns whether this step should have been evaluated, but a signal stopped the run before that."""
-        is_evaluated = self.progress.val_loss is not None or self.progress.step == 0
-        return self.is_due(self.config.trainer.eval_every) and not is_evaluated
-
     def advance(self) -> None:
         """Makes one step, then evaluates, logs and saves what is due."""
         # Ranks agree on signals and on saves while they compute the step.
@@ -228,7 +216,6 @@ class Trainer:
         lr = learning_rate(step, self.last_step, self.config.optimizer)
         for group in strategy.optimizer.param_groups:
             group["lr"] = lr
-        self.guard.watch(step, grad_norm)
         strategy.scaler.step(strategy.optimizer)
         strategy.scaler.update()
 
@@ -252,13 +239,14 @@ class Trainer:
         """Logs, evaluates, generates a sample and saves what is due after a step, in this order."""
         step = self.progress.step
         due = self.find_due(is_frequent_due)
-        if any(due):
+        is_cpu = self.context.device.type == "cpu"  # otherwise, reading a value waits for the device
+        self.guard.watch(result.grad_norm)
+        if any(due) or is_cpu:
             self.guard.check(step)
-        is_free = self.context.device.type == "cpu" and self.context.world_size == 1  # otherwise, reading it waits
         loss = None
-        if due.log or is_free:
+        if due.log or (is_cpu and self.context.world_size == 1):
             loss = self.strategy.mean_loss(result.losses).item()
-            self.guard.check_loss(step, loss)
+            self.guard.check_value(step, "loss", loss)
         self.log.line.advance(step, loss)
         if due.log:
             row = self.train_row(result)
@@ -275,7 +263,7 @@ class Trainer:
                 logger.info(f"step {step}: epoch {epoch} is over ({len(self.train_data):,} windows)")
             if due.evaluation:
                 self.evaluate()
-                due = self.find_due(is_frequent_due)  # trainer.patience or a signal may end the run with this step
+                due = self.find_due(is_frequent_due)  # trainer.patience may end the run with this step
             if due.sample:
                 prompt = self.sample_prompt
                 text = generate_sample(self.strategy, self.corpus.vocabulary, prompt, self.config.trainer.seed)
@@ -302,28 +290,15 @@ class Trainer:
     # Evaluation, saving, the end
 
     def evaluate(self) -> None:
-        """Computes and logs the validation loss of this step, unless a signal stops the run before that."""
+        """Computes and logs the validation loss of this step."""
         began = time.perf_counter()
         step = self.progress.step
-        evaluation = Evaluation(self.strategy, self.val_data, evaluation_batch_size(self.config.trainer))
         self.log.line.fields["val"] = "evaluating"
         self.log.line.refresh()
-        while not evaluation.is_done and not self.stop_signal:
-            flags = self.context.all_reduce_flags(self.signals.signal)
-            evaluation.advance()
-            [self.stop_signal] = flags.wait()
-        if evaluation.is_done:
-            val_loss = evaluation.mean_loss()
-            self.guard.check_val_loss(step, val_loss)
-            self.progress.set_val_loss(val_loss, counts=step % self.config.trainer.eval_every == 0)
-            self.log.write("eval", step, val_loss=val_loss, seconds=time.perf_counter() - began)
-
-    def run_pending_eval(self) -> None:
-        """Evaluates the step that the run has resumed from, and saves it again with its validation loss."""
-        with self.timer.pause():
-            self.evaluate()
-        if self.progress.val_loss is not None:
-            self.save_snapshot()
+        val_loss = evaluate(self.strategy, self.val_data, evaluation_batch_size(self.config.trainer))
+        self.guard.check_value(step, "validation loss", val_loss)
+        self.progress.set_val_loss(val_loss, counts=step % self.config.trainer.eval_every == 0)
+        self.log.write("eval", step, val_loss=val_loss, seconds=time.perf_counter() - began)
 
     def save_snapshot(self, is_frequent: bool = False) -> None:
         """Starts to save a snapshot of this step. A thread writes it while training continues."""
@@ -374,7 +349,7 @@ class Trainer:
                 )
         self.context.end_collectives()
         self.snapshots.remove_frequent()
-        is_stopped = not self.is_complete() or self.is_eval_pending()
+        is_stopped = not self.is_complete()
         name = signal.Signals(self.stop_signal).name if is_stopped else None
         self.log.write("stop", step, signal=name, reason=summary.early_end(self))
         if is_stopped:

@@ -58,7 +58,7 @@ def test_a_non_finite_loss_ends_the_run_and_changes_no_snapshot(
     step = int(message.split("step ")[1].split(":")[0])
     newest = newest_snapshot(run_dir)
     assert message.startswith(f"error: step {step}: the norm of the gradient is not finite")
-    assert "Lower optimizer.learning_rate (1e+30) or optimizer.grad_norm_clip (null)" in message
+    assert "Lower optimizer.learning_rate (1e+30) or set optimizer.grad_norm_clip (null)" in message
     assert step == read_rows(run_dir)[-1]["step"] + 1
     assert newest["step"] in range(3, step)
     assert all(weight.isfinite().all() for weight in newest["model"].values())

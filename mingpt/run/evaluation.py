@@ -16,39 +16,23 @@ MAX_BATCH = 16  # windows in a forward pass where trainer.micro_batch_size is nu
 NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH, SDPBackend.OVERRIDEABLE]
 
 
-class Evaluation:
-    """The mean loss over validation windows. It is computed in rounds, and can be interrupted between them.
+def evaluate(strategy: Strategy, data: ValidationDataset, batch_size: int) -> float:
+    """Returns the mean loss over all windows in nats per character, on all ranks.
 
     Batches have fixed bounds and one size, so that torch.compile compiles once; the last batch may go beyond the end of
-    the data. Ranks exchange the losses of batches one by one and add them in order.
+    the data. Each batch is evaluated by one rank, and losses of batches are added in order.
 
     Args:
         batch_size: number of windows in a batch
     """
-
-    def __init__(self, strategy: Strategy, data: ValidationDataset, batch_size: int) -> None:
-        self.strategy = strategy
-        self.data = data
-        self.batches = [range(start, start + batch_size) for start in range(0, len(data), batch_size)]
-        self.losses = torch.zeros(len(self.batches), device=strategy.context.device)
-        self.batches_done = 0
-
-    @property
-    def is_done(self) -> bool:
-        return self.batches_done == len(self.batches)
-
-    def advance(self) -> None:
-        """Evaluates the next batches, one on each rank."""
-        first = self.batches_done
-        last = min(first + self.strategy.batches_per_round, len(self.batches))
-        self.losses[first:last] = self.strategy.evaluate_round(self.batches[first:last], self.data)
-        self.batches_done = last
-
-    def mean_loss(self) -> float:
-        """Returns the mean loss in nats per character, on all ranks."""
-        losses = self.strategy.context.all_reduce(self.losses).cpu().double()
-        counts = torch.tensor([self.data.count(batch) for batch in self.batches], dtype=torch.float64)
-        return ((losses * counts).sum() / counts.sum()).item()
+    batches = [range(start, start + batch_size) for start in range(0, len(data), batch_size)]
+    rounds = []
+    for first in range(0, len(batches), strategy.batches_per_round):
+        losses = strategy.evaluate_round(batches[first : first + strategy.batches_per_round], data)
+        # One all-reduce at the end would exceed the timeout if a rank is slow and the text is long.
+        rounds.append(strategy.context.all_reduce(losses))
+    counts = torch.tensor([data.count(batch) for batch in batches], dtype=torch.float64)
+    return ((torch.cat(rounds).cpu().double() * counts).sum() / counts.sum()).item()
 
 
 def evaluation_batch_size(config: TrainerConfig) -> int:

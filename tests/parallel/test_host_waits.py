@@ -56,13 +56,13 @@ def _reads_by_step(trainer: Trainer, reads_norm: bool) -> list[int]:
     def norm_on_another_device(tensors: dict[str, Tensor]) -> Tensor:
         norm = total_norm(tensors)
         if trainer.progress.step + 1 < LAST:
-            trainer.context.device = trainer.guard.device = torch.device("xpu")
+            trainer.context.device = torch.device("xpu")
         if reads_norm:
             norm.item()
         return norm
 
     def counted_step() -> Any:
-        trainer.context.device = trainer.guard.device = cpu
+        trainer.context.device = cpu
         counts.append(reads.count)
         return train_step()
 

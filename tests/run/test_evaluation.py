@@ -3,16 +3,15 @@
 import json
 import os
 import signal
-import threading
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from mingpt.config.schema import Config, TrainerConfig
 from mingpt.monitoring.logging import configure_logging
 from mingpt.monitoring.run_log import RunLog
-from mingpt.run.evaluation import SAMPLE_LENGTH, Evaluation, generate_sample
-from mingpt.system.signals import SignalHandler
+from mingpt.run.evaluation import SAMPLE_LENGTH, generate_sample
 from tests.helpers import (
     NO_DROPOUT,
     assert_equal_snapshots,
@@ -26,8 +25,10 @@ from tests.helpers import (
     run_program,
     run_ranks,
     train_losses,
+    wait_until,
     write_text,
 )
+from trainer import Trainer
 
 PROMPT = "does bob eat figs"  # longer than the window of the small runs
 
@@ -149,48 +150,29 @@ def test_control_characters_of_a_sample_are_recorded_but_not_printed(
     assert (row["event"], row["step"], row["text"]) == ("sample", 3, "\nab\x1b[2Jc\rd\n\te\n")
 
 
-def test_a_signal_breaks_off_an_evaluation_and_the_next_start_makes_up_for_it(text: Path, tmp_path: Path) -> None:
-    """In the middle of training on two ranks, and after the last step on one."""
-    run_dir = tmp_path / "run"
-    options = NO_DROPOUT | {"trainer__max_steps": 8, "trainer__save_every": 100}
-    whole, argv = (run_args(tmp_path / name, text, **options) for name in ("whole", "run"))
-    assert run_ranks(1, run_captured, *whole, tmp_path=tmp_path)[0][0] == 0
-    # The second run makes up for the evaluation of step 4, and is stopped in the evaluation of step 8.
-    for step, ranks, evaluation in ((4, 2, 1), (8, 1, 2)):
-        assert set(run_ranks(ranks, _stop_in_evaluation, evaluation, *argv, tmp_path=tmp_path)) == {143}
-        assert read_rows(run_dir, "stop")[-1]["signal"] == "SIGTERM"
-        assert newest_snapshot(run_dir)["step"] == step
-        assert newest_snapshot(run_dir)["val_loss"] is None
-        assert [row["step"] for row in read_rows(run_dir, "eval")] == list(range(4, step, 4))
-    [(status, out, _)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
-    assert status == 0
-    found, expected = ([row["val_loss"] for row in read_rows(tmp_path / name, "eval")] for name in ("run", "whole"))
-    assert found == pytest.approx(expected, rel=1e-6)
-    assert newest_snapshot(run_dir)["val_loss"] == found[-1]
-    assert "done in 0:0" in out
-    assert f"validation loss {expected[-1]:.4f}, snapshot" in out
-    [(status, out, _)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
-    assert "already trained" in out
+def test_a_signal_in_an_evaluation_stops_the_run_after_the_next_step(text: Path, tmp_path: Path) -> None:
+    """Two ranks stop after the evaluation of step 4. In the evaluation of the last step, nothing is left to do."""
+    argv = run_args(tmp_path / "run", text, trainer__max_steps=8, trainer__save_every=100)
+    assert set(run_ranks(2, _signal_evaluation, *argv, tmp_path=tmp_path)) == {143}
+    assert newest_snapshot(tmp_path / "run")["step"] == 5
+    assert [row["step"] for row in read_rows(tmp_path / "run", "eval")] == [4]
+    assert run_ranks(1, _signal_evaluation, *argv, tmp_path=tmp_path) == [0]
+    assert newest_snapshot(tmp_path / "run")["val_loss"] == read_rows(tmp_path / "run", "eval")[-1]["val_loss"]
+    assert [row["signal"] for row in read_rows(tmp_path / "run", "stop")] == ["SIGTERM", None]
 
 
-def _stop_in_evaluation(number: int, *argv: str) -> int:
-    """For `run_ranks`: rank 0 gets a SIGTERM when the evaluation with this number begins; returns the status."""
-    advance, record, started, recorded = Evaluation.advance, SignalHandler._record, [], threading.Event()
+def _signal_evaluation(*argv: str) -> int:
+    """For `run_ranks`: rank 0 gets a SIGTERM when its first evaluation begins. Returns the exit status."""
+    evaluate = Trainer.evaluate
 
-    def advance_or_stop(evaluation: Evaluation) -> None:
-        if evaluation.batches_done == 0:
-            started.append(evaluation)
-            if len(started) == number and os.environ.get("RANK", "0") == "0":
-                os.kill(os.getpid(), signal.SIGTERM)
-                assert recorded.wait(60)  # by a thread, which may take longer than this evaluation
-        advance(evaluation)
+    def evaluate_after_signal(trainer: Trainer) -> None:
+        if trainer.context.rank == 0 and not trainer.signals.signal:
+            os.kill(os.getpid(), signal.SIGTERM)
+            wait_until(lambda: trainer.signals.signal != 0, "the signal")
+        evaluate(trainer)
 
-    def record_and_tell(handler: SignalHandler, number: int) -> None:
-        record(handler, number)
-        recorded.set()
-
-    Evaluation.advance, SignalHandler._record = advance_or_stop, record_and_tell  # type: ignore[method-assign]
-    return run_captured(*argv)[0]
+    with mock.patch.object(Trainer, "evaluate", evaluate_after_signal):
+        return run_captured(*argv)[0]
 
 
 def test_the_start_says_which_part_of_the_validation_text_is_measured(tmp_path: Path, text: Path) -> None:
