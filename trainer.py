@@ -5,6 +5,7 @@ number), so a run that resumes from a snapshot continues as if nothing had happe
 """
 
 import math
+import platform
 import signal
 import time
 from dataclasses import asdict
@@ -15,7 +16,7 @@ import torch
 
 from char_dataset import CharDataset, ValidationDataset, train_val_split
 from mingpt.config.schema import Config, GPTConfig, config_to_dict
-from mingpt.distributed.agreement import shared_errors
+from mingpt.distributed.agreement import all_gather_object, shared_errors
 from mingpt.distributed.context import DistributedContext
 from mingpt.errors import UserError
 from mingpt.monitoring.logging import logger
@@ -25,6 +26,7 @@ from mingpt.nn.flops import gpu_metrics
 from mingpt.optim.finite_guard import FiniteGuard
 from mingpt.optim.optimizer import learning_rate
 from mingpt.parallel.build import build_strategy
+from mingpt.parallel.memory import measure_memory
 from mingpt.run import summary
 from mingpt.run.evaluation import choose_sample_prompt, evaluate, evaluation_batch_size, generate_sample
 from mingpt.run.numerics import set_numerics
@@ -33,6 +35,7 @@ from mingpt.run.start import adopt_snapshot, initial_weights, load_corpus, lock_
 from mingpt.run.wait_policy import adaptive_wait_policy
 from mingpt.snapshot.load import check_vocabulary
 from mingpt.snapshot.manager import SnapshotManager
+from mingpt.system.device import device_kind
 from mingpt.system.signals import EXIT_STATUS, SignalHandler
 from model import GPT
 
@@ -153,7 +156,19 @@ class Trainer:
 
     def start_log(self) -> None:
         """Shows what is about to be trained, and opens the log. All ranks call it."""
-        logger.info(summary.start(self))
+        context = self.context
+        device = f"{platform.node()} {context.device} ({device_kind(context.device)})"
+        devices = all_gather_object(context, device)  # on all ranks
+        rows = {
+            "backend": context.backend,
+            **self.numerics.reasons,
+            **self.strategy.description,
+            **summary.data_rows(self.config.data.path, self.corpus, self.train_data, self.val_data),
+            **summary.length_rows(self.config, self.progress, self.last_step, len(self.train_data)),
+        }
+        logger.info(summary.start(devices, rows, self.strategy.full_shapes))
+        if self.resumed is not None:
+            logger.info(summary.resumed(self.resumed_from, self.resumed, self.snapshot_header()))
         with shared_errors(self.context):
             if self.context.rank == 0:
                 self.log.open(self.config, self.progress.step, self.last_step)
@@ -257,7 +272,8 @@ class Trainer:
             if due.log:
                 self.log.write("train", step, loss=loss, **row)
             if step == self.first_step + 1:
-                logger.info(summary.measured_memory(self.strategy))
+                usage = measure_memory(self.strategy)  # on all ranks
+                logger.info(summary.memory(usage))
             epoch = result.batch.stop // len(self.train_data)
             if epoch > result.batch.start // len(self.train_data):
                 logger.info(f"step {step}: epoch {epoch} is over ({len(self.train_data):,} windows)")
@@ -300,16 +316,20 @@ class Trainer:
         self.progress.set_val_loss(val_loss, counts=step % self.config.trainer.eval_every == 0)
         self.log.write("eval", step, val_loss=val_loss, seconds=time.perf_counter() - began)
 
-    def save_snapshot(self, is_frequent: bool = False) -> None:
-        """Starts to save a snapshot of this step. A thread writes it while training continues."""
-        header = {
+    def snapshot_header(self) -> dict[str, Any]:
+        """Returns what a snapshot of this step contains, except for the state of model, optimizer and scaler."""
+        return {
             **self.progress.state_dict(),
             "config": config_to_dict(self.config),
             "vocabulary": self.corpus.vocabulary,
             "choices": self.numerics.choices,
-            "learning_rate": self.strategy.optimizer.param_groups[0]["lr"],
+            "learning_rate": learning_rate(self.progress.step, self.last_step, self.config.optimizer),
             "text_sha256": self.corpus.sha256,
         }
+
+    def save_snapshot(self, is_frequent: bool = False) -> None:
+        """Starts to save a snapshot of this step. A thread writes it while training continues."""
+        header = self.snapshot_header()
         self.snapshots.save(header, self.strategy, is_frequent, is_last=self.is_done())
 
     def log_saves(self) -> None:
@@ -323,7 +343,11 @@ class Trainer:
 
     def already_trained(self) -> int:
         """Says that there is nothing to do. Returns the exit status."""
-        logger.info(summary.already_trained(self))
+        logger.info(
+            summary.already_trained(
+                self.resumed_from, self.progress.step, self.config, self.last_step, self.early_end()
+            )
+        )
         self.context.end_collectives()
         self.snapshots.writer.is_idle.wait()
         self.snapshots.remove_frequent()
@@ -351,12 +375,20 @@ class Trainer:
         self.snapshots.remove_frequent()
         is_stopped = not self.is_complete()
         name = signal.Signals(self.stop_signal).name if is_stopped else None
-        self.log.write("stop", step, signal=name, reason=summary.early_end(self))
+        early_end = self.early_end()
+        self.log.write("stop", step, signal=name, reason=early_end)
         if is_stopped:
             logger.info(f"stopped by {name} at step {step}, and saved; the same command resumes")
             return EXIT_STATUS[signal.Signals(self.stop_signal)]
-        logger.info(summary.done(self))
+        file = self.snapshots.storage.file(step)
+        logger.info(summary.done(file, self.config.trainer.run_dir, self.progress, self.timer.elapsed, early_end))
         return 0
+
+    def early_end(self) -> str | None:
+        """Returns why the run has ended before its last step, if trainer.patience is the reason."""
+        if self.progress.step >= self.last_step or not self.is_patience_over():
+            return None
+        return summary.patience_is_over(self.progress.lowest, self.config.trainer.patience)
 
     def close(self) -> None:
         """Closes the files, also after an error, and unlocks the folders."""

@@ -65,20 +65,3 @@ def build_optimizer(
         cls = MuonWithAdamW
         settings["ns_dtype"] = ns_dtype
     return wrapper(groups, cls, **settings) if wrapper else cls(groups, **settings)
-
-
-def state_bytes(model: nn.Module, config: OptimizerConfig) -> int:
-    """Returns the bytes of the optimizer's state, without counters, after a step on the meta device.
-
-    Args:
-        model: model on the meta device
-    """
-    optimizer = build_optimizer(model, config)
-    for group in optimizer.param_groups:
-        group["fused"] = False  # not supported on the meta device
-        group["foreach"] = True  # the second fastest form
-        for parameter in group["params"]:
-            parameter.grad = torch.empty_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
-    return sum(tensor.nbytes for tensors in optimizer.state.values() for tensor in tensors.values() if tensor.dim())

@@ -10,7 +10,7 @@ from mingpt.config.schema import Config
 from mingpt.distributed.agreement import shared_errors
 from mingpt.distributed.context import DistributedContext
 from mingpt.parallel.data_parallel import build_data_parallel
-from mingpt.parallel.memory import check_memory, estimate_memory
+from mingpt.parallel.memory import check_memory
 from mingpt.parallel.strategy import DDP, Strategy
 from mingpt.system.compile_cache import use_compile_cache
 from mingpt.system.device import check_compiler
@@ -31,11 +31,11 @@ def build_strategy(
         UserError: the precision conflicts with the strategy, a compiler is missing, or memory does not suffice.
     """
     refuse(find_precision_conflicts(config, precision))
-    memory = estimate_memory(config, model, context.world_size, precision)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
     with shared_errors(context):
         if config.trainer.compile:
             check_compiler(context.device)
-        check_memory(memory, context.device, context.local_world_size, context.world_size)
+        check_memory(config, num_parameters, context)
     if config.trainer.compile:
         with context.local_rank0_first():
             use_compile_cache(Path(config.trainer.run_dir) / "cache/compiled")
@@ -49,5 +49,4 @@ def build_strategy(
             strategy = build_data_parallel(model, context, config, precision)
             if isinstance(strategy, DDP):
                 strategy.rebuild_buckets(strategy.compute_loss(strategy.model, *example))
-    strategy.description["memory"] = f"{config.distributed.strategy}: {memory}"
     return strategy

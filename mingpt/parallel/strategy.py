@@ -68,7 +68,7 @@ class Strategy(FullState):
         self.config = config
         self.dtype = DTYPES[precision]
         self.device = torch.device("cpu") if config.distributed.cpu_offload else context.device
-        self.description: dict[str, str] = {}
+        self.description: dict[str, str] = {"strategy": config.distributed.strategy}
         self.model: nn.Module = model.to_empty(device=self.device)
         self.full_model: Any = self.model
         self.parameters = dict(model.named_parameters())

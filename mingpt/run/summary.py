@@ -1,147 +1,158 @@
 """Messages about a whole run: at its start, at its end, and if it has already ended."""
 
 import math
-import platform
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor
 
-from mingpt.config.schema import config_to_dict, keys_without_places
+from char_dataset import CharDataset, ValidationDataset
+from mingpt.config.schema import Config, keys_without_places
 from mingpt.config.yaml_format import format_value
-from mingpt.distributed.agreement import all_gather_object, reduce_object
 from mingpt.monitoring.live_line import format_duration
-from mingpt.optim.optimizer import learning_rate
-from mingpt.parallel.memory import MemoryUsage, format_bytes, measure_memory
-from mingpt.parallel.strategy import Strategy
+from mingpt.parallel.memory import format_bytes
+from mingpt.run.progress import Progress
+from mingpt.snapshot.format import Lowest
 from mingpt.snapshot.load import new_run_advice
-from mingpt.system.device import device_kind
-from model import GPT
-
-if TYPE_CHECKING:
-    from trainer import Trainer
+from mingpt.text.corpus import Corpus
 
 
-def start(trainer: "Trainer") -> str:
-    """Returns ranks, choices, text and length of a run, its model, and the changes since its newest snapshot."""
-    context = trainer.context
-    member = f"{platform.node()} {context.device} ({device_kind(context.device)})"
-    devices = all_gather_object(context, member)
-    config = trainer.config
-    cfg = config.trainer
-    progress = trainer.progress
-    T = config.data.block_size
-    windows = len(trainer.train_data)
-    val_windows = len(trainer.val_data)
-    rows = {"backend": context.backend, **trainer.numerics.reasons, **trainer.strategy.description}
-    windows_in_text = trainer.val_data.num_windows_in_text
-    if val_windows < windows_in_text:
-        rows["evaluation"] = f"{val_windows:,} of the {windows_in_text:,} windows of the validation text, evenly spread"
-    rows["text"] = (
-        f"{config.data.path}: {len(trainer.corpus.tokens):,} characters, {len(trainer.corpus.vocabulary)} distinct; "
-        f"{windows:,} training windows"
-    )
-    rows["batch"] = f"{cfg.batch_size} sequences x {T} characters, over all ranks"
-    # Finished steps may have had another batch size.
-    samples = progress.samples + (trainer.last_step - progress.step) * cfg.batch_size
-    if cfg.max_epochs is not None:
-        samples = min(samples, cfg.max_epochs * windows)  # the last batch may be short
-    rows["length"] = f"{trainer.last_step:,} steps = {samples / windows:.2f} epochs"
-    rows["run"] = f"{cfg.run_dir}: kill it at any time, the same command resumes"
+def start(devices: list[str], rows: Mapping[str, str], parameters: Mapping[str, Tensor]) -> str:
+    """Returns a line for each rank, a line for each row, and the layers of the model.
+
+    Args:
+        devices: the device of each rank
+        rows: name -> value
+        parameters: parameters of the model with their full shapes, by name
+    """
     lines = [f"GLOBAL_RANK: {i}, MEMBER: {i + 1}/{len(devices)}  {device}" for i, device in enumerate(devices)]
     lines += [f"{name:<10} {value}" for name, value in rows.items()]
-    with torch.device("meta"):
-        lines.append(model_summary(GPT(trainer.model_config)))
-    if trainer.resumed is not None:
-        lines += _resume_lines(trainer, trainer.resumed)
+    return "\n".join([*lines, model_summary(parameters)])
+
+
+def data_rows(path: str, corpus: Corpus, training: CharDataset, validation: ValidationDataset) -> dict[str, str]:
+    """Returns rows about the text and its windows."""
+    rows = {
+        "text": f"{path}: {len(corpus.tokens):,} characters, {len(corpus.vocabulary)} distinct; {len(training):,} "
+        "training windows"
+    }
+    count = len(validation)
+    in_text = validation.num_windows_in_text
+    if count < in_text:
+        rows["evaluation"] = f"{count:,} of the {in_text:,} windows of the validation text, evenly spread"
+    return rows
+
+
+def length_rows(config: Config, progress: Progress, last_step: int, num_windows: int) -> dict[str, str]:
+    """Returns rows about the batch and the length of a run.
+
+    Args:
+        num_windows: number of windows in an epoch
+    """
+    cfg = config.trainer
+    # Finished steps may have had another batch size.
+    samples = progress.samples + (last_step - progress.step) * cfg.batch_size
+    if cfg.max_epochs is not None:
+        samples = min(samples, cfg.max_epochs * num_windows)  # the last batch may be short
+    return {
+        "batch": f"{cfg.batch_size} sequences x {config.data.block_size} characters, over all ranks",
+        "length": f"{last_step:,} steps = {samples / num_windows:.2f} epochs",
+        "run": f"{cfg.run_dir}: kill it at any time, the same command resumes",
+    }
+
+
+def resumed(path: str, then: dict[str, Any], now: dict[str, Any]) -> str:
+    """Returns lines with the snapshot's file and with the changes in this run since that snapshot was saved.
+
+    Args:
+        path: file of the snapshot
+        then: the snapshot without its tensors
+        now: the same entries of this run
+    """
+    lines = [f"resuming from {path}"]
+    changes = changed_keys(then["config"], now["config"])
+    if changes:
+        lines.append(f"changed since the snapshot: {', '.join(changes)}")
+    if then["text_sha256"] != now["text_sha256"]:
+        lines.append(
+            f"the text has changed: its SHA-256 is {then['text_sha256']} in the snapshot, {now['text_sha256']} now. "
+            "Validation losses do not compare with those before, and may be of text that was trained on: best snapshot "
+            "and trainer.patience start again"
+        )
+    for key, name in (("hardware", "hardware"), ("pytorch", "version of PyTorch")):
+        new = now["choices"][key]
+        old = then["choices"].get(key, new)  # an older snapshot may lack it
+        if old != new:
+            lines.append(f"the {name} has changed: {old} made the snapshot, {new} resumes it, and last bits may differ")
+    old = then["learning_rate"]
+    new = now["learning_rate"]
+    if not math.isclose(old, new, rel_tol=1e-6):
+        lines.append(f"the learning rate of step {now['step']} was {old:.3g}, and is {new:.3g} with this configuration")
     return "\n".join(lines)
 
 
-def _resume_lines(trainer: "Trainer", header: dict[str, Any]) -> Iterator[str]:
-    """Yields lines with the snapshot's file and with the changes in this run since that snapshot was saved."""
-    yield f"resuming from {trainer.resumed_from}"
-    changes = changed_keys(header["config"], config_to_dict(trainer.config))
-    if changes:
-        yield f"changed since the snapshot: {', '.join(changes)}"
-    if (then := header["text_sha256"]) != (now := trainer.corpus.sha256):
-        yield (
-            f"the text has changed: its SHA-256 is {then} in the snapshot, {now} now. Validation losses do not compare "
-            "with those before, and may be of text that was trained on: best snapshot and trainer.patience start again"
-        )
-    for key, name in (("hardware", "hardware"), ("pytorch", "version of PyTorch")):
-        now = trainer.numerics.choices[key]
-        then = header["choices"].get(key, now)  # an older snapshot may lack it
-        if then != now:
-            yield f"the {name} has changed: {then} made the snapshot, {now} resumes it, and last bits may differ"
-    step = trainer.progress.step
-    lr = learning_rate(step, trainer.last_step, trainer.config.optimizer)
-    if not math.isclose(then := header["learning_rate"], lr, rel_tol=1e-6):
-        yield f"the learning rate of step {step} was {then:.3g}, and is {lr:.3g} with this configuration"
+def already_trained(file: str, step: int, config: Config, last_step: int, early_end: str | None) -> str:
+    """Returns why there is nothing to do, and commands.
 
-
-def already_trained(trainer: "Trainer") -> str:
-    step = trainer.progress.step
-    file = trainer.resumed_from
-    end = f"training ends at step {trainer.last_step}"
-    keys = "trainer.max_steps or trainer.max_epochs"
-    if reason := early_end(trainer):
-        end = reason
-        keys = "trainer.patience, or set it to null"
+    Args:
+        file: the newest snapshot
+        step: its step
+        early_end: why the run has ended before `last_step`; None: it has not
+    """
+    keys = "trainer.patience, or set it to null" if early_end else "trainer.max_steps or trainer.max_epochs"
+    end = early_end or f"training ends at step {last_step}"
     return (
         f"already trained: {file} is at step {step}, and {end}. To continue, raise {keys}; to start a new run, "
-        f"{new_run_advice(trainer.config)}.\n{next_commands(file, trainer.config.trainer.run_dir)}"
+        f"{new_run_advice(config)}.\n{next_commands(file, config.trainer.run_dir)}"
     )
 
 
-def early_end(trainer: "Trainer") -> str | None:
-    """Returns why trainer.patience ends the run before max_steps and max_epochs; None: it does not."""
-    progress = trainer.progress
-    if progress.step >= trainer.last_step or not trainer.is_patience_over():
-        return None
+def patience_is_over(lowest: Lowest, patience: int | None) -> str:
     return (
-        f"no evaluation since step {progress.lowest['step']} has had a lower validation loss than "
-        f"{progress.lowest['val_loss']:.4f} (trainer.patience is {trainer.config.trainer.patience})"
+        f"no evaluation since step {lowest['step']} has had a lower validation loss than {lowest['val_loss']:.4f} "
+        f"(trainer.patience is {patience})"
     )
 
 
-def done(trainer: "Trainer") -> str:
-    """Returns duration, validation loss and snapshot of a run that has ended, its best snapshot, and commands."""
-    progress = trainer.progress
-    file = trainer.snapshots.storage.file(progress.step)
-    duration = format_duration(trainer.timer.elapsed)
-    lines = [f"done in {duration}: validation loss {progress.val_loss:.4f}, snapshot {file}"]
-    if reason := early_end(trainer):
-        lines.append(f"ended early: {reason}")
+def done(file: str, run_dir: str, progress: Progress, seconds: float, early_end: str | None) -> str:
+    """Returns duration, validation loss and snapshot of a run that has ended, its best snapshot, and commands.
+
+    Args:
+        file: the last snapshot
+        seconds: duration of the run
+        early_end: why the run has ended before its last step; None: it has not
+    """
+    lines = [f"done in {format_duration(seconds)}: validation loss {progress.val_loss:.4f}, snapshot {file}"]
+    if early_end:
+        lines.append(f"ended early: {early_end}")
     if progress.best["step"] not in (None, progress.step):
         folder = shlex.quote(file.rpartition("/")[0])
         lines.append(
             f"best:       validation loss {progress.best['val_loss']:.4f} at step {progress.best['step']}: "
             f"python sample.py --snapshot {folder} --best"
         )
-    lines.append(next_commands(file, trainer.config.trainer.run_dir))
+    lines.append(next_commands(file, run_dir))
     return "\n".join(lines)
 
 
-def measured_memory(strategy: Strategy) -> str:
-    """Returns the memory between backward and the end of a step on the rank that holds most; all ranks call it."""
-    largest = partial(max, key=lambda each: sum(each.values()))
-    usage = MemoryUsage(**reduce_object(strategy.context, asdict(measure_memory(strategy)), largest))
-    peak = ""
-    if strategy.context.device.type == "cuda":
-        peak = f"; at the peak {format_bytes(torch.cuda.max_memory_allocated())}, activations included"
-    return f"memory measured, on the rank with most: {usage}{peak}"
+def memory(usage: Mapping[str, int]) -> str:
+    """Returns the memory that a step has measured.
+
+    Args:
+        usage: bytes by kind
+    """
+    parts = ", ".join(f"{kind} {format_bytes(number)}" for kind, number in usage.items())
+    total = format_bytes(sum(usage.values()))
+    return f"memory measured, on the rank with most: {total} per rank without activations: {parts}"
 
 
-def model_summary(model: nn.Module) -> str:
-    """Returns a table of the model's layers with their parameters, and the totals."""
+def model_summary(parameters: Mapping[str, Tensor]) -> str:
+    """Returns a table of the layers with their numbers of parameters, and the total."""
     counts: Counter[str] = Counter()
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters.items():
         path, _, _ = name.rpartition(".")
         counts[re.sub(r"\.\d+", ".*", path)] += parameter.numel()
     total = counts.total()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mingpt.config.schema import OptimizerConfig
-from mingpt.optim.optimizer import build_optimizer, learning_rate, state_bytes
+from mingpt.optim.optimizer import build_optimizer, learning_rate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -137,14 +137,3 @@ def test_found_inf_skips_weights_moments_and_counters(steps: int, name: Literal[
     step(undisturbed, reference, seed=101)
     assert equal(full_state(model, optimizer), full_state(undisturbed, reference))
     assert not equal(model.state_dict(), weights)
-
-
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_the_size_of_the_state_is_known_before_training(name: Literal["adamw", "muon"]) -> None:
-    model = network()
-    config = OptimizerConfig(name=name)
-    optimizer = build_optimizer(model, config)
-    set_random_gradients(model, seed=0)
-    optimizer.step()
-    tensors = [tensor for state in optimizer.state.values() for tensor in state.values()]
-    assert state_bytes(model.to("meta"), config) == sum(tensor.nbytes for tensor in tensors if tensor.dim())

@@ -5,7 +5,6 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,11 +12,8 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from mingpt.distributed.agreement import all_gather_object
-from mingpt.parallel.memory import MemoryUsage, estimate_memory, measure_memory
-from model import GPT, Block
+from model import Block
 from tests.helpers import (
-    LARGE_CONFIG,
     NO_DROPOUT,
     assert_equal_snapshots,
     loss_curve,
@@ -162,22 +158,6 @@ def assert_exact_resume(folder: Path, ranks: int, runs: dict[str, Options], devi
         whole, parts = folder / f"{name}-whole", folder / f"{name}-parts"
         assert_equal_snapshots(whole, parts)
         assert loss_curve(whole) == loss_curve(parts)
-
-
-def measure(folder: Path, runs: list[Options]) -> list[tuple[MemoryUsage, list[MemoryUsage]]]:
-    """For `run_ranks`: returns the estimated memory, and the memory of each rank after a step, for a large model."""
-    results = []
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    for i, options in enumerate(runs):
-        argv = run_args(folder / f"{ranks}-{i}", folder / "text.txt", **(options | LARGE_CONFIG))
-        with open_trainer(*argv, rendezvous=i) as trainer:
-            trainer.train_step()
-            with torch.device("meta"):
-                model = GPT(trainer.model_config)
-            estimate = estimate_memory(trainer.config, model, ranks, trainer.numerics.precision)
-            measured = all_gather_object(trainer.context, asdict(measure_memory(trainer.strategy)))
-            results.append((estimate, [MemoryUsage(**values) for values in measured]))
-    return results
 
 
 @contextmanager
