@@ -17,6 +17,7 @@ Dimensions: B sequences, T characters, C = n_embd, H = n_head, V = vocab_size.
 """
 
 import math
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +40,7 @@ Rotary = tuple[Tensor, Tensor]  # factors of rotate() at each position, (T, 2H, 
 
 
 class KVCache:
-    """The state of a block in generation: keys and values of all characters so far, and recent convolution inputs.
+    """The state of generation: keys and values of all characters so far, and recent inputs of convolutions.
 
     Args:
         size: maximum number of characters
@@ -47,21 +48,21 @@ class KVCache:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.length = 0
+        self.length = 0  # characters so far
+        self.keys_values: dict[nn.Module, Tensor] = {}  # of each attention, (2, B, H, size, C/H); `length` are valid
         self.recent: dict[nn.Module, Tensor] = {}  # last inputs of each convolution, (B, conv_kernel_size - 1, C)
-        self.keys_values: Tensor | None = None  # (2, B, H, size, C/H); the first `length` characters are valid
-        self.rotary: Rotary | None = None  # for all `size` positions; all blocks use the one in the first cache
+        self.rotary: Rotary | None = None  # for all `size` positions
 
-    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends keys and values of new characters, (B, H, T, C/H), and returns all, (B, H, length, C/H)."""
-        if self.keys_values is None:
+    def extend(self, layer: nn.Module, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Appends keys and values of new characters, (B, H, T, C/H), and returns all, (B, H, length + T, C/H)."""
+        if layer not in self.keys_values:
             B, H, _, D = keys.shape
-            self.keys_values = keys.new_empty(2, B, H, self.size, D)
-        new = slice(self.length, self.length + keys.size(2))
-        self.keys_values[0, :, :, new] = keys
-        self.keys_values[1, :, :, new] = values
-        self.length = new.stop
-        return self.keys_values[0, :, :, : new.stop], self.keys_values[1, :, :, : new.stop]
+            self.keys_values[layer] = keys.new_empty(2, B, H, self.size, D)
+        end = self.length + keys.size(2)
+        cached = self.keys_values[layer]
+        cached[0, :, :, self.length : end] = keys
+        cached[1, :, :, self.length : end] = values
+        return cached[0, :, :, :end], cached[1, :, :, :end]
 
 
 def build_norm(config: GPTConfig) -> nn.Module:
@@ -132,7 +133,7 @@ class CausalSelfAttention(nn.Module):
         is_causal = True
         if cache is not None:
             is_causal = cache.length == 0  # a single new character attends to all cached ones
-            k, v = cache.extend(k, v)
+            k, v = cache.extend(self, k, v)
         y = attention(q, k, v, self.attn_dropout, is_causal)  # (B, H, T, C/H)
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))
 
@@ -209,17 +210,17 @@ class GPT(nn.Module):
     @property
     def blocks(self) -> list[nn.Module]:
         """The transformer blocks, which are the units of sharding, checkpointing and compilation."""
-        return list(self.transformer["h"].children())
+        return list(self.transformer["h"].children())  # a pipeline stage has a dictionary of some of the blocks
 
     def forward(
-        self, idx: Tensor, targets: Tensor | None = None, caches: list[KVCache] | None = None
+        self, idx: Tensor, targets: Tensor | None = None, cache: KVCache | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Returns logits of the next character at each position, and their mean loss in nats per character.
 
         Args:
             idx: (B, T) characters; T is at most block_size
             targets: (B, T) next characters; positions with IGNORE_INDEX do not count
-            caches: one per block, with the characters before idx
+            cache: the characters before idx; idx is appended
 
         Returns:
             logits (B, T, V), and the mean cross-entropy, or None without targets
@@ -227,14 +228,14 @@ class GPT(nn.Module):
         Raises:
             ValueError: there are more characters than block_size.
         """
-        x = self.embed(idx, caches)
-        x = self.apply_blocks(x, caches)
+        x = self.embed(idx, cache)
+        x = self.apply_blocks(x, cache)
         logits = self.unembed(x)
         return logits, None if targets is None else cross_entropy(logits, targets)
 
-    def embed(self, idx: Tensor, caches: list[KVCache] | None = None) -> Tensor:
+    def embed(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
         """(B, T) characters -> (B, T, C)"""
-        start = caches[0].length if caches else 0
+        start = cache.length if cache else 0
         end = start + idx.size(1)
         if end > self.config.block_size:
             raise ValueError(f"{end} characters, but the context window (block_size) is {self.config.block_size}")
@@ -245,18 +246,20 @@ class GPT(nn.Module):
             x = x + self.transformer["wpe"](torch.arange(start, end, device=idx.device))
         return self.transformer["drop"](x)
 
-    def apply_blocks(self, x: Tensor, caches: list[KVCache] | None = None) -> Tensor:
+    def apply_blocks(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
         """(B, T, C) -> (B, T, C)"""
-        rotary = self.rotary_factors(x, caches[0] if caches else None)
-        for i, block in enumerate(self.blocks):
-            x = block(x, rotary, caches[i] if caches else None)
+        rotary = self.rotary_factors(x, cache)
+        for block in self.blocks:
+            x = block(x, rotary, cache)
+        if cache is not None:
+            cache.length += x.size(1)
         return x
 
     def rotary_factors(self, x: Tensor, cache: KVCache | None) -> Rotary | None:
         """Returns the rotations of x, (B, T, C), after the characters in the cache; None with learned positions.
 
         A training step computes the table: as a buffer, it would have to be filled after the model leaves the meta
-        device. In generation, its ten operations for each new character would take 7% of the time.
+        device. In generation, its ten operations for each new character would take 12% of the time.
         """
         if not self.is_nanochat:
             return None
@@ -288,6 +291,67 @@ class GPT(nn.Module):
             return LOGIT_CAP * torch.tanh(self.lm_head(x).to(x.dtype) / LOGIT_CAP)  # autocast multiplies in bf16
         return F.linear(x, self.transformer["wte"].weight)  # type: ignore[arg-type]
 
-    def new_kv_caches(self) -> list[KVCache]:
-        """Returns empty caches, one per block."""
-        return [KVCache(self.config.block_size) for _ in self.blocks]
+    @torch.no_grad()  # not inference_mode, because FSDP does not accept its tensors; callers without FSDP may enter it
+    def generate(
+        self,
+        idx: Tensor,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Iterator[Tensor]:
+        """Yields the next characters (B,), one position at a time. Leaves the model in eval mode.
+
+        Keys and values are cached until the window is full. From then on the window slides, which changes all
+        positions, so each character takes a pass over the whole window.
+
+        Args:
+            idx: prompts of one length (B, T), on the model's device; only the last block_size characters are used
+            temperature: divisor of the logits; 0 selects the most likely character
+            top_k: sample from the k most likely characters only
+            top_p: sample from the fewest characters whose probabilities add up to this (Holtzman et al., "The Curious
+                Case of Neural Text Degeneration", 2020)
+        """
+        self.eval()
+        block_size = self.config.block_size
+        window = uncached = idx[:, -block_size:]
+        cache = KVCache(block_size)
+        for _ in range(max_new_tokens):
+            if cache.length == block_size:
+                cache = KVCache(block_size)
+                uncached = window
+            logits, _ = self(uncached, cache=cache)
+            tokens = sample(logits[:, -1].float(), temperature, top_k, top_p, generator)
+            uncached = tokens[:, None]
+            window = torch.cat((window, uncached), 1)[:, -block_size:]
+            yield tokens
+
+    def flops_per_token(self) -> int:
+        """Returns the floating-point operations of forward and backward per token of a full window.
+
+        6 per weight in a matrix product, and 12 n_layer n_embd T for attention, including the masked half (Chowdhery et
+        al., "PaLM", 2022, appendix B).
+        """
+        config = self.config
+        weights = sum(parameter.numel() for parameter in self.transformer["h"].parameters() if parameter.dim() > 1)
+        weights += config.vocab_size * config.n_embd  # the head
+        return 6 * weights + 12 * config.n_layer * config.n_embd * config.block_size
+
+
+def sample(
+    logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None
+) -> Tensor:
+    """Samples characters (B,) from logits (B, V)."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    logits = logits / temperature
+    if top_k is not None:
+        smallest = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
+        logits = logits.masked_fill(logits < smallest, -math.inf)
+    probs = logits.softmax(-1)
+    if top_p is not None:
+        sorted_probs, order = probs.sort(descending=True)
+        preceding = sorted_probs.cumsum(-1) - sorted_probs  # 0 for the most likely character, which is always kept
+        probs = probs.masked_fill((preceding >= top_p).gather(-1, order.argsort(-1)), 0.0)
+    return torch.multinomial(probs, 1, generator=generator)[:, 0]

@@ -14,7 +14,6 @@ import torch
 from mingpt.config.parser import default_snapshot_path
 from mingpt.errors import UserError
 from mingpt.monitoring.logging import configure_logging
-from mingpt.nn.generation import generate
 from mingpt.program import run_program
 from mingpt.snapshot.load import load_pretrained
 from mingpt.system.torch_versions import check_torch_version
@@ -87,7 +86,7 @@ def run(argv: Sequence[str]) -> None:
     idx = torch.tensor([encode(prompt, vocabulary, "--prompt")])  # (1, T)
     print(prompt, end="", flush=True)
     generator = torch.Generator().manual_seed(args.seed)
-    for token in generate(model, idx, args.max_new_tokens, args.temperature, args.top_k, args.top_p, generator):
+    for token in model.generate(idx, args.max_new_tokens, args.temperature, args.top_k, args.top_p, generator):
         print(vocabulary[int(token)], end="", flush=True)
     if sys.stdout.isatty():  # so that the shell's prompt begins a line; elsewhere, only the text is written
         print()

@@ -22,7 +22,6 @@ from mingpt.errors import UserError
 from mingpt.monitoring.logging import logger
 from mingpt.monitoring.profiler import profile_steps
 from mingpt.monitoring.run_log import RunLog, StepTimer
-from mingpt.nn.flops import gpu_metrics
 from mingpt.optim.finite_guard import FiniteGuard
 from mingpt.optim.optimizer import learning_rate
 from mingpt.parallel.build import build_strategy
@@ -35,7 +34,7 @@ from mingpt.run.start import adopt_snapshot, initial_weights, load_corpus, lock_
 from mingpt.run.wait_policy import adaptive_wait_policy
 from mingpt.snapshot.load import check_vocabulary
 from mingpt.snapshot.manager import SnapshotManager
-from mingpt.system.device import device_kind
+from mingpt.system.device import device_kind, gpu_metrics
 from mingpt.system.signals import EXIT_STATUS, SignalHandler
 from model import GPT
 
@@ -101,6 +100,7 @@ class Trainer:
         self.model_config = GPTConfig(**asdict(config.model), vocab_size=vocab_size, block_size=config.data.block_size)
         with torch.device("meta"):  # the full model may not fit into memory
             model = GPT(self.model_config)
+        self.flops_per_token = model.flops_per_token()
         self.strategy = build_strategy(config, model, context, self.numerics.precision, self.train_data[[0]])
         self.model = self.strategy.full_model
         self.progress = Progress()
@@ -293,14 +293,14 @@ class Trainer:
     def train_row(self, result: StepResult) -> dict[str, Any]:
         """Returns the values of a step's row in the log."""
         speed = self.timer.tokens_per_second(self.progress.samples, self.train_data.block_size)
-        gpu_speed = speed / self.context.world_size
+        flops = speed / self.context.world_size * self.flops_per_token
         return {
             "learning_rate": result.learning_rate,
             "grad_norm": result.grad_norm.item(),
             "tokens_per_second": speed,
             "world_size": self.context.world_size,
             "restart_count": self.context.restart_count,
-            **gpu_metrics(self.context.device, self.numerics.precision, self.model_config, gpu_speed),
+            **gpu_metrics(self.context.device, self.numerics.precision, flops),
         }
 
     # Evaluation, saving, the end

@@ -13,8 +13,6 @@ from benchmarks.collectives import collectives
 from benchmarks.harness import MEDIUM, SMALL, Bench, Row, median_row, suppress_stdout
 from benchmarks.learning import time_to_loss
 from mingpt.config.schema import MAX_STEPS
-from mingpt.nn.flops import flops_per_sequence
-from mingpt.nn.generation import generate
 from mingpt.parallel.strategy import DTYPES
 from mingpt.run.wait_policy import passive_wait_policy
 from mingpt.system.device import device_kind
@@ -201,7 +199,7 @@ def _sampling_row(bench: Bench, shape: dict[str, int]) -> Row:
             text = torch.cat((text, new), 1)
 
     def cached() -> None:
-        for _ in generate(model, prompt[None], T - 1):
+        for _ in model.generate(prompt[None], T - 1):
             pass
 
     size = f"{model.config.n_layer} layers {model.config.n_embd} wide"
@@ -219,7 +217,7 @@ def speed(bench: Bench) -> Iterator[Row]:
     size = 8192 if bench.is_on_gpu else 1024
     matrix = torch.randn(size, size, dtype=DTYPES[precision], device=bench.context.device)
     ratios = bench.ratio(lambda: matrix @ matrix, trainer.train_step)
-    products = batch_size * flops_per_sequence(trainer.model_config) / (2 * size**3)
+    products = batch_size * trainer.model_config.block_size * trainer.flops_per_token / (2 * size**3)
     what = f"MFU: FLOP/s of a step / of a {size} x {size} matrix product, {how}"
     yield median_row(what, [100 * products * ratio for ratio in ratios], "%")
     if bench.is_on_gpu:

@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from mingpt.config.schema import GPTConfig, OptimizerConfig
 from mingpt.nn.layers import IGNORE_INDEX
@@ -234,11 +236,21 @@ def test_dropout_applies_to_embeddings_attention_and_both_branches(options: dict
 @all_architectures
 def test_logits_with_a_kv_cache_equal_those_of_one_pass(options: dict[str, Any]) -> None:
     model, idx = random_gpt(**options), random_tokens(3, T)
-    caches = [KVCache(T), KVCache(T)]
-    parts = [model(part, caches=caches)[0] for part in idx.split([3, 1, 1, 1, 1, 1], 1)]
+    cache = KVCache(T)
+    parts = [model(part, cache=cache)[0] for part in idx.split([3, 1, 1, 1, 1, 1], 1)]
     assert torch.allclose(torch.cat(parts, 1), model(idx)[0], rtol=0, atol=1e-10)
-    assert [cache.length for cache in caches] == [T, T]
+    assert cache.length == T
     with pytest.raises(ValueError, match=f"{T + 1} characters"):
-        model(idx[:, :1], caches=caches)
+        model(idx[:, :1], cache=cache)
     with pytest.raises(ValueError, match=rf"{T + 1} characters.*block_size\) is {T}"):
         model(random_tokens(1, T + 1))
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "nanochat"])
+def test_flops_are_those_that_pytorch_counts(architecture: str) -> None:
+    model, idx = small_gpt(architecture=architecture), random_tokens(1, T)
+    # With fused attention kernels, the scores that backward recomputes would be counted twice.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        _, loss = model(idx, idx)
+        torch.autograd.grad(loss, list(model.parameters()))
+    assert T * model.flops_per_token() == counter.get_total_flops()

@@ -56,11 +56,11 @@ class GPTStage(GPT):
             del self.lm_head
         self.transformer = nn.ModuleDict({name: module for name, module in self.transformer.items() if name in kept})
 
-    def forward(self, x: Tensor, caches: list[KVCache] | None = None) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:  # type: ignore[override]
         """(B, T) characters in the first stage, else (B, T, C) -> logits (B, T, V) in the last stage, else (B, T, C)"""
         if self.is_first:
-            x = self.embed(x, caches)
-        x = self.apply_blocks(x, caches)
+            x = self.embed(x, cache)
+        x = self.apply_blocks(x, cache)
         return self.unembed(x) if self.is_last else x
 
     def io_shapes(self, batch_size: int) -> tuple[Tensor, Tensor]:
@@ -241,15 +241,16 @@ class PipelinedModel(nn.Module):
         self.stage_model = stage_model
         self.pipeline = pipeline
         self.config = stage_model.config
-        self.new_kv_caches = stage_model.new_kv_caches
 
-    def forward(self, idx: Tensor, targets: None = None, caches: list[KVCache] | None = None) -> tuple[Tensor, None]:
+    generate = GPT.generate
+
+    def forward(self, idx: Tensor, targets: None = None, cache: KVCache | None = None) -> tuple[Tensor, None]:
         """(B, T) characters -> logits (B, T, V), on each rank"""
         x = idx
         last = self.pipeline.world_size - 1
         for stage in range(self.pipeline.world_size):
             if stage == self.pipeline.rank:
-                x = self.stage_model(x, caches).float()
+                x = self.stage_model(x, cache).float()
             else:
                 width = self.config.vocab_size if stage == last else self.config.n_embd
                 x = torch.empty(*idx.shape, width, device=idx.device)

@@ -6,7 +6,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from char_dataset import ValidationDataset
 from mingpt.config.schema import TrainerConfig
-from mingpt.nn.generation import generate
 from mingpt.parallel.strategy import Strategy
 from mingpt.text.corpus import encode
 
@@ -72,6 +71,6 @@ def generate_sample(strategy: Strategy, vocabulary: str, prompt: str, seed: int)
     idx = torch.tensor([encode(prompt, vocabulary, "trainer.sample_prompt")], device=device)  # (1, T)
     # The cache grows with each character. torch.compile would compile each new shape, and cuDNN would plan it.
     with strategy.autocast(), torch.compiler.set_stance("force_eager"), sdpa_kernel(NOT_CUDNN):
-        text = [int(new) for new in generate(model, idx, SAMPLE_LENGTH, temperature=0.8, generator=generator)]
+        text = [int(new) for new in model.generate(idx, SAMPLE_LENGTH, temperature=0.8, generator=generator)]
     model.train()
     return prompt + "".join(vocabulary[token] for token in text)

@@ -18,6 +18,28 @@ from mingpt.errors import UserError
 from mingpt.system.cgroup import memory_limit
 from mingpt.system.torch_versions import cpu_capabilities
 
+# Peak performance by the name of the GPU in PyTorch, in 1e12 FLOP/s: of 16-bit matrix products accumulated in fp32, and
+# of fp32 without TF32. Both are without sparsity, which doubles the numbers in many data sheets. The sources are data
+# sheets of NVIDIA and, for GeForce, appendix A of the white papers on GA102 and AD102.
+PEAK_TFLOPS = {
+    "Tesla V100-SXM2-16GB": (125.0, 15.7),
+    "Tesla V100-SXM2-32GB": (125.0, 15.7),
+    "Tesla T4": (65.0, 8.1),
+    "NVIDIA A10": (125.0, 31.2),
+    "NVIDIA A100-SXM4-40GB": (312.0, 19.5),
+    "NVIDIA A100-SXM4-80GB": (312.0, 19.5),
+    "NVIDIA A100-PCIE-40GB": (312.0, 19.5),
+    "NVIDIA A100 80GB PCIe": (312.0, 19.5),
+    "NVIDIA L4": (121.0, 30.3),
+    "NVIDIA L40S": (362.05, 91.6),
+    "NVIDIA H100 80GB HBM3": (989.5, 67.0),
+    "NVIDIA H100 PCIe": (756.5, 51.0),
+    "NVIDIA H100 NVL": (835.5, 60.0),
+    "NVIDIA H200": (989.5, 67.0),
+    "NVIDIA B200": (2250.0, 75.0),
+    "NVIDIA GeForce RTX 3090": (71.0, 35.6),
+    "NVIDIA GeForce RTX 4090": (165.2, 82.6),
+}
 NCCL_BYTES = 2**30  # buffers of a communicator; 688 MB on four A100 (https://github.com/NVIDIA/nccl/issues/964)
 
 
@@ -131,6 +153,25 @@ def memory_per_rank(device: torch.device, local_world_size: int, world_size: int
         return max(0, free + cached - NCCL_BYTES * (world_size > 1))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min(memory, memory_limit() or memory) // local_world_size
+
+
+def gpu_metrics(device: torch.device, precision: str, flops_per_second: float) -> dict[str, float]:
+    """Returns metrics of this rank's GPU for a train row, without waiting for the GPU. It is empty for other devices.
+
+    Args:
+        flops_per_second: operations of the model per second on this GPU
+
+    Returns:
+        memory: peak of the memory allocated by PyTorch since the start, in GiB
+        mfu: model FLOPs utilization, from 0 to 1; left out unless the GPU's peak is listed in PEAK_TFLOPS
+    """
+    if device.type != "cuda":
+        return {}
+    metrics = {"memory": torch.cuda.max_memory_allocated(device) / 2**30}
+    peaks = PEAK_TFLOPS.get(device_kind(device))
+    if peaks is not None:
+        metrics["mfu"] = flops_per_second / (1e12 * peaks[precision == "fp32"])
+    return metrics
 
 
 def set_deterministic(device: torch.device) -> None:

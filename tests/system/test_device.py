@@ -16,6 +16,7 @@ from mingpt.system.device import (
     check_compiler,
     choose_device,
     choose_precision,
+    gpu_metrics,
     has_bf16,
     memory_per_rank,
     set_deterministic,
@@ -204,6 +205,16 @@ def test_a_rank_may_use_what_is_free_on_its_gpu_less_nccls_buffers(monkeypatch: 
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5 * 2**30)  # PyTorch reuses the free part of it
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3 * 2**30)
     assert memory_per_rank(GPU, local_world_size=1, world_size=1) == free[0] + 2 * 2**30
+
+
+def test_mfu_is_given_where_the_peak_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 2**29)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    assert gpu_metrics(GPU, "fp16", 65e12 / 4) == {"memory": 1.5, "mfu": pytest.approx(0.25)}
+    assert gpu_metrics(GPU, "fp32", 8.1e12)["mfu"] == pytest.approx(1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3 MIG 1g.10gb")
+    assert gpu_metrics(GPU, "fp16", 65e12) == {"memory": 1.5}
+    assert gpu_metrics(CPU, "fp32", 65e12) == {}
 
 
 def test_deterministic_on_a_gpu_excludes_nvls_and_does_not_fill_new_tensors(tmp_path: Path) -> None:

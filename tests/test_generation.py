@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from mingpt.nn.generation import generate
 from model import GPT
 from tests.helpers import T, V, random_gpt, random_tokens, small_gpt
 
@@ -16,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def generate_all(model: GPT, idx: Tensor, number: int, **options: Any) -> Tensor:
     """Returns new characters (B, number) for prompts (B, T)."""
-    return torch.stack(list(generate(model, idx, number, **options)), 1)
+    return torch.stack(list(model.generate(idx, number, **options)), 1)
 
 
 def generate_without_cache(model: GPT, idx: Tensor, number: int, generator: torch.Generator | None = None) -> Tensor:
@@ -48,7 +47,7 @@ def test_greedy_text_is_the_same_with_and_without_a_cache_and_has_no_dropout(
     assert len(expected.unique()) >= 2  # constant text would be equal by chance
     for options in ({"temperature": 0}, {"top_k": 1}, {"top_p": 1e-9}):
         assert torch.equal(generate_all(model, idx, 3 * T, **options), expected)
-    assert list(generate(model, idx, 0)) == []
+    assert list(model.generate(idx, 0)) == []
 
 
 @pytest.mark.parametrize("prompt", [1, T + 5])
