@@ -40,7 +40,7 @@ def read_run(folder: Path) -> Run:
     """Reads the metrics of a run folder; raises a UserError if it is not a run folder, or does not have a loss yet."""
     file = folder / "metrics.jsonl"
     try:
-        rows = [row for row in iter_metrics(file) if row is not None]
+        rows = list(iter_metrics(file))
     except OSError as error:
         raise UserError(
             f"{file} can't be read: {error.strerror}; name the trainer.run_dir of a run that has begun"

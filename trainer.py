@@ -262,7 +262,7 @@ class Trainer:
         if due.log or (is_cpu and self.context.world_size == 1):
             loss = self.strategy.mean_loss(result.losses).item()
             self.guard.check_value(step, "loss", loss)
-        self.log.line.advance(step, loss)
+        self.log.advance(step, loss)
         if due.log:
             row = self.train_row(result)
         with self.timer.pause():  # tokens per second are of steps only
@@ -309,8 +309,7 @@ class Trainer:
         """Computes and logs the validation loss of this step."""
         began = time.perf_counter()
         step = self.progress.step
-        self.log.line.fields["val"] = "evaluating"
-        self.log.line.refresh()
+        self.log.show("val", "evaluating")
         val_loss = evaluate(self.strategy, self.val_data, evaluation_batch_size(self.config.trainer))
         self.guard.check_value(step, "validation loss", val_loss)
         self.progress.set_val_loss(val_loss, counts=step % self.config.trainer.eval_every == 0)
@@ -339,7 +338,7 @@ class Trainer:
                 self.log.write("snapshot", result.step, **result.row)
             if result.error is None:
                 self.progress.best = result.best
-                self.log.line.show_save()
+                self.log.show("saved", str(result.step))
 
     def already_trained(self) -> int:
         """Says that there is nothing to do. Returns the exit status."""

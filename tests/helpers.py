@@ -336,18 +336,9 @@ def read_log(file: Path) -> str:
     return re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  ", "", file.read_text(), flags=re.MULTILINE)
 
 
-def read_metrics(file: Path) -> tuple[list[dict[str, Any]], int]:
-    """Returns the rows of a metrics.jsonl, and the number of its other lines. See `iter_metrics`."""
-    lines = list(iter_metrics(file))
-    rows = [row for row in lines if row is not None]
-    return rows, len(lines) - len(rows)
-
-
 def read_rows(run_dir: Path, event: str = "train") -> list[dict]:
-    """Returns the complete rows of metrics.jsonl with this event."""
-    rows, others = read_metrics(run_dir / "metrics.jsonl")
-    assert not others
-    return [row for row in rows if row["event"] == event]
+    """Returns the rows of metrics.jsonl with this event."""
+    return [row for row in iter_metrics(run_dir / "metrics.jsonl") if row["event"] == event]
 
 
 def list_snapshots(run_dir: Path) -> list[str]:

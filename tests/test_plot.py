@@ -54,10 +54,9 @@ def test_curves_and_restarts_are_read_from_the_rows(folder: Path, runs: list[Run
     assert [run.restarts for run in runs] == [[], [6]]
 
 
-def test_lines_that_are_not_rows_and_values_that_are_null_are_left_out(tmp_path: Path) -> None:
+def test_torn_rows_and_values_that_are_null_are_left_out(tmp_path: Path) -> None:
     lines = [row("train", step, loss=value) for step, value in enumerate((1.5, None, 2))]
-    torn = row("train", 10, loss=3)[:-1]
-    run = write_metrics(tmp_path / "run", "null\n", *lines, "abc\n", row("train", 9), torn)
+    run = write_metrics(tmp_path / "run", *lines, row("train", 9), row("train", 10, loss=3)[:-3])
     assert read_run(run).curves["loss"] == ([0, 2], [1.5, 2])
 
 

@@ -1,85 +1,88 @@
-"""The live line on a terminal, and options of progress bars."""
+"""What a terminal or a pipe shows of a run, and options of progress bars."""
 
-import math
-import os
 import sys
 import time
+from collections.abc import Mapping
+from textwrap import indent
 from threading import RLock
 from typing import Any
 
 from tqdm import tqdm
 
+from mingpt.monitoring.logging import logger
+
 # Arguments of tqdm for a bar that appears on a terminal after a second and is removed at the end.
 BAR_OPTIONS: dict[str, Any] = {"unit_scale": True, "delay": 1, "disable": None, "leave": False}
 
-CELL_INTERVAL = 1.0  # seconds between updates in a notebook's cell, which keeps all output
+# Fields of the live line, the most important first, since tqdm cuts the line at the terminal's width.
+FIELDS = ("loss", "left", "val", "tok/s", "saved")
 
 # The default lock includes a semaphore of multiprocessing. Python 3.14 reports it as leaked after `exit_process`.
 tqdm.set_lock(RLock())
 
 
-def format_duration(seconds: float) -> str:
-    """Formats seconds as `m:ss` or `h:mm:ss`."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+class Terminal:
+    """Log lines, and a live line if stdout is a terminal. Train rows are shown in one of the two.
 
-
-class LiveLine(tqdm):
-    """The live line: steps, a bar in the remaining width, losses, speed, time left and the last snapshot's age.
-
-    It follows the terminal's width. Training runs from `step` to `last_step`. `n` is the newest step.
+    Args:
+        step: the step at which this process starts
     """
 
-    is_active = False  # whether this process shows a live line
+    name = "the terminal"
 
-    def __init__(self, step: int, last_step: int, is_shown: bool) -> None:
+    def __init__(self, step: int, last_step: int) -> None:
         self.first_step = step
         self.last_step = last_step
-        self.fields: dict[str, str] = {}  # texts by name: loss, val, speed
         self.started = time.monotonic()
-        self.saved_at = math.inf
-        LiveLine.is_active = is_shown
-        super().__init__(
+        self.fields: dict[str, str] = {}
+        self.bar = tqdm(
             total=last_step,
             initial=step,
+            bar_format="{n_fmt}/{total_fmt} {bar}{postfix}",
             dynamic_ncols=True,
-            bar_format="{n_fmt}/{total_fmt} {bar} {status}",
+            mininterval=0.5,  # a notebook's cell keeps all output
+            disable=None,  # if stdout is not a terminal
             file=sys.stdout,
-            disable=not is_shown,
         )
-        if "JPY_PARENT_PID" in os.environ:  # the `!` of a notebook, which has a terminal
-            self.mininterval = CELL_INTERVAL
+
+    def time_left(self, step: int) -> str:
+        """Returns the time until the last step at the average pace so far, including pauses."""
+        pace = (time.monotonic() - self.started) / (step - self.first_step)
+        return tqdm.format_interval(pace * (self.last_step - step))
 
     def advance(self, step: int, loss: float | None) -> None:
+        """Shows a finished step in the live line, at most twice a second."""
+        if self.bar.disable:
+            return
         if loss is not None:
-            self.fields["loss"] = f"loss {loss:.3f}"
-        self.update(step - self.n)
-        self.n = step  # `update` does nothing if nothing is shown
+            self.fields["loss"] = f"{loss:.3f}"
+        self.show("left", self.time_left(step), refresh=False)
+        self.bar.update(step - self.bar.n)
 
-    def show_save(self) -> None:
-        """Shows that a snapshot has been saved now."""
-        self.saved_at = time.monotonic()
+    def show(self, field: str, text: str, refresh: bool = True) -> None:
+        """Shows a field in the live line."""
+        self.fields[field] = text
+        self.bar.set_postfix({name: self.fields[name] for name in FIELDS if name in self.fields}, refresh)
 
-    def time_left(self) -> str:
-        """Returns the time until the last step at the average pace so far, including pauses."""
-        pace = (time.monotonic() - self.started) / max(1, self.n - self.first_step)
-        return format_duration(pace * (self.last_step - self.n))
-
-    @property
-    def format_dict(self) -> dict[str, Any]:
-        """The values for `bar_format`. tqdm reads them at each refresh."""
-        values = super().format_dict
-        fields = dict(self.fields)
-        if self.n > self.first_step:
-            fields["left"] = f"{self.time_left()} left"
-        if (age := time.monotonic() - self.saved_at) >= 0:
-            fields["saved"] = f"saved {format_duration(age)} ago"
-        # The most important first, since tqdm cuts the line at the terminal's width.
-        names = ("loss", "left", "val", "speed", "saved")
-        return {**values, "status": " ".join(fields[name] for name in names if name in fields)}
+    def write(self, event: str, step: int, values: Mapping[str, Any]) -> None:
+        if event == "train":
+            speed = values["tokens_per_second"]
+            self.show("tok/s", tqdm.format_sizeof(speed))
+            if self.bar.disable:
+                logger.info(
+                    f"step {step:>{len(str(self.last_step))}}/{self.last_step}  loss {values['loss']:.4f}  "
+                    f"lr {values['learning_rate']:.2e}  grad_norm {values['grad_norm']:.2f}  "
+                    f"{speed:,.0f} tokens/s  {self.time_left(step)} left"
+                )
+        elif event == "eval":
+            val_loss = values["val_loss"]
+            self.show("val", f"{val_loss:.3f}")
+            logger.info(f"step {step}: validation loss {val_loss:.4f} nats per character ({values['seconds']:.1f} s)")
+        elif event == "sample":
+            # Some characters would move the cursor.
+            shown = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in values["text"])
+            logger.info(f"step {step} writes:\n{indent(shown.strip(), '    ')}")
 
     def close(self) -> None:
-        """Ends the line and leaves it on the terminal."""
-        LiveLine.is_active = False
-        super().close()
+        """Ends the live line and leaves it on the terminal."""
+        self.bar.close()

@@ -10,8 +10,6 @@ from typing import Literal, TextIO
 
 from tqdm import tqdm
 
-from mingpt.monitoring.live_line import LiveLine
-
 logger = logging.getLogger("mingpt")
 
 
@@ -30,7 +28,7 @@ class _TqdmHandler(logging.Handler):
         if record.levelno >= logging.WARNING:
             stream = sys.stderr
             message = f"{record.levelname.lower()}: {message}"
-            if stream.isatty() and not LiveLine.is_active:
+            if stream.isatty():
                 message = f"\r\x1b[K{message}"  # overwrites another rank's live line, which is redrawn below
             is_file = _is_log_file(stream)
         else:

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
+from tqdm import tqdm
 
 from char_dataset import CharDataset, ValidationDataset
 from mingpt.config.schema import Config, keys_without_places
 from mingpt.config.yaml_format import format_value
-from mingpt.monitoring.live_line import format_duration
 from mingpt.parallel.memory import format_bytes
 from mingpt.run.progress import Progress
 from mingpt.snapshot.format import Lowest
@@ -125,7 +125,7 @@ def done(file: str, run_dir: str, progress: Progress, seconds: float, early_end:
         seconds: duration of the run
         early_end: why the run has ended before its last step; None: it has not
     """
-    lines = [f"done in {format_duration(seconds)}: validation loss {progress.val_loss:.4f}, snapshot {file}"]
+    lines = [f"done in {tqdm.format_interval(seconds)}: validation loss {progress.val_loss:.4f}, snapshot {file}"]
     if early_end:
         lines.append(f"ended early: {early_end}")
     if progress.best["step"] not in (None, progress.step):

@@ -88,7 +88,7 @@ class Run:
     def rows(self, *events: str) -> list[dict[str, Any]]:
         """Returns the rows of metrics.jsonl with these events so far."""
         with suppress(FileNotFoundError):
-            rows = filter(None, iter_metrics(self.run_dir / "metrics.jsonl"))
+            rows = iter_metrics(self.run_dir / "metrics.jsonl")
             return [row for row in rows if row["event"] in events]
         return []
 

@@ -20,12 +20,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from mingpt.config.schema import Config, TrainerConfig
 from mingpt.errors import UserError
 from mingpt.monitoring.logging import configure_logging
-from mingpt.monitoring.run_log import MetricsFile, RunLog, StepTimer
-from tests.helpers import loss_curve, read_metrics, read_rows, run_args, run_ranks, train_main, write_text
+from mingpt.monitoring.run_log import MetricsFile, RunLog, StepTimer, iter_metrics
+from tests.helpers import ROOT, loss_curve, read_rows, run_args, run_ranks, train_main, wait_until, write_text
 
-FULL_DEVICE = Path("/dev/full")
 VALUES = {"loss": 1.5, "learning_rate": 0.1, "grad_norm": 1.0, "tokens_per_second": 1.0}
-needs_full_device = pytest.mark.skipif(not FULL_DEVICE.exists(), reason="needs a device that is always full")
 
 
 def open_log(folder: Path) -> RunLog:
@@ -50,9 +48,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_rows_of_a_run_are_complete_and_in_order(trained: Path) -> None:
-    rows, others = read_metrics(trained / "run/metrics.jsonl")
-    assert not others
-    assert not re.search("NaN|Infinity", (trained / "run/metrics.jsonl").read_text())  # strict JSON has neither
+    content = (trained / "run/metrics.jsonl").read_text()
+    assert not re.search("NaN|Infinity", content)  # strict JSON has neither
+    rows = list(map(json.loads, content.splitlines()))
     assert all(list(row)[:3] == ["event", "step", "time"] for row in rows)
     times = [(trained / "text.txt").stat().st_mtime, *(row["time"] for row in rows), time.time()]
     assert times == sorted(times)
@@ -64,6 +62,8 @@ def test_rows_of_a_run_are_complete_and_in_order(trained: Path) -> None:
 
 
 def test_fields_of_each_event(trained: Path) -> None:
+    documented = set(re.findall(r'["`](\w+)["`]', (ROOT / "docs/monitoring.md").read_text()))
+    assert {name for row in iter_metrics(trained / "run/metrics.jsonl") for name in row} <= documented
     base, positive = {"event", "step", "time"}, ("loss", "grad_norm", "tokens_per_second")
     for row in read_rows(trained / "run"):
         assert set(row) == base | {*positive, "learning_rate", "world_size", "restart_count"}
@@ -106,21 +106,17 @@ def test_a_row_has_the_loss_of_its_step_and_the_last_step_has_a_row(trained: Pat
 
 
 def test_a_resumed_run_has_each_row_once_in_file_and_tensorboard(text: Path, tmp_path: Path) -> None:
-    """Two ranks end at step 8 in a torn row; one rank, with a clock two days behind, resumes from step 6."""
+    """Two ranks end at step 8 in a torn row, and one rank resumes from step 6."""
     run = tmp_path / "run"
     argv = run_args(run, text, trainer__sample_every=6, optimizer__decay_steps=12)
     assert run_ranks(2, train_main, *argv, "--trainer.max_steps", "8", tmp_path=tmp_path) == [0, 0]
     (run / "snapshots/step_00000008.pt").unlink()
-    kept = [row for row in read_metrics(run / "metrics.jsonl")[0] if row["step"] <= 6]
-    [events] = run.glob("events.*")
-    stamp = events.name.split(".")[3]
-    events.rename(run / events.name.replace(stamp, str(int(stamp) + 2 * 86400)))
+    kept = [row for row in iter_metrics(run / "metrics.jsonl") if row["step"] <= 6]
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"event": "train", "step": 4, "ti')
     assert run_ranks(1, train_main, *argv, tmp_path=tmp_path) == [0]
 
-    rows, others = read_metrics(run / "metrics.jsonl")
-    assert not others
+    rows = list(map(json.loads, (run / "metrics.jsonl").read_text().splitlines()))
     assert rows[: len(kept)] == kept
     assert (rows[len(kept)]["event"], rows[len(kept)]["step"]) == ("start", 6)
     assert [step for step, _ in loss_curve(run)] == list(range(1, 13))
@@ -141,14 +137,12 @@ def test_a_resumed_run_has_each_row_once_in_file_and_tensorboard(text: Path, tmp
     assert samples | expected == samples  # TensorBoard hides scalars of removed steps, but not their texts
 
 
-@pytest.mark.parametrize("torn", ['{"event": "train", "step": 1}', '{"event": "tr', "\0\0\0", "{", ""])
-def test_lines_that_are_no_rows_are_counted_and_removed_on_resume(torn: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("torn", ['{"event": "tr', "\0\0\0", "{", ""])
+def test_torn_rows_are_removed_on_resume(torn: str, tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     rows = [{"event": "start", "step": 0, "time": 1.5}, {"event": "train", "step": 1, "loss": 0.1 + 0.2}]
-    others = ["null", "[]", "abc", "", '{"step": 1}', '{"event": "train", "step": "1"}', "\0\0", "[" * 100_000]
-    others += ['{"event": "train", "step": -1}', '{"event": "train", "step": 100000000}']
-    file.write_text("\n".join([json.dumps(rows[0]), *others, json.dumps(rows[1]), torn]))
-    assert read_metrics(file) == (rows, len(others))
+    file.write_text("\n".join([json.dumps(rows[0]), torn, json.dumps(rows[1]), torn]))
+    assert list(iter_metrics(file)) == rows
     MetricsFile(tmp_path, step=1).close()
     assert file.read_text() == "".join(json.dumps(row) + "\n" for row in rows)
 
@@ -164,13 +158,14 @@ def test_the_norm_of_gradients_that_overflow_is_null(tmp_path: Path) -> None:
 
 
 def test_after_a_full_disk_only_the_rows_that_did_not_fit_are_lost(tmp_path: Path) -> None:
+    """TensorBoard's events end there. Its library's thread shows no traceback."""
     [err] = run_ranks(1, _log_with_a_limit, tmp_path, tmp_path=tmp_path)
-    rows, others = read_metrics(tmp_path / "metrics.jsonl")
-    assert [row["step"] for row in rows] == [1, 4, 5]
-    assert not others
-    assert err.count("metrics can't be written") == 2
-    assert "Traceback" not in err
-    assert {1, 4, 5} <= {event.step for event in EventAccumulator(str(tmp_path)).Reload().Scalars("loss")}
+    rows = list(map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()))
+    assert [row["step"] for row in rows] == [1, 4]
+    assert err.count("metrics can't be written to metrics.jsonl") == 2
+    assert err.count("metrics can't be written to TensorBoard") == 1
+    assert len(err.splitlines()) == 3
+    assert [event.step for event in EventAccumulator(str(tmp_path)).Reload().Scalars("loss")][:1] == [1]
 
 
 def _log_with_a_limit(folder: Path) -> str:
@@ -178,13 +173,14 @@ def _log_with_a_limit(folder: Path) -> str:
     configure_logging()
     log = open_log(folder)
     log.write("train", 1, **VALUES)
+    wait_until(lambda: next(folder.glob("events.*")).stat().st_size > 200, "the events of step 1")
     size = (folder / "metrics.jsonl").stat().st_size
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, resource.RLIM_INFINITY))
     with redirect_stderr(io.StringIO()) as err:
-        log.write("train", 2, **VALUES)
-        log.write("train", 3, **VALUES)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    log.write("train", 4, **VALUES)
-    log.write("train", 5, **VALUES)
-    log.close()
+        for step in (2, 3):
+            log.write("train", step, **VALUES)
+            time.sleep(0.2)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        log.write("train", 4, **VALUES)
+        log.close()
     return err.getvalue()
