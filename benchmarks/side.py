@@ -1,0 +1,81 @@
+"""One side of a comparison: a process that trains as many steps as its stdin asks for, or each rank of several.
+
+    python benchmarks/side.py PROGRAM [options of main.py]
+
+PROGRAM is main, bare, nanogpt=FOLDER or tutorial=FOLDER. Rank 0 reads a number of steps per line and prints the seconds
+that they have taken. Its first line describes the run.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import torch
+
+from benchmarks.peers import Step, bare_step, nanogpt_step, tutorial_step
+from main import process_group
+from mingpt.config.parser import read_config
+from mingpt.distributed.agreement import broadcast_object
+from mingpt.distributed.launcher import detect_launch_environment
+from mingpt.program import exit_process, run_program
+from mingpt.run.start import prepare_run
+from mingpt.system.device import device_kind
+from trainer import Trainer
+
+
+def run(argv: Sequence[str]) -> None:
+    program, *options = argv
+    config = read_config(options)
+    answers = sys.stdout
+    with redirect_stdout(sys.stderr), process_group(config, detect_launch_environment(os.environ)) as context:
+        prepare_run(config, context)
+        trainer = Trainer(config, context)
+        step = build_step(program, trainer)
+        answer: object = describe(trainer)
+        while True:
+            if context.rank == 0:
+                print(answer, file=answers, flush=True)
+            line = sys.stdin.readline() if context.rank == 0 else ""
+            steps = broadcast_object(context, line)
+            if not steps:
+                break
+            answer = time_steps(step, int(steps), context.device)
+
+
+def build_step(program: str, trainer: Trainer) -> Step:
+    name, _, folder = program.partition("=")
+    if name == "nanogpt":
+        return nanogpt_step(trainer, Path(folder))
+    if name == "tutorial":
+        return tutorial_step(trainer, Path(folder))
+    if name == "bare":
+        return bare_step(trainer)
+    trainer.start_log()
+    return trainer.advance
+
+
+def describe(trainer: Trainer) -> str:
+    """Returns sizes, precision, ranks and device."""
+    model = trainer.model_config
+    return (
+        f"{model.n_layer} layers {model.n_embd} wide, T {model.block_size}, "
+        f"batch {trainer.config.trainer.batch_size}, {trainer.numerics.precision}, "
+        f"{trainer.context.world_size} x {torch.get_num_threads()} threads, {device_kind(trainer.context.device)}"
+    )
+
+
+def time_steps(step: Step, steps: int, device: torch.device) -> float:
+    """Returns the seconds of these steps, including the work that they start on a GPU."""
+    began = time.perf_counter()
+    for _ in range(steps):
+        step()
+    if device.type == "cuda":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    exit_process(run_program(run, sys.argv[1:]))
