@@ -17,8 +17,9 @@ if __name__ == "__main__":
 
 import safetensors.torch
 
-from mingpt.config.parser import default_snapshot_path, option_words
+from mingpt.config.parser import default_snapshot_path
 from mingpt.config.schema import Config, config_to_dict
+from mingpt.config.yaml_format import format_value
 from mingpt.errors import UserError
 from mingpt.program import run_program
 from mingpt.snapshot.hf_format import hf_config, hf_tokenizer, hf_weights
@@ -35,7 +36,7 @@ def model_card(pretrained: Pretrained, source: str, name: str) -> str:
     for section, keys in snapshot["config"].items():
         for key, value in keys.items():
             if value != defaults[section].get(key):
-                command += option_words(f"{section}.{key}", value)
+                command.append(f"--{section}.{key}={format_value(value)}")
     val_loss = "not measured" if snapshot["val_loss"] is None else f"{snapshot['val_loss']:.4f} nats per character"
     return f"""---
 library_name: transformers

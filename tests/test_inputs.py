@@ -4,9 +4,12 @@ import ctypes
 import io
 import json
 import os
+import re
+import shlex
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 
@@ -16,33 +19,122 @@ import export
 import plot
 import sample
 from main import main
+from mingpt.config.conflicts import find_precision_conflicts, find_start_conflicts
+from mingpt.config.parser import read_config
+from mingpt.config.schema import KEYS
 from mingpt.distributed import network
 from mingpt.program import run_program as exit_status_of
 from mingpt.snapshot import __main__ as listing
-from tests.helpers import (
-    assert_one_message,
-    run_args,
-    run_main,
-    run_ranks,
-    write_text,
-)
+from tests.helpers import SMALL_CONFIG, assert_one_message, run_args, run_main, run_ranks, write_text
 
-TWO = {"RANK": "0", "WORLD_SIZE": "2"}
-MASTER = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
-ONE = {"RANK": "0", "WORLD_SIZE": "1"}
-WRONG_KEY = ["--trainer.max_step", "3"]
+Refusal = Callable[..., str]  # the fixture `refusal`
+STAGES = "--distributed.pipeline_stages 2 --trainer.micro_batch_size 2 --trainer.batch_size 8"
+TREE = "--distributed.reduction tree --trainer.micro_batch_size 2 --trainer.threads 1"
+OFFLOAD = "--distributed.strategy fsdp --distributed.cpu_offload true --optimizer.name adamw"
+FP16 = "--trainer.precision fp16"
 
-# Variables, options, and parts of the message
-CASES: list[tuple[dict[str, str], list[str], list[str]]] = [
-    ({}, ["--trainer.run_dir", ""], ["trainer.run_dir", "found '', must be at least one character"]),
-    ({}, ["--config", "text.txt"], ["text.txt holds '", "it must hold the sections data, model"]),
-    ({}, ["--model.n_embd", "65536"], ["out of memory before the first step"]),
-    (TWO, ["--distributed.init_method", "env://"], ["MASTER_ADDR", "MASTER_PORT", "a rendezvous address"]),
-    (ONE | {"LOCAL_RANK": "3"}, WRONG_KEY, ["--trainer.max_step is not known"]),
-    (TWO, ["--distributed.init_method", "tcp://no-such-host.invalid:29400"], ["init_method", "can't resolve"]),
-    (TWO, ["--distributed.init_method", "file:///proc/x"], ["init_method is file:///proc/x", "can't be opened"]),
-    ({}, ["--optimizer.learning_rate", "3e38"], ["step 1: the validation loss is not finite", "(3e+38)"]),
-    ({}, ["--data.path", "nosuch::file:///text.txt"], ["data.path: nosuch::file:///text.txt can't be read"]),
+# yaml, and parts of the message
+YAML = [
+    (b"model: {n_layer: 2\n", ["line 2"]),
+    (b"model: \xff\xfe\n", ["#x00ff", "position 7"]),
+    (b"just words\n", ["'just words'", "data, model"]),
+    (b"0\n", ["'0'", "data, model"]),
+    (b"[model]\n", ["model", "data, model"]),
+    (b"[" * 1000, ["recursion"]),
+    (b"model: &a {n_layer: *a}\n", ["recursion"]),
+    (b"data: {path: {{ path }}}\n", ["data.path", "line 1"]),  # a template without its value
+    (b"model:\n  n_layer: 2\n  n_head: 2\n  n_layer: 3\n", ["duplicate key model.n_layer", "line 4"]),
+    (b"model: [n_layer]\n", ["model (in ", "['n_layer']", "must hold keys"]),
+    (b"model: false\ntrainer: 0\n", ["model (in ", "'false'", "trainer (in ", "'0'", "line 2"]),
+    (b"modle:\n  n_layer: 2\n", ["modle.n_layer (in ", "line 2", "nearest is model.n_layer"]),
+    (b"trainer: {max_step: 2}\n", ["trainer.max_step (in ", "nearest is trainer.max_steps"]),
+    (b"max_steps: 2\n", ["max_steps (in ", "nearest is trainer.max_steps"]),
+    (b"model: {max_steps: 2}\n", ["model.max_steps (in ", "nearest is trainer.max_steps"]),
+    (b"distributed: {survive: true}\n", ["distributed.survive", "no longer a key", "trainer.save_overhead"]),
+]
+# Options, and parts of the message
+OPTIONS = [
+    ("--config none.yaml", ["none.yaml", "No such file"]),
+    ("--config .", ["Is a directory"]),
+    ("--config", ["--config", "No such file"]),
+    ("stray --trainer.max_step 3", ["stray", "--help"]),
+    ("trainer.max_steps 30", ["write --trainer.max_steps"]),
+    ("--data.path a.txt text.txt", ["text.txt", "quote a pattern"]),
+    ("--trainer.max_step 3", ["trainer.max_step (in the command line)", "nearest is trainer.max_steps"]),
+    ("--optimizer.lr 3", ["optimizer.lr", "nearest is optimizer.learning_rate"]),
+    ("--eval_iters=3", ["eval_iters", "nearest is trainer.eval_windows"]),
+    ("--distributed.survive true", ["no longer a key"]),
+    ("--trainer.max_steps", ["trainer.max_steps", "''"]),
+    ("--trainer.max_steps --model.n_layer 2", ["trainer.max_steps", "''"]),
+    # Text and places
+    ("--trainer.run_dir ''", ["trainer.run_dir", "''", "at least 1 character"]),
+    ("--trainer.run_dir null", ["trainer.run_dir", "None"]),
+    ("--trainer.run_dir s3://bucket/run", ["trainer.run_dir", "'s3://bucket/run'", "a folder of this machine"]),
+    ("--trainer.snapshot_path 's3://$UNSET/a'", ["trainer.snapshot_path", "$UNSET", "null or ", "environment"]),
+    ("--distributed.init_method http://a", ["'http://a'", "tcp://host:port", "null"]),
+    ("--distributed.init_method tcp://host", ["'tcp://host'", "tcp://host:port"]),
+    ("--distributed.init_method tcp://host:65536", ["tcp://host:port"]),
+    ("--distributed.init_method file://a/b", ["file:///path"]),
+    ("--distributed.strategy dp", ["'ddp'", "DataParallel", "torchrun"]),
+    ("--distributed.strategy zero3", ["'fsdp'", "ZeRO-3 is fsdp"]),
+    # Conflicts
+    ("--model.n_embd 30 --model.n_head 4", ["model.n_embd is 30", "model.n_head, 4"]),
+    ("--model.n_embd 12 --model.n_head 4", ["12 / 4", "even", "nanochat"]),
+    ("--optimizer.min_learning_rate 5", ["min_learning_rate is 5.0", "learning_rate, 0.005"]),
+    ("--trainer.max_steps null", ["trainer.max_epochs", "trainer.max_steps", "null"]),
+    ("--distributed.cpu_offload true --optimizer.name muon", ["strategy fsdp, not ddp", "optimizer.name is muon"]),
+    (f"{OFFLOAD} {FP16}", ["precision is fp16", "distributed.cpu_offload"]),
+    (f"{OFFLOAD} {STAGES}", ["cpu_offload is true", "pipeline_stages 2"]),
+    (f"{TREE} --trainer.micro_batch_size null", ["micro_batch_size is null", "reduction tree"]),
+    (f"{TREE} --trainer.threads 2", ["threads is 2", "auto or 1", "reduction tree"]),
+    (f"{TREE} {FP16}", ["precision is fp16", "fp32 or bf16", "reduction tree"]),
+    (f"{TREE} --distributed.strategy zero1", ["strategy is zero1", "ddp", "reduction tree"]),
+    (f"{TREE} {STAGES}", ["reduction is tree", "fast", "pipeline_stages 2"]),
+    (f"{STAGES} --trainer.micro_batch_size null", ["micro_batch_size is null", "pipeline_stages 2"]),
+    (f"{STAGES} --distributed.pipeline_stages 5", ["pipeline_stages is 5", "model.n_layer, 2"]),
+    # What the environment, the machine or the text lacks
+    ("--data.path none.txt", ["data.path", "No such file", "none.txt"]),
+    ("--data.path *.md", ["data.path", "No such file", "*.md"]),
+    ("--data.path folder", ["data.path", "folder/*.txt, in quotes"]),
+    ("--data.path nosuch::file:///text.txt", ["data.path", "nosuch::file:///text.txt"]),
+    ("--model.n_embd 65536", ["out of memory before the first step"]),
+    ("--optimizer.learning_rate 3e38", ["step 1", "not finite", "(3e+38)"]),
+    ("--distributed.backend nccl", ["backend is nccl", "gloo"]),
+    (FP16, ["precision is fp16", "cpu", "fp32", "bf16"]),
+    (OFFLOAD, ["cpu_offload is true", "GPU"]),
+    ("CXX=no-such-compiler --trainer.compile true", ["no C++ compiler", "no-such-compiler"]),
+    ("RANK=0 WORLD_SIZE=2 --distributed.init_method env://", ["MASTER_ADDR", "MASTER_PORT"]),
+    ("RANK=0 WORLD_SIZE=1 LOCAL_RANK=3 --trainer.max_step 3", ["trainer.max_step "]),
+    ("RANK=0 WORLD_SIZE=2 --distributed.init_method tcp://no-such-host.invalid:29400", ["can't resolve"]),
+    ("RANK=0 WORLD_SIZE=2 --distributed.init_method file:///proc/x", ["file:///proc/x", "can't be opened"]),
+]
+
+# Values that no key of this type allows, in yaml and on the command line, and what is allowed
+WRONG_VALUES = [
+    ("model.n_layer", "two 2.5 true 12:30 0x1f 1e3 null [2] -1", ["a valid integer", "greater than 0"]),
+    ("model.dropout", "true .nan 1:30.5 1 nan", ["a valid number", "less than 1", "a finite number"]),
+    ("model.architecture", "llama 2 null", ["'gpt2' or 'nanochat'"]),
+    ("model.bias", "2 maybe null 1.0", ["true or false"]),
+    ("trainer.max_steps", "true 1.5 auto 100000000 0", ["null or a valid integer", "null or less", "null or greater"]),
+    ("trainer.threads", "many 1.5 true null 1025", ["a valid integer or 'auto'", "less than or equal to 1024"]),
+    ("trainer.seed", "9223372036854775808 -1", ["less than 9223372036854775808", "greater than or equal to 0"]),
+    ("trainer.wandb_project", "''", ["null or at least 1 character"]),
+    ("optimizer.betas", "0.9 [0.9] [0.8,0.9,0.99] [a,b] [0.9,] [2.0,0.9] null", ["a list of two numbers"]),
+]
+# Options, ranks, device, and parts of the message
+STARTS = [
+    ("--trainer.batch_size 2", 3, "cpu", ["batch_size is 2", "the 3 ranks"]),
+    (STAGES, 1, "cpu", ["pipeline_stages is 2", "start 2 "]),
+    (STAGES, 3, "cpu", ["pipeline_stages is 2", "start 4 "]),
+    (f"{STAGES} --trainer.micro_batch_size 3", 2, "cpu", ["batch_size is 8", "a multiple of 3 "]),
+    (f"{STAGES} --trainer.micro_batch_size 8", 2, "cpu", ["8 / 1 / 8", "lower trainer.micro_batch_size"]),
+    (f"{TREE} --trainer.batch_size 3", 3, "cpu", ["3 / 2", "the 3 ranks", "lower trainer.micro_batch_size"]),
+    (TREE, 2, "cuda", ["trainer.deterministic is false", "true", "reduction tree"]),
+    (FP16, 1, "mps", ["precision is fp16", "on mps"]),
+    (TREE, 6, "cpu", []),
+    (OFFLOAD, 2, "cuda", []),
+    (STAGES, 4, "cpu", []),
+    (f"{FP16} --trainer.deterministic true", 12, "cuda", []),
 ]
 
 
@@ -53,25 +145,103 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "RESOLVE_SECONDS", 0.1)
 
 
-@pytest.mark.parametrize(("env", "argv", "parts"), CASES, ids=range(len(CASES)))
-def test_bad_input_of_a_run_is_refused_in_one_message(
-    env: dict[str, str],
-    argv: list[str],
-    parts: list[str],
-    text: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
+@pytest.fixture
+def refusal(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refusal:
+    """Runs main.py with a small configuration, a yaml, and options after variables. Returns its one message."""
     monkeypatch.chdir(tmp_path)
-    assert run_main([*run_args(tmp_path / "run", text, trainer__max_steps=1), *argv]) == 2
-    _, err = capsys.readouterr()
-    assert_one_message(err)
-    assert all(part in err for part in parts), err
-    assert len(err) < 3000
-    assert {path.name for path in tmp_path.iterdir()} <= {"text.txt", "run"}
+    (tmp_path / "folder").mkdir()
+    values = SMALL_CONFIG | {"data.path": text, "trainer.run_dir": "run", "trainer.max_steps": 1}
+    Path("small.yaml").write_text("\n".join(f"{name}: {value}" for name, value in values.items()))
+    names = {path.name for path in tmp_path.iterdir()} | {"case.yaml"}
+
+    def refuse(options: str = "", yaml: bytes = b"") -> str:
+        Path("case.yaml").write_bytes(yaml)
+        argv = ["--config", "small.yaml", "--config", "case.yaml", *shlex.split(options)]
+        while re.match(r"[A-Z_]+=", argv[4] if len(argv) > 4 else ""):
+            monkeypatch.setenv(*argv.pop(4).split("="))
+        assert run_main(argv) == 2
+        _, err = capsys.readouterr()
+        assert_one_message(err)
+        assert len(err) < 3000
+        assert {path.name for path in tmp_path.iterdir()} - names <= {"run"}
+        assert not list(tmp_path.glob("run/snapshots/step_*"))
+        return err
+
+    return refuse
+
+
+@pytest.mark.parametrize(("yaml", "parts"), YAML, ids=range(len(YAML)))
+def test_mistakes_in_a_yaml_are_named_with_the_file(yaml: bytes, parts: list[str], refusal: Refusal) -> None:
+    message = refusal(yaml=yaml)
+    for part in ("case.yaml", *parts):
+        assert part in message
+
+
+@pytest.mark.parametrize(("options", "parts"), OPTIONS)
+def test_bad_input_of_a_run_is_refused_in_one_message(options: str, parts: list[str], refusal: Refusal) -> None:
+    message = refusal(options)
+    for part in parts:
+        assert part in message
+
+
+@pytest.mark.parametrize(("name", "values", "allowed"), WRONG_VALUES)
+def test_values_of_the_wrong_type_are_refused(name: str, values: str, allowed: list[str], refusal: Refusal) -> None:
+    for value in values.split():
+        section, key = name.split(".")
+        of_option = refusal(f"--{name}={value}")
+        of_yaml = refusal(yaml=f"{section}:\n  {key}: {value}\n".encode())
+        for message, place in ((of_option, "the command line"), (of_yaml, "case.yaml, line 2")):
+            assert message.startswith(f"error: {name} (in {place}): found ")
+            assert len(message.splitlines()) == 1
+            assert re.sub(r"\W", "", value).replace("null", "None") in re.sub(r"\W", "", message)
+            assert any(f"must be {part}" in message for part in allowed), message
+
+
+def test_all_mistakes_are_in_one_message(refusal: Refusal) -> None:
+    yaml = (
+        b"modle: {}\ndata: {pth: a, block_size: 0}\nmodel: {n_layer: two, bias: 3}\noptimizer:\n  betas: [2.0, 0.9]\n"
+    )
+    message = refusal("--trainer.max_steps many --trainer.max_step 3", yaml)
+    places = [
+        "trainer.max_step (in the command line)",
+        "modle (in case.yaml, line 1)",
+        "data.pth (in case.yaml, line 2)",
+        "data.block_size (in case.yaml, line 2)",
+        "model.n_layer (in case.yaml, line 3)",
+        "model.bias (in case.yaml, line 3)",
+        "optimizer.betas (in case.yaml, line 5)",
+        "trainer.max_steps (in the command line)",
+    ]
+    assert re.findall(r"^(?:error: |  )(\S+ \(.*?\))", message, re.MULTILINE) == places
+    conflicts = refusal("--optimizer.min_learning_rate 1", b"model: {n_embd: 31}")
+    assert re.findall(r"^(?:error: |  )(\S+) .*\(in (.*)\)$", conflicts, re.MULTILINE) == [
+        ("model.n_embd", "case.yaml, line 1"),
+        ("optimizer.min_learning_rate", "the command line"),
+    ]
+
+
+def test_numbers_out_of_range_are_refused_in_every_key(refusal: Refusal) -> None:
+    numbers = [name for name, field in KEYS.items() if re.search(r"\b(int|float|Fraction)\b", str(field.annotation))]
+    floats = [name for name in numbers if "float" in str(KEYS[name].annotation)]
+    for names, value in ((numbers, "-1"), (floats, "1e999"), (floats, "nan")):
+        lines = refusal(" ".join(f"--{name}={value}" for name in names)).removeprefix("error:").splitlines()
+        assert [line.split()[0] for line in lines] == names
+        assert all(re.search("greater than|a finite number|two numbers", line) for line in lines), lines
+
+
+@pytest.mark.parametrize(("options", "world_size", "device", "parts"), STARTS)
+def test_conflicts_with_ranks_and_device(options: str, world_size: int, device: str, parts: list[str]) -> None:
+    conflicts = list(find_start_conflicts(read_config(options.split()), world_size, device))
+    assert len(conflicts) == bool(parts)
+    assert all(part in conflicts[0] for part in parts), conflicts
+
+
+@pytest.mark.parametrize("options", [TREE, OFFLOAD])
+def test_fp16_of_a_snapshot_conflicts_like_a_configured_one(options: str) -> None:
+    config = read_config(options.split())
+    assert list(find_precision_conflicts(config, "bf16")) == []
+    [message] = find_precision_conflicts(config, "fp16")
+    assert "fp16 (kept from the snapshot)" in message
 
 
 @pytest.mark.parametrize("content", ["null", '{"identity": 3}'])

@@ -2,27 +2,24 @@
 
 import os
 import re
-from contextlib import suppress
+from dataclasses import fields
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
 from pydantic import (
+    AfterValidator,
     ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    TypeAdapter,
-    field_validator,
 )
 from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, to_jsonable_python
 
 # The docstring of a key is its description in the yaml and in --help.
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
-Fraction = Annotated[float, Field(ge=0, lt=1)]
 # Keys with the location of something. They may differ between ranks and between starts.
 PLACES = ("data.path", "trainer.run_dir", "trainer.snapshot_path", "distributed.init_method")
 # Keys that determine the names, the shapes and the meaning of the weights.
@@ -45,40 +42,37 @@ MAX_STEPS = 99_999_999  # names of snapshots have eight digits: step_00000500.pt
 MAX_THREADS = 1024  # more than the cores of any machine; a million would exhaust the threads that a machine can start
 
 
-def _expand_path(path: str | None) -> str | None:
+def _expand_path(path: str) -> str:
     """Replaces ~ and variables such as $HOME in a path, like a shell."""
-    if path is None:
-        return None
     expanded = os.path.expandvars(os.path.expanduser(path))
     if re.search(r"\$(\w|{)", expanded):
         raise PydanticCustomError("path", "a path whose variables are set in the environment")
     return re.sub("^-", "./-", expanded)  # a command would take a path that begins with a dash for an option
 
 
-def _check_run_dir(path: str) -> str:
+def _check_folder(path: str) -> str:
     if "://" in path:
         raise PydanticCustomError("path", "a folder of this machine; only trainer.snapshot_path may be a URL")
     return path
 
 
-def _check_init_method(address: str | None) -> str | None:
-    is_address = address in (None, "env://")
-    if address is not None and address.startswith("file:///"):
-        is_address = not address.endswith("/")
-    if address is not None and address.startswith("tcp://"):
-        with suppress(ValueError):  # a port that is not a number below 65536, or half of an IPv6 address
-            url = urlsplit(address)
-            is_address = bool(url.hostname and url.port) and not (url.path or url.query or url.fragment)
-    if not is_address:
+def _check_address(address: str) -> str:
+    found = re.fullmatch(r"env://|file:///.*[^/]|tcp://[^/?#]+:(\d+)", address)
+    if found is None or int(found[1] or 1) not in range(1, 2**16):
         raise PydanticCustomError("address", "env://, tcp://host:port or file:///path")
     return address
+
+
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Text = Annotated[str, Field(min_length=1)]
+PathText = Annotated[Text, AfterValidator(_expand_path)]
 
 
 @dataclass(frozen=True, config=STRICT)
 class DataConfig:
     """The training text."""
 
-    path: str = Field(default="data/input.txt", min_length=1)
+    path: PathText = "data/input.txt"
     """UTF-8 text: a file, a glob (files in sorted order) or an fsspec URL"""
 
     block_size: PositiveInt = 64
@@ -89,8 +83,6 @@ class DataConfig:
 
     truncate: float | None = Field(default=None, gt=0, le=1)
     """fraction of the text to use, from its start; null: all of it"""
-
-    _expand = field_validator("path")(_expand_path)
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -198,7 +190,7 @@ class TrainerConfig:
     seed: int = Field(default=1, ge=0, lt=2**63)
     """seed of initial weights, sample order and dropout"""
 
-    init_from: str | None = Field(default=None, min_length=1)
+    init_from: PathText | None = None
     """initial weights: a snapshot, a run folder or a folder of snapshots; null: random initialization"""
 
     log_every: PositiveInt = 100
@@ -216,7 +208,7 @@ class TrainerConfig:
     sample_every: PositiveInt | None = 400
     """steps between generated samples; null: none"""
 
-    sample_prompt: str | None = Field(default=None, min_length=1)
+    sample_prompt: Text | None = None
     """text that samples begin with; null: the first 20 characters of the validation text"""
 
     save_every: PositiveInt = 400
@@ -231,17 +223,14 @@ class TrainerConfig:
     profile_steps: PositiveInt | None = None
     """steps to record in a profiler trace per rank, from step 12 on; null: no trace"""
 
-    wandb_project: str | None = Field(default=None, min_length=1)
+    wandb_project: Text | None = None
     """Weights & Biases project for the metrics; needs `pip install wandb`; null: none"""
 
-    run_dir: str = Field(default="runs/default", min_length=1)
+    run_dir: Annotated[PathText, AfterValidator(_check_folder)] = "runs/default"
     """run folder: config.yaml, metrics.jsonl, snapshots/, cache/"""
 
-    snapshot_path: str | None = Field(default=None, min_length=1)
+    snapshot_path: PathText | None = None
     """folder or fsspec URL of the snapshots; null: snapshots/ in run_dir"""
-
-    _expand = field_validator("init_from", "run_dir", "snapshot_path")(_expand_path)
-    _check_folder = field_validator("run_dir")(_check_run_dir)
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -251,7 +240,7 @@ class DistributedConfig:
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     """nccl (one CUDA GPU per process), gloo (CPU); auto: nccl where there is a GPU, else gloo"""
 
-    init_method: str | None = None
+    init_method: Annotated[str, AfterValidator(_check_address)] | None = None
     """rendezvous address: tcp://host:port or file:///path; null: from the launcher's environment"""
 
     timeout_seconds: float = Field(default=600.0, ge=1, le=1e9)
@@ -275,8 +264,6 @@ class DistributedConfig:
     reduction: Literal["fast", "tree"] = "fast"
     """gradient summation: fast (the backend's all-reduce); tree: same bits for any number of ranks"""
 
-    _check_address = field_validator("init_method")(_check_init_method)
-
     @property
     def uses_fsdp(self) -> bool:
         return self.strategy in ("zero2", "fsdp")
@@ -286,31 +273,37 @@ class DistributedConfig:
 class Config:
     """All sections."""
 
-    data: DataConfig = Field(default_factory=DataConfig)
-    model: ModelConfig = Field(default_factory=ModelConfig)
-    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
-    trainer: TrainerConfig = Field(default_factory=TrainerConfig)
-    distributed: DistributedConfig = Field(default_factory=DistributedConfig)
+    data: DataConfig = DataConfig()
+    model: ModelConfig = ModelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    distributed: DistributedConfig = DistributedConfig()
 
 
-SECTIONS: dict[str, Any] = {
-    "data": DataConfig,
-    "model": ModelConfig,
-    "optimizer": OptimizerConfig,
-    "trainer": TrainerConfig,
-    "distributed": DistributedConfig,
-}
+SECTIONS: dict[str, Any] = {field.name: field.type for field in fields(Config)}
 KEYS: dict[str, FieldInfo] = {
     f"{name}.{key}": info for name, section in SECTIONS.items() for key, info in section.__pydantic_fields__.items()
 }
 
 
-def config_to_dict(config: Config) -> dict[str, Any]:
-    """Returns the configuration as nested dictionaries of lists, strings, numbers, booleans and None."""
-    return TypeAdapter(Config).dump_python(config, mode="json")
+Sections = dict[str, dict[str, Any]]  # values by section and key
 
 
-def keys_without_places(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Returns the values of `config_to_dict` by full key, such as `data.block_size`, except those in PLACES."""
+def config_to_dict(config: Config) -> Sections:
+    """Returns the configuration as lists, strings, numbers, booleans and None."""
+    return to_jsonable_python(config)
+
+
+def by_section(values: dict[str, Any]) -> Sections:
+    """Returns values of full keys, such as `data.block_size`, by section and key."""
+    sections: Sections = {section: {} for section in SECTIONS}
+    for name, value in values.items():
+        section, key = name.split(".")
+        sections[section][key] = value
+    return sections
+
+
+def keys_without_places(config: Sections) -> dict[str, Any]:
+    """Returns values by full key, except those of the keys in PLACES."""
     values = {f"{section}.{key}": value for section, keys in config.items() for key, value in keys.items()}
     return {key: value for key, value in values.items() if key not in PLACES}

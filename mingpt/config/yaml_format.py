@@ -1,64 +1,73 @@
-"""The yaml of configurations, with numbers in JSON's notation.
+"""The yaml of configurations. A value is text until pydantic reads it.
 
-yaml 1.1 reads 010 as 8, 12:30 as 750, 1_000 as 1000, and yes as true. Here all of these are text, and so are dates.
+yaml 1.1 would read 010 as 8, 12:30 as 750, and 1e-3 as text.
 """
 
 import json
 import math
-import re
+import reprlib
+from collections.abc import Iterator
 from typing import Any
 
 import yaml
 
-from mingpt.config.schema import KEYS
+from mingpt.config.schema import KEYS, SECTIONS, Sections
+from mingpt.errors import UserError
 
 HEADER = """\
 # All keys, as printed by `python main.py --print_config`. Change a value here, in a file of your own that needs only
 # the keys it changes (--config my.yaml), or on the command line (--trainer.max_steps 100)."""
-WHOLE = r"[-+]?(0|[1-9][0-9]*)"
-# Values that are not text unless they are quoted. 1. and .5 are numbers, too.
-SCALARS = {
-    "null": r"~|null|Null|NULL|",
-    "bool": r"true|True|TRUE|false|False|FALSE",
-    "int": WHOLE,
-    "float": rf"({WHOLE}(\.[0-9]*)?|[-+]?\.[0-9]+)([eE][-+]?[0-9]+)?",
-    "merge": r"<<",
-}
-# The key is the first character of the values; None: any character.
-RESOLVERS = {None: [(f"tag:yaml.org,2002:{name}", re.compile(rf"({text})\Z")) for name, text in SCALARS.items()]}
+# By key, such as data.path: its value, and the place where it was found, for messages
+Values = dict[str, tuple[str | list | None, str]]
 
 
-class _Loader(yaml.SafeLoader):
-    """SafeLoader that refuses duplicate keys."""
+def read_yaml(file: str) -> Values:
+    """Returns the value of each key with its file and line. Numbers and booleans are text.
 
-    yaml_implicit_resolvers = RESOLVERS
+    Raises:
+        UserError: the file can't be read, is not valid yaml, does not hold sections, or holds a key twice.
+    """
+    values: Values = {}
+    try:
+        with open(file, "rb") as stream:
+            root = yaml.compose(stream, yaml.SafeLoader) or yaml.MappingNode("", [])
+        if not isinstance(root, yaml.MappingNode):
+            raise yaml.YAMLError(f"found {reprlib.repr(root.value)}, must be the sections {', '.join(SECTIONS)}")
+        for name, node in _iter_leaves(root):
+            if name in values:
+                raise yaml.YAMLError(f"duplicate key {name}{node.start_mark}")
+            value = _leaf_value(node)
+            if value or name not in SECTIONS:  # a section may be empty
+                values[name] = value, f"{file}, line {node.start_mark.line + 1}"
+    except (OSError, yaml.YAMLError, RecursionError) as error:
+        raise UserError(f"--config: {file} can't be read: {' '.join(str(error).split())}") from error
+    return values
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        names: list[Any] = []
-        for key, _ in node.value:
-            if key.value in names:
-                raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key.value!r}", key.start_mark)
-            names.append(key.value)
-        return super().construct_mapping(node, deep)
+
+def _iter_leaves(mapping: yaml.MappingNode) -> Iterator[tuple[str, yaml.Node]]:
+    """Yields everything but mappings, with the full key."""
+    for key, node in mapping.value:
+        if isinstance(node, yaml.MappingNode) and node.value:
+            for name, leaf in _iter_leaves(node):
+                yield f"{key.value}.{name}", leaf
+        else:
+            yield str(key.value), node
 
 
-class _Dumper(yaml.SafeDumper):
-    """SafeDumper that quotes text which another yaml program would read as a number."""
-
-    yaml_implicit_resolvers = yaml.SafeDumper.yaml_implicit_resolvers | RESOLVERS
-
-
-def load_yaml(content: str | bytes) -> Any:
-    """Returns the content of yaml; raises a yaml.YAMLError if it is not valid."""
-    return yaml.load(content, _Loader)
+def _leaf_value(node: yaml.Node) -> str | list | None:
+    if node.tag == "tag:yaml.org,2002:null":
+        return None
+    if isinstance(node, yaml.SequenceNode):
+        return [item.value for item in node.value]
+    return node.value
 
 
 def format_value(value: Any) -> str:
-    """Formats a value for a message, like in the yaml: `null`, `true`."""
-    return json.dumps(value).strip('"')
+    """Formats a value like on the command line: text as it is, others as `null`, `true`, `[0.9, 0.99]`."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
-def dump_config(config: dict[str, dict[str, Any]]) -> str:
+def dump_config(config: Sections) -> str:
     """Returns the yaml of a configuration in ASCII, with the description of each key. `load_yaml` reads it back equal.
 
     Args:
@@ -68,6 +77,6 @@ def dump_config(config: dict[str, dict[str, Any]]) -> str:
     for section, keys in config.items():
         lines.append(f"\n{section}:")
         for key, value in keys.items():
-            mapping = yaml.dump({key: value}, Dumper=_Dumper, width=math.inf, default_flow_style=True)
+            mapping = yaml.safe_dump({key: value}, width=math.inf, default_flow_style=True)
             lines.append(f"  {mapping.strip()[1:-1]} # {KEYS[f'{section}.{key}'].description}")
     return "\n".join(lines) + "\n"

@@ -88,8 +88,8 @@ def test_each_benchmark_prints_rows(words: str, name: str, folder: Path, capfd: 
     [
         ("everything", "command line: everything is no benchmark"),
         ("nanogpt nowhere", "command line: there is no model.py in nowhere"),
-        ("speed --model.dropout 2", "model.dropout (in the command line): found 2, must be less"),
-        ("ab '--model.layers 3' ''", "command line: --model.layers is not known; the nearest is model.n_layer"),
+        ("speed --model.dropout 2", "model.dropout (in the command line): found '2', must be less"),
+        ("ab '--model.layers 3' ''", "model.layers (in the command line) is not known; the nearest is model.n_layer"),
         ("ab '--trainer.precision fp16' ''", "--trainer.precision fp16: trainer.precision is fp16, which needs a CUDA"),
         pytest.param("speed --ranks 5", "this program: trainer.batch_size is 4, fewer", marks=pytest.mark.slow),
     ],
