@@ -11,15 +11,11 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from mingpt.system.signals import exit_on_interrupt
-
-if __name__ == "__main__":
-    exit_on_interrupt()
-
 from mingpt.config.parser import read_config
 from mingpt.config.schema import Config
 from mingpt.distributed.launcher import RankInfo, detect_launch_environment, reported_once_per_machine
-from mingpt.program import exit_process, paused_garbage_collection, run_program
+from mingpt.program import exit_process, import_pytorch, run_program
+from mingpt.system.signals import exit_on_interrupt
 
 if TYPE_CHECKING:
     from mingpt.distributed.context import DistributedContext
@@ -38,18 +34,9 @@ def main(argv: Sequence[str] = ()) -> int:
     info = detect_launch_environment(os.environ)  # rank and number of ranks, from torchrun, SLURM, mpirun or by hand
     with reported_once_per_machine(info):
         config = read_config(argv)
-
-    # Importing PyTorch takes over a second, so `--help` and mistakes in the configuration are answered before.
-    with paused_garbage_collection():
-        from mingpt.files import check_temporary_folder
-        from mingpt.system.torch_versions import check_torch_version
-
-        with reported_once_per_machine(info):
-            check_temporary_folder()
-            check_torch_version()  # before imports that fail with other versions
-
-        from mingpt.run.start import prepare_run
-        from trainer import Trainer
+        import_pytorch()  # it takes over a second, so `--help` and mistakes in the configuration are answered before
+    from mingpt.run.start import prepare_run
+    from trainer import Trainer
 
     with process_group(config, info) as context:
         prepare_run(config, context)
@@ -63,7 +50,7 @@ def process_group(config: Config, info: RankInfo) -> "Iterator[DistributedContex
     A single process gets a process group only if its strategy is FSDP.
 
     Raises:
-        UserError: the other ranks did not connect, or there are fewer GPUs than ranks.
+        UserError: the other ranks did not connect, or there are fewer GPUs than ranks, or none for nccl.
         PeerError: in place of an error of the block, if its cause is another rank.
     """
     import torch.distributed as dist
@@ -86,4 +73,5 @@ def process_group(config: Config, info: RankInfo) -> "Iterator[DistributedContex
 
 
 if __name__ == "__main__":
+    exit_on_interrupt()
     exit_process(run_program(main, sys.argv[1:]))

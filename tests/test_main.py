@@ -33,6 +33,7 @@ from tests.helpers import (
     free_port,
     main_process,
     run_args,
+    run_captured,
     run_each_captured,
     run_main,
     run_program,
@@ -283,6 +284,13 @@ def _run_with_own_argv(cases: list[list[list[str]]]) -> list[tuple[int, str, str
             [result] = run_each_captured([argv[:-1] if argv[-1].startswith("another ") else argv])
         results.append(result)
     return results
+
+
+def test_nccl_without_a_gpu_is_one_message(text: Path, tmp_path: Path) -> None:
+    argv = run_args(tmp_path / "run", text, distributed__backend="nccl")
+    (status, _, stderr), *others = run_ranks(2, run_captured, *argv, tmp_path=tmp_path)
+    assert (status, others) == (2, [(2, "", "")])
+    assert stderr == ("error: distributed.backend is nccl, but PyTorch sees no CUDA GPU here; set it to auto or gloo\n")
 
 
 class SlowStore(dist.PrefixStore):

@@ -44,13 +44,7 @@ NCCL_BYTES = 2**30  # buffers of a communicator; 688 MB on four A100 (https://gi
 
 
 def use_cuda(backend: str) -> bool:
-    """Whether ranks train on CUDA GPUs: always with nccl, never with gloo, and with auto if there is a GPU.
-
-    Raises:
-        UserError: the backend is nccl, and there is no GPU.
-    """
-    if backend == "nccl" and not torch.cuda.is_available():
-        raise UserError("distributed.backend is nccl, but PyTorch sees no CUDA GPU here; set it to auto or gloo")
+    """Whether ranks train on CUDA GPUs: if there are any, unless the backend is gloo."""
     return backend != "gloo" and torch.cuda.is_available()
 
 
@@ -65,9 +59,11 @@ def choose_device(backend: str, local_rank: int, local_world_size: int, world_si
     """Returns the device of this rank: one GPU per rank, or the CPU. Apple's GPU is for a single process only.
 
     Raises:
-        UserError: there are more processes on this host than GPUs.
+        UserError: there are more processes on this host than GPUs, or none for nccl.
     """
     if not use_cuda(backend):
+        if backend == "nccl":
+            raise UserError("distributed.backend is nccl, but PyTorch sees no CUDA GPU here; set it to auto or gloo")
         use_mps = backend == "auto" and world_size == 1 and torch.backends.mps.is_available()
         return torch.device("mps" if use_mps else "cpu")
     processes = max(local_world_size, local_rank + 1)

@@ -21,7 +21,7 @@ EXIT_STATUS = {
 }
 SECOND_INTERRUPT_SECONDS = 1.0  # an earlier second SIGINT may be the launcher's copy of the first
 POLL_SECONDS = 0.5  # time between checks of torchrun
-PARENT = os.getppid()  # the launcher; main.py imports this module first, because getppid() changes when it dies
+PARENT = os.getppid()  # the launcher; getppid() changes when it dies
 
 
 def is_interactive() -> bool:
@@ -30,7 +30,7 @@ def is_interactive() -> bool:
 
 
 def exit_on_interrupt() -> None:
-    """Makes Ctrl-C end a program at once, unless it runs in a session. Call it before PyTorch and NumPy are imported.
+    """Makes Ctrl-C end a program at once, unless it runs in a session. Call it before PyTorch is imported.
 
     A KeyboardInterrupt during imports would show its traceback, and NumPy turns it into other errors.
     """

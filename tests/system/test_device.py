@@ -72,11 +72,6 @@ def test_more_processes_than_gpus_are_refused(
         choose_device("auto", local_rank, local_size, 8)
 
 
-def test_nccl_without_a_gpu_is_refused(set_hardware: SetHardware) -> None:
-    with pytest.raises(UserError, match=r"distributed\.backend is nccl.*no CUDA GPU"):
-        use_cuda("nccl")
-
-
 def test_gloo_selects_the_cpu_even_if_there_are_gpus(set_hardware: SetHardware) -> None:
     set_hardware(gpus=1, mps=True)
     assert not use_cuda("gloo")
