@@ -11,7 +11,7 @@ import pytest
 from mingpt.config.schema import Config, TrainerConfig
 from mingpt.monitoring.logging import configure_logging
 from mingpt.monitoring.run_log import RunLog
-from mingpt.run.evaluation import SAMPLE_LENGTH, generate_sample
+from mingpt.run.evaluation import SAMPLE_LENGTH, evaluation_batch_size, generate_sample
 from tests.helpers import (
     NO_DROPOUT,
     assert_equal_snapshots,
@@ -44,83 +44,62 @@ def default_prompt(text: Path) -> str:
     return content[start : start + 20]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run folders of training with samples and without."""
-    folder = tmp_path_factory.mktemp("evaluation")
-    text = write_text(folder / "text.txt")
-    argvs = [run_args(folder / str(every), text, trainer__sample_every=every) for every in (None, 5)]
-    assert [status for status, _, _ in run_ranks(1, run_each_captured, argvs, tmp_path=folder)[0]] == [0, 0]
-    return folder
-
-
-def test_samples_change_no_bit_of_training_and_evaluation(folder: Path) -> None:
-    """With dropout: a sample does not use its random numbers. The prompt is the start of the validation text."""
-    assert_equal_snapshots(folder / "None", folder / "5")
-    assert loss_curve(folder / "None") == loss_curve(folder / "5")
-    without, with_samples = (
-        [(row["step"], row["val_loss"]) for row in read_rows(folder / name, "eval")] for name in ("None", "5")
-    )
-    assert without == with_samples
-    assert samples(folder / "None") == []
-    assert [step for step, _ in samples(folder / "5")] == [5, 10, 12]
-    assert all(sample.startswith(default_prompt(folder / "text.txt")) for _, sample in samples(folder / "5"))
-
-
-def test_samples_begin_with_the_prompt_on_two_ranks_and_after_a_restart(folder: Path) -> None:
-    options = {"trainer__sample_every": 3, "trainer__sample_prompt": PROMPT, "optimizer__decay_steps": 12}
-    argvs = [
-        run_args(folder / name, folder / "text.txt", **options, trainer__max_steps=last_step)
-        for name, last_step in (("once", 12), ("twice", 6), ("twice", 12))
-    ]
-    for results in run_ranks(2, run_each_captured, argvs, tmp_path=folder):
+def test_samples_on_two_ranks_and_after_a_restart_change_no_bit(text: Path, tmp_path: Path) -> None:
+    """With dropout: a sample does not use its random numbers."""
+    plain, sampled = tmp_path / "plain", tmp_path / "sampled"
+    sampling = {"trainer__sample_every": 3, "optimizer__decay_steps": 12}
+    argvs = [run_args(plain, text), *(run_args(sampled, text, **sampling, trainer__max_steps=last) for last in (6, 12))]
+    for results in run_ranks(2, run_each_captured, argvs, tmp_path=tmp_path):
         assert [status for status, _, _ in results] == [0, 0, 0]
-    once = samples(folder / "once")
-    assert [(step, len(text)) for step, text in once] == [(n, len(PROMPT) + SAMPLE_LENGTH) for n in (3, 6, 9, 12)]
-    assert all(text.startswith(PROMPT) for _, text in once)
-    assert samples(folder / "twice") == once
+    assert_equal_snapshots(plain, sampled)
+    assert loss_curve(plain) == loss_curve(sampled)
+    assert {row["val_loss"] for row in read_rows(plain, "eval")} < {
+        row["val_loss"] for row in read_rows(sampled, "eval")
+    }
+    assert samples(plain) == []
+    length = len(default_prompt(text)) + SAMPLE_LENGTH
+    assert [(step, len(sample)) for step, sample in samples(sampled)] == [(step, length) for step in (3, 6, 9, 12)]
+    assert all(sample.startswith(default_prompt(text)) for _, sample in samples(sampled))
 
 
-def test_a_prompt_that_the_text_cannot_continue_is_refused_before_training(text: Path, tmp_path: Path) -> None:
-    vocabulary = "".join(sorted(set(text.read_text())))
+def test_a_prompt_that_the_text_cannot_continue_is_refused(text: Path, tmp_path: Path) -> None:
     argv = run_args(tmp_path / "run", text, trainer__sample_prompt="anna? Yes")
-    (status, _, stderr), (other_status, _, _) = run_ranks(2, run_captured, *argv, tmp_path=tmp_path)
-    assert status == other_status == 2
-    message = f"'?Y' (2 distinct) not in the training text's vocabulary, {vocabulary!r} ({len(vocabulary)} distinct)"
-    assert stderr == f"error: trainer.sample_prompt: {message}\n"
-    assert not list((tmp_path / "run").rglob("[!.]*.*l*"))  # no config.yaml, no metrics.jsonl
+    [(status, _, err)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
+    assert (status, err.count("\n")) == (2, 1)
+    assert err.startswith("error: trainer.sample_prompt: '?Y' (2 distinct) not in the training text's vocabulary, ")
 
 
-def test_evaluation_and_samples_are_equal_on_any_number_of_ranks(folder: Path) -> None:
-    """The evaluation of equal weights to the last bit, a sample after steps that differ by rounding errors.
-
-    Without a micro_batch_size, no forward pass of an evaluation has all 40 sequences of the batch.
-    """
-    [expected] = run_ranks(1, _evaluate, folder, ["ddp"], tmp_path=folder)[0]
-    assert expected[0] == 16
+def test_evaluation_and_samples_are_equal_on_any_number_of_ranks(tmp_path: Path) -> None:
+    """The evaluation of equal weights to the last bit, a sample after steps that differ by rounding errors."""
+    write_text(tmp_path / "text.txt")
+    [expected] = run_ranks(1, _evaluate, tmp_path, ["ddp"], tmp_path=tmp_path)[0]
     for ranks, strategies in ((2, ["zero1", "fsdp"]), (3, ["ddp", "zero2"])):
-        for results in run_ranks(ranks, _evaluate, folder, strategies, tmp_path=folder):
+        for results in run_ranks(ranks, _evaluate, tmp_path, strategies, tmp_path=tmp_path):
             assert results == [expected] * len(strategies), (ranks, strategies)
 
 
-def _evaluate(folder: Path, strategies: list[str]) -> list[tuple[int, float | None, str]]:
-    """Returns the most windows in a forward pass of an evaluation, its loss, and a sample."""
+def _evaluate(folder: Path, strategies: list[str]) -> list[tuple[float | None, str]]:
+    """For `run_ranks`: returns the loss of an evaluation, and a sample."""
     options = NO_DROPOUT | {"trainer__batch_size": 40, "trainer__micro_batch_size": None}
     results = []
     for name in strategies:
         run_dir = folder / f"{name}-{os.environ.get('WORLD_SIZE')}"
         argv = run_args(run_dir, folder / "text.txt", distributed__strategy=name, **options)
         with open_trainer(*argv, rendezvous=name) as trainer:
-            sizes: list[int] = []
-            model = trainer.strategy.full_model
-            hook = model.register_forward_pre_hook(lambda model, args, sizes=sizes: sizes.append(len(args[0])))
             trainer.evaluate()
-            hook.remove()
             loss = trainer.progress.val_loss
             train_losses(trainer, 3)
             sample = generate_sample(trainer.strategy, trainer.corpus.vocabulary, PROMPT, seed=1)
-            results.append((max(sizes), loss, sample))
+            results.append((loss, sample))
     return results
+
+
+def test_the_size_of_a_forward_pass_does_not_depend_on_the_number_of_ranks() -> None:
+    sizes = [
+        evaluation_batch_size(TrainerConfig(batch_size=batch, micro_batch_size=micro_batch))
+        for batch, micro_batch in ((40, None), (8, None), (40, 3))
+    ]
+    assert sizes == [16, 8, 3]
 
 
 @pytest.mark.slow
