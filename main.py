@@ -64,7 +64,7 @@ def process_group(config: Config, info: RankInfo) -> "Iterator[DistributedContex
     destroy_process_group()  # if an earlier run in this process has failed
     backend = "cpu:gloo,cuda:nccl" if use_cuda(config.distributed.backend) else "gloo"
     timeout = timedelta(seconds=config.distributed.timeout_seconds)
-    with connected_ranks(info, config.distributed, backend) as (store, health):
+    with connected_ranks(info, config.distributed) as (store, health):
         if info.world_size > 1 or config.distributed.uses_fsdp:
             dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size, timeout=timeout)
     with explained_errors(health):

@@ -347,7 +347,6 @@ class Trainer:
                 self.resumed_from, self.progress.step, self.config, self.last_step, self.early_end()
             )
         )
-        self.context.end_collectives()
         self.snapshots.writer.is_idle.wait()
         self.snapshots.remove_frequent()
         return 0
@@ -370,7 +369,6 @@ class Trainer:
                     f"training has reached step {step}, but its snapshot could not be saved: {save_error}; then run "
                     "the same command, which resumes from the newest one"
                 )
-        self.context.end_collectives()
         self.snapshots.remove_frequent()
         is_stopped = not self.is_complete()
         name = signal.Signals(self.stop_signal).name if is_stopped else None

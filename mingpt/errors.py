@@ -2,19 +2,11 @@
 
 
 class UserError(Exception):
-    """A mistake in the yaml, the data or a snapshot; exit status 2.
-
-    Args:
-        is_reported: another process reports the error, so this one ends without a message
-    """
-
-    def __init__(self, message: str, is_reported: bool = False) -> None:
-        super().__init__(message)
-        self.is_reported = is_reported
+    """A mistake in the yaml, the data or a snapshot; exit status 2."""
 
 
 class PeerError(Exception):
-    """Another rank is dead, or the rendezvous store is unreachable; exit status 1.
+    """Another rank is the cause of an error, or the rendezvous store is unreachable; exit status 1.
 
     Args:
         linger_seconds: seconds to stay alive after the message
@@ -23,14 +15,9 @@ class PeerError(Exception):
     def __init__(self, message: str, linger_seconds: float = 0.0) -> None:
         super().__init__(message)
         self.linger_seconds = linger_seconds
-        self.is_reported = False  # True: another process reports the error, so this one ends without a message
 
 
-class StoreUnreachableError(PeerError):
-    """The rendezvous store does not answer."""
-
-
-# Messages of the CPU allocator, of threads that find no memory for their stack, and of the loader of libraries.
+# Out-of-memory messages of the CPU allocator, of thread creation and of the dynamic loader
 OOM_MESSAGES = ("DefaultCPUAllocator: can't allocate memory", "can't start new thread", "failed to map segment")
 
 

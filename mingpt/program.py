@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from mingpt.distributed.launcher import restart_hint
 from mingpt.errors import PeerError, UserError, is_oom_error
 from mingpt.files import check_temporary_folder
 from mingpt.monitoring.logging import configure_logging, logger
@@ -44,13 +43,11 @@ def run_program(run: Callable[[Sequence[str]], int | None], argv: Sequence[str],
         status = int(ended.code or 0)
     except UserError as error:
         status = 2
-        if not error.is_reported:
-            logger.error(str(error))
+        logger.error(str(error))
         write_error_file(str(error), f"error: {error}")
     except PeerError as error:
         status = 1
-        if not error.is_reported:
-            logger.error(f"{error}{restart_hint(os.environ)}")
+        logger.error(str(error))
         time.sleep(error.linger_seconds)
     except BrokenPipeError:  # the reader of stdout closed it
         pass

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mingpt.distributed.position import find_line, format_list, format_ranks
-from mingpt.errors import PeerError, UserError
+from mingpt.distributed.position import find_place
+from mingpt.errors import UserError
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -38,11 +38,11 @@ def reduce_object(ranks: RankGroup, value: T, combine: Callable[[list[T]], R]) -
     Values and result must be JSON objects. With several ranks, tuples become lists.
 
     Raises:
-        PeerError: ranks call this in different places.
+        ValueError: on rank 0, if ranks call this in different places, so that the values are of different kinds.
     """
     if ranks.world_size == 1:
         return combine([value])
-    place = find_line(sys._getframe())
+    place = {"the place of an exchange": find_place(sys._getframe())}
     # JSON instead of pickle, which would run code from any process that connects to a rank's port.
     message = json.dumps([place, value])
     sizes = _gather_on_rank0(ranks, torch.tensor([len(message)]))
@@ -50,15 +50,12 @@ def reduce_object(ranks: RankGroup, value: T, combine: Callable[[list[T]], R]) -
     rows = _gather_on_rank0(ranks, _encode(message, int(largest)))
     answer = ""
     if ranks.rank == 0:
-        messages = [_decode(row) for row in rows]
-        difference = _compare_places([tuple(place) for place, _ in messages])
-        result = None if difference else combine([value for _, value in messages])
-        answer = json.dumps([difference, result])
+        places, values = zip(*map(_decode, rows), strict=True)
+        if difference := _first_difference(places):
+            raise ValueError(difference)  # which the HealthMonitors of the other ranks report
+        answer = json.dumps(combine(list(values)))
     size = _take_from_rank0(ranks, torch.tensor([len(answer)]))
-    difference, result = _decode(_take_from_rank0(ranks, _encode(answer, int(size))))
-    if difference:
-        raise PeerError(difference)
-    return result
+    return _decode(_take_from_rank0(ranks, _encode(answer, int(size))))
 
 
 def all_gather_object(ranks: RankGroup, value: T) -> list[T]:
@@ -149,25 +146,10 @@ def _first_error(messages: list[str | None]) -> str | None:
     return None
 
 
-def _first_difference(values: list[dict[str, Any]]) -> str | None:
+def _first_difference(values: Sequence[dict[str, Any]]) -> str | None:
     first, *others = values
     for rank, other in enumerate(others, start=1):
         for name in sorted(first.keys() | other.keys()):
             if first.get(name) != other.get(name):
                 return f"{name} differs between ranks: {first.get(name)} on rank 0, {other.get(name)} on rank {rank}"
     return None
-
-
-def _compare_places(places: list[tuple[str, str]]) -> str:
-    """Returns a message if ranks exchange objects in different places, otherwise an empty string.
-
-    Args:
-        places: function and line of each rank
-    """
-    ranks: dict[tuple[str, str], list[int]] = {}
-    for rank, place in enumerate(places):
-        ranks.setdefault(place, []).append(rank)
-    if len(ranks) == 1:
-        return ""
-    each = [f"{format_ranks(found)}: in {function} at {line}" for (function, line), found in ranks.items()]
-    return f"all {len(places)} ranks are alive, but ranks have reached different collectives; {format_list(each, '; ')}"

@@ -1,12 +1,9 @@
 """The rank and device of this process, its groups, and collectives of tensors."""
 
-import platform
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from datetime import timedelta
-from itertools import chain
 from typing import ClassVar
 
 import torch
@@ -17,16 +14,22 @@ from mingpt.config.schema import DistributedConfig
 from mingpt.distributed.agreement import (
     RankGroup,
     all_gather_object,
+    check_equal,
     raise_first_error,
-    reduce_object,
     shared_errors,
 )
 from mingpt.distributed.health import HealthMonitor
 from mingpt.distributed.launcher import RankInfo
-from mingpt.system.device import choose_device, visible_gpu_uuids
+from mingpt.distributed.network import machine_id
+from mingpt.errors import UserError
+from mingpt.system.device import choose_device, gpu_uuid
 
 CUDA_EXTRA_TIMEOUT = timedelta(seconds=60)  # added to distributed.timeout_seconds for NCCL's collectives
-NO_TIMEOUT = timedelta(days=365)
+START_TIMEOUT = timedelta(hours=1)  # at the start, one rank may load or encode for a long time
+DEVICE_ADVICE = (
+    "PyTorch sees no GPU where it is cpu: check the driver there with nvidia-smi, or train on the CPU everywhere with "
+    "--distributed.backend gloo"
+)
 
 
 class DistributedContext(RankGroup):
@@ -37,7 +40,7 @@ class DistributedContext(RankGroup):
         health: None for a single process
 
     Raises:
-        UserError: on all ranks, if a host has fewer GPUs than processes, or lacks a GPU for nccl.
+        UserError: on all ranks, if only some of them have a GPU, two have the same one, or nccl has none.
     """
 
     exit_callbacks: ClassVar[list[Callable[[], None]]] = []  # called before the process group is destroyed
@@ -47,46 +50,40 @@ class DistributedContext(RankGroup):
         self.restart_count = info.restart_count
         self.health = health
         self.timeout = timedelta(seconds=config.timeout_seconds)
-        host = platform.node()
-        hosts = all_gather_object(self, host)
-        self.local_rank = hosts[: self.rank].count(host) if info.local_rank is None else info.local_rank
-        self.local_world_size = info.local_world_size or hosts.count(host)
+        machine = machine_id()
+        machines = all_gather_object(self, machine)
+        self.local_rank = machines[: self.rank].count(machine) if info.local_rank is None else info.local_rank
+        self.local_world_size = info.local_world_size or machines.count(machine)
         with shared_errors(self):
-            gpus = visible_gpu_uuids(config.backend)
-        is_shared = reduce_object(self, gpus, lambda found: max(Counter(chain(*found)).values(), default=0) > 1)
-        with shared_errors(self):
-            if gpus and not is_shared:  # srun may be configured so that each process sees only its own GPU, as number 0
-                self.device = choose_device(config.backend, 0, 1, self.world_size)
-            else:
-                self.device = choose_device(config.backend, self.local_rank, self.local_world_size, self.world_size)
+            self.device = choose_device(config.backend, self.local_rank, self.world_size)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+        check_equal(self, {"the kind of device": self.device.type}, advice=DEVICE_ADVICE)
+        self._check_gpus()
 
-    def subgroup(self, groups: Iterable[Sequence[int]], description: str | None = None) -> "DistributedContext":
+    def _check_gpus(self) -> None:
+        """Raises a UserError on all ranks if two of them have the same GPU, which NCCL refuses."""
+        gpus = all_gather_object(self, gpu_uuid(self.device))
+        for rank, gpu in enumerate(gpus):
+            first = gpus.index(gpu)
+            if gpu is not None and first < rank:
+                raise UserError(
+                    f"{self.world_size} processes, but only {len(set(gpus))} GPU(s): rank {rank} has the GPU of rank "
+                    f"{first}; start at most one process per GPU (--nproc_per_node), or train on the CPU with "
+                    "--distributed.backend gloo"
+                )
+
+    def subgroup(self, groups: Iterable[Sequence[int]]) -> "DistributedContext":
         """Returns the context of the group that includes this rank. All ranks must list the same groups."""
         context = copy(self)
         for ranks in groups:
-            group = dist.new_group(list(ranks), timeout=self.timeout, group_desc=description)
+            group = dist.new_group(list(ranks), timeout=self.timeout)
             if self.rank in ranks:
                 extend_cuda_timeout(group)
                 context.rank = ranks.index(self.rank)
                 context.world_size = len(ranks)
                 context.group = group
         return context
-
-    def unchecked_group(self) -> dist.ProcessGroup | None:
-        """Returns the process group for DDP. All ranks of this context must call it.
-
-        TORCH_DISTRIBUTED_DEBUG=DETAIL wraps gloo in a backend that compares collectives. DDP's logger mistakes the
-        wrapper for gloo and crashes (torch 2.13: Logger::set_env_variables in logger.cpp), so DDP gets a second group.
-        """
-        if dist.get_debug_level() != dist.DebugLevel.DETAIL or self.backend != "gloo":
-            return self.group
-        ranks = dist.get_process_group_ranks(self.group)
-        dist.set_debug_level(dist.DebugLevel.INFO)
-        group = dist.new_group(ranks, timeout=self.timeout, use_local_synchronization=True)
-        dist.set_debug_level(dist.DebugLevel.DETAIL)
-        return group
 
     @property
     def backend(self) -> str:
@@ -96,18 +93,13 @@ class DistributedContext(RankGroup):
         return "nccl" if self.device.type == "cuda" else "gloo"
 
     @contextmanager
-    def without_timeout(self) -> Iterator[None]:
-        """Lets collectives on the CPU wait until all ranks arrive, since one rank may work for an hour.
-
-        Heartbeats still detect dead ranks.
-        """
-        # With DETAIL, the backend's wrapper also waits in a second group, and its timeout can't be changed (torch
-        # 2.13). PyTorch 2.10 refuses to set the wrapper's timeout.
-        if self.world_size == 1 or dist.get_debug_level() == dist.DebugLevel.DETAIL:
+    def long_timeout(self) -> Iterator[None]:
+        """Lets collectives on the CPU wait for at least START_TIMEOUT."""
+        if self.world_size == 1:
             yield
             return
         backend = (self.group or dist.group.WORLD)._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
-        backend.set_timeout(NO_TIMEOUT)
+        backend.set_timeout(max(self.timeout, START_TIMEOUT))
         try:
             yield
         finally:
@@ -125,7 +117,7 @@ class DistributedContext(RankGroup):
             my_turn = 1
         if self.rank == 0:
             my_turn = 0
-        with self.without_timeout():
+        with self.long_timeout():
             for _ in range(my_turn):
                 raise_first_error(self, None)  # from an earlier turn
             with shared_errors(self):
@@ -158,14 +150,11 @@ class DistributedContext(RankGroup):
 
         Ranks call it at the same step, so a signal that one rank has received reaches all of them at the same step.
         """
+        if self.health is not None:
+            self.health.step += 1
         flags = torch.tensor(values, dtype=torch.int32)
         work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, async_op=True) if self.world_size > 1 else None
         return PendingFlags(flags, work)
-
-    def end_collectives(self) -> None:
-        """Declares that training has ended on this rank. The loss of another rank no longer ends this process."""
-        if self.health is not None:
-            self.health.is_watching = False
 
 
 class PendingFlags:
@@ -192,6 +181,5 @@ def extend_cuda_timeout(group: dist.ProcessGroup) -> None:
     """
     cpu_backend = group._get_backend(torch.device("cpu"))
     cuda_backend = group._get_backend(torch.device("cuda"))
-    # PyTorch 2.10 refuses to set the timeout of DETAIL's wrapper.
-    if cuda_backend is not cpu_backend and dist.get_debug_level() != dist.DebugLevel.DETAIL:
+    if cuda_backend is not cpu_backend:
         cuda_backend.set_timeout(cuda_backend.options._timeout + CUDA_EXTRA_TIMEOUT)

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from mingpt.errors import UserError
+from mingpt.monitoring.logging import silence_errors
 
 MAX_PORT = 2**16 - 1
 
@@ -81,8 +82,9 @@ def reported_once_per_machine(info: RankInfo) -> Iterator[None]:
     """
     try:
         yield
-    except UserError as error:
-        error.is_reported = info.local_rank not in (None, 0) and info.rank > 0
+    except UserError:
+        if info.local_rank not in (None, 0) and info.rank > 0:
+            silence_errors()
         raise
 
 

@@ -4,7 +4,7 @@ import errno
 import platform
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from mingpt.distributed.network import (
     select_gloo_interface,
     uses_agent_store,
 )
-from mingpt.distributed.rendezvous import first_different, rendezvous
+from mingpt.distributed.rendezvous import all_equal, rendezvous
 from mingpt.errors import UserError
 from mingpt.monitoring.logging import logger
 
@@ -28,24 +28,25 @@ WAIT_SECONDS = 2.0  # how long a rank waits for the other ranks before it says s
 
 
 @contextmanager
-def connected_ranks(
-    info: RankInfo, config: DistributedConfig, backend: str
-) -> Iterator[tuple[dist.Store, HealthMonitor | None]]:
+def connected_ranks(info: RankInfo, config: DistributedConfig) -> Iterator[tuple[dist.Store, HealthMonitor | None]]:
     """Connects ranks at a store. The block initializes the process group with it.
 
     A single process gets a store in its memory, and no HealthMonitor.
 
-    Args:
-        backend: argument of `init_process_group`
-
     Raises:
-        UserError: the other ranks did not connect to the store or to the process group, or have different backends.
+        UserError: the other ranks did not connect to the store or to the process group.
     """
     rank = info.rank
     world_size = info.world_size
     if world_size == 1:
         yield dist.HashStore(), None
         return
+    if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+        # It wraps gloo in a backend that compares collectives. DDP's logger mistakes the wrapper for gloo and crashes
+        # (torch 2.13: Logger::set_env_variables in logger.cpp).
+        dist.set_debug_level(dist.DebugLevel.INFO)
+        if rank == 0:
+            logger.warning("TORCH_DISTRIBUTED_DEBUG is INFO instead of DETAIL, with which DDP crashes")
     init_method = resolve_init_method(info, config.init_method)
     address = init_method
     if init_method == "env://":
@@ -59,15 +60,14 @@ def connected_ranks(
     try:
         store = rendezvous(init_method, rank, world_size, timedelta(seconds=config.timeout_seconds))
         notice.cancel()
-        _check_backends(store, rank, world_size, backend)
-        is_one_host = not first_different(dist.PrefixStore("host", store), rank, world_size, machine_id())
+        is_one_host = all_equal(dist.PrefixStore("machine", store), rank, world_size, machine_id())
         select_gloo_interface(is_one_host, init_method)
         store_host = "rank 0"
         if init_method.startswith("file://"):
             store_host = FILE_SYSTEM
         elif uses_agent_store(init_method):
             store_host = "torchrun's agent"
-        health = HealthMonitor(store, info, store_host, config.timeout_seconds)
+        health = HealthMonitor(store, info, store_host)
         yield dist.PrefixStore("group", store), health
         extend_cuda_timeout(dist.group.WORLD)  # type: ignore[arg-type]
     except (ValueError, RuntimeError, OSError) as error:
@@ -118,23 +118,3 @@ def destroy_process_group() -> None:
     DistributedContext.exit_callbacks.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _check_backends(store: dist.Store, rank: int, world_size: int, backend: str) -> None:
-    """Checks that all ranks have chosen the same backend. A rank with a broken GPU driver chooses gloo.
-
-    Raises:
-        UserError: on all ranks, if they differ. Rank 0 reports it.
-    """
-    different = first_different(dist.PrefixStore("backend", store), rank, world_size, backend)
-    if different:
-        store.set(f"backend/choice/{rank}", f"{backend} on rank {rank} ({platform.node()})")
-        choices = store.multi_get(["backend/choice/0", f"backend/choice/{different}"])
-        # Ranks exit together, since rank 0 may host the store, and torchrun ends rank 0 when another rank fails.
-        with suppress(RuntimeError, OSError):
-            first_different(dist.PrefixStore("received", store), rank, world_size, "")
-        raise UserError(
-            f"the backend differs between ranks: {b', '.join(choices).decode()}; PyTorch sees no GPU where it is gloo: "
-            "check the driver there with nvidia-smi, or train on the CPU everywhere with --distributed.backend gloo",
-            is_reported=rank > 0,
-        )

@@ -1,4 +1,4 @@
-"""The rendezvous of ranks at a key-value store, and comparisons before there is a process group."""
+"""The rendezvous of ranks at a key-value store, and a comparison between ranks that needs no process group."""
 
 import errno
 import socket
@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from mingpt.distributed.network import LOOPBACK, host_and_port, uses_agent_store
 
-NCCL_DUMP_KEY = "exception_dump"  # set by NCCL's watchdog, without a prefix (kStoreDumpKey in ProcessGroupNCCL.hpp)
 POLL_SECONDS = 0.01  # seconds between checks of the store; a rendezvous takes several
 
 
@@ -74,9 +73,9 @@ def generation_store(store: dist.Store, rank: int, world_size: int, timeout: tim
             prefix = store.get(own_offer).decode()
             store.set(f"{prefix}/accepted/{rank}", "")
             if rank == 0 and store.check([f"{prefix}/accepted/{other}" for other in range(world_size)]):
-                # With this key in the store, NCCL would end these ranks, too, after some minutes
+                # With this key of NCCL's watchdog in the store, NCCL would end these ranks, too, after some minutes
                 # (HeartbeatMonitor::runLoop in ProcessGroupNCCL.cpp). The ranks that could set it again are dead.
-                store.delete_key(NCCL_DUMP_KEY)
+                store.delete_key("exception_dump")
                 store.set(f"{prefix}/confirmed", "")
             if store.check([f"{prefix}/confirmed"]):
                 return dist.PrefixStore(prefix, store)
@@ -94,11 +93,10 @@ def _offer_prefix(store: dist.Store, world_size: int) -> None:
         store.multi_set(offer_keys, [uuid.uuid4().hex] * world_size)  # type: ignore[attr-defined]
 
 
-def first_different(store: dist.Store, rank: int, world_size: int, value: str) -> int:
-    """Returns the first rank with a different value than rank 0, or 0 if all are equal. Rank 0 finds it for all."""
+def all_equal(store: dist.Store, rank: int, world_size: int, value: str) -> bool:
+    """Returns whether all ranks pass the same value. Rank 0 compares them for all."""
     store.set(f"value/{rank}", value)
     if rank == 0:
-        first, *others = store.multi_get([f"value/{other}" for other in range(world_size)])
-        different = (other for other in range(1, world_size) if others[other - 1] != first)
-        store.set("different", str(next(different, 0)))
-    return int(store.get("different"))
+        values = store.multi_get([f"value/{other}" for other in range(world_size)])
+        store.set("is equal", str(len(set(values)) == 1))
+    return store.get("is equal") == b"True"

@@ -62,6 +62,7 @@ def configure_logging(info_stream: Literal["stdout", "stderr"] = "stdout") -> No
 
     If INFO goes to stdout, lines begin with date and time unless stdout is a terminal, and on stderr if it is a file.
     """
+    _handler.setLevel(logging.NOTSET)
     _handler.info_stream = info_stream
     _handler.rank = 0
 
@@ -69,3 +70,8 @@ def configure_logging(info_stream: Literal["stdout", "stderr"] = "stdout") -> No
 def set_rank(rank: int) -> None:
     """Sets the rank of this process. Only rank 0 logs INFO."""
     _handler.rank = rank
+
+
+def silence_errors() -> None:
+    """Makes this process end without a message, since another process reports the same error."""
+    _handler.setLevel(logging.CRITICAL)

@@ -20,7 +20,6 @@ from char_dataset import CharDataset, ValidationDataset
 from mingpt.config.schema import Config, GPTConfig
 from mingpt.distributed.agreement import reduce_object
 from mingpt.distributed.context import DistributedContext
-from mingpt.distributed.position import POINT_TO_POINT
 from mingpt.nn.layers import IGNORE_INDEX, cross_entropy
 from mingpt.optim.muon import to_local
 from mingpt.parallel.data_parallel import build_data_parallel
@@ -94,7 +93,7 @@ class PipelineParallel(Strategy):
         replicas = [range(start, start + num_stages) for start in range(0, context.world_size, num_stages)]
         # The groups of PyTorch's init_device_mesh would have the default timeout, not ours.
         data_parallel = context.subgroup(zip(*replicas, strict=True))
-        self.pipeline = context.subgroup(replicas, POINT_TO_POINT)
+        self.pipeline = context.subgroup(replicas)
         self.tied_embedding = context.subgroup([(ranks[0], ranks[-1]) for ranks in replicas])
 
         with torch.device("meta"):

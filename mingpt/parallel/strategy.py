@@ -211,7 +211,7 @@ class DDP(Strategy):
         self.ddp = DistributedDataParallel(
             model,
             device_ids=[context.device] if context.device.type == "cuda" else None,
-            process_group=context.unchecked_group(),
+            process_group=context.group,
             bucket_cap_mb=config.distributed.bucket_cap_mb,
             gradient_as_bucket_view=True,
         )

@@ -48,17 +48,10 @@ def prepare_run(config: Config, context: DistributedContext) -> None:
 
 
 def code_digest() -> str:
-    """Returns the SHA-256 of the code that trains: mingpt/ and modules next to it that this process has imported."""
-    files = set(ROOT.glob("mingpt/**/*.py"))
-    for module in list(sys.modules.values()):
-        file = getattr(module, "__file__", None)
-        if file and Path(file).parent == ROOT:
-            files.add(Path(file))
-    digest = hashlib.sha256()
-    for path in sorted(files):
-        digest.update(str(path.relative_to(ROOT)).encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
+    """Returns the SHA-256 of the code that trains. Machines without a shared disk may have different versions of it."""
+    scripts = [ROOT / name for name in ("main.py", "trainer.py", "model.py", "char_dataset.py")]
+    files = [*scripts, *sorted(ROOT.glob("mingpt/**/*.py"))]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def write_default_text(config: Config) -> None:
@@ -118,7 +111,7 @@ def adopt_snapshot(config: Config, context: DistributedContext, header: dict[str
     if path is None:
         return config, ""
     header = {}
-    with context.without_timeout(), shared_errors(context):
+    with context.long_timeout(), shared_errors(context):
         if context.rank == 0:
             header = split_header(load_pretrained(path, "trainer.init_from").snapshot)
     header = broadcast_object(context, header)
@@ -148,7 +141,7 @@ def initial_weights(
     Raises:
         UserError: on all ranks, if trainer.init_from can't be loaded.
     """
-    with context.without_timeout(), shared_errors(context):
+    with context.long_timeout(), shared_errors(context):
         if context.rank == 0:
             torch.manual_seed(config.trainer.seed)
             model = GPT(model_config)

@@ -92,7 +92,7 @@ class SnapshotManager:
                 content = found
                 path = storage.file(content["step"])
         step = content.get("step", -1)
-        with context.without_timeout():  # it may be large and far away
+        with context.long_timeout():  # it may be large and far away
             steps = all_gather_object(context, step)
         newest_step = max(steps)
         source_rank = steps.index(newest_step)

@@ -48,32 +48,24 @@ def use_cuda(backend: str) -> bool:
     return backend != "gloo" and torch.cuda.is_available()
 
 
-def visible_gpu_uuids(backend: str) -> list[str]:
-    """Returns the UUIDs of the GPUs that this process may use. The list is empty if it trains on the CPU."""
-    if not use_cuda(backend):
-        return []
-    return [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
-
-
-def choose_device(backend: str, local_rank: int, local_world_size: int, world_size: int) -> torch.device:
-    """Returns the device of this rank: one GPU per rank, or the CPU. Apple's GPU is for a single process only.
+def choose_device(backend: str, local_rank: int, world_size: int) -> torch.device:
+    """Returns the device of this rank: a GPU, or the CPU. Apple's GPU is for a single process only.
 
     Raises:
-        UserError: there are more processes on this host than GPUs, or none for nccl.
+        UserError: the backend is nccl, and there is no GPU.
     """
     if not use_cuda(backend):
         if backend == "nccl":
             raise UserError("distributed.backend is nccl, but PyTorch sees no CUDA GPU here; set it to auto or gloo")
         use_mps = backend == "auto" and world_size == 1 and torch.backends.mps.is_available()
         return torch.device("mps" if use_mps else "cpu")
-    processes = max(local_world_size, local_rank + 1)
-    gpus = torch.cuda.device_count()
-    if processes > gpus:
-        raise UserError(
-            f"{processes} processes on {platform.node()}, but only {gpus} GPU(s): start at most {gpus} processes "
-            f"(--nproc_per_node={gpus}), or train on the CPU with --distributed.backend gloo"
-        )
-    return torch.device("cuda", local_rank)
+    # srun may be configured so that each process sees only its own GPU, as number 0.
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+def gpu_uuid(device: torch.device) -> str | None:
+    """Returns the UUID of a CUDA GPU, and None for other devices."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
 def device_kind(device: torch.device) -> str:

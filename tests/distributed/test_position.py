@@ -1,92 +1,56 @@
-"""Messages about ranks that other ranks wait for."""
+"""The place of each rank, for messages about ranks that hang."""
 
-import logging
+import os
+import threading
 import time
-from collections.abc import Iterator
+from pathlib import Path
 
-import pytest
-
-from mingpt.distributed.position import Position, SlowRanks, explain_wait, find_late
-from mingpt.monitoring.logging import logger
-
-STEP, REDUCE = "trainer.py:127", "mingpt/parallel/strategy.py:198"
+from mingpt.distributed.agreement import all_gather_object
+from mingpt.distributed.position import Position, PositionReader, describe_positions
+from tests.helpers import open_process_group, run_ranks
 
 
-def at(line: str, function: str = "", seconds: float = 9.0, **counts: int) -> Position:
-    return Position(counts, function, line, seconds)
+def test_ranks_are_grouped_by_place_with_their_longest_time() -> None:
+    waiting, late = "all_reduce at trainer.py:189", "count at mingpt/run/evaluation.py:57"
+    assert describe_positions([Position(late, 60.5), Position(waiting, 60.25), Position(waiting, 60.0)]) == [
+        f"rank 0: in {late} for 60.5 seconds",
+        f"ranks 1, 2: in {waiting} for 60.2 seconds",
+    ]
+    assert describe_positions([Position(late, 3.0)] * 1024) == [
+        f"ranks 0, 1, 2, 3, 4, 5, 6, 7, 1016 others: in {late} for 3.0 seconds"
+    ]
 
 
-def explain(*positions: Position) -> str:
-    return explain_wait(positions, [f"rank {rank}" for rank in range(len(positions))])
+def test_a_position_is_the_line_that_waits_and_stays_after_an_error(tmp_path: Path) -> None:
+    waiting, _ = run_ranks(2, _read_positions, tmp_path=tmp_path)
+    assert len({position.place for position in waiting}) == 1
+    assert waiting[0].place.startswith("gather at tests/distributed/test_position.py:")
+    seconds = [position.seconds for position in waiting]
+    assert seconds[0] < 0.01
+    assert seconds[1] > 0.3
+    assert seconds[2] < 0.01  # in another step
+    assert seconds[3] > 1
 
 
-def test_a_rank_that_is_behind_is_named_with_the_collective_and_all_lines() -> None:
-    waiting = at(REDUCE, "all_reduce", world=1_234)
-    assert explain(waiting, at(STEP, seconds=8.5, world=1_233), waiting) == (
-        "rank 1 has not reached collective 1,234; "
-        f"ranks 0, 2: in all_reduce at {REDUCE} for 9.0 seconds; rank 1: {STEP} for 8.5 seconds"
-    )
+def _read_positions() -> list[Position]:
+    """Rank 1 comes to a collective 1.5 seconds late, and rank 0 then has an error."""
+    reader = PositionReader()
+    positions: list[Position] = []
 
+    def read() -> None:
+        for step, seconds in ((1, 0.6), (1, 0.4), (2, 0.1), (2, 1.5)):
+            time.sleep(seconds)
+            positions.append(reader.read(step))
 
-def test_a_rank_that_waits_in_a_group_itself_is_not_late() -> None:
-    """Rank 0 waits for rank 1 in a group of both, and rank 2 for rank 0 in another."""
-    positions = [at(REDUCE, "all_reduce", a=5, b=7), at(STEP, a=4), at(REDUCE, "all_reduce", b=8)]
-    assert find_late(positions) == {1: "a"}
-    assert find_late([at(STEP, a=5, b=7), *positions[1:]]) == {1: "a"}
-
-
-def test_with_equal_counts_a_rank_outside_collectives_is_named() -> None:
-    """Pipeline stages send and receive point to point, and these operations are not counted."""
-    assert explain(at("pipeline.py:124", "_wait_batch_p2p", world=5), at(STEP, world=5)) == (
-        f"rank 1 has not answered; rank 0: in _wait_batch_p2p at pipeline.py:124 for 9.0 seconds; "
-        f"rank 1: {STEP} for 9.0 seconds"
-    )
-
-
-@pytest.mark.parametrize(
-    "positions",
-    [
-        [at(REDUCE, "all_reduce", world=5), at(STEP, "all_gather_object", world=5)],
-        [at(REDUCE, world=5), at(STEP, "all_gather_object", world=5), at(REDUCE, world=5)],  # DDP's, in backward
-        [at(REDUCE, world=6), at(STEP, "all_gather_object", world=5)],
-    ],
-)
-def test_nobody_is_named_if_ranks_are_in_different_collectives(positions: list[Position]) -> None:
-    assert explain(*positions).startswith("ranks have reached different collectives; rank")
-
-
-def test_nothing_is_said_of_ranks_at_the_same_place() -> None:
-    assert explain(at(REDUCE, "all_reduce", world=5), at(REDUCE, "all_reduce", world=5)) == ""
-
-
-@pytest.fixture
-def warnings() -> Iterator[list[str]]:
-    messages: list[str] = []
-
-    def keep(record: logging.LogRecord) -> bool:
-        messages.append(record.getMessage())
-        return False
-
-    logger.addFilter(keep)
-    yield messages
-    logger.removeFilter(keep)
-
-
-def test_slow_ranks_are_warned_of_once_per_wait(warnings: list[str]) -> None:
-    slow, many = SlowRanks(), SlowRanks()
-
-    def look(count: int, seconds: float) -> None:
-        waiting, late = at(REDUCE, "all_reduce", world=count), at(STEP, world=count - 1)
-        slow.look([waiting, late], seconds)
-        if count == 5:
-            many.look([waiting, *[late] * 1023], 10 * seconds)
-
-    for count, seconds in [(5, 0.5), (5, 3.0), (6, 3.0), (6, 3.9), (6, 0.2), (6, 9.0), (7, 1.0), (7, 4.0)]:
-        look(count, seconds)
-    deadline = time.monotonic() + 10
-    while len(warnings) < 3 and time.monotonic() < deadline:  # another thread writes them
-        time.sleep(0.01)
-    messages = [f"rank 1 is {each} seconds behind the others, at {STEP}" for each in ("30.0", "4.0", "4.1")]
-    assert [message.split(";")[0] for message in sorted(warnings)] == messages
-    assert [message.count(";") for message in sorted(warnings)] == [8, 0, 0]
-    assert "; 1015 others" in sorted(warnings)[0]
+    with open_process_group() as context:
+        all_gather_object(context, None)
+        thread = threading.Thread(target=read)
+        thread.start()
+        try:
+            if context.rank == 1:
+                time.sleep(1.5)
+            all_gather_object(context, os.getpid())
+            raise RuntimeError
+        except RuntimeError:
+            thread.join()
+    return positions

@@ -22,9 +22,9 @@ from mingpt.config.schema import DistributedConfig
 from mingpt.distributed.agreement import all_gather_object, broadcast_object, check_equal, shared_errors
 from mingpt.distributed.context import DistributedContext
 from mingpt.distributed.launcher import RankInfo
-from mingpt.distributed.rendezvous import NCCL_DUMP_KEY, rendezvous
+from mingpt.distributed.rendezvous import rendezvous
 from mingpt.errors import UserError
-from tests.helpers import free_port, open_process_group, run_args, run_main, run_ranks, train_main
+from tests.helpers import free_port, open_process_group, run_args, run_captured, run_main, run_ranks, train_main
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
@@ -42,8 +42,8 @@ def test_shards_cover_the_batch_and_differ_by_at_most_one(world_size: int, count
 def test_ranks_share_values_errors_and_gpus(tmp_path: Path) -> None:
     results = run_ranks(3, _collectives, tmp_path, tmp_path=tmp_path)
     assert results == [results[0]] * 3
-    shared_gpu_errors = results[0].pop("all see the same one")
-    assert all("3 processes" in error and "1 GPU" in error for error in shared_gpu_errors)
+    for error in results[0].pop("all see the same one"):
+        assert error.startswith("3 processes, but only 1 GPU(s): rank 1 has the GPU of rank 0; start at most ")
     assert results[0] == {
         "all_gather_object": [0, 10, 20],
         "broadcast_object": 1,
@@ -82,13 +82,10 @@ def _run_collectives(context: DistributedContext, results: dict[str, Any], folde
     first = context.all_reduce_flags(0, rank)
     second = context.all_reduce_flags(15 if rank == 2 else 0)
     results["all_reduce_flags"] = [first.wait(), second.wait()]
-    backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
-    backend._set_default_timeout(timedelta(seconds=0.2))
-    with context.local_rank0_first():  # the other ranks wait for longer than the timeout
+    with context.local_rank0_first():
         if not list(folder.glob("built-*")):
             time.sleep(1)
             (folder / f"built-{rank}").touch()
-    assert backend.options._timeout == context.timeout
     gpus = {"all see all GPUs": ["abc"] * 3, "each sees its own": ["a", "b", "c"], "all see the same one": ["a"] * 3}
     for name, visible in gpus.items():
         results[name] = all_gather_object(context, _device(context, visible[rank]))
@@ -102,17 +99,76 @@ def _fail_on_rank1(context: DistributedContext) -> None:
             raise UserError("disk full")
 
 
+def _simulate_gpus(patch: pytest.MonkeyPatch, uuids: str) -> None:
+    patch.setattr(torch.cuda, "is_available", lambda: True)
+    patch.setattr(torch.cuda, "device_count", lambda: len(uuids))
+    patch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuids[device.index]))
+    patch.setattr(torch.cuda, "set_device", lambda device: None)
+
+
 def _device(context: DistributedContext, gpus: str) -> str:
     """Returns the device of a rank that sees these GPUs, or the error."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "is_available", lambda: True)
-        patch.setattr(torch.cuda, "device_count", lambda: len(gpus))
-        patch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(uuid=gpus[number]))
-        patch.setattr(torch.cuda, "set_device", lambda device: None)
+        _simulate_gpus(patch, gpus)
         try:
             return str(DistributedContext(RankInfo(context.rank, context.world_size), DistributedConfig()).device)
         except UserError as error:
             return str(error)
+
+
+@pytest.mark.parametrize("rank_with_gpu", [0, 1])
+def test_a_rank_without_gpu_among_others_is_named_by_one_message(
+    rank_with_gpu: int, text: Path, tmp_path: Path
+) -> None:
+    argv = run_args(tmp_path / "run", text)
+    (status, _, stderr), *others = run_ranks(3, _run_with_gpu, rank_with_gpu, argv, tmp_path=tmp_path)
+    assert others == [(2, "", "")] * 2
+    assert status == 2
+    first, second = ("cuda", "cpu") if rank_with_gpu == 0 else ("cpu", "cuda")
+    assert stderr == (
+        f"error: the kind of device differs between ranks: {first} on rank 0, {second} on rank 1; PyTorch sees no GPU "
+        "where it is cpu: check the driver there with nvidia-smi, or train on the CPU everywhere with "
+        "--distributed.backend gloo\n"
+    )
+
+
+def _run_with_gpu(rank_with_gpu: int, argv: list[str]) -> tuple[int, str, str]:
+    with pytest.MonkeyPatch.context() as patch:
+        if int(os.environ["RANK"]) == rank_with_gpu:
+            _simulate_gpus(patch, "a")
+            _replace_nccl(patch)
+        return run_captured(*argv)
+
+
+def _replace_nccl(patch: pytest.MonkeyPatch) -> None:
+    """Uses a second gloo in place of NCCL."""
+    create, init = dist.ProcessGroupGloo, dist.init_process_group
+    dist.Backend.register_backend("second_gloo", lambda *args: create(*args[:3], timeout=args[3]), devices=["cuda"])
+    backend = "cpu:gloo,cuda:second_gloo"
+    patch.setattr(dist, "init_process_group", lambda _, **options: init(backend, **options))
+
+
+def test_machines_with_the_same_host_name_are_told_apart(tmp_path: Path) -> None:
+    """Two containers, whose ranks are started by hand without LOCAL_RANK."""
+    assert run_ranks(2, _local_ranks, tmp_path=tmp_path) == [(0, 1)] * 2
+
+
+def _local_ranks() -> tuple[int, int]:
+    psutil.boot_time = lambda: float(os.environ["RANK"])
+    with open_process_group() as context:
+        return context.local_rank, context.local_world_size
+
+
+def test_torch_distributed_debug_detail_is_lowered_with_a_message(text: Path, tmp_path: Path) -> None:
+    message = "warning: TORCH_DISTRIBUTED_DEBUG is INFO instead of DETAIL, with which DDP crashes\n"
+    argv = run_args(tmp_path / "run", text, trainer__max_steps=1)
+    assert run_ranks(2, _train_with_detail, argv, tmp_path=tmp_path) == [(0, message), (0, "")]
+
+
+def _train_with_detail(argv: list[str]) -> tuple[int, str]:
+    dist.set_debug_level(dist.DebugLevel.DETAIL)  # PyTorch does this when it is imported
+    status, _, err = run_captured(*argv)
+    return status, err
 
 
 def test_nccl_has_a_longer_timeout_than_gloo(tmp_path: Path) -> None:
@@ -121,11 +177,8 @@ def test_nccl_has_a_longer_timeout_than_gloo(tmp_path: Path) -> None:
 
 
 def _timeouts() -> list[tuple[float, ...]]:
-    """Returns the timeouts on the CPU and on GPUs, for all ranks and a subgroup. A second gloo replaces NCCL."""
-    create = dist.ProcessGroupGloo
-    dist.Backend.register_backend("second_gloo", lambda *args: create(*args[:3], timeout=args[3]), devices=["cuda"])
-    init = dist.init_process_group
-    dist.init_process_group = lambda backend, **options: init("cpu:gloo,cuda:second_gloo", **options)
+    """Returns the timeouts on the CPU and on GPUs, for all ranks and a subgroup."""
+    _replace_nccl(pytest.MonkeyPatch())
     with open_process_group(timeout_seconds=30) as context:
         groups: list[Any] = [dist.group.WORLD, context.subgroup([[0], [1]]).group]
         return [
@@ -256,8 +309,8 @@ def test_generations_of_ranks_do_not_see_each_other(
         for thread in threads:
             thread.join()
         assert not any(store.check(["address"]) for store in stores.values())
-        assert not raw.check([NCCL_DUMP_KEY])
-        raw.set(NCCL_DUMP_KEY, "rank")
+        assert not raw.check(["exception_dump"])
+        raw.set("exception_dump", "rank")
         stores[world_size - 1].set("address", str(len(generations)))
         assert {store.get("address") for store in stores.values()} == {str(len(generations)).encode()}
         generations.append(stores)
