@@ -16,7 +16,6 @@ from torch.torch_version import TorchVersion
 
 import export
 import sample
-from mingpt.errors import PeerError
 from mingpt.program import run_program as exit_status_of
 from mingpt.run import start
 from mingpt.system.run_lock import LOCK_NAME
@@ -84,23 +83,17 @@ def test_too_little_memory_for_the_start_is_one_message(argv: list[str]) -> None
     assert "out of memory: " in done.stderr
 
 
-def test_errors_in_training_have_their_status_and_one_message(
+def test_memory_that_runs_out_in_training_is_one_message(
     argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    memory, gone = "CUDA out of memory. Tried to allocate 2.00 GiB.", "rank 1 is gone"
-    for kind, text, max_restarts, status, message in (
-        (torch.OutOfMemoryError, f"{memory}\nmore", "0", 2, f"out of memory: {memory}; lower "),
-        (MemoryError, "", "0", 2, "out of memory: MemoryError; lower "),
-        (RuntimeError, "can't start new thread", "0", 2, "out of memory: can't start new thread; lower "),
-        (PeerError, gone, None, 1, f"{gone}; the same command resumes\n"),
-        (PeerError, gone, "0", 1, f"{gone}; start torchrun with --max_restarts=3 and it resumes"),
-        (PeerError, gone, "3", 1, f"{gone}\n"),
+    memory = "CUDA out of memory. Tried to allocate 2.00 GiB."
+    for kind, text, message in (
+        (torch.OutOfMemoryError, f"{memory}\nmore", f"out of memory: {memory}; lower "),
+        (MemoryError, "", "out of memory: MemoryError; lower "),
+        (RuntimeError, "can't start new thread", "out of memory: can't start new thread; lower "),
     ):
         monkeypatch.setattr(Trainer, "train_step", fail_with(kind, text))
-        monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", str(max_restarts))
-        if max_restarts is None:
-            monkeypatch.delenv("TORCHELASTIC_MAX_RESTARTS")
-        assert run_main(argv) == status
+        assert run_main(argv) == 2
         stderr = capsys.readouterr().err
         assert_one_message(stderr)
         assert stderr.startswith(f"error: {message}")

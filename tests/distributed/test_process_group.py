@@ -136,15 +136,12 @@ def _run_with_gpu(rank_with_gpu: int, argv: list[str]) -> tuple[int, str, str]:
     with pytest.MonkeyPatch.context() as patch:
         if int(os.environ["RANK"]) == rank_with_gpu:
             _simulate_gpus(patch, "a")
-            _replace_nccl(patch)
+            _replace_nccl(patch, "gloo")  # NCCL connects ranks in their first collective on a GPU
         return run_captured(*argv)
 
 
-def _replace_nccl(patch: pytest.MonkeyPatch) -> None:
-    """Uses a second gloo in place of NCCL."""
-    create, init = dist.ProcessGroupGloo, dist.init_process_group
-    dist.Backend.register_backend("second_gloo", lambda *args: create(*args[:3], timeout=args[3]), devices=["cuda"])
-    backend = "cpu:gloo,cuda:second_gloo"
+def _replace_nccl(patch: pytest.MonkeyPatch, backend: str) -> None:
+    init = dist.init_process_group
     patch.setattr(dist, "init_process_group", lambda _, **options: init(backend, **options))
 
 
@@ -178,7 +175,9 @@ def test_nccl_has_a_longer_timeout_than_gloo(tmp_path: Path) -> None:
 
 def _timeouts() -> list[tuple[float, ...]]:
     """Returns the timeouts on the CPU and on GPUs, for all ranks and a subgroup."""
-    _replace_nccl(pytest.MonkeyPatch())
+    create = dist.ProcessGroupGloo
+    dist.Backend.register_backend("second_gloo", lambda *args: create(*args[:3], timeout=args[3]), devices=["cuda"])
+    _replace_nccl(pytest.MonkeyPatch(), "cpu:gloo,cuda:second_gloo")
     with open_process_group(timeout_seconds=30) as context:
         groups: list[Any] = [dist.group.WORLD, context.subgroup([[0], [1]]).group]
         return [
