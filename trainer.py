@@ -1,6 +1,6 @@
 """The training loop: steps, evaluation, snapshots and stops.
 
-Progress is two integers, step and samples. Sample order, dropout and learning rate are functions of (seed, step, sample
+Two integers, step and samples, determine the next step. Sample order, dropout and learning rate are functions of (seed, step, sample
 number), so a run that resumes from a snapshot continues as if nothing had happened.
 """
 
@@ -101,7 +101,7 @@ class Trainer:
         with torch.device("meta"):  # the full model may not fit into memory
             model = GPT(self.model_config)
         self.flops_per_token = model.flops_per_token()
-        self.strategy = build_strategy(config, model, context, self.numerics.precision, self.train_data[[0]])
+        self.strategy = build_strategy(config, model, context, self.numerics.precision)
         self.model = self.strategy.full_model
         self.progress = Progress()
         if newest is None:

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from mingpt.config.conflicts import find_precision_conflicts, refuse
 from mingpt.config.schema import Config
@@ -11,21 +10,18 @@ from mingpt.distributed.agreement import shared_errors
 from mingpt.distributed.context import DistributedContext
 from mingpt.parallel.data_parallel import build_data_parallel
 from mingpt.parallel.memory import check_memory
-from mingpt.parallel.strategy import DDP, Strategy
+from mingpt.parallel.strategy import Strategy
 from mingpt.system.compile_cache import use_compile_cache
 from mingpt.system.device import check_compiler
 from model import GPT
 
 
-def build_strategy(
-    config: Config, model: GPT, context: DistributedContext, precision: str, example: tuple[Tensor, Tensor]
-) -> Strategy:
+def build_strategy(config: Config, model: GPT, context: DistributedContext, precision: str) -> Strategy:
     """Returns the strategy for a model. Its weights are undefined until `load_full_state`.
 
     Args:
         model: a GPT on the meta device, since a rank may not have memory for the full model; do not use it afterwards
         precision: fp32, bf16 or fp16
-        example: inputs and targets, (B, T) each, for a warm-up pass
 
     Raises:
         UserError: the precision conflicts with the strategy, a compiler is missing, or memory does not suffice.
@@ -39,14 +35,10 @@ def build_strategy(
     if config.trainer.compile:
         with context.local_rank0_first():
             use_compile_cache(Path(config.trainer.run_dir) / "cache/compiled")
-    strategy: Strategy
-    with torch.compiler.set_stance("force_eager"):  # do not compile anything for the one batch of `rebuild_buckets`
+    with torch.compiler.set_stance("force_eager"):  # do not compile anything for the one pass of DDP
         if config.distributed.pipeline_stages > 1:
             from mingpt.parallel.pipeline import PipelineParallel  # a slow import
 
-            strategy = PipelineParallel(model, context, config, precision)
-        else:
-            strategy = build_data_parallel(model, context, config, precision)
-            if isinstance(strategy, DDP):
-                strategy.rebuild_buckets(strategy.compute_loss(strategy.model, *example))
-    return strategy
+            return PipelineParallel(model, context, config, precision)
+        example = torch.zeros(1, config.data.block_size, dtype=torch.long, device=context.device)
+        return build_data_parallel(model, context, config, precision, example)

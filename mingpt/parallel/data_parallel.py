@@ -5,7 +5,7 @@ mingpt/config/schema.py. Strategies are imported only if they are used: some of 
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mingpt.config.schema import Config
 from mingpt.distributed.context import DistributedContext
@@ -13,8 +13,14 @@ from mingpt.parallel.activation_checkpointing import apply_activation_checkpoint
 from mingpt.parallel.strategy import DDP, Strategy
 
 
-def build_data_parallel(model: nn.Module, context: DistributedContext, config: Config, precision: str) -> Strategy:
-    """Returns the data-parallel strategy for a model, or for one pipeline stage of a model."""
+def build_data_parallel(
+    model: nn.Module, context: DistributedContext, config: Config, precision: str, example: Tensor
+) -> Strategy:
+    """Returns the data-parallel strategy for a model, or for one pipeline stage of a model.
+
+    Args:
+        example: an input of the model
+    """
     apply_activation_checkpointing(model, config.trainer.activation_checkpointing)
     if config.trainer.compile:
         compile_model(model, config, context.device)
@@ -26,11 +32,11 @@ def build_data_parallel(model: nn.Module, context: DistributedContext, config: C
     if context.world_size == 1 and not cfg.uses_fsdp:
         return Strategy(model, context, config, precision)
     if cfg.strategy == "ddp":
-        return DDP(model, context, config, precision)
+        return DDP(model, context, config, precision, example)
     from mingpt.parallel.sharded import FSDP, ZeRO1, ZeRO2
 
     if cfg.strategy == "zero1":
-        return ZeRO1(model, context, config, precision)
+        return ZeRO1(model, context, config, precision, example)
     if cfg.strategy == "zero2":
         return ZeRO2(model, context, config, precision)
     return FSDP(model, context, config, precision)

@@ -23,8 +23,7 @@ from mingpt.distributed.context import DistributedContext
 from mingpt.nn.layers import IGNORE_INDEX, cross_entropy
 from mingpt.optim.muon import to_local
 from mingpt.parallel.data_parallel import build_data_parallel
-from mingpt.parallel.full_state import state_shapes
-from mingpt.parallel.strategy import DDP, MicroBatch, Strategy
+from mingpt.parallel.strategy import MicroBatch, Strategy, state_shapes
 from mingpt.system.device import seed_device
 from mingpt.system.torch_versions import require_input_grads
 from mingpt.text.permutation import hash64
@@ -99,12 +98,9 @@ class PipelineParallel(Strategy):
         with torch.device("meta"):
             stages = [GPTStage(model.config, index, num_stages) for index in range(num_stages)]
         my_stage = stages[self.pipeline.rank]
-        self.inner = inner = build_data_parallel(my_stage, data_parallel, config, precision)
-        if isinstance(inner, DDP):
-            received, _ = my_stage.io_shapes(batch_size=1)
-            with inner.autocast():
-                output = inner.model(torch.zeros_like(received, device=context.device))
-            inner.rebuild_buckets(output.sum())
+        received, _ = my_stage.io_shapes(batch_size=1)
+        example = torch.zeros_like(received, device=context.device)
+        self.inner = inner = build_data_parallel(my_stage, data_parallel, config, precision, example)
         self.device = inner.device
         self.dtype = inner.dtype
         self.scaler = inner.scaler

@@ -18,8 +18,7 @@ from mingpt.distributed.agreement import reduce_object
 from mingpt.distributed.context import DistributedContext
 from mingpt.optim.muon import to_local
 from mingpt.optim.optimizer import build_optimizer
-from mingpt.parallel.full_state import state_shapes
-from mingpt.parallel.strategy import DDP, DTYPES, Strategy
+from mingpt.parallel.strategy import DDP, DTYPES, Strategy, state_shapes
 
 
 class _ZeroRedundancyOptimizer(ZeroRedundancyOptimizer):
@@ -41,8 +40,10 @@ class ZeRO1(DDP):
 
     is_sharded = True
 
-    def __init__(self, model: nn.Module, context: DistributedContext, config: Config, precision: str) -> None:
-        super().__init__(model, context, config, precision)
+    def __init__(
+        self, model: nn.Module, context: DistributedContext, config: Config, precision: str, example: Tensor
+    ) -> None:
+        super().__init__(model, context, config, precision, example)
         local: torch.optim.Optimizer = self.optimizer.optim  # type: ignore[attr-defined]
         owned = {parameter for group in local.param_groups for parameter in group["params"]}
         self.local_state = {name: local.state[p] for name, p in self.parameters.items() if p in owned}
@@ -81,6 +82,7 @@ class FSDP(Strategy):
         if config.distributed.cpu_offload:
             options["offload_policy"] = CPUOffloadPolicy()
         policy = MixedPrecisionPolicy(DTYPES[precision], torch.float32, cast_forward_inputs=False)
+        # Before the base class allocates parameters, so that it allocates shards.
         for block in model.blocks:  # type: ignore[union-attr]
             fully_shard(block, mp_policy=policy, reshard_after_forward=self.reshard_after_forward, **options)
         # The embeddings, which are the rest of the model, are used last in forward and first in backward.

@@ -8,7 +8,7 @@ Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Paramet
 et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,13 +19,20 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from char_dataset import CharDataset, ValidationDataset
 from mingpt.config.schema import Config
+from mingpt.distributed.agreement import broadcast_object
 from mingpt.distributed.context import DistributedContext
 from mingpt.optim.optimizer import build_optimizer
-from mingpt.parallel.full_state import FullState
 from mingpt.system.device import seed_device
 from mingpt.text.permutation import hash64
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+OptimizerState = Mapping[str, Mapping[str, Tensor]]  # parameter name -> key -> tensor
+
+
+def state_shapes(state: OptimizerState) -> dict[str, dict[str, list[int]]]:
+    """Returns the keys and shapes of each parameter's optimizer state, as plain data for other ranks."""
+    return {name: {key: list(tensor.shape) for key, tensor in tensors.items()} for name, tensors in state.items()}
 
 
 @dataclass(frozen=True)
@@ -45,11 +52,15 @@ class MicroBatch:
     sync_gradients: bool = False
 
 
-class Strategy(FullState):
+class Strategy:
     """Trains in one process, which holds everything. Other strategies are subclasses.
 
     Attributes:
         device: device of the parameters between steps
+        parameters: parameters of this rank, by GPT-2's names
+        full_shapes: tensors with the full shapes of all parameters, by GPT-2's names
+        local_state: optimizer state of each parameter that this rank updates, by the parameter's name
+        is_sharded: each rank holds only a part of the state, so all ranks must call `iter_full_state`
         model: model for micro-batches
         full_model: model for evaluation and generation; all ranks call it together
         optimizer: its step updates all parameters on all ranks
@@ -61,6 +72,7 @@ class Strategy(FullState):
         precision: fp32, bf16 or fp16
     """
 
+    is_sharded = False
     loss_factor = 1.0  # DDP and FSDP average gradients over ranks; multiplying the loss by this factor undoes it
 
     def __init__(self, model: nn.Module, context: DistributedContext, config: Config, precision: str) -> None:
@@ -72,7 +84,7 @@ class Strategy(FullState):
         self.model: nn.Module = model.to_empty(device=self.device)
         self.full_model: Any = self.model
         self.parameters = dict(model.named_parameters())
-        self.full_shapes = self.parameters
+        self.full_shapes: Mapping[str, Tensor] = self.parameters
         self.optimizer = self.build_optimizer(model)
         self.local_state = {name: self.optimizer.state[parameter] for name, parameter in self.parameters.items()}
         self.scaler = torch.amp.GradScaler(context.device.type, enabled=precision == "fp16")
@@ -199,15 +211,55 @@ class Strategy(FullState):
             losses[rank] = loss
         return losses
 
+    # Snapshots
+
+    def iter_full_state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
+        """Yields each parameter's name, full value and full optimizer state. All ranks iterate together.
+
+        Tensors are gathered one at a time, because a rank may not have memory for all of them.
+        torch.distributed.checkpoint.state_dict does not do that, and it does not support ZeroRedundancyOptimizer. The
+        next step may modify the tensors.
+        """
+        for name, parameter in self.parameters.items():
+            yield name, parameter.detach(), dict(self.local_state[name])
+
+    def load_full_state(self, weights: Mapping[str, Tensor], state: OptimizerState, source: int) -> None:
+        """Loads the full weights and optimizer state of rank `source`; other ranks' arguments are ignored."""
+        shapes = broadcast_object(self.context, state_shapes(state), source)
+        for name, parameter in self.full_shapes.items():
+            weight = self.broadcast(weights, name, parameter.shape, source)
+            if name in self.parameters:
+                self.parameters[name].detach().copy_(self.shard_of(weight, name))
+            for key, shape in shapes.get(name, {}).items():
+                tensor = self.broadcast(state.get(name, {}), key, shape, source)
+                if name in self.local_state:
+                    self.local_state[name][key] = self.shard_of(tensor, name)
+
+    def broadcast(self, tensors: Mapping[str, Tensor], name: str, shape: Sequence[int], source: int) -> Tensor:
+        """Returns rank `source`'s tensor of this name on the device of this rank; it ignores other ranks' tensors."""
+        full = torch.empty(shape, device=self.context.device)
+        if self.context.rank == source:
+            full.copy_(tensors[name])
+        self.context.broadcast_tensor(full, source)
+        return full
+
+    def shard_of(self, full: Tensor, name: str) -> Tensor:
+        """Returns this rank's part of a full tensor that belongs to a parameter of this rank."""
+        return full
+
 
 class DDP(Strategy):
-    """DistributedDataParallel: each rank has the full model, and gradients are averaged in buckets."""
+    """DistributedDataParallel: each rank has the full model, and gradients are averaged in buckets.
 
-    def __init__(self, model: nn.Module, context: DistributedContext, config: Config, precision: str) -> None:
+    Args:
+        example: an input of the model, for a pass before the first step
+    """
+
+    def __init__(
+        self, model: nn.Module, context: DistributedContext, config: Config, precision: str, example: Tensor
+    ) -> None:
         super().__init__(model, context, config, precision)
         self.loss_factor = context.world_size  # DDP averages over ranks
-        # The pass before `rebuild_buckets` computes with the parameters, which are undefined until weights are loaded.
-        torch._foreach_zero_([parameter.detach() for parameter in self.parameters.values()])
         self.ddp = DistributedDataParallel(
             model,
             device_ids=[context.device] if context.device.type == "cuda" else None,
@@ -216,19 +268,22 @@ class DDP(Strategy):
             gradient_as_bucket_view=True,
         )
         self.model = self.ddp
+        self._rebuild_buckets(example)
         context.exit_callbacks.append(self._release)
 
-    def rebuild_buckets(self, loss: Tensor) -> None:
+    def _rebuild_buckets(self, example: Tensor) -> None:
         """Makes DDP rebuild its buckets before the first step, by a backward pass whose gradients are dropped.
 
         DDP would rebuild them after the first step of each start. With three or more ranks, the layout of the buckets
         determines the last bits of each sum, so a resumed run would differ from an uninterrupted one.
-
-        Args:
-            loss: a loss that depends on all parameters
         """
-        loss.backward()
-        self.model.zero_grad(set_to_none=True)
+        torch._foreach_zero_([parameter.detach() for parameter in self.parameters.values()])  # undefined until loaded
+        with self.autocast():
+            output = self.ddp(example)
+        if isinstance(output, tuple):  # the whole model returns logits and a loss
+            output = output[0]
+        output.sum().backward()
+        self.ddp.zero_grad(set_to_none=True)
 
     def set_gradient_sync(self, sync_gradients: bool) -> None:
         self.ddp.require_backward_grad_sync = sync_gradients  # like DDP.no_sync
