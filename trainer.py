@@ -1,7 +1,7 @@
 """The training loop: steps, evaluation, snapshots and stops.
 
-Two integers, step and samples, determine the next step. Sample order, dropout and learning rate are functions of (seed, step, sample
-number), so a run that resumes from a snapshot continues as if nothing had happened.
+Two integers, step and samples, determine the next step: sample order, dropout and learning rate are functions of (seed,
+step, sample number), so a run that resumes from a snapshot continues as if nothing had happened.
 """
 
 import math
