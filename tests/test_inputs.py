@@ -19,7 +19,7 @@ import export
 import plot
 import sample
 from main import main
-from mingpt.config.conflicts import find_precision_conflicts, find_start_conflicts
+from mingpt.config.conflicts import find_conflicts, find_start_conflicts
 from mingpt.config.parser import read_config
 from mingpt.config.schema import KEYS
 from mingpt.distributed import network
@@ -83,11 +83,11 @@ OPTIONS = [
     ("--optimizer.min_learning_rate 5", ["min_learning_rate is 5.0", "learning_rate, 0.005"]),
     ("--trainer.max_steps null", ["trainer.max_epochs", "trainer.max_steps", "null"]),
     ("--distributed.cpu_offload true --optimizer.name muon", ["strategy fsdp, not ddp", "optimizer.name is muon"]),
-    (f"{OFFLOAD} {FP16}", ["precision is fp16", "distributed.cpu_offload"]),
+    (f"{OFFLOAD} {FP16}", ["distributed.cpu_offload", "fp16", "fp32 or bf16"]),
     (f"{OFFLOAD} {STAGES}", ["cpu_offload is true", "pipeline_stages 2"]),
     (f"{TREE} --trainer.micro_batch_size null", ["micro_batch_size is null", "reduction tree"]),
     (f"{TREE} --trainer.threads 2", ["threads is 2", "auto or 1", "reduction tree"]),
-    (f"{TREE} {FP16}", ["precision is fp16", "fp32 or bf16", "reduction tree"]),
+    (f"{TREE} {FP16}", ["reduction tree", "fp16", "fp32 or bf16"]),
     (f"{TREE} --distributed.strategy zero1", ["strategy is zero1", "ddp", "reduction tree"]),
     (f"{TREE} {STAGES}", ["reduction is tree", "fast", "pipeline_stages 2"]),
     (f"{STAGES} --trainer.micro_batch_size null", ["micro_batch_size is null", "pipeline_stages 2"]),
@@ -239,9 +239,9 @@ def test_conflicts_with_ranks_and_device(options: str, world_size: int, device: 
 @pytest.mark.parametrize("options", [TREE, OFFLOAD])
 def test_fp16_of_a_snapshot_conflicts_like_a_configured_one(options: str) -> None:
     config = read_config(options.split())
-    assert list(find_precision_conflicts(config, "bf16")) == []
-    [message] = find_precision_conflicts(config, "fp16")
-    assert "fp16 (kept from the snapshot)" in message
+    assert list(find_conflicts(config, "bf16")) == []
+    [message] = find_conflicts(config, "fp16")
+    assert "in fp16 (trainer.precision: auto)" in message
 
 
 @pytest.mark.parametrize("content", ["null", '{"identity": 3}'])

@@ -9,13 +9,19 @@ from mingpt.config.schema import Config
 from mingpt.errors import UserError
 
 
-def find_conflicts(config: Config) -> Iterator[str]:
-    """Yields a message for each conflict between keys."""
+def find_conflicts(config: Config, precision: str | None = None) -> Iterator[str]:
+    """Yields a message for each conflict between keys.
+
+    Args:
+        precision: fp32, bf16 or fp16, if a run has chosen it; None: as configured
+    """
     model = config.model
     optimizer = config.optimizer
     trainer = config.trainer
     distributed = config.distributed
     stages = distributed.pipeline_stages
+    is_fp16 = (precision or trainer.precision) == "fp16"
+    fp16 = f"is not possible in fp16 (trainer.precision: {trainer.precision}); set trainer.precision to fp32 or bf16"
 
     if model.n_embd % model.n_head:
         yield f"model.n_embd is {model.n_embd}, must be divisible by model.n_head, {model.n_head}"
@@ -42,6 +48,8 @@ def find_conflicts(config: Config) -> Iterator[str]:
                 "optimizer.name is muon, must be adamw with distributed.cpu_offload: Muon needs whole matrices, and "
                 "host memory holds shards"
             )
+        if is_fp16:  # the optimizer on the CPU would not wait until the GPU has found gradients that overflow
+            yield f"distributed.cpu_offload {fp16}"
 
     if distributed.reduction == "tree":
         reason = "with distributed.reduction tree, because its bits depend on it"
@@ -53,6 +61,8 @@ def find_conflicts(config: Config) -> Iterator[str]:
             yield f"trainer.micro_batch_size is null, must be a number {reason}"
         if trainer.threads not in ("auto", 1):
             yield f"trainer.threads is {trainer.threads}, must be auto or 1 {reason}"
+        if is_fp16:
+            yield f"distributed.reduction tree {fp16}"
 
     if stages > model.n_layer:
         yield (
@@ -63,21 +73,6 @@ def find_conflicts(config: Config) -> Iterator[str]:
         yield (
             f"trainer.micro_batch_size is null, must be a number with distributed.pipeline_stages {stages}: stages "
             f"work on several micro-batches at once, best on {4 * stages} or more"
-        )
-    yield from find_precision_conflicts(config, trainer.precision)
-
-
-def find_precision_conflicts(config: Config, precision: str) -> Iterator[str]:
-    """Yields a message for each conflict with a precision: the configured one, or the one that a run uses."""
-    if precision != "fp16":
-        return
-    origin = "" if config.trainer.precision == "fp16" else " (kept from the snapshot)"
-    if config.distributed.reduction == "tree":
-        yield f"trainer.precision is fp16{origin}, must be fp32 or bf16 with distributed.reduction tree"
-    if config.distributed.cpu_offload:
-        yield (
-            f"trainer.precision is fp16{origin}, must be fp32 or bf16 with distributed.cpu_offload: gradients that "
-            "overflow are found on the GPU, and the optimizer on the CPU does not wait for that"
         )
 
 
@@ -96,7 +91,7 @@ def find_start_conflicts(config: Config, world_size: int, device_type: str) -> I
             f"it, or start at most {batch_size} processes"
         )
     elif distributed.reduction == "tree":
-        size: int = trainer.micro_batch_size  # type: ignore[assignment]  # find_conflicts requires a number
+        size = trainer.micro_batch_size or batch_size
         if -(-batch_size // size) < world_size:
             yield (
                 f"trainer.batch_size / trainer.micro_batch_size is {batch_size} / {size}, fewer micro-batches than the "
@@ -117,7 +112,7 @@ def find_start_conflicts(config: Config, world_size: int, device_type: str) -> I
 def _find_pipeline_conflicts(config: Config, world_size: int) -> Iterator[str]:
     stages = config.distributed.pipeline_stages
     batch_size = config.trainer.batch_size
-    size: int = config.trainer.micro_batch_size  # type: ignore[assignment]  # find_conflicts requires a number
+    size = config.trainer.micro_batch_size or batch_size
     replicas = world_size // stages
     if world_size % stages:
         yield (

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from mingpt.config.conflicts import find_precision_conflicts, refuse
+from mingpt.config.conflicts import find_conflicts, refuse
 from mingpt.config.schema import Config
 from mingpt.distributed.agreement import shared_errors
 from mingpt.distributed.context import DistributedContext
@@ -26,7 +26,7 @@ def build_strategy(config: Config, model: GPT, context: DistributedContext, prec
     Raises:
         UserError: the precision conflicts with the strategy, a compiler is missing, or memory does not suffice.
     """
-    refuse(find_precision_conflicts(config, precision))
+    refuse(find_conflicts(config, precision))
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     with shared_errors(context):
         if config.trainer.compile:
