@@ -1,12 +1,11 @@
 """Exports a snapshot into a folder that Hugging Face transformers loads."""
 
 import argparse
-import json
 import os
 import shlex
-import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,14 +14,11 @@ from mingpt.system.signals import exit_on_interrupt
 if __name__ == "__main__":
     exit_on_interrupt()
 
-import safetensors.torch
-
 from mingpt.config.parser import default_snapshot_path
 from mingpt.config.schema import Config, config_to_dict
 from mingpt.config.yaml_format import format_value
 from mingpt.errors import UserError
 from mingpt.program import run_program
-from mingpt.snapshot.hf_format import hf_config, hf_tokenizer, hf_weights
 from mingpt.snapshot.load import Pretrained, load_pretrained
 from mingpt.system.torch_versions import check_torch_version
 
@@ -50,6 +46,8 @@ A character-level GPT of architecture {config.architecture}: {config.n_layer} la
 Prompt and generated text together have at most {config.block_size} characters.
 The tokenizer knows the {config.vocab_size} distinct characters of the training text. Any other character is an error,
 `Missing [UNK] token`; `"".join(c for c in text if c in tokenizer.get_vocab())` removes such characters.
+There is no padding token: before you pad prompts of different lengths, on the left, set
+`tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)`.
 
 | | |
 | --- | --- |
@@ -69,53 +67,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model, tokenizer = AutoModelForCausalLM.from_pretrained("{name}"), AutoTokenizer.from_pretrained("{name}")
 prompt = tokenizer({pretrained.vocabulary[0]!r}, return_tensors="pt")
-print(tokenizer.decode(model.generate(**prompt)[0]))
+print(tokenizer.decode(model.generate(**prompt, max_new_tokens={config.block_size - 1})[0]))
 ```
 """
 
 
-def export(pretrained: Pretrained, source: str, out: Path) -> None:
-    """Writes a folder with a temporary name and renames it.
-
-    Args:
-        source: path of the snapshot, for the model card
-        out: an empty folder, or one that does not exist
+def run(argv: Sequence[str]) -> None:
+    """Converts a snapshot and writes a folder with a temporary name, which it renames.
 
     Raises:
-        UserError: the folder is not empty, or can't be written.
+        UserError: transformers or the snapshot is missing, transformers does not have such a model, or the folder can't
+            be written.
     """
-    block_size = pretrained.model_config.block_size
-    json_files = {
-        "config.json": hf_config(pretrained.model_config),
-        "tokenizer.json": hf_tokenizer(pretrained.vocabulary),
-        "tokenizer_config.json": {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "model_max_length": block_size,
-            "clean_up_tokenization_spaces": False,
-        },
-        "generation_config.json": {"do_sample": True, "temperature": 0.8, "max_length": block_size},
-    }
-    files = {name: json.dumps(content, indent=2, ensure_ascii=False) + "\n" for name, content in json_files.items()}
-    files["README.md"] = model_card(pretrained, source, out.name)
-    try:
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise UserError(f"--out: {out} is not an empty folder; name an empty or a new folder")
-        out.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = out.with_name(f"{out.name}.unfinished-{os.getpid()}")
-        unfinished.mkdir()
-        try:
-            for name, text in files.items():
-                (unfinished / name).write_text(text, encoding="utf-8")
-            weights = safetensors.torch.save(hf_weights(pretrained.model_config, pretrained.weights), {"format": "pt"})
-            (unfinished / "model.safetensors").write_bytes(weights)
-            os.replace(unfinished, out)
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
-    except OSError as error:
-        raise UserError(f"--out: {out} can't be written: {error}; name a folder that you may write to") from error
-
-
-def run(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--snapshot",
@@ -127,22 +90,29 @@ def run(argv: Sequence[str]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # Ctrl-C raises, so that no unfinished folder remains
     check_torch_version()
     path = default_snapshot_path() if args.snapshot is None else args.snapshot
+    out = Path(args.out)
     pretrained = load_pretrained(path, "--snapshot")
-    if (size := pretrained.model_config.conv_kernel_size) is not None:
-        raise UserError(
-            f"--snapshot: {path} has model.conv_kernel_size {size}, must be null: the classes of transformers do not "
-            "support convolutions"
-        )
-    longest = max(pretrained.vocabulary, key=len)
-    if len(longest) > 1:  # the code was changed to other tokens
-        raise UserError(
-            f"--snapshot: {path} has the token {longest!r}, must have single characters, which are the tokens of "
-            "tokenizer.json"
-        )
-    export(pretrained, path, Path(args.out))
+    try:
+        from mingpt.snapshot.hf_format import hf_model, hf_tokenizer
+    except ImportError as error:
+        raise UserError(f"export.py needs transformers 5 ({error}): pip install 'transformers>=5'") from error
+    model = hf_model(pretrained)
+    tokenizer = hf_tokenizer(pretrained)
+    try:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise UserError(f"--out: {out} is not an empty folder; name an empty or a new folder")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=out.parent, prefix=f"{out.name}.unfinished-") as folder:
+            unfinished = Path(folder, out.name)
+            model.save_pretrained(unfinished)
+            tokenizer.save_pretrained(unfinished)
+            (unfinished / "README.md").write_text(model_card(pretrained, path, out.name), encoding="utf-8")
+            os.replace(unfinished, out)
+    except OSError as error:
+        raise UserError(f"--out: {out} can't be written: {error}; name a folder that you may write to") from error
     print(
-        f"{args.out}: step {pretrained.snapshot['step']}; open it with transformers' "
-        f"AutoModelForCausalLM.from_pretrained({args.out!r}), as {args.out}/README.md shows"
+        f"{out}: step {pretrained.snapshot['step']}; open it with transformers' "
+        f"AutoModelForCausalLM.from_pretrained({args.out!r}), as {out}/README.md shows"
     )
 
 

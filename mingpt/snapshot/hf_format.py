@@ -1,121 +1,115 @@
-"""The format of Hugging Face transformers' GPT2LMHeadModel and NanoChatForCausalLM: config, tokenizer and weights."""
+"""A model and a tokenizer of Hugging Face transformers, with the weights and the characters of a snapshot."""
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from tokenizers import Regex, Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from mingpt.config.schema import GPTConfig
-from mingpt.nn.layers import LOGIT_CAP, RMS_NORM_EPS, ROTARY_BASE
+from mingpt.errors import UserError
+from mingpt.snapshot.load import Pretrained
+from model import GPT
 
-# Parts of our parameter names and of transformers' names for nanochat. transformers stores qkv_proj as three matrices.
+MAX_DIFFERENCE = 1e-3  # between logits; rounding errors are 1e-5 with logits up to 15
+# Parts of our parameter names and of transformers' names for nanochat.
 NANOCHAT_NAMES = {
     "transformer.wte": "model.embed_tokens",
     "transformer.h": "model.layers",
-    "attn.c_attn": "self_attn.qkv_proj",
+    "attn.c_attn": "self_attn.c_attn",
     "attn.c_proj": "self_attn.o_proj",
     "mlp.c_fc": "mlp.fc1",
     "mlp.c_proj": "mlp.fc2",
 }
-# transformers stores these weights of GPT-2 as (in, out), like GPT-2's original code; torch.nn.Linear has (out, in).
-TRANSPOSED = re.compile(r"transformer\.h\..*\.(c_attn|c_proj|c_fc)\.weight")
 
 
-def hf_config(config: GPTConfig) -> dict[str, Any]:
-    """Returns config.json."""
-    keys = _nanochat_config(config) if config.architecture == "nanochat" else _gpt2_config(config)
-    return {
-        "model_type": config.architecture,
+def hf_tokenizer(pretrained: Pretrained) -> PreTrainedTokenizerFast:
+    """Returns a tokenizer with a token for each character.
+
+    Raises:
+        UserError: the code was changed to other tokens.
+    """
+    tokens = {character: token for token, character in enumerate(pretrained.vocabulary)}
+    tokenizer = Tokenizer(WordLevel(tokens, unk_token=""))  # not in the vocabulary: an unknown character is an error
+    tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = Fuse()
+    if max(map(len, tokens)) > 1:
+        raise UserError("--snapshot: some tokens have several characters; export.py writes tokens of single characters")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        model_max_length=pretrained.model_config.block_size,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def hf_model(pretrained: Pretrained) -> PreTrainedModel:
+    """Returns a model whose logits have been compared with this program's.
+
+    Raises:
+        UserError: weights or logits differ. The code or the configuration has something that transformers' class lacks.
+    """
+    config = pretrained.model_config
+    name = f"the {config.architecture} of transformers"
+    values: dict[str, Any] = {
         "vocab_size": config.vocab_size,
-        **keys,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "dtype": "float32",
-    }
-
-
-def _gpt2_config(config: GPTConfig) -> dict[str, Any]:
-    return {
-        "architectures": ["GPT2LMHeadModel"],
-        "n_layer": config.n_layer,
-        "n_head": config.n_head,
-        "n_embd": config.n_embd,
-        "n_positions": config.block_size,
-        "activation_function": "gelu",
-        "layer_norm_epsilon": 1e-5,
-        "embd_pdrop": config.dropout,
-        "attn_pdrop": config.dropout,
-        "resid_pdrop": config.dropout,
-        "tie_word_embeddings": True,
-    }
-
-
-def _nanochat_config(config: GPTConfig) -> dict[str, Any]:
-    return {
-        "architectures": ["NanoChatForCausalLM"],
+        "max_position_embeddings": config.block_size,
         "num_hidden_layers": config.n_layer,
         "num_attention_heads": config.n_head,
-        "num_key_value_heads": config.n_head,
         "hidden_size": config.n_embd,
-        "intermediate_size": 4 * config.n_embd,
-        "max_position_embeddings": config.block_size,
-        "attention_dropout": config.dropout,
-        "attention_bias": False,
-        "hidden_act": "relu2",
-        "rms_norm_eps": RMS_NORM_EPS,
-        "rope_parameters": {"rope_type": "default", "rope_theta": ROTARY_BASE},
-        "rope_theta": ROTARY_BASE,  # transformers before version 5 reads it here
-        "final_logit_softcapping": LOGIT_CAP,
-        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
         "pad_token_id": None,
     }
+    if config.architecture == "nanochat":
+        values |= {"intermediate_size": 4 * config.n_embd, "attention_dropout": config.dropout}
+        weights = nanochat_weights(pretrained.weights)
+    else:
+        values |= dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), config.dropout)
+        values["activation_function"] = "gelu"
+        weights = gpt2_weights(pretrained.weights)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.architecture, **values)).eval()
+    model.generation_config = GenerationConfig(do_sample=True, temperature=0.8)
+    # Without model.bias, GPT-2's biases stay zeros.
+    biases = {key: bias for key, bias in model.state_dict().items() if key.endswith("bias")}
+    try:
+        model.load_state_dict(biases | weights)
+    except RuntimeError as error:  # it lists names and shapes
+        details = " ".join(str(error).split())
+        raise UserError(f"--snapshot: {name} has other weights: {details}") from error
+
+    gpt = GPT(config).eval()
+    gpt.load_state_dict(pretrained.weights)
+    idx = torch.arange(min(config.vocab_size, config.block_size))[None]
+    with torch.inference_mode():
+        difference = (model(idx).logits - gpt(idx)[0]).abs().max().item()
+    if difference > MAX_DIFFERENCE:
+        raise UserError(f"--snapshot: the logits of {name} differ from this program's by {difference:.3g}")
+    return model
 
 
-def hf_tokenizer(vocabulary: str) -> dict[str, Any]:
-    """Returns tokenizer.json: each character is a token."""
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False},
-        "post_processor": None,
-        "decoder": {"type": "Fuse"},
-        "model": {
-            "type": "WordLevel",
-            "vocab": {character: token for token, character in enumerate(vocabulary)},
-            "unk_token": "",  # not in the vocabulary, so an unknown character is an error
-        },
-    }
-
-
-def hf_weights(config: GPTConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the weights with transformers' names, and zeros for GPT-2's biases if the model does not have them."""
-    return _nanochat_weights(weights) if config.architecture == "nanochat" else _gpt2_weights(weights)
-
-
-def _gpt2_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    stored = {}
+def gpt2_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the weights as GPT2LMHeadModel stores them: its matrices are (in, out), those of nn.Linear (out, in)."""
+    stored = {"lm_head.weight": weights["transformer.wte.weight"]}
     for name, weight in weights.items():
-        stored[name] = weight.t().contiguous() if TRANSPOSED.fullmatch(name) else weight
-        bias = name.removesuffix("weight") + "bias"
-        if bias not in weights and ".wte." not in name and ".wpe." not in name:
-            stored[bias] = torch.zeros(stored[name].size(-1))
+        is_linear = name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
+        stored[name] = weight.T if is_linear else weight
     return stored
 
 
-def _nanochat_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def nanochat_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the weights as NanoChatForCausalLM stores them: queries, keys and values have a matrix each."""
     stored = {}
-    for name, weight in weights.items():
-        hf_name = name
+    for our_name, weight in weights.items():
+        name = our_name
         for ours, theirs in NANOCHAT_NAMES.items():
-            hf_name = hf_name.replace(ours, theirs)
-        if "qkv_proj" not in hf_name:
-            stored[hf_name] = weight
-            continue
-        for part, matrix in zip(("q_proj", "k_proj", "v_proj"), weight.chunk(3), strict=True):
-            stored[hf_name.replace("qkv_proj", part)] = matrix
+            name = name.replace(ours, theirs)
+        if "c_attn" in name:
+            for part, matrix in zip("qkv", weight.chunk(3), strict=True):
+                stored[name.replace("c_attn", f"{part}_proj")] = matrix
+        else:
+            stored[name] = weight
     return stored
