@@ -66,6 +66,9 @@ def test_ranks_other_than_0_log_warnings_and_errors_only(capsys: pytest.CaptureF
     out, err = capsys.readouterr()
     assert re.fullmatch(rf"{DATE}from rank 0\n", out)
     assert err == "".join(f"{level}: from rank {rank}\n" for rank in (0, 1) for level in ("warning", "error"))
+    configure_logging("stderr")
+    logger.info("for people")
+    assert capsys.readouterr() == ("", "for people\n")
 
 
 def test_errors_have_a_date_in_a_file_and_in_the_pipe_of_stdout(tmp_path: Path) -> None:
@@ -79,12 +82,6 @@ def test_errors_have_a_date_in_a_file_and_in_the_pipe_of_stdout(tmp_path: Path) 
     assert re.fullmatch(rf"{DATE}error: rank 1 is gone\n", (tmp_path / "errors.txt").read_text())
     apart = subprocess.run(command, capture_output=True, env=clean_env(), text=True, check=True)
     assert apart.stderr == "error: rank 1 is gone\n"
-
-
-def test_info_on_stderr_has_no_date(capsys: pytest.CaptureFixture[str]) -> None:
-    configure_logging("stderr")
-    logger.info("for people")
-    assert capsys.readouterr() == ("", "for people\n")
 
 
 def test_a_warning_overwrites_the_live_line_of_another_rank() -> None:

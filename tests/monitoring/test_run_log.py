@@ -47,7 +47,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_rows_of_a_run_are_complete_and_in_order(trained: Path) -> None:
+def test_rows_of_a_run_are_complete_and_documented(trained: Path) -> None:
     content = (trained / "run/metrics.jsonl").read_text()
     assert not re.search("NaN|Infinity", content)  # strict JSON has neither
     rows = list(map(json.loads, content.splitlines()))
@@ -60,18 +60,12 @@ def test_rows_of_a_run_are_complete_and_in_order(trained: Path) -> None:
     events = sorted(((row["event"], row["step"]) for row in rows), key=lambda event: event[1])
     assert events == [("start", 0), *expected, ("stop", 12)]
 
-
-def test_fields_of_each_event(trained: Path) -> None:
     documented = set(re.findall(r'["`](\w+)["`]', (ROOT / "docs/monitoring.md").read_text()))
-    assert {name for row in iter_metrics(trained / "run/metrics.jsonl") for name in row} <= documented
-    base, positive = {"event", "step", "time"}, ("loss", "grad_norm", "tokens_per_second")
+    assert {name for row in rows for name in row} <= documented
     for row in read_rows(trained / "run"):
-        assert set(row) == base | {*positive, "learning_rate", "world_size", "restart_count"}
         assert (row["world_size"], row["restart_count"]) == (2, 0)
-        assert all(math.isfinite(row[name]) and row[name] > 0 for name in positive)
-    for row in read_rows(trained / "run", "eval"):
-        assert set(row) == base | {"val_loss", "seconds"}
-        assert 0 < row["val_loss"] < math.log(13) * 1.1  # nats per character of 13
+        assert all(row[name] > 0 for name in ("loss", "grad_norm", "tokens_per_second"))
+    assert all(0 < row["val_loss"] < math.log(13) * 1.1 for row in read_rows(trained / "run", "eval"))  # 13 characters
     saves = read_rows(trained / "run", "snapshot")
     assert [Path(row["path"]) for row in saves] == sorted((trained / "run/snapshots").glob("step_*"))
     assert [row["val_loss"] is None for row in saves] == [True, True, True, False]

@@ -111,7 +111,7 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 @pytest.mark.parametrize("steps", [0, 3])
 def test_found_inf_skips_weights_moments_and_counters(steps: int, name: Literal["adamw", "muon"]) -> None:
-    """So the trainer can skip a step without a device synchronization."""
+    """So GradScaler can skip a step of fp16 without a device synchronization."""
     model, undisturbed = network(), network()
     optimizer = build_optimizer(model, OptimizerConfig(name=name))
     reference = build_optimizer(undisturbed, OptimizerConfig(name=name))

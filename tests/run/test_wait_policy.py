@@ -65,31 +65,6 @@ def test_a_moments_work_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         assert busy_cores() == expected
 
 
-def test_waiting_for_a_core_is_told_from_sleeping() -> None:
-    """This process shares a core with a busy one, so it waits while it computes, and does not while it sleeps."""
-    cores = os.sched_getaffinity(0)
-    with busy_program() as program:
-        waited = []
-        try:
-            for process in (0, program.pid):
-                os.sched_setaffinity(process, {min(cores)})
-            for work in (compute, time.sleep):
-                before = runqueue_seconds()
-                work(0.5)
-                after = runqueue_seconds()
-                waited.append(sum(after[task] - before[task] for task in after.keys() & before.keys()))
-        finally:
-            os.sched_setaffinity(0, cores)
-    assert waited[0] > 0.1
-    assert waited[1] < waited[0] / 2
-
-
-def compute(seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        pass
-
-
 @pytest.mark.usefixtures("two_threads")
 def test_threads_sleep_between_regions_while_the_policy_is_passive() -> None:
     matrix = torch.ones(64 * 32768)
