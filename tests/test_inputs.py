@@ -99,7 +99,6 @@ OPTIONS = [
     ("--data.path nosuch::file:///text.txt", ["data.path", "nosuch::file:///text.txt"]),
     ("--model.n_embd 65536", ["out of memory before the first step"]),
     ("--optimizer.learning_rate 3e38", ["step 1", "not finite", "(3e+38)"]),
-    ("--distributed.backend nccl", ["backend is nccl", "gloo"]),
     (FP16, ["precision is fp16", "cpu", "fp32", "bf16"]),
     (OFFLOAD, ["cpu_offload is true", "GPU"]),
     ("CXX=no-such-compiler --trainer.compile true", ["no C++ compiler", "no-such-compiler"]),

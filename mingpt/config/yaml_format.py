@@ -36,7 +36,11 @@ def read_yaml(file: str) -> Values:
         for name, node in _iter_leaves(root):
             if name in values:
                 raise yaml.YAMLError(f"duplicate key {name}{node.start_mark}")
-            value = _leaf_value(node)
+            value = node.value
+            if isinstance(value, list):
+                value = [item.value for item in value]
+            if node.tag == "tag:yaml.org,2002:null":
+                value = None
             if value or name not in SECTIONS:  # a section may be empty
                 values[name] = value, f"{file}, line {node.start_mark.line + 1}"
     except (OSError, yaml.YAMLError, RecursionError) as error:
@@ -52,14 +56,6 @@ def _iter_leaves(mapping: yaml.MappingNode) -> Iterator[tuple[str, yaml.Node]]:
                 yield f"{key.value}.{name}", leaf
         else:
             yield str(key.value), node
-
-
-def _leaf_value(node: yaml.Node) -> str | list | None:
-    if node.tag == "tag:yaml.org,2002:null":
-        return None
-    if isinstance(node, yaml.SequenceNode):
-        return [item.value for item in node.value]
-    return node.value
 
 
 def format_value(value: Any) -> str:

@@ -55,25 +55,20 @@ def set_hardware(monkeypatch: pytest.MonkeyPatch) -> SetHardware:
     return set_flags
 
 
-def test_each_rank_gets_its_own_gpu(set_hardware: SetHardware) -> None:
-    set_hardware(gpus=2)
-    for backend in ("auto", "nccl"):
-        assert use_cuda(backend)
-        assert [choose_device(backend, rank, 4) for rank in range(2)] == [torch.device("cuda", i) for i in range(2)]
-
-
-def test_gloo_selects_the_cpu_even_if_there_are_gpus(set_hardware: SetHardware) -> None:
-    set_hardware(gpus=1, mps=True)
-    assert not use_cuda("gloo")
-    assert choose_device("gloo", 3, 4) == choose_device("gloo", 0, 1) == CPU
-
-
-def test_auto_without_a_gpu_selects_the_cpu_or_mps_for_a_single_process(set_hardware: SetHardware) -> None:
-    assert not use_cuda("auto")
-    assert choose_device("auto", 1, 2) == choose_device("auto", 0, 1) == CPU
-    set_hardware(mps=True)
-    assert choose_device("auto", 0, 1) == MPS
-    assert choose_device("auto", 0, 2) == CPU
+def test_the_device_follows_backend_hardware_and_local_rank(set_hardware: SetHardware) -> None:
+    second_gpu = torch.device("cuda", 1)
+    for hardware, backend, local_rank, world_size, device in (
+        ({"gpus": 2}, "auto", 0, 4, GPU),
+        ({"gpus": 2}, "nccl", 1, 4, second_gpu),
+        ({"gpus": 1, "mps": True}, "gloo", 3, 4, CPU),
+        ({"gpus": 1, "mps": True}, "gloo", 0, 1, CPU),
+        ({}, "auto", 1, 2, CPU),
+        ({"mps": True}, "auto", 0, 1, MPS),
+        ({"mps": True}, "auto", 0, 2, CPU),
+    ):
+        set_hardware(**hardware)
+        assert choose_device(backend, local_rank, world_size) == device
+        assert use_cuda(backend) == (device.type == "cuda")
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other CPUs have other flags")
@@ -122,53 +117,44 @@ def test_compile_needs_a_c_compiler_on_a_gpu_and_a_cpp_compiler_on_a_cpu(monkeyp
     for variable in ("CC", "CXX"):
         monkeypatch.delenv(variable, raising=False)
     for device, installed, missing in (
-        (GPU, "g++", "no C compiler: found no gcc or clang; install one, let CC name it"),
-        (CPU, "clang", r"no C\+\+ compiler: found no g\+\+; install one, let CXX name it"),
+        (GPU, "g++", "no C compiler.* CC "),
+        (CPU, "clang", r"no C\+\+ compiler.* CXX "),
     ):
         monkeypatch.setattr(shutil, "which", {installed: installed}.get)
-        with pytest.raises(UserError, match=rf"^trainer\.compile is true, but there is {missing}"):
+        with pytest.raises(UserError, match=rf"^trainer\.compile is true.* {missing}"):
             check_compiler(device)
     check_compiler(GPU)
 
 
-NOT_OMP = "auto: kept from the snapshot, not 1 (OMP_NUM_THREADS); set trainer.threads to change it"
-NOT_BUSY = "auto: kept from the snapshot, not 2 (5 idle of 8 cores / 2 ranks); set trainer.threads to change it"
-
-
 def test_threads(set_hardware: SetHardware, monkeypatch: pytest.MonkeyPatch) -> None:
-    for requested, ranks, saved, omp, expected, reason in [
-        ("auto", 1, None, None, 8, "auto: 8 cores / 1 ranks"),
-        ("auto", 9, None, None, 1, "auto: 8 cores / 9 ranks"),
-        ("auto", 2, None, "", 4, "auto: 8 cores / 2 ranks"),
-        ("auto", 2, None, "two", 4, "auto: 8 cores / 2 ranks"),
-        ("auto", 2, None, " 016 ", 16, "auto: OMP_NUM_THREADS"),
-        ("auto", 2, None, "3,2", 3, "auto: OMP_NUM_THREADS"),
-        ("auto", 2, 4, None, 4, "auto: kept from the snapshot"),
-        ("auto", 2, 3, "3", 3, "auto: kept from the snapshot"),
-        ("auto", 2, 3, "1", 3, NOT_OMP),
-        (5, 2, 3, "1", 5, "as asked"),
-        (5, 2, None, None, 5, "as asked"),
-    ]:
-        set_hardware()
-        if omp is not None:
-            monkeypatch.setenv("OMP_NUM_THREADS", omp)
-        assert choose_threads(requested, ranks, saved) == (expected, reason)
-
-
-def test_threads_leave_cores_to_other_programs(set_hardware: SetHardware, monkeypatch: pytest.MonkeyPatch) -> None:
-    for ranks, busy, quota, saved, expected, reason in [
-        (1, 1, None, None, 7, "auto: 7 idle of 8 cores / 1 ranks"),
-        (2, 3, None, None, 2, "auto: 5 idle of 8 cores / 2 ranks"),
-        (2, 3, None, 4, 4, NOT_BUSY),
-        (2, 3, None, 2, 2, "auto: kept from the snapshot"),
-        (1, 8, None, None, 1, "auto: 0 idle of 8 cores / 1 ranks"),
-        (1, 3, 6.0, None, 5, "auto: 5 idle of 8 cores / 1 ranks"),
-        (1, 3, 4.0, None, 4, "auto: a CPU quota of 4 cores / 1 ranks"),
-        (1, 0, 0.5, None, 1, "auto: a CPU quota of 0.5 cores / 1 ranks"),
+    not_omp = "auto: kept from the snapshot, not 1 (OMP_NUM_THREADS)"
+    not_busy = "auto: kept from the snapshot, not 2 (5 idle of 8 cores / 2 ranks)"
+    for requested, ranks, busy, quota, saved, omp, expected, reason in [
+        ("auto", 1, 0, None, None, None, 8, "auto: 8 cores / 1 ranks"),
+        ("auto", 9, 0, None, None, None, 1, "auto: 8 cores / 9 ranks"),
+        ("auto", 2, 0, None, None, "", 4, "auto: 8 cores / 2 ranks"),
+        ("auto", 2, 0, None, None, "two", 4, "auto: 8 cores / 2 ranks"),
+        ("auto", 2, 0, None, None, " 016 ", 16, "auto: OMP_NUM_THREADS"),
+        ("auto", 2, 0, None, None, "3,2", 3, "auto: OMP_NUM_THREADS"),
+        ("auto", 2, 0, None, 4, None, 4, "auto: kept from the snapshot"),
+        ("auto", 2, 0, None, 3, "3", 3, "auto: kept from the snapshot"),
+        ("auto", 2, 0, None, 3, "1", 3, not_omp),
+        (5, 2, 0, None, 3, "1", 5, "as "),
+        ("auto", 1, 1, None, None, None, 7, "auto: 7 idle of 8 cores / 1 ranks"),
+        ("auto", 2, 3, None, None, None, 2, "auto: 5 idle of 8 cores / 2 ranks"),
+        ("auto", 2, 3, None, 4, None, 4, not_busy),
+        ("auto", 1, 8, None, None, None, 1, "auto: 0 idle of 8 cores / 1 ranks"),
+        ("auto", 1, 3, 6.0, None, None, 5, "auto: 5 idle of 8 cores / 1 ranks"),
+        ("auto", 1, 3, 4.0, None, None, 4, "auto: a CPU quota of 4 cores / 1 ranks"),
+        ("auto", 1, 0, 0.5, None, None, 1, "auto: a CPU quota of 0.5 cores / 1 ranks"),
     ]:
         set_hardware(busy=busy)
         monkeypatch.setattr("mingpt.system.threads.cpu_limit", lambda quota=quota: quota)
-        assert choose_threads("auto", ranks, saved) == (expected, reason)
+        if omp is not None:
+            monkeypatch.setenv("OMP_NUM_THREADS", omp)
+        threads, found = choose_threads(requested, ranks, saved)
+        assert threads == expected
+        assert found.startswith(reason), found
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(None, 2**30), (2**29, 2**28), (2**40, 2**30)])
