@@ -211,7 +211,6 @@ def test_a_run_that_started_from_weights_resumes_without_them(trained: Path, tmp
     first = [*parts, "--trainer.max_steps", "3", "--optimizer.decay_steps", "6"]
     assert run_ranks(1, train_main, *first, tmp_path=tmp_path) == [0]
     shutil.rmtree(source)
-    shutil.rmtree(tmp_path / "parts/cache")
     assert run_ranks(1, train_main, *parts, tmp_path=tmp_path) == [0]
     assert_equal_snapshots(tmp_path / "whole", tmp_path / "parts")
     assert [row["step"] for row in read_rows(tmp_path / "parts", "start")] == [0, 3]

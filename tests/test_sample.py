@@ -34,7 +34,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     argv = run_args(folder / "run", text, trainer__max_steps=6, optimizer__learning_rate=3e-2)
     assert run_ranks(1, train_main, *argv, tmp_path=folder) == [0]
     text.unlink()
-    shutil.rmtree(folder / "run/cache")
     snapshot = load_snapshot(str(newest(folder / "run")))
     assert snapshot["val_loss"] < math.log(len(snapshot["vocabulary"]))  # it differs from an untrained model
     return folder / "run"

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-import subprocess
+import platform
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from mingpt.config.schema import SHAPE_KEYS, Config, DataConfig, GPTConfig, conf
 from mingpt.distributed.agreement import broadcast_object, check_equal, shared_errors
 from mingpt.distributed.context import DistributedContext
 from mingpt.errors import UserError
+from mingpt.files import replace_file
 from mingpt.monitoring.logging import logger
 from mingpt.monitoring.run_log import check_wandb
 from mingpt.snapshot.format import KEPT_KEYS, split_header
@@ -23,7 +24,7 @@ from mingpt.snapshot.load import fit_config, load_initial_weights, load_pretrain
 from mingpt.snapshot.storage import SnapshotStorage
 from mingpt.system.device import tune_malloc
 from mingpt.system.run_lock import RunLock
-from mingpt.text.corpus import Corpus, check_text, encode_corpus
+from mingpt.text.corpus import Corpus, check_text, read_corpus
 from model import GPT
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +42,7 @@ def prepare_run(config: Config, context: DistributedContext) -> None:
     refuse(find_start_conflicts(config, context.world_size, context.device.type))
     with shared_errors(context):
         check_wandb(config.trainer.wandb_project)
-    with context.local_rank0_first():
+    with context.long_timeout(), shared_errors(context):
         if context.local_rank == 0:
             write_default_text(config)
             check_text(config.data.path)
@@ -55,16 +56,25 @@ def code_digest() -> str:
 
 
 def write_default_text(config: Config) -> None:
-    """Writes the default text if it is missing, so that one command is enough for a first run."""
+    """Writes the default text if it is missing, so that one command is enough for a first run.
+
+    It consists of the paragraphs of Python's help topics that are not indented, which are mostly prose. Several topics
+    contain the same paragraphs, which would be in the training part and in the validation part.
+    """
     path = Path(config.data.path)
     is_default = config.data.path == DataConfig().path and path.resolve() == (ROOT / path).resolve()
     if not is_default or path.exists():
         return
-    command = [sys.executable, str(ROOT / "data/prepare.py")]
-    program = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
-    if program.returncode:
-        raise UserError(f"data.path: {program.stderr.strip().removeprefix('error: ')}")
-    logger.info(program.stdout.strip())
+    try:
+        from pydoc_data.topics import topics  # noqa: PLC0415 - half a megabyte, for this text only
+
+        paragraphs = "\n\n".join(topics.values()).split("\n\n")
+        text = "\n\n".join(dict.fromkeys(paragraph for paragraph in paragraphs if not paragraph.startswith(" ")))
+        path.parent.mkdir(exist_ok=True)
+        replace_file(path, text)
+    except (ImportError, OSError) as error:  # some distributions of Python leave the topics out
+        raise UserError(f"data.path: {path} can't be written: {error}; name another text") from error
+    logger.info(f"{path}: help topics of Python {platform.python_version()}, {len(text):,} characters")
 
 
 def lock_run(config: Config, context: DistributedContext) -> RunLock:
@@ -120,15 +130,16 @@ def adopt_snapshot(config: Config, context: DistributedContext, header: dict[str
 
 
 def load_corpus(config: Config, context: DistributedContext, extra_characters: str) -> Corpus:
-    """Returns the text as tokens. One process per machine encodes the text, or checks that its cache is up to date.
+    """Returns the text as tokens. Each rank reads it, and waits for slower ones with the long timeout.
 
     Args:
         extra_characters: characters to add to the vocabulary
+
+    Raises:
+        UserError: on all ranks, if the text can't be read on one of them, or if their texts differ.
     """
-    cache = Path(config.trainer.run_dir) / "cache"
-    with context.local_rank0_first():
-        is_ready = context.local_rank > 0
-        corpus = encode_corpus(config.data.path, cache, extra_characters, config.trainer.init_from or "", is_ready)
+    with context.long_timeout(), shared_errors(context):
+        corpus = read_corpus(config.data.path, extra_characters, verbose=context.rank == 0)
     check_equal(context, {"the text's SHA-256": corpus.sha256})
     return corpus
 

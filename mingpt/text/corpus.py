@@ -1,36 +1,29 @@
-"""Text files -> vocabulary -> tokens, encoded once into a cache on disk.
+"""Text files -> vocabulary -> tokens, in one pass, into memory."""
 
-The text is read twice, in chunks, so memory does not grow with its length. The first pass finds the distinct
-characters, which are the vocabulary. The second pass writes the token of each character.
-"""
-
+import bz2
+import gzip
 import hashlib
-import json
+import io
+import lzma
 import os
 import reprlib
 import sys
-import tempfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
-from typing import IO
+from glob import has_magic
+from typing import Any
 
 import fsspec
 import numpy as np
-from fsspec.archive import AbstractArchiveFileSystem
-from fsspec.callbacks import TqdmCallback
 from fsspec.implementations.local import LocalFileSystem
 from tqdm import tqdm
 
 from mingpt.errors import UserError
-from mingpt.files import make_folder, replace_file, replaced_file
 from mingpt.monitoring.live_line import BAR_OPTIONS
 from mingpt.monitoring.logging import logger
-from mingpt.text.encoding import BEGINNINGS, HAS_NUL, explain_bytes
 
 CHUNK_SIZE = 1 << 18  # characters per read; their arrays fit into the cache of a core
-MAX_BYTES_IN_MEMORY = 1 << 28  # size of tokens that each process holds in memory; PyTorch itself takes 300 MB
+DECOMPRESSORS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
 
 @dataclass(frozen=True)
@@ -39,7 +32,7 @@ class Corpus:
 
     Args:
         vocabulary: the distinct characters, sorted; the index of a character is its token
-        tokens: (n,) unsigned integers, in memory, or memory-mapped if there are many
+        tokens: (n,) unsigned integers, one byte each for up to 256 distinct characters
         sha256: SHA-256 of the text's bytes
     """
 
@@ -73,69 +66,80 @@ def show_characters(characters: Collection[str]) -> str:
 def check_text(path: str) -> None:
     """Raises a UserError if a path (a file, a glob or an fsspec URL) does not lead to a text."""
     if "://" in path:
-        logger.info(f"asking for {path}")  # the answer of a server may take minutes
+        logger.info(f"requesting {path}")  # the answer of a server may take minutes
     _find_files(path)
 
 
-def encode_corpus(
-    path: str,
-    cache_dir: Path,
-    extra_characters: str = "",
-    cache_key: str = "",
-    is_ready: bool = False,
-) -> Corpus:
-    """Encodes a text into a cache, or opens the cache if file names, sizes and modification times have not changed.
+def read_corpus(path: str, extra_characters: str = "", verbose: bool = True) -> Corpus:
+    """Reads and encodes a text.
 
     Args:
-        path: file, glob or fsspec URL; for a URL, fsspec's `ukey` is compared
-        cache_dir: folder of the cache
-        extra_characters: characters to add to the vocabulary
-        cache_key: identifies extra_characters; a cache with another key is not used
-        is_ready: another process of this machine has just called this function, so a cache of this path is opened
-            without looking at the text or checking the SHA-256 of the cache
+        path: file, glob or fsspec URL
+        extra_characters: distinct characters to add to the vocabulary
+        verbose: show the progress, and warn of HTML pages
 
     Raises:
-        UserError: the text is missing, empty or not UTF-8, it changes during encoding, or the cache can't be written.
+        UserError: the text is missing, unreadable, empty or not UTF-8.
     """
-    source = f"{path} and {cache_key}: "
-    if is_ready and (corpus := _open_cache(cache_dir, source, verify=False)):
-        return corpus
-    fs, names = _find_files(path)
-    identity = source + _identity(fs, names)
-    corpus = _open_cache(cache_dir, identity, verify=True)
-    if corpus is None:
-        logger.info(f"encoding {path} into {cache_dir}, once")
-        with tempfile.TemporaryDirectory() as folder:
-            files = names
-            if not isinstance(fs, LocalFileSystem):
-                files = _download(fs, names, folder)
-            corpus = _write_cache(path, files, identity, extra_characters, cache_dir)
-    return corpus
+    fs, files = _find_files(path)
+    size = sum(file.get("size") or 0 for file in files)
+    bar_options = BAR_OPTIONS if verbose else {"disable": True}
+    digest = hashlib.sha256()
+    # Until the end of the text, characters are numbered in the order in which they are found.
+    token_of_code = np.full(sys.maxunicode + 1, -1, dtype=np.int32)  # the index is the code point
+    token_of_code[list(map(ord, extra_characters))] = range(len(extra_characters))
+    vocab_size = len(extra_characters)
+    dtype = np.dtype(np.uint8)
+    content = bytearray()  # the bytes of all tokens; unlike an array, it grows in place
+    with tqdm(desc="reading", total=size or None, unit="B", **bar_options) as bar:
+        for text in _read(fs, files, verbose):
+            chunk = text.encode()
+            digest.update(chunk)
+            bar.update(len(chunk))
+            # UTF-32 is an array of code points. NumPy is faster than a set or a dictionary of characters.
+            codes = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
+            numbers = token_of_code.take(codes)
+            if numbers.min() < 0:
+                new = np.unique(codes[numbers < 0])
+                token_of_code[new] = range(vocab_size, vocab_size + len(new))
+                vocab_size += len(new)
+                numbers = token_of_code.take(codes)
+            if (needed := np.min_scalar_type(vocab_size - 1)) != dtype:
+                content = bytearray(np.frombuffer(content, dtype).astype(needed).data)
+                dtype = needed
+            content += numbers.astype(dtype).data
+    if not content:
+        raise UserError(f"data.path: {path} is empty; it must hold text: name another file")
+
+    codes = np.flatnonzero(token_of_code >= 0)  # of the vocabulary, sorted
+    sorted_token = np.argsort(token_of_code[codes]).astype(dtype)
+    tokens = np.frombuffer(content, dtype)
+    for start in range(0, len(tokens), CHUNK_SIZE):
+        part = tokens[start : start + CHUNK_SIZE]
+        part[:] = sorted_token.take(part)
+    return Corpus("".join(map(chr, codes)), tokens, digest.hexdigest())
 
 
-# The files of the text
-
-
-def _find_files(path: str) -> tuple[fsspec.AbstractFileSystem, list[str]]:
-    """Returns the file system of a text, and the sorted names of its files."""
+def _find_files(path: str) -> tuple[fsspec.AbstractFileSystem, list[dict[str, Any]]]:
+    """Returns the file system of a text, and what it knows of each file, such as name and size, sorted by name."""
     try:
         fs, root = fsspec.url_to_fs(path)
-        found = [root]
-        if any(character in path for character in "*?[") and not fs.exists(root):
+        names = [root]
+        if has_magic(path) and not fs.exists(root):
             # Like in a shell, a pattern matches hidden files only if it contains their dot.
             dots = f"/{root}".count("/.")
-            found = sorted(name for name in fs.glob(root) if f"/{name}".count("/.") == dots) or [root]
-        infos = [fs.info(name) for name in found]
+            names = sorted(name for name in fs.glob(root) if f"/{name}".count("/.") == dots) or [root]
+        found = [fs.info(name) for name in names]
     except Exception as error:  # each file system raises different exceptions
         raise UserError(
             f"data.path: {path} can't be read: {_reason(error)}; it may be a file, a glob, or a URL that fsspec knows"
         ) from error
-    names = [info["name"] for info in infos if info["type"] == "file"]
-    if not names and infos[0]["type"] == "directory":
+    files = [info for info in found if info["type"] == "file"]
+    if not files and found[0]["type"] == "directory":
         raise UserError(f"data.path: {path} is a folder; for all its files write {path.rstrip('/')}/*.txt, in quotes")
-    if not names:
-        raise UserError(f"data.path: {path} is a pipe or a device; write its text to a file: it is read twice")
-    return fs, names
+    if not files:
+        raise UserError(f"data.path: {path} is a pipe or a device; write its text to a file, since each start reads it")
+    return fs, files
 
 
 def _reason(error: Exception) -> str:
@@ -144,164 +148,39 @@ def _reason(error: Exception) -> str:
     return f"{type(cause).__name__}: {cause}"
 
 
-def _identity(fs: fsspec.AbstractFileSystem, names: Sequence[str]) -> str:
-    """Returns a string that changes whenever one of the files changes."""
-    if isinstance(fs, LocalFileSystem):
-        return repr([(name, os.stat(name).st_size, os.stat(name).st_mtime_ns) for name in names])
-    if isinstance(fs, AbstractArchiveFileSystem):
-        return repr([fs.info(name) for name in names])  # ukey contains the address of an object in this process
-    return repr([(name, fs.ukey(name)) for name in names])
-
-
-def _download(fs: fsspec.AbstractFileSystem, names: Sequence[str], folder: str) -> list[str]:
-    """Copies files from another machine into a folder, and returns the names of the copies."""
-    copies = []
-    for i, name in enumerate(names):
-        copy = os.path.join(folder, f"{i}-{os.path.basename(name)}")
-        bar = TqdmCallback(tqdm_kwargs={"desc": "fetching", "unit": "B", **BAR_OPTIONS})
+def _read(fs: fsspec.AbstractFileSystem, files: Sequence[dict[str, Any]], verbose: bool) -> Iterator[str]:
+    """Yields the characters of the files in chunks."""
+    for name in [file["name"] for file in files]:
         try:
-            fs.get_file(name, copy, callback=bar)
-        except Exception as error:  # each file system raises different exceptions
+            # A remote file is fetched as a whole, since not all servers can send a part of it.
+            source = io.FileIO(name) if isinstance(fs, LocalFileSystem) else io.BytesIO(fs.cat_file(name))
+            open_content = DECOMPRESSORS.get(os.path.splitext(name)[1], io.BufferedReader)
+            with source, open_content(source) as content:
+                yield from _decode(content, name, verbose)
+        except UserError:
+            raise
+        except Exception as error:  # each file system and each compression raises different exceptions
             raise UserError(
-                f"data.path: {name} can't be fetched: {_reason(error)}; copy it here, or try again later"
+                f"data.path: {name} can't be read: {_reason(error)}; make sure that it is complete and readable"
             ) from error
-        copies.append(copy)
-    return copies
 
 
-# The cache: an index, text.json, and the file of tokens that the index names
-
-
-def _open_cache(cache_dir: Path, identity: str, verify: bool) -> Corpus | None:
-    """Opens the cache of a text. Returns None if there is no cache, or if `verify` is set and the cache is damaged.
-
-    Args:
-        identity: identity of the text, or the beginning of it
-    """
-    try:
-        index = json.loads((cache_dir / "text.json").read_bytes())
-        if not index["identity"].startswith(identity):
-            return None
-        tokens = _load_tokens(cache_dir / index["file"], index["vocabulary"])
-        is_damaged = verify and hashlib.sha256(tokens.data).hexdigest() != index["tokens_sha256"]
-    except Exception:  # the index is missing, or damaged in any way
-        return None
-    if is_damaged:
-        logger.warning(f"the text's cache in {cache_dir} is damaged: its bytes do not match their SHA-256")
-        return None
-    return Corpus(index["vocabulary"], tokens, index["sha256"])
-
-
-def _load_tokens(file: Path, vocabulary: str) -> np.ndarray:
-    """Reads the tokens. With a memory map, a change of the file would change them, and SIGBUS follows truncation."""
-    tokens = np.asarray(np.memmap(file, _token_dtype(vocabulary), mode="r"))
-    if tokens.nbytes <= MAX_BYTES_IN_MEMORY:
-        return tokens.copy()
-    return tokens  # the processes of a machine share the memory map
-
-
-def _token_dtype(vocabulary: str) -> np.dtype:
-    return np.min_scalar_type(len(vocabulary) - 1)
-
-
-def _write_cache(path: str, files: Sequence[str], identity: str, extra_characters: str, cache_dir: Path) -> Corpus:
-    """Encodes the text. A process that is killed before the end leaves the old cache and an unfinished file."""
-    try:
-        bytes_to_read = 2 * sum(map(os.path.getsize, files))  # there are two passes
-        make_folder(cache_dir, "trainer.run_dir")
-        for leftover in cache_dir.glob("*.tmp"):  # from a process that was killed
-            leftover.unlink(missing_ok=True)
-        with tqdm(desc="encoding", total=bytes_to_read, unit="B", **BAR_OPTIONS) as bar:
-            vocabulary, sha256 = _find_vocabulary(files, extra_characters, bar)
-            # Tokens depend on text and vocabulary. New ones get a new name, since text.json still names the old file.
-            name = hashlib.sha256((sha256 + vocabulary).encode()).hexdigest()[:16]
-            file = cache_dir / f"tokens-{name}.bin"
-            with replaced_file(file) as opened:
-                sha256_of_second_pass, tokens_sha256 = _write_tokens(files, vocabulary, opened, bar)
-                if sha256_of_second_pass != sha256:  # there may be a character without a token
+def _decode(content: io.BufferedReader, name: str, verbose: bool) -> Iterator[str]:
+    """Yields the characters of a file in chunks, without a byte-order mark."""
+    if verbose and content.peek(1).lstrip().lower().startswith((b"<!doctype html", b"<html")):
+        logger.warning(f"data.path: {name} is an HTML page, and its tags become part of the text; look for plain text")
+    with io.TextIOWrapper(content, encoding="utf-8-sig", newline="\n") as file:
+        try:
+            while text := file.read(CHUNK_SIZE):
+                if "\0" in text:
                     raise UserError(
-                        f"data.path: {path} has changed while it was encoded; start again when it is complete"
+                        f"data.path: {name} has NUL characters, so it is not plain text; if it is UTF-16, "
+                        "`iconv -f UTF-16LE -t UTF-8` converts it"
                     )
-        index = {
-            "identity": identity,
-            "vocabulary": vocabulary,
-            "sha256": sha256,
-            "file": file.name,
-            "tokens_sha256": tokens_sha256,
-        }
-        replace_file(cache_dir / "text.json", json.dumps(index))
-        for old in cache_dir.glob("tokens-*"):
-            if old != file and old.suffix != ".tmp":  # another machine may be writing a .tmp
-                old.unlink(missing_ok=True)
-        return Corpus(vocabulary, _load_tokens(file, vocabulary), sha256)
-    except OSError as error:
-        raise UserError(
-            f"data.path: {path} can't be encoded into {cache_dir}: {error}; make room there, or make it "
-            "writable, or set another trainer.run_dir"
-        ) from error
-
-
-# The two passes
-
-
-def _read(files: Sequence[str], bar: tqdm, digest: "hashlib._Hash") -> Iterator[np.ndarray]:
-    """Yields the code points of the characters in chunks, (n,) uint32, and adds the bytes of the text to the digest."""
-    is_empty = True
-    for name in files:
-        if not os.access(name, os.R_OK):
-            raise UserError(f"data.path: {name} can't be read: Permission denied; make it readable, or name another")
-        with open(name, encoding="utf-8-sig", newline="\n") as file:  # drops a byte-order mark
-            start = file.buffer.peek()  # type: ignore[attr-defined]
-            for mark, kind in BEGINNINGS.items():
-                if start.startswith(mark):
-                    raise UserError(f"data.path: {name} is {kind}")
-            if start.lstrip().lower().startswith((b"<!doctype html", b"<html")):
-                _warn_of_page(name)
-            try:
-                while text := file.read(CHUNK_SIZE):
-                    is_empty = False
-                    if "\0" in text:
-                        raise UserError(f"data.path: {name} {HAS_NUL}")
-                    # UTF-32 is an array of code points. NumPy is faster than a set or a dictionary of characters.
-                    yield np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
-                    chunk = text.encode()
-                    digest.update(chunk)
-                    bar.update(len(chunk))
-            except UnicodeDecodeError as error:
-                byte = file.buffer.tell() - len(error.object) + error.start  # type: ignore[attr-defined]
-                raise UserError(
-                    f"data.path: {name} is not UTF-8 text: byte {byte} is {error.object[error.start]:#04x}; "
-                    f"{explain_bytes(name, byte)}"
-                ) from error
-    if is_empty:
-        raise UserError(f"data.path: {files[0]} is empty; it must hold text: name another file")
-
-
-@cache  # one warning for both passes
-def _warn_of_page(name: str) -> None:
-    logger.warning(
-        f"data.path: {name} is an HTML page, and its tags become part of the text; look for a plain-text URL"
-    )
-
-
-def _find_vocabulary(files: Sequence[str], extra_characters: str, bar: tqdm) -> tuple[str, str]:
-    """Returns the vocabulary and the SHA-256 of the text's bytes."""
-    occurs = np.zeros(sys.maxunicode + 1, dtype=bool)  # the index is the code point
-    occurs[list(map(ord, extra_characters))] = True
-    digest = hashlib.sha256()
-    for codes in _read(files, bar, digest):
-        occurs[codes] = True
-    return "".join(map(chr, np.flatnonzero(occurs))), digest.hexdigest()
-
-
-def _write_tokens(files: Sequence[str], vocabulary: str, file: IO[bytes], bar: tqdm) -> tuple[str, str]:
-    """Writes the tokens into an open file. Returns the SHA-256 of the text's bytes and of the tokens' bytes."""
-    token_of_code = np.zeros(sys.maxunicode + 1, dtype=_token_dtype(vocabulary))
-    token_of_code[list(map(ord, vocabulary))] = np.arange(len(vocabulary))
-    digest = hashlib.sha256()
-    tokens_digest = hashlib.sha256()
-    for codes in _read(files, bar, digest):
-        tokens = token_of_code.take(codes)
-        file.write(tokens.data)
-        tokens_digest.update(tokens.data)
-    return digest.hexdigest(), tokens_digest.hexdigest()
+                yield text
+        except UnicodeDecodeError as error:
+            byte = content.tell() - len(error.object) + error.start
+            raise UserError(
+                f"data.path: {name} is not UTF-8 text: byte {byte} is {error.object[error.start]:#04x}; `iconv -f "
+                "ENCODING -t UTF-8` converts it; if it is compressed, its name must end in .gz, .bz2 or .xz"
+            ) from error

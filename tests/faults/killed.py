@@ -1,6 +1,6 @@
 """Draws docs/killed_twice.png and docs/killed_fifty_times.png: runs that were killed, over undisturbed ones.
 
-    python data/prepare.py && python -m tests.faults.killed
+    python -m tests.faults.killed
     python -m tests.faults.killed --ranks 1
     python -m tests.faults.killed --every 30
 

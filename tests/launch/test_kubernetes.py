@@ -87,7 +87,7 @@ def test_the_image_has_all_files_that_its_programs_need(tmp_path: Path) -> None:
                 (tmp_path / target).mkdir(exist_ok=True)
                 shutil.copy(ROOT / source, tmp_path / target)
     scripts = ",".join(file.stem for file in tmp_path.glob("*.py"))
-    for program in (["data/prepare.py"], ["main.py", "--trainer.max_steps=1"], ["-c", f"import {scripts}"]):
+    for program in (["main.py", "--trainer.max_steps=1"], ["-c", f"import {scripts}"]):
         command, env = [sys.executable, *program], clean_env(PYTHONPATH="")
         result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
         assert result.returncode == 0, result.stderr

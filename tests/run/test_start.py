@@ -3,7 +3,13 @@
 import os
 from pathlib import Path
 
-from tests.helpers import run_args, run_captured, run_ranks
+import pytest
+
+from mingpt.config.schema import Config, DataConfig
+from mingpt.errors import UserError
+from mingpt.run import start
+from mingpt.run.start import write_default_text
+from tests.helpers import run_args, run_captured, run_main, run_ranks
 
 
 def test_a_run_does_not_lock_itself_out_by_two_names_of_one_folder(text: Path, tmp_path: Path) -> None:
@@ -17,3 +23,41 @@ def test_a_run_does_not_lock_itself_out_by_two_names_of_one_folder(text: Path, t
 def _train_in(folder: Path, *argv: str) -> tuple[int, str, str]:
     os.chdir(folder)
     return run_captured(*argv)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory that counts as the repository's folder."""
+    monkeypatch.setattr(start, "ROOT", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_missing_default_text_is_written_and_an_existing_one_is_kept(
+    checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = run_args(checkout / "run", "data/input.txt", trainer__max_steps=1)
+    assert run_main(argv) == 0
+    text = (checkout / "data/input.txt").read_text(encoding="utf-8")
+    assert f", {len(text):,} characters\n" in capsys.readouterr().out
+    assert os.listdir(checkout / "data") == ["input.txt"]
+    assert 100_000 < len(text) < 1_000_000
+    assert len(set(text)) < 256
+    paragraphs = text.split("\n\n")
+    assert len(paragraphs) == len(set(paragraphs))  # otherwise, validation text would be trained on
+    (checkout / "data/input.txt").write_text("my text")
+    write_default_text(Config())
+    assert (checkout / "data/input.txt").read_text() == "my text"
+
+
+def test_only_the_default_text_of_the_checkout_is_written(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_default_text(Config(data=DataConfig(path="data/other.txt")))
+    monkeypatch.setattr(start, "ROOT", checkout / "elsewhere")
+    write_default_text(Config())
+    assert os.listdir(checkout) == []
+
+
+def test_a_default_text_that_can_not_be_written_is_one_message(checkout: Path) -> None:
+    (checkout / "data").write_text("a file, since modes do not stop root")
+    with pytest.raises(UserError, match=r"^data\.path: data/input\.txt can't be written: .*; name another text$"):
+        write_default_text(Config())

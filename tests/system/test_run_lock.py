@@ -18,9 +18,11 @@ from mingpt.config.parser import read_config
 from mingpt.distributed.context import DistributedContext
 from mingpt.distributed.launcher import RankInfo
 from mingpt.errors import UserError
+from mingpt.run import start
 from mingpt.snapshot.storage import SnapshotStorage
 from mingpt.system import run_lock as lock
 from mingpt.system.run_lock import LOCK_NAME, RunLock, lock_folder
+from mingpt.text.corpus import Corpus
 from tests.helpers import (
     ROOT,
     clean_env,
@@ -103,23 +105,20 @@ def test_a_file_system_without_locks_is_warned_of(tmp_path: Path, monkeypatch: p
     ]
 
 
-def test_folders_are_locked_before_the_text_is_encoded(text: Path, tmp_path: Path) -> None:
-    """A second start would remove the unfinished cache of the first."""
+def test_a_second_start_is_refused_while_the_first_reads_its_text(text: Path, tmp_path: Path) -> None:
     argv = run_args(tmp_path / "run", text)
-    assert run_ranks(1, _start_again_while_encoding, argv, tmp_path=tmp_path) == [(0, 2)]
+    assert run_ranks(1, _start_again_while_reading, argv, tmp_path=tmp_path) == [(0, 2)]
 
 
-def _start_again_while_encoding(argv: list[str]) -> tuple[int, int]:
-    from mingpt.text import corpus
-
+def _start_again_while_reading(argv: list[str]) -> tuple[int, int]:
     lock.LOCK_TIMEOUT = 0.1
-    write_tokens, statuses = corpus._write_tokens, []
+    read_corpus, statuses = start.read_corpus, []
 
-    def start_another(*args: Any) -> str:
+    def start_another(*args: Any, **options: Any) -> Corpus:
         statuses.append(run_captured(*argv)[0])
-        return write_tokens(*args)
+        return read_corpus(*args, **options)
 
-    corpus._write_tokens = start_another
+    start.read_corpus = start_another
     return train_main(*argv), statuses[0]
 
 
