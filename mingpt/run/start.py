@@ -3,7 +3,6 @@
 import hashlib
 import os
 import platform
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

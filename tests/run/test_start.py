@@ -1,7 +1,9 @@
 """What a run checks and locks before it is built."""
 
 import os
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,7 +11,8 @@ from mingpt.config.schema import Config, DataConfig
 from mingpt.errors import UserError
 from mingpt.run import start
 from mingpt.run.start import write_default_text
-from tests.helpers import run_args, run_captured, run_main, run_ranks
+from mingpt.text.corpus import Corpus
+from tests.helpers import run_args, run_captured, run_ranks
 
 
 def test_a_run_does_not_lock_itself_out_by_two_names_of_one_folder(text: Path, tmp_path: Path) -> None:
@@ -36,8 +39,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_missing_default_text_is_written_and_an_existing_one_is_kept(
     checkout: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = run_args(checkout / "run", "data/input.txt", trainer__max_steps=1)
-    assert run_main(argv) == 0
+    write_default_text(Config())
     text = (checkout / "data/input.txt").read_text(encoding="utf-8")
     assert f", {len(text):,} characters\n" in capsys.readouterr().out
     assert os.listdir(checkout / "data") == ["input.txt"]
@@ -61,3 +63,21 @@ def test_a_default_text_that_can_not_be_written_is_one_message(checkout: Path) -
     (checkout / "data").write_text("a file, since modes do not stop root")
     with pytest.raises(UserError, match=r"^data\.path: data/input\.txt can't be written: .*; name another text$"):
         write_default_text(Config())
+
+
+def test_ranks_wait_for_the_slowest_reader_of_the_text(text: Path, tmp_path: Path) -> None:
+    argv = run_args(tmp_path / "run", text, trainer__max_steps=1, distributed__timeout_seconds=1)
+    results = run_ranks(2, _read_slowly_on_rank0, *argv, tmp_path=tmp_path)
+    assert [(status, err) for status, _, err in results] == [(0, "")] * 2
+
+
+def _read_slowly_on_rank0(*argv: str) -> tuple[int, str, str]:
+    """Rank 0 reads the text for longer than the timeout."""
+    read_corpus = start.read_corpus
+
+    def read(*args: Any, **options: Any) -> Corpus:
+        time.sleep(2.5 * (os.environ["RANK"] == "0"))
+        return read_corpus(*args, **options)
+
+    start.read_corpus = read
+    return run_captured(*argv)
