@@ -105,7 +105,8 @@ def _work_and_die() -> str:
 
 def test_the_exception_of_a_rank_is_reported_by_the_others(text: Path, tmp_path: Path) -> None:
     """Their advice depends on TORCHELASTIC_MAX_RESTARTS, which torchrun sets."""
-    rank0, crashed, by_hand, rank3 = run_ranks(4, _crash, run_args(tmp_path / "run", text), tmp_path=tmp_path)
+    envs = [{"TORCHELASTIC_MAX_RESTARTS": "0"}, {}, {}, {"TORCHELASTIC_MAX_RESTARTS": "3"}]
+    rank0, crashed, by_hand, rank3 = run_with_errors({1: ZeroDivisionError("on purpose")}, envs, text, tmp_path)
     assert crashed[0] == 1
     assert crashed[1].endswith("ZeroDivisionError: on purpose\n")
     for (status, err), hint in ((rank0, RESTART_HINT), (by_hand, "; the same command resumes"), (rank3, "")):
@@ -114,67 +115,45 @@ def test_the_exception_of_a_rank_is_reported_by_the_others(text: Path, tmp_path:
         assert err.endswith(f"failed: ZeroDivisionError: on purpose{hint}\n")
 
 
-def _crash(argv: list[str]) -> tuple[int, str]:
-    """The second step of rank 1 raises."""
-    train_step, restarts = Trainer.train_step, {"0": "0", "3": "3"}.get(os.environ["RANK"])
-
-    def crash(trainer: Trainer) -> Any:
-        if trainer.context.rank == 1 and trainer.progress.step == 1:
-            raise ZeroDivisionError("on purpose")
-        return train_step(trainer)
-
-    Trainer.train_step = crash  # type: ignore[method-assign]
-    if restarts is not None:
-        os.environ["TORCHELASTIC_MAX_RESTARTS"] = restarts
-    status, _, err = run_captured(*argv)
-    return status, err
-
-
 @pytest.mark.parametrize("mistaken", [[1], [0, 1, 2]])
 def test_a_mistake_is_reported_once_with_the_rank_if_only_one_rank_finds_it(
     mistaken: list[int], text: Path, tmp_path: Path
 ) -> None:
-    results = run_ranks(3, _find_a_mistake, mistaken, run_args(tmp_path / "run", text), tmp_path=tmp_path)
+    envs = [{"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "3"} for rank in range(3)]
+    results = run_with_errors(dict.fromkeys(mistaken, UserError("no more paper")), envs, text, tmp_path)
     reporter, message = (1, "rank 1: no more paper") if mistaken == [1] else (0, "no more paper")
     assert [status for status, _ in results] == [2 if rank in mistaken else 1 for rank in range(3)]
     assert [err for _, err in results] == [f"error: {message}\n" if rank == reporter else "" for rank in range(3)]
 
 
-def _find_a_mistake(mistaken: list[int], argv: list[str]) -> tuple[int, str]:
-    """The second step raises a UserError on some of the ranks of a machine."""
-    os.environ |= {"LOCAL_RANK": os.environ["RANK"], "LOCAL_WORLD_SIZE": "3"}
-    train_step = Trainer.train_step
-
-    def find(trainer: Trainer) -> Any:
-        if trainer.context.rank in mistaken and trainer.progress.step == 1:
-            raise UserError("no more paper")
-        return train_step(trainer)
-
-    Trainer.train_step = find  # type: ignore[method-assign]
-    status, _, err = run_captured(*argv)
-    return status, err
+def test_a_rank_out_of_memory_says_so_and_the_others_name_it(text: Path, tmp_path: Path) -> None:
+    other, failed = run_with_errors({1: torch.OutOfMemoryError("on purpose")}, [{}, {}], text, tmp_path)
+    assert other[0] == 1
+    assert re.match(r"error: rank 1 \(.*\) failed: OutOfMemoryError: on purpose; the same command resumes\n", other[1])
+    assert failed[0] == 2
+    assert failed[1].startswith("error: out of memory: on purpose; lower trainer.micro_batch_size")
 
 
-def test_a_rank_out_of_memory_says_so_at_once_and_the_others_name_it(text: Path, tmp_path: Path) -> None:
-    """With nccl, destroying the process group would wait for the other ranks (pytorch#196968)."""
-    (status, err), other = run_ranks(2, _run_out_of_memory, run_args(tmp_path / "run", text), tmp_path=tmp_path)
-    assert status == 1
-    assert re.fullmatch(r"error: rank 1 \(.*\) failed: OutOfMemoryError: on purpose; the same command resumes\n", err)
-    status, err = other
-    assert status == 2
-    assert err.startswith("error: out of memory: on purpose; lower trainer.micro_batch_size")
+def run_with_errors(
+    errors: dict[int, Exception], envs: list[dict[str, str]], text: Path, tmp_path: Path
+) -> list[tuple[int, str]]:
+    """Runs main.py with an environment for each rank. Some ranks raise an error. Returns each status and stderr."""
+    return run_ranks(len(envs), _raise_errors, errors, envs, run_args(tmp_path / "run", text), tmp_path=tmp_path)
 
 
-def _run_out_of_memory(argv: list[str]) -> tuple[int, str]:
-    train_step = Trainer.train_step
+def _raise_errors(errors: dict[int, Exception], envs: list[dict[str, str]], argv: list[str]) -> tuple[int, str]:
+    """The second step raises an error."""
+    rank, train_step = int(os.environ["RANK"]), Trainer.train_step
+    os.environ.update(envs[rank])
 
-    def run_out(trainer: Trainer) -> Any:
-        if trainer.context.rank == 1 and trainer.progress.step == 1:
+    def step_or_raise(trainer: Trainer) -> Any:
+        if rank in errors and trainer.progress.step == 1:
+            # With nccl, it would wait for the other ranks (pytorch#196968).
             dist.destroy_process_group = lambda: time.sleep(1000)
-            raise torch.OutOfMemoryError("on purpose")
+            raise errors[rank]
         return train_step(trainer)
 
-    Trainer.train_step = run_out  # type: ignore[method-assign]
+    Trainer.train_step = step_or_raise  # type: ignore[method-assign]
     status, _, err = run_captured(*argv)
     return status, err
 

@@ -1,16 +1,13 @@
 """Ranks and addresses from launchers' variables, and the network interface if host names do not resolve."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from mingpt.distributed import network
 from mingpt.distributed.launcher import RankInfo, detect_launch_environment, reported_once_per_machine
-from mingpt.distributed.network import resolve_init_method, select_gloo_interface
+from mingpt.distributed.network import resolve_init_method
 from mingpt.errors import UserError
 from mingpt.monitoring.logging import configure_logging, logger
 from tests.helpers import ROOT, clean_env, in_namespace, ip, read_rows, run_args
@@ -160,35 +157,6 @@ def test_one_process_of_each_host_reports_a_mistake(capsys: pytest.CaptureFixtur
         logger.error("a mistake")
         assert capsys.readouterr().err == "error: a mistake\n" * reports
     configure_logging()
-
-
-@pytest.mark.parametrize(
-    ("hosts", "routes", "env", "expected"),
-    [
-        (["a", "b"], {"gpu1": "10.0.0.2"}, {}, "eth1"),
-        (["a", "b"], {network.DEFAULT_ROUTE_HOST: "10.0.0.2"}, {}, "eth1"),
-        (["a", "b"], {"gpu1": "10.0.0.2"}, {"GLOO_SOCKET_IFNAME": "eth0"}, "eth0"),
-        (["a", "b"], {"gpu1": "10.0.0.2", "a": "192.168.0.2"}, {}, None),  # the host's name resolves
-        (["a", "a"], {"gpu1": "10.0.0.2", "a": "192.168.0.2"}, {}, "lo"),
-        (["a", "b"], {}, {}, None),
-    ],
-)
-def test_gloo_interface_leads_to_the_other_hosts(
-    hosts: list[str],
-    routes: dict[str, str],
-    env: dict[str, str],
-    expected: str | None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """`routes` maps another host to this host's address on the route to it."""
-    addresses = {"lo": ["127.0.0.1"], "eth0": ["192.168.0.2", "fe80::1%eth0"], "eth1": ["fe80::2%eth1", "10.0.0.2"]}
-    interfaces = {name: [SimpleNamespace(address=address) for address in found] for name, found in addresses.items()}
-    monkeypatch.setattr("psutil.net_if_addrs", lambda: interfaces)
-    monkeypatch.setattr("platform.node", lambda: hosts[0])
-    monkeypatch.setattr(network, "_address_towards", routes.get)
-    monkeypatch.setattr("os.environ", dict(env))
-    select_gloo_interface(hosts[0] == hosts[1], "tcp://gpu1:29400")
-    assert os.environ.get("GLOO_SOCKET_IFNAME") == expected
 
 
 @pytest.mark.slow

@@ -1,12 +1,11 @@
 """The place of each rank, for messages about ranks that hang."""
 
-import os
 import threading
 import time
 from pathlib import Path
 
 from mingpt.distributed.agreement import all_gather_object
-from mingpt.distributed.position import Position, PositionReader, describe_positions
+from mingpt.distributed.position import Position, describe_positions
 from tests.helpers import open_process_group, run_ranks
 
 
@@ -21,36 +20,36 @@ def test_ranks_are_grouped_by_place_with_their_longest_time() -> None:
     ]
 
 
-def test_a_position_is_the_line_that_waits_and_stays_after_an_error(tmp_path: Path) -> None:
-    waiting, _ = run_ranks(2, _read_positions, tmp_path=tmp_path)
+def test_a_position_begins_again_in_each_step_and_stays_after_an_error(tmp_path: Path) -> None:
+    stepping, waiting = run_ranks(2, _read_positions, tmp_path=tmp_path)[0]
+    assert len({position.place for position in stepping}) == 1
+    assert max(position.seconds for position in stepping) < 0.7
     assert len({position.place for position in waiting}) == 1
     assert waiting[0].place.startswith("gather at tests/distributed/test_position.py:")
-    seconds = [position.seconds for position in waiting]
-    assert seconds[0] < 0.01
-    assert seconds[1] > 0.3
-    assert seconds[2] < 0.01  # in another step
-    assert seconds[3] > 1
+    assert waiting[-1].seconds > 1
 
 
-def _read_positions() -> list[Position]:
-    """Rank 1 comes to a collective 1.5 seconds late, and rank 0 then has an error."""
-    reader = PositionReader()
+def _read_positions() -> tuple[list[Position], list[Position]]:
+    """Rank 1 comes to a collective a second late, and rank 0 then handles an error."""
     positions: list[Position] = []
-
-    def read() -> None:
-        for step, seconds in ((1, 0.6), (1, 0.4), (2, 0.1), (2, 1.5)):
-            time.sleep(seconds)
-            positions.append(reader.read(step))
-
     with open_process_group() as context:
+
+        def read() -> None:
+            for _ in range(12):
+                time.sleep(0.3)
+                positions.append(context.health.reader.read(context.health.step))  # type: ignore[union-attr]
+
+        context.health.stop()  # type: ignore[union-attr]
         all_gather_object(context, None)
         thread = threading.Thread(target=read)
         thread.start()
+        for _ in range(10):
+            context.all_reduce_flags(0).wait()
+            time.sleep(0.2)
         try:
-            if context.rank == 1:
-                time.sleep(1.5)
-            all_gather_object(context, os.getpid())
+            time.sleep(context.rank)
+            all_gather_object(context, None)
             raise RuntimeError
         except RuntimeError:
             thread.join()
-    return positions
+    return positions[:6], positions[7:]

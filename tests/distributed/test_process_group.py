@@ -210,17 +210,14 @@ def test_a_rank_says_that_it_waits(
     assert "waits until" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("scheme", ["env://", "tcp://"])
 def test_a_port_in_use_is_an_error(
-    scheme: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with socket.create_server(("", 0)) as other:
         port = other.getsockname()[1]
-        init_method = scheme if scheme == "env://" else f"tcp://localhost:{port}"
         for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}.items():
             monkeypatch.setenv(name, str(value))
-        argv = run_args(tmp_path / "run", text, distributed__init_method=init_method, distributed__timeout_seconds=5)
-        assert run_main(argv) == 2
+        assert run_main(run_args(tmp_path / "run", text, distributed__timeout_seconds=5)) == 2
     err = capsys.readouterr().err
     assert f"localhost:{port}" in err
     assert "another run or program uses this port: choose a free one (MASTER_PORT or distributed.init_method), " in err
