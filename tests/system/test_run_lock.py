@@ -25,11 +25,15 @@ from mingpt.system.run_lock import LOCK_NAME, RunLock, lock_folder
 from mingpt.text.corpus import Corpus
 from tests.helpers import (
     ROOT,
+    TORCHRUN,
     clean_env,
+    read_rows,
     run_args,
     run_captured,
     run_ranks,
+    start_main,
     train_main,
+    wait_for_step,
 )
 from trainer import Trainer
 
@@ -170,7 +174,6 @@ def content(folder: Path) -> dict[str, bytes]:
     ("how", "when", "ranks"),
     [
         ("deleted", "in a step", 2),
-        ("replaced", "in a step", 1),
         ("deleted", "in a save", 1),
         ("replaced", "in a save", 1),
         ("replaced", "in the last save", 2),
@@ -224,6 +227,20 @@ def _lose_while_training(argv: list[str], run_dir: Path, how: str, when: str) ->
     Trainer.train_step = lose_in_step  # type: ignore[method-assign]
     torch.save = lose_in_save
     return run_captured(*argv)
+
+
+@pytest.mark.slow
+def test_torchrun_begins_a_new_run_after_the_folder_was_moved(text: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    argv = run_args(run_dir, text, trainer__max_steps=1_000_000)
+    with start_main(argv, *TORCHRUN, "--nproc_per_node=2", "--max_restarts=1") as process:
+        wait_for_step(run_dir, 5)
+        run_dir.rename(tmp_path / "moved")
+        wait_for_step(run_dir, 5)
+        process.terminate()
+        process.communicate(timeout=60)
+    assert [row["step"] for row in read_rows(run_dir, "start")] == [0]
+    assert {row["restart_count"] for row in read_rows(run_dir)} == {1}
 
 
 def test_a_machine_without_rank_0_does_not_make_its_folder_again(tmp_path: Path) -> None:
