@@ -91,7 +91,7 @@ def find_start_conflicts(config: Config, world_size: int, device_type: str) -> I
             f"it, or start at most {batch_size} processes"
         )
     elif distributed.reduction == "tree":
-        size = trainer.micro_batch_size or batch_size
+        size = trainer.micro_batch_size or batch_size  # find_conflicts refuses null
         if -(-batch_size // size) < world_size:
             yield (
                 f"trainer.batch_size / trainer.micro_batch_size is {batch_size} / {size}, fewer micro-batches than the "
@@ -112,7 +112,7 @@ def find_start_conflicts(config: Config, world_size: int, device_type: str) -> I
 def _find_pipeline_conflicts(config: Config, world_size: int) -> Iterator[str]:
     stages = config.distributed.pipeline_stages
     batch_size = config.trainer.batch_size
-    size = config.trainer.micro_batch_size or batch_size
+    size = config.trainer.micro_batch_size or batch_size  # find_conflicts refuses null
     replicas = world_size // stages
     if world_size % stages:
         yield (

@@ -115,7 +115,7 @@ class PipelineParallel(Strategy):
             for name, _ in stage.named_parameters():
                 self.stage_of.setdefault(name, index)
 
-        self.size: int = config.trainer.micro_batch_size  # type: ignore[assignment]  # conflicts.py requires a number
+        self.size = config.trainer.micro_batch_size or config.trainer.batch_size  # conflicts.py refuses null
         self.count = config.trainer.batch_size // len(replicas) // self.size  # micro-batches per replica
         self.stage = _Stage(inner, self.pipeline, *my_stage.io_shapes(self.size))
         schedule = config.distributed.pipeline_schedule

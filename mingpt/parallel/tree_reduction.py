@@ -35,7 +35,7 @@ class TreeReduction(Strategy):
 
     def __init__(self, model: nn.Module, context: DistributedContext, config: Config, precision: str) -> None:
         super().__init__(model, context, config, precision)
-        self.size: int = config.trainer.micro_batch_size  # type: ignore[assignment]  # conflicts.py requires a number
+        self.size = config.trainer.micro_batch_size or config.trainer.batch_size  # conflicts.py refuses null
         self.nodes: list[Node] = []  # sums of this rank's leaves in this step
 
     def micro_batches(self, batch: range) -> list[MicroBatch]:
