@@ -97,15 +97,6 @@ def shared_errors(ranks: RankGroup) -> Iterator[None]:
         yield
     except UserError as error:
         message = str(error)
-    raise_first_error(ranks, message)
-
-
-def raise_first_error(ranks: RankGroup, message: str | None) -> None:
-    """Raises a UserError on all ranks if any of them passes a message.
-
-    Raises:
-        UserError: on all ranks, with the message of the first rank that passes one.
-    """
     first = reduce_object(ranks, message, _first_error)
     if first is not None:
         raise UserError(first)

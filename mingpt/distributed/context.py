@@ -15,7 +15,6 @@ from mingpt.distributed.agreement import (
     RankGroup,
     all_gather_object,
     check_equal,
-    raise_first_error,
     shared_errors,
 )
 from mingpt.distributed.health import HealthMonitor
@@ -104,26 +103,6 @@ class DistributedContext(RankGroup):
             yield
         finally:
             backend.set_timeout(self.timeout)
-
-    @contextmanager
-    def local_rank0_first(self) -> Iterator[None]:
-        """Runs the block on rank 0, then on local rank 0 of each other host, then on all other ranks.
-
-        Raises:
-            UserError: on all ranks, if the block raises one on any rank. Later ranks then do not run the block.
-        """
-        my_turn = 2
-        if self.local_rank == 0:
-            my_turn = 1
-        if self.rank == 0:
-            my_turn = 0
-        with self.long_timeout():
-            for _ in range(my_turn):
-                raise_first_error(self, None)  # from an earlier turn
-            with shared_errors(self):
-                yield
-            for _ in range(my_turn, 2):
-                raise_first_error(self, None)  # from a later turn
 
     def shard_range(self, first: int, count: int, rank: int | None = None) -> range:
         """Returns a rank's shard of [first, first + count), by default this rank's. Sizes differ by at most one."""

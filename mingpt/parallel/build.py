@@ -28,13 +28,11 @@ def build_strategy(config: Config, model: GPT, context: DistributedContext, prec
     """
     refuse(find_conflicts(config, precision))
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    with shared_errors(context):
+    with shared_errors(context):  # no rank compiles before all of them have called `use_compile_cache`
         if config.trainer.compile:
             check_compiler(context.device)
-        check_memory(config, num_parameters, context)
-    if config.trainer.compile:
-        with context.local_rank0_first():
             use_compile_cache(Path(config.trainer.run_dir) / "cache/compiled")
+        check_memory(config, num_parameters, context)
     with torch.compiler.set_stance("force_eager"):  # do not compile anything for the one pass of DDP
         if config.distributed.pipeline_stages > 1:
             from mingpt.parallel.pipeline import PipelineParallel  # a slow import

@@ -16,14 +16,19 @@ def use_compile_cache(folder: Path) -> None:
 
     While a process compiles, the folder contains a marker file of this process. A marker that is found here was left by
     a process that was killed while it compiled. Then the folder is deleted, because PyTorch (2.13) loads an incomplete
-    library without a check and is killed by SIGBUS. No process may be compiling during the call.
+    library without a check and is killed by SIGBUS. No process may be compiling during the call, but several processes
+    may call it.
     """
     if os.environ.get(VARIABLE) not in (None, default_cache_dir()):  # PyTorch sets the default when it is imported
         return
     os.environ[VARIABLE] = str(folder.absolute())
     if any(folder.glob("compiling-*")):
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)  # another process may delete it, too
     marker = folder / f"compiling-{platform.node()}-{os.getpid()}"
-    callback_handler.register_start_callback(lambda _: marker.touch())
+
+    def touch_marker(_: object) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        marker.touch()
+
+    callback_handler.register_start_callback(touch_marker)
     callback_handler.register_end_callback(lambda _: marker.unlink(missing_ok=True))

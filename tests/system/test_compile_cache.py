@@ -40,7 +40,7 @@ def test_the_cache_of_a_process_that_was_killed_while_it_compiled_is_deleted(
     with callback_handler.install_callbacks(CallbackTrigger.DYNAMO, "0"):
         assert is_kept(str(tmp_path / "another"))
         assert not is_kept(default_cache_dir())
-    library.parent.mkdir()
+    library.parent.mkdir(parents=True)
     library.touch()
     assert is_kept(default_cache_dir())
 
