@@ -8,6 +8,7 @@ import math
 import platform
 import signal
 import time
+from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,13 +33,12 @@ from mingpt.run.numerics import set_numerics
 from mingpt.run.progress import Progress, StepResult
 from mingpt.run.start import adopt_snapshot, initial_weights, load_corpus, lock_run
 from mingpt.run.wait_policy import adaptive_wait_policy
+from mingpt.snapshot.format import FORMAT_VERSION
 from mingpt.snapshot.load import check_vocabulary
 from mingpt.snapshot.manager import SnapshotManager
 from mingpt.system.device import device_kind, gpu_metrics
 from mingpt.system.signals import EXIT_STATUS, SignalHandler
 from model import GPT
-
-EXIT_WAIT_SECONDS = 5.0  # how long a run that fails waits for a snapshot that is being written
 
 
 class Due(NamedTuple):
@@ -47,8 +47,8 @@ class Due(NamedTuple):
     log: bool
     evaluation: bool
     sample: bool
-    snapshot: bool
-    frequent_snapshot: bool
+    scheduled_snapshot: bool  # trainer.save_every asks for it, or the run ends
+    snapshot: bool  # for any reason
 
 
 class Trainer:
@@ -72,16 +72,16 @@ class Trainer:
     def __init__(self, config: Config, context: DistributedContext) -> None:
         self.context = context
         self.run_dir = Path(config.trainer.run_dir)
-        self.lock = lock_run(config, context)
-        try:
+        self.log = RunLog()
+        with ExitStack() as resources:  # after an error, a notebook continues, and may keep this object
+            self.lock = resources.enter_context(closing(lock_run(config, context)))
+            self.snapshots = resources.enter_context(closing(SnapshotManager(config, context, self.lock)))
+            resources.callback(self.log.close)
             self._build(config, context)
-        except BaseException:  # a notebook continues, and may keep this object with the traceback
-            self.lock.close()
-            raise
+            self.resources = resources.pop_all()
 
     def _build(self, given: Config, context: DistributedContext) -> None:
         """Builds the rest after the folders are locked. `given` may leave the model's shape to trainer.init_from."""
-        self.snapshots = SnapshotManager(given, context, self.lock)  # ranks elect the writers, and a thread starts
         newest = self.snapshots.load_newest()
         self.resumed = newest.header if newest is not None else None
         self.resumed_from = newest.path if newest is not None else ""
@@ -112,7 +112,6 @@ class Trainer:
             self.snapshots.restore(newest, self.strategy)
 
         self.guard = FiniteGuard(self.strategy.scaler, context.device, config.optimizer)
-        self.log = RunLog()
         self.timer = StepTimer(self.progress.samples)
         self.signals = SignalHandler()
         self.stop_signal = 0
@@ -181,7 +180,7 @@ class Trainer:
         """Returns whether this step's evaluation was the last one that trainer.patience allows."""
         patience = self.config.trainer.patience
         is_evaluated = self.progress.val_loss is not None
-        return patience is not None and is_evaluated and self.progress.lowest["evaluations_since"] >= patience
+        return patience is not None and is_evaluated and self.progress.best.evaluations_since >= patience
 
     def is_complete(self) -> bool:
         return self.progress.step >= self.last_step or self.is_patience_over()
@@ -199,12 +198,11 @@ class Trainer:
     def advance(self) -> None:
         """Makes one step, then evaluates, logs and saves what is due."""
         # Ranks agree on signals and on saves while they compute the step.
-        is_due = self.snapshots.is_frequent_due(self.timer.training_seconds)
-        flags = self.context.all_reduce_flags(self.signals.signal, int(is_due))
+        flags = self.context.all_reduce_flags(self.signals.signal, int(self.snapshots.is_due()))
         result = self.train_step()
         self.signals.exits_at_once = False
-        self.stop_signal, is_frequent_due = flags.wait()
-        self.after_step(result, bool(is_frequent_due))
+        self.stop_signal, is_snapshot_due = flags.wait()
+        self.after_step(result, bool(is_snapshot_due))
 
     def next_batch(self) -> range:
         """Returns the sample numbers of the next step. An epoch is len(train_data) numbers; a batch may span two."""
@@ -239,21 +237,22 @@ class Trainer:
         self.progress.val_loss = None
         return StepResult(batch, losses, grad_norm, lr)
 
-    def find_due(self, is_frequent_due: bool) -> Due:
+    def find_due(self, is_snapshot_due: bool) -> Due:
         """Returns what is due after this step, before its evaluation or after it, which may end the run."""
         cfg = self.config.trainer
+        is_scheduled = self.is_due(cfg.save_every) or self.is_done()
         return Due(
             log=self.progress.step == 1 or self.is_due(cfg.log_every),
             evaluation=self.is_due(cfg.eval_every),
             sample=self.is_due(cfg.sample_every),
-            snapshot=self.is_due(cfg.save_every) or self.is_done(),
-            frequent_snapshot=is_frequent_due,
+            scheduled_snapshot=is_scheduled,
+            snapshot=is_scheduled or is_snapshot_due or self.progress.best.step == self.progress.step,
         )
 
-    def after_step(self, result: StepResult, is_frequent_due: bool) -> None:
+    def after_step(self, result: StepResult, is_snapshot_due: bool) -> None:
         """Logs, evaluates, generates a sample and saves what is due after a step, in this order."""
         step = self.progress.step
-        due = self.find_due(is_frequent_due)
+        due = self.find_due(is_snapshot_due)
         is_cpu = self.context.device.type == "cpu"  # otherwise, reading a value waits for the device
         self.guard.watch(result.grad_norm)
         if any(due) or is_cpu:
@@ -279,15 +278,13 @@ class Trainer:
                 logger.info(f"step {step}: epoch {epoch} is over ({len(self.train_data):,} windows)")
             if due.evaluation:
                 self.evaluate()
-                due = self.find_due(is_frequent_due)  # trainer.patience may end the run with this step
+                due = self.find_due(is_snapshot_due)  # trainer.patience may end the run with this step
             if due.sample:
                 prompt = self.sample_prompt
                 text = generate_sample(self.strategy, self.corpus.vocabulary, prompt, self.config.trainer.seed)
                 self.log.write("sample", step, text=text)
             if due.snapshot:
-                self.save_snapshot()
-            elif due.frequent_snapshot:
-                self.save_snapshot(is_frequent=True)
+                self.save_snapshot(due.scheduled_snapshot)
             self.log_saves()
 
     def train_row(self, result: StepResult) -> dict[str, Any]:
@@ -316,29 +313,37 @@ class Trainer:
         self.log.write("eval", step, val_loss=val_loss, seconds=time.perf_counter() - began)
 
     def snapshot_header(self) -> dict[str, Any]:
-        """Returns what a snapshot of this step contains, except for the state of model, optimizer and scaler."""
+        """Returns what a snapshot of this step contains, except for the state of model and optimizer."""
         return {
-            **self.progress.state_dict(),
+            "format": FORMAT_VERSION,
+            **asdict(self.progress),
             "config": config_to_dict(self.config),
             "vocabulary": self.corpus.vocabulary,
             "choices": self.numerics.choices,
             "learning_rate": learning_rate(self.progress.step, self.last_step, self.config.optimizer),
             "text_sha256": self.corpus.sha256,
+            "scaler": self.strategy.scaler.state_dict(),
         }
 
-    def save_snapshot(self, is_frequent: bool = False) -> None:
-        """Starts to save a snapshot of this step. A thread writes it while training continues."""
-        header = self.snapshot_header()
-        self.snapshots.save(header, self.strategy, is_frequent, is_last=self.is_done())
+    def save_snapshot(self, is_scheduled: bool) -> None:
+        """Starts to save a snapshot of this step. A thread writes it while training continues.
+
+        Args:
+            is_scheduled: trainer.save_every asks for it, or the run ends with this step
+        """
+        self.snapshots.save(self.snapshot_header(), self.strategy, is_scheduled)
 
     def log_saves(self) -> None:
         """Writes and shows the saves that have ended since the last call."""
         for result in self.snapshots.poll():
-            if not result.is_frequent:
-                self.log.write("snapshot", result.step, **result.row)
+            step = result.header["step"]
             if result.error is None:
-                self.progress.best = result.best
-                self.log.show("saved", str(result.step))
+                self.log.show("saved", str(step))
+                row = {"path": self.snapshots.folder.file(step), "val_loss": result.header["val_loss"]}
+            else:
+                row = {"error": str(result.error)}
+            if result.is_scheduled:
+                self.log.write("snapshot", step, **row)
 
     def already_trained(self) -> int:
         """Says that there is nothing to do. Returns the exit status."""
@@ -347,8 +352,8 @@ class Trainer:
                 self.resumed_from, self.progress.step, self.config, self.last_step, self.early_end()
             )
         )
-        self.snapshots.writer.is_idle.wait()
-        self.snapshots.remove_frequent()
+        self.snapshots.wait_for_saves(uploads=True)  # the last upload may have failed
+        self.log_saves()
         return 0
 
     def finish(self) -> int:
@@ -360,16 +365,15 @@ class Trainer:
             UserError: the last snapshot could not be saved.
         """
         step = self.progress.step
-        self.snapshots.wait_for_saves()
+        self.snapshots.wait_for_saves(uploads=True)
         self.log_saves()
         with shared_errors(self.context):  # the last collective, where other ranks wait for a rank that hangs
             self.lock.check()
-            if save_error := self.snapshots.writer.last_error:
+            if save_error := self.snapshots.last_error:
                 raise UserError(
                     f"training has reached step {step}, but its snapshot could not be saved: {save_error}; then run "
                     "the same command, which resumes from the newest one"
                 )
-        self.snapshots.remove_frequent()
         is_stopped = not self.is_complete()
         name = signal.Signals(self.stop_signal).name if is_stopped else None
         early_end = self.early_end()
@@ -377,7 +381,7 @@ class Trainer:
         if is_stopped:
             logger.info(f"stopped by {name} at step {step}, and saved; the same command resumes")
             return EXIT_STATUS[signal.Signals(self.stop_signal)]
-        file = self.snapshots.storage.file(step)
+        file = self.snapshots.folder.file(step)
         logger.info(summary.done(file, self.config.trainer.run_dir, self.progress, self.timer.elapsed, early_end))
         return 0
 
@@ -385,10 +389,8 @@ class Trainer:
         """Returns why the run has ended before its last step, if trainer.patience is the reason."""
         if self.progress.step >= self.last_step or not self.is_patience_over():
             return None
-        return summary.patience_is_over(self.progress.lowest, self.config.trainer.patience)
+        return summary.patience_is_over(self.progress.best, self.config.trainer.patience)
 
     def close(self) -> None:
-        """Closes the files, also after an error, and unlocks the folders."""
-        self.log.close()
-        self.snapshots.writer.is_idle.wait(EXIT_WAIT_SECONDS)
-        self.lock.close()
+        """Closes the files and ends the threads, also after an error, and unlocks the folders."""
+        self.resources.close()

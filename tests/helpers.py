@@ -34,7 +34,7 @@ from mingpt.config.schema import Config, DistributedConfig, GPTConfig, config_to
 from mingpt.distributed.context import DistributedContext
 from mingpt.distributed.launcher import detect_launch_environment
 from mingpt.monitoring.run_log import iter_metrics
-from mingpt.snapshot.storage import SnapshotStorage
+from mingpt.snapshot.folder import SnapshotFolder
 from mingpt.system.run_lock import LOCK_NAME
 from model import GPT
 from trainer import Trainer
@@ -347,7 +347,7 @@ def list_snapshots(run_dir: Path) -> list[str]:
 
 
 def newest_snapshot(run_dir: Path) -> dict:
-    snapshot = SnapshotStorage(str(run_dir / "snapshots"), keep=9).load_newest()
+    snapshot = SnapshotFolder(str(run_dir / "snapshots")).load_newest()
     assert snapshot is not None
     return snapshot
 
@@ -355,10 +355,12 @@ def newest_snapshot(run_dir: Path) -> dict:
 def small_snapshot(step: int, weights: dict[str, Tensor] | None = None, **changes: Any) -> dict[str, Any]:
     """Returns the content of a snapshot, by default with one weight. Its elements are the step."""
     return {
+        "format": 2,
         "step": step,
         "samples": 7 * step,
         "val_loss": None,
-        "best": {"step": None, "val_loss": math.inf},
+        "best": {"step": None, "val_loss": math.inf, "evaluations_since": 0},
+        "scheduled": list(range(step + 1)),
         "config": config_to_dict(Config()),
         "vocabulary": "ab",
         "choices": {"precision": "fp32", "threads": 1, "world_size": 1, "hardware": "any"},

@@ -16,7 +16,7 @@ import pytest
 from torch.nn.utils import get_total_norm
 
 from mingpt.config.schema import OptimizerConfig
-from mingpt.snapshot.storage import SnapshotStorage, load_snapshot
+from mingpt.snapshot.folder import SnapshotFolder, load_snapshot
 from tests.helpers import ROOT, clean_env, read_rows, wait_until, write_text
 
 DOCS = ROOT / "docs"
@@ -247,9 +247,9 @@ def test_each_change_trains_is_killed_resumes_and_samples(change: str, checkout:
     write_text(folder / "words.txt")
     run(f"GIT_CEILING_DIRECTORIES={tmp_path} git apply change.diff", folder)
 
-    snapshots = SnapshotStorage(str(folder / "runs/changed/snapshots"), keep=1)
-    kill_when(lambda: bool(snapshots.steps()), f"python main.py {CHANGED_RUN} --trainer.max_steps 100000", folder)
-    saved = max(snapshots.steps())
+    snapshots = SnapshotFolder(str(folder / "runs/changed/snapshots"), keep=1)
+    kill_when(lambda: bool(snapshots.files()), f"python main.py {CHANGED_RUN} --trainer.max_steps 100000", folder)
+    saved = max(snapshots.files())
     resume = f"main.py {CHANGED_RUN} --trainer.max_steps {saved + 20}"
     program = "python"
     if change == "metric":  # with two stages

@@ -16,7 +16,7 @@ import pytest
 
 import sample
 from mingpt.program import run_program as exit_status_of
-from mingpt.snapshot.storage import SnapshotStorage, load_snapshot
+from mingpt.snapshot.folder import SnapshotFolder, load_snapshot
 from tests.helpers import ROOT, clean_env, run_args, run_on_terminal, run_program, run_ranks, train_main, write_text
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -118,7 +118,7 @@ def test_best_is_the_snapshot_of_lowest_validation_loss(trained: Path, tmp_path:
     run = shutil.copytree(trained, tmp_path / "run")
     snapshot = load_snapshot(str(newest(run)))
     snapshot["best"] = {"step": 3, "val_loss": 0.1}
-    SnapshotStorage(f"{run}/snapshots", keep=9).write(snapshot, None)
+    SnapshotFolder(f"{run}/snapshots", keep=9).write(snapshot)
     best = run_sample("--snapshot", run, "--best", "--max_new_tokens", LENGTH)
     assert best == run_sample("--snapshot", run / "snapshots/step_00000003.pt", "--max_new_tokens", LENGTH)
     assert best != run_sample("--snapshot", run, "--max_new_tokens", LENGTH)

@@ -11,7 +11,7 @@ import torch
 
 import sample
 from mingpt import program
-from mingpt.snapshot.storage import load_snapshot
+from mingpt.snapshot.folder import load_snapshot
 from mingpt.system import device
 from tests.helpers import (
     NO_DROPOUT,

@@ -215,10 +215,10 @@ class TrainerConfig:
     """steps between snapshots"""
 
     save_overhead: float | None = Field(default=0.02, gt=0, lt=1)
-    """fraction of the time to spend on frequent snapshots, which make a kill cheap; null: none"""
+    """fraction of the time to spend on snapshots between, which make a kill cheap; null: none"""
 
     keep_snapshots: PositiveInt = 3
-    """newest snapshots to keep, in addition to the best one"""
+    """newest snapshots of save_every to keep, in addition to the best one and the newest"""
 
     profile_steps: PositiveInt | None = None
     """steps to record in a profiler trace per rank, from step 12 on; null: no trace"""
@@ -230,7 +230,7 @@ class TrainerConfig:
     """run folder: config.yaml, metrics.jsonl, snapshots/, cache/"""
 
     snapshot_path: PathText | None = None
-    """folder or fsspec URL of the snapshots; null: snapshots/ in run_dir"""
+    """folder of the snapshots, or an fsspec URL to copy them to; null: snapshots/ in run_dir"""
 
 
 @dataclass(frozen=True, config=STRICT)

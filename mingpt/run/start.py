@@ -18,9 +18,9 @@ from mingpt.errors import UserError
 from mingpt.files import replace_file
 from mingpt.monitoring.logging import logger
 from mingpt.monitoring.run_log import check_wandb
+from mingpt.snapshot.folder import open_folders
 from mingpt.snapshot.format import KEPT_KEYS, split_header
 from mingpt.snapshot.load import fit_config, load_initial_weights, load_pretrained, new_run_advice
-from mingpt.snapshot.storage import SnapshotStorage
 from mingpt.system.device import tune_malloc
 from mingpt.system.run_lock import RunLock
 from mingpt.text.corpus import Corpus, check_text, read_corpus
@@ -84,10 +84,9 @@ def lock_run(config: Config, context: DistributedContext) -> RunLock:
     """
     folders = {Path(config.trainer.run_dir): "trainer.run_dir"}
     with shared_errors(context):
-        storage = SnapshotStorage(config.trainer.snapshot_path or f"{config.trainer.run_dir}/snapshots", keep=1)
-        # Another name of the same folder would lock the run out.
-        if storage.is_local and os.path.realpath(storage.root) != os.path.realpath(config.trainer.run_dir):
-            folders[Path(storage.root)] = "trainer.snapshot_path"
+        root = open_folders(config.trainer)[0].root
+        if os.path.realpath(root) != os.path.realpath(config.trainer.run_dir):  # it would lock the run out
+            folders[Path(root)] = "trainer.snapshot_path"
         lock = RunLock(folders if context.rank == 0 else {})
     return lock
 

@@ -15,7 +15,7 @@ from mingpt.config.schema import Config, keys_without_places
 from mingpt.config.yaml_format import format_value
 from mingpt.parallel.memory import format_bytes
 from mingpt.run.progress import Progress
-from mingpt.snapshot.format import Lowest
+from mingpt.snapshot.format import Best
 from mingpt.snapshot.load import new_run_advice
 from mingpt.text.corpus import Corpus
 
@@ -110,9 +110,9 @@ def already_trained(file: str, step: int, config: Config, last_step: int, early_
     )
 
 
-def patience_is_over(lowest: Lowest, patience: int | None) -> str:
+def patience_is_over(best: Best, patience: int | None) -> str:
     return (
-        f"no evaluation since step {lowest['step']} has had a lower validation loss than {lowest['val_loss']:.4f} "
+        f"no evaluation since step {best.step} has had a lower validation loss than {best.val_loss:.4f} "
         f"(trainer.patience is {patience})"
     )
 
@@ -128,10 +128,10 @@ def done(file: str, run_dir: str, progress: Progress, seconds: float, early_end:
     lines = [f"done in {tqdm.format_interval(seconds)}: validation loss {progress.val_loss:.4f}, snapshot {file}"]
     if early_end:
         lines.append(f"ended early: {early_end}")
-    if progress.best["step"] not in (None, progress.step):
+    if progress.best.step not in (None, progress.step):
         folder = shlex.quote(file.rpartition("/")[0])
         lines.append(
-            f"best:       validation loss {progress.best['val_loss']:.4f} at step {progress.best['step']}: "
+            f"best:       validation loss {progress.best.val_loss:.4f} at step {progress.best.step}: "
             f"python sample.py --snapshot {folder} --best"
         )
     lines.append(next_commands(file, run_dir))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from mingpt.errors import UserError
 from mingpt.program import run_program
-from mingpt.snapshot.storage import DamagedSnapshotError, SnapshotStorage, fingerprint, load_snapshot
+from mingpt.snapshot.folder import DamagedSnapshotError, SnapshotFolder, fingerprint, load_snapshot
 
 COLUMNS = ["step", "val_loss", "state", "weights", "optimizer"]
 ROW = "{:<14}  {:<8}  {:<5}  {:<16}  {}"
@@ -19,14 +19,11 @@ def find_files(path: str) -> list[str]:
     Raises:
         UserError: there are no snapshots, or they can't be read.
     """
-    storage = SnapshotStorage(path, keep=1)
-    if storage.fs.isfile(storage.root):
+    folder = SnapshotFolder(path)
+    if folder.fs.isfile(folder.root):
         return [path]
-    files = []
-    for folder in (path, f"{path}/snapshots"):
-        for is_frequent in (False, True):
-            storage = SnapshotStorage(folder, keep=1, is_frequent=is_frequent)
-            files += [storage.file(step) for step in storage.steps()]
+    folders = (folder, SnapshotFolder(f"{path}/snapshots"))
+    files = [f"{folder.path}/{name}" for folder in folders for name in folder.files().values()]
     if not files:
         raise UserError(f"PATH: no snapshot at {path}: main.py makes them in its run folder")
     return files
@@ -43,9 +40,14 @@ def describe(file: str) -> list[str]:
         return [name, "", f"DAMAGED: {error}", "", ""]
     except (OSError, UserError) as error:
         return [name, "", str(error), "", ""]
-    step = f"{snapshot['step']}{' frequent' if name.startswith('frequent') else ''}"
     val_loss = "" if snapshot["val_loss"] is None else f"{snapshot['val_loss']:.4f}"
-    return [step, val_loss, "whole", fingerprint(snapshot["model"]), fingerprint(snapshot["optimizer"])]
+    return [
+        str(snapshot["step"]),
+        val_loss,
+        "whole",
+        fingerprint(snapshot["model"]),
+        fingerprint(snapshot["optimizer"]),
+    ]
 
 
 def run(argv: Sequence[str]) -> None:

@@ -1,126 +1,92 @@
-"""The content of a snapshot, and checks of it: another version of the program may have written the file."""
+"""The content of a snapshot, and a check of it: another version of the program may have written the file."""
 
+import math
 import reprlib
-from typing import Any, Literal
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, TypeAdapter, ValidationError, create_model, with_config
-from pydantic_core import ErrorDetails
-from torch import Tensor
-from typing_extensions import NotRequired, TypedDict  # pydantic refuses typing.TypedDict before Python 3.12
+from pydantic import ValidationError
 
-from mingpt.config.schema import KEYS, REMOVED_KEYS, SECTIONS, SHAPE_KEYS, GPTConfig
+from mingpt.config.schema import SHAPE_KEYS, GPTConfig
 from mingpt.errors import UserError
 
 FORMAT_VERSION = 2
 # Keys that a run keeps: they determine the meaning of its tensors, its part of the text, and the order of samples.
 KEPT_KEYS = (*SHAPE_KEYS, "data.train_split", "data.truncate", "optimizer.name", "trainer.seed")
-STRICT = ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True)
-MAX_MISTAKES = 5  # most mistakes in a message
+# The required entries and their types. Everything except `model` and `optimizer` is the header of a snapshot.
+CONTENT: dict[str, type] = {
+    "step": int,
+    "samples": int,
+    "val_loss": object,  # of this step; None: not evaluated
+    "vocabulary": str,
+    "choices.precision": str,
+    "choices.threads": int,
+    "choices.world_size": int,
+    "choices.hardware": str,
+    "learning_rate": float,
+    "text_sha256": str,
+    "scaler": dict,  # empty unless the run used fp16
+    "model": dict,  # weights by parameter name
+    "optimizer": dict,  # tensors by parameter name and kind
+    "config.model": dict,
+    "config.trainer.save_every": int,
+    **{f"config.{name}": object for name in (*KEPT_KEYS, "trainer.init_from")},
+}
 
 
-class Best(TypedDict):
-    """The snapshot with the lowest validation loss so far."""
+@dataclass
+class Best:
+    """The evaluation with the lowest validation loss so far. The snapshot of its step is kept."""
 
-    step: int | None
-    val_loss: float
-
-
-class Lowest(TypedDict):
-    """The evaluation with the lowest validation loss so far."""
-
-    step: int
-    val_loss: float
-    evaluations_since: NotRequired[int]  # later evaluations that trainer.patience counts; old snapshots lack it
+    step: int | None = None
+    val_loss: float = math.inf
+    evaluations_since: int = 0  # later evaluations that trainer.patience counts
 
 
-class Choices(TypedDict):
-    """The choices that determined the last bits of the run."""
-
-    precision: Literal["fp32", "bf16", "fp16"]
-    threads: int
-    world_size: int
-    hardware: str
-    pytorch: NotRequired[str]  # old snapshots lack it
-
-
-@with_config(STRICT)
-class Snapshot(TypedDict):
-    """The content of a snapshot. Everything except `model` and `optimizer` is its header."""
-
-    format: Literal[2]
-    step: NonNegativeInt
-    samples: NonNegativeInt
-    val_loss: float | None
-    best: NotRequired[Best]  # old snapshots lack it
-    lowest: NotRequired[Lowest]  # old snapshots lack it
-    config: dict[str, dict[str, Any]]  # by section and key
-    vocabulary: str
-    choices: Choices
-    learning_rate: float
-    text_sha256: str
-    scaler: dict[str, float]
-    model: dict[str, Tensor]  # weights by parameter name
-    optimizer: dict[str, dict[str, Tensor]]  # by parameter name and kind
-
-
-def _config_model() -> type[BaseModel]:
-    """Returns the model of the configuration in a snapshot. Keys that a run keeps are required and checked.
-
-    A snapshot of an earlier version may lack other keys, and may have keys that were removed since.
-    """
-    sections: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
-    for name in (*KEYS, *REMOVED_KEYS):
-        section, key = name.split(".")
-        is_needed = name in (*KEPT_KEYS, "trainer.init_from")
-        sections[section][key] = (KEYS[name].annotation, ...) if is_needed else (Any, None)
-    models: dict[str, Any] = {
-        section: (create_model(section, __config__=STRICT, **fields), ...) for section, fields in sections.items()
-    }
-    return create_model("config", __config__=STRICT, **models)
-
-
-SNAPSHOT = TypeAdapter(Snapshot)
-CONFIG = _config_model()
-
-
-def check_content(content: Any, path: str, advice: str = "use the version that wrote it") -> None:
-    """Checks that the content of a file is a snapshot.
+def check_content(content: Any, path: str) -> None:
+    """Checks that the content of a file is a snapshot. Adds entries that a snapshot of an earlier version lacks.
 
     Args:
         path: names the file in the message
-        advice: end of the message
 
     Raises:
-        UserError: lists entries that are missing, unknown or of another type.
+        UserError: lists entries that are missing or of another type.
     """
-    try:
-        SNAPSHOT.validate_python(content)
-        CONFIG.model_validate(content["config"])
-        gpt_config(content)
-    except ValidationError as invalid:
-        mistakes = [_describe(error) for error in invalid.errors(include_url=False)]
-        more = len(mistakes) - MAX_MISTAKES
-        listed = "; ".join(mistakes[:MAX_MISTAKES]) + (f"; and {more} more" if more > 0 else "")
-        raise UserError(f"{path} is not a snapshot that this version can read: {listed}; {advice}") from invalid
+    if mistakes := list(_find_mistakes(content)):
+        raise UserError(
+            f"{path} is not a snapshot that this version can read: {'; '.join(mistakes)}; use the version that wrote it"
+        )
+    save_every = content["config"]["trainer"]["save_every"]
+    content.setdefault("scheduled", list(range(0, content["step"] + 1, save_every)))
+    # Earlier versions did not save each evaluation that was the lowest, so `lowest` may be of another step than `best`.
+    content["best"] = asdict(Best()) | content.pop("lowest", {}) | content.get("best", {})
 
 
-def check_header(header: dict[str, Any], path: str) -> None:
-    """Checks the header of a snapshot before it is written, with the same checks as its reader.
-
-    Raises:
-        UserError: no start could load it, because the code was changed here or in its other place only.
-    """
-    without_tensors = {"format": FORMAT_VERSION, **header, "model": {}, "optimizer": {}}
-    check_content(without_tensors, f"{path}, not yet written,", "change Snapshot in mingpt/snapshot/format.py, too")
-
-
-def _describe(error: ErrorDetails) -> str:
-    name = ".".join(map(str, error["loc"])) or "its content"
-    if error["type"] == "missing":
-        return f"{name} is missing"
-    if error["type"] == "extra_forbidden":
-        return f"{name} is unknown"
-    return f"{name} is {reprlib.repr(error['input'])}, {error['msg'].replace('Input should', 'must')}"
+def _find_mistakes(content: Any) -> Iterator[str]:
+    version = content.get("format") if isinstance(content, dict) else type(content).__name__
+    if version != FORMAT_VERSION:
+        yield f"format is {version}, must be {FORMAT_VERSION}"
+        return
+    is_complete = True
+    for name, kind in CONTENT.items():
+        value = content
+        try:
+            for key in name.split("."):
+                value = value[key]
+        except (LookupError, TypeError):
+            yield f"{name} is missing"
+            is_complete = False
+            continue
+        if not isinstance(value, kind):
+            yield f"{name} is {reprlib.repr(value)}, must be {kind.__name__}"
+            is_complete = False
+    if is_complete:
+        try:
+            gpt_config(content)
+        except ValidationError as invalid:
+            for error in invalid.errors():
+                yield f"config.model.{error['loc'][0]} is {error['input']!r}: {error['msg']}"
 
 
 def split_header(snapshot: dict[str, Any]) -> dict[str, Any]:

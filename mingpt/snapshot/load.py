@@ -13,8 +13,8 @@ from mingpt.config.schema import KEYS, SECTIONS, SHAPE_KEYS, Config, GPTConfig
 from mingpt.config.yaml_format import format_value
 from mingpt.errors import UserError
 from mingpt.monitoring.logging import logger
+from mingpt.snapshot.folder import DamagedSnapshotError, SnapshotFolder, load_snapshot
 from mingpt.snapshot.format import gpt_config
-from mingpt.snapshot.storage import DamagedSnapshotError, SnapshotStorage, load_snapshot
 from mingpt.text.corpus import show_characters
 from model import GPT
 
@@ -72,28 +72,27 @@ def load_pretrained(path: str, option: str, best: bool = False) -> Pretrained:
     return Pretrained(gpt_config(snapshot), snapshot["vocabulary"], snapshot["model"], snapshot)
 
 
-def _load_from_folder(folder: str, best: bool) -> dict[str, Any] | None:
+def _load_from_folder(path: str, best: bool) -> dict[str, Any] | None:
     """Loads the newest undamaged snapshot, or the one that it names as the best so far.
-
-    Frequent snapshots are used only if there are no others, because a run that is training replaces them.
 
     Raises:
         UserError: it can't be loaded.
     """
-    storage = SnapshotStorage(folder, keep=1)
-    frequent = SnapshotStorage(folder, keep=1, is_frequent=True)
-    newest = storage.load_newest() or frequent.load_newest()
+    folder = SnapshotFolder(path)
+    newest = folder.load_newest()
+    if newest is None and folder.damaged:
+        raise UserError(f"all {len(folder.damaged)} snapshots in {path} are damaged; name another run folder")
     if newest is None or not best:
         return newest
-    best_step = newest.get("best", {}).get("step")  # None: there was no evaluation
+    best_step = newest["best"]["step"]  # None: there was no evaluation
     if best_step in (None, newest["step"]):
         return newest
-    file = storage.file(best_step)
+    file = folder.file(best_step)
     try:
         return load_snapshot(file)
     except (DamagedSnapshotError, OSError) as error:
         raise UserError(
-            f"--best: {file}, the best one according to {storage.file(newest['step'])}, can't be loaded: "
+            f"--best: {file}, the best one according to {folder.file(newest['step'])}, can't be loaded: "
             f"{error}; leave out --best to load the newest one, or name another file"
         ) from error
 

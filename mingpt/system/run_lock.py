@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import time
+import uuid
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ RETRY_SECONDS = 0.1
 class RunLock:
     """The locks of the folders that a run writes to, held until `close` or the end of the process.
 
+    Attributes:
+        id: identifies this lock in the files of its folders, on all machines
+
     Args:
         folders: folder -> configuration key of the folder, for messages
 
@@ -29,10 +33,11 @@ class RunLock:
     """
 
     def __init__(self, folders: dict[Path, str]) -> None:
+        self.id = uuid.uuid4().hex
         self.descriptors: dict[Path, int] = {}
         try:
             for folder, key in folders.items():
-                self.descriptors[folder] = lock_folder(folder, key)
+                self.descriptors[folder] = lock_folder(folder, key, self.id)
         except UserError:
             self.close()
             raise
@@ -58,7 +63,7 @@ class RunLock:
             os.close(descriptor)
 
 
-def lock_folder(folder: Path, key: str) -> int:
+def lock_folder(folder: Path, key: str, lock_id: str) -> int:
     """Locks a folder; returns a file descriptor, which holds the lock until it is closed or the process ends.
 
     The lock is a `flock` on a file in the folder. It also excludes other containers and, if the file system supports
@@ -76,12 +81,13 @@ def lock_folder(folder: Path, key: str) -> int:
     while True:
         descriptor = _open(file, key)
         if _try_lock(descriptor, file):
-            holder = {"process": os.getpid(), "host": platform.node()}
+            holder = {"process": os.getpid(), "host": platform.node(), "id": lock_id}
             with suppress(OSError):  # the lock also holds on a full disk
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+                os.fsync(descriptor)  # otherwise an NFS client would not show it to other machines until later
             return descriptor
-        holder = _read_holder(descriptor)
+        holder = read_holder(folder)
         os.close(descriptor)
         if time.monotonic() > deadline:
             process = f"process {holder['process']}" if holder else "another process"
@@ -124,7 +130,9 @@ def _is_at(file: Path, descriptor: int) -> bool:
         return True
 
 
-def _read_holder(descriptor: int) -> dict[str, Any]:
+def read_holder(folder: Path | str) -> dict[str, Any]:
+    """Returns process, host and id of the lock of a folder. The result is empty if there is none."""
     with suppress(OSError, ValueError):
-        return json.loads(os.pread(descriptor, 1000, 0))
+        os.listdir(folder)  # refreshes what an NFS client knows of the folder
+        return json.loads((Path(folder) / LOCK_NAME).read_bytes())
     return {}

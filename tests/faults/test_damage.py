@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mingpt.snapshot.storage import DamagedSnapshotError, SnapshotStorage, fingerprint, load_snapshot
+from mingpt.snapshot.folder import DamagedSnapshotError, SnapshotFolder, fingerprint, load_snapshot
 from tests.helpers import run_args, run_ranks, train_main, write_text
 
 
@@ -32,7 +32,7 @@ def newest_file(snapshots: Path, capsys: pytest.CaptureFixture[str]) -> Iterator
     yield file
     file.write_bytes(content)
     capsys.readouterr()
-    assert SnapshotStorage(str(snapshots), keep=9).load_newest()["step"] == 6
+    assert SnapshotFolder(str(snapshots)).load_newest()["step"] == 6
     assert capsys.readouterr().err == ""
 
 
@@ -102,7 +102,7 @@ def test_a_truncated_file_is_named_and_skipped(newest_file: Path, capsys: pytest
     older = newest_file.with_name("step_00000003.pt")
     for size in [*range(0, len(content), 4096), 1, len(content) - 1]:
         newest_file.write_bytes(content[:size])
-        used = SnapshotStorage(str(newest_file.parent), keep=9).load_newest()
+        used = SnapshotFolder(str(newest_file.parent)).load_newest()
         assert used is not None, size
         assert used["step"] == 3, size
         damaged, skipped = capsys.readouterr().err.splitlines()

@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from mingpt.errors import UserError
-from mingpt.snapshot import storage as storage_module
-from mingpt.snapshot.storage import SnapshotStorage
+from mingpt.snapshot.folder import SnapshotFolder
 from tests.faults.runs import Run, assert_same_run, train_undisturbed
 from tests.helpers import read_rows, run_args, run_captured, run_ranks, small_snapshot
 
@@ -134,7 +133,6 @@ def proxy(server_port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyP
     endpoint = f"http://127.0.0.1:{proxy.server_address[1]}"
     for name, value in (ENVIRONMENT | {"AWS_ENDPOINT_URL": endpoint}).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(storage_module, "RETRY_DELAYS", (0.01, 0.02, 0.03))
     monkeypatch.setitem(fsspec.config.conf, "s3", {"default_block_size": PART_SIZE})
     s3fs.S3FileSystem.clear_instance_cache()  # an instance keeps its endpoint
     yield proxy
@@ -158,10 +156,10 @@ def large(step: int) -> dict[str, Any]:
     return small(step, tensors=6, size=PART_SIZE // 10)
 
 
-def uncached_storage(url: str) -> SnapshotStorage:
+def uncached_storage(url: str) -> SnapshotFolder:
     """The folder as another process sees it."""
     s3fs.S3FileSystem.clear_instance_cache()
-    return SnapshotStorage(url, keep=1)
+    return SnapshotFolder(url, keep=1)
 
 
 def assert_newest_is(step: int, url: str) -> None:
@@ -192,13 +190,13 @@ def test_a_snapshot_is_whole_after_temporary_faults_at_any_request_of_its_upload
     name: str, snapshot: Callable[[int], dict[str, Any]], proxy: FaultyProxy, url: str
 ) -> None:
     proxy.uploads = 0
-    uncached_storage(url).write(snapshot(1), None)
+    uncached_storage(url).write(snapshot(1))
     requests = proxy.uploads
     assert requests == (1 if snapshot is small else 5)  # start, three parts, end
     for before in range(requests):
         proxy.faults.clear()
         proxy.choose_fault = fault_sequence(*[""] * before, *FAULTS[name])
-        uncached_storage(url).write(snapshot(before + 2), None)
+        uncached_storage(url).write(snapshot(before + 2))
         assert proxy.faults == FAULTS[name]
         assert uncached_storage(url).steps() == [before + 2]
         assert_newest_is(before + 2, url)
@@ -208,7 +206,7 @@ def test_a_snapshot_is_whole_after_temporary_faults_at_any_request_of_its_upload
 
 @pytest.mark.parametrize("fault", ["503", "cut request", "cut response"])
 def test_a_snapshot_is_read_in_spite_of_temporary_faults(fault: str, proxy: FaultyProxy, url: str) -> None:
-    SnapshotStorage(url, keep=1).write(small(3), None)
+    SnapshotFolder(url, keep=1).write(small(3))
     for target in ("list-type", "step_00000003.pt"):
         remaining = [fault] * 2
         proxy.choose_fault = lambda request, target=target, remaining=remaining: (
@@ -222,18 +220,17 @@ def test_a_snapshot_is_read_in_spite_of_temporary_faults(fault: str, proxy: Faul
 def test_a_permanent_fault_is_reported_and_existing_snapshots_stay(
     fault: str, proxy: FaultyProxy, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage_module, "RETRY_DELAYS", ())
     monkeypatch.setitem(fsspec.config.conf, "s3", {"config_kwargs": {"read_timeout": 0.1}})
     storage = uncached_storage(url)
-    storage.write(small(1), None)
+    storage.write(small(1))
     proxy.choose_fault = lambda request: fault
     with pytest.raises(UserError, match=r"trainer\.snapshot_path: s3://.*/step_00000002\.pt can't be written"):
-        storage.write(small(2), None)
+        storage.write(small(2))
     with pytest.raises(UserError, match=r"trainer\.snapshot_path: s3://.* can't be read"):
         uncached_storage(url).load_newest()
     proxy.choose_fault = no_fault
     assert_newest_is(1, url)
-    storage.write(small(3), None)
+    storage.write(small(3))
     assert uncached_storage(url).steps() == [3]
     assert_newest_is(3, url)
 
@@ -242,19 +239,18 @@ def test_a_permanent_fault_is_reported_and_existing_snapshots_stay(
 def test_an_upload_that_fails_at_any_request_is_not_completed(
     requests_before: int, proxy: FaultyProxy, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage_module, "RETRY_DELAYS", ())
     storage = uncached_storage(url)
-    storage.write(small(1), None)
+    storage.write(small(1))
     proxy.choose_fault = fault_sequence(*[""] * requests_before, "503")
     with pytest.raises(UserError, match="can't be written"):
-        storage.write(large(2), None)
+        storage.write(large(2))
     proxy.choose_fault = no_fault
     gc.collect()  # closes open files
     assert uncached_storage(url).steps() == [1]
     assert_newest_is(1, url)
     assert proxy.faults == ["503"]
     assert unfinished_uploads(url) == []
-    storage.write(large(3), None)
+    storage.write(large(3))
     assert_newest_is(3, url)
 
 

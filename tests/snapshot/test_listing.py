@@ -9,7 +9,7 @@ import torch
 
 from mingpt.errors import UserError
 from mingpt.snapshot.__main__ import describe, find_files, run
-from mingpt.snapshot.storage import fingerprint
+from mingpt.snapshot.folder import fingerprint
 from tests.helpers import run_args, run_program, run_ranks, train_main, write_text
 
 

@@ -1,143 +1,301 @@
-"""Who writes snapshots, which one a run resumes from, and writing in the background."""
+"""Who writes snapshots and when, which one a run resumes from, the mirror, and what is left after the end."""
 
+import itertools
 import os
 import reprlib
 import shutil
+import signal
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import fsspec
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mingpt.config.schema import SHAPE_KEYS, Config, config_to_dict
 from mingpt.errors import UserError
-from mingpt.snapshot.format import KEPT_KEYS, check_header, split_header
+from mingpt.snapshot import manager
+from mingpt.snapshot.folder import SnapshotFolder, load_snapshot
+from mingpt.snapshot.format import KEPT_KEYS, split_header
 from mingpt.snapshot.load import fit_config
-from mingpt.snapshot.manager import SnapshotManager, elect_writer_ranks
-from mingpt.snapshot.storage import SnapshotStorage, load_snapshot
-from mingpt.snapshot.writer import AsyncSnapshotWriter
+from mingpt.snapshot.writer import SnapshotWriter
 from mingpt.system.run_lock import RunLock
+from tests.faults.runs import Run, assert_same_run
 from tests.helpers import (
+    PATIENCE,
     assert_equal_snapshots,
     list_snapshots,
     loss_curve,
     newest_snapshot,
-    open_process_group,
     read_rows,
     run_args,
     run_captured,
+    run_each_captured,
     run_ranks,
     small_snapshot,
     train_main,
+    write_overfitting_text,
     write_text,
 )
+from trainer import Trainer
+
+MIRROR = "memory://mirror/snapshots"
 
 
-class BlockingStorage(SnapshotStorage):
-    """Waits for permission before it writes."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__(path, keep=3)
-        self.permission = threading.Event()
-
-    def write(self, snapshot: dict[str, Any], best_step: int | None) -> None:
-        assert self.permission.wait(20)
-        super().write(snapshot, best_step)
+def files(path: Path | str) -> list[str]:
+    return [*SnapshotFolder(str(path)).files().values()]
 
 
-def test_the_writer_saves_the_state_of_the_step_and_reuses_its_buffers(tmp_path: Path) -> None:
-    storage = BlockingStorage(str(tmp_path))
-    frequent = SnapshotStorage(str(tmp_path), keep=2, is_frequent=True)
-    writer, weight, addresses = AsyncSnapshotWriter(frequent, RunLock({})), torch.ones(1000), set()
+def names(*steps: int) -> list[str]:
+    return [f"step_{step:08d}.pt" for step in steps]
+
+
+# The writer
+
+
+def test_the_writer_saves_the_state_of_the_step_and_reuses_its_buffers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    permission, write = threading.Event(), SnapshotFolder.write
+
+    def write_later(folder: SnapshotFolder, snapshot: dict[str, Any]) -> None:
+        assert permission.wait(20)
+        write(folder, snapshot)
+
+    monkeypatch.setattr(SnapshotFolder, "write", write_later)
+    folder = SnapshotFolder(str(tmp_path), keep=2)
+    writer, weight, addresses = SnapshotWriter(folder, RunLock({}), mirror=None), torch.ones(1000), set()
     for step in (1, 2):
         header = split_header(small_snapshot(step))
-        writer.save(header, [("weight", weight, {})], storage)
+        writer.save(header, [("weight", weight, {})], torch.device("cpu"))
         weight += 1  # the next step
-        assert not writer.is_idle.wait(0.05)
+        assert not writer.wait(0.05)
         assert not writer.results
-        storage.permission.set()
-        assert writer.is_idle.wait(20)
-        storage.permission.clear()
-        assert torch.equal(load_snapshot(storage.file(step))["model"]["weight"], torch.full((1000,), float(step)))
-        assert writer.results.popleft() == (False, step, None, None, header["best"], storage.file(step))
-        assert not writer.results
+        permission.set()
+        assert writer.wait(20)
+        permission.clear()
+        assert torch.equal(load_snapshot(folder.file(step))["model"]["weight"], torch.full((1000,), float(step)))
+        assert writer.results.popleft() == (header, None)
         addresses |= {buffer.data_ptr() for buffer in writer.staging_buffers.values()}
     assert len(addresses) == 1
+    writer.close()
+    assert not writer.staging_buffers
 
 
-def test_a_snapshot_that_no_start_could_load_is_refused_before_it_is_written() -> None:
-    """For example, if the code has changed what is saved, but not what is read."""
-    header = split_header(small_snapshot(3))
-    check_header(header, "FILE")
-    changed = header | {"vocabulary": ["words"], "words": 1}
-    message = (
-        r"^FILE, not yet written, is not a snapshot that this version can read: vocabulary is \['words'\], .*; words"
-    )
-    with pytest.raises(UserError, match=rf"{message} is unknown; change Snapshot in .*format.py, too$"):
-        check_header(changed, "FILE")
+# When snapshots are saved
 
 
 @pytest.mark.parametrize(
-    ("device", "expected"),
-    [
-        ("cuda:0", [("copy", True), ("synchronize", torch.device("cuda:0")), ("write", 1)]),
-        ("mps:0", [("copy", False), ("synchronize", torch.device("mps:0")), ("write", 1)]),
-        ("cpu", [("copy", False), ("write", 1)]),  # where a GPU is not used, it is not initialized
-    ],
+    ("overhead", "cost", "pause"),
+    [(0.5, None, 1.0), (0.1, "copy", 1.5), (0.1, "write", 1.5)],
 )
-def test_copies_are_complete_before_they_are_written(
-    device: str, expected: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_saves_take_at_most_save_overhead_and_there_is_at_most_one_a_second(
+    overhead: float, cost: str | None, pause: float, text: Path, tmp_path: Path
 ) -> None:
-    """Copies to pageable memory block; on MPS all staging buffers are pageable."""
-    events: list[tuple] = []
-    storage = SnapshotStorage(str(tmp_path), keep=1)
-    writer = AsyncSnapshotWriter(storage, RunLock({}))
-    write = lambda item: events.append(("write", item[0]["step"]))  # noqa: E731
-    writer.queue = SimpleNamespace(put=write)  # type: ignore[assignment]
-    copy = lambda copies, tensors, non_blocking: events.append(("copy", non_blocking))  # noqa: E731
-    monkeypatch.setattr(torch, "_foreach_copy_", copy)
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda of: events.append(("synchronize", of)))
-    with FakeTensorMode():
-        weight, moment = torch.ones(3, device=device), torch.ones(3, device=device)
-        writer.save({"step": 1}, [("weight", weight, {"moment": moment})], storage)
-    assert events == expected
+    """From the first one on. A copy waits 0.15 seconds, or a write takes 0.15 seconds of a processor."""
+    options = {"trainer__max_steps": 10**6, "trainer__save_every": 10**6, "trainer__eval_every": 10**6}
+    argv = run_args(tmp_path / "run", text, trainer__save_overhead=overhead, **options)
+    [times] = run_ranks(1, _times_of_saves, argv, cost, tmp_path=tmp_path)
+    assert len(times) > 2
+    assert min(after - before for before, after in itertools.pairwise(times)) >= pause
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_a_save_that_would_wait_too_long_is_skipped_and_the_last_is_made(
-    strategy: str, text: Path, tmp_path: Path
+def _times_of_saves(argv: list[str], cost: str | None) -> list[float]:
+    save, write, train_step = SnapshotWriter.save, SnapshotFolder.write, Trainer.train_step
+    times: list[float] = []
+    end = time.monotonic() + 7
+
+    def slow_save(writer: SnapshotWriter, header: dict[str, Any], state: Any, device: torch.device) -> None:
+        times.append(time.monotonic())
+        if cost == "copy":
+            state = (time.sleep(0.15) or item if i == 0 else item for i, item in enumerate(state))
+        save(writer, header, state, device)
+
+    def slow_write(folder: SnapshotFolder, snapshot: dict[str, Any]) -> None:
+        began = time.thread_time()
+        while cost == "write" and time.thread_time() < began + 0.15:
+            pass
+        write(folder, snapshot)
+
+    def step_in_time(trainer: Trainer) -> Any:
+        if time.monotonic() > end:
+            raise UserError("the end")
+        return train_step(trainer)
+
+    SnapshotWriter.save, SnapshotFolder.write, Trainer.train_step = slow_save, slow_write, step_in_time
+    train_main(*argv)
+    return times
+
+
+def test_a_trainer_leaves_nothing_behind(text: Path, tmp_path: Path) -> None:
+    """Also after an error in the constructor, and if a URL is the mirror."""
+    [(names, before, after)] = run_ranks(1, _threads_after_runs, text, tmp_path, tmp_path=tmp_path)
+    assert not [name for name in names if name.startswith("ThreadPoolExecutor")]
+    assert after <= before
+
+
+def _threads_after_runs(text: Path, tmp_path: Path) -> tuple[list[str], int, int]:
+    """Returns the names of Python's threads, and the number of all threads after the first run and the last one."""
+    counts = []
+    for run in range(7):
+        url = {} if run < 5 else {"trainer__snapshot_path": MIRROR}
+        argv = run_args(tmp_path / f"{run}", text, trainer__max_steps=1, trainer__seed=1 + run // 6, **url)
+        [(status, _, _)] = run_each_captured([argv])
+        assert status == (2 if run == 6 else 0)  # the mirror has a snapshot of another seed
+        counts.append(len(os.listdir("/proc/self/task")))
+    return [thread.name for thread in threading.enumerate()], counts[0], counts[-1]
+
+
+# Killed runs
+
+STEPS = 600
+# main.py with a short interval.
+OFTEN = """
+import sys
+import main
+from mingpt.program import exit_process, run_program
+from mingpt.snapshot import manager
+
+manager.MIN_SECONDS = 0.1
+exit_process(run_program(main.main, sys.argv[1:]))
+"""
+OPTIONS = {"trainer__max_steps": STEPS, "trainer__save_every": 10_000, "trainer__eval_every": 100}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder next to its text.txt."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    argv = run_args(folder / "run", write_text(folder / "text.txt"), trainer__save_overhead=None, **OPTIONS)
+    assert run_ranks(1, train_main, *argv, tmp_path=folder) == [0]
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def killed_once(undisturbed: Path) -> Path:
+    """The folder of the same run, killed after a few snapshots."""
+    folder = undisturbed.with_name("killed")
+    program = undisturbed.with_name("often.py")
+    program.write_text(OFTEN)
+    options = OPTIONS | {"trainer__save_overhead": 0.9}  # also on a machine where saves take long
+    with Run(folder, run_args(folder, undisturbed.with_name("text.txt"), **options), program) as run:
+        run.start()
+        run.wait(lambda: run.step() > 30 and bool(files(folder / "snapshots")), "a snapshot")
+        os.kill(run.processes[0].pid, signal.SIGKILL)
+        run.finish()
+    return folder
+
+
+@pytest.fixture
+def killed(killed_once: Path, tmp_path: Path) -> Run:
+    """A copy of it."""
+    folder = shutil.copytree(killed_once, tmp_path / "run")
+    return Run(folder, run_args(folder, killed_once.with_name("text.txt"), **OPTIONS))
+
+
+def resume(run: Run) -> str:
+    """Returns stdout and stderr."""
+    [(status, out, err)] = run_ranks(1, run_captured, *run.argv, tmp_path=run.run_dir.parent)
+    assert status == 0, err
+    return out + err
+
+
+def test_a_killed_run_resumes_from_the_newest_and_leaves_what_the_rule_keeps(killed: Run, undisturbed: Path) -> None:
+    newest = files(killed.run_dir / "snapshots")[-1]
+    assert f"resuming from {killed.run_dir}/snapshots/{newest}\n" in resume(killed)
+    assert_same_run(undisturbed, killed.run_dir)
+    best = newest_snapshot(undisturbed)["best"]["step"]
+    for run_dir in (killed.run_dir, undisturbed):
+        assert list_snapshots(run_dir) == names(*sorted({best, STEPS}))
+    assert [row["step"] for row in killed.rows("snapshot")] == [STEPS]
+
+
+def test_a_run_whose_snapshots_were_never_flushed_and_are_damaged_begins_again(killed: Run, undisturbed: Path) -> None:
+    damaged = files(killed.run_dir / "snapshots")
+    for name in damaged:
+        (killed.run_dir / "snapshots" / name).write_bytes(b"")
+    out = resume(killed)
+    assert out.count(" is damaged (") == len(damaged)
+    assert "resuming" not in out
+    assert_same_run(undisturbed, killed.run_dir)
+    assert {*damaged, *names(STEPS)} <= {*list_snapshots(killed.run_dir)}
+
+
+def test_an_evaluation_that_is_the_lowest_is_saved(text: Path, tmp_path: Path) -> None:
+    options = {"trainer__save_every": 100, "trainer__eval_every": 1, "trainer__max_steps": 9}
+    argv = run_args(tmp_path / "run", text, trainer__save_overhead=None, **options)
+    assert run_ranks(1, train_main, *argv, tmp_path=tmp_path) == [0]
+    losses = {row["step"]: row["val_loss"] for row in read_rows(tmp_path / "run", "eval")}
+    best = min(losses, key=losses.__getitem__)
+    assert newest_snapshot(tmp_path / "run")["best"] == {
+        "step": best,
+        "val_loss": losses[best],
+        "evaluations_since": 9 - best,
+    }
+    assert list_snapshots(tmp_path / "run") == names(*sorted({best, 9}))
+
+
+# The mirror
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_lost_machine_resumes_from_the_mirror_which_the_same_rule_prunes(ranks: int, tmp_path: Path) -> None:
+    """Each rank has a run folder. The evaluation of step 4 is the best one."""
+    text = write_overfitting_text(tmp_path / "text.txt")
+    options = PATIENCE | {"trainer__patience": None, "trainer__keep_snapshots": 2, "trainer__save_every": 2}
+    argv = run_args(tmp_path / "RANK", text, trainer__snapshot_path=MIRROR, **options)
+    first, second = run_ranks(ranks, _lose_rank_0, argv, tmp_path, tmp_path=tmp_path)[0]
+    assert (first[0][0], first[1]) == (0, names(4, 8, 10))
+    assert (second[0][0], second[1]) == (0, names(4, 12, 14))
+    assert f"resuming from {MIRROR}/step_00000010.pt" in second[0][1]
+    assert list_snapshots(tmp_path / "rank0") == names(12, 14)
+    if ranks == 2:
+        assert list_snapshots(tmp_path / "rank1") == names(4, 12, 14)
+
+
+def _lose_rank_0(argv: list[str], folder: Path) -> list[Any]:
+    """For `run_ranks`: trains to step 10, and without the folder of rank 0 to step 14."""
+    rank = os.environ.get("RANK", "0")
+    os.environ["LOCAL_RANK"] = "0"
+    results, init_method = [], os.environ["TEST_INIT_METHOD"]
+    for steps in ("10", "14"):
+        os.environ["TEST_INIT_METHOD"] = f"{init_method}-{steps}"
+        words = [word.replace("RANK", f"rank{rank}") for word in argv]
+        results.append((run_captured(*words, "--trainer.max_steps", steps), files(MIRROR)))
+        if steps == "10" and rank == "0":
+            shutil.rmtree(folder / "rank0")
+    return results
+
+
+def test_an_upload_holds_up_neither_training_nor_local_saves_and_skips_what_is_overtaken(
+    text: Path, tmp_path: Path
 ) -> None:
-    options = {"distributed__timeout_seconds": 2, "trainer__save_every": 5, "distributed__strategy": strategy}
-    argv = run_args(tmp_path / "run", text, **options)
-    (status, _, err), _ = run_ranks(2, _train_with_slow_write_of_step_5, *argv, tmp_path=tmp_path)
+    """Uploads wait for the local save of the last step, and the run's end waits for the last upload."""
+    argv = run_args(tmp_path / "run", text, trainer__snapshot_path=MIRROR, trainer__eval_every=100)
+    [(status, uploaded, found)] = run_ranks(1, _train_with_slow_upload, argv, tmp_path=tmp_path)
     assert status == 0
-    assert "warning: step 10: trainer.snapshot_path: the previous snapshot is still being written" in err
-    assert newest_snapshot(tmp_path / "run")["step"] == 12
-    rows = read_rows(tmp_path / "run", "snapshot")
-    assert sorted((row["step"], "error" in row) for row in rows) == [(5, False), (10, True), (12, False)]
+    assert uploaded == found == names(3, 12)
+    assert list_snapshots(tmp_path / "run") == names(6, 9, 12)
 
 
-def _train_with_slow_write_of_step_5(*argv: str) -> tuple[int, str, str]:
-    """The write ends 1.2 seconds after the save of step 10 has been skipped: longer than one wait of the last save."""
-    write, save, is_skipped = SnapshotStorage.write, SnapshotManager.save, threading.Event()
+def _train_with_slow_upload(argv: list[str]) -> tuple[int, list[str], list[str]]:
+    store = type(fsspec.filesystem("memory"))
+    uploaded = []
 
-    def slow_write(storage: SnapshotStorage, snapshot: dict[str, Any], best_step: int | None) -> None:
-        if snapshot["step"] == 5:
-            assert is_skipped.wait(60)
-            time.sleep(1.2)
-        write(storage, snapshot, best_step)
+    def slow_put(fs: Any, local: str, remote: str) -> None:
+        uploaded.append(os.path.basename(remote))
+        content = Path(local).read_bytes()
+        deadline = time.monotonic() + 60
+        while not (Path(local).parent / names(12)[0]).exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(0.3)
+        fs.pipe_file(remote, content)
 
-    def observed_save(manager: SnapshotManager, header: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        save(manager, header, *args, **kwargs)
-        if header["step"] == 10:
-            is_skipped.set()
-
-    SnapshotStorage.write, SnapshotManager.save = slow_write, observed_save  # type: ignore[method-assign]
-    return run_captured(*argv)
+    store.put_file = slow_put
+    return train_main(*argv), uploaded, files(MIRROR)
 
 
 # Run folders that ranks do not share
@@ -179,7 +337,7 @@ def _train_on_machine(*argv: str) -> tuple[int, str, str]:
 )
 def test_ranks_resume_from_the_newest_snapshot_of_any_machine(fault: str, trained: Path, tmp_path: Path) -> None:
     for name in ("rank0", "rank1"):
-        assert SnapshotStorage(str(trained / name / "snapshots"), keep=3).steps() == [3, 6]
+        assert list_snapshots(trained / name) == names(3, 6)
         shutil.copytree(trained / name, tmp_path / name)
     if fault.endswith("has none"):
         shutil.rmtree(tmp_path / f"rank{fault[5]}")
@@ -191,52 +349,67 @@ def test_ranks_resume_from_the_newest_snapshot_of_any_machine(fault: str, traine
     options = {"trainer__save_every": 20, "optimizer__decay_steps": 12, "distributed__strategy": "zero1"}
     out = train_on_two_machines(tmp_path, *run_args(tmp_path / "RANK", trained / "text.txt", **options))
     source = 0 if fault in ("rank 1 has none", "none") else 1
-    assert f"snapshots are written by ranks [0, 1], which share no folder; the newest is rank {source}'s" in out
+    assert f"resuming from {tmp_path}/rank{source}/snapshots/step_00000006.pt" in out
     for name in ("rank0", "rank1"):
         assert_equal_snapshots(tmp_path / name, trained / "full")
-        # Each machine has the snapshot that the run resumed from, so that the loss of the other is harmless.
-        assert load_snapshot(str(tmp_path / name / "snapshots/step_00000006.pt"))["step"] == 6
     assert loss_curve(tmp_path / "rank0")[-6:] == loss_curve(trained / "full")[-6:]
 
 
-def test_a_run_does_not_start_anew_if_the_only_snapshots_are_damaged_ones_of_another_machine(
-    trained: Path, tmp_path: Path
-) -> None:
-    for name in ("rank0", "rank1"):
-        (tmp_path / name / "snapshots").mkdir(parents=True)
-    (tmp_path / "rank1/snapshots/step_00000006.pt").write_bytes(b"damaged")
-    argv = run_args(tmp_path / "RANK", trained / "text.txt")
-    (status, _, err), (other_status, _, _) = run_ranks(2, _train_on_machine, *argv, tmp_path=tmp_path)
-    assert (status, other_status) == (2, 2)
-    assert f"error: rank 1: trainer.snapshot_path: all 1 snapshots in {tmp_path}/rank1/snapshots are damaged" in err
+def test_machines_that_share_a_folder_have_one_writer(text: Path, tmp_path: Path) -> None:
+    """Rank 1 finds the id of rank 0's lock in its folder, and rank 2 another one, of an earlier run."""
+    (tmp_path / "rank2/snapshots").mkdir(parents=True)
+    (tmp_path / "rank2/snapshots/.lock").write_text('{"process": 7, "host": "node7", "id": "another"}')
+    argv = run_args(tmp_path / "RANK", text, trainer__max_steps=1)
+    results = run_ranks(3, _train_and_list_writes, *argv, tmp_path=tmp_path)
+    assert results == [(0, True), (0, False), (0, True)]
+    assert list_snapshots(tmp_path / "rank0") == list_snapshots(tmp_path / "rank2") == names(1)
 
 
-def test_machines_that_share_a_folder_write_one_snapshot(text: Path, tmp_path: Path) -> None:
-    out = train_on_two_machines(tmp_path, *run_args(tmp_path / "run", text, trainer__max_steps=1))
-    assert "snapshots are written by ranks" not in out
-    assert list_snapshots(tmp_path / "run") == ["step_00000001.pt"]
+def _train_and_list_writes(*argv: str) -> tuple[int, bool]:
+    written, write = [], SnapshotFolder.write
 
+    def observed_write(folder: SnapshotFolder, snapshot: dict[str, Any]) -> None:
+        written.append(snapshot["step"])
+        write(folder, snapshot)
 
-def test_machines_that_share_a_folder_without_rank_0_have_one_writer(tmp_path: Path) -> None:
-    assert run_ranks(3, _elect_writers, tmp_path, tmp_path=tmp_path) == [[0, 1]] * 3
-    assert not [*tmp_path.rglob("*.mark")]
-
-
-def _elect_writers(folder: Path) -> list[int]:
-    """Rank 0 has a folder for itself, and ranks 1 and 2, on two machines, have another."""
-    rank = os.environ["RANK"]
+    SnapshotFolder.write = observed_write  # type: ignore[method-assign]
+    folder = {"0": "rank0", "1": "rank0", "2": "rank2"}[os.environ["RANK"]]
     os.environ["LOCAL_RANK"] = "0"
-    storage = SlowlyMarkedStorage(str(folder / ("first" if rank == "0" else "other")), keep=1)
-    with open_process_group() as context:
-        return elect_writer_ranks(context, storage)
+    return run_captured(*(word.replace("RANK", folder) for word in argv))[0], bool(written)
 
 
-class SlowlyMarkedStorage(SnapshotStorage):
-    """Both machines look for a marker before either has put one."""
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_machines_that_share_no_folder_each_save_between_steps_of_save_every(
+    strategy: str, text: Path, tmp_path: Path
+) -> None:
+    options = {"trainer__save_every": 1000, "trainer__max_steps": 40, "trainer__save_overhead": 0.9}
+    argv = run_args(tmp_path / "RANK", text, distributed__strategy=strategy, trainer__eval_every=1000, **options)
+    assert run_ranks(2, _end_before_the_last_step, *argv, tmp_path=tmp_path) == [2, 2]
+    steps = [[*SnapshotFolder(f"{tmp_path}/rank{rank}/snapshots").files()] for rank in (0, 1)]
+    assert steps[0] == steps[1] != []
+    shutil.rmtree(tmp_path / "rank0")  # that machine is lost
+    assert run_ranks(2, _train_often_on_machine, *argv, tmp_path=tmp_path) == [0, 0]
+    assert_equal_snapshots(tmp_path / "rank0", tmp_path / "rank1")
+    assert min(step for step, _ in loss_curve(tmp_path / "rank0")) == steps[0][-1] + 1
 
-    def put_marker(self, name: str) -> None:
-        time.sleep(0.5)
-        super().put_marker(name)
+
+def _train_often_on_machine(*argv: str) -> int:
+    manager.MIN_SECONDS = 0.0
+    return _train_on_machine(*argv)[0]
+
+
+def _end_before_the_last_step(*argv: str) -> int:
+    train_step = Trainer.train_step
+
+    def failing_step(trainer: Trainer) -> Any:
+        if trainer.progress.step == 39:
+            trainer.snapshots.wait_for_saves(uploads=False)
+            raise UserError("the end")
+        return train_step(trainer)
+
+    Trainer.train_step = failing_step  # type: ignore[method-assign]
+    return _train_often_on_machine(*argv)
 
 
 # Incompatible snapshots

@@ -12,7 +12,7 @@ from mingpt.config.parser import read_config
 from mingpt.config.schema import GPTConfig, OptimizerConfig, config_to_dict
 from mingpt.optim.optimizer import learning_rate
 from mingpt.run import numerics, start
-from mingpt.snapshot.storage import SnapshotStorage, load_snapshot
+from mingpt.snapshot.folder import SnapshotFolder, load_snapshot
 from model import GPT
 from tests.helpers import (
     SMALL_CONFIG,
@@ -102,7 +102,7 @@ def test_a_snapshot_with_keys_of_an_earlier_version_resumes_without_a_message(
     snapshot = load_snapshot(str(run_dir / "snapshots/step_00000006.pt"))
     snapshot["config"]["distributed"]["survive"] = True
     snapshot["config"]["trainer"]["save_minutes"] = None
-    SnapshotStorage(f"{run_dir}/snapshots", keep=9).write(snapshot, None)
+    SnapshotFolder(f"{run_dir}/snapshots", keep=9).write(snapshot)
     argv = run_args(run_dir, trained / "text.txt", **(SIX_STEPS | {"trainer__max_steps": 7}))
     [(status, out, err)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
     assert (status, err) == (0, "")
@@ -112,8 +112,8 @@ def test_a_snapshot_with_keys_of_an_earlier_version_resumes_without_a_message(
 
 def test_a_snapshot_without_the_state_of_the_optimizer_is_refused(trained: Path, run_dir: Path, tmp_path: Path) -> None:
     snapshot = load_snapshot(str(run_dir / "snapshots/step_00000006.pt"))
-    storage = SnapshotStorage(f"{run_dir}/snapshots", keep=9)
-    storage.write(snapshot | {"optimizer": {}}, None)
+    storage = SnapshotFolder(f"{run_dir}/snapshots", keep=9)
+    storage.write(snapshot | {"optimizer": {}})
     path = storage.file(6)
     argv = run_args(run_dir, trained / "text.txt", trainer__max_steps=7)
     results = run_ranks(2, run_captured, *argv, tmp_path=tmp_path)
@@ -134,7 +134,7 @@ def test_a_run_does_not_start_anew_if_all_snapshots_are_damaged(trained: Path, r
     (status, _, err), other = run_ranks(2, run_captured, *argv, tmp_path=tmp_path)
     assert status == 2
     assert other == (2, "", "")
-    assert f"error: trainer.snapshot_path: all 2 snapshots in {run_dir}/snapshots are damaged; " in err
+    assert f"error: trainer.snapshot_path: there is no whole snapshot in {run_dir}/snapshots (2 damaged), but " in err
     assert err.count("error: ") == 1
     assert all(f"warning: {file} is damaged" in err for file in files)
     assert {path: path.read_bytes() for path in run_dir.rglob("step_*") if path.is_file()} == before
@@ -204,8 +204,8 @@ def test_retuning_keys_follow_the_yaml_and_changes_are_logged(trained: Path, run
     Its validation loss is higher than the loss of step 3 on the old text, which would end trainer.patience.
     """
     snapshot = load_snapshot(str(run_dir / "snapshots/step_00000006.pt"))
-    snapshot["best"] = snapshot["lowest"] = {"step": 3, "val_loss": 0.1}
-    SnapshotStorage(f"{run_dir}/snapshots", keep=9).write(snapshot, None)
+    snapshot["best"] = {"step": 3, "val_loss": 0.1, "evaluations_since": 0}
+    SnapshotFolder(f"{run_dir}/snapshots", keep=9).write(snapshot)
     text = tmp_path / "text.txt"
     text.write_text((trained / "text.txt").read_text()[::-1])
     options = {"optimizer__learning_rate": 1e-12, "optimizer__decay_steps": 20, "trainer__batch_size": 5}
@@ -222,7 +222,7 @@ def test_retuning_keys_follow_the_yaml_and_changes_are_logged(trained: Path, run
     rates = [row["learning_rate"] for row in read_rows(run_dir) if row["step"] > 6]
     assert rates == pytest.approx([learning_rate(step, 8, config) for step in (7, 8)])
     assert newest_snapshot(run_dir)["samples"] == 6 * 7 + 2 * 5
-    assert [newest_snapshot(run_dir)[name]["step"] for name in ("best", "lowest")] == [8, 8]
+    assert newest_snapshot(run_dir)["best"]["step"] == 8
     assert [row["samples"] for row in read_rows(run_dir, "start")] == [0, 42]
     before = load_snapshot(str(run_dir / "snapshots/step_00000006.pt"))["model"]
     for name, weight in newest_snapshot(run_dir)["model"].items():

@@ -19,7 +19,7 @@ from mingpt.distributed.context import DistributedContext
 from mingpt.distributed.launcher import RankInfo
 from mingpt.errors import UserError
 from mingpt.run import start
-from mingpt.snapshot.storage import SnapshotStorage
+from mingpt.snapshot.folder import SnapshotFolder
 from mingpt.system import run_lock as lock
 from mingpt.system.run_lock import LOCK_NAME, RunLock, lock_folder
 from mingpt.text.corpus import Corpus
@@ -31,6 +31,7 @@ from tests.helpers import (
     run_args,
     run_captured,
     run_ranks,
+    small_snapshot,
     start_main,
     train_main,
     wait_for_step,
@@ -41,14 +42,14 @@ HOLD_LOCK = """
 import sys, time
 from pathlib import Path
 from mingpt.system.run_lock import lock_folder
-lock_folder(Path(sys.argv[1]), "trainer.run_dir")
+lock_folder(Path(sys.argv[1]), "trainer.run_dir", "id")
 print("locked", flush=True)
 time.sleep(60)
 """
 
 
 def take(folder: Path) -> int:
-    return lock_folder(folder, "trainer.run_dir")
+    return lock_folder(folder, "trainer.run_dir", "id")
 
 
 def test_a_folder_is_locked_until_the_descriptor_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +187,7 @@ def test_a_run_whose_folder_vanishes_ends_with_one_message(
     run_dir = tmp_path / "run"
     argv = run_args(run_dir, text, trainer__sample_every=1)
     (tmp_path / "other/snapshots").mkdir(parents=True)
-    for name in (".lock", "metrics.jsonl", "snapshots/.lock", "snapshots/frequent_00000001.pt"):
+    for name in (".lock", "metrics.jsonl", "snapshots/.lock", "snapshots/frequent_00000004.pt"):
         (tmp_path / "other" / name).write_text("another run's")
     for step in (1, 2, 3):
         (tmp_path / f"other/snapshots/step_{step:08d}.pt").write_text("another run's")
@@ -213,7 +214,7 @@ def _lose_while_training(argv: list[str], run_dir: Path, how: str, when: str) ->
 
     def lose_in_step(trainer: Trainer) -> Any:
         if when == "in a step" and trainer.progress.step == 4 and trainer.context.rank == 0:
-            trainer.snapshots.writer.is_idle.wait()
+            trainer.snapshots.writer.wait()
             lose_now()
         if when == "in a save" and trainer.progress.step == 6:  # otherwise step 7 might write rows before
             assert lost.wait(20)
@@ -245,9 +246,9 @@ def test_torchrun_begins_a_new_run_after_the_folder_was_moved(text: Path, tmp_pa
 
 def test_a_machine_without_rank_0_does_not_make_its_folder_again(tmp_path: Path) -> None:
     """That machine writes snapshots without a lock."""
-    storage = SnapshotStorage(str(tmp_path / "run/snapshots"), keep=1)
+    folder = SnapshotFolder(str(tmp_path / "run/snapshots"))
     with pytest.raises(UserError, match=r"can't be written: \[Errno 2\] No such file or directory"):
-        storage.write({"step": 1}, None)
+        folder.write(small_snapshot(1))
     assert not (tmp_path / "run").exists()
 
 
@@ -261,8 +262,8 @@ def test_a_run_without_the_snapshots_that_it_has_saved_does_not_start_anew(text:
     [(status, _, err)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
     assert status == 2
     assert err == (
-        f"error: trainer.snapshot_path: there is no snapshot in {snapshots}, but according to {run_dir}/metrics.jsonl "
-        "this run has saved 3, the last at step 7: mount the disk, or copy the snapshots there; to start again "
-        "from step 0, set another trainer.run_dir and trainer.snapshot_path\n"
+        f"error: trainer.snapshot_path: there is no whole snapshot in {snapshots} (0 damaged), but according to "
+        f"{run_dir}/metrics.jsonl this run has saved 3, the last at step 7: mount the disk, or copy the snapshots "
+        "there; to start again from step 0, set another trainer.run_dir and trainer.snapshot_path\n"
     )
     assert (run_dir / "metrics.jsonl").read_bytes() == before

@@ -269,9 +269,9 @@ def test_no_rank_exits_before_the_snapshot_is_complete(text: Path, tmp_path: Pat
 
 def stop_with_a_slow_disk(*argv: str) -> tuple[int, float]:
     """For `run_ranks`: sends SIGTERM to each rank many times; returns the exit status and the time of the exit."""
-    from mingpt.snapshot.storage import SnapshotStorage
+    from mingpt.snapshot.folder import SnapshotFolder
 
-    write, train_step = SnapshotStorage.write, Trainer.train_step
+    write, train_step = SnapshotFolder.write, Trainer.train_step
 
     def slow_write(*args: Any) -> Any:
         time.sleep(3)
@@ -287,5 +287,5 @@ def stop_with_a_slow_disk(*argv: str) -> tuple[int, float]:
             threading.Thread(target=send_signals, daemon=True).start()
         return train_step(trainer)
 
-    SnapshotStorage.write, Trainer.train_step = slow_write, signalled_step
+    SnapshotFolder.write, Trainer.train_step = slow_write, signalled_step
     return train_main(*argv), time.time()

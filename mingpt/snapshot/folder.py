@@ -1,0 +1,288 @@
+"""The folder of a run's snapshots: the rule that keeps them, writing, finding and loading."""
+
+import errno
+import hashlib
+import os
+import pickle
+import re
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import fsspec
+import torch
+from fsspec.implementations.local import LocalFileSystem
+from tqdm import tqdm
+
+from mingpt.config.schema import TrainerConfig
+from mingpt.errors import UserError
+from mingpt.files import replaced_file
+from mingpt.monitoring.live_line import BAR_OPTIONS
+from mingpt.monitoring.logging import logger
+from mingpt.snapshot.format import check_content
+
+# Earlier versions wrote frequent_00000500.pt between the snapshots of trainer.save_every.
+SNAPSHOT_NAME = re.compile(r"(?:step|frequent)_(\d{8})\.pt")
+# Files that killed processes leave behind. Each name contains a UUID, since the folder may hold other files.
+LEFTOVER_NAME = re.compile(rf"{SNAPSHOT_NAME.pattern}\.[0-9a-f]{{32}}\.tmp|[0-9a-f]{{32}}\.mark")
+SPARE_STEPS = 100  # scheduled steps that are remembered beyond `keep`: the mirror may have older snapshots
+
+
+class DamagedSnapshotError(Exception):
+    """The bytes of the file differ from the written ones."""
+
+
+@contextmanager
+def raise_user_error(problem: str, advice: str) -> Iterator[None]:
+    """Raises a UserError for any exception: each kind of store has its own classes, and torch.save a RuntimeError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"trainer.snapshot_path: {problem}: {_reason(error)}; {advice}") from error
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
+        error = error.__context__  # for a full disk, torch.save says "unexpected pos 960 vs 896"
+    return str(error) or type(error).__name__
+
+
+def expired_steps(steps: Sequence[int], scheduled: Collection[int], best: int | None, keep: int) -> list[int]:
+    """Returns the steps whose snapshots are deleted: all but the newest, the best, and the newest scheduled ones.
+
+    Args:
+        steps: steps of whole snapshots, in ascending order
+        scheduled: steps that trainer.save_every asked for, or that ended a run
+        keep: number of scheduled ones to keep
+    """
+    stays = {*steps[-1:], best, *[step for step in steps if step in scheduled][-keep:]}
+    return [step for step in steps if step not in stays]
+
+
+class SnapshotFolder:
+    """The snapshots of a run: files `step_00000500.pt` in a local folder or at any fsspec URL.
+
+    A file with that name is complete. The scheduled ones and the best one are flushed to disk. Of the others, only the
+    newest is kept: a killed process loses nothing of the page cache, and after a power failure the CRC-32 detects
+    damage.
+
+    The methods raise a UserError if the folder can't be read or written.
+
+    Args:
+        path: folder or URL
+        keep: number of scheduled snapshots to keep
+    """
+
+    def __init__(self, path: str, keep: int = 1) -> None:
+        with raise_user_error(f"{path} can't be opened", "it may be a folder, or a URL that fsspec knows"):
+            self.fs, self.root = fsspec.url_to_fs(path)
+        self.is_local = isinstance(self.fs, LocalFileSystem)
+        self.path = path.rstrip("/")  # the name in messages
+        self.keep = keep
+        self.scheduled: list[int] = []  # steps of the newest scheduled snapshots, also of those that were deleted
+        self.best: int | None = None  # step of the best snapshot in this folder
+        self.damaged: set[int] = set()  # steps of damaged files: they are not counted, and are kept for inspection
+        self.undeletable: set[str] = set()  # names that a warning has named
+
+    def make(self) -> None:
+        """Makes the folder and its parents if they are missing."""
+        with raise_user_error(f"{self.path} can't be written", "make it writable, or set another"):
+            self.fs.makedirs(self.root, exist_ok=True)
+
+    def files(self) -> dict[int, str]:
+        """Returns the names of all snapshots by step, in ascending order, damaged ones included."""
+        matches = map(SNAPSHOT_NAME.fullmatch, self._names())
+        return dict(sorted((int(match[1]), match[0]) for match in matches if match))
+
+    def file(self, step: int) -> str:
+        """Returns the path of a snapshot, for messages and for `load_snapshot`."""
+        return f"{self.path}/{self.files().get(step, f'step_{step:08d}.pt')}"
+
+    def _names(self) -> list[str]:
+        with raise_user_error(f"{self.path} can't be read", "make it readable, or set another"):
+            try:
+                self.fs.invalidate_cache()  # other processes write here too
+                return [os.path.basename(name) for name in self.fs.ls(self.root, detail=False)]
+            except FileNotFoundError:
+                return []
+
+    def load_newest(self, after: int = -1) -> dict[str, Any] | None:
+        """Loads the newest undamaged snapshot. Returns None if there is none.
+
+        Warnings name damaged files, and the older file that is used instead.
+
+        Args:
+            after: ignore snapshots up to this step
+
+        Raises:
+            UserError: the newest one can't be read.
+        """
+        tried: set[int] = set()
+        # A file that a run has just deleted has a successor, which only a new listing contains.
+        while steps := [step for step in self.files() if step > after and step not in tried]:
+            step = steps[-1]
+            tried.add(step)
+            if snapshot := self._load(step):
+                if self.damaged:
+                    logger.warning(f"{self.file(step)} is used instead")
+                return snapshot
+        return None
+
+    def _load(self, step: int) -> dict[str, Any] | None:
+        """Loads a snapshot. Returns None if it is damaged or was deleted."""
+        path = self.file(step)
+        with raise_user_error(f"{path} can't be read", "make it readable, or move it away to use the others"):
+            try:
+                return load_snapshot(path)
+            except FileNotFoundError:
+                return None
+            except DamagedSnapshotError as error:
+                self.damaged.add(step)
+                logger.warning(f"{path} is damaged ({error}) and skipped")
+                return None
+
+    def resume(self, header: dict[str, Any]) -> None:
+        """Prepares the folder for a run that continues from a snapshot, which may be in another folder."""
+        self.scheduled = header["scheduled"]
+        for name in self._names():
+            if LEFTOVER_NAME.fullmatch(name):
+                self._remove(name)
+        for step in self._expired(header):  # finds damaged ones that an earlier start has skipped
+            try:
+                self._load(step)
+            except UserError as error:
+                self.damaged.add(step)
+                logger.warning(str(error))
+        self.prune(header)
+
+    def _expired(self, header: dict[str, Any]) -> list[int]:
+        files = self.files()
+        if header["best"]["step"] in files:  # otherwise the one before is still the best
+            self.best = header["best"]["step"]
+        whole = [step for step in files if step <= header["step"] and step not in self.damaged]
+        return expired_steps(whole, self.scheduled, self.best, self.keep)
+
+    def prune(self, header: dict[str, Any]) -> None:
+        """Deletes the snapshots that are no longer kept. It warns once of each one that can't be deleted."""
+        files = self.files()
+        for step in self._expired(header):
+            self._remove(files[step])
+
+    def _remove(self, name: str) -> None:
+        try:
+            self.fs.rm_file(f"{self.root}/{name}")
+        except FileNotFoundError:  # another machine may have deleted it
+            pass
+        except Exception as error:
+            if name not in self.undeletable:
+                self.undeletable.add(name)
+                logger.warning(f"trainer.snapshot_path: {self.path}/{name} can't be deleted: {_reason(error)}")
+
+    def write(self, snapshot: dict[str, Any]) -> None:
+        """Writes a snapshot to a local folder, then deletes those that are no longer kept.
+
+        Raises:
+            UserError: the snapshot can't be written. Existing snapshots are unchanged.
+        """
+        step = snapshot["step"]
+        name = f"step_{step:08d}.pt"
+        is_kept = step in snapshot["scheduled"] or step == snapshot["best"]["step"]
+        with raise_user_error(f"{self.path}/{name} can't be written", "make room, or make it writable"):
+            if not is_kept and not self._has_spare_room():
+                raise OSError(errno.ENOSPC, "no room for it and the next snapshot of trainer.save_every")
+            with replaced_file(f"{self.root}/{name}", flush=is_kept) as file:
+                torch.save(snapshot, file)
+        self.scheduled = snapshot["scheduled"][-self.keep - SPARE_STEPS :]
+        self.damaged.discard(step)
+        self.prune(snapshot)
+
+    def _has_spare_room(self) -> bool:
+        """Returns whether the disk has room for two more snapshots, if the newest one will be deleted if it expires."""
+        files = self.files()
+        newest = max(files.keys() - self.damaged, default=None)
+        if newest is None:
+            return True
+        size = os.path.getsize(f"{self.root}/{files[newest]}")
+        is_replaced = newest not in self.scheduled and newest != self.best
+        return shutil.disk_usage(self.root).free >= (2 - is_replaced) * size
+
+
+def open_folders(config: TrainerConfig) -> tuple[SnapshotFolder, SnapshotFolder | None]:
+    """Returns the local folder of a run's snapshots, and the mirror if trainer.snapshot_path is a URL."""
+    local = SnapshotFolder(f"{config.run_dir}/snapshots", config.keep_snapshots)
+    if config.snapshot_path is None:
+        return local, None
+    folder = SnapshotFolder(config.snapshot_path, config.keep_snapshots)
+    return (folder, None) if folder.is_local else (local, folder)
+
+
+def load_snapshot(path: str) -> dict[str, Any]:
+    """Checks a file or fsspec URL for damage, and loads it onto the CPU, mapped into memory.
+
+    Raises:
+        DamagedSnapshotError: its bytes do not match their CRC-32, or it is not a file of torch.save.
+        FileNotFoundError: the file does not exist.
+        UserError: `check_content` refuses it.
+    """
+    with local_copy(path) as name:  # a mapping stays valid after the file is deleted
+        check_crc32(name)
+        try:
+            snapshot = torch.load(name, map_location="cpu", weights_only=True, mmap=True)
+        except (RuntimeError, ValueError, pickle.UnpicklingError) as error:
+            raise DamagedSnapshotError(f"torch.load refuses it: {error}") from error
+    check_content(snapshot, path)
+    return snapshot
+
+
+def check_crc32(name: str) -> None:
+    """Compares the parts of a snapshot, which is a zip archive, with their CRC-32.
+
+    It reads the file: where reading raises an OSError, access to a mapping would end the process by SIGBUS. It does not
+    check the space between parts and unused fields of headers, which do not change the result of torch.load: of 150,000
+    damaged files (bits, words, pages, truncation), all were refused or bitwise identical when loaded.
+
+    Raises:
+        DamagedSnapshotError: names the part.
+    """
+    bar = {"desc": f"reading {os.path.basename(name)}", "total": os.path.getsize(name), **BAR_OPTIONS}
+    with open(name, "rb") as file, tqdm.wrapattr(file, "read", **bar) as shown:
+        try:
+            with zipfile.ZipFile(shown) as archive:  # type: ignore[call-overload]
+                part = archive.testzip()
+        except Exception as error:  # zipfile raises a dozen classes
+            if isinstance(error, OSError) and error.errno != errno.EINVAL:  # EINVAL: a seek to a damaged offset
+                raise
+            raise DamagedSnapshotError(f"cut short, or damaged in the list of its parts: {error}") from error
+    if part is not None:
+        raise DamagedSnapshotError(f"the bytes of its part {part} do not match their CRC-32")
+
+
+@contextmanager
+def local_copy(path: str) -> Iterator[str]:
+    """Context manager that yields the name of a local file with the bytes of a file or fsspec URL."""
+    fs, name = fsspec.url_to_fs(path)
+    if isinstance(fs, LocalFileSystem):
+        yield name
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        copy = f"{folder}/snapshot.pt"
+        fs.get_file(name, copy)
+        yield copy
+
+
+def fingerprint(tensors: dict[str, Any]) -> str:
+    """Returns a digest of tensors by name, maybe nested. Equal names, shapes, dtypes and bits give equal digests."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        value = tensors[name]
+        if isinstance(value, dict):
+            digest.update(f"{name}/{fingerprint(value)}".encode())
+        else:
+            digest.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
+            digest.update(value.contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,284 @@
+"""SnapshotFolder: files are whole under their final name, verified, found, pruned, and loaded without running code."""
+
+import os
+import pickle
+import resource
+from collections.abc import Iterator
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+
+from mingpt.errors import UserError
+from mingpt.snapshot import folder as folder_module
+from mingpt.snapshot.folder import DamagedSnapshotError, SnapshotFolder, expired_steps, load_snapshot
+from tests.helpers import small_snapshot
+
+
+def file_names(*steps: int) -> list[str]:
+    return [f"step_{step:08d}.pt" for step in steps]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> SnapshotFolder:
+    return SnapshotFolder(str(tmp_path))
+
+
+def write(folder: SnapshotFolder, step: int, scheduled: bool = True, best: int | None = None, **weights: Any) -> None:
+    steps = [*folder.scheduled, step] if scheduled else folder.scheduled
+    entries = {"scheduled": steps, "best": {"step": best, "val_loss": 1.0, "evaluations_since": 0}}
+    folder.write(small_snapshot(step, weights or None, **entries))
+
+
+def newest_step(folder: SnapshotFolder) -> int:
+    newest = folder.load_newest()
+    assert newest is not None
+    return newest["step"]
+
+
+def test_the_newest_the_newest_scheduled_and_the_best_are_kept(folder: SnapshotFolder) -> None:
+    scheduled, kept, steps = {4, 8, 12, 16}, [], []
+    for step in range(1, 18):
+        steps = [*steps, step]
+        expired = expired_steps(steps, scheduled, best=6 if step >= 6 else None, keep=2)
+        steps = [each for each in steps if each not in expired]
+        kept.append(steps)
+    assert kept[:5] == [[1], [2], [3], [4], [4, 5]]
+    assert kept[6:8] == [[4, 6, 7], [4, 6, 8]]
+    assert kept[11:13] == [[6, 8, 12], [6, 8, 12, 13]]
+    assert kept[15:] == [[6, 12, 16], [6, 12, 16, 17]]
+
+    for step in (1, 2, 3, 4, 5):
+        write(folder, step, scheduled=step % 2 == 0, best=1)
+    assert [*folder.files()] == [1, 4, 5]
+    write(folder, 6, best=7)  # step 7 was the best one, and its save has failed
+    assert [*folder.files()] == [1, 6]
+
+
+def test_only_snapshots_that_are_kept_are_flushed(folder: SnapshotFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[int] = []
+    monkeypatch.setattr(os, "fsync", flushed.append)
+    counts = []
+    for step, scheduled, best in ((1, False, None), (2, True, None), (3, False, 3)):
+        write(folder, step, scheduled, best)
+        counts.append(len(flushed))
+    assert counts == [0, 2, 4]  # the file and its folder
+
+
+def test_a_snapshot_is_read_as_it_was_written(tmp_path: Path) -> None:
+    folder = SnapshotFolder(f"{tmp_path}/created/with/parents", keep=3)
+    folder.make()
+    for step in (7, 12_345_678):
+        written = small_snapshot(step, {"half": torch.ones(2).bfloat16()}, vocabulary="ü\n\udc80", scheduled=[7, step])
+        folder.write(written)
+        found = load_snapshot(folder.file(step))
+        assert torch.equal(found["model"].pop("half"), written["model"].pop("half"))
+        assert found == written
+    assert folder.files() == dict(zip((7, 12_345_678), file_names(7, 12_345_678), strict=True))
+    assert sorted(os.listdir(folder.path)) == file_names(7, 12_345_678)
+
+
+@pytest.mark.parametrize("path", ["{tmp}/folder", "folder", "file:folder", "file://{tmp}/folder", "~/folder"])
+def test_every_path_of_a_folder_is_written_and_read_at_the_same_place(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder = SnapshotFolder(path.format(tmp=tmp_path))
+    folder.make()
+    write(folder, 7)
+    assert os.listdir(tmp_path) == ["folder"]
+    assert os.listdir(tmp_path / "folder") == file_names(7)
+    assert load_snapshot(folder.file(7))["step"] == 7
+
+
+def test_snapshots_at_a_url_are_found_and_read(
+    folder: SnapshotFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = "memory://tests/snapshots"
+    for step in (3, 4):
+        write(folder, step)
+        fsspec.filesystem("memory").put_file(str(tmp_path / file_names(step)[0]), f"{url}/{file_names(step)[0]}")
+    remote = SnapshotFolder(url)
+    assert [*remote.files()] == [3, 4]
+    assert newest_step(remote) == 4
+    fsspec.filesystem("memory").pipe_file(f"{url}/{file_names(4)[0]}", b"damaged")
+    assert newest_step(SnapshotFolder(url)) == 3
+    warnings = capsys.readouterr().err.splitlines()
+    assert [warning.split()[1] for warning in warnings] == [remote.file(4), remote.file(3)]
+    fsspec.filesystem("memory").rm("/tests", recursive=True)
+
+
+def test_a_reader_takes_the_successor_of_a_snapshot_that_was_just_deleted(
+    folder: SnapshotFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that is training deletes each snapshot that the reader has just found, three times."""
+    load = load_snapshot
+
+    def replace_and_load(path: str) -> dict[str, Any]:
+        if (step := max(folder.files())) < 4:
+            write(folder, step + 1, scheduled=False)
+        return load(path)
+
+    write(folder, 1, scheduled=False)
+    monkeypatch.setattr(folder_module, "load_snapshot", replace_and_load)
+    assert newest_step(SnapshotFolder(folder.path)) == 4
+    assert capsys.readouterr().err == ""
+
+
+def test_files_of_an_earlier_version_are_read_and_pruned(folder: SnapshotFolder, tmp_path: Path) -> None:
+    """It wrote two frequent_*.pt after the newest step_*.pt, and had no entry `scheduled`."""
+    for step, name in ((1, "step"), (2, "step"), (3, "frequent"), (5, "frequent")):
+        snapshot = small_snapshot(step, best={"step": 1, "val_loss": 0.5})
+        snapshot["config"]["trainer"]["save_every"] = 2
+        snapshot["lowest"] = {"step": 3, "val_loss": 0.4, "evaluations_since": 7}
+        del snapshot["scheduled"]
+        torch.save(snapshot, tmp_path / f"{name}_{step:08d}.pt")
+    newest = folder.load_newest()
+    assert newest is not None
+    assert newest["step"] == 5
+    assert newest["best"] == {"step": 1, "val_loss": 0.5, "evaluations_since": 7}
+    folder.resume(newest)
+    assert sorted(os.listdir(tmp_path)) == ["frequent_00000005.pt", *file_names(1), *file_names(2)]
+    write(folder, 6)
+    assert sorted(os.listdir(tmp_path)) == file_names(1, 6)
+
+
+class MakesFolder:
+    """Unpickling it makes a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.folder),)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_code_in_a_snapshot_is_refused_and_does_not_run(zipped: bool, tmp_path: Path) -> None:
+    folder, file = tmp_path / "made by unpickling", tmp_path / "step_00000001.pt"
+    torch.save(small_snapshot(1) | {"code": MakesFolder(folder)}, file, _use_new_zipfile_serialization=zipped)
+    with pytest.raises(DamagedSnapshotError):
+        load_snapshot(str(file))
+    assert SnapshotFolder(str(tmp_path)).load_newest() is None
+    assert not folder.exists()
+    pickle.loads(pickle.dumps(MakesFolder(folder)))
+    assert folder.exists()
+
+
+def test_damaged_files_are_neither_counted_nor_deleted(
+    folder: SnapshotFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also in a later start, after training has passed their steps."""
+    write(folder, 3)
+    damaged = [tmp_path / name for name in file_names(7, 9)]
+    for file in damaged:
+        file.write_bytes(b"damaged")
+    assert newest_step(folder) == 3
+    for step in (6, 8, 10):
+        write(folder, step, scheduled=step == 6)
+    assert [*folder.files()] == [6, 7, 9, 10]
+    capsys.readouterr()
+
+    again = SnapshotFolder(folder.path)
+    newest = again.load_newest()
+    assert newest is not None
+    again.resume(newest)
+    assert [line.split()[1] for line in capsys.readouterr().err.splitlines()] == [*map(str, damaged)]
+    write(again, 11, scheduled=False)
+    assert [*again.files()] == [6, 7, 9, 11]
+    assert {file.read_bytes() for file in damaged} == {b"damaged"}
+    write(again, 9)
+    assert newest_step(SnapshotFolder(folder.path)) == 11
+
+
+def test_leftovers_of_killed_saves_are_removed_by_the_next_start_and_other_files_are_not(
+    folder: SnapshotFolder, tmp_path: Path
+) -> None:
+    others = ["notes.txt", "other.tmp", "step_3.pt", "step_00000001.pt.copy", "thesis.mark", "step_00000001.pt.old.tmp"]
+    unique = "0123456789abcdef" * 2
+    leftovers = [f"step_00000004.pt.{unique}.tmp", f"frequent_00000099.pt.{unique}.tmp", f"{unique}.mark"]
+    for name in others + leftovers:
+        (tmp_path / name).touch()
+    assert folder.files() == {}
+    for step in (4, 5, 6):
+        write(SnapshotFolder(folder.path, keep=9), step, scheduled=False)
+    write(SnapshotFolder(folder.path, keep=9), 6, scheduled=False)  # killed before it has deleted step 5
+    folder.resume(small_snapshot(6, scheduled=[]))
+    assert sorted(os.listdir(tmp_path)) == sorted([*others, *file_names(6)])
+
+
+def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("content")
+    folder = SnapshotFolder(f"{tmp_path}/file/snapshots")
+    with pytest.raises(UserError, match=rf"trainer\.snapshot_path: {folder.path}/step_00000001\.pt can't be written: "):
+        write(folder, 1)
+    with pytest.raises(UserError, match=rf"trainer\.snapshot_path: {folder.path} can't be read: .*directory"):
+        folder.files()
+    assert (tmp_path / "file").read_text() == "content"
+
+
+def test_a_newest_snapshot_that_cannot_be_read_is_not_skipped(folder: SnapshotFolder, tmp_path: Path) -> None:
+    write(folder, 1)
+    (tmp_path / "step_00000002.pt").mkdir()
+    with pytest.raises(UserError, match=r"step_00000002\.pt can't be read: .*directory.*; make it readable, or move"):
+        folder.load_newest()
+
+
+def test_one_warning_names_a_file_that_cannot_be_deleted(
+    folder: SnapshotFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "step_00000001.pt").mkdir()
+    for step in (2, 3, 4):
+        write(folder, step)
+    [warning] = capsys.readouterr().err.splitlines()
+    assert warning.startswith(f"warning: trainer.snapshot_path: {tmp_path}/step_00000001.pt can't be deleted: ")
+    assert [*folder.files()] == [1, 4]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": 1, "step": "6"}, "format is 1, must be 2; use the version that wrote it"),
+        ({"config.model.n_kv_head": 1}, "config.model.n_kv_head is 1: Unexpected keyword argument"),
+        ({"config": {"model": {}}}, "config.trainer.save_every is missing; .*config.trainer.seed is missing"),
+        ({"step": "6", "vocabulary": ["words"]}, r"step is '6', must be int; vocabulary is \['words'\], must be str"),
+        ({"choices.threads": "auto"}, "choices.threads is 'auto', must be int"),
+    ],
+)
+def test_a_snapshot_of_another_version_is_refused_in_one_message(
+    changes: dict[str, Any], message: str, folder: SnapshotFolder
+) -> None:
+    """What is missing or of another type is named; the snapshot before it is not used instead."""
+    write(folder, 1)
+    content: Any = small_snapshot(2, format=2)
+    for name, value in changes.items():
+        *path, key = name.split(".")
+        reduce(dict.__getitem__, path, content)[key] = value
+    torch.save(content, folder.file(2))
+    with pytest.raises(UserError, match=f"^{folder.file(2)} is not a snapshot that this version can read: .*{message}"):
+        folder.load_newest()
+
+
+@pytest.fixture
+def file_size_limit() -> Iterator[None]:
+    """Files of this process can't grow beyond 100 kB, in place of a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_is_reported_and_existing_snapshots_stay(file_size_limit: None, folder: SnapshotFolder) -> None:
+    write(folder, 2)
+    message = r"step_00000003\.pt can't be written: \[Errno 27\] File too large; make room"
+    for step in (3, 4):
+        with pytest.raises(UserError, match=message.replace("3", str(step), 1)):
+            write(folder, step, large=torch.zeros(100_000))
+    assert os.listdir(folder.path) == file_names(2)
+    assert newest_step(folder) == 2
+    write(folder, 5)
+    assert os.listdir(folder.path) == file_names(5)
