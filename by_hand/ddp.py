@@ -38,7 +38,7 @@ def on_ready(p):
     ready.add(p)
     event = f"{names[p]} is ready"
     # All ranks must send the buckets in the same order, so a bucket that is ready waits for the buckets before it.
-    while waiting and ready.issuperset(waiting[0]):
+    while waiting and all(p in ready for p in waiting[0]):
         event += f", bucket {len(sent)} is ready: all_reduce starts"
         bucket = waiting.pop(0)
         flat = parameters_to_vector(p.grad for p in bucket)
@@ -47,19 +47,11 @@ def on_ready(p):
         print(event)
 
 
-# The whole batch, the same on all ranks. Each rank takes its share: two micro-batches of five samples.
-x, y = torch.randn(2, n, 2, 5, 4, generator=torch.Generator().manual_seed(0))
-
-
-def backward(micro_batch):
-    loss = mse_loss(model(x[rank, micro_batch]), y[rank, micro_batch])
-    (loss / 2).backward()
-
-
-backward(0)  # without hooks, gradients are added up on each rank and not sent, like with DDP's no_sync
+# The whole batch, the same on all ranks. Each rank takes its share of five samples.
+x, y = torch.randn(2, n, 5, 4, generator=torch.Generator().manual_seed(0))
 for p in parameters:
     p.register_post_accumulate_grad_hook(on_ready)
-backward(1)
+mse_loss(model(x[rank]), y[rank]).backward()
 assert len(waiting) == 1  # backward has sent all buckets except the one with `unused`
 model.unused.grad = torch.zeros(3)  # backward does not compute this gradient and does not call its hook
 on_ready(model.unused)

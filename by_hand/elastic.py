@@ -7,6 +7,7 @@ In this repository: `SnapshotManager.load_newest` in mingpt/snapshot/manager.py
 
 import os
 import signal
+import sys
 import tempfile
 
 import torch
@@ -15,11 +16,11 @@ import torch.distributed as dist
 restart = os.environ["TORCHELASTIC_RESTART_COUNT"]
 # The id is the same in all restarts of a torchrun.
 snapshot = f"{tempfile.gettempdir()}/counter-{os.environ['TORCHELASTIC_RUN_ID']}.pt"
-rank = int(os.environ["RANK"])
+rank, n = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 # torchrun's store still contains the addresses of the previous ranks, so each start uses different keys.
 store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-dist.init_process_group("gloo", store=dist.PrefixStore(restart, store), rank=rank, world_size=2)
+dist.init_process_group("gloo", store=dist.PrefixStore(restart, store), rank=rank, world_size=n)
 step = 0
 total = torch.tensor(0)
 if os.path.exists(snapshot):
@@ -28,7 +29,10 @@ first = step
 while step < 6:
     step += 1
     summand = torch.tensor(step)
-    dist.all_reduce(summand)
+    try:
+        dist.all_reduce(summand)
+    except RuntimeError:  # rank 0 is dead
+        sys.exit(1)  # torchrun starts all ranks again
     total += summand
     if rank == 0:
         print(f"restart {restart}: step {step}, total {total}", flush=True)
@@ -38,7 +42,7 @@ while step < 6:
         if step == 5 and restart == "0":
             os.kill(os.getpid(), signal.SIGKILL)
 assert first == 4  # so step 5 ran twice
-assert total == 42  # but counts once: 2 * (1 + 2 + 3 + 4 + 5 + 6)
+assert total == n * (1 + 2 + 3 + 4 + 5 + 6)  # but counts once
 if rank == 0:
     os.remove(snapshot)
 dist.destroy_process_group()

@@ -20,49 +20,79 @@ outputs = torch.linalg.multi_dot((*weights.flip(0), inputs.T))
 (one_process,) = torch.autograd.grad(outputs.square().sum() / 2, weights)
 
 
-def run_stage(ahead):
-    """Runs one step, with forward passes `ahead` of backward passes. Returns this stage's time slots and gradient.
+def passes(ahead):
+    """Returns the forward and backward passes of a stage in their order. Forward passes are `ahead`."""
+    order = [("F", batch) for batch in range(ahead)]
+    for batch in range(M):
+        order.append(("B", batch))
+        if ahead + batch < M:
+            order.append(("F", ahead + batch))
+    return order
 
-    The loss is half the sum of the squared outputs, so its gradient with respect to the outputs is the outputs.
-    """
+
+def receive(source):
+    x = torch.zeros(8)
+    dist.recv(x, source)
+    return x
+
+
+def run_stage(order):
+    """Runs one step. Returns the gradient of this stage's weight, and how many inputs it has kept at most."""
     weight = weights[stage].detach()
     gradient = torch.zeros(8, 8)
-    kept = []  # inputs of forward passes, until their backward passes
-    slots = []  # one pass, or waiting, in each slot of time
+    kept = {}  # inputs of forward passes, until their backward passes
+    most = 0
     sends = []
-    message = torch.zeros(9)  # an activation or gradient, then the first slot that can use it
-    for kind in "F" * ahead + "BF" * (M - ahead) + "B" * ahead:
-        batch = "".join(slots).count(kind)  # number of the micro-batch: each pass of a kind takes the next one
-        to = 1 if kind == "F" else -1
-        if 0 <= stage - to < S:
-            dist.recv(message, stage - to)
+    for kind, batch in order:
         if kind == "F":
-            kept.append(message[:8].clone() if stage else inputs[batch])
-            result = weight @ kept[-1]
+            x = inputs[batch] if stage == 0 else receive(stage - 1)
+            kept[batch] = x
+            most = max(most, len(kept))
+            result = weight @ x
+            target = stage + 1
         else:
-            x = kept.pop(0)
-            of_output = message[:8] if stage < S - 1 else weight @ x
+            x = kept.pop(batch)
+            # The loss is half the sum of the squared outputs, so its gradient is the outputs themselves.
+            of_output = weight @ x if stage == S - 1 else receive(stage + 1)
             gradient += of_output.outer(x)
             result = of_output @ weight
-        slots += [".."] * (int(message[8]) - len(slots)) + [f"{kind}{batch}"]
-        if 0 <= stage + to < S:
+            target = stage - 1
+        if 0 <= target < S:
             # With 1F1B, two stages send to each other at the same time, and would wait forever in `send`.
-            sends.append(dist.isend(torch.cat((result, torch.tensor([len(slots)]))), stage + to))
+            sends.append(dist.isend(result, target))
     for send in sends:
         send.wait()
-    return slots, gradient
+    return gradient, most
 
 
-for schedule, ahead in ("GPipe", M), ("1F1B", S - stage):
-    slots, gradient = run_stage(ahead)
+def timetable(orders):
+    """Returns a row per stage: what it does in each slot of time, if a pass takes one slot."""
+    rows = [[] for _ in orders]
+    while any(orders):
+        slot = len(rows[0])
+        for s, order in enumerate(orders):
+            cell = ".."
+            if order:
+                kind, batch = order[0]
+                source = s - 1 if kind == "F" else s + 1
+                if source in (-1, S) or f"{kind}{batch}" in rows[source][:slot]:
+                    cell = f"{kind}{batch}"
+                    order.pop(0)
+            rows[s].append(cell)
+    return rows
+
+
+for schedule in "GPipe", "1F1B":
+    orders = [passes(M if schedule == "GPipe" else S - s) for s in range(S)]
+    gradient, most = run_stage(orders[stage])
     torch.testing.assert_close(gradient, one_process[stage])
-    rows = [None] * S
-    dist.all_gather_object(rows, slots)
-    end = max(map(len, rows))
-    idle = (end - 2 * M) / end
-    assert idle == (S - 1) / (M + S - 1)
+    rows = timetable(orders)
+    slots = len(rows[0])
+    waiting = rows[stage].count("..")
+    assert waiting / slots == (S - 1) / (M + S - 1)
     if stage == 0:
-        print(f"{schedule}: each stage waits in {end - 2 * M} of {end} slots, {idle:.1%}; stage 0 keeps {ahead} inputs")
+        print(f"{schedule}: each stage waits in {waiting} of {slots} slots, {waiting / slots:.1%}; ", end="")
+        print(f"stage 0 keeps {most} inputs")
         for row in rows:
-            print(*row, *[".."] * (end - len(row)))
+            print(*row)
 dist.destroy_process_group()

@@ -18,6 +18,20 @@ x = batch[rank]
 initial = torch.randn(16, 16)
 
 
+def gradient(product, weight):
+    (grad,) = torch.autograd.grad(product.sigmoid().mean(), weight)
+    return grad
+
+
+def update(weight, grad):
+    """Updates a weight in place. Returns the optimizer state: averages of the gradient and its square."""
+    weight.grad = grad
+    optimizer = torch.optim.Adam([weight], lr=0.1)
+    optimizer.step()
+    state = optimizer.state[weight]
+    return torch.stack((state["exp_avg"], state["exp_avg_sq"]))
+
+
 def all_gather(shard):
     full = torch.empty(16, 16)
     dist.all_gather(list(full.chunk(n)), shard)
@@ -25,13 +39,38 @@ def all_gather(shard):
 
 
 def reduce_scatter(full):
+    """Returns this rank's part of the mean over ranks."""
     part = torch.empty(16 // n, 16)
     dist.reduce_scatter(part, list(full.chunk(n)))
     return part / n
 
 
+def stage_1():
+    weight = initial.clone().requires_grad_()
+    grad = gradient(x @ weight, weight)
+    dist.all_reduce(grad)
+    shard = weight.detach().chunk(n)[rank]  # a view
+    state = update(shard, grad.chunk(n)[rank] / n)
+    return all_gather(shard), weight, grad, state
+
+
+def stage_2():
+    weight = initial.clone().requires_grad_()
+    grad = reduce_scatter(gradient(x @ weight, weight))  # only this rank's part outlives backward
+    shard = weight.detach().chunk(n)[rank]
+    state = update(shard, grad)
+    return all_gather(shard), weight, grad, state
+
+
+def stage_3():
+    shard = initial.chunk(n)[rank].clone().requires_grad_()
+    grad = gradient(GatheredProduct.apply(x, shard), shard)
+    state = update(shard, grad)
+    return all_gather(shard.detach()), shard, grad, state
+
+
 class GatheredProduct(torch.autograd.Function):
-    """Stage 3: gathers a weight, computes with it and discards it, in forward and again in backward."""
+    """Gathers a weight, computes with it and discards it, in forward and again in backward."""
 
     @staticmethod
     def forward(ctx, x, shard):
@@ -44,41 +83,12 @@ class GatheredProduct(torch.autograd.Function):
         return grad @ all_gather(shard).T, reduce_scatter(x.T @ grad)
 
 
-def gradient(product, weight):
-    return torch.autograd.grad(product.sigmoid().mean(), weight)[0]
-
-
-def update(weight, grad):
-    """Updates a weight in place. Returns the bytes of the optimizer state: averages of the gradient and its square."""
-    weight.grad = grad
-    optimizer = torch.optim.Adam([weight], lr=0.1)
-    optimizer.step()
-    return 2 * optimizer.state[weight]["exp_avg"].nbytes
-
-
-def finish(stage, weight, grad, my_grad):
-    """Updates this rank's shard, compares it with one process and prints the bytes per parameter that the rank held."""
-    shard = initial.chunk(n)[rank].clone()
-    state = update(shard, my_grad)
-    assert_close(all_gather(shard), one_process)
-    assert_close(all_gather(shard.grad), one_process.grad)
+one_process = initial.clone().requires_grad_()
+update(one_process, gradient(batch @ one_process, one_process))
+for stage in stage_1, stage_2, stage_3:
+    updated, *held = stage()
+    assert_close(updated, one_process.detach())
+    parameters, gradients, state = (tensor.nbytes // initial.numel() for tensor in held)
     if rank == 0:
-        parameters, gradients, state = (size // 16**2 for size in (weight.nbytes, grad.nbytes, state))
-        print(f"stage {stage}: parameters {parameters}, gradients {gradients}, optimizer state {state}")
-
-
-weight = initial.clone().requires_grad_()
-one_process = initial.clone()
-update(one_process, gradient(batch @ weight, weight))
-
-grad = gradient(x @ weight, weight)
-dist.all_reduce(grad)
-finish(1, weight, grad, grad.chunk(n)[rank] / n)
-
-grad = reduce_scatter(gradient(x @ weight, weight))  # only this rank's part outlives backward
-finish(2, weight, grad, grad)
-
-shard = initial.chunk(n)[rank].clone().requires_grad_()
-grad = gradient(GatheredProduct.apply(x, shard), shard)
-finish(3, shard, grad, grad)
+        print(f"{stage.__name__}: parameters {parameters}, gradients {gradients}, optimizer state {state}")
 dist.destroy_process_group()
