@@ -16,6 +16,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mingpt.snapshot.folder import SnapshotFolder, expired_steps
 from tests.faults.runs import Run, assert_same_run, send, train_undisturbed
 from tests.helpers import run_args, write_text
 
@@ -44,7 +45,7 @@ class Plan(NamedTuple):
         options: options that determine its bits, by names such as trainer__max_steps
         world_sizes: number of ranks of each start, in turn
         uses_launcher: otherwise, a single process runs without torchrun
-        save_every: trainer.save_every; often, there are frequent snapshots only
+        save_every: trainer.save_every; often, it asks for none before the end
     """
 
     mode: str
@@ -134,8 +135,12 @@ class FaultyRun(Run):
             raise AssertionError(f"exit status {status}\n{self.output()}")
         self.update()
         assert self.starts == 1 + sum(fault.kind != PAUSE for fault in self.faults), "a restart that no fault explains"
-        left = [file.name for file in (self.run_dir / "snapshots").glob("frequent_*")]
-        assert not left, f"{left} are left"
+        left = SnapshotFolder(str(self.run_dir / "snapshots"))
+        newest = left.load_newest()
+        assert newest is not None
+        steps = [*left.files()]
+        expired = expired_steps(steps, newest["scheduled"], newest["best"]["step"], keep=3)
+        assert not expired, f"{expired} of {steps} are left"
 
     def inject(self) -> None:
         """Causes a fault, and waits until the run has continued."""
