@@ -207,8 +207,7 @@ class StepTimer:
 
     def __init__(self, samples: int) -> None:
         self.started = time.perf_counter()
-        self.paused = 0.0
-        self.since = 0.0
+        self.since = self.started
         self.samples = samples
 
     @property
@@ -216,21 +215,16 @@ class StepTimer:
         """Seconds since the start, pauses included."""
         return time.perf_counter() - self.started
 
-    @property
-    def training_seconds(self) -> float:
-        """Seconds since the start, without pauses."""
-        return self.elapsed - self.paused
-
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Excludes the time of its block, such as an evaluation, from the time of training."""
         began = time.perf_counter()
         yield
-        self.paused += time.perf_counter() - began
+        self.since += time.perf_counter() - began
 
     def tokens_per_second(self, samples: int, tokens_per_sample: int) -> float:
         """Returns the average rate since the last call, for a number of samples so far."""
-        now = self.training_seconds
+        now = time.perf_counter()
         rate = (samples - self.samples) * tokens_per_sample / (now - self.since)
         self.since = now
         self.samples = samples
