@@ -25,7 +25,6 @@ from mingpt.optim.muon import to_local
 from mingpt.parallel.data_parallel import build_data_parallel
 from mingpt.parallel.strategy import MicroBatch, Strategy, state_shapes
 from mingpt.system.device import seed_device
-from mingpt.system.torch_versions import require_input_grads
 from mingpt.text.permutation import hash64
 from model import GPT, KVCache
 
@@ -264,8 +263,6 @@ class _Stage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         if self.has_backward:
-            if not self.is_first:
-                require_input_grads(self, fwd_chunk_id)
             seed_device(self.device, self.seeds[fwd_chunk_id])
         with record_function(f"forward {fwd_chunk_id}"), self.autocast():
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)

@@ -21,22 +21,11 @@ from mingpt.optim.optimizer import build_optimizer
 from mingpt.parallel.strategy import DDP, DTYPES, Strategy, state_shapes
 
 
-class _ZeroRedundancyOptimizer(ZeroRedundancyOptimizer):
-    """Passes `found_inf` to the local optimizer, which skips updates, so that GradScaler does not read the device."""
-
-    _step_supports_amp_scaling = True
-    grad_scale: Tensor | None  # GradScaler sets both during a step
-    found_inf: Tensor
-
-    def step(self, closure: None = None, **kwargs: Any) -> None:  # type: ignore[override]
-        if hasattr(self, "found_inf"):
-            self.optim.grad_scale = self.grad_scale
-            self.optim.found_inf = self.found_inf
-        super().step(closure, **kwargs)
-
-
 class ZeRO1(DDP):
-    """DDP with sharded optimizer state: each rank updates some of the parameters and broadcasts them."""
+    """DDP with sharded optimizer state: each rank updates some of the parameters and broadcasts them.
+
+    In fp16, GradScaler waits for the GPU in each step, since ZeroRedundancyOptimizer does not read `found_inf`.
+    """
 
     is_sharded = True
 
@@ -50,7 +39,7 @@ class ZeRO1(DDP):
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         # With the bucket view, each rank broadcasts its updated parameters as one tensor.
-        wrapper = partial(_ZeroRedundancyOptimizer, parameters_as_bucket_view=True, process_group=self.context.group)
+        wrapper = partial(ZeroRedundancyOptimizer, parameters_as_bucket_view=True, process_group=self.context.group)
         return build_optimizer(model, self.config.optimizer, self.dtype, wrapper)
 
     def iter_full_state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:

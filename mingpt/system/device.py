@@ -115,18 +115,17 @@ def choose_precision(requested: str, device: torch.device, saved: str | None) ->
 
 def check_compiler(device: torch.device) -> None:
     """Raises a UserError if torch.compile lacks a C compiler on a GPU, or a C++ compiler on a CPU."""
-    language = "C++"
     variable = "CXX"
-    names = ["g++"]
-    if device.type == "cuda":
-        language = "C"  # Triton compiles the launchers of its kernels (runtime/build.py).
+    compilers = ["g++"]
+    if device.type == "cuda":  # Triton compiles the launchers of its kernels (runtime/build.py).
         variable = "CC"
-        names = ["gcc", "clang"]
-    compilers = [os.environ[variable]] if os.environ.get(variable) else names
+        compilers = ["gcc", "clang"]
+    if os.environ.get(variable):
+        compilers = [os.environ[variable]]
     if not any(map(shutil.which, compilers)):
         raise UserError(
-            f"trainer.compile is true, but there is no {language} compiler: found no {' or '.join(compilers)}; install "
-            f"one, let {variable} name it, or set trainer.compile to false"
+            f"trainer.compile is true, but there is no {' or '.join(compilers)} to compile with; install one, let "
+            f"{variable} name it, or set trainer.compile to false"
         )
 
 

@@ -35,10 +35,3 @@ def cpu_capabilities() -> Mapping[str, Any]:
     cpuinfo = Path("/proc/cpuinfo")
     name = re.search("model name\t: (.+)", cpuinfo.read_text()) if cpuinfo.exists() else None
     return flags | ({"cpu_name": name[1]} if name else {})
-
-
-def require_input_grads(stage: Any, micro_batch: int) -> None:
-    """Makes a stage of a pipeline compute the gradient of the activations that it received."""
-    if torch.__version__ < "2.12":  # which computes no gradient in a run that begins with an evaluation
-        for received in stage.args_recv_info[micro_batch]:
-            received.buffer.requires_grad_()

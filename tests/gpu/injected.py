@@ -3,7 +3,8 @@
     torchrun --standalone --nproc_per_node=2 -m tests.gpu.injected EVENT [OPTIONS OF main.py]
 
 With SIGKILL or SIGSTOP, the last rank sends itself that signal in a step of the first start; with OOM, it makes an
-allocation that fails. With WAITS, PyTorch warns about each call in a step that waits for the GPU.
+allocation that fails. With WAITS, PyTorch warns about each call that waits for the GPU, except in the first steps and
+in the last one.
 """
 
 import os
@@ -21,6 +22,7 @@ FAILS_AFTER = 8  # steps
 WARMS_UP = 3  # steps that allocate memory
 
 train_step = Trainer.train_step
+advance = Trainer.advance
 
 
 def fail(trainer: Trainer) -> Any:
@@ -35,17 +37,17 @@ def fail(trainer: Trainer) -> Any:
     return train_step(trainer)
 
 
-def warn_of_waits(trainer: Trainer) -> Any:
-    if trainer.progress.step < WARMS_UP or trainer.context.device.type != "cuda":
-        return train_step(trainer)
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        return train_step(trainer)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+def warn_of_waits(trainer: Trainer) -> None:
+    if trainer.context.device.type == "cuda":
+        is_watched = WARMS_UP <= trainer.progress.step < trainer.last_step - 1
+        torch.cuda.set_sync_debug_mode("warn" if is_watched else "default")
+    advance(trainer)
 
 
 if __name__ == "__main__":
     EVENT, *sys.argv[1:] = sys.argv[1:]
-    Trainer.train_step = warn_of_waits if EVENT == "WAITS" else fail  # type: ignore[method-assign]
+    if EVENT == "WAITS":
+        Trainer.advance = warn_of_waits  # type: ignore[method-assign]
+    else:
+        Trainer.train_step = fail  # type: ignore[method-assign]
     exit_process(run_program(main.main, sys.argv[1:]))

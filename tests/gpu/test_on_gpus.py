@@ -38,9 +38,11 @@ def test_stages_on_gpus_train_with_the_losses_of_one_process(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", WATCHED)
-def test_no_step_waits_for_the_gpu(name: str, text: Path, tmp_path: Path) -> None:
+def test_no_step_between_log_lines_waits_for_the_gpu(name: str, text: Path, tmp_path: Path) -> None:
     ranks = ranks_on("cuda", 2, at_least=2 if name == "stages-bf16" else 1)
     launcher = (*TORCHRUN, f"--nproc_per_node={ranks}", "-m", "tests.gpu.injected", "WAITS")
-    done = run_program(*launcher, *run_args(tmp_path / "run", text, **WATCHED[name]), **VISIBLE_GPUS)
+    options = WATCHED[name] | dict.fromkeys(("trainer__log_every", "trainer__eval_every", "trainer__save_every"), 100)
+    options["trainer__save_overhead"] = None
+    done = run_program(*launcher, *run_args(tmp_path / "run", text, **options), **VISIBLE_GPUS)
     assert done.returncode == 0, done.stderr
     assert "synchronizing CUDA operation" not in done.stderr, done.stderr

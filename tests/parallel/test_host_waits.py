@@ -1,29 +1,27 @@
-"""Between log lines, Python does not read values of tensors with any strategy, so it never waits for a GPU."""
+"""A step does not read values of tensors with any strategy, so Python never waits for a GPU in it."""
 
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.helpers import open_trainer, run_args, run_ranks, write_text
-from trainer import Trainer
+from tests.helpers import open_trainer, run_args, run_ranks
+from tests.parallel.runs import Options
 
-MISTAKE = "a strategy that reads the norm"
 MUON = {"optimizer__name": "muon"}
-ON_ONE_RANK: dict[str, dict[str, Any]] = {"adamw": {}, "muon": MUON, MISTAKE: {}}
-ON_TWO_RANKS: dict[str, dict[str, Any]] = {
-    "ddp": {},
-    "zero1": {"distributed__strategy": "zero1", **MUON},
-    "zero2": {"distributed__strategy": "zero2", "trainer__activation_checkpointing": "selective"},
-    "fsdp": {"distributed__strategy": "fsdp", "trainer__precision": "bf16", **MUON},
-    "tree": {"distributed__reduction": "tree"},
-    "stages": {"distributed__pipeline_stages": 2, "trainer__batch_size": 8, **MUON},
+RUNS: dict[int, dict[str, Options]] = {  # by number of ranks
+    1: {"adamw": {}, "muon": MUON},
+    2: {
+        "ddp": {},
+        "zero1": {"distributed__strategy": "zero1", **MUON},
+        "zero2": {"distributed__strategy": "zero2", "trainer__activation_checkpointing": "selective"},
+        "fsdp": {"distributed__strategy": "fsdp", "trainer__precision": "bf16", **MUON},
+        "tree": {"distributed__reduction": "tree"},
+        "stages": {"distributed__pipeline_stages": 2, "trainer__batch_size": 8, **MUON},
+    },
 }
-LAST = 8  # steps
 READS = {
     torch.ops.aten._local_scalar_dense.default,
     torch.ops.aten.equal.default,
@@ -42,64 +40,22 @@ class CountReads(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def _reads_by_step(trainer: Trainer, reads_norm: bool) -> list[int]:
-    """Trains, and returns the number of reads of each step and of everything that follows it.
-
-    On a CPU, the trainer reads the norm and the loss of every step, because that is free. So from the norm of the
-    gradient to the end of a step, the device claims to be another one.
-    """
-    cpu = trainer.context.device
-    total_norm = trainer.strategy.total_norm
-    train_step = trainer.train_step
-    counts = []
-
-    def norm_on_another_device(tensors: dict[str, Tensor]) -> Tensor:
-        norm = total_norm(tensors)
-        if trainer.progress.step + 1 < LAST:
-            trainer.context.device = torch.device("xpu")
-        if reads_norm:
-            norm.item()
-        return norm
-
-    def counted_step() -> Any:
-        trainer.context.device = cpu
-        counts.append(reads.count)
-        return train_step()
-
-    with (
-        CountReads() as reads,
-        mock.patch.object(trainer.strategy, "total_norm", norm_on_another_device),
-        mock.patch.object(trainer, "train_step", counted_step),
-    ):
-        assert trainer.train() == 0
-    ends = [*counts[1:], reads.count]
-    return [end - begin for begin, end in zip(counts, ends, strict=True)]
+@pytest.mark.parametrize("ranks", RUNS)
+def test_a_step_reads_no_values(ranks: int, text: Path, tmp_path: Path) -> None:
+    for counts in run_ranks(ranks, _count_reads, text, RUNS[ranks], tmp_path=tmp_path):
+        assert counts == dict.fromkeys(RUNS[ranks], (0, 1))
 
 
-def _train_each(folder: Path, runs: dict[str, dict[str, Any]]) -> dict[str, list[int]]:
-    """For `run_ranks`."""
-    found = {}
-    options = dict.fromkeys(("trainer__max_steps", "trainer__eval_every", "trainer__save_every"), LAST)
-    options |= {"trainer__log_every": 3, "trainer__save_overhead": None}
-    for name, changes in runs.items():
-        argv = run_args(folder / name, folder / "text.txt", **(options | changes))
+def _count_reads(text: Path, runs: dict[str, Options]) -> dict[str, tuple[int, int]]:
+    """Returns the number of reads of the second step, and after the norm of its gradient has been read, too."""
+    counts = {}
+    for name, options in runs.items():
+        argv = run_args(text.parent / name, text, **options)
         with open_trainer(*argv, rendezvous=name) as trainer:
-            found[name] = _reads_by_step(trainer, reads_norm=name == MISTAKE)
-    return found
-
-
-@pytest.fixture(scope="module")
-def reads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
-    """The number of reads of each step in each run, over all ranks."""
-    folder = tmp_path_factory.mktemp("reads")
-    write_text(folder / "text.txt")
-    [found] = run_ranks(1, _train_each, folder, ON_ONE_RANK, tmp_path=folder)
-    ranks = run_ranks(2, _train_each, folder, ON_TWO_RANKS, tmp_path=folder)
-    return found | {name: [sum(counts) for counts in zip(*(r[name] for r in ranks), strict=True)] for name in ranks[0]}
-
-
-@pytest.mark.parametrize("name", [*ON_ONE_RANK, *ON_TWO_RANKS])
-def test_only_steps_that_write_a_log_line_read_values(name: str, reads: dict[str, list[int]]) -> None:
-    """Steps 1, 3, 6 and 8 do."""
-    expected = [name == MISTAKE or step in (1, 3, 6, 8) for step in range(1, LAST + 1)]
-    assert [count > 0 for count in reads[name]] == expected
+            trainer.train_step()
+            with CountReads() as reads:
+                result = trainer.train_step()
+                in_step = reads.count
+                result.grad_norm.item()
+            counts[name] = in_step, reads.count
+    return counts

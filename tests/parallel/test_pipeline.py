@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mingpt.parallel.memory import measure_memory
+from mingpt.parallel.pipeline import WTE
 from mingpt.run.evaluation import generate_sample
 from tests.helpers import (
     LARGE_CONFIG,
@@ -20,11 +21,10 @@ from tests.helpers import (
     write_text,
 )
 from tests.parallel.runs import (
-    COMBINED,
-    MIDDLE_STAGE,
+    ARCHITECTURES,
     PIPELINE,
-    PIPELINE_RESUMED,
-    SCHEDULED,
+    STRATEGIES,
+    Options,
     assert_exact_resume,
     loss_errors,
     resume,
@@ -34,28 +34,41 @@ from tests.parallel.runs import (
 )
 from trainer import Trainer
 
+SCHEDULED: list[Options] = [
+    with_stages(
+        stages,
+        model__architecture=ARCHITECTURES[(i + j) % 2],
+        model__conv_kernel_size=3 if j else None,
+        optimizer__name="muon" if stages == 4 else "adamw",
+        distributed__pipeline_schedule=schedule,
+    )
+    for i, stages in enumerate((2, 4))
+    for j, schedule in enumerate(("1f1b", "gpipe"))
+]
+COMBINED: list[Options] = [
+    with_stages(2, distributed__strategy="zero1", optimizer__name="muon"),
+    with_stages(2, distributed__strategy="zero2", trainer__activation_checkpointing="selective"),
+    with_stages(2, distributed__strategy="fsdp", trainer__activation_checkpointing="full"),
+    with_stages(2, distributed__strategy="fsdp", trainer__compile=True),
+    with_stages(2, trainer__precision="bf16", model__architecture="gpt2"),
+]
+# In the default model, the middle stage has only the matrices of blocks, so it does not have any parameters for AdamW.
+MIDDLE_STAGE = [with_stages(3, distributed__strategy=name, optimizer__name="muon") for name in STRATEGIES]
 
-@pytest.mark.parametrize(("ranks", "steps"), [(4, 4), pytest.param(4, 12, marks=pytest.mark.slow)])
-def test_stages_train_with_the_losses_of_one_process(ranks: int, steps: int, tmp_path: Path) -> None:
-    runs = [PIPELINE | options for options in (SCHEDULED if steps == 12 else SCHEDULED[1:3])]
+
+@pytest.mark.parametrize(
+    ("ranks", "runs", "steps"),
+    [
+        (4, SCHEDULED[1:3], 4),
+        pytest.param(4, SCHEDULED + COMBINED, 12, marks=pytest.mark.slow),
+        pytest.param(3, MIDDLE_STAGE, 12, marks=pytest.mark.slow),
+    ],
+)
+def test_stages_train_with_the_losses_of_one_process(
+    ranks: int, runs: list[Options], steps: int, tmp_path: Path
+) -> None:
     for options, error in zip(runs, loss_errors(tmp_path, ranks, runs, steps), strict=True):
-        assert error < 1e-5, options
-
-
-@pytest.mark.slow
-def test_other_options_train_with_the_losses_of_one_process(tmp_path: Path) -> None:
-    """On two replicas of two stages."""
-    runs = [with_stages(2, **options) for options in COMBINED]
-    for options, error in zip(COMBINED, loss_errors(tmp_path, 4, runs), strict=True):
         assert error < (1e-2 if "trainer__precision" in options else 1e-5), options
-
-
-@pytest.mark.slow
-def test_a_middle_stage_trains_with_every_strategy(tmp_path: Path) -> None:
-    """In the default model, the middle stage does not have any parameters for AdamW."""
-    runs = [with_stages(3, **options) for options in MIDDLE_STAGE]
-    for options, error in zip(MIDDLE_STAGE, loss_errors(tmp_path, 3, runs), strict=True):
-        assert error < 1e-5, options
 
 
 @pytest.fixture(scope="module")
@@ -68,35 +81,34 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str
 
 def _results(folder: Path, stages: int) -> dict[str, Any]:
     options = with_stages(stages, trainer__micro_batch_size=2, distributed__pipeline_schedule="gpipe")
+    tied = options | {"optimizer__name": "muon", "model__architecture": "gpt2"}
     results: dict[str, Any] = {}
-    tied: dict[str, Any] = options | {"optimizer__name": "muon", "model__architecture": "gpt2"}
-    dropout = run_args(folder / f"dropout-{stages}", folder / "text.txt", **tied)
-    with open_trainer(*dropout, rendezvous="dropout") as trainer:
-        strategy = trainer.strategy
-        trainer.evaluate()
-        results["losses"] = [trainer.progress.val_loss]
-        train_losses(trainer, 5)
-        if stages > 1:
-            results["seeds"] = strategy.stage.seeds
-        if (wte := strategy.parameters.get("transformer.wte.weight")) is not None:
-            results["wte"] = {"": wte.detach(), **strategy.local_state["transformer.wte.weight"]}
-            results["wte"] = {key: tensor.tolist() for key, tensor in results["wte"].items()}
-        if stages > 1:
-            results["overflow"] = scale_and_skip(trainer, overflow_on=2)
     with open_trainer(*run_args(folder / f"run-{stages}", folder / "text.txt", **(NO_DROPOUT | options))) as trainer:
         train_losses(trainer, 4)
         trainer.evaluate()
-        results["losses"].append(trainer.progress.val_loss)
+        results["val_loss"] = trainer.progress.val_loss
         results["sample"] = generate_sample(trainer.strategy, trainer.corpus.vocabulary, "bob", seed=1)
+    with open_trainer(*run_args(folder / f"tied-{stages}", folder / "text.txt", **tied), rendezvous="tied") as trainer:
+        trainer.evaluate()
+        results["val_loss_with_dropout"] = trainer.progress.val_loss
+        train_losses(trainer, 5)
+        if stages > 1:
+            strategy = trainer.strategy
+            wte = {"": strategy.parameters[WTE].detach(), **strategy.local_state[WTE]}
+            results["wte"] = {key: tensor.tolist() for key, tensor in wte.items()}
+            results["seeds"] = strategy.stage.seeds
+            results["overflow"] = scale_and_skip(trainer, overflow_on=2)
     return results
 
 
-def test_validation_losses_and_samples_are_those_of_one_process(results: dict[int, list[dict[str, Any]]]) -> None:
-    """Before training, with dropout, which evaluation turns off, and after training without dropout."""
+@pytest.mark.parametrize("name", ["val_loss", "val_loss_with_dropout", "sample"])
+def test_validation_losses_and_samples_are_those_of_one_process(
+    name: str, results: dict[int, list[dict[str, Any]]]
+) -> None:
+    """Evaluation turns dropout off."""
     [expected] = results[1]
     for found in results[4]:
-        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-6)
-        assert found["sample"] == expected["sample"]
+        assert found[name] == (expected[name] if name == "sample" else pytest.approx(expected[name], rel=1e-6))
 
 
 def test_each_stage_has_its_own_dropout(results: dict[int, list[dict[str, Any]]]) -> None:
@@ -124,12 +136,10 @@ def test_all_stages_skip_a_step_that_overflows_in_one(results: dict[int, list[di
 
 def test_the_last_batch_may_be_short(tmp_path: Path) -> None:
     """167 windows make batches of 80, 80 and 7. Of the last batch's four micro-batches of 20, three are empty."""
-    options = {"trainer__max_steps": None, "trainer__max_epochs": 1, "trainer__batch_size": 80}
-    options |= {"trainer__micro_batch_size": 20}
-    one, four = (
-        train(tmp_path, n, {str(n): options | {"distributed__pipeline_stages": stages}}, 99)[str(n)]
-        for n, stages in ((1, 1), (4, 2))
-    )
+    epoch: Options = {"trainer__max_steps": None, "trainer__max_epochs": 1, "trainer__batch_size": 80}
+    runs = {stages: with_stages(stages, **epoch | {"trainer__micro_batch_size": 20}) for stages in (1, 2)}
+    [one] = train(tmp_path, 1, {"one": runs[1]}, 99).values()
+    [four] = train(tmp_path, 4, {"four": runs[2]}, 99).values()
     assert four == pytest.approx(one, rel=1e-5)
     assert len(one) == 3
 
@@ -166,7 +176,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
 
 @pytest.mark.parametrize(
     ("ranks", "stages", "strategy"),
-    [PIPELINE_RESUMED[0], *(pytest.param(*run, marks=pytest.mark.slow) for run in PIPELINE_RESUMED[1:])],
+    [
+        (1, 1, "ddp"),
+        *(pytest.param(*run, marks=pytest.mark.slow) for run in ((4, 4, "ddp"), (4, 2, "fsdp"), (2, 1, "fsdp"))),
+    ],
 )
 def test_what_two_stages_saved_is_resumed(
     ranks: int, stages: int, strategy: str, saved: tuple[Path, list[float]]

@@ -117,8 +117,8 @@ def test_compile_needs_a_c_compiler_on_a_gpu_and_a_cpp_compiler_on_a_cpu(monkeyp
     for variable in ("CC", "CXX"):
         monkeypatch.delenv(variable, raising=False)
     for device, installed, missing in (
-        (GPU, "g++", "no C compiler.* CC "),
-        (CPU, "clang", r"no C\+\+ compiler.* CXX "),
+        (GPU, "g++", "no gcc or clang .* CC "),
+        (CPU, "clang", r"no g\+\+ .* CXX "),
     ):
         monkeypatch.setattr(shutil, "which", {installed: installed}.get)
         with pytest.raises(UserError, match=rf"^trainer\.compile is true.* {missing}"):
