@@ -3,13 +3,14 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import fsspec
 from torch import Tensor
 
 from mingpt.config.conflicts import find_conflicts, refuse
-from mingpt.config.schema import KEYS, SECTIONS, SHAPE_KEYS, Config, GPTConfig
+from mingpt.config.schema import KEYS, SHAPE_KEYS, Config, GPTConfig, by_section
 from mingpt.config.yaml_format import format_value
 from mingpt.errors import UserError
 from mingpt.monitoring.logging import logger
@@ -112,21 +113,23 @@ def fit_config(
         UserError: lists the keys that differ; or the snapshot's values are not compatible with other keys.
     """
     mistakes = []
-    sections: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+    adopted = {}
     for name in names:
         section, key = name.split(".")
-        found = getattr(getattr(config, section), key)
+        found = attrgetter(name)(config)
         saved = header["config"][section][key]
         if found == saved:
             continue
         if adopts_shape and name in SHAPE_KEYS and found == KEYS[name].default:
-            sections[section][key] = saved
+            adopted[name] = saved
             continue
         shown = format_value(saved)
         mistakes.append(f"{name} is {format_value(found)}, but {shown} in {source}: set it to {shown}")
     if mistakes:
         raise UserError("\n  ".join(mistakes) + advice)
-    config = replace(config, **{name: replace(getattr(config, name), **keys) for name, keys in sections.items()})
+    config = replace(
+        config, **{name: replace(getattr(config, name), **keys) for name, keys in by_section(adopted).items()}
+    )
     refuse(f"{message} (in {source})" for message in find_conflicts(config))
     return config
 
