@@ -1,5 +1,5 @@
-"""Memory of a rank without activations, with Adam: the formula for a parameters on n ranks, and a bar with one letter
-per byte and parameter, measured from tensors.
+"""Memory of a rank without activations, with Adam: the formula for a parameters, and a bar with one letter per byte and
+parameter, measured from tensors.
 
     python by_hand/memory.py
 
@@ -8,38 +8,23 @@ In this repository: `measure_memory` in mingpt/parallel/memory.py
 
 import torch
 
-N = 4  # ranks
+
+def show(name, formula, **held):
+    bar = "".join(letter * (tensor.nbytes // weight.numel()) for letter, tensor in held.items())
+    assert f"{len(bar)}a" == formula
+    print(f"{name:25}{formula}  {bar}")
 
 
-def train(weight):
-    """Returns the gradient and the optimizer state of a step."""
-    weight.requires_grad_()
-    optimizer = torch.optim.Adam([weight])
-    weight.square().sum().backward()
-    optimizer.step()
-    state = optimizer.state[weight]
-    return weight.grad, torch.stack((state["exp_avg"], state["exp_avg_sq"]))
-
-
-def show(name, formula, expected, **held):
-    bar = "".join(letter * (tensor.nbytes // a) for letter, tensor in held.items())
-    assert len(bar) == expected
-    print(f"{name:26}{formula:12}{bar}")
-
-
-weight = torch.ones(64, 64)
-a = weight.numel()
-shard = weight.chunk(N)[0].clone()  # of rank 0
-gradient, state = train(weight)
+weight = torch.ones(64, 64, requires_grad=True)
+optimizer = torch.optim.Adam([weight])
+weight.square().sum().backward()
+optimizer.step()
+gradient = weight.grad
+state = torch.stack((optimizer.state[weight]["exp_avg"], optimizer.state[weight]["exp_avg_sq"]))
 bucket = gradient.flatten().clone()
-show("DDP", "20a", 20, P=weight, G=gradient, O=state, B=bucket)
+show("DDP", "20a", P=weight, G=gradient, O=state, B=bucket)
 gradient = bucket.view_as(weight)  # shares the bucket's memory
-assert gradient.data_ptr() == bucket.data_ptr()
-show("gradient_as_bucket_view", "16a", 16, P=weight, G=gradient, O=state)
+show("gradient_as_bucket_view", "16a", P=weight, G=gradient, O=state)
 half = weight.bfloat16()  # autocast's copy, from forward to backward
-show("and in half precision", "18a", 18, P=weight, G=gradient, O=state, H=half)
-gradient_shard, state_shard = train(shard)
-show("ZeRO-1", "8a + 8a/n", 8 + 8 / N, P=weight, G=gradient, O=state_shard)
-show("ZeRO-2", "4a + 12a/n", 4 + 12 / N, P=weight, G=gradient_shard, O=state_shard)
-show("ZeRO-3", "16a/n", 16 / N, P=shard, G=gradient_shard, O=state_shard)
-print(f"n = {N}; P parameters, G gradients, O optimizer state, B bucket, H half-precision copies")
+show("and in half precision", "18a", P=weight, G=gradient, O=state, H=half)
+print("P parameters, G gradients, O optimizer state, B bucket, H half-precision copies")

@@ -37,18 +37,15 @@ def receive(source):
 
 
 def run_stage(order):
-    """Runs one step. Returns the gradient of this stage's weight, and how many inputs it has kept at most."""
+    """Runs one step. Returns the gradient of this stage's weight."""
     weight = weights[stage].detach()
     gradient = torch.zeros(8, 8)
     kept = {}  # inputs of forward passes, until their backward passes
-    most = 0
     sends = []
     for kind, batch in order:
         if kind == "F":
-            x = inputs[batch] if stage == 0 else receive(stage - 1)
-            kept[batch] = x
-            most = max(most, len(kept))
-            result = weight @ x
+            kept[batch] = inputs[batch] if stage == 0 else receive(stage - 1)
+            result = weight @ kept[batch]
             target = stage + 1
         else:
             x = kept.pop(batch)
@@ -62,7 +59,7 @@ def run_stage(order):
             sends.append(dist.isend(result, target))
     for send in sends:
         send.wait()
-    return gradient, most
+    return gradient
 
 
 def timetable(orders):
@@ -83,16 +80,16 @@ def timetable(orders):
 
 
 for schedule in "GPipe", "1F1B":
-    orders = [passes(M if schedule == "GPipe" else S - s) for s in range(S)]
-    gradient, most = run_stage(orders[stage])
-    torch.testing.assert_close(gradient, one_process[stage])
+    ahead = [M if schedule == "GPipe" else S - s for s in range(S)]
+    orders = [passes(number) for number in ahead]
+    torch.testing.assert_close(run_stage(orders[stage]), one_process[stage])
     rows = timetable(orders)
     slots = len(rows[0])
-    waiting = rows[stage].count("..")
-    assert waiting / slots == (S - 1) / (M + S - 1)
+    idle = rows[stage].count("..")
+    assert idle / slots == (S - 1) / (M + S - 1)
     if stage == 0:
-        print(f"{schedule}: each stage waits in {waiting} of {slots} slots, {waiting / slots:.1%}; ", end="")
-        print(f"stage 0 keeps {most} inputs")
+        print(f"{schedule}: each stage waits in {idle} of {slots} slots, {idle / slots:.1%}", end="; ")
+        print(f"stage 0 keeps {ahead[0]} inputs")
         for row in rows:
             print(*row)
 dist.destroy_process_group()

@@ -18,8 +18,8 @@ x = batch[rank]
 initial = torch.randn(16, 16)
 
 
-def gradient(product, weight):
-    (grad,) = torch.autograd.grad(product.sigmoid().mean(), weight)
+def gradient(x, weight):
+    (grad,) = torch.autograd.grad((x @ weight).sigmoid().mean(), weight)
     return grad
 
 
@@ -45,50 +45,41 @@ def reduce_scatter(full):
     return part / n
 
 
+# Each stage returns the updated weight, and what this rank holds: parameters, gradients and optimizer state.
+
+
 def stage_1():
     weight = initial.clone().requires_grad_()
-    grad = gradient(x @ weight, weight)
+    grad = gradient(x, weight)
     dist.all_reduce(grad)
-    shard = weight.detach().chunk(n)[rank]  # a view
+    shard = weight.detach().chunk(n)[rank]
     state = update(shard, grad.chunk(n)[rank] / n)
     return all_gather(shard), weight, grad, state
 
 
 def stage_2():
     weight = initial.clone().requires_grad_()
-    grad = reduce_scatter(gradient(x @ weight, weight))  # only this rank's part outlives backward
+    grad = reduce_scatter(gradient(x, weight))  # only this rank's part outlives backward
     shard = weight.detach().chunk(n)[rank]
     state = update(shard, grad)
     return all_gather(shard), weight, grad, state
 
 
 def stage_3():
-    shard = initial.chunk(n)[rank].clone().requires_grad_()
-    grad = gradient(GatheredProduct.apply(x, shard), shard)
+    shard = initial.chunk(n)[rank].clone()
+    weight = all_gather(shard).requires_grad_()  # FSDP gathers each layer for forward, and again for backward
+    grad = reduce_scatter(gradient(x, weight))
     state = update(shard, grad)
-    return all_gather(shard.detach()), shard, grad, state
-
-
-class GatheredProduct(torch.autograd.Function):
-    """Gathers a weight, computes with it and discards it, in forward and again in backward."""
-
-    @staticmethod
-    def forward(ctx, x, shard):
-        ctx.save_for_backward(x, shard)
-        return x @ all_gather(shard)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, shard = ctx.saved_tensors
-        return grad @ all_gather(shard).T, reduce_scatter(x.T @ grad)
+    return all_gather(shard), shard, grad, state
 
 
 one_process = initial.clone().requires_grad_()
-update(one_process, gradient(batch @ one_process, one_process))
-for stage in stage_1, stage_2, stage_3:
+update(one_process, gradient(batch, one_process))
+formulas = {"8a + 8a/n": stage_1, "4a + 12a/n": stage_2, "16a/n": stage_3}
+for formula, stage in formulas.items():
     updated, *held = stage()
     assert_close(updated, one_process.detach())
-    parameters, gradients, state = (tensor.nbytes // initial.numel() for tensor in held)
     if rank == 0:
-        print(f"{stage.__name__}: parameters {parameters}, gradients {gradients}, optimizer state {state}")
+        bar = "".join(letter * (tensor.nbytes // initial.numel()) for letter, tensor in zip("PGO", held, strict=True))
+        print(f"{stage.__name__}  {formula:10}  {bar}")
 dist.destroy_process_group()
