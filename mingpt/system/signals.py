@@ -79,17 +79,19 @@ class SignalHandler:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Restores signal handlers, or ignores signals if one was received or if the launcher is going to send one.
+        """Restores the signal handlers, or lets the process ignore signals until it ends.
 
-        The launcher repeats a signal when other ranks exit first. Without restarts, torchrun also stops all ranks as
-        soon as one fails, while the other ranks still have to find and report the dead rank.
+        It ignores them after a signal, which a launcher repeats when other ranks exit first, and after an error under
+        torchrun without restarts, which stops all ranks as soon as one fails, while they still have to report it.
 
-        With restarts, torchrun waits for these ranks before it starts new ones, and its summary names the dead rank. So
-        a signal ends this process even if it came before the error.
+        torchrun with restarts names the dead rank in its summary, and waits for the other ranks before it starts new
+        ones. So there, a rank that has lost another one ends at a signal, even if it came before the error.
         """
-        max_restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS")
-        is_lost = isinstance(error, RuntimeError) and max_restarts not in (None, "0")  # the errors of all backends
-        ignore = (self.signal and not is_lost) or (error is not None and max_restarts == "0")
+        max_restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS")  # set by torchrun
+        has_lost_rank = isinstance(error, RuntimeError)  # the class of all backends' errors
+        ends_at_signal = has_lost_rank and max_restarts not in (None, "0")
+        is_reporting = error is not None and max_restarts == "0"
+        ignore = is_reporting or (self.signal != 0 and not ends_at_signal)
         for number, handler in self.old_handlers.items():
             signal.signal(number, signal.SIG_IGN if ignore and not is_interactive() else handler)
         if self.old_handlers:
@@ -97,7 +99,7 @@ class SignalHandler:
         self.writer.close()
         self.thread.join()
         self.reader.close()
-        if is_lost and self.signal:
+        if ends_at_signal and self.signal:
             signal.raise_signal(self.signal)
 
     def _read(self) -> None:
