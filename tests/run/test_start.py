@@ -1,6 +1,8 @@
 """What a run checks and locks before it is built."""
 
+import logging
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -37,11 +39,13 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_missing_default_text_is_written_and_an_existing_one_is_kept(
-    checkout: Path, capsys: pytest.CaptureFixture[str]
+    checkout: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write_default_text(Config())
+    with caplog.at_level(logging.INFO, logger="mingpt"):
+        write_default_text(Config())
     text = (checkout / "data/input.txt").read_text(encoding="utf-8")
-    assert f", {len(text):,} characters\n" in capsys.readouterr().out
+    [message] = caplog.messages
+    assert re.fullmatch(rf"data/input\.txt: help topics of Python [\d.]+, {len(text):,} characters", message)
     assert os.listdir(checkout / "data") == ["input.txt"]
     assert 100_000 < len(text) < 1_000_000
     assert len(set(text)) < 256
