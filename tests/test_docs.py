@@ -280,7 +280,7 @@ def test_each_change_trains_is_killed_resumes_and_samples(change: str, checkout:
         with start("python export.py --snapshot runs/changed --out exported", folder) as process:
             _, message = process.communicate(timeout=120)
         assert process.returncode == 2
-        assert re.fullmatch(r"error: --snapshot: runs/changed has the token '\w+', must have .*\n", message)
+        assert message.startswith("error: --snapshot: some tokens have several characters; ")
 
 
 @pytest.mark.slow
