@@ -55,6 +55,7 @@ class HealthMonitor:
         self.store_host = store_host
         self.name = f"rank {info.rank} ({platform.node()}, process {os.getpid()})"
         self.step = 0
+        self.cause = ""  # empty until this rank has read it
         self.reader = PositionReader()
         self._send_heartbeat(0)  # other ranks wait for the key
         self.stopped = threading.Event()
@@ -78,6 +79,9 @@ class HealthMonitor:
             number += 1
             try:
                 self._send_heartbeat(number)
+                # When this rank gets an error, rank 0 may have ended with the store.
+                if not self.cause and self.heartbeat_store.check(["cause"]):
+                    self.cause = self.heartbeat_store.get("cause").decode()
             except (RuntimeError, OSError):  # training may continue without a store
                 if self.store_host != FILE_SYSTEM:  # TCPStore does not reconnect, and logs each attempt
                     return
@@ -127,21 +131,21 @@ class HealthMonitor:
     def _is_reporter(self) -> bool:
         """Returns whether this rank reports an error of all ranks: the first rank on its machine that calls this.
 
-        Without a store, each rank does.
+        Without a store, each rank is one, unless rank 0 has reported the cause and then ended with the store.
         """
         if self.info.local_rank is None:  # started by hand, maybe each rank in its own terminal
             return True
         try:
             return self._is_first(f"reporter/{machine_id()}")
         except StoreUnreachableError:
-            return True
+            return not self.cause or self.info.local_rank == 0
 
     def _find_cause(self, error: RuntimeError) -> str:
         """Returns the cause that another rank has found, or the ranks that are dead or late, or an empty string.
 
         All ranks call this at about the same time.
         """
-        cause = self._await_cause(0)
+        cause = self.cause or self._await_cause(0)
         if not cause and not self._is_first("reader"):
             cause = self._await_cause(HEARTBEAT_TIMEOUT + ANSWER_SECONDS)
         return cause or self._read_heartbeats(error)

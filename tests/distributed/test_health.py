@@ -225,6 +225,24 @@ def test_an_unreachable_store_is_named() -> None:
         raise health.explain(RuntimeError("gloo"))
 
 
+def test_ranks_know_the_cause_after_rank_0_has_ended_with_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that exchanges nothing with the lost rank gets its error from the ranks that do, when they have ended."""
+    silenced: list[None] = []
+    monkeypatch.setattr(health, "silence_errors", lambda: silenced.append(None))
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("localhost", store.port, is_master=False)
+    monitors = [HealthMonitor(client, RankInfo(rank, 4, rank), "rank 0") for rank in (1, 2)]
+    for monitor in monitors:
+        monitor.start()
+    dist.PrefixStore("health", store).set("cause", "rank 3 is dead")
+    time.sleep(1.5)
+    del store
+    for monitor in monitors:
+        assert str(monitor.explain(RuntimeError("gloo"))).startswith("rank 3 is dead")
+        monitor.stop()
+    assert len(silenced) == 2  # rank 0 has reported it
+
+
 @pytest.mark.slow
 def test_workers_save_and_exit_when_torchrun_is_killed(text: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
