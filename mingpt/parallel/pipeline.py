@@ -122,7 +122,7 @@ class PipelineParallel(Strategy):
         self.loss_sums: list[Tensor] = []  # sum of the losses of each micro-batch, in the last stage
         context.exit_callbacks.append(self._release)
         waits = num_stages - 1
-        self.description = {
+        self.description = inner.description | {
             "pipeline": f"replicas x stages: {len(replicas)} x {num_stages}, {schedule}, {self.count} micro-batches of "
             f"{self.size}: each stage waits {waits / (self.count + waits):.0%} of the time"
         }
