@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from mingpt.errors import PeerError, UserError, is_oom_error
+from mingpt.files import replace_file
 from mingpt.files import check_temporary_folder
 from mingpt.monitoring.logging import configure_logging, logger
 from mingpt.system.signals import is_interactive
@@ -104,8 +105,8 @@ def write_error_file(message: str, call_stack: str) -> None:
     if file is None:
         return
     details = {"py_callstack": call_stack, "timestamp": str(int(time.time()))}
-    with suppress(OSError):
-        Path(file).write_text(json.dumps({"message": {"message": message, "extraInfo": details}}))
+    with suppress(OSError):  # torchrun, which may stop this process now, must not read a part of the file
+        replace_file(Path(file), json.dumps({"message": {"message": message, "extraInfo": details}}))
 
 
 def exit_process(status: int) -> None:
