@@ -13,8 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from mingpt.errors import PeerError, UserError, is_oom_error
-from mingpt.files import replace_file
-from mingpt.files import check_temporary_folder
+from mingpt.files import check_temporary_folder, replace_file
 from mingpt.monitoring.logging import configure_logging, logger
 from mingpt.system.signals import is_interactive
 
