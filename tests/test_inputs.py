@@ -37,10 +37,6 @@ YAML = [
     (b"model: {n_layer: 2\n", ["line 2"]),
     (b"model: \xff\xfe\n", ["#x00ff", "position 7"]),
     (b"just words\n", ["'just words'", "data, model"]),
-    (b"0\n", ["'0'", "data, model"]),
-    (b"[model]\n", ["model", "data, model"]),
-    (b"[" * 1000, ["recursion"]),
-    (b"model: &a {n_layer: *a}\n", ["recursion"]),
     (b"data: {path: {{ path }}}\n", ["data.path", "line 1"]),  # a template without its value
     (b"model:\n  n_layer: 2\n  n_head: 2\n  n_layer: 3\n", ["duplicate key model.n_layer", "line 4"]),
     (b"model: [n_layer]\n", ["model (in ", "['n_layer']", "must hold keys"]),
@@ -48,7 +44,6 @@ YAML = [
     (b"modle:\n  n_layer: 2\n", ["modle.n_layer (in ", "line 2", "nearest is model.n_layer"]),
     (b"trainer: {max_step: 2}\n", ["trainer.max_step (in ", "nearest is trainer.max_steps"]),
     (b"max_steps: 2\n", ["max_steps (in ", "nearest is trainer.max_steps"]),
-    (b"model: {max_steps: 2}\n", ["model.max_steps (in ", "nearest is trainer.max_steps"]),
     (b"distributed: {survive: true}\n", ["distributed.survive", "no longer a key", "trainer.save_overhead"]),
 ]
 # Options, and parts of the message
@@ -59,19 +54,14 @@ OPTIONS = [
     ("stray --trainer.max_step 3", ["stray", "--help"]),
     ("trainer.max_steps 30", ["write --trainer.max_steps"]),
     ("--data.path a.txt text.txt", ["text.txt", "quote a pattern"]),
-    ("--trainer.max_step 3", ["trainer.max_step (in the command line)", "nearest is trainer.max_steps"]),
     ("--optimizer.lr 3", ["optimizer.lr", "nearest is optimizer.learning_rate"]),
     ("--eval_iters=3", ["eval_iters", "nearest is trainer.eval_windows"]),
-    ("--distributed.survive true", ["no longer a key"]),
     ("--trainer.max_steps", ["trainer.max_steps", "''"]),
-    ("--trainer.max_steps --model.n_layer 2", ["trainer.max_steps", "''"]),
     # Text and places
     ("--trainer.run_dir ''", ["trainer.run_dir", "''", "at least 1 character"]),
-    ("--trainer.run_dir null", ["trainer.run_dir", "None"]),
     ("--trainer.run_dir s3://bucket/run", ["trainer.run_dir", "'s3://bucket/run'", "a folder of this machine"]),
     ("--trainer.snapshot_path 's3://$UNSET/a'", ["trainer.snapshot_path", "$UNSET", "null or ", "environment"]),
     ("--distributed.init_method http://a", ["'http://a'", "tcp://host:port", "null"]),
-    ("--distributed.init_method tcp://host", ["'tcp://host'", "tcp://host:port"]),
     ("--distributed.init_method tcp://host:65536", ["tcp://host:port"]),
     ("--distributed.init_method file://a/b", ["file:///path"]),
     ("--distributed.strategy dp", ["'ddp'", "DataParallel", "torchrun"]),
@@ -93,7 +83,6 @@ OPTIONS = [
     (f"{STAGES} --distributed.pipeline_stages 5", ["pipeline_stages is 5", "model.n_layer, 2"]),
     # What the environment, the machine or the text lacks
     ("--data.path none.txt", ["data.path", "No such file", "none.txt"]),
-    ("--data.path *.md", ["data.path", "No such file", "*.md"]),
     ("--data.path folder", ["data.path", "folder/*.txt, in quotes"]),
     ("--data.path nosuch::file:///text.txt", ["data.path", "nosuch::file:///text.txt"]),
     ("--model.n_embd 65536", ["out of memory before the first step"]),
@@ -242,12 +231,10 @@ def test_fp16_of_a_snapshot_conflicts_like_a_configured_one(options: str) -> Non
     assert "in fp16 (trainer.precision: auto)" in message
 
 
-# Other scripts
+# Files of any mode
 
 
 PROGRAMS = {"sample.py": sample.run, "export.py": export.run, "mingpt.snapshot": listing.run, "plot.py": plot.run}
-
-
 COMMANDS = {
     "train": ["main.py", *run_args(Path("runs/new"), "books/text.txt", trainer__max_steps=1)],
     "resume": ["main.py", *run_args(Path("runs/old"), "books/text.txt", trainer__max_steps=2)],
@@ -279,12 +266,8 @@ def test_files_of_any_mode_work_or_are_named_in_one_message(tmp_path: Path) -> N
     for place, mode, refused, working in MODES:
         for command in working.split():
             status, err = results[place, mode, command]
-            assert (status, "error" in err) == (0, False), (
-                place,
-                mode,
-                command,
-                err,
-            )  # transformers has a progress bar
+            # transformers shows a progress bar on stderr.
+            assert (status, "error" in err) == (0, False), (place, mode, command, err)
         for command in refused.split():
             status, err = results[place, mode, command]
             assert status == 2, (place, mode, command, err)

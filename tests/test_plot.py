@@ -34,13 +34,6 @@ def runs(folder: Path) -> list[Run]:
     return [replace(read_run(folder / name), name=name) for name in ("whole", "moved")]
 
 
-def write_metrics(folder: Path, *lines: str) -> Path:
-    """Makes a run folder with these lines in metrics.jsonl."""
-    folder.mkdir()
-    (folder / "metrics.jsonl").write_text("".join(lines))
-    return folder
-
-
 def row(event: str, step: int, **values: float | None) -> str:
     return json.dumps({"event": event, "step": step, "time": 1.5, **values}) + "\n"
 
@@ -54,10 +47,10 @@ def test_curves_and_restarts_are_read_from_the_rows(folder: Path, runs: list[Run
     assert [run.restarts for run in runs] == [[], [6]]
 
 
-def test_torn_rows_and_values_that_are_null_are_left_out(tmp_path: Path) -> None:
-    lines = [row("train", step, loss=value) for step, value in enumerate((1.5, None, 2))]
-    run = write_metrics(tmp_path / "run", *lines, row("train", 9), row("train", 10, loss=3)[:-3])
-    assert read_run(run).curves["loss"] == ([0, 2], [1.5, 2])
+def test_values_that_are_null_or_missing_are_left_out(tmp_path: Path) -> None:
+    rows = [row("train", step, loss=value) for step, value in enumerate((1.5, None, 2))]
+    (tmp_path / "metrics.jsonl").write_text("".join([*rows, row("train", 9)]))
+    assert read_run(tmp_path).curves["loss"] == ([0, 2], [1.5, 2])
 
 
 def count_pixels(file: Path, color: str) -> int:
@@ -104,8 +97,9 @@ def test_the_plot_fits_the_terminal(folder: Path, tmp_path: Path) -> None:
 def test_each_mistake_is_one_message(
     argv: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    write_metrics(tmp_path / "run", row("train", 1, loss=2.5))
-    write_metrics(tmp_path / "no_loss", row("start", 0), row("train", 1), row("eval", 1, val_loss=2.5))
+    for name, rows in (("run", row("train", 1, loss=2.5)), ("no_loss", row("start", 0) + row("eval", 1, val_loss=2.5))):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text(rows)
     monkeypatch.chdir(tmp_path)
     assert exit_status_of(plot.run, argv.split()) == 2
     out, err = capsys.readouterr()

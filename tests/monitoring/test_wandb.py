@@ -1,26 +1,11 @@
 """trainer.wandb_project, with the real wandb in its offline mode, and without it."""
 
-import os
-import re
 from pathlib import Path
 
-import psutil
 import pytest
 
 from mingpt.monitoring import run_log
-from tests.helpers import (
-    assert_one_message,
-    main_process,
-    read_log,
-    read_rows,
-    run_args,
-    run_captured,
-    run_each_captured,
-    run_main,
-    run_ranks,
-    start_ranks,
-    wait_for_step,
-)
+from tests.helpers import assert_one_message, run_args, run_captured, run_each_captured, run_main, run_ranks
 
 
 def test_a_run_and_its_resumption_are_one_run_of_the_project(
@@ -39,29 +24,6 @@ def test_a_run_and_its_resumption_are_one_run_of_the_project(
     assert len(files) == 2
     for file in files:
         assert all(word in file.read_bytes() for word in (b"letters", b"tokens_per_second", b"val_loss"))
-
-
-@pytest.mark.slow
-def test_training_continues_when_the_process_of_wandb_is_killed(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("wandb", reason="wandb is not installed")
-    run_dir = tmp_path / "run"
-    argv = run_args(run_dir, text, trainer__wandb_project="letters", trainer__max_steps=100_000)
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    [process], _ = start_ranks(1, main_process, argv, os.devnull, tmp_path / "stderr", tmp_path=tmp_path)
-    wait_for_step(run_dir, 20)
-    for child in psutil.Process(process.pid).children():
-        if "wandb" in child.name():
-            child.kill()
-    wait_for_step(run_dir, read_rows(run_dir)[-1]["step"] + 20)
-    process.terminate()
-    process.join(60)
-    assert process.exitcode == 143
-    err = read_log(tmp_path / "stderr")
-    assert re.findall(r"^warning: .*$", err, re.MULTILINE) == err.splitlines()
-    assert err.count("metrics can't be written to Weights & Biases") == len(err.splitlines()) == 1
 
 
 def test_without_wandb_nothing_is_written(
