@@ -316,7 +316,7 @@ TOUR_OUTPUT = {
     "Sampler": r"\[\[(\d+\s*){14}",
     "ZeRO and FSDP": r"\n27\n",
     "Memory of a rank": r"memory measured.*optimizer state 3\.1 MiB",
-    "Mixed precision and loss scaling": r"step +100/100 +loss 2\.[12]",
+    "Mixed precision and loss scaling": r"step +100/100 +loss 2\.[23]",
     "Activation checkpointing": r"\n24\n",
     "CPU offload": r"error: distributed.cpu_offload",
     "Pipeline parallelism": r"each stage waits 20% of the time(.*\n)*.*memory measured.* 6\.\d MiB per rank",
