@@ -89,19 +89,14 @@ def draw(runs: Sequence[Run], file: Path) -> None:
         raise UserError(f"--out: {file} can't be written: {error}; name another file") from error
 
 
-def terminal_plot(runs: Sequence[Run], width: int, height: int, color: bool) -> str:
-    """Returns a plot of losses (lines) and validation losses (dots).
-
-    Args:
-        width: columns
-        height: rows
-        color: whether to use color codes of terminals
-    """
+def terminal_plot(runs: Sequence[Run]) -> str:
+    """Returns a plot of losses (lines) and validation losses (dots) of the terminal's width, in color on a terminal."""
     import plotext  # noqa: PLC0415
 
+    columns, rows = shutil.get_terminal_size()
     plotext.terminal.limit(False, False)  # keeps width and height without a terminal
-    figure = plotext.figure.clear().theme("simple").canvas("default").plot_size(width, height)
-    figure.title("loss and validation loss, nats per character").label("step").legend(x=width - 12, ha="right")
+    figure = plotext.figure.clear().theme("simple").canvas("default").plot_size(columns, min(rows - 2, 30))
+    figure.title("loss and validation loss, nats per character").label("step").legend(x=columns - 12, ha="right")
     for run in runs:
         figure.draw(figure.signal(*run.curves["loss"]).lines().label(f"loss of {run.name}"))
         if run.curves["val_loss"][0]:
@@ -109,7 +104,7 @@ def terminal_plot(runs: Sequence[Run], width: int, height: int, color: bool) -> 
     last_step = max(run.curves["loss"][0][-1] for run in runs)
     ticks = sorted({last_step * i // 4 for i in range(5)})
     figure.ruler("x").ticks(ticks, [f"{tick:,}" for tick in ticks])
-    return figure.build().string(colorless=not color)
+    return figure.build().string(colorless=not sys.stdout.isatty())
 
 
 def run(argv: Sequence[str]) -> None:
@@ -125,8 +120,7 @@ def run(argv: Sequence[str]) -> None:
     if out.is_dir():
         out /= "plot.png"
     draw(runs, out)
-    columns, rows = shutil.get_terminal_size()
-    print(terminal_plot(runs, columns, min(rows - 2, 30), sys.stdout.isatty()), end="")
+    print(terminal_plot(runs), end="")
     print(f"drawn: {out}", flush=True)
 
 

@@ -39,7 +39,6 @@ REMOVED_KEYS = {
     "trainer.save_minutes": "remove it; trainer.save_overhead decides how often snapshots are saved",
 }
 MAX_STEPS = 99_999_999  # names of snapshots have eight digits: step_00000500.pt
-MAX_THREADS = 1024  # more than the cores of any machine; a million would exhaust the threads that a machine can start
 
 
 def _expand_path(path: str) -> str:
@@ -175,7 +174,7 @@ class TrainerConfig:
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """autocast dtype: fp32, bf16, fp16 (CUDA only); auto: bf16 where hardware supports it, else fp32"""
 
-    threads: Annotated[int, Field(ge=1, le=MAX_THREADS)] | Literal["auto"] = "auto"
+    threads: PositiveInt | Literal["auto"] = "auto"
     """CPU threads per rank; auto: OMP_NUM_THREADS, else idle cores, or CPU quota, divided by local ranks"""
 
     compile: bool = False

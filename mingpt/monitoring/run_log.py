@@ -4,7 +4,6 @@ A row is an event (start, train, eval, sample, snapshot, stop) at a step, with v
 """
 
 import errno
-import importlib.util
 import json
 import math
 import os
@@ -35,7 +34,7 @@ class RunLog:
         """Writes config.yaml and opens all sinks. They remove the rows of later steps than `step`.
 
         Raises:
-            UserError: the run folder can't be written, or wandb refuses to start.
+            UserError: the run folder can't be written, or wandb is missing or refuses to start.
         """
         folder = Path(config.trainer.run_dir)
         try:
@@ -158,13 +157,18 @@ class WeightsAndBiases:
     steps that it already has.
 
     Raises:
-        UserError: wandb refuses to start, for example without an API key.
+        UserError: wandb is not installed, or refuses to start, for example without an API key.
     """
 
     name = "Weights & Biases"
 
     def __init__(self, config: Config) -> None:
-        import wandb  # noqa: PLC0415 - optional, and slow
+        try:
+            import wandb  # noqa: PLC0415 - optional, and slow
+        except ImportError as error:
+            raise UserError(
+                f"trainer.wandb_project: {error}; run `pip install wandb`, or set the key to null"
+            ) from error
 
         folder = Path(config.trainer.run_dir)
         file = folder / "wandb_id"
@@ -192,14 +196,6 @@ class WeightsAndBiases:
     def close(self) -> None:
         """Waits until the values are sent."""
         self.run.finish()
-
-
-def check_wandb(project: str | None) -> None:
-    """Raises a UserError if there is a project and wandb, which is optional, is not installed."""
-    if project is not None and importlib.util.find_spec("wandb") is None:
-        raise UserError(
-            f"trainer.wandb_project is {project}, which needs wandb: run `pip install wandb`, or set the key to null"
-        )
 
 
 class StepTimer:

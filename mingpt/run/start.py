@@ -17,7 +17,6 @@ from mingpt.distributed.context import DistributedContext
 from mingpt.errors import UserError
 from mingpt.files import replace_file
 from mingpt.monitoring.logging import logger
-from mingpt.monitoring.run_log import check_wandb
 from mingpt.snapshot.folder import open_folders
 from mingpt.snapshot.format import KEPT_KEYS, split_header
 from mingpt.snapshot.load import fit_config, load_initial_weights, load_pretrained, new_run_advice
@@ -39,8 +38,6 @@ def prepare_run(config: Config, context: DistributedContext) -> None:
     versions = {"PyTorch's version": str(torch.__version__), "the code's SHA-256": code_digest()}
     check_equal(context, {**versions, **keys_without_places(config_to_dict(config))})
     refuse(find_start_conflicts(config, context.world_size, context.device.type))
-    with shared_errors(context):
-        check_wandb(config.trainer.wandb_project)
     with context.long_timeout(), shared_errors(context):
         if context.local_rank == 0:
             write_default_text(config)
@@ -61,7 +58,7 @@ def write_default_text(config: Config) -> None:
     contain the same paragraphs, which would be in the training part and in the validation part.
     """
     path = Path(config.data.path)
-    is_default = config.data.path == DataConfig().path and path.resolve() == (ROOT / path).resolve()
+    is_default = config.data.path == DataConfig().path and ROOT.samefile(".")
     if not is_default or path.exists():
         return
     try:

@@ -76,7 +76,7 @@ def read_corpus(path: str, extra_characters: str = "", verbose: bool = True) -> 
     Args:
         path: file, glob or fsspec URL
         extra_characters: distinct characters to add to the vocabulary
-        verbose: show the progress, and warn of HTML pages
+        verbose: show the progress, and warn of an HTML page
 
     Raises:
         UserError: the text is missing, unreadable, empty or not UTF-8.
@@ -92,7 +92,11 @@ def read_corpus(path: str, extra_characters: str = "", verbose: bool = True) -> 
     dtype = np.dtype(np.uint8)
     content = bytearray()  # the bytes of all tokens; unlike an array, it grows in place
     with tqdm(desc="reading", total=size or None, unit="B", **bar_options) as bar:
-        for text in _read(fs, files, verbose):
+        for text in _read(fs, files):
+            if verbose and not content and text.lstrip().lower().startswith(("<!doctype html", "<html")):
+                logger.warning(
+                    f"data.path: {path} is an HTML page, and its tags become part of the text; look for plain text"
+                )
             chunk = text.encode()
             digest.update(chunk)
             bar.update(len(chunk))
@@ -148,7 +152,7 @@ def _reason(error: Exception) -> str:
     return f"{type(cause).__name__}: {cause}"
 
 
-def _read(fs: fsspec.AbstractFileSystem, files: Sequence[dict[str, Any]], verbose: bool) -> Iterator[str]:
+def _read(fs: fsspec.AbstractFileSystem, files: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yields the characters of the files in chunks."""
     for name in [file["name"] for file in files]:
         try:
@@ -156,7 +160,7 @@ def _read(fs: fsspec.AbstractFileSystem, files: Sequence[dict[str, Any]], verbos
             source = io.FileIO(name) if isinstance(fs, LocalFileSystem) else io.BytesIO(fs.cat_file(name))
             open_content = DECOMPRESSORS.get(os.path.splitext(name)[1], io.BufferedReader)
             with source, open_content(source) as content:
-                yield from _decode(content, name, verbose)
+                yield from _decode(content, name)
         except UserError:
             raise
         except Exception as error:  # each file system and each compression raises different exceptions
@@ -165,10 +169,8 @@ def _read(fs: fsspec.AbstractFileSystem, files: Sequence[dict[str, Any]], verbos
             ) from error
 
 
-def _decode(content: io.BufferedReader, name: str, verbose: bool) -> Iterator[str]:
+def _decode(content: io.BufferedReader, name: str) -> Iterator[str]:
     """Yields the characters of a file in chunks, without a byte-order mark."""
-    if verbose and content.peek(1).lstrip().lower().startswith((b"<!doctype html", b"<html")):
-        logger.warning(f"data.path: {name} is an HTML page, and its tags become part of the text; look for plain text")
     with io.TextIOWrapper(content, encoding="utf-8-sig", newline="\n") as file:
         try:
             while text := file.read(CHUNK_SIZE):

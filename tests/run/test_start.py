@@ -58,7 +58,7 @@ def test_a_missing_default_text_is_written_and_an_existing_one_is_kept(
 
 def test_only_the_default_text_of_the_checkout_is_written(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_default_text(Config(data=DataConfig(path="data/other.txt")))
-    monkeypatch.setattr(start, "ROOT", checkout / "elsewhere")
+    monkeypatch.setattr(start, "ROOT", checkout.parent)
     write_default_text(Config())
     assert os.listdir(checkout) == []
 
