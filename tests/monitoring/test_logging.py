@@ -111,16 +111,6 @@ def test_the_end_of_a_program_does_not_end_a_session(monkeypatch: pytest.MonkeyP
         exit_process(2)
 
 
-def test_a_script_whose_reader_closes_stdout_succeeds() -> None:
-    code = "import sys; from mingpt.program import run_program; "
-    code += "sys.exit(run_program(lambda argv: print('line\\n' * 10**6), []))"
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", code], env=clean_env(), **pipes) as process:
-        assert process.stdout.readline() == b"line\n"
-        process.stdout.close()
-        assert (process.wait(60), process.stderr.read()) == (0, b"")
-
-
 def test_training_continues_when_the_reader_of_stdout_ends(text: Path, tmp_path: Path) -> None:
     """As in `main.py | head -1`; SIGTERM then still saves."""
     run_dir = tmp_path / "run"
