@@ -11,7 +11,7 @@ import time
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -23,12 +23,12 @@ from mingpt.errors import UserError
 from mingpt.monitoring.logging import logger
 from mingpt.monitoring.profiler import profile_steps
 from mingpt.monitoring.run_log import RunLog, StepTimer
-from mingpt.optim.finite_guard import FiniteGuard
+from mingpt.optim.finite_guard import check_finite, check_gradient
 from mingpt.optim.optimizer import learning_rate
 from mingpt.parallel.build import build_strategy
 from mingpt.parallel.memory import measure_memory
 from mingpt.run import summary
-from mingpt.run.evaluation import choose_sample_prompt, evaluate, evaluation_batch_size, generate_sample
+from mingpt.run.evaluation import choose_sample_prompt, evaluate, generate_sample
 from mingpt.run.numerics import set_numerics
 from mingpt.run.progress import Progress, StepResult
 from mingpt.run.start import adopt_snapshot, initial_weights, load_corpus, lock_run
@@ -39,16 +39,6 @@ from mingpt.snapshot.manager import SnapshotManager
 from mingpt.system.device import device_kind, gpu_metrics
 from mingpt.system.signals import EXIT_STATUS, SignalHandler
 from model import GPT
-
-
-class Due(NamedTuple):
-    """What is due after a step."""
-
-    log: bool
-    evaluation: bool
-    sample: bool
-    scheduled_snapshot: bool  # trainer.save_every asks for it, or the run ends
-    snapshot: bool  # for any reason
 
 
 class Trainer:
@@ -111,7 +101,6 @@ class Trainer:
             self.progress.load_state_dict(newest.header, self.corpus.sha256)
             self.snapshots.restore(newest, self.strategy)
 
-        self.guard = FiniteGuard(self.strategy.scaler, context.device, config.optimizer)
         self.timer = StepTimer(self.progress.samples)
         self.signals = SignalHandler()
         self.stop_signal = 0
@@ -237,38 +226,28 @@ class Trainer:
         self.progress.val_loss = None
         return StepResult(batch, losses, grad_norm, lr)
 
-    def find_due(self, is_snapshot_due: bool) -> Due:
-        """Returns what is due after this step, before its evaluation or after it, which may end the run."""
-        cfg = self.config.trainer
-        is_scheduled = self.is_due(cfg.save_every) or self.is_done()
-        return Due(
-            log=self.progress.step == 1 or self.is_due(cfg.log_every),
-            evaluation=self.is_due(cfg.eval_every),
-            sample=self.is_due(cfg.sample_every),
-            scheduled_snapshot=is_scheduled,
-            snapshot=is_scheduled or is_snapshot_due or self.progress.best.step == self.progress.step,
-        )
-
     def after_step(self, result: StepResult, is_snapshot_due: bool) -> None:
         """Logs, evaluates, generates a sample and saves what is due after a step, in this order."""
+        cfg = self.config.trainer
         step = self.progress.step
-        due = self.find_due(is_snapshot_due)
+        is_log_due = step == 1 or self.is_due(cfg.log_every)
+        is_other_due = any(map(self.is_due, (cfg.eval_every, cfg.sample_every, cfg.save_every)))
+        is_any_due = is_log_due or is_other_due or is_snapshot_due or self.is_done()
         is_cpu = self.context.device.type == "cpu"  # otherwise, reading a value waits for the device
-        self.guard.watch(result.grad_norm)
-        if any(due) or is_cpu:
-            self.guard.check(step)
+        if is_any_due or is_cpu:
+            check_gradient(step, result.grad_norm, self.strategy.scaler, self.config.optimizer)
         loss = None
-        if due.log or (is_cpu and self.context.world_size == 1):
+        if is_log_due or (is_cpu and self.context.world_size == 1):
             loss = self.strategy.mean_loss(result.losses).item()
-            self.guard.check_value(step, "loss", loss)
+            check_finite(step, "loss", loss, self.config.optimizer)
         self.log.advance(step, loss)
-        if due.log:
+        if is_log_due:
             row = self.train_row(result)
         with self.timer.pause():  # tokens per second are of steps only
-            if any(due):
+            if is_any_due:
                 with shared_errors(self.context):
                     self.lock.check()
-            if due.log:
+            if is_log_due:
                 self.log.write("train", step, loss=loss, **row)
             if step == self.first_step + 1:
                 usage = measure_memory(self.strategy)  # on all ranks
@@ -276,15 +255,14 @@ class Trainer:
             epoch = result.batch.stop // len(self.train_data)
             if epoch > result.batch.start // len(self.train_data):
                 logger.info(f"step {step}: epoch {epoch} is over ({len(self.train_data):,} windows)")
-            if due.evaluation:
-                self.evaluate()
-                due = self.find_due(is_snapshot_due)  # trainer.patience may end the run with this step
-            if due.sample:
-                prompt = self.sample_prompt
-                text = generate_sample(self.strategy, self.corpus.vocabulary, prompt, self.config.trainer.seed)
+            if self.is_due(cfg.eval_every):
+                self.evaluate()  # trainer.patience may end the run with this step
+            if self.is_due(cfg.sample_every):
+                text = generate_sample(self.strategy, self.corpus.vocabulary, self.sample_prompt, cfg.seed)
                 self.log.write("sample", step, text=text)
-            if due.snapshot:
-                self.save_snapshot(due.scheduled_snapshot)
+            is_scheduled = self.is_due(cfg.save_every) or self.is_done()
+            if is_scheduled or is_snapshot_due or self.progress.best.step == step:
+                self.save_snapshot(is_scheduled)
             self.log_saves()
 
     def train_row(self, result: StepResult) -> dict[str, Any]:
@@ -307,8 +285,8 @@ class Trainer:
         began = time.perf_counter()
         step = self.progress.step
         self.log.show("val", "evaluating")
-        val_loss = evaluate(self.strategy, self.val_data, evaluation_batch_size(self.config.trainer))
-        self.guard.check_value(step, "validation loss", val_loss)
+        val_loss = evaluate(self.strategy, self.val_data)
+        check_finite(step, "validation loss", val_loss, self.config.optimizer)
         self.progress.set_val_loss(val_loss, counts=step % self.config.trainer.eval_every == 0)
         self.log.write("eval", step, val_loss=val_loss, seconds=time.perf_counter() - began)
 

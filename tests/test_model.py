@@ -91,16 +91,6 @@ def test_parameters_have_the_names_of_gpt_2(bias: bool) -> None:
     assert set(model.state_dict()) == {name for name, _ in model.named_parameters()} == expected
 
 
-def test_nanochat_has_only_weights_of_linear_layers_and_embeddings() -> None:
-    matrices = [name for name in BLOCK if "ln_" not in name]
-    expected = {"transformer.wte.weight", "lm_head.weight"}
-    expected |= {f"transformer.h.{i}.{name}.weight" for i in range(2) for name in matrices}
-    model = small_gpt(architecture="nanochat", bias=True)
-    assert set(model.state_dict()) == {name for name, _ in model.named_parameters()} == expected
-    convs = {f"transformer.h.{i}.conv_{j}.weight" for i in range(2) for j in (1, 2)}
-    assert set(small_gpt(architecture="nanochat", conv_kernel_size=3).state_dict()) == expected | convs
-
-
 def test_a_convolution_equals_pytorchs_and_is_the_identity_at_the_start() -> None:
     conv, x = CausalConv(5, kernel_size=3), torch.randn(2, 7, 5, generator=torch.Generator().manual_seed(1))
     assert torch.equal(conv(x), x)

@@ -156,17 +156,6 @@ def test_the_last_step_does_not_move_when_patience_ends_the_run(tmp_path: Path) 
     assert [row["step"] for row in read_rows(run_dir, "snapshot")] == [12]
 
 
-def test_the_start_counts_epochs_with_the_batch_sizes_of_all_steps(text: Path, tmp_path: Path) -> None:
-    """Of 167 windows: 4 steps of 80, then 4 of 7."""
-    argvs = [
-        run_args(tmp_path / "run", text, trainer__max_steps=4, trainer__batch_size=80),
-        run_args(tmp_path / "run", text, trainer__max_steps=8),
-    ]
-    first, second = run_on("cpu", 1, argvs, tmp_path)
-    assert f"4 steps = {4 * 80 / 167:.2f} epochs\n" in first
-    assert f"8 steps = {(4 * 80 + 4 * 7) / 167:.2f} epochs\n" in second
-
-
 # Any number of ranks
 
 EPOCH = {

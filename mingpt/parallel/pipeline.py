@@ -6,7 +6,7 @@ Pipeline Parallelism for DNN Training", 2019). The ranks with the same stage use
 """
 
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.profiler import record_function
 
-from char_dataset import CharDataset, ValidationDataset
+from char_dataset import CharDataset
 from mingpt.config.schema import Config, GPTConfig
 from mingpt.distributed.agreement import reduce_object
 from mingpt.distributed.context import DistributedContext
@@ -100,6 +100,7 @@ class PipelineParallel(Strategy):
         received, _ = my_stage.io_shapes(batch_size=1)
         example = torch.zeros_like(received, device=context.device)
         self.inner = inner = build_data_parallel(my_stage, data_parallel, config, precision, example)
+        self.replicas = data_parallel
         self.device = inner.device
         self.dtype = inner.dtype
         self.scaler = inner.scaler
@@ -135,7 +136,7 @@ class PipelineParallel(Strategy):
     def micro_batches(self, batch: range) -> list[MicroBatch]:
         """Returns this replica's share, which the schedule divides. It may extend beyond the end of a short batch."""
         share = self.size * self.count
-        first = batch.start + self.inner.context.rank * share
+        first = batch.start + self.replicas.rank * share
         return [MicroBatch(range(first, first + share), share / len(batch), batch)]
 
     def forward_backward(self, micro_batch: MicroBatch, data: CharDataset) -> list[Tensor]:
@@ -149,19 +150,15 @@ class PipelineParallel(Strategy):
         self.stage.seeds = hash64(self.config.trainer.seed, first_samples, self.pipeline.rank).tolist()
         self.loss_factor = self.inner.loss_factor / num_targets
         self.scaler.scale(torch.zeros((), device=self.device))  # without a scaled loss, `unscale_` raises an error
-        losses = [loss / num_targets for loss in self._run(self.schedule.step, idx, targets)]
-        return losses or [torch.zeros((), device=self.device)]
-
-    def _run(self, run_schedule: Callable[..., None], idx: Tensor, targets: Tensor) -> list[Tensor]:
-        """Passes micro-batches through all stages. In the last stage, it returns the sum of each one's losses."""
         self.loss_sums = []
         inputs = self.to_device(idx.contiguous()) if self.stage.is_first else ()  # contiguous: PyTorch < 2.13
         target = self.to_device(targets)[0] if self.stage.is_last else None
         try:
-            run_schedule(*inputs, target=target, return_outputs=False)
+            self.schedule.step(*inputs, target=target, return_outputs=False)
         except RuntimeError as error:  # PyTorch wraps the errors of a stage, such as out-of-memory errors
             raise error.__cause__ or error from None
-        return self.loss_sums
+        losses = [loss / num_targets for loss in self.loss_sums]
+        return losses or [torch.zeros((), device=self.device)]
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Returns the loss of a micro-batch. The schedule calls this method in the last stage."""
@@ -178,25 +175,6 @@ class PipelineParallel(Strategy):
             overflow = 0 * self.total_norm(self.gradients)  # NaN if a stage overflows: all ranks skip the step
             for gradient in self.gradients.values():
                 to_local(gradient).add_(overflow)
-        return losses
-
-    @property
-    def batches_per_round(self) -> int:
-        """Each replica evaluates one batch per micro-batch of a step."""
-        return self.count * self.inner.context.world_size
-
-    @torch.no_grad()
-    def evaluate_round(self, batches: list[range], data: ValidationDataset) -> Tensor:
-        losses = torch.zeros(len(batches), device=self.context.device)
-        first = self.count * self.inner.context.rank
-        mine = batches[first : first + self.count]
-        filled = mine + batches[:1] * (self.count - len(mine))
-        idx, targets = (torch.cat(parts) for parts in zip(*(data[batch] for batch in filled), strict=True))
-        self.full_model.eval()
-        loss_sums = self._run(self.schedule.eval, idx, targets)
-        self.full_model.train()
-        for i, (batch, loss_sum) in enumerate(zip(mine, loss_sums, strict=False)):
-            losses[first + i] = loss_sum / data.count(batch)
         return losses
 
     def total_norm(self, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -238,8 +216,10 @@ class PipelinedModel(nn.Module):
 
     generate = GPT.generate
 
-    def forward(self, idx: Tensor, targets: None = None, cache: KVCache | None = None) -> tuple[Tensor, None]:
-        """(B, T) characters -> logits (B, T, V), on each rank"""
+    def forward(
+        self, idx: Tensor, targets: Tensor | None = None, cache: KVCache | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns logits and loss like `GPT.forward`, on each rank."""
         x = idx
         last = self.pipeline.world_size - 1
         for stage in range(self.pipeline.world_size):
@@ -249,7 +229,7 @@ class PipelinedModel(nn.Module):
                 width = self.config.vocab_size if stage == last else self.config.n_embd
                 x = torch.empty(*idx.shape, width, device=idx.device)
             self.pipeline.broadcast_tensor(x, stage)
-        return x, None
+        return x, None if targets is None else cross_entropy(x, targets)
 
 
 class _Stage(PipelineStage):
@@ -262,8 +242,7 @@ class _Stage(PipelineStage):
         self.seeds: list[int] = []  # dropout seed of each micro-batch
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        if self.has_backward:
-            seed_device(self.device, self.seeds[fwd_chunk_id])
+        seed_device(self.device, self.seeds[fwd_chunk_id])
         with record_function(f"forward {fwd_chunk_id}"), self.autocast():
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 

@@ -63,6 +63,7 @@ class Strategy:
         is_sharded: each rank holds only a part of the state, so all ranks must call `iter_full_state`
         model: model for micro-batches
         full_model: model for evaluation and generation; all ranks call it together
+        replicas: ranks that each evaluate another batch; all ranks, except for pipeline stages
         optimizer: its step updates all parameters on all ranks
         scaler: gradient scaler, enabled in fp16
         description: rows for the summary at the start
@@ -77,6 +78,7 @@ class Strategy:
 
     def __init__(self, model: nn.Module, context: DistributedContext, config: Config, precision: str) -> None:
         self.context = context
+        self.replicas = context
         self.config = config
         self.dtype = DTYPES[precision]
         self.device = torch.device("cpu") if config.distributed.cpu_offload else context.device
@@ -189,27 +191,14 @@ class Strategy:
 
     # Evaluation
 
-    @property
-    def batches_per_round(self) -> int:
-        """The number of batches that the ranks evaluate at once."""
-        return self.context.world_size
-
     @torch.no_grad()
-    def evaluate_round(self, batches: list[range], data: ValidationDataset) -> Tensor:
-        """Returns the mean loss of each batch that this rank evaluates, and 0 for other batches: (len(batches),).
-
-        Args:
-            batches: at most `batches_per_round` batches, the same on all ranks
-        """
-        losses = torch.zeros(len(batches), device=self.context.device)
-        rank = self.context.rank
-        idx, targets = data[batches[rank % len(batches)]]  # spare ranks compute, too: sharded strategies gather
+    def evaluate(self, batch: range, data: ValidationDataset) -> Tensor:
+        """Returns the mean loss of a batch of windows. All ranks call it together, and each replica has its batch."""
+        idx, targets = data[batch]
         self.full_model.eval()
         loss = self.compute_loss(self.full_model, idx, targets)
         self.full_model.train()
-        if rank < len(batches):
-            losses[rank] = loss
-        return losses
+        return loss
 
     # Snapshots
 

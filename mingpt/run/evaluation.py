@@ -5,7 +5,6 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from char_dataset import ValidationDataset
-from mingpt.config.schema import TrainerConfig
 from mingpt.parallel.strategy import Strategy
 from mingpt.text.corpus import encode
 
@@ -15,32 +14,27 @@ MAX_BATCH = 16  # windows in a forward pass where trainer.micro_batch_size is nu
 NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH, SDPBackend.OVERRIDEABLE]
 
 
-def evaluate(strategy: Strategy, data: ValidationDataset, batch_size: int) -> float:
+def evaluate(strategy: Strategy, data: ValidationDataset) -> float:
     """Returns the mean loss over all windows in nats per character, on all ranks.
 
     Batches have fixed bounds and one size, so that torch.compile compiles once; the last batch may go beyond the end of
-    the data. Each batch is evaluated by one rank, and losses of batches are added in order.
-
-    Args:
-        batch_size: number of windows in a batch
+    the data. Each batch is evaluated by one replica of the model, and losses of batches are added in order.
     """
-    batches = [range(start, start + batch_size) for start in range(0, len(data), batch_size)]
+    cfg = strategy.config.trainer
+    # The last bits of a loss depend on the size, so it does not depend on the number of ranks, like their shares do.
+    size = cfg.micro_batch_size or min(cfg.batch_size, MAX_BATCH)
+    batches = [range(start, start + size) for start in range(0, len(data), size)]
+    replicas = strategy.replicas
     rounds = []
-    for first in range(0, len(batches), strategy.batches_per_round):
-        losses = strategy.evaluate_round(batches[first : first + strategy.batches_per_round], data)
+    for first in range(0, len(batches), replicas.world_size):
+        number = min(first + replicas.rank, len(batches) - 1)  # spare ranks compute, too: sharded strategies gather
+        losses = torch.zeros(replicas.world_size, device=replicas.device)
+        losses[replicas.rank] = strategy.evaluate(batches[number], data)
         # One all-reduce at the end would exceed the timeout if a rank is slow and the text is long.
-        rounds.append(strategy.context.all_reduce(losses))
+        rounds.append(replicas.all_reduce(losses))
+    losses = torch.cat(rounds)[: len(batches)].cpu().double()
     counts = torch.tensor([data.count(batch) for batch in batches], dtype=torch.float64)
-    return ((torch.cat(rounds).cpu().double() * counts).sum() / counts.sum()).item()
-
-
-def evaluation_batch_size(config: TrainerConfig) -> int:
-    """Returns the number of windows in a forward pass.
-
-    It does not depend on the number of ranks, because the last bits of a loss depend on it. So without a
-    `micro_batch_size` it is not the rank's share of the batch, but a small number: evaluation keeps no activations.
-    """
-    return config.micro_batch_size or min(config.batch_size, MAX_BATCH)
+    return ((losses * counts).sum() / counts.sum()).item()
 
 
 def choose_sample_prompt(prompt: str | None, tokens: np.ndarray, vocabulary: str) -> str:

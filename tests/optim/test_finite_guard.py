@@ -1,47 +1,53 @@
 """Values that are not finite end a run with one message."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
 from mingpt.config.schema import OptimizerConfig
 from mingpt.errors import UserError
-from mingpt.optim.finite_guard import FiniteGuard
+from mingpt.optim.finite_guard import check_finite, check_gradient
+from tests.helpers import open_trainer, run_args
 
 
-def make_guard(scale: float | None = None, **keys: float | None) -> FiniteGuard:
+def check(step: int, norm: float, scale: float | None = None) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
-    return FiniteGuard(scaler, torch.device("cpu"), OptimizerConfig(**keys))
+    check_gradient(step, torch.tensor(norm), scaler, OptimizerConfig())
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_bad_norm_is_found_some_steps_later(bad: float) -> None:
+@pytest.mark.parametrize("clip", [1.0, None])
+def test_a_bad_norm_is_found_some_steps_later(
+    clip: float | None, bad: float, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a GPU, norms are read in steps with a log line or a snapshot."""
-    guard = make_guard()
-    guard.watch(torch.tensor(2.0))
-    guard.check(1)
-    for norm in (bad, 1.0):
-        guard.watch(torch.tensor(norm))
-    with pytest.raises(UserError, match=r"^step 3: the norm of the gradient is not finite; no snapshot contains"):
-        guard.check(3)
+    monkeypatch.setenv("TEST_INIT_METHOD", "file:///unused")
+    with open_trainer(*run_args(tmp_path / "run", text, optimizer__grad_norm_clip=clip)) as trainer:
+        check(1, trainer.train_step().grad_norm.item())
+        weight = trainer.model.blocks[0].mlp.c_fc.weight
+        hook = weight.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor(0), bad))
+        trainer.train_step()
+        hook.remove()
+        trainer.train_step()
+        norm = trainer.train_step().grad_norm.item()
+    with pytest.raises(UserError, match=r"^step 4: the norm of the gradient is not finite; no snapshot contains"):
+        check(4, norm)
 
 
 @pytest.mark.parametrize(
     ("clip", "advice"), [(0.5, "or optimizer.grad_norm_clip (0.5)"), (None, "or set optimizer.grad_norm_clip (null)")]
 )
 def test_the_message_names_the_keys_to_change(clip: float | None, advice: str) -> None:
-    guard = make_guard(learning_rate=0.25, grad_norm_clip=clip)
-    guard.check_value(3, "loss", 1.0)
+    config = OptimizerConfig(learning_rate=0.25, grad_norm_clip=clip)
+    check_finite(3, "loss", 1.0, config)
     with pytest.raises(UserError) as raised:
-        guard.check_value(3, "loss", math.nan)
+        check_finite(3, "loss", math.nan, config)
     assert str(raised.value).endswith(f"Lower optimizer.learning_rate (0.25) {advice}")
 
 
 def test_gradients_that_overflow_at_every_loss_scale_end_the_run() -> None:
-    guard = make_guard(scale=2e-4)
-    guard.watch(torch.tensor(math.inf))  # GradScaler skips this step
-    guard.check(1)
-    guard = make_guard(scale=5e-5)  # as after two more overflows
+    check(1, math.inf, scale=2e-4)  # GradScaler skips this step
     with pytest.raises(UserError, match=r"^step 2: in fp16, the gradients have overflowed at every loss scale"):
-        guard.check(2)
+        check(2, math.inf, scale=5e-5)  # as after two more overflows

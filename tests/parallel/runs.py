@@ -111,7 +111,7 @@ def scale_and_skip(trainer: Trainer, overflow_on: int) -> tuple[list[float], lis
         the scale after each step, and whether the step changed weights or optimizer state
     """
     strategy, scales, changed = trainer.strategy, [], []
-    strategy.scaler = trainer.guard.scaler = scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    strategy.scaler = scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
 
     def full_state() -> list[Tensor]:
         state = [(weight, *tensors.values()) for _, weight, tensors in strategy.iter_full_state()]

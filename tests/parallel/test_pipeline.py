@@ -6,11 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from mingpt.parallel.memory import measure_memory
 from mingpt.parallel.pipeline import WTE
 from mingpt.run.evaluation import generate_sample
 from tests.helpers import (
-    LARGE_CONFIG,
     NO_DROPOUT,
     max_relative_error,
     open_trainer,
@@ -189,20 +187,6 @@ def test_what_two_stages_saved_is_resumed(
     for [(is_equal, losses)] in run_ranks(ranks, resume, folder, runs, tmp_path=folder):
         assert is_equal
         assert max_relative_error(losses, expected) < 1e-5
-
-
-@pytest.mark.slow
-def test_memory_is_divided_by_the_number_of_stages(text: Path, tmp_path: Path) -> None:
-    one, two, four = (run_ranks(stages, _measure, text, stages, tmp_path=tmp_path)[0] for stages in (1, 2, 4))
-    assert [two, four] == pytest.approx([one / 2, one / 4], rel=0.05)
-
-
-def _measure(text: Path, stages: int) -> int:
-    """Returns the bytes of the rank with most after a step of a large model."""
-    argv = run_args(text.parent / str(stages), text, **(with_stages(stages) | LARGE_CONFIG))
-    with open_trainer(*argv) as trainer:
-        trainer.train_step()
-        return sum(measure_memory(trainer.strategy).values())
 
 
 @pytest.mark.parametrize("when", ["forward", "backward"])

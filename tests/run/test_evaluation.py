@@ -11,7 +11,7 @@ import pytest
 from mingpt.config.schema import Config, TrainerConfig
 from mingpt.monitoring.logging import configure_logging
 from mingpt.monitoring.run_log import RunLog
-from mingpt.run.evaluation import SAMPLE_LENGTH, evaluation_batch_size, generate_sample
+from mingpt.run.evaluation import SAMPLE_LENGTH, generate_sample
 from tests.helpers import (
     NO_DROPOUT,
     assert_equal_snapshots,
@@ -92,14 +92,6 @@ def _evaluate(folder: Path, strategies: list[str]) -> list[tuple[float | None, s
             sample = generate_sample(trainer.strategy, trainer.corpus.vocabulary, PROMPT, seed=1)
             results.append((loss, sample))
     return results
-
-
-def test_the_size_of_a_forward_pass_does_not_depend_on_the_number_of_ranks() -> None:
-    sizes = [
-        evaluation_batch_size(TrainerConfig(batch_size=batch, micro_batch_size=micro_batch))
-        for batch, micro_batch in ((40, None), (8, None), (40, 3))
-    ]
-    assert sizes == [16, 8, 3]
 
 
 @pytest.mark.slow

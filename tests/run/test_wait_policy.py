@@ -13,13 +13,11 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import psutil
 import pytest
 import torch
 
 from mingpt.run import wait_policy
 from mingpt.run.wait_policy import adaptive_wait_policy, passive_wait_policy, runqueue_seconds
-from mingpt.system import threads
 from mingpt.system.threads import available_cores, busy_cores
 from tests.helpers import run_ranks
 
@@ -49,20 +47,6 @@ def two_threads() -> Iterator[None]:
 def test_cores_that_another_program_uses_are_counted() -> None:
     with busy_program():
         assert 1 <= busy_cores() <= len(available_cores())
-
-
-def test_a_moments_work_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cores 0 and 1 may be used, core 2 may not."""
-    monkeypatch.setattr(threads, "available_cores", lambda: {0, 1})
-    for first, second, expected in (
-        ([0.0, 30.0, 100.0], None, 0),
-        ([100.0, 0.0, 100.0], [10.0, 0.0, 0.0], 0),
-        ([100.0, 30.0, 0.0], [60.0, 20.0, 100.0], 1),
-        ([100.0, 100.0, 0.0], [100.0, 90.0, 100.0], 2),
-    ):
-        answers = {0.03: first, 0.5: second}
-        monkeypatch.setattr(psutil, "cpu_percent", lambda interval, percpu, answers=answers: answers[interval])
-        assert busy_cores() == expected
 
 
 @pytest.mark.usefixtures("two_threads")
