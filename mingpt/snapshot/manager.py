@@ -73,19 +73,31 @@ class SnapshotManager:
         """Loads the newest snapshot that any rank has. Returns None if there are no snapshots.
 
         Raises:
-            UserError: a snapshot can't be read, or there are no whole ones although metrics.jsonl lists some.
+            UserError: a snapshot can't be read and there is no other, or there are no whole ones although metrics.jsonl
+                lists some.
         """
         context = self.context
         content: dict[str, Any] = {}
         path = ""
-        with context.long_timeout(), shared_errors(context):  # a snapshot may be large and far away
-            remote = [] if self.mirror is None else [self.mirror.remote]
+        failure = ""
+        remote = [] if self.mirror is None else [self.mirror.remote]
+        with context.long_timeout():  # a snapshot may be large and far away
             for folder in [self.folder, *remote] if self.writes else []:
-                if newer := folder.load_newest(after=content.get("step", -1)):
+                try:
+                    newer = folder.load_newest(after=content.get("step", -1))
+                except UserError as error:
+                    failure = str(error)
+                    continue
+                if newer is not None:
                     content = newer
                     path = folder.file(content["step"])
-        steps = all_gather_object(context, content.get("step", -1))
+            steps = all_gather_object(context, content.get("step", -1))
         source_rank = steps.index(max(steps))
+        with shared_errors(context):
+            if failure and max(steps) < 0:
+                raise UserError(failure)
+        if failure:
+            logger.warning(failure)
         if max(steps) < 0:
             self._check_new()
             return None
@@ -161,10 +173,13 @@ class SnapshotManager:
                 pass
         self.saved_at = time.monotonic()
 
-    def poll(self) -> list[SaveResult]:
+    def poll(self, is_ending: bool) -> list[SaveResult]:
         """Returns the results of saves since the last call, and warns of errors.
 
         It does not warn if a folder is lost, since the trainer is about to end the run.
+
+        Args:
+            is_ending: the run ends, and its caller reports `last_error`
 
         Raises:
             Exception: a save has failed with an error that is not a UserError.
@@ -179,7 +194,7 @@ class SnapshotManager:
                 continue
             if not isinstance(error, UserError):
                 raise error
-            if (result.is_scheduled or not self.has_warned) and not self.lock.lost_folder():
+            if (result.is_scheduled or not self.has_warned) and not (is_ending or self.lock.lost_folder()):
                 step = result.header["step"]
                 logger.warning(f"step {step}: {error}; training continues, and the next save tries again")
                 self.has_warned |= not result.is_scheduled
