@@ -311,9 +311,9 @@ class Trainer:
         """
         self.snapshots.save(self.snapshot_header(), self.strategy, is_scheduled)
 
-    def log_saves(self, is_ending: bool = False) -> None:
+    def log_saves(self) -> None:
         """Writes and shows the saves that have ended since the last call."""
-        for result in self.snapshots.poll(is_ending):
+        for result in self.snapshots.poll(is_ending=self.is_done()):
             step = result.header["step"]
             if result.error is None:
                 self.log.show("saved", str(step))
@@ -331,7 +331,7 @@ class Trainer:
             )
         )
         self.snapshots.wait_for_saves(uploads=True)  # the last upload may have failed
-        self.log_saves()
+        self.snapshots.poll(is_ending=False)
         return 0
 
     def finish(self) -> int:
@@ -344,7 +344,7 @@ class Trainer:
         """
         step = self.progress.step
         self.snapshots.wait_for_saves(uploads=True)
-        self.log_saves(is_ending=True)
+        self.log_saves()
         with shared_errors(self.context):  # the last collective, where other ranks wait for a rank that hangs
             self.lock.check()
             if save_error := self.snapshots.last_error:
