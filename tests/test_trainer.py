@@ -129,19 +129,6 @@ def test_patience_ends_the_run_and_a_resumed_run_counts_on(
         assert newest_snapshot(whole)["step"] == 20
 
 
-def test_patience_counts_evaluations_if_eval_every_changes(tmp_path: Path) -> None:
-    """Step 4 has the lowest loss. Steps 8 and 9 are two evaluations without a lower one, not five of every 1."""
-    text, run_dir = write_overfitting_text(tmp_path / "text.txt"), tmp_path / "run"
-    options = PATIENCE | {"trainer__patience": 3}
-    argvs = [
-        run_args(run_dir, text, **options | {"trainer__max_steps": 8}),
-        run_args(run_dir, text, **options | {"trainer__eval_every": 1}),
-    ]
-    _, done = run_on("cpu", 1, argvs, tmp_path)
-    assert "ended early: no evaluation since step 4" in done
-    assert [row["step"] for row in read_rows(run_dir, "eval")] == [4, 8, 9, 10]
-
-
 def test_the_last_step_does_not_move_when_patience_ends_the_run(tmp_path: Path) -> None:
     """The last evaluation is followed by a sample and a snapshot; the learning rate still decays to max_steps."""
     text, run_dir = write_overfitting_text(tmp_path / "text.txt"), tmp_path / "run"

@@ -144,12 +144,3 @@ def _signal_evaluation(*argv: str) -> int:
 
     with mock.patch.object(Trainer, "evaluate", evaluate_after_signal):
         return run_captured(*argv)[0]
-
-
-def test_the_start_says_which_part_of_the_validation_text_is_measured(tmp_path: Path, text: Path) -> None:
-    argvs = [run_args(tmp_path / str(n), text, trainer__max_steps=1, trainer__eval_windows=n) for n in (5, 19, None)]
-    [(_, part, _), (_, whole, _), (_, none, _)] = run_ranks(1, run_each_captured, argvs, tmp_path=tmp_path)[0]
-    assert "5 of the 19 windows of the validation text, evenly spread" in part
-    assert "of the validation text" not in whole + none
-    losses = [read_rows(tmp_path / str(n), "eval")[0]["val_loss"] for n in (5, 19, None)]
-    assert losses[0] != losses[1] == losses[2]
