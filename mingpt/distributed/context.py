@@ -1,5 +1,6 @@
 """The rank and device of this process, its groups, and collectives of tensors."""
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -21,7 +22,7 @@ from mingpt.distributed.health import HealthMonitor
 from mingpt.distributed.launcher import RankInfo
 from mingpt.distributed.network import machine_id
 from mingpt.errors import UserError
-from mingpt.system.device import choose_device, gpu_uuid
+from mingpt.system.device import choose_device
 
 CUDA_EXTRA_TIMEOUT = timedelta(seconds=60)  # added to distributed.timeout_seconds for NCCL's collectives
 START_TIMEOUT = timedelta(hours=1)  # at the start, one rank may load or encode for a long time
@@ -46,7 +47,7 @@ class DistributedContext(RankGroup):
 
     def __init__(self, info: RankInfo, config: DistributedConfig, health: HealthMonitor | None = None) -> None:
         super().__init__(info.rank, info.world_size)
-        self.restart_count = info.restart_count
+        self.restart_count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))  # set by torchrun
         self.health = health
         self.timeout = timedelta(seconds=config.timeout_seconds)
         machine = machine_id()
@@ -62,7 +63,8 @@ class DistributedContext(RankGroup):
 
     def _check_gpus(self) -> None:
         """Raises a UserError on all ranks if two of them have the same GPU, which NCCL refuses."""
-        gpus = all_gather_object(self, gpu_uuid(self.device))
+        is_cuda = self.device.type == "cuda"
+        gpus = all_gather_object(self, str(torch.cuda.get_device_properties(self.device).uuid) if is_cuda else None)
         for rank, gpu in enumerate(gpus):
             first = gpus.index(gpu)
             if gpu is not None and first < rank:

@@ -20,7 +20,6 @@ class RankInfo:
     local_rank: int | None = None
     local_world_size: int | None = None
     init_method: str | None = None  # URL for `torch.distributed.init_process_group`
-    restart_count: int = 0  # set by torchrun
 
 
 def detect_launch_environment(env: Mapping[str, str]) -> RankInfo:
@@ -29,10 +28,6 @@ def detect_launch_environment(env: Mapping[str, str]) -> RankInfo:
     Raises:
         UserError: a launcher's variables are incomplete, not integers, or out of range.
     """
-    return replace(_detect_rank(env), restart_count=int(env.get("TORCHELASTIC_RESTART_COUNT", "0")))
-
-
-def _detect_rank(env: Mapping[str, str]) -> RankInfo:
     if "RANK" in env:  # first, because torchrun also sets it inside srun
         info = _read_ranks(env, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         return replace(info, init_method=_master_address(env))

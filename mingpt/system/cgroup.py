@@ -9,25 +9,21 @@ from pathlib import Path
 ROOT = Path("/")
 
 
-def memory_limit(root: Path = ROOT) -> int | None:
-    """Returns the lowest memory limit in bytes, or None if there is no limit.
-
-    Args:
-        root: root of the file system
-    """
-    return min((int(limit) for [limit] in _limits("memory.max", root)), default=None)
+def memory_limit() -> int | None:
+    """Returns the lowest memory limit in bytes, or None if there is no limit."""
+    return min((int(limit) for [limit] in _limits("memory.max")), default=None)
 
 
-def cpu_limit(root: Path = ROOT) -> float | None:
+def cpu_limit() -> float | None:
     """Returns the lowest quota of CPU time in cores, such as 1.5, or None if there is no quota."""
     # cpu.max has the microseconds of CPU time per period, and the period.
-    return min((int(quota) / int(period) for quota, period in _limits("cpu.max", root)), default=None)
+    return min((int(quota) / int(period) for quota, period in _limits("cpu.max")), default=None)
 
 
-def _limits(name: str, root: Path) -> Iterator[list[str]]:
+def _limits(name: str) -> Iterator[list[str]]:
     """Yields the words of each file with this name that sets a limit."""
-    mount = root / "sys/fs/cgroup"
-    for line in _lines(root / "proc/self/cgroup"):
+    mount = ROOT / "sys/fs/cgroup"
+    for line in _lines(ROOT / "proc/self/cgroup"):
         version, _, path = line.partition("::/")
         if version != "0":
             continue

@@ -10,7 +10,6 @@ distributed.backend does not support.
 import ctypes
 import os
 import platform
-import shutil
 
 import torch
 
@@ -63,11 +62,6 @@ def choose_device(backend: str, local_rank: int, world_size: int) -> torch.devic
     return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
-def gpu_uuid(device: torch.device) -> str | None:
-    """Returns the UUID of a CUDA GPU, and None for other devices."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
-
-
 def device_kind(device: torch.device) -> str:
     """Returns the properties of the device that results depend on, such as `NVIDIA H200` or `x86_64 AVX512`."""
     if device.type == "cuda":
@@ -111,22 +105,6 @@ def choose_precision(requested: str, device: torch.device, saved: str | None) ->
         return saved, "auto: kept from the snapshot"
     changed = f"; the snapshot was made in {saved}, so the last bits will differ" if saved else ""
     return ("bf16" if hardware else "fp32"), f"auto: {reason}{changed}"
-
-
-def check_compiler(device: torch.device) -> None:
-    """Raises a UserError if torch.compile lacks a C compiler on a GPU, or a C++ compiler on a CPU."""
-    variable = "CXX"
-    compilers = ["g++"]
-    if device.type == "cuda":  # Triton compiles the launchers of its kernels (runtime/build.py).
-        variable = "CC"
-        compilers = ["gcc", "clang"]
-    if os.environ.get(variable):
-        compilers = [os.environ[variable]]
-    if not any(map(shutil.which, compilers)):
-        raise UserError(
-            f"trainer.compile is true, but there is no {' or '.join(compilers)} to compile with; install one, let "
-            f"{variable} name it, or set trainer.compile to false"
-        )
 
 
 def memory_per_rank(device: torch.device, local_world_size: int, world_size: int) -> int:

@@ -79,7 +79,13 @@ def lock_folder(folder: Path, key: str, lock_id: str) -> int:
     file = folder / LOCK_NAME
     deadline = time.monotonic() + LOCK_TIMEOUT
     while True:
-        descriptor = _open(file, key)
+        make_folder(folder, key)
+        try:
+            descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise UserError(
+                f"{key}: {error.filename} can't be written: {error.strerror}; set it to a folder that you may write to"
+            ) from error
         if _try_lock(descriptor, file):
             holder = {"process": os.getpid(), "host": platform.node(), "id": lock_id}
             with suppress(OSError):  # the lock also holds on a full disk
@@ -98,16 +104,6 @@ def lock_folder(folder: Path, key: str, lock_id: str) -> int:
                 f"`close()`), or set another {key}"
             )
         time.sleep(RETRY_SECONDS)
-
-
-def _open(file: Path, key: str) -> int:
-    make_folder(file.parent, key)
-    try:
-        return os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as error:
-        raise UserError(
-            f"{key}: {error.filename} can't be written: {error.strerror}; set it to a folder that you may write to"
-        ) from error
 
 
 def _try_lock(descriptor: int, file: Path) -> bool:

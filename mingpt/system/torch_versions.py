@@ -3,9 +3,7 @@
 Comments name the version that added a feature. Remove the fallback when that version is the minimum.
 """
 
-import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,10 +26,7 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 
 
 def cpu_capabilities() -> Mapping[str, Any]:
-    """Returns flags of this CPU, such as `amx_tile` and `avx512_bf16`, and its `cpu_name` if it is known."""
-    if hasattr(torch.cpu, "get_capabilities"):  # PyTorch 2.11
+    """Returns flags of this CPU, such as `amx_tile` and `avx512_bf16`, and from PyTorch 2.11 on its `cpu_name`."""
+    if hasattr(torch.cpu, "get_capabilities"):
         return torch.cpu.get_capabilities()
-    flags = {"amx_tile": torch.cpu._is_amx_tile_supported(), "avx512_bf16": torch.cpu._is_avx512_bf16_supported()}
-    cpuinfo = Path("/proc/cpuinfo")
-    name = re.search("model name\t: (.+)", cpuinfo.read_text()) if cpuinfo.exists() else None
-    return flags | ({"cpu_name": name[1]} if name else {})
+    return {"amx_tile": torch.cpu._is_amx_tile_supported(), "avx512_bf16": torch.cpu._is_avx512_bf16_supported()}

@@ -47,9 +47,13 @@ MPIRUN_FILE = "file:///run/ompi.12622/rendezvous-prterun-vm-12622@1"
         (BY_HAND, RankInfo(1, 4)),
         (BY_HAND | MASTER, RankInfo(1, 4, init_method="env://")),
         (TORCHRUN, RankInfo(2, 4, 0, 2, "env://")),
-        (TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "3"}, RankInfo(2, 4, 0, 2, "env://", restart_count=3)),
         (BATCH, RankInfo()),
         (STEP, RankInfo(3, 5, 1, None, f"tcp://node01:{STEP_PORT}")),
+        (
+            STEP | {"SLURM_STEP_NODELIST": "rack[1-2]n[01-04]-ib"},
+            RankInfo(3, 5, 1, None, f"tcp://rack1n01-ib:{STEP_PORT}"),
+        ),
+        (STEP | {"SLURM_STEP_NODELIST": "node07,node08"}, RankInfo(3, 5, 1, None, f"tcp://node07:{STEP_PORT}")),
         (STEP | MASTER | {"WORLD_SIZE": "5"}, RankInfo(3, 5, 1, None, "env://")),
         (STEP | {"SLURM_STEP_NUM_NODES": "1"}, RankInfo(3, 5, 1, None, f"tcp://127.0.0.1:{STEP_PORT}")),
         (STEP | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, RankInfo()),
@@ -65,19 +69,6 @@ def test_rank_info_of_each_launcher(env: dict[str, str], expected: RankInfo) -> 
 
 
 @pytest.mark.parametrize(
-    ("nodes", "expected"),
-    [
-        ("node01,node02", "node01"),
-        ("rack[1-2]node[01-04]", "rack1node01"),
-        ("cn-[3,5]-ib.example.org", "cn-3-ib.example.org"),
-    ],
-)
-def test_first_host_of_a_slurm_node_list(nodes: str, expected: str) -> None:
-    info = detect_launch_environment(STEP | {"SLURM_STEP_NODELIST": nodes})
-    assert info.init_method == f"tcp://{expected}:{STEP_PORT}"
-
-
-@pytest.mark.parametrize(
     ("env", "named"),
     [
         ({"RANK": "1"}, "WORLD_SIZE': None"),
@@ -88,20 +79,14 @@ def test_first_host_of_a_slurm_node_list(nodes: str, expected: str) -> None:
         (STEP | {"SLURM_PROCID": "5"}, "SLURM_PROCID': '5'"),
         ({"OMPI_COMM_WORLD_RANK": "1"}, "OMPI_COMM_WORLD_SIZE': None"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK': None"),
+        (BY_HAND | MASTER | {"MASTER_PORT": "99999"}, "MASTER_PORT is '99999', must be a whole number"),
+        (BY_HAND | MASTER | {"MASTER_PORT": "-1"}, "MASTER_PORT is '-1', must be a whole number"),
     ],
 )
-def test_incomplete_variables_are_refused(env: dict[str, str], named: str) -> None:
-    with pytest.raises(UserError, match=r"environment: .* from 0 to ") as error:
+def test_incomplete_and_invalid_variables_are_refused(env: dict[str, str], named: str) -> None:
+    with pytest.raises(UserError, match=r"^environment: .* from 0 to ") as error:
         detect_launch_environment(env)
     assert named in str(error.value)
-
-
-@pytest.mark.parametrize("port", ["99999", "-1"])
-def test_a_port_that_does_not_exist_is_refused(port: str) -> None:
-    with pytest.raises(
-        UserError, match=f"^environment: MASTER_PORT is '{port}', must be a whole number from 0 to 65535"
-    ):
-        detect_launch_environment(BY_HAND | MASTER | {"MASTER_PORT": port})
 
 
 @pytest.mark.parametrize(

@@ -5,19 +5,8 @@ import time
 from pathlib import Path
 
 from mingpt.distributed.agreement import all_gather_object
-from mingpt.distributed.position import Position, describe_positions
+from mingpt.distributed.position import Position
 from tests.helpers import open_process_group, run_ranks
-
-
-def test_ranks_are_grouped_by_place_with_their_longest_time() -> None:
-    waiting, late = "all_reduce at trainer.py:189", "count at mingpt/run/evaluation.py:57"
-    assert describe_positions([Position(late, 60.5), Position(waiting, 60.25), Position(waiting, 60.0)]) == [
-        f"rank 0: in {late} for 60.5 seconds",
-        f"ranks 1, 2: in {waiting} for 60.2 seconds",
-    ]
-    assert describe_positions([Position(late, 3.0)] * 1024) == [
-        f"ranks 0, 1, 2, 3, 4, 5, 6, 7, 1016 others: in {late} for 3.0 seconds"
-    ]
 
 
 def test_a_position_begins_again_in_each_step_and_stays_after_an_error(tmp_path: Path) -> None:

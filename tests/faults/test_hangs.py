@@ -1,22 +1,132 @@
-"""A rank that hangs, or that is in another collective, is named with its line."""
+"""A rank that hangs, or that calls a collective which no other rank calls, is named with its line."""
 
+import os
+import re
+import sys
+import time
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
-from tests.faults.hangs import Plan, run_with_fault
+import model
+import trainer
+from char_dataset import ValidationDataset
+from mingpt.distributed.agreement import all_gather_object
+from mingpt.distributed.health import HEARTBEAT_TIMEOUT
+from mingpt.snapshot.manager import SnapshotManager
+from tests.helpers import ROOT, free_port, main_process, read_log, run_args, start_ranks, write_text
+from trainer import Trainer
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "tree": {"distributed__reduction": "tree"},
+    "stages": {"distributed__pipeline_stages": 2, "trainer__batch_size": 8},
+    "zero2": {"distributed__strategy": "zero2"},
+    "ddp": {},
+}
+TIMEOUT = 2  # distributed.timeout_seconds
+STEPS = 12
+DONE_SECONDS = 60  # limit for the end of a rank
+# Place of the fault: a function that causes it when it is called.
+PLACES: dict[str, tuple[Any, str]] = {
+    "before a step": (Trainer, "train_step"),
+    "in forward": (model, "attention"),
+    "after the gradients": (trainer, "learning_rate"),
+    "in an evaluation": (ValidationDataset, "count"),
+    "in a save": (SnapshotManager, "save"),
+    "at the end": (trainer, "shared_errors"),
+}
+
+
+class Plan(NamedTuple):
+    """A rank that hangs, or that calls a collective which no other rank calls."""
+
+    is_mismatch: bool
+    place: str
+    strategy: str
+    world_size: int
+    rank: int
+    step: int  # number of finished steps
+    scheme: str
+
+
+def run_rank(plan: Plan, argv: list[str], folder: Path) -> None:
+    """For `start_ranks`: runs main.py with stderr in a file. The rank in the plan causes the fault."""
+    rank = int(os.environ["RANK"])
+    if rank == plan.rank:
+        replace_function(plan, folder / "fault")
+    main_process(argv, os.devnull, folder / f"stderr-{rank}")
+
+
+def replace_function(plan: Plan, file: Path) -> None:
+    """Lets the function at the plan's place cause the fault once, and write the line of its caller to a file."""
+    trainers: list[Trainer] = []
+    train_step = Trainer.train_step
+
+    def keep_trainer(self: Trainer) -> Any:
+        trainers[:] = [self]
+        return train_step(self)
+
+    Trainer.train_step = keep_trainer  # type: ignore[method-assign]
+    owner, name = PLACES[plan.place]
+    function = getattr(owner, name)
+
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        if trainers and trainers[0].progress.step == plan.step and not file.exists():
+            caller = sys._getframe(1)
+            file.write_text(f"{Path(caller.f_code.co_filename).relative_to(ROOT)}:{caller.f_lineno}")
+            if plan.is_mismatch:
+                all_gather_object(trainers[0].context, "unexpected")
+            time.sleep(1000)
+        return function(*args, **kwargs)
+
+    # Its lines are not in a file of the repository, so the position is its caller's line.
+    replaced.__code__ = replaced.__code__.replace(co_filename="no file")
+    setattr(owner, name, replaced)
+
+
+def slow(*plan: Any) -> Any:
+    return pytest.param(Plan(*plan), marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
     "plan",
     [
-        Plan(False, "at the end", "tree", 2, 0, 12, "tcp"),
-        pytest.param(Plan(False, "in an evaluation", "tree", 2, 0, 4, "tcp"), marks=pytest.mark.slow),
-        pytest.param(Plan(False, "before a step", "ddp", 3, 2, 4, "file"), marks=pytest.mark.slow),
-        pytest.param(Plan(False, "in forward", "stages", 2, 0, 4, "file"), marks=pytest.mark.slow),
-        pytest.param(Plan(False, "after the gradients", "zero2", 3, 1, 4, "tcp"), marks=pytest.mark.slow),
-        pytest.param(Plan(True, "in a save", "tree", 3, 1, 4, "file"), marks=pytest.mark.slow),
+        Plan(False, "at the end", "tree", 2, 0, STEPS, "tcp"),
+        slow(False, "in an evaluation", "tree", 2, 0, 4, "tcp"),
+        slow(False, "before a step", "ddp", 3, 2, 3, "file"),
+        slow(False, "in forward", "stages", 2, 0, 3, "file"),
+        slow(False, "after the gradients", "zero2", 3, 1, 3, "tcp"),
+        slow(True, "in a save", "tree", 3, 1, 4, "file"),
     ],
 )
 def test_a_rank_for_which_the_others_wait_is_named_with_its_line(plan: Plan, tmp_path: Path) -> None:
-    assert run_with_fault(plan, tmp_path) == ""
+    init_method = f"tcp://localhost:{free_port()}" if plan.scheme == "tcp" else f"file://{tmp_path}/store"
+    argv = run_args(
+        tmp_path / "run",
+        write_text(tmp_path / "text.txt"),
+        trainer__max_steps=STEPS,
+        trainer__save_every=4,
+        distributed__timeout_seconds=TIMEOUT,
+        distributed__init_method=init_method,
+        **STRATEGIES[plan.strategy],
+    )
+    processes, _ = start_ranks(plan.world_size, run_rank, plan, argv, tmp_path, tmp_path=tmp_path)
+    others = [rank for rank in range(plan.world_size) if rank != plan.rank]
+    for rank in others:
+        processes[rank].join(DONE_SECONDS)
+    statuses = [processes[rank].exitcode for rank in others]
+    for process in processes:
+        process.kill()
+        process.join()
+    files = [tmp_path / f"stderr-{rank}" for rank in others]
+    stderrs = [read_log(file) for file in files]
+    assert statuses == [1] * len(others), stderrs
+
+    fault = tmp_path / "fault"
+    place = f"at {re.escape(fault.read_text())}"
+    message = rf"error: all {plan.world_size} ranks are alive; (.*; )?rank {plan.rank}: in \w+ {place} for \d"
+    differs = rf"ValueError: the place of an exchange differs between ranks: .* {place} on rank {plan.rank}"
+    for file, stderr in zip(files, stderrs, strict=True):
+        assert re.match(message, stderr) or (plan.is_mismatch and re.search(differs, "".join(stderrs))), stderrs
+        assert file.stat().st_mtime - fault.stat().st_mtime < TIMEOUT + HEARTBEAT_TIMEOUT + 1

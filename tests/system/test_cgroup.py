@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mingpt.system.cgroup import cpu_limit, memory_limit
+from mingpt.system import cgroup
 
 GIB = 2**30
 
@@ -41,12 +41,13 @@ GIB = 2**30
     ],
 )
 def test_the_lowest_limit_of_the_cgroup_and_those_above_it_counts(
-    groups: str, limits: dict[str, str], memory: int | None, cores: float | None, tmp_path: Path
+    groups: str, limits: dict[str, str], memory: int | None, cores: float | None, tmp_path: Path, monkeypatch
 ) -> None:
-    assert memory_limit(tmp_path) is None  # without cgroups
+    monkeypatch.setattr(cgroup, "ROOT", tmp_path)
+    assert cgroup.memory_limit() is None  # without cgroups
     files = {f"sys/fs/cgroup/{name}": content for name, content in limits.items()}
     for name, content in {"proc/self/cgroup": groups, **files}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)
-    assert memory_limit(tmp_path) == memory
-    assert cpu_limit(tmp_path) == cores
+    assert cgroup.memory_limit() == memory
+    assert cgroup.cpu_limit() == cores

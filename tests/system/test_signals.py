@@ -159,33 +159,6 @@ def test_a_run_in_a_thread_trains_without_signal_handlers(
     assert capsys.readouterr().err.count("no signal stops this run") == 1
 
 
-WORKER = """
-import time
-from mingpt.system.signals import SignalHandler
-print("started", flush=True)
-input()
-with SignalHandler() as signals:
-    deadline = time.monotonic() + 10
-    while not signals.signal and time.monotonic() < deadline:
-        time.sleep(0.05)
-print(int(signals.signal), flush=True)
-"""
-LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
-
-
-def test_a_launcher_that_ends_before_training_begins_counts_as_sigterm() -> None:
-    """torchrun may be killed while its workers encode the text."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    env = clean_env(TORCHELASTIC_RUN_ID="1")
-    with Popen([sys.executable, "-c", LAUNCHER, WORKER], env=env, text=True, **pipes) as launcher:
-        assert launcher.stdout.readline() == "started\n"
-        launcher.kill()
-        launcher.wait()
-        launcher.stdin.write("\n")
-        launcher.stdin.flush()
-        assert launcher.stdout.readline() == f"{signal.SIGTERM.value}\n"
-
-
 def test_a_closed_terminal_stops_the_run_and_saves(text: Path, tmp_path: Path) -> None:
     """The run gets a SIGHUP, and can no longer write its live line."""
     run_dir = tmp_path / "run"
