@@ -1,6 +1,7 @@
 """Folders, and files that are replaced as a whole."""
 
 import os
+import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -50,6 +51,14 @@ def replaced_file(path: Path | str, flush: bool = True) -> Iterator[IO[bytes]]:
         raise
     if flush:
         _sync_folder(Path(path).parent)
+
+
+def check_temporary_folder() -> None:
+    """Raises a UserError without a folder for temporary files, which `torch.optim` needs even without compile."""
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError as error:
+        raise UserError(f"environment: {error.strerror}; set TMPDIR to a folder that can be written") from error
 
 
 def replace_file(path: Path, text: str) -> None:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from mingpt.errors import PeerError, UserError, is_oom_error
-from mingpt.files import replace_file
+from mingpt.files import check_temporary_folder, replace_file
 from mingpt.monitoring.logging import configure_logging, logger
 from mingpt.system.signals import is_interactive
 
@@ -81,8 +81,9 @@ def import_pytorch() -> None:
     imports, and 0.15 seconds each during training (measured).
 
     Raises:
-        UserError: this version of PyTorch is not supported.
+        UserError: this version of PyTorch is not supported, or there is no folder for temporary files.
     """
+    check_temporary_folder()
     gc.collect()  # otherwise, garbage of an earlier run in this process would never be collected
     gc.disable()
     try:

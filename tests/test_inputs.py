@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
@@ -20,6 +21,7 @@ from main import main
 from mingpt.config.conflicts import find_conflicts, find_start_conflicts
 from mingpt.config.parser import read_config
 from mingpt.config.schema import KEYS
+from mingpt.distributed import network
 from mingpt.program import run_program as exit_status_of
 from mingpt.snapshot import __main__ as listing
 from tests.helpers import SMALL_CONFIG, assert_one_message, run_args, run_main, run_ranks, write_text
@@ -126,6 +128,7 @@ STARTS = [
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(network, "RESOLVE_SECONDS", 0.1)
 
 
 @pytest.fixture
@@ -293,3 +296,15 @@ def _run_with_modes(folder: Path) -> dict[tuple[str, int, str], tuple[int, str]]
             shutil.rmtree("runs")
             shutil.copytree("kept", "runs")
     return results
+
+
+def test_without_a_folder_for_temporary_files_the_message_names_the_variable(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/nowhere"])
+    assert run_main(run_args(tmp_path / "run", text, trainer__max_steps=1)) == 2
+    err = capsys.readouterr().err
+    assert_one_message(err)
+    assert err.startswith("error: environment: No usable temporary directory found in ")
+    assert err.endswith("; set TMPDIR to a folder that can be written\n")

@@ -1,5 +1,6 @@
 """Connects ranks for the process group that main.py initializes, attributes errors to a rank, destroys the group."""
 
+import errno
 import platform
 import threading
 from collections.abc import Iterator
@@ -72,7 +73,7 @@ def connected_ranks(info: RankInfo, config: DistributedConfig) -> Iterator[tuple
     except (ValueError, RuntimeError, OSError) as error:
         notice.cancel()
         advice = f"are all {world_size} processes started, and does this address lead to the first one?"
-        if "address already in use" in str(error).lower():
+        if "EADDRINUSE" in str(error) or getattr(error, "errno", None) == errno.EADDRINUSE:
             advice = (
                 "another run or program uses this port: choose a free one (MASTER_PORT or distributed.init_method), or "
                 "let `torchrun --standalone` find one"

@@ -1,5 +1,6 @@
 """The rendezvous of ranks at a key-value store, and a comparison between ranks that needs no process group."""
 
+import errno
 import socket
 import time
 import uuid
@@ -23,13 +24,28 @@ def rendezvous(init_method: str, rank: int, world_size: int, timeout: timedelta)
         file_store.set_timeout(timeout)
         return generation_store(file_store, rank, world_size, timeout)
     host, port = host_and_port(init_method)
-    is_host = rank == 0 and not uses_agent_store(init_method)
+    has_agent = uses_agent_store(init_method)
+    is_host = rank == 0 and not has_agent
     listener = None
     if is_host and host in (LOOPBACK, "localhost"):
         host = LOOPBACK
         listener = socket.create_server((host, port), backlog=1024).detach()  # a store listens at all addresses itself
-    store = dist.TCPStore(host, port, is_master=is_host, timeout=timeout, master_listen_fd=listener)
+    store: dist.Store = dist.TCPStore(host, port, is_master=is_host, timeout=timeout, master_listen_fd=listener)
+    if not has_agent:
+        store = dist.PrefixStore("by hand", store)  # the agent of another run may use this port
+        claim_rank(store, rank, world_size)
     return generation_store(store, rank, world_size, timeout)
+
+
+def claim_rank(store: dist.Store, rank: int, world_size: int) -> None:
+    """Claims a rank in the run at this store. A rank of another run with the same port does not change anything.
+
+    Raises:
+        OSError: the run has a different number of processes, or another process with this rank.
+    """
+    for name, value in (("number of processes", str(world_size)), (f"process of rank {rank}", uuid.uuid4().hex)):
+        if store.compare_set(name, "", value).decode() != value:
+            raise OSError(errno.EADDRINUSE, f"the run at this address has another {name}")
 
 
 def generation_store(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:

@@ -12,6 +12,7 @@ from mingpt.parallel.data_parallel import build_data_parallel
 from mingpt.parallel.memory import check_memory
 from mingpt.parallel.strategy import Strategy
 from mingpt.system.compile_cache import use_compile_cache
+from mingpt.system.device import check_compiler
 from model import GPT
 
 
@@ -23,12 +24,13 @@ def build_strategy(config: Config, model: GPT, context: DistributedContext, prec
         precision: fp32, bf16 or fp16
 
     Raises:
-        UserError: the precision conflicts with the strategy, or memory does not suffice.
+        UserError: the precision conflicts with the strategy, a compiler is missing, or memory does not suffice.
     """
     refuse(find_conflicts(config, precision))
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     with shared_errors(context):  # no rank compiles before all of them have called `use_compile_cache`
         if config.trainer.compile:
+            check_compiler(context.device)
             use_compile_cache(Path(config.trainer.run_dir) / "cache/compiled")
         check_memory(config, num_parameters, context)
     with torch.compiler.set_stance("force_eager"):  # do not compile anything for the one pass of DDP

@@ -10,6 +10,7 @@ distributed.backend does not support.
 import ctypes
 import os
 import platform
+import shutil
 
 import torch
 
@@ -105,6 +106,22 @@ def choose_precision(requested: str, device: torch.device, saved: str | None) ->
         return saved, "auto: kept from the snapshot"
     changed = f"; the snapshot was made in {saved}, so the last bits will differ" if saved else ""
     return ("bf16" if hardware else "fp32"), f"auto: {reason}{changed}"
+
+
+def check_compiler(device: torch.device) -> None:
+    """Raises a UserError if torch.compile lacks a C compiler on a GPU, or a C++ compiler on a CPU."""
+    variable = "CXX"
+    compilers = ["g++"]
+    if device.type == "cuda":  # Triton compiles the launchers of its kernels (runtime/build.py).
+        variable = "CC"
+        compilers = ["gcc", "clang"]
+    if os.environ.get(variable):
+        compilers = [os.environ[variable]]
+    if not any(map(shutil.which, compilers)):
+        raise UserError(
+            f"trainer.compile is true, but there is no {' or '.join(compilers)} to compile with; install one, let "
+            f"{variable} name it, or set trainer.compile to false"
+        )
 
 
 def memory_per_rank(device: torch.device, local_world_size: int, world_size: int) -> int:

@@ -5,6 +5,7 @@ import os
 import platform
 import socket
 import threading
+from concurrent import futures
 from contextlib import redirect_stderr
 from datetime import timedelta
 from pathlib import Path
@@ -216,14 +217,50 @@ def test_a_port_in_use_is_an_error(
     assert "another run or program uses this port: choose a free one (MASTER_PORT or distributed.init_method), " in err
 
 
-@pytest.mark.parametrize("launcher", ["env://", "srun on one host"])
+def test_a_run_by_hand_is_not_touched_by_another_one_with_its_port(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 1 of the other run gets there, since its rank 0 can't host a store at this port. Later, the port is free."""
+    port = free_port()
+    init_method = f"tcp://localhost:{port}"
+
+    def start() -> list[dist.Store]:
+        def join(rank: int) -> dist.Store:
+            return rendezvous(init_method, rank, 2, timedelta(seconds=30))
+
+        with futures.ThreadPoolExecutor(2) as pool:
+            return list(pool.map(join, range(2)))
+
+    for _ in range(2):  # a run, and its restart after all of its ranks have failed
+        stores = start()
+        with pytest.raises(OSError, match="in use"):
+            rendezvous(init_method, 0, 2, timedelta(seconds=30))
+        root = dist.TCPStore("localhost", port, is_master=False)
+        keys = root.num_keys()
+        for rank, world_size, other in ((1, 2, "process of rank 1"), (2, 3, "number of processes")):
+            for name, value in {"RANK": rank, "WORLD_SIZE": world_size}.items():
+                monkeypatch.setenv(name, str(value))
+            argv = run_args(
+                tmp_path / "run", text, distributed__init_method=init_method, distributed__timeout_seconds=5
+            )
+            assert run_main(argv) == 2
+            err = capsys.readouterr().err
+            assert f"found no process group at {init_method}" in err
+            assert f"the run at this address has another {other}; another run or program uses this port" in err
+        assert root.num_keys() == keys
+        del stores, root
+
+
+@pytest.mark.parametrize("launcher", ["tcp://", "env://", "srun on one host"])
 def test_ranks_rendezvous_with_the_variables_of(launcher: str, text: Path, tmp_path: Path) -> None:
-    """Other tests use file:// and tcp://."""
+    """All other tests use file://."""
     argv, port = run_args(tmp_path / "run", text, trainer__max_steps=1), free_port()
     slurm = {"SLURM_PROCID": "{rank}", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
     slurm |= {"SLURM_JOB_ID": f"{port - 10000}", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "unknown1"}
     master = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    env = {"env://": master, "srun on one host": slurm}[launcher]
+    env = {"tcp://": {}, "env://": master, "srun on one host": slurm}[launcher]
+    if launcher == "tcp://":
+        argv += ["--distributed.init_method", f"tcp://localhost:{port}"]
     assert run_ranks(2, _run_with_variables, env, argv, tmp_path=tmp_path) == [(0, "")] * 2
 
 
