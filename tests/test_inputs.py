@@ -43,7 +43,11 @@ YAML = [
     (b"model: false\ntrainer: 0\n", ["model (in ", "'false'", "trainer (in ", "'0'", "line 2"]),
     (b"modle:\n  n_layer: 2\n", ["modle.n_layer (in ", "line 2", "nearest is model.n_layer"]),
     (b"trainer: {max_step: 2}\n", ["trainer.max_step (in ", "nearest is trainer.max_steps"]),
+    (b"0\n", ["'0'", "data, model"]),
+    (b"[" * 1000, ["recursion"]),
+    (b"model: &a {n_layer: *a}\n", ["recursion"]),
     (b"max_steps: 2\n", ["max_steps (in ", "nearest is trainer.max_steps"]),
+    (b"distributed: {survive: true}\n", ["distributed.survive", "no longer a key", "trainer.save_overhead"]),
 ]
 # Options, and parts of the message
 OPTIONS = [

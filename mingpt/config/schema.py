@@ -32,6 +32,12 @@ SHAPE_KEYS = (
     "model.bias",
     "data.block_size",
 )
+# Keys of earlier versions, each with advice. Snapshots of those versions contain them.
+REMOVED_KEYS = {
+    "distributed.survive": "remove it; snapshots are saved about every second (trainer.save_overhead), and `torchrun "
+    "--max_restarts=3` restarts the run",
+    "trainer.save_minutes": "remove it; trainer.save_overhead decides how often snapshots are saved",
+}
 MAX_STEPS = 99_999_999  # names of snapshots have eight digits: step_00000500.pt
 
 

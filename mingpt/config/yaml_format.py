@@ -43,7 +43,7 @@ def read_yaml(file: str) -> Values:
                 value = None
             if value or name not in SECTIONS:  # a section may be empty
                 values[name] = value, f"{file}, line {node.start_mark.line + 1}"
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, yaml.YAMLError, RecursionError) as error:
         raise UserError(f"--config: {file} can't be read: {' '.join(str(error).split())}") from error
     return values
 

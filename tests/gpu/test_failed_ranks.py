@@ -28,7 +28,12 @@ MESSAGES = {
 @pytest.mark.parametrize("device", SLOW_ON_CPU)
 def test_a_failed_rank_is_named_and_restarts_change_no_bit(device: str, event: str, text: Path, tmp_path: Path) -> None:
     ranks = ranks_on(device, 2, at_least=1 if event == "OOM" else 2)
-    options = {"trainer__deterministic": True, "distributed__timeout_seconds": 15}
+    options = {
+        "trainer__deterministic": True,
+        "trainer__save_overhead": None,  # only trainer.save_every asks for snapshots
+        "trainer__eval_every": 100,
+        "distributed__timeout_seconds": 15,
+    }
     whole, failed = tmp_path / "whole", tmp_path / "failed"
     run_on(device, ranks, [run_args(whole, text, **options)], tmp_path)
 
