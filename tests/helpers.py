@@ -65,7 +65,6 @@ SMALL_CONFIG = {
     "distributed.timeout_seconds": 60,
 }
 NO_DROPOUT: dict[str, Any] = {"model__dropout": 0.0, "optimizer__decay_steps": 12}
-LARGE_CONFIG = {"data__block_size": 32, "model__n_layer": 4, "model__n_head": 8, "model__n_embd": 512}
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 # Environment of processes that use GPUs, for tests marked `gpu`. conftest.py hides GPUs from all other tests.
 _visible = os.environ.get("TEST_VISIBLE_GPUS", "all")

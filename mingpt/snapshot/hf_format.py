@@ -92,7 +92,7 @@ def hf_model(pretrained: Pretrained) -> PreTrainedModel:
 
 
 def gpt2_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the weights as GPT2LMHeadModel stores them: its matrices are (in, out), those of nn.Linear (out, in)."""
+    """Returns the weights like GPT2LMHeadModel stores them: (in, out), where nn.Linear has (out, in)."""
     stored = {"lm_head.weight": weights["transformer.wte.weight"]}
     for name, weight in weights.items():
         is_linear = name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))

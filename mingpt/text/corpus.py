@@ -85,7 +85,7 @@ def read_corpus(path: str, extra_characters: str = "", verbose: bool = True) -> 
     size = sum(file.get("size") or 0 for file in files)
     bar_options = BAR_OPTIONS if verbose else {"disable": True}
     digest = hashlib.sha256()
-    # Until the end of the text, characters are numbered in the order in which they are found.
+    # Until the end of the text, characters are numbered in the order of their first occurrence.
     token_of_code = np.full(sys.maxunicode + 1, -1, dtype=np.int32)  # the index is the code point
     token_of_code[list(map(ord, extra_characters))] = range(len(extra_characters))
     vocab_size = len(extra_characters)
