@@ -131,7 +131,7 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - it imports PyTorch; plot.py does not need it
 
         threading.excepthook = _show_thread_error
-        self.writer = SummaryWriter(str(folder), purge_step=step + 1, flush_secs=1)
+        self.writer = SummaryWriter(str(folder), purge_step=step + 1)
 
     def write(self, event: str, step: int, values: Mapping[str, Any]) -> None:
         if event == "sample":
@@ -139,13 +139,14 @@ class TensorBoard:
         elif event in ("train", "eval"):
             for name, value in values.items():
                 self.writer.add_scalar(name, value, step)
+        self.writer.flush()  # else a thread would open the file by its name later, when the folder may be another run's
 
     def close(self) -> None:
         self.writer.close()
 
 
 def _show_thread_error(args: threading.ExceptHookArgs) -> None:
-    """Shows the traceback of an error in a thread, except on a full disk, which SummaryWriter's next call reports."""
+    """Shows the traceback of an error in a thread, except of a full disk, which SummaryWriter.flush reports."""
     if not isinstance(args.exc_value, OSError):
         threading.__excepthook__(args)
 
