@@ -68,6 +68,10 @@ class CharDataset(Dataset):
         """Returns the number of windows in an epoch."""
         return self.num_windows
 
+    def num_targets(self, samples: range) -> int:
+        """Returns the number of targets of these samples, without IGNORE_INDEX; micro-batches weigh as many."""
+        return len(samples) * self.block_size
+
     def starts(self, samples: np.ndarray) -> np.ndarray:
         """Returns the start of the window of each sample, as a position in the text, (B,)."""
         epoch, index = np.divmod(samples, self.num_windows)
@@ -119,8 +123,8 @@ class ValidationDataset(Dataset):
         window_in_text = np.asarray(windows, dtype=np.int64) * self.num_windows_in_text // self.num_windows
         return window_in_text * self.block_size
 
-    def count(self, windows: range) -> int:
-        """Returns the number of targets in these windows."""
+    def num_targets(self, windows: range) -> int:
+        """Returns the number of targets of these windows, without IGNORE_INDEX."""
         targets_left = len(self.tokens) - 1 - self.starts(windows)
         return int(targets_left.clip(0, self.block_size).sum())
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from mingpt.config.schema import GPTConfig
 from mingpt.nn.layers import (
+    IGNORE_INDEX,
     LOGIT_CAP,
     ROTARY_BASE,
     Dropout,
@@ -32,7 +33,6 @@ from mingpt.nn.layers import (
     ReLUSquared,
     RMSNorm,
     attention,
-    cross_entropy,
     rms_norm,
 )
 
@@ -231,7 +231,20 @@ class GPT(nn.Module):
         x = self.embed(idx, cache)
         x = self.apply_blocks(x, cache)
         logits = self.unembed(x)
-        return logits, None if targets is None else cross_entropy(logits, targets)
+        return logits, None if targets is None else self.loss(logits, targets)
+
+    def loss(self, logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+        """Returns the cross-entropy in nats per token; every strategy, pipeline stages included, trains on this loss.
+
+        Args:
+            logits: (B, T, V)
+            targets: (B, T); positions with IGNORE_INDEX do not count
+            reduction: mean over the targets (0 if there is none) or sum
+        """
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+        if reduction == "mean":
+            loss = loss / (targets != IGNORE_INDEX).sum().clamp(min=1)
+        return loss
 
     def embed(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
         """(B, T) characters -> (B, T, C)"""

@@ -209,8 +209,8 @@ class Trainer:
 
         strategy.optimizer.zero_grad(set_to_none=True)
         losses = []
-        for micro_batch in strategy.micro_batches(batch):  # ranks exchange gradients in the last backward pass
-            losses += strategy.forward_backward(micro_batch, self.train_data)
+        for micro_batch in strategy.micro_batches(batch, self.train_data):
+            losses.append(strategy.forward_backward(micro_batch, self.train_data))  # the last one exchanges gradients
         losses = strategy.reduce_gradients(batch, losses)
 
         strategy.scaler.unscale_(strategy.optimizer)  # in fp16; otherwise the scaler only calls the optimizer

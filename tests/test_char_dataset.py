@@ -110,15 +110,15 @@ def test_validation_covers_each_character_once() -> None:
     assert idx.shape == targets.shape == (4, 8)
     assert targets[targets != IGNORE_INDEX].tolist() == list(range(1, 30))
     assert idx[targets != IGNORE_INDEX].tolist() == list(range(29))
-    assert data.count(range(len(data))) == 29
-    assert [data.count(range(i, i + 1)) for i in range(4)] == [8, 8, 8, 5]
+    assert data.num_targets(range(len(data))) == 29
+    assert [data.num_targets(range(i, i + 1)) for i in range(4)] == [8, 8, 8, 5]
 
 
 def test_a_part_of_the_validation_windows_is_evenly_spread() -> None:
     tokens = np.arange(83, dtype=np.uint8)  # 11 windows of 8, the last one of 2
     part, whole = ValidationDataset(tokens, 8, max_windows=4), ValidationDataset(tokens, 8)
     assert (len(part), len(whole)) == (4, 11)
-    assert [part.count(range(i, i + 1)) for i in range(4)] == [8, 8, 8, 8]
+    assert [part.num_targets(range(i, i + 1)) for i in range(4)] == [8, 8, 8, 8]
     for window, in_text in enumerate((0, 2, 5, 8)):
         for found, expected in zip(part[range(window, window + 1)], whole[range(in_text, in_text + 1)], strict=True):
             assert torch.equal(found, expected)

@@ -72,7 +72,7 @@ def test_gradients_are_scaled_to_the_largest_norm_allowed(
     monkeypatch.setenv("TEST_INIT_METHOD", "file:///unused")
     with open_trainer(*run_args(tmp_path / "run", text)) as trainer:
         strategy = trainer.strategy
-        micro_batch = strategy.micro_batches(range(4))[0]
+        micro_batch = strategy.micro_batches(range(4), trainer.train_data)[0]
         strategy.forward_backward(micro_batch, trainer.train_data)
         gradients = [parameter.grad for parameter in strategy.parameters.values()]
         norm = strategy.clip_grad_norm_(None)
@@ -209,6 +209,9 @@ class _EqualWindows:
 
     block_size = SMALL_CONFIG["data.block_size"]
 
+    def num_targets(self, numbers: range) -> int:
+        return len(numbers) * self.block_size
+
     def __getitem__(self, numbers: range) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = torch.arange(self.block_size + 1)[None] % 5
         return tokens[:, :-1], tokens[:, 1:]
@@ -220,8 +223,8 @@ def _losses_of_equal_windows(*argv: str) -> list[list[float]]:
         results = []
         for batch in (range(6), range(6), range(2, 8)):
             losses = []
-            for micro_batch in trainer.strategy.micro_batches(batch):
-                losses += trainer.strategy.forward_backward(micro_batch, _EqualWindows())
+            for micro_batch in trainer.strategy.micro_batches(batch, _EqualWindows()):
+                losses.append(trainer.strategy.forward_backward(micro_batch, _EqualWindows()))
             results.append(torch.stack(losses).tolist())
         return results
 

@@ -22,16 +22,6 @@ from pydantic_core import PydanticCustomError, to_jsonable_python
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 # Keys with the location of something. They may differ between ranks and between starts.
 PLACES = ("data.path", "trainer.run_dir", "trainer.snapshot_path", "distributed.init_method")
-# Keys that determine the names, the shapes and the meaning of the weights.
-SHAPE_KEYS = (
-    "model.architecture",
-    "model.n_layer",
-    "model.n_head",
-    "model.n_embd",
-    "model.conv_kernel_size",
-    "model.bias",
-    "data.block_size",
-)
 # Keys of earlier versions, each with advice. Snapshots of those versions contain them.
 REMOVED_KEYS = {
     "distributed.survive": "remove it; snapshots are saved about every second (trainer.save_overhead), and `torchrun "
@@ -284,6 +274,9 @@ KEYS: dict[str, FieldInfo] = {
     f"{name}.{key}": info for name, section in SECTIONS.items() for key, info in section.__pydantic_fields__.items()
 }
 
+
+# Keys that determine the names, the shapes and the meaning of the weights.
+SHAPE_KEYS = (*(name for name in KEYS if name.startswith("model.") and name != "model.dropout"), "data.block_size")
 
 Sections = dict[str, dict[str, Any]]  # values by section and key
 

@@ -33,15 +33,17 @@ def learning_rate(step: int, last_step: int, config: OptimizerConfig) -> float:
 def param_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
     """Returns three groups: the blocks' matrices (for Muon), other matrices, and the rest, without weight decay.
 
-    A group may be empty. For example, a middle stage of a pipeline may have only the matrices of blocks.
+    A group may be empty. For example, a middle stage of a pipeline may have only the matrices of blocks. Frozen
+    parameters (requires_grad is False) are in none of them.
     """
-    matrices = [p for p in model.parameters() if p.dim() == 2]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trained if p.dim() == 2]
     blocks: Any = model.blocks if config.name == "muon" else []
     hidden = {p for block in blocks for p in block.parameters()}
     return [
         {"params": [p for p in matrices if p in hidden], "weight_decay": config.weight_decay, "muon": True},
         {"params": [p for p in matrices if p not in hidden], "weight_decay": config.weight_decay, "muon": False},
-        {"params": [p for p in model.parameters() if p.dim() != 2], "weight_decay": 0.0, "muon": False},
+        {"params": [p for p in trained if p.dim() != 2], "weight_decay": 0.0, "muon": False},
     ]
 
 

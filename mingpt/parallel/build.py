@@ -27,12 +27,12 @@ def build_strategy(config: Config, model: GPT, context: DistributedContext, prec
         UserError: the precision conflicts with the strategy, a compiler is missing, or memory does not suffice.
     """
     refuse(find_conflicts(config, precision))
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     with shared_errors(context):  # no rank compiles before all of them have called `use_compile_cache`
         if config.trainer.compile:
             check_compiler(context.device)
             use_compile_cache(Path(config.trainer.run_dir) / "cache/compiled")
-        check_memory(config, num_parameters, context)
+        check_memory(config, num_trained, context)
     with torch.compiler.set_stance("force_eager"):  # do not compile anything for the one pass of DDP
         if config.distributed.pipeline_stages > 1:
             from mingpt.parallel.pipeline import PipelineParallel  # a slow import

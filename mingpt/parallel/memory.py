@@ -20,13 +20,13 @@ def format_bytes(number: float) -> str:
     return f"{number / 2**30:.2f} GiB" if number >= 2**30 else f"{number / 2**20:.1f} MiB"
 
 
-def check_memory(config: Config, num_parameters: int, context: DistributedContext) -> None:
+def check_memory(config: Config, num_trained: int, context: DistributedContext) -> None:
     """Checks that parameters, gradients and optimizer state fit into the memory of a rank.
 
     Copies that exist only during a part of the step are not included.
 
     Args:
-        num_parameters: of the whole model
+        num_trained: parameters of the whole model that are not frozen
 
     Raises:
         UserError: they do not fit.
@@ -40,7 +40,7 @@ def check_memory(config: Config, num_parameters: int, context: DistributedContex
         "zero2": (8 + state) / replicas,
         "fsdp": (8 + state) / replicas,
     }
-    needed = num_parameters / cfg.pipeline_stages * bytes_per_parameter[cfg.strategy]
+    needed = num_trained / cfg.pipeline_stages * bytes_per_parameter[cfg.strategy]
     device = torch.device("cpu") if cfg.cpu_offload else context.device
     available = memory_per_rank(device, context.local_world_size, context.world_size)
     if needed > available:

@@ -20,10 +20,10 @@ from char_dataset import CharDataset
 from mingpt.config.schema import Config, GPTConfig
 from mingpt.distributed.agreement import reduce_object
 from mingpt.distributed.context import DistributedContext
-from mingpt.nn.layers import IGNORE_INDEX, cross_entropy
+from mingpt.nn.layers import IGNORE_INDEX, AuxiliaryLosses, auxiliary_losses
 from mingpt.optim.muon import to_local
 from mingpt.parallel.data_parallel import build_data_parallel
-from mingpt.parallel.strategy import MicroBatch, Strategy, state_shapes
+from mingpt.parallel.strategy import MicroBatch, Strategy, state_shapes, target_weight
 from mingpt.system.device import seed_device
 from mingpt.text.permutation import hash64
 from model import GPT, KVCache
@@ -133,21 +133,26 @@ class PipelineParallel(Strategy):
         del self.schedule
         del self.stage
 
-    def micro_batches(self, batch: range) -> list[MicroBatch]:
+    def micro_batches(self, batch: range, data: CharDataset) -> list[MicroBatch]:
         """Returns this replica's share, which the schedule divides. It may extend beyond the end of a short batch."""
         share = self.size * self.count
         first = batch.start + self.replicas.rank * share
-        return [MicroBatch(range(first, first + share), share / len(batch), batch)]
+        weight = target_weight(range(first, min(first + share, batch.stop)), batch, data)
+        return [MicroBatch(range(first, first + share), weight, batch)]
 
-    def forward_backward(self, micro_batch: MicroBatch, data: CharDataset) -> list[Tensor]:
+    def forward_backward(self, micro_batch: MicroBatch, data: CharDataset) -> Tensor:
         """Runs the schedule. Samples without targets fill up a short batch."""
-        indices = micro_batch.indices
+        indices, batch = micro_batch.indices, micro_batch.batch
         idx, targets = data[indices]
-        is_filler = torch.tensor([number >= micro_batch.batch.stop for number in indices])
+        is_filler = torch.tensor([number >= batch.stop for number in indices])
         targets = targets.masked_fill(is_filler[:, None], IGNORE_INDEX)
-        num_targets = len(micro_batch.batch) * targets.size(1)
-        first_samples = np.asarray(indices[:: self.size])  # the first sample of each micro-batch
-        self.stage.seeds = hash64(self.config.trainer.seed, first_samples, self.pipeline.rank).tolist()
+        num_targets = max(1, data.num_targets(batch))
+        first_samples = indices[:: self.size]  # the first sample of each micro-batch
+        self.stage.seeds = hash64(self.config.trainer.seed, np.asarray(first_samples), self.pipeline.rank).tolist()
+        self.stage.auxiliary = []
+        for first in first_samples:
+            weight = target_weight(range(first, min(first + self.size, batch.stop)), batch, data)
+            self.stage.auxiliary.append(AuxiliaryLosses(weight, self.inner.scale_loss))
         self.loss_factor = self.inner.loss_factor / num_targets
         self.scaler.scale(torch.zeros((), device=self.device))  # without a scaled loss, `unscale_` raises an error
         self.loss_sums = []
@@ -158,19 +163,21 @@ class PipelineParallel(Strategy):
         except RuntimeError as error:  # PyTorch wraps the errors of a stage, such as out-of-memory errors
             raise error.__cause__ or error from None
         losses = [loss / num_targets for loss in self.loss_sums]
-        return losses or [torch.zeros((), device=self.device)]
+        for auxiliary in self.stage.auxiliary:
+            losses += auxiliary.values
+        return torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Returns the loss of a micro-batch. The schedule calls this method in the last stage."""
         with self.autocast():
-            loss = cross_entropy(logits, targets, "sum")
+            loss = self.inner.full_model.loss(logits, targets, "sum")
         self.loss_sums.append(loss.detach())
-        return self.scaler.scale(loss * self.loss_factor)
+        return self.scale_loss(loss)
 
     def reduce_gradients(self, batch: range, losses: list[Tensor]) -> list[Tensor]:
         """Adds up the gradients of tied embeddings in the first and last stage."""
-        if self.ties_weights and WTE in self.parameters:
-            self.tied_embedding.all_reduce(to_local(self.parameters[WTE].grad))  # type: ignore[arg-type]
+        if self.ties_weights and WTE in self.gradients:
+            self.tied_embedding.all_reduce(to_local(self.gradients[WTE]))
         if self.scaler.is_enabled():
             overflow = 0 * self.total_norm(self.gradients)  # NaN if a stage overflows: all ranks skip the step
             for gradient in self.gradients.values():
@@ -193,8 +200,11 @@ class PipelineParallel(Strategy):
                 _, weight, state = next(item for item in inner_state if item[0] == name)
                 mine = {name: weight, **state}
             weight = self.broadcast(mine, name, parameter.shape, source)
-            state = {key: self.broadcast(mine, key, shape, source) for key, shape in shapes[name].items()}
+            state = {key: self.broadcast(mine, key, shape, source) for key, shape in shapes.get(name, {}).items()}
             yield name, weight, state
+
+    def reshard(self) -> None:
+        self.inner.reshard()
 
     def shard_of(self, full: Tensor, name: str) -> Tensor:
         return self.inner.shard_of(full, name)
@@ -229,7 +239,7 @@ class PipelinedModel(nn.Module):
                 width = self.config.vocab_size if stage == last else self.config.n_embd
                 x = torch.empty(*idx.shape, width, device=idx.device)
             self.pipeline.broadcast_tensor(x, stage)
-        return x, None if targets is None else cross_entropy(x, targets)
+        return x, None if targets is None else self.stage_model.loss(x, targets)
 
 
 class _Stage(PipelineStage):
@@ -240,10 +250,12 @@ class _Stage(PipelineStage):
         super().__init__(inner.model, pipeline.rank, pipeline.world_size, device, received, sent, group=pipeline.group)
         self.autocast = inner.autocast
         self.seeds: list[int] = []  # dropout seed of each micro-batch
+        self.auxiliary: list[AuxiliaryLosses] = []  # of each micro-batch
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         seed_device(self.device, self.seeds[fwd_chunk_id])
-        with record_function(f"forward {fwd_chunk_id}"), self.autocast():
+        losses = self.auxiliary[fwd_chunk_id]
+        with record_function(f"forward {fwd_chunk_id}"), self.autocast(), auxiliary_losses(losses):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:

@@ -9,6 +9,7 @@ et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from char_dataset import CharDataset, ValidationDataset
 from mingpt.config.schema import Config
 from mingpt.distributed.agreement import broadcast_object
 from mingpt.distributed.context import DistributedContext
+from mingpt.nn.layers import AuxiliaryLosses, auxiliary_losses
 from mingpt.optim.optimizer import build_optimizer
 from mingpt.system.device import seed_device
 from mingpt.text.permutation import hash64
@@ -41,7 +43,8 @@ class MicroBatch:
 
     Attributes:
         indices: sample numbers
-        weight: weight of the micro-batch's mean loss in the mean over the batch; 0 for the dummy of a smaller share
+        weight: weight of the micro-batch's mean loss in the mean over the targets of the batch; 0 for the dummy of a
+            smaller share
         batch: sample numbers of the whole batch, over all ranks
         sync_gradients: DDP and FSDP exchange gradients in this backward pass, the rank's last one of the step
     """
@@ -50,6 +53,11 @@ class MicroBatch:
     weight: float
     batch: range
     sync_gradients: bool = False
+
+
+def target_weight(indices: range, batch: range, data: CharDataset) -> float:
+    """Returns how many of a batch's targets belong to some of its samples, as a fraction."""
+    return data.num_targets(indices) / max(1, data.num_targets(batch))
 
 
 class Strategy:
@@ -96,7 +104,7 @@ class Strategy:
 
     # The step
 
-    def micro_batches(self, batch: range) -> list[MicroBatch]:
+    def micro_batches(self, batch: range, data: CharDataset) -> list[MicroBatch]:
         """Returns this rank's micro-batches of a batch, which is a range of sample numbers over all ranks.
 
         All ranks get the same number of micro-batches, so a smaller share may end with a dummy.
@@ -107,25 +115,31 @@ class Strategy:
         micro_batches = []
         for start in range(0, largest, size):
             indices = share[start : start + size]
-            weight = len(indices) / len(batch)
+            weight = target_weight(indices, batch, data)
             if not indices:
                 indices = batch[:1]
             micro_batches.append(MicroBatch(indices, weight, batch, sync_gradients=start + size >= largest))
         return micro_batches
 
-    def forward_backward(self, micro_batch: MicroBatch, data: CharDataset) -> list[Tensor]:
+    def forward_backward(self, micro_batch: MicroBatch, data: CharDataset) -> Tensor:
         """Adds the gradient of a micro-batch to `grad` of this rank's parameters.
 
         Returns:
-            this rank's terms of the mean loss over the batch
+            this rank's part of the mean loss over the batch, auxiliary losses included
         """
         [dropout_seed] = hash64(self.config.trainer.seed, micro_batch.indices.start).tolist()
         seed_device(self.context.device, dropout_seed)
         self.set_gradient_sync(micro_batch.sync_gradients)
         idx, targets = data[micro_batch.indices]
-        loss = self.compute_loss(self.model, idx, targets) * micro_batch.weight
-        self.scaler.scale(loss * self.loss_factor).backward()
-        return [loss.detach()]
+        auxiliary = AuxiliaryLosses(micro_batch.weight, self.scale_loss)
+        with auxiliary_losses(auxiliary):
+            loss = self.compute_loss(self.model, idx, targets) * micro_batch.weight
+        self.scale_loss(loss).backward()
+        return sum(auxiliary.values, loss.detach())
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """Returns what backward starts from for a part of the mean loss over the batch."""
+        return self.scaler.scale(loss * self.loss_factor)
 
     def set_gradient_sync(self, sync_gradients: bool) -> None:
         """Makes backward passes exchange gradients between ranks, or not, from now on."""
@@ -190,6 +204,28 @@ class Strategy:
         return get_total_norm(list(tensors.values()))
 
     # Evaluation
+
+    @contextmanager
+    def swapped_weights(self, key: str) -> Iterator[None]:
+        """Replaces the weights in its block by a part of the optimizer's state, such as averages. All ranks call it.
+
+        Args:
+            key: name of the part, for example `exp_avg` of AdamW; parameters without it keep their weights
+        """
+        weights = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+        for name, _, state in self.iter_full_state():
+            if name in weights and key in state:
+                self.parameters[name].detach().copy_(self.shard_of(state[key], name))
+        self.reshard()
+        try:
+            yield
+        finally:
+            for name, weight in weights.items():
+                self.parameters[name].detach().copy_(weight)
+            self.reshard()
+
+    def reshard(self) -> None:
+        """Discards parameters that are gathered, so that the next forward pass gathers them again."""
 
     @torch.no_grad()
     def evaluate(self, batch: range, data: ValidationDataset) -> Tensor:

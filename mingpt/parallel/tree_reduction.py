@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from char_dataset import CharDataset
 from mingpt.config.schema import Config
 from mingpt.distributed.context import DistributedContext
-from mingpt.parallel.strategy import MicroBatch, Strategy
+from mingpt.parallel.strategy import MicroBatch, Strategy, target_weight
 from mingpt.system.torch_versions import all_gather_single
 
 
@@ -38,35 +38,36 @@ class TreeReduction(Strategy):
         self.size = config.trainer.micro_batch_size or config.trainer.batch_size  # conflicts.py refuses null
         self.nodes: list[Node] = []  # sums of this rank's leaves in this step
 
-    def micro_batches(self, batch: range) -> list[MicroBatch]:
+    def micro_batches(self, batch: range, data: CharDataset) -> list[MicroBatch]:
         """Returns this rank's micro-batches. Their bounds do not depend on the number of ranks."""
         micro_batches = []
         for leaf in self.context.shard_range(0, self._num_leaves(batch)):
             indices = batch[self.size * leaf : self.size * (leaf + 1)]
-            micro_batches.append(MicroBatch(indices, len(indices) / len(batch), batch))
+            micro_batches.append(MicroBatch(indices, target_weight(indices, batch, data), batch))
         return micro_batches
 
     def _num_leaves(self, batch: range) -> int:
         return -(-len(batch) // self.size)
 
-    def forward_backward(self, micro_batch: MicroBatch, data: CharDataset) -> list[Tensor]:
+    def forward_backward(self, micro_batch: MicroBatch, data: CharDataset) -> Tensor:
         """Adds the micro-batch's gradient and loss to the tree."""
-        [loss] = super().forward_backward(micro_batch, data)
+        loss = super().forward_backward(micro_batch, data)
         num_leaves = self._num_leaves(micro_batch.batch)
         leaf = (micro_batch.indices.start - micro_batch.batch.start) // self.size
         gradients = [gradient.flatten() for gradient in self.gradients.values()]
         add_node(self.nodes, range(leaf, leaf + 1), torch.cat([*gradients, loss[None]]), num_leaves)
         self.optimizer.zero_grad(set_to_none=True)
-        return [loss]
+        return loss
 
     def reduce_gradients(self, batch: range, losses: list[Tensor]) -> list[Tensor]:
         """Completes the tree over all ranks, and returns the mean loss over the batch."""
         nodes = self.nodes
         self.nodes = []
-        sizes = [parameter.numel() for parameter in self.parameters.values()]
+        trained = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
+        sizes = [parameter.numel() for parameter in trained]
         total = self._reduce(nodes, sum(sizes) + 1, self._num_leaves(batch))
         *gradients, loss = total.split([*sizes, 1])
-        for parameter, gradient in zip(self.parameters.values(), gradients, strict=True):
+        for parameter, gradient in zip(trained, gradients, strict=True):
             parameter.grad = gradient.view_as(parameter)
         return [loss[0].clone()]  # a view would keep the gradient's memory
 

@@ -33,7 +33,7 @@ def evaluate(strategy: Strategy, data: ValidationDataset) -> float:
         # One all-reduce at the end would exceed the timeout if a rank is slow and the text is long.
         rounds.append(replicas.all_reduce(losses))
     losses = torch.cat(rounds)[: len(batches)].cpu().double()
-    counts = torch.tensor([data.count(batch) for batch in batches], dtype=torch.float64)
+    counts = torch.tensor([data.num_targets(batch) for batch in batches], dtype=torch.float64)
     return ((losses * counts).sum() / counts.sum()).item()
 
 

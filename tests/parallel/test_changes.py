@@ -1,0 +1,173 @@
+"""What people add to the model, the loss, the data and the optimizer has the same effect with every strategy."""
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from char_dataset import CharDataset
+from mingpt.nn.layers import IGNORE_INDEX, add_loss
+from mingpt.run.evaluation import evaluate
+from mingpt.snapshot.folder import load_snapshot
+from model import GPT, MLP
+from tests.helpers import (
+    NO_DROPOUT,
+    T,
+    max_relative_error,
+    open_trainer,
+    random_tokens,
+    run_args,
+    run_ranks,
+    small_gpt,
+    train_curves,
+    train_losses,
+    train_main,
+    write_text,
+)
+from tests.parallel.runs import STRATEGIES, Options, with_stages
+
+ACCUMULATING: Options = {"trainer__batch_size": 8, "trainer__micro_batch_size": 1, "model__architecture": "gpt2"}
+ON_TWO: list[Options] = [
+    ACCUMULATING,
+    {**ACCUMULATING, "trainer__micro_batch_size": None, "distributed__strategy": "zero1"},
+    {**ACCUMULATING, "distributed__strategy": "fsdp", "trainer__activation_checkpointing": "full"},
+    {**ACCUMULATING, "distributed__reduction": "tree", "optimizer__name": "adamw"},
+    with_stages(2, model__architecture="gpt2", distributed__strategy="zero2"),
+]
+ON_FOUR = [
+    with_stages(2, model__architecture="gpt2", trainer__micro_batch_size=size, distributed__strategy=strategy)
+    for size, strategy in zip((1, 2, 1, 2), STRATEGIES, strict=True)
+]
+each_number_of_ranks = pytest.mark.parametrize(
+    ("ranks", "runs"), [(2, ON_TWO), pytest.param(4, ON_FOUR, marks=pytest.mark.slow)]
+)
+
+
+FROZEN = ("transformer.wte.weight", "transformer.h.0.mlp.c_fc.weight", "transformer.h.3.ln_1.weight")
+
+
+def smooth_labels() -> None:
+    def loss(self: GPT, logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+        smoothing = 0.1 if self.training else 0.0
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), label_smoothing=smoothing, reduction=reduction)
+
+    GPT.loss = loss
+
+
+def add_auxiliary_loss() -> None:
+    forward = MLP.forward
+
+    def forward_with_loss(self: MLP, x: Tensor) -> Tensor:
+        y = forward(self, x)
+        return add_loss(y, (1 + y).square().mean())
+
+    MLP.forward = forward_with_loss
+
+
+def count_one_token_only() -> None:
+    """Samples have different numbers of targets, and some have none."""
+    read = CharDataset.__getitem__
+
+    def read_masked(self: CharDataset, samples: range) -> tuple[Tensor, Tensor]:
+        idx, targets = read(self, samples)
+        return idx, targets.masked_fill(targets != 2, IGNORE_INDEX)
+
+    CharDataset.__getitem__ = read_masked
+    CharDataset.num_targets = lambda self, samples: int((self[samples][1] != IGNORE_INDEX).sum()) if samples else 0
+
+
+def freeze() -> None:
+    build = GPT.__init__
+
+    def build_frozen(self: GPT, config: Any) -> None:
+        build(self, config)
+        for name in FROZEN:
+            self.get_parameter(name).requires_grad = False
+
+    GPT.__init__ = build_frozen
+
+
+def _changed_curves(change: Callable[[], None], folder: Path, runs: list[Options]) -> list[list[float]]:
+    change()
+    return train_curves(folder, runs, 4)
+
+
+@each_number_of_ranks
+@pytest.mark.parametrize("change", [smooth_labels, add_auxiliary_loss, count_one_token_only, freeze])
+def test_a_change_trains_with_the_same_losses_on_any_number_of_ranks(
+    change: Callable[[], None], ranks: int, runs: list[Options], tmp_path: Path
+) -> None:
+    write_text(tmp_path / "text.txt")
+    names = ("trainer__batch_size", "model__architecture", "model__n_layer", "optimizer__name")
+    alone = [{name: options[name] for name in names if name in options} for options in runs]
+    curves = partial(run_ranks, tmp_path=tmp_path)
+    [unchanged] = curves(1, train_curves, tmp_path, alone, 4)
+    [expected] = curves(1, _changed_curves, change, tmp_path, alone)
+    [found, *_] = curves(ranks, _changed_curves, change, tmp_path, runs)
+    for options, losses, one_process, without in zip(runs, found, expected, unchanged, strict=True):
+        assert max_relative_error(losses, one_process) < 1e-5, options
+        assert max_relative_error(without, one_process) > 1e-3, options
+
+
+@each_number_of_ranks
+def test_other_weights_are_evaluated_and_training_continues_with_its_own(
+    ranks: int, runs: list[Options], tmp_path: Path
+) -> None:
+    write_text(tmp_path / "text.txt")
+    runs = [options | {"optimizer__name": "adamw"} for options in runs]
+    [expected] = run_ranks(
+        1, _evaluate_other_weights, tmp_path, [ACCUMULATING | {"optimizer__name": "adamw"}], tmp_path=tmp_path
+    )
+    [found, *_] = run_ranks(ranks, _evaluate_other_weights, tmp_path, runs, tmp_path=tmp_path)
+    [[trained, other, own, _, _]] = expected
+    assert min(abs(other - trained), abs(other - own)) > 0.1
+    for options, losses in zip(runs, found, strict=True):
+        assert max_relative_error(losses, expected[0]) < 1e-5, options
+
+
+def _evaluate_other_weights(folder: Path, runs: list[Options]) -> list[list[float]]:
+    """Returns a training loss, a validation loss of other weights and of the model's own, and two training losses."""
+    results = []
+    for i, options in enumerate(runs):
+        run_dir = folder / f"other-{os.environ.get('WORLD_SIZE')}-{i}"
+        with open_trainer(*run_args(run_dir, folder / "text.txt", **NO_DROPOUT, **options), rendezvous=i) as trainer:
+            strategy = trainer.strategy
+            losses = train_losses(trainer, 1)
+            for state in strategy.local_state.values():
+                state["other"] = 1000 * state["exp_avg"]
+            with strategy.swapped_weights("other"):
+                losses.append(evaluate(strategy, trainer.val_data))
+            losses.append(evaluate(strategy, trainer.val_data))
+            results.append(losses + train_losses(trainer, 2))
+    return results
+
+
+def test_frozen_parameters_keep_their_values_and_a_run_with_them_resumes(tmp_path: Path) -> None:
+    write_text(tmp_path / "text.txt")
+    for strategy in STRATEGIES:
+        argv = run_args(tmp_path / strategy, tmp_path / "text.txt", **ACCUMULATING, distributed__strategy=strategy)
+        assert run_ranks(2, _train_frozen, [*argv, "--model.n_layer", "4"], tmp_path=tmp_path) == [[0, 0]] * 2
+        first, last = (
+            load_snapshot(str(tmp_path / strategy / f"snapshots/step_{step:08d}.pt"))["model"] for step in (3, 6)
+        )
+        assert {name for name in FROZEN if torch.equal(first[name], last[name])} == set(FROZEN)
+        assert not torch.equal(first["transformer.h.1.mlp.c_fc.weight"], last["transformer.h.1.mlp.c_fc.weight"])
+
+
+def _train_frozen(argv: list[str]) -> list[int]:
+    freeze()
+    return [train_main(*argv, "--trainer.max_steps", steps) for steps in ("3", "6")]
+
+
+def test_a_batch_without_targets_is_a_loss_of_zero() -> None:
+    model = small_gpt()
+    _, loss = model(random_tokens(2, T), torch.full((2, T), IGNORE_INDEX))
+    assert loss.item() == 0
+    loss.backward()
+    assert all(not parameter.grad.any() for parameter in model.parameters() if parameter.grad is not None)
