@@ -3,12 +3,13 @@
 import math
 import reprlib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from pydantic import ValidationError
 
-from mingpt.config.schema import SHAPE_KEYS, GPTConfig
+from mingpt.config.schema import SHAPE_KEYS, GPTConfig, ModelConfig
 from mingpt.errors import UserError
 
 FORMAT_VERSION = 2
@@ -47,12 +48,16 @@ class Best:
 def check_content(content: Any, path: str) -> None:
     """Checks that the content of a file is a snapshot. Adds entries that a snapshot of an earlier version lacks.
 
+    A key of the model that it lacks has the default value, which should mean what the program did before.
+
     Args:
         path: names the file in the message
 
     Raises:
         UserError: lists entries that are missing or of another type.
     """
+    with suppress(LookupError, TypeError):
+        content["config"]["model"] = asdict(ModelConfig()) | content["config"]["model"]
     if mistakes := list(_find_mistakes(content)):
         raise UserError(
             f"{path} is not a snapshot that this version can read: {'; '.join(mistakes)}; use the version that wrote it"
