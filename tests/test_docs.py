@@ -232,7 +232,7 @@ def test_docs_work_as_pasted(checkout: Path) -> None:
 CHANGED_RUN = (
     "--data.path words.txt --data.block_size 16 --model.n_layer 2 --model.n_embd 32 --trainer.batch_size 12 "
     "--trainer.micro_batch_size 3 --trainer.precision fp32 --trainer.log_every 1 --trainer.sample_every null "
-    "--optimizer.warmup_steps 3 --optimizer.decay_steps 30"
+    "--optimizer.warmup_steps 10 --optimizer.decay_steps 120"
 )
 # The options of each change in docs/changes/, and why export.py refuses its snapshots; None: it does not.
 CHANGES = {
@@ -257,22 +257,21 @@ def test_each_change_trains_on_ranks_as_on_one_is_killed_resumes_samples_and_is_
     folder = tmp_path / "changed"
     shutil.copytree(checkout, folder, ignore=shutil.ignore_patterns("runs"))
     write_text(folder / "words.txt")
-    run(f"python main.py {CHANGED_RUN} --trainer.max_steps 30 --trainer.run_dir runs/base", folder)
+    run(f"python main.py {CHANGED_RUN} --trainer.max_steps 120 --trainer.run_dir runs/base", folder)
     run(f"GIT_CEILING_DIRECTORIES={tmp_path} git apply docs/changes/{change}.diff", folder)
     options, refusal = CHANGES[change]
     main = f"main.py {CHANGED_RUN} {options} --trainer.run_dir"
 
     two = "torchrun --standalone --nproc_per_node=2"
     parts = [
-        f"{two} {main} runs/two --trainer.max_steps 10",
-        f"{two} {main} runs/two --trainer.max_steps 20 --distributed.strategy fsdp",
-        f"{two} {main} runs/two --trainer.max_steps 30 --distributed.pipeline_stages 2",
+        f"{two} {main} runs/two --trainer.max_steps 40",
+        f"{two} {main} runs/two --trainer.max_steps 80 --distributed.strategy fsdp",
+        f"{two} {main} runs/two --trainer.max_steps 120 --distributed.pipeline_stages 2",
     ]
     with start(" && ".join(parts), folder) as on_two:
-        one = folder / "runs/one"
-        command = f"python {main} runs/one --trainer.max_steps 30"
-        kill_when(lambda: (one / "snapshots/step_00000010.pt").exists(), command, folder)
-        assert "resuming from runs/one/snapshots/step_0000001" in run(command, folder)
+        first_snapshot = folder / "runs/one/snapshots/step_00000010.pt"
+        kill_when(first_snapshot.exists, f"python {main} runs/one --trainer.max_steps 100000", folder)
+        assert "resuming from runs/one/snapshots/" in run(f"python {main} runs/one --trainer.max_steps 120", folder)
         _, stderr = on_two.communicate(timeout=120)
     assert on_two.returncode == 0, stderr
     base, alone, together = (losses(folder / "runs" / name) for name in ("base", "one", "two"))
@@ -282,8 +281,8 @@ def test_each_change_trains_on_ranks_as_on_one_is_killed_resumes_samples_and_is_
     text = run("python sample.py --snapshot runs/two --prompt 'anna does' --max_new_tokens 20", folder)
     assert text.startswith("anna does")
     if change == "parameter_norm":
-        [row] = [row for row in read_rows(folder / "runs/two") if row["step"] == 30]
-        weights = list(load_snapshot(str(folder / "runs/two/snapshots/step_00000030.pt"))["model"].values())
+        [row] = [row for row in read_rows(folder / "runs/two") if row["step"] == 120]
+        weights = list(load_snapshot(str(folder / "runs/two/snapshots/step_00000120.pt"))["model"].values())
         assert row["parameter_norm"] == pytest.approx(get_total_norm(weights).item(), rel=1e-4)
     pytest.importorskip("transformers", reason="transformers is not installed")
     with start("python export.py --snapshot runs/two --out exported", folder) as process:
