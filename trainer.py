@@ -209,7 +209,7 @@ class Trainer:
 
         strategy.optimizer.zero_grad(set_to_none=True)
         losses = []
-        for micro_batch in strategy.micro_batches(batch, self.train_data):
+        for micro_batch in strategy.micro_batches(batch):
             losses.append(strategy.forward_backward(micro_batch, self.train_data))  # the last one exchanges gradients
         losses = strategy.reduce_gradients(batch, losses)
 

@@ -72,7 +72,7 @@ def test_gradients_are_scaled_to_the_largest_norm_allowed(
     monkeypatch.setenv("TEST_INIT_METHOD", "file:///unused")
     with open_trainer(*run_args(tmp_path / "run", text)) as trainer:
         strategy = trainer.strategy
-        micro_batch = strategy.micro_batches(range(4), trainer.train_data)[0]
+        micro_batch = strategy.micro_batches(range(4))[0]
         strategy.forward_backward(micro_batch, trainer.train_data)
         gradients = [parameter.grad for parameter in strategy.parameters.values()]
         norm = strategy.clip_grad_norm_(None)
@@ -223,7 +223,7 @@ def _losses_of_equal_windows(*argv: str) -> list[list[float]]:
         results = []
         for batch in (range(6), range(6), range(2, 8)):
             losses = []
-            for micro_batch in trainer.strategy.micro_batches(batch, _EqualWindows()):
+            for micro_batch in trainer.strategy.micro_batches(batch):
                 losses.append(trainer.strategy.forward_backward(micro_batch, _EqualWindows()))
             results.append(torch.stack(losses).tolist())
         return results

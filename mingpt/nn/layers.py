@@ -1,9 +1,6 @@
 """Layers of the model: dropout, norms, activation and attention, in forms that are faster on CPUs; auxiliary losses."""
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,59 +15,35 @@ RMS_NORM_EPS = 1e-6
 IGNORE_INDEX = -1  # target of a position without a next character
 
 
-@dataclass
-class AuxiliaryLosses:
-    """The losses that blocks add to the loss of a micro-batch, by `add_loss`.
+class AuxiliaryLoss(torch.autograd.Function):
+    """The identity of activations, whose backward starts a loss's gradient (MoEAuxLossAutoScaler in Megatron-LM).
 
-    Attributes:
-        weight: weight of the micro-batch in the mean over the batch
-        scale: returns what backward starts from for a loss
-        values: the weighted losses so far
+    Attributes, which a strategy sets before each forward pass:
+        scale: what backward starts from for the mean loss of the micro-batch
+        values: the losses of this forward pass so far
     """
 
-    weight: float
-    scale: Callable[[Tensor], Tensor]
-    values: list[Tensor] = field(default_factory=list)
+    scale = torch.ones(())
+    values: list[Tensor] = []  # noqa: RUF012 - a pipeline passes only activations from block to block
 
-
-_auxiliary: AuxiliaryLosses | None = None  # of the forward pass that is running
-
-
-@contextmanager
-def auxiliary_losses(losses: AuxiliaryLosses) -> Iterator[None]:
-    """Collects the losses of the forward pass in its block."""
-    global _auxiliary  # noqa: PLW0603 - a pipeline passes only activations from block to block
-    _auxiliary = losses
-    try:
-        yield
-    finally:
-        _auxiliary = None
-
-
-class _AddLossFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        ctx.scale = AuxiliaryLoss.scale
+        AuxiliaryLoss.values.append(loss.detach())
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return grad, torch.ones((), device=grad.device)
+        return grad, ctx.scale
 
 
 def add_loss(x: Tensor, loss: Tensor) -> Tensor:
-    """Returns the activations x, and adds a block's loss, such as a router's, to the loss of the model in training.
-
-    With every strategy, backward adds the gradient of the loss where it reaches x, like MoEAuxLossAutoScaler in
-    Megatron-LM.
+    """Returns the activations x, and in training adds a block's loss, such as a router's, to the loss of the model.
 
     Args:
         loss: scalar, a mean over the micro-batch
     """
-    if _auxiliary is None:  # in evaluation, and where activation checkpointing computes activations again
-        return x
-    loss = loss.float() * _auxiliary.weight
-    _auxiliary.values.append(loss.detach())
-    return _AddLossFunction.apply(x, _auxiliary.scale(loss))
+    return AuxiliaryLoss.apply(x, loss.float()) if torch.is_grad_enabled() else x
 
 
 class Dropout(nn.Dropout):

@@ -9,7 +9,6 @@ from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
@@ -20,12 +19,10 @@ from char_dataset import CharDataset
 from mingpt.config.schema import Config, GPTConfig
 from mingpt.distributed.agreement import reduce_object
 from mingpt.distributed.context import DistributedContext
-from mingpt.nn.layers import IGNORE_INDEX, AuxiliaryLosses, auxiliary_losses
+from mingpt.nn.layers import IGNORE_INDEX, AuxiliaryLoss
 from mingpt.optim.muon import to_local
 from mingpt.parallel.data_parallel import build_data_parallel
-from mingpt.parallel.strategy import MicroBatch, Strategy, state_shapes, target_weight
-from mingpt.system.device import seed_device
-from mingpt.text.permutation import hash64
+from mingpt.parallel.strategy import MicroBatch, Strategy, state_shapes
 from model import GPT, KVCache
 
 WTE = "transformer.wte.weight"  # in the first stage, and with tied weights in the last stage, too
@@ -120,7 +117,6 @@ class PipelineParallel(Strategy):
         self.stage = _Stage(inner, self.pipeline, *my_stage.io_shapes(self.size))
         schedule = config.distributed.pipeline_schedule
         self.schedule: Any = get_schedule_class(schedule)(self.stage, self.count, self._loss, scale_grads=False)
-        self.loss_sums: list[Tensor] = []  # sum of the losses of each micro-batch, in the last stage
         context.exit_callbacks.append(self._release)
         waits = num_stages - 1
         self.description = inner.description | {
@@ -133,12 +129,11 @@ class PipelineParallel(Strategy):
         del self.schedule
         del self.stage
 
-    def micro_batches(self, batch: range, data: CharDataset) -> list[MicroBatch]:
+    def micro_batches(self, batch: range) -> list[MicroBatch]:
         """Returns this replica's share, which the schedule divides. It may extend beyond the end of a short batch."""
         share = self.size * self.count
         first = batch.start + self.replicas.rank * share
-        weight = target_weight(range(first, min(first + share, batch.stop)), batch, data)
-        return [MicroBatch(range(first, first + share), weight, batch)]
+        return [MicroBatch(range(first, first + share), batch)]
 
     def forward_backward(self, micro_batch: MicroBatch, data: CharDataset) -> Tensor:
         """Runs the schedule. Samples without targets fill up a short batch."""
@@ -146,32 +141,26 @@ class PipelineParallel(Strategy):
         idx, targets = data[indices]
         is_filler = torch.tensor([number >= batch.stop for number in indices])
         targets = targets.masked_fill(is_filler[:, None], IGNORE_INDEX)
-        num_targets = max(1, data.num_targets(batch))
-        first_samples = indices[:: self.size]  # the first sample of each micro-batch
-        self.stage.seeds = hash64(self.config.trainer.seed, np.asarray(first_samples), self.pipeline.rank).tolist()
-        self.stage.auxiliary = []
-        for first in first_samples:
-            weight = target_weight(range(first, min(first + self.size, batch.stop)), batch, data)
-            self.stage.auxiliary.append(AuxiliaryLosses(weight, self.inner.scale_loss))
-        self.loss_factor = self.inner.loss_factor / num_targets
+        self.num_targets = max(1, data.num_targets(batch))
+        parts = [range(first, min(first + self.size, batch.stop)) for first in indices[:: self.size]]
+        self.stage.parts = [(MicroBatch(part, batch).weight(data), part.start) for part in parts]
+        self.stage.losses = []
+        self.loss_factor = self.inner.loss_factor / self.num_targets
         self.scaler.scale(torch.zeros((), device=self.device))  # without a scaled loss, `unscale_` raises an error
-        self.loss_sums = []
         inputs = self.to_device(idx.contiguous()) if self.stage.is_first else ()  # contiguous: PyTorch < 2.13
         target = self.to_device(targets)[0] if self.stage.is_last else None
         try:
             self.schedule.step(*inputs, target=target, return_outputs=False)
         except RuntimeError as error:  # PyTorch wraps the errors of a stage, such as out-of-memory errors
             raise error.__cause__ or error from None
-        losses = [loss / num_targets for loss in self.loss_sums]
-        for auxiliary in self.stage.auxiliary:
-            losses += auxiliary.values
-        return torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
+        losses = self.stage.losses or [torch.zeros((), device=self.device)]
+        return torch.stack(losses).sum()
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Returns the loss of a micro-batch. The schedule calls this method in the last stage."""
         with self.autocast():
             loss = self.inner.full_model.loss(logits, targets, "sum")
-        self.loss_sums.append(loss.detach())
+        self.stage.losses.append(loss.detach() / self.num_targets)
         return self.scale_loss(loss)
 
     def reduce_gradients(self, batch: range, losses: list[Tensor]) -> list[Tensor]:
@@ -202,9 +191,6 @@ class PipelineParallel(Strategy):
             weight = self.broadcast(mine, name, parameter.shape, source)
             state = {key: self.broadcast(mine, key, shape, source) for key, shape in shapes.get(name, {}).items()}
             yield name, weight, state
-
-    def reshard(self) -> None:
-        self.inner.reshard()
 
     def shard_of(self, full: Tensor, name: str) -> Tensor:
         return self.inner.shard_of(full, name)
@@ -248,15 +234,17 @@ class _Stage(PipelineStage):
     def __init__(self, inner: Strategy, pipeline: DistributedContext, received: Tensor, sent: Tensor) -> None:
         device = inner.context.device
         super().__init__(inner.model, pipeline.rank, pipeline.world_size, device, received, sent, group=pipeline.group)
-        self.autocast = inner.autocast
-        self.seeds: list[int] = []  # dropout seed of each micro-batch
-        self.auxiliary: list[AuxiliaryLosses] = []  # of each micro-batch
+        self.inner = inner
+        self.parts: list[tuple[float, int]] = []  # weight and first sample of each micro-batch
+        self.losses: list[Tensor] = []  # parts of the mean loss over the batch
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        seed_device(self.device, self.seeds[fwd_chunk_id])
-        losses = self.auxiliary[fwd_chunk_id]
-        with record_function(f"forward {fwd_chunk_id}"), self.autocast(), auxiliary_losses(losses):
-            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        weight, first = self.parts[fwd_chunk_id]
+        self.inner.begin_forward(weight, first, self.stage_index)
+        with record_function(f"forward {fwd_chunk_id}"), self.inner.autocast():
+            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        self.losses += [loss * weight for loss in AuxiliaryLoss.values]
+        return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         with record_function(f"backward {bwd_chunk_id}"):

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import get_total_norm
@@ -82,11 +82,6 @@ class FSDP(Strategy):
     def set_gradient_sync(self, sync_gradients: bool) -> None:
         self.sharded_model.set_requires_gradient_sync(sync_gradients)
         self.sharded_model.set_reshard_after_backward(sync_gradients or self.reshard_after_forward)
-
-    def reshard(self) -> None:
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
 
     def total_norm(self, tensors: Mapping[str, Tensor]) -> Tensor:
         norm = get_total_norm([*map(to_local, tensors.values())]).to(self.context.device)

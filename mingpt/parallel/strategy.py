@@ -22,7 +22,7 @@ from char_dataset import CharDataset, ValidationDataset
 from mingpt.config.schema import Config
 from mingpt.distributed.agreement import broadcast_object
 from mingpt.distributed.context import DistributedContext
-from mingpt.nn.layers import AuxiliaryLosses, auxiliary_losses
+from mingpt.nn.layers import AuxiliaryLoss
 from mingpt.optim.optimizer import build_optimizer
 from mingpt.system.device import seed_device
 from mingpt.text.permutation import hash64
@@ -42,22 +42,18 @@ class MicroBatch:
     """The sequences of one forward pass on one rank.
 
     Attributes:
-        indices: sample numbers
-        weight: weight of the micro-batch's mean loss in the mean over the targets of the batch; 0 for the dummy of a
-            smaller share
+        indices: sample numbers; empty for the dummy of a smaller share
         batch: sample numbers of the whole batch, over all ranks
         sync_gradients: DDP and FSDP exchange gradients in this backward pass, the rank's last one of the step
     """
 
     indices: range
-    weight: float
     batch: range
     sync_gradients: bool = False
 
-
-def target_weight(indices: range, batch: range, data: CharDataset) -> float:
-    """Returns how many of a batch's targets belong to some of its samples, as a fraction."""
-    return data.num_targets(indices) / max(1, data.num_targets(batch))
+    def weight(self, data: CharDataset) -> float:
+        """Returns the weight of the mean loss in the mean over the batch: the fraction of its targets."""
+        return data.num_targets(self.indices) / max(1, data.num_targets(self.batch))
 
 
 class Strategy:
@@ -104,7 +100,7 @@ class Strategy:
 
     # The step
 
-    def micro_batches(self, batch: range, data: CharDataset) -> list[MicroBatch]:
+    def micro_batches(self, batch: range) -> list[MicroBatch]:
         """Returns this rank's micro-batches of a batch, which is a range of sample numbers over all ranks.
 
         All ranks get the same number of micro-batches, so a smaller share may end with a dummy.
@@ -115,10 +111,7 @@ class Strategy:
         micro_batches = []
         for start in range(0, largest, size):
             indices = share[start : start + size]
-            weight = target_weight(indices, batch, data)
-            if not indices:
-                indices = batch[:1]
-            micro_batches.append(MicroBatch(indices, weight, batch, sync_gradients=start + size >= largest))
+            micro_batches.append(MicroBatch(indices, batch, sync_gradients=start + size >= largest))
         return micro_batches
 
     def forward_backward(self, micro_batch: MicroBatch, data: CharDataset) -> Tensor:
@@ -127,15 +120,21 @@ class Strategy:
         Returns:
             this rank's part of the mean loss over the batch, auxiliary losses included
         """
-        [dropout_seed] = hash64(self.config.trainer.seed, micro_batch.indices.start).tolist()
-        seed_device(self.context.device, dropout_seed)
         self.set_gradient_sync(micro_batch.sync_gradients)
-        idx, targets = data[micro_batch.indices]
-        auxiliary = AuxiliaryLosses(micro_batch.weight, self.scale_loss)
-        with auxiliary_losses(auxiliary):
-            loss = self.compute_loss(self.model, idx, targets) * micro_batch.weight
+        idx, targets = data[micro_batch.indices or micro_batch.batch[:1]]
+        weight = micro_batch.weight(data)
+        self.begin_forward(weight, micro_batch.indices.start)
+        loss = self.compute_loss(self.model, idx, targets) * weight
+        auxiliary = sum(AuxiliaryLoss.values) * weight
         self.scale_loss(loss).backward()
-        return sum(auxiliary.values, loss.detach())
+        return loss.detach() + auxiliary
+
+    def begin_forward(self, weight: float, *numbers: int) -> None:
+        """Seeds dropout from these numbers, and prepares for the auxiliary losses of a micro-batch."""
+        [dropout_seed] = hash64(self.config.trainer.seed, *numbers).tolist()
+        seed_device(self.context.device, dropout_seed)
+        AuxiliaryLoss.scale = self.scale_loss(torch.full((), weight, device=self.context.device))
+        AuxiliaryLoss.values = []
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Returns what backward starts from for a part of the mean loss over the batch."""
@@ -216,16 +215,17 @@ class Strategy:
         for name, _, state in self.iter_full_state():
             if name in weights and key in state:
                 self.parameters[name].detach().copy_(self.shard_of(state[key], name))
-        self.reshard()
-        try:
-            yield
-        finally:
-            for name, weight in weights.items():
-                self.parameters[name].detach().copy_(weight)
-            self.reshard()
+        self._reshard()
+        yield
+        for name, weight in weights.items():
+            self.parameters[name].detach().copy_(weight)
+        self._reshard()
 
-    def reshard(self) -> None:
-        """Discards parameters that are gathered, so that the next forward pass gathers them again."""
+    def _reshard(self) -> None:
+        """Makes the next forward pass gather the parameters again, which FSDP may keep from the previous one."""
+        for module in self.full_model.modules():
+            if hasattr(module, "reshard"):
+                module.reshard()
 
     @torch.no_grad()
     def evaluate(self, batch: range, data: ValidationDataset) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from char_dataset import CharDataset
 from mingpt.config.schema import Config
 from mingpt.distributed.context import DistributedContext
-from mingpt.parallel.strategy import MicroBatch, Strategy, target_weight
+from mingpt.parallel.strategy import MicroBatch, Strategy
 from mingpt.system.torch_versions import all_gather_single
 
 
@@ -38,12 +38,11 @@ class TreeReduction(Strategy):
         self.size = config.trainer.micro_batch_size or config.trainer.batch_size  # conflicts.py refuses null
         self.nodes: list[Node] = []  # sums of this rank's leaves in this step
 
-    def micro_batches(self, batch: range, data: CharDataset) -> list[MicroBatch]:
+    def micro_batches(self, batch: range) -> list[MicroBatch]:
         """Returns this rank's micro-batches. Their bounds do not depend on the number of ranks."""
         micro_batches = []
         for leaf in self.context.shard_range(0, self._num_leaves(batch)):
-            indices = batch[self.size * leaf : self.size * (leaf + 1)]
-            micro_batches.append(MicroBatch(indices, target_weight(indices, batch, data), batch))
+            micro_batches.append(MicroBatch(batch[self.size * leaf : self.size * (leaf + 1)], batch))
         return micro_batches
 
     def _num_leaves(self, batch: range) -> int:
