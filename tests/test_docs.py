@@ -249,15 +249,20 @@ CHANGES = {
 }
 
 
+@pytest.fixture(scope="module")
+def trained(checkout: Path) -> Path:
+    """The copy with a text, and with a run in runs/base."""
+    write_text(checkout / "words.txt")
+    run(f"python main.py {CHANGED_RUN} --trainer.max_steps 120 --trainer.run_dir runs/base", checkout)
+    return checkout
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 def test_each_change_trains_on_ranks_as_on_one_is_killed_resumes_samples_and_is_exported_or_refused(
-    change: str, checkout: Path, tmp_path: Path
+    change: str, trained: Path, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "changed"
-    shutil.copytree(checkout, folder, ignore=shutil.ignore_patterns("runs"))
-    write_text(folder / "words.txt")
-    run(f"python main.py {CHANGED_RUN} --trainer.max_steps 120 --trainer.run_dir runs/base", folder)
+    folder = shutil.copytree(trained, tmp_path / "changed")
     run(f"GIT_CEILING_DIRECTORIES={tmp_path} git apply docs/changes/{change}.diff", folder)
     options, refusal = CHANGES[change]
     main = f"main.py {CHANGED_RUN} {options} --trainer.run_dir"

@@ -107,7 +107,7 @@ def nanochat_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         name = our_name
         for ours, theirs in NANOCHAT_NAMES.items():
             name = name.replace(ours, theirs)
-        if "c_attn" in name:
+        if name.endswith("c_attn.weight"):
             for part, matrix in zip("qkv", weight.chunk(3), strict=True):
                 stored[name.replace("c_attn", f"{part}_proj")] = matrix
         else:
