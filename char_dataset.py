@@ -35,7 +35,7 @@ def train_val_split(tokens: np.ndarray, config: DataConfig) -> tuple[np.ndarray,
     for name, part in (("training", train), ("validation", val)):
         if len(part) < config.block_size + 1:
             raise UserError(
-                f"data.block_size: the {name} part of {config.path} has {len(part)} characters, but a window needs "
+                f"data.block_size: the {name} part of {config.path} has {len(part)} tokens, but a window needs "
                 f"block_size + 1 = {config.block_size + 1}; lower data.block_size, change data.train_split "
                 f"({config.train_split}) or use more text"
             )
@@ -51,7 +51,7 @@ class CharDataset(Dataset):
 
     Args:
         tokens: (n,) training text, n > block_size
-        block_size: characters in a window (T)
+        block_size: tokens in a window (T)
         seed: determines orders and offsets
     """
 
@@ -59,9 +59,9 @@ class CharDataset(Dataset):
         self.tokens = tokens
         self.block_size = block_size
         self.seed = seed
-        # All epochs have the same number of windows, whatever their offset: up to T characters are in none of them.
+        # All epochs have the same number of windows, whatever their offset: up to T tokens are in none of them.
         self.num_windows = max(1, (len(tokens) - block_size) // block_size)
-        # An offset is below this number. The last character is only a target.
+        # An offset is below this number. The last token is only a target.
         self.num_offsets = min(block_size, len(tokens) - self.num_windows * block_size)
 
     def __len__(self) -> int:
@@ -91,7 +91,7 @@ class CharDataset(Dataset):
         starts = self.starts(np.asarray(samples, dtype=np.int64))
         positions = starts[:, None] + np.arange(self.block_size + 1)  # (B, T + 1)
         text = torch.from_numpy(self.tokens[positions].astype(np.int64))
-        # The target of each character is the next character.
+        # The target of each token is the next token.
         return text[:, :-1], text[:, 1:]
 
 
@@ -103,7 +103,7 @@ class ValidationDataset(Dataset):
 
     Args:
         tokens: (n,) validation text, n > 1
-        block_size: characters in a window (T)
+        block_size: tokens in a window (T)
         max_windows: limit of the number of windows, which are evenly spread over the text; None: all windows
     """
 

@@ -66,7 +66,7 @@ Trained by
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model, tokenizer = AutoModelForCausalLM.from_pretrained("{name}"), AutoTokenizer.from_pretrained("{name}")
-prompt = tokenizer({pretrained.vocabulary[0]!r}, return_tensors="pt")
+prompt = tokenizer({pretrained.tokenizer.decode([0])!r}, return_tensors="pt")
 print(tokenizer.decode(model.generate(**prompt, max_new_tokens={config.block_size - 1})[0]))
 ```
 """

@@ -13,7 +13,7 @@ GPT-2: Radford et al., "Language models are unsupervised multitask learners", 20
 https://github.com/karpathy/nanochat, 2025; rotary positions: Su et al., "RoFormer", 2021; RMSNorm: Zhang and Sennrich,
 2019; QK-norm: Henry et al., 2020; ReLU squared: So et al., "Primer", 2021; capped logits: Gemma 2, 2024.
 
-Dimensions: B sequences, T characters, C = n_embd, H = n_head, V = vocab_size.
+Dimensions: B sequences, T tokens, C = n_embd, H = n_head, V = vocab_size.
 """
 
 import math
@@ -40,21 +40,21 @@ Rotary = tuple[Tensor, Tensor]  # factors of rotate() at each position, (T, 2H, 
 
 
 class KVCache:
-    """The state of generation: keys and values of all characters so far, and recent inputs of convolutions.
+    """The state of generation: keys and values of all tokens so far, and recent inputs of convolutions.
 
     Args:
-        size: maximum number of characters
+        size: maximum number of tokens
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.length = 0  # characters so far
+        self.length = 0  # tokens so far
         self.keys_values: dict[nn.Module, Tensor] = {}  # of each attention, (2, B, H, size, C/H); `length` are valid
         self.recent: dict[nn.Module, Tensor] = {}  # last inputs of each convolution, (B, conv_kernel_size - 1, C)
         self.rotary: Rotary | None = None  # for all `size` positions
 
     def extend(self, layer: nn.Module, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends keys and values of new characters, (B, H, T, C/H), and returns all, (B, H, length + T, C/H)."""
+        """Appends keys and values of new tokens, (B, H, T, C/H), and returns all, (B, H, length + T, C/H)."""
         if layer not in self.keys_values:
             B, H, _, D = keys.shape
             self.keys_values[layer] = keys.new_empty(2, B, H, self.size, D)
@@ -82,7 +82,7 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
 
 
 class CausalConv(nn.Module):
-    """A depthwise convolution over the last characters. Its initial weights make it the identity.
+    """A depthwise convolution over the last tokens. Its initial weights make it the identity.
 
     Allen-Zhu, "Physics of Language Models: Part 4.1, Architecture Design and the Magic of Canon Layers", 2025.
     """
@@ -132,7 +132,7 @@ class CausalSelfAttention(nn.Module):
         v = v.transpose(1, 2)
         is_causal = True
         if cache is not None:
-            is_causal = cache.length == 0  # a single new character attends to all cached ones
+            is_causal = cache.length == 0  # a single new token attends to all cached ones
             k, v = cache.extend(self, k, v)
         y = attention(q, k, v, self.attn_dropout, is_causal)  # (B, H, T, C/H)
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))
@@ -180,7 +180,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predicts the next character at each position."""
+    """Predicts the next token at each position."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -215,18 +215,18 @@ class GPT(nn.Module):
     def forward(
         self, idx: Tensor, targets: Tensor | None = None, cache: KVCache | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns logits of the next character at each position, and their mean loss in nats per character.
+        """Returns logits of the next token at each position, and their mean loss in nats per token.
 
         Args:
-            idx: (B, T) characters; T is at most block_size
-            targets: (B, T) next characters; positions with IGNORE_INDEX do not count
-            cache: the characters before idx; idx is appended
+            idx: (B, T) tokens; T is at most block_size
+            targets: (B, T) next tokens; positions with IGNORE_INDEX do not count
+            cache: the tokens before idx; idx is appended
 
         Returns:
             logits (B, T, V), and the mean cross-entropy, or None without targets
 
         Raises:
-            ValueError: there are more characters than block_size.
+            ValueError: there are more tokens than block_size.
         """
         x = self.embed(idx, cache)
         x = self.apply_blocks(x, cache)
@@ -247,11 +247,11 @@ class GPT(nn.Module):
         return loss
 
     def embed(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
-        """(B, T) characters -> (B, T, C)"""
+        """(B, T) tokens -> (B, T, C)"""
         start = cache.length if cache else 0
         end = start + idx.size(1)
         if end > self.config.block_size:
-            raise ValueError(f"{end} characters, but the context window (block_size) is {self.config.block_size}")
+            raise ValueError(f"{end} tokens, but the context window (block_size) is {self.config.block_size}")
         x = self.transformer["wte"](idx)
         if self.is_nanochat:
             x = rms_norm(x)
@@ -269,10 +269,10 @@ class GPT(nn.Module):
         return x
 
     def rotary_factors(self, x: Tensor, cache: KVCache | None) -> Rotary | None:
-        """Returns the rotations of x, (B, T, C), after the characters in the cache; None with learned positions.
+        """Returns the rotations of x, (B, T, C), after the tokens in the cache; None with learned positions.
 
         A training step computes the table: as a buffer, it would have to be filled after the model leaves the meta
-        device. In generation, its ten operations for each new character would take 12% of the time.
+        device. In generation, its ten operations for each new token would take 12% of the time.
         """
         if not self.is_nanochat:
             return None
@@ -314,16 +314,16 @@ class GPT(nn.Module):
         top_p: float | None = None,
         generator: torch.Generator | None = None,
     ) -> Iterator[Tensor]:
-        """Yields the next characters (B,), one position at a time. Leaves the model in eval mode.
+        """Yields the next tokens (B,), one position at a time. Leaves the model in eval mode.
 
         Keys and values are cached until the window is full. From then on the window slides, which changes all
-        positions, so each character takes a pass over the whole window.
+        positions, so each token takes a pass over the whole window.
 
         Args:
-            idx: prompts of one length (B, T), on the model's device; only the last block_size characters are used
-            temperature: divisor of the logits; 0 selects the most likely character
-            top_k: sample from the k most likely characters only
-            top_p: sample from the fewest characters whose probabilities add up to this (Holtzman et al., "The Curious
+            idx: prompts of one length (B, T), on the model's device; only the last block_size tokens are used
+            temperature: divisor of the logits; 0 selects the most likely token
+            top_k: sample from the k most likely tokens only
+            top_p: sample from the fewest tokens whose probabilities add up to this (Holtzman et al., "The Curious
                 Case of Neural Text Degeneration", 2020)
         """
         self.eval()
@@ -355,7 +355,7 @@ class GPT(nn.Module):
 def sample(
     logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None
 ) -> Tensor:
-    """Samples characters (B,) from logits (B, V)."""
+    """Samples tokens (B,) from logits (B, V)."""
     if temperature == 0:
         return logits.argmax(-1)
     logits = logits / temperature
@@ -365,6 +365,6 @@ def sample(
     probs = logits.softmax(-1)
     if top_p is not None:
         sorted_probs, order = probs.sort(descending=True)
-        preceding = sorted_probs.cumsum(-1) - sorted_probs  # 0 for the most likely character, which is always kept
+        preceding = sorted_probs.cumsum(-1) - sorted_probs  # 0 for the most likely token, which is always kept
         probs = probs.masked_fill((preceding >= top_p).gather(-1, order.argsort(-1)), 0.0)
     return torch.multinomial(probs, 1, generator=generator)[:, 0]

@@ -18,7 +18,7 @@ from mingpt.monitoring.run_log import iter_metrics
 from mingpt.program import run_program
 
 PANELS = {
-    "loss": "loss, nats per character",
+    "loss": "loss, nats per token",
     "learning_rate": "learning rate",
     "grad_norm": "gradient norm",
     "tokens_per_second": "tokens/s",
@@ -96,7 +96,7 @@ def terminal_plot(runs: Sequence[Run]) -> str:
     columns, rows = shutil.get_terminal_size()
     plotext.terminal.limit(False, False)  # keeps width and height without a terminal
     figure = plotext.figure.clear().theme("simple").canvas("default").plot_size(columns, min(rows - 2, 30))
-    figure.title("loss and validation loss, nats per character").label("step").legend(x=columns - 12, ha="right")
+    figure.title("loss and validation loss, nats per token").label("step").legend(x=columns - 12, ha="right")
     for run in runs:
         figure.draw(figure.signal(*run.curves["loss"]).lines().label(f"loss of {run.name}"))
         if run.curves["val_loss"][0]:

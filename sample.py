@@ -17,7 +17,7 @@ from mingpt.monitoring.logging import configure_logging
 from mingpt.program import run_program
 from mingpt.snapshot.load import load_pretrained
 from mingpt.system.torch_versions import check_torch_version
-from mingpt.text.corpus import encode
+from mingpt.text.tokenizer import Tokenizer
 from model import GPT
 
 
@@ -34,11 +34,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--prompt",
         help="text to continue; -: stdin without its last line break "
-        "(default: the first character of the vocabulary, usually a line break)",
+        "(default: the first token of the vocabulary, usually a line break)",
     )
-    parser.add_argument("--max_new_tokens", type=int, default=500, help="characters to generate (default: %(default)s)")
+    parser.add_argument("--max_new_tokens", type=int, default=500, help="tokens to generate (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: most likely only (default: %(default)s)")
-    parser.add_argument("--top_k", type=int, help="sample from the k most likely characters (default: all)")
+    parser.add_argument("--top_k", type=int, help="sample from the k most likely tokens (default: all)")
     parser.add_argument(
         "--top_p", type=float, help="sample from the fewest whose probabilities sum to p (default: all)"
     )
@@ -55,10 +55,10 @@ def check_args(args: argparse.Namespace) -> None:
         raise UserError(f"--top_p is {args.top_p}, must be greater than 0 and at most 1")
 
 
-def read_prompt(option: str | None, vocabulary: str) -> str:
+def read_prompt(option: str | None, tokenizer: Tokenizer) -> str:
     """Returns the prompt; raises a UserError if it is empty or not UTF-8."""
     if option is None:
-        return vocabulary[0]
+        return tokenizer.decode([0])
     prompt = option
     if option == "-":
         try:
@@ -70,7 +70,7 @@ def read_prompt(option: str | None, vocabulary: str) -> str:
     return prompt
 
 
-@torch.inference_mode()  # a character takes 15% less time than with generate's no_grad
+@torch.inference_mode()  # a token takes 15% less time than with generate's no_grad
 def run(argv: Sequence[str]) -> None:
     """Writes the prompt, and text as it is generated."""
     configure_logging(info_stream="stderr")
@@ -80,14 +80,14 @@ def run(argv: Sequence[str]) -> None:
     path = default_snapshot_path() if args.snapshot is None else args.snapshot
     pretrained = load_pretrained(path, "--snapshot", args.best)
     model = GPT(pretrained.model_config)
-    vocabulary = pretrained.vocabulary
+    tokenizer = pretrained.tokenizer
     model.load_state_dict(pretrained.weights)
-    prompt = read_prompt(args.prompt, vocabulary)
-    idx = torch.tensor([encode(prompt, vocabulary, "--prompt")])  # (1, T)
+    prompt = read_prompt(args.prompt, tokenizer)
+    idx = torch.tensor([tokenizer.encode(prompt, "--prompt")])  # (1, T)
     print(prompt, end="", flush=True)
     generator = torch.Generator().manual_seed(args.seed)
-    for token in model.generate(idx, args.max_new_tokens, args.temperature, args.top_k, args.top_p, generator):
-        print(vocabulary[int(token)], end="", flush=True)
+    for tokens in model.generate(idx, args.max_new_tokens, args.temperature, args.top_k, args.top_p, generator):
+        print(tokenizer.decode(tokens), end="", flush=True)
     if sys.stdout.isatty():  # so that the shell's prompt begins a line; elsewhere, only the text is written
         print()
 

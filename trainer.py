@@ -75,18 +75,18 @@ class Trainer:
         newest = self.snapshots.load_newest()
         self.resumed = newest.header if newest is not None else None
         self.resumed_from = newest.path if newest is not None else ""
-        config, extra_characters = adopt_snapshot(given, context, self.resumed)
+        config, tokenizer = adopt_snapshot(given, context, self.resumed)
         self.config = config
 
-        self.corpus = load_corpus(config, context, extra_characters)
-        check_vocabulary(self.corpus.vocabulary, self.resumed, config)
+        self.corpus = load_corpus(config, context, tokenizer)
+        check_vocabulary(tokenizer, self.resumed, config)
         training, validation = train_val_split(self.corpus.tokens, config.data)
         self.train_data = CharDataset(training, config.data.block_size, config.trainer.seed)
         self.val_data = ValidationDataset(validation, config.data.block_size, config.trainer.eval_windows)
-        self.sample_prompt = choose_sample_prompt(config.trainer.sample_prompt, validation, self.corpus.vocabulary)
+        self.sample_prompt = choose_sample_prompt(config.trainer.sample_prompt, validation, tokenizer)
 
         self.numerics = set_numerics(config, context, self.resumed)
-        vocab_size = len(self.corpus.vocabulary)
+        vocab_size = len(tokenizer.vocabulary)
         self.model_config = GPTConfig(**asdict(config.model), vocab_size=vocab_size, block_size=config.data.block_size)
         with torch.device("meta"):  # the full model may not fit into memory
             model = GPT(self.model_config)
@@ -95,7 +95,7 @@ class Trainer:
         self.model = self.strategy.full_model
         self.progress = Progress()
         if newest is None:
-            weights = initial_weights(config, context, self.model_config, self.corpus.vocabulary)
+            weights = initial_weights(config, context, self.model_config, tokenizer)
             self.strategy.load_full_state(weights, {}, source=0)
         else:
             self.progress.load_state_dict(newest.header, self.corpus.sha256)
@@ -258,8 +258,8 @@ class Trainer:
             if self.is_due(cfg.eval_every):
                 self.evaluate()  # trainer.patience may end the run with this step
             if self.is_due(cfg.sample_every):
-                text = generate_sample(self.strategy, self.corpus.vocabulary, self.sample_prompt, cfg.seed)
-                self.log.write("sample", step, text=text)
+                sample = generate_sample(self.strategy, self.sample_prompt, cfg.seed)
+                self.log.write("sample", step, text=self.corpus.tokenizer.decode(sample))
             is_scheduled = self.is_due(cfg.save_every) or self.is_done()
             if is_scheduled or is_snapshot_due or self.progress.best.step == step:
                 self.save_snapshot(is_scheduled)
@@ -296,7 +296,7 @@ class Trainer:
             "format": FORMAT_VERSION,
             **asdict(self.progress),
             "config": config_to_dict(self.config),
-            "vocabulary": self.corpus.vocabulary,
+            "vocabulary": self.corpus.tokenizer.vocabulary,
             "choices": self.numerics.choices,
             "learning_rate": learning_rate(self.progress.step, self.last_step, self.config.optimizer),
             "text_sha256": self.corpus.sha256,

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from torch.nn.utils import get_total_norm
 
+from mingpt.errors import UserError
 from mingpt.snapshot.folder import load_snapshot
 from tests.helpers import ROOT, clean_env, read_rows, wait_until, write_text
 
@@ -238,6 +239,7 @@ CHANGED_RUN = (
 CHANGES = {
     "answers": ("--data.answer_after d", None),
     "averaged_weights": ("--optimizer.average_decay 0.9", None),
+    "bpe": ("", "some tokens have several characters"),
     "grouped_query_attention": ("--model.n_kv_head 2", "has other weights: "),
     "label_smoothing": ("--model.label_smoothing 0.1", None),
     "lora": ("--model.lora_rank 4 --trainer.init_from runs/base", "has other weights: "),
@@ -289,6 +291,10 @@ def test_each_change_trains_on_ranks_as_on_one_is_killed_resumes_samples_and_is_
         [row] = [row for row in read_rows(folder / "runs/two") if row["step"] == 120]
         weights = list(load_snapshot(str(folder / "runs/two/snapshots/step_00000120.pt"))["model"].values())
         assert row["parameter_norm"] == pytest.approx(get_total_norm(weights).item(), rel=1e-4)
+    if change == "bpe":
+        assert len(text) > len("anna does") + 20  # most tokens have several characters
+        with pytest.raises(UserError, match=r"vocabulary is \[.*, must be str; use the version that wrote it"):
+            load_snapshot(str(folder / "runs/two/snapshots/step_00000120.pt"))  # the program of characters
     pytest.importorskip("transformers", reason="transformers is not installed")
     with start("python export.py --snapshot runs/two --out exported", folder) as process:
         _, message = process.communicate(timeout=120)

@@ -6,6 +6,7 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,7 +99,7 @@ def test_transformers_has_the_same_tokens_logits_and_greedy_text(
     pretrained = load(trained)
     text = f"anna {CHARACTERS}\n\n  bob"
     tokens = tokenizer(text)["input_ids"]
-    assert tokens == [pretrained.vocabulary.index(character) for character in text]
+    assert tokens == [pretrained.tokenizer.vocabulary.index(character) for character in text]
     assert tokenizer.decode(tokens) == text
 
     gpt = GPT(pretrained.model_config).eval()
@@ -157,8 +158,9 @@ def test_a_refused_export_is_one_message_and_writes_nothing(
         changed_code.setattr("model.rms_norm", lambda x: 2 * rms_norm(x))
         refused(trained, "new", "--snapshot: the logits of the nanochat of transformers differ from this program's by ")
     with monkeypatch.context() as changed_code:
-        words = replace(load(trained), vocabulary=["anna", *snapshot["vocabulary"][1:]])
-        changed_code.setattr(export, "load_pretrained", lambda *args: words)
+        pretrained = load(trained)
+        words = SimpleNamespace(vocabulary=["anna", *snapshot["vocabulary"][1:]])
+        changed_code.setattr(export, "load_pretrained", lambda *args: replace(pretrained, tokenizer=words))
         refused(trained, "new", "--snapshot: some tokens have several characters")
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.delitem(sys.modules, "mingpt.snapshot.hf_format")
@@ -187,14 +189,14 @@ def test_a_run_starts_from_a_snapshot_and_new_characters_get_new_embeddings(trai
         snapshot = newest_snapshot(tmp_path / source.name)
         vocabulary = snapshot["vocabulary"]
         assert (snapshot["step"], snapshot["samples"]) == (1, 7)
-        assert vocabulary == "".join(sorted({*pretrained.vocabulary, *"Zoë"}))
+        assert vocabulary == "".join(sorted({*pretrained.tokenizer.vocabulary, *"Zoë"}))
         for name, weight in pretrained.weights.items():
             found = snapshot["model"][name]
             if name not in per_character:
                 assert torch.allclose(found, weight, rtol=1e-6, atol=0), name
                 continue
             rows = dict(zip(vocabulary, found, strict=True))
-            for character, row in zip(pretrained.vocabulary, weight, strict=True):
+            for character, row in zip(pretrained.tokenizer.vocabulary, weight, strict=True):
                 assert torch.allclose(rows.pop(character), row, rtol=1e-6, atol=0), (name, character)
             assert rows.keys() == {*"Zë"}
             assert all(0 < row.std() < 0.05 for row in rows.values())

@@ -230,9 +230,9 @@ def test_logits_with_a_kv_cache_equal_those_of_one_pass(options: dict[str, Any])
     parts = [model(part, cache=cache)[0] for part in idx.split([3, 1, 1, 1, 1, 1], 1)]
     assert torch.allclose(torch.cat(parts, 1), model(idx)[0], rtol=0, atol=1e-10)
     assert cache.length == T
-    with pytest.raises(ValueError, match=f"{T + 1} characters"):
+    with pytest.raises(ValueError, match=f"{T + 1} tokens"):
         model(idx[:, :1], cache=cache)
-    with pytest.raises(ValueError, match=rf"{T + 1} characters.*block_size\) is {T}"):
+    with pytest.raises(ValueError, match=rf"{T + 1} tokens.*block_size\) is {T}"):
         model(random_tokens(1, T + 1))
 
 

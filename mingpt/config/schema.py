@@ -65,7 +65,7 @@ class DataConfig:
     """UTF-8 text: a file, a glob (files in sorted order) or an fsspec URL"""
 
     block_size: PositiveInt = 64
-    """characters in the model's context window (T)"""
+    """tokens in the model's context window (T)"""
 
     train_split: float = Field(default=0.9, gt=0, lt=1)
     """fraction of the text to train on; the rest is for validation"""
@@ -110,10 +110,10 @@ class GPTConfig(ModelConfig):
     """The shape of the model, including the two sizes from the text and the data section."""
 
     vocab_size: PositiveInt
-    """distinct characters (V)"""
+    """tokens in the vocabulary (V)"""
 
     block_size: PositiveInt
-    """characters in the context window (T)"""
+    """tokens in the context window (T)"""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -198,7 +198,7 @@ class TrainerConfig:
     """steps between generated samples; null: none"""
 
     sample_prompt: Text | None = None
-    """text that samples begin with; null: the first 20 characters of the validation text"""
+    """text that samples begin with; null: the first 20 tokens of the validation text"""
 
     save_every: PositiveInt = 400
     """steps between snapshots"""

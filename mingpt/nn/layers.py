@@ -12,7 +12,7 @@ ROTARY_BASE = 10_000.0
 LOGIT_CAP = 15.0
 RMS_NORM_EPS = 1e-6
 
-IGNORE_INDEX = -1  # target of a position without a next character
+IGNORE_INDEX = -1  # target of a position without a next token
 
 
 class AuxiliaryLoss(torch.autograd.Function):
@@ -71,7 +71,7 @@ class LayerNorm(nn.LayerNorm):
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
-_EPS = torch.tensor(RMS_NORM_EPS)  # for one character the norm takes 10 us; adding a number takes 3 us, a tensor 1 us
+_EPS = torch.tensor(RMS_NORM_EPS)  # for one token the norm takes 10 us; adding a number takes 3 us, a tensor 1 us
 
 
 def _inverse_rms(x: Tensor) -> Tensor:

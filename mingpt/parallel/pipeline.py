@@ -51,7 +51,7 @@ class GPTStage(GPT):
         self.transformer = nn.ModuleDict({name: module for name, module in self.transformer.items() if name in kept})
 
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:  # type: ignore[override]
-        """(B, T) characters in the first stage, else (B, T, C) -> logits (B, T, V) in the last stage, else (B, T, C)"""
+        """(B, T) tokens in the first stage, else (B, T, C) -> logits (B, T, V) in the last stage, else (B, T, C)"""
         if self.is_first:
             x = self.embed(x, cache)
         x = self.apply_blocks(x, cache)

@@ -6,16 +6,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from char_dataset import ValidationDataset
 from mingpt.parallel.strategy import Strategy
-from mingpt.text.corpus import encode
+from mingpt.text.tokenizer import Tokenizer
 
-SAMPLE_LENGTH = 100  # characters after the prompt
-DEFAULT_PROMPT_LENGTH = 20  # characters
+SAMPLE_LENGTH = 100  # tokens after the prompt
+DEFAULT_PROMPT_LENGTH = 20  # tokens
 MAX_BATCH = 16  # windows in a forward pass where trainer.micro_batch_size is null
 NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH, SDPBackend.OVERRIDEABLE]
 
 
 def evaluate(strategy: Strategy, data: ValidationDataset) -> float:
-    """Returns the mean loss over all windows in nats per character, on all ranks.
+    """Returns the mean loss over all windows in nats per token, on all ranks.
 
     Batches have fixed bounds and one size, so that torch.compile compiles once; the last batch may go beyond the end of
     the data. Each batch is evaluated by one replica of the model, and losses of batches are added in order.
@@ -37,34 +37,33 @@ def evaluate(strategy: Strategy, data: ValidationDataset) -> float:
     return ((losses * counts).sum() / counts.sum()).item()
 
 
-def choose_sample_prompt(prompt: str | None, tokens: np.ndarray, vocabulary: str) -> str:
-    """Returns `trainer.sample_prompt`, or if it is null, the first 20 characters of the validation text.
+def choose_sample_prompt(prompt: str | None, tokens: np.ndarray, tokenizer: Tokenizer) -> list[int]:
+    """Returns the tokens of `trainer.sample_prompt`, or if it is null, the first 20 of the validation text.
 
     Args:
         prompt: value of the key
         tokens: (n,) validation text, n at least 1
 
     Raises:
-        UserError: a character of the prompt is not in the vocabulary.
+        UserError: the prompt can't be encoded.
     """
     if prompt is None:
-        return "".join(vocabulary[token] for token in tokens[:DEFAULT_PROMPT_LENGTH])
-    encode(prompt, vocabulary, "trainer.sample_prompt")
-    return prompt
+        return tokens[:DEFAULT_PROMPT_LENGTH].tolist()
+    return tokenizer.encode(prompt, "trainer.sample_prompt")
 
 
 @torch.no_grad()
-def generate_sample(strategy: Strategy, vocabulary: str, prompt: str, seed: int) -> str:
-    """Returns the prompt and the text that the model generates after it. All ranks call it together.
+def generate_sample(strategy: Strategy, prompt: list[int], seed: int) -> list[int]:
+    """Returns the prompt and the tokens that the model generates after it. All ranks call it together.
 
     The random numbers are the same in each call, so that samples differ only because the model does.
     """
     device = strategy.context.device
     model = strategy.full_model
     generator = torch.Generator(device).manual_seed(seed)
-    idx = torch.tensor([encode(prompt, vocabulary, "trainer.sample_prompt")], device=device)  # (1, T)
-    # The cache grows with each character. torch.compile would compile each new shape, and cuDNN would plan it.
+    idx = torch.tensor([prompt], device=device)  # (1, T)
+    # The cache grows with each token. torch.compile would compile each new shape, and cuDNN would plan it.
     with strategy.autocast(), torch.compiler.set_stance("force_eager"), sdpa_kernel(NOT_CUDNN):
-        text = [int(new) for new in model.generate(idx, SAMPLE_LENGTH, temperature=0.8, generator=generator)]
+        tokens = [int(token) for token in model.generate(idx, SAMPLE_LENGTH, temperature=0.8, generator=generator)]
     model.train()
-    return prompt + "".join(vocabulary[token] for token in text)
+    return prompt + tokens

@@ -15,7 +15,7 @@ class Progress:
     Attributes:
         step: finished optimizer steps
         samples: number of sequences in these steps
-        val_loss: validation loss of this step, in nats per character; None: not evaluated, or not yet
+        val_loss: validation loss of this step, in nats per token; None: not evaluated, or not yet
         best: the evaluation with the lowest validation loss
     """
 

@@ -23,6 +23,7 @@ from mingpt.snapshot.load import fit_config, load_initial_weights, load_pretrain
 from mingpt.system.device import tune_malloc
 from mingpt.system.run_lock import RunLock
 from mingpt.text.corpus import Corpus, check_text, read_corpus
+from mingpt.text.tokenizer import Tokenizer
 from model import GPT
 
 ROOT = Path(__file__).parents[2]
@@ -88,7 +89,9 @@ def lock_run(config: Config, context: DistributedContext) -> RunLock:
     return lock
 
 
-def adopt_snapshot(config: Config, context: DistributedContext, header: dict[str, Any] | None) -> tuple[Config, str]:
+def adopt_snapshot(
+    config: Config, context: DistributedContext, header: dict[str, Any] | None
+) -> tuple[Config, Tokenizer]:
     """Checks that the configuration fits the snapshot to continue from, and adopts the shape of trainer.init_from.
 
     A run that continues does not read trainer.init_from, since its own snapshots have that shape.
@@ -97,7 +100,7 @@ def adopt_snapshot(config: Config, context: DistributedContext, header: dict[str
         header: header of the snapshot that the run continues from; None: the run is new
 
     Returns:
-        the configuration, and the characters of trainer.init_from to add to the vocabulary
+        the configuration, and a tokenizer with the vocabulary of the snapshot or of trainer.init_from
 
     Raises:
         UserError: on all ranks, if trainer.init_from can't be loaded, or a key differs that must not.
@@ -112,35 +115,35 @@ def adopt_snapshot(config: Config, context: DistributedContext, header: dict[str
         config = replace(config, trainer=replace(config.trainer, init_from=began_from))
         adopts_shape = path is not None or began_from is not None
         config = fit_config(config, header, source, KEPT_KEYS, adopts_shape, advice)
-        return config, "" if began_from is None else header["vocabulary"]
+        return config, Tokenizer(header["vocabulary"])
     if path is None:
-        return config, ""
+        return config, Tokenizer()
     header = {}
     with context.long_timeout(), shared_errors(context):
         if context.rank == 0:
             header = split_header(load_pretrained(path, "trainer.init_from").snapshot)
     header = broadcast_object(context, header)
     config = fit_config(config, header, f"trainer.init_from, {path}", SHAPE_KEYS, adopts_shape=True)
-    return config, header["vocabulary"]
+    return config, Tokenizer(header["vocabulary"])
 
 
-def load_corpus(config: Config, context: DistributedContext, extra_characters: str) -> Corpus:
+def load_corpus(config: Config, context: DistributedContext, tokenizer: Tokenizer) -> Corpus:
     """Returns the text as tokens. Each rank reads it, and waits for slower ones with the long timeout.
 
     Args:
-        extra_characters: characters to add to the vocabulary
+        tokenizer: learns the tokens that it does not know
 
     Raises:
         UserError: on all ranks, if the text can't be read on one of them, or if their texts differ.
     """
     with context.long_timeout(), shared_errors(context):
-        corpus = read_corpus(config.data.path, extra_characters, verbose=context.rank == 0)
+        corpus = read_corpus(config.data.path, tokenizer, verbose=context.rank == 0)
     check_equal(context, {"the text's SHA-256": corpus.sha256})
     return corpus
 
 
 def initial_weights(
-    config: Config, context: DistributedContext, model_config: GPTConfig, vocabulary: str
+    config: Config, context: DistributedContext, model_config: GPTConfig, tokenizer: Tokenizer
 ) -> dict[str, Tensor]:
     """Returns the state dict of a new model on rank 0, random or from trainer.init_from, and an empty one on others.
 
@@ -153,5 +156,5 @@ def initial_weights(
             model = GPT(model_config)
             if config.trainer.init_from is None:
                 return model.state_dict()
-            return load_initial_weights(config.trainer.init_from, model, vocabulary)
+            return load_initial_weights(config.trainer.init_from, model, tokenizer)
     return {}

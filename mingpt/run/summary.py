@@ -36,8 +36,8 @@ def start(devices: list[str], rows: Mapping[str, str], parameters: Mapping[str, 
 def data_rows(path: str, corpus: Corpus, training: CharDataset, validation: ValidationDataset) -> dict[str, str]:
     """Returns rows about the text and its windows."""
     rows = {
-        "text": f"{path}: {len(corpus.tokens):,} characters, {len(corpus.vocabulary)} distinct; {len(training):,} "
-        "training windows"
+        "text": f"{path}: {len(corpus.tokens):,} tokens, {len(corpus.tokenizer.vocabulary)} distinct; "
+        f"{len(training):,} training windows"
     }
     count = len(validation)
     in_text = validation.num_windows_in_text
@@ -58,7 +58,7 @@ def length_rows(config: Config, progress: Progress, last_step: int, num_windows:
     if cfg.max_epochs is not None:
         samples = min(samples, cfg.max_epochs * num_windows)  # the last batch may be short
     return {
-        "batch": f"{cfg.batch_size} sequences x {config.data.block_size} characters, over all ranks",
+        "batch": f"{cfg.batch_size} sequences x {config.data.block_size} tokens, over all ranks",
         "length": f"{last_step:,} steps = {samples / num_windows:.2f} epochs",
         "run": f"{cfg.run_dir}: kill it at any time, the same command resumes",
     }

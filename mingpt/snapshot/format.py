@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from mingpt.config.schema import SHAPE_KEYS, GPTConfig, ModelConfig
 from mingpt.errors import UserError
+from mingpt.text.tokenizer import Tokenizer
 
 FORMAT_VERSION = 2
 # Keys that a run keeps: they determine the meaning of its tensors, its part of the text, and the order of samples.
@@ -20,7 +21,7 @@ CONTENT: dict[str, type] = {
     "step": int,
     "samples": int,
     "val_loss": object,  # of this step; None: not evaluated
-    "vocabulary": str,
+    "vocabulary": type(Tokenizer().vocabulary),
     "choices.precision": str,
     "choices.threads": int,
     "choices.world_size": int,

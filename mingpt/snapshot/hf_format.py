@@ -33,7 +33,7 @@ def hf_tokenizer(pretrained: Pretrained) -> PreTrainedTokenizerFast:
     Raises:
         UserError: the code was changed to other tokens.
     """
-    tokens = {character: token for token, character in enumerate(pretrained.vocabulary)}
+    tokens = {character: token for token, character in enumerate(pretrained.tokenizer.vocabulary)}
     tokenizer = Tokenizer(WordLevel(tokens, unk_token=""))  # not in the vocabulary: an unknown character is an error
     tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = Fuse()

@@ -16,18 +16,18 @@ from mingpt.errors import UserError
 from mingpt.monitoring.logging import logger
 from mingpt.snapshot.folder import DamagedSnapshotError, SnapshotFolder, load_snapshot
 from mingpt.snapshot.format import gpt_config
-from mingpt.text.corpus import show_characters
+from mingpt.text.tokenizer import Tokenizer, show_tokens
 from model import GPT
 
-EMBEDDINGS = {"transformer.wte.weight", "lm_head.weight"}  # parameters with a row for each character
+EMBEDDINGS = {"transformer.wte.weight", "lm_head.weight"}  # parameters with a row for each token
 
 
 @dataclass(frozen=True)
 class Pretrained:
-    """Weights and vocabulary of a trained model."""
+    """Weights and tokenizer of a trained model."""
 
     model_config: GPTConfig
-    vocabulary: str  # characters in the order of their tokens
+    tokenizer: Tokenizer
     weights: dict[str, Tensor]  # state dict with GPT-2's parameter names
     snapshot: dict[str, Any]  # full content of the snapshot
 
@@ -70,7 +70,7 @@ def load_pretrained(path: str, option: str, best: bool = False) -> Pretrained:
     if snapshot is None:
         place = "" if "://" in path else f" (working directory {os.getcwd()})"
         raise UserError(f"{option}: no snapshot at {path}{place}; main.py makes them")
-    return Pretrained(gpt_config(snapshot), snapshot["vocabulary"], snapshot["model"], snapshot)
+    return Pretrained(gpt_config(snapshot), Tokenizer(snapshot["vocabulary"]), snapshot["model"], snapshot)
 
 
 def _load_from_folder(path: str, best: bool) -> dict[str, Any] | None:
@@ -134,18 +134,16 @@ def fit_config(
     return config
 
 
-def check_vocabulary(vocabulary: str, header: dict[str, Any] | None, config: Config) -> None:
-    """Raises a UserError if a run continues from a snapshot (None: it is new) with another vocabulary."""
-    if header is None or vocabulary == header["vocabulary"]:
+def check_vocabulary(tokenizer: Tokenizer, header: dict[str, Any] | None, config: Config) -> None:
+    """Raises a UserError if a run continues from a snapshot (None: it is new) and its text has new tokens."""
+    if header is None:
         return
-    known = header["vocabulary"]
-    new = set(vocabulary) - set(known)
-    old = set(known) - set(vocabulary)
-    raise UserError(
-        f"data.path: the text has {len(vocabulary)} distinct characters, but the snapshot of step {header['step']} in "
-        f"the run folder {len(known)} (only in the text: {show_characters(new)}; only in the snapshot: "
-        f"{show_characters(old)}): use the snapshot's text to resume, or {new_run_advice(config)} to start a new run"
-    )
+    new = set(tokenizer.vocabulary) - set(header["vocabulary"])
+    if new:
+        raise UserError(
+            f"data.path: {show_tokens(new)} not in the vocabulary of the snapshot of step {header['step']} in the run "
+            f"folder: use the snapshot's text to resume, or {new_run_advice(config)} to start a new run"
+        )
 
 
 def new_run_advice(config: Config) -> str:
@@ -155,22 +153,23 @@ def new_run_advice(config: Config) -> str:
     return "set another trainer.run_dir and trainer.snapshot_path"
 
 
-def load_initial_weights(path: str, model: GPT, vocabulary: str) -> dict[str, Tensor]:
-    """Returns pretrained weights (trainer.init_from) for a model with another vocabulary.
+def load_initial_weights(path: str, model: GPT, tokenizer: Tokenizer) -> dict[str, Tensor]:
+    """Returns pretrained weights (trainer.init_from) for a model with another tokenizer.
 
-    New characters get their embeddings from `model`, which is newly initialized and has the shape of the weights.
+    New tokens get their embeddings from `model`, which is newly initialized and has the shape of the weights.
 
     Raises:
         UserError: the weights can't be loaded.
     """
     pretrained = load_pretrained(path, "trainer.init_from")
-    new = set(vocabulary) - set(pretrained.vocabulary)
-    logger.info(f"starting from the weights of {path}; new characters: {show_characters(new)}")
+    new = set(tokenizer.vocabulary) - set(pretrained.tokenizer.vocabulary)
+    logger.info(f"starting from the weights of {path}; new tokens: {show_tokens(new)}")
     weights = dict(pretrained.weights)
     initial = model.state_dict()
     for name in EMBEDDINGS & weights.keys():
+        rows = dict(zip(pretrained.tokenizer.vocabulary, pretrained.weights[name], strict=True))
         weights[name] = initial[name].clone()  # (V, C)
-        for token, character in enumerate(vocabulary):
-            if character in pretrained.vocabulary:
-                weights[name][token] = pretrained.weights[name][pretrained.vocabulary.index(character)]
+        for i, token in enumerate(tokenizer.vocabulary):
+            if token in rows:
+                weights[name][i] = rows[token]
     return weights

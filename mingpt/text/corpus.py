@@ -1,4 +1,4 @@
-"""Text files -> vocabulary -> tokens, in one pass, into memory."""
+"""Text files -> tokens, in one pass, into memory."""
 
 import bz2
 import gzip
@@ -6,9 +6,7 @@ import hashlib
 import io
 import lzma
 import os
-import reprlib
-import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from glob import has_magic
 from typing import Any
@@ -21,6 +19,7 @@ from tqdm import tqdm
 from mingpt.errors import UserError
 from mingpt.monitoring.live_line import BAR_OPTIONS
 from mingpt.monitoring.logging import logger
+from mingpt.text.tokenizer import Tokenizer
 
 CHUNK_SIZE = 1 << 18  # characters per read; their arrays fit into the cache of a core
 DECOMPRESSORS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
@@ -31,36 +30,14 @@ class Corpus:
     """An encoded text.
 
     Args:
-        vocabulary: the distinct characters, sorted; the index of a character is its token
-        tokens: (n,) unsigned integers, one byte each for up to 256 distinct characters
+        tokenizer: encodes and decodes it
+        tokens: (n,) unsigned integers, one byte each for a vocabulary of up to 256 tokens
         sha256: SHA-256 of the text's bytes
     """
 
-    vocabulary: str
+    tokenizer: Tokenizer
     tokens: np.ndarray
     sha256: str
-
-
-def encode(text: str, vocabulary: str, source: str) -> list[int]:
-    """Returns the tokens of a short text, such as a prompt.
-
-    Args:
-        source: option or key of the text, for the message
-
-    Raises:
-        UserError: a character is not in the vocabulary.
-    """
-    unknown = set(text) - set(vocabulary)
-    if unknown:
-        raise UserError(
-            f"{source}: {show_characters(unknown)} not in the training text's vocabulary, {show_characters(vocabulary)}"
-        )
-    return [vocabulary.index(character) for character in text]
-
-
-def show_characters(characters: Collection[str]) -> str:
-    """Formats distinct characters for a message: a few of them, and their number."""
-    return f"{reprlib.repr(''.join(sorted(characters)))} ({len(characters):,} distinct)"
 
 
 def check_text(path: str) -> None:
@@ -70,12 +47,12 @@ def check_text(path: str) -> None:
     _find_files(path)
 
 
-def read_corpus(path: str, extra_characters: str = "", verbose: bool = True) -> Corpus:
+def read_corpus(path: str, tokenizer: Tokenizer, verbose: bool = True) -> Corpus:
     """Reads and encodes a text.
 
     Args:
         path: file, glob or fsspec URL
-        extra_characters: distinct characters to add to the vocabulary
+        tokenizer: learns the tokens that it does not know
         verbose: show the progress, and warn of an HTML page
 
     Raises:
@@ -85,10 +62,6 @@ def read_corpus(path: str, extra_characters: str = "", verbose: bool = True) -> 
     size = sum(file.get("size") or 0 for file in files)
     bar_options = BAR_OPTIONS if verbose else {"disable": True}
     digest = hashlib.sha256()
-    # Until the end of the text, characters are numbered in the order of their first occurrence.
-    token_of_code = np.full(sys.maxunicode + 1, -1, dtype=np.int32)  # the index is the code point
-    token_of_code[list(map(ord, extra_characters))] = range(len(extra_characters))
-    vocab_size = len(extra_characters)
     dtype = np.dtype(np.uint8)
     content = bytearray()  # the bytes of all tokens; unlike an array, it grows in place
     with tqdm(desc="reading", total=size or None, unit="B", **bar_options) as bar:
@@ -100,28 +73,20 @@ def read_corpus(path: str, extra_characters: str = "", verbose: bool = True) -> 
             chunk = text.encode()
             digest.update(chunk)
             bar.update(len(chunk))
-            # UTF-32 is an array of code points. NumPy is faster than a set or a dictionary of characters.
-            codes = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
-            numbers = token_of_code.take(codes)
-            if numbers.min() < 0:
-                new = np.unique(codes[numbers < 0])
-                token_of_code[new] = range(vocab_size, vocab_size + len(new))
-                vocab_size += len(new)
-                numbers = token_of_code.take(codes)
-            if (needed := np.min_scalar_type(vocab_size - 1)) != dtype:
+            new_tokens = tokenizer.learn(text)
+            if (needed := np.min_scalar_type(len(tokenizer.vocabulary) - 1)) != dtype:
                 content = bytearray(np.frombuffer(content, dtype).astype(needed).data)
                 dtype = needed
-            content += numbers.astype(dtype).data
+            content += new_tokens.astype(dtype).data
     if not content:
         raise UserError(f"data.path: {path} is empty; it must hold text: name another file")
 
-    codes = np.flatnonzero(token_of_code >= 0)  # of the vocabulary, sorted
-    sorted_token = np.argsort(token_of_code[codes]).astype(dtype)
+    sorted_tokens = tokenizer.sort().astype(dtype)
     tokens = np.frombuffer(content, dtype)
     for start in range(0, len(tokens), CHUNK_SIZE):
         part = tokens[start : start + CHUNK_SIZE]
-        part[:] = sorted_token.take(part)
-    return Corpus("".join(map(chr, codes)), tokens, digest.hexdigest())
+        part[:] = sorted_tokens.take(part)
+    return Corpus(tokenizer, tokens, digest.hexdigest())
 
 
 def _find_files(path: str) -> tuple[fsspec.AbstractFileSystem, list[dict[str, Any]]]:

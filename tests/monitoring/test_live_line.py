@@ -39,7 +39,7 @@ def test_the_live_line_fits_the_terminal_and_stays_below_log_lines(text: Path, t
     evals = [line for line in lines if re.match(r"step \d+: validation", line)]
     assert len(evals) == 3, lines
     for line in evals:
-        assert re.fullmatch(r"step \d+: validation loss \d\.\d{4} nats per character \(\d+\.\d s\)", line)
+        assert re.fullmatch(r"step \d+: validation loss \d\.\d{4} nats per token \(\d+\.\d s\)", line)
     [last] = [line for line in lines if re.match(r"\d+/12 ", line)]  # log lines leave no copies of the live line
     assert lines.index(last) > lines.index(evals[-1])
     assert not [line for line in lines if line.startswith("step ") and "/12" in line]  # the live line has these

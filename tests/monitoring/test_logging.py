@@ -45,14 +45,14 @@ def test_a_pipe_gets_plain_dated_lines(tmp_path: Path) -> None:
     done = run_program("main.py", *run_args(Path("run"), "ü.txt"), cwd=tmp_path, PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, "")
     out = done.stdout
-    assert "\\xfc.txt: 3,000 characters" in out
+    assert "\\xfc.txt: 3,000 tokens" in out
     assert not re.findall(r"[^\x20-\x7e\n]", out)  # no carriage return, no escape code
     assert out.endswith("\n")
     for step, loss in loss_curve(tmp_path / "run"):
         line = rf"^{DATE}step +{step}/12  loss {loss:.4f}  .* tokens/s  \d\d:\d\d left$"
         assert len(re.findall(line, out, re.MULTILINE)) == 1
     for row in read_rows(tmp_path / "run", "eval"):
-        line = rf"^{DATE}step {row['step']}: validation loss {row['val_loss']:.4f} nats per character \(\d+\.\d s\)$"
+        line = rf"^{DATE}step {row['step']}: validation loss {row['val_loss']:.4f} nats per token \(\d+\.\d s\)$"
         assert len(re.findall(line, out, re.MULTILINE)) == 1
     for command in ("sample.py --snapshot", "plot.py run", "export.py --snapshot"):
         assert command in out.partition("done in")[2]

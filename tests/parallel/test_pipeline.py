@@ -85,7 +85,8 @@ def _results(folder: Path, stages: int) -> dict[str, Any]:
         train_losses(trainer, 4)
         trainer.evaluate()
         results["val_loss"] = trainer.progress.val_loss
-        results["sample"] = generate_sample(trainer.strategy, trainer.corpus.vocabulary, "bob", seed=1)
+        prompt = trainer.corpus.tokenizer.encode("bob", "prompt")
+        results["sample"] = generate_sample(trainer.strategy, prompt, seed=1)
     with open_trainer(*run_args(folder / f"tied-{stages}", folder / "text.txt", **tied), rendezvous="tied") as trainer:
         trainer.evaluate()
         results["val_loss_with_dropout"] = trainer.progress.val_loss

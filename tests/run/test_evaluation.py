@@ -89,8 +89,9 @@ def _evaluate(folder: Path, strategies: list[str]) -> list[tuple[float | None, s
             trainer.evaluate()
             loss = trainer.progress.val_loss
             train_losses(trainer, 3)
-            sample = generate_sample(trainer.strategy, trainer.corpus.vocabulary, PROMPT, seed=1)
-            results.append((loss, sample))
+            tokenizer = trainer.corpus.tokenizer
+            sample = generate_sample(trainer.strategy, tokenizer.encode(PROMPT, "prompt"), seed=1)
+            results.append((loss, tokenizer.decode(sample)))
     return results
 
 
@@ -99,7 +100,7 @@ def _evaluate(folder: Path, strategies: list[str]) -> list[tuple[float | None, s
     "options", [{"trainer__compile": True}, {"trainer__precision": "bf16", "distributed__strategy": "fsdp"}]
 )
 def test_samples_of_compiled_and_of_sharded_bf16_blocks(options: dict, text: Path, tmp_path: Path) -> None:
-    """Nothing is compiled for a sample, since each of its characters has another shape."""
+    """Nothing is compiled for a sample, since each of its tokens has another shape."""
     size = {"trainer__sample_every": 6, "trainer__micro_batch_size": 1, "trainer__batch_size": 2}
     done = run_program("main.py", *run_args(tmp_path / "run", text, **size, **options), TORCH_LOGS="recompiles")
     assert done.returncode == 0, done.stderr

@@ -25,11 +25,16 @@ import pytest
 from mingpt.errors import UserError
 from mingpt.text import corpus
 from mingpt.text.corpus import Corpus, check_text, read_corpus
+from mingpt.text.tokenizer import Tokenizer
 from tests.helpers import ROOT, clean_env
 
 
+def read(path: Path | str, vocabulary: str = "", verbose: bool = True) -> Corpus:
+    return read_corpus(str(path), Tokenizer(vocabulary), verbose)
+
+
 def decode(corpus: Corpus) -> str:
-    return "".join(corpus.vocabulary[token] for token in corpus.tokens)
+    return corpus.tokenizer.decode(corpus.tokens)
 
 
 def random_text(*parts: tuple[str, int]) -> str:
@@ -59,10 +64,11 @@ def test_tokens_are_indices_into_the_sorted_vocabulary(
     (tmp_path / "text.txt").write_bytes(text.encode())
     monkeypatch.setattr(corpus, "CHUNK_SIZE", chunk_size)
     for extra in ("", "zé🙂"):
-        encoded = read_corpus(str(tmp_path / "text.txt"), extra)
-        assert encoded.vocabulary == "".join(sorted({*text, *extra}))
+        encoded = read(tmp_path / "text.txt", extra)
+        vocabulary = encoded.tokenizer.vocabulary
+        assert vocabulary == "".join(sorted({*text, *extra}))
         assert decode(encoded) == text
-        assert encoded.tokens.dtype == np.min_scalar_type(len(encoded.vocabulary) - 1)
+        assert encoded.tokens.dtype == np.min_scalar_type(len(vocabulary) - 1)
         assert encoded.sha256 == hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -90,7 +96,7 @@ def test_a_bad_text_is_refused_with_file_and_byte(
     for i, content in enumerate(files):
         (tmp_path / f"{i}.txt").write_bytes(content)
     with pytest.raises(UserError, match=rf"^data\.path: {tmp_path}/{message}"):
-        read_corpus(f"{tmp_path}/*.txt")
+        read(f"{tmp_path}/*.txt")
 
 
 @pytest.mark.parametrize(("suffix", "compress"), [("gz", gzip.compress), ("bz2", bz2.compress), ("xz", lzma.compress)])
@@ -98,23 +104,23 @@ def test_compressed_files_are_read_and_damaged_ones_are_named(suffix: str, compr
     content = compress(PROSE.encode())
     file = tmp_path / f"text.{suffix}"
     file.write_bytes(content)
-    assert decode(read_corpus(str(file))) == PROSE
+    assert decode(read(file)) == PROSE
     for damaged in (content[: len(content) // 2], b"x" + content[1:]):
         file.write_bytes(damaged)
         with pytest.raises(
             UserError, match=rf"^data\.path: {file} can.t be read: (EOFError|BadGzipFile|OSError|LZMAError)"
         ):
-            read_corpus(str(file))
+            read(file)
     file.write_bytes(compress(PROSE.encode() + b"\xff"))
     with pytest.raises(UserError, match=f"byte {len(PROSE.encode())} is 0xff"):
-        read_corpus(str(file))
+        read(file)
 
 
 def test_byte_order_marks_of_utf8_are_no_characters_of_the_text(tmp_path: Path) -> None:
     for name, mark in (("with", codecs.BOM_UTF8), ("without", b"")):
         for i in range(2):
             (tmp_path / f"{name}{i}.txt").write_bytes(mark + PROSE.encode())
-    found, expected = (read_corpus(f"{tmp_path}/{name}?.txt") for name in ("with", "without"))
+    found, expected = (read(f"{tmp_path}/{name}?.txt") for name in ("with", "without"))
     assert decode(found) == PROSE * 2
     assert found.sha256 == expected.sha256
 
@@ -136,11 +142,11 @@ def test_patterns_and_hidden_files(tmp_path: Path) -> None:
         ("book [1].md", "book [1].md "),  # a file whose name is a pattern
         ("book [01].md", "book 1.md "),
     ):
-        assert decode(read_corpus(f"{tmp_path}/{pattern}")) == expected, pattern
-    assert decode(read_corpus(f"zip://*.txt::{tmp_path}/texts.zip")) == "g.txt h.txt "
+        assert decode(read(f"{tmp_path}/{pattern}")) == expected, pattern
+    assert decode(read(f"zip://*.txt::{tmp_path}/texts.zip")) == "g.txt h.txt "
     with fsspec.open("memory://texts/far.txt", "wb") as file:
         file.write(PROSE.encode())
-    assert decode(read_corpus("memory://texts/far.txt")) == PROSE
+    assert decode(read("memory://texts/far.txt")) == PROSE
 
 
 def test_what_is_no_file_is_named(tmp_path: Path) -> None:
@@ -162,8 +168,8 @@ def test_an_html_page_is_named_by_one_rank(tmp_path: Path, caplog: pytest.LogCap
     path = tmp_path / "input.txt"
     path.write_text("\n<!DOCTYPE html>\n<title>Not the text</title>")
     with caplog.at_level(logging.WARNING, logger="mingpt"):
-        read_corpus(str(path), verbose=False)
-        read_corpus(str(path))
+        read(path, verbose=False)
+        read(path)
     [message] = caplog.messages
     assert message.startswith(f"data.path: {path} is an HTML page, and its tags become part of the text; ")
 
@@ -210,7 +216,7 @@ def test_a_server_sends_the_whole_text_or_its_error_is_shown(
     with caplog.at_level(logging.INFO, logger="mingpt"):
         check_text(f"{text_server}/text.txt?raw=1")
     assert TextServer.messages == [f"requesting {text_server}/text.txt?raw=1"]
-    assert decode(read_corpus(f"{text_server}/text.txt?raw=1")) == TextServer.text
+    assert decode(read(f"{text_server}/text.txt?raw=1")) == TextServer.text
     for path, said in (
         ("404", "404, message='Not Found'"),
         ("503", "503, message='Service Unavailable'"),
@@ -218,7 +224,7 @@ def test_a_server_sends_the_whole_text_or_its_error_is_shown(
         ("cut", "Not enough data to satisfy content length header"),
     ):
         with pytest.raises(UserError) as error:
-            read_corpus(f"{text_server}/{path}")
+            read(f"{text_server}/{path}")
         assert str(error.value).startswith(f"data.path: {text_server}/{path} can't be read: ")
         assert said in str(error.value)
 
@@ -228,8 +234,9 @@ import re, sys
 from pathlib import Path
 from mingpt.system.device import tune_malloc
 from mingpt.text.corpus import read_corpus
+from mingpt.text.tokenizer import Tokenizer
 tune_malloc()
-read_corpus(sys.argv[1])
+read_corpus(sys.argv[1], Tokenizer())
 print(re.findall(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[0])
 """
 
