@@ -84,6 +84,10 @@ def import_pytorch() -> None:
         UserError: this version of PyTorch is not supported, or there is no folder for temporary files.
     """
     check_temporary_folder()
+    if "torch" not in sys.modules:
+        # OpenMP would start fewer threads while other programs use the cores, and matrix products in bf16 would be
+        # wrong (see `openmp_limit`). It reads its variables when PyTorch is imported.
+        os.environ["OMP_DYNAMIC"] = "false"
     gc.collect()  # otherwise, garbage of an earlier run in this process would never be collected
     gc.disable()
     try:

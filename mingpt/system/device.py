@@ -101,7 +101,7 @@ def choose_precision(requested: str, device: torch.device, saved: str | None) ->
     hardware, reason = has_bf16(device)
     if requested != "auto":
         slow = f", and {reason}: slow" if requested == "bf16" and not hardware else ""
-        return requested, f"as asked{slow}"
+        return requested, f"as configured{slow}"
     if saved == "fp32" or (saved == "bf16" and hardware) or (saved == "fp16" and device.type == "cuda"):
         return saved, "auto: kept from the snapshot"
     changed = f"; the snapshot was made in {saved}, so the last bits will differ" if saved else ""

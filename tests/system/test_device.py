@@ -98,7 +98,7 @@ def test_auto_selects_bf16_where_hardware_multiplies_it(
     assert choose_precision("auto", device, None) == (expected, f"auto: {reason}")
     emulated = "" if expected == "bf16" else f", and {reason}: slow"
     for saved in (None, "fp32"):
-        assert choose_precision("bf16", device, saved) == ("bf16", f"as asked{emulated}")
+        assert choose_precision("bf16", device, saved) == ("bf16", f"as configured{emulated}")
 
 
 def test_auto_keeps_the_precision_of_the_snapshot_if_the_hardware_has_it(set_hardware: SetHardware) -> None:
@@ -139,6 +139,21 @@ def test_threads(set_hardware: SetHardware, monkeypatch: pytest.MonkeyPatch) -> 
         threads, found = choose_threads(requested, ranks, saved)
         assert threads == expected
         assert found.startswith(reason), found
+
+
+def test_openmp_may_limit_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variables, threads, reason in [
+        ({"OMP_THREAD_LIMIT": " +3 "}, 3, "OpenMP's limit from the environment, not 5: as configured"),
+        ({"OMP_THREAD_LIMIT": "5"}, 5, "as configured"),
+        ({"OMP_THREAD_LIMIT": "0"}, 5, "as configured"),  # OpenMP ignores it
+        ({"OMP_THREAD_LIMIT": "few"}, 5, "as configured"),
+        ({"OMP_DYNAMIC": "true"}, 1, "OpenMP's limit from the environment, not 5: as configured"),
+        ({"OMP_DYNAMIC": " False"}, 5, "as configured"),
+    ]:
+        with monkeypatch.context() as changed:
+            for name, value in variables.items():
+                changed.setenv(name, value)
+            assert choose_threads(5, 1, saved=None) == (threads, reason)
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(None, 2**30), (2**29, 2**28), (2**40, 2**30)])
