@@ -12,6 +12,7 @@ from torch.nn.functional import mse_loss
 
 N = 4  # GPUs
 torch.set_default_dtype(torch.float64)
+torch.set_default_device("cuda" if torch.cuda.is_available() else "cpu")
 model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 16))
 x, y = torch.randn(32, 64), torch.randn(32, 16)
 
@@ -25,6 +26,9 @@ whole = gradient(x, y)
 mean = sum(map(gradient, x.chunk(N), y.chunk(N))) / N
 # So for any N, the update and the right learning rate are the same as with the whole batch on one GPU.
 torch.testing.assert_close(mean, whole, rtol=1e-12, atol=1e-15)
+
+parallel_model = nn.DataParallel(model)  # uses all GPUs; without a GPU, it only calls the model
+torch.testing.assert_close(parallel_model(x), model(x))
 
 inputs, outputs, weights = 4 * x.numel(), 4 * y.numel(), 4 * whole.numel()  # bytes in fp32
 others = (N - 1) / N

@@ -18,26 +18,27 @@ torch.manual_seed(rank)
 model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
 parameters = list(model.parameters())
 names = {p: name for name, p in model.named_parameters()}
+model.register_buffer("buffer", torch.tensor(rank))  # part of the model, but not trained
 
 # Each rank has drawn different weights; training begins with the weights of rank 0. Like DDP, this changes the
-# parameters in place, so the optimizer may be built before or after it.
-for p in parameters:
-    dist.broadcast(p.detach(), src=0)
+# parameters in place, so the optimizer may be built before or after it. DDP copies the buffers before each forward
+# pass, since gradients do not keep them equal.
+for tensor in model.state_dict().values():  # parameters and buffers
+    dist.broadcast(tensor, src=0)
+assert model.buffer == 0
 
 # Backward begins with the last layer, so buckets take the parameters in reverse order: here of three parameters, in DDP
 # of 25 MiB.
 backward_order = parameters[::-1]
 waiting = [backward_order[i : i + 3] for i in range(0, len(parameters), 3)]
 sent = []
-ready = set()
 
 
 def on_ready(p):
     """Called by backward when the gradient of p is complete."""
-    ready.add(p)
     event = f"{names[p]} is ready"
     # All ranks must send the buckets in the same order, so a bucket that is ready waits for the buckets before it.
-    while waiting and all(p in ready for p in waiting[0]):
+    while waiting and all(p.grad is not None for p in waiting[0]):
         event += f", bucket {len(sent)} is ready: all_reduce starts"
         bucket = waiting.pop(0)
         flat = parameters_to_vector(p.grad for p in bucket)

@@ -25,8 +25,7 @@ step = 0
 total = torch.tensor(0)
 if os.path.exists(snapshot):
     step, total = torch.load(snapshot)
-first = step
-while step < 6:
+while step < 4:
     step += 1
     summand = torch.tensor(step)
     try:
@@ -39,10 +38,9 @@ while step < 6:
         if step % 2 == 0:
             torch.save((step, total), snapshot + ".partial")
             os.replace(snapshot + ".partial", snapshot)  # so a file with this name is always complete
-        if step == 5 and restart == "0":
+        if step == 3 and restart == "0":
             os.kill(os.getpid(), signal.SIGKILL)
-assert first == 4  # so step 5 ran twice
-assert total == n * (1 + 2 + 3 + 4 + 5 + 6)  # but counts once
+assert total == n * (1 + 2 + 3 + 4)  # step 3 ran twice, but counts once
 if rank == 0:
     os.remove(snapshot)
 dist.destroy_process_group()

@@ -17,16 +17,14 @@ evens = dist.new_group([0, 2])
 odds = dist.new_group([1, 3])
 own = torch.tensor(rank)
 dist.all_reduce(own, group=odds if is_odd else evens)  # both groups work at the same time
-assert own == (1 + 3 if is_odd else 0 + 2)
 
 # If nccl exchanges tensors on GPUs, a second group with gloo exchanges tensors on the CPU. Neither waits for the other.
 on_cpu = dist.new_group(backend="gloo")
 flag = torch.tensor(rank)
 dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=on_cpu)
-assert flag == 3
 
 rows = [""] * 4
-row = f"rank {rank}: sum of its group {own}, rank in evens {dist.get_rank(evens):2}, flag {flag}"
+row = f"rank {rank}: group sum {own}, rank in evens {dist.get_rank(evens):2}, flag {flag}"
 dist.all_gather_object(rows, row)
 if rank == 0:
     print(*rows, sep="\n")

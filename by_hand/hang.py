@@ -8,16 +8,15 @@ In this repository: `HealthMonitor` in mingpt/distributed/health.py
 import time
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 dist.init_process_group("gloo", timeout=timedelta(seconds=2))  # 30 minutes by default
 if dist.get_rank() == 1:
-    time.sleep(5)  # alive, but not in the collective
+    time.sleep(5)  # alive, but does not call it
 else:
     message = ""
     try:
-        dist.all_reduce(torch.ones(1))
+        dist.barrier()  # returns when all ranks have called it
     except RuntimeError as error:
         message = str(error).partition("] ")[2]  # without the source line in gloo
     print(message)

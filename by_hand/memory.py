@@ -9,10 +9,9 @@ In this repository: `measure_memory` in mingpt/parallel/memory.py
 import torch
 
 
-def show(name, formula, **held):
+def show(name, **held):
     bar = "".join(letter * (tensor.nbytes // weight.numel()) for letter, tensor in held.items())
-    assert f"{len(bar)}a" == formula
-    print(f"{name:25}{formula}  {bar}")
+    print(f"{name:25}{len(bar)}a  {bar}")
 
 
 weight = torch.ones(64, 64, requires_grad=True)
@@ -22,9 +21,11 @@ optimizer.step()
 gradient = weight.grad
 state = torch.stack((optimizer.state[weight]["exp_avg"], optimizer.state[weight]["exp_avg_sq"]))
 bucket = gradient.flatten().clone()
-show("DDP", "20a", P=weight, G=gradient, O=state, B=bucket)
+show("DDP", P=weight, G=gradient, O=state, B=bucket)
 gradient = bucket.view_as(weight)  # shares the bucket's memory
-show("gradient_as_bucket_view", "16a", P=weight, G=gradient, O=state)
+show("gradient_as_bucket_view", P=weight, G=gradient, O=state)
 half = weight.bfloat16()  # autocast's copy, from forward to backward
-show("and in half precision", "18a", P=weight, G=gradient, O=state, H=half)
-print("P parameters, G gradients, O optimizer state, B bucket, H half-precision copies")
+show("and autocast", P=weight, G=gradient, O=state, H=half)
+half_gradient, half_bucket = gradient.bfloat16(), bucket.bfloat16()
+show("half-precision model", P=weight, H=half, G=half_gradient, O=state, B=half_bucket)  # P are the master weights
+print("P parameters, G gradients, O optimizer state, B bucket, H half-precision parameters")

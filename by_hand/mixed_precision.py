@@ -10,21 +10,21 @@ import torch
 
 
 def gradient(dtype, scale):
-    """Returns the gradient of the mean of w^2 over 2^14 outputs: 2w, which backward adds up from terms of 2w / 2^14."""
-    w = torch.tensor(2.0**-12, requires_grad=True)
-    outputs = torch.ones(2**14, dtype=dtype) * w.to(dtype)
-    loss = outputs.float().square().mean()
+    """Returns the gradient of the loss 2^-26 w, where `dtype` stores it on its way to w."""
+    w = torch.tensor(1.0, requires_grad=True)
+    output = w.to(dtype)
+    loss = output.float() * 2**-26
     (loss * scale).backward()
     return w.grad / scale
 
 
-print("                                        gradient, with the loss multiplied by")
-print("           largest  smallest   epsilon         1      2^10      2^28")
+print("numbers of the type                     gradient, with the loss multiplied by")
+print("           largest  smallest   epsilon         1      2^10      2^44")
 for dtype in (torch.float32, torch.bfloat16, torch.float16):
     info = torch.finfo(dtype)
-    unscaled, scaled, too_large = [gradient(dtype, scale) for scale in (1, 2**10, 2**28)]
+    unscaled, scaled, too_large = [gradient(dtype, scale) for scale in (1, 2**10, 2**44)]
     numbers = info.max, info.smallest_normal * info.eps, info.eps, unscaled, scaled, too_large
     print(f"{str(dtype)[6:]:8}", *(f"{number:9.1e}" for number in numbers))
-    assert scaled == 2**-11
+    assert scaled == 2**-26
     # Where a gradient is infinite, GradScaler skips the step and halves its scale.
     assert (unscaled == 0) == too_large.isinf() == (dtype == torch.float16)

@@ -1,7 +1,7 @@
 """Pipeline parallelism by send and recv: each rank has one layer, and micro-batches pass through the ranks.
 GPipe runs all forward passes first. 1F1B alternates, so a stage keeps fewer activations. Both have the same bubble.
 
-    torchrun --standalone --nproc_per_node=4 by_hand/pipeline.py
+    torchrun --standalone --nproc_per_node=3 by_hand/pipeline.py
 
 In this repository: `PipelineParallel` in mingpt/parallel/pipeline.py
 """
@@ -9,7 +9,7 @@ In this repository: `PipelineParallel` in mingpt/parallel/pipeline.py
 import torch
 import torch.distributed as dist
 
-M = 6  # micro-batches in a step, each with one sample
+M = 4  # micro-batches in a step, each with one sample
 
 dist.init_process_group("gloo")
 stage, S = dist.get_rank(), dist.get_world_size()
@@ -62,34 +62,13 @@ def run_stage(order):
     return gradient
 
 
-def timetable(orders):
-    """Returns a row per stage: what it does in each slot of time, if a pass takes one slot."""
-    rows = [[] for _ in orders]
-    while any(orders):
-        slot = len(rows[0])
-        for s, order in enumerate(orders):
-            cell = ".."
-            if order:
-                kind, batch = order[0]
-                source = s - 1 if kind == "F" else s + 1
-                if source in (-1, S) or f"{kind}{batch}" in rows[source][:slot]:
-                    cell = f"{kind}{batch}"
-                    order.pop(0)
-            rows[s].append(cell)
-    return rows
-
-
 for schedule in "GPipe", "1F1B":
-    ahead = [M if schedule == "GPipe" else S - s for s in range(S)]
-    orders = [passes(number) for number in ahead]
-    torch.testing.assert_close(run_stage(orders[stage]), one_process[stage])
-    rows = timetable(orders)
-    slots = len(rows[0])
-    idle = rows[stage].count("..")
-    assert idle / slots == (S - 1) / (M + S - 1)
+    ahead = M if schedule == "GPipe" else S - stage
+    order = passes(ahead)
+    torch.testing.assert_close(run_stage(order), one_process[stage])
+    rows = [""] * S
+    dist.all_gather_object(rows, " ".join(f"{kind}{batch}" for kind, batch in order))
     if stage == 0:
-        print(f"{schedule}: each stage waits in {idle} of {slots} slots, {idle / slots:.1%}", end="; ")
-        print(f"stage 0 keeps {ahead[0]} inputs")
-        for row in rows:
-            print(*row)
+        print(f"{schedule}: stage 0 keeps {ahead} inputs")
+        print(*rows, sep="\n")
 dist.destroy_process_group()

@@ -13,19 +13,15 @@ samplers = [DistributedSampler(range(10), num_replicas=4, rank=rank) for rank in
 
 
 def draw(title):
-    shares = torch.tensor([list(sampler) for sampler in samplers])
-    print(f"{title:22}", *shares.tolist())
-    assert len(shares.unique()) == 10
-    assert shares.numel() == 12  # each rank draws three, so two of the ten samples are drawn twice
-    return shares
+    print(f"{title:22}", *[list(sampler) for sampler in samplers])
 
 
 print("DistributedSampler     rank 0    rank 1    rank 2    rank 3")
-first = draw("epoch 0")
-assert torch.equal(draw("epoch 1, no set_epoch"), first)
+draw("epoch 0")
+draw("epoch 1, no set_epoch")
 for sampler in samplers:
     sampler.set_epoch(1)
-assert not torch.equal(draw("epoch 1, set_epoch(1)"), first)
+draw("epoch 1, set_epoch(1)")
 
 
 def sample(number):

@@ -50,23 +50,23 @@ def overlap() -> None:
 
 
 def ring() -> None:
-    """The first step of a ring all-reduce: each rank sends one of its four parts to the next rank."""
+    """The first step of a ring all-reduce: each rank sends one of its three parts to the next rank."""
     shapes = []
-    for rank in range(4):
+    for rank in range(3):
         x = 150 * rank
         shapes.append(label(x, 0, f"rank {rank}"))
-        for part in range(4):
+        for part in range(3):
             is_sent = part == rank
             shapes.append(box(x + 24 * part, 24, 22, COLORS[part] if is_sent else GRAY, f"{part}"))
-        if rank < 3:
-            shapes.append(arrow(f"M {x + 100} 35 H {x + 145}"))
-    shapes.append(arrow("M 498 50 V 66 H 48 V 52"))
-    write("ring.svg", 560, 76, shapes)
+        if rank < 2:
+            shapes.append(arrow(f"M {x + 76} 35 H {x + 145}"))
+    shapes.append(arrow("M 336 50 V 66 H 36 V 52"))
+    write("ring.svg", 380, 76, shapes)
 
 
 def collectives() -> None:
-    """The parts of four ranks before and after collectives: a box per part, in the color of its first rank."""
-    ranks = range(4)
+    """The parts of three ranks before and after collectives: a box per part, in the color of its first rank."""
+    ranks = range(3)
     summed = GRAY
     panels = {
         "before": [[(COLORS[rank], part) for part in ranks] for rank in ranks],
@@ -82,11 +82,57 @@ def collectives() -> None:
         for rank, row in enumerate(rows):
             for i, (color, part) in enumerate(row):
                 shapes.append(box(x + 24 * i, 24 + 26 * rank, 22, color, f"{part}"))
-    shapes.append(label(60, 132, "color: the rank that a part comes from; gray: the sum over ranks; number: the part"))
-    write("collectives.svg", 710, 154, shapes)
+    shapes.append(label(60, 106, "color: the rank that a part comes from; gray: the sum over ranks; number: the part"))
+    write("collectives.svg", 710, 128, shapes)
+
+
+def timetable(ahead: Sequence[int], batches: int) -> list[list[str]]:
+    """Returns a row per pipeline stage: its pass in each slot of time, such as F0, if a pass takes one slot.
+
+    Args:
+        ahead: Number of forward passes of each stage before its first backward pass.
+        batches: Number of micro-batches.
+    """
+    orders = []
+    for number in ahead:
+        order = [f"F{batch}" for batch in range(number)]
+        for batch in range(batches):
+            order.append(f"B{batch}")
+            if number + batch < batches:
+                order.append(f"F{number + batch}")
+        orders.append(order)
+    rows: list[list[str]] = [[] for _ in orders]
+    while any(orders):
+        slot = len(rows[0])
+        for stage, order in enumerate(orders):
+            name = ""
+            if order:
+                source = stage - 1 if order[0][0] == "F" else stage + 1
+                if source in (-1, len(orders)) or order[0] in rows[source][:slot]:
+                    name = order.pop(0)
+            rows[stage].append(name)
+    return rows
+
+
+def pipeline() -> None:
+    """GPipe and 1F1B with three stages and four micro-batches over time, which is idle where there is no box."""
+    shapes = []
+    for i, (title, ahead) in enumerate({"GPipe": [4, 4, 4], "1F1B": [3, 2, 1]}.items()):
+        top = 110 * i
+        shapes.append(label(60, top, title))
+        for stage, row in enumerate(timetable(ahead, 4)):
+            y = top + 24 + 26 * stage
+            shapes.append(label(0, y, f"stage {stage}"))
+            for slot, name in enumerate(row):
+                if name:
+                    shapes.append(box(60 + 38 * slot, y, 36, COLORS[0] if name[0] == "F" else COLORS[1], name))
+    shapes.append(label(60, 216, "time"))
+    shapes.append(arrow("M 95 227 H 514"))
+    write("pipeline.svg", 520, 238, shapes)
 
 
 if __name__ == "__main__":
     overlap()
+    pipeline()
     ring()
     collectives()

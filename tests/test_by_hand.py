@@ -1,4 +1,4 @@
-"""The programs in by_hand/ are independent, check themselves, and print the output that the tour shows."""
+"""The programs in by_hand/ are independent, and print the output that the tour shows."""
 
 import ast
 import re
@@ -6,9 +6,11 @@ import shlex
 import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
+import torch
 
-from tests.helpers import ROOT, clean_env
+from tests.helpers import ROOT, clean_env, wait_until
 
 PROGRAMS = sorted((ROOT / "by_hand").glob("*.py"))
 TOUR = (ROOT / "docs/tour.md").read_text()
@@ -25,17 +27,64 @@ def command_of(program: Path) -> str:
     return re.findall(rf"^ +((?:python|torchrun) .*by_hand/{program.name}.*)$", docstring(program), re.MULTILINE)[0]
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """An empty folder with by_hand/, where commands of the tour can be run as they stand."""
+    (tmp_path / "by_hand").symlink_to(ROOT / "by_hand")
+    return tmp_path
+
+
 @pytest.mark.slow
 @each_program
-def test_a_program_ends_with_0_and_prints_what_the_tour_shows(program: Path) -> None:
+def test_a_program_ends_with_0_and_prints_what_the_tour_shows(program: Path, folder: Path) -> None:
     command = command_of(program)
     assert f"```\n{command}\n```" in TOUR
     shown = re.findall(rf"^```\n{re.escape(command)}\n```\n.*?^```text\n(.*?)^```$", TOUR, re.MULTILINE | re.DOTALL)[0]
     done = subprocess.run(
-        shlex.split(command), cwd=ROOT, env=clean_env(), capture_output=True, text=True, check=False, timeout=120
+        shlex.split(command), cwd=folder, env=clean_env(), capture_output=True, text=True, check=False, timeout=120
     )
     assert done.returncode == 0, done.stderr
     assert shown in done.stdout
+
+
+@pytest.mark.slow
+def test_the_program_to_copy_resumes_with_the_same_bits_after_a_kill(folder: Path) -> None:
+    def start(epochs: int, folder: Path) -> subprocess.Popen:
+        command = ["torchrun", "--standalone", "--nproc_per_node=2", ROOT / "by_hand/train.py", str(epochs)]
+        return subprocess.Popen(command, cwd=folder, env=clean_env(), stdout=subprocess.PIPE, text=True)
+
+    snapshot = folder / "runs/tour/train.pt"
+    with start(100_000, folder) as killed:
+        wait_until(snapshot.exists, "the first save", process=killed)
+        for worker in psutil.Process(killed.pid).children():
+            worker.kill()
+    assert killed.returncode == 1
+    epochs = torch.load(snapshot)["epoch"] + 2
+    undisturbed = folder / "undisturbed"
+    undisturbed.mkdir()
+    outputs = []
+    for place in (folder, undisturbed):
+        with start(epochs, place) as process:
+            output, _ = process.communicate(timeout=120)
+        assert process.returncode == 0
+        outputs.append(output.splitlines())
+    resumed, whole = outputs
+    assert resumed == whole[-2:]
+    losses = [float(line.rpartition("loss ")[2]) for line in whole]
+    assert losses[-1] < losses[0] / 2
+    torch.testing.assert_close(torch.load(snapshot), torch.load(undisturbed / "runs/tour/train.pt"), rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_the_program_to_copy_continues_and_saves_what_the_tour_shows(folder: Path) -> None:
+    first, continued = re.findall(r"^```\n(torchrun [^`]*by_hand/train.py.*?)^```$", TOUR, re.MULTILINE | re.DOTALL)
+    done = subprocess.run(
+        ["bash", "-ec", first + continued], cwd=folder, env=clean_env(), capture_output=True, text=True, check=True
+    )
+    assert re.findall(r"^epoch (\d)", done.stdout, re.MULTILINE) == ["0", "1", "2", "3", "4"]
+    names = done.stdout.splitlines()[-1]
+    assert f"prints `{names}`" in TOUR
+    assert names.startswith("0.weight")
 
 
 @each_program

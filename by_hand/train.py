@@ -1,0 +1,69 @@
+"""A whole training program with DDP, to copy for your own model. Each start continues after the last saved epoch.
+
+    torchrun --standalone --nproc_per_node=2 by_hand/train.py 3
+
+In this repository: `Trainer` in trainer.py
+"""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+EPOCHS = int(sys.argv[1])
+SNAPSHOT = "runs/tour/train.pt"
+BATCH_SIZE = 20  # samples per rank
+LEARNING_RATE = 0.05  # for one rank
+
+
+def main():
+    device, device_ids, backend = "cpu", None, "gloo"
+    if torch.cuda.is_available():
+        local_rank = int(os.environ["LOCAL_RANK"])
+        torch.cuda.set_device(local_rank)  # otherwise, "cuda" is GPU 0 on all ranks
+        device, device_ids, backend = "cuda", [local_rank], "nccl"
+    dist.init_process_group(backend)
+    n = dist.get_world_size()
+
+    torch.manual_seed(0)  # all ranks make the same data
+    points = torch.rand(1000, 2)
+    dataset = TensorDataset(points, points.prod(1, keepdim=True))
+    sampler = DistributedSampler(dataset)
+    loader = DataLoader(dataset, BATCH_SIZE, sampler=sampler)
+    model = nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Linear(32, 1)).to(device)
+    model = nn.parallel.DistributedDataParallel(model, device_ids=device_ids)
+    # With n ranks, a batch is n times as large, and an epoch has 1/n of the steps. So each step is n times as large.
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE * n, momentum=0.9)
+
+    first_epoch = 0
+    if os.path.exists(SNAPSHOT):
+        snapshot = torch.load(SNAPSHOT, map_location=device)
+        model.module.load_state_dict(snapshot["model"])
+        optimizer.load_state_dict(snapshot["optimizer"])
+        first_epoch = snapshot["epoch"]
+
+    for epoch in range(first_epoch, EPOCHS):
+        sampler.set_epoch(epoch)  # otherwise, all epochs have the same order
+        for x, y in loader:
+            loss = nn.functional.mse_loss(model(x.to(device)), y.to(device))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        if dist.get_rank() == 0:
+            snapshot = {
+                "epoch": epoch + 1,
+                "model": model.module.state_dict(),
+                "optimizer": optimizer.state_dict(),
+            }
+            os.makedirs(os.path.dirname(SNAPSHOT), exist_ok=True)
+            torch.save(snapshot, SNAPSHOT + ".partial")
+            os.replace(SNAPSHOT + ".partial", SNAPSHOT)  # so a file with this name is always complete
+            print(f"epoch {epoch}: {len(loader)} steps of {n * BATCH_SIZE} samples, loss {loss:.4f}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
