@@ -27,8 +27,8 @@ mean = sum(map(gradient, x.chunk(N), y.chunk(N))) / N
 # So for any N, the update and the right learning rate are the same as with the whole batch on one GPU.
 torch.testing.assert_close(mean, whole, rtol=1e-12, atol=1e-15)
 
-parallel_model = nn.DataParallel(model)  # uses all GPUs; without a GPU, it only calls the model
-torch.testing.assert_close(parallel_model(x), model(x))
+# nn.DataParallel uses all GPUs. Without a GPU, it only calls the model.
+torch.testing.assert_close(nn.DataParallel(model)(x), model(x))
 
 inputs, outputs, weights = 4 * x.numel(), 4 * y.numel(), 4 * whole.numel()  # bytes in fp32
 others = (N - 1) / N

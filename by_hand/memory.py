@@ -26,6 +26,6 @@ gradient = bucket.view_as(weight)  # shares the bucket's memory
 show("gradient_as_bucket_view", P=weight, G=gradient, O=state)
 half = weight.bfloat16()  # autocast's copy, from forward to backward
 show("and autocast", P=weight, G=gradient, O=state, H=half)
-half_gradient, half_bucket = gradient.bfloat16(), bucket.bfloat16()
-show("half-precision model", P=weight, H=half, G=half_gradient, O=state, B=half_bucket)  # P are the master weights
+# The model, its gradients and buckets are in half precision; the optimizer has master weights in fp32.
+show("half-precision model", P=weight, H=half, G=gradient.bfloat16(), O=state, B=bucket.bfloat16())
 print("P parameters, G gradients, O optimizer state, B bucket, H half-precision parameters")

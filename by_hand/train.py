@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 EPOCHS = int(sys.argv[1])
 SNAPSHOT = "runs/tour/train.pt"
 BATCH_SIZE = 20  # samples per rank
-LEARNING_RATE = 0.05  # for one rank
+LEARNING_RATE = 0.02  # for one rank
 
 
 def main():
@@ -29,8 +29,8 @@ def main():
     n = dist.get_world_size()
 
     torch.manual_seed(0)  # all ranks make the same data
-    points = torch.rand(1000, 2)
-    dataset = TensorDataset(points, points.prod(1, keepdim=True))
+    points = torch.randn(1000, 2)
+    dataset = TensorDataset(points, points.norm(dim=1, keepdim=True))
     sampler = DistributedSampler(dataset)
     loader = DataLoader(dataset, BATCH_SIZE, sampler=sampler)
     model = nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Linear(32, 1)).to(device)
@@ -61,7 +61,7 @@ def main():
             os.makedirs(os.path.dirname(SNAPSHOT), exist_ok=True)
             torch.save(snapshot, SNAPSHOT + ".partial")
             os.replace(SNAPSHOT + ".partial", SNAPSHOT)  # so a file with this name is always complete
-            print(f"epoch {epoch}: {len(loader)} steps of {n * BATCH_SIZE} samples, loss {loss:.4f}", flush=True)
+            print(f"epoch {epoch}: {len(loader)} steps of {n * BATCH_SIZE} samples, loss {loss:.3f}")
     dist.destroy_process_group()
 
 

@@ -33,14 +33,14 @@ def update(weight, grad):
 
 def all_gather(shard):
     full = torch.empty(16, 16)
-    dist.all_gather_into_tensor(full, shard)
+    dist.all_gather(list(full.chunk(n)), shard)
     return full
 
 
 def reduce_scatter(full):
     """Returns this rank's part of the mean over ranks."""
     part = torch.empty(16 // n, 16)
-    dist.reduce_scatter_tensor(part, full)
+    dist.reduce_scatter(part, list(full.chunk(n)))
     return part / n
 
 
@@ -81,6 +81,4 @@ for formula, stage in formulas.items():
     if rank == 0:
         p, g, o = [tensor.nbytes // initial.numel() for tensor in held]
         print(f"{stage.__name__}  {formula:10}  {p * 'P'}{g * 'G'}{o * 'O'}")
-if rank == 0:
-    print("a letter is a byte per parameter: P parameters, G gradients, O optimizer state")
 dist.destroy_process_group()
