@@ -39,6 +39,7 @@ def main():
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE * n, momentum=0.9)
 
     first_epoch = 0
+    # All ranks load the file that rank 0 has saved, so several machines need a shared folder.
     if os.path.exists(SNAPSHOT):
         snapshot = torch.load(SNAPSHOT, map_location=device)
         model.module.load_state_dict(snapshot["model"])
