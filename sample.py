@@ -17,7 +17,6 @@ from mingpt.monitoring.logging import configure_logging
 from mingpt.program import run_program
 from mingpt.snapshot.load import load_pretrained
 from mingpt.system.torch_versions import check_torch_version
-from mingpt.text.tokenizer import Tokenizer
 from model import GPT
 
 
@@ -55,10 +54,10 @@ def check_args(args: argparse.Namespace) -> None:
         raise UserError(f"--top_p is {args.top_p}, must be greater than 0 and at most 1")
 
 
-def read_prompt(option: str | None, tokenizer: Tokenizer) -> str:
+def read_prompt(option: str | None, default: str) -> str:
     """Returns the prompt; raises a UserError if it is empty or not UTF-8."""
     if option is None:
-        return tokenizer.decode([0])
+        return default
     prompt = option
     if option == "-":
         try:
@@ -82,7 +81,7 @@ def run(argv: Sequence[str]) -> None:
     model = GPT(pretrained.model_config)
     tokenizer = pretrained.tokenizer
     model.load_state_dict(pretrained.weights)
-    prompt = read_prompt(args.prompt, tokenizer)
+    prompt = read_prompt(args.prompt, default=tokenizer.decode([0]))
     idx = torch.tensor([tokenizer.encode(prompt, "--prompt")])  # (1, T)
     print(prompt, end="", flush=True)
     generator = torch.Generator().manual_seed(args.seed)

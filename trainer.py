@@ -28,7 +28,7 @@ from mingpt.optim.optimizer import learning_rate
 from mingpt.parallel.build import build_strategy
 from mingpt.parallel.memory import measure_memory
 from mingpt.run import summary
-from mingpt.run.evaluation import choose_sample_prompt, evaluate, generate_sample
+from mingpt.run.evaluation import evaluate, generate_sample
 from mingpt.run.numerics import set_numerics
 from mingpt.run.progress import Progress, StepResult
 from mingpt.run.start import adopt_snapshot, initial_weights, load_corpus, lock_run
@@ -83,7 +83,9 @@ class Trainer:
         training, validation = train_val_split(self.corpus.tokens, config.data)
         self.train_data = CharDataset(training, config.data.block_size, config.trainer.seed)
         self.val_data = ValidationDataset(validation, config.data.block_size, config.trainer.eval_windows)
-        self.sample_prompt = choose_sample_prompt(config.trainer.sample_prompt, validation, tokenizer)
+        self.sample_prompt = validation[:20].tolist()
+        if config.trainer.sample_prompt is not None:
+            self.sample_prompt = tokenizer.encode(config.trainer.sample_prompt, "trainer.sample_prompt")
 
         self.numerics = set_numerics(config, context, self.resumed)
         vocab_size = len(tokenizer.vocabulary)

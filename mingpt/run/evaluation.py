@@ -1,15 +1,12 @@
 """Validation loss and generated samples during training, with the same bits on any number of ranks."""
 
-import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from char_dataset import ValidationDataset
 from mingpt.parallel.strategy import Strategy
-from mingpt.text.tokenizer import Tokenizer
 
 SAMPLE_LENGTH = 100  # tokens after the prompt
-DEFAULT_PROMPT_LENGTH = 20  # tokens
 MAX_BATCH = 16  # windows in a forward pass where trainer.micro_batch_size is null
 NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH, SDPBackend.OVERRIDEABLE]
 
@@ -35,21 +32,6 @@ def evaluate(strategy: Strategy, data: ValidationDataset) -> float:
     losses = torch.cat(rounds)[: len(batches)].cpu().double()
     counts = torch.tensor([data.num_targets(batch) for batch in batches], dtype=torch.float64)
     return ((losses * counts).sum() / counts.sum()).item()
-
-
-def choose_sample_prompt(prompt: str | None, tokens: np.ndarray, tokenizer: Tokenizer) -> list[int]:
-    """Returns the tokens of `trainer.sample_prompt`, or if it is null, the first 20 of the validation text.
-
-    Args:
-        prompt: value of the key
-        tokens: (n,) validation text, n at least 1
-
-    Raises:
-        UserError: the prompt can't be encoded.
-    """
-    if prompt is None:
-        return tokens[:DEFAULT_PROMPT_LENGTH].tolist()
-    return tokenizer.encode(prompt, "trainer.sample_prompt")
 
 
 @torch.no_grad()
