@@ -15,7 +15,7 @@ from mingpt.config.parser import read_config
 from mingpt.config.schema import Config
 from mingpt.distributed.launcher import RankInfo, detect_launch_environment, reported_once_per_machine
 from mingpt.program import exit_process, import_pytorch, run_program
-from mingpt.system.signals import exit_on_interrupt
+from mingpt.system.signals import exit_on_interrupt, stop_with_torchrun
 
 if TYPE_CHECKING:
     from mingpt.distributed.context import DistributedContext
@@ -31,6 +31,7 @@ def main(argv: Sequence[str] = ()) -> int:
         UserError: a mistake in the configuration, in the environment or in a file.
         PeerError: another rank has failed.
     """
+    stop_with_torchrun()
     info = detect_launch_environment(os.environ)  # rank and number of ranks, from torchrun, SLURM, mpirun or by hand
     with reported_once_per_machine(info):
         config = read_config(argv)

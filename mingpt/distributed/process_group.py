@@ -3,6 +3,7 @@
 import errno
 import platform
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -25,6 +26,7 @@ from mingpt.errors import UserError
 from mingpt.monitoring.logging import logger
 
 WAIT_SECONDS = 2.0  # how long a rank waits for the other ranks before it says so
+AGENT_SECONDS = 0.5  # the end of torchrun's agent is noticed within this time
 
 
 @contextmanager
@@ -72,6 +74,8 @@ def connected_ranks(info: RankInfo, config: DistributedConfig) -> Iterator[tuple
         extend_cuda_timeout(dist.group.WORLD)  # type: ignore[arg-type]
     except (ValueError, RuntimeError, OSError) as error:
         notice.cancel()
+        if uses_agent_store(init_method):
+            time.sleep(AGENT_SECONDS)  # if the agent has ended, `stop_with_torchrun` ends this process with its message
         advice = f"are all {world_size} processes started, and does this address lead to the first one?"
         if "EADDRINUSE" in str(error) or getattr(error, "errno", None) == errno.EADDRINUSE:
             advice = (

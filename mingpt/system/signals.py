@@ -20,7 +20,7 @@ EXIT_STATUS = {
     signal.SIGINT: 130,
 }
 SECOND_INTERRUPT_SECONDS = 1.0  # an earlier second SIGINT may be the launcher's copy of the first
-POLL_SECONDS = 0.5  # time between checks of torchrun
+POLL_SECONDS = 0.1  # time between checks of torchrun
 PARENT = os.getppid()  # the launcher; getppid() changes when it dies
 
 
@@ -38,6 +38,24 @@ def exit_on_interrupt() -> None:
         signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
 
 
+def stop_with_torchrun() -> None:
+    """Sends SIGTERM to this process when torchrun has ended, if torchrun has started it.
+
+    The workers of torchrun continue if torchrun is killed. At the start, they would wait for its store until a timeout.
+    Later, they would still lock the run folder at the next start.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        threading.Thread(target=_wait_for_torchrun, daemon=True).start()
+
+
+def _wait_for_torchrun() -> None:
+    while os.getppid() == PARENT:
+        time.sleep(POLL_SECONDS)
+    if os.environ["LOCAL_RANK"] == "0":
+        logger.error(f"torchrun, process {PARENT}, has ended, so its workers stop like after a SIGTERM")
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 class SignalHandler:
     """Records the first signal within the context. Ranks then agree on the step to stop at.
 
@@ -46,8 +64,7 @@ class SignalHandler:
     Python runs signal handlers in the main thread only, which may be waiting in a collective for a dead rank, so a
     thread reads signals from the interpreter's wakeup fd.
 
-    The workers of torchrun continue if torchrun is killed, and would still lock the run folder at the next start, so
-    its end counts as a SIGTERM. Closing the terminal sends SIGHUP; under `nohup`, it stays ignored.
+    Closing the terminal sends SIGHUP; under `nohup`, it stays ignored.
 
     Attributes:
         signal: number of the first signal, or 0
@@ -61,7 +78,6 @@ class SignalHandler:
 
     def __enter__(self) -> "SignalHandler":
         self.reader, self.writer = socket.socketpair()
-        self.reader.settimeout(POLL_SECONDS)
         self.writer.setblocking(False)
         self.old_handlers = {}
         if threading.current_thread() is threading.main_thread():
@@ -103,15 +119,7 @@ class SignalHandler:
             signal.raise_signal(self.signal)
 
     def _read(self) -> None:
-        while True:
-            try:
-                numbers = self.reader.recv(64)
-            except TimeoutError:
-                if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != PARENT:
-                    self._record(signal.SIGTERM)
-                continue
-            if not numbers:
-                return
+        while numbers := self.reader.recv(64):
             for number in numbers:
                 self._record(number)
 

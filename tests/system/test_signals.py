@@ -262,3 +262,17 @@ def stop_with_a_slow_disk(*argv: str) -> tuple[int, float]:
 
     SnapshotFolder.write, Trainer.train_step = slow_write, signalled_step
     return train_main(*argv), time.time()
+
+
+def test_workers_end_with_one_message_if_torchrun_is_killed_at_their_start(text: Path, tmp_path: Path) -> None:
+    """Its store ends with it, and they would wait for the store until a timeout."""
+    argv = run_args(tmp_path / "run", text, **ENDLESS)
+    with start_main(argv, *TORCHRUN, "--nproc_per_node=2") as process:
+        wait_until(lambda: len(worker_pids(process.pid)) == 2, "two workers", process=process)
+        maps = [Path(f"/proc/{pid}/maps") for pid in worker_pids(process.pid)]
+        wait_until(lambda: all("libtorch" in file.read_text() for file in maps), "libtorch", process=process)
+        process.kill()
+        _, stderr = process.communicate(timeout=10)  # the workers hold the pipe, too
+    assert stderr.count("error: ") == 1
+    assert f"error: torchrun, process {process.pid}, has ended" in stderr
+    assert "frame #" not in stderr
