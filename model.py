@@ -356,7 +356,7 @@ def sample(
     logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None
 ) -> Tensor:
     """Samples tokens (B,) from logits (B, V)."""
-    if temperature == 0:
+    if temperature < 1e-30:  # the quotients would overflow
         return logits.argmax(-1)
     logits = logits / temperature
     if top_k is not None:
@@ -366,5 +366,5 @@ def sample(
     if top_p is not None:
         sorted_probs, order = probs.sort(descending=True)
         preceding = sorted_probs.cumsum(-1) - sorted_probs  # 0 for the most likely token, which is always kept
-        probs = probs.masked_fill((preceding >= top_p).gather(-1, order.argsort(-1)), 0.0)
+        probs = probs.masked_fill((preceding >= max(top_p, 1e-30)).gather(-1, order.argsort(-1)), 0.0)
     return torch.multinomial(probs, 1, generator=generator)[:, 0]

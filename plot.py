@@ -7,6 +7,7 @@ Dotted lines are steps from which a run resumed.
 """
 
 import argparse
+import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from pathlib import Path
 from mingpt.errors import UserError
 from mingpt.monitoring.run_log import iter_metrics
 from mingpt.program import run_program
+from mingpt.system.signals import is_interactive
 
 PANELS = {
     "loss": "loss, nats per token",
@@ -62,6 +64,8 @@ def draw(runs: Sequence[Run], file: Path) -> None:
     Raises:
         UserError: the file can't be written, or its suffix is not an image format.
     """
+    if not is_interactive():  # a notebook sets it for its child processes, where its value may be unknown
+        os.environ.pop("MPLBACKEND", None)
     from matplotlib.figure import Figure  # noqa: PLC0415 - the import is slow, and mistakes are reported before
 
     figure = Figure(figsize=(9, 8), dpi=100, layout="constrained")

@@ -1,6 +1,7 @@
 """plot.py reads run folders, and draws into a file and on the terminal."""
 
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from matplotlib.colors import to_hex
 import plot
 from mingpt.program import run_program as exit_status_of
 from plot import Run, draw, read_run
-from tests.helpers import read_rows, run_args, run_on_terminal, run_ranks, train_main, write_text
+from tests.helpers import read_rows, run_args, run_on_terminal, run_program, run_ranks, train_main, write_text
 
 ESCAPE_CODE = re.compile(r"\x1b\[[\d;]*m")
 
@@ -46,7 +47,7 @@ def test_curves_and_restarts_are_read_from_the_rows(folder: Path, runs: list[Run
 
 
 def test_values_that_are_null_or_missing_are_left_out(tmp_path: Path) -> None:
-    rows = [row("train", step, loss=value) for step, value in enumerate((1.5, None, 2))]
+    rows = [row("train", step, loss=value) for step, value in enumerate((1.5, None, 2, math.nan))]
     (tmp_path / "metrics.jsonl").write_text("".join([*rows, row("train", 9)]))
     assert read_run(tmp_path).curves["loss"] == ([0, 2], [1.5, 2])
 
@@ -61,6 +62,14 @@ def test_each_run_has_its_color_and_restarts_are_gray(runs: list[Run], tmp_path:
     draw([replace(run, restarts=[]) for run in runs], file)
     gray = to_hex("tab:gray")
     assert svg.count(gray) == file.read_text().count(gray) + 4  # a line in each panel
+
+
+def test_a_notebook_sets_a_backend_that_is_not_installed(folder: Path, tmp_path: Path) -> None:
+    for backend in ("module://nowhere", "nonsense"):
+        out = tmp_path / f"{backend[:3]}.png"
+        done = run_program("plot.py", str(folder / "whole"), "--out", str(out), MPLBACKEND=backend)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert out.exists()
 
 
 def test_the_plot_fits_the_terminal(folder: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from subprocess import PIPE
 
 import pytest
+import torch
 
 import sample
 from mingpt.program import run_program as exit_status_of
@@ -63,7 +64,9 @@ def assert_refused(result: Result, *expected: str) -> None:
     assert all(part in err for part in expected), err
 
 
-@pytest.mark.parametrize("choice", ["", "--temperature 0", "--top_k 3", "--top_k 1000", "--top_p 0.6"])
+@pytest.mark.parametrize(
+    "choice", ["", "--temperature 0", "--top_k 3", "--top_k 1000", "--top_p 0.6", "--top_p 1e-300"]
+)
 def test_stdout_is_the_prompt_and_as_many_characters(choice: str, trained: Path, run_sample: RunSample) -> None:
     vocabulary = load_snapshot(str(newest(trained)))["vocabulary"]
     for prompt, length in product(["a", "anna does eat ñandú—🙂 eat anna"], [0, 1, LENGTH]):
@@ -80,7 +83,7 @@ def test_the_seed_selects_the_text_unless_temperature_is_zero(trained: Path, run
     options = ("--snapshot", trained, "--prompt", "anna", "--max_new_tokens", LENGTH)
     one, again, other = (run_sample(*options, "--seed", seed)[1] for seed in (1, 1, 2))
     assert one == again != other
-    greedy = {run_sample(*options, "--temperature", 0, "--seed", seed)[1] for seed in (1, 2)}
+    greedy = {run_sample(*options, "--temperature", t, "--seed", 1)[1] for t in (0, 1e-320, 1e-45)}
     assert greedy == {run_sample(*options, "--top_k", 1)[1]}
 
 
@@ -146,7 +149,8 @@ def test_a_damaged_snapshot_is_named_and_an_older_one_used(
         ("top_p", "0", " is 0.0, must be greater than 0 and at most 1"),
         ("snapshot", "none", ": no snapshot at none"),
         ("snapshot", "", " is empty; it may be a snapshot, "),
-        ("snapshot", "words.txt", ": words.txt"),
+        ("snapshot", "words.txt", ": words.txt is damaged, or not a snapshot of main.py: it does not begin like a "),
+        ("snapshot", "gpt2", ": no snapshot at gpt2 (working directory "),
         ("snapshot", "nosuch://place", ": nosuch://place can't be read"),
         ("snapshot", "memory://none", ": no snapshot at memory://none; main.py makes them"),
     ],
@@ -161,8 +165,15 @@ def test_each_mistake_is_one_message(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "words.txt").write_text("no snapshot " * 100)
+    (tmp_path / "words.txt").write_text("no snapshot " * 100)  # like model.safetensors
     assert_refused(run_sample("--snapshot", trained, f"--{option}", value), f"error: --{option}{message}")
+
+
+@pytest.mark.parametrize("content", [{"model": {}, "model_args": {}}, [torch.ones(2)], torch.ones(2)])
+def test_a_file_of_another_program_is_no_snapshot(content: object, tmp_path: Path, run_sample: RunSample) -> None:
+    file = tmp_path / "ckpt.pt"
+    torch.save(content, file)
+    assert_refused(run_sample("--snapshot", file), f"error: {file} is not a snapshot of main.py, ", "docs/export.md")
 
 
 def test_the_default_is_the_default_run(tmp_path: Path, run_sample: RunSample, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -237,7 +237,7 @@ def iter_metrics(file: Path) -> Iterator[dict[str, Any]]:
     with open(file, "rb") as lines:
         for line in lines:
             with suppress(ValueError):
-                yield json.loads(line)
+                yield json.loads(line, parse_constant=lambda name: None)  # NaN and Infinity of other tools
 
 
 def saved_steps(file: Path) -> list[int]:

@@ -3,7 +3,6 @@
 import errno
 import hashlib
 import os
-import pickle
 import re
 import shutil
 import tempfile
@@ -43,7 +42,7 @@ def raise_user_error(problem: str, advice: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"trainer.snapshot_path: {problem}: {_reason(error)}; {advice}") from error
+        raise UserError(f"{problem}: {_reason(error)}; {advice}") from error
 
 
 def _reason(error: Exception) -> str:
@@ -79,7 +78,8 @@ class SnapshotFolder:
     """
 
     def __init__(self, path: str, keep: int = 1) -> None:
-        with raise_user_error(f"{path} can't be opened", "it may be a folder, or a URL that fsspec knows"):
+        problem = f"trainer.snapshot_path: {path} can't be opened"
+        with raise_user_error(problem, "it may be a folder, or a URL that fsspec knows"):
             self.fs, self.root = fsspec.url_to_fs(path)
         self.is_local = isinstance(self.fs, LocalFileSystem)
         self.path = path.rstrip("/")  # the name in messages
@@ -91,7 +91,9 @@ class SnapshotFolder:
 
     def make(self) -> None:
         """Makes the folder and its parents if they are missing."""
-        with raise_user_error(f"{self.path} can't be written", "make it writable, or set another"):
+        with raise_user_error(
+            f"trainer.snapshot_path: {self.path} can't be written", "make it writable, or set another"
+        ):
             self.fs.makedirs(self.root, exist_ok=True)
 
     def files(self) -> dict[int, str]:
@@ -104,7 +106,7 @@ class SnapshotFolder:
         return f"{self.path}/{self.files().get(step, f'step_{step:08d}.pt')}"
 
     def _names(self) -> list[str]:
-        with raise_user_error(f"{self.path} can't be read", "make it readable, or set another"):
+        with raise_user_error(f"{self.path} can't be read", "make it readable, or name another"):
             try:
                 self.fs.invalidate_cache()  # other processes write here too
                 return [os.path.basename(name) for name in self.fs.ls(self.root, detail=False)]
@@ -136,7 +138,7 @@ class SnapshotFolder:
     def _load(self, step: int) -> dict[str, Any] | None:
         """Loads a snapshot. Returns None if it is damaged or was deleted."""
         path = self.file(step)
-        with raise_user_error(f"{path} can't be read", "make it readable, or move it away to use the others"):
+        with raise_user_error(f"{path} can't be read", "make it readable, move it away, or name another"):
             try:
                 return load_snapshot(path)
             except FileNotFoundError:
@@ -192,7 +194,8 @@ class SnapshotFolder:
         step = snapshot["step"]
         name = f"step_{step:08d}.pt"
         is_kept = step in snapshot["scheduled"] or step == snapshot["best"]["step"]
-        with raise_user_error(f"{self.path}/{name} can't be written", "make room, or make it writable"):
+        problem = f"trainer.snapshot_path: {self.path}/{name} can't be written"
+        with raise_user_error(problem, "make room, or make it writable"):
             if not is_kept and not self._has_spare_room():
                 raise OSError(errno.ENOSPC, "no room for it and the next snapshot of trainer.save_every")
             with replaced_file(f"{self.root}/{name}", flush=is_kept) as file:
@@ -227,14 +230,18 @@ def load_snapshot(path: str) -> dict[str, Any]:
     Raises:
         DamagedSnapshotError: its bytes do not match their CRC-32, or it is not a file of torch.save.
         FileNotFoundError: the file does not exist.
-        UserError: `check_content` refuses it.
+        UserError: the file is whole, but `torch.load` or `check_content` refuses it.
     """
-    with local_copy(path) as name:  # a mapping stays valid after the file is deleted
+    with local_copy(path) as name, open(name, "rb") as file:  # a mapping stays valid after the file is deleted
         check_crc32(name)
+        opened = f"/dev/fd/{file.fileno()}"  # torch.load accepts only names in UTF-8, and maps only files with a name
         try:
-            snapshot = torch.load(name, map_location="cpu", weights_only=True, mmap=True)
-        except (RuntimeError, ValueError, pickle.UnpicklingError) as error:
-            raise DamagedSnapshotError(f"torch.load refuses it: {error}") from error
+            snapshot = torch.load(opened, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:
+            if isinstance(error, ValueError) or "PytorchStreamReader" in str(error):  # a damaged list of parts
+                raise DamagedSnapshotError(f"torch.load refuses it: {error}") from error
+            reason = re.findall(r"GLOBAL \S+", str(error)) or error  # code in the file, without torch.load's advice
+            raise UserError(f"{path} is not damaged, but torch.load refuses it: {reason}") from error
     check_content(snapshot, path)
     return snapshot
 
@@ -257,6 +264,9 @@ def check_crc32(name: str) -> None:
         except Exception as error:  # zipfile raises a dozen classes
             if isinstance(error, OSError) and error.errno != errno.EINVAL:  # EINVAL: a seek to a damaged offset
                 raise
+            file.seek(0)
+            if not b"PK".startswith(file.read(2)):
+                raise DamagedSnapshotError("it does not begin like a file of torch.save") from error
             raise DamagedSnapshotError(f"cut short, or damaged in the list of its parts: {error}") from error
     if part is not None:
         raise DamagedSnapshotError(f"the bytes of its part {part} do not match their CRC-32")

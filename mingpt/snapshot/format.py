@@ -14,6 +14,7 @@ from mingpt.errors import UserError
 from mingpt.text.tokenizer import Tokenizer
 
 FORMAT_VERSION = 2
+OTHER_PROGRAMS = "weights of other programs can't be loaded (docs/export.md)"
 # Keys that a run keeps: they determine the meaning of its tensors, its part of the text, and the order of samples.
 KEPT_KEYS = (*SHAPE_KEYS, "data.train_split", "data.truncate", "optimizer.name", "trainer.seed")
 # The required entries and their types. Everything except `model` and `optimizer` is the header of a snapshot.
@@ -55,8 +56,10 @@ def check_content(content: Any, path: str) -> None:
         path: names the file in the message
 
     Raises:
-        UserError: lists entries that are missing or of another type.
+        UserError: another program wrote the file; or lists entries that are missing or of another type.
     """
+    if not isinstance(content, dict) or "format" not in content:
+        raise UserError(f"{path} is not a snapshot of main.py, which has an entry `format`; {OTHER_PROGRAMS}")
     with suppress(LookupError, TypeError):
         content["config"]["model"] = asdict(ModelConfig()) | content["config"]["model"]
     if mistakes := list(_find_mistakes(content)):
@@ -69,8 +72,8 @@ def check_content(content: Any, path: str) -> None:
     content["best"] = asdict(Best()) | content.pop("lowest", {}) | content.get("best", {})
 
 
-def _find_mistakes(content: Any) -> Iterator[str]:
-    version = content.get("format") if isinstance(content, dict) else type(content).__name__
+def _find_mistakes(content: dict[str, Any]) -> Iterator[str]:
+    version = content["format"]
     if version != FORMAT_VERSION:
         yield f"format is {version}, must be {FORMAT_VERSION}"
         return

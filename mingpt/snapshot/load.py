@@ -15,7 +15,7 @@ from mingpt.config.yaml_format import format_value
 from mingpt.errors import UserError
 from mingpt.monitoring.logging import logger
 from mingpt.snapshot.folder import DamagedSnapshotError, SnapshotFolder, load_snapshot
-from mingpt.snapshot.format import gpt_config
+from mingpt.snapshot.format import OTHER_PROGRAMS, gpt_config
 from mingpt.text.tokenizer import Tokenizer, show_tokens
 from model import GPT
 
@@ -61,7 +61,8 @@ def load_pretrained(path: str, option: str, best: bool = False) -> Pretrained:
         raise
     except DamagedSnapshotError as error:
         raise UserError(
-            f"{option}: {path} is damaged: {error}; name another one, or its folder to load the newest undamaged one"
+            f"{option}: {path} is damaged, or not a snapshot of main.py: {error}; name another one, or its "
+            "folder to load the newest undamaged one"
         ) from error
     except (FileNotFoundError, NotADirectoryError):
         pass
@@ -69,7 +70,7 @@ def load_pretrained(path: str, option: str, best: bool = False) -> Pretrained:
         raise UserError(f"{option}: {path} can't be read: {error}; {advice}") from error
     if snapshot is None:
         place = "" if "://" in path else f" (working directory {os.getcwd()})"
-        raise UserError(f"{option}: no snapshot at {path}{place}; main.py makes them")
+        raise UserError(f"{option}: no snapshot at {path}{place}; main.py makes them; {OTHER_PROGRAMS}")
     return Pretrained(gpt_config(snapshot), Tokenizer(snapshot["vocabulary"]), snapshot["model"], snapshot)
 
 

@@ -44,7 +44,8 @@ class Mirror(Worker):
             name = self.local.files().get(step)
             if name is None or step in remote.files().keys() - remote.damaged:
                 continue
-            with raise_user_error(f"{remote.path}/{name} can't be written", "make it writable, or set another"):
+            problem = f"trainer.snapshot_path: {remote.path}/{name} can't be written"
+            with raise_user_error(problem, "make it writable, or set another"):
                 remote.fs.put_file(os.path.join(self.local.root, name), f"{remote.root}/{name}")
             remote.damaged.discard(step)
         remote.prune(header)

@@ -135,7 +135,7 @@ def test_a_run_with_failing_and_interrupted_uploads_ends_with_the_same_bits(
     proxy.choose_fault = lambda request: "403"
     [(status, _, err)] = run_ranks(1, run_captured, *run.argv, tmp_path=tmp_path)
     assert status == 2
-    assert err.startswith(f"error: trainer.snapshot_path: {url} can't be ")
+    assert f"{url} can't be " in err
     assert (run_dir / "metrics.jsonl").read_bytes() == before
 
     proxy.choose_fault = no_fault
