@@ -302,13 +302,13 @@ def test_each_change_trains_on_ranks_as_on_one_is_killed_resumes_samples_and_is_
         with pytest.raises(UserError, match=r"vocabulary is \[.*, must be str; use the version that wrote it"):
             load_snapshot(str(folder / "runs/two/snapshots/step_00000120.pt"))  # the program of characters
     pytest.importorskip("transformers", reason="transformers is not installed")
-    with start("python export.py --snapshot runs/two --out exported", folder) as process:
+    with start("python export.py --snapshot runs/two --out exported_change", folder) as process:
         _, message = process.communicate(timeout=120)
     assert process.returncode == (2 if refusal else 0), message
     if refusal:
         assert message.startswith("error: --snapshot: ")
         assert refusal in message
-        assert not (folder / "exported").exists()
+        assert not (folder / "exported_change").exists()
 
 
 def losses(run_dir: Path) -> list[float]:
