@@ -32,7 +32,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "before a step": (Trainer, "train_step"),
     "in forward": (model, "attention"),
     "after the gradients": (trainer, "learning_rate"),
-    "in an evaluation": (ValidationDataset, "count"),
+    "in an evaluation": (ValidationDataset, "num_targets"),
     "in a save": (SnapshotManager, "save"),
     "at the end": (trainer, "shared_errors"),
 }
