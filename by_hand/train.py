@@ -20,11 +20,15 @@ LEARNING_RATE = 0.02  # for one rank
 
 
 def main():
-    device, device_ids, backend = "cpu", None, "gloo"
+    backend = "gloo"
+    device = "cpu"
+    device_ids = None
     if torch.cuda.is_available():
         local_rank = int(os.environ["LOCAL_RANK"])
         torch.cuda.set_device(local_rank)  # otherwise, "cuda" is GPU 0 on all ranks
-        device, device_ids, backend = "cuda", [local_rank], "nccl"
+        backend = "nccl"
+        device = "cuda"
+        device_ids = [local_rank]
     dist.init_process_group(backend)
     n = dist.get_world_size()
 

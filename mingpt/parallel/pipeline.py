@@ -137,7 +137,8 @@ class PipelineParallel(Strategy):
 
     def forward_backward(self, micro_batch: MicroBatch, data: CharDataset) -> Tensor:
         """Runs the schedule. Samples without targets fill up a short batch."""
-        indices, batch = micro_batch.indices, micro_batch.batch
+        indices = micro_batch.indices
+        batch = micro_batch.batch
         idx, targets = data[indices]
         is_filler = torch.tensor([number >= batch.stop for number in indices])
         targets = targets.masked_fill(is_filler[:, None], IGNORE_INDEX)
