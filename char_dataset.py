@@ -144,3 +144,16 @@ class ValidationDataset(Dataset):
         idx = torch.from_numpy(np.where(has_target, text[:, :-1], 0))
         targets = torch.from_numpy(np.where(has_target, text[:, 1:], IGNORE_INDEX))
         return idx, targets
+
+
+def check_num_targets(data: CharDataset | ValidationDataset) -> None:
+    """Raises a ValueError if `num_targets` is wrong for the first samples; losses would get wrong weights silently."""
+    samples = range(min(16, len(data)))
+    _, targets = data[samples]
+    found = int((targets != IGNORE_INDEX).sum())
+    counted = data.num_targets(samples)
+    if found != counted:
+        raise ValueError(
+            f"{type(data).__name__}: samples 0 to {samples[-1]} have {found} targets other than IGNORE_INDEX, but "
+            f"num_targets returns {counted}"
+        )

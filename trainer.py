@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from char_dataset import CharDataset, ValidationDataset, train_val_split
+from char_dataset import CharDataset, ValidationDataset, check_num_targets, train_val_split
 from mingpt.config.schema import Config, GPTConfig, config_to_dict
 from mingpt.distributed.agreement import all_gather_object, shared_errors
 from mingpt.distributed.context import DistributedContext
@@ -83,6 +83,8 @@ class Trainer:
         training, validation = train_val_split(self.corpus.tokens, config.data)
         self.train_data = CharDataset(training, config.data.block_size, config.trainer.seed)
         self.val_data = ValidationDataset(validation, config.data.block_size, config.trainer.eval_windows)
+        for data in (self.train_data, self.val_data):
+            check_num_targets(data)
         self.sample_prompt = validation[:20].tolist()
         if config.trainer.sample_prompt is not None:
             self.sample_prompt = tokenizer.encode(config.trainer.sample_prompt, "trainer.sample_prompt")

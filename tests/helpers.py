@@ -135,16 +135,9 @@ def free_port() -> int:
 def run_program(*argv: str, cwd: Path | None = None, **env: str | None) -> subprocess.CompletedProcess:
     """Runs a program of this repository to its end."""
     command = [sys.executable, *(str(ROOT / word) if word.endswith(".py") else word for word in argv)]
-    done = subprocess.run(
+    return subprocess.run(
         command, capture_output=True, text=True, timeout=240, cwd=cwd, env=clean_env(**env), check=False
     )
-    done.stderr = without_load_warning(done.stderr)
-    return done
-
-
-def without_load_warning(stderr: str) -> str:
-    """Removes the warning of mingpt/run/wait_policy.py, which depends on what else runs on the machine."""
-    return re.sub(r".*warning: training is slow, since other programs use the CPU.*\n", "", stderr)
 
 
 @contextmanager
@@ -276,7 +269,7 @@ def run_captured(*argv: str) -> tuple[int, str, str]:
     """For `run_ranks`: runs main.py in this process. Returns exit status, stdout and stderr."""
     with redirect_stdout(io.StringIO()) as stdout, redirect_stderr(io.StringIO()) as stderr:
         status = train_main(*argv)
-    return status, stdout.getvalue(), without_load_warning(stderr.getvalue())
+    return status, stdout.getvalue(), stderr.getvalue()
 
 
 def main_process(argv: list[str], stdout: Path | str, stderr: Path | str) -> None:
@@ -339,8 +332,7 @@ def run_on(device: str, ranks: int, argvs: list[list[str]], folder: Path, timeou
 
 def read_log(file: Path) -> str:
     """Returns the text of a file of stderr, without the date and time of each line."""
-    text = without_load_warning(file.read_text())
-    return re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  ", "", text, flags=re.MULTILINE)
+    return re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  ", "", file.read_text(), flags=re.MULTILINE)
 
 
 def read_rows(run_dir: Path, event: str = "train") -> list[dict]:

@@ -23,16 +23,7 @@ from mingpt.distributed.context import DistributedContext
 from mingpt.distributed.launcher import RankInfo
 from mingpt.distributed.rendezvous import rendezvous
 from mingpt.errors import UserError
-from tests.helpers import (
-    free_port,
-    open_process_group,
-    run_args,
-    run_captured,
-    run_main,
-    run_ranks,
-    train_main,
-    without_load_warning,
-)
+from tests.helpers import free_port, open_process_group, run_args, run_captured, run_main, run_ranks, train_main
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
@@ -279,7 +270,7 @@ def _run_with_variables(env: dict[str, str], argv: list[str]) -> tuple[int, str]
         del os.environ["RANK"], os.environ["WORLD_SIZE"]
     os.environ.update({name: value.format(rank=rank) for name, value in env.items()})
     with redirect_stderr(io.StringIO()) as err:
-        return run_main(argv), without_load_warning(err.getvalue())
+        return run_main(argv), err.getvalue()
 
 
 @pytest.mark.parametrize("lasting_store", ["torchrun's agent", "a file"])
