@@ -59,9 +59,9 @@ class CharDataset(Dataset):
         self.tokens = tokens
         self.block_size = block_size
         self.seed = seed
-        # All epochs have the same number of windows, whatever their offset: up to T tokens are in none of them.
+        # All epochs have the same number of windows, whatever their offset, so up to T tokens are not used.
         self.num_windows = max(1, (len(tokens) - block_size) // block_size)
-        # An offset is below this number. The last token is only a target.
+        # Number of possible offsets. The last token is only a target.
         self.num_offsets = min(block_size, len(tokens) - self.num_windows * block_size)
 
     def __len__(self) -> int:
@@ -104,7 +104,7 @@ class ValidationDataset(Dataset):
     Args:
         tokens: (n,) validation text, n > 1
         block_size: tokens in a window (T)
-        max_windows: limit of the number of windows, which are evenly spread over the text; None: all windows
+        max_windows: maximum number of windows, evenly spread over the text; None: all windows
     """
 
     def __init__(self, tokens: np.ndarray, block_size: int, max_windows: int | None = None) -> None:

@@ -39,7 +39,7 @@ YAML = [
     (b"just words\n", ["'just words'", "data, model"]),
     (b"data: {path: {{ path }}}\n", ["data.path", "line 1"]),  # a template without its value
     (b"model:\n  n_layer: 2\n  n_head: 2\n  n_layer: 3\n", ["duplicate key model.n_layer", "line 4"]),
-    (b"model: [n_layer]\n", ["model (in ", "['n_layer']", "must hold keys"]),
+    (b"model: [n_layer]\n", ["model (in ", "['n_layer']", "must contain keys"]),
     (b"model: false\ntrainer: 0\n", ["model (in ", "'false'", "trainer (in ", "'0'", "line 2"]),
     (b"modle:\n  n_layer: 2\n", ["modle.n_layer (in ", "line 2", "nearest is model.n_layer"]),
     (b"trainer: {max_step: 2}\n", ["trainer.max_step (in ", "nearest is trainer.max_steps"]),

@@ -291,7 +291,7 @@ def test_a_signal_stops_the_run_after_a_save(name: str, status: int, text: Path,
     [stop] = read_rows(tmp_path / "run", "stop")
     assert stop == {"event": "stop", "step": step, "time": stop["time"], "signal": name, "reason": None}
     assert read_rows(tmp_path / "run")[-1]["step"] == step
-    assert f"stopped by {name} at step {step}, and saved; the same command resumes" in out
+    assert f"stopped by {name} at step {step} after saving a snapshot; run the same command to resume" in out
 
 
 def test_a_signal_to_one_rank_stops_all_ranks_after_the_same_step(text: Path, tmp_path: Path) -> None:
