@@ -196,24 +196,6 @@ def test_logits_equal_those_of_nanochat_computed_step_by_step() -> None:
 
 
 @all_architectures
-def test_dropout_repeats_with_its_seed_and_is_off_in_eval(options: dict[str, Any]) -> None:
-    model, idx, targets = (
-        small_gpt(**options, dropout=0.3),
-        random_tokens(4, T),
-        random_tokens(4, T, seed=2),
-    )
-
-    def loss(seed: int) -> float:
-        torch.manual_seed(seed)
-        return model(idx, targets)[1].item()
-
-    assert loss(1) == loss(1) != loss(2)
-    model.eval()
-    without = small_gpt(**options, dropout=0.0)(idx, targets)[1].item()  # in training mode, same weights
-    assert loss(1) == loss(2) == without
-
-
-@all_architectures
 @pytest.mark.parametrize("name", ["drop", "h.1.attn.attn_dropout", "h.1.attn.resid_dropout", "h.1.mlp.dropout"])
 def test_dropout_applies_to_embeddings_attention_and_both_branches(options: dict[str, Any], name: str) -> None:
     model, idx = small_gpt(**options, dropout=0.0), random_tokens(2, T)

@@ -95,38 +95,24 @@ def _train_with_bf16_on_rank_0(*argv: str) -> tuple[int, str, str]:
     return run_captured(*argv)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "options"),
-    [
-        (2, {}),
-        pytest.param(1, {}, marks=pytest.mark.slow),
-        pytest.param(2, {"distributed__strategy": "fsdp"}, marks=pytest.mark.slow),
-        pytest.param(2, {"distributed__pipeline_stages": 2, "trainer__batch_size": 8}, marks=pytest.mark.slow),
-        pytest.param(2, {"distributed__reduction": "tree"}, marks=pytest.mark.slow),
-    ],
-)
-def test_patience_ends_the_run_and_a_resumed_run_counts_on(
-    world_size: int, options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_patience_ends_the_run_and_a_resumed_run_counts_on(tmp_path: Path) -> None:
     text, whole, parts = write_overfitting_text(tmp_path / "text.txt"), tmp_path / "whole", tmp_path / "parts"
-    options = PATIENCE | options
     argvs = [
-        run_args(whole, text, **options),
-        run_args(parts, text, **options | {"trainer__max_steps": 10}),
-        run_args(parts, text, **options),
+        run_args(whole, text, **PATIENCE),
+        run_args(parts, text, **PATIENCE | {"trainer__max_steps": 10}),
+        run_args(parts, text, **PATIENCE),
     ]
-    done, _, _ = run_on("cpu", world_size, argvs, tmp_path)
+    done, _, _ = run_on("cpu", 2, argvs, tmp_path)
     assert newest_snapshot(whole)["step"] == 12
     assert_equal_snapshots(whole, parts)
     lowest = read_rows(whole, "eval")[0]["val_loss"]
     reason = f"no evaluation since step 4 has had a lower validation loss than {lowest:.4f} (trainer.patience is 2)"
     assert f"ended early: {reason}\n" in done
     assert [(row["step"], row["reason"]) for row in read_rows(parts, "stop")] == [(10, None), (12, reason)]
-    if options == PATIENCE:
-        longer = run_args(whole, text, **options | {"trainer__patience": 4})
-        again, _ = run_on("cpu", world_size, [argvs[0], longer], tmp_path)
-        assert f"is at step 12, and {reason}. To continue, raise trainer.patience, or set it to null" in again
-        assert newest_snapshot(whole)["step"] == 20
+    longer = run_args(whole, text, **PATIENCE | {"trainer__patience": 4})
+    again, _ = run_on("cpu", 2, [argvs[0], longer], tmp_path)
+    assert f"is at step 12, and {reason}. To continue, raise trainer.patience, or set it to null" in again
+    assert newest_snapshot(whole)["step"] == 20
 
 
 def test_the_last_step_does_not_move_when_patience_ends_the_run(tmp_path: Path) -> None:

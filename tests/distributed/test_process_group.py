@@ -23,7 +23,7 @@ from mingpt.distributed.context import DistributedContext
 from mingpt.distributed.launcher import RankInfo
 from mingpt.distributed.rendezvous import rendezvous
 from mingpt.errors import UserError
-from tests.helpers import free_port, open_process_group, run_args, run_captured, run_main, run_ranks, train_main
+from tests.helpers import free_port, open_process_group, run_args, run_captured, run_main, run_ranks
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
@@ -162,24 +162,6 @@ def _train_with_detail(argv: list[str]) -> tuple[int, str]:
     return status, err
 
 
-def test_nccl_has_a_longer_timeout_than_gloo(tmp_path: Path) -> None:
-    """gloo's all-reduce of a step's flags fails first, and its error is explained before NCCL ends the process."""
-    assert run_ranks(2, _timeouts, tmp_path=tmp_path) == [[(30, 90), (30, 90)]] * 2
-
-
-def _timeouts() -> list[tuple[float, ...]]:
-    """Returns the timeouts on the CPU and on GPUs, for all ranks and a subgroup."""
-    create = dist.ProcessGroupGloo
-    dist.Backend.register_backend("second_gloo", lambda *args: create(*args[:3], timeout=args[3]), devices=["cuda"])
-    _replace_nccl(pytest.MonkeyPatch(), "cpu:gloo,cuda:second_gloo")
-    with open_process_group(timeout_seconds=30) as context:
-        groups: list[Any] = [dist.group.WORLD, context.subgroup([[0], [1]]).group]
-        return [
-            tuple(group._get_backend(torch.device(kind)).options._timeout.total_seconds() for kind in ("cpu", "cuda"))
-            for group in groups
-        ]
-
-
 @pytest.mark.parametrize(("scheme", "rank"), [("file://", 1), ("env://", 0), ("tcp://", 1)])
 def test_a_rank_says_that_it_waits(
     scheme: str, rank: int, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
@@ -304,12 +286,6 @@ def test_generations_of_ranks_do_not_see_each_other(
         stores[world_size - 1].set("address", str(len(generations)))
         assert {store.get("address") for store in stores.values()} == {str(len(generations)).encode()}
         generations.append(stores)
-
-
-def test_more_ranks_than_sequences_are_refused(text: Path, tmp_path: Path) -> None:
-    argv = run_args(tmp_path / "run", text, trainer__batch_size=1)
-    assert run_ranks(2, train_main, *argv, tmp_path=tmp_path) == [2, 2]
-    assert not (tmp_path / "run").exists()
 
 
 def test_the_store_of_ranks_on_one_machine_listens_at_the_loopback(tmp_path: Path) -> None:
