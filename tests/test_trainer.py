@@ -16,7 +16,6 @@ from mingpt.system import device
 from tests.helpers import (
     NO_DROPOUT,
     PATIENCE,
-    SMALL_CONFIG,
     assert_equal_snapshots,
     loss_curve,
     main_process,
@@ -180,39 +179,6 @@ def test_validation_loss_is_the_mean_over_all_targets_with_the_same_bits_on_any_
     assert loss == pytest.approx(mean, rel=1e-6)
     for world_size in (2, 3):
         assert {value for value, _ in run_ranks(world_size, _validation_loss, *argv, tmp_path=tmp_path)} == {loss}
-
-
-def test_each_micro_batch_has_a_dropout_mask_of_its_own_that_any_step_repeats(text: Path, tmp_path: Path) -> None:
-    argv = run_args(tmp_path / "run", text, model__dropout=0.5, trainer__micro_batch_size=1)
-    [(first, again, later)] = run_ranks(1, _losses_of_equal_windows, *argv, tmp_path=tmp_path)
-    assert first == again
-    assert first[2:] == later[:-2]
-    assert len({*first, *later}) == 8
-
-
-class _EqualWindows:
-    """Serves the same window for all numbers."""
-
-    block_size = SMALL_CONFIG["data.block_size"]
-
-    def num_targets(self, numbers: range) -> int:
-        return len(numbers) * self.block_size
-
-    def __getitem__(self, numbers: range) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens = torch.arange(self.block_size + 1)[None] % 5
-        return tokens[:, :-1], tokens[:, 1:]
-
-
-def _losses_of_equal_windows(*argv: str) -> list[list[float]]:
-    """The losses of samples 0 to 5, the same again, and of 2 to 7, in micro-batches of one."""
-    with open_trainer(*argv) as trainer:
-        results = []
-        for batch in (range(6), range(6), range(2, 8)):
-            losses = []
-            for micro_batch in trainer.strategy.micro_batches(batch):
-                losses.append(trainer.strategy.forward_backward(micro_batch, _EqualWindows()))
-            results.append(torch.stack(losses).tolist())
-        return results
 
 
 def _validation_loss(*argv: str) -> tuple[float, float]:

@@ -69,20 +69,6 @@ def test_a_snapshot_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert sorted(os.listdir(folder.path)) == file_names(7, 12_345_678)
 
 
-@pytest.mark.parametrize("path", ["{tmp}/folder", "folder", "file:folder", "file://{tmp}/folder", "~/folder"])
-def test_every_path_of_a_folder_is_written_and_read_at_the_same_place(
-    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    folder = SnapshotFolder(path.format(tmp=tmp_path))
-    folder.make()
-    write(folder, 7)
-    assert os.listdir(tmp_path) == ["folder"]
-    assert os.listdir(tmp_path / "folder") == file_names(7)
-    assert load_snapshot(folder.file(7))["step"] == 7
-
-
 def test_snapshots_at_a_url_are_found_and_read(
     folder: SnapshotFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
