@@ -121,7 +121,7 @@ def test_a_rank_without_gpu_among_others_is_named_by_one_message(
     first, second = ("cuda", "cpu") if rank_with_gpu == 0 else ("cpu", "cuda")
     assert stderr == (
         f"error: the kind of device differs between ranks: {first} on rank 0, {second} on rank 1; PyTorch sees no GPU "
-        "where it is cpu: check the driver there with nvidia-smi, or train on the CPU everywhere with "
+        "on the ranks with cpu; check the driver there with nvidia-smi, or train on CPUs everywhere with "
         "--distributed.backend gloo\n"
     )
 
@@ -151,7 +151,7 @@ def _local_ranks() -> tuple[int, int]:
 
 
 def test_torch_distributed_debug_detail_is_lowered_with_a_message(text: Path, tmp_path: Path) -> None:
-    message = "warning: TORCH_DISTRIBUTED_DEBUG is INFO instead of DETAIL, with which DDP crashes\n"
+    message = "warning: TORCH_DISTRIBUTED_DEBUG is lowered from DETAIL to INFO, because DDP crashes with DETAIL\n"
     argv = run_args(tmp_path / "run", text, trainer__max_steps=1)
     assert run_ranks(2, _train_with_detail, argv, tmp_path=tmp_path) == [(0, message), (0, "")]
 
@@ -176,14 +176,14 @@ def test_a_rank_says_that_it_waits(
     assert run_main(run_args(tmp_path / "run", text, **options)) == 2
     waits, error = capsys.readouterr().err.splitlines()
     address = f"env:// localhost:{port}" if scheme == "env://" else init_method[scheme]
-    assert waits == f"warning: rank {rank} waits until all 2 ranks are at {address}"
-    assert f"rank {rank} of 2 on {platform.node()} found no process group at {address} " in error
+    assert waits == f"warning: rank {rank} is waiting for all 2 ranks to connect to {address}"
+    assert f"rank {rank} of 2 on {platform.node()} could not join a process group at {address} " in error
     assert "distributed.timeout_seconds is 1" in error
-    assert "are all 2 processes started" in error
+    assert "check that all 2 processes have started" in error
     assert not (tmp_path / "run").exists()
     monkeypatch.setenv("LOCAL_RANK", "1")  # only one rank of each machine warns
     assert run_main(run_args(tmp_path / "run", text, **options)) == 2
-    assert "waits until" not in capsys.readouterr().err
+    assert "is waiting for" not in capsys.readouterr().err
 
 
 def test_a_port_in_use_is_an_error(
@@ -227,8 +227,8 @@ def test_a_run_by_hand_is_not_touched_by_another_one_with_its_port(
             )
             assert run_main(argv) == 2
             err = capsys.readouterr().err
-            assert f"found no process group at {init_method}" in err
-            assert f"the run at this address has another {other}; another run or program uses this port" in err
+            assert f"could not join a process group at {init_method}" in err
+            assert f"the run at this address has a different {other}; another run or program uses this port" in err
         assert root.num_keys() == keys
         del stores, root
 
