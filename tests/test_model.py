@@ -141,6 +141,78 @@ def test_loss_is_the_mean_over_targets_and_leaves_out_ignore_index(options: dict
     assert torch.allclose(model(idx, ignored)[1], F.cross_entropy(logits[kept], targets[kept]))
 
 
+def gelu(x: Tensor) -> Tensor:
+    return x / 2 * (1 + torch.erf(x / math.sqrt(2)))
+
+
+def test_logits_equal_those_of_gpt_2_computed_step_by_step() -> None:
+    model, idx = random_gpt(architecture="gpt2"), random_tokens(1, T)
+    weights = {name.removeprefix("transformer."): tensor for name, tensor in model.state_dict().items()}
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, unbiased=False, keepdim=True) + 1e-5).sqrt()
+        return x * weights[f"{name}.weight"] + weights[f"{name}.bias"]
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
+
+    x = weights["wte.weight"][idx[0]] + weights["wpe.weight"]  # (T, C)
+    for i in range(2):
+        q, k, v = linear(norm(x, f"h.{i}.ln_1"), f"h.{i}.attn.c_attn").split(16, 1)
+        heads = []
+        for head in (slice(0, 8), slice(8, 16)):
+            score = (q[:, head] @ k[:, head].T / math.sqrt(8)).masked_fill(torch.ones(T, T).triu(1) == 1, -math.inf)
+            heads.append(score.softmax(1) @ v[:, head])
+        x = x + linear(torch.cat(heads, 1), f"h.{i}.attn.c_proj")
+        hidden = linear(norm(x, f"h.{i}.ln_2"), f"h.{i}.mlp.c_fc")
+        x = x + linear(gelu(hidden), f"h.{i}.mlp.c_proj")
+    assert torch.allclose(model(idx)[0][0], norm(x, "ln_f") @ weights["wte.weight"].T, rtol=0, atol=1e-10)
+
+
+def test_logits_equal_those_of_nanochat_computed_step_by_step() -> None:
+    model, idx = random_gpt(architecture="nanochat"), random_tokens(1, T)
+    weights = {name.removeprefix("transformer."): tensor for name, tensor in model.state_dict().items()}
+    turn = torch.exp(-1j * torch.outer(torch.arange(T), 10_000 ** (-torch.arange(4) / 4)))  # rotations of pairs
+
+    def norm(x: Tensor) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+
+    def rotate(x: Tensor) -> Tensor:
+        pairs = torch.complex(x[:, :4], x[:, 4:]) * turn
+        return norm(torch.cat((pairs.real, pairs.imag), 1))
+
+    x = norm(weights["wte.weight"][idx[0]])  # (T, C)
+    for i in range(2):
+        q, k, v = (norm(x) @ weights[f"h.{i}.attn.c_attn.weight"].T).split(16, 1)
+        heads = []
+        for head in (slice(0, 8), slice(8, 16)):
+            score = rotate(q[:, head]) @ rotate(k[:, head]).T / math.sqrt(8)
+            heads.append(score.masked_fill(torch.ones(T, T).triu(1) == 1, -math.inf).softmax(1) @ v[:, head])
+        x = x + torch.cat(heads, 1) @ weights[f"h.{i}.attn.c_proj.weight"].T
+        hidden = norm(x) @ weights[f"h.{i}.mlp.c_fc.weight"].T
+        x = x + hidden.clamp(min=0) ** 2 @ weights[f"h.{i}.mlp.c_proj.weight"].T
+    expected = 15 * torch.tanh(norm(x) @ weights["lm_head.weight"].T / 15)
+    assert torch.allclose(model(idx)[0][0], expected, rtol=0, atol=1e-6)  # the angles are in fp32
+
+
+@all_architectures
+def test_dropout_repeats_with_its_seed_and_is_off_in_eval(options: dict[str, Any]) -> None:
+    model, idx, targets = (
+        small_gpt(**options, dropout=0.3),
+        random_tokens(4, T),
+        random_tokens(4, T, seed=2),
+    )
+
+    def loss(seed: int) -> float:
+        torch.manual_seed(seed)
+        return model(idx, targets)[1].item()
+
+    assert loss(1) == loss(1) != loss(2)
+    model.eval()
+    without = small_gpt(**options, dropout=0.0)(idx, targets)[1].item()  # in training mode, same weights
+    assert loss(1) == loss(2) == without
+
+
 @all_architectures
 @pytest.mark.parametrize("name", ["drop", "h.1.attn.attn_dropout", "h.1.attn.resid_dropout", "h.1.mlp.dropout"])
 def test_dropout_applies_to_embeddings_attention_and_both_branches(options: dict[str, Any], name: str) -> None:

@@ -28,26 +28,34 @@ def detect_launch_environment(env: Mapping[str, str]) -> RankInfo:
     Raises:
         UserError: a launcher's variables are incomplete, not integers, or out of range.
     """
+    address = None
     if "RANK" in env:  # first, because torchrun also sets it inside srun
         info = _read_ranks(env, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        return replace(info, init_method=_master_address(env))
-    # Before SLURM: mpirun starts its daemons on other hosts as a SLURM step, and its ranks inherit their variables.
-    if "OMPI_COMM_WORLD_RANK" in env or "OMPI_COMM_WORLD_SIZE" in env:
-        mpi = "OMPI_COMM_WORLD"
-        info = _read_ranks(env, f"{mpi}_RANK", f"{mpi}_SIZE", f"{mpi}_LOCAL_RANK", f"{mpi}_LOCAL_SIZE")
+    # MPI before SLURM: mpirun starts its daemons on other hosts as a SLURM step, and its ranks inherit their variables.
+    elif "OMPI_COMM_WORLD_RANK" in env or "OMPI_COMM_WORLD_SIZE" in env:
+        info = _read_ranks(
+            env,
+            "OMPI_COMM_WORLD_RANK",
+            "OMPI_COMM_WORLD_SIZE",
+            "OMPI_COMM_WORLD_LOCAL_RANK",
+            "OMPI_COMM_WORLD_LOCAL_SIZE",
+        )
         # mpirun creates this folder for each job, private to the user, and removes it after the job.
         folder = env.get("PMIX_SERVER_TMPDIR")
         job = env.get("PMIX_NAMESPACE")
         is_one_host = info.local_world_size == info.world_size
-        file = f"file://{folder}/rendezvous-{job}" if folder and job and is_one_host else None
-        return replace(info, init_method=_master_address(env, file))
+        address = f"file://{folder}/rendezvous-{job}" if folder and job and is_one_host else None
+    elif "MPI_LOCALRANKID" in env:  # MPICH and Intel MPI. PMI_RANK does not identify them, because srun can set it.
+        info = _read_ranks(env, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
     # The shell of a batch script also has SLURM_PROCID and SLURM_NTASKS, but it is a single process and not in a step.
-    if "SLURM_STEP_ID" in env and env.get("SLURM_STEP_NUM_TASKS") != "1":
+    elif "SLURM_STEP_ID" in env and env.get("SLURM_STEP_NUM_TASKS") != "1":
         info = _read_ranks(env, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
-        return replace(info, init_method=_master_address(env, _slurm_address(env)))
-    if "WORLD_SIZE" in env:
+        address = _slurm_address(env)
+    elif "WORLD_SIZE" in env:
         return _read_ranks(env, "RANK", "WORLD_SIZE")  # raises, since RANK is not set
-    return RankInfo()
+    else:
+        return RankInfo()
+    return replace(info, init_method=_master_address(env, address))
 
 
 def _read_ranks(
@@ -56,12 +64,8 @@ def _read_ranks(
     """Reads the variables with these names. The last two are optional in the environment."""
     found = {rank: env.get(rank), world_size: env.get(world_size)}
     found |= {name: env[name] for name in (local_rank, local_world_size) if name in env}
-    try:
-        values = {name: int(value) for name, value in found.items()}  # type: ignore[arg-type]
-        is_valid = 0 <= values[rank] < values[world_size]
-    except (TypeError, ValueError):
-        is_valid = False
-    if not is_valid:
+    values = {name: int(value) for name, value in found.items() if value is not None and value.isdecimal()}
+    if len(values) < len(found) or values[rank] >= values[world_size]:
         raise UserError(
             f"environment: {found}; a launcher sets whole numbers, {rank} from 0 to {world_size} - 1; for one process "
             "unset them"
@@ -91,16 +95,22 @@ def restart_hint(env: Mapping[str, str]) -> str:
     return "; start torchrun with --max_restarts=3 and it resumes by itself" if restarts == "0" else ""
 
 
-def _master_address(env: Mapping[str, str], default: str | None = None) -> str | None:
+def number_in(env: Mapping[str, str], name: str) -> int:
+    """Returns the value of a variable, or 0 if it is not set or not a whole number."""
+    value = env.get(name, "")
+    return int(value) if value.isdecimal() else 0
+
+
+def _master_address(env: Mapping[str, str], default: str | None) -> str | None:
     """Returns env:// if MASTER_ADDR and MASTER_PORT are set, the default if neither is, and None if one is missing."""
     given = [name in env for name in ("MASTER_ADDR", "MASTER_PORT")]
     if not any(given):
         return default
     if not all(given):
         return None
-    port = env["MASTER_PORT"]
-    if not port.isdecimal() or int(port) > MAX_PORT:
-        raise UserError(f"environment: MASTER_PORT is {port!r}, must be a whole number from 0 to {MAX_PORT}")
+    if not 0 < number_in(env, "MASTER_PORT") <= MAX_PORT:
+        found = env["MASTER_PORT"]
+        raise UserError(f"environment: MASTER_PORT is {found!r}, must be a whole number from 1 to {MAX_PORT}")
     return "env://"
 
 
@@ -114,5 +124,5 @@ def _slurm_address(env: Mapping[str, str]) -> str | None:
     if first is None:
         return None
     host = "127.0.0.1" if env.get("SLURM_STEP_NUM_NODES") == "1" else re.sub(r"\[(\w+)[^]]*\]", r"\1", first[0])
-    number = int(env["SLURM_JOB_ID"]) + 1009 * int(env["SLURM_STEP_ID"])
+    number = number_in(env, "SLURM_JOB_ID") + 1009 * number_in(env, "SLURM_STEP_ID")
     return f"tcp://{host}:{10000 + number % 20000}"  # below 32768, where systems assign ports

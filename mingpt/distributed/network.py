@@ -1,4 +1,4 @@
-"""Rendezvous addresses, and the network interface that gloo uses."""
+"""The network: rendezvous addresses, and the interface that gloo uses."""
 
 import os
 import platform
@@ -12,23 +12,24 @@ import psutil
 from mingpt.distributed.launcher import RankInfo
 from mingpt.errors import UserError
 
-RESOLVE_SECONDS = 5.0  # time to retry the lookup of a host name, because a DNS server may start slowly
+RESOLVE_SECONDS = 5.0  # how long to retry the lookup of a host name, since a DNS server may be slow to start
 LOOPBACK = "127.0.0.1"
 DEFAULT_ROUTE_HOST = "192.0.2.1"  # reserved for documentation (RFC 5737), so packets to it take the default route
 
 
 def resolve_init_method(info: RankInfo, init_method: str | None) -> str:
-    """Returns `init_method`, or the launcher's address if it is None.
+    """Returns `init_method`, otherwise the launcher's address.
 
     Raises:
-        UserError: there is no address, its host does not resolve, or its file can't be opened.
+        UserError: there is no address, or it leads nowhere.
     """
     found = init_method or info.init_method
     if found is None or (found == "env://" and info.init_method != "env://"):
         variables = {name: os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")}
         raise UserError(
             f"environment: {variables}; rank {info.rank} of {info.world_size} does not have a rendezvous address: set "
-            "both, or set distributed.init_method to tcp://host:port or file:///path"
+            "both (on one machine, for example MASTER_ADDR=127.0.0.1 MASTER_PORT=29500), or set "
+            "distributed.init_method to tcp://host:port or file:///path"
         )
     source = "environment: the rendezvous address" if init_method is None else "distributed.init_method"
     if found.startswith("file://"):
@@ -63,7 +64,7 @@ def host_and_port(init_method: str) -> tuple[str, int]:
 
 
 def machine_id() -> str:
-    """Returns a string that identifies this machine, even if other machines have the same host name."""
+    """Returns a text that identifies this machine, even if other machines have the same host name."""
     return f"{platform.node()} {psutil.boot_time():.0f}"
 
 

@@ -51,7 +51,7 @@ def stop_with_torchrun() -> None:
 def _wait_for_torchrun() -> None:
     while os.getppid() == PARENT:
         time.sleep(POLL_SECONDS)
-    if os.environ["LOCAL_RANK"] == "0":
+    if os.environ.get("LOCAL_RANK") == "0":
         logger.error(f"torchrun, process {PARENT}, has ended, so its workers stop like after a SIGTERM")
     os.kill(os.getpid(), signal.SIGTERM)
 

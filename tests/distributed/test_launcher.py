@@ -10,7 +10,7 @@ from mingpt.distributed.launcher import RankInfo, detect_launch_environment, rep
 from mingpt.distributed.network import resolve_init_method
 from mingpt.errors import UserError
 from mingpt.monitoring.logging import configure_logging, logger
-from tests.helpers import ROOT, clean_env, in_namespace, ip, read_rows, run_args
+from tests.helpers import ROOT, clean_env, in_namespace, ip, read_rows, run_args, run_program
 
 MASTER = {"MASTER_ADDR": "gpu1", "MASTER_PORT": "29400"}
 BY_HAND = {"RANK": "1", "WORLD_SIZE": "4"}
@@ -35,6 +35,7 @@ MPIRUN = {
     "PMIX_SERVER_TMPDIR": "/run/ompi.12622",
     "PMIX_NAMESPACE": "prterun-vm-12622@1",
 }
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}  # and Intel MPI
 MPIRUN_FILE = "file:///run/ompi.12622/rendezvous-prterun-vm-12622@1"
 
 
@@ -62,6 +63,14 @@ MPIRUN_FILE = "file:///run/ompi.12622/rendezvous-prterun-vm-12622@1"
         (MPIRUN, RankInfo(1, 2, 1, 2, MPIRUN_FILE)),
         (MPIRUN | MASTER, RankInfo(1, 2, 1, 2, "env://")),
         (MPIRUN | {"OMPI_COMM_WORLD_SIZE": "4"}, RankInfo(1, 4, 1, 2)),  # on two hosts
+        (MPICH, RankInfo(1, 4, 1, 2)),
+        (MPICH | MASTER, RankInfo(1, 4, 1, 2, "env://")),
+        (MPICH | {"PMI_RANK": "0", "PMI_SIZE": "1"}, RankInfo(0, 1, 1, 2)),
+        (STEP | MPICH | MASTER, RankInfo(1, 4, 1, 2, "env://")),  # mpirun's daemons are a SLURM step
+        # srun --mpi=pmi2
+        (STEP | {"PMI_RANK": "3", "PMI_SIZE": "5"}, RankInfo(3, 5, 1, None, f"tcp://node01:{STEP_PORT}")),
+        (STEP | {"SLURM_STEP_ID": "x"}, RankInfo(3, 5, 1, None, "tcp://node01:14711")),
+        ({k: v for k, v in STEP.items() if k != "SLURM_JOB_ID"}, RankInfo(3, 5, 1, None, "tcp://node01:12018")),
     ],
 )
 def test_rank_info_of_each_launcher(env: dict[str, str], expected: RankInfo) -> None:
@@ -75,16 +84,22 @@ def test_rank_info_of_each_launcher(env: dict[str, str], expected: RankInfo) -> 
         ({"WORLD_SIZE": "2"}, "RANK': None"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK': '2'"),
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK': 'x'"),
+        ({"RANK": "", "WORLD_SIZE": "2"}, "RANK': ''"),
+        (TORCHRUN | {"LOCAL_RANK": "-1"}, "LOCAL_RANK': '-1'"),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "two"}, "LOCAL_WORLD_SIZE': 'two'"),
         (BATCH | {"SLURM_STEP_ID": "0"}, "SLURM_STEP_NUM_TASKS': None"),
         (STEP | {"SLURM_PROCID": "5"}, "SLURM_PROCID': '5'"),
         ({"OMPI_COMM_WORLD_RANK": "1"}, "OMPI_COMM_WORLD_SIZE': None"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK': None"),
+        ({"MPI_LOCALRANKID": "0", "PMI_RANK": "0"}, "PMI_SIZE': None"),
         (BY_HAND | MASTER | {"MASTER_PORT": "99999"}, "MASTER_PORT is '99999', must be a whole number"),
         (BY_HAND | MASTER | {"MASTER_PORT": "-1"}, "MASTER_PORT is '-1', must be a whole number"),
+        (BY_HAND | MASTER | {"MASTER_PORT": "0"}, "MASTER_PORT is '0', must be a whole number"),
+        (BY_HAND | MASTER | {"MASTER_PORT": ""}, "MASTER_PORT is '', must be a whole number"),
     ],
 )
 def test_incomplete_and_invalid_variables_are_refused(env: dict[str, str], named: str) -> None:
-    with pytest.raises(UserError, match=r"^environment: .* from 0 to ") as error:
+    with pytest.raises(UserError, match=r"^environment: .* from [01] to ") as error:
         detect_launch_environment(env)
     assert named in str(error.value)
 
@@ -96,6 +111,7 @@ def test_incomplete_and_invalid_variables_are_refused(env: dict[str, str], named
         BY_HAND | {"MASTER_ADDR": "gpu1"},
         STEP | {"MASTER_PORT": "29400"},
         MPIRUN | {"OMPI_COMM_WORLD_SIZE": "4"},
+        MPICH,
     ],
 )
 def test_ranks_without_an_address_are_refused(env: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,6 +160,14 @@ def test_one_process_of_each_host_reports_a_mistake(capsys: pytest.CaptureFixtur
     configure_logging()
 
 
+def test_one_process_of_each_host_reports_a_missing_address(text: Path, tmp_path: Path) -> None:
+    argv = run_args(tmp_path / "run", text)
+    results = [run_program("main.py", *argv, **MPICH | {"PMI_RANK": rank, "MPI_LOCALRANKID": rank}) for rank in "01"]
+    assert [result.returncode for result in results] == [2, 2]
+    assert "set both (on one machine, for example MASTER_ADDR=127.0.0.1 MASTER_PORT=29500), or" in results[0].stderr
+    assert [result.stderr.count("error: ") for result in results] == [1, 0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("init_method", ["tcp://10.213.0.1:29500", "file"])
 def test_hosts_whose_names_do_not_resolve_train_together(
@@ -153,7 +177,8 @@ def test_hosts_whose_names_do_not_resolve_train_together(
     for rank, name in enumerate(namespaces):
         if init_method == "file":  # only the default route leads to the other host
             ip("-n", name, "route", "add", "default", "dev", "eth1")
-        argv = run_args(tmp_path / "run", text, trainer__max_steps=2, distributed__timeout_seconds=20)
+        # Machines may have different run folders.
+        argv = run_args(tmp_path / f"run-{rank}", text, trainer__max_steps=2, distributed__timeout_seconds=20)
         argv += ["--distributed.init_method", init_method.replace("file", f"file://{tmp_path}/store")]
         command = [*in_namespace(name), sys.executable, str(ROOT / "main.py"), *argv]
         env = clean_env(RANK=str(rank), WORLD_SIZE="2")
@@ -164,4 +189,4 @@ def test_hosts_whose_names_do_not_resolve_train_together(
         for process in processes:
             process.kill()
     assert [status for _, status in results] == [0, 0], results
-    assert [row["world_size"] for row in read_rows(tmp_path / "run")] == [2, 2]
+    assert [row["world_size"] for row in read_rows(tmp_path / "run-0")] == [2, 2]

@@ -26,7 +26,10 @@ LAUNCHERS = {
     "torchx": 'torchx run -s local_cwd dist.ddp -j 1x2 --script main.py -- "$@"',
     "deepspeed": 'deepspeed --num_gpus=2 --master_port=$PORT main.py "$@"',
     "mpirun": f"mpirun --allow-run-as-root --oversubscribe -n 2 {MAIN}",
+    "mpirun.mpich": f"MASTER_ADDR=127.0.0.1 MASTER_PORT=$PORT mpirun.mpich -n 2 {MAIN}",
 }
+INSTALL = dict.fromkeys(("accelerate", "torchx", "deepspeed", "mpirun"), "pip install -r .ci/requirements.txt")
+INSTALL["mpirun.mpich"] = "apt install mpich"
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +51,8 @@ def test_one_process(command: str, tmp_path: Path) -> None:
 
 
 def skip_if_missing(launcher: str) -> None:
-    if launcher in ("accelerate", "torchx", "deepspeed", "mpirun") and shutil.which(launcher) is None:
-        pytest.skip(f"{launcher} is not installed; pip install -r .ci/requirements.txt")
+    if launcher in INSTALL and shutil.which(launcher) is None:
+        pytest.skip(f"{launcher} is not installed; {INSTALL[launcher]}")
 
 
 def run_launcher(command: str, folder: Path, world_size: int) -> list[float]:
