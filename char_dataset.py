@@ -59,9 +59,9 @@ class CharDataset(Dataset):
         self.tokens = tokens
         self.block_size = block_size
         self.seed = seed
-        # All epochs have the same number of windows, whatever their offset: up to T tokens are in none of them.
+        # All epochs have the same number of windows, whatever their offset, so up to T tokens are not used.
         self.num_windows = max(1, (len(tokens) - block_size) // block_size)
-        # An offset is below this number. The last token is only a target.
+        # Number of possible offsets. The last token is only a target.
         self.num_offsets = min(block_size, len(tokens) - self.num_windows * block_size)
 
     def __len__(self) -> int:
@@ -104,7 +104,7 @@ class ValidationDataset(Dataset):
     Args:
         tokens: (n,) validation text, n > 1
         block_size: tokens in a window (T)
-        max_windows: limit of the number of windows, which are evenly spread over the text; None: all windows
+        max_windows: maximum number of windows, evenly spread over the text; None: all windows
     """
 
     def __init__(self, tokens: np.ndarray, block_size: int, max_windows: int | None = None) -> None:
@@ -144,3 +144,16 @@ class ValidationDataset(Dataset):
         idx = torch.from_numpy(np.where(has_target, text[:, :-1], 0))
         targets = torch.from_numpy(np.where(has_target, text[:, 1:], IGNORE_INDEX))
         return idx, targets
+
+
+def check_num_targets(data: CharDataset | ValidationDataset) -> None:
+    """Raises a ValueError if `num_targets` is wrong for the first samples; losses would get wrong weights silently."""
+    samples = range(min(16, len(data)))
+    _, targets = data[samples]
+    found = int((targets != IGNORE_INDEX).sum())
+    counted = data.num_targets(samples)
+    if found != counted:
+        raise ValueError(
+            f"{type(data).__name__}: samples 0 to {samples[-1]} have {found} targets other than IGNORE_INDEX, but "
+            f"num_targets returns {counted}"
+        )

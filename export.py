@@ -24,7 +24,7 @@ from mingpt.system.torch_versions import check_torch_version
 
 
 def model_card(pretrained: Pretrained, source: str, name: str) -> str:
-    """Returns the README.md with the training text, the loss, and the command that trained the model."""
+    """Returns a README.md with the digest of the text, the loss, and the command that trained the model."""
     snapshot = pretrained.snapshot
     config = pretrained.model_config
     defaults = config_to_dict(Config())
@@ -44,9 +44,9 @@ pipeline_tag: text-generation
 A character-level GPT of architecture {config.architecture}: {config.n_layer} layers, {config.n_head} heads,
 {config.n_embd} wide, {sum(weight.numel() for weight in pretrained.weights.values()):,} parameters.
 Prompt and generated text together have at most {config.block_size} characters.
-The tokenizer knows the {config.vocab_size} distinct characters of the training text. Any other character is an error,
-`Missing [UNK] token`; `"".join(c for c in text if c in tokenizer.get_vocab())` removes such characters.
-There is no padding token: before you pad prompts of different lengths, on the left, set
+The tokenizer knows the {config.vocab_size} distinct characters of the training text. Any other character raises an
+error, `Missing [UNK] token`; `"".join(c for c in text if c in tokenizer.get_vocab())` removes such characters.
+There is no padding token. To pad prompts of different lengths, on the left, first set
 `tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)`.
 
 | | |
@@ -73,7 +73,7 @@ print(tokenizer.decode(model.generate(**prompt, max_new_tokens={config.block_siz
 
 
 def run(argv: Sequence[str]) -> None:
-    """Converts a snapshot and writes a folder with a temporary name, which it renames.
+    """Exports a snapshot to a folder with a temporary name, then renames the folder.
 
     Raises:
         UserError: transformers or the snapshot is missing, transformers does not have such a model, or the folder can't
@@ -83,7 +83,7 @@ def run(argv: Sequence[str]) -> None:
     parser.add_argument(
         "--snapshot",
         metavar="PATH",
-        help="file, or folder (its newest snapshot is loaded); may be a URL (default: the run of gpt2_train_cfg.yaml)",
+        help="snapshot, or folder (loads its newest snapshot); may be a URL (default: the run of gpt2_train_cfg.yaml)",
     )
     parser.add_argument("--out", metavar="FOLDER", required=True, help="new or empty folder")
     args = parser.parse_args(argv)

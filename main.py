@@ -1,4 +1,4 @@
-"""Entry point: reads the configuration, sets up the process group, builds the Trainer, returns the exit status.
+"""Entry point: reads the configuration, sets up the process group, builds the Trainer, and returns the exit status.
 
 python main.py [--config FILE] [--section.key VALUE ...]
 torchrun --standalone --nproc_per_node=2 main.py [the same options]
@@ -28,14 +28,14 @@ def main(argv: Sequence[str] = ()) -> int:
         argv: the command line without the program's name
 
     Raises:
-        UserError: a mistake in the configuration, in the environment or in a file.
+        UserError: there is a mistake in the configuration, the environment or a file.
         PeerError: another rank has failed.
     """
     stop_with_torchrun()
-    info = detect_launch_environment(os.environ)  # rank and number of ranks, from torchrun, SLURM, mpirun or by hand
+    info = detect_launch_environment(os.environ)  # rank and number of ranks, set by torchrun, SLURM, mpirun or by hand
     with reported_once_per_machine(info):
         config = read_config(argv)
-        import_pytorch()  # it takes over a second, so `--help` and mistakes in the configuration are answered before
+        import_pytorch()  # takes over a second, so `--help` and configuration mistakes are handled first
     from mingpt.run.start import prepare_run
     from trainer import Trainer
 
@@ -46,13 +46,13 @@ def main(argv: Sequence[str] = ()) -> int:
 
 @contextmanager
 def process_group(config: Config, info: RankInfo) -> "Iterator[DistributedContext]":
-    """Sets up the process group for its block, and destroys it afterwards, unless the block fails.
+    """Sets up the process group for the block, and destroys it afterwards unless the block fails.
 
     A single process gets a process group only if its strategy is FSDP.
 
     Raises:
-        UserError: the other ranks did not connect, or there are fewer GPUs than ranks, or none for nccl.
-        PeerError: in place of an error of the block, if its cause is another rank.
+        UserError: the other ranks did not connect, there are fewer GPUs than ranks, or nccl is set without a GPU.
+        PeerError: another rank caused an error in the block.
     """
     import torch.distributed as dist
 
@@ -62,7 +62,7 @@ def process_group(config: Config, info: RankInfo) -> "Iterator[DistributedContex
     from mingpt.system.device import use_cuda
 
     set_rank(info.rank)
-    destroy_process_group()  # if an earlier run in this process has failed
+    destroy_process_group()  # of an earlier run in this process that has failed
     backend = "cpu:gloo,cuda:nccl" if use_cuda(config.distributed.backend) else "gloo"
     timeout = timedelta(seconds=config.distributed.timeout_seconds)
     with connected_ranks(info, config.distributed, config.trainer.run_dir) as (store, health):

@@ -48,8 +48,8 @@ class KVCache:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.length = 0  # tokens so far
-        self.keys_values: dict[nn.Module, Tensor] = {}  # of each attention, (2, B, H, size, C/H); `length` are valid
+        self.length = 0  # tokens so far; only these positions of `keys_values` are valid
+        self.keys_values: dict[nn.Module, Tensor] = {}  # by attention layer, (2, B, H, size, C/H)
         self.recent: dict[nn.Module, Tensor] = {}  # last inputs of each convolution, (B, conv_kernel_size - 1, C)
         self.rotary: Rotary | None = None  # for all `size` positions
 
@@ -124,7 +124,7 @@ class CausalSelfAttention(nn.Module):
         qkv = self.c_attn(x).view(B, T, 3 * H, C // H)
         if rotary is None:
             q, k, v = qkv.chunk(3, dim=2)
-        else:  # Queries and keys are rotated together: separately, a step takes 3% longer on a CPU.
+        else:  # Rotating queries and keys separately makes a step 3% slower on a CPU.
             qk, v = qkv.split((2 * H, H), dim=2)
             q, k = rms_norm(rotate(qk, rotary)).chunk(2, dim=2)
         q = q.transpose(1, 2)  # (B, H, T, C/H)
@@ -196,7 +196,7 @@ class GPT(nn.Module):
         self.transformer = nn.ModuleDict(modules)
         projection_std = 0.02 / math.sqrt(2 * config.n_layer)  # 2 n_layer projections add up along the residual path
         if self.is_nanochat:
-            del self.transformer["wpe"]  # building it drew random numbers, which the weights of a seed depend on
+            del self.transformer["wpe"]  # was built because the weights of a seed depend on the random numbers it draws
             self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
             projection_std = 0.0
         for name, parameter in self.named_parameters():
@@ -210,7 +210,7 @@ class GPT(nn.Module):
     @property
     def blocks(self) -> list[nn.Module]:
         """The transformer blocks, which are the units of sharding, checkpointing and compilation."""
-        return list(self.transformer["h"].children())  # a pipeline stage has a dictionary of some of the blocks
+        return list(self.transformer["h"].children())  # a pipeline stage has a ModuleDict with some of the blocks
 
     def forward(
         self, idx: Tensor, targets: Tensor | None = None, cache: KVCache | None = None
@@ -220,7 +220,7 @@ class GPT(nn.Module):
         Args:
             idx: (B, T) tokens; T is at most block_size
             targets: (B, T) next tokens; positions with IGNORE_INDEX do not count
-            cache: the tokens before idx; idx is appended
+            cache: keys and values of the tokens before idx; updated in place
 
         Returns:
             logits (B, T, V), and the mean cross-entropy, or None without targets
@@ -271,8 +271,8 @@ class GPT(nn.Module):
     def rotary_factors(self, x: Tensor, cache: KVCache | None) -> Rotary | None:
         """Returns the rotations of x, (B, T, C), after the tokens in the cache; None with learned positions.
 
-        A training step computes the table: as a buffer, it would have to be filled after the model leaves the meta
-        device. In generation, its ten operations for each new token would take 12% of the time.
+        A training step computes the table, since a buffer would have to be filled after the model leaves the meta
+        device. In generation, the cache keeps the table: computing it for each token would take 12% of the time.
         """
         if not self.is_nanochat:
             return None
@@ -291,7 +291,7 @@ class GPT(nn.Module):
         angles = torch.outer(torch.arange(size, device=device), frequencies)  # (size, D/2)
         cos = angles.cos()
         sin = angles.sin()
-        # They are repeated for all heads of queries and keys: broadcasting takes 14 to 25% longer on a CPU.
+        # The factors are repeated for all heads, because broadcasting takes 14 to 25% longer on a CPU.
         heads = 2 * self.config.n_head
         cos = torch.cat((cos, cos), 1)[:, None].repeat(1, heads, 1)
         sin = torch.cat((sin, -sin), 1)[:, None].repeat(1, heads, 1)
@@ -343,8 +343,8 @@ class GPT(nn.Module):
     def flops_per_token(self) -> int:
         """Returns the floating-point operations of forward and backward per token of a full window.
 
-        6 per weight in a matrix product, and 12 n_layer n_embd T for attention, including the masked half (Chowdhery et
-        al., "PaLM", 2022, appendix B).
+        These are 6 per weight in a matrix product, and 12 n_layer n_embd T for attention, including the masked half
+        (Chowdhery et al., "PaLM", 2022, appendix B).
         """
         config = self.config
         weights = sum(parameter.numel() for parameter in self.transformer["h"].parameters() if parameter.dim() > 1)

@@ -3,7 +3,7 @@
     python plot.py runs/default
     python plot.py runs/default runs/other --out both.png
 
-Dotted lines are steps from which a run resumed.
+Dotted lines mark steps from which a run resumed.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def read_run(folder: Path) -> Run:
         points = [(row["step"], row[key]) for row in measured if row.get(key) is not None]
         curves[key] = ([step for step, _ in points], [value for _, value in points])
     if not curves["loss"][0]:
-        raise UserError(f"{file} does not have a train row with a loss yet; trainer.log_every sets their distance")
+        raise UserError(f"{file} does not contain a training loss yet; trainer.log_every sets the steps between rows")
     starts = [row["step"] for row in rows if row["event"] == "start"]
     return Run(str(folder), curves, starts[1:])
 
@@ -64,7 +64,7 @@ def draw(runs: Sequence[Run], file: Path) -> None:
     Raises:
         UserError: the file can't be written, or its suffix is not an image format.
     """
-    if not is_interactive():  # a notebook sets it for its child processes, where its value may be unknown
+    if not is_interactive():  # a notebook sets it, also for child processes, which may not know the value
         os.environ.pop("MPLBACKEND", None)
     from matplotlib.figure import Figure  # noqa: PLC0415 - the import is slow, and mistakes are reported before
 
@@ -94,7 +94,7 @@ def draw(runs: Sequence[Run], file: Path) -> None:
 
 
 def terminal_plot(runs: Sequence[Run]) -> str:
-    """Returns a plot of losses (lines) and validation losses (dots) of the terminal's width, in color on a terminal."""
+    """Returns a plot of losses (lines) and validation losses (dots) as wide as the terminal, in color on a terminal."""
     import plotext  # noqa: PLC0415
 
     columns, rows = shutil.get_terminal_size()
@@ -112,7 +112,7 @@ def terminal_plot(runs: Sequence[Run]) -> str:
 
 
 def run(argv: Sequence[str]) -> None:
-    """Plots the runs that the command line names, into a file and on the terminal."""
+    """Plots the given runs into a file and on the terminal."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder (main.py's trainer.run_dir)")
     parser.add_argument(

@@ -25,21 +25,21 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--snapshot",
         metavar="PATH",
-        help="file, or folder (its newest snapshot is loaded); may be a URL (default: the run of gpt2_train_cfg.yaml)",
+        help="snapshot, or folder (loads its newest snapshot); may be a URL (default: the run of gpt2_train_cfg.yaml)",
     )
     parser.add_argument(
         "--best", action="store_true", help="load the snapshot with the lowest validation loss of a folder"
     )
     parser.add_argument(
         "--prompt",
-        help="text to continue; -: stdin without its last line break "
+        help="text to continue; - reads stdin without its last line break "
         "(default: the first token of the vocabulary, usually a line break)",
     )
     parser.add_argument("--max_new_tokens", type=int, default=500, help="tokens to generate (default: %(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: most likely only (default: %(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: only the most likely (default: %(default)s)")
     parser.add_argument("--top_k", type=int, help="sample from the k most likely tokens (default: all)")
     parser.add_argument(
-        "--top_p", type=float, help="sample from the fewest whose probabilities sum to p (default: all)"
+        "--top_p", type=float, help="sample from the fewest tokens whose probabilities sum to p (default: all)"
     )
     parser.add_argument("--seed", type=int, default=1, help="seed of the random numbers (default: %(default)s)")
     return parser
@@ -71,7 +71,7 @@ def read_prompt(option: str | None, default: str) -> str:
 
 @torch.inference_mode()  # a token takes 15% less time than with generate's no_grad
 def run(argv: Sequence[str]) -> None:
-    """Writes the prompt, and text as it is generated."""
+    """Writes the prompt, then each token when it is generated."""
     configure_logging(info_stream="stderr")
     args = build_parser().parse_args(argv)
     check_args(args)
@@ -87,7 +87,7 @@ def run(argv: Sequence[str]) -> None:
     generator = torch.Generator().manual_seed(args.seed)
     for tokens in model.generate(idx, args.max_new_tokens, args.temperature, args.top_k, args.top_p, generator):
         print(tokenizer.decode(tokens), end="", flush=True)
-    if sys.stdout.isatty():  # so that the shell's prompt begins a line; elsewhere, only the text is written
+    if sys.stdout.isatty():  # so that the shell's prompt starts on a new line
         print()
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from char_dataset import CharDataset, ValidationDataset, train_val_split
+from char_dataset import CharDataset, ValidationDataset, check_num_targets, train_val_split
 from mingpt.config.schema import Config, GPTConfig, config_to_dict
 from mingpt.distributed.agreement import all_gather_object, shared_errors
 from mingpt.distributed.context import DistributedContext
@@ -44,7 +44,7 @@ from model import GPT
 class Trainer:
     """One run on one rank. It continues from the newest snapshot, or begins a new run if there is none.
 
-    Its folders are locked from the constructor to the end of `train`, or to `close`.
+    Its folders stay locked until `train` ends or `close` is called.
 
     Attributes:
         config: the configuration, with the model's shape from trainer.init_from
@@ -63,7 +63,7 @@ class Trainer:
         self.context = context
         self.run_dir = Path(config.trainer.run_dir)
         self.log = RunLog()
-        with ExitStack() as resources:  # after an error, a notebook continues, and may keep this object
+        with ExitStack() as resources:  # closed after an error, since a notebook continues and may keep this object
             self.lock = resources.enter_context(closing(lock_run(config, context)))
             self.snapshots = resources.enter_context(closing(SnapshotManager(config, context, self.lock)))
             resources.callback(self.log.close)
@@ -83,6 +83,8 @@ class Trainer:
         training, validation = train_val_split(self.corpus.tokens, config.data)
         self.train_data = CharDataset(training, config.data.block_size, config.trainer.seed)
         self.val_data = ValidationDataset(validation, config.data.block_size, config.trainer.eval_windows)
+        for data in (self.train_data, self.val_data):
+            check_num_targets(data)
         self.sample_prompt = validation[:20].tolist()
         if config.trainer.sample_prompt is not None:
             self.sample_prompt = tokenizer.encode(config.trainer.sample_prompt, "trainer.sample_prompt")
@@ -124,7 +126,7 @@ class Trainer:
         """Trains to the last step, or until trainer.patience or a signal ends the run. Returns the exit status.
 
         Raises:
-            UserError: a loss is not finite, a file can't be written, or a folder has vanished.
+            UserError: a loss is not finite, a file can't be written, or a folder was moved or deleted.
         """
         trace = self.run_dir / f"trace-{self.context.rank}.json"
         with (
@@ -145,7 +147,7 @@ class Trainer:
                 self.close()
 
     def start_log(self) -> None:
-        """Shows what is about to be trained, and opens the log. All ranks call it."""
+        """Logs a summary of the run, and opens the log. All ranks must call it."""
         context = self.context
         device = f"{platform.node()} {context.device} ({device_kind(context.device)})"
         devices = all_gather_object(context, device)  # on all ranks
@@ -163,7 +165,7 @@ class Trainer:
             if self.context.rank == 0:
                 self.log.open(self.config, self.progress.step, self.last_step)
                 self.log.write("start", self.progress.step, samples=self.progress.samples, **self.numerics.choices)
-        self.timer = StepTimer(self.progress.samples)  # without the time of the start
+        self.timer = StepTimer(self.progress.samples)  # excludes the time of the start
 
     # The loop
 
@@ -180,7 +182,7 @@ class Trainer:
         return self.is_complete() or self.stop_signal != 0
 
     def is_due(self, every: int | None) -> bool:
-        """Returns True every `every` steps and after the last step; None: never."""
+        """Returns True every `every` steps and after the last step, or never if `every` is None."""
         if every is None:
             return False
         step = self.progress.step
@@ -196,7 +198,7 @@ class Trainer:
         self.after_step(result, bool(is_snapshot_due))
 
     def next_batch(self) -> range:
-        """Returns the sample numbers of the next step. An epoch is len(train_data) numbers; a batch may span two."""
+        """Returns the sample numbers of the next step, which may span two epochs of len(train_data) samples each."""
         cfg = self.config.trainer
         end = self.progress.samples + cfg.batch_size
         if cfg.max_epochs is not None:
@@ -215,7 +217,7 @@ class Trainer:
             losses.append(strategy.forward_backward(micro_batch, self.train_data))  # the last one exchanges gradients
         losses = strategy.reduce_gradients(batch, losses)
 
-        strategy.scaler.unscale_(strategy.optimizer)  # in fp16; otherwise the scaler only calls the optimizer
+        strategy.scaler.unscale_(strategy.optimizer)  # without fp16, the scaler only calls the optimizer
         grad_norm = strategy.clip_grad_norm_(self.config.optimizer.grad_norm_clip)
         lr = learning_rate(step, self.last_step, self.config.optimizer)
         for group in strategy.optimizer.param_groups:
@@ -235,7 +237,7 @@ class Trainer:
         is_log_due = step == 1 or self.is_due(cfg.log_every)
         is_other_due = any(map(self.is_due, (cfg.eval_every, cfg.sample_every, cfg.save_every)))
         is_any_due = is_log_due or is_other_due or is_snapshot_due or self.is_done()
-        is_cpu = self.context.device.type == "cpu"  # otherwise, reading a value waits for the device
+        is_cpu = self.context.device.type == "cpu"  # on other devices, reading a value waits for the device
         if is_any_due or is_cpu:
             check_gradient(step, result.grad_norm, self.strategy.scaler, self.config.optimizer)
         loss = None
@@ -245,7 +247,7 @@ class Trainer:
         self.log.advance(step, loss)
         if is_log_due:
             row = self.train_row(result)
-        with self.timer.pause():  # tokens per second are of steps only
+        with self.timer.pause():  # tokens per second include only the time of steps
             if is_any_due:
                 with shared_errors(self.context):
                     self.lock.check()
@@ -306,15 +308,15 @@ class Trainer:
         }
 
     def save_snapshot(self, is_scheduled: bool) -> None:
-        """Starts to save a snapshot of this step. A thread writes it while training continues.
+        """Starts saving a snapshot of this step. A thread writes it while training continues.
 
         Args:
-            is_scheduled: trainer.save_every asks for it, or the run ends with this step
+            is_scheduled: whether trainer.save_every requires it, or the run ends with this step
         """
         self.snapshots.save(self.snapshot_header(), self.strategy, is_scheduled)
 
     def log_saves(self) -> None:
-        """Writes and shows the saves that have ended since the last call."""
+        """Logs the saves that have ended since the last call."""
         for result in self.snapshots.poll(is_ending=self.is_done()):
             step = result.header["step"]
             if result.error is None:
@@ -326,7 +328,7 @@ class Trainer:
                 self.log.write("snapshot", step, **row)
 
     def already_trained(self) -> int:
-        """Says that there is nothing to do. Returns the exit status."""
+        """Logs that there is nothing to do. Returns the exit status."""
         logger.info(
             summary.already_trained(
                 self.resumed_from, self.progress.step, self.config, self.last_step, self.early_end()
@@ -339,7 +341,7 @@ class Trainer:
     def finish(self) -> int:
         """Waits for the last save, and reports how the run has ended. Returns the exit status.
 
-        Ranks exit together, because torchrun ends the others, which may still be writing, as soon as one exits.
+        Ranks exit together, because as soon as one exits, torchrun stops the others, which may still be writing.
 
         Raises:
             UserError: the last snapshot could not be saved.
@@ -351,15 +353,15 @@ class Trainer:
             self.lock.check()
             if save_error := self.snapshots.last_error:
                 raise UserError(
-                    f"training has reached step {step}, but its snapshot could not be saved: {save_error}; then run "
-                    "the same command, which resumes from the newest one"
+                    f"training has reached step {step}, but its snapshot could not be saved: {save_error}. Fix "
+                    "this and run the same command to resume from the newest snapshot"
                 )
         is_stopped = not self.is_complete()
         name = signal.Signals(self.stop_signal).name if is_stopped else None
         early_end = self.early_end()
         self.log.write("stop", step, signal=name, reason=early_end)
         if is_stopped:
-            logger.info(f"stopped by {name} at step {step}, and saved; the same command resumes")
+            logger.info(f"stopped by {name} at step {step} after saving a snapshot; run the same command to resume")
             return EXIT_STATUS[signal.Signals(self.stop_signal)]
         file = self.snapshots.folder.file(step)
         logger.info(summary.done(file, self.config.trainer.run_dir, self.progress, self.timer.elapsed, early_end))
@@ -372,5 +374,5 @@ class Trainer:
         return summary.patience_is_over(self.progress.best, self.config.trainer.patience)
 
     def close(self) -> None:
-        """Closes the files and ends the threads, also after an error, and unlocks the folders."""
+        """Closes files, ends threads and unlocks folders. It is also called after an error."""
         self.resources.close()

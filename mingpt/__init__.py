@@ -1,1 +1,1 @@
-"""The library that main.py, trainer.py and the other scripts stand on."""
+"""The library that main.py, trainer.py and the other scripts use."""

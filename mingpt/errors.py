@@ -22,7 +22,7 @@ OOM_MESSAGES = ("DefaultCPUAllocator: can't allocate memory", "can't start new t
 
 
 def is_oom_error(error: Exception) -> bool:
-    """Whether memory ran out. Compares the exception of CUDA's allocator by name: PyTorch may not be imported."""
+    """Returns whether memory ran out. CUDA's exception is compared by name, since PyTorch may not be imported."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return any(message in str(error) for message in OOM_MESSAGES)

@@ -17,7 +17,7 @@ def make_folder(folder: Path, key: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         problem = error.strerror
-        if os.path.islink(error.filename):  # the system would say "File exists"
+        if os.path.islink(error.filename):  # the error would be "File exists"
             problem = f"it is a link to {os.readlink(error.filename)}, which is not a folder"
         raise UserError(
             f"{key}: {error.filename} can't be created: {problem}; set it to a folder that you may write to"
@@ -28,16 +28,16 @@ def make_folder(folder: Path, key: str) -> None:
 def replaced_file(path: Path | str, flush: bool = True) -> Iterator[IO[bytes]]:
     """Opens a temporary file for the block to write, and renames it to the path at the end.
 
-    Whenever the process or the machine stops, the path has the complete old or the complete new file. After an error in
-    the block, it has the old one.
+    If the process or the machine stops at any moment, the path has either the complete old file or the complete new
+    file. After an error in the block, it has the old one.
 
     Args:
-        flush: flush the file to disk; otherwise it may be damaged if the machine stops
+        flush: whether to flush the file to disk; if not, it may be damaged when the machine stops
 
     Raises:
         OSError: the file can't be written.
     """
-    temporary = f"{path}.{uuid.uuid4().hex}.tmp"  # unique, since another process may write the same file
+    temporary = f"{path}.{uuid.uuid4().hex}.tmp"  # unique, because another process may write the same file
     try:
         with open(temporary, "wb") as file:
             yield file
@@ -54,7 +54,7 @@ def replaced_file(path: Path | str, flush: bool = True) -> Iterator[IO[bytes]]:
 
 
 def check_temporary_folder() -> None:
-    """Raises a UserError without a folder for temporary files, which `torch.optim` needs even without compile."""
+    """Raises a UserError if there is no folder for temporary files, which even `torch.optim` needs."""
     try:
         tempfile.gettempdir()
     except FileNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Runs a program: turns errors into messages and exit statuses, for main.py and all other programs."""
+"""Runs main.py and the other programs, and turns errors into messages and exit statuses."""
 
 import faulthandler
 import gc
@@ -25,7 +25,7 @@ def run_program(run: Callable[[Sequence[str]], int | None], argv: Sequence[str],
     when memory ran out, 130 after Ctrl-C, and 0 if the reader of stdout closed it, like `head`.
 
     Args:
-        encoding: of stdout; None: the encoding of the locale
+        encoding: encoding of stdout; None: the locale's encoding
     """
     # A stream that the parent process closed is None. The null device gets the stream's descriptor.
     sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115
@@ -33,7 +33,7 @@ def run_program(run: Callable[[Sequence[str]], int | None], argv: Sequence[str],
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     configure_logging()
     if isinstance(sys.stdout, io.TextIOWrapper):  # not in a notebook
-        sys.stdout.reconfigure(encoding=encoding, errors="backslashreplace")  # some paths can't be shown
+        sys.stdout.reconfigure(encoding=encoding, errors="backslashreplace")  # some paths can't be encoded
     with suppress(io.UnsupportedOperation):  # stderr may be a text buffer
         faulthandler.enable()  # gloo aborts the process if the sizes of a collective differ between ranks
     status = 0
@@ -58,9 +58,9 @@ def run_program(run: Callable[[Sequence[str]], int | None], argv: Sequence[str],
             status = 2
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             logger.error(
-                f"out of memory: {reason}; lower trainer.micro_batch_size, or set trainer.activation_checkpointing to "
-                "full, or with several ranks distributed.strategy to fsdp; before the first step, raise the limits of "
-                "this process (ulimit -v, ulimit -u)"
+                f"out of memory: {reason}; lower trainer.micro_batch_size, set trainer.activation_checkpointing to "
+                "full, or use distributed.strategy fsdp on several ranks; if the first step has not begun, raise the "
+                "limits of this process (ulimit -v, ulimit -u)"
             )
         else:
             status = 1
@@ -69,7 +69,7 @@ def run_program(run: Callable[[Sequence[str]], int | None], argv: Sequence[str],
                 traceback.print_exc()
     try:
         sys.stdout.flush()
-    except OSError:  # no reader, or a full disk; otherwise the interpreter would try again at its exit
+    except OSError:  # no reader, or a full disk; without dup2, the interpreter would flush again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return status
 
@@ -108,14 +108,14 @@ def write_error_file(message: str, call_stack: str) -> None:
     if file is None:
         return
     details = {"py_callstack": call_stack, "timestamp": str(int(time.time()))}
-    with suppress(OSError):  # torchrun, which may stop this process now, must not read a part of the file
+    with suppress(OSError):  # torchrun, which may stop this process now, must not read an incomplete file
         replace_file(Path(file), json.dumps({"message": {"message": message, "extraInfo": details}}))
 
 
 def exit_process(status: int) -> None:
-    """Ends the process without the interpreter's exit, or in a session, such as IPython's `%run`, only the program.
+    """Ends the process without finalizing the interpreter. In a session (IPython's `%run`), only the program ends.
 
-    The interpreter's exit would abort if it encountered a thread of PyTorch's C++ code, and it would wait in the
+    Finalization would abort the process if a thread of PyTorch's C++ code still runs, and it would wait in the
     destructor of a process group that has failed.
     """
     if is_interactive():

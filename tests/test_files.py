@@ -16,45 +16,9 @@ def test_a_link_that_leads_nowhere_is_named(tmp_path: Path) -> None:
         make_folder(tmp_path / "link", "trainer.run_dir")
 
 
-def test_a_file_is_flushed_to_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then the folder is flushed, too."""
-    calls: list[str] = []
-    fsync, replace = os.fsync, os.replace
-
-    def record_fsync(descriptor: int) -> None:
-        is_folder = os.path.samestat(os.fstat(descriptor), os.stat(tmp_path))
-        calls.append("fsync folder" if is_folder else "fsync file")
-        fsync(descriptor)
-
-    def record_replace(source: Path, target: Path) -> None:
-        calls.append("replace")
-        replace(source, target)
-
-    monkeypatch.setattr(os, "fsync", record_fsync)
-    monkeypatch.setattr(os, "replace", record_replace)
-    replace_file(tmp_path / "file", "text")
-    assert calls == ["fsync file", "replace", "fsync folder"]
-    assert (tmp_path / "file").read_text() == "text"
-
-
 def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     replace_file(tmp_path / "file", "old")
     with pytest.raises(TypeError), replaced_file(tmp_path / "file") as file:
         file.writelines([b"new", None])  # type: ignore[list-item]
     assert (tmp_path / "file").read_text() == "old"
-    assert os.listdir(tmp_path) == ["file"]
-
-
-def test_a_file_system_that_cannot_flush_folders_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fsync = os.fsync
-
-    def refuse(descriptor: int) -> None:
-        if os.path.samestat(os.fstat(descriptor), os.stat(tmp_path)):
-            raise OSError(22, "Invalid argument")
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", refuse)
-    before = os.listdir("/proc/self/fd")
-    replace_file(tmp_path / "file", "text")
-    assert os.listdir("/proc/self/fd") == before
     assert os.listdir(tmp_path) == ["file"]

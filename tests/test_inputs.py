@@ -39,7 +39,7 @@ YAML = [
     (b"just words\n", ["'just words'", "data, model"]),
     (b"data: {path: {{ path }}}\n", ["data.path", "line 1"]),  # a template without its value
     (b"model:\n  n_layer: 2\n  n_head: 2\n  n_layer: 3\n", ["duplicate key model.n_layer", "line 4"]),
-    (b"model: [n_layer]\n", ["model (in ", "['n_layer']", "must hold keys"]),
+    (b"model: [n_layer]\n", ["model (in ", "['n_layer']", "must contain keys"]),
     (b"model: false\ntrainer: 0\n", ["model (in ", "'false'", "trainer (in ", "'0'", "line 2"]),
     (b"modle:\n  n_layer: 2\n", ["modle.n_layer (in ", "line 2", "nearest is model.n_layer"]),
     (b"trainer: {max_step: 2}\n", ["trainer.max_step (in ", "nearest is trainer.max_steps"]),
@@ -86,6 +86,7 @@ OPTIONS = [
     (f"{STAGES} --distributed.pipeline_stages 5", ["pipeline_stages is 5", "model.n_layer, 2"]),
     # What the environment, the machine or the text lacks
     ("--data.path none.txt", ["data.path", "No such file", "none.txt"]),
+    ("--trainer.sample_prompt 'anna? Yes'", ["sample_prompt: '?Y' (2 distinct) not in the training text's vocabulary"]),
     ("--data.path folder", ["data.path", "folder/*.txt, in quotes"]),
     ("--data.path nosuch::file:///text.txt", ["data.path", "nosuch::file:///text.txt"]),
     ("--model.n_embd 65536", ["out of memory before the first step"]),

@@ -178,7 +178,9 @@ def test_other_versions_of_pytorch_are_refused(
         ("model.n_embd", "32", ["is 32, but 16 in "]),
         ("model.bias", "false", ["is false, but true in "]),
         ("data.block_size", "8", ["is 8, but 16 in "]),
-        ("data.path", "other.txt", ["'kw' (2 distinct) not in the vocabulary of "]),
+        ("data.path", "other.txt", ["'kw' (2 distinct) not in the vocabulary of ", "use the snapshot's text"]),
+        ("data.truncate", "0.5", ["is 0.5, but null in "]),
+        ("optimizer.name", "muon", ["is muon, but adamw in "]),
     ],
 )
 def test_a_snapshot_of_another_shape_or_vocabulary_is_refused_and_nothing_changes(

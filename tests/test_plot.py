@@ -88,7 +88,7 @@ def test_the_plot_fits_the_terminal(folder: Path, tmp_path: Path) -> None:
     ("argv", "message"),
     [
         ("nowhere", "nowhere/metrics.jsonl can't be read: No such file .*; name the trainer.run_dir of a run"),
-        ("run no_loss", "no_loss/metrics.jsonl does not have a train row with a loss yet; trainer.log_every"),
+        ("run no_loss", "no_loss/metrics.jsonl does not contain a training loss yet; trainer.log_every"),
         ("run --out run.bmp", "--out: run.bmp can't be written: .*[bB]mp.* is not supported .*png"),
         ("run --out nowhere/run.png", "--out: nowhere/run.png can't be written: .*No such file"),
     ],

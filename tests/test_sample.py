@@ -124,20 +124,6 @@ def test_best_is_the_snapshot_of_lowest_validation_loss(trained: Path, tmp_path:
     assert_refused(run_sample("--snapshot", run, "--best"), f"--best: {run}/snapshots/step_00000003.pt, the best one")
 
 
-def test_a_damaged_snapshot_is_named_and_an_older_one_used(
-    trained: Path, tmp_path: Path, run_sample: RunSample
-) -> None:
-    run = shutil.copytree(trained, tmp_path / "run")
-    newest(run).write_bytes(newest(run).read_bytes()[:-100])
-    older = run / "snapshots/step_00000003.pt"
-    status, out, err = run_sample("--snapshot", run, "--max_new_tokens", LENGTH)
-    assert (status, out) == run_sample("--snapshot", older, "--max_new_tokens", LENGTH)[:2]
-    damaged, used = err.splitlines()
-    assert damaged.startswith(f"warning: {newest(run)} is damaged")
-    assert used == f"warning: {older} is used instead"
-    assert_refused(run_sample("--snapshot", newest(run)), str(newest(run)), "damaged")
-
-
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [

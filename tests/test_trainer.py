@@ -16,7 +16,6 @@ from mingpt.system import device
 from tests.helpers import (
     NO_DROPOUT,
     PATIENCE,
-    SMALL_CONFIG,
     assert_equal_snapshots,
     loss_curve,
     main_process,
@@ -95,38 +94,24 @@ def _train_with_bf16_on_rank_0(*argv: str) -> tuple[int, str, str]:
     return run_captured(*argv)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "options"),
-    [
-        (2, {}),
-        pytest.param(1, {}, marks=pytest.mark.slow),
-        pytest.param(2, {"distributed__strategy": "fsdp"}, marks=pytest.mark.slow),
-        pytest.param(2, {"distributed__pipeline_stages": 2, "trainer__batch_size": 8}, marks=pytest.mark.slow),
-        pytest.param(2, {"distributed__reduction": "tree"}, marks=pytest.mark.slow),
-    ],
-)
-def test_patience_ends_the_run_and_a_resumed_run_counts_on(
-    world_size: int, options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_patience_ends_the_run_and_a_resumed_run_counts_on(tmp_path: Path) -> None:
     text, whole, parts = write_overfitting_text(tmp_path / "text.txt"), tmp_path / "whole", tmp_path / "parts"
-    options = PATIENCE | options
     argvs = [
-        run_args(whole, text, **options),
-        run_args(parts, text, **options | {"trainer__max_steps": 10}),
-        run_args(parts, text, **options),
+        run_args(whole, text, **PATIENCE),
+        run_args(parts, text, **PATIENCE | {"trainer__max_steps": 10}),
+        run_args(parts, text, **PATIENCE),
     ]
-    done, _, _ = run_on("cpu", world_size, argvs, tmp_path)
+    done, _, _ = run_on("cpu", 2, argvs, tmp_path)
     assert newest_snapshot(whole)["step"] == 12
     assert_equal_snapshots(whole, parts)
     lowest = read_rows(whole, "eval")[0]["val_loss"]
     reason = f"no evaluation since step 4 has had a lower validation loss than {lowest:.4f} (trainer.patience is 2)"
     assert f"ended early: {reason}\n" in done
     assert [(row["step"], row["reason"]) for row in read_rows(parts, "stop")] == [(10, None), (12, reason)]
-    if options == PATIENCE:
-        longer = run_args(whole, text, **options | {"trainer__patience": 4})
-        again, _ = run_on("cpu", world_size, [argvs[0], longer], tmp_path)
-        assert f"is at step 12, and {reason}. To continue, raise trainer.patience, or set it to null" in again
-        assert newest_snapshot(whole)["step"] == 20
+    longer = run_args(whole, text, **PATIENCE | {"trainer__patience": 4})
+    again, _ = run_on("cpu", 2, [argvs[0], longer], tmp_path)
+    assert f"is at step 12, and {reason}. To continue, raise trainer.patience, or set it to null" in again
+    assert newest_snapshot(whole)["step"] == 20
 
 
 def test_the_last_step_does_not_move_when_patience_ends_the_run(tmp_path: Path) -> None:
@@ -196,39 +181,6 @@ def test_validation_loss_is_the_mean_over_all_targets_with_the_same_bits_on_any_
         assert {value for value, _ in run_ranks(world_size, _validation_loss, *argv, tmp_path=tmp_path)} == {loss}
 
 
-def test_each_micro_batch_has_a_dropout_mask_of_its_own_that_any_step_repeats(text: Path, tmp_path: Path) -> None:
-    argv = run_args(tmp_path / "run", text, model__dropout=0.5, trainer__micro_batch_size=1)
-    [(first, again, later)] = run_ranks(1, _losses_of_equal_windows, *argv, tmp_path=tmp_path)
-    assert first == again
-    assert first[2:] == later[:-2]
-    assert len({*first, *later}) == 8
-
-
-class _EqualWindows:
-    """Serves the same window for all numbers."""
-
-    block_size = SMALL_CONFIG["data.block_size"]
-
-    def num_targets(self, numbers: range) -> int:
-        return len(numbers) * self.block_size
-
-    def __getitem__(self, numbers: range) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens = torch.arange(self.block_size + 1)[None] % 5
-        return tokens[:, :-1], tokens[:, 1:]
-
-
-def _losses_of_equal_windows(*argv: str) -> list[list[float]]:
-    """The losses of samples 0 to 5, the same again, and of 2 to 7, in micro-batches of one."""
-    with open_trainer(*argv) as trainer:
-        results = []
-        for batch in (range(6), range(6), range(2, 8)):
-            losses = []
-            for micro_batch in trainer.strategy.micro_batches(batch):
-                losses.append(trainer.strategy.forward_backward(micro_batch, _EqualWindows()))
-            results.append(torch.stack(losses).tolist())
-        return results
-
-
 def _validation_loss(*argv: str) -> tuple[float, float]:
     """The validation loss, and the mean over targets of losses that are computed window by window."""
     with open_trainer(*argv) as trainer, torch.no_grad():
@@ -291,7 +243,7 @@ def test_a_signal_stops_the_run_after_a_save(name: str, status: int, text: Path,
     [stop] = read_rows(tmp_path / "run", "stop")
     assert stop == {"event": "stop", "step": step, "time": stop["time"], "signal": name, "reason": None}
     assert read_rows(tmp_path / "run")[-1]["step"] == step
-    assert f"stopped by {name} at step {step}, and saved; the same command resumes" in out
+    assert f"stopped by {name} at step {step} after saving a snapshot; run the same command to resume" in out
 
 
 def test_a_signal_to_one_rank_stops_all_ranks_after_the_same_step(text: Path, tmp_path: Path) -> None:

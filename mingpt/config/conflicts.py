@@ -1,4 +1,4 @@
-"""Values of keys that are not compatible with each other, with the number of ranks, or with the device.
+"""Finds values of keys that conflict with each other, with the number of ranks, or with the device.
 
 Each message begins with the name of a key.
 """
@@ -13,7 +13,7 @@ def find_conflicts(config: Config, precision: str | None = None) -> Iterator[str
     """Yields a message for each conflict between keys.
 
     Args:
-        precision: fp32, bf16 or fp16, if a run has chosen it; None: as configured
+        precision: the precision that a run has chosen (fp32, bf16 or fp16); None: as configured
     """
     model = config.model
     optimizer = config.optimizer
@@ -45,14 +45,14 @@ def find_conflicts(config: Config, precision: str | None = None) -> Iterator[str
             yield f"distributed.cpu_offload is true, must be false with distributed.pipeline_stages {stages}"
         if optimizer.name == "muon":
             yield (
-                "optimizer.name is muon, must be adamw with distributed.cpu_offload: Muon needs whole matrices, and "
-                "host memory holds shards"
+                "optimizer.name is muon, must be adamw with distributed.cpu_offload, because Muon needs whole "
+                "matrices, but host memory holds shards"
             )
         if is_fp16:  # the optimizer on the CPU would not wait until the GPU has found gradients that overflow
             yield f"distributed.cpu_offload {fp16}"
 
     if distributed.reduction == "tree":
-        reason = "with distributed.reduction tree, because its bits depend on it"
+        reason = "with distributed.reduction tree, whose bits depend on it"
         if distributed.strategy != "ddp":
             yield f"distributed.strategy is {distributed.strategy}, must be ddp with distributed.reduction tree"
         if stages > 1:
@@ -66,13 +66,13 @@ def find_conflicts(config: Config, precision: str | None = None) -> Iterator[str
 
     if stages > model.n_layer:
         yield (
-            f"distributed.pipeline_stages is {stages}, must be at most model.n_layer, {model.n_layer}: each stage "
-            "needs a block"
+            f"distributed.pipeline_stages is {stages}, must be at most model.n_layer, {model.n_layer}, because each "
+            "stage needs a block"
         )
     if stages > 1 and trainer.micro_batch_size is None:
         yield (
-            f"trainer.micro_batch_size is null, must be a number with distributed.pipeline_stages {stages}: stages "
-            f"work on several micro-batches at once, best on {4 * stages} or more"
+            f"trainer.micro_batch_size is null, must be a number with distributed.pipeline_stages {stages}, because "
+            f"stages work on several micro-batches at once, best on {4 * stages} or more"
         )
 
 
@@ -87,7 +87,7 @@ def find_start_conflicts(config: Config, world_size: int, device_type: str) -> I
         yield from _find_pipeline_conflicts(config, world_size)
     elif batch_size < world_size:
         yield (
-            f"trainer.batch_size is {batch_size}, fewer than the {world_size} ranks, and each needs a sequence: raise "
+            f"trainer.batch_size is {batch_size}, fewer than the {world_size} ranks, which need a sequence each; raise "
             f"it, or start at most {batch_size} processes"
         )
     elif distributed.reduction == "tree":
@@ -95,7 +95,7 @@ def find_start_conflicts(config: Config, world_size: int, device_type: str) -> I
         if -(-batch_size // size) < world_size:
             yield (
                 f"trainer.batch_size / trainer.micro_batch_size is {batch_size} / {size}, fewer micro-batches than the "
-                f"{world_size} ranks, and with distributed.reduction tree each needs one: lower "
+                f"{world_size} ranks, which need one each with distributed.reduction tree; lower "
                 "trainer.micro_batch_size, or start fewer processes"
             )
 
@@ -116,7 +116,7 @@ def _find_pipeline_conflicts(config: Config, world_size: int) -> Iterator[str]:
     replicas = world_size // stages
     if world_size % stages:
         yield (
-            f"distributed.pipeline_stages is {stages}, but {world_size} is not a multiple of it: start "
+            f"distributed.pipeline_stages is {stages}, which does not divide the {world_size} processes; start "
             f"{(replicas + 1) * stages} processes, or set it to 1"
         )
         return
@@ -130,8 +130,8 @@ def _find_pipeline_conflicts(config: Config, world_size: int) -> Iterator[str]:
     elif micro_batches < stages:
         yield (
             f"trainer.batch_size / replicas / trainer.micro_batch_size is {batch_size} / {replicas} / {size}, "
-            f"{micro_batches} micro-batches for {stages} stages, which would wait "
-            f"{(stages - 1) / (micro_batches + stages - 1):.0%} of the time: lower trainer.micro_batch_size"
+            f"only {micro_batches} micro-batches for {stages} stages, which would wait "
+            f"{(stages - 1) / (micro_batches + stages - 1):.0%} of the time; lower trainer.micro_batch_size"
         )
 
 

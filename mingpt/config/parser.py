@@ -62,13 +62,13 @@ def read_config(argv: Sequence[str] = ()) -> Config:
         print(HELP + dump_config(config_to_dict(Config())), end="")
         sys.exit(0)
     files, given = _read_command_line(argv)
-    for file in reversed(files or [str(DEFAULT_CONFIG)]):  # in the order of precedence
+    for file in reversed(files or [str(DEFAULT_CONFIG)]):  # the file with the highest precedence first
         for name, found in read_yaml(file).items():
             given.setdefault(name, found)
     mistakes = [_unknown_name(name, *found) for name, found in given.items() if name not in KEYS]
     values = {name: value for name, (value, _) in given.items() if name in KEYS}
     try:
-        # If it is not strict, pydantic reads text as numbers and booleans.
+        # Outside strict mode, pydantic converts text to numbers and booleans.
         config = TypeAdapter(Config).validate_python(by_section(values), strict=False)
     except ValidationError as invalid:
         # A key that allows a number or a word has an error for each.
@@ -102,7 +102,7 @@ def _read_command_line(argv: Sequence[str]) -> tuple[list[str], Values]:
         name = option.removeprefix("--")
         if name == "config":
             files.append(text)
-        elif name not in ("local_rank", "local-rank"):  # older launchers pass it, and set LOCAL_RANK
+        elif name not in ("local_rank", "local-rank"):  # older launchers pass this and also set LOCAL_RANK
             value = text.strip("[]").split(",") if name == "optimizer.betas" else text
             values[name] = None if text == "null" else value, COMMAND_LINE
     return files, values
@@ -111,7 +111,7 @@ def _read_command_line(argv: Sequence[str]) -> tuple[list[str], Values]:
 def _unknown_name(name: str, value: Any, place: str) -> str:
     """Returns the message for a name that is not a key, with the nearest key."""
     if name in SECTIONS:
-        return f"{name} (in {place}): found {reprlib.repr(value)}, must hold keys with values"
+        return f"{name} (in {place}): found {reprlib.repr(value)}, must contain keys"
     if name in REMOVED_KEYS:
         return f"{name} (in {place}) is no longer a key: {REMOVED_KEYS[name]}"
     _, _, key = name.rpartition(".")

@@ -20,8 +20,8 @@ from pydantic_core import PydanticCustomError, to_jsonable_python
 
 # The docstring of a key is its description in the yaml and in --help.
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
-# Keys with the location of something. They may differ between ranks and between starts. Ranks that were not started by
-# torchrun have the same trainer.run_dir if they are on one machine (`claim_rank`).
+# Keys that name locations. They may differ between ranks and between starts. Ranks that were not started by torchrun
+# have the same trainer.run_dir if they are on one machine (`claim_rank`).
 PLACES = ("data.path", "trainer.run_dir", "trainer.snapshot_path", "distributed.init_method")
 # Keys of earlier versions, each with advice. Snapshots of those versions contain them.
 REMOVED_KEYS = {
@@ -80,7 +80,7 @@ class ModelConfig:
     """The architecture and the shape of the model."""
 
     architecture: Literal["gpt2", "nanochat"] = "nanochat"
-    """gpt2, or nanochat: rotary positions, RMSNorm, ReLU squared; see docs/configuration.md"""
+    """gpt2, or nanochat (rotary positions, RMSNorm, ReLU squared); see docs/configuration.md"""
 
     n_layer: PositiveInt = 4
     """transformer blocks"""
@@ -92,7 +92,7 @@ class ModelConfig:
     """embedding dimension (C)"""
 
     dropout: Fraction = 0.0
-    """dropout probability; 0.1 to 0.2 helps where many epochs overfit"""
+    """dropout probability; 0.1 to 0.2 helps if many epochs lead to overfitting"""
 
     conv_kernel_size: int | None = Field(default=None, ge=2)
     """width of convolutions before attention and MLP, such as 4; null: none (export.py needs null)"""
@@ -166,7 +166,7 @@ class TrainerConfig:
     """autocast dtype: fp32, bf16, fp16 (CUDA only); auto: bf16 where hardware supports it, else fp32"""
 
     threads: PositiveInt | Literal["auto"] = "auto"
-    """CPU threads per rank; auto: OMP_NUM_THREADS, else idle cores, or CPU quota, divided by local ranks"""
+    """CPU threads per rank; auto: OMP_NUM_THREADS, else idle cores or CPU quota divided by local ranks"""
 
     compile: bool = False
     """compile the model with torch.compile; takes about a minute at the first start"""
@@ -193,7 +193,7 @@ class TrainerConfig:
     """windows in an evaluation, evenly spread over the validation text; null: all"""
 
     patience: PositiveInt | None = None
-    """evaluations in a row without a lower validation loss, after which the run ends; null: no limit"""
+    """consecutive evaluations without a lower validation loss after which the run ends; null: no limit"""
 
     sample_every: PositiveInt | None = 400
     """steps between generated samples; null: none"""
@@ -205,10 +205,10 @@ class TrainerConfig:
     """steps between snapshots"""
 
     save_overhead: float | None = Field(default=0.02, gt=0, lt=1)
-    """fraction of the time to spend on snapshots between, which make a kill cheap; null: none"""
+    """maximum fraction of time for snapshots between these, to lose less work in a crash; null: none"""
 
     keep_snapshots: PositiveInt = 3
-    """newest snapshots of save_every to keep, in addition to the best one and the newest"""
+    """number of save_every snapshots to keep, in addition to the best and the newest one"""
 
     profile_steps: PositiveInt | None = None
     """steps to record in a profiler trace per rank, from step 12 on; null: no trace"""
@@ -228,7 +228,7 @@ class DistributedConfig:
     """The process group and the parallelization of the model."""
 
     backend: Literal["auto", "nccl", "gloo"] = "auto"
-    """nccl (one CUDA GPU per process), gloo (CPU); auto: nccl where there is a GPU, else gloo"""
+    """nccl (one CUDA GPU per process) or gloo (CPU); auto: nccl if there is a GPU, else gloo"""
 
     init_method: Annotated[str, AfterValidator(_check_address)] | None = None
     """rendezvous address: tcp://host:port or file:///path; null: from the launcher's environment"""
@@ -237,10 +237,10 @@ class DistributedConfig:
     """seconds to wait for another process before failing"""
 
     strategy: Literal["ddp", "zero1", "zero2", "fsdp"] = "ddp"
-    """what ranks shard: ddp: nothing; zero1: optimizer state; zero2: gradients, too; fsdp: everything"""
+    """ddp shards nothing, zero1 the optimizer state, zero2 also the gradients, fsdp everything"""
 
     cpu_offload: bool = False
-    """keep the shards of fsdp on CUDA in host memory, which is slower"""
+    """keep the shards of fsdp in host memory instead of GPU memory, which is slower"""
 
     pipeline_stages: PositiveInt = 1
     """pipeline stages that the blocks are split into; 1: no pipeline"""
@@ -252,7 +252,7 @@ class DistributedConfig:
     """size in MiB of the gradient buckets of ddp and zero1; null: 25, after a first bucket of 1"""
 
     reduction: Literal["fast", "tree"] = "fast"
-    """gradient summation: fast (the backend's all-reduce); tree: same bits for any number of ranks"""
+    """gradient summation: fast (the backend's all-reduce) or tree (same bits for any number of ranks)"""
 
     @property
     def uses_fsdp(self) -> bool:
@@ -288,7 +288,7 @@ def config_to_dict(config: Config) -> Sections:
 
 
 def by_section(values: dict[str, Any]) -> Sections:
-    """Returns values of full keys, such as `data.block_size`, by section and key."""
+    """Groups values of full keys, such as `data.block_size`, by section."""
     sections: Sections = {section: {} for section in SECTIONS}
     for name, value in values.items():
         section, key = name.split(".")
@@ -297,6 +297,6 @@ def by_section(values: dict[str, Any]) -> Sections:
 
 
 def keys_without_places(config: Sections) -> dict[str, Any]:
-    """Returns values by full key, except those of the keys in PLACES."""
+    """Returns values by full key, without the keys in PLACES."""
     values = {f"{section}.{key}": value for section, keys in config.items() for key, value in keys.items()}
     return {key: value for key, value in values.items() if key not in PLACES}

@@ -1,4 +1,4 @@
-"""The yaml of configurations. A value is text until pydantic reads it.
+"""Reads and writes configurations in yaml. Values stay text until pydantic converts them.
 
 yaml 1.1 would read 010 as 8, 12:30 as 750, and 1e-3 as text.
 """
@@ -17,7 +17,7 @@ from mingpt.errors import UserError
 HEADER = """\
 # All keys, as printed by `python main.py --print_config`. Change a value here, in a file of your own that needs only
 # the keys it changes (--config my.yaml), or on the command line (--trainer.max_steps 100)."""
-# By key, such as data.path: its value, and the place where it was found, for messages
+# For each key, such as data.path: the value, and where it was found, for messages
 Values = dict[str, tuple[str | list | None, str]]
 
 
@@ -25,7 +25,7 @@ def read_yaml(file: str) -> Values:
     """Returns the value of each key with its file and line. Numbers and booleans are text.
 
     Raises:
-        UserError: the file can't be read, is not valid yaml, does not hold sections, or holds a key twice.
+        UserError: the file can't be read, is not valid yaml, does not consist of sections, or contains a key twice.
     """
     values: Values = {}
     try:
@@ -49,7 +49,7 @@ def read_yaml(file: str) -> Values:
 
 
 def _iter_leaves(mapping: yaml.MappingNode) -> Iterator[tuple[str, yaml.Node]]:
-    """Yields everything but mappings, with the full key."""
+    """Yields the full key and the node of every value that is not a mapping."""
     for key, node in mapping.value:
         if isinstance(node, yaml.MappingNode) and node.value:
             for name, leaf in _iter_leaves(node):
@@ -64,7 +64,7 @@ def format_value(value: Any) -> str:
 
 
 def dump_config(config: Sections) -> str:
-    """Returns the yaml of a configuration in ASCII, with the description of each key. `load_yaml` reads it back equal.
+    """Returns the yaml of a configuration in ASCII, with the description of each key. `read_yaml` returns equal values.
 
     Args:
         config: sections, from `config_to_dict`

@@ -1,4 +1,4 @@
-"""Agreement between ranks, which exchange JSON objects on the CPU: values, errors, and checks for equal values."""
+"""Lets ranks agree on values and errors, which they exchange as JSON on the CPU."""
 
 import json
 import sys
@@ -35,10 +35,10 @@ class RankGroup:
 def reduce_object(ranks: RankGroup, value: T, combine: Callable[[list[T]], R]) -> R:
     """Returns the result of `combine` for the values of all ranks, in rank order. Rank 0 computes it.
 
-    Values and result must be JSON objects. With several ranks, tuples become lists.
+    Values and result must be serializable to JSON. With several ranks, tuples become lists.
 
     Raises:
-        ValueError: on rank 0, if ranks call this in different places, so that the values are of different kinds.
+        ValueError: on rank 0, if ranks call this in different places, since their values do not belong together.
     """
     if ranks.world_size == 1:
         return combine([value])

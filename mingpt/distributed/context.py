@@ -27,8 +27,8 @@ from mingpt.system.device import choose_device
 CUDA_EXTRA_TIMEOUT = timedelta(seconds=60)  # added to distributed.timeout_seconds for NCCL's collectives
 START_TIMEOUT = timedelta(hours=1)  # at the start, one rank may load or encode for a long time
 DEVICE_ADVICE = (
-    "PyTorch sees no GPU where it is cpu: check the driver there with nvidia-smi, or train on the CPU everywhere with "
-    "--distributed.backend gloo"
+    "PyTorch sees no GPU on the ranks with cpu; check the driver there with nvidia-smi, or train on CPUs everywhere "
+    "with --distributed.backend gloo"
 )
 
 
@@ -37,10 +37,10 @@ class DistributedContext(RankGroup):
 
     Args:
         info: ranks from the launcher
-        health: None for a single process
+        health: the HealthMonitor of this rank; None for a single process
 
     Raises:
-        UserError: on all ranks, if only some of them have a GPU, two have the same one, or nccl has none.
+        UserError: on all ranks, if only some of them have a GPU, two use the same GPU, or nccl does not have one.
     """
 
     exit_callbacks: ClassVar[list[Callable[[], None]]] = []  # called before the process group is destroyed
@@ -95,7 +95,7 @@ class DistributedContext(RankGroup):
 
     @contextmanager
     def long_timeout(self) -> Iterator[None]:
-        """Lets collectives on the CPU wait for at least START_TIMEOUT."""
+        """Raises the timeout of collectives on the CPU to at least START_TIMEOUT."""
         if self.world_size == 1:
             yield
             return
@@ -122,14 +122,14 @@ class DistributedContext(RankGroup):
         return tensor
 
     def broadcast_tensor(self, tensor: Tensor, source: int) -> None:
-        """Overwrites the tensor with the source rank's."""
+        """Overwrites the tensor with the source rank's tensor."""
         if self.world_size > 1:
             dist.broadcast(tensor, group_src=source, group=self.group)
 
     def all_reduce_flags(self, *values: int) -> "PendingFlags":
         """Starts an all-reduce of each value to its maximum over all ranks.
 
-        Ranks call it at the same step, so a signal that one rank has received reaches all of them at the same step.
+        All ranks must call it in the same step, so that a signal to one rank stops all of them after the same step.
         """
         if self.health is not None:
             self.health.step += 1
@@ -157,7 +157,7 @@ class PendingFlags:
 def extend_cuda_timeout(group: dist.ProcessGroup) -> None:
     """Gives NCCL more time than gloo, so that a collective on the CPU, such as the flags of each step, fails first.
 
-    gloo's error is an exception, and then ranks find out which one is dead. NCCL's watchdog ends the process
+    gloo raises an exception, after which ranks find out which one is dead. NCCL's watchdog ends the process
     (handleException in ProcessGroupNCCL.cpp). The new timeout applies to later collectives (`setTimeout` there).
     """
     cpu_backend = group._get_backend(torch.device("cpu"))

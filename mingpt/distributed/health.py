@@ -1,4 +1,4 @@
-"""The health of the ranks: heartbeats, and the cause of an error, such as a dead rank or one that hangs."""
+"""Sends heartbeats, and finds the cause of an error, such as a rank that is dead or hangs."""
 
 import json
 import os
@@ -23,8 +23,8 @@ HEARTBEAT_TIMEOUT = 2.0  # a rank without a heartbeat for this time counts as de
 ALL_ALIVE_SECONDS = 0.7  # all ranks send a heartbeat within this time, if none is dead
 POLL_SECONDS = 0.1  # seconds between checks for a key in the store
 ANSWER_SECONDS = 3.0  # timeout of a request to the store
-USER_ERROR_SECONDS = 2.0  # how long a rank with a UserError waits for rank 0 to raise one, too
-MAX_LINGER_SECONDS = 5.0  # how long rank 0 stays alive at most after its message
+USER_ERROR_SECONDS = 2.0  # how long a rank with a UserError waits for rank 0 to raise one as well
+MAX_LINGER_SECONDS = 5.0  # longest time for which rank 0 stays alive after its message
 FILE_SYSTEM = "the file system"  # the host of a store at file://
 
 
@@ -35,10 +35,10 @@ class StoreUnreachableError(Exception):
 class HealthMonitor:
     """Exchanges heartbeats through the store, so that after an error the ranks can tell its cause.
 
-    A backend's error says that some rank is dead or late, but not which one. gloo's error comes at once if a process
-    has exited, otherwise after `distributed.timeout_seconds`. So a thread of each rank sets a heartbeat with the rank's
-    position in the store. After an error, the first rank to ask reads the heartbeats of all ranks, and writes the cause
-    to the store for the others. The number of requests of a rank does not depend on the number of ranks.
+    A backend's error says that some rank is dead or late, but not which one. gloo raises it at once if a process has
+    exited, otherwise after `distributed.timeout_seconds`. Therefore, a thread of each rank writes heartbeats with its
+    position to the store. After an error, the first rank that asks reads the heartbeats of all ranks, and writes the
+    cause to the store for the others. The number of requests of a rank does not depend on the number of ranks.
 
     Args:
         store_host: the process that hosts the store, for messages
@@ -69,7 +69,7 @@ class HealthMonitor:
         self.stopped.set()
 
     def _send_heartbeat(self, number: int) -> None:
-        """Sets this rank's heartbeat, which differs each time by its number."""
+        """Writes this rank's heartbeat to the store. The number makes each one different."""
         heartbeat = json.dumps([number, self.name, self.reader.read(self.step)])
         self.heartbeat_store.set(f"heartbeat/{self.info.rank}", heartbeat)
 
@@ -79,7 +79,7 @@ class HealthMonitor:
             number += 1
             try:
                 self._send_heartbeat(number)
-                # When this rank gets an error, rank 0 may have ended with the store.
+                # Read now: when this rank gets an error, rank 0 may have ended, and the store with it.
                 if not self.cause and self.heartbeat_store.check(["cause"]):
                     self.cause = self.heartbeat_store.get("cause").decode()
             except (RuntimeError, OSError):  # training may continue without a store
@@ -112,9 +112,9 @@ class HealthMonitor:
         return PeerError(cause + restart_hint(os.environ), linger_seconds if self.info.rank == 0 else 0.0)
 
     def _explain_user_error(self, error: UserError) -> UserError:
-        """Lets rank 0 report a UserError. If rank 0 does not raise one, too, this rank reports it with its rank.
+        """Lets rank 0 report a UserError. If rank 0 does not raise one, this rank reports it with its rank.
 
-        If the store does not answer, rank 0 may have hosted it until it reported the error.
+        If the store does not answer, this rank stays silent: rank 0 may have reported the error and ended the store.
         """
         if self.info.rank == 0:
             with suppress(StoreUnreachableError):
@@ -122,16 +122,17 @@ class HealthMonitor:
             return error
         with suppress(StoreUnreachableError):
             if not self._await_key("user error", USER_ERROR_SECONDS):
-                self._is_reporter()  # so that the other ranks of this machine are not
+                self._is_reporter()  # so that no other rank of this machine reports it
                 self._share_cause(f"{self.name} failed: {error}")
                 return UserError(f"rank {self.info.rank}: {error}")
         silence_errors()
         return error
 
     def _is_reporter(self) -> bool:
-        """Returns whether this rank reports an error of all ranks: the first rank on its machine that calls this.
+        """Returns whether this rank reports an error of all ranks, because it is the first on its machine to call this.
 
-        Without a store, each rank is one, unless rank 0 has reported the cause and then ended with the store.
+        If the store does not answer, all ranks report the error. If they know its cause, rank 0
+        has reported it before it ended the store, so only local rank 0 of each machine reports it.
         """
         if self.info.local_rank is None:  # started by hand, maybe each rank in its own terminal
             return True
@@ -163,7 +164,7 @@ class HealthMonitor:
             if not silent:
                 break
         if self.info.rank in silent:
-            return ""  # this rank's own heartbeats do not reach the store, so the others' may not, either
+            return ""  # this rank's own heartbeats do not reach the store, so others may be missing for the same reason
         _, names, values = zip(*map(json.loads, now), strict=True)
         positions = [Position(*value) for value in values]
         if silent:

@@ -1,4 +1,4 @@
-"""The network: rendezvous addresses, and the interface that gloo uses."""
+"""Rendezvous addresses, and the network interface that gloo uses."""
 
 import os
 import platform
@@ -12,16 +12,16 @@ import psutil
 from mingpt.distributed.launcher import RankInfo
 from mingpt.errors import UserError
 
-RESOLVE_SECONDS = 5.0  # how long to retry the lookup of a host name, since a DNS server may be slow to start
+RESOLVE_SECONDS = 5.0  # time to retry the lookup of a host name, because a DNS server may start slowly
 LOOPBACK = "127.0.0.1"
 DEFAULT_ROUTE_HOST = "192.0.2.1"  # reserved for documentation (RFC 5737), so packets to it take the default route
 
 
 def resolve_init_method(info: RankInfo, init_method: str | None) -> str:
-    """Returns `init_method`, otherwise the launcher's address.
+    """Returns `init_method`, or the launcher's address if it is None.
 
     Raises:
-        UserError: there is no address, or it leads nowhere.
+        UserError: there is no address, its host does not resolve, or its file can't be opened.
     """
     found = init_method or info.init_method
     if found is None or (found == "env://" and info.init_method != "env://"):
@@ -64,7 +64,7 @@ def host_and_port(init_method: str) -> tuple[str, int]:
 
 
 def machine_id() -> str:
-    """Returns a text that identifies this machine, even if other machines have the same host name."""
+    """Returns a string that identifies this machine, even if other machines have the same host name."""
     return f"{platform.node()} {psutil.boot_time():.0f}"
 
 

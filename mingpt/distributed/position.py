@@ -1,4 +1,4 @@
-"""The place of each rank: the function and the line that its main thread executes, for messages about hangs.
+"""Finds the function and the line that a rank's main thread executes, for messages about hangs.
 
 This adds no code to the training step. With each heartbeat, a thread reads the frames of the main thread.
 """
@@ -12,7 +12,7 @@ from types import FrameType
 from typing import NamedTuple
 
 ROOT = f"{Path(__file__).parents[2]}/"
-COLLECTIVES = f"{Path(__file__).parent}/"  # the code of collectives, whose callers are of interest
+COLLECTIVES = f"{Path(__file__).parent}/"  # code of collectives; messages name its callers
 MAX_LISTED = 8  # number of ranks or places in a message
 
 
@@ -24,7 +24,7 @@ class Position(NamedTuple):
 
 
 class PositionReader:
-    """Reads the position of this process's main thread, for another thread.
+    """Reads the position of this process's main thread from another thread.
 
     After an error in a collective, the position stays at that collective.
     """
@@ -65,7 +65,7 @@ def find_place(frame: FrameType | None) -> str:
 
 
 def describe_positions(positions: Sequence[Position]) -> list[str]:
-    """Returns a text for each place, with the ranks that are there and the longest time of them.
+    """Returns a text for each place, with its ranks and the longest time that one of them has been there.
 
     Args:
         positions: the position of each rank

@@ -1,4 +1,4 @@
-"""Connects ranks for the process group that main.py initializes, attributes errors to a rank, destroys the group."""
+"""Connects ranks before main.py initializes the process group, attributes errors to ranks, and destroys the group."""
 
 import errno
 import platform
@@ -25,7 +25,7 @@ from mingpt.distributed.rendezvous import all_equal, rendezvous
 from mingpt.errors import UserError
 from mingpt.monitoring.logging import logger
 
-WAIT_SECONDS = 2.0  # how long a rank waits for the other ranks before it says so
+WAIT_SECONDS = 2.0  # seconds until a rank logs that it is waiting for the others
 AGENT_SECONDS = 0.5  # the end of torchrun's agent is noticed within this time
 
 
@@ -46,19 +46,19 @@ def connected_ranks(
         yield dist.HashStore(), None
         return
     if dist.get_debug_level() == dist.DebugLevel.DETAIL:
-        # It wraps gloo in a backend that compares collectives. DDP's logger mistakes the wrapper for gloo and crashes
-        # (torch 2.13: Logger::set_env_variables in logger.cpp).
+        # DETAIL wraps gloo in a backend that compares collectives. DDP's logger mistakes the wrapper for gloo and
+        # crashes (torch 2.13: Logger::set_env_variables in logger.cpp).
         dist.set_debug_level(dist.DebugLevel.INFO)
         if rank == 0:
-            logger.warning("TORCH_DISTRIBUTED_DEBUG is INFO instead of DETAIL, with which DDP crashes")
+            logger.warning("TORCH_DISTRIBUTED_DEBUG is lowered from DETAIL to INFO, because DDP crashes with DETAIL")
     with reported_once_per_machine(info):
         init_method = resolve_init_method(info, config.init_method)
     address = init_method
     if init_method == "env://":
         host, port = host_and_port(init_method)
         address += f" {host}:{port}"
-    # A timer, since a TCPStore waits for rank 0's store in C++. With torchrun, its agents wait for each other instead.
-    message = f"rank {rank} waits until all {world_size} ranks are at {address}"
+    # A timer, because a TCPStore waits for rank 0 in C++. With torchrun, the agents wait for each other instead.
+    message = f"rank {rank} is waiting for all {world_size} ranks to connect to {address}"
     notice = threading.Timer(WAIT_SECONDS, logger.warning, [message])
     if not info.local_rank and not uses_agent_store(init_method):  # one rank of each machine
         notice.start()
@@ -79,25 +79,25 @@ def connected_ranks(
         notice.cancel()
         if uses_agent_store(init_method):
             time.sleep(AGENT_SECONDS)  # if the agent has ended, `stop_with_torchrun` ends this process with its message
-        advice = f"are all {world_size} processes started, and does this address lead to the first one?"
+        advice = f"check that all {world_size} processes have started, and that this is rank 0's address"
         if "EADDRINUSE" in str(error) or getattr(error, "errno", None) == errno.EADDRINUSE:
             advice = (
                 "another run or program uses this port: choose a free one (MASTER_PORT or distributed.init_method), or "
                 "let `torchrun --standalone` find one"
             )
         raise UserError(
-            f"rank {rank} of {world_size} on {platform.node()} found no process group at {address} "
+            f"rank {rank} of {world_size} on {platform.node()} could not join a process group at {address} "
             f"(distributed.timeout_seconds is {config.timeout_seconds:g}): {error}; {advice}"
         ) from error
 
 
 @contextmanager
 def explained_errors(health: HealthMonitor | None) -> Iterator[None]:
-    """Sends heartbeats while its block runs, and attributes an error of the block to the rank that has caused it.
+    """Sends heartbeats while the block runs, and attributes an error of the block to the rank that has caused it.
 
     Raises:
-        PeerError: in place of the block's error, if its cause is another rank. One rank of each machine reports it.
-        UserError: from the block. Rank 0 reports it; if rank 0 does not raise one, the first rank of each machine.
+        PeerError: another rank caused the block's error. One rank of each machine reports it.
+        UserError: the block raised it. Rank 0 reports it or, if rank 0 does not raise one, one rank of each machine.
     """
     if health is None:
         yield

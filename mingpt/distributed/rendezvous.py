@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from mingpt.distributed.network import LOOPBACK, host_and_port, uses_agent_store
 
-POLL_SECONDS = 0.01  # seconds between checks of the store; a rendezvous takes several
+POLL_SECONDS = 0.01  # seconds between checks of the store; a rendezvous needs several checks
 
 
 def rendezvous(init_method: str, run_dir: str, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """Returns a store that the ranks of this start share with each other, but not with an earlier start.
+    """Returns a store for this launch, in which keys of earlier launches are not visible.
 
     Raises:
         ValueError, RuntimeError, OSError: the address is invalid, or the other ranks did not connect.
@@ -39,7 +39,7 @@ def rendezvous(init_method: str, run_dir: str, rank: int, world_size: int, timeo
 
 
 def claim_rank(store: dist.Store, run_dir: str, rank: int, world_size: int) -> None:
-    """Claims a rank in the run at this store. A rank of another run with the same port does not change anything.
+    """Claims a rank in the run at this store. A rank of another run with the same port does not change it.
 
     Machines may have different run folders, but the ranks of one machine have the same one.
 
@@ -52,7 +52,7 @@ def claim_rank(store: dist.Store, run_dir: str, rank: int, world_size: int) -> N
         (f"process of rank {rank}", uuid.uuid4().hex),
     ):
         if store.compare_set(name, "", value).decode() != value:
-            raise OSError(errno.EADDRINUSE, f"the run at this address has another {name}")
+            raise OSError(errno.EADDRINUSE, f"the run at this address has a different {name}")
 
 
 def generation_store(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
@@ -60,11 +60,11 @@ def generation_store(store: dist.Store, rank: int, world_size: int, timeout: tim
 
     torchrun gives the same store to every generation of workers, and a file remains when ranks exit. gloo would read
     the addresses of dead processes there (torch 2.13: workers then hang or are refused at about every second restart).
-    The restart count does not identify a generation, because a change of membership does not increase it. So each
-    rank writes a new token. Rank 0 offers a new prefix to the tokens that it sees, and again whenever one changes. A
-    rank that finds an offer to its own token accepts. Dead ranks can't accept. When all have accepted, rank 0 confirms.
+    The restart count does not identify a generation, because a change of membership does not increase it. So each rank
+    writes a new token. Rank 0 offers a new prefix to the tokens that it sees, and again whenever one changes. A rank
+    that finds an offer to its own token accepts it. Dead ranks can't accept. When all have accepted, rank 0 confirms.
 
-    Only rank 0 reads the keys of all ranks. No request waits in the store, since Ctrl-C would not interrupt it.
+    Only rank 0 reads the keys of all ranks. Ranks poll, because Ctrl-C can't interrupt a request that blocks.
 
     Raises:
         TimeoutError: the other ranks did not connect.
@@ -80,14 +80,14 @@ def generation_store(store: dist.Store, rank: int, world_size: int, timeout: tim
             prefix = store.get(own_offer).decode()
             store.set(f"{prefix}/accepted/{rank}", "")
             if rank == 0 and store.check([f"{prefix}/accepted/{other}" for other in range(world_size)]):
-                # With this key of NCCL's watchdog in the store, NCCL would end these ranks, too, after some minutes
+                # With this key of NCCL's watchdog in the store, NCCL would also end these ranks after some minutes
                 # (HeartbeatMonitor::runLoop in ProcessGroupNCCL.cpp). The ranks that could set it again are dead.
                 store.delete_key("exception_dump")
                 store.set(f"{prefix}/confirmed", "")
             if store.check([f"{prefix}/confirmed"]):
                 return dist.PrefixStore(prefix, store)
         time.sleep(POLL_SECONDS)
-    raise TimeoutError(f"not all {world_size} ranks came to the store")
+    raise TimeoutError(f"not all {world_size} ranks have connected to the store")
 
 
 def _offer_prefix(store: dist.Store, world_size: int) -> None:
@@ -101,7 +101,7 @@ def _offer_prefix(store: dist.Store, world_size: int) -> None:
 
 
 def all_equal(store: dist.Store, rank: int, world_size: int, value: str) -> bool:
-    """Returns whether all ranks pass the same value. Rank 0 compares them for all."""
+    """Returns whether all ranks pass the same value. Rank 0 compares the values."""
     store.set(f"value/{rank}", value)
     if rank == 0:
         values = store.multi_get([f"value/{other}" for other in range(world_size)])

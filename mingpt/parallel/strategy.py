@@ -216,10 +216,12 @@ class Strategy:
             if name in weights and key in state:
                 self.parameters[name].detach().copy_(self.shard_of(state[key], name))
         self._reshard()
-        yield
-        for name, weight in weights.items():
-            self.parameters[name].detach().copy_(weight)
-        self._reshard()
+        try:
+            yield
+        finally:
+            for name, weight in weights.items():
+                self.parameters[name].detach().copy_(weight)
+            self._reshard()
 
     def _reshard(self) -> None:
         """Makes the next forward pass gather the parameters again, which FSDP may keep from the previous one."""

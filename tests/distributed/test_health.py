@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from mingpt.distributed import health
@@ -124,14 +123,6 @@ def test_a_mistake_is_reported_once_with_the_rank_if_only_one_rank_finds_it(
     reporter, message = (1, "rank 1: no more paper") if mistaken == [1] else (0, "no more paper")
     assert [status for status, _ in results] == [2 if rank in mistaken else 1 for rank in range(3)]
     assert [err for _, err in results] == [f"error: {message}\n" if rank == reporter else "" for rank in range(3)]
-
-
-def test_a_rank_out_of_memory_says_so_and_the_others_name_it(text: Path, tmp_path: Path) -> None:
-    other, failed = run_with_errors({1: torch.OutOfMemoryError("on purpose")}, [{}, {}], text, tmp_path)
-    assert other[0] == 1
-    assert re.match(r"error: rank 1 \(.*\) failed: OutOfMemoryError: on purpose; the same command resumes\n", other[1])
-    assert failed[0] == 2
-    assert failed[1].startswith("error: out of memory: on purpose; lower trainer.micro_batch_size")
 
 
 def run_with_errors(

@@ -23,16 +23,7 @@ from mingpt.distributed.context import DistributedContext
 from mingpt.distributed.launcher import RankInfo
 from mingpt.distributed.rendezvous import rendezvous
 from mingpt.errors import UserError
-from tests.helpers import (
-    free_port,
-    open_process_group,
-    run_args,
-    run_captured,
-    run_main,
-    run_ranks,
-    start_main,
-    train_main,
-)
+from tests.helpers import free_port, open_process_group, run_args, run_captured, run_main, run_ranks, start_main
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
@@ -130,7 +121,7 @@ def test_a_rank_without_gpu_among_others_is_named_by_one_message(
     first, second = ("cuda", "cpu") if rank_with_gpu == 0 else ("cpu", "cuda")
     assert stderr == (
         f"error: the kind of device differs between ranks: {first} on rank 0, {second} on rank 1; PyTorch sees no GPU "
-        "where it is cpu: check the driver there with nvidia-smi, or train on the CPU everywhere with "
+        "on the ranks with cpu; check the driver there with nvidia-smi, or train on CPUs everywhere with "
         "--distributed.backend gloo\n"
     )
 
@@ -160,7 +151,7 @@ def _local_ranks() -> tuple[int, int]:
 
 
 def test_torch_distributed_debug_detail_is_lowered_with_a_message(text: Path, tmp_path: Path) -> None:
-    message = "warning: TORCH_DISTRIBUTED_DEBUG is INFO instead of DETAIL, with which DDP crashes\n"
+    message = "warning: TORCH_DISTRIBUTED_DEBUG is lowered from DETAIL to INFO, because DDP crashes with DETAIL\n"
     argv = run_args(tmp_path / "run", text, trainer__max_steps=1)
     assert run_ranks(2, _train_with_detail, argv, tmp_path=tmp_path) == [(0, message), (0, "")]
 
@@ -169,24 +160,6 @@ def _train_with_detail(argv: list[str]) -> tuple[int, str]:
     dist.set_debug_level(dist.DebugLevel.DETAIL)  # PyTorch does this when it is imported
     status, _, err = run_captured(*argv)
     return status, err
-
-
-def test_nccl_has_a_longer_timeout_than_gloo(tmp_path: Path) -> None:
-    """gloo's all-reduce of a step's flags fails first, and its error is explained before NCCL ends the process."""
-    assert run_ranks(2, _timeouts, tmp_path=tmp_path) == [[(30, 90), (30, 90)]] * 2
-
-
-def _timeouts() -> list[tuple[float, ...]]:
-    """Returns the timeouts on the CPU and on GPUs, for all ranks and a subgroup."""
-    create = dist.ProcessGroupGloo
-    dist.Backend.register_backend("second_gloo", lambda *args: create(*args[:3], timeout=args[3]), devices=["cuda"])
-    _replace_nccl(pytest.MonkeyPatch(), "cpu:gloo,cuda:second_gloo")
-    with open_process_group(timeout_seconds=30) as context:
-        groups: list[Any] = [dist.group.WORLD, context.subgroup([[0], [1]]).group]
-        return [
-            tuple(group._get_backend(torch.device(kind)).options._timeout.total_seconds() for kind in ("cpu", "cuda"))
-            for group in groups
-        ]
 
 
 @pytest.mark.parametrize(("scheme", "rank"), [("file://", 1), ("env://", 0), ("tcp://", 1)])
@@ -203,14 +176,14 @@ def test_a_rank_says_that_it_waits(
     assert run_main(run_args(tmp_path / "run", text, **options)) == 2
     waits, error = capsys.readouterr().err.splitlines()
     address = f"env:// localhost:{port}" if scheme == "env://" else init_method[scheme]
-    assert waits == f"warning: rank {rank} waits until all 2 ranks are at {address}"
-    assert f"rank {rank} of 2 on {platform.node()} found no process group at {address} " in error
+    assert waits == f"warning: rank {rank} is waiting for all 2 ranks to connect to {address}"
+    assert f"rank {rank} of 2 on {platform.node()} could not join a process group at {address} " in error
     assert "distributed.timeout_seconds is 1" in error
-    assert "are all 2 processes started" in error
+    assert "check that all 2 processes have started" in error
     assert not (tmp_path / "run").exists()
     monkeypatch.setenv("LOCAL_RANK", "1")  # only one rank of each machine warns
     assert run_main(run_args(tmp_path / "run", text, **options)) == 2
-    assert "waits until" not in capsys.readouterr().err
+    assert "is waiting for" not in capsys.readouterr().err
 
 
 def test_a_port_in_use_is_an_error(
@@ -254,8 +227,8 @@ def test_a_run_by_hand_is_not_touched_by_another_one_with_its_port(
             )
             assert run_main(argv) == 2
             err = capsys.readouterr().err
-            assert f"found no process group at {init_method}" in err
-            assert f"the run at this address has another {other}; another run or program uses this port" in err
+            assert f"could not join a process group at {init_method}" in err
+            assert f"the run at this address has a different {other}; another run or program uses this port" in err
         assert root.num_keys() == keys
         del stores, root
 
@@ -271,7 +244,9 @@ def test_a_rank_with_another_run_folder_does_not_join(text: Path, tmp_path: Path
     ):
         _, stderr = other.communicate(timeout=100)
         assert other.returncode == 2
-        assert f"the run at this address has another trainer.run_dir on {platform.node()}; another run or " in stderr
+        assert (
+            f"the run at this address has a different trainer.run_dir on {platform.node()}; another run or " in stderr
+        )
         with start_main(argv, RANK="1", **master) as second:
             output = first.communicate(timeout=100) + second.communicate(timeout=100)
     assert (first.returncode, second.returncode) == (0, 0), output
@@ -338,12 +313,6 @@ def test_a_restart_count_that_is_not_a_number_is_zero(
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart_count)
     assert DistributedContext(RankInfo(), DistributedConfig()).restart_count == expected
-
-
-def test_more_ranks_than_sequences_are_refused(text: Path, tmp_path: Path) -> None:
-    argv = run_args(tmp_path / "run", text, trainer__batch_size=1)
-    assert run_ranks(2, train_main, *argv, tmp_path=tmp_path) == [2, 2]
-    assert not (tmp_path / "run").exists()
 
 
 def test_the_store_of_ranks_on_one_machine_listens_at_the_loopback(tmp_path: Path) -> None:

@@ -98,10 +98,11 @@ class FaultyRun(Run):
         failure: why the run is not as it should be, or empty
     """
 
-    def __init__(self, plan: Plan, run_dir: Path, text: Path, rng: random.Random) -> None:
+    def __init__(self, plan: Plan, run_dir: Path, text: Path, rng: random.Random, max_faults: int) -> None:
         super().__init__(run_dir, run_args(run_dir, text, **plan.options, trainer__save_every=plan.save_every))
         self.plan = plan
         self.last_fault_step = plan.options["trainer__max_steps"] - 100
+        self.most_faults = min(rng.randint(MIN_FAULTS, MAX_FAULTS), max_faults)
         self.rng = rng
         self.faults: list[Fault] = []
         self.failure = ""
@@ -123,8 +124,7 @@ class FaultyRun(Run):
     def run(self) -> None:
         """Trains to the end, with faults up to the last 100 steps."""
         self.launch()
-        most = self.rng.randint(MIN_FAULTS, MAX_FAULTS)
-        while self.reached < self.last_fault_step and len(self.faults) < most:
+        while self.reached < self.last_fault_step and len(self.faults) < self.most_faults:
             self.inject()
             # The next save of save_every waits for the one that is being written.
             is_lost = self.lost_steps[-1] > 2 * self.plan.save_every or self.lost_seconds[-1] > MAX_LOST_SECONDS
@@ -176,7 +176,7 @@ class FaultyRun(Run):
             raise AssertionError(f"{kind}: {self.lost_steps[-1]} steps lost, although it saves")
 
 
-def run_with_faults(seed: int, folder: Path, steps: int = STEPS) -> FaultyRun:
+def run_with_faults(seed: int, folder: Path, steps: int = STEPS, max_faults: int = MAX_FAULTS) -> FaultyRun:
     """Runs the plan of a seed with all its faults; the folder keeps undisturbed runs for the next seeds."""
     text, run_dir, rng = write_text(folder / "text.txt"), folder / f"seed-{seed}", random.Random(seed)
     plan = draw_plan(rng, MODES[seed % len(MODES)], steps)
@@ -184,7 +184,7 @@ def run_with_faults(seed: int, folder: Path, steps: int = STEPS) -> FaultyRun:
     name = "-".join(map(str, [world_size, *plan.options.values()]))
     rare = {"trainer__save_every": 10**6, "trainer__save_overhead": None}
     undisturbed = train_undisturbed(folder / name, text, world_size, **rare, **plan.options)
-    with FaultyRun(plan, run_dir, text, rng) as run:
+    with FaultyRun(plan, run_dir, text, rng, max_faults) as run:
         try:
             run.run()
             assert_same_run(undisturbed, run_dir)

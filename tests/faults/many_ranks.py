@@ -4,7 +4,7 @@
     nice python -m tests.faults.many_ranks --ranks 8 --resumed 6 --distributed.strategy zero1
 
 Each is main.py with one thread and a tiny model, a fork of a process that has imported PyTorch. 64 of them take some GB
-of memory. Their output is printed like on a shared terminal. Other options are main.py's.
+of memory. Other options are main.py's.
 """
 
 import argparse
@@ -14,94 +14,61 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import main
-from mingpt.program import exit_process, run_program
-from tests.helpers import free_port, read_rows, run_args, start_ranks, write_text
+from tests.helpers import free_port, main_process, read_rows, run_args, start_ranks, wait_for_step, write_text
 
 STEPS = 20  # steps before a rank is killed, and after it
 TIMEOUT = 600.0  # seconds for each start and each end
 
 
-def run_rank(argv: Sequence[str], port: int, output: Path) -> None:
+def run_rank(argv: list[str], port: int, output: Path) -> None:
     """For `start_ranks`: runs main.py with torchrun's variables."""
     rank, world_size = os.environ["RANK"], os.environ["WORLD_SIZE"]
     os.environ |= {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    with output.open("a") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    sys.argv = ["main.py", *argv]
-    exit_process(run_program(main.main, argv))
+    main_process(argv, output / f"stdout-{rank}", output / f"stderr-{rank}")
 
 
-def newest_step(run_dir: Path) -> int:
-    rows = read_rows(run_dir) if (run_dir / "metrics.jsonl").exists() else []
-    return rows[-1]["step"] if rows else 0
-
-
-def wait_for_ends(processes: Sequence[Any]) -> Counter[int]:
-    """Waits for processes, and kills the ones that do not end. Returns the number of processes by exit status."""
-    deadline = time.monotonic() + TIMEOUT
+def train(ranks: int, argv: list[str], folder: Path, lost: int | None = None) -> tuple[Counter[int], str]:
+    """Returns the number of processes by exit status, and their messages. The rank `lost` is killed after STEPS."""
+    output = Path(tempfile.mkdtemp(dir=folder))
+    processes, _queue = start_ranks(ranks, run_rank, argv, free_port(), output, tmp_path=folder)
+    if lost is not None:
+        wait_for_step(folder / "run", STEPS, timeout=TIMEOUT)
+        processes[lost].kill()
+    began = time.monotonic()
     for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
+        process.join(max(0.0, began + TIMEOUT - time.monotonic()))
         process.kill()
         process.join()
-    return Counter(process.exitcode for process in processes)
+    statuses = Counter(process.exitcode for process in processes)
+    messages = "".join(file.read_text() for file in sorted(output.glob("stderr-*")))
+    print(f"{messages}{ranks} ranks: exit statuses {dict(statuses)} after {time.monotonic() - began:.1f} s")
+    return statuses, messages
 
 
-def lose_and_resume(ranks: int, resumed: int, options: Sequence[str], folder: Path) -> bool:
-    """Prints the events and the ranks' messages. Returns whether all of them are right."""
-    run_dir, output = folder / "run", folder / "output"
-    argv = run_args(
-        run_dir,
-        write_text(folder / "text.txt"),
-        trainer__batch_size=ranks,
-        trainer__max_steps=2 * STEPS,
-        trainer__eval_every=STEPS,
-        trainer__save_every=STEPS // 4,
-        trainer__log_every=STEPS // 4,
-        distributed__timeout_seconds=TIMEOUT / 2,
-    )
-    argv += options
-    lost = 3 * ranks // 5
-    began = time.monotonic()
-    processes, _queue = start_ranks(ranks, run_rank, argv, free_port(), output, tmp_path=folder)
-    while newest_step(run_dir) < STEPS and all(process.is_alive() for process in processes):
-        time.sleep(0.1)
-    print(f"{ranks} ranks: step {newest_step(run_dir)} after {time.monotonic() - began:.1f} s")
-
-    began = time.monotonic()
-    processes[lost].kill()
-    statuses = wait_for_ends(processes)
-    said = output.read_text()
-    print(f"{said}rank {lost} was killed; exit statuses {dict(statuses)} after {time.monotonic() - began:.1f} s")
-    print(f"{said.count('error: ')} errors in {said.count(chr(10))} lines")
-    is_right = statuses == {-signal.SIGKILL: 1, 1: ranks - 1} and f"error: rank {lost} (" in said
-
-    began = time.monotonic()
-    processes, _queue = start_ranks(resumed, run_rank, argv, free_port(), output, tmp_path=folder)
-    statuses = wait_for_ends(processes)
-    print(output.read_text().removeprefix(said), end="")
-    print(f"{resumed} ranks: exit statuses {dict(statuses)} after {time.monotonic() - began:.1f} s")
-    first, *_, last = read_rows(run_dir)
-    is_right &= statuses == {0: resumed} and last["step"] == 2 * STEPS
-    return is_right and [first["world_size"], last["world_size"]] == [ranks, resumed]
-
-
-def run_all() -> int:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=64, metavar="N", help="ranks before the kill (default: 64)")
     parser.add_argument("--resumed", type=int, default=48, metavar="N", help="ranks after it (default: 48)")
     args, options = parser.parse_known_args()
-    with tempfile.TemporaryDirectory(prefix="many-ranks-") as folder:
-        is_right = lose_and_resume(args.ranks, args.resumed, options, Path(folder))
-    print("right" if is_right else "WRONG")
-    return int(not is_right)
+    every = dict.fromkeys(("trainer__save_every", "trainer__log_every"), STEPS // 4)
+    every |= {"trainer__max_steps": 2 * STEPS, "trainer__eval_every": STEPS}
+    size = {"trainer__batch_size": args.ranks, "distributed__timeout_seconds": TIMEOUT / 2}
+    lost = 3 * args.ranks // 5
+    with tempfile.TemporaryDirectory(prefix="many-ranks-") as name:
+        folder = Path(name)
+        argv = [*run_args(folder / "run", write_text(folder / "text.txt"), **every, **size), *options]
+        statuses, messages = train(args.ranks, argv, folder, lost)
+        assert statuses == {-signal.SIGKILL: 1, 1: args.ranks - 1}
+        assert messages.count("error: ") == 1
+        assert f"error: rank {lost} (" in messages
+        assert train(args.resumed, argv, folder)[0] == {0: args.resumed}
+        first, *_, last = read_rows(folder / "run")
+        assert (first["world_size"], last["world_size"], last["step"]) == (args.ranks, args.resumed, 2 * STEPS)
+    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(run_all())
+    sys.exit(main())

@@ -14,7 +14,7 @@ from mingpt.snapshot.folder import SnapshotFolder
 from tests.faults.runs import Run, train_undisturbed
 from tests.helpers import assert_equal_snapshots, free_port, loss_curve, run_args, write_text
 
-STEPS, SAVE_EVERY = 2000, 50  # enough for a launcher to start while a single rank trains
+STEPS, SAVE_EVERY = 1500, 50  # enough for a launcher to start while a single rank trains
 OPTIONS: dict[str, Any] = {
     "distributed__reduction": "tree",  # only its bits are the same for another number of ranks
     "distributed__timeout_seconds": 20,
@@ -36,7 +36,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def whole(text: Path) -> Path:
     """The run folder of one undisturbed process."""
-    return train_undisturbed(text.with_name("whole"), text, **OPTIONS)
+    rare = {"trainer__save_every": STEPS, "trainer__save_overhead": None}
+    return train_undisturbed(text.with_name("whole"), text, **OPTIONS | rare)
 
 
 def start_node(node: Run, position: str, port: int, is_host: bool) -> None:

@@ -11,7 +11,7 @@ import pytest
 from tests.faults.runs import assert_same_run, train_undisturbed
 from tests.helpers import run_args, run_ranks, start_ranks, train_main
 
-STEPS = 12
+STEPS = 7
 
 
 @pytest.mark.slow

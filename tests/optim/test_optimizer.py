@@ -1,11 +1,10 @@
 """The learning-rate schedule, parameter groups, and steps that found_inf skips."""
 
-import math
 from typing import Literal
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mingpt.config.schema import OptimizerConfig
 from mingpt.optim.optimizer import build_optimizer, learning_rate
@@ -47,13 +46,6 @@ def network(seed: int = 0) -> nn.Module:
     return model
 
 
-def set_random_gradients(model: nn.Module, seed: int) -> None:
-    """Sets gradients with magnitudes from 1e-8, where AdamW's epsilon matters, to 1."""
-    torch.manual_seed(seed)
-    for parameter in model.parameters():
-        parameter.grad = torch.randn_like(parameter) * 10 ** (-8 * torch.rand_like(parameter))
-
-
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_each_parameter_is_in_one_group_and_adamw_is_fused(name: Literal["adamw", "muon"]) -> None:
     model = network()
@@ -62,45 +54,3 @@ def test_each_parameter_is_in_one_group_and_adamw_is_fused(name: Literal["adamw"
     assert all(group["fused"] for group in groups)
     muon = [p for group in groups if group["muon"] for p in group["params"]]
     assert list(map(id, muon)) == ([id(model[1].weight)] if name == "muon" else [])
-
-
-def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Returns copies of all weights, moments and counters."""
-    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    for name, parameter in model.named_parameters():
-        state |= {f"{name} {key}": tensor.clone() for key, tensor in optimizer.state[parameter].items()}
-    return state
-
-
-def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
-
-
-@pytest.mark.parametrize("steps", [0, 3])
-def test_found_inf_skips_weights_moments_and_counters(steps: int) -> None:
-    """So GradScaler can skip a step of fp16 without a device synchronization."""
-    model, undisturbed = network(), network()
-    optimizer = build_optimizer(model, OptimizerConfig(name="muon"))
-    reference = build_optimizer(undisturbed, OptimizerConfig(name="muon"))
-
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, found_inf: float = 0.0) -> None:
-        set_random_gradients(model, seed)
-        if found_inf:
-            for parameter in model.parameters():
-                parameter.grad.fill_(math.nan)
-        optimizer.grad_scale, optimizer.found_inf = None, torch.tensor(found_inf)
-        optimizer.step()
-
-    for seed in range(steps):
-        step(model, optimizer, seed)
-        step(undisturbed, reference, seed)
-    weights = {key: tensor.clone() for key, tensor in model.state_dict().items()}
-    before = full_state(model, optimizer)
-    step(model, optimizer, seed=100, found_inf=1.0)
-    assert equal(model.state_dict(), weights)
-    assert equal(full_state(model, optimizer), before) or not steps  # the first step creates the moments
-    assert {float(state["step"]) for state in optimizer.state.values() if "step" in state} == {steps}
-    step(model, optimizer, seed=101)
-    step(undisturbed, reference, seed=101)
-    assert equal(full_state(model, optimizer), full_state(undisturbed, reference))
-    assert not equal(model.state_dict(), weights)

@@ -5,9 +5,7 @@ import torch
 from torch import Tensor
 
 from mingpt.parallel.activation_checkpointing import apply_activation_checkpointing
-from mingpt.parallel.pipeline import GPTStage
-from model import KVCache
-from tests.helpers import T, V, random_tokens, small_gpt
+from tests.helpers import T, random_tokens, small_gpt
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -35,29 +33,3 @@ def test_activation_checkpointing_recomputes_blocks_with_the_same_bits_and_dropo
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
     assert list(model.state_dict()) == names
-
-
-@pytest.mark.parametrize("num_stages", [2, 5])
-@pytest.mark.parametrize("architecture", ["gpt2", "nanochat"])
-def test_stages_compute_the_same_as_the_whole_model(architecture: str, num_stages: int) -> None:
-    """Each parameter is in one stage, except for a tied wte, which is in two. Blocks are distributed evenly."""
-    model = small_gpt(architecture=architecture, n_layer=5).eval()
-    stages = [GPTStage(model.config, stage, num_stages).eval() for stage in range(num_stages)]
-    for stage in stages:
-        stage.load_state_dict({name: model.state_dict()[name] for name in stage.state_dict()})
-    x = idx = random_tokens(3, T)
-    for stage in stages:
-        x = stage(x)
-    assert x.shape == (3, T, V)
-    assert torch.equal(x, model(idx)[0])
-    names = [name for stage in stages for name in stage.state_dict()]
-    assert sorted(names) == sorted([*model.state_dict(), *["transformer.wte.weight"] * (architecture == "gpt2")])
-    sizes = [len(stage.blocks) for stage in stages]
-    assert max(sizes) - min(sizes) <= 1
-    with torch.no_grad():
-        caches = [KVCache(T) for _ in stages]
-        for part in idx.split([T - 2, 1, 1], 1):
-            x = part
-            for stage, cache in zip(stages, caches, strict=True):
-                x = stage(x, cache)
-    assert torch.allclose(x, model(idx)[0][:, -1:], atol=1e-6)

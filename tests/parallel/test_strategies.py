@@ -49,8 +49,8 @@ TRAINED: list[Options] = [
     for j, mode in enumerate(("none", "selective", "full"))
 ]
 TRAINED += [{"optimizer__name": "muon", **options} for options in BY_NAME.values()]  # the default model and optimizer
-# In micro-batches of one sequence, because each shape is compiled.
-COMPILED: Options = {"trainer__compile": True, "trainer__micro_batch_size": 1}
+# One block, in micro-batches of one sequence, because each shape is compiled.
+COMPILED: Options = {"trainer__compile": True, "trainer__micro_batch_size": 1, "model__n_layer": 1}
 WITH_MUON = {f"{name} with muon": {"optimizer__name": "muon", **BY_NAME[name]} for name in ("ddp", "zero1", "fsdp")}
 
 
@@ -96,7 +96,7 @@ def test_resume_is_exact_with_every_strategy(device: str, tmp_path: Path) -> Non
 def test_resume_is_exact_with_a_compiled_model_whose_parameters_keep_their_names(tmp_path: Path) -> None:
     """With dropout, where compiled code draws random numbers, and on three ranks, where DDP's buckets change sums."""
     assert_exact_resume(tmp_path, 3, {"compiled": COMPILED})
-    assert newest_snapshot(tmp_path / "compiled-parts")["model"].keys() == small_gpt().state_dict().keys()
+    assert newest_snapshot(tmp_path / "compiled-parts")["model"].keys() == small_gpt(n_layer=1).state_dict().keys()
 
 
 @pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.slow)])

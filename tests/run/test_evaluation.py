@@ -62,13 +62,6 @@ def test_samples_on_two_ranks_and_after_a_restart_change_no_bit(text: Path, tmp_
     assert all(sample.startswith(default_prompt(text)) for _, sample in samples(sampled))
 
 
-def test_a_prompt_that_the_text_cannot_continue_is_refused(text: Path, tmp_path: Path) -> None:
-    argv = run_args(tmp_path / "run", text, trainer__sample_prompt="anna? Yes")
-    [(status, _, err)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
-    assert (status, err.count("\n")) == (2, 1)
-    assert err.startswith("error: trainer.sample_prompt: '?Y' (2 distinct) not in the training text's vocabulary, ")
-
-
 def test_evaluation_and_samples_are_equal_on_any_number_of_ranks(tmp_path: Path) -> None:
     """The evaluation of equal weights to the last bit, a sample after steps that differ by rounding errors."""
     write_text(tmp_path / "text.txt")

@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import reprlib
 import shutil
 import signal
 import threading
@@ -17,11 +16,10 @@ import torch
 from mingpt.config.schema import SHAPE_KEYS, Config, config_to_dict
 from mingpt.errors import UserError
 from mingpt.snapshot import manager
-from mingpt.snapshot.folder import SnapshotFolder, load_snapshot
-from mingpt.snapshot.format import KEPT_KEYS, split_header
+from mingpt.snapshot.folder import SnapshotFolder
+from mingpt.snapshot.format import KEPT_KEYS
 from mingpt.snapshot.load import fit_config
 from mingpt.snapshot.writer import SnapshotWriter
-from mingpt.system.run_lock import RunLock
 from tests.faults.runs import Run, assert_same_run
 from tests.helpers import (
     PATIENCE,
@@ -34,7 +32,6 @@ from tests.helpers import (
     run_captured,
     run_each_captured,
     run_ranks,
-    small_snapshot,
     train_main,
     write_overfitting_text,
     write_text,
@@ -50,38 +47,6 @@ def files(path: Path | str) -> list[str]:
 
 def names(*steps: int) -> list[str]:
     return [f"step_{step:08d}.pt" for step in steps]
-
-
-# The writer
-
-
-def test_the_writer_saves_the_state_of_the_step_and_reuses_its_buffers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    permission, write = threading.Event(), SnapshotFolder.write
-
-    def write_later(folder: SnapshotFolder, snapshot: dict[str, Any]) -> None:
-        assert permission.wait(20)
-        write(folder, snapshot)
-
-    monkeypatch.setattr(SnapshotFolder, "write", write_later)
-    folder = SnapshotFolder(str(tmp_path), keep=2)
-    writer, weight, addresses = SnapshotWriter(folder, RunLock({}), mirror=None), torch.ones(1000), set()
-    for step in (1, 2):
-        header = split_header(small_snapshot(step))
-        writer.save(header, [("weight", weight, {})], torch.device("cpu"))
-        weight += 1  # the next step
-        assert not writer.wait(0.05)
-        assert not writer.results
-        permission.set()
-        assert writer.wait(20)
-        permission.clear()
-        assert torch.equal(load_snapshot(folder.file(step))["model"]["weight"], torch.full((1000,), float(step)))
-        assert writer.results.popleft() == (header, None)
-        addresses |= {buffer.data_ptr() for buffer in writer.staging_buffers.values()}
-    assert len(addresses) == 1
-    writer.close()
-    assert not writer.staging_buffers
 
 
 # When snapshots are saved
@@ -331,8 +296,6 @@ def _train_on_machine(*argv: str) -> tuple[int, str, str]:
         "rank 0 has one that can't be read",
         "rank 1 has none",
         pytest.param("rank 0 has none", marks=pytest.mark.slow),
-        pytest.param("rank 0 has an older one", marks=pytest.mark.slow),
-        pytest.param("none", marks=pytest.mark.slow),
     ],
 )
 def test_ranks_resume_from_the_newest_snapshot_of_any_machine(fault: str, trained: Path, tmp_path: Path) -> None:
@@ -341,8 +304,6 @@ def test_ranks_resume_from_the_newest_snapshot_of_any_machine(fault: str, traine
         shutil.copytree(trained / name, tmp_path / name)
     if fault.endswith("has none"):
         shutil.rmtree(tmp_path / f"rank{fault[5]}")
-    elif fault == "rank 0 has an older one":
-        (tmp_path / "rank0/snapshots/step_00000006.pt").unlink()
     elif fault == "rank 0 has a damaged one":
         for file in (tmp_path / "rank0/snapshots").glob("step_*"):
             file.write_bytes(file.read_bytes()[:-1])
@@ -352,7 +313,7 @@ def test_ranks_resume_from_the_newest_snapshot_of_any_machine(fault: str, traine
         unreadable.mkdir()
     options = {"trainer__save_every": 20, "optimizer__decay_steps": 12, "distributed__strategy": "zero1"}
     out = train_on_two_machines(tmp_path, *run_args(tmp_path / "RANK", trained / "text.txt", **options))
-    source = 0 if fault in ("rank 1 has none", "none") else 1
+    source = 0 if fault == "rank 1 has none" else 1
     assert f"resuming from {tmp_path}/rank{source}/snapshots/step_00000006.pt" in out
     for name in ("rank0", "rank1"):
         assert_equal_snapshots(tmp_path / name, trained / "full")
@@ -383,12 +344,9 @@ def _train_and_list_writes(*argv: str) -> tuple[int, bool]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_machines_that_share_no_folder_each_save_between_steps_of_save_every(
-    strategy: str, text: Path, tmp_path: Path
-) -> None:
+def test_machines_that_share_no_folder_each_save_between_steps_of_save_every(text: Path, tmp_path: Path) -> None:
     options = {"trainer__save_every": 1000, "trainer__max_steps": 40, "trainer__save_overhead": 0.9}
-    argv = run_args(tmp_path / "RANK", text, distributed__strategy=strategy, trainer__eval_every=1000, **options)
+    argv = run_args(tmp_path / "RANK", text, distributed__strategy="fsdp", trainer__eval_every=1000, **options)
     assert run_ranks(2, _end_before_the_last_step, *argv, tmp_path=tmp_path) == [2, 2]
     steps = [[*SnapshotFolder(f"{tmp_path}/rank{rank}/snapshots").files()] for rank in (0, 1)]
     assert steps[0] == steps[1] != []
@@ -423,14 +381,9 @@ def _end_before_the_last_step(*argv: str) -> int:
     ("name", "saved", "shown"),
     [
         ("model.n_layer", 3, "is 4, but 3"),
-        ("model.n_head", 1, "is 4, but 1"),
-        ("model.n_embd", 48, "is 128, but 48"),
         ("model.bias", False, "is true, but false"),
         ("model.conv_kernel_size", 4, "is null, but 4"),
-        ("data.block_size", 7, "is 64, but 7"),
-        ("data.train_split", 0.5, "is 0.9, but 0.5"),
         ("data.truncate", 0.5, "is null, but 0.5"),
-        ("optimizer.name", "adamw", "is muon, but adamw"),
         ("trainer.seed", 7, "is 1, but 7"),
     ],
 )
@@ -462,23 +415,3 @@ def test_a_text_without_some_of_the_characters_resumes_with_the_vocabulary_of_th
     snapshot = newest_snapshot(tmp_path / "run")
     assert (snapshot["step"], snapshot["vocabulary"]) == (13, vocabulary)
     assert "f" in vocabulary
-
-
-def test_a_snapshot_of_another_vocabulary_optimizer_or_part_of_the_text_ends_the_run(
-    trained: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(trained / "full", tmp_path / "run")
-    text = tmp_path / "text.txt"
-    text.write_text((trained / "text.txt").read_text().replace("f", "ß") + "".join(map(chr, range(0x4E00, 0x6000))))
-    [(status, _, err)] = run_ranks(1, run_captured, *run_args(tmp_path / "run", text), tmp_path=tmp_path)
-    assert status == 2
-    new = reprlib.repr("ß" + "".join(map(chr, range(0x4E00, 0x6000))))
-    assert err.startswith(
-        f"error: data.path: {new} (4,609 distinct) not in the vocabulary of the snapshot of step 12 in the run folder: "
-        "use the snapshot's text"
-    )
-    for key, now, then in (("optimizer.name", "muon", "adamw"), ("data.truncate", "0.5", "null")):
-        argv = run_args(tmp_path / "run", trained / "text.txt", trainer__max_steps=13)
-        [(status, _, err)] = run_ranks(1, run_captured, *argv, f"--{key}", now, tmp_path=tmp_path)
-        assert status == 2
-        assert err.startswith(f"error: {key} is {now}, but {then} in the snapshot of step 12 in the run folder: ")

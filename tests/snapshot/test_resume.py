@@ -125,21 +125,6 @@ def test_a_snapshot_without_the_state_of_the_optimizer_is_refused(trained: Path,
     assert results[1][2] == ""
 
 
-def test_a_run_does_not_start_anew_if_all_snapshots_are_damaged(trained: Path, run_dir: Path, tmp_path: Path) -> None:
-    files = [run_dir / f"snapshots/step_0000000{step}.pt" for step in (3, 6)]
-    for file in files:
-        flip_bit(file)
-    before = {path: path.read_bytes() for path in run_dir.rglob("step_*") if path.is_file()}
-    argv = run_args(run_dir, trained / "text.txt", **SIX_STEPS)
-    (status, _, err), other = run_ranks(2, run_captured, *argv, tmp_path=tmp_path)
-    assert status == 2
-    assert other == (2, "", "")
-    assert f"error: trainer.snapshot_path: there is no whole snapshot in {run_dir}/snapshots (2 damaged), but " in err
-    assert err.count("error: ") == 1
-    assert all(f"warning: {file} is damaged" in err for file in files)
-    assert {path: path.read_bytes() for path in run_dir.rglob("step_*") if path.is_file()} == before
-
-
 def test_a_run_resumes_in_fp16_and_back(run_dir: Path, trained: Path, tmp_path: Path) -> None:
     """The scaler's state is restored if the snapshot has one."""
     argvs = [

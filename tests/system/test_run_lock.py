@@ -1,6 +1,7 @@
 """One run at a time writes to a folder."""
 
 import contextlib
+import gc
 import json
 import os
 import re
@@ -138,6 +139,7 @@ def test_a_trainer_has_the_folders_until_its_end_or_close(
         return Trainer(config, DistributedContext(RankInfo(), config.distributed))
 
     folders = (tmp_path / "run", tmp_path / "run/snapshots")
+    gc.collect()  # closes files of earlier tests
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(UserError, match="can't be read") as kept:
         build(data__path=tmp_path / "missing")
@@ -206,7 +208,7 @@ def test_a_run_whose_folder_vanishes_ends_with_one_message(
 
 def _lose_while_training(argv: list[str], run_dir: Path, how: str, when: str) -> tuple[int, str, str]:
     train_step, save = Trainer.train_step, torch.save
-    lost = threading.Event()
+    waits, lost = threading.Event(), threading.Event()
 
     def lose_now() -> None:
         lose(run_dir, how)
@@ -216,12 +218,14 @@ def _lose_while_training(argv: list[str], run_dir: Path, how: str, when: str) ->
         if when == "in a step" and trainer.progress.step == 4 and trainer.context.rank == 0:
             trainer.snapshots.writer.wait()
             lose_now()
-        if when == "in a save" and trainer.progress.step == 6:  # otherwise step 7 might write rows before
-            assert lost.wait(20)
+        if when == "in a save" and trainer.progress.step == 6:  # nothing is written while the folder is deleted
+            waits.set()
+            assert lost.wait(60)
         return train_step(trainer)
 
     def lose_in_save(content: dict[str, Any], file: Any) -> None:
         if content["step"] == {"in a save": 6, "in the last save": 12}.get(when):
+            assert when == "in the last save" or waits.wait(60)
             lose_now()
         save(content, file)
 

@@ -1,8 +1,8 @@
 """Draws docs/killed_twice.png and docs/killed_fifty_times.png: runs that were killed, over undisturbed ones.
 
-    python -m tests.faults.killed
-    python -m tests.faults.killed --ranks 1
-    python -m tests.faults.killed --every 30
+    python -m docs.killed
+    python -m docs.killed --ranks 1
+    python -m docs.killed --every 30
 
 The first is killed on four processes and on two, and ends on one. Of the second, with the default configuration under
 `torchrun --max_restarts=50`, one of two processes is killed fifty times. With --ranks, only the second is trained, and
