@@ -86,8 +86,8 @@ OPTIONS = [
     (f"{STAGES} --distributed.pipeline_stages 5", ["pipeline_stages is 5", "model.n_layer, 2"]),
     # What the environment, the machine or the text lacks
     ("--data.path none.txt", ["data.path", "No such file", "none.txt"]),
-    ("--trainer.sample_prompt 'anna? Yes'", ["sample_prompt: '?Y' (2 distinct) not in the training text's vocabulary"]),
-    ("--data.path folder", ["data.path", "folder/*.txt, in quotes"]),
+    ("--trainer.sample_prompt 'anna? Yes'", ["sample_prompt: the tokens '?Y' (2 distinct) are not in the training"]),
+    ("--data.path folder", ["data.path", "folder/*.txt in quotes"]),
     ("--data.path nosuch::file:///text.txt", ["data.path", "nosuch::file:///text.txt"]),
     ("--model.n_embd 65536", ["out of memory before the first step"]),
     ("--optimizer.learning_rate 3e38", ["step 1", "not finite", "(3e+38)"]),

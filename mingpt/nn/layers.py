@@ -1,4 +1,4 @@
-"""Layers of the model: dropout, norms, activation and attention, in forms that are faster on CPUs; auxiliary losses."""
+"""Dropout, norms, activation and attention in forms that are faster on CPUs, and auxiliary losses."""
 
 import math
 from typing import Any
@@ -16,10 +16,10 @@ IGNORE_INDEX = -1  # target of a position without a next token
 
 
 class AuxiliaryLoss(torch.autograd.Function):
-    """The identity of activations, whose backward starts a loss's gradient (MoEAuxLossAutoScaler in Megatron-LM).
+    """Returns activations, and starts the gradient of a loss in backward (MoEAuxLossAutoScaler in Megatron-LM).
 
     Attributes, which a strategy sets before each forward pass:
-        scale: what backward starts from for the mean loss of the micro-batch
+        scale: gradient that backward starts with for a mean over the micro-batch
         values: the losses of this forward pass so far
     """
 
@@ -63,7 +63,7 @@ class Dropout(nn.Dropout):
 
 
 class LayerNorm(nn.LayerNorm):
-    """Layer norm in the dtype of its input, for weights of any dtype: FSDP provides them in bf16."""
+    """Layer norm in the dtype of its input, for weights of any dtype, since FSDP provides them in bf16."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.to(x.dtype)
@@ -71,7 +71,7 @@ class LayerNorm(nn.LayerNorm):
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
-_EPS = torch.tensor(RMS_NORM_EPS)  # for one token the norm takes 10 us; adding a number takes 3 us, a tensor 1 us
+_EPS = torch.tensor(RMS_NORM_EPS)  # of the 10 us that the norm of a token takes, adding a number takes 3, a tensor 1
 
 
 def _inverse_rms(x: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ class _ReLUSquaredFunction(torch.autograd.Function):
 
 
 class ReLUSquared(nn.Module):
-    """The square of ReLU. As a composition of PyTorch's functions, it trains four times slower on CPUs."""
+    """The square of ReLU. Composed of PyTorch's functions, it would take four times as long on CPUs."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.requires_grad and _is_eager_on_cpu(x):
@@ -145,7 +145,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dropout: Dropout, is_causal: bool
 
 
 def use_bmm_attention(q: Tensor, dropout: float) -> bool:
-    """Whether `bmm_attention` is faster than PyTorch's kernel for queries (B, H, T, D) on their device (measured)."""
+    """Returns whether `bmm_attention` is faster than PyTorch's kernel for queries (B, H, T, D), as measured."""
     if q.device.type != "cpu":
         return False
     if dropout > 0:
@@ -160,7 +160,7 @@ def _has_several_threads() -> bool:
     return torch.get_num_threads() > 1
 
 
-# torch.compile can't trace the call. torch.compiler.assume_constant_result sets this attribute, too, but it imports
+# torch.compile can't trace the call. torch.compiler.assume_constant_result also sets this attribute, but it imports
 # torch._dynamo, which takes half a second and needs a folder for temporary files.
 _has_several_threads._dynamo_marked_constant = True  # type: ignore[attr-defined]
 

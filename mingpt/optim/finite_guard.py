@@ -14,7 +14,7 @@ MIN_LOSS_SCALE = 1e-4  # GradScaler halves its scale after each overflow; this m
 def check_gradient(step: int, grad_norm: Tensor, scaler: torch.amp.GradScaler, config: OptimizerConfig) -> None:
     """Raises a UserError if the norm of a step's gradient is not finite. Reading the norm waits for a GPU.
 
-    Not every step must be checked: such a gradient makes weights NaN, and with them all later gradients. In fp16,
+    Not every step must be checked, since such a gradient makes the weights and all later gradients NaN. In fp16,
     GradScaler skips these updates and lowers its scale, which is checked instead.
     """
     if not scaler.is_enabled():
@@ -22,7 +22,7 @@ def check_gradient(step: int, grad_norm: Tensor, scaler: torch.amp.GradScaler, c
     elif scaler.get_scale() < MIN_LOSS_SCALE:
         raise UserError(
             f"step {step}: in fp16, the gradients have overflowed at every loss scale down to {MIN_LOSS_SCALE:g}, and "
-            "the weights no longer change: lower optimizer.learning_rate, or set trainer.precision to bf16 or fp32"
+            "the weights no longer change; lower optimizer.learning_rate, or set trainer.precision to bf16 or fp32"
         )
 
 

@@ -120,7 +120,7 @@ def _product_of_factors(square: Tensor) -> Tensor:
     """Returns the product of the factors of all iterations, from x x^T: (k, m, m) -> (k, m, m).
 
     An iteration multiplies x by a + b (x x^T) + c (x x^T)^2. These factors are polynomials in x x^T, so they commute,
-    and no product is as large as x. They contain differences of nearly equal numbers, too inexact in bf16.
+    and no product is as large as x. They contain differences of nearly equal numbers, which are too inexact in bf16.
     """
     factors: list[Tensor] = []
     for a, b, c in COEFFICIENTS:

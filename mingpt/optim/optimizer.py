@@ -34,7 +34,7 @@ def param_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, An
     """Returns three groups: the blocks' matrices (for Muon), other matrices, and the rest, without weight decay.
 
     A group may be empty. For example, a middle stage of a pipeline may have only the matrices of blocks. Frozen
-    parameters (requires_grad is False) are in none of them.
+    parameters (requires_grad is False) are not in any group.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in trained if p.dim() == 2]

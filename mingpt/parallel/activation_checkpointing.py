@@ -1,4 +1,4 @@
-"""Activation checkpointing, which is applied to a model from outside."""
+"""Activation checkpointing of a model, without changes of its code."""
 
 from collections.abc import Callable
 from functools import partial

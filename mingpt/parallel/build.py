@@ -24,7 +24,7 @@ def build_strategy(config: Config, model: GPT, context: DistributedContext, prec
         precision: fp32, bf16 or fp16
 
     Raises:
-        UserError: the precision conflicts with the strategy, a compiler is missing, or memory does not suffice.
+        UserError: the precision conflicts with the strategy, a compiler is missing, or there is not enough memory.
     """
     refuse(find_conflicts(config, precision))
     num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -33,7 +33,7 @@ def build_strategy(config: Config, model: GPT, context: DistributedContext, prec
             check_compiler(context.device)
             use_compile_cache(Path(config.trainer.run_dir) / "cache/compiled")
         check_memory(config, num_trained, context)
-    with torch.compiler.set_stance("force_eager"):  # do not compile anything for the one pass of DDP
+    with torch.compiler.set_stance("force_eager"):  # do not compile for DDP's single pass
         if config.distributed.pipeline_stages > 1:
             from mingpt.parallel.pipeline import PipelineParallel  # a slow import
 

@@ -43,7 +43,7 @@ def build_data_parallel(
 
 
 def compile_model(model: nn.Module, config: Config, device: torch.device) -> None:
-    """Compiles the whole model, or each block where ranks gather, recompute or exchange something between blocks."""
+    """Compiles the whole model, or each block if something is gathered, recomputed or sent between blocks."""
     cfg = config.distributed
     mode = config.trainer.activation_checkpointing
     in_blocks = cfg.uses_fsdp or cfg.pipeline_stages > 1 or mode != "none"

@@ -1,4 +1,4 @@
-"""Memory of a rank without activations: a lower bound before training, and a measurement in the first step."""
+"""A lower bound of a rank's memory without activations before training, and a measurement in the first step."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -47,15 +47,15 @@ def check_memory(config: Config, num_trained: int, context: DistributedContext) 
         where = " free on the GPU" if device.type == "cuda" else ""
         raise UserError(
             f"out of memory before the first step: a rank needs {format_bytes(needed)} for parameters, gradients and "
-            f"optimizer state; there are {format_bytes(available)}{where}; use a smaller model, or more GPUs with "
+            f"optimizer state, but has only {format_bytes(available)}{where}; use a smaller model, or more GPUs with "
             "distributed.strategy fsdp"
         )
 
 
 def measure_memory(strategy: Strategy) -> dict[str, int]:
-    """Returns the bytes that a rank holds between backward and the end of the step, by kind, on the rank with most.
+    """Returns the bytes, by kind, that the rank with the highest usage holds between backward and the end of the step.
 
-    All ranks call it.
+    All ranks must call it.
     """
     usage = {
         "parameters": _local_bytes(strategy.parameters),

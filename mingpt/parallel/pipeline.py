@@ -25,7 +25,7 @@ from mingpt.parallel.data_parallel import build_data_parallel
 from mingpt.parallel.strategy import MicroBatch, Strategy, state_shapes
 from model import GPT, KVCache
 
-WTE = "transformer.wte.weight"  # in the first stage, and with tied weights in the last stage, too
+WTE = "transformer.wte.weight"  # in the first stage and, with tied weights, also in the last stage
 
 
 class GPTStage(GPT):
@@ -76,7 +76,7 @@ class PipelineParallel(Strategy):
     Attributes:
         inner: data-parallel strategy of the ranks with the same stage, one rank of each replica
         pipeline: ranks of one replica, in the order of their stages
-        tied_embedding: ranks of the first and last stage of a replica; on other ranks, not used
+        tied_embedding: ranks of the first and last stage of a replica; not used on other ranks
     """
 
     is_sharded = True
@@ -86,7 +86,7 @@ class PipelineParallel(Strategy):
         self.config = config
         num_stages = config.distributed.pipeline_stages
         replicas = [range(start, start + num_stages) for start in range(0, context.world_size, num_stages)]
-        # The groups of PyTorch's init_device_mesh would have the default timeout, not ours.
+        # Groups from PyTorch's init_device_mesh would have the default timeout.
         data_parallel = context.subgroup(zip(*replicas, strict=True))
         self.pipeline = context.subgroup(replicas)
         self.tied_embedding = context.subgroup([(ranks[0], ranks[-1]) for ranks in replicas])
@@ -125,7 +125,7 @@ class PipelineParallel(Strategy):
         }
 
     def _release(self) -> None:
-        # They refer to the model that the inner strategy has released.
+        # Both refer to the model that the inner strategy has released.
         del self.schedule
         del self.stage
 
@@ -148,7 +148,7 @@ class PipelineParallel(Strategy):
         self.stage.losses = []
         self.loss_factor = self.inner.loss_factor / self.num_targets
         self.scaler.scale(torch.zeros((), device=self.device))  # without a scaled loss, `unscale_` raises an error
-        inputs = self.to_device(idx.contiguous()) if self.stage.is_first else ()  # contiguous: PyTorch < 2.13
+        inputs = self.to_device(idx.contiguous()) if self.stage.is_first else ()  # for PyTorch < 2.13
         target = self.to_device(targets)[0] if self.stage.is_last else None
         try:
             self.schedule.step(*inputs, target=target, return_outputs=False)
@@ -169,7 +169,7 @@ class PipelineParallel(Strategy):
         if self.ties_weights and WTE in self.gradients:
             self.tied_embedding.all_reduce(to_local(self.gradients[WTE]))
         if self.scaler.is_enabled():
-            overflow = 0 * self.total_norm(self.gradients)  # NaN if a stage overflows: all ranks skip the step
+            overflow = 0 * self.total_norm(self.gradients)  # NaN if a stage overflows, so all ranks skip the step
             for gradient in self.gradients.values():
                 to_local(gradient).add_(overflow)
         return losses
@@ -198,7 +198,7 @@ class PipelineParallel(Strategy):
 
 
 class PipelinedModel(nn.Module):
-    """All stages as one model. All ranks of a replica call it together.
+    """All stages as one model. All ranks of a replica must call it together.
 
     Args:
         stage_model: stage of this rank

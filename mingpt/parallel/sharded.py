@@ -71,7 +71,7 @@ class FSDP(Strategy):
         if config.distributed.cpu_offload:
             options["offload_policy"] = CPUOffloadPolicy()
         policy = MixedPrecisionPolicy(DTYPES[precision], torch.float32, cast_forward_inputs=False)
-        # Before the base class allocates parameters, so that it allocates shards.
+        # This precedes the base class, so that it allocates only shards of the parameters.
         for block in model.blocks:  # type: ignore[union-attr]
             fully_shard(block, mp_policy=policy, reshard_after_forward=self.reshard_after_forward, **options)
         # The embeddings, which are the rest of the model, are used last in forward and first in backward.

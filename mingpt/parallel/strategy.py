@@ -1,7 +1,7 @@
 """The base class of strategies, which trains in one process, and DistributedDataParallel.
 
 A strategy defines how parameters, gradients and optimizer state are distributed over ranks, and which of them ranks
-send: docs/parallelism.md compares strategies. With every strategy, all ranks make the same number of forward passes,
+send. docs/parallelism.md compares strategies. With every strategy, all ranks make the same number of forward passes,
 because sharded strategies gather parameters in each pass.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020 (stages 1 to 3); Zhao
@@ -42,9 +42,9 @@ class MicroBatch:
     """The sequences of one forward pass on one rank.
 
     Attributes:
-        indices: sample numbers; empty for the dummy of a smaller share
+        indices: sample numbers; empty for a dummy, which fills up a smaller share
         batch: sample numbers of the whole batch, over all ranks
-        sync_gradients: DDP and FSDP exchange gradients in this backward pass, the rank's last one of the step
+        sync_gradients: whether DDP and FSDP exchange gradients in this backward pass, the rank's last in the step
     """
 
     indices: range
@@ -64,10 +64,10 @@ class Strategy:
         parameters: parameters of this rank, by GPT-2's names
         full_shapes: tensors with the full shapes of all parameters, by GPT-2's names
         local_state: optimizer state of each parameter that this rank updates, by the parameter's name
-        is_sharded: each rank holds only a part of the state, so all ranks must call `iter_full_state`
+        is_sharded: whether each rank holds only a part of the state, so that all must call `iter_full_state`
         model: model for micro-batches
-        full_model: model for evaluation and generation; all ranks call it together
-        replicas: ranks that each evaluate another batch; all ranks, except for pipeline stages
+        full_model: model for evaluation and generation; all ranks must call it together
+        replicas: ranks that evaluate different batches: all ranks or, with pipeline stages, those with the same stage
         optimizer: its step updates all parameters on all ranks
         scaler: gradient scaler, enabled in fp16
         description: rows for the summary at the start
@@ -78,7 +78,7 @@ class Strategy:
     """
 
     is_sharded = False
-    loss_factor = 1.0  # DDP and FSDP average gradients over ranks; multiplying the loss by this factor undoes it
+    loss_factor = 1.0  # DDP and FSDP average gradients over ranks; multiplying the loss by this factor undoes that
 
     def __init__(self, model: nn.Module, context: DistributedContext, config: Config, precision: str) -> None:
         self.context = context
@@ -137,11 +137,11 @@ class Strategy:
         AuxiliaryLoss.values = []
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Returns what backward starts from for a part of the mean loss over the batch."""
+        """Returns a part of the mean loss over the batch, scaled for backward."""
         return self.scaler.scale(loss * self.loss_factor)
 
     def set_gradient_sync(self, sync_gradients: bool) -> None:
-        """Makes backward passes exchange gradients between ranks, or not, from now on."""
+        """Sets whether later backward passes exchange gradients between ranks."""
 
     def reduce_gradients(self, batch: range, losses: list[Tensor]) -> list[Tensor]:
         """Exchanges gradients that backward passes have not exchanged, after this rank's last micro-batch.
@@ -181,7 +181,7 @@ class Strategy:
         return self.context.all_reduce(torch.stack(losses).sum())
 
     def clip_grad_norm_(self, max_norm: float | None) -> Tensor:
-        """Scales gradients to a total norm of at most `max_norm`. Returns the norm before, the same on all ranks."""
+        """Scales gradients to a total norm of at most `max_norm`. Returns the norm before scaling, on all ranks."""
         norm = self.total_norm(self.gradients)
         if max_norm is not None:
             clip_grads_with_norm_(self.parameters.values(), max_norm, norm)
@@ -193,7 +193,7 @@ class Strategy:
         return {name: parameter.grad for name, parameter in self.parameters.items() if parameter.grad is not None}
 
     def total_norm(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Returns the total norm over all ranks of tensors that are sharded like parameters; all ranks call it.
+        """Returns the total norm over all ranks of tensors that are sharded like parameters. All must call it.
 
         For example, `total_norm(self.parameters)` is the norm of the full model's parameters, on every rank.
 
@@ -206,7 +206,9 @@ class Strategy:
 
     @contextmanager
     def swapped_weights(self, key: str) -> Iterator[None]:
-        """Replaces the weights in its block by a part of the optimizer's state, such as averages. All ranks call it.
+        """Replaces the weights within the block by a part of the optimizer's state, such as averages.
+
+        All ranks must call it.
 
         Args:
             key: name of the part, for example `exp_avg` of AdamW; parameters without it keep their weights
@@ -231,7 +233,7 @@ class Strategy:
 
     @torch.no_grad()
     def evaluate(self, batch: range, data: ValidationDataset) -> Tensor:
-        """Returns the mean loss of a batch of windows. All ranks call it together, and each replica has its batch."""
+        """Returns the mean loss of a batch of windows. All ranks must call it together, each replica with its batch."""
         idx, targets = data[batch]
         self.full_model.eval()
         loss = self.compute_loss(self.full_model, idx, targets)
@@ -299,7 +301,7 @@ class DDP(Strategy):
         context.exit_callbacks.append(self._release)
 
     def _rebuild_buckets(self, example: Tensor) -> None:
-        """Makes DDP rebuild its buckets before the first step, by a backward pass whose gradients are dropped.
+        """Makes DDP rebuild its buckets before the first step, by a backward pass whose gradients are discarded.
 
         DDP would rebuild them after the first step of each start. With three or more ranks, the layout of the buckets
         determines the last bits of each sum, so a resumed run would differ from an uninterrupted one.

@@ -71,10 +71,10 @@ class TreeReduction(Strategy):
         return [loss[0].clone()]  # a view would keep the gradient's memory
 
     def _reduce(self, nodes: list[Node], length: int, num_leaves: int) -> Tensor:
-        """Sums over ranks: an all-to-all of slices, the upper part of the tree for one slice, an all-gather.
+        """Exchanges slices (all-to-all), completes the tree for this rank's slice, and gathers all slices.
 
         Args:
-            nodes: sums of this rank's leaves; empty if the rank does not have any
+            nodes: sums of this rank's leaves; empty if it does not have leaves
             length: length of each leaf's tensor
         """
         world_size = self.context.world_size

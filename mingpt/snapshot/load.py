@@ -44,7 +44,7 @@ def load_pretrained(path: str, option: str, best: bool = False) -> Pretrained:
     Raises:
         UserError: there is no undamaged snapshot, or `best` is set and the path is not a folder.
     """
-    advice = "it may be a snapshot, a run folder, or the URL of one"
+    advice = "it must be a snapshot, a run folder, or the URL of one"
     if not path:  # a variable of the shell that is not set; it would mean the working directory
         raise UserError(f"{option} is empty; {advice}")
     path = path.rstrip("/") or "/"

@@ -1,4 +1,4 @@
-"""Text files -> tokens, in one pass, into memory."""
+"""Reads text files into memory as tokens, in one pass."""
 
 import bz2
 import gzip
@@ -30,7 +30,7 @@ class Corpus:
     """An encoded text.
 
     Args:
-        tokenizer: encodes and decodes it
+        tokenizer: encodes and decodes the text
         tokens: (n,) unsigned integers, one byte each for a vocabulary of up to 256 tokens
         sha256: SHA-256 of the text's bytes
     """
@@ -43,7 +43,7 @@ class Corpus:
 def check_text(path: str) -> None:
     """Raises a UserError if a path (a file, a glob or an fsspec URL) does not lead to a text."""
     if "://" in path:
-        logger.info(f"requesting {path}")  # the answer of a server may take minutes
+        logger.info(f"requesting {path}")  # a server may take minutes to answer
     _find_files(path)
 
 
@@ -53,7 +53,7 @@ def read_corpus(path: str, tokenizer: Tokenizer, verbose: bool = True) -> Corpus
     Args:
         path: file, glob or fsspec URL
         tokenizer: learns the tokens that it does not know
-        verbose: show the progress, and warn of an HTML page
+        verbose: show the progress, and warn about an HTML page
 
     Raises:
         UserError: the text is missing, unreadable, empty or not UTF-8.
@@ -68,7 +68,7 @@ def read_corpus(path: str, tokenizer: Tokenizer, verbose: bool = True) -> Corpus
         for text in _read(fs, files):
             if verbose and not content and text.lstrip().lower().startswith(("<!doctype html", "<html")):
                 logger.warning(
-                    f"data.path: {path} is an HTML page, and its tags become part of the text; look for plain text"
+                    f"data.path: {path} is an HTML page, so its tags become part of the text; use a plain text instead"
                 )
             chunk = text.encode()
             digest.update(chunk)
@@ -79,7 +79,7 @@ def read_corpus(path: str, tokenizer: Tokenizer, verbose: bool = True) -> Corpus
                 dtype = needed
             content += new_tokens.astype(dtype).data
     if not content:
-        raise UserError(f"data.path: {path} is empty; it must hold text: name another file")
+        raise UserError(f"data.path: {path} is empty; name a file that contains text")
 
     sorted_tokens = tokenizer.sort().astype(dtype)
     tokens = np.frombuffer(content, dtype)
@@ -90,7 +90,7 @@ def read_corpus(path: str, tokenizer: Tokenizer, verbose: bool = True) -> Corpus
 
 
 def _find_files(path: str) -> tuple[fsspec.AbstractFileSystem, list[dict[str, Any]]]:
-    """Returns the file system of a text, and what it knows of each file, such as name and size, sorted by name."""
+    """Returns the file system of a text, and its information about each file, such as the size, sorted by name."""
     try:
         fs, root = fsspec.url_to_fs(path)
         names = [root]
@@ -101,18 +101,18 @@ def _find_files(path: str) -> tuple[fsspec.AbstractFileSystem, list[dict[str, An
         found = [fs.info(name) for name in names]
     except Exception as error:  # each file system raises different exceptions
         raise UserError(
-            f"data.path: {path} can't be read: {_reason(error)}; it may be a file, a glob, or a URL that fsspec knows"
+            f"data.path: {path} can't be read: {_reason(error)}; it must be a file, a glob or a URL for fsspec"
         ) from error
     files = [info for info in found if info["type"] == "file"]
     if not files and found[0]["type"] == "directory":
-        raise UserError(f"data.path: {path} is a folder; for all its files write {path.rstrip('/')}/*.txt, in quotes")
+        raise UserError(f"data.path: {path} is a folder; to use all files, write {path.rstrip('/')}/*.txt in quotes")
     if not files:
-        raise UserError(f"data.path: {path} is a pipe or a device; write its text to a file, since each start reads it")
+        raise UserError(f"data.path: {path} is a pipe or a device; write the text to a file, since each start reads it")
     return fs, files
 
 
 def _reason(error: Exception) -> str:
-    """Returns the message of the server, if there is one: fsspec raises FileNotFoundError for any HTTP status."""
+    """Returns the server's message, if there is one, since fsspec raises FileNotFoundError for any HTTP status."""
     cause = error.__cause__ or error
     return f"{type(cause).__name__}: {cause}"
 
@@ -141,7 +141,7 @@ def _decode(content: io.BufferedReader, name: str) -> Iterator[str]:
             while text := file.read(CHUNK_SIZE):
                 if "\0" in text:
                     raise UserError(
-                        f"data.path: {name} has NUL characters, so it is not plain text; if it is UTF-16, "
+                        f"data.path: {name} contains NUL characters, so it is not plain text; if it is UTF-16, "
                         "`iconv -f UTF-16LE -t UTF-8` converts it"
                     )
                 yield text

@@ -14,7 +14,7 @@ class CharTokenizer:
 
     Attributes:
         vocabulary: the strings of the tokens; the index of a string is its token. Snapshots contain the vocabulary, and
-            `CharTokenizer(vocabulary)` is the same tokenizer. A tokenizer with longer strings has a list of them.
+            `CharTokenizer(vocabulary)` rebuilds the tokenizer. A tokenizer with longer strings uses a list of strings.
     """
 
     def __init__(self, vocabulary: str = "") -> None:
@@ -54,7 +54,7 @@ class CharTokenizer:
         unknown = set(text) - set(self.vocabulary)
         if unknown:
             raise UserError(
-                f"{source}: {show_tokens(unknown)} not in the training text's vocabulary, "
+                f"{source}: the tokens {show_tokens(unknown)} are not in the training text's vocabulary, "
                 f"{show_tokens(self.vocabulary)}"
             )
         return [self.vocabulary.index(character) for character in text]

@@ -63,7 +63,7 @@ def test_too_little_memory_is_refused(
     available = int(2**20 * bytes_per_parameter)
     monkeypatch.setattr("mingpt.parallel.memory.memory_per_rank", lambda *args: available)
     check_memory(config, 2**20, context)
-    with pytest.raises(UserError, match=rf"a rank needs .* for parameters, .*; there are {available / 2**20:.1f} MiB;"):
+    with pytest.raises(UserError, match=rf"a rank needs .* for .*, but has only {available / 2**20:.1f} MiB;"):
         check_memory(config, 2**20 + 2**10, context)
 
 

@@ -78,14 +78,14 @@ PROSE = "Le cœur a ses raisons – « déjà vu », l’été, à Noël.\n" * 9
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ([], r"\*\.txt can't be read: FileNotFoundError: .*; it may be a file, a glob, or a URL that fsspec knows"),
+        ([], r"\*\.txt can't be read: FileNotFoundError: .*; it must be a file, a glob or a URL for fsspec"),
         ([b""], r"\*\.txt is empty"),
         ([codecs.BOM_UTF8, codecs.BOM_UTF8], r"\*\.txt is empty"),
         ([b"ok \xff no"], r"0\.txt is not UTF-8 text: byte 3 is 0xff; `iconv -f ENCODING -t UTF-8` converts it"),
         ([codecs.BOM_UTF8 + b"ok \xff no"], r"0\.txt is not UTF-8 text: byte 6 is 0xff"),
         (["aé—🙂".encode() * 50, "aé—🙂".encode() * 50 + b"ok\xf0\x9f\x99", b"\x82 ok"], r"1\.txt .* byte 502 is 0xf0"),
         ([PROSE.encode("utf-16")], r"0\.txt is not UTF-8 text: byte 0 is 0xff"),
-        ([b"words in UTF-16".decode().encode("utf-16-le")], r"0\.txt has NUL characters, .* `iconv -f UTF-16LE -t"),
+        ([b"words in UTF-16".decode().encode("utf-16-le")], r"0\.txt contains NUL .* `iconv -f UTF-16LE -t"),
         ([gzip.compress(b"words")], r"0\.txt .* byte 1 is 0x8b; .* its name must end in \.gz, \.bz2 or \.xz"),
     ],
 )
@@ -156,9 +156,9 @@ def test_what_is_no_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("pipe")
     for path, message in (
         ("*.txt", rf"\*\.txt can't be read: FileNotFoundError: .*No such file or directory: '{tmp_path}/b\.txt'"),
-        ("pipe", r"pipe is a pipe or a device; write its text to a file"),
-        ("link", r"link is a pipe or a device; write its text to a file"),
-        ("", rf"is a folder; for all its files write {tmp_path}/\*\.txt, in quotes"),
+        ("pipe", r"pipe is a pipe or a device; write the text to a file"),
+        ("link", r"link is a pipe or a device; write the text to a file"),
+        ("", rf"is a folder; to use all files, write {tmp_path}/\*\.txt in quotes"),
     ):
         with pytest.raises(UserError, match=message):
             check_text(f"{tmp_path}/{path}")
@@ -171,7 +171,7 @@ def test_an_html_page_is_named_by_one_rank(tmp_path: Path, caplog: pytest.LogCap
         read(path, verbose=False)
         read(path)
     [message] = caplog.messages
-    assert message.startswith(f"data.path: {path} is an HTML page, and its tags become part of the text; ")
+    assert message.startswith(f"data.path: {path} is an HTML page, so its tags become part of the text; ")
 
 
 class TextServer(BaseHTTPRequestHandler):

@@ -35,7 +35,7 @@ def test_encoded_text_is_decoded_to_the_same_text(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(tokens) == text
     assert tokens == tokenizer.learn(text).tolist()
     with pytest.raises(
-        UserError, match=r"^--prompt: 'X\\udcff' \(2 distinct\) not in the training text's vocabulary, '"
+        UserError, match=r"^--prompt: the tokens 'X\\udcff' \(2 distinct\) are not in the training text's vocabulary, '"
     ):
         tokenizer.encode("eat X\udcff figs", "--prompt")
 
