@@ -58,8 +58,8 @@ MIDDLE_STAGE = [with_stages(3, distributed__strategy=name, optimizer__name="muon
     ("ranks", "runs", "steps"),
     [
         (4, SCHEDULED[1:3], 4),
-        pytest.param(4, SCHEDULED + COMBINED, 12, marks=pytest.mark.slow),
-        pytest.param(3, MIDDLE_STAGE, 12, marks=pytest.mark.slow),
+        pytest.param(4, SCHEDULED + COMBINED, 6, marks=pytest.mark.slow),
+        pytest.param(3, MIDDLE_STAGE, 6, marks=pytest.mark.slow),
     ],
 )
 def test_stages_train_with_the_losses_of_one_process(
