@@ -68,11 +68,6 @@ def test_a_batch_holds_the_windows_of_its_samples_in_their_order(numbers: range 
     assert np.array_equal(targets, expected[:, 1:])
 
 
-def test_the_smallest_text_has_one_window() -> None:
-    data = CharDataset(np.arange(5, dtype=np.uint8), block_size=4, seed=0)
-    assert data[range(3)][0].tolist() == [[0, 1, 2, 3]] * 3
-
-
 @pytest.mark.parametrize(
     "data",
     [

@@ -180,7 +180,10 @@ def test_other_versions_of_pytorch_are_refused(
         ("data.block_size", "8", ["is 8, but 16 in "]),
         ("data.path", "other.txt", ["'kw' (2 distinct) not in the vocabulary of ", "use the snapshot's text"]),
         ("data.truncate", "0.5", ["is 0.5, but null in "]),
-        ("optimizer.name", "muon", ["is muon, but adamw in "]),
+        ("data.train_split", "0.5", ["is 0.5, but 0.9 in "]),
+        ("model.conv_kernel_size", "4", ["is 4, but null in "]),
+        ("optimizer.name", "muon", ["is muon, but adamw in ", "set it to adamw"]),
+        ("trainer.seed", "7", ["is 7, but 1 in "]),
     ],
 )
 def test_a_snapshot_of_another_shape_or_vocabulary_is_refused_and_nothing_changes(

@@ -13,12 +13,9 @@ import fsspec
 import pytest
 import torch
 
-from mingpt.config.schema import SHAPE_KEYS, Config, config_to_dict
 from mingpt.errors import UserError
 from mingpt.snapshot import manager
 from mingpt.snapshot.folder import SnapshotFolder
-from mingpt.snapshot.format import KEPT_KEYS
-from mingpt.snapshot.load import fit_config
 from mingpt.snapshot.writer import SnapshotWriter
 from tests.faults.runs import Run, assert_same_run
 from tests.helpers import (
@@ -375,31 +372,6 @@ def _end_before_the_last_step(*argv: str) -> int:
 
 
 # Incompatible snapshots
-
-
-@pytest.mark.parametrize(
-    ("name", "saved", "shown"),
-    [
-        ("model.n_layer", 3, "is 4, but 3"),
-        ("model.bias", False, "is true, but false"),
-        ("model.conv_kernel_size", 4, "is null, but 4"),
-        ("data.truncate", 0.5, "is null, but 0.5"),
-        ("trainer.seed", 7, "is 1, but 7"),
-    ],
-)
-def test_a_kept_key_that_differs_is_refused_with_both_values(name: str, saved: Any, shown: str) -> None:
-    config = Config()
-    header = {"config": config_to_dict(config)}
-    header["config"]["model"]["dropout"] = header["config"]["optimizer"]["learning_rate"] = 0.5
-    assert fit_config(config, header, "SOURCE", KEPT_KEYS, adopts_shape=False) == config
-    section, key = name.split(".")
-    header["config"][section][key] = saved
-    value = shown.partition("but ")[2]
-    with pytest.raises(UserError, match=rf"^{name} {shown} in SOURCE: set it to {value}, or ADVICE$"):
-        fit_config(config, header, "SOURCE", KEPT_KEYS, adopts_shape=False, advice=", or ADVICE")
-    if name in SHAPE_KEYS:
-        adopted = fit_config(config, header, "SOURCE", KEPT_KEYS, adopts_shape=True)
-        assert getattr(getattr(adopted, section), key) == saved
 
 
 def test_a_text_without_some_of_the_characters_resumes_with_the_vocabulary_of_the_snapshot(

@@ -3,17 +3,14 @@
 import os
 import platform
 import resource
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from mingpt.errors import UserError
 from mingpt.system.device import (
     NCCL_BYTES,
-    check_compiler,
     choose_device,
     choose_precision,
     gpu_metrics,
@@ -204,16 +201,3 @@ def page_faults_before_and_after_tuning() -> list[int]:
             del tensors
         faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     return faults
-
-
-def test_compile_needs_a_c_compiler_on_a_gpu_and_a_cpp_compiler_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in ("CC", "CXX"):
-        monkeypatch.delenv(variable, raising=False)
-    for device, installed, missing in (
-        (GPU, "g++", "no gcc or clang .* CC "),
-        (CPU, "clang", r"no g\+\+ .* CXX "),
-    ):
-        monkeypatch.setattr(shutil, "which", {installed: installed}.get)
-        with pytest.raises(UserError, match=rf"^trainer\.compile is true.* {missing}"):
-            check_compiler(device)
-    check_compiler(GPU)

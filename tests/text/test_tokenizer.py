@@ -18,17 +18,6 @@ def tokenizer() -> Tokenizer:
     return learned
 
 
-def test_tokens_are_places_in_the_sorted_vocabulary_after_the_last_part() -> None:
-    tokenizer = Tokenizer()
-    learned = [tokenizer.learn(part) for part in PARTS]
-    new_tokens = tokenizer.sort()
-    vocabulary = sorted(set("".join(PARTS)))
-    assert list(tokenizer.vocabulary) == vocabulary
-    for tokens, part in zip(learned, PARTS, strict=True):
-        assert new_tokens[tokens].tolist() == [vocabulary.index(character) for character in part]
-        assert tokenizer.learn(part).tolist() == new_tokens[tokens].tolist()
-
-
 def test_encoded_text_is_decoded_to_the_same_text(tokenizer: Tokenizer) -> None:
     text = PARTS[1] + PARTS[0]
     tokens = tokenizer.encode(text, "prompt")

@@ -1,7 +1,7 @@
 """Many real processes train on one machine. One is killed, the others name it, and fewer processes resume.
 
-    nice python -m tests.faults.many_ranks
-    nice python -m tests.faults.many_ranks --ranks 8 --resumed 6 --distributed.strategy zero1
+    nice python -m docs.many_ranks
+    nice python -m docs.many_ranks --ranks 8 --resumed 6 --distributed.strategy zero1
 
 Each is main.py with one thread and a tiny model, a fork of a process that has imported PyTorch. 64 of them take some GB
 of memory. Other options are main.py's.
