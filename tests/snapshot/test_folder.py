@@ -2,6 +2,8 @@
 
 import os
 import pickle
+import resource
+from collections.abc import Iterator
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -261,3 +263,24 @@ def test_a_snapshot_of_another_version_is_refused_in_one_message(
     torch.save(content, folder.file(2))
     with pytest.raises(UserError, match=f"^{folder.file(2)} is not a snapshot that this version can read: .*{message}"):
         folder.load_newest()
+
+
+@pytest.fixture
+def file_size_limit() -> Iterator[None]:
+    """Files of this process can't grow beyond 100 kB, in place of a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_is_reported_and_existing_snapshots_stay(file_size_limit: None, folder: SnapshotFolder) -> None:
+    write(folder, 2)
+    message = r"step_00000003\.pt can't be written: \[Errno 27\] File too large; make room"
+    for step in (3, 4):
+        with pytest.raises(UserError, match=message.replace("3", str(step), 1)):
+            write(folder, step, large=torch.zeros(100_000))
+    assert os.listdir(folder.path) == file_names(2)
+    assert newest_step(folder) == 2
+    write(folder, 5)
+    assert os.listdir(folder.path) == file_names(5)

@@ -15,8 +15,10 @@ import torch
 
 from mingpt.errors import UserError
 from mingpt.snapshot import manager
-from mingpt.snapshot.folder import SnapshotFolder
+from mingpt.snapshot.folder import SnapshotFolder, load_snapshot
+from mingpt.snapshot.format import split_header
 from mingpt.snapshot.writer import SnapshotWriter
+from mingpt.system.run_lock import RunLock
 from tests.faults.runs import Run, assert_same_run
 from tests.helpers import (
     PATIENCE,
@@ -29,6 +31,7 @@ from tests.helpers import (
     run_captured,
     run_each_captured,
     run_ranks,
+    small_snapshot,
     train_main,
     write_overfitting_text,
     write_text,
@@ -44,6 +47,38 @@ def files(path: Path | str) -> list[str]:
 
 def names(*steps: int) -> list[str]:
     return [f"step_{step:08d}.pt" for step in steps]
+
+
+# The writer
+
+
+def test_the_writer_saves_the_state_of_the_step_and_reuses_its_buffers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    permission, write = threading.Event(), SnapshotFolder.write
+
+    def write_later(folder: SnapshotFolder, snapshot: dict[str, Any]) -> None:
+        assert permission.wait(20)
+        write(folder, snapshot)
+
+    monkeypatch.setattr(SnapshotFolder, "write", write_later)
+    folder = SnapshotFolder(str(tmp_path), keep=2)
+    writer, weight, addresses = SnapshotWriter(folder, RunLock({}), mirror=None), torch.ones(1000), set()
+    for step in (1, 2):
+        header = split_header(small_snapshot(step))
+        writer.save(header, [("weight", weight, {})], torch.device("cpu"))
+        weight += 1  # the next step
+        assert not writer.wait(0.05)
+        assert not writer.results
+        permission.set()
+        assert writer.wait(20)
+        permission.clear()
+        assert torch.equal(load_snapshot(folder.file(step))["model"]["weight"], torch.full((1000,), float(step)))
+        assert writer.results.popleft() == (header, None)
+        addresses |= {buffer.data_ptr() for buffer in writer.staging_buffers.values()}
+    assert len(addresses) == 1
+    writer.close()
+    assert not writer.staging_buffers
 
 
 # When snapshots are saved
