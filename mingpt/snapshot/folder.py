@@ -238,7 +238,8 @@ def load_snapshot(path: str) -> dict[str, Any]:
         try:
             snapshot = torch.load(opened, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:
-            if isinstance(error, ValueError) or "PytorchStreamReader" in str(error):  # a damaged list of parts
+            # a damaged list of parts, or a damaged header
+            if isinstance(error, ValueError) or re.search("PytorchStreamReader|inline_container", str(error)):
                 raise DamagedSnapshotError(f"torch.load refuses it: {error}") from error
             reason = re.findall(r"GLOBAL \S+", str(error)) or error  # code in the file, without torch.load's advice
             raise UserError(f"{path} is not damaged, but torch.load refuses it: {reason}") from error
