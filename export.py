@@ -9,16 +9,15 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from mingpt.system.signals import exit_on_interrupt
+from mingpt.program import run_program, start_program
 
 if __name__ == "__main__":
-    exit_on_interrupt()
+    start_program()
 
 from mingpt.config.parser import default_snapshot_path
 from mingpt.config.schema import Config, config_to_dict
 from mingpt.config.yaml_format import format_value
 from mingpt.errors import UserError
-from mingpt.program import run_program
 from mingpt.snapshot.load import Pretrained, load_pretrained
 from mingpt.system.torch_versions import check_torch_version
 

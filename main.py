@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from mingpt.config.parser import read_config
 from mingpt.config.schema import Config
 from mingpt.distributed.launcher import RankInfo, detect_launch_environment, reported_once_per_machine
-from mingpt.program import exit_process, import_pytorch, run_program
-from mingpt.system.signals import exit_on_interrupt, stop_with_torchrun
+from mingpt.program import exit_process, import_pytorch, run_program, start_program
+from mingpt.system.signals import stop_with_torchrun
 
 if TYPE_CHECKING:
     from mingpt.distributed.context import DistributedContext
@@ -74,5 +74,5 @@ def process_group(config: Config, info: RankInfo) -> "Iterator[DistributedContex
 
 
 if __name__ == "__main__":
-    exit_on_interrupt()
+    start_program()
     exit_process(run_program(main, sys.argv[1:]))

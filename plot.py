@@ -10,6 +10,7 @@ import argparse
 import os
 import shutil
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +69,8 @@ def draw(runs: Sequence[Run], file: Path) -> None:
         os.environ.pop("MPLBACKEND", None)
     from matplotlib.figure import Figure  # noqa: PLC0415 - the import is slow, and mistakes are reported before
 
+    # It warns of each character of a name that its font lacks, and draws a box. The terminal shows the character.
+    warnings.filterwarnings("ignore", "Glyph")
     figure = Figure(figsize=(9, 8), dpi=100, layout="constrained")
     axes = figure.subplots(len(PANELS), sharex=True, height_ratios=(3, 1, 1, 1))
     for ax, (key, title) in zip(axes, PANELS.items(), strict=True):
@@ -108,7 +111,8 @@ def terminal_plot(runs: Sequence[Run]) -> str:
     last_step = max(run.curves["loss"][0][-1] for run in runs)
     ticks = sorted({last_step * i // 4 for i in range(5)})
     figure.ruler("x").ticks(ticks, [f"{tick:,}" for tick in ticks])
-    return figure.build().string(colorless=not sys.stdout.isatty())
+    is_colored = sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
+    return figure.build().string(colorless=not is_colored)
 
 
 def run(argv: Sequence[str]) -> None:

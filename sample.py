@@ -4,17 +4,16 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from mingpt.system.signals import exit_on_interrupt
+from mingpt.program import run_program, start_program
 
 if __name__ == "__main__":
-    exit_on_interrupt()
+    start_program()
 
 import torch
 
 from mingpt.config.parser import default_snapshot_path
 from mingpt.errors import UserError
 from mingpt.monitoring.logging import configure_logging
-from mingpt.program import run_program
 from mingpt.snapshot.load import load_pretrained
 from mingpt.system.torch_versions import check_torch_version
 from model import GPT

@@ -1,7 +1,8 @@
 """Folders, and files that are replaced as a whole."""
 
+import errno
 import os
-import tempfile
+import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -53,12 +54,15 @@ def replaced_file(path: Path | str, flush: bool = True) -> Iterator[IO[bytes]]:
         _sync_folder(Path(path).parent)
 
 
-def check_temporary_folder() -> None:
-    """Raises a UserError if there is no folder for temporary files, which even `torch.optim` needs."""
-    try:
-        tempfile.gettempdir()
-    except FileNotFoundError as error:
-        raise UserError(f"environment: {error.strerror}; set TMPDIR to a folder that can be written") from error
+def open_regular(path: Path | str) -> IO[bytes]:
+    """Opens a file to read. Opening a FIFO would wait for another process, and reading a device may not end.
+
+    Raises:
+        OSError: it can't be read, or is not a regular file.
+    """
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return open(path, "rb")
 
 
 def replace_file(path: Path, text: str) -> None:

@@ -5,7 +5,9 @@ import gc
 import io
 import json
 import os
+import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -13,9 +15,28 @@ from contextlib import suppress
 from pathlib import Path
 
 from mingpt.errors import PeerError, UserError, is_oom_error
-from mingpt.files import check_temporary_folder, replace_file
+from mingpt.files import replace_file
 from mingpt.monitoring.logging import configure_logging, logger
 from mingpt.system.signals import is_interactive
+
+
+def start_program() -> None:
+    """Checks the folders that PyTorch needs, and makes Ctrl-C end the program at once, unless it runs in a session.
+
+    Call it before PyTorch is imported. Without a working directory, oneMKL ends the process during the import, and
+    `torch.optim` needs a folder for temporary files. A KeyboardInterrupt would show the traceback of the imports, and
+    NumPy turns it into other errors.
+    """
+    problem = "the working directory was deleted; change to another one"
+    try:
+        os.getcwd()
+        problem = "no folder for temporary files can be written; set TMPDIR to one"
+        tempfile.gettempdir()
+    except FileNotFoundError as error:
+        logger.error(f"environment: {problem} ({error.strerror})")
+        sys.exit(2)
+    if not is_interactive():
+        signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
 
 
 def run_program(run: Callable[[Sequence[str]], int | None], argv: Sequence[str], encoding: str | None = None) -> int:
@@ -81,9 +102,8 @@ def import_pytorch() -> None:
     imports, and 0.15 seconds each during training (measured).
 
     Raises:
-        UserError: this version of PyTorch is not supported, or there is no folder for temporary files.
+        UserError: this version of PyTorch is not supported.
     """
-    check_temporary_folder()
     if "torch" not in sys.modules:
         # OpenMP would start fewer threads while other programs use the cores, and matrix products in bf16 would be
         # wrong (see `openmp_limit`). It reads its variables when PyTorch is imported.

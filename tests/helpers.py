@@ -164,9 +164,10 @@ def run_on_terminal(
     """Runs a program of this repository on a new terminal. Returns its exit status and its output.
 
     `watch` is called after each new output, with the process, the other end of the terminal, and the whole output.
+    With `columns` 0, the terminal reports no size, like under `docker exec -t`.
     """
     master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24 if columns else 0, columns, 0, 0))
     raw = b""
     command = [sys.executable, *(ROOT / word if str(word).endswith(".py") else word for word in argv)]
     with subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=clean_env(**env)) as process:

@@ -23,8 +23,9 @@ from mingpt.config.parser import read_config
 from mingpt.config.schema import KEYS
 from mingpt.distributed import network
 from mingpt.program import run_program as exit_status_of
+from mingpt.program import start_program
 from mingpt.snapshot import __main__ as listing
-from tests.helpers import SMALL_CONFIG, assert_one_message, run_args, run_main, run_ranks, write_text
+from tests.helpers import SMALL_CONFIG, assert_one_message, run_args, run_main, run_program, run_ranks, write_text
 
 Refusal = Callable[..., str]  # the fixture `refusal`
 STAGES = "--distributed.pipeline_stages 2 --trainer.micro_batch_size 2 --trainer.batch_size 8"
@@ -62,6 +63,7 @@ OPTIONS = [
     ("--trainer.max_steps", ["trainer.max_steps", "''"]),
     # Text and places
     ("--trainer.run_dir ''", ["trainer.run_dir", "''", "at least 1 character"]),
+    ("--data.path a\udcff.txt", ["data.path", r"'a\udcff.txt'", "must be UTF-8 text"]),
     ("--trainer.run_dir s3://bucket/run", ["trainer.run_dir", "'s3://bucket/run'", "a folder of this machine"]),
     ("--trainer.snapshot_path 's3://$UNSET/a'", ["trainer.snapshot_path", "$UNSET", "null or ", "environment"]),
     ("--distributed.init_method http://a", ["'http://a'", "tcp://host:port", "null"]),
@@ -304,12 +306,21 @@ def _run_with_modes(folder: Path) -> dict[tuple[str, int, str], tuple[int, str]]
 
 
 def test_without_a_folder_for_temporary_files_the_message_names_the_variable(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/nowhere"])
-    assert run_main(run_args(tmp_path / "run", text, trainer__max_steps=1)) == 2
+    with pytest.raises(SystemExit, match="2"):
+        start_program()
     err = capsys.readouterr().err
     assert_one_message(err)
-    assert err.startswith("error: environment: No usable temporary directory found in ")
-    assert err.endswith("; set TMPDIR to a folder that can be written\n")
+    assert err.startswith("error: environment: no folder for temporary files can be written; set TMPDIR to one (No ")
+
+
+@pytest.mark.parametrize("program", ["main.py", "sample.py", "export.py"])
+def test_a_deleted_working_directory_is_one_message(program: str, tmp_path: Path) -> None:
+    code = "import os, runpy, sys; os.rmdir(os.getcwd()); runpy.run_path(sys.argv[1], run_name='__main__')"
+    done = run_program("-c", code, program, cwd=tmp_path)
+    assert done.returncode == 2
+    assert_one_message(done.stderr)
+    assert done.stderr.startswith("error: environment: the working directory was deleted; ")

@@ -72,6 +72,23 @@ def test_a_notebook_sets_a_backend_that_is_not_installed(folder: Path, tmp_path:
         assert out.exists()
 
 
+def test_a_name_may_have_characters_that_the_font_lacks(folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "\u4e2d\u6587"
+    run.symlink_to(folder / "whole")
+    done = run_program("plot.py", str(run), "--out", str(tmp_path / "plot.png"))
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("env", [{"TERM": "dumb"}, {"NO_COLOR": "1"}])
+def test_a_terminal_gets_no_colors_if_the_environment_forbids_them(
+    env: dict[str, str], folder: Path, tmp_path: Path
+) -> None:
+    argv = ["plot.py", folder / "whole", "--out", tmp_path]
+    status, raw = run_on_terminal(*argv, **env)
+    assert (status, ESCAPE_CODE.search(raw)) == (0, None), raw
+    assert ESCAPE_CODE.search(run_on_terminal(*argv, TERM="xterm", NO_COLOR="")[1])
+
+
 def test_the_plot_fits_the_terminal(folder: Path, tmp_path: Path) -> None:
     argv = ["plot.py", folder / "whole", folder / "moved", "--out", tmp_path / "both.png"]
     status, raw = run_on_terminal(*argv, columns=160)

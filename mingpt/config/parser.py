@@ -125,7 +125,7 @@ def _wrong_value(name: str, value: Any, place: str, errors: Iterable[ErrorDetail
     for error in errors:
         text, _, _ = error["msg"].partition(", unable to ")
         allowed.append(text.removeprefix("Input should be ").removeprefix("String should have "))
-    ranges = " or ".join(allowed).replace("a valid boolean", "true or false")
+    ranges = " or ".join(allowed).replace("a valid boolean", "true or false").replace("a valid string", "UTF-8 text")
     if name == "optimizer.betas":
         ranges = "a list of two numbers, at least 0 and less than 1"
     return f"{name} (in {place}): found {reprlib.repr(value)}, must be {ranges}{HINTS.get(str(value), '')}"

@@ -1,5 +1,6 @@
 """What a terminal or a pipe shows of a run, and options of progress bars."""
 
+import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -39,7 +40,7 @@ class Terminal:
             total=last_step,
             initial=step,
             bar_format="{n_fmt}/{total_fmt} {bar}{postfix}",
-            dynamic_ncols=True,
+            nrows=20,  # tqdm would show nothing on a terminal that reports 0 rows, as under `docker exec -t`
             mininterval=0.5,  # a notebook's cell keeps all output
             disable=None,  # if stdout is not a terminal
             file=sys.stdout,
@@ -62,6 +63,7 @@ class Terminal:
     def show(self, field: str, text: str, refresh: bool = True) -> None:
         """Shows a field in the live line."""
         self.fields[field] = text
+        self.bar.ncols = shutil.get_terminal_size().columns - 1  # unlike dynamic_ncols, it replaces a width of 0 by 80
         self.bar.set_postfix({name: self.fields[name] for name in FIELDS if name in self.fields}, refresh)
 
     def write(self, event: str, step: int, values: Mapping[str, Any]) -> None:

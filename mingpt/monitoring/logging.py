@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import stat
 import sys
 import time
@@ -29,7 +30,8 @@ class _TqdmHandler(logging.Handler):
             stream = sys.stderr
             message = f"{record.levelname.lower()}: {message}"
             if stream.isatty():
-                message = f"\r\x1b[K{message}"  # overwrites another rank's live line, which is redrawn below
+                # Overwrites another rank's live line, which is redrawn below. Not all terminals know escape codes.
+                message = f"\r{' ' * (shutil.get_terminal_size().columns - 1)}\r{message}"
             is_file = _is_log_file(stream)
         else:
             stream = getattr(sys, self.info_stream)

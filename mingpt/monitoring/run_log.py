@@ -18,7 +18,7 @@ from typing import Any
 from mingpt.config.schema import Config, config_to_dict
 from mingpt.config.yaml_format import dump_config
 from mingpt.errors import UserError
-from mingpt.files import replace_file, replaced_file
+from mingpt.files import open_regular, replace_file, replaced_file
 from mingpt.monitoring.live_line import Terminal
 from mingpt.monitoring.logging import logger
 
@@ -89,16 +89,20 @@ class MetricsFile:
     name = "metrics.jsonl"
 
     def __init__(self, folder: Path, step: int) -> None:
-        path = folder / "metrics.jsonl"
-        if path.exists():
-            with replaced_file(path) as kept:
-                for row in iter_metrics(path):
+        self.path = folder / "metrics.jsonl"
+        if self.path.exists():
+            with replaced_file(self.path) as kept:
+                for row in iter_metrics(self.path):
                     if row["step"] <= step:
                         kept.write(_encode_row(row))
-        self.file = open(path, "ab", buffering=0)  # noqa: SIM115
+        self.file = open(self.path, "ab", buffering=0)  # noqa: SIM115
 
     def write(self, event: str, step: int, values: Mapping[str, Any]) -> None:
         """Appends a row with a single write, so that a kill leaves at most one torn row, the last one."""
+        if event == "train":
+            # The file may have been removed. The trainer has just checked that the folder is still that of this run.
+            self.file.close()
+            self.file = open(self.path, "ab", buffering=0)  # noqa: SIM115
         line = _encode_row({"event": event, "step": step, "time": time.time(), **values})
         size = self.file.seek(0, os.SEEK_END)
         if self.file.write(line) < len(line):
@@ -232,9 +236,9 @@ def iter_metrics(file: Path) -> Iterator[dict[str, Any]]:
     """Yields the rows of a metrics.jsonl, without torn ones.
 
     Raises:
-        OSError: it can't be read.
+        OSError: it can't be read, or is not a regular file.
     """
-    with open(file, "rb") as lines:
+    with open_regular(file) as lines:
         for line in lines:
             with suppress(ValueError):
                 yield json.loads(line, parse_constant=lambda name: None)  # NaN and Infinity of other tools

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from mingpt.config.schema import TrainerConfig
 from mingpt.errors import UserError
-from mingpt.files import replaced_file
+from mingpt.files import open_regular, replaced_file
 from mingpt.monitoring.live_line import BAR_OPTIONS
 from mingpt.monitoring.logging import logger
 from mingpt.snapshot.format import check_content
@@ -232,7 +232,7 @@ def load_snapshot(path: str) -> dict[str, Any]:
         FileNotFoundError: the file does not exist.
         UserError: the file is whole, but `torch.load` or `check_content` refuses it.
     """
-    with local_copy(path) as name, open(name, "rb") as file:  # a mapping stays valid after the file is deleted
+    with local_copy(path) as name, open_regular(name) as file:  # a mapping stays valid after the file is deleted
         check_crc32(name)
         opened = f"/dev/fd/{file.fileno()}"  # torch.load accepts only names in UTF-8, and maps only files with a name
         try:

@@ -3,6 +3,7 @@
 They are read from cgroups of version 2 (admin-guide/cgroup-v2.rst in the kernel's documentation).
 """
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,20 +24,17 @@ def cpu_limit() -> float | None:
 def _limits(name: str) -> Iterator[list[str]]:
     """Yields the words of each file with this name that sets a limit."""
     mount = ROOT / "sys/fs/cgroup"
-    for line in _lines(ROOT / "proc/self/cgroup"):
-        version, _, path = line.partition("::/")
-        if version != "0":
-            continue
+    for path in re.findall("^0::/(.*)", _read(ROOT / "proc/self/cgroup"), re.MULTILINE):
         # In a container without a cgroup namespace, the path is the host's, and the container's cgroup is at the mount.
         folder = mount / path
         for parent in [folder, *folder.parents]:
-            words = " ".join(_lines(parent / name)).split()
+            words = _read(parent / name).split()
             if parent.is_relative_to(mount) and words and words[0] != "max":
                 yield words
 
 
-def _lines(file: Path) -> list[str]:
+def _read(file: Path) -> str:
     try:
-        return file.read_text().splitlines()
+        return file.read_text()
     except OSError:  # not Linux
-        return []
+        return ""

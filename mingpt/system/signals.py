@@ -29,15 +29,6 @@ def is_interactive() -> bool:
     return hasattr(sys, "ps1")
 
 
-def exit_on_interrupt() -> None:
-    """Makes Ctrl-C end a program at once, unless it runs in a session. Call it before PyTorch is imported.
-
-    A KeyboardInterrupt during imports would show its traceback, and NumPy turns it into other errors.
-    """
-    if not is_interactive():
-        signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
-
-
 def stop_with_torchrun() -> None:
     """Sends SIGTERM to this process when torchrun has ended, if torchrun has started it.
 

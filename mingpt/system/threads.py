@@ -15,9 +15,21 @@ def choose_threads(requested: int | str, local_world_size: int, saved: int | Non
         requested: trainer.threads
         saved: number in the snapshot that training resumes from, if it had the same number of ranks
     """
-    threads, reason = _choose_without_limit(requested, local_world_size, saved)
-    limit = openmp_limit()
-    if limit is not None and threads > limit:
+    if isinstance(requested, int):
+        threads = requested
+        reason = "as configured"
+    else:
+        threads, reason = _threads_for_this_machine(local_world_size)
+        # The saved number has precedence over OMP_NUM_THREADS, which torchrun sets to 1, and over the cores that are
+        # idle, because another number would change the last bits.
+        if saved == threads:
+            reason = "kept from the snapshot"
+        elif saved is not None:
+            reason = f"kept from the snapshot, not {threads} ({reason}); set trainer.threads to change it"
+            threads = saved
+        reason = f"auto: {reason}"
+    limit = openmp_limit() or threads
+    if limit < threads:
         return limit, f"OpenMP's limit from the environment, not {threads}: {reason}"
     return threads, reason
 
@@ -28,23 +40,11 @@ def openmp_limit() -> int | None:
     Matrix products in bf16 are wrong if OpenMP starts fewer threads than `torch.get_num_threads()` (PyTorch 2.13 with
     oneDNN: of 120 gradients, 86 were not finite, and 34 were finite but wrong by more than 5 percent).
     """
-    # `import_pytorch` turns it off, unless PyTorch has already been imported, as in a notebook.
-    if os.environ.get("OMP_DYNAMIC", "false").strip().lower() != "false":
-        return 1  # OpenMP may start any number of threads
-    return _omp_number("OMP_THREAD_LIMIT")
-
-
-def _choose_without_limit(requested: int | str, local_world_size: int, saved: int | None) -> tuple[int, str]:
-    if isinstance(requested, int):
-        return requested, "as configured"
-    threads, reason = _threads_for_this_machine(local_world_size)
-    # The saved number has precedence over OMP_NUM_THREADS, which torchrun sets to 1, and over the cores that are idle,
-    # because another number would change the last bits.
-    if saved == threads:
-        return saved, "auto: kept from the snapshot"
-    if saved is not None:
-        return saved, f"auto: kept from the snapshot, not {threads} ({reason}); set trainer.threads to change it"
-    return threads, f"auto: {reason}"
+    # `import_pytorch` turns it off, unless PyTorch has already been imported, as in a notebook. With it, OpenMP may
+    # start any number of threads.
+    is_dynamic = os.environ.get("OMP_DYNAMIC", "false").strip().lower() != "false"
+    is_serial = os.environ.get("OMP_MAX_ACTIVE_LEVELS", "").strip() == "0"
+    return 1 if is_dynamic or is_serial else _omp_number("OMP_THREAD_LIMIT")
 
 
 def _threads_for_this_machine(local_world_size: int) -> tuple[int, str]:

@@ -104,10 +104,11 @@ def _find_files(path: str) -> tuple[fsspec.AbstractFileSystem, list[dict[str, An
             f"data.path: {path} can't be read: {_reason(error)}; it must be a file, a glob or a URL for fsspec"
         ) from error
     files = [info for info in found if info["type"] == "file"]
-    if not files and found[0]["type"] == "directory":
-        raise UserError(f"data.path: {path} is a folder; to use all files, write {path.rstrip('/')}/*.txt in quotes")
     if not files:
-        raise UserError(f"data.path: {path} is a pipe or a device; write the text to a file, since each start reads it")
+        raise UserError(
+            f"data.path: {path} is a folder, a pipe or a device, but must be a file; to use all files of a folder, write "
+            f"{path.rstrip('/')}/*.txt in quotes; write the text of a pipe to a file, since each start reads it"
+        )
     return fs, files
 
 

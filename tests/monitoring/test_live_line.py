@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.helpers import run_args, run_on_terminal
 
 
@@ -26,8 +28,9 @@ def screen(raw: str, columns: int) -> list[str]:
     return ["".join(line).rstrip() for line in page]
 
 
-def test_the_live_line_fits_the_terminal_and_stays_below_log_lines(text: Path, tmp_path: Path) -> None:
-    status, raw = run_on_terminal("main.py", *run_args(tmp_path / "run", text), columns=80)
+@pytest.mark.parametrize("columns", [80, 0])  # 80 is the default
+def test_the_live_line_fits_the_terminal_and_stays_below_log_lines(columns: int, text: Path, tmp_path: Path) -> None:
+    status, raw = run_on_terminal("main.py", *run_args(tmp_path / "run", text), columns=columns)
     assert status == 0, raw
     updates = [part.rstrip() for part in re.split(r"[\r\n]+", raw) if re.match(r"\d+/12 ", part)]
     assert all(len(update) <= 80 for update in updates)

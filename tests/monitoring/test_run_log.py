@@ -31,9 +31,22 @@ def open_log(folder: Path) -> RunLog:
 
 
 def test_a_file_of_the_log_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").mkdir()
-    with pytest.raises(UserError, match=r"^trainer\.run_dir: a file in .* can't be read and written: .*config\.yaml"):
-        open_log(tmp_path)
+    for name, make in (("metrics.jsonl", os.mkfifo), ("config.yaml", os.mkdir)):
+        folder = tmp_path / make.__name__
+        folder.mkdir()
+        make(folder / name)
+        with pytest.raises(UserError, match=rf"^trainer\.run_dir: a file in .* can't be read and written: .*{name}"):
+            open_log(folder)
+
+
+def test_rows_after_metrics_jsonl_is_removed_are_in_a_new_file(tmp_path: Path) -> None:
+    log = open_log(tmp_path)
+    for step in (1, 2):
+        log.write("train", step, **VALUES)
+        kept = read_rows(tmp_path)
+        (tmp_path / "metrics.jsonl").unlink()
+    log.close()
+    assert [row["step"] for row in kept] == [2]
 
 
 @pytest.fixture(scope="module")

@@ -223,11 +223,12 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
 
 def test_a_newest_snapshot_that_cannot_be_read_is_not_skipped(folder: SnapshotFolder, tmp_path: Path) -> None:
     write(folder, 1)
-    (tmp_path / "step_00000002.pt").mkdir()
-    with pytest.raises(
-        UserError, match=r"step_00000002\.pt can't be read: .*directory.*; make it readable, move it away, or "
-    ):
-        folder.load_newest()
+    for step, make in ((2, os.mkdir), (3, os.mkfifo)):
+        make(tmp_path / f"step_{step:08d}.pt")
+        with pytest.raises(
+            UserError, match=rf"{step}\.pt can't be read: .*not a regular file.*; make it readable, move "
+        ):
+            folder.load_newest()
 
 
 def test_one_warning_names_a_file_that_cannot_be_deleted(

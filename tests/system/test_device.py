@@ -146,6 +146,8 @@ def test_openmp_may_limit_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"OMP_THREAD_LIMIT": "few"}, 5, "as configured"),
         ({"OMP_DYNAMIC": "true"}, 1, "OpenMP's limit from the environment, not 5: as configured"),
         ({"OMP_DYNAMIC": " False"}, 5, "as configured"),
+        ({"OMP_MAX_ACTIVE_LEVELS": " 0"}, 1, "OpenMP's limit from the environment, not 5: as configured"),
+        ({"OMP_MAX_ACTIVE_LEVELS": "1"}, 5, "as configured"),
     ]:
         with monkeypatch.context() as changed:
             for name, value in variables.items():

@@ -156,9 +156,9 @@ def test_what_is_no_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("pipe")
     for path, message in (
         ("*.txt", rf"\*\.txt can't be read: FileNotFoundError: .*No such file or directory: '{tmp_path}/b\.txt'"),
-        ("pipe", r"pipe is a pipe or a device; write the text to a file"),
-        ("link", r"link is a pipe or a device; write the text to a file"),
-        ("", rf"is a folder; to use all files, write {tmp_path}/\*\.txt in quotes"),
+        ("pipe", r"pipe is a folder, a pipe or a device, but must be a file; .*; write the text of a pipe to a file"),
+        ("link", r"link is a folder, a pipe or a device, but must be a file; "),
+        ("", rf"must be a file; to use all files of a folder, write {tmp_path}/\*\.txt in quotes"),
     ):
         with pytest.raises(UserError, match=message):
             check_text(f"{tmp_path}/{path}")
