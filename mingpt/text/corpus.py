@@ -106,8 +106,8 @@ def _find_files(path: str) -> tuple[fsspec.AbstractFileSystem, list[dict[str, An
     files = [info for info in found if info["type"] == "file"]
     if not files:
         raise UserError(
-            f"data.path: {path} is a folder, a pipe or a device, but must be a file; to use all files of a folder, write "
-            f"{path.rstrip('/')}/*.txt in quotes; write the text of a pipe to a file, since each start reads it"
+            f"data.path: {path} is a folder, a pipe or a device, but must be a file; to use all files of a folder, "
+            f"write {path.rstrip('/')}/*.txt in quotes; write the text of a pipe to a file, since each start reads it"
         )
     return fs, files
 
