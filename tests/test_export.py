@@ -237,7 +237,7 @@ def test_a_start_from_other_weights_is_refused_in_one_message(trained: Path, exp
         ("trainer.init_from", f"{tmp_path}/nowhere", f": no snapshot at {tmp_path}/nowhere"),
         ("trainer.init_from", str(exported), f": no snapshot at {exported}"),
         ("trainer.init_from", str(exported / "config.json"), f": {exported}/config.json is damaged, or not a "),
-        ("model.n_layer", "3", f" is 3, but 2 in trainer.init_from, {trained}: set it to 2"),
+        ("model.n_layer", "3", f" is 3, but 2 in trainer.init_from, {trained}; set it to 2"),
         ("data.block_size", "32", " is 32, but 256 in trainer.init_from"),
     ]
     commands = [[*argv, f"--{key}", value] for key, value, _ in cases]

@@ -159,11 +159,11 @@ def test_other_versions_of_pytorch_are_refused(
     version: str, argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch, "__version__", TorchVersion(version))
-    assert error_of(capsys, *argv).startswith(f"error: PyTorch is {version} here, must be at least 2.10 and below 3")
+    assert error_of(capsys, *argv).startswith(f"error: PyTorch is {version}, must be at least 2.10 and below 3")
     for run, options in ((sample.run, []), (export.run, ["--out", str(tmp_path / "out")])):
         assert exit_status_of(run, options) == 2
         err = capsys.readouterr().err
-        assert f"PyTorch is {version} here" in err
+        assert f"PyTorch is {version}, must" in err
         assert_one_message(err)
     assert list(tmp_path.iterdir()) == [tmp_path / "text.txt"]
 
@@ -178,7 +178,7 @@ def test_other_versions_of_pytorch_are_refused(
         ("model.n_embd", "32", ["is 32, but 16 in "]),
         ("model.bias", "false", ["is false, but true in "]),
         ("data.block_size", "8", ["is 8, but 16 in "]),
-        ("data.path", "other.txt", ["'kw' (2 distinct) not in the vocabulary of ", "use the snapshot's text"]),
+        ("data.path", "other.txt", ["'kw' (2 distinct) are not in the vocabulary of ", "use the snapshot's text"]),
         ("data.truncate", "0.5", ["is 0.5, but null in "]),
         ("data.train_split", "0.5", ["is 0.5, but 0.9 in "]),
         ("model.conv_kernel_size", "4", ["is 4, but null in "]),
@@ -215,7 +215,7 @@ def test_a_resumed_run_reports_another_learning_rate_text_and_pytorch(
     assert run_main(argv) == 0
     out = capsys.readouterr().out
     assert f"resuming from {run_dir}/snapshots/step_00000001.pt" in out
-    assert f"the version of PyTorch has changed: {then} made the snapshot, 2.99.0 resumes it, and last bits" in out
+    assert f"the version of PyTorch has changed from {then} to 2.99.0, so the last bits" in out
     assert re.search(r"the learning rate of step 1 was \S+, and is 0\.01 with this configuration\n", out), out
     assert len(set(re.findall(r"the text has changed: .* ([0-9a-f]{64}) .* ([0-9a-f]{64}) now", out)[0])) == 2
 

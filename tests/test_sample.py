@@ -138,7 +138,7 @@ def test_best_is_the_snapshot_of_lowest_validation_loss(trained: Path, tmp_path:
         ("snapshot", "words.txt", ": words.txt is damaged, or not a snapshot of main.py: it does not begin like a "),
         ("snapshot", "gpt2", ": no snapshot at gpt2 (working directory "),
         ("snapshot", "nosuch://place", ": nosuch://place can't be read"),
-        ("snapshot", "memory://none", ": no snapshot at memory://none; main.py makes them"),
+        ("snapshot", "memory://none", ": no snapshot at memory://none; main.py saves them"),
     ],
 )
 def test_each_mistake_is_one_message(

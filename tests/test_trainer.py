@@ -105,7 +105,7 @@ def test_patience_ends_the_run_and_a_resumed_run_counts_on(tmp_path: Path) -> No
     assert newest_snapshot(whole)["step"] == 12
     assert_equal_snapshots(whole, parts)
     lowest = read_rows(whole, "eval")[0]["val_loss"]
-    reason = f"no evaluation since step 4 has had a lower validation loss than {lowest:.4f} (trainer.patience is 2)"
+    reason = f"the validation loss has not improved since step 4 ({lowest:.4f}, with trainer.patience 2)"
     assert f"ended early: {reason}\n" in done
     assert [(row["step"], row["reason"]) for row in read_rows(parts, "stop")] == [(10, None), (12, reason)]
     longer = run_args(whole, text, **PATIENCE | {"trainer__patience": 4})

@@ -1,4 +1,4 @@
-"""What a terminal or a pipe shows of a run, and options of progress bars."""
+"""Shows a run on a terminal or in a pipe, and has the options of progress bars."""
 
 import shutil
 import sys

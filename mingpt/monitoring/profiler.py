@@ -8,7 +8,7 @@ from torch.profiler import profile, schedule
 
 from mingpt.monitoring.logging import logger
 
-SKIP_STEPS = 10  # steps until memory, caches and gradient buckets settle
+SKIP_STEPS = 10  # steps until memory, caches and gradient buckets are stable
 
 
 @contextmanager

@@ -31,7 +31,7 @@ class RunLog:
         self.terminal: Terminal | None = None
 
     def open(self, config: Config, step: int, last_step: int) -> None:
-        """Writes config.yaml and opens all sinks. They remove the rows of later steps than `step`.
+        """Writes config.yaml and opens all sinks. They remove the rows of steps after `step`.
 
         Raises:
             UserError: the run folder can't be written, or wandb is missing or refuses to start.
@@ -80,7 +80,7 @@ class RunLog:
 
 
 class MetricsFile:
-    """metrics.jsonl. Opening it removes rows of later steps than `step`, and a torn last row.
+    """metrics.jsonl. Opening it removes rows of steps after `step`, and a torn last row.
 
     Raises:
         OSError: it can't be written.
@@ -123,7 +123,7 @@ def _encode_row(row: Mapping[str, Any]) -> bytes:
 
 
 class TensorBoard:
-    """TensorBoard's events. It hides rows of later steps than `step` in earlier files.
+    """TensorBoard's events. It hides rows of steps after `step` in earlier files.
 
     Raises:
         OSError: the events can't be written.
@@ -150,7 +150,7 @@ class TensorBoard:
 
 
 def _show_thread_error(args: threading.ExceptHookArgs) -> None:
-    """Shows the traceback of an error in a thread, except of a full disk, which SummaryWriter.flush reports."""
+    """Shows the traceback of an error in a thread, except for a full disk, which SummaryWriter.flush reports."""
     if not isinstance(args.exc_value, OSError):
         threading.__excepthook__(args)
 

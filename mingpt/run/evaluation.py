@@ -7,7 +7,7 @@ from char_dataset import ValidationDataset
 from mingpt.parallel.strategy import Strategy
 
 SAMPLE_LENGTH = 100  # tokens after the prompt
-MAX_BATCH = 16  # windows in a forward pass where trainer.micro_batch_size is null
+MAX_BATCH = 16  # windows in a forward pass if trainer.micro_batch_size is null
 NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH, SDPBackend.OVERRIDEABLE]
 
 
@@ -18,13 +18,13 @@ def evaluate(strategy: Strategy, data: ValidationDataset) -> float:
     the data. Each batch is evaluated by one replica of the model, and losses of batches are added in order.
     """
     cfg = strategy.config.trainer
-    # The last bits of a loss depend on the size, so it does not depend on the number of ranks, like their shares do.
+    # The last bits of a loss depend on the size, so the size must not depend on the number of ranks.
     size = cfg.micro_batch_size or min(cfg.batch_size, MAX_BATCH)
     batches = [range(start, start + size) for start in range(0, len(data), size)]
     replicas = strategy.replicas
     rounds = []
     for first in range(0, len(batches), replicas.world_size):
-        number = min(first + replicas.rank, len(batches) - 1)  # spare ranks compute, too: sharded strategies gather
+        number = min(first + replicas.rank, len(batches) - 1)  # spare ranks also compute: sharded strategies gather
         losses = torch.zeros(replicas.world_size, device=replicas.device)
         losses[replicas.rank] = strategy.evaluate(batches[number], data)
         # One all-reduce at the end would exceed the timeout if a rank is slow and the text is long.

@@ -1,4 +1,4 @@
-"""Choices that determine the last bits of a run. They follow from the hardware; snapshots keep them for a resume."""
+"""Choices that determine the last bits of a run. They depend on the hardware, and snapshots store them."""
 
 from typing import Any, NamedTuple
 
@@ -38,7 +38,7 @@ def set_numerics(config: Config, context: DistributedContext, header: dict[str, 
     else:
         kept = saved["threads"] if saved.get("world_size") == context.world_size else None
         choice = choose_threads(cfg.threads, context.local_world_size, kept)
-        threads, threads_reason = reduce_object(context, choice, min)  # a step takes as long as the slowest rank's
+        threads, threads_reason = reduce_object(context, choice, min)  # the slowest rank determines the time of a step
     precision, reason = choose_precision(cfg.precision, device, saved.get("precision"))
     check_equal(context, {"the precision that trainer.precision: auto selects": precision}, advice="set it to either")
     torch.set_num_threads(threads)

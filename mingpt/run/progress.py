@@ -29,7 +29,7 @@ class Progress:
 
         Args:
             text_sha256: digest of this run's text. If it differs from the snapshot's, `best` is not loaded, since
-                losses on two texts do not compare.
+                losses on two texts are not comparable.
         """
         self.step = header["step"]
         self.samples = header["samples"]
@@ -41,7 +41,7 @@ class Progress:
         """Sets the validation loss of this step.
 
         Args:
-            counts: trainer.patience counts the evaluation: trainer.eval_every was the reason for it, not the run's end
+            counts: whether trainer.patience counts the evaluation, since trainer.eval_every required it
         """
         self.val_loss = val_loss
         self.best.evaluations_since += int(counts)
@@ -52,7 +52,7 @@ class Progress:
 class StepResult(NamedTuple):
     """The results of an optimizer step. Tensors are on the device."""
 
-    batch: range  # its sample numbers, of all ranks together
+    batch: range  # sample numbers of all ranks
     losses: list[Tensor]  # this rank's terms of the mean loss
     grad_norm: Tensor  # before clipping
     learning_rate: float

@@ -83,7 +83,7 @@ def lock_run(config: Config, context: DistributedContext) -> RunLock:
     folders = {Path(config.trainer.run_dir): "trainer.run_dir"}
     with shared_errors(context):
         root = open_folders(config.trainer)[0].root
-        if os.path.realpath(root) != os.path.realpath(config.trainer.run_dir):  # it would lock the run out
+        if os.path.realpath(root) != os.path.realpath(config.trainer.run_dir):  # a folder can't be locked twice
             folders[Path(root)] = "trainer.snapshot_path"
         lock = RunLock(folders if context.rank == 0 else {})
     return lock
@@ -103,7 +103,7 @@ def adopt_snapshot(
         the configuration, and a tokenizer with the vocabulary of the snapshot or of trainer.init_from
 
     Raises:
-        UserError: on all ranks, if trainer.init_from can't be loaded, or a key differs that must not.
+        UserError: on all ranks, if trainer.init_from can't be loaded, or a key that can't change differs.
     """
     path = config.trainer.init_from
     if header is not None:

@@ -60,7 +60,7 @@ def length_rows(config: Config, progress: Progress, last_step: int, num_windows:
     return {
         "batch": f"{cfg.batch_size} sequences x {config.data.block_size} tokens, over all ranks",
         "length": f"{last_step:,} steps = {samples / num_windows:.2f} epochs",
-        "run": f"{cfg.run_dir}: kill it at any time, the same command resumes",
+        "run": f"{cfg.run_dir}: kill it at any time; the same command resumes it",
     }
 
 
@@ -79,14 +79,14 @@ def resumed(path: str, then: dict[str, Any], now: dict[str, Any]) -> str:
     if then["text_sha256"] != now["text_sha256"]:
         lines.append(
             f"the text has changed: its SHA-256 is {then['text_sha256']} in the snapshot, {now['text_sha256']} now. "
-            "Validation losses do not compare with those before, and may be of text that was trained on: best snapshot "
-            "and trainer.patience start again"
+            "Validation losses are not comparable with earlier ones, and may include text that was trained on, so best "
+            "snapshot and trainer.patience start again"
         )
     for key, name in (("hardware", "hardware"), ("pytorch", "version of PyTorch")):
         new = now["choices"][key]
         old = then["choices"].get(key, new)  # an older snapshot may lack it
         if old != new:
-            lines.append(f"the {name} has changed: {old} made the snapshot, {new} resumes it, and last bits may differ")
+            lines.append(f"the {name} has changed from {old} to {new}, so the last bits may differ")
     old = then["learning_rate"]
     new = now["learning_rate"]
     if not math.isclose(old, new, rel_tol=1e-6):
@@ -112,8 +112,8 @@ def already_trained(file: str, step: int, config: Config, last_step: int, early_
 
 def patience_is_over(best: Best, patience: int | None) -> str:
     return (
-        f"no evaluation since step {best.step} has had a lower validation loss than {best.val_loss:.4f} "
-        f"(trainer.patience is {patience})"
+        f"the validation loss has not improved since step {best.step} ({best.val_loss:.4f}, with "
+        f"trainer.patience {patience})"
     )
 
 
@@ -146,7 +146,7 @@ def memory(usage: Mapping[str, int]) -> str:
     """
     parts = ", ".join(f"{kind} {format_bytes(number)}" for kind, number in usage.items())
     total = format_bytes(sum(usage.values()))
-    return f"memory measured, on the rank with most: {total} per rank without activations: {parts}"
+    return f"measured memory of the rank that uses the most, without activations: {total} ({parts})"
 
 
 def model_summary(parameters: Mapping[str, Tensor]) -> str:

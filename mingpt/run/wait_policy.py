@@ -1,4 +1,4 @@
-"""OpenMP's threads wait for each other by spinning, or by sleeping while other programs use the cores.
+"""Makes OpenMP's threads sleep instead of spin while other programs use the cores.
 
 A thread that waits at the end of a parallel region spins for some milliseconds, since sleeping and waking up would take
 longer than most regions. If another program takes a core, threads use up their share of it by spinning. So they rarely
@@ -65,7 +65,7 @@ def _watch(ended: threading.Event, context: DistributedContext) -> None:
         elif warns and now >= max(calm + WARN_AFTER_SECONDS, next_warning):
             next_warning = now + WARN_AGAIN_SECONDS
             advice = "; a new run with fewer trainer.threads may be faster" if threads > 1 else ""
-            logger.warning(f"training is slow, since other programs use the CPU cores that it runs on{advice}")
+            logger.warning(f"training is slow, because other programs use its CPU cores{advice}")
 
 
 def _threads_that_wait(ended: threading.Event, seconds: float) -> float:

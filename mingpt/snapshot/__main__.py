@@ -25,12 +25,12 @@ def find_files(path: str) -> list[str]:
     folders = (folder, SnapshotFolder(f"{path}/snapshots"))
     files = [f"{folder.path}/{name}" for folder in folders for name in folder.files().values()]
     if not files:
-        raise UserError(f"PATH: no snapshot at {path}: main.py makes them in its run folder")
+        raise UserError(f"PATH: no snapshot at {path}; main.py saves them in its run folder")
     return files
 
 
 def describe(file: str) -> list[str]:
-    """Returns the cells of a snapshot's row. Some are empty if it can't be loaded, and there are none if it is gone."""
+    """Returns the cells of a snapshot's row. Some are empty if it can't be loaded, all if it is gone."""
     name = os.path.basename(file)
     try:
         snapshot = load_snapshot(file)

@@ -1,4 +1,4 @@
-"""The folder of a run's snapshots: the rule that keeps them, writing, finding and loading."""
+"""The folder of a run's snapshots: writes, finds and loads them, and deletes those that have expired."""
 
 import errno
 import hashlib
@@ -27,7 +27,7 @@ from mingpt.snapshot.format import check_content
 SNAPSHOT_NAME = re.compile(r"(?:step|frequent)_(\d{8})\.pt")
 # Files that killed processes leave behind. Each name contains a UUID, since the folder may hold other files.
 LEFTOVER_NAME = re.compile(rf"{SNAPSHOT_NAME.pattern}\.[0-9a-f]{{32}}\.tmp|[0-9a-f]{{32}}\.mark")
-SPARE_STEPS = 100  # scheduled steps that are remembered beyond `keep`: the mirror may have older snapshots
+SPARE_STEPS = 100  # scheduled steps to remember beyond `keep`, since the mirror may have older snapshots
 
 
 class DamagedSnapshotError(Exception):
@@ -36,7 +36,7 @@ class DamagedSnapshotError(Exception):
 
 @contextmanager
 def raise_user_error(problem: str, advice: str) -> Iterator[None]:
-    """Raises a UserError for any exception: each kind of store has its own classes, and torch.save a RuntimeError."""
+    """Turns any exception into a UserError. Each kind of store has its own classes, and torch.save a RuntimeError."""
     try:
         yield
     except UserError:
@@ -66,9 +66,9 @@ def expired_steps(steps: Sequence[int], scheduled: Collection[int], best: int | 
 class SnapshotFolder:
     """The snapshots of a run: files `step_00000500.pt` in a local folder or at any fsspec URL.
 
-    A file with that name is complete. The scheduled ones and the best one are flushed to disk. Of the others, only the
-    newest is kept: a killed process loses nothing of the page cache, and after a power failure the CRC-32 detects
-    damage.
+    A file with that name is complete. Scheduled snapshots and the best one are flushed to disk. Of the others, only the
+    newest is kept, and it is not flushed: a killed process loses nothing of the page cache, and after a power failure
+    the CRC-32 detects damage.
 
     The methods raise a UserError if the folder can't be read or written.
 
@@ -79,20 +79,20 @@ class SnapshotFolder:
 
     def __init__(self, path: str, keep: int = 1) -> None:
         problem = f"trainer.snapshot_path: {path} can't be opened"
-        with raise_user_error(problem, "it may be a folder, or a URL that fsspec knows"):
+        with raise_user_error(problem, "it must be a folder, or a URL for fsspec"):
             self.fs, self.root = fsspec.url_to_fs(path)
         self.is_local = isinstance(self.fs, LocalFileSystem)
-        self.path = path.rstrip("/")  # the name in messages
+        self.path = path.rstrip("/")  # for messages
         self.keep = keep
-        self.scheduled: list[int] = []  # steps of the newest scheduled snapshots, also of those that were deleted
+        self.scheduled: list[int] = []  # steps of the newest scheduled snapshots, including deleted ones
         self.best: int | None = None  # step of the best snapshot in this folder
         self.damaged: set[int] = set()  # steps of damaged files: they are not counted, and are kept for inspection
-        self.undeletable: set[str] = set()  # names that a warning has named
+        self.undeletable: set[str] = set()  # names for which there was a warning
 
     def make(self) -> None:
         """Makes the folder and its parents if they are missing."""
         with raise_user_error(
-            f"trainer.snapshot_path: {self.path} can't be written", "make it writable, or set another"
+            f"trainer.snapshot_path: {self.path} can't be written", "make it writable, or set another folder"
         ):
             self.fs.makedirs(self.root, exist_ok=True)
 
@@ -106,9 +106,9 @@ class SnapshotFolder:
         return f"{self.path}/{self.files().get(step, f'step_{step:08d}.pt')}"
 
     def _names(self) -> list[str]:
-        with raise_user_error(f"{self.path} can't be read", "make it readable, or name another"):
+        with raise_user_error(f"{self.path} can't be read", "make it readable, or name another folder"):
             try:
-                self.fs.invalidate_cache()  # other processes write here too
+                self.fs.invalidate_cache()  # other processes also write here
                 return [os.path.basename(name) for name in self.fs.ls(self.root, detail=False)]
             except FileNotFoundError:
                 return []
@@ -138,7 +138,7 @@ class SnapshotFolder:
     def _load(self, step: int) -> dict[str, Any] | None:
         """Loads a snapshot. Returns None if it is damaged or was deleted."""
         path = self.file(step)
-        with raise_user_error(f"{path} can't be read", "make it readable, move it away, or name another"):
+        with raise_user_error(f"{path} can't be read", "make it readable, move it away, or name another one"):
             try:
                 return load_snapshot(path)
             except FileNotFoundError:
@@ -164,13 +164,13 @@ class SnapshotFolder:
 
     def _expired(self, header: dict[str, Any]) -> list[int]:
         files = self.files()
-        if header["best"]["step"] in files:  # otherwise the one before is still the best
+        if header["best"]["step"] in files:  # otherwise, the previous one is still the best
             self.best = header["best"]["step"]
         whole = [step for step in files if step <= header["step"] and step not in self.damaged]
         return expired_steps(whole, self.scheduled, self.best, self.keep)
 
     def prune(self, header: dict[str, Any]) -> None:
-        """Deletes the snapshots that are no longer kept. It warns once of each one that can't be deleted."""
+        """Deletes the snapshots that are no longer kept. It warns once about each one that can't be deleted."""
         files = self.files()
         for step in self._expired(header):
             self._remove(files[step])
@@ -195,9 +195,9 @@ class SnapshotFolder:
         name = f"step_{step:08d}.pt"
         is_kept = step in snapshot["scheduled"] or step == snapshot["best"]["step"]
         problem = f"trainer.snapshot_path: {self.path}/{name} can't be written"
-        with raise_user_error(problem, "make room, or make it writable"):
+        with raise_user_error(problem, "free disk space, or make the folder writable"):
             if not is_kept and not self._has_spare_room():
-                raise OSError(errno.ENOSPC, "no room for it and the next snapshot of trainer.save_every")
+                raise OSError(errno.ENOSPC, "not enough space for it and the next snapshot of trainer.save_every")
             with replaced_file(f"{self.root}/{name}", flush=is_kept) as file:
                 torch.save(snapshot, file)
         self.scheduled = snapshot["scheduled"][-self.keep - SPARE_STEPS :]
@@ -205,7 +205,7 @@ class SnapshotFolder:
         self.prune(snapshot)
 
     def _has_spare_room(self) -> bool:
-        """Returns whether the disk has room for two more snapshots, if the newest one will be deleted if it expires."""
+        """Returns whether the disk has room for two more snapshots, after the newest one is deleted if it expires."""
         files = self.files()
         newest = max(files.keys() - self.damaged, default=None)
         if newest is None:
@@ -250,9 +250,9 @@ def load_snapshot(path: str) -> dict[str, Any]:
 def check_crc32(name: str) -> None:
     """Compares the parts of a snapshot, which is a zip archive, with their CRC-32.
 
-    It reads the file: where reading raises an OSError, access to a mapping would end the process by SIGBUS. It does not
-    check the space between parts and unused fields of headers, which do not change the result of torch.load: of 150,000
-    damaged files (bits, words, pages, truncation), all were refused or bitwise identical when loaded.
+    It reads the file, because an error in a mapped file ends the process by SIGBUS instead of raising an OSError. It
+    does not check the space between parts and unused fields of headers, which do not change the result of torch.load:
+    of 150,000 damaged files (bits, words, pages, truncation), all were refused or bitwise identical when loaded.
 
     Raises:
         DamagedSnapshotError: names the part.
@@ -287,7 +287,7 @@ def local_copy(path: str) -> Iterator[str]:
 
 
 def fingerprint(tensors: dict[str, Any]) -> str:
-    """Returns a digest of tensors by name, maybe nested. Equal names, shapes, dtypes and bits give equal digests."""
+    """Returns a digest of tensors by name, which may be nested. It is equal for equal names, shapes, dtypes, bits."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         value = tensors[name]

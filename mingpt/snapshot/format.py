@@ -1,4 +1,4 @@
-"""The content of a snapshot, and a check of it: another version of the program may have written the file."""
+"""Defines and checks the content of snapshots, which another version of the program may have written."""
 
 import math
 import reprlib
@@ -15,13 +15,13 @@ from mingpt.text.tokenizer import Tokenizer
 
 FORMAT_VERSION = 2
 OTHER_PROGRAMS = "weights of other programs can't be loaded (docs/export.md)"
-# Keys that a run keeps: they determine the meaning of its tensors, its part of the text, and the order of samples.
+# Keys that can't change in a run. They determine the meaning of tensors, the part of the text, and the sample order.
 KEPT_KEYS = (*SHAPE_KEYS, "data.train_split", "data.truncate", "optimizer.name", "trainer.seed")
 # The required entries and their types. Everything except `model` and `optimizer` is the header of a snapshot.
 CONTENT: dict[str, type] = {
     "step": int,
     "samples": int,
-    "val_loss": object,  # of this step; None: not evaluated
+    "val_loss": object,  # at this step; None: not evaluated
     "vocabulary": type(Tokenizer().vocabulary),
     "choices.precision": str,
     "choices.threads": int,
@@ -50,16 +50,16 @@ class Best:
 def check_content(content: Any, path: str) -> None:
     """Checks that the content of a file is a snapshot. Adds entries that a snapshot of an earlier version lacks.
 
-    A key of the model that it lacks has the default value, which should mean what the program did before.
+    Missing keys of the model get their defaults, which should mean what earlier versions did.
 
     Args:
         path: names the file in the message
 
     Raises:
-        UserError: another program wrote the file; or lists entries that are missing or of another type.
+        UserError: another program wrote the file, or entries are missing or of another type; the message lists them.
     """
     if not isinstance(content, dict) or "format" not in content:
-        raise UserError(f"{path} is not a snapshot of main.py, which has an entry `format`; {OTHER_PROGRAMS}")
+        raise UserError(f"{path} is not a snapshot of main.py, since it lacks the entry `format`; {OTHER_PROGRAMS}")
     with suppress(LookupError, TypeError):
         content["config"]["model"] = asdict(ModelConfig()) | content["config"]["model"]
     if mistakes := list(_find_mistakes(content)):
@@ -68,7 +68,7 @@ def check_content(content: Any, path: str) -> None:
         )
     save_every = content["config"]["trainer"]["save_every"]
     content.setdefault("scheduled", list(range(0, content["step"] + 1, save_every)))
-    # Earlier versions did not save each evaluation that was the lowest, so `lowest` may be of another step than `best`.
+    # Earlier versions did not save at every lowest evaluation, so `lowest` may be of another step than `best`.
     content["best"] = asdict(Best()) | content.pop("lowest", {}) | content.get("best", {})
 
 

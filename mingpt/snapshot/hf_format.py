@@ -1,4 +1,4 @@
-"""A model and a tokenizer of Hugging Face transformers, with the weights and the characters of a snapshot."""
+"""Converts a snapshot to a model and a tokenizer of Hugging Face transformers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -31,10 +31,10 @@ def hf_tokenizer(pretrained: Pretrained) -> PreTrainedTokenizerFast:
     """Returns a tokenizer with a token for each character.
 
     Raises:
-        UserError: the code was changed to other tokens.
+        UserError: a token has several characters, because the code was changed.
     """
     tokens = {character: token for token, character in enumerate(pretrained.tokenizer.vocabulary)}
-    tokenizer = Tokenizer(WordLevel(tokens, unk_token=""))  # not in the vocabulary: an unknown character is an error
+    tokenizer = Tokenizer(WordLevel(tokens, unk_token=""))  # not in the vocabulary: unknown characters raise an error
     tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = Fuse()
     if max(map(len, tokens)) > 1:
@@ -50,7 +50,8 @@ def hf_model(pretrained: Pretrained) -> PreTrainedModel:
     """Returns a model whose logits have been compared with this program's.
 
     Raises:
-        UserError: weights or logits differ. The code or the configuration has something that transformers' class lacks.
+        UserError: weights or logits differ. The code or the configuration uses something that transformers' class
+        lacks.
     """
     config = pretrained.model_config
     name = f"the {config.architecture} of transformers"
@@ -92,7 +93,7 @@ def hf_model(pretrained: Pretrained) -> PreTrainedModel:
 
 
 def gpt2_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the weights like GPT2LMHeadModel stores them: (in, out), where nn.Linear has (out, in)."""
+    """Returns the weights in the layout of GPT2LMHeadModel, which has (in, out) where nn.Linear has (out, in)."""
     stored = {"lm_head.weight": weights["transformer.wte.weight"]}
     for name, weight in weights.items():
         is_linear = name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
@@ -101,7 +102,7 @@ def gpt2_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def nanochat_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the weights as NanoChatForCausalLM stores them: queries, keys and values have a matrix each."""
+    """Returns the weights in the layout of NanoChatForCausalLM, with a matrix each for queries, keys and values."""
     stored = {}
     for our_name, weight in weights.items():
         name = our_name

@@ -45,7 +45,7 @@ def load_pretrained(path: str, option: str, best: bool = False) -> Pretrained:
         UserError: there is no undamaged snapshot, or `best` is set and the path is not a folder.
     """
     advice = "it must be a snapshot, a run folder, or the URL of one"
-    if not path:  # a variable of the shell that is not set; it would mean the working directory
+    if not path:  # such as an unset variable of the shell; it would mean the working directory
         raise UserError(f"{option} is empty; {advice}")
     path = path.rstrip("/") or "/"
     snapshot = None
@@ -70,7 +70,7 @@ def load_pretrained(path: str, option: str, best: bool = False) -> Pretrained:
         raise UserError(f"{option}: {path} can't be read: {error}; {advice}") from error
     if snapshot is None:
         place = "" if "://" in path else f" (working directory {os.getcwd()})"
-        raise UserError(f"{option}: no snapshot at {path}{place}; main.py makes them; {OTHER_PROGRAMS}")
+        raise UserError(f"{option}: no snapshot at {path}{place}; main.py saves them; {OTHER_PROGRAMS}")
     return Pretrained(gpt_config(snapshot), Tokenizer(snapshot["vocabulary"]), snapshot["model"], snapshot)
 
 
@@ -102,16 +102,16 @@ def _load_from_folder(path: str, best: bool) -> dict[str, Any] | None:
 def fit_config(
     config: Config, header: dict[str, Any], source: str, names: Sequence[str], adopts_shape: bool, advice: str = ""
 ) -> Config:
-    """Returns the configuration if it agrees with a snapshot in some keys.
+    """Checks the given keys of the configuration against a snapshot, and returns the configuration.
 
     Args:
         source: names the snapshot in messages
         names: the keys
-        adopts_shape: where a key of the model's shape has its default value, take the snapshot's value
+        adopts_shape: replace the defaults of keys of the model's shape by the snapshot's values
         advice: end of the message
 
     Raises:
-        UserError: lists the keys that differ; or the snapshot's values are not compatible with other keys.
+        UserError: keys differ, which the message lists, or the snapshot's values conflict with other keys.
     """
     mistakes = []
     adopted = {}
@@ -125,7 +125,7 @@ def fit_config(
             adopted[name] = saved
             continue
         shown = format_value(saved)
-        mistakes.append(f"{name} is {format_value(found)}, but {shown} in {source}: set it to {shown}")
+        mistakes.append(f"{name} is {format_value(found)}, but {shown} in {source}; set it to {shown}")
     if mistakes:
         raise UserError("\n  ".join(mistakes) + advice)
     config = replace(
@@ -136,14 +136,14 @@ def fit_config(
 
 
 def check_vocabulary(tokenizer: Tokenizer, header: dict[str, Any] | None, config: Config) -> None:
-    """Raises a UserError if a run continues from a snapshot (None: it is new) and its text has new tokens."""
+    """Raises a UserError if the text has tokens that are not in the run's snapshot (None: the run is new)."""
     if header is None:
         return
     new = set(tokenizer.vocabulary) - set(header["vocabulary"])
     if new:
         raise UserError(
-            f"data.path: {show_tokens(new)} not in the vocabulary of the snapshot of step {header['step']} in the run "
-            f"folder: use the snapshot's text to resume, or {new_run_advice(config)} to start a new run"
+            f"data.path: the tokens {show_tokens(new)} are not in the vocabulary of the run's snapshot of step "
+            f"{header['step']}; use the snapshot's text to resume, or {new_run_advice(config)} to start a new run"
         )
 
 

@@ -20,7 +20,7 @@ from mingpt.snapshot.worker import SaveResult
 from mingpt.snapshot.writer import SnapshotWriter
 from mingpt.system.run_lock import RunLock, read_holder
 
-MIN_SECONDS = 1.0  # shortest time between two snapshots, even if they cost less
+MIN_SECONDS = 1.0  # minimum time between two snapshots, even if saving is cheap
 EXCHANGE_SECONDS = 0.5  # interval between exchanges of ranks that wait for saves, below distributed.timeout_seconds
 
 
@@ -66,7 +66,7 @@ class SnapshotManager:
         self.writer = SnapshotWriter(self.folder, lock, self.mirror)
         self.overhead = config.trainer.save_overhead
         self.saved_at = time.monotonic()
-        self.has_warned = False  # about a snapshot that was not scheduled and could not be written
+        self.has_warned = False  # about an unscheduled snapshot that could not be written
         self.last_error = ""  # why the newest scheduled snapshot could not be saved; empty: it was saved
 
     def load_newest(self) -> NewestSnapshot | None:
@@ -81,7 +81,7 @@ class SnapshotManager:
         path = ""
         failure = ""
         remote = [] if self.mirror is None else [self.mirror.remote]
-        with context.long_timeout():  # a snapshot may be large and far away
+        with context.long_timeout():  # loading a large snapshot may take long
             for folder in [self.folder, *remote] if self.writes else []:
                 try:
                     newer = folder.load_newest(after=content.get("step", -1))
@@ -119,7 +119,7 @@ class SnapshotManager:
                 raise UserError(
                     f"trainer.snapshot_path: there is no whole snapshot in {self.folder.path} "
                     f"({len(self.folder.damaged)} damaged), but according to {metrics_file} this run has saved "
-                    f"{len(saved)}, the last at step {saved[-1]}: mount the disk, or copy the snapshots there; to "
+                    f"{len(saved)}, the last at step {saved[-1]}; mount the disk, or copy the snapshots there; to "
                     f"start again from step 0, {new_run_advice(self.config)}"
                 )
 
@@ -131,7 +131,7 @@ class SnapshotManager:
             if content and content["optimizer"].keys() != content["model"].keys():
                 raise UserError(
                     f"trainer.snapshot_path: {newest.path} has an optimizer state for {len(content['optimizer'])} of "
-                    f"{len(content['model'])} parameters, and must have one for all: move it away, or start a new run "
+                    f"{len(content['model'])} parameters, but must have one for all; move it away, or start a new run "
                     "with it as trainer.init_from"
                 )
         strategy.load_full_state(content.get("model", {}), content.get("optimizer", {}), newest.source_rank)
@@ -145,8 +145,8 @@ class SnapshotManager:
     def is_due(self) -> bool:
         """Returns whether to save a snapshot after the next step. All ranks call it, and rank 0 decides.
 
-        It is due after a second, if the time since the previous one is so long that saves take at most
-        `trainer.save_overhead` of it.
+        It is due a second after the previous one, or later if saves would take more than `trainer.save_overhead` of the
+        time.
         """
         if self.context.rank > 0 or self.overhead is None or not self.writer.wait(timeout=0):
             return False
@@ -156,11 +156,11 @@ class SnapshotManager:
     def save(self, header: dict[str, Any], strategy: Strategy, is_scheduled: bool) -> None:
         """Starts to write a snapshot. `poll` returns the result.
 
-        If the previous one is still being written, it waits for that, or skips a snapshot that is not kept.
+        If the previous snapshot is still being written, one that is kept waits for it, and any other is skipped.
 
         Args:
             header: the snapshot without its tensors and `scheduled`
-            is_scheduled: trainer.save_every asks for it, or the run ends with this step
+            is_scheduled: whether trainer.save_every requires it, or the run ends with this step
         """
         step = header["step"]
         if is_scheduled or header["best"]["step"] == step:
@@ -174,12 +174,12 @@ class SnapshotManager:
         self.saved_at = time.monotonic()
 
     def poll(self, is_ending: bool) -> list[SaveResult]:
-        """Returns the results of saves since the last call, and warns of errors.
+        """Returns the results of saves since the last call, and warns about errors.
 
         It does not warn if a folder is lost, since the trainer is about to end the run.
 
         Args:
-            is_ending: the run ends, and its caller reports `last_error`
+            is_ending: whether the run is ending, so that the caller reports `last_error`
 
         Raises:
             Exception: a save has failed with an error that is not a UserError.
@@ -204,7 +204,7 @@ class SnapshotManager:
         """Waits until no rank is writing a snapshot, however long it takes.
 
         Args:
-            uploads: wait for the mirror, too
+            uploads: whether to wait for the mirror as well
         """
         is_done = False
         while not is_done:
@@ -214,7 +214,7 @@ class SnapshotManager:
             is_done = reduce_object(self.context, is_idle, all)
 
     def close(self) -> None:
-        """Ends the threads. It waits for a snapshot that is being written, but not for long."""
+        """Ends the threads. It waits some seconds for a snapshot that is being written."""
         self.writer.close()
         if self.mirror is not None:
             self.mirror.close()

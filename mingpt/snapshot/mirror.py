@@ -10,7 +10,7 @@ from mingpt.snapshot.worker import SaveResult, Worker
 class Mirror(Worker):
     """A thread that copies the newest scheduled snapshot and the best one of a local folder to a URL.
 
-    It holds up neither training nor local saves, and skips a snapshot that a newer one has overtaken. The store's own
+    It delays neither training nor local saves, and skips a snapshot if a newer one is waiting. The store's own
     client repeats failed requests. Object stores show a file when it is complete; in other stores, the CRC-32 detects
     one whose upload has not ended.
 
@@ -45,7 +45,7 @@ class Mirror(Worker):
             if name is None or step in remote.files().keys() - remote.damaged:
                 continue
             problem = f"trainer.snapshot_path: {remote.path}/{name} can't be written"
-            with raise_user_error(problem, "make it writable, or set another"):
+            with raise_user_error(problem, "make it writable, or set another URL"):
                 remote.fs.put_file(os.path.join(self.local.root, name), f"{remote.root}/{name}")
             remote.damaged.discard(step)
         remote.prune(header)

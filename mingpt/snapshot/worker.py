@@ -27,7 +27,7 @@ class SaveResult(NamedTuple):
 class Worker:
     """A thread that handles snapshots, one at a time.
 
-    It exists before the first one, because starting it would delay a step until it gets the interpreter's lock.
+    It starts before the first one, because starting it during a step would delay the step until it gets the GIL.
     """
 
     def __init__(self) -> None:
@@ -47,5 +47,5 @@ class Worker:
         return self.newest in wait([self.newest], timeout).done
 
     def close(self) -> None:
-        """Ends the thread after the current request, and waits for that, but not for long."""
+        """Ends the thread after the current request, and waits some seconds for that."""
         self.executor.shutdown(wait=self.wait(EXIT_WAIT_SECONDS), cancel_futures=True)

@@ -48,13 +48,14 @@ class SnapshotWriter(Worker):
             state: name, weight and optimizer state of each parameter
             device: device of the model
         """
-        _synchronize(device)  # otherwise the copy would seem to take as long as the step before it
+        _synchronize(device)  # otherwise, the time of the copy would include the step before it
         began = time.perf_counter()
         snapshot = header | {"model": {}, "optimizer": {}}
         for name, weight, moments in state:
             tensors = {"": weight, **moments}
             copies = {key: self._buffer(f"{name}/{key}", tensor) for key, tensor in tensors.items()}
-            # On other devices, non_blocking is unsafe without pinned memory (https://github.com/pytorch/pytorch/issues/189690).
+            # On other devices, non_blocking is unsafe without pinned memory
+            # (https://github.com/pytorch/pytorch/issues/189690).
             torch._foreach_copy_(list(copies.values()), list(tensors.values()), non_blocking=weight.is_cuda)
             snapshot["model"][name] = copies.pop("")
             snapshot["optimizer"][name] = copies
@@ -85,10 +86,10 @@ class SnapshotWriter(Worker):
         except Exception as raised:  # reported by the training loop
             error = raised
         self.results.append(SaveResult(header, error))
-        # Steps take longer while the file is written: by the time of the processor that this thread takes, at most.
+        # While the file is written, steps take longer, at most by the CPU time of this thread.
         self.costs.append(self.copy_seconds + time.thread_time() - began)
 
 
 def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":  # where a GPU is not used, it is not initialized
+    if device.type != "cpu":  # on the CPU, this would initialize a GPU that is not used
         torch.accelerator.synchronize(device)

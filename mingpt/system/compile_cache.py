@@ -23,7 +23,7 @@ def use_compile_cache(folder: Path) -> None:
         return
     os.environ[VARIABLE] = str(folder.absolute())
     if any(folder.glob("compiling-*")):
-        shutil.rmtree(folder, ignore_errors=True)  # another process may delete it, too
+        shutil.rmtree(folder, ignore_errors=True)  # another process may also delete it
     marker = folder / f"compiling-{platform.node()}-{os.getpid()}"
 
     def touch_marker(_: object) -> None:

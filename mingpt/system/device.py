@@ -18,9 +18,9 @@ from mingpt.errors import UserError
 from mingpt.system.cgroup import memory_limit
 from mingpt.system.torch_versions import cpu_capabilities
 
-# Peak performance by the name of the GPU in PyTorch, in 1e12 FLOP/s: of 16-bit matrix products accumulated in fp32, and
-# of fp32 without TF32. Both are without sparsity, which doubles the numbers in many data sheets. The sources are data
-# sheets of NVIDIA and, for GeForce, appendix A of the white papers on GA102 and AD102.
+# Peak performance by the name of the GPU in PyTorch, in 1e12 FLOP/s, for 16-bit matrix products accumulated in fp32,
+# and for fp32 without TF32. Both are without sparsity, which doubles the numbers in many data sheets. The sources are
+# data sheets of NVIDIA and, for GeForce, appendix A of the white papers on GA102 and AD102.
 PEAK_TFLOPS = {
     "Tesla V100-SXM2-16GB": (125.0, 15.7),
     "Tesla V100-SXM2-32GB": (125.0, 15.7),
@@ -44,12 +44,12 @@ NCCL_BYTES = 2**30  # buffers of a communicator; 688 MB on four A100 (https://gi
 
 
 def use_cuda(backend: str) -> bool:
-    """Whether ranks train on CUDA GPUs: if there are any, unless the backend is gloo."""
+    """Returns whether ranks train on CUDA GPUs, because there are some and the backend is not gloo."""
     return backend != "gloo" and torch.cuda.is_available()
 
 
 def choose_device(backend: str, local_rank: int, world_size: int) -> torch.device:
-    """Returns the device of this rank: a GPU, or the CPU. Apple's GPU is for a single process only.
+    """Returns the device of this rank: a GPU, or the CPU. Only a single process uses Apple's GPU.
 
     Raises:
         UserError: the backend is nccl, and there is no GPU.
@@ -71,7 +71,7 @@ def device_kind(device: torch.device) -> str:
 
 
 def has_bf16(device: torch.device) -> tuple[bool, str]:
-    """Whether the hardware multiplies bfloat16 faster than fp32, and the reason.
+    """Returns whether the hardware multiplies bfloat16 faster than fp32, and the reason.
 
     On CPUs, PyTorch's notion of support includes emulation, which is several times slower than fp32. AVX512-BF16 has
     half the FLOP/s of fp32 on Intel CPUs (measured on Sapphire Rapids without AMX), and twice the FLOP/s on AMD CPUs.
@@ -100,7 +100,7 @@ def choose_precision(requested: str, device: torch.device, saved: str | None) ->
     """
     hardware, reason = has_bf16(device)
     if requested != "auto":
-        slow = f", and {reason}: slow" if requested == "bf16" and not hardware else ""
+        slow = f", but slow, because {reason}" if requested == "bf16" and not hardware else ""
         return requested, f"as configured{slow}"
     if saved == "fp32" or (saved == "bf16" and hardware) or (saved == "fp16" and device.type == "cuda"):
         return saved, "auto: kept from the snapshot"
@@ -119,8 +119,8 @@ def check_compiler(device: torch.device) -> None:
         compilers = [os.environ[variable]]
     if not any(map(shutil.which, compilers)):
         raise UserError(
-            f"trainer.compile is true, but there is no {' or '.join(compilers)} to compile with; install one, let "
-            f"{variable} name it, or set trainer.compile to false"
+            f"trainer.compile is true, but there is no compiler named {' or '.join(compilers)}; install one, set "
+            f"{variable} to a compiler, or set trainer.compile to false"
         )
 
 

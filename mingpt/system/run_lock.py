@@ -1,4 +1,4 @@
-"""Locks of folders: only one run at a time writes to a folder, even if several hosts share it."""
+"""Locks folders, so that only one run at a time writes to a folder, even if several hosts share it."""
 
 import fcntl
 import json
@@ -50,11 +50,11 @@ class RunLock:
         return None
 
     def check(self) -> None:
-        """Raises a UserError if a folder is lost. A save would create it again, or write to another run."""
+        """Raises a UserError if a folder is lost. A save would create it again, or write to another run's folder."""
         if folder := self.lost_folder():
             raise UserError(
                 f"{folder}, the folder of this run, was deleted, moved or replaced, so the run ends without saving; if "
-                "it was moved, move it back, and the same command resumes"
+                "it was moved, move it back and run the same command to resume"
             )
 
     def close(self) -> None:
@@ -117,7 +117,7 @@ def _try_lock(descriptor: int, file: Path) -> bool:
 
 
 def _is_at(file: Path, descriptor: int) -> bool:
-    """Whether the path still leads to the open file. The answer is True if the file system does not respond."""
+    """Returns whether the path still leads to the open file, and True if the file system does not respond."""
     try:
         return os.path.samestat(os.stat(file), os.fstat(descriptor))
     except (FileNotFoundError, NotADirectoryError):
@@ -129,6 +129,6 @@ def _is_at(file: Path, descriptor: int) -> bool:
 def read_holder(folder: Path | str) -> dict[str, Any]:
     """Returns process, host and id of the lock of a folder. The result is empty if there is none."""
     with suppress(OSError, ValueError):
-        os.listdir(folder)  # refreshes what an NFS client knows of the folder
+        os.listdir(folder)  # refreshes an NFS client's cache of the folder
         return json.loads((Path(folder) / LOCK_NAME).read_bytes())
     return {}

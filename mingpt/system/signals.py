@@ -80,7 +80,7 @@ class SignalHandler:
             self.old_handlers = {number: signal.signal(number, lambda number, frame: None) for number in handled}
             self.old_fd = signal.set_wakeup_fd(self.writer.fileno(), warn_on_full_buffer=False)
         else:
-            logger.warning("no signal stops this run and saves, since it is not in the main thread of its process")
+            logger.warning("signals can't stop this run, because it is not in the main thread of its process")
         self.thread = threading.Thread(target=self._read, daemon=True)
         self.thread.start()
         return self

@@ -17,7 +17,7 @@ def check_torch_version() -> None:
     major, minor = torch.__version__.split(".")[:2]
     if not (2, 10) <= (int(major), int(minor)) < (3, 0):
         raise UserError(
-            f"PyTorch is {torch.__version__} here, must be at least 2.10 and below 3: pip install -r requirements.txt"
+            f"PyTorch is {torch.__version__}, must be at least 2.10 and below 3; run pip install -r requirements.txt"
         )
 
 

@@ -156,7 +156,7 @@ def test_snapshots_that_are_not_kept_leave_room_for_one_that_is(run_dir: Path, u
     argv = run_args(run_dir, undisturbed.with_name("text.txt"), **OPTIONS | options)
     [(status, err)] = run_ranks(1, _train_with_many_saves, *argv, tmp_path=run_dir.parent)
     assert status == 0
-    assert err.count("no room for it and the next snapshot of trainer.save_every") == 1
+    assert err.count("not enough space for it and the next snapshot of trainer.save_every") == 1
     assert [row["step"] for row in read_rows(run_dir, "snapshot") if "path" in row] == [*range(10, LAST_STEP + 1, 10)]
     assert sorted(file.name for file in disk.glob("*.pt")) == [f"step_{LAST_STEP:08d}.pt"]
 

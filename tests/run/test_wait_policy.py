@@ -77,7 +77,7 @@ def test_beside_busy_programs_threads_sleep_and_a_warning_says_so(threads: int, 
         pytest.skip(f"needs {threads} cores")
     [(teams, err)] = run_ranks(1, _compute_beside_busy_programs, threads, tmp_path=tmp_path)
     assert (threads + 1 in teams) == (threads > 1)  # a single thread does not wait for others
-    assert err == f"warning: training is slow, since other programs use the CPU cores that it runs on{advice}\n"
+    assert err == f"warning: training is slow, because other programs use its CPU cores{advice}\n"
 
 
 def _compute_beside_busy_programs(threads: int) -> tuple[list[int], str]:

@@ -82,5 +82,5 @@ def test_a_missing_path_or_snapshot_is_reported(tmp_path: Path, capsys: pytest.C
         run([])
     assert "the following arguments are required: PATH" in capsys.readouterr().err
     for folder in (tmp_path, tmp_path / "missing"):
-        with pytest.raises(UserError, match=rf"^PATH: no snapshot at {folder}: main\.py makes them in its run folder"):
+        with pytest.raises(UserError, match=rf"^PATH: no snapshot at {folder}; main\.py saves them in its run folder"):
             run([str(folder)])

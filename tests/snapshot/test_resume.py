@@ -120,7 +120,7 @@ def test_a_snapshot_without_the_state_of_the_optimizer_is_refused(trained: Path,
     assert [status for status, _, _ in results] == [2, 2]
     size = len(snapshot["model"])
     assert results[0][2].startswith(
-        f"error: trainer.snapshot_path: {path} has an optimizer state for 0 of {size} parameters, and must have one "
+        f"error: trainer.snapshot_path: {path} has an optimizer state for 0 of {size} parameters, but must have one "
     )
     assert results[1][2] == ""
 
@@ -201,7 +201,7 @@ def test_retuning_keys_follow_the_yaml_and_changes_are_logged(trained: Path, run
     changes = out.partition("resuming from")[2].partition("step 7/8")[0]
     digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in (trained / "text.txt", text)]
     assert f"the text has changed: its SHA-256 is {digests[0]} in the snapshot, {digests[1]} now" in changes
-    assert "Validation losses do not compare with those before, and may be of text that was trained on: " in changes
+    assert "Validation losses are not comparable with earlier ones, and may include text that was " in changes
     assert "the learning rate of step 6 was " in changes
     config = OptimizerConfig(learning_rate=1e-12, warmup_steps=4, decay_steps=20)
     rates = [row["learning_rate"] for row in read_rows(run_dir) if row["step"] > 6]

@@ -93,7 +93,7 @@ def test_auto_selects_bf16_where_hardware_multiplies_it(
 ) -> None:
     set_hardware(**flags)
     assert choose_precision("auto", device, None) == (expected, f"auto: {reason}")
-    emulated = "" if expected == "bf16" else f", and {reason}: slow"
+    emulated = "" if expected == "bf16" else f", but slow, because {reason}"
     for saved in (None, "fp32"):
         assert choose_precision("bf16", device, saved) == ("bf16", f"as configured{emulated}")
 

@@ -196,7 +196,7 @@ def test_a_run_whose_folder_vanishes_ends_with_one_message(
     outputs = run_ranks(ranks, _lose_while_training, argv, run_dir, how, when, tmp_path=tmp_path)
     message = (
         f"error: {run_dir}, the folder of this run, was deleted, moved or replaced, so the run ends without saving; if "
-        "it was moved, move it back, and the same command resumes\n"
+        "it was moved, move it back and run the same command to resume\n"
     )
     assert [(status, err) for status, _, err in outputs] == [(2, message), (2, "")][:ranks]
     assert "done in" not in outputs[0][1]
@@ -267,7 +267,7 @@ def test_a_run_without_the_snapshots_that_it_has_saved_does_not_start_anew(text:
     assert status == 2
     assert err == (
         f"error: trainer.snapshot_path: there is no whole snapshot in {snapshots} (0 damaged), but according to "
-        f"{run_dir}/metrics.jsonl this run has saved 3, the last at step 7: mount the disk, or copy the snapshots "
+        f"{run_dir}/metrics.jsonl this run has saved 3, the last at step 7; mount the disk, or copy the snapshots "
         "there; to start again from step 0, set another trainer.run_dir and trainer.snapshot_path\n"
     )
     assert (run_dir / "metrics.jsonl").read_bytes() == before

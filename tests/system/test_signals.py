@@ -156,7 +156,7 @@ def test_a_run_in_a_thread_trains_without_signal_handlers(
         assert pool.submit(main, run_args(tmp_path / "run", text, trainer__max_steps=2)).result() == 0
     assert newest_snapshot(tmp_path / "run")["step"] == 2
     assert get_handlers() == handlers
-    assert capsys.readouterr().err.count("no signal stops this run") == 1
+    assert capsys.readouterr().err.count("signals can't stop this run") == 1
 
 
 def test_a_closed_terminal_stops_the_run_and_saves(text: Path, tmp_path: Path) -> None:
