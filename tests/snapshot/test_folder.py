@@ -277,7 +277,7 @@ def file_size_limit() -> Iterator[None]:
 
 def test_a_full_disk_is_reported_and_existing_snapshots_stay(file_size_limit: None, folder: SnapshotFolder) -> None:
     write(folder, 2)
-    message = r"step_00000003\.pt can't be written: \[Errno 27\] File too large; make room"
+    message = r"step_00000003\.pt can't be written: \[Errno 27\] File too large; free disk space"
     for step in (3, 4):
         with pytest.raises(UserError, match=message.replace("3", str(step), 1)):
             write(folder, step, large=torch.zeros(100_000))
