@@ -1,4 +1,4 @@
-"""Benchmarks: ratios of the times of a step. "A / B 1.6": A takes 1.6 times as long.
+"""Benchmarks compare the time of a step. "A / B 1.6" means that A takes 1.6 times as long as B.
 
     python -m benchmarks ab "--distributed.strategy zero1" "--distributed.strategy ddp" --ranks 2
     python -m benchmarks ab "--trainer.save_overhead 0.02" "" --seconds 3
@@ -8,10 +8,10 @@
     python -m benchmarks checkout FOLDER
     python -m benchmarks speed
 
-A and B are processes of their own and train alternately. `ab` compares two lists of options of main.py. The others
-compare a program with this one: a loop without logs, checks and data loading, or the model.py in FOLDER of nanoGPT or
-of the minGPT-DDP tutorial, or another checkout of this repository. `speed` shows tokens per second by size of the
-model. Further options are main.py's and apply to both sides.
+A and B train alternately in separate processes. `ab` compares two lists of options of main.py. The others
+compare this program with a loop without logs, checks and data loading, with the model.py of nanoGPT or of the
+minGPT-DDP tutorial in FOLDER, or with another checkout of this repository. `speed` shows tokens per second for three
+sizes of the model. Further options are main.py's and apply to both sides.
 """
 
 import argparse
@@ -52,7 +52,7 @@ class Program:
     """What a side of a comparison trains.
 
     Args:
-        name: its name in the table and in messages
+        name: name in the table and in messages
         options: options of main.py
         kind: the argument PROGRAM of side.py
         checkout: folder of the code
@@ -68,7 +68,7 @@ class Side(subprocess.Popen[str]):
     """A process that trains as many steps as it is asked for, or several ranks of this program.
 
     Args:
-        folder: for a new run folder
+        folder: where the run folder is created
     """
 
     def __init__(self, program: Program, folder: str, ranks: int) -> None:
@@ -80,7 +80,7 @@ class Side(subprocess.Popen[str]):
         config = read_config(words)
         self.tokens_per_step = config.trainer.batch_size * config.data.block_size
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
-        threads = str(max(1, len(available_cores()) // ranks))  # on a busy machine, the sides might choose others
+        threads = str(max(1, len(available_cores()) // ranks))  # else they might differ on a busy machine
         self.log = Path(run_dir, "log.txt")
         with open(self.log, "w") as log:
             super().__init__(
@@ -93,10 +93,10 @@ class Side(subprocess.Popen[str]):
             )
 
     def read(self) -> str:
-        """Returns the next line that it prints.
+        """Returns the next line that the process prints.
 
         Raises:
-            UserError: it has failed.
+            UserError: the process has failed.
         """
         assert self.stdout is not None
         line = self.stdout.readline().strip()
@@ -114,7 +114,7 @@ class Side(subprocess.Popen[str]):
 
 
 def choose_programs(words: Sequence[str], options: str) -> list[list[Program]]:
-    """Returns the programs of each row: a pair to compare, or one to measure.
+    """Returns the programs of each row, which are a pair to compare or one to measure.
 
     Args:
         words: a benchmark and its arguments
@@ -134,7 +134,7 @@ def choose_programs(words: Sequence[str], options: str) -> list[list[Program]]:
             return [[Program(folder, options, checkout=Path(folder)), Program("this program", options)]]
         case ["speed"]:
             return [[Program("this program", f"{shape} {options}")] for shape in (SMALL, MEDIUM, LARGE)]
-    raise UserError(f"command line: {shlex.join(words)} is no benchmark; --help lists all")
+    raise UserError(f"command line: {shlex.join(words)} is not a benchmark; --help lists all")
 
 
 def measure(sides: Sequence[Side], windows: int, seconds: float) -> np.ndarray:
@@ -168,7 +168,7 @@ def run(argv: Sequence[str]) -> None:
     parser.add_argument("words", nargs="*", metavar="NAME", help="a benchmark with its arguments")
     parser.add_argument("--ranks", type=int, default=1, help="processes of a side (default: %(default)s)")
     parser.add_argument("--pairs", type=int, default=15, help="measurements of each side (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=0.5, help="of a measurement (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=0.5, help="length of a measurement (default: %(default)s)")
     args, options = parser.parse_known_args(argv)
     rows = choose_programs(args.words, shlex.join(options))
     print("| measurement | median | quartiles |\n| --- | --- | --- |", flush=True)

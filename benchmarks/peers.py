@@ -1,4 +1,4 @@
-"""Steps of other programs, on the text, model size and batch size of a trainer: nanoGPT, the tutorial, a bare loop."""
+"""Steps of nanoGPT, the tutorial and a bare loop, with a trainer's text, model size and batch size."""
 
 import itertools
 import runpy

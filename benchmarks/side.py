@@ -1,4 +1,4 @@
-"""One side of a comparison: a process that trains as many steps as its stdin asks for, or each rank of several.
+"""One side of a comparison, or one of its ranks. It trains as many steps as are requested on stdin.
 
     python benchmarks/side.py PROGRAM [options of main.py]
 

@@ -22,7 +22,7 @@ class Checkpoint(torch.autograd.Function):
         x = ctx.saved_tensors[0].detach().requires_grad_()
         with torch.enable_grad():
             y = ctx.block(x)
-        y.backward(grad)  # also adds to the gradients of weights, if the block has any
+        y.backward(grad)  # also adds to the gradients of the block's weights, if there are any
         return None, x.grad
 
 

@@ -57,6 +57,6 @@ show("+ all_gather", parts)
 
 x = mine.clone()
 work = dist.all_reduce(x, op=dist.ReduceOp.MAX, async_op=True)  # returns at once
-work.wait()  # before that, neither read nor change x
+work.wait()  # before this, x must not be read or changed
 show("MAX", x)
 dist.destroy_process_group()

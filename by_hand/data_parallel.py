@@ -24,7 +24,7 @@ def gradient(x, y):
 
 whole = gradient(x, y)
 mean = sum(map(gradient, x.chunk(N), y.chunk(N))) / N
-# So for any N, the update and the right learning rate are the same as with the whole batch on one GPU.
+# Therefore, update and learning rate are the same for any N as with the whole batch on one GPU.
 torch.testing.assert_close(mean, whole, rtol=1e-12, atol=1e-15)
 
 # nn.DataParallel uses all GPUs. Without a GPU, it only calls the model.

@@ -27,8 +27,8 @@ for tensor in model.state_dict().values():  # parameters and buffers
     dist.broadcast(tensor, src=0)
 assert model.buffer == 0
 
-# Backward begins with the last layer, so buckets take the parameters in reverse order: here of three parameters, in DDP
-# of 25 MiB.
+# Backward begins with the last layer, so buckets take the parameters in reverse order. A bucket has three parameters
+# here, and 25 MiB in DDP.
 backward_order = parameters[::-1]
 waiting = [backward_order[i : i + 3] for i in range(0, len(parameters), 3)]
 sent = []

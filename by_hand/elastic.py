@@ -37,7 +37,7 @@ while step < 4:
         print(f"restart {restart}: step {step}, total {total}", flush=True)
         if step % 2 == 0:
             torch.save((step, total), snapshot + ".partial")
-            os.replace(snapshot + ".partial", snapshot)  # so a file with this name is always complete
+            os.replace(snapshot + ".partial", snapshot)  # so that a file with this name is always complete
         if step == 3 and restart == "0":
             os.kill(os.getpid(), signal.SIGKILL)
 assert total == n * (1 + 2 + 3 + 4)  # step 3 ran twice, but counts once

@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 dist.init_process_group("gloo", timeout=timedelta(seconds=2))  # 30 minutes by default
 if dist.get_rank() == 1:
-    time.sleep(5)  # alive, but does not call it
+    time.sleep(5)  # it is alive, but does not call the collective
 else:
     message = ""
     try:
-        dist.barrier()  # returns when all ranks have called it
+        dist.barrier()  # returns only after all ranks have called it
     except RuntimeError as error:
         message = str(error).partition("] ")[2]  # without the source line in gloo
     print(message)

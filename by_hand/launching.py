@@ -1,4 +1,4 @@
-"""Processes need their rank, the number of ranks and an address to form a group, whichever launcher starts them.
+"""To form a group, processes need their rank, the number of ranks and an address, whichever launcher starts them.
 
     python by_hand/launching.py
 
@@ -30,7 +30,7 @@ def run_rank(rank, folder, port):
     join("spawn, file://", init_method=f"file://{folder}/shared", **numbers)
     join("spawn, tcp://", init_method=f"tcp://localhost:{port}", **numbers)
     store = dist.FileStore(f"{folder}/store", 2)
-    join("spawn, a store", store=store, **numbers)  # excludes init_method
+    join("spawn, a store", store=store, **numbers)  # instead of init_method
 
 
 if "RANK" in os.environ:  # one of the subprocesses below

@@ -1,5 +1,5 @@
-"""Memory of a rank without activations, with Adam: the formula for a parameters, and a bar with one letter per byte and
-parameter, measured from tensors.
+"""Memory of a rank with Adam, without activations. Each row has the formula for `a` parameters, and a bar with one
+letter per byte of a parameter, measured from tensors.
 
     python by_hand/memory.py
 
@@ -26,6 +26,6 @@ gradient = bucket.view_as(weight)  # shares the bucket's memory
 show("gradient_as_bucket_view", P=weight, G=gradient, O=state)
 half = weight.bfloat16()  # autocast's copy, from forward to backward
 show("and autocast", P=weight, G=gradient, O=state, H=half)
-# The model, its gradients and buckets are in half precision; the optimizer has master weights in fp32.
+# The model, its gradients and buckets are in half precision. The optimizer has master weights in fp32.
 show("half-precision model", P=weight, H=half, G=gradient.bfloat16(), O=state, B=bucket.bfloat16())
 print("P parameters, G gradients, O optimizer state, B bucket, H half-precision parameters")

@@ -10,7 +10,7 @@ import torch
 
 
 def gradient(dtype, scale):
-    """Returns the gradient of the loss 2^-26 w, where `dtype` stores it on its way to w."""
+    """Returns the gradient of the loss 2^-26 w, which backward stores in `dtype` on its way to w."""
     w = torch.tensor(1.0, requires_grad=True)
     output = w.to(dtype)
     loss = output.float() * 2**-26

@@ -21,7 +21,7 @@ outputs = torch.linalg.multi_dot((*weights.flip(0), inputs.T))
 
 
 def passes(ahead):
-    """Returns the forward and backward passes of a stage in their order. Forward passes are `ahead`."""
+    """Returns the forward and backward passes of a stage in order. `ahead` forward passes come first."""
     order = [("F", batch) for batch in range(ahead)]
     for batch in range(M):
         order.append(("B", batch))
@@ -40,7 +40,7 @@ def run_stage(order):
     """Runs one step. Returns the gradient of this stage's weight."""
     weight = weights[stage].detach()
     gradient = torch.zeros(8, 8)
-    kept = {}  # inputs of forward passes, until their backward passes
+    kept = {}  # inputs of forward passes, kept until the backward pass
     sends = []
     for kind, batch in order:
         if kind == "F":

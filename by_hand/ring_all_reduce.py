@@ -23,7 +23,7 @@ for step in range(2 * (n - 1)):
     work.wait()
     if step < n - 1:
         phase = "reduce-scatter"  # at its end, each rank has one complete part of the sum
-        x[part - 1] += received  # part 0 follows the last part, -1
+        x[part - 1] += received  # part -1 is the last part, which precedes part 0
     else:
         phase = "all-gather"
         x[part - 1] = received

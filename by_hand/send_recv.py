@@ -1,4 +1,4 @@
-"""Point to point: one rank sends a tensor, and another receives it into a tensor of the same shape.
+"""Point-to-point communication: one rank sends a tensor, another receives it into a tensor of the same shape.
 
     torchrun --standalone --nproc_per_node=2 by_hand/send_recv.py
 
@@ -42,7 +42,7 @@ works = [
     dist.irecv(a, peer, tag=1),
 ]
 for work in works:
-    work.wait()  # before that, neither change what is sent nor read what is received
+    work.wait()  # before this, sent tensors must not be changed, nor received ones read
 
 if rank == 1:
     print(f"received shape {tuple(x.shape)}; both send first: {outcome}; received {a} with tag 1, {b} with tag 2")

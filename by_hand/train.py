@@ -1,4 +1,4 @@
-"""A whole training program with DDP, to copy for your own model. Each start continues after the last saved epoch.
+"""A whole training program with DDP, to copy for your own model. Each start continues from the last saved epoch.
 
     torchrun --standalone --nproc_per_node=2 by_hand/train.py 3
 
@@ -25,7 +25,7 @@ def main():
     device_ids = None
     if torch.cuda.is_available():
         local_rank = int(os.environ["LOCAL_RANK"])
-        torch.cuda.set_device(local_rank)  # otherwise, "cuda" is GPU 0 on all ranks
+        torch.cuda.set_device(local_rank)  # without this, "cuda" would be GPU 0 on all ranks
         backend = "nccl"
         device = "cuda"
         device_ids = [local_rank]
@@ -51,7 +51,7 @@ def main():
         first_epoch = snapshot["epoch"]
 
     for epoch in range(first_epoch, EPOCHS):
-        sampler.set_epoch(epoch)  # otherwise, all epochs have the same order
+        sampler.set_epoch(epoch)  # without this, all epochs would have the same order
         for x, y in loader:
             loss = nn.functional.mse_loss(model(x.to(device)), y.to(device))
             optimizer.zero_grad()
@@ -65,7 +65,7 @@ def main():
             }
             os.makedirs(os.path.dirname(SNAPSHOT), exist_ok=True)
             torch.save(snapshot, SNAPSHOT + ".partial")
-            os.replace(SNAPSHOT + ".partial", SNAPSHOT)  # so a file with this name is always complete
+            os.replace(SNAPSHOT + ".partial", SNAPSHOT)  # so that a file with this name is always complete
             print(f"epoch {epoch}: {len(loader)} steps of {n * BATCH_SIZE} samples, loss {loss:.3f}")
     dist.destroy_process_group()
 

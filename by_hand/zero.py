@@ -18,12 +18,12 @@ initial = torch.randn(16, 16)
 
 
 def gradient(x, weight):
-    """Returns the gradient of the loss: half the sum of a sample's squared outputs, as a mean over samples."""
+    """Returns the gradient of the loss, which is half the sum of the squared outputs, averaged over samples."""
     return x.T @ (x @ weight) / len(x)
 
 
 def update(weight, grad):
-    """Updates a weight in place. Returns the optimizer state: averages of the gradient and its square."""
+    """Updates a weight in place. Returns the optimizer state, the averages of the gradient and of its square."""
     weight.grad = grad
     optimizer = torch.optim.Adam([weight], lr=0.1)
     optimizer.step()
@@ -58,7 +58,7 @@ def stage_1():
 
 def stage_2():
     weight = initial.clone()
-    grad = reduce_scatter(gradient(x, weight))  # only this rank's part outlives backward
+    grad = reduce_scatter(gradient(x, weight))  # only this rank's part is kept after backward
     shard = weight.chunk(n)[rank]
     state = update(shard, grad)
     return all_gather(shard), weight, grad, state

@@ -86,7 +86,7 @@ def test_each_benchmark_prints_rows(words: str, name: str, folder: Path, capfd: 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("everything", "command line: everything is no benchmark"),
+        ("everything", "command line: everything is not a benchmark"),
         ("nanogpt nowhere", "command line: there is no model.py in nowhere"),
         ("speed --model.dropout 2", "model.dropout (in the command line): found '2', must be less"),
         ("ab '--model.layers 3' ''", "model.layers (in the command line) is not known; the nearest is model.n_layer"),
