@@ -74,7 +74,7 @@ def test_damage_is_reported_with_its_location(
     flipped, cut, made = [" ".join(line.split()[1:]) for line in capsys.readouterr().out.splitlines()[1:]]
     assert re.fullmatch(r"DAMAGED: the bytes of its part archive/data/\d+ do not match their CRC-32", flipped)
     assert cut == "DAMAGED: cut short, or damaged in the list of its parts: File is not a zip file"
-    assert made.startswith("[Errno 21] Is a directory: ")
+    assert made.startswith("[Errno 22] not a regular file: ")
 
 
 def test_a_missing_path_or_snapshot_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
