@@ -12,7 +12,6 @@ import signal
 import sys
 import tempfile
 import time
-from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +31,7 @@ KILL, KILL_LAUNCHER, KILL_ALL, TERM, TERM_ALL, PAUSE, STOP = (
 WEIGHTS = {KILL: 4, KILL_LAUNCHER: 2, KILL_ALL: 3, TERM: 1, TERM_ALL: 1, PAUSE: 1, STOP: 1}  # how often each is drawn
 ENDING = (KILL_LAUNCHER, KILL_ALL, TERM, TERM_ALL)  # after these the same command is given again
 MODES = ("one process", "ddp", "zero1", "zero2", "fsdp", "stages", "tree")  # of the runs, in turn
-MIN_FAULTS, MAX_FAULTS, CAMPAIGN_FAULTS = 10, 16, 300  # of a run, and of a campaign
+MIN_FAULTS, MAX_FAULTS = 10, 16  # of a run
 STEPS = 800
 MAX_LOST_SECONDS = 30.0  # of work, by a fault, on a machine that is busy; otherwise it is about half a second
 
@@ -204,17 +203,15 @@ def format_run(seed: int, run: FaultyRun) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Injects random faults into runs and compares where they end.")
-    parser.add_argument("--runs", type=int, metavar="N", help=f"default: until {CAMPAIGN_FAULTS} faults have happened")
+    parser.add_argument("--runs", type=int, default=25, metavar="N", help="default: 25")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the first run (default: 0)")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that all processes are ended
     runs: list[FaultyRun] = []
     with tempfile.TemporaryDirectory(prefix="campaign-") as folder:
-        for seed in count(args.seed):
+        for seed in range(args.seed, args.seed + args.runs):
             runs.append(run_with_faults(seed, Path(folder)))
             print(format_run(seed, runs[-1]), flush=True)
-            if len(runs) == args.runs or (not args.runs and sum(len(run.faults) for run in runs) >= CAMPAIGN_FAULTS):
-                break
     faults = sum(len(run.faults) for run in runs)
     equal = sum(not run.failure for run in runs)
     print(f"{faults} faults: {equal} of {len(runs)} runs ended with the bits of an undisturbed run.")
