@@ -34,6 +34,7 @@ class Run:
         run_dir: its output goes to a file next to it
         argv: the command line of the program
         program: main.py, or a script that calls it
+        cwd: the working directory of all processes; by default, this process's
         env: changes of the environment of all processes
 
     Attributes, which `update` sets:
@@ -43,8 +44,16 @@ class Run:
         lost_seconds: duration of these steps
     """
 
-    def __init__(self, run_dir: Path, argv: Sequence[str], program: Path = ROOT / "main.py", **env: str | None) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        argv: Sequence[str],
+        program: Path = ROOT / "main.py",
+        cwd: Path | None = None,
+        **env: str | None,
+    ) -> None:
         self.run_dir = run_dir
+        self.cwd = cwd
         self.argv = argv
         self.program = program
         self.log = run_dir.with_suffix(".log")
@@ -68,7 +77,7 @@ class Run:
         with self.log.open("a") as log:
             # In a separate session, since on Ctrl-C the caller ends its processes itself.
             process = subprocess.Popen(
-                command, stdout=log, stderr=log, env=clean_env(**self.env | env), start_new_session=True
+                command, stdout=log, stderr=log, cwd=self.cwd, env=clean_env(**self.env | env), start_new_session=True
             )
         self.processes.append(process)
 

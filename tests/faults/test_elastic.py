@@ -99,10 +99,13 @@ def snapshot_steps(run_dir: Path) -> list[int]:
 def test_a_node_that_is_lost_and_joins_again_changes_no_bit(
     second_dir: str, positions: tuple[str, str], text: Path, whole: Path, tmp_path: Path
 ) -> None:
-    first, second, port = tmp_path / "first", tmp_path / second_dir, free_port()
+    first, second, port = tmp_path / "first/run", tmp_path / second_dir / "run", free_port()
+    argv = run_args(Path("run"), text, **OPTIONS)  # on one machine, all ranks must have the same run folder
     with ExitStack() as stack:
+        for run_dir in {first, second}:
+            run_dir.parent.mkdir()
         folders = (first, second, second)
-        lasting, lost, joined = (stack.enter_context(Run(each, run_args(each, text, **OPTIONS))) for each in folders)
+        lasting, lost, joined = (stack.enter_context(Run(each, argv, cwd=each.parent)) for each in folders)
         start_node(lasting, "lasting", port, is_host=True)
         start_node(lost, positions[0], port, is_host=False)
         nodes = [lasting, lost]
