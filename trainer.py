@@ -48,7 +48,7 @@ class Trainer:
 
     Attributes:
         config: the configuration, with the model's shape from trainer.init_from
-        model: the GPT; all ranks call it together, since sharded strategies gather its parameters
+        model: the GPT; all ranks must call it together, since sharded strategies gather its parameters
         progress: step and samples so far, validation losses, best snapshot
         last_step: the step at which max_steps or max_epochs is reached
         resumed: header of the snapshot that this process resumed from; None in a new run

@@ -1,4 +1,4 @@
-"""Detection of the launcher: rank, number of ranks and rendezvous address from torchrun, SLURM, mpirun or by hand."""
+"""Detects the launcher (torchrun, SLURM, mpirun or none), and reads rank, number of ranks and rendezvous address."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -67,7 +67,7 @@ def _read_ranks(
     values = {name: int(value) for name, value in found.items() if value is not None and value.isdecimal()}
     if len(values) < len(found) or values[rank] >= values[world_size]:
         raise UserError(
-            f"environment: {found}; a launcher sets whole numbers, {rank} from 0 to {world_size} - 1; for one process "
+            f"environment: {found}; {rank} must be an integer from 0 to {world_size} - 1; to train in one process, "
             "unset them"
         )
     return RankInfo(values[rank], values[world_size], values.get(local_rank), values.get(local_world_size))
@@ -96,7 +96,7 @@ def restart_hint(env: Mapping[str, str]) -> str:
 
 
 def number_in(env: Mapping[str, str], name: str) -> int:
-    """Returns the value of a variable, or 0 if it is not set or not a whole number."""
+    """Returns the value of a variable, or 0 if it is not set or not an integer."""
     value = env.get(name, "")
     return int(value) if value.isdecimal() else 0
 
@@ -110,7 +110,7 @@ def _master_address(env: Mapping[str, str], default: str | None) -> str | None:
         return None
     if not 0 < number_in(env, "MASTER_PORT") <= MAX_PORT:
         found = env["MASTER_PORT"]
-        raise UserError(f"environment: MASTER_PORT is {found!r}, must be a whole number from 1 to {MAX_PORT}")
+        raise UserError(f"environment: MASTER_PORT is {found!r}, must be an integer from 1 to {MAX_PORT}")
     return "env://"
 
 

@@ -100,7 +100,7 @@ class MetricsFile:
     def write(self, event: str, step: int, values: Mapping[str, Any]) -> None:
         """Appends a row with a single write, so that a kill leaves at most one torn row, the last one."""
         if event == "train":
-            # The file may have been removed. The trainer has just checked that the folder is still that of this run.
+            # The file may have been removed. The trainer has just checked that the folder is still this run's.
             self.file.close()
             self.file = open(self.path, "ab", buffering=0)  # noqa: SIM115
         line = _encode_row({"event": event, "step": step, "time": time.time(), **values})

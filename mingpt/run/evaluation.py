@@ -36,7 +36,7 @@ def evaluate(strategy: Strategy, data: ValidationDataset) -> float:
 
 @torch.no_grad()
 def generate_sample(strategy: Strategy, prompt: list[int], seed: int) -> list[int]:
-    """Returns the prompt and the tokens that the model generates after it. All ranks call it together.
+    """Returns the prompt and the tokens that the model generates after it. All ranks must call it together.
 
     The random numbers are the same in each call, so that samples differ only because the model does.
     """

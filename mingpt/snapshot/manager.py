@@ -143,7 +143,7 @@ class SnapshotManager:
             self.mirror.upload(header)  # the last upload may have failed
 
     def is_due(self) -> bool:
-        """Returns whether to save a snapshot after the next step. All ranks call it, and rank 0 decides.
+        """Returns whether to save a snapshot after the next step. All ranks must call it; rank 0 decides.
 
         It is due a second after the previous one, or later if saves would take more than `trainer.save_overhead` of the
         time.

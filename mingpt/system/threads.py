@@ -71,7 +71,7 @@ def busy_cores() -> int:
     """Returns the rounded number of available cores that other programs use now.
 
     It measures for 0.03 seconds, and for another 0.5 if it finds busy cores, which may be busy for a moment only.
-    All ranks call it at the same time, so that no rank counts the work of another.
+    All ranks must call it at the same time, so that no rank counts the work of another.
     """
     available = available_cores()
     for seconds in (0.03, 0.5):

@@ -92,10 +92,10 @@ def test_rank_info_of_each_launcher(env: dict[str, str], expected: RankInfo) -> 
         ({"OMPI_COMM_WORLD_RANK": "1"}, "OMPI_COMM_WORLD_SIZE': None"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK': None"),
         ({"MPI_LOCALRANKID": "0", "PMI_RANK": "0"}, "PMI_SIZE': None"),
-        (BY_HAND | MASTER | {"MASTER_PORT": "99999"}, "MASTER_PORT is '99999', must be a whole number"),
-        (BY_HAND | MASTER | {"MASTER_PORT": "-1"}, "MASTER_PORT is '-1', must be a whole number"),
-        (BY_HAND | MASTER | {"MASTER_PORT": "0"}, "MASTER_PORT is '0', must be a whole number"),
-        (BY_HAND | MASTER | {"MASTER_PORT": ""}, "MASTER_PORT is '', must be a whole number"),
+        (BY_HAND | MASTER | {"MASTER_PORT": "99999"}, "MASTER_PORT is '99999', must be an integer"),
+        (BY_HAND | MASTER | {"MASTER_PORT": "-1"}, "MASTER_PORT is '-1', must be an integer"),
+        (BY_HAND | MASTER | {"MASTER_PORT": "0"}, "MASTER_PORT is '0', must be an integer"),
+        (BY_HAND | MASTER | {"MASTER_PORT": ""}, "MASTER_PORT is '', must be an integer"),
     ],
 )
 def test_incomplete_and_invalid_variables_are_refused(env: dict[str, str], named: str) -> None:
