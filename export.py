@@ -107,7 +107,7 @@ def run(argv: Sequence[str]) -> None:
             tokenizer.save_pretrained(unfinished)
             (unfinished / "README.md").write_text(model_card(pretrained, path, out.name), encoding="utf-8")
             os.replace(unfinished, out)
-    except OSError as error:
+    except (OSError, UnicodeEncodeError) as error:  # tokenizers needs a path in UTF-8
         raise UserError(f"--out: {out} can't be written: {error}; name a folder that you may write to") from error
     print(
         f"{out}: step {pretrained.snapshot['step']}; open it with transformers' "

@@ -56,7 +56,8 @@ def read_run(folder: Path) -> Run:
     if not curves["loss"][0]:
         raise UserError(f"{file} does not contain a training loss yet; trainer.log_every sets the steps between rows")
     starts = [row["step"] for row in rows if row["event"] == "start"]
-    return Run(str(folder), curves, starts[1:])
+    name = str(folder).encode(errors="replace").decode()  # matplotlib draws only valid Unicode
+    return Run(name, curves, starts[1:])
 
 
 def draw(runs: Sequence[Run], file: Path) -> None:

@@ -130,6 +130,13 @@ def test_transformers_has_the_same_tokens_logits_and_greedy_text(
     assert caplog.text == ""
 
 
+def test_a_folder_whose_name_is_not_utf_8_is_refused(trained: Path, tmp_path: Path) -> None:
+    done = run_program("export.py", "--snapshot", str(trained), "--out", str(tmp_path / "a\udcff"))
+    assert done.returncode == 2
+    assert re.search(rf"^error: --out: {tmp_path}/a\\udcff can't be written: ", done.stderr, re.MULTILINE), done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("trained", [("nanochat", True)], indirect=True, ids=["nanochat"])
 def test_a_refused_export_is_one_message_and_writes_nothing(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture

@@ -73,7 +73,7 @@ def test_a_notebook_sets_a_backend_that_is_not_installed(folder: Path, tmp_path:
 
 
 def test_a_name_may_have_characters_that_the_font_lacks(folder: Path, tmp_path: Path) -> None:
-    run = tmp_path / "\u4e2d\u6587"
+    run = tmp_path / "\u4e2d\u6587\udcff"
     run.symlink_to(folder / "whole")
     done = run_program("plot.py", str(run), "--out", str(tmp_path / "plot.png"))
     assert (done.returncode, done.stderr) == (0, "")
