@@ -24,7 +24,8 @@ TIMEOUT = 600.0  # seconds for each start and each end
 
 def run_rank(argv: list[str], port: int, output: Path) -> None:
     """For `start_ranks`: runs main.py with torchrun's variables."""
-    rank, world_size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    rank = os.environ["RANK"]
+    world_size = os.environ["WORLD_SIZE"]
     os.environ |= {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     main_process(argv, output / f"stdout-{rank}", output / f"stderr-{rank}")

@@ -27,6 +27,8 @@ def start_program() -> None:
     `torch.optim` needs a folder for temporary files. A KeyboardInterrupt would show the traceback of the imports, and
     NumPy turns it into other errors.
     """
+    if not is_interactive():
+        signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
     problem = "the working directory was deleted; change to another one"
     try:
         os.getcwd()
@@ -35,8 +37,6 @@ def start_program() -> None:
     except FileNotFoundError as error:
         logger.error(f"environment: {problem} ({error.strerror})")
         sys.exit(2)
-    if not is_interactive():
-        signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
 
 
 def run_program(run: Callable[[Sequence[str]], int | None], argv: Sequence[str], encoding: str | None = None) -> int:

@@ -15,7 +15,7 @@ POLL_SECONDS = 0.01  # seconds between checks of the store; a rendezvous needs s
 
 
 def rendezvous(init_method: str, run_dir: str, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """Returns a store for this launch, in which keys of earlier launches are not visible.
+    """Returns a store that contains only the keys of this launch.
 
     Raises:
         ValueError, RuntimeError, OSError: the address is invalid, or the other ranks did not connect.

@@ -196,7 +196,7 @@ class SnapshotFolder:
         is_kept = step in snapshot["scheduled"] or step == snapshot["best"]["step"]
         problem = f"trainer.snapshot_path: {self.path}/{name} can't be written"
         with raise_user_error(problem, "free disk space, or make the folder writable"):
-            if not is_kept and not self._has_spare_room():
+            if not is_kept and not self._has_free_space():
                 raise OSError(errno.ENOSPC, "not enough space for it and the next snapshot of trainer.save_every")
             with replaced_file(f"{self.root}/{name}", flush=is_kept) as file:
                 torch.save(snapshot, file)
@@ -204,8 +204,8 @@ class SnapshotFolder:
         self.damaged.discard(step)
         self.prune(snapshot)
 
-    def _has_spare_room(self) -> bool:
-        """Returns whether the disk has room for two more snapshots, after the newest one is deleted if it expires."""
+    def _has_free_space(self) -> bool:
+        """Returns whether two more snapshots fit on the disk, or one more if the newest one will be deleted."""
         files = self.files()
         newest = max(files.keys() - self.damaged, default=None)
         if newest is None:
