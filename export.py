@@ -92,22 +92,22 @@ def run(argv: Sequence[str]) -> None:
     out = Path(args.out)
     pretrained = load_pretrained(path, "--snapshot")
     try:
-        from mingpt.snapshot.hf_format import hf_model, hf_tokenizer
-    except ImportError as error:
-        raise UserError(f"export.py needs transformers 5 ({error}): pip install 'transformers>=5'") from error
-    model = hf_model(pretrained)
-    tokenizer = hf_tokenizer(pretrained)
-    try:
+        os.fsencode(out).decode()  # tokenizers needs a path in UTF-8
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise UserError(f"--out: {out} is not an empty folder; name an empty or a new folder")
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=f"{out.name}.unfinished-") as folder:
             unfinished = Path(folder, out.name)
+            try:
+                from mingpt.snapshot.hf_format import hf_model, hf_tokenizer
+            except ImportError as error:
+                raise UserError(f"export.py needs transformers 5 ({error}): pip install 'transformers>=5'") from error
+            model = hf_model(pretrained)
+            hf_tokenizer(pretrained).save_pretrained(unfinished)
             model.save_pretrained(unfinished)
-            tokenizer.save_pretrained(unfinished)
             (unfinished / "README.md").write_text(model_card(pretrained, path, out.name), encoding="utf-8")
             os.replace(unfinished, out)
-    except (OSError, UnicodeEncodeError) as error:  # tokenizers needs a path in UTF-8
+    except (OSError, UnicodeError) as error:
         raise UserError(f"--out: {out} can't be written: {error}; name a folder that you may write to") from error
     print(
         f"{out}: step {pretrained.snapshot['step']}; open it with transformers' "

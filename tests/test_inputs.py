@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout, suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -272,6 +273,9 @@ def test_files_of_any_mode_work_or_are_named_in_one_message(tmp_path: Path) -> N
     for place, mode, refused, working in MODES:
         for command in working.split():
             status, err = results[place, mode, command]
+            if command == "export" and find_spec("transformers") is None:
+                assert "export.py needs transformers 5" in err
+                continue
             # transformers shows a progress bar on stderr.
             assert (status, "error" in err) == (0, False), (place, mode, command, err)
         for command in refused.split():
