@@ -5,7 +5,8 @@ import shutil
 import signal
 import subprocess
 import uuid
-from collections.abc import Iterator
+import warnings
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,24 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     if config.option.markexpr == "gpu" or shutil.which("nvidia-smi"):
         return find_gpus()["report"]
     return None
+
+
+# Warnings are errors, except for one of torch.distributed.optim while it is imported. These filters are not in
+# pyproject.toml, where they would also apply to plugins: pytest-benchmark before 5.3 warns when pytest starts.
+STRICT = ("error", "ignore:`torch.jit:DeprecationWarning")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)
+        return (yield)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        item.add_marker(pytest.mark.filterwarnings(*STRICT))
 
 
 @pytest.fixture
