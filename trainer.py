@@ -211,19 +211,13 @@ class Trainer:
         batch = self.next_batch()
         step = self.progress.step + 1
 
-        strategy.optimizer.zero_grad(set_to_none=True)
+        strategy.zero_grad()
         losses = []
         for micro_batch in strategy.micro_batches(batch):
             losses.append(strategy.forward_backward(micro_batch, self.train_data))  # the last one exchanges gradients
         losses = strategy.reduce_gradients(batch, losses)
-
-        strategy.scaler.unscale_(strategy.optimizer)  # without fp16, the scaler only calls the optimizer
-        grad_norm = strategy.clip_grad_norm_(self.config.optimizer.grad_norm_clip)
         lr = learning_rate(step, self.last_step, self.config.optimizer)
-        for group in strategy.optimizer.param_groups:
-            group["lr"] = lr
-        strategy.scaler.step(strategy.optimizer)
-        strategy.scaler.update()
+        grad_norm = strategy.update(lr)
 
         self.progress.step = step
         self.progress.samples = batch.stop

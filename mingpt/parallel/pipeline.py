@@ -241,7 +241,8 @@ class _Stage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         weight, first = self.parts[fwd_chunk_id]
-        self.inner.begin_forward(weight, first, self.stage_index)
+        self.inner.seed_dropout(first, self.stage_index)
+        self.inner.begin_losses(torch.full((), weight, device=self.device))
         with record_function(f"forward {fwd_chunk_id}"), self.inner.autocast():
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         self.losses += [loss * weight for loss in AuxiliaryLoss.values]

@@ -100,6 +100,11 @@ class Strategy:
 
     # The step
 
+    def zero_grad(self) -> None:
+        """Deletes the gradients of the step before."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
     def micro_batches(self, batch: range) -> list[MicroBatch]:
         """Returns this rank's micro-batches of a batch, which is a range of sample numbers over all ranks.
 
@@ -121,19 +126,33 @@ class Strategy:
             this rank's part of the mean loss over the batch, auxiliary losses included
         """
         self.set_gradient_sync(micro_batch.sync_gradients)
-        idx, targets = data[micro_batch.indices or micro_batch.batch[:1]]
-        weight = micro_batch.weight(data)
-        self.begin_forward(weight, micro_batch.indices.start)
+        idx, targets = self.to_device(*data[micro_batch.indices or micro_batch.batch[:1]])
+        weight = torch.full((), micro_batch.weight(data), device=self.context.device)
+        self.seed_dropout(micro_batch.indices.start)
+        return self.backward(idx, targets, weight)
+
+    def backward(self, idx: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
+        """Makes the passes of `forward_backward` on the device; what differs between micro-batches is an argument.
+
+        Args:
+            idx: tokens (B, T)
+            targets: next tokens (B, T)
+            weight: scalar, the weight of the mean loss in the mean over the batch
+        """
+        self.begin_losses(weight)
         loss = self.compute_loss(self.model, idx, targets) * weight
         auxiliary = sum(AuxiliaryLoss.values) * weight
         self.scale_loss(loss).backward()
         return loss.detach() + auxiliary
 
-    def begin_forward(self, weight: float, *numbers: int) -> None:
-        """Seeds dropout from these numbers, and prepares for the auxiliary losses of a micro-batch."""
-        [dropout_seed] = hash64(self.config.trainer.seed, *numbers).tolist()
-        seed_device(self.context.device, dropout_seed)
-        AuxiliaryLoss.scale = self.scale_loss(torch.full((), weight, device=self.context.device))
+    def seed_dropout(self, *numbers: int) -> None:
+        """Seeds dropout from the run's seed and these numbers."""
+        [seed] = hash64(self.config.trainer.seed, *numbers).tolist()
+        seed_device(self.context.device, seed)
+
+    def begin_losses(self, weight: Tensor) -> None:
+        """Prepares for the auxiliary losses of a micro-batch with this weight."""
+        AuxiliaryLoss.scale = self.scale_loss(weight)
         AuxiliaryLoss.values = []
 
     def scale_loss(self, loss: Tensor) -> Tensor:
@@ -156,8 +175,7 @@ class Strategy:
         return losses
 
     def compute_loss(self, model: Callable[..., Any], idx: Tensor, targets: Tensor) -> Tensor:
-        """Returns the mean loss of inputs and targets, (B, T) each."""
-        idx, targets = self.to_device(idx, targets)
+        """Returns the mean loss of inputs and targets on this rank's device, (B, T) each."""
         with self.autocast():
             _, loss = model(idx, targets)
         return loss
@@ -179,6 +197,16 @@ class Strategy:
     def mean_loss(self, losses: list[Tensor]) -> Tensor:
         """Returns the mean loss over the batch on all ranks, from the losses that `reduce_gradients` returned."""
         return self.context.all_reduce(torch.stack(losses).sum())
+
+    def update(self, lr: float | Tensor) -> Tensor:
+        """Clips the gradients and updates the parameters. Returns the norm of the gradient before clipping."""
+        self.scaler.unscale_(self.optimizer)  # without fp16, the scaler only calls the optimizer
+        norm = self.clip_grad_norm_(self.config.optimizer.grad_norm_clip)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return norm
 
     def clip_grad_norm_(self, max_norm: float | None) -> Tensor:
         """Scales gradients to a total norm of at most `max_norm`. Returns the norm before scaling, on all ranks."""
@@ -234,7 +262,7 @@ class Strategy:
     @torch.no_grad()
     def evaluate(self, batch: range, data: ValidationDataset) -> Tensor:
         """Returns the mean loss of a batch of windows. All ranks must call it together, each replica with its batch."""
-        idx, targets = data[batch]
+        idx, targets = self.to_device(*data[batch])
         self.full_model.eval()
         loss = self.compute_loss(self.full_model, idx, targets)
         self.full_model.train()

@@ -55,7 +55,7 @@ class TreeReduction(Strategy):
         leaf = (micro_batch.indices.start - micro_batch.batch.start) // self.size
         gradients = [gradient.flatten() for gradient in self.gradients.values()]
         add_node(self.nodes, range(leaf, leaf + 1), torch.cat([*gradients, loss[None]]), num_leaves)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.zero_grad()
         return loss
 
     def reduce_gradients(self, batch: range, losses: list[Tensor]) -> list[Tensor]:
