@@ -99,6 +99,10 @@ def find_start_conflicts(config: Config, world_size: int, device_type: str) -> I
                 "trainer.micro_batch_size, or start fewer processes"
             )
 
+    obstacle = cuda_graphs_obstacle(config, world_size, device_type)
+    if trainer.cuda_graphs is True and obstacle:
+        yield f"trainer.cuda_graphs is true, must be auto or false, because {obstacle}"
+
     if device_type == "cuda":
         if distributed.reduction == "tree" and not trainer.deterministic:
             yield "trainer.deterministic is false, must be true with distributed.reduction tree on GPUs"
@@ -107,6 +111,19 @@ def find_start_conflicts(config: Config, world_size: int, device_type: str) -> I
         yield f"distributed.cpu_offload is true, which needs a CUDA GPU; on {device_type} set it to false"
     if trainer.precision == "fp16":
         yield f"trainer.precision is fp16, which needs a CUDA GPU; on {device_type} set it to auto, fp32 or bf16"
+
+
+def cuda_graphs_obstacle(config: Config, world_size: int, device_type: str) -> str | None:
+    """Returns why steps are not recorded as CUDA graphs; None: they are, unless trainer.cuda_graphs is false."""
+    if device_type != "cuda":
+        return f"the device is {device_type}"
+    if world_size > 1:
+        return f"there are {world_size} processes"
+    if config.distributed.uses_fsdp:
+        return f"distributed.strategy is {config.distributed.strategy}"
+    if config.trainer.activation_checkpointing != "none":  # it reads the random state, which recording does not allow
+        return f"trainer.activation_checkpointing is {config.trainer.activation_checkpointing}"
+    return None
 
 
 def _find_pipeline_conflicts(config: Config, world_size: int) -> Iterator[str]:

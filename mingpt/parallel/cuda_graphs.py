@@ -1,0 +1,162 @@
+"""Steps as CUDA graphs on one GPU, for models whose kernels take less time than Python takes to launch them.
+
+A graph has the kernels of a function and the addresses of their tensors, and launches all of them at once. One graph
+makes forward and backward of a micro-batch, and another one the update. What changes between steps is in tensors that
+keep their addresses: tokens, targets, the weight of the micro-batch, the learning rate, and gradients, which are set to
+zero and not deleted. The bits are the same as without graphs, because those steps use the same tensors
+(https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs).
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mingpt.config.conflicts import cuda_graphs_obstacle
+from mingpt.errors import UserError, is_oom_error
+from mingpt.monitoring.logging import logger
+from mingpt.parallel.strategy import Strategy
+from mingpt.parallel.tree_reduction import TreeReduction
+
+WARM_UPS = 3  # calls before a function is recorded; they allocate state and compile
+
+
+class CUDAGraphs(Strategy):
+    """Trains on one GPU. Whether steps are recorded (trainer.cuda_graphs) does not change any bit."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        cfg = self.config.trainer
+        self.shape = (min(cfg.micro_batch_size or cfg.batch_size, cfg.batch_size), self.config.data.block_size)
+        self.lr = torch.zeros((), device=self.device)
+        obstacle = cuda_graphs_obstacle(self.config, self.context.world_size, self.context.device.type)
+        # Other optimizers, such as SGD, would wait for a learning rate on the GPU in each step.
+        self.is_capturable = any("capturable" in group for group in self.optimizer.param_groups)
+        if not self.is_capturable:
+            obstacle = f"the optimizer is {type(self.optimizer).__name__}"
+        if cfg.cuda_graphs is False:
+            obstacle = "as configured"
+        self.description["graphs"] = f"none ({obstacle})" if obstacle else "CUDA graphs after the first steps (one GPU)"
+        self.recorded_backward = Recorded(super().backward, cfg.cuda_graphs, obstacle)
+        self.recorded_update = Recorded(self._update, cfg.cuda_graphs, obstacle)
+
+    def zero_grad(self) -> None:
+        """Sets the gradients of the step before to zero. Deleting them would change their addresses."""
+        if gradients := list(self.gradients.values()):
+            torch._foreach_zero_(gradients)
+
+    def backward(self, idx: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
+        if idx.shape != self.shape:  # the end of a batch
+            return super().backward(idx, targets, weight)
+        return self.recorded_backward(idx, targets, weight)
+
+    def update(self, lr: float | Tensor) -> Tensor:
+        if not self.is_capturable:
+            return super().update(lr)
+        self.lr.fill_(lr)
+        return self.recorded_update()
+
+    def _update(self) -> Tensor:
+        for group in self.optimizer.param_groups:
+            group["capturable"] = torch.cuda.is_current_stream_capturing()  # AdamW requires it then, else it warns
+        return super().update(self.lr)
+
+
+class CUDAGraphsTree(CUDAGraphs, TreeReduction):
+    """Tree reduction on GPUs. Steps are only recorded on one GPU, but have the same bits on any number."""
+
+    def reduce_gradients(self, batch: range, losses: list[Tensor]) -> list[Tensor]:
+        fixed = self.gradients
+        losses = super().reduce_gradients(batch, losses)
+        torch._foreach_copy_(list(fixed.values()), list(self.gradients.values()))
+        for name, gradient in fixed.items():
+            self.parameters[name].grad = gradient
+        return losses
+
+
+class Recorded:
+    """Calls a function, and after the first calls replays its kernels instead.
+
+    Args:
+        function: returns a new tensor, and does not depend on Python objects that change between calls
+        setting: trainer.cuda_graphs
+        obstacle: why the function is not recorded; None: it is
+    """
+
+    def __init__(self, function: Callable[..., Tensor], setting: str | bool, obstacle: str | None) -> None:
+        self.function = function
+        self.setting = setting
+        self.obstacle = obstacle
+        self.num_warm_ups = 0
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        if self.obstacle is not None:
+            return self.function(*inputs)
+        if self.num_warm_ups < WARM_UPS:
+            self.num_warm_ups += 1
+            return self._warm_up(*inputs)
+        if self.graph is None:
+            self.inputs = [tensor.clone() for tensor in inputs]
+            self.graph, self.output = self._record()
+        for fixed, tensor in zip(self.inputs, inputs, strict=True):
+            fixed.copy_(tensor)
+        self.graph.replay()
+        return self.output.clone()  # the next replay changes it
+
+    def _warm_up(self, *inputs: Tensor) -> Tensor:
+        """Calls the function on another stream, as required before a recording.
+
+        The last of these calls looks for obstacles, because PyTorch can't continue after a recording that fails
+        (CUDAGraph::reset in its CUDAGraph.cpp).
+
+        Raises:
+            UserError: the function can't be recorded, and trainer.cuda_graphs is true.
+        """
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        random_state = torch.get_rng_state()
+        with torch.cuda.stream(stream), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            before = torch.cuda.get_sync_debug_mode()
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                output = self.function(*inputs)
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+        torch.cuda.current_stream().wait_stream(stream)
+        if self.num_warm_ups < WARM_UPS:  # these calls may also wait to allocate memory
+            return output
+        if not torch.equal(torch.get_rng_state(), random_state):
+            self.obstacle = "it draws random numbers on the CPU"
+        for warning in caught:
+            if "called a synchronizing CUDA operation" in str(warning.message):
+                self.obstacle = f"{warning.filename}, line {warning.lineno}, waits for the GPU"
+        if self.obstacle is not None:
+            problem = f"a step can't be recorded as CUDA graphs, because {self.obstacle}"
+            if self.setting is True:
+                raise UserError(f"trainer.cuda_graphs is true, but {problem}; change that, or set it to auto")
+            logger.warning(f"{problem}; it runs without graphs, with the same result")
+        return output
+
+    def _record(self) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """Returns a graph of the function's kernels, which do not run yet, and the output that each replay fills.
+
+        Raises:
+            UserError: the function can't be recorded.
+        """
+        graph = torch.cuda.CUDAGraph()
+        random_state = torch.cuda.get_rng_state()
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may use the GPU
+                output = self.function(*self.inputs)
+        except RuntimeError as error:
+            if is_oom_error(error):
+                raise
+            cause = error.__context__ or error  # after an error in the block, the end of the recording raises another
+            problem = f"a step can't be recorded as CUDA graphs: {cause}"
+            raise UserError(f"{problem}; set trainer.cuda_graphs to false") from error
+        torch.cuda.set_rng_state(random_state)
+        return graph, output
