@@ -36,7 +36,7 @@ from mingpt.run.wait_policy import adaptive_wait_policy
 from mingpt.snapshot.format import FORMAT_VERSION
 from mingpt.snapshot.load import check_vocabulary
 from mingpt.snapshot.manager import SnapshotManager
-from mingpt.system.device import device_kind, gpu_metrics
+from mingpt.system.device import QuickMetaFunctions, device_kind, gpu_metrics
 from mingpt.system.signals import EXIT_STATUS, SignalHandler
 from model import GPT
 
@@ -92,7 +92,7 @@ class Trainer:
         self.numerics = set_numerics(config, context, self.resumed)
         vocab_size = len(tokenizer.vocabulary)
         self.model_config = GPTConfig(**asdict(config.model), vocab_size=vocab_size, block_size=config.data.block_size)
-        with torch.device("meta"):  # the full model may not fit into memory
+        with torch.device("meta"), QuickMetaFunctions():  # the full model may not fit into memory
             model = GPT(self.model_config)
         self.flops_per_token = model.flops_per_token()
         self.strategy = build_strategy(config, model, context, self.numerics.precision)

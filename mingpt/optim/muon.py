@@ -3,16 +3,24 @@
 import math
 from collections import defaultdict
 from functools import partial
+from inspect import unwrap
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 
 MOMENTUM = 0.95  # with Nesterov momentum
 # a, b, c of each iteration, x <- a x + b (x x^T) x + c (x x^T)^2 x, and the safety factor of 2%, from Polar Express.
 COEFFICIENTS = ((8.1566, -22.4833, 15.8788), (4.0429, -2.8089, 0.5000), (3.8917, -2.7725, 0.5061))
 SAFETY = 1.02  # before the first iteration, no singular value may exceed 1
+
+
+class AdamW(torch.optim.AdamW):
+    """AdamW without decorators that import torch._dynamo, which takes a second and is only needed to compile AdamW."""
+
+    add_param_group = unwrap(Optimizer.add_param_group)
+    step = torch.no_grad()(unwrap(torch.optim.AdamW.step))
 
 
 class MuonWithAdamW(Optimizer):
@@ -27,6 +35,8 @@ class MuonWithAdamW(Optimizer):
         groups: parameter groups; groups with a true `muon` use Muon
         settings: AdamW's settings, and the dtype of Muon's matrix products, `ns_dtype`
     """
+
+    add_param_group = AdamW.add_param_group
 
     def __init__(self, groups: list[dict[str, Any]], **settings: Any) -> None:
         super().__init__(groups, settings)

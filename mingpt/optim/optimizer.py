@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 
 from mingpt.config.schema import OptimizerConfig
-from mingpt.optim.muon import MuonWithAdamW
+from mingpt.optim.muon import AdamW, MuonWithAdamW
 
 
 def learning_rate(step: int, last_step: int, config: OptimizerConfig) -> float:

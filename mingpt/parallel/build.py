@@ -11,7 +11,6 @@ from mingpt.distributed.context import DistributedContext
 from mingpt.parallel.data_parallel import build_data_parallel
 from mingpt.parallel.memory import check_memory
 from mingpt.parallel.strategy import Strategy
-from mingpt.system.compile_cache import use_compile_cache
 from mingpt.system.device import check_compiler
 from model import GPT
 
@@ -30,13 +29,14 @@ def build_strategy(config: Config, model: GPT, context: DistributedContext, prec
     num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     with shared_errors(context):  # no rank compiles before all of them have called `use_compile_cache`
         if config.trainer.compile:
+            from mingpt.system.compile_cache import use_compile_cache  # a slow import
+
             check_compiler(context.device)
             use_compile_cache(Path(config.trainer.run_dir) / "cache/compiled")
         check_memory(config, num_trained, context)
-    with torch.compiler.set_stance("force_eager"):  # do not compile for DDP's single pass
-        if config.distributed.pipeline_stages > 1:
-            from mingpt.parallel.pipeline import PipelineParallel  # a slow import
+    if config.distributed.pipeline_stages > 1:
+        from mingpt.parallel.pipeline import PipelineParallel  # a slow import
 
-            return PipelineParallel(model, context, config, precision)
-        example = torch.zeros(1, config.data.block_size, dtype=torch.long, device=context.device)
-        return build_data_parallel(model, context, config, precision, example)
+        return PipelineParallel(model, context, config, precision)
+    example = torch.zeros(1, config.data.block_size, dtype=torch.long, device=context.device)
+    return build_data_parallel(model, context, config, precision, example)

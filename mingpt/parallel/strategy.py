@@ -24,7 +24,7 @@ from mingpt.distributed.agreement import broadcast_object
 from mingpt.distributed.context import DistributedContext
 from mingpt.nn.layers import AuxiliaryLoss
 from mingpt.optim.optimizer import build_optimizer
-from mingpt.system.device import seed_device
+from mingpt.system.device import QuickMetaFunctions, seed_device
 from mingpt.text.permutation import hash64
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -87,7 +87,8 @@ class Strategy:
         self.dtype = DTYPES[precision]
         self.device = torch.device("cpu") if config.distributed.cpu_offload else context.device
         self.description: dict[str, str] = {"strategy": config.distributed.strategy}
-        self.model: nn.Module = model.to_empty(device=self.device)
+        with QuickMetaFunctions():
+            self.model: nn.Module = model.to_empty(device=self.device)
         self.full_model: Any = self.model
         self.parameters = dict(model.named_parameters())
         self.full_shapes: Mapping[str, Tensor] = self.parameters
@@ -335,7 +336,7 @@ class DDP(Strategy):
         determines the last bits of each sum, so a resumed run would differ from an uninterrupted one.
         """
         torch._foreach_zero_([parameter.detach() for parameter in self.parameters.values()])  # undefined until loaded
-        with self.autocast():
+        with torch.compiler.set_stance("force_eager"), self.autocast():  # do not compile for this pass
             output = self.ddp(example)
         if isinstance(output, tuple):  # the whole model returns logits and a loss
             output = output[0]
