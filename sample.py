@@ -41,14 +41,19 @@ def build_parser() -> argparse.ArgumentParser:
         "--top_p", type=float, help="sample from the fewest tokens whose probabilities sum to p (default: all)"
     )
     parser.add_argument("--seed", type=int, default=1, help="seed of the random numbers (default: %(default)s)")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="device of the model (default: a GPU if there is one)"
+    )
     return parser
 
 
 def check_args(args: argparse.Namespace) -> None:
-    """Raises a UserError if a number is out of range."""
+    """Raises a UserError if a number is out of range or there is no GPU."""
     for name, lowest in (("max_new_tokens", 0), ("temperature", 0), ("top_k", 1), ("seed", 0)):
         if (value := getattr(args, name)) is not None and not lowest <= value < 2**63:
             raise UserError(f"--{name} is {value}, must be at least {lowest} and below 2**63")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device is cuda, but PyTorch sees no CUDA GPU here; leave it out, or set it to cpu")
     if args.top_p is not None and not 0 < args.top_p <= 1:
         raise UserError(f"--top_p is {args.top_p}, must be greater than 0 and at most 1")
 
@@ -77,13 +82,14 @@ def run(argv: Sequence[str]) -> None:
     check_torch_version()
     path = default_snapshot_path() if args.snapshot is None else args.snapshot
     pretrained = load_pretrained(path, "--snapshot", args.best)
-    model = GPT(pretrained.model_config)
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    model = GPT(pretrained.model_config).to(device)
     tokenizer = pretrained.tokenizer
     model.load_state_dict(pretrained.weights)
     prompt = read_prompt(args.prompt, default=tokenizer.decode([0]))
-    idx = torch.tensor([tokenizer.encode(prompt, "--prompt")])  # (1, T)
+    idx = torch.tensor([tokenizer.encode(prompt, "--prompt")], device=device)  # (1, T)
     print(prompt, end="", flush=True)
-    generator = torch.Generator().manual_seed(args.seed)
+    generator = torch.Generator(device).manual_seed(args.seed)
     for tokens in model.generate(idx, args.max_new_tokens, args.temperature, args.top_k, args.top_p, generator):
         print(tokenizer.decode(tokens), end="", flush=True)
     if sys.stdout.isatty():  # so that the shell's prompt starts on a new line

@@ -35,7 +35,7 @@ from mingpt.program import exit_process, run_program
 from mingpt.system.threads import available_cores
 
 ROOT = Path(__file__).parents[1]
-WARMUP_STEPS = 3  # the first steps are slower
+WARMUP_STEPS = 6  # the first steps are slower; on a GPU, the fourth one is recorded as CUDA graphs
 # Only steps are measured, unless an option says otherwise.
 DEFAULTS = (
     f"--trainer.max_steps {MAX_STEPS} --trainer.eval_every {MAX_STEPS} --trainer.save_every {MAX_STEPS} "

@@ -71,6 +71,8 @@ def trainer_batches(trainer: Trainer) -> Batches:
 def nanogpt_step(trainer: Trainer, folder: Path) -> Step:
     """Returns a step of nanoGPT in its default precision: fp32 on a CPU, and the trainer's precision on a GPU.
 
+    On a GPU, it is compiled, which is the default of nanoGPT's train.py.
+
     Args:
         folder: contains nanoGPT's model.py
     """
@@ -78,8 +80,10 @@ def nanogpt_step(trainer: Trainer, folder: Path) -> Step:
     nanogpt = runpy.run_path(str(folder / "model.py"))
     model = nanogpt["GPT"](trainer.model_config).to(device)  # the sizes have the same names
     optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.99), device.type)
-    dtype = DTYPES[trainer.numerics.precision] if device.type == "cuda" else torch.float32
-    return training_step(model, optimizer, nanogpt_batches(trainer), dtype)
+    if device.type != "cuda":
+        return training_step(model, optimizer, nanogpt_batches(trainer), torch.float32)
+    dtype = DTYPES[trainer.numerics.precision]
+    return training_step(torch.compile(model), optimizer, nanogpt_batches(trainer), dtype)
 
 
 def nanogpt_batches(trainer: Trainer) -> Batches:
@@ -92,4 +96,6 @@ def nanogpt_batches(trainer: Trainer) -> Batches:
         ix = torch.randint(len(data) - T, (trainer.config.trainer.batch_size,))
         x = torch.stack([torch.from_numpy(data[i : i + T].astype(np.int64)) for i in ix])
         y = torch.stack([torch.from_numpy(data[i + 1 : i + 1 + T].astype(np.int64)) for i in ix])
-        yield x.to(trainer.context.device), y.to(trainer.context.device)
+        if trainer.context.device.type == "cuda":
+            x, y = x.pin_memory(), y.pin_memory()
+        yield x.to(trainer.context.device, non_blocking=True), y.to(trainer.context.device, non_blocking=True)

@@ -133,6 +133,7 @@ def test_best_is_the_snapshot_of_lowest_validation_loss(trained: Path, tmp_path:
         ("temperature", "-0.5", " is -0.5, must be at least 0"),
         ("top_k", "0", " is 0, must be at least 1"),
         ("top_p", "0", " is 0.0, must be greater than 0 and at most 1"),
+        ("device", "cuda", " is cuda, but PyTorch sees no CUDA GPU here; leave it out"),
         ("snapshot", "none", ": no snapshot at none"),
         ("snapshot", "", " is empty; it must be a snapshot, "),
         ("snapshot", "words.txt", ": words.txt is damaged, or not a snapshot of main.py: it does not begin like a "),
