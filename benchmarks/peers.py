@@ -82,8 +82,8 @@ def nanogpt_step(trainer: Trainer, folder: Path) -> Step:
     optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.99), device.type)
     if device.type != "cuda":
         return training_step(model, optimizer, nanogpt_batches(trainer), torch.float32)
-    dtype = DTYPES[trainer.numerics.precision]
-    return training_step(torch.compile(model), optimizer, nanogpt_batches(trainer), dtype)
+    model.compile()
+    return training_step(model, optimizer, nanogpt_batches(trainer), DTYPES[trainer.numerics.precision])
 
 
 def nanogpt_batches(trainer: Trainer) -> Batches:

@@ -19,7 +19,7 @@ from mingpt.program import exit_process, run_program
 from trainer import Trainer
 
 FAILS_AFTER = 8  # steps
-WARMS_UP = 3  # steps that allocate memory
+WARMS_UP = 4  # steps that allocate memory or are recorded as CUDA graphs
 
 train_step = Trainer.train_step
 advance = Trainer.advance

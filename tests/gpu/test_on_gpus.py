@@ -1,11 +1,22 @@
-"""Tests that only GPUs can run: losses in each precision, compared with a CPU, and waits of the host."""
+"""Tests that only GPUs can run: losses in each precision, compared with a CPU, shipped configurations, and waits."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers import TORCHRUN, VISIBLE_GPUS, max_relative_error, ranks_on, run_args, run_program
+from tests.helpers import (
+    ROOT,
+    TORCHRUN,
+    VISIBLE_GPUS,
+    max_relative_error,
+    ranks_on,
+    read_rows,
+    run_args,
+    run_program,
+    write_text,
+)
 from tests.parallel.runs import loss_errors, train, with_stages
 
 pytestmark = pytest.mark.gpu
@@ -30,6 +41,46 @@ def test_gpus_train_in_each_precision_with_the_losses_of_a_cpu(strategy: str, pr
     options = {"trainer__precision": precision, "distributed__strategy": strategy}
     [found] = train(tmp_path / "cuda", ranks_on("cuda", 2), {"run": options}, 12, "cuda").values()
     assert max_relative_error(found, expected) < TOLERANCES[precision]
+
+
+def test_shards_in_host_memory_train_with_the_losses_of_a_cpu(tmp_path: Path) -> None:
+    [expected] = train(tmp_path / "cpu", 1, {"fp32": {}}, 12).values()
+    options = {"distributed__strategy": "fsdp", "distributed__cpu_offload": True}
+    [found] = train(tmp_path / "cuda", ranks_on("cuda", 2), {"run": options}, 12, "cuda").values()
+    assert max_relative_error(found, expected) < TOLERANCES["fp32"]
+
+
+@pytest.mark.parametrize("name", ["gpt2_small", "nanogpt_char"])
+def test_shipped_configurations_train_evaluate_sample_and_are_profiled(name: str, tmp_path: Path) -> None:
+    text = write_text(tmp_path / "text.txt", size=30_000)
+    run_dir = tmp_path / "run"
+    options = {
+        "config": f"configs/{name}.yaml",
+        "data.path": text,
+        "optimizer.warmup_steps": 2,
+        "trainer.run_dir": run_dir,
+        "trainer.batch_size": 24,
+        "trainer.max_steps": 20,
+        "trainer.log_every": 1,
+        "trainer.sample_every": 10,
+        "trainer.eval_every": 10,
+        "trainer.profile_steps": 2,
+    }
+    argv = [word for option, value in options.items() for word in (f"--{option}", str(value))]
+    done = run_program("main.py", *argv, cwd=ROOT, **VISIBLE_GPUS)
+    assert done.returncode == 0, done.stderr
+    assert "graphs     CUDA graphs after the first steps (one GPU)" in done.stdout
+    first, *_, last = read_rows(run_dir)
+    assert last["loss"] < first["loss"]
+    assert last["memory"] > 0
+    assert [len(row["text"]) for row in read_rows(run_dir, "sample")] == [120, 120]
+    assert '"cat": "kernel"' in (run_dir / "trace-0.json").read_text()
+
+    command = ("sample.py", "--snapshot", str(run_dir), "--temperature", "0", "--max_new_tokens", "40")
+    on_gpu = run_program(*command, **VISIBLE_GPUS)
+    on_cpu = run_program(*command, "--device", "cpu", **VISIBLE_GPUS)
+    assert re.fullmatch(r"(?s).{41}", on_gpu.stdout), on_gpu.stderr
+    assert on_gpu.stdout == on_cpu.stdout
 
 
 def test_stages_on_gpus_train_with_the_losses_of_one_process(tmp_path: Path) -> None:

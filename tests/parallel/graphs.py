@@ -97,7 +97,7 @@ RUNS: dict[str, tuple[Callable[[], AbstractContextManager], dict[str, Any]]] = {
     "sgd": (sgd, {}),
     "a read": (lambda: changed_blocks(READ), {}),
 }
-ON_GPUS: dict[str, tuple[Callable[[], AbstractContextManager], dict[str, Any]]] = {
+GPU_RUNS: dict[str, tuple[Callable[[], AbstractContextManager], dict[str, Any]]] = {
     "fp16": (nullcontext, {"trainer__precision": "fp16"} | MUON),
     "compiled": (nullcontext, {"trainer__compile": True, "trainer__precision": "bf16"}),
     "activation checkpointing": (nullcontext, {"trainer__activation_checkpointing": "selective"}),
@@ -106,7 +106,7 @@ ON_GPUS: dict[str, tuple[Callable[[], AbstractContextManager], dict[str, Any]]] 
 
 
 def all_runs() -> dict[str, tuple[Callable[[], AbstractContextManager], dict[str, Any]]]:
-    return RUNS | ON_GPUS if torch.cuda.is_available() else RUNS
+    return RUNS | GPU_RUNS if torch.cuda.is_available() else RUNS
 
 
 def train_all(folder: Path) -> None:

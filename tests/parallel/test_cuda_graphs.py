@@ -9,7 +9,7 @@ import pytest
 from mingpt.config.conflicts import find_start_conflicts
 from mingpt.config.parser import read_config
 from tests.helpers import DEVICES, VISIBLE_GPUS, assert_equal_snapshots, loss_curve, run_program, run_ranks
-from tests.parallel.graphs import ON_GPUS, RUNS, train_all
+from tests.parallel.graphs import GPU_RUNS, RUNS, train_all
 
 NOT_RECORDED = {"sgd": "none (the optimizer is SGD)", "activation checkpointing": "none (trainer.activation_checkpoin"}
 FILE = Path(__file__).with_name("graphs.py")
@@ -29,7 +29,7 @@ def test_recorded_steps_have_the_bits_of_other_steps_also_after_a_resume(device:
     if device == "cpu":
         [(stdout, stderr)] = run_ranks(1, train_captured, tmp_path, tmp_path=tmp_path)
     else:
-        runs = RUNS | ON_GPUS
+        runs = RUNS | GPU_RUNS
         done = run_program("-m", "tests.parallel.graphs", str(tmp_path), **VISIBLE_GPUS)
         stdout, stderr = done.stdout, done.stderr
         assert done.returncode == 0, stderr
