@@ -121,6 +121,8 @@ def cuda_graphs_obstacle(config: Config, world_size: int, device_type: str) -> s
         return f"there are {world_size} processes"
     if config.distributed.uses_fsdp:
         return f"distributed.strategy is {config.distributed.strategy}"
+    if config.distributed.reduction == "tree":
+        return "distributed.reduction is tree"
     if config.trainer.activation_checkpointing != "none":  # it reads the random state, which recording does not allow
         return f"trainer.activation_checkpointing is {config.trainer.activation_checkpointing}"
     return None

@@ -18,7 +18,6 @@ from mingpt.config.conflicts import cuda_graphs_obstacle
 from mingpt.errors import UserError, is_oom_error
 from mingpt.monitoring.logging import logger
 from mingpt.parallel.strategy import Strategy
-from mingpt.parallel.tree_reduction import TreeReduction
 
 WARM_UPS = 3  # calls before a function is recorded; they allocate state and compile
 
@@ -62,18 +61,6 @@ class CUDAGraphs(Strategy):
         for group in self.optimizer.param_groups:
             group["capturable"] = torch.cuda.is_current_stream_capturing()  # AdamW requires it then, else it warns
         return super().update(self.lr)
-
-
-class CUDAGraphsTree(CUDAGraphs, TreeReduction):
-    """Tree reduction on GPUs. Steps are only recorded on one GPU, but have the same bits on any number."""
-
-    def reduce_gradients(self, batch: range, losses: list[Tensor]) -> list[Tensor]:
-        fixed = self.gradients
-        losses = super().reduce_gradients(batch, losses)
-        torch._foreach_copy_(list(fixed.values()), list(self.gradients.values()))
-        for name, gradient in fixed.items():
-            self.parameters[name].grad = gradient
-        return losses
 
 
 class Recorded:

@@ -25,17 +25,15 @@ def build_data_parallel(
     if config.trainer.compile:
         compile_model(model, config, context.device)
     cfg = config.distributed
-    is_tree = cfg.reduction == "tree"
-    is_plain = context.world_size == 1 and not cfg.uses_fsdp
-    if context.device.type == "cuda" and cfg.pipeline_stages == 1 and (is_tree or is_plain):
-        from mingpt.parallel.cuda_graphs import CUDAGraphs, CUDAGraphsTree
-
-        return (CUDAGraphsTree if is_tree else CUDAGraphs)(model, context, config, precision)
-    if is_tree:
+    if cfg.reduction == "tree":
         from mingpt.parallel.tree_reduction import TreeReduction
 
         return TreeReduction(model, context, config, precision)
-    if is_plain:
+    if context.world_size == 1 and not cfg.uses_fsdp:
+        if context.device.type == "cuda" and cfg.pipeline_stages == 1:
+            from mingpt.parallel.cuda_graphs import CUDAGraphs
+
+            return CUDAGraphs(model, context, config, precision)
         return Strategy(model, context, config, precision)
     if cfg.strategy == "ddp":
         return DDP(model, context, config, precision, example)

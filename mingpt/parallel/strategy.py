@@ -9,7 +9,6 @@ et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -232,33 +231,6 @@ class Strategy:
         return get_total_norm(list(tensors.values()))
 
     # Evaluation
-
-    @contextmanager
-    def swapped_weights(self, key: str) -> Iterator[None]:
-        """Replaces the weights within the block by a part of the optimizer's state, such as averages.
-
-        All ranks must call it.
-
-        Args:
-            key: name of the part, for example `exp_avg` of AdamW; parameters without it keep their weights
-        """
-        weights = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
-        for name, _, state in self.iter_full_state():
-            if name in weights and key in state:
-                self.parameters[name].detach().copy_(self.shard_of(state[key], name))
-        self._reshard()
-        try:
-            yield
-        finally:
-            for name, weight in weights.items():
-                self.parameters[name].detach().copy_(weight)
-            self._reshard()
-
-    def _reshard(self) -> None:
-        """Makes the next forward pass gather the parameters again, which FSDP may keep from the previous one."""
-        for module in self.full_model.modules():
-            if hasattr(module, "reshard"):
-                module.reshard()
 
     @torch.no_grad()
     def evaluate(self, batch: range, data: ValidationDataset) -> Tensor:

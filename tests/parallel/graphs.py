@@ -24,7 +24,7 @@ from mingpt.config import conflicts
 from mingpt.config.schema import OptimizerConfig
 from mingpt.nn.layers import IGNORE_INDEX, add_loss
 from mingpt.optim.optimizer import param_groups
-from mingpt.parallel import cuda_graphs, data_parallel, strategy, tree_reduction
+from mingpt.parallel import cuda_graphs, data_parallel, strategy
 from tests.helpers import run_args, run_main, write_text
 from trainer import Trainer
 
@@ -59,15 +59,20 @@ def frozen_embedding() -> Any:
     return patch.object(model.GPT, "__init__", frozen)
 
 
-def averaged_weights() -> Any:
-    """Evaluates other weights."""
+def other_weights() -> Any:
+    """Evaluates a part of the optimizer's state in place of the weights, like docs/changes/averaged_weights.diff."""
     evaluate = Trainer.evaluate
 
-    def swapped(self: Trainer) -> None:
-        with self.strategy.swapped_weights("exp_avg"):
-            evaluate(self)
+    def evaluate_other(self: Trainer) -> None:
+        weights = {name: parameter.detach() for name, parameter in self.strategy.parameters.items()}
+        own = {name: weight.clone() for name, weight in weights.items()}
+        for name, weight in weights.items():
+            weight.copy_(self.strategy.local_state[name]["exp_avg"])
+        evaluate(self)
+        for name, weight in weights.items():
+            weight.copy_(own[name])
 
-    return patch.object(Trainer, "evaluate", swapped)
+    return patch.object(Trainer, "evaluate", evaluate_other)
 
 
 def sgd() -> Any:
@@ -89,11 +94,10 @@ RUNS: dict[str, tuple[Callable[[], AbstractContextManager], dict[str, Any]]] = {
         nullcontext,
         {"trainer__max_epochs": 1, "trainer__batch_size": 20, "trainer__micro_batch_size": None},
     ),
-    "tree": (nullcontext, {"distributed__reduction": "tree", "trainer__micro_batch_size": 3}),
     "masked targets": (masked_targets, {}),
     "an auxiliary loss": (lambda: changed_blocks(lambda x: add_loss(x, x.square().mean())), {}),
     "a frozen parameter": (frozen_embedding, MUON),
-    "averaged weights": (averaged_weights, {}),
+    "other weights": (other_weights, {}),
     "sgd": (sgd, {}),
     "a read": (lambda: changed_blocks(READ), {}),
 }
@@ -219,7 +223,6 @@ def recording_on_cpu() -> Iterator[None]:
         patch.object(cuda_graphs, "cuda_graphs_obstacle", on_gpu),
         patch.object(conflicts, "cuda_graphs_obstacle", on_gpu),
         patch.object(data_parallel, "Strategy", cuda_graphs.CUDAGraphs),
-        patch.object(tree_reduction, "TreeReduction", cuda_graphs.CUDAGraphsTree),
     ):
         yield
 

@@ -1,6 +1,5 @@
 """What people add to the model, the loss, the data and the optimizer has the same effect with every strategy."""
 
-import os
 import re
 from collections.abc import Callable
 from functools import partial
@@ -14,10 +13,8 @@ from torch import Tensor
 
 from char_dataset import CharDataset
 from mingpt.nn.layers import IGNORE_INDEX, add_loss
-from mingpt.run.evaluation import evaluate
 from model import GPT, MLP
 from tests.helpers import (
-    NO_DROPOUT,
     T,
     max_relative_error,
     open_trainer,
@@ -26,7 +23,6 @@ from tests.helpers import (
     run_ranks,
     small_gpt,
     train_curves,
-    train_losses,
     write_text,
 )
 from tests.parallel.runs import PIPELINE, STRATEGIES, Options, with_stages
@@ -116,36 +112,6 @@ def test_a_change_trains_with_the_same_losses_on_any_number_of_ranks(
     for options, losses, one_process, without in zip(runs, found, expected, unchanged, strict=True):
         assert max_relative_error(losses, one_process) < 1e-5, options
         assert max_relative_error(without, one_process) > 1e-3, options
-
-
-def test_other_weights_are_evaluated_and_training_continues_with_its_own(tmp_path: Path) -> None:
-    write_text(tmp_path / "text.txt")
-    runs = [options | {"optimizer__name": "adamw"} for options in ON_TWO]
-    [expected] = run_ranks(
-        1, _evaluate_other_weights, tmp_path, [ACCUMULATING | {"optimizer__name": "adamw"}], tmp_path=tmp_path
-    )
-    [found, *_] = run_ranks(2, _evaluate_other_weights, tmp_path, runs, tmp_path=tmp_path)
-    [[trained, other, own, _, _]] = expected
-    assert min(abs(other - trained), abs(other - own)) > 0.1
-    for options, losses in zip(runs, found, strict=True):
-        assert max_relative_error(losses, expected[0]) < 1e-5, options
-
-
-def _evaluate_other_weights(folder: Path, runs: list[Options]) -> list[list[float]]:
-    """Returns a training loss, a validation loss of other weights and of the model's own, and two training losses."""
-    results = []
-    for i, options in enumerate(runs):
-        run_dir = folder / f"other-{os.environ.get('WORLD_SIZE')}-{i}"
-        with open_trainer(*run_args(run_dir, folder / "text.txt", **NO_DROPOUT, **options), rendezvous=i) as trainer:
-            strategy = trainer.strategy
-            losses = train_losses(trainer, 1)
-            for state in strategy.local_state.values():
-                state["other"] = 1000 * state["exp_avg"]
-            with strategy.swapped_weights("other"):
-                losses.append(evaluate(strategy, trainer.val_data))
-            losses.append(evaluate(strategy, trainer.val_data))
-            results.append(losses + train_losses(trainer, 2))
-    return results
 
 
 def test_a_batch_without_targets_is_a_loss_of_zero() -> None:

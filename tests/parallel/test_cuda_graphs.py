@@ -57,6 +57,7 @@ def test_recorded_steps_have_the_bits_of_other_steps_also_after_a_resume(device:
         ("", 1, "cpu", "the device is cpu"),
         ("", 2, "cuda", "there are 2 processes"),
         ("--distributed.strategy fsdp", 1, "cuda", "distributed.strategy is fsdp"),
+        ("--distributed.reduction tree --trainer.micro_batch_size 3", 1, "cuda", "distributed.reduction is tree"),
         ("--trainer.activation_checkpointing full", 1, "cuda", "trainer.activation_checkpointing is full"),
     ],
 )
@@ -64,7 +65,8 @@ def test_graphs_are_refused_if_required_where_auto_does_without(
     options: str, world_size: int, device: str, reason: str
 ) -> None:
     def conflicts(value: str) -> list[str]:
-        config = read_config([*options.split(), "--trainer.cuda_graphs", value])
+        argv = [*options.split(), "--trainer.cuda_graphs", value, "--trainer.deterministic", "true"]
+        config = read_config(argv)
         return list(find_start_conflicts(config, world_size, device))
 
     assert conflicts("true") == [f"trainer.cuda_graphs is true, must be auto or false, because {reason}"]
