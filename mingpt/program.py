@@ -79,9 +79,10 @@ def run_program(run: Callable[[Sequence[str]], int | None], argv: Sequence[str],
             status = 2
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             logger.error(
-                "out of memory: lower trainer.micro_batch_size, set trainer.activation_checkpointing to full, or use "
-                "distributed.strategy fsdp on several ranks; if the first step has not begun, raise the limits of this "
-                f"process (ulimit -v, ulimit -u). PyTorch's message: {reason}"
+                "out of memory: lower trainer.micro_batch_size, set trainer.activation_checkpointing to full or "
+                "trainer.cuda_graphs to false, or use distributed.strategy fsdp on several ranks; if the first step "
+                "has not begun, raise the limits of this process (ulimit -v, ulimit -u). PyTorch's message: "
+                f"{reason}"
             )
         else:
             status = 1

@@ -30,21 +30,26 @@ class CUDAGraphs(Strategy):
         cfg = self.config.trainer
         self.shape = (min(cfg.micro_batch_size or cfg.batch_size, cfg.batch_size), self.config.data.block_size)
         self.lr = torch.zeros((), device=self.device)
+        for parameter in self.parameters.values():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
         obstacle = cuda_graphs_obstacle(self.config, self.context.world_size, self.context.device.type)
-        # Other optimizers, such as SGD, would wait for a learning rate on the GPU in each step.
-        self.is_capturable = any("capturable" in group for group in self.optimizer.param_groups)
-        if not self.is_capturable:
-            obstacle = f"the optimizer is {type(self.optimizer).__name__}"
+        # Others would wait for a learning rate on the GPU in each step.
+        self.is_fused = all(group.get("fused") for group in self.optimizer.param_groups)
+        if not self.is_fused:
+            obstacle = f"the optimizer, {type(self.optimizer).__name__}, is not fused"
+        if obstacle and cfg.cuda_graphs is True:
+            raise UserError(f"trainer.cuda_graphs is true, must be auto or false, because {obstacle}")
         if cfg.cuda_graphs is False:
             obstacle = "as configured"
         self.description["graphs"] = f"none ({obstacle})" if obstacle else "CUDA graphs after the first steps (one GPU)"
-        self.recorded_backward = Recorded(super().backward, cfg.cuda_graphs, obstacle)
-        self.recorded_update = Recorded(self._update, cfg.cuda_graphs, obstacle)
+        stream = torch.cuda.Stream()
+        self.recorded_backward = Recorded(super().backward, stream, cfg.cuda_graphs, obstacle)
+        self.recorded_update = Recorded(self._update, stream, cfg.cuda_graphs, obstacle)
 
     def zero_grad(self) -> None:
         """Sets the gradients of the step before to zero. Deleting them would change their addresses."""
-        if gradients := list(self.gradients.values()):
-            torch._foreach_zero_(gradients)
+        torch._foreach_zero_(list(self.gradients.values()))
 
     def backward(self, idx: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
         if idx.shape != self.shape:  # the end of a batch
@@ -52,7 +57,7 @@ class CUDAGraphs(Strategy):
         return self.recorded_backward(idx, targets, weight)
 
     def update(self, lr: float | Tensor) -> Tensor:
-        if not self.is_capturable:
+        if not self.is_fused:
             return super().update(lr)
         self.lr.fill_(lr)
         return self.recorded_update()
@@ -68,12 +73,16 @@ class Recorded:
 
     Args:
         function: returns a new tensor, and does not depend on Python objects that change between calls
+        stream: runs the first calls, as required before a recording
         setting: trainer.cuda_graphs
         obstacle: why the function is not recorded; None: it is
     """
 
-    def __init__(self, function: Callable[..., Tensor], setting: str | bool, obstacle: str | None) -> None:
+    def __init__(
+        self, function: Callable[..., Tensor], stream: torch.cuda.Stream, setting: str | bool, obstacle: str | None
+    ) -> None:
         self.function = function
+        self.stream = stream
         self.setting = setting
         self.obstacle = obstacle
         self.num_warm_ups = 0
@@ -94,18 +103,22 @@ class Recorded:
         return self.output.clone()  # the next replay changes it
 
     def _warm_up(self, *inputs: Tensor) -> Tensor:
-        """Calls the function on another stream, as required before a recording.
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            output = self.function(*inputs) if self.num_warm_ups < WARM_UPS else self._watched(*inputs)
+        torch.cuda.current_stream().wait_stream(self.stream)
+        return output
 
-        The last of these calls looks for obstacles, because PyTorch can't continue after a recording that fails
-        (CUDAGraph::reset in its CUDAGraph.cpp).
+    def _watched(self, *inputs: Tensor) -> Tensor:
+        """Calls the function and looks for obstacles, because PyTorch can't continue after a recording that fails.
+
+        Source: CUDAGraph::reset in PyTorch's CUDAGraph.cpp.
 
         Raises:
             UserError: the function can't be recorded, and trainer.cuda_graphs is true.
         """
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
         random_state = torch.get_rng_state()
-        with torch.cuda.stream(stream), warnings.catch_warnings(record=True) as caught:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             before = torch.cuda.get_sync_debug_mode()
             torch.cuda.set_sync_debug_mode("warn")
@@ -113,9 +126,6 @@ class Recorded:
                 output = self.function(*inputs)
             finally:
                 torch.cuda.set_sync_debug_mode(before)
-        torch.cuda.current_stream().wait_stream(stream)
-        if self.num_warm_ups < WARM_UPS:  # these calls may also wait to allocate memory
-            return output
         if not torch.equal(torch.get_rng_state(), random_state):
             self.obstacle = "it draws random numbers on the CPU"
         for warning in caught:
@@ -139,11 +149,12 @@ class Recorded:
         try:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may use the GPU
                 output = self.function(*self.inputs)
-        except RuntimeError as error:
+        except Exception as error:
             if is_oom_error(error):
                 raise
-            cause = error.__context__ or error  # after an error in the block, the end of the recording raises another
-            problem = f"a step can't be recorded as CUDA graphs: {cause}"
+            # After an error in the block, the end of the recording raises another one.
+            reason, *_ = str(error.__context__ or error).split("\n")
+            problem = f"a step can't be recorded as CUDA graphs: {reason}"
             raise UserError(f"{problem}; set trainer.cuda_graphs to false") from error
         torch.cuda.set_rng_state(random_state)
         return graph, output

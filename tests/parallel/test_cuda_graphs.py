@@ -11,7 +11,10 @@ from mingpt.config.parser import read_config
 from tests.helpers import DEVICES, VISIBLE_GPUS, assert_equal_snapshots, loss_curve, run_program, run_ranks
 from tests.parallel.graphs import GPU_RUNS, RUNS, train_all
 
-NOT_RECORDED = {"sgd": "none (the optimizer is SGD)", "activation checkpointing": "none (trainer.activation_checkpoin"}
+NOT_RECORDED = {
+    "sgd": "none (the optimizer, SGD, is not fused)",
+    "activation checkpointing": "none (trainer.activation_checkpoin",
+}
 FILE = Path(__file__).with_name("graphs.py")
 WARNINGS = {"a read": f"{FILE}, line ", "a random number": "it draws random numbers on the CPU"}
 
