@@ -51,6 +51,7 @@ def test_recorded_steps_have_the_bits_of_other_steps_also_after_a_resume(device:
             name in runs
         ), stderr
     assert f"error: trainer.cuda_graphs is true, but a step can't be recorded as CUDA graphs, because {FILE}" in stderr
+    assert "error: trainer.cuda_graphs is true, must be auto or false, because the optimizer, SGD, is not" in stderr
     assert "Traceback" not in stderr
 
 
