@@ -1,7 +1,8 @@
 """Loads snapshots for other programs and new runs, and compares a configuration with the keys of a snapshot."""
 
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
@@ -155,22 +156,45 @@ def new_run_advice(config: Config) -> str:
 
 
 def load_initial_weights(path: str, model: GPT, tokenizer: Tokenizer) -> dict[str, Tensor]:
-    """Returns pretrained weights (trainer.init_from) for a model with another tokenizer.
+    """Returns pretrained weights (trainer.init_from) for a model with another tokenizer, and maybe with changed code.
 
-    New tokens get their embeddings from `model`, which is newly initialized and has the shape of the weights.
+    Parameters that the weights do not fit, and embeddings of new tokens, are those of `model`, which is newly
+    initialized.
 
     Raises:
-        UserError: the weights can't be loaded.
+        UserError: the weights can't be loaded, or none of them fits.
     """
     pretrained = load_pretrained(path, "trainer.init_from")
     new = set(tokenizer.vocabulary) - set(pretrained.tokenizer.vocabulary)
     logger.info(f"starting from the weights of {path}; new tokens: {show_tokens(new)}")
     weights = dict(pretrained.weights)
     initial = model.state_dict()
-    for name in EMBEDDINGS & weights.keys():
+    for name in EMBEDDINGS & weights.keys() & initial.keys():
         rows = dict(zip(pretrained.tokenizer.vocabulary, pretrained.weights[name], strict=True))
         weights[name] = initial[name].clone()  # (V, C)
         for i, token in enumerate(tokenizer.vocabulary):
             if token in rows:
                 weights[name][i] = rows[token]
-    return weights
+    fitting = {
+        name: weights[name] for name in initial if name in weights and weights[name].shape == initial[name].shape
+    }
+    if differences := weight_differences(weights, initial):
+        if not fitting:
+            raise UserError(f"trainer.init_from: no weights of {path} fit the model: {differences}")
+        logger.warning(f"some weights of {path} do not fit the model, and are not used: {differences}")
+    return initial | fitting
+
+
+def weight_differences(weights: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> str:
+    """Returns which names and shapes of weights differ from a model's, since its code has changed; empty: none."""
+    lists = {
+        "new in the model": [name for name in model if name not in weights],
+        "missing in the model": [name for name in weights if name not in model],
+        "of another shape": [name for name in model if name in weights and weights[name].shape != model[name].shape],
+    }
+    parts = []
+    for difference, names in lists.items():
+        layers = dict.fromkeys(re.sub(r"\.\d+", ".*", name) for name in names)  # like the table at the start
+        if layers:
+            parts.append(f"{difference}: {', '.join(layers)}")
+    return "; ".join(parts)

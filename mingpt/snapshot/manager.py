@@ -14,7 +14,7 @@ from mingpt.monitoring.run_log import saved_steps
 from mingpt.parallel.strategy import Strategy
 from mingpt.snapshot.folder import open_folders
 from mingpt.snapshot.format import split_header
-from mingpt.snapshot.load import new_run_advice
+from mingpt.snapshot.load import new_run_advice, weight_differences
 from mingpt.snapshot.mirror import Mirror
 from mingpt.snapshot.worker import SaveResult
 from mingpt.snapshot.writer import SnapshotWriter
@@ -133,6 +133,12 @@ class SnapshotManager:
                     f"trainer.snapshot_path: {newest.path} has an optimizer state for {len(content['optimizer'])} of "
                     f"{len(content['model'])} parameters, but must have one for all; move it away, or start a new run "
                     "with it as trainer.init_from"
+                )
+            if content and (differences := weight_differences(content["model"], strategy.full_shapes)):
+                raise UserError(
+                    f"trainer.snapshot_path: the weights in {newest.path} are not those of the model, whose code has "
+                    f"changed: {differences}. To train it, {new_run_advice(self.config)}; with trainer.init_from "
+                    f"{self.config.trainer.run_dir}, it begins with the weights that fit"
                 )
         strategy.load_full_state(content.get("model", {}), content.get("optimizer", {}), newest.source_rank)
         if header["scaler"]:  # it is empty unless the run that saved it used fp16
