@@ -341,8 +341,11 @@ def losses(run_dir: Path) -> list[float]:
     return [row["loss"] for row in read_rows(run_dir)] + [row["val_loss"] for row in read_rows(run_dir, "eval")]
 
 
-def test_each_change_of_the_docs_is_tested() -> None:
-    assert {file.stem for file in DOCS.glob("changes/*.diff")} == CHANGES.keys()
+def test_each_change_of_the_docs_applies_and_is_tested() -> None:
+    files = list(DOCS.glob("changes/*.diff"))
+    assert {file.stem for file in files} == CHANGES.keys()
+    for file in files:
+        subprocess.run(["git", "apply", "--check", file], cwd=ROOT, check=True)
 
 
 @pytest.mark.slow
