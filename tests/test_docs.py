@@ -245,8 +245,8 @@ def test_docs_work_as_pasted(checkout: Path) -> None:
 
 CHANGED_RUN = (
     "--data.path words.txt --data.block_size 16 --model.n_layer 2 --model.n_embd 32 --trainer.batch_size 12 "
-    "--trainer.micro_batch_size 3 --trainer.precision fp32 --trainer.log_every 1 --trainer.sample_every null "
-    "--optimizer.warmup_steps 10 --optimizer.decay_steps 120"
+    "--trainer.micro_batch_size 3 --trainer.precision fp32 --trainer.threads 1 --trainer.log_every 1 "
+    "--trainer.sample_every null --optimizer.warmup_steps 10 --optimizer.decay_steps 120"
 )
 # The options of each change in docs/changes/, and why export.py refuses its snapshots; None: it does not.
 CHANGES = {
