@@ -14,9 +14,8 @@ import torch
 from mingpt.config.parser import default_snapshot_path
 from mingpt.errors import UserError
 from mingpt.monitoring.logging import configure_logging
-from mingpt.snapshot.load import load_pretrained, weight_differences
+from mingpt.snapshot.load import load_pretrained
 from mingpt.system.torch_versions import check_torch_version
-from model import GPT
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -83,11 +82,8 @@ def run(argv: Sequence[str]) -> None:
     path = default_snapshot_path() if args.snapshot is None else args.snapshot
     pretrained = load_pretrained(path, "--snapshot", args.best)
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model = GPT(pretrained.model_config).to(device)
+    model = pretrained.build_model().to(device)
     tokenizer = pretrained.tokenizer
-    if differences := weight_differences(pretrained.weights, model.state_dict()):
-        raise UserError(f"--snapshot: the weights in {path} are not those of the model in model.py: {differences}")
-    model.load_state_dict(pretrained.weights)
     prompt = read_prompt(args.prompt, default=tokenizer.decode([0]))
     idx = torch.tensor([tokenizer.encode(prompt, "--prompt")], device=device)  # (1, T)
     print(prompt, end="", flush=True)

@@ -148,7 +148,7 @@ def test_help_and_mistakes_are_answered_without_pytorch(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["torch.py"]
 
 
-# The compiler's import takes as long as that of PyTorch.
+# Importing the compiler takes as long as importing PyTorch.
 COMMANDS_WITHOUT_COMPILER = """
 import sys
 import main, plot, sample

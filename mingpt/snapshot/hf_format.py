@@ -13,7 +13,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from mingpt.errors import UserError
 from mingpt.snapshot.load import Pretrained
-from model import GPT
 
 MAX_DIFFERENCE = 1e-3  # between logits; rounding errors are 1e-5 with logits up to 15
 # Parts of our parameter names and of transformers' names for nanochat.
@@ -82,8 +81,7 @@ def hf_model(pretrained: Pretrained) -> PreTrainedModel:
         details = " ".join(str(error).split())
         raise UserError(f"--snapshot: {name} has other weights: {details}") from error
 
-    gpt = GPT(config).eval()
-    gpt.load_state_dict(pretrained.weights)
+    gpt = pretrained.build_model().eval()
     idx = torch.arange(min(config.vocab_size, config.block_size))[None]
     with torch.inference_mode():
         difference = (model(idx).logits - gpt(idx)[0]).abs().max().item()

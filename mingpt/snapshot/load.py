@@ -32,6 +32,14 @@ class Pretrained:
     weights: dict[str, Tensor]  # state dict with GPT-2's parameter names
     snapshot: dict[str, Any]  # full content of the snapshot
 
+    def build_model(self) -> GPT:
+        """Returns the model; raises a UserError if its code has other parameters."""
+        model = GPT(self.model_config)
+        if differences := weight_differences(self.weights, model.state_dict()):
+            raise UserError(f"--snapshot: the weights are not those of the model in model.py: {differences}")
+        model.load_state_dict(self.weights)
+        return model
+
 
 def load_pretrained(path: str, option: str, best: bool = False) -> Pretrained:
     """Loads a snapshot.
@@ -158,8 +166,7 @@ def new_run_advice(config: Config) -> str:
 def load_initial_weights(path: str, model: GPT, tokenizer: Tokenizer) -> dict[str, Tensor]:
     """Returns pretrained weights (trainer.init_from) for a model with another tokenizer, and maybe with changed code.
 
-    Parameters that the weights do not fit, and embeddings of new tokens, are those of `model`, which is newly
-    initialized.
+    Parameters that no weight fits, and embeddings of new tokens, keep the values of `model`.
 
     Raises:
         UserError: the weights can't be loaded, or none of them fits.

@@ -23,41 +23,32 @@ import model
 from char_dataset import CharDataset
 from mingpt.config import conflicts
 from mingpt.config.schema import OptimizerConfig
-from mingpt.nn.layers import IGNORE_INDEX, add_loss
 from mingpt.optim.optimizer import param_groups
 from mingpt.parallel import cuda_graphs, data_parallel, strategy
 from tests.helpers import run_args, run_main, write_text
+from tests.parallel.runs import add_auxiliary_loss, count_one_token_only, freeze
 from trainer import Trainer
 
 
-def masked_targets() -> Any:
-    """In sample i, the first i % 9 targets do not count."""
-    get = CharDataset.__getitem__
-
-    def masked(self: CharDataset, samples: Any) -> tuple[Tensor, Tensor]:
-        idx, targets = get(self, samples)
-        targets = targets.clone()  # tokens and targets are views of the same memory
-        for row, sample in zip(targets, samples, strict=True):
-            row[: sample % 9] = IGNORE_INDEX
-        return idx, targets
-
-    num_targets = lambda self, samples: sum(self.block_size - i % 9 for i in samples)  # noqa: E731
-    return patch.multiple(CharDataset, __getitem__=masked, num_targets=num_targets)
+@contextmanager
+def undone(change: Callable[[], None]) -> Iterator[None]:
+    """Makes a change of tests/parallel/runs.py for the block."""
+    changed = [
+        (CharDataset, "__getitem__"),
+        (CharDataset, "num_targets"),
+        (model.MLP, "forward"),
+        (model.GPT, "__init__"),
+    ]
+    before = [getattr(owner, name) for owner, name in changed]
+    change()
+    yield
+    for (owner, name), value in zip(changed, before, strict=True):
+        setattr(owner, name, value)
 
 
 def changed_blocks(change: Callable[[Tensor], Tensor]) -> Any:
     forward = model.Block.forward
     return patch.object(model.Block, "forward", lambda self, *args: change(forward(self, *args)))
-
-
-def frozen_embedding() -> Any:
-    init = model.GPT.__init__
-
-    def frozen(self: model.GPT, *args: Any) -> None:
-        init(self, *args)
-        self.transformer["wte"].weight.requires_grad = False
-
-    return patch.object(model.GPT, "__init__", frozen)
 
 
 def other_weights() -> Any:
@@ -103,9 +94,9 @@ RUNS: dict[str, tuple[Callable[[], AbstractContextManager], dict[str, Any]]] = {
         nullcontext,
         {"trainer__max_epochs": 1, "trainer__batch_size": 20, "trainer__micro_batch_size": None},
     ),
-    "masked targets": (masked_targets, {}),
-    "an auxiliary loss": (lambda: changed_blocks(lambda x: add_loss(x, x.square().mean())), {}),
-    "a frozen parameter": (frozen_embedding, MUON),
+    "masked targets": (lambda: undone(count_one_token_only), {}),
+    "an auxiliary loss": (lambda: undone(add_auxiliary_loss), {}),
+    "frozen parameters": (lambda: undone(freeze), {"model__architecture": "gpt2"} | MUON),
     "other weights": (other_weights, {}),
     "sgd": (sgd, {}),
     "a read": (lambda: changed_blocks(READ), {}),

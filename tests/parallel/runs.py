@@ -1,4 +1,4 @@
-"""Runs that tests of strategies and of pipeline stages share."""
+"""Runs and changes of the program that tests of strategies share."""
 
 import math
 import os
@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model import Block
+from char_dataset import CharDataset
+from mingpt.nn.layers import IGNORE_INDEX, add_loss
+from model import GPT, MLP, Block
 from tests.helpers import (
     NO_DROPOUT,
     assert_equal_snapshots,
@@ -129,3 +131,41 @@ def scale_and_skip(trainer: Trainer, overflow_on: int) -> tuple[list[float], lis
         changed.append(not all(map(torch.equal, before, full_state())))
         scales.append(scaler.get_scale())
     return scales, changed
+
+
+# Changes that people make
+
+FROZEN = ("transformer.wte.weight", "transformer.h.0.mlp.c_fc.weight", "transformer.h.1.ln_1.weight")
+
+
+def add_auxiliary_loss() -> None:
+    forward = MLP.forward
+
+    def forward_with_loss(self: MLP, x: Tensor) -> Tensor:
+        y = forward(self, x)
+        return add_loss(y, (1 + y).square().mean())
+
+    MLP.forward = forward_with_loss
+
+
+def count_one_token_only() -> None:
+    """Samples have different numbers of targets, and some have none."""
+    read = CharDataset.__getitem__
+
+    def read_masked(self: CharDataset, samples: range) -> tuple[Tensor, Tensor]:
+        idx, targets = read(self, samples)
+        return idx, targets.masked_fill(targets != 2, IGNORE_INDEX)
+
+    CharDataset.__getitem__ = read_masked
+    CharDataset.num_targets = lambda self, samples: int((self[samples][1] != IGNORE_INDEX).sum()) if samples else 0
+
+
+def freeze() -> None:
+    build = GPT.__init__
+
+    def build_frozen(self: GPT, config: Any) -> None:
+        build(self, config)
+        for name in FROZEN:
+            self.get_parameter(name).requires_grad = False
+
+    GPT.__init__ = build_frozen

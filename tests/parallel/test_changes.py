@@ -4,7 +4,6 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from char_dataset import CharDataset
-from mingpt.nn.layers import IGNORE_INDEX, add_loss
-from model import GPT, MLP
+from mingpt.nn.layers import IGNORE_INDEX
+from model import GPT
 from tests.helpers import (
     T,
     max_relative_error,
@@ -25,7 +24,15 @@ from tests.helpers import (
     train_curves,
     write_text,
 )
-from tests.parallel.runs import PIPELINE, STRATEGIES, Options, with_stages
+from tests.parallel.runs import (
+    PIPELINE,
+    STRATEGIES,
+    Options,
+    add_auxiliary_loss,
+    count_one_token_only,
+    freeze,
+    with_stages,
+)
 
 ACCUMULATING: Options = PIPELINE | {"model__architecture": "gpt2"}
 ON_TWO: list[Options] = [
@@ -40,8 +47,6 @@ ON_FOUR = [
     for size, strategy in zip((1, 2, 1, 2), STRATEGIES, strict=True)
 ]
 
-FROZEN = ("transformer.wte.weight", "transformer.h.0.mlp.c_fc.weight", "transformer.h.1.ln_1.weight")
-
 
 def smooth_labels() -> None:
     def loss(self: GPT, logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
@@ -49,39 +54,6 @@ def smooth_labels() -> None:
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), label_smoothing=smoothing, reduction=reduction)
 
     GPT.loss = loss
-
-
-def add_auxiliary_loss() -> None:
-    forward = MLP.forward
-
-    def forward_with_loss(self: MLP, x: Tensor) -> Tensor:
-        y = forward(self, x)
-        return add_loss(y, (1 + y).square().mean())
-
-    MLP.forward = forward_with_loss
-
-
-def count_one_token_only() -> None:
-    """Samples have different numbers of targets, and some have none."""
-    read = CharDataset.__getitem__
-
-    def read_masked(self: CharDataset, samples: range) -> tuple[Tensor, Tensor]:
-        idx, targets = read(self, samples)
-        return idx, targets.masked_fill(targets != 2, IGNORE_INDEX)
-
-    CharDataset.__getitem__ = read_masked
-    CharDataset.num_targets = lambda self, samples: int((self[samples][1] != IGNORE_INDEX).sum()) if samples else 0
-
-
-def freeze() -> None:
-    build = GPT.__init__
-
-    def build_frozen(self: GPT, config: Any) -> None:
-        build(self, config)
-        for name in FROZEN:
-            self.get_parameter(name).requires_grad = False
-
-    GPT.__init__ = build_frozen
 
 
 def _changed_curves(change: Callable[[], None], folder: Path, runs: list[Options]) -> list[list[float]]:
