@@ -208,9 +208,12 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     @property
-    def blocks(self) -> list[nn.Module]:
-        """The transformer blocks, which are the units of sharding, checkpointing and compilation."""
-        return list(self.transformer["h"].children())  # a pipeline stage has a ModuleDict with some of the blocks
+    def blocks(self) -> dict[int, nn.Module]:
+        """The transformer blocks by number; a pipeline stage has some of them, with the same numbers.
+
+        They are the units of sharding, checkpointing and compilation.
+        """
+        return {int(number): block for number, block in self.transformer["h"].named_children()}
 
     def forward(
         self, idx: Tensor, targets: Tensor | None = None, cache: KVCache | None = None
@@ -262,7 +265,7 @@ class GPT(nn.Module):
     def apply_blocks(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
         """(B, T, C) -> (B, T, C)"""
         rotary = self.rotary_factors(x, cache)
-        for block in self.blocks:
+        for block in self.blocks.values():
             x = block(x, rotary, cache)
         if cache is not None:
             cache.length += x.size(1)
@@ -271,8 +274,7 @@ class GPT(nn.Module):
     def rotary_factors(self, x: Tensor, cache: KVCache | None) -> Rotary | None:
         """Returns the rotations of x, (B, T, C), after the tokens in the cache; None with learned positions.
 
-        A training step computes the table, since a buffer would have to be filled after the model leaves the meta
-        device. In generation, the cache keeps the table: computing it for each token would take 12% of the time.
+        In generation, the cache keeps the table: computing it for each token would take 12% of the time.
         """
         if not self.is_nanochat:
             return None

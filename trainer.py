@@ -13,8 +13,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from char_dataset import CharDataset, ValidationDataset, check_num_targets, train_val_split
 from mingpt.config.schema import Config, GPTConfig, config_to_dict
 from mingpt.distributed.agreement import all_gather_object, shared_errors
@@ -31,14 +29,13 @@ from mingpt.run import summary
 from mingpt.run.evaluation import evaluate, generate_sample
 from mingpt.run.numerics import set_numerics
 from mingpt.run.progress import Progress, StepResult
-from mingpt.run.start import adopt_snapshot, initial_weights, load_corpus, lock_run
+from mingpt.run.start import adopt_snapshot, build_model, initial_weights, load_corpus, lock_run
 from mingpt.run.wait_policy import adaptive_wait_policy
 from mingpt.snapshot.format import FORMAT_VERSION
 from mingpt.snapshot.load import check_vocabulary
 from mingpt.snapshot.manager import SnapshotManager
-from mingpt.system.device import QuickMetaFunctions, device_kind, gpu_metrics
+from mingpt.system.device import device_kind, gpu_metrics
 from mingpt.system.signals import EXIT_STATUS, SignalHandler
-from model import GPT
 
 
 class Trainer:
@@ -92,14 +89,14 @@ class Trainer:
         self.numerics = set_numerics(config, context, self.resumed)
         vocab_size = len(tokenizer.vocabulary)
         self.model_config = GPTConfig(**asdict(config.model), vocab_size=vocab_size, block_size=config.data.block_size)
-        with torch.device("meta"), QuickMetaFunctions():  # the full model may not fit into memory
-            model = GPT(self.model_config)
+        model = build_model(self.model_config, config.trainer.seed, context)
         self.flops_per_token = model.flops_per_token()
+        self.layers = summary.layers(model)
+        weights = initial_weights(config, context, model, tokenizer) if newest is None else {}
         self.strategy = build_strategy(config, model, context, self.numerics.precision)
         self.model = self.strategy.full_model
         self.progress = Progress()
         if newest is None:
-            weights = initial_weights(config, context, self.model_config, tokenizer)
             self.strategy.load_full_state(weights, {}, source=0)
         else:
             self.progress.load_state_dict(newest.header, self.corpus.sha256)
@@ -158,7 +155,7 @@ class Trainer:
             **summary.data_rows(self.config.data.path, self.corpus, self.train_data, self.val_data),
             **summary.length_rows(self.config, self.progress, self.last_step, len(self.train_data)),
         }
-        logger.info(summary.start(devices, rows, self.strategy.full_shapes))
+        logger.info(summary.start(devices, rows, self.layers))
         if self.resumed is not None:
             logger.info(summary.resumed(self.resumed_from, self.resumed, self.snapshot_header()))
         with shared_errors(self.context):

@@ -123,7 +123,7 @@ def test_initial_weights_of_nanochat_make_blocks_the_identity() -> None:
         else:
             assert parameter.std().item() == pytest.approx(0.02, rel=0.05), name
     x = torch.randn(2, 5, 128)
-    assert all(torch.equal(block(x), x) for block in model.blocks)
+    assert all(torch.equal(block(x), x) for block in model.blocks.values())
 
 
 @all_architectures

@@ -38,8 +38,8 @@ def param_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, An
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in trained if p.dim() == 2]
-    blocks: Any = model.blocks if config.name == "muon" else []
-    hidden = {p for block in blocks for p in block.parameters()}
+    blocks: Any = model.blocks if config.name == "muon" else {}
+    hidden = {p for block in blocks.values() for p in block.parameters()}
     return [
         {"params": [p for p in matrices if p in hidden], "weight_decay": config.weight_decay, "muon": True},
         {"params": [p for p in matrices if p not in hidden], "weight_decay": config.weight_decay, "muon": False},

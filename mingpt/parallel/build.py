@@ -16,10 +16,10 @@ from model import GPT
 
 
 def build_strategy(config: Config, model: GPT, context: DistributedContext, precision: str) -> Strategy:
-    """Returns the strategy for a model. Its weights are undefined until `load_full_state`.
+    """Returns the strategy for a model.
 
     Args:
-        model: a GPT on the meta device, since a rank may not have memory for the full model; do not use it afterwards
+        model: a GPT on the CPU; do not use it afterwards, since strategies shard it, or cut stages out of it
         precision: fp32, bf16 or fp16
 
     Raises:
@@ -38,5 +38,5 @@ def build_strategy(config: Config, model: GPT, context: DistributedContext, prec
         from mingpt.parallel.pipeline import PipelineParallel  # a slow import
 
         return PipelineParallel(model, context, config, precision)
-    example = torch.zeros(1, config.data.block_size, dtype=torch.long, device=context.device)
-    return build_data_parallel(model, context, config, precision, example)
+    idx = targets = torch.zeros(1, config.data.block_size, dtype=torch.long, device=context.device)
+    return build_data_parallel(model, context, config, precision, (idx, targets))

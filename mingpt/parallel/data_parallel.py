@@ -14,17 +14,20 @@ from mingpt.parallel.strategy import DDP, Strategy
 
 
 def build_data_parallel(
-    model: nn.Module, context: DistributedContext, config: Config, precision: str, example: Tensor
+    model: nn.Module, context: DistributedContext, config: Config, precision: str, example: tuple[Tensor, ...]
 ) -> Strategy:
     """Returns the data-parallel strategy for a model, or for one pipeline stage of a model.
 
     Args:
-        example: an input of the model
+        model: a model on the CPU, which the strategy changes and moves to its device
+        example: arguments of the model
     """
     apply_activation_checkpointing(model, config.trainer.activation_checkpointing)
     if config.trainer.compile:
         compile_model(model, config, context.device)
     cfg = config.distributed
+    if not cfg.uses_fsdp:  # fully_shard moves one block after another, so a model may be larger than a device
+        model.to(context.device)
     if cfg.reduction == "tree":
         from mingpt.parallel.tree_reduction import TreeReduction
 
@@ -59,7 +62,7 @@ def compile_model(model: nn.Module, config: Config, device: torch.device) -> Non
     if device.type == "cpu" and not cfg.uses_fsdp and cfg.pipeline_stages == 1 and mode == "none":
         model.compile(dynamic=False)
         return
-    for block in model.blocks:  # type: ignore[union-attr]
+    for block in model.blocks.values():  # type: ignore[operator]
         block.compile(dynamic=False)
     for name in ("unembed", "loss"):
         setattr(model, name, torch.compile(getattr(model, name), dynamic=False))

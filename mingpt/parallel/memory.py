@@ -1,10 +1,12 @@
 """A lower bound of a rank's memory without activations before training, and a measurement in the first step."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from mingpt.config.schema import Config
 from mingpt.distributed.agreement import reduce_object
@@ -18,6 +20,32 @@ from mingpt.system.device import memory_per_rank
 def format_bytes(number: float) -> str:
     """Returns a number of bytes in MiB or GiB."""
     return f"{number / 2**30:.2f} GiB" if number >= 2**30 else f"{number / 2**20:.1f} MiB"
+
+
+@contextmanager
+def checked_memory(context: DistributedContext) -> Iterator[None]:
+    """Checks the memory for parameters that are built on the CPU in the block, before Linux provides it.
+
+    Raises:
+        UserError: they do not fit.
+    """
+    available = memory_per_rank(torch.device("cpu"), context.local_world_size, context.world_size)
+    built = 0
+
+    def add(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        nonlocal built
+        built += parameter.nbytes
+        if built > available:
+            raise UserError(
+                f"out of memory before the first step: each rank builds the model on the CPU, but has only "
+                f"{format_bytes(available)} for it; use a smaller model, or fewer ranks on this machine"
+            )
+
+    hook = register_module_parameter_registration_hook(add)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def check_memory(config: Config, num_trained: int, context: DistributedContext) -> None:

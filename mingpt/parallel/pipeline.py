@@ -5,6 +5,7 @@ provides schedules and communication (GPipe: Huang et al., 2019; 1F1B: Narayanan
 Pipeline Parallelism for DNN Training", 2019). The ranks with the same stage use any data-parallel strategy.
 """
 
+from bisect import bisect_right
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,39 +17,75 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.profiler import record_function
 
 from char_dataset import CharDataset
-from mingpt.config.schema import Config, GPTConfig
+from mingpt.config.schema import Config
 from mingpt.distributed.agreement import reduce_object
 from mingpt.distributed.context import DistributedContext
+from mingpt.errors import UserError
 from mingpt.nn.layers import IGNORE_INDEX, AuxiliaryLoss
 from mingpt.optim.muon import to_local
 from mingpt.parallel.data_parallel import build_data_parallel
-from mingpt.parallel.strategy import MicroBatch, Strategy, state_shapes
+from mingpt.parallel.strategy import MicroBatch, Strategy, layout, state_layouts, tied_names
 from model import GPT, KVCache
 
 WTE = "transformer.wte.weight"  # in the first stage and, with tied weights, also in the last stage
+MODULES_OF_ENDS = {"transformer.wte": 0, "transformer.wpe": 0, "transformer.ln_f": -1, "lm_head": -1}  # index of stage
+
+
+def find_stage(name: str, n_layer: int, num_stages: int) -> int | None:
+    """Returns the index of the stage that has a parameter or buffer, or None if the name does not tell.
+
+    GPT-2's wte, which the last stage also has, belongs to the first stage.
+    """
+    for module, stage in MODULES_OF_ENDS.items():
+        if name.startswith(f"{module}."):
+            return stage % num_stages
+    if not name.startswith("transformer.h."):
+        return None
+    block = int(name.split(".")[2])
+    ends = [n_layer * (index + 1) // num_stages for index in range(num_stages)]
+    return bisect_right(ends, block)
+
+
+def find_stages(model: GPT, num_stages: int) -> dict[str, int]:
+    """Returns the index of the stage of each tensor in the state dict of a model. A stage may have others as well.
+
+    Raises:
+        UserError: the stage of a parameter is unknown, or several stages have it.
+    """
+    stages = {name: find_stage(name, model.config.n_layer, num_stages) for name in model.state_dict()}
+    problem = f"distributed.pipeline_stages is {num_stages}, must be 1 for this model.py"
+    if unknown := [name for name, _ in model.named_parameters() if stages[name] is None]:
+        raise UserError(
+            f"{problem}: the stage of {', '.join(unknown)} is unknown; parameters must belong to a block, or to "
+            f"{', '.join(MODULES_OF_ENDS)}"
+        )
+    for names in tied_names(model):
+        if len({stages[name] for name in names}) > 1:
+            raise UserError(f"{problem}: {' and '.join(names)} are one parameter, but belong to different stages")
+    return {name: stage or 0 for name, stage in stages.items()}  # all stages have other buffers
 
 
 class GPTStage(GPT):
     """Consecutive blocks of a GPT, with the embeddings in the first stage and the output projection in the last stage.
 
     Blocks are distributed evenly. Modules and parameters have the same names as in the GPT.
+
+    Args:
+        model: a GPT, which lends its modules and can't be used afterwards
     """
 
-    def __init__(self, config: GPTConfig, index: int, num_stages: int) -> None:
-        super().__init__(config)
+    def __init__(self, model: GPT, index: int, num_stages: int) -> None:
+        nn.Module.__init__(self)
+        vars(self).update(vars(model))
         self.is_first = index == 0
         self.is_last = index == num_stages - 1
-        first_block = config.n_layer * index // num_stages
-        end_block = config.n_layer * (index + 1) // num_stages
-        self.transformer["h"] = nn.ModuleDict({str(i): self.blocks[i] for i in range(first_block, end_block)})
-        kept = {"h"}
-        if self.is_first:
-            kept |= {"wte", "wpe", "drop"}
-        if self.is_last:
-            kept |= {"ln_f"} if self.is_nanochat else {"ln_f", "wte"}  # wte is GPT-2's output projection
-        elif self.is_nanochat:
-            del self.lm_head
-        self.transformer = nn.ModuleDict({name: module for name, module in self.transformer.items() if name in kept})
+        modules = dict(self.named_modules())
+        for name in [*MODULES_OF_ENDS, *(f"transformer.h.{number}" for number in self.blocks)]:
+            is_tied = name == "transformer.wte" and self.is_last and not self.is_nanochat  # GPT-2's output projection
+            is_mine = is_tied or find_stage(f"{name}.", self.config.n_layer, num_stages) == index
+            if name in modules and not is_mine:
+                parent, _, child = name.rpartition(".")
+                delattr(modules[parent], child)
 
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:  # type: ignore[override]
         """(B, T) tokens in the first stage, else (B, T, C) -> logits (B, T, V) in the last stage, else (B, T, C)"""
@@ -91,26 +128,25 @@ class PipelineParallel(Strategy):
         self.pipeline = context.subgroup(replicas)
         self.tied_embedding = context.subgroup([(ranks[0], ranks[-1]) for ranks in replicas])
 
-        with torch.device("meta"):
-            stages = [GPTStage(model.config, index, num_stages) for index in range(num_stages)]
-        my_stage = stages[self.pipeline.rank]
+        self.full_shapes = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            for name, tensor in model.state_dict().items()
+        }
+        self.stage_of = find_stages(model, num_stages)
+        self.ties_weights = model.config.architecture == "gpt2"
+        my_stage = GPTStage(model, self.pipeline.rank, num_stages)
         received, _ = my_stage.io_shapes(batch_size=1)
         example = torch.zeros_like(received, device=context.device)
-        self.inner = inner = build_data_parallel(my_stage, data_parallel, config, precision, example)
+        self.inner = inner = build_data_parallel(my_stage, data_parallel, config, precision, (example,))
         self.replicas = data_parallel
         self.device = inner.device
         self.dtype = inner.dtype
         self.scaler = inner.scaler
         self.parameters = inner.parameters
+        self.state = inner.state
         self.local_state = inner.local_state
         self.optimizer = inner.optimizer
         self.full_model = PipelinedModel(inner.full_model, self.pipeline)
-        self.full_shapes = dict(model.named_parameters())
-        self.ties_weights = model.config.architecture == "gpt2"
-        self.stage_of: dict[str, int] = {}  # index of each parameter's stage; the first stage for wte
-        for index, stage in enumerate(stages):
-            for name, _ in stage.named_parameters():
-                self.stage_of.setdefault(name, index)
 
         self.size = config.trainer.micro_batch_size or config.trainer.batch_size  # conflicts.py refuses null
         self.count = config.trainer.batch_size // len(replicas) // self.size  # micro-batches per replica
@@ -181,16 +217,17 @@ class PipelineParallel(Strategy):
 
     def iter_full_state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
         """Yields the full state. Each rank of the first replica broadcasts its stage's part."""
-        shapes = reduce_object(self.context, state_shapes(self.local_state), lambda parts: dict(ChainMap(*parts)))
+        parts = state_layouts(self.local_state)
+        layouts = reduce_object(self.context, parts, lambda parts: dict(ChainMap(*parts)))
         inner_state = self.inner.iter_full_state()
-        for name, parameter in self.full_shapes.items():
+        for name, like in self.full_shapes.items():
             source = self.stage_of[name]
             mine: dict[str, Tensor] = {}
             if source == self.pipeline.rank:
                 _, weight, state = next(item for item in inner_state if item[0] == name)
                 mine = {name: weight, **state}
-            weight = self.broadcast(mine, name, parameter.shape, source)
-            state = {key: self.broadcast(mine, key, shape, source) for key, shape in shapes.get(name, {}).items()}
+            weight = self.broadcast(mine, name, layout(like), source)
+            state = {key: self.broadcast(mine, key, each, source) for key, each in layouts.get(name, {}).items()}
             yield name, weight, state
 
     def shard_of(self, full: Tensor, name: str) -> Tensor:

@@ -16,9 +16,10 @@ from torch.nn.utils import get_total_norm
 from mingpt.config.schema import Config
 from mingpt.distributed.agreement import reduce_object
 from mingpt.distributed.context import DistributedContext
+from mingpt.errors import UserError
 from mingpt.optim.muon import to_local
 from mingpt.optim.optimizer import build_optimizer
-from mingpt.parallel.strategy import DDP, DTYPES, Strategy, state_shapes
+from mingpt.parallel.strategy import DDP, DTYPES, Strategy, state_layouts, tied_names
 
 
 class ZeRO1(DDP):
@@ -30,7 +31,12 @@ class ZeRO1(DDP):
     is_sharded = True
 
     def __init__(
-        self, model: nn.Module, context: DistributedContext, config: Config, precision: str, example: Tensor
+        self,
+        model: nn.Module,
+        context: DistributedContext,
+        config: Config,
+        precision: str,
+        example: tuple[Tensor, ...],
     ) -> None:
         super().__init__(model, context, config, precision, example)
         local: torch.optim.Optimizer = self.optimizer.optim  # type: ignore[attr-defined]
@@ -45,14 +51,14 @@ class ZeRO1(DDP):
     def iter_full_state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
         owners = reduce_object(
             self.context,
-            state_shapes(self.local_state),
-            lambda parts: {name: (rank, shapes) for rank, part in enumerate(parts) for name, shapes in part.items()},
+            state_layouts(self.local_state),
+            lambda parts: {name: (rank, layouts) for rank, part in enumerate(parts) for name, layouts in part.items()},
         )
-        for name, parameter in self.parameters.items():
-            owner, shapes = owners.get(name, (0, {}))  # a frozen parameter has no owner
+        for name, tensor in self.state.items():
+            owner, layouts = owners.get(name, (0, {}))  # a frozen parameter and a buffer have no owner
             mine = self.local_state.get(name, {})
-            state = {key: self.broadcast(mine, key, shape, owner) for key, shape in shapes.items()}
-            yield name, parameter.detach(), state
+            state = {key: self.broadcast(mine, key, layout, owner) for key, layout in layouts.items()}
+            yield name, tensor.detach(), state
 
 
 class FSDP(Strategy):
@@ -71,11 +77,17 @@ class FSDP(Strategy):
         if config.distributed.cpu_offload:
             options["offload_policy"] = CPUOffloadPolicy()
         policy = MixedPrecisionPolicy(DTYPES[precision], torch.float32, cast_forward_inputs=False)
-        # This precedes the base class, so that it allocates only shards of the parameters.
-        for block in model.blocks:  # type: ignore[union-attr]
+        tied = tied_names(model)
+        for block in model.blocks.values():  # type: ignore[operator]
             fully_shard(block, mp_policy=policy, reshard_after_forward=self.reshard_after_forward, **options)
         # The embeddings, which are the rest of the model, are used last in forward and first in backward.
         self.sharded_model = fully_shard(model, reshard_after_forward=False, **options)
+        for names in tied:
+            if names not in tied_names(model):
+                raise UserError(
+                    f"distributed.strategy is {config.distributed.strategy}, must be ddp or zero1 for a parameter of "
+                    f"several blocks: {' and '.join(names)} are one parameter"
+                )
         super().__init__(model, context, config, precision)
         self.loss_factor = context.world_size  # FSDP averages over ranks
 
@@ -92,9 +104,9 @@ class FSDP(Strategy):
             yield name, _full_tensor(weight), {key: _full_tensor(tensor) for key, tensor in state.items()}
 
     def shard_of(self, full: Tensor, name: str) -> Tensor:
-        parameter = self.parameters[name]
-        if isinstance(parameter, DTensor) and full.dim():  # AdamW's step counter is a scalar and not sharded
-            full = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        tensor = self.state[name]
+        if isinstance(tensor, DTensor) and full.dim():  # AdamW's step counter is a scalar and not sharded
+            full = distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None)
         return full.to(self.device)
 
 

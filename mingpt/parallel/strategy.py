@@ -8,7 +8,7 @@ Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Paramet
 et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from mingpt.distributed.agreement import broadcast_object
 from mingpt.distributed.context import DistributedContext
 from mingpt.nn.layers import AuxiliaryLoss
 from mingpt.optim.optimizer import build_optimizer
-from mingpt.system.device import QuickMetaFunctions, seed_device
+from mingpt.system.device import seed_device
 from mingpt.text.permutation import hash64
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -31,9 +31,22 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 OptimizerState = Mapping[str, Mapping[str, Tensor]]  # parameter name -> key -> tensor
 
 
-def state_shapes(state: OptimizerState) -> dict[str, dict[str, list[int]]]:
-    """Returns the keys and shapes of each parameter's optimizer state, as plain data for other ranks."""
-    return {name: {key: list(tensor.shape) for key, tensor in tensors.items()} for name, tensors in state.items()}
+def layout(tensor: Tensor) -> tuple[list[int], str]:
+    """Returns shape and dtype as plain data for other ranks."""
+    return list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+
+
+def state_layouts(state: OptimizerState) -> dict[str, dict[str, tuple[list[int], str]]]:
+    """Returns the layouts of each parameter's optimizer state, by key."""
+    return {name: {key: layout(tensor) for key, tensor in tensors.items()} for name, tensors in state.items()}
+
+
+def tied_names(model: nn.Module) -> list[list[str]]:
+    """Returns the names of each parameter that has several, like a head that is tied to the embedding."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return [each for each in names.values() if len(each) > 1]
 
 
 @dataclass(frozen=True)
@@ -61,7 +74,9 @@ class Strategy:
     Attributes:
         device: device of the parameters between steps
         parameters: parameters of this rank, by GPT-2's names
-        full_shapes: tensors with the full shapes of all parameters, by GPT-2's names
+        state: parameters and persistent buffers of this rank, by their names in the state dict; tied parameters have
+            several
+        full_shapes: tensors with the full shapes of the state of all ranks, by name
         local_state: optimizer state of each parameter that this rank updates, by the parameter's name
         is_sharded: whether each rank holds only a part of the state, so that all must call `iter_full_state`
         model: model for micro-batches
@@ -72,7 +87,7 @@ class Strategy:
         description: rows for the summary at the start
 
     Args:
-        model: model on the meta device; its weights are undefined until `load_full_state`
+        model: model on the device on which it is trained
         precision: fp32, bf16 or fp16
     """
 
@@ -86,11 +101,11 @@ class Strategy:
         self.dtype = DTYPES[precision]
         self.device = torch.device("cpu") if config.distributed.cpu_offload else context.device
         self.description: dict[str, str] = {"strategy": config.distributed.strategy}
-        with QuickMetaFunctions():
-            self.model: nn.Module = model.to_empty(device=self.device)
+        self.model: nn.Module = model
         self.full_model: Any = self.model
         self.parameters = dict(model.named_parameters())
-        self.full_shapes: Mapping[str, Tensor] = self.parameters
+        self.state: dict[str, Tensor] = model.state_dict(keep_vars=True)
+        self.full_shapes: Mapping[str, Tensor] = self.state
         self.optimizer = self.build_optimizer(model)
         self.local_state = {name: self.optimizer.state[parameter] for name, parameter in self.parameters.items()}
         self.scaler = torch.amp.GradScaler(context.device.type, enabled=precision == "fp16")
@@ -244,30 +259,31 @@ class Strategy:
     # Snapshots
 
     def iter_full_state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
-        """Yields each parameter's name, full value and full optimizer state. All ranks iterate together.
+        """Yields each name in the state dict, its full value and optimizer state. All ranks iterate together.
 
         Tensors are gathered one at a time, because a rank may not have memory for all of them.
         torch.distributed.checkpoint.state_dict does not do that, and it does not support ZeroRedundancyOptimizer. The
         next step may modify the tensors.
         """
-        for name, parameter in self.parameters.items():
-            yield name, parameter.detach(), dict(self.local_state[name])
+        for name, tensor in self.state.items():
+            yield name, tensor.detach(), dict(self.local_state.get(name, {}))
 
     def load_full_state(self, weights: Mapping[str, Tensor], state: OptimizerState, source: int) -> None:
         """Loads the full weights and optimizer state of rank `source`; other ranks' arguments are ignored."""
-        shapes = broadcast_object(self.context, state_shapes(state), source)
-        for name, parameter in self.full_shapes.items():
-            weight = self.broadcast(weights, name, parameter.shape, source)
-            if name in self.parameters:
-                self.parameters[name].detach().copy_(self.shard_of(weight, name))
-            for key, shape in shapes.get(name, {}).items():
-                tensor = self.broadcast(state.get(name, {}), key, shape, source)
+        layouts = broadcast_object(self.context, state_layouts(state), source)
+        for name, like in self.full_shapes.items():
+            weight = self.broadcast(weights, name, layout(like), source)
+            if name in self.state:
+                self.state[name].detach().copy_(self.shard_of(weight, name))
+            for key, each in layouts.get(name, {}).items():
+                tensor = self.broadcast(state.get(name, {}), key, each, source)
                 if name in self.local_state:
                     self.local_state[name][key] = self.shard_of(tensor, name)
 
-    def broadcast(self, tensors: Mapping[str, Tensor], name: str, shape: Sequence[int], source: int) -> Tensor:
+    def broadcast(self, tensors: Mapping[str, Tensor], name: str, layout: tuple[list[int], str], source: int) -> Tensor:
         """Returns rank `source`'s tensor of this name on the device of this rank; it ignores other ranks' tensors."""
-        full = torch.empty(shape, device=self.context.device)
+        shape, dtype = layout
+        full = torch.empty(shape, dtype=getattr(torch, dtype), device=self.context.device)
         if self.context.rank == source:
             full.copy_(tensors[name])
         self.context.broadcast_tensor(full, source)
@@ -282,11 +298,16 @@ class DDP(Strategy):
     """DistributedDataParallel: each rank has the full model, and gradients are averaged in buckets.
 
     Args:
-        example: an input of the model, for a pass before the first step
+        example: arguments of the model, for a pass before the first step
     """
 
     def __init__(
-        self, model: nn.Module, context: DistributedContext, config: Config, precision: str, example: Tensor
+        self,
+        model: nn.Module,
+        context: DistributedContext,
+        config: Config,
+        precision: str,
+        example: tuple[Tensor, ...],
     ) -> None:
         super().__init__(model, context, config, precision)
         self.loss_factor = context.world_size  # DDP averages over ranks
@@ -301,19 +322,21 @@ class DDP(Strategy):
         self._rebuild_buckets(example)
         context.exit_callbacks.append(self._release)
 
-    def _rebuild_buckets(self, example: Tensor) -> None:
+    def _rebuild_buckets(self, example: tuple[Tensor, ...]) -> None:
         """Makes DDP rebuild its buckets before the first step, by a backward pass whose gradients are discarded.
 
         DDP would rebuild them after the first step of each start. With three or more ranks, the layout of the buckets
         determines the last bits of each sum, so a resumed run would differ from an uninterrupted one.
         """
-        torch._foreach_zero_([parameter.detach() for parameter in self.parameters.values()])  # undefined until loaded
+        buffers = {buffer: buffer.clone() for buffer in self.full_model.buffers()}  # which the pass may modify
         with torch.compiler.set_stance("force_eager"), self.autocast():  # do not compile for this pass
-            output = self.ddp(example)
+            output = self.ddp(*example)
         if isinstance(output, tuple):  # the whole model returns logits and a loss
-            output = output[0]
+            _, output = output
         output.sum().backward()
         self.ddp.zero_grad(set_to_none=True)
+        for buffer, value in buffers.items():
+            buffer.copy_(value)
 
     def set_gradient_sync(self, sync_gradients: bool) -> None:
         self.ddp.require_backward_grad_sync = sync_gradients  # like DDP.no_sync

@@ -17,6 +17,7 @@ from mingpt.distributed.context import DistributedContext
 from mingpt.errors import UserError
 from mingpt.files import replace_file
 from mingpt.monitoring.logging import logger
+from mingpt.parallel.memory import checked_memory
 from mingpt.snapshot.folder import open_folders
 from mingpt.snapshot.format import KEPT_KEYS, split_header
 from mingpt.snapshot.load import fit_config, load_initial_weights, load_pretrained, new_run_advice
@@ -142,18 +143,29 @@ def load_corpus(config: Config, context: DistributedContext, tokenizer: Tokenize
     return corpus
 
 
-def initial_weights(
-    config: Config, context: DistributedContext, model_config: GPTConfig, tokenizer: Tokenizer
-) -> dict[str, Tensor]:
-    """Returns the state dict of a new model on rank 0, random or from trainer.init_from, and an empty one on others.
+def build_model(model_config: GPTConfig, seed: int, context: DistributedContext) -> GPT:
+    """Returns a new GPT on the CPU of each rank. Strategies keep its buffers and tied parameters.
+
+    Raises:
+        UserError: on all ranks, if a rank has too little memory for the parameters.
+    """
+    torch.manual_seed(seed)
+    with context.long_timeout(), shared_errors(context), checked_memory(context):
+        model = GPT(model_config)
+    return model
+
+
+def initial_weights(config: Config, context: DistributedContext, model: GPT, tokenizer: Tokenizer) -> dict[str, Tensor]:
+    """Returns the first state dict of a run on rank 0, and an empty one on others, whose processors may differ.
+
+    Args:
+        model: a new GPT; trainer.init_from replaces its weights
 
     Raises:
         UserError: on all ranks, if trainer.init_from can't be loaded.
     """
     with context.long_timeout(), shared_errors(context):
         if context.rank == 0:
-            torch.manual_seed(config.trainer.seed)
-            model = GPT(model_config)
             if config.trainer.init_from is None:
                 return model.state_dict()
             return load_initial_weights(config.trainer.init_from, model, tokenizer)

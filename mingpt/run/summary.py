@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import nn
 from tqdm import tqdm
 
 from char_dataset import CharDataset, ValidationDataset
@@ -20,17 +20,17 @@ from mingpt.snapshot.load import new_run_advice
 from mingpt.text.corpus import Corpus
 
 
-def start(devices: list[str], rows: Mapping[str, str], parameters: Mapping[str, Tensor]) -> str:
-    """Returns a line for each rank, a line for each row, and the layers of the model.
+def start(devices: list[str], rows: Mapping[str, str], layers: str) -> str:
+    """Returns a line for each rank, a line for each row, and the table of layers.
 
     Args:
         devices: the device of each rank
         rows: name -> value
-        parameters: parameters of the model with their full shapes, by name
+        layers: from `layers`
     """
     lines = [f"GLOBAL_RANK: {i}, MEMBER: {i + 1}/{len(devices)}  {device}" for i, device in enumerate(devices)]
     lines += [f"{name:<10} {value}" for name, value in rows.items()]
-    return "\n".join([*lines, model_summary(parameters)])
+    return "\n".join([*lines, layers])
 
 
 def data_rows(path: str, corpus: Corpus, training: CharDataset, validation: ValidationDataset) -> dict[str, str]:
@@ -149,10 +149,10 @@ def memory(usage: Mapping[str, int]) -> str:
     return f"measured memory of the rank that uses the most, without activations: {total} ({parts})"
 
 
-def model_summary(parameters: Mapping[str, Tensor]) -> str:
-    """Returns a table of the layers with their numbers of parameters, and the total."""
+def layers(model: nn.Module) -> str:
+    """Returns a table of the layers of a model with their numbers of parameters, and the total."""
     counts: Counter[str] = Counter()
-    for name, parameter in parameters.items():
+    for name, parameter in model.named_parameters():
         path, _, _ = name.rpartition(".")
         counts[re.sub(r"\.\d+", ".*", path)] += parameter.numel()
     total = counts.total()

@@ -77,7 +77,9 @@ class SnapshotWriter(Worker):
         header = split_header(snapshot)
         error = None
         try:
-            if not get_total_norm(list(snapshot["model"].values())).isfinite():
+            # Buffers and frozen parameters have no optimizer state. A buffer may be a mask of infinities, or integers.
+            trained = [weight for name, weight in snapshot["model"].items() if snapshot["optimizer"].get(name)]
+            if not get_total_norm(trained).isfinite():
                 raise UserError("the step's update produced non-finite weights; lower optimizer.learning_rate")
             self.lock.check()
             self.folder.write(snapshot)

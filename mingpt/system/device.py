@@ -11,11 +11,8 @@ import ctypes
 import os
 import platform
 import shutil
-from typing import Any
 
 import torch
-from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from mingpt.errors import UserError
 from mingpt.system.cgroup import memory_limit
@@ -170,17 +167,6 @@ def set_deterministic(device: torch.device) -> None:
         torch.use_deterministic_algorithms(True)
         # No code reads uninitialized memory, so filling each new tensor would only cost time.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-
-
-class QuickMetaFunctions(TorchFunctionMode):
-    """Replaces two functions that import torch._dynamo and SymPy on the meta device, which takes over a second."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is nn.init.normal_:
-            return None
-        if func is torch.empty_like and type(args[0]) is nn.Parameter:  # not a DTensor
-            return torch.empty(args[0].shape, dtype=args[0].dtype, **kwargs)
-        return func(*args, **kwargs or {})
 
 
 def seed_device(device: torch.device, seed: int) -> None:

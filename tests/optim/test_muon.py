@@ -20,7 +20,7 @@ class TwoBlocks(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         sizes = [(6, 9), (9, 6), (6, 6), (6, 9)]
-        self.blocks = nn.ModuleList(nn.ModuleList(nn.Linear(*size) for size in sizes) for _ in range(2))
+        self.blocks = nn.ModuleDict({i: nn.ModuleList(nn.Linear(*size) for size in sizes) for i in "01"})
         self.wte = nn.Embedding(11, 6)
 
 

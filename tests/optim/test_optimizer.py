@@ -42,7 +42,7 @@ def test_warm_up_takes_precedence_over_a_decay_that_ends_before_it(decay_steps: 
 def network(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 4), nn.LayerNorm(4), nn.Linear(4, 3))
-    model.blocks = [model[1]]
+    model.blocks = {0: model[1]}
     return model
 
 

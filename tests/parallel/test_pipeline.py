@@ -213,7 +213,7 @@ def _run_out_of_memory(when: str, argv: list[str]) -> tuple[int, str, str]:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     def failing_step(trainer: Trainer) -> Any:
-        block = trainer.strategy.full_model.stage_model.blocks[0]
+        block = trainer.strategy.full_model.stage_model.blocks[2 * trainer.context.rank]
         if trainer.context.rank == 1 and when == "forward":
             block.register_forward_hook(fail)
         elif trainer.context.rank == 1:

@@ -1,0 +1,198 @@
+"""What the constructor of a changed model makes is trained with every strategy, saved and loaded, or is refused."""
+
+import math
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mingpt.snapshot.load import load_pretrained
+from model import GPT, MLP, CausalSelfAttention
+from tests.helpers import (
+    NO_DROPOUT,
+    assert_equal_snapshots,
+    assert_one_message,
+    loss_curve,
+    max_relative_error,
+    newest_snapshot,
+    open_trainer,
+    read_rows,
+    run_args,
+    run_each_captured,
+    run_ranks,
+)
+from tests.parallel.runs import PIPELINE, Options, with_stages
+
+
+def _after(cls: type[nn.Module], function: Callable[[Any], None]) -> None:
+    """Calls a function at the end of a class's constructor."""
+    init: Any = cls.__init__
+
+    def changed(self: Any, *args: Any) -> None:
+        init(self, *args)
+        function(self)
+
+    cls.__init__ = changed  # type: ignore[method-assign]
+
+
+def tie_head() -> None:
+    """As nanoGPT does."""
+
+    def tie(model: Any) -> None:
+        model.lm_head.weight = model.transformer["wte"].weight
+
+    _after(GPT, tie)
+
+
+def tie_blocks() -> None:
+    def tie(model: Any) -> None:
+        model.blocks[1].mlp.c_fc.weight = model.blocks[0].mlp.c_fc.weight
+
+    _after(GPT, tie)
+
+
+def register_buffers() -> None:
+    """A mask, as in nanoGPT, and a buffer that snapshots do not contain, with values that only the CPU can make."""
+    forward = CausalSelfAttention.forward
+    embed = GPT.embed
+
+    def register_mask(attention: Any) -> None:
+        attention.register_buffer("mask", torch.arange(32).remainder(2).add(0.5))
+
+    def masked(self: Any, x: Tensor, *args: Any) -> Tensor:
+        return forward(self, x * self.mask[: x.size(1), None], *args)
+
+    def register_scale(model: Any) -> None:
+        values = [value.item() for value in torch.linspace(0.5, 1.5, 16)]
+        model.register_buffer("scale", torch.tensor(values), persistent=False)
+
+    def scaled(self: Any, *args: Any) -> Tensor:
+        return embed(self, *args) * self.scale
+
+    _after(CausalSelfAttention, register_mask)
+    CausalSelfAttention.forward = masked  # type: ignore[method-assign]
+    _after(GPT, register_scale)
+    GPT.embed = scaled  # type: ignore[method-assign]
+
+
+def count_passes() -> None:
+    """A buffer that forward changes."""
+    forward = MLP.forward
+
+    def register_count(mlp: Any) -> None:
+        mlp.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def counting(self: Any, x: Tensor) -> Tensor:
+        if self.training:
+            self.count += 1
+        return forward(self, x) * (1 + self.count / 100)
+
+    _after(MLP, register_count)
+    MLP.forward = counting  # type: ignore[method-assign]
+
+
+ACCUMULATING = {"trainer__batch_size": 8, "trainer__micro_batch_size": 2}
+ON_TWO: list[Options] = [
+    ACCUMULATING,
+    {"trainer__batch_size": 8, "distributed__strategy": "zero1"},
+    {**ACCUMULATING, "distributed__strategy": "zero2"},
+    {**ACCUMULATING, "distributed__strategy": "fsdp", "trainer__activation_checkpointing": "full"},
+    {**ACCUMULATING, "distributed__reduction": "tree", "optimizer__name": "adamw"},
+]
+ON_ONE: list[Options] = [ACCUMULATING, {**ACCUMULATING, "distributed__strategy": "fsdp"}]
+STAGES = [with_stages(2), with_stages(2, distributed__strategy="fsdp")]
+PARTS = (("whole", 6), ("parts", 4), ("parts", 6))
+
+
+def _run_changed(change: Callable[[], None], argvs: list[list[str]]) -> list[tuple[int, str, str]]:
+    change()
+    return run_each_captured(argvs)
+
+
+def _load_changed(change: Callable[[], None], folders: list[Path], argv: list[str]) -> list[float]:
+    """Returns the validation loss of the newest snapshot of each folder in a new model."""
+    change()
+    with open_trainer(*argv) as trainer:
+        losses = []
+        for folder in folders:
+            model = load_pretrained(str(folder), "--snapshot").build_model()
+            new = GPT(model.config)
+            new.load_state_dict(newest_snapshot(folder)["model"])
+            idx, targets = trainer.val_data[range(len(trainer.val_data))]
+            _, loss = new.eval()(idx, targets)
+            losses.append(loss.item())
+        return losses
+
+
+@pytest.mark.parametrize(
+    ("change", "runs"),
+    [
+        (tie_head, [*product([1], ON_ONE), *product([2], ON_TWO)]),
+        (register_buffers, [*product([1], ON_ONE), *product([2], [*ON_TWO, *STAGES])]),
+        (tie_blocks, [*product([1], ON_ONE[:1]), *product([2], ON_TWO[:2])]),
+    ],
+)
+def test_the_model_that_the_constructor_makes_is_trained_saved_and_resumed(
+    change: Callable[[], None], runs: list[tuple[int, Options]], text: Path, tmp_path: Path
+) -> None:
+    argvs: dict[int, list[list[str]]] = {1: [], 2: []}
+    for i, (ranks, options) in enumerate(runs):
+        for name, steps in PARTS:
+            every = {"trainer__max_steps": steps, "trainer__eval_every": 6}
+            argvs[ranks].append(run_args(tmp_path / f"{i}-{name}", text, **(NO_DROPOUT | options | every)))
+    for same in (PIPELINE | {"trainer__micro_batch_size": 2}, ACCUMULATING):
+        every = {"trainer__max_steps": 6, "trainer__eval_every": 6}
+        layers = same.get("model__n_layer", "2")
+        argvs[1].append(run_args(tmp_path / f"layers-{layers}", text, **(NO_DROPOUT | same | every)))
+    for ranks, each in argvs.items():
+        for results in run_ranks(ranks, _run_changed, change, each, tmp_path=tmp_path):
+            assert [status for status, _, _ in results] == [0] * len(each), results
+    for i, (_, options) in enumerate(runs):
+        expected = loss_curve(tmp_path / f"layers-{options.get('model__n_layer', 2)}")
+        found = loss_curve(tmp_path / f"{i}-whole")
+        assert max_relative_error([loss for _, loss in found], [loss for _, loss in expected]) < 1e-5, options
+        assert loss_curve(tmp_path / f"{i}-parts") == found
+        assert_equal_snapshots(tmp_path / f"{i}-whole", tmp_path / f"{i}-parts")
+    folders = [tmp_path / f"{i}-whole" for i, _ in enumerate(runs)]
+    [losses] = run_ranks(1, _load_changed, change, folders, run_args(tmp_path / "load", text), tmp_path=tmp_path)
+    for folder, loss in zip(folders, losses, strict=True):
+        [row] = read_rows(folder, "eval")
+        assert math.isclose(row["val_loss"], loss, rel_tol=1e-5)
+
+
+def test_a_buffer_that_changes_in_training_is_resumed(text: Path, tmp_path: Path) -> None:
+    argvs = [run_args(tmp_path / name, text, **ACCUMULATING, trainer__max_steps=steps) for name, steps in PARTS]
+    for results in run_ranks(2, _run_changed, count_passes, argvs, tmp_path=tmp_path):
+        assert [status for status, _, _ in results] == [0] * 3, results
+    assert loss_curve(tmp_path / "whole") == loss_curve(tmp_path / "parts")
+    assert_equal_snapshots(tmp_path / "whole", tmp_path / "parts")
+    assert newest_snapshot(tmp_path / "whole")["model"]["transformer.h.0.mlp.count"] == 6 * 2  # micro-batches
+
+
+def add_head_bias() -> None:
+    def add(model: Any) -> None:
+        model.head_bias = nn.Parameter(torch.zeros(13))
+
+    _after(GPT, add)
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        (tie_head, with_stages(2), "transformer.wte.weight and lm_head.weight are one parameter, but belong to diff"),
+        (add_head_bias, with_stages(2), "distributed.pipeline_stages is 2, must be 1 for this model.py: the stage of h"),
+        (tie_blocks, ON_TWO[3], "distributed.strategy is fsdp, must be ddp or zero1 for a parameter of several blocks"),
+    ],
+)
+def test_what_can_not_be_distributed_is_refused(
+    change: Callable[[], None], options: Options, message: str, text: Path, tmp_path: Path
+) -> None:
+    argv = run_args(tmp_path / "run", text, **options)
+    [[(status, _, err)], [(_, _, other)]] = run_ranks(2, _run_changed, change, [argv], tmp_path=tmp_path)
+    assert (status, other) == (2, "")
+    assert_one_message(err)
+    assert message in err
