@@ -29,7 +29,7 @@ from mingpt.run import summary
 from mingpt.run.evaluation import evaluate, generate_sample
 from mingpt.run.numerics import set_numerics
 from mingpt.run.progress import Progress, StepResult
-from mingpt.run.start import adopt_snapshot, build_model, initial_weights, load_corpus, lock_run
+from mingpt.run.start import adopt_snapshot, build_model, code_digests, initial_weights, load_corpus, lock_run
 from mingpt.run.wait_policy import adaptive_wait_policy
 from mingpt.snapshot.format import FORMAT_VERSION
 from mingpt.snapshot.load import check_vocabulary
@@ -295,6 +295,7 @@ class Trainer:
             "choices": self.numerics.choices,
             "learning_rate": learning_rate(self.progress.step, self.last_step, self.config.optimizer),
             "text_sha256": self.corpus.sha256,
+            "code": code_digests(),
             "scaler": self.strategy.scaler.state_dict(),
         }
 

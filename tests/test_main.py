@@ -18,6 +18,7 @@ import export
 import sample
 from mingpt.program import run_program as exit_status_of
 from mingpt.run import start
+from mingpt.run.start import code_digests
 from mingpt.system.run_lock import LOCK_NAME
 from tests.helpers import (
     ROOT,
@@ -262,7 +263,7 @@ def test_ranks_agree_on_configuration_text_and_code(text: Path, tmp_path: Path) 
         ),
         ([[*same, "--trainer.batch_size", "1"]] * 2, ["trainer.batch_size is 1", "2 ranks"]),
         ([run_args(tmp_path / "0", text), run_args(tmp_path / "1", other)], ["text", "on rank 0", "on rank 1"]),
-        ([same, [*same, "another code"]], ["the code's SHA-256 differs between ranks", "another code on rank 1"]),
+        ([same, [*same, "another code"]], ["the SHA-256 of model.py differs between ranks", "another code on rank 1"]),
         ([same, [*same, "another PyTorch"]], ["PyTorch's version differs between ranks", "2.99 on rank 1"]),
     ]
     argvs = [*(argvs for argvs, _ in cases), own_paths]
@@ -285,7 +286,7 @@ def _run_with_own_argv(cases: list[list[list[str]]]) -> list[tuple[int, str, str
         argv = case[int(os.environ["RANK"])]
         with pytest.MonkeyPatch.context() as patch:
             if argv[-1] == "another code":
-                patch.setattr(start, "code_digest", lambda: "another code")
+                patch.setattr(start, "code_digests", lambda: {**code_digests(), "model.py": "another code"})
             if argv[-1] == "another PyTorch":
                 patch.setattr(torch, "__version__", TorchVersion("2.99"))
             [result] = run_each_captured([argv[:-1] if argv[-1].startswith("another ") else argv])
@@ -300,16 +301,18 @@ def test_nccl_without_a_gpu_is_one_message(text: Path, tmp_path: Path) -> None:
     assert stderr == ("error: distributed.backend is nccl, but PyTorch sees no CUDA GPU here; set it to auto or gloo\n")
 
 
-def test_the_code_digest_covers_the_library_and_the_scripts_that_train(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_code_digests_cover_the_library_and_the_scripts_that_train(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "mingpt", tmp_path / "mingpt")
-    for script in ("main.py", "trainer.py", "model.py", "char_dataset.py"):
+    for script in ("main.py", "trainer.py", "model.py", "char_dataset.py", "sample.py"):
         shutil.copy(ROOT / script, tmp_path)
-    digests = {start.code_digest()}
-    monkeypatch.setattr(start, "ROOT", tmp_path)
-    assert digests == {start.code_digest()}
-    for file in ("model.py", "mingpt/optim/muon.py", "mingpt/parallel/sharded.py"):
+    before = code_digests(tmp_path)
+    assert before == code_digests()
+    assert "sample.py" not in before
+    changed = ("model.py", "mingpt/optim/muon.py", "mingpt/parallel/sharded.py")
+    for file in changed:
         (tmp_path / file).write_text("another version")
-        digests.add(start.code_digest())
-    assert len(digests) == 4
+    assert code_digests(tmp_path) == before  # the process runs what it has imported
+    code_digests.cache_clear()
+    after = code_digests(tmp_path)
+    assert after.keys() == before.keys()
+    assert {file for file in after if after[file] != before[file]} == set(changed)

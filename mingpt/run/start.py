@@ -4,6 +4,7 @@ import hashlib
 import os
 import platform
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ def prepare_run(config: Config, context: DistributedContext) -> None:
         UserError: on all ranks.
     """
     tune_malloc()
-    versions = {"PyTorch's version": str(torch.__version__), "the code's SHA-256": code_digest()}
+    code = {f"the SHA-256 of {file}": digest for file, digest in code_digests().items()}
+    versions = {"PyTorch's version": str(torch.__version__), **code}
     check_equal(context, {**versions, **keys_without_places(config_to_dict(config))})
     refuse(find_start_conflicts(config, context.world_size, context.device.type))
     with context.long_timeout(), shared_errors(context):
@@ -46,11 +48,15 @@ def prepare_run(config: Config, context: DistributedContext) -> None:
             check_text(config.data.path)
 
 
-def code_digest() -> str:
-    """Returns the SHA-256 of the code that trains. Machines without a shared disk may have different versions of it."""
-    scripts = [ROOT / name for name in ("main.py", "trainer.py", "model.py", "char_dataset.py")]
-    files = [*scripts, *sorted(ROOT.glob("mingpt/**/*.py"))]
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+@cache  # an edit while the process runs does not change the code that it has imported
+def code_digests(root: Path = ROOT) -> dict[str, str]:
+    """Returns the first 16 digits of the SHA-256 of each file that trains, by its path in the repository.
+
+    Machines without a shared disk may have different versions of a file, and a run may resume with another one.
+    """
+    scripts = [root / name for name in ("main.py", "trainer.py", "model.py", "char_dataset.py")]
+    files = [*scripts, *sorted(root.glob("mingpt/**/*.py"))]
+    return {file.relative_to(root).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in files}
 
 
 def write_default_text(config: Config) -> None:

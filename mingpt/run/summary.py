@@ -19,6 +19,8 @@ from mingpt.snapshot.format import Best
 from mingpt.snapshot.load import new_run_advice
 from mingpt.text.corpus import Corpus
 
+MAX_FILES = 5  # in a message
+
 
 def start(devices: list[str], rows: Mapping[str, str], layers: str) -> str:
     """Returns a line for each rank, a line for each row, and the table of layers.
@@ -76,6 +78,9 @@ def resumed(path: str, then: dict[str, Any], now: dict[str, Any]) -> str:
     changes = changed_keys(then["config"], now["config"])
     if changes:
         lines.append(f"changed since the snapshot: {', '.join(changes)}")
+    code = then.get("code", now["code"])  # an older snapshot lacks it
+    if code != now["code"]:
+        lines.append(f"the code has changed since the snapshot: {changed_files(code, now['code'])}")
     if then["text_sha256"] != now["text_sha256"]:
         lines.append(
             f"the text has changed: its SHA-256 is {then['text_sha256']} in the snapshot, {now['text_sha256']} now. "
@@ -170,6 +175,13 @@ def changed_keys(then: dict[str, dict[str, Any]], now: dict[str, dict[str, Any]]
         if before != value:
             changes.append(f"{key} {format_value(before)} -> {format_value(value)}")
     return changes
+
+
+def changed_files(then: dict[str, str], now: dict[str, str]) -> str:
+    """Returns the first files that were changed, added or removed, and the number of others. Digests are by file."""
+    files = [file for file in now | then if now.get(file) != then.get(file)]
+    names = ", ".join(files[:MAX_FILES])
+    return names if len(files) <= MAX_FILES else f"{names} and {len(files) - MAX_FILES} more"
 
 
 def next_commands(snapshot: str, run_dir: str) -> str:

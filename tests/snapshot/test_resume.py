@@ -11,10 +11,11 @@ import torch
 from mingpt.config.parser import read_config
 from mingpt.config.schema import GPTConfig, OptimizerConfig, config_to_dict
 from mingpt.optim.optimizer import learning_rate
-from mingpt.run import numerics, start
+from mingpt.run import numerics, start, summary
 from mingpt.snapshot.folder import SnapshotFolder, load_snapshot
 from model import GPT
 from tests.helpers import (
+    ROOT,
     SMALL_CONFIG,
     assert_equal_snapshots,
     list_snapshots,
@@ -24,6 +25,7 @@ from tests.helpers import (
     run_args,
     run_captured,
     run_each_captured,
+    run_program,
     run_ranks,
     train_main,
     write_text,
@@ -57,6 +59,7 @@ def test_a_snapshot_opens_with_torch_load_and_has_the_documented_content(name: s
     assert snapshot["vocabulary"] == "".join(sorted(set((trained / "text.txt").read_text())))
     assert snapshot["scaler"] == {}  # fp32 needs none
     assert snapshot["val_loss"] == read_rows(trained / name, "eval")[-1]["val_loss"]
+    assert snapshot["code"] == start.code_digests()
     assert load_snapshot(str(trained / name / "snapshots/step_00000003.pt"))["val_loss"] is None
 
     config = snapshot["config"]
@@ -90,24 +93,57 @@ def test_resume_skips_a_damaged_snapshot_and_restores_the_same_bits(
     assert f"{run_dir}/snapshots/step_00000006.pt is damaged (the bytes of its part archive/data.pkl do not" in damaged
     assert used.endswith(f"{run_dir}/snapshots/step_00000003.pt is used instead")
     assert f"resuming from {run_dir}/snapshots/step_00000003.pt\n" in out
-    assert not re.search(" has changed: |the learning rate of", out)
+    assert not re.search(" has changed|the learning rate of", out)
     assert_equal_snapshots(trained / "one", run_dir)
     assert load_snapshot(str(run_dir / "snapshots/step_00000006.pt"))["step"] == 6
     assert loss_curve(run_dir) == loss_curve(trained / "one")
 
 
-def test_a_snapshot_with_keys_of_an_earlier_version_resumes_without_a_message(
+def test_a_snapshot_with_keys_and_entries_of_an_earlier_version_resumes_without_a_message(
     trained: Path, run_dir: Path, tmp_path: Path
 ) -> None:
     snapshot = load_snapshot(str(run_dir / "snapshots/step_00000006.pt"))
     snapshot["config"]["distributed"]["survive"] = True
     snapshot["config"]["trainer"]["save_minutes"] = None
+    del snapshot["code"]
     SnapshotFolder(f"{run_dir}/snapshots", keep=9).write(snapshot)
     argv = run_args(run_dir, trained / "text.txt", **(SIX_STEPS | {"trainer__max_steps": 7}))
     [(status, out, err)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
     assert (status, err) == (0, "")
     assert "changed since the snapshot: trainer.max_steps 6 -> 7\n" in out
+    assert "the code has changed" not in out
     assert newest_snapshot(run_dir)["step"] == 7
+
+
+def test_a_resume_names_the_files_of_the_program_that_have_changed(trained: Path, run_dir: Path) -> None:
+    """Weights have the same names and shapes with another activation, so no other message reports it."""
+    program = run_dir.parent / "program"
+    shutil.copytree(ROOT / "mingpt", program / "mingpt", ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("main.py", "trainer.py", "model.py", "char_dataset.py", "gpt2_train_cfg.yaml"):
+        shutil.copy(ROOT / file, program)
+
+    def resume(last_step: int) -> list[str]:
+        options = SIX_STEPS | {"trainer__max_steps": last_step}
+        done = run_program(str(program / "main.py"), *run_args(run_dir, trained / "text.txt", **options))
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "resuming from" in done.stdout
+        return re.findall("the code has changed.*", done.stdout)
+
+    assert resume(7) == []
+    model = (program / "model.py").read_text()
+    (program / "model.py").write_text(model.replace("self.act = ReLUSquared()", "self.act = nn.SiLU()"))
+    assert (program / "model.py").read_text() != model
+    (program / "mingpt/nn/own.py").touch()
+    assert resume(8) == ["the code has changed since the snapshot: model.py, mingpt/nn/own.py"]
+    (program / "mingpt/nn/own.py").unlink()
+    assert resume(9) == ["the code has changed since the snapshot: mingpt/nn/own.py"]
+
+
+def test_at_most_five_files_that_have_changed_are_named() -> None:
+    then = {f"{i}.py": "before" for i in range(7)}
+    now = then | {f"{i}.py": "after" for i in range(1, 6)}
+    assert summary.changed_files(then, now) == "1.py, 2.py, 3.py, 4.py, 5.py"
+    assert summary.changed_files(then, now | {"added.py": ""}) == "1.py, 2.py, 3.py, 4.py, 5.py and 1 more"
 
 
 def test_a_snapshot_without_the_state_of_the_optimizer_is_refused(trained: Path, run_dir: Path, tmp_path: Path) -> None:
