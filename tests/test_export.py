@@ -177,12 +177,11 @@ def test_a_refused_export_is_one_message_and_writes_nothing(
 # trainer.init_from
 
 
-ADOPTED: dict[str, Any] = {"model__architecture": "nanochat", "model__bias": True, "data__block_size": 64}
-
-
-def options_from(source: Path) -> dict[str, Any]:
-    """Returns options of a run that starts from weights, with defaults for keys that differ from SMALL_CONFIG."""
-    return {"trainer__init_from": source} | ADOPTED
+def args_from(source: Path, run_dir: Path, text: Path, **changes: Any) -> list[str]:
+    """Returns the command line of a run that starts from weights, without the keys whose values it adopts."""
+    argv = run_args(run_dir, text, trainer__init_from=source, **changes)
+    i = argv.index("--data.block_size")
+    return argv[:i] + argv[i + 2 :]
 
 
 def test_a_run_starts_from_a_snapshot_and_new_characters_get_new_embeddings(trained: Path, tmp_path: Path) -> None:
@@ -190,8 +189,8 @@ def test_a_run_starts_from_a_snapshot_and_new_characters_get_new_embeddings(trai
     text = write_text(tmp_path / "other.txt")
     text.write_text(text.read_text().replace("bob", "Zoë"), encoding="utf-8")
     for world_size, source in ((1, trained / SNAPSHOT), (2, trained), (1, trained / "snapshots")):
-        changes = {"trainer__max_steps": 1, "optimizer__learning_rate": 1e-30} | options_from(source)
-        argv = run_args(tmp_path / source.name, text, **changes)
+        changes = {"trainer__max_steps": 1, "optimizer__learning_rate": 1e-30}
+        argv = args_from(source, tmp_path / source.name, text, **changes)
         assert run_ranks(world_size, train_main, *argv, tmp_path=tmp_path) == [0] * world_size
         snapshot = newest_snapshot(tmp_path / source.name)
         vocabulary = snapshot["vocabulary"]
@@ -214,12 +213,14 @@ def test_a_run_that_started_from_weights_resumes_without_them(trained: Path, tmp
     """The weights determine block_size, and add characters to the vocabulary."""
     text, source = write_text(tmp_path / "other.txt"), shutil.copytree(trained, tmp_path / "source")
     text.write_text(text.read_text().replace("bob", "anna"))
-    changes = {"trainer__max_steps": 6} | options_from(source)
-    whole, parts = (run_args(tmp_path / name, text, **changes) for name in ("whole", "parts"))
+    whole, parts = (args_from(source, tmp_path / name, text, trainer__max_steps=6) for name in ("whole", "parts"))
     assert run_ranks(1, train_main, *whole, tmp_path=tmp_path) == [0]
     first = [*parts, "--trainer.max_steps", "3", "--optimizer.decay_steps", "6"]
     assert run_ranks(1, train_main, *first, tmp_path=tmp_path) == [0]
     shutil.rmtree(source)
+    [(status, _, err)] = run_ranks(1, run_captured, *parts, "--data.block_size", "64", tmp_path=tmp_path)
+    assert (status, len(err.splitlines())) == (2, 1)
+    assert err.startswith("error: data.block_size is 64, but 256 in the snapshot of step 3 in the run folder; set it ")
     assert run_ranks(1, train_main, *parts, tmp_path=tmp_path) == [0]
     assert_equal_snapshots(tmp_path / "whole", tmp_path / "parts")
     assert [row["step"] for row in read_rows(tmp_path / "parts", "start")] == [0, 3]
@@ -229,7 +230,7 @@ def test_a_run_that_started_from_weights_resumes_without_them(trained: Path, tmp
 def test_a_run_from_scratch_does_not_use_other_weights_when_it_resumes(trained: Path, tmp_path: Path) -> None:
     """A message says so, and the snapshots do not name the other weights."""
     shutil.copytree(trained, tmp_path / "run")
-    argv = run_args(tmp_path / "run", trained.parent / "text.txt", trainer__max_steps=7, **options_from(trained))
+    argv = args_from(trained, tmp_path / "run", trained.parent / "text.txt", trainer__max_steps=7)
     [(status, out, err)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
     assert status == 0, err
     assert "warning: trainer.init_from is not used, since the run continues from" in err
@@ -239,12 +240,13 @@ def test_a_run_from_scratch_does_not_use_other_weights_when_it_resumes(trained: 
 
 @pytest.mark.parametrize("trained", [("nanochat", True)], indirect=True, ids=["nanochat"])
 def test_a_start_from_other_weights_is_refused_in_one_message(trained: Path, exported: Path, tmp_path: Path) -> None:
-    argv = run_args(tmp_path / "run", write_text(tmp_path / "text.txt"), **options_from(trained))
+    argv = args_from(trained, tmp_path / "run", write_text(tmp_path / "text.txt"))
     cases = [
         ("trainer.init_from", f"{tmp_path}/nowhere", f": no snapshot at {tmp_path}/nowhere"),
         ("trainer.init_from", str(exported), f": no snapshot at {exported}"),
         ("trainer.init_from", str(exported / "config.json"), f": {exported}/config.json is damaged, or not a "),
         ("model.n_layer", "3", f" is 3, but 2 in trainer.init_from, {trained}; set it to 2"),
+        ("model.n_layer", "4", f" is 4, but 2 in trainer.init_from, {trained}; set it to 2"),  # 4 is the default
         ("data.block_size", "32", " is 32, but 256 in trainer.init_from"),
     ]
     commands = [[*argv, f"--{key}", value] for key, value, _ in cases]

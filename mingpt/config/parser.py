@@ -62,6 +62,7 @@ def read_config(argv: Sequence[str] = ()) -> Config:
         print(HELP + dump_config(config_to_dict(Config())), end="")
         sys.exit(0)
     files, given = _read_command_line(argv)
+    on_command_line = frozenset(given)
     for file in reversed(files or [str(DEFAULT_CONFIG)]):  # the file with the highest precedence first
         for name, found in read_yaml(file).items():
             given.setdefault(name, found)
@@ -69,7 +70,7 @@ def read_config(argv: Sequence[str] = ()) -> Config:
     values = {name: value for name, (value, _) in given.items() if name in KEYS}
     try:
         # Outside strict mode, pydantic converts text to numbers and booleans.
-        config = TypeAdapter(Config).validate_python(by_section(values), strict=False)
+        config = TypeAdapter(Config).validate_python({**by_section(values), "given": on_command_line}, strict=False)
     except ValidationError as invalid:
         # A key that allows a number or a word has an error for each.
         for name, errors in groupby(invalid.errors(include_url=False), lambda error: "{}.{}".format(*error["loc"])):

@@ -2,7 +2,7 @@
 
 import os
 import re
-from dataclasses import fields
+from dataclasses import field, fields, is_dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -272,8 +272,11 @@ class Config:
     trainer: TrainerConfig = TrainerConfig()
     distributed: DistributedConfig = DistributedConfig()
 
+    given: Annotated[frozenset[str], Field(exclude=True)] = field(default=frozenset(), compare=False)
+    """keys on the command line, some with their defaults; it is in no yaml and in no snapshot"""
 
-SECTIONS: dict[str, Any] = {field.name: field.type for field in fields(Config)}
+
+SECTIONS: dict[str, Any] = {item.name: item.type for item in fields(Config) if is_dataclass(item.type)}
 KEYS: dict[str, FieldInfo] = {
     f"{name}.{key}": info for name, section in SECTIONS.items() for key, info in section.__pydantic_fields__.items()
 }

@@ -116,7 +116,8 @@ def fit_config(
     Args:
         source: names the snapshot in messages
         names: the keys
-        adopts_shape: replace the defaults of keys of the model's shape by the snapshot's values
+        adopts_shape: replace the defaults of keys of the model's shape by the snapshot's values, unless the command
+            line gives them; in yaml files, a default may just be the value of gpt2_train_cfg.yaml
         advice: end of the message
 
     Raises:
@@ -130,7 +131,8 @@ def fit_config(
         saved = header["config"][section][key]
         if found == saved:
             continue
-        if adopts_shape and name in SHAPE_KEYS and found == KEYS[name].default:
+        is_given = found != KEYS[name].default or name in config.given
+        if adopts_shape and name in SHAPE_KEYS and not is_given:
             adopted[name] = saved
             continue
         shown = format_value(saved)

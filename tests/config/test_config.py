@@ -57,6 +57,15 @@ def test_the_command_line_overrides_files_and_a_later_file_an_earlier_one(tmp_pa
     assert (config.model.n_layer, config.model.n_head) == (3, 2)
 
 
+def test_a_configuration_knows_the_keys_of_the_command_line_which_are_not_part_of_it(config_file: Path) -> None:
+    config_file.write_text("model: {n_layer: 4}\n")
+    config = read_config(["--config", str(config_file), "--model.n_head", "4"])
+    assert config.given == {"model.n_head"}
+    assert config == Config()
+    assert config_to_dict(config) == config_to_dict(Config())
+    assert "given" not in config_to_dict(config)
+
+
 @pytest.mark.parametrize(
     ("name", "text", "value"),
     [
