@@ -236,18 +236,17 @@ class GPT(nn.Module):
         logits = self.unembed(x)
         return logits, None if targets is None else self.loss(logits, targets)
 
-    def loss(self, logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-        """Returns the cross-entropy in nats per token; every strategy, pipeline stages included, trains on this loss.
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Returns the mean cross-entropy in nats per token, or 0 if there are no targets.
+
+        Every strategy, pipeline stages included, trains on this loss, and weights it by the micro-batch's targets.
 
         Args:
             logits: (B, T, V)
             targets: (B, T); positions with IGNORE_INDEX do not count
-            reduction: mean over the targets (0 if there is none) or sum
         """
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
-        if reduction == "mean":
-            loss = loss / (targets != IGNORE_INDEX).sum().clamp(min=1)
-        return loss
+        return loss / (targets != IGNORE_INDEX).sum().clamp(min=1)
 
     def embed(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
         """(B, T) tokens -> (B, T, C)"""

@@ -5,9 +5,11 @@ provides schedules and communication (GPipe: Huang et al., 2019; 1F1B: Narayanan
 Pipeline Parallelism for DNN Training", 2019). The ranks with the same stage use any data-parallel strategy.
 """
 
+import math
 from bisect import bisect_right
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -18,13 +20,13 @@ from torch.profiler import record_function
 
 from char_dataset import CharDataset
 from mingpt.config.schema import Config
-from mingpt.distributed.agreement import reduce_object
+from mingpt.distributed.agreement import reduce_object, shared_errors
 from mingpt.distributed.context import DistributedContext
 from mingpt.errors import UserError
 from mingpt.nn.layers import IGNORE_INDEX, AuxiliaryLoss
 from mingpt.optim.muon import to_local
 from mingpt.parallel.data_parallel import build_data_parallel
-from mingpt.parallel.strategy import MicroBatch, Strategy, layout, state_layouts, tied_names
+from mingpt.parallel.strategy import DTYPES, MicroBatch, Strategy, layout, state_layouts, tied_names
 from model import GPT, KVCache
 
 WTE = "transformer.wte.weight"  # in the first stage and, with tied weights, also in the last stage
@@ -121,6 +123,7 @@ class PipelineParallel(Strategy):
     def __init__(self, model: GPT, context: DistributedContext, config: Config, precision: str) -> None:
         self.context = context
         self.config = config
+        self.dtype = DTYPES[precision]
         num_stages = config.distributed.pipeline_stages
         replicas = [range(start, start + num_stages) for start in range(0, context.world_size, num_stages)]
         # Groups from PyTorch's init_device_mesh would have the default timeout.
@@ -133,6 +136,9 @@ class PipelineParallel(Strategy):
             for name, tensor in model.state_dict().items()
         }
         self.stage_of = find_stages(model, num_stages)
+        with context.long_timeout(), shared_errors(context):
+            if context.rank == 0:
+                self._check_loss(model, num_stages)
         self.ties_weights = model.config.architecture == "gpt2"
         my_stage = GPTStage(model, self.pipeline.rank, num_stages)
         received, _ = my_stage.io_shapes(batch_size=1)
@@ -140,7 +146,6 @@ class PipelineParallel(Strategy):
         self.inner = inner = build_data_parallel(my_stage, data_parallel, config, precision, (example,))
         self.replicas = data_parallel
         self.device = inner.device
-        self.dtype = inner.dtype
         self.scaler = inner.scaler
         self.parameters = inner.parameters
         self.state = inner.state
@@ -160,6 +165,34 @@ class PipelineParallel(Strategy):
             f"{self.size}: each stage waits {waits / (self.count + waits):.0%} of the time"
         }
 
+    @torch.no_grad()
+    def _check_loss(self, model: GPT, num_stages: int) -> None:
+        """Raises a UserError if stages have another loss than the whole model, for random weights in training."""
+        whole = deepcopy(model)
+        generator = torch.Generator().manual_seed(0)
+        parameters = list(whole.parameters())
+        for parameter in parameters:
+            parameter.normal_(std=0.1, generator=generator)
+        shared = {id(parameter): parameter for parameter in parameters}  # by all stages, to save memory
+        stages = [GPTStage(deepcopy(whole, dict(shared)), index, num_stages) for index in range(num_stages)]
+        size = min(256, model.config.block_size)
+        idx = torch.arange(-(size // 2), size - size // 2)[None] % model.config.vocab_size
+        targets = idx.roll(-1, 1)
+        torch.manual_seed(0)  # of dropout
+        expected = self.compute_loss(whole, idx, targets).item()
+        torch.manual_seed(0)
+        with self.autocast():
+            x = idx
+            for stage in stages:
+                x = stage(x)
+            loss = stages[-1].loss(x, targets).item()
+        if not math.isclose(loss, expected, rel_tol=1e-4):
+            raise UserError(
+                f"distributed.pipeline_stages is {num_stages}, must be 1 for this model.py: with random weights, the "
+                f"loss of the whole model is {expected:.4f}, but {loss:.4f} in stages, which call only embed, "
+                "apply_blocks, unembed and loss of GPT"
+            )
+
     def _release(self) -> None:
         # Both refer to the model that the inner strategy has released.
         del self.schedule
@@ -178,11 +211,9 @@ class PipelineParallel(Strategy):
         idx, targets = data[indices]
         is_filler = torch.tensor([number >= batch.stop for number in indices])
         targets = targets.masked_fill(is_filler[:, None], IGNORE_INDEX)
-        self.num_targets = max(1, data.num_targets(batch))
         parts = [range(first, min(first + self.size, batch.stop)) for first in indices[:: self.size]]
         self.stage.parts = [(MicroBatch(part, batch).weight(data), part.start) for part in parts]
         self.stage.losses = []
-        self.loss_factor = self.inner.loss_factor / self.num_targets
         self.scaler.scale(torch.zeros((), device=self.device))  # without a scaled loss, `unscale_` raises an error
         inputs = self.to_device(idx.contiguous()) if self.stage.is_first else ()  # for PyTorch < 2.13
         target = self.to_device(targets)[0] if self.stage.is_last else None
@@ -196,9 +227,9 @@ class PipelineParallel(Strategy):
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Returns the loss of a micro-batch. The schedule calls this method in the last stage."""
         with self.autocast():
-            loss = self.inner.full_model.loss(logits, targets, "sum")
-        self.stage.losses.append(loss.detach() / self.num_targets)
-        return self.scale_loss(loss)
+            loss = self.inner.full_model.loss(logits, targets) * self.stage.weight
+        self.stage.losses.append(loss.detach())
+        return self.inner.scale_loss(loss)
 
     def reduce_gradients(self, batch: range, losses: list[Tensor]) -> list[Tensor]:
         """Adds up the gradients of tied embeddings in the first and last stage."""
@@ -278,8 +309,9 @@ class _Stage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         weight, first = self.parts[fwd_chunk_id]
+        self.weight = torch.full((), weight, device=self.device)
         self.inner.seed_dropout(first, self.stage_index)
-        self.inner.begin_losses(torch.full((), weight, device=self.device))
+        self.inner.begin_losses(self.weight)
         with record_function(f"forward {fwd_chunk_id}"), self.inner.autocast():
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         self.losses += [loss * weight for loss in AuxiliaryLoss.values]

@@ -180,11 +180,26 @@ def add_head_bias() -> None:
     _after(GPT, add)
 
 
+def add_to_forward() -> None:
+    """A term that is not in GPT.loss, as a student might add it."""
+    forward = GPT.forward
+
+    def penalized(self: Any, idx: Tensor, targets: Tensor | None = None, cache: Any = None) -> Any:
+        logits, loss = forward(self, idx, targets, cache)
+        return logits, None if loss is None else loss + 0.01 * logits.square().mean()
+
+    GPT.forward = penalized  # type: ignore[method-assign]
+
+
+IN_STAGES = "distributed.pipeline_stages is 2, must be 1 for this model.py: "
+
+
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
-        (tie_head, with_stages(2), "transformer.wte.weight and lm_head.weight are one parameter, but belong to diff"),
-        (add_head_bias, with_stages(2), "distributed.pipeline_stages is 2, must be 1 for this model.py: the stage of h"),
+        (tie_head, with_stages(2), f"{IN_STAGES}transformer.wte.weight and lm_head.weight are one parameter, but bel"),
+        (add_head_bias, with_stages(2), f"{IN_STAGES}the stage of head_bias is unknown; parameters must belong to a"),
+        (add_to_forward, with_stages(2), f"{IN_STAGES}with random weights, the loss of the whole model is "),
         (tie_blocks, ON_TWO[3], "distributed.strategy is fsdp, must be ddp or zero1 for a parameter of several blocks"),
     ],
 )

@@ -49,11 +49,21 @@ ON_FOUR = [
 
 
 def smooth_labels() -> None:
-    def loss(self: GPT, logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+    def loss(self: GPT, logits: Tensor, targets: Tensor) -> Tensor:
         smoothing = 0.1 if self.training else 0.0
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), label_smoothing=smoothing, reduction=reduction)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), label_smoothing=smoothing)
 
     GPT.loss = loss
+
+
+def penalize_logits() -> None:
+    """A term that is a mean, like z-loss."""
+    loss = GPT.loss
+
+    def penalized(self: GPT, logits: Tensor, targets: Tensor) -> Tensor:
+        return loss(self, logits, targets) + 0.1 * (1 + logits).square().mean()
+
+    GPT.loss = penalized
 
 
 def _changed_curves(change: Callable[[], None], folder: Path, runs: list[Options]) -> list[list[float]]:
@@ -65,6 +75,7 @@ def _changed_curves(change: Callable[[], None], folder: Path, runs: list[Options
     ("change", "ranks", "runs"),
     [
         (smooth_labels, 2, ON_TWO),
+        (penalize_logits, 2, ON_TWO),
         (add_auxiliary_loss, 2, ON_TWO),
         (count_one_token_only, 2, ON_TWO),
         (freeze, 2, ON_TWO),
