@@ -11,7 +11,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from mingpt.config.schema import Config
 from mingpt.distributed.agreement import reduce_object
 from mingpt.distributed.context import DistributedContext
-from mingpt.errors import UserError
+from mingpt.errors import UserError, is_oom_error
 from mingpt.optim.muon import to_local
 from mingpt.parallel.strategy import Strategy
 from mingpt.system.device import memory_per_rank
@@ -36,14 +36,18 @@ def checked_memory(context: DistributedContext) -> Iterator[None]:
         nonlocal built
         built += parameter.nbytes
         if built > available:
-            raise UserError(
-                f"out of memory before the first step: each rank builds the model on the CPU, but has only "
-                f"{format_bytes(available)} for it; use a smaller model, or fewer ranks on this machine"
-            )
+            raise MemoryError
 
     hook = register_module_parameter_registration_hook(add)
     try:
         yield
+    except Exception as error:
+        if not is_oom_error(error):  # also PyTorch's, for a parameter that is larger than the memory
+            raise
+        raise UserError(
+            "out of memory before the first step: each rank builds the model on the CPU, where it may use "
+            f"{format_bytes(available)}; use a smaller model, or fewer ranks on this machine"
+        ) from error
     finally:
         hook.remove()
 
