@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from mingpt.optim import optimizer
 from mingpt.snapshot.load import load_pretrained
 from model import GPT, MLP, CausalSelfAttention
 from tests.helpers import (
@@ -79,6 +80,23 @@ def register_buffers() -> None:
     GPT.embed = scaled  # type: ignore[method-assign]
 
 
+def add_second_head() -> None:
+    """It is trained only if there are targets."""
+    forward = GPT.forward
+
+    def add(model: Any) -> None:
+        model.second_head = nn.Linear(16, 13, bias=False)
+
+    def with_head(self: Any, idx: Tensor, targets: Tensor | None = None, cache: Any = None) -> Any:
+        logits, loss = forward(self, idx, targets, cache)
+        if targets is not None:
+            loss = loss + self.loss(self.second_head(self.embed(idx)), targets)
+        return logits, loss
+
+    _after(GPT, add)
+    GPT.forward = with_head  # type: ignore[method-assign]
+
+
 def count_passes() -> None:
     """A buffer that forward changes."""
     forward = MLP.forward
@@ -134,6 +152,7 @@ def _load_changed(change: Callable[[], None], folders: list[Path], argv: list[st
         (tie_head, [*product([1], ON_ONE), *product([2], ON_TWO)]),
         (register_buffers, [*product([1], ON_ONE), *product([2], [*ON_TWO, *STAGES])]),
         (tie_blocks, [*product([1], ON_ONE[:1]), *product([2], ON_TWO[:2])]),
+        (add_second_head, [*product([1], ON_ONE[:1]), *product([2], ON_TWO[:2])]),
     ],
 )
 def test_the_model_that_the_constructor_makes_is_trained_saved_and_resumed(
@@ -171,6 +190,50 @@ def test_a_buffer_that_changes_in_training_is_resumed(text: Path, tmp_path: Path
     assert loss_curve(tmp_path / "whole") == loss_curve(tmp_path / "parts")
     assert_equal_snapshots(tmp_path / "whole", tmp_path / "parts")
     assert newest_snapshot(tmp_path / "whole")["model"]["transformer.h.0.mlp.count"] == 6 * 2  # micro-batches
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion (Chen et al., 2023) with a momentum in bf16, and a counter."""
+
+    def __init__(self, groups: Any, **settings: Any) -> None:
+        super().__init__(groups, settings)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["momentum"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+                    state["count"] = torch.zeros((), dtype=torch.int64)
+                state["count"] += 1
+                momentum = state["momentum"].float().lerp(parameter.grad, 0.1)
+                parameter.sub_(momentum.sign() * group["lr"] / state["count"].item())
+                state["momentum"].copy_(momentum)
+
+
+def use_lion() -> None:
+    optimizer.AdamW = Lion  # type: ignore[misc, assignment]
+
+
+def test_optimizer_state_keeps_its_dtypes(text: Path, tmp_path: Path) -> None:
+    common = {**ACCUMULATING, "optimizer__name": "adamw"}
+    strategies = [{}, *({"distributed__strategy": name} for name in ("zero1", "fsdp"))]
+    runs: list[Options] = [*(common | each for each in strategies), with_stages(2, optimizer__name="adamw")]
+    argvs = [
+        run_args(tmp_path / f"{i}-{name}", text, **options, trainer__max_steps=steps)
+        for (i, options), (name, steps) in product(enumerate(runs), PARTS)
+    ]
+    for results in run_ranks(2, _run_changed, use_lion, argvs, tmp_path=tmp_path):
+        assert [status for status, _, _ in results] == [0] * len(argvs), results
+    for i, _ in enumerate(runs):
+        state = newest_snapshot(tmp_path / f"{i}-whole")["optimizer"]["transformer.wte.weight"]
+        assert {key: tensor.dtype for key, tensor in state.items()} == {
+            "momentum": torch.bfloat16,
+            "count": torch.int64,
+        }
+        assert loss_curve(tmp_path / f"{i}-whole") == loss_curve(tmp_path / f"{i}-parts")
+        assert_equal_snapshots(tmp_path / f"{i}-whole", tmp_path / f"{i}-parts")
 
 
 def add_head_bias() -> None:
