@@ -328,12 +328,15 @@ class DDP(Strategy):
         DDP would rebuild them after the first step of each start. With three or more ranks, the layout of the buckets
         determines the last bits of each sum, so a resumed run would differ from an uninterrupted one.
         """
+        buffers = [(buffer, buffer.clone()) for buffer in self.full_model.buffers()]  # the pass may change them
         with torch.compiler.set_stance("force_eager"), self.autocast():  # do not compile for this pass
             output = self.ddp(*example)
         if isinstance(output, tuple):  # the whole model returns logits and a loss
             _, output = output
         output.sum().backward()
         self.ddp.zero_grad(set_to_none=True)
+        for buffer, value in buffers:
+            buffer.copy_(value)
 
     def set_gradient_sync(self, sync_gradients: bool) -> None:
         self.ddp.require_backward_grad_sync = sync_gradients  # like DDP.no_sync
