@@ -147,13 +147,23 @@ class ValidationDataset(Dataset):
 
 
 def check_num_targets(data: CharDataset | ValidationDataset) -> None:
-    """Raises a ValueError if `num_targets` is wrong for the first samples; losses would get wrong weights silently."""
-    samples = range(min(16, len(data)))
-    _, targets = data[samples]
-    found = int((targets != IGNORE_INDEX).sum())
-    counted = data.num_targets(samples)
-    if found != counted:
-        raise ValueError(
-            f"{type(data).__name__}: samples 0 to {samples[-1]} have {found} targets other than IGNORE_INDEX, but "
-            f"num_targets returns {counted}"
-        )
+    """Raises a ValueError if `num_targets` is wrong at either end of an epoch, for a batch or for each of its samples.
+
+    Losses would get wrong weights silently.
+    """
+    numbers = range(len(data))
+    for batch in (numbers[:16], numbers[-16:]):
+        for samples in (batch, *(batch[i : i + 1] for i in range(len(batch)))):
+            _, targets = data[samples]
+            found = int((targets != IGNORE_INDEX).sum())
+            counted = data.num_targets(samples)
+            if found != counted:
+                raise ValueError(
+                    f"{type(data).__name__}: samples {samples[0]} to {samples[-1]} have {found} targets other than "
+                    f"IGNORE_INDEX, but num_targets returns {counted}"
+                )
+        if sum(data.num_targets(batch[i : i + 1]) for i in range(len(batch))) != data.num_targets(batch):
+            raise ValueError(
+                f"{type(data).__name__}: num_targets of samples {batch[0]} to {batch[-1]} depends on the other samples "
+                "of their batch, which differ between numbers of ranks and sizes of micro-batches"
+            )

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from char_dataset import CharDataset, ValidationDataset, train_val_split
+from char_dataset import CharDataset, ValidationDataset, check_num_targets, train_val_split
 from mingpt.config.schema import DataConfig
 from mingpt.errors import UserError
 from mingpt.nn.layers import IGNORE_INDEX
@@ -107,6 +107,41 @@ def test_validation_covers_each_character_once() -> None:
     assert idx[targets != IGNORE_INDEX].tolist() == list(range(29))
     assert data.num_targets(range(len(data))) == 29
     assert [data.num_targets(range(i, i + 1)) for i in range(4)] == [8, 8, 8, 5]
+
+
+class LongerWindows(CharDataset):
+    """A batch has the length of its first sample, and later samples are longer."""
+
+    def __getitem__(self, samples: range) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        idx, targets = super().__getitem__(samples)
+        length = self.num_targets(samples) // len(samples)
+        return idx[:, :length], targets[:, :length]
+
+    def num_targets(self, samples: range) -> int:
+        return len(samples) * (4 if samples[0] < 8 else 8)
+
+
+class LastSampleMasked(CharDataset):
+    def __getitem__(self, samples: range) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        idx, targets = super().__getitem__(samples)
+        is_last = torch.tensor(samples) == len(self) - 1
+        return idx, targets.masked_fill(is_last[:, None], IGNORE_INDEX)
+
+
+@pytest.mark.parametrize(
+    ("cls", "message"),
+    [
+        (LongerWindows, "num_targets of samples 0 to 15 depends on the other samples of their batch"),
+        (LastSampleMasked, "samples 109 to 124 have 120 targets other than IGNORE_INDEX, but num_targets returns 128"),
+    ],
+)
+def test_targets_that_depend_on_the_sample_are_refused_unless_they_are_counted(
+    cls: type[CharDataset], message: str
+) -> None:
+    tokens = np.zeros(1008, np.uint8)
+    check_num_targets(CharDataset(tokens, 8, seed=0))
+    with pytest.raises(ValueError, match=message):
+        check_num_targets(cls(tokens, 8, seed=0))
 
 
 def test_a_part_of_the_validation_windows_is_evenly_spread() -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 import export
 from mingpt.config.parser import read_config
@@ -138,6 +140,12 @@ def test_a_folder_whose_name_is_not_utf_8_is_refused(trained: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("trained", [("nanochat", True)], indirect=True, ids=["nanochat"])
+def window_of_64(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+    positions = torch.arange(q.size(2))
+    distance = positions[:, None] - positions
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=(distance >= 0) & (distance < 64))
+
+
 def test_a_refused_export_is_one_message_and_writes_nothing(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -163,6 +171,9 @@ def test_a_refused_export_is_one_message_and_writes_nothing(
     refused(tmp_path / "convolutions.pt", "new", "--snapshot: the nanochat of transformers has other weights: Error")
     with monkeypatch.context() as changed_code:
         changed_code.setattr("model.rms_norm", lambda x: 2 * rms_norm(x))
+        refused(trained, "new", "--snapshot: the logits of the nanochat of transformers differ from this program's by ")
+    with monkeypatch.context() as changed_code:
+        changed_code.setattr("model.attention", window_of_64)  # more tokens than there are characters
         refused(trained, "new", "--snapshot: the logits of the nanochat of transformers differ from this program's by ")
     with monkeypatch.context() as changed_code:
         pretrained = load(trained)

@@ -34,7 +34,8 @@ def param_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, An
     """Returns three groups: the blocks' matrices (for Muon), other matrices, and the rest, without weight decay.
 
     A group may be empty. For example, a middle stage of a pipeline may have only the matrices of blocks. Frozen
-    parameters (requires_grad is False) are not in any group.
+    parameters (requires_grad is False) are not in any group. The learning rate of a group is the step's, times its
+    `lr_scale` if it has one.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in trained if p.dim() == 2]
@@ -60,6 +61,8 @@ def build_optimizer(
         wrapper: builds an optimizer from groups, class and settings, like ZeroRedundancyOptimizer
     """
     groups = param_groups(model, config)
+    if any("lr" in group for group in groups):
+        raise ValueError("a parameter group has lr, which each step would overwrite; use lr_scale, a factor")
     # With fsdp, parameters are DTensors. PyTorch 2.13 has fused AdamW for DTensors, but not fused SGD.
     settings: dict[str, Any] = {"lr": config.learning_rate, "betas": config.betas, "fused": True}
     cls: type[Optimizer] = AdamW

@@ -218,7 +218,7 @@ class Strategy:
         self.scaler.unscale_(self.optimizer)  # without fp16, the scaler only calls the optimizer
         norm = self.clip_grad_norm_(self.config.optimizer.grad_norm_clip)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_scale", 1)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         return norm

@@ -82,7 +82,7 @@ def hf_model(pretrained: Pretrained) -> PreTrainedModel:
         raise UserError(f"--snapshot: {name} has other weights: {details}") from error
 
     gpt = pretrained.build_model().eval()
-    idx = torch.arange(min(config.vocab_size, config.block_size))[None]
+    idx = torch.arange(config.block_size)[None] % config.vocab_size
     with torch.inference_mode():
         difference = (model(idx).logits - gpt(idx)[0]).abs().max().item()
     if difference > MAX_DIFFERENCE:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from mingpt.config.schema import OptimizerConfig
+from mingpt.optim import optimizer
 from mingpt.optim.optimizer import build_optimizer, learning_rate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -54,3 +55,10 @@ def test_each_parameter_is_in_one_group_and_adamw_is_fused(name: Literal["adamw"
     assert all(group["fused"] for group in groups)
     muon = [p for group in groups if group["muon"] for p in group["params"]]
     assert list(map(id, muon)) == ([id(model[1].weight)] if name == "muon" else [])
+
+
+def test_a_group_with_its_own_learning_rate_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = {"params": list(network().parameters()), "muon": False, "lr": 0.1}
+    monkeypatch.setattr(optimizer, "param_groups", lambda *_: [group])
+    with pytest.raises(ValueError, match="use lr_scale, a factor"):
+        build_optimizer(network(), OptimizerConfig())

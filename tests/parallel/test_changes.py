@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from char_dataset import CharDataset
 from mingpt.nn.layers import IGNORE_INDEX
+from mingpt.optim import optimizer
 from model import GPT
 from tests.helpers import (
     T,
@@ -66,6 +68,23 @@ def penalize_logits() -> None:
     GPT.loss = penalized
 
 
+def scale_rates() -> None:
+    """Gives each block a learning rate that depends on its number."""
+    build = optimizer.param_groups
+
+    def scaled(model: Any, config: Any) -> list[dict[str, Any]]:
+        groups = build(model, config)
+        for number, block in model.blocks.items():
+            parameters = set(block.parameters())
+            for group in groups[:3]:
+                mine = [parameter for parameter in group["params"] if parameter in parameters]
+                group["params"] = [parameter for parameter in group["params"] if parameter not in parameters]
+                groups.append(group | {"params": mine, "lr_scale": 0.5 ** (number + 1)})
+        return groups
+
+    optimizer.param_groups = scaled
+
+
 def _changed_curves(change: Callable[[], None], folder: Path, runs: list[Options]) -> list[list[float]]:
     change()
     return train_curves(folder, runs, 4)
@@ -79,6 +98,7 @@ def _changed_curves(change: Callable[[], None], folder: Path, runs: list[Options
         (add_auxiliary_loss, 2, ON_TWO),
         (count_one_token_only, 2, ON_TWO),
         (freeze, 2, ON_TWO),
+        (scale_rates, 2, ON_TWO),
         pytest.param(count_one_token_only, 4, ON_FOUR, marks=pytest.mark.slow),
     ],
 )
