@@ -36,7 +36,7 @@ MODULES_OF_ENDS = {"transformer.wte": 0, "transformer.wpe": 0, "transformer.ln_f
 def find_stage(name: str, n_layer: int, num_stages: int) -> int | None:
     """Returns the index of the stage that has a parameter or buffer, or None if the name does not tell.
 
-    GPT-2's wte, which the last stage also has, belongs to the first stage.
+    Without lm_head, the last stage also has wte, which belongs to the first stage.
     """
     for module, stage in MODULES_OF_ENDS.items():
         if name.startswith(f"{module}."):
@@ -83,8 +83,8 @@ class GPTStage(GPT):
         self.is_last = index == num_stages - 1
         modules = dict(self.named_modules())
         for name in [*MODULES_OF_ENDS, *(f"transformer.h.{number}" for number in self.blocks)]:
-            is_tied = name == "transformer.wte" and self.is_last and not self.is_nanochat  # GPT-2's output projection
-            is_mine = is_tied or find_stage(f"{name}.", self.config.n_layer, num_stages) == index
+            is_head = name == "transformer.wte" and self.is_last and "lm_head" not in modules
+            is_mine = is_head or find_stage(f"{name}.", self.config.n_layer, num_stages) == index
             if name in modules and not is_mine:
                 parent, _, child = name.rpartition(".")
                 delattr(modules[parent], child)
@@ -139,7 +139,7 @@ class PipelineParallel(Strategy):
         with context.long_timeout(), shared_errors(context):
             if context.rank == 0:
                 self._check_loss(model, num_stages)
-        self.ties_weights = model.config.architecture == "gpt2"
+        self.ties_weights = not hasattr(model, "lm_head")
         my_stage = GPTStage(model, self.pipeline.rank, num_stages)
         received, _ = my_stage.io_shapes(batch_size=1)
         example = torch.zeros_like(received, device=context.device)

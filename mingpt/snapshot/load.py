@@ -176,8 +176,11 @@ def load_initial_weights(path: str, model: GPT, tokenizer: Tokenizer) -> dict[st
     pretrained = load_pretrained(path, "trainer.init_from")
     new = set(tokenizer.vocabulary) - set(pretrained.tokenizer.vocabulary)
     logger.info(f"starting from the weights of {path}; new tokens: {show_tokens(new)}")
-    weights = dict(pretrained.weights)
     initial = model.state_dict()
+    weights = {
+        name: weight.to(initial[name].dtype) if name in initial else weight
+        for name, weight in pretrained.weights.items()
+    }
     for name in EMBEDDINGS & weights.keys() & initial.keys():
         rows = dict(zip(pretrained.tokenizer.vocabulary, pretrained.weights[name], strict=True))
         weights[name] = initial[name].clone()  # (V, C)
@@ -195,11 +198,13 @@ def load_initial_weights(path: str, model: GPT, tokenizer: Tokenizer) -> dict[st
 
 
 def weight_differences(weights: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> str:
-    """Returns which names and shapes of weights differ from a model's, since its code has changed; empty: none."""
+    """Returns which names, shapes and dtypes of weights differ from a model's, whose code has changed; empty: none."""
+    common = [name for name in model if name in weights]
     lists = {
         "new in the model": [name for name in model if name not in weights],
         "missing in the model": [name for name in weights if name not in model],
-        "of another shape": [name for name in model if name in weights and weights[name].shape != model[name].shape],
+        "of another shape": [name for name in common if weights[name].shape != model[name].shape],
+        "of another dtype": [name for name in common if weights[name].dtype != model[name].dtype],
     }
     parts = []
     for difference, names in lists.items():

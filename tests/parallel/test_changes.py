@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from char_dataset import CharDataset
 from mingpt.nn.layers import IGNORE_INDEX
@@ -68,6 +68,18 @@ def penalize_logits() -> None:
     GPT.loss = penalized
 
 
+def untie_gpt2() -> None:
+    """A head of its own, as nanochat has it."""
+    build = GPT.__init__
+
+    def build_untied(self: GPT, config: Any) -> None:
+        build(self, config)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+
+    GPT.__init__ = build_untied
+    GPT.unembed = lambda self, x: self.lm_head(self.transformer["ln_f"](x))
+
+
 def scale_rates() -> None:
     """Gives each block a learning rate that depends on its number."""
     build = optimizer.param_groups
@@ -99,6 +111,7 @@ def _changed_curves(change: Callable[[], None], folder: Path, runs: list[Options
         (count_one_token_only, 2, ON_TWO),
         (freeze, 2, ON_TWO),
         (scale_rates, 2, ON_TWO),
+        (untie_gpt2, 2, ON_TWO),
         pytest.param(count_one_token_only, 4, ON_FOUR, marks=pytest.mark.slow),
     ],
 )
