@@ -255,6 +255,7 @@ CHANGES = {
     "bpe": ("", "some tokens have several characters"),
     "grouped_query_attention": ("--model.n_kv_head 2", "has other weights: "),
     "label_smoothing": ("--model.label_smoothing 0.1", None),
+    "layer_decay": ("--optimizer.layer_decay 0.5", None),
     "lora": ("--model.lora_rank 4 --trainer.init_from runs/base", "has other weights: "),
     "mixture_of_experts": ("--model.n_expert 4", "has other weights: "),
     "parameter_norm": ("", None),
