@@ -25,6 +25,7 @@ POLL_SECONDS = 0.1  # seconds between checks for a key in the store
 ANSWER_SECONDS = 3.0  # timeout of a request to the store
 USER_ERROR_SECONDS = 2.0  # how long a rank with a UserError waits for rank 0 to raise one as well
 MAX_LINGER_SECONDS = 5.0  # longest time for which rank 0 stays alive after its message
+ALL_ALIVE = "ranks are alive"
 FILE_SYSTEM = "the file system"  # the host of a store at file://
 
 
@@ -109,7 +110,10 @@ class HealthMonitor:
             silence_errors()
         # Rank 0 may host the store. Other ranks read it a moment later, or some seconds later on shared cores.
         linger_seconds = min(MAX_LINGER_SECONDS, 1.0 + self.info.world_size / 16)
-        return PeerError(cause + restart_hint(os.environ), linger_seconds if self.info.rank == 0 else 0.0)
+        hint = restart_hint(os.environ)
+        if hint and ALL_ALIVE in cause:
+            hint += ", unless changed code makes ranks wait for each other"
+        return PeerError(cause + hint, linger_seconds if self.info.rank == 0 else 0.0)
 
     def _explain_user_error(self, error: UserError) -> UserError:
         """Lets rank 0 report a UserError. If rank 0 does not raise one, this rank reports it with its rank.
@@ -180,7 +184,7 @@ class HealthMonitor:
         places = describe_positions(positions)
         if not is_timeout and ("gloo" not in text or len(places) == 1):
             return ""
-        return self._share_cause(f"all {self.info.world_size} ranks are alive; {format_list(places, '; ')}")
+        return self._share_cause(f"all {self.info.world_size} {ALL_ALIVE}; {format_list(places, '; ')}")
 
     def _share_cause(self, cause: str) -> str:
         """Writes the cause to the store, unless another rank already has. Returns the cause in the store."""
