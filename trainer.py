@@ -208,6 +208,7 @@ class Trainer:
         batch = self.next_batch()
         step = self.progress.step + 1
 
+        strategy.broadcast_buffers()
         strategy.zero_grad()
         losses = []
         for micro_batch in strategy.micro_batches(batch):

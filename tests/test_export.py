@@ -139,13 +139,13 @@ def test_a_folder_whose_name_is_not_utf_8_is_refused(trained: Path, tmp_path: Pa
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("trained", [("nanochat", True)], indirect=True, ids=["nanochat"])
 def window_of_64(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
     positions = torch.arange(q.size(2))
     distance = positions[:, None] - positions
     return F.scaled_dot_product_attention(q, k, v, attn_mask=(distance >= 0) & (distance < 64))
 
 
+@pytest.mark.parametrize("trained", [("nanochat", True)], indirect=True, ids=["nanochat"])
 def test_a_refused_export_is_one_message_and_writes_nothing(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mingpt.config.conflicts import cuda_graphs_obstacle
 from mingpt.errors import UserError, is_oom_error
@@ -44,8 +44,8 @@ class CUDAGraphs(Strategy):
             obstacle = "as configured"
         self.description["graphs"] = f"none ({obstacle})" if obstacle else "CUDA graphs after the first steps (one GPU)"
         stream = torch.cuda.Stream()
-        self.recorded_backward = Recorded(super().backward, stream, cfg.cuda_graphs, obstacle)
-        self.recorded_update = Recorded(self._update, stream, cfg.cuda_graphs, obstacle)
+        self.recorded_backward = Recorded(super().backward, self.buffers, stream, cfg.cuda_graphs, obstacle)
+        self.recorded_update = Recorded(self._update, [], stream, cfg.cuda_graphs, obstacle)
 
     def zero_grad(self) -> None:
         """Sets the gradients of the step before to zero. Deleting them would change their addresses."""
@@ -73,15 +73,22 @@ class Recorded:
 
     Args:
         function: returns a new tensor, and does not depend on Python objects that change between calls
+        buffers: module and name of each buffer that the function may change in place
         stream: runs the first calls, as required before a recording
         setting: trainer.cuda_graphs
         obstacle: why the function is not recorded; None: it is
     """
 
     def __init__(
-        self, function: Callable[..., Tensor], stream: torch.cuda.Stream, setting: str | bool, obstacle: str | None
+        self,
+        function: Callable[..., Tensor],
+        buffers: list[tuple[nn.Module, str]],
+        stream: torch.cuda.Stream,
+        setting: str | bool,
+        obstacle: str | None,
     ) -> None:
         self.function = function
+        self.buffers = buffers
         self.stream = stream
         self.setting = setting
         self.obstacle = obstacle
@@ -118,6 +125,7 @@ class Recorded:
             UserError: the function can't be recorded, and trainer.cuda_graphs is true.
         """
         random_state = torch.get_rng_state()
+        buffers = [getattr(module, name) for module, name in self.buffers]
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             before = torch.cuda.get_sync_debug_mode()
@@ -128,6 +136,9 @@ class Recorded:
                 torch.cuda.set_sync_debug_mode(before)
         if not torch.equal(torch.get_rng_state(), random_state):
             self.obstacle = "it draws random numbers on the CPU"
+        for (module, name), buffer in zip(self.buffers, buffers, strict=True):
+            if getattr(module, name) is not buffer:
+                self.obstacle = f"{type(module).__name__} assigns its buffer {name} anew"
         for warning in caught:
             if "called a synchronizing CUDA operation" in str(warning.message):
                 self.obstacle = f"{warning.filename}, line {warning.lineno}, waits for the GPU"

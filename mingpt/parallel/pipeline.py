@@ -135,8 +135,8 @@ class PipelineParallel(Strategy):
             name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             for name, tensor in model.state_dict().items()
         }
-        self.stage_of = find_stages(model, num_stages)
         with context.long_timeout(), shared_errors(context):
+            self.stage_of = find_stages(model, num_stages)
             if context.rank == 0:
                 self._check_loss(model, num_stages)
         self.ties_weights = not hasattr(model, "lm_head")
@@ -148,7 +148,6 @@ class PipelineParallel(Strategy):
         self.device = inner.device
         self.scaler = inner.scaler
         self.parameters = inner.parameters
-        self.state = inner.state
         self.local_state = inner.local_state
         self.optimizer = inner.optimizer
         self.full_model = PipelinedModel(inner.full_model, self.pipeline)
@@ -165,15 +164,19 @@ class PipelineParallel(Strategy):
             f"{self.size}: each stage waits {waits / (self.count + waits):.0%} of the time"
         }
 
+    @property
+    def state(self) -> dict[str, Tensor]:
+        return self.inner.state
+
     @torch.no_grad()
     def _check_loss(self, model: GPT, num_stages: int) -> None:
-        """Raises a UserError if stages have another loss than the whole model, for random weights in training."""
+        """Raises a UserError if a pass in training has another loss, or changes buffers in another way, in stages."""
+        problem = f"distributed.pipeline_stages is {num_stages}, must be 1 for this model.py"
         whole = deepcopy(model)
         generator = torch.Generator().manual_seed(0)
-        parameters = list(whole.parameters())
-        for parameter in parameters:
-            parameter.normal_(std=0.1, generator=generator)
-        shared = {id(parameter): parameter for parameter in parameters}  # by all stages, to save memory
+        for parameter in whole.parameters():  # the first weights may hide a block: some projections begin with zero
+            parameter.add_(torch.empty_like(parameter).normal_(std=0.1, generator=generator))
+        shared = {id(parameter): parameter for parameter in whole.parameters()}  # by all stages, to save memory
         stages = [GPTStage(deepcopy(whole, dict(shared)), index, num_stages) for index in range(num_stages)]
         size = min(256, model.config.block_size)
         idx = torch.arange(-(size // 2), size - size // 2)[None] % model.config.vocab_size
@@ -181,17 +184,25 @@ class PipelineParallel(Strategy):
         torch.manual_seed(0)  # of dropout
         expected = self.compute_loss(whole, idx, targets).item()
         torch.manual_seed(0)
-        with self.autocast():
-            x = idx
-            for stage in stages:
-                x = stage(x)
-            loss = stages[-1].loss(x, targets).item()
+        x = idx
+        try:
+            with self.autocast():
+                for stage in stages:
+                    x = stage(x)
+                loss = stages[-1].loss(x, targets).item()
+        except Exception as error:
+            raise UserError(f"{problem}: in stages, it raises {error!r}") from error
         if not math.isclose(loss, expected, rel_tol=1e-4):
             raise UserError(
-                f"distributed.pipeline_stages is {num_stages}, must be 1 for this model.py: with random weights, the "
-                f"loss of the whole model is {expected:.4f}, but {loss:.4f} in stages, which call only embed, "
-                "apply_blocks, unembed and loss of GPT"
+                f"{problem}: with random weights, the loss of the whole model is {expected:.4f}, but {loss:.4f} in "
+                "stages, which call only embed, apply_blocks, unembed and loss of GPT"
             )
+        for name, tensor in whole.state_dict().items():
+            if not torch.equal(stages[self.stage_of[name]].state_dict()[name], tensor):
+                raise UserError(f"{problem}: several stages change the buffer {name}, or not the stage that saves it")
+
+    def broadcast_buffers(self) -> None:
+        self.inner.broadcast_buffers()
 
     def _release(self) -> None:
         # Both refer to the model that the inner strategy has released.
@@ -261,8 +272,8 @@ class PipelineParallel(Strategy):
             state = {key: self.broadcast(mine, key, each, source) for key, each in layouts.get(name, {}).items()}
             yield name, weight, state
 
-    def shard_of(self, full: Tensor, name: str) -> Tensor:
-        return self.inner.shard_of(full, name)
+    def shard_of(self, full: Tensor, like: Tensor) -> Tensor:
+        return self.inner.shard_of(full, like)
 
 
 class PipelinedModel(nn.Module):

@@ -103,10 +103,9 @@ class FSDP(Strategy):
         for name, weight, state in super().iter_full_state():
             yield name, _full_tensor(weight), {key: _full_tensor(tensor) for key, tensor in state.items()}
 
-    def shard_of(self, full: Tensor, name: str) -> Tensor:
-        tensor = self.state[name]
-        if isinstance(tensor, DTensor) and full.dim():  # AdamW's step counter is a scalar and not sharded
-            full = distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None)
+    def shard_of(self, full: Tensor, like: Tensor) -> Tensor:
+        if isinstance(like, DTensor) and full.dim():  # AdamW's step counter is a scalar and not sharded
+            full = distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
         return full.to(self.device)
 
 

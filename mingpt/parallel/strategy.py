@@ -74,8 +74,7 @@ class Strategy:
     Attributes:
         device: device of the parameters between steps
         parameters: parameters of this rank, by GPT-2's names
-        state: parameters and persistent buffers of this rank, by their names in the state dict; tied parameters have
-            several
+        buffers: the module and the name of each buffer of this rank
         full_shapes: tensors with the full shapes of the state of all ranks, by name
         local_state: optimizer state of each parameter that this rank updates, by the parameter's name
         is_sharded: whether each rank holds only a part of the state, so that all must call `iter_full_state`
@@ -104,7 +103,7 @@ class Strategy:
         self.model: nn.Module = model
         self.full_model: Any = self.model
         self.parameters = dict(model.named_parameters())
-        self.state: dict[str, Tensor] = model.state_dict(keep_vars=True)
+        self.buffers = [(module, name) for module in model.modules() for name, _ in module.named_buffers(recurse=False)]
         self.full_shapes: Mapping[str, Tensor] = self.state
         self.optimizer = self.build_optimizer(model)
         self.local_state = {name: self.optimizer.state[parameter] for name, parameter in self.parameters.items()}
@@ -113,7 +112,26 @@ class Strategy:
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return build_optimizer(model, self.config.optimizer, self.dtype)
 
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """Parameters and persistent buffers of this rank, by name; tied parameters have several names.
+
+        A model may assign its buffers anew.
+        """
+        return self.full_model.state_dict(keep_vars=True)
+
     # The step
+
+    def broadcast_buffers(self) -> None:
+        """Replaces the buffers of all replicas by those of the first one, which snapshots contain.
+
+        Each replica changes them by its own samples, as BatchNorm does with its averages.
+        """
+        for module, name in self.buffers:
+            buffer = getattr(module, name)
+            value = buffer.contiguous()
+            self.context.broadcast_tensor(value, 0)
+            buffer.copy_(value)
 
     def zero_grad(self) -> None:
         """Deletes the gradients of the step before."""
@@ -271,14 +289,15 @@ class Strategy:
     def load_full_state(self, weights: Mapping[str, Tensor], state: OptimizerState, source: int) -> None:
         """Loads the full weights and optimizer state of rank `source`; other ranks' arguments are ignored."""
         layouts = broadcast_object(self.context, state_layouts(state), source)
+        mine = self.state
         for name, like in self.full_shapes.items():
             weight = self.broadcast(weights, name, layout(like), source)
-            if name in self.state:
-                self.state[name].detach().copy_(self.shard_of(weight, name))
+            if name in mine:
+                mine[name].detach().copy_(self.shard_of(weight, mine[name]))
             for key, each in layouts.get(name, {}).items():
                 tensor = self.broadcast(state.get(name, {}), key, each, source)
                 if name in self.local_state:
-                    self.local_state[name][key] = self.shard_of(tensor, name)
+                    self.local_state[name][key] = self.shard_of(tensor, mine[name])
 
     def broadcast(self, tensors: Mapping[str, Tensor], name: str, layout: tuple[list[int], str], source: int) -> Tensor:
         """Returns rank `source`'s tensor of this name on the device of this rank; it ignores other ranks' tensors."""
@@ -289,8 +308,8 @@ class Strategy:
         self.context.broadcast_tensor(full, source)
         return full
 
-    def shard_of(self, full: Tensor, name: str) -> Tensor:
-        """Returns this rank's part of a full tensor that belongs to a parameter of this rank."""
+    def shard_of(self, full: Tensor, like: Tensor) -> Tensor:
+        """Returns this rank's part of a full tensor that is sharded like a parameter of this rank."""
         return full
 
 
@@ -317,6 +336,7 @@ class DDP(Strategy):
             process_group=context.group,
             bucket_cap_mb=config.distributed.bucket_cap_mb,
             gradient_as_bucket_view=True,
+            broadcast_buffers=False,  # like all strategies, by the method of that name
         )
         self.model = self.ddp
         self._rebuild_buckets(example)
@@ -328,15 +348,16 @@ class DDP(Strategy):
         DDP would rebuild them after the first step of each start. With three or more ranks, the layout of the buckets
         determines the last bits of each sum, so a resumed run would differ from an uninterrupted one.
         """
-        buffers = [(buffer, buffer.clone()) for buffer in self.full_model.buffers()]  # the pass may change them
+        buffers = [getattr(module, name) for module, name in self.buffers]  # the pass may change them
+        values = [buffer.clone() for buffer in buffers]
         with torch.compiler.set_stance("force_eager"), self.autocast():  # do not compile for this pass
             output = self.ddp(*example)
         if isinstance(output, tuple):  # the whole model returns logits and a loss
             _, output = output
         output.sum().backward()
         self.ddp.zero_grad(set_to_none=True)
-        for buffer, value in buffers:
-            buffer.copy_(value)
+        for (module, name), buffer, value in zip(self.buffers, buffers, values, strict=True):
+            setattr(module, name, buffer.copy_(value))
 
     def set_gradient_sync(self, sync_gradients: bool) -> None:
         self.ddp.require_backward_grad_sync = sync_gradients  # like DDP.no_sync

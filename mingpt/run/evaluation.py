@@ -25,6 +25,7 @@ def evaluate(strategy: Strategy, data: ValidationDataset) -> float:
     batches = [range(start, start + size) for start in range(0, len(data), size)]
     replicas = strategy.replicas
     rounds = []
+    strategy.broadcast_buffers()
     for first in range(0, len(batches), replicas.world_size):
         number = min(first + replicas.rank, len(batches) - 1)  # spare ranks also compute: sharded strategies gather
         losses = torch.zeros(replicas.world_size, device=replicas.device)

@@ -153,11 +153,16 @@ def build_model(model_config: GPTConfig, seed: int, context: DistributedContext)
     """Returns a new GPT on the CPU of each rank. Strategies keep its buffers and tied parameters.
 
     Raises:
-        UserError: on all ranks, if a rank has too little memory for the parameters.
+        UserError: on all ranks, if a rank has too little memory for the parameters, or two of them share it.
     """
     torch.manual_seed(seed)
+    names: dict[int, str] = {}
     with context.long_timeout(), shared_errors(context), checked_memory(context):
         model = GPT(model_config)
+        for name, parameter in model.named_parameters():  # a tied parameter once
+            other = names.setdefault(parameter.data_ptr(), name)
+            if name != other:
+                raise UserError(f"model.py: {other} and {name} share memory; tie the parameters, not their data")
     return model
 
 

@@ -26,7 +26,7 @@ from mingpt.config.schema import OptimizerConfig
 from mingpt.optim.optimizer import param_groups
 from mingpt.parallel import cuda_graphs, data_parallel, strategy
 from tests.helpers import run_args, run_main, write_text
-from tests.parallel.runs import add_auxiliary_loss, count_one_token_only, freeze
+from tests.parallel.runs import add_auxiliary_loss, change_buffers, count_one_token_only, freeze
 from trainer import Trainer
 
 
@@ -36,6 +36,7 @@ def undone(change: Callable[[], None]) -> Iterator[None]:
     changed = [
         (CharDataset, "__getitem__"),
         (CharDataset, "num_targets"),
+        (model.MLP, "__init__"),
         (model.MLP, "forward"),
         (model.GPT, "__init__"),
     ]
@@ -97,6 +98,8 @@ RUNS: dict[str, tuple[Callable[[], AbstractContextManager], dict[str, Any]]] = {
     "masked targets": (lambda: undone(count_one_token_only), {}),
     "an auxiliary loss": (lambda: undone(add_auxiliary_loss), {}),
     "frozen parameters": (lambda: undone(freeze), {"model__architecture": "gpt2"} | MUON),
+    "buffers": (lambda: undone(partial(change_buffers, is_new=False)), {}),
+    "new buffers": (lambda: undone(partial(change_buffers, is_new=True)), {}),
     "other weights": (other_weights, {}),
     "sgd": (sgd, {}),
     "a read": (lambda: changed_blocks(READ), {}),

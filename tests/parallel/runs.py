@@ -160,6 +160,36 @@ def count_one_token_only() -> None:
     CharDataset.num_targets = lambda self, samples: int((self[samples][1] != IGNORE_INDEX).sum()) if samples else 0
 
 
+def change_buffers(is_new: bool) -> None:
+    """Adds a count of passes in training, and an average over the samples of this rank, to each MLP.
+
+    Args:
+        is_new: passes assign new tensors, and do not change them in place
+    """
+    init: Any = MLP.__init__
+    forward = MLP.forward
+
+    def with_buffers(self: Any, *args: Any) -> None:
+        init(self, *args)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("average", torch.zeros(()))
+
+    def changing(self: Any, x: Tensor) -> Tensor:
+        if self.training:
+            count = self.count + 1
+            average = self.average.lerp(x.detach().square().mean().float(), 0.1)
+            if is_new:
+                self.count = count
+                self.average = average
+            else:
+                self.count.copy_(count)
+                self.average.copy_(average)
+        return forward(self, x) * (self.average + self.count / 100)
+
+    MLP.__init__ = with_buffers  # type: ignore[method-assign]
+    MLP.forward = changing  # type: ignore[method-assign]
+
+
 def freeze() -> None:
     build = GPT.__init__
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from mingpt.optim import optimizer
 from mingpt.snapshot.load import load_pretrained
-from model import GPT, MLP, CausalSelfAttention
+from model import GPT, Block, CausalSelfAttention
 from tests.helpers import (
     NO_DROPOUT,
     assert_equal_snapshots,
@@ -26,7 +27,7 @@ from tests.helpers import (
     run_each_captured,
     run_ranks,
 )
-from tests.parallel.runs import PIPELINE, Options, with_stages
+from tests.parallel.runs import PIPELINE, Options, change_buffers, with_stages
 
 
 def _after(cls: type[nn.Module], function: Callable[[Any], None]) -> None:
@@ -95,22 +96,6 @@ def add_second_head() -> None:
 
     _after(GPT, add)
     GPT.forward = with_head  # type: ignore[method-assign]
-
-
-def count_passes() -> None:
-    """A buffer that forward changes."""
-    forward = MLP.forward
-
-    def register_count(mlp: Any) -> None:
-        mlp.register_buffer("count", torch.zeros((), dtype=torch.int64))
-
-    def counting(self: Any, x: Tensor) -> Tensor:
-        if self.training:
-            self.count += 1
-        return forward(self, x) * (1 + self.count / 100)
-
-    _after(MLP, register_count)
-    MLP.forward = counting  # type: ignore[method-assign]
 
 
 ACCUMULATING = {"trainer__batch_size": 8, "trainer__micro_batch_size": 2}
@@ -183,13 +168,25 @@ def test_the_model_that_the_constructor_makes_is_trained_saved_and_resumed(
         assert math.isclose(row["val_loss"], loss, rel_tol=1e-5)
 
 
-def test_a_buffer_that_changes_in_training_is_resumed(text: Path, tmp_path: Path) -> None:
-    argvs = [run_args(tmp_path / name, text, **ACCUMULATING, trainer__max_steps=steps) for name, steps in PARTS]
-    for results in run_ranks(2, _run_changed, count_passes, argvs, tmp_path=tmp_path):
-        assert [status for status, _, _ in results] == [0] * 3, results
-    assert loss_curve(tmp_path / "whole") == loss_curve(tmp_path / "parts")
-    assert_equal_snapshots(tmp_path / "whole", tmp_path / "parts")
-    assert newest_snapshot(tmp_path / "whole")["model"]["transformer.h.0.mlp.count"] == 6 * 2  # micro-batches
+@pytest.mark.parametrize("is_new", [False, True])
+def test_buffers_that_change_in_training_are_those_of_the_first_rank_and_resumed(
+    is_new: bool, text: Path, tmp_path: Path
+) -> None:
+    every = {"trainer__activation_checkpointing": "none", "trainer__eval_every": 3}  # no pass is repeated
+    runs = [options | every for options in [*ON_TWO, *STAGES]]
+    argvs = [
+        run_args(tmp_path / f"{i}-{name}", text, **options, trainer__max_steps=steps)
+        for (i, options), (name, steps) in product(enumerate(runs), PARTS)
+    ]
+    change = partial(change_buffers, is_new=is_new)
+    for results in run_ranks(2, _run_changed, change, argvs, tmp_path=tmp_path):
+        assert [status for status, _, _ in results] == [0] * len(argvs), results
+    for i, options in enumerate(runs):
+        assert loss_curve(tmp_path / f"{i}-whole") == loss_curve(tmp_path / f"{i}-parts"), options
+        assert_equal_snapshots(tmp_path / f"{i}-whole", tmp_path / f"{i}-parts")
+        replicas = 2 // options.get("distributed__pipeline_stages", 1)
+        passes = 8 // replicas // options.get("trainer__micro_batch_size", 2)
+        assert newest_snapshot(tmp_path / f"{i}-whole")["model"]["transformer.h.0.mlp.count"] == 6 * passes
 
 
 class Lion(torch.optim.Optimizer):
@@ -254,6 +251,43 @@ def add_to_forward() -> None:
     GPT.forward = penalized  # type: ignore[method-assign]
 
 
+def change_buffer_in_last_stage() -> None:
+    unembed = GPT.unembed
+
+    def counting(self: Any, x: Tensor) -> Tensor:
+        self.count += 1
+        return unembed(self, x)
+
+    _after(GPT, lambda model: model.register_buffer("count", torch.zeros(())))
+    GPT.unembed = counting  # type: ignore[method-assign]
+
+
+def share_buffer() -> None:
+    forward = Block.forward
+    count = torch.zeros(())
+
+    def counting(self: Any, *args: Any) -> Tensor:
+        self.count += 1
+        return forward(self, *args)
+
+    _after(Block, lambda block: block.register_buffer("count", count))
+    Block.forward = counting  # type: ignore[method-assign]
+
+
+def use_embedding_in_last_stage() -> None:
+    def with_positions(self: Any, x: Tensor) -> Tensor:
+        return x @ self.transformer["wte"].weight.T
+
+    GPT.unembed = with_positions  # type: ignore[method-assign]
+
+
+def tie_data() -> None:
+    def tie(model: Any) -> None:
+        model.lm_head.weight.data = model.transformer["wte"].weight.data
+
+    _after(GPT, tie)
+
+
 IN_STAGES = "distributed.pipeline_stages is 2, must be 1 for this model.py: "
 
 
@@ -263,6 +297,10 @@ IN_STAGES = "distributed.pipeline_stages is 2, must be 1 for this model.py: "
         (tie_head, with_stages(2), f"{IN_STAGES}transformer.wte.weight and lm_head.weight are one parameter, but bel"),
         (add_head_bias, with_stages(2), f"{IN_STAGES}the stage of head_bias is unknown; parameters must belong to a"),
         (add_to_forward, with_stages(2), f"{IN_STAGES}with random weights, the loss of the whole model is "),
+        (change_buffer_in_last_stage, with_stages(2), f"{IN_STAGES}several stages change the buffer count, or not"),
+        (share_buffer, with_stages(2), f"{IN_STAGES}several stages change the buffer transformer.h.0.count, or not"),
+        (use_embedding_in_last_stage, with_stages(2), f"{IN_STAGES}in stages, it raises KeyError('wte')"),
+        (tie_data, {}, "model.py: transformer.wte.weight and lm_head.weight share memory; tie the parameters, not"),
         (tie_blocks, ON_TWO[3], "distributed.strategy is fsdp, must be ddp or zero1 for a parameter of several blocks"),
     ],
 )

@@ -16,7 +16,11 @@ NOT_RECORDED = {
     "activation checkpointing": "none (trainer.activation_checkpoin",
 }
 FILE = Path(__file__).with_name("graphs.py")
-WARNINGS = {"a read": f"{FILE}, line ", "a random number": "it draws random numbers on the CPU"}
+WARNINGS = {
+    "a read": f"{FILE}, line ",
+    "a random number": "it draws random numbers on the CPU",
+    "new buffers": "MLP assigns its buffer average anew",
+}
 
 
 def train_captured(folder: Path) -> tuple[str, str]:
