@@ -174,8 +174,9 @@ class PipelineParallel(Strategy):
         problem = f"distributed.pipeline_stages is {num_stages}, must be 1 for this model.py"
         whole = deepcopy(model)
         generator = torch.Generator().manual_seed(0)
-        for parameter in whole.parameters():  # the first weights may hide a block: some projections begin with zero
-            parameter.add_(torch.empty_like(parameter).normal_(std=0.1, generator=generator))
+        for parameter in whole.parameters():  # zeros, with which some projections begin, would hide a block
+            if parameter.is_floating_point():
+                parameter.add_(torch.empty_like(parameter).normal_(std=0.1, generator=generator))
         shared = {id(parameter): parameter for parameter in whole.parameters()}  # by all stages, to save memory
         stages = [GPTStage(deepcopy(whole, dict(shared)), index, num_stages) for index in range(num_stages)]
         size = min(256, model.config.block_size)
@@ -197,8 +198,10 @@ class PipelineParallel(Strategy):
                 f"{problem}: with random weights, the loss of the whole model is {expected:.4f}, but {loss:.4f} in "
                 "stages, which call only embed, apply_blocks, unembed and loss of GPT"
             )
-        for name, tensor in whole.state_dict().items():
-            if not torch.equal(stages[self.stage_of[name]].state_dict()[name], tensor):
+        state = whole.state_dict()
+        stage_states = [stage.state_dict() for stage in stages]
+        for name, index in self.stage_of.items():
+            if not torch.equal(stage_states[index][name], state[name]):
                 raise UserError(f"{problem}: several stages change the buffer {name}, or not the stage that saves it")
 
     def broadcast_buffers(self) -> None:

@@ -161,7 +161,7 @@ def build_model(model_config: GPTConfig, seed: int, context: DistributedContext)
         model = GPT(model_config)
         for name, parameter in model.named_parameters():  # a tied parameter once
             other = names.setdefault(parameter.data_ptr(), name)
-            if name != other:
+            if name != other and parameter.numel() > 0:
                 raise UserError(f"model.py: {other} and {name} share memory; tie the parameters, not their data")
     return model
 

@@ -177,7 +177,7 @@ def change_buffers(is_new: bool) -> None:
     def changing(self: Any, x: Tensor) -> Tensor:
         if self.training:
             count = self.count + 1
-            average = self.average.lerp(x.detach().square().mean().float(), 0.1)
+            average = self.average.lerp(x.detach().abs().max().float(), 0.1)
             if is_new:
                 self.count = count
                 self.average = average
