@@ -336,8 +336,8 @@ class DDP(Strategy):
             process_group=context.group,
             bucket_cap_mb=config.distributed.bucket_cap_mb,
             gradient_as_bucket_view=True,
-            broadcast_buffers=False,  # like all strategies, by the method of that name
         )
+        self.ddp.broadcast_buffers = False  # as its argument, it is deprecated
         self.model = self.ddp
         self._rebuild_buckets(example)
         context.exit_callbacks.append(self._release)
