@@ -211,9 +211,9 @@ class GPT(nn.Module):
     def blocks(self) -> dict[int, nn.Module]:
         """The transformer blocks by number; a pipeline stage has some of them, with the same numbers.
 
-        They are the units of sharding, checkpointing and compilation.
+        They are the units of sharding, checkpointing and compilation. Several numbers may have the same block.
         """
-        return {int(number): block for number, block in self.transformer["h"].named_children()}
+        return {int(number): block for number, block in self.transformer["h"]._modules.items()}  # type: ignore[misc]
 
     def forward(
         self, idx: Tensor, targets: Tensor | None = None, cache: KVCache | None = None

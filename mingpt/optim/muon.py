@@ -55,7 +55,8 @@ class MuonWithAdamW(Optimizer):
         for group in self.param_groups:
             same_shape: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
             for parameter in group["params"] if group["muon"] else ():
-                same_shape[parameter.shape].append(parameter)
+                if parameter.grad is not None:
+                    same_shape[parameter.shape].append(parameter)
             for matrices in same_shape.values():
                 self._update(matrices, group, found_inf)
         self.adamw.found_inf = found_inf  # type: ignore[attr-defined]

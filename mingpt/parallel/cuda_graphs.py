@@ -7,6 +7,7 @@ zero and not deleted. The bits are the same as without graphs, because those ste
 (https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs).
 """
 
+import random
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -124,7 +125,7 @@ class Recorded:
         Raises:
             UserError: the function can't be recorded, and trainer.cuda_graphs is true.
         """
-        random_state = torch.get_rng_state()
+        random_states = torch.get_rng_state(), random.getstate()
         buffers = [getattr(module, name) for module, name in self.buffers]
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -134,7 +135,7 @@ class Recorded:
                 output = self.function(*inputs)
             finally:
                 torch.cuda.set_sync_debug_mode(before)
-        if not torch.equal(torch.get_rng_state(), random_state):
+        if not torch.equal(torch.get_rng_state(), random_states[0]) or random.getstate() != random_states[1]:
             self.obstacle = "it draws random numbers on the CPU"
         for (module, name), buffer in zip(self.buffers, buffers, strict=True):
             if getattr(module, name) is not buffer:

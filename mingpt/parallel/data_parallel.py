@@ -22,6 +22,15 @@ def build_data_parallel(
         model: a model on the CPU, which the strategy changes and moves to its device
         example: arguments of the model
     """
+    strategy = _build(model, context, config, precision, example)
+    if context.world_size > 1 or config.distributed.uses_fsdp:
+        strategy.check_forward(example)
+    return strategy
+
+
+def _build(
+    model: nn.Module, context: DistributedContext, config: Config, precision: str, example: tuple[Tensor, ...]
+) -> Strategy:
     apply_activation_checkpointing(model, config.trainer.activation_checkpointing)
     if config.trainer.compile:
         compile_model(model, config, context.device)

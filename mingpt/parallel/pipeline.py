@@ -27,10 +27,11 @@ from mingpt.nn.layers import IGNORE_INDEX, AuxiliaryLoss
 from mingpt.optim.muon import to_local
 from mingpt.parallel.data_parallel import build_data_parallel
 from mingpt.parallel.strategy import DTYPES, MicroBatch, Strategy, layout, state_layouts, tied_names
+from mingpt.system.device import seed_device
 from model import GPT, KVCache
 
-WTE = "transformer.wte.weight"  # in the first stage and, with tied weights, also in the last stage
-MODULES_OF_ENDS = {"transformer.wte": 0, "transformer.wpe": 0, "transformer.ln_f": -1, "lm_head": -1}  # index of stage
+WTE = "transformer.wte"  # in the first stage and, with tied weights, also in the last stage
+MODULES_OF_ENDS = {WTE: 0, "transformer.wpe": 0, "transformer.ln_f": -1, "lm_head": -1}  # index of stage
 
 
 def find_stage(name: str, n_layer: int, num_stages: int) -> int | None:
@@ -83,7 +84,7 @@ class GPTStage(GPT):
         self.is_last = index == num_stages - 1
         modules = dict(self.named_modules())
         for name in [*MODULES_OF_ENDS, *(f"transformer.h.{number}" for number in self.blocks)]:
-            is_head = name == "transformer.wte" and self.is_last and "lm_head" not in modules
+            is_head = name == WTE and self.is_last and "lm_head" not in modules
             is_mine = is_head or find_stage(f"{name}.", self.config.n_layer, num_stages) == index
             if name in modules and not is_mine:
                 parent, _, child = name.rpartition(".")
@@ -168,7 +169,6 @@ class PipelineParallel(Strategy):
     def state(self) -> dict[str, Tensor]:
         return self.inner.state
 
-    @torch.no_grad()
     def _check_loss(self, model: GPT, num_stages: int) -> None:
         """Raises a UserError if a pass in training has another loss, or changes buffers in another way, in stages."""
         problem = f"distributed.pipeline_stages is {num_stages}, must be 1 for this model.py"
@@ -176,21 +176,30 @@ class PipelineParallel(Strategy):
         generator = torch.Generator().manual_seed(0)
         for parameter in whole.parameters():  # zeros, with which some projections begin, would hide a block
             if parameter.is_floating_point():
-                parameter.add_(torch.empty_like(parameter).normal_(std=0.1, generator=generator))
-        shared = {id(parameter): parameter for parameter in whole.parameters()}  # by all stages, to save memory
-        stages = [GPTStage(deepcopy(whole, dict(shared)), index, num_stages) for index in range(num_stages)]
+                parameter.data.add_(torch.empty_like(parameter.data).normal_(std=0.1, generator=generator))
+        weights = dict(whole.named_parameters(remove_duplicate=False))
+        stages = []
+        for index in range(num_stages):
+            # All stages share memory. Those that use a parameter of another one, such as from a list, have the old one.
+            old = {id(each): nn.Parameter(each.detach(), each.requires_grad) for each in model.parameters()}
+            stage = GPTStage(deepcopy(model, old), index, num_stages)
+            for name, parameter in stage.named_parameters():
+                parameter.data = weights[name].data
+            stages.append(stage)
         size = min(256, model.config.block_size)
         idx = torch.arange(-(size // 2), size - size // 2)[None] % model.config.vocab_size
         targets = idx.roll(-1, 1)
-        torch.manual_seed(0)  # of dropout
-        expected = self.compute_loss(whole, idx, targets).item()
-        torch.manual_seed(0)
+        seed_device(idx.device, 0)
+        AuxiliaryLoss.values = []
+        expected = (self.compute_loss(whole, idx, targets) + sum(AuxiliaryLoss.values)).item()
+        seed_device(idx.device, 0)
+        AuxiliaryLoss.values = []
         x = idx
         try:
             with self.autocast():
                 for stage in stages:
                     x = stage(x)
-                loss = stages[-1].loss(x, targets).item()
+                loss = (stages[-1].loss(x, targets) + sum(AuxiliaryLoss.values)).item()
         except Exception as error:
             raise UserError(f"{problem}: in stages, it raises {error!r}") from error
         if not math.isclose(loss, expected, rel_tol=1e-4):
@@ -247,8 +256,13 @@ class PipelineParallel(Strategy):
 
     def reduce_gradients(self, batch: range, losses: list[Tensor]) -> list[Tensor]:
         """Adds up the gradients of tied embeddings in the first and last stage."""
-        if self.ties_weights and WTE in self.gradients:
-            self.tied_embedding.all_reduce(to_local(self.gradients[WTE]))
+        if self.ties_weights:
+            for name, parameter in self.parameters.items():
+                if name.startswith(f"{WTE}.") and parameter.requires_grad:
+                    if parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
+                    self.tied_embedding.all_reduce(to_local(parameter.grad))
+        self.inner.check_gradients()
         if self.scaler.is_enabled():
             overflow = 0 * self.total_norm(self.gradients)  # NaN if a stage overflows, so all ranks skip the step
             for gradient in self.gradients.values():

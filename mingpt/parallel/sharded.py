@@ -77,17 +77,17 @@ class FSDP(Strategy):
         if config.distributed.cpu_offload:
             options["offload_policy"] = CPUOffloadPolicy()
         policy = MixedPrecisionPolicy(DTYPES[precision], torch.float32, cast_forward_inputs=False)
-        tied = tied_names(model)
-        for block in model.blocks.values():  # type: ignore[operator]
+        problem = f"distributed.strategy is {config.distributed.strategy}, must be ddp or zero1, because"
+        for name, parameter in model.named_parameters():
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                raise UserError(f"{problem} {name} has a hook, which sharding would drop")
+        for names in tied_names(model):
+            if len({_sharded_unit(model, name) for name in names}) > 1:
+                raise UserError(f"{problem} {' and '.join(names)} are one parameter, but of different blocks")
+        for block in dict.fromkeys(model.blocks.values()):  # type: ignore[operator]
             fully_shard(block, mp_policy=policy, reshard_after_forward=self.reshard_after_forward, **options)
         # The embeddings, which are the rest of the model, are used last in forward and first in backward.
         self.sharded_model = fully_shard(model, reshard_after_forward=False, **options)
-        for names in tied:
-            if names not in tied_names(model):
-                raise UserError(
-                    f"distributed.strategy is {config.distributed.strategy}, must be ddp or zero1 for a parameter of "
-                    f"several blocks: {' and '.join(names)} are one parameter"
-                )
         super().__init__(model, context, config, precision)
         self.loss_factor = context.world_size  # FSDP averages over ranks
 
@@ -113,6 +113,14 @@ class ZeRO2(FSDP):
     """FSDP that keeps blocks unsharded from forward to backward, so that parameters are gathered once per step."""
 
     reshard_after_forward = False
+
+
+def _sharded_unit(model: nn.Module, name: str) -> nn.Module:
+    """Returns the block that has a parameter, or the model, which has the rest."""
+    if not name.startswith("transformer.h."):
+        return model
+    blocks: Any = model.blocks
+    return blocks[int(name.split(".")[2])]
 
 
 def _full_tensor(tensor: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from char_dataset import CharDataset, ValidationDataset
 from mingpt.config.schema import Config
 from mingpt.distributed.agreement import broadcast_object
 from mingpt.distributed.context import DistributedContext
+from mingpt.errors import UserError
 from mingpt.nn.layers import AuxiliaryLoss
 from mingpt.optim.optimizer import build_optimizer
 from mingpt.system.device import seed_device
@@ -133,6 +135,46 @@ class Strategy:
             self.context.broadcast_tensor(value, 0)
             buffer.copy_(value)
 
+    @contextmanager
+    def first_pass(self) -> Iterator[None]:
+        """Prepares for a pass before the first step, which is not compiled and leaves buffers as they were."""
+        buffers = [getattr(module, name) for module, name in self.buffers]
+        values = [buffer.clone() for buffer in buffers]
+        with torch.compiler.set_stance("force_eager"), self.autocast():
+            yield
+        for (module, name), buffer, value in zip(self.buffers, buffers, values, strict=True):
+            setattr(module, name, buffer.copy_(value))
+
+    @torch.no_grad()
+    def check_forward(self, example: tuple[Tensor, ...]) -> None:
+        """Raises a UserError if a pass changes parameters, which ranks do not exchange, and which FSDP would lose."""
+        model = self.full_model
+        norms: dict[nn.Module, dict[str, Tensor]] = {}
+
+        def unsharded_norms(module: nn.Module) -> dict[str, Tensor]:
+            named = module.named_parameters()
+            return {name: each.detach().norm() for name, each in named if not hasattr(each, "to_local")}
+
+        def before(module: nn.Module, args: Any) -> None:
+            norms[module] = unsharded_norms(module)
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            for name, norm in unsharded_norms(module).items():
+                if not torch.equal(norm, norms[module].get(name, norm)):
+                    raise UserError(
+                        f"model.py: a forward pass changes the parameter {name}; with several ranks or shards, use a "
+                        "buffer, or change it after a step"
+                    )
+
+        hooks = []
+        for module in (model, *dict.fromkeys(model.blocks.values())):
+            hooks.append(module.register_forward_pre_hook(before))
+            hooks.append(module.register_forward_hook(after, prepend=True))  # before FSDP reshards
+        with self.first_pass():
+            model(*example)
+        for hook in hooks:
+            hook.remove()
+
     def zero_grad(self) -> None:
         """Deletes the gradients of the step before."""
         for parameter in self.parameters.values():
@@ -205,7 +247,17 @@ class Strategy:
         Returns:
             losses for `mean_loss`
         """
+        self.check_gradients()
         return losses
+
+    def check_gradients(self) -> None:
+        """Raises a UserError if a parameter lacks its gradient, because ranks add gradients in the same order."""
+        for name, parameter in self.parameters.items():
+            if parameter.requires_grad and parameter.grad is None and self.context.world_size > 1:
+                raise UserError(
+                    f"model.py: {name} got no gradient on rank {self.context.rank}; with several ranks, each loss must "
+                    "depend on all parameters, maybe by a factor of 0"
+                )
 
     def compute_loss(self, model: Callable[..., Any], idx: Tensor, targets: Tensor) -> Tensor:
         """Returns the mean loss of inputs and targets on this rank's device, (B, T) each."""
@@ -348,16 +400,13 @@ class DDP(Strategy):
         DDP would rebuild them after the first step of each start. With three or more ranks, the layout of the buckets
         determines the last bits of each sum, so a resumed run would differ from an uninterrupted one.
         """
-        buffers = [getattr(module, name) for module, name in self.buffers]  # the pass may change them
-        values = [buffer.clone() for buffer in buffers]
-        with torch.compiler.set_stance("force_eager"), self.autocast():  # do not compile for this pass
+        with self.first_pass():
             output = self.ddp(*example)
-        if isinstance(output, tuple):  # the whole model returns logits and a loss
-            _, output = output
-        output.sum().backward()
+            if isinstance(output, tuple):  # the whole model returns logits and a loss
+                _, output = output
+            output.sum().backward()
+        self.check_gradients()
         self.ddp.zero_grad(set_to_none=True)
-        for (module, name), buffer, value in zip(self.buffers, buffers, values, strict=True):
-            setattr(module, name, buffer.copy_(value))
 
     def set_gradient_sync(self, sync_gradients: bool) -> None:
         self.ddp.require_backward_grad_sync = sync_gradients  # like DDP.no_sync

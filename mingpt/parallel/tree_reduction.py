@@ -53,6 +53,7 @@ class TreeReduction(Strategy):
         loss = super().forward_backward(micro_batch, data)
         num_leaves = self._num_leaves(micro_batch.batch)
         leaf = (micro_batch.indices.start - micro_batch.batch.start) // self.size
+        self.check_gradients()
         gradients = [gradient.flatten() for gradient in self.gradients.values()]
         add_node(self.nodes, range(leaf, leaf + 1), torch.cat([*gradients, loss[None]]), num_leaves)
         self.zero_grad()

@@ -153,17 +153,31 @@ def build_model(model_config: GPTConfig, seed: int, context: DistributedContext)
     """Returns a new GPT on the CPU of each rank. Strategies keep its buffers and tied parameters.
 
     Raises:
-        UserError: on all ranks, if a rank has too little memory for the parameters, or two of them share it.
+        UserError: on all ranks, if a rank has too little memory for the parameters, or the state dict is not right.
     """
     torch.manual_seed(seed)
-    names: dict[int, str] = {}
     with context.long_timeout(), shared_errors(context), checked_memory(context):
         model = GPT(model_config)
-        for name, parameter in model.named_parameters():  # a tied parameter once
-            other = names.setdefault(parameter.data_ptr(), name)
-            if name != other and parameter.numel() > 0:
-                raise UserError(f"model.py: {other} and {name} share memory; tie the parameters, not their data")
-    return model
+        check_state(model)
+    return model.train()
+
+
+def check_state(model: GPT) -> None:
+    """Raises a UserError if strategies, which replace parameters, and snapshots would lose a part of the state."""
+    parameters = dict(model.named_parameters())  # a tied one once
+    buffers = dict(model.named_buffers())
+    owners: dict[int, str] = {}
+    for name, tensor in [*parameters.items(), *buffers.items()]:
+        owner = owners.setdefault(tensor.untyped_storage().data_ptr(), name)
+        if owner != name and owner in parameters and tensor.numel() > 0:
+            raise UserError(
+                f"model.py: {owner} and {name} share memory, which training would separate; copy it, or assign the "
+                "same nn.Parameter to both"
+            )
+    tensors = {id(tensor) for tensor in (*parameters.values(), *buffers.values())}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in tensors:
+            raise UserError(f"model.py: {name} in the state dict must be a parameter or a buffer itself")
 
 
 def initial_weights(config: Config, context: DistributedContext, model: GPT, tokenizer: Tokenizer) -> dict[str, Tensor]:

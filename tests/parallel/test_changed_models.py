@@ -1,6 +1,8 @@
 """What the constructor of a changed model makes is trained with every strategy, saved and loaded, or is refused."""
 
+import copy
 import math
+import os
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -11,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from mingpt.nn.layers import add_loss
 from mingpt.optim import optimizer
 from mingpt.snapshot.load import load_pretrained
-from model import GPT, Block, CausalSelfAttention
+from model import GPT, MLP, Block, CausalSelfAttention
 from tests.helpers import (
     NO_DROPOUT,
     assert_equal_snapshots,
@@ -48,6 +51,15 @@ def tie_head() -> None:
         model.lm_head.weight = model.transformer["wte"].weight
 
     _after(GPT, tie)
+
+
+def share_block() -> None:
+    """As ALBERT does."""
+
+    def share(model: Any) -> None:
+        model.transformer["h"] = nn.ModuleList([model.blocks[0]] * len(model.blocks))
+
+    _after(GPT, share)
 
 
 def tie_blocks() -> None:
@@ -138,6 +150,7 @@ def _load_changed(change: Callable[[], None], folders: list[Path], argv: list[st
         (register_buffers, [*product([1], ON_ONE), *product([2], [*ON_TWO, *STAGES])]),
         (tie_blocks, [*product([1], ON_ONE[:1]), *product([2], ON_TWO[:2])]),
         (add_second_head, [*product([1], ON_ONE[:1]), *product([2], ON_TWO[:2])]),
+        (share_block, [*product([1], ON_ONE), *product([2], [*ON_TWO[:2], ON_TWO[3]])]),
     ],
 )
 def test_the_model_that_the_constructor_makes_is_trained_saved_and_resumed(
@@ -288,6 +301,84 @@ def tie_data() -> None:
     _after(GPT, tie)
 
 
+def tie_buffer() -> None:
+    _after(GPT, lambda model: model.register_buffer("emb", model.lm_head.weight.detach()[1:]))
+
+
+def clone_state() -> None:
+    state_dict: Any = GPT.state_dict
+
+    def cloned(self: Any, **options: Any) -> dict[str, Tensor]:
+        return {name: tensor.detach().clone() for name, tensor in state_dict(self, **options).items()}
+
+    GPT.state_dict = cloned  # type: ignore[method-assign, assignment]
+
+
+def add_hook() -> None:
+    """Of a kind that trains some rows only."""
+    _after(GPT, lambda model: model.lm_head.weight.register_hook(lambda gradient: gradient / 2))
+
+
+def limit_norm() -> None:
+    """Each pass changes the rows of its tokens."""
+    _after(GPT, lambda model: setattr(model.transformer["wte"], "max_norm", 0.01))
+
+
+def average_weights() -> None:
+    """Each pass changes a frozen copy, like a teacher's."""
+    forward = MLP.forward
+
+    def add(mlp: Any) -> None:
+        mlp.teacher = copy.deepcopy(mlp.c_fc).requires_grad_(False)
+        mlp.teacher.weight.data += 1
+
+    def averaged(self: Any, x: Tensor) -> Tensor:
+        self.teacher.weight.data.lerp_(self.c_fc.weight.data, 0.1)
+        return forward(self, x) + self.teacher(x).mean(-1, keepdim=True)
+
+    _after(MLP, add)
+    MLP.forward = averaged  # type: ignore[method-assign]
+
+
+def skip_an_expert() -> None:
+    """Each rank skips one expert of a mixture, as Mixtral's code in transformers skips those without tokens."""
+    forward = MLP.forward
+    used = 1 - int(os.environ["RANK"])
+
+    def add(mlp: Any) -> None:
+        mlp.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+    _after(MLP, add)
+    MLP.forward = lambda self, x: forward(self, x) + self.experts[used](x)  # type: ignore[method-assign]
+
+
+def add_loss_to_forward() -> None:
+    """A term for logits, where stages do not see it."""
+    forward = GPT.forward
+
+    def with_loss(self: Any, *args: Any) -> Any:
+        logits, loss = forward(self, *args)
+        add_loss(logits, 0.1 * logits.logsumexp(-1).square().mean())
+        return logits, loss
+
+    GPT.forward = with_loss  # type: ignore[method-assign]
+
+
+def use_module_of_list() -> None:
+    """Each block uses the first one's MLP, which is not among its modules."""
+    forward = Block.forward
+
+    def share(model: Any) -> None:
+        for block in model.blocks.values():
+            block.shared = [model.blocks[0].mlp]
+
+    def with_shared(self: Any, x: Tensor, *args: Any) -> Tensor:
+        return forward(self, x, *args) + self.shared[0](x)
+
+    _after(GPT, share)
+    Block.forward = with_shared  # type: ignore[method-assign]
+
+
 IN_STAGES = "distributed.pipeline_stages is 2, must be 1 for this model.py: "
 
 
@@ -300,8 +391,40 @@ IN_STAGES = "distributed.pipeline_stages is 2, must be 1 for this model.py: "
         (change_buffer_in_last_stage, with_stages(2), f"{IN_STAGES}several stages change the buffer count, or not"),
         (share_buffer, with_stages(2), f"{IN_STAGES}several stages change the buffer transformer.h.0.count, or not"),
         (use_embedding_in_last_stage, with_stages(2), f"{IN_STAGES}in stages, it raises KeyError('wte')"),
-        (tie_data, {}, "model.py: transformer.wte.weight and lm_head.weight share memory; tie the parameters, not"),
-        (tie_blocks, ON_TWO[3], "distributed.strategy is fsdp, must be ddp or zero1 for a parameter of several blocks"),
+        (tie_data, {}, "model.py: transformer.wte.weight and lm_head.weight share memory, which training would sep"),
+        (add_loss_to_forward, with_stages(2), f"{IN_STAGES}with random weights, the loss of the whole model is "),
+        (use_module_of_list, with_stages(2), f"{IN_STAGES}with random weights, the loss of the whole model is "),
+        (
+            tie_blocks,
+            ON_TWO[3],
+            "distributed.strategy is fsdp, must be ddp or zero1, because transformer.h.0.mlp.c_fc.we",
+        ),
+        (add_hook, ON_TWO[3], "distributed.strategy is fsdp, must be ddp or zero1, because lm_head.weight has a hook"),
+        (skip_an_expert, ON_TWO[0], "model.py: transformer.h.0.mlp.experts.0.weight got no gradient on rank 0; with"),
+        (skip_an_expert, ON_TWO[2], "model.py: transformer.h.0.mlp.experts.0.weight got no gradient on rank 0; with"),
+        (skip_an_expert, ON_TWO[4], "model.py: transformer.h.0.mlp.experts.0.weight got no gradient on rank 0; with"),
+        (
+            limit_norm,
+            ON_TWO[4],
+            "model.py: a forward pass changes the parameter transformer.wte.weight; with several",
+        ),
+        (
+            average_weights,
+            ON_TWO[0],
+            "model.py: a forward pass changes the parameter mlp.teacher.weight; with several r",
+        ),
+        (
+            average_weights,
+            ON_TWO[2],
+            "model.py: a forward pass changes the parameter mlp.teacher.weight; with several r",
+        ),
+        (
+            average_weights,
+            ON_TWO[3],
+            "model.py: a forward pass changes the parameter mlp.teacher.weight; with several r",
+        ),
+        (clone_state, {}, "model.py: transformer.wte.weight in the state dict must be a parameter or a buffer itself"),
+        (tie_buffer, {}, "model.py: lm_head.weight and emb share memory, which training would separate; copy it, or"),
     ],
 )
 def test_what_can_not_be_distributed_is_refused(

@@ -80,6 +80,22 @@ def untie_gpt2() -> None:
     GPT.unembed = lambda self, x: self.lm_head(self.transformer["ln_f"](x))
 
 
+def add_bias_to_embedding() -> None:
+    """The last stage uses it."""
+    build = GPT.__init__
+
+    def build_with_bias(self: GPT, config: Any) -> None:
+        build(self, config)
+        self.transformer["wte"].bias = nn.Parameter(torch.ones(config.vocab_size))
+
+    def unembed(self: Any, x: Tensor) -> Tensor:
+        embedding = self.transformer["wte"]
+        return F.linear(self.transformer["ln_f"](x), embedding.weight, torch.arange(13) * embedding.bias)
+
+    GPT.__init__ = build_with_bias
+    GPT.unembed = unembed
+
+
 def scale_rates() -> None:
     """Gives each block a learning rate that depends on its number."""
     build = optimizer.param_groups
@@ -112,6 +128,7 @@ def _changed_curves(change: Callable[[], None], folder: Path, runs: list[Options
         (freeze, 2, ON_TWO),
         (scale_rates, 2, ON_TWO),
         (untie_gpt2, 2, ON_TWO),
+        (add_bias_to_embedding, 2, ON_TWO),
         pytest.param(count_one_token_only, 4, ON_FOUR, marks=pytest.mark.slow),
     ],
 )

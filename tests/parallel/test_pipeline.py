@@ -97,7 +97,8 @@ def _results(folder: Path, stages: int) -> dict[str, Any]:
         train_losses(trainer, 4)
         if stages > 1:
             strategy = trainer.strategy
-            wte = {"": strategy.parameters[WTE].detach(), **strategy.local_state[WTE]}
+            name = f"{WTE}.weight"
+            wte = {"": strategy.parameters[name].detach(), **strategy.local_state[name]}
             results["wte"] = {key: tensor.tolist() for key, tensor in wte.items()}
             results["seeds"] = seeds
             results["overflow"] = scale_and_skip(trainer, overflow_on=2)
