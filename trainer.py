@@ -17,7 +17,6 @@ from char_dataset import CharDataset, ValidationDataset, check_num_targets, trai
 from mingpt.config.schema import Config, GPTConfig, config_to_dict
 from mingpt.distributed.agreement import all_gather_object, shared_errors
 from mingpt.distributed.context import DistributedContext
-from mingpt.errors import UserError
 from mingpt.monitoring.logging import logger
 from mingpt.monitoring.profiler import profile_steps
 from mingpt.monitoring.run_log import RunLog, StepTimer
@@ -62,7 +61,9 @@ class Trainer:
         self.log = RunLog()
         with ExitStack() as resources:  # closed after an error, since a notebook continues and may keep this object
             self.lock = resources.enter_context(closing(lock_run(config, context)))
-            self.snapshots = resources.enter_context(closing(SnapshotManager(config, context, self.lock)))
+            self.signals = SignalHandler()
+            self.snapshots = SnapshotManager(config, context, self.lock, self.signals)
+            resources.callback(self.snapshots.close)
             resources.callback(self.log.close)
             self._build(config, context)
             self.resources = resources.pop_all()
@@ -103,7 +104,6 @@ class Trainer:
             self.snapshots.restore(newest, self.strategy)
 
         self.timer = StepTimer(self.progress.samples)
-        self.signals = SignalHandler()
         self.stop_signal = 0
         self.first_step = self.progress.step
         self.last_step = self.find_last_step()
@@ -132,10 +132,9 @@ class Trainer:
             adaptive_wait_policy(self.context),
         ):
             try:
-                if self.is_done():
-                    return self.already_trained()
-                self.start_log()
-                self.signals.exits_at_once = True  # until there is a step to save
+                if not self.is_done():
+                    self.start_log()
+                    self.signals.exits_at_once = True  # until there is a step to save
                 while not self.is_done():
                     self.advance()
                     step_profiler()
@@ -188,7 +187,7 @@ class Trainer:
     def advance(self) -> None:
         """Makes one step, then evaluates, logs and saves what is due."""
         # Ranks agree on signals and on saves while they compute the step.
-        flags = self.context.all_reduce_flags(self.signals.signal, int(self.snapshots.is_due()))
+        flags = self.context.all_reduce_flags(self.signals.signal, int(self.snapshots.is_save_due()))
         result = self.train_step()
         self.signals.exits_at_once = False
         self.stop_signal, is_snapshot_due = flags.wait()
@@ -226,7 +225,8 @@ class Trainer:
         """Logs, evaluates, generates a sample and saves what is due after a step, in this order."""
         cfg = self.config.trainer
         step = self.progress.step
-        is_log_due = step == 1 or self.is_due(cfg.log_every)
+        may_end = cfg.patience is not None and self.is_due(cfg.eval_every)
+        is_log_due = step == 1 or may_end or self.is_due(cfg.log_every)
         is_other_due = any(map(self.is_due, (cfg.eval_every, cfg.sample_every, cfg.save_every)))
         is_any_due = is_log_due or is_other_due or is_snapshot_due or self.is_done()
         is_cpu = self.context.device.type == "cpu"  # on other devices, reading a value waits for the device
@@ -309,27 +309,22 @@ class Trainer:
         self.snapshots.save(self.snapshot_header(), self.strategy, is_scheduled)
 
     def log_saves(self) -> None:
-        """Logs the saves that have ended since the last call."""
-        for result in self.snapshots.poll(is_ending=self.is_done()):
-            step = result.header["step"]
-            if result.error is None:
+        """Logs the saves that have ended since the last call, and the uploads that have failed."""
+        is_ending = self.is_done() or self.lock.lost_folder() is not None  # the end reports the error
+        for save in self.snapshots.ended():
+            step = save.header["step"]
+            error = save.future.exception()
+            if error is None:
+                row = {"path": self.snapshots.folder.file(step), "val_loss": save.header["val_loss"]}
                 self.log.show("saved", str(step))
-                row = {"path": self.snapshots.folder.file(step), "val_loss": result.header["val_loss"]}
             else:
-                row = {"error": str(result.error)}
-            if result.is_scheduled:
+                row = {"error": str(error)}
+                subject = str(step) if save.is_scheduled else "saves between those of trainer.save_every"
+                message = f"step {step}: {error}; training continues, and the next save tries again"
+                if not is_ending:
+                    self.snapshots.folder.warn_once(subject, message)
+            if save.is_scheduled:
                 self.log.write("snapshot", step, **row)
-
-    def already_trained(self) -> int:
-        """Logs that there is nothing to do. Returns the exit status."""
-        logger.info(
-            summary.already_trained(
-                self.resumed_from, self.progress.step, self.config, self.last_step, self.early_end()
-            )
-        )
-        self.snapshots.wait_for_saves(uploads=True)  # the last upload may have failed
-        self.snapshots.poll(is_ending=False)
-        return 0
 
     def finish(self) -> int:
         """Waits for the last save, and reports how the run has ended. Returns the exit status.
@@ -337,27 +332,30 @@ class Trainer:
         Ranks exit together, because as soon as one exits, torchrun stops the others, which may still be writing.
 
         Raises:
-            UserError: the last snapshot could not be saved.
+            UserError: the last snapshot could not be saved, or the mirror is not complete.
         """
         step = self.progress.step
-        self.snapshots.wait_for_saves(uploads=True)
-        self.log_saves()
-        with shared_errors(self.context):  # the last collective, where other ranks wait for a rank that hangs
-            self.lock.check()
-            if save_error := self.snapshots.last_error:
-                raise UserError(
-                    f"training has reached step {step}, but its snapshot could not be saved: {save_error}. Fix "
-                    "this and run the same command to resume from the newest snapshot"
-                )
-        is_stopped = not self.is_complete()
-        name = signal.Signals(self.stop_signal).name if is_stopped else None
+        is_complete = self.is_complete()
+        try:
+            number = self.snapshots.finish(ends_at_signal=is_complete)
+        finally:
+            self.log_saves()
+        end = "before all snapshots were uploaded; run the same command to upload them"
+        if not is_complete:
+            number = self.stop_signal
+            end = "after saving a snapshot; run the same command to resume"
+        name = signal.Signals(number).name if number else None
         early_end = self.early_end()
         self.log.write("stop", step, signal=name, reason=early_end)
-        if is_stopped:
-            logger.info(f"stopped by {name} at step {step} after saving a snapshot; run the same command to resume")
-            return EXIT_STATUS[signal.Signals(self.stop_signal)]
-        file = self.snapshots.folder.file(step)
-        logger.info(summary.done(file, self.config.trainer.run_dir, self.progress, self.timer.elapsed, early_end))
+        if name is not None:
+            logger.info(f"stopped by {name} at step {step} {end}")
+            return EXIT_STATUS[signal.Signals(number)]
+        if step == self.first_step:
+            logger.info(summary.already_trained(self.resumed_from, step, self.config, self.last_step, early_end))
+            return 0
+        folder = self.snapshots.folder
+        run_dir = self.config.trainer.run_dir
+        logger.info(summary.done(folder.file(step), run_dir, self.progress, self.timer.elapsed, early_end, folder.best))
         return 0
 
     def early_end(self) -> str | None:

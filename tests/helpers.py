@@ -361,6 +361,7 @@ def small_snapshot(step: int, weights: dict[str, Tensor] | None = None, **change
         "val_loss": None,
         "best": {"step": None, "val_loss": math.inf, "evaluations_since": 0},
         "scheduled": list(range(step + 1)),
+        "best_saved": None,
         "config": config_to_dict(Config()),
         "vocabulary": "ab",
         "choices": {"precision": "fp32", "threads": 1, "world_size": 1, "hardware": "any"},

@@ -114,7 +114,7 @@ def test_the_newest_snapshot_is_found_from_run_folder_snapshot_folder_file_and_u
 def test_best_is_the_snapshot_of_lowest_validation_loss(trained: Path, tmp_path: Path, run_sample: RunSample) -> None:
     run = shutil.copytree(trained, tmp_path / "run")
     snapshot = load_snapshot(str(newest(run)))
-    snapshot["best"] = {"step": 3, "val_loss": 0.1}
+    snapshot["best_saved"] = 3
     SnapshotFolder(f"{run}/snapshots", keep=9).write(snapshot)
     best = run_sample("--snapshot", run, "--best", "--max_new_tokens", LENGTH)
     assert best == run_sample("--snapshot", run / "snapshots/step_00000003.pt", "--max_new_tokens", LENGTH)

@@ -1,6 +1,7 @@
 """The rendezvous of ranks at a key-value store, and a comparison between ranks that needs no process group."""
 
 import errno
+import os
 import platform
 import socket
 import time
@@ -48,7 +49,7 @@ def claim_rank(store: dist.Store, run_dir: str, rank: int, world_size: int) -> N
     """
     for name, value in (
         ("number of processes", str(world_size)),
-        (f"trainer.run_dir on {platform.node()}", ascii(run_dir)),
+        (f"trainer.run_dir on {platform.node()}", ascii(os.path.realpath(run_dir))),
         (f"process of rank {rank}", uuid.uuid4().hex),
     ):
         if store.compare_set(name, "", value).decode() != value:

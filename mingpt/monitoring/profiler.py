@@ -21,7 +21,6 @@ def profile_steps(steps: int | None, trace: Path) -> Iterator[Callable[[], None]
     def write(profiler: profile) -> None:
         count = profiler.step_num - SKIP_STEPS - 1
         if count < 1:
-            logger.info(f"trainer.profile_steps: the run ended before step {SKIP_STEPS + 2}, the first to be recorded")
             return
         profiler.export_chrome_trace(str(trace))
         averages = profiler.key_averages()
@@ -32,3 +31,5 @@ def profile_steps(steps: int | None, trace: Path) -> Iterator[Callable[[], None]
     plan = schedule(skip_first=SKIP_STEPS, wait=0, warmup=1, active=steps, repeat=1)
     with profile(schedule=plan, on_trace_ready=write) as profiler:
         yield profiler.step
+    if profiler.step_num < SKIP_STEPS + 2:
+        logger.info(f"trainer.profile_steps: the run ended before step {SKIP_STEPS + 2}, the first to be recorded")

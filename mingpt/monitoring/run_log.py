@@ -134,6 +134,7 @@ class TensorBoard:
     def __init__(self, folder: Path, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - it imports PyTorch; plot.py does not need it
 
+        self.old_hook = threading.excepthook
         threading.excepthook = _show_thread_error
         self.writer = SummaryWriter(str(folder), purge_step=step + 1)
 
@@ -147,6 +148,7 @@ class TensorBoard:
 
     def close(self) -> None:
         self.writer.close()
+        threading.excepthook = self.old_hook
 
 
 def _show_thread_error(args: threading.ExceptHookArgs) -> None:

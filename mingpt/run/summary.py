@@ -122,18 +122,21 @@ def patience_is_over(best: Best, patience: int | None) -> str:
     )
 
 
-def done(file: str, run_dir: str, progress: Progress, seconds: float, early_end: str | None) -> str:
+def done(
+    file: str, run_dir: str, progress: Progress, seconds: float, early_end: str | None, best_saved: int | None
+) -> str:
     """Returns duration, validation loss and snapshot of a run that has ended, its best snapshot, and commands.
 
     Args:
         file: the last snapshot
         seconds: duration of the run
         early_end: why the run has ended before its last step; None: it has not
+        best_saved: step of the best snapshot
     """
     lines = [f"done in {tqdm.format_interval(seconds)}: validation loss {progress.val_loss:.4f}, snapshot {file}"]
     if early_end:
         lines.append(f"ended early: {early_end}")
-    if progress.best.step not in (None, progress.step):
+    if progress.best.step == best_saved != progress.step:
         folder = shlex.quote(file.rpartition("/")[0])
         lines.append(
             f"best:       validation loss {progress.best.val_loss:.4f} at step {progress.best.step}: "

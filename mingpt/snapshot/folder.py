@@ -85,9 +85,9 @@ class SnapshotFolder:
         self.path = path.rstrip("/")  # for messages
         self.keep = keep
         self.scheduled: list[int] = []  # steps of the newest scheduled snapshots, including deleted ones
-        self.best: int | None = None  # step of the best snapshot in this folder
+        self.best: int | None = None  # step of the best snapshot that could be saved
         self.damaged: set[int] = set()  # steps of damaged files: they are not counted, and are kept for inspection
-        self.undeletable: set[str] = set()  # names for which there was a warning
+        self.warned: set[str] = set()  # subjects of which there was a warning
 
     def make(self) -> None:
         """Makes the folder and its parents if they are missing."""
@@ -104,6 +104,12 @@ class SnapshotFolder:
     def file(self, step: int) -> str:
         """Returns the path of a snapshot, for messages and for `load_snapshot`."""
         return f"{self.path}/{self.files().get(step, f'step_{step:08d}.pt')}"
+
+    def size(self, step: int) -> int | None:
+        """Returns the size of a snapshot in bytes; None if there is none, or the store does not tell."""
+        name = self.files().get(step)
+        with raise_user_error(f"{self.path} can't be read", "make it readable, or name another folder"):
+            return self.fs.size(f"{self.root}/{name}") if name else None
 
     def _names(self) -> list[str]:
         with raise_user_error(f"{self.path} can't be read", "make it readable, or name another folder"):
@@ -151,28 +157,26 @@ class SnapshotFolder:
     def resume(self, header: dict[str, Any]) -> None:
         """Prepares the folder for a run that continues from a snapshot, which may be in another folder."""
         self.scheduled = header["scheduled"]
+        self.best = header["best_saved"]
         for name in self._names():
             if LEFTOVER_NAME.fullmatch(name):
                 self._remove(name)
-        for step in self._expired(header):  # finds damaged ones that an earlier start has skipped
+        for step in self._expired(header["step"]):  # finds damaged ones that an earlier start has skipped
             try:
                 self._load(step)
             except UserError as error:
                 self.damaged.add(step)
                 logger.warning(str(error))
-        self.prune(header)
+        self.prune(header["step"])
 
-    def _expired(self, header: dict[str, Any]) -> list[int]:
-        files = self.files()
-        if header["best"]["step"] in files:  # otherwise, the previous one is still the best
-            self.best = header["best"]["step"]
-        whole = [step for step in files if step <= header["step"] and step not in self.damaged]
+    def _expired(self, newest: int) -> list[int]:
+        whole = [step for step in self.files() if step <= newest and step not in self.damaged]
         return expired_steps(whole, self.scheduled, self.best, self.keep)
 
-    def prune(self, header: dict[str, Any]) -> None:
-        """Deletes the snapshots that are no longer kept. It warns once about each one that can't be deleted."""
+    def prune(self, newest: int) -> None:
+        """Deletes the snapshots up to step `newest` that are no longer kept, and warns of those that stay."""
         files = self.files()
-        for step in self._expired(header):
+        for step in self._expired(newest):
             self._remove(files[step])
 
     def _remove(self, name: str) -> None:
@@ -181,9 +185,12 @@ class SnapshotFolder:
         except FileNotFoundError:  # another machine may have deleted it
             pass
         except Exception as error:
-            if name not in self.undeletable:
-                self.undeletable.add(name)
-                logger.warning(f"trainer.snapshot_path: {self.path}/{name} can't be deleted: {_reason(error)}")
+            self.warn_once(name, f"trainer.snapshot_path: {self.path}/{name} can't be deleted: {_reason(error)}")
+
+    def warn_once(self, subject: str, message: str) -> None:
+        if subject not in self.warned:
+            self.warned.add(subject)
+            logger.warning(message)
 
     def write(self, snapshot: dict[str, Any]) -> None:
         """Writes a snapshot to a local folder, then deletes those that are no longer kept.
@@ -193,7 +200,7 @@ class SnapshotFolder:
         """
         step = snapshot["step"]
         name = f"step_{step:08d}.pt"
-        is_kept = step in snapshot["scheduled"] or step == snapshot["best"]["step"]
+        is_kept = step in (*snapshot["scheduled"], snapshot["best_saved"])
         problem = f"trainer.snapshot_path: {self.path}/{name} can't be written"
         with raise_user_error(problem, "free disk space, or make the folder writable"):
             if not is_kept and not self._has_free_space():
@@ -201,8 +208,9 @@ class SnapshotFolder:
             with replaced_file(f"{self.root}/{name}", flush=is_kept) as file:
                 torch.save(snapshot, file)
         self.scheduled = snapshot["scheduled"][-self.keep - SPARE_STEPS :]
+        self.best = snapshot["best_saved"]
         self.damaged.discard(step)
-        self.prune(snapshot)
+        self.prune(step)
 
     def _has_free_space(self) -> bool:
         """Returns whether two more snapshots fit on the disk, or one more if the newest one will be deleted."""

@@ -70,6 +70,7 @@ def check_content(content: Any, path: str) -> None:
     content.setdefault("scheduled", list(range(0, content["step"] + 1, save_every)))
     # Earlier versions did not save at every lowest evaluation, so `lowest` may be of another step than `best`.
     content["best"] = asdict(Best()) | content.pop("lowest", {}) | content.get("best", {})
+    content.setdefault("best_saved", content["best"]["step"])  # None: none
 
 
 def _find_mistakes(content: dict[str, Any]) -> Iterator[str]:

@@ -95,7 +95,7 @@ def _load_from_folder(path: str, best: bool) -> dict[str, Any] | None:
         raise UserError(f"all {len(folder.damaged)} snapshots in {path} are damaged; name another run folder")
     if newest is None or not best:
         return newest
-    best_step = newest["best"]["step"]  # None: there was no evaluation
+    best_step = newest["best_saved"]  # None: there was no evaluation
     if best_step in (None, newest["step"]):
         return newest
     file = folder.file(best_step)

@@ -1,9 +1,17 @@
-"""Decides which ranks write snapshots and when, and finds the snapshot to resume from."""
+"""Saves snapshots: which ranks write them, when, and where to; finds the snapshot to resume from."""
 
 import time
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from mingpt.config.schema import Config
 from mingpt.distributed.agreement import all_gather_object, broadcast_object, reduce_object, shared_errors
@@ -15,13 +23,13 @@ from mingpt.parallel.strategy import Strategy
 from mingpt.snapshot.folder import open_folders
 from mingpt.snapshot.format import split_header
 from mingpt.snapshot.load import new_run_advice, weight_differences
-from mingpt.snapshot.mirror import Mirror
-from mingpt.snapshot.worker import SaveResult
-from mingpt.snapshot.writer import SnapshotWriter
+from mingpt.snapshot.mirror import sync
 from mingpt.system.run_lock import RunLock, read_holder
+from mingpt.system.signals import SignalHandler
 
 MIN_SECONDS = 1.0  # minimum time between two snapshots, even if saving is cheap
 EXCHANGE_SECONDS = 0.5  # interval between exchanges of ranks that wait for saves, below distributed.timeout_seconds
+EXIT_WAIT_SECONDS = 5.0  # how long a run that fails waits for a snapshot that is being written or uploaded
 
 
 class NewestSnapshot(NamedTuple):
@@ -40,19 +48,43 @@ class NewestSnapshot(NamedTuple):
     path: str
 
 
+@dataclass(frozen=True, eq=False)
+class Save:
+    """A snapshot that a thread writes or uploads.
+
+    Attributes:
+        header: the snapshot without its tensors
+        is_scheduled: whether trainer.save_every asked for it, or it ended the run
+        future: ends with the write or the upload; its exception is why that has failed
+        is_upload: whether it is uploaded
+    """
+
+    header: dict[str, Any]
+    is_scheduled: bool
+    future: Future[Any]
+    is_upload: bool = False
+
+
 class SnapshotManager:
     """The snapshots of a run. All ranks build it together.
 
-    Rank 0 writes snapshots. So does the first rank of each other machine, unless it shares rank 0's folder.
+    Rank 0 writes snapshots. So does the first rank of each other machine, unless it shares rank 0's folder. If
+    trainer.snapshot_path is a URL, rank 0 uploads the newest scheduled snapshot and the best one. One thread writes and
+    another one uploads, which delays neither training nor local saves.
+
+    Args:
+        lock: lock of the folders. If it is lost, nothing is written or deleted.
+        signals: may end a wait
 
     Raises:
         UserError: a rank can't write to its folder of snapshots.
     """
 
-    def __init__(self, config: Config, context: DistributedContext, lock: RunLock) -> None:
+    def __init__(self, config: Config, context: DistributedContext, lock: RunLock, signals: SignalHandler) -> None:
         self.config = config
         self.context = context
         self.lock = lock
+        self.signals = signals
         self.folder, remote = open_folders(config.trainer)
         lock_id = broadcast_object(context, lock.id)
         self.writes = context.rank == 0 or (
@@ -62,12 +94,16 @@ class SnapshotManager:
             for folder in (self.folder, remote):
                 if folder is not None and self.writes:
                     folder.make()
-        self.mirror = Mirror(self.folder, remote) if remote is not None and context.rank == 0 else None
-        self.writer = SnapshotWriter(self.folder, lock, self.mirror)
+        self.remote = remote if context.rank == 0 else None
+        self.writer = ThreadPoolExecutor(max_workers=1)
+        self.uploader = ThreadPoolExecutor(max_workers=1)
+        # The first request starts the thread. During a step, that would delay the step until the thread gets the GIL.
+        self.newest = Save({}, is_scheduled=False, future=self.writer.submit(dict))  # the newest snapshot
+        self.saves: list[Save] = []  # until `ended` returns them
+        self.staging_buffers: dict[Any, Tensor] = {}
+        self.costs: deque[float] = deque(maxlen=16)  # seconds that each of the newest saves has taken from training
         self.overhead = config.trainer.save_overhead
         self.saved_at = time.monotonic()
-        self.has_warned = False  # about an unscheduled snapshot that could not be written
-        self.last_error = ""  # why the newest scheduled snapshot could not be saved; empty: it was saved
 
     def load_newest(self) -> NewestSnapshot | None:
         """Loads the newest snapshot that any rank has. Returns None if there are no snapshots.
@@ -80,7 +116,7 @@ class SnapshotManager:
         content: dict[str, Any] = {}
         path = ""
         failure = ""
-        remote = [] if self.mirror is None else [self.mirror.remote]
+        remote = [] if self.remote is None else [self.remote]
         with context.long_timeout():  # loading a large snapshot may take long
             for folder in [self.folder, *remote] if self.writes else []:
                 try:
@@ -145,82 +181,170 @@ class SnapshotManager:
             strategy.scaler.load_state_dict(header["scaler"])
         if self.writes:
             self.folder.resume(header)
-        if self.mirror is not None:
-            self.mirror.upload(header)  # the last upload may have failed
+        self.newest = replace(self.newest, header=header)
+        self._upload(header)  # the last upload may have failed
 
-    def is_due(self) -> bool:
+    def is_save_due(self) -> bool:
         """Returns whether to save a snapshot after the next step. All ranks must call it; rank 0 decides.
 
         It is due a second after the previous one, or later if saves would take more than `trainer.save_overhead` of the
         time.
         """
-        if self.context.rank > 0 or self.overhead is None or not self.writer.wait(timeout=0):
+        if self.context.rank > 0 or self.overhead is None or not self.newest.future.done():
             return False
-        cost = fmean(self.writer.costs or [0.0])
+        cost = fmean(self.costs or [0.0])
         return time.monotonic() >= self.saved_at + max(MIN_SECONDS, cost / self.overhead)
 
     def save(self, header: dict[str, Any], strategy: Strategy, is_scheduled: bool) -> None:
-        """Starts to write a snapshot. `poll` returns the result.
+        """Starts to write a snapshot.
 
         If the previous snapshot is still being written, one that is kept waits for it, and any other is skipped.
 
         Args:
-            header: the snapshot without its tensors and `scheduled`
+            header: the snapshot without its tensors, `scheduled` and `best_saved`
             is_scheduled: whether trainer.save_every requires it, or the run ends with this step
         """
         step = header["step"]
-        if is_scheduled or header["best"]["step"] == step:
-            self.wait_for_saves(uploads=False)
-        if self.writes and self.writer.wait(timeout=0):
+        is_best = header["best"]["step"] == step
+        if is_scheduled or is_best:
+            self.wait()
+        if self.writes and self.newest.future.done():
             scheduled = [*self.folder.scheduled, step] if is_scheduled else self.folder.scheduled
-            self.writer.save(header | {"scheduled": scheduled}, strategy.iter_full_state(), self.context.device)
+            header = header | {"scheduled": scheduled, "best_saved": step if is_best else self.folder.best}
+            tensors, seconds = self._stage(strategy)
+            future = self.writer.submit(self._write, header | tensors, seconds)
+            self.newest = Save(header, is_scheduled, future)
+            self.saves.append(self.newest)
+            self.lock.writing = future
         elif strategy.is_sharded:  # other ranks need the shards of this one
             for _ in strategy.iter_full_state():
                 pass
         self.saved_at = time.monotonic()
 
-    def poll(self, is_ending: bool) -> list[SaveResult]:
-        """Returns the results of saves since the last call, and warns about errors.
+    @torch.no_grad()
+    def _stage(self, strategy: Strategy) -> tuple[dict[str, Any], float]:
+        """Copies weights and optimizer state to buffers, which the next save reuses. Returns also its seconds."""
+        _synchronize(self.context.device)  # otherwise, the time would include the step before it
+        began = time.perf_counter()
+        model = {}
+        optimizer = {}
+        for name, weight, moments in strategy.iter_full_state():
+            tensors = {"": weight, **moments}
+            copies = {key: self._buffer(f"{name}/{key}", tensor) for key, tensor in tensors.items()}
+            # On other devices, non_blocking is unsafe without pinned memory
+            # (https://github.com/pytorch/pytorch/issues/189690).
+            torch._foreach_copy_(list(copies.values()), list(tensors.values()), non_blocking=weight.is_cuda)
+            model[name] = copies.pop("")
+            optimizer[name] = copies
+        _synchronize(self.context.device)
+        return {"model": model, "optimizer": optimizer}, time.perf_counter() - began
 
-        It does not warn if a folder is lost, since the trainer is about to end the run.
+    def _buffer(self, name: str, tensor: Tensor) -> Tensor:
+        key = (name, tensor.shape, tensor.dtype)  # a model may assign its buffers anew
+        if key not in self.staging_buffers:
+            self.staging_buffers[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        return self.staging_buffers[key]
 
-        Args:
-            is_ending: whether the run is ending, so that the caller reports `last_error`
+    def _write(self, snapshot: dict[str, Any], cost: float) -> None:
+        """Writes a snapshot, in the thread. `cost` is the seconds for which training has waited."""
+        began = time.thread_time()
+        try:
+            # Buffers and frozen parameters have no optimizer state. A buffer may be a mask of infinities, or integers.
+            trained = [weight for name, weight in snapshot["model"].items() if snapshot["optimizer"].get(name)]
+            if not get_total_norm(trained).isfinite():
+                raise UserError("the step's update produced non-finite weights; lower optimizer.learning_rate")
+            self.lock.check()
+            self.folder.write(snapshot)
+        finally:
+            # On a CPU, steps take longer while the file is written, at most by the CPU time of this thread.
+            on_cpu = self.context.device.type == "cpu"
+            self.costs.append(cost + on_cpu * (time.thread_time() - began))
+        if snapshot["step"] in (*snapshot["scheduled"], snapshot["best_saved"]):
+            self._upload(split_header(snapshot))
+
+    def _upload(self, header: dict[str, Any]) -> None:
+        """Starts to upload what the mirror lacks, if there is a mirror."""
+        if self.remote is not None:
+            step = header["step"]
+            future = self.uploader.submit(sync, self.folder, self.remote, step)
+            self.saves.append(Save(header, step in header["scheduled"], future, is_upload=True))
+
+    def ended(self) -> list[Save]:
+        """Returns the saves that have ended since the last call, and the uploads that have failed.
 
         Raises:
-            Exception: a save has failed with an error that is not a UserError.
+            Exception: one has failed with an error that is not a UserError.
         """
-        workers = [self.writer] if self.mirror is None else [self.writer, self.mirror]
-        results = [worker.results.popleft() for worker in workers for _ in range(len(worker.results))]
-        for result in results:
-            error = result.error
-            if result.is_scheduled:
-                self.last_error = str(error or "")
-            if error is None:
-                continue
-            if not isinstance(error, UserError):
-                raise error
-            if (result.is_scheduled or not self.has_warned) and not (is_ending or self.lock.lost_folder()):
-                step = result.header["step"]
-                logger.warning(f"step {step}: {error}; training continues, and the next save tries again")
-                self.has_warned |= not result.is_scheduled
-        return results
+        ended = [save for save in self.saves if save.future.done()]
+        for save in ended:
+            self.saves.remove(save)  # the other thread may append one meanwhile
+            if not isinstance(save.future.exception(), UserError | None):
+                save.future.result()
+        return [save for save in ended if not save.is_upload or save.future.exception()]
 
-    def wait_for_saves(self, uploads: bool) -> None:
-        """Waits until no rank is writing a snapshot, however long it takes.
+    def wait(self, uploads: bool = False, ends_at_signal: bool = False) -> int:
+        """Waits until no rank is writing a snapshot, however long it takes. A second signal ends the process.
 
         Args:
-            uploads: whether to wait for the mirror as well
+            uploads: wait for uploads as well
+            ends_at_signal: end the wait when a rank has received a signal
+
+        Returns:
+            that signal; 0: no rank is writing a snapshot
         """
+        self.signals.is_waiting = True
         is_done = False
-        while not is_done:
-            is_idle = self.writer.wait(EXCHANGE_SECONDS)
-            if self.mirror is not None and uploads:
-                is_idle &= self.mirror.wait(EXCHANGE_SECONDS)
-            is_done = reduce_object(self.context, is_idle, all)
+        signal = 0
+        while not is_done and signal == 0:
+            futures = [save.future for save in self.saves if uploads or not save.is_upload]
+            pending = wait_for(futures, EXCHANGE_SECONDS).not_done
+            received = self.signals.signal if ends_at_signal else 0
+            is_done, signal = reduce_object(self.context, (not pending, received), _all_done)
+        self.signals.is_waiting = False
+        return 0 if is_done else signal
+
+    def finish(self, ends_at_signal: bool) -> int:
+        """Waits until the newest snapshot is written and the mirror is complete, whatever failed before.
+
+        Args:
+            ends_at_signal: see `wait`; only for uploads
+
+        Returns:
+            see `wait`
+
+        Raises:
+            UserError: on all ranks, if one of them is impossible, or a folder is lost.
+        """
+        self.wait()
+        written = self.newest.future
+        self._upload(self.newest.header)
+        uploads = [save.future for save in self.saves if save.is_upload]
+        signal = self.wait(uploads=True, ends_at_signal=ends_at_signal)
+        with shared_errors(self.context):  # the last collective, where other ranks wait for a rank that hangs
+            self.lock.check()
+            for future in (written, *uploads[-1:]):
+                error = future.exception() if future.done() else None
+                if error is not None:
+                    raise UserError(
+                        f"training has reached step {self.newest.header['step']}, but its snapshot could not be saved: "
+                        f"{error}. Fix this and run the same command to resume from the newest snapshot"
+                    ) from error
+        return signal
 
     def close(self) -> None:
-        """Ends the threads. It waits some seconds for a snapshot that is being written."""
-        self.writer.close()
-        if self.mirror is not None:
-            self.mirror.close()
+        """Ends the threads. It waits some seconds for a snapshot that is being written, and for no upload."""
+        is_done = not wait_for([self.newest.future], EXIT_WAIT_SECONDS).not_done
+        self.writer.shutdown(wait=is_done, cancel_futures=True)
+        self.uploader.shutdown(wait=all(save.future.done() for save in self.saves), cancel_futures=True)
+        self.staging_buffers.clear()
+
+
+def _all_done(values: list[tuple[bool, int]]) -> tuple[bool, int]:
+    """Combines the ranks' values in `SnapshotManager.wait`."""
+    are_done, signals = zip(*values, strict=True)
+    return all(are_done), max(signals)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":  # on the CPU, this would initialize a GPU that is not used
+        torch.accelerator.synchronize(device)

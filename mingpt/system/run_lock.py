@@ -6,6 +6,7 @@ import os
 import platform
 import time
 import uuid
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ class RunLock:
 
     Attributes:
         id: identifies this lock in the files of its folders, on all machines
+        writing: a thread's newest write to these folders, which a lock outlasts
 
     Args:
         folders: folder -> configuration key of the folder, for messages
@@ -35,6 +37,7 @@ class RunLock:
     def __init__(self, folders: dict[Path, str]) -> None:
         self.id = uuid.uuid4().hex
         self.descriptors: dict[Path, int] = {}
+        self.writing: Future[Any] | None = None
         try:
             for folder, key in folders.items():
                 self.descriptors[folder] = lock_folder(folder, key, self.id)
@@ -58,6 +61,9 @@ class RunLock:
             )
 
     def close(self) -> None:
+        if self.writing is not None and not self.writing.done():
+            self.writing.add_done_callback(lambda _: self.close())
+            return
         while self.descriptors:
             _, descriptor = self.descriptors.popitem()
             os.close(descriptor)

@@ -19,7 +19,7 @@ EXIT_STATUS = {
     signal.SIGXCPU: 143,  # the soft limit of CPU time; at the hard limit, the system kills the process
     signal.SIGINT: 130,
 }
-SECOND_INTERRUPT_SECONDS = 1.0  # an earlier second SIGINT may be the launcher's copy of the first
+SECOND_SIGNAL_SECONDS = 1.0  # an earlier second signal may be the launcher's copy of the first
 POLL_SECONDS = 0.1  # time between checks of torchrun
 PARENT = os.getppid()  # the launcher; getppid() changes when it dies
 
@@ -50,8 +50,10 @@ def _wait_for_torchrun() -> None:
 class SignalHandler:
     """Records the first signal within the context. Ranks then agree on the step to stop at.
 
-    Later signals do not change anything, except that a second SIGINT at least one second after the first ends the
-    process at once. So does any signal while `exits_at_once` is set. The exception is a session, which continues.
+    Later signals do not change anything, with two exceptions: at least one second after the first one, SIGINT ends the
+    process at once, and so does any signal while `is_waiting` is set. While `exits_at_once` is set, the first one does.
+    A session continues in all cases.
+
     Python runs signal handlers in the main thread only, which may be waiting in a collective for a dead rank, so a
     thread reads signals from the interpreter's wakeup fd.
 
@@ -60,12 +62,14 @@ class SignalHandler:
     Attributes:
         signal: number of the first signal, or 0
         exits_at_once: set until the first step ends, since compiling the model may take minutes
+        is_waiting: set while ranks wait for a save or an upload, which may take long
     """
 
     def __init__(self) -> None:
         self.signal = 0
         self.exits_at_once = False
-        self.interrupted = math.inf  # time of the first SIGINT
+        self.is_waiting = False
+        self.received = math.inf  # time of the first signal
 
     def __enter__(self) -> "SignalHandler":
         self.reader, self.writer = socket.socketpair()
@@ -115,12 +119,11 @@ class SignalHandler:
                 self._record(number)
 
     def _record(self, number: int) -> None:
-        exits = self.exits_at_once
-        if number == signal.SIGINT:
-            now = time.monotonic()
-            exits |= now >= self.interrupted + SECOND_INTERRUPT_SECONDS
-            self.interrupted = min(self.interrupted, now)
         if number in EXIT_STATUS:
+            now = time.monotonic()
+            is_second = now >= self.received + SECOND_SIGNAL_SECONDS
+            self.received = min(self.received, now)
+            exits = self.exits_at_once or (is_second and (self.is_waiting or number == signal.SIGINT))
             if exits and not is_interactive():
                 os._exit(EXIT_STATUS[signal.Signals(number)])
             self.signal = self.signal or number

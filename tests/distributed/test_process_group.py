@@ -205,10 +205,11 @@ def test_a_run_by_hand_is_not_touched_by_another_one_with_its_port(
     """Rank 1 of the other run gets there, since its rank 0 can't host a store at this port. Later, the port is free."""
     port = free_port()
     init_method = f"tcp://localhost:{port}"
+    run_dirs = [str(tmp_path / "run"), os.path.relpath(tmp_path / "run")]
 
     def start() -> list[dist.Store]:
         def join(rank: int) -> dist.Store:
-            return rendezvous(init_method, str(tmp_path / "run"), rank, 2, timedelta(seconds=30))
+            return rendezvous(init_method, run_dirs[rank], rank, 2, timedelta(seconds=30))
 
         with futures.ThreadPoolExecutor(2) as pool:
             return list(pool.map(join, range(2)))

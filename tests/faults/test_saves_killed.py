@@ -15,8 +15,6 @@ import pytest
 import torch
 
 from mingpt.snapshot.folder import SnapshotFolder
-from mingpt.snapshot.writer import SnapshotWriter
-from mingpt.system.run_lock import RunLock
 from tests.helpers import run_ranks, small_snapshot
 
 LEFTOVER = f"step_00000001.pt.{'77' * 16}.tmp"  # of an earlier killed save, which the next start deletes
@@ -25,10 +23,7 @@ LEFTOVER = f"step_00000001.pt.{'77' * 16}.tmp"  # of an earlier killed save, whi
 def save(folder: Path, step: int, scheduled: list[int]) -> None:
     """Saves a snapshot that is larger than a file's buffer, so that it takes several writes, as a run does."""
     weights = {name: torch.full((5000,), float(step)) for name in ("a", "b", "c")}
-    writer = SnapshotWriter(SnapshotFolder(str(folder)), RunLock({}), mirror=None)
-    writer.handle(small_snapshot(step, weights, scheduled=scheduled))
-    assert writer.results.pop().error is None
-    writer.close()
+    SnapshotFolder(str(folder)).write(small_snapshot(step, weights, scheduled=scheduled))
 
 
 class CrashingSystem:

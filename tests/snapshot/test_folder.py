@@ -29,8 +29,7 @@ def folder(tmp_path: Path) -> SnapshotFolder:
 
 def write(folder: SnapshotFolder, step: int, scheduled: bool = True, best: int | None = None, **weights: Any) -> None:
     steps = [*folder.scheduled, step] if scheduled else folder.scheduled
-    entries = {"scheduled": steps, "best": {"step": best, "val_loss": 1.0, "evaluations_since": 0}}
-    folder.write(small_snapshot(step, weights or None, **entries))
+    folder.write(small_snapshot(step, weights or None, scheduled=steps, best_saved=best))
 
 
 def newest_step(folder: SnapshotFolder) -> int:
@@ -54,7 +53,7 @@ def test_the_newest_the_newest_scheduled_and_the_best_are_kept(folder: SnapshotF
     for step in (1, 2, 3, 4, 5):
         write(folder, step, scheduled=step % 2 == 0, best=1)
     assert [*folder.files()] == [1, 4, 5]
-    write(folder, 6, best=7)  # step 7 was the best one, and its save has failed
+    write(folder, 6, best=1)
     assert [*folder.files()] == [1, 6]
 
 
@@ -111,7 +110,7 @@ def test_files_of_an_earlier_version_are_read_and_pruned(folder: SnapshotFolder,
         snapshot = small_snapshot(step, best={"step": 1, "val_loss": 0.5})
         snapshot["config"]["trainer"]["save_every"] = 2
         snapshot["lowest"] = {"step": 3, "val_loss": 0.4, "evaluations_since": 7}
-        del snapshot["scheduled"]
+        del snapshot["scheduled"], snapshot["best_saved"]
         torch.save(snapshot, tmp_path / f"{name}_{step:08d}.pt")
     newest = folder.load_newest()
     assert newest is not None
@@ -119,7 +118,7 @@ def test_files_of_an_earlier_version_are_read_and_pruned(folder: SnapshotFolder,
     assert newest["best"] == {"step": 1, "val_loss": 0.5, "evaluations_since": 7}
     folder.resume(newest)
     assert sorted(os.listdir(tmp_path)) == ["frequent_00000005.pt", *file_names(1), *file_names(2)]
-    write(folder, 6)
+    write(folder, 6, best=newest["best_saved"])
     assert sorted(os.listdir(tmp_path)) == file_names(1, 6)
 
 

@@ -6,19 +6,18 @@ import shutil
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
-import torch
 
 from mingpt.errors import UserError
+from mingpt.parallel.strategy import Strategy
 from mingpt.snapshot import manager
-from mingpt.snapshot.folder import SnapshotFolder, load_snapshot
-from mingpt.snapshot.format import split_header
-from mingpt.snapshot.writer import SnapshotWriter
-from mingpt.system.run_lock import RunLock
+from mingpt.snapshot.folder import SnapshotFolder
+from mingpt.snapshot.load import load_pretrained
 from tests.faults.runs import Run, assert_same_run
 from tests.helpers import (
     PATIENCE,
@@ -31,8 +30,8 @@ from tests.helpers import (
     run_captured,
     run_each_captured,
     run_ranks,
-    small_snapshot,
     train_main,
+    wait_until,
     write_overfitting_text,
     write_text,
 )
@@ -47,38 +46,6 @@ def files(path: Path | str) -> list[str]:
 
 def names(*steps: int) -> list[str]:
     return [f"step_{step:08d}.pt" for step in steps]
-
-
-# The writer
-
-
-def test_the_writer_saves_the_state_of_the_step_and_reuses_its_buffers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    permission, write = threading.Event(), SnapshotFolder.write
-
-    def write_later(folder: SnapshotFolder, snapshot: dict[str, Any]) -> None:
-        assert permission.wait(20)
-        write(folder, snapshot)
-
-    monkeypatch.setattr(SnapshotFolder, "write", write_later)
-    folder = SnapshotFolder(str(tmp_path), keep=2)
-    writer, weight, addresses = SnapshotWriter(folder, RunLock({}), mirror=None), torch.ones(1000), set()
-    for step in (1, 2):
-        header = split_header(small_snapshot(step))
-        writer.save(header, [("weight", weight, {})], torch.device("cpu"))
-        weight += 1  # the next step
-        assert not writer.wait(0.05)
-        assert not writer.results
-        permission.set()
-        assert writer.wait(20)
-        permission.clear()
-        assert torch.equal(load_snapshot(folder.file(step))["model"]["weight"], torch.full((1000,), float(step)))
-        assert writer.results.popleft() == (header, None)
-        addresses |= {buffer.data_ptr() for buffer in writer.staging_buffers.values()}
-    assert len(addresses) == 1
-    writer.close()
-    assert not writer.staging_buffers
 
 
 # When snapshots are saved
@@ -99,14 +66,14 @@ def test_saves_take_at_most_save_overhead_and_there_is_at_most_one_a_second(
 
 
 def _times_of_saves(argv: list[str], cost: str | None) -> list[float]:
-    save, write, train_step = SnapshotWriter.save, SnapshotFolder.write, Trainer.train_step
+    iter_full_state, write, train_step = Strategy.iter_full_state, SnapshotFolder.write, Trainer.train_step
     times: list[float] = []
 
-    def slow_save(writer: SnapshotWriter, header: dict[str, Any], state: Any, device: torch.device) -> None:
+    def slow_copy(strategy: Strategy) -> Iterator[Any]:
         times.append(time.monotonic())
         if cost == "copy":
-            state = (time.sleep(0.15) or item if i == 0 else item for i, item in enumerate(state))
-        save(writer, header, state, device)
+            time.sleep(0.15)
+        yield from iter_full_state(strategy)
 
     def slow_write(folder: SnapshotFolder, snapshot: dict[str, Any]) -> None:
         began = time.thread_time()
@@ -119,28 +86,33 @@ def _times_of_saves(argv: list[str], cost: str | None) -> list[float]:
             raise UserError("the end")
         return train_step(trainer)
 
-    SnapshotWriter.save, SnapshotFolder.write, Trainer.train_step = slow_save, slow_write, step_until_saved
+    Strategy.iter_full_state, SnapshotFolder.write, Trainer.train_step = slow_copy, slow_write, step_until_saved
     train_main(*argv)
     return times
 
 
 def test_a_trainer_leaves_nothing_behind(text: Path, tmp_path: Path) -> None:
     """Also after an error in the constructor, and if a URL is the mirror."""
-    [(names, before, after)] = run_ranks(1, _threads_after_runs, text, tmp_path, tmp_path=tmp_path)
+    [(names, before, after, is_same_hook)] = run_ranks(1, _threads_after_runs, text, tmp_path, tmp_path=tmp_path)
     assert not [name for name in names if name.startswith("ThreadPoolExecutor")]
     assert after <= before
+    assert is_same_hook
 
 
-def _threads_after_runs(text: Path, tmp_path: Path) -> tuple[list[str], int, int]:
-    """Returns the names of Python's threads, and the number of all threads after the first run and the last one."""
-    counts = []
+def _threads_after_runs(text: Path, tmp_path: Path) -> tuple[list[str], int, int, bool]:
+    """Returns the names of Python's threads, and the number of all threads after the first run and the last one.
+
+    And whether errors of threads are shown as before.
+    """
+    counts, hook = [], threading.excepthook
     for run in range(7):
         url = {} if run < 5 else {"trainer__snapshot_path": MIRROR}
         argv = run_args(tmp_path / f"{run}", text, trainer__max_steps=1, trainer__seed=1 + run // 6, **url)
         [(status, _, _)] = run_each_captured([argv])
         assert status == (2 if run == 6 else 0)  # the mirror has a snapshot of another seed
         counts.append(len(os.listdir("/proc/self/task")))
-    return [thread.name for thread in threading.enumerate()], counts[0], counts[-1]
+    names = [thread.name for thread in threading.enumerate()]
+    return names, counts[0], counts[-1], threading.excepthook is hook
 
 
 # Killed runs
@@ -294,6 +266,116 @@ def _train_with_slow_upload(argv: list[str]) -> tuple[int, list[str], list[str]]
     return train_main(*argv), uploaded, files(MIRROR)
 
 
+def test_the_status_is_0_if_and_only_if_the_mirror_is_complete(text: Path, tmp_path: Path) -> None:
+    """Whatever failed before: an upload of a run that goes on, an earlier start's, or one that was cut."""
+    argv = run_args(tmp_path / "run", text, trainer__snapshot_path=MIRROR, trainer__eval_every=100)
+    [results] = run_ranks(1, _train_with_faulty_store, argv, tmp_path=tmp_path)
+    late, failed, still_away, back, cut = results
+    assert (late[0], late[1], late[2][-1]) == (
+        0,
+        "",
+        names(12)[0],
+    )  # the upload of step 3 failed after the save of step 12
+    problem = f"trainer.snapshot_path: {MIRROR}/{names(15)[0]} can't be written: the store is away"
+    assert failed[0] == still_away[0] == 2
+    assert failed[1] == still_away[1]
+    assert failed[1].startswith(f"error: training has reached step 15, but its snapshot could not be saved: {problem}")
+    assert (back[0], back[1], back[2][-1]) == (0, "", names(15)[0])
+    assert cut == back
+
+
+def _train_with_faulty_store(argv: list[str]) -> list[tuple[int, str, list[str]]]:
+    """For `run_ranks`: status, errors and whole files of the mirror after five starts."""
+    fs = fsspec.filesystem("memory")
+    put_file = type(fs).put_file
+    local = Path(argv[argv.index("--trainer.run_dir") + 1]) / "snapshots"
+
+    def fail_late(fs: Any, path: str, remote: str) -> None:
+        if remote.endswith(names(3)[0]):
+            wait_until((local / names(12)[0]).exists, "the last save")
+            raise OSError("the store is away")
+        put_file(fs, path, remote)
+
+    def fail(*args: Any) -> None:
+        raise OSError("the store is away")
+
+    def start(steps: int, put: Any) -> tuple[int, str, list[str]]:
+        type(fs).put_file = put
+        status, _, err = run_captured(*argv, "--trainer.max_steps", str(steps))
+        errors = "".join(line for line in err.splitlines(keepends=True) if not line.startswith("warning: step 3: "))
+        sizes = {file: fs.size(f"{MIRROR}/{file}") for file in files(MIRROR)}
+        return status, errors, [file for file, size in sizes.items() if size == (local / file).stat().st_size]
+
+    results = [start(12, fail_late), start(15, fail), start(15, fail), start(15, put_file)]
+    fs.pipe_file(f"{MIRROR}/{names(15)[0]}", (local / names(15)[0]).read_bytes()[:1000])
+    return [*results, start(15, put_file)]
+
+
+HANGING = """
+import sys
+import time
+import main
+from fsspec.implementations.memory import MemoryFileSystem
+from mingpt.program import exit_process, run_program
+from mingpt.snapshot.folder import SnapshotFolder
+from mingpt.snapshot.load import load_pretrained
+
+def hang(*args):
+    print("hanging", flush=True)
+    time.sleep(600)
+
+if "upload" in sys.argv[0]:
+    MemoryFileSystem.put_file = hang
+else:
+    SnapshotFolder.write = hang
+exit_process(run_program(main.main, sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(("what", "signals"), [("upload", 1), ("write", 2)])
+def test_a_wait_ends_at_the_first_signal_if_all_is_written_and_at_a_second_one_in_any_case(
+    what: str, signals: int, text: Path, tmp_path: Path
+) -> None:
+    program = tmp_path / f"{what}.py"
+    program.write_text(HANGING)
+    options: dict[str, Any] = {"trainer__save_every": 1000, "trainer__eval_every": 1000, "trainer__save_overhead": None}
+    argv = run_args(tmp_path / "run", text, trainer__snapshot_path=MIRROR, **options)
+    with Run(tmp_path / "run", argv, program) as run:
+        run.start()
+        run.wait(lambda: "hanging" in run.log.read_text(), "the save")
+        for number in range(signals):
+            time.sleep(number * 1.2)  # an earlier one may be a launcher's copy
+            os.kill(run.processes[0].pid, signal.SIGTERM)
+        assert run.finish(timeout=5) == [143]
+    message = "stopped by SIGTERM at step 12 before all snapshots were uploaded; run the same command to upload them"
+    assert (message in run.output()) == (what == "upload")
+    assert list_snapshots(tmp_path / "run") == (names(12) if what == "upload" else [])
+
+
+def test_the_best_snapshot_that_could_be_saved_is_kept_also_by_the_next_start(tmp_path: Path) -> None:
+    """The saves of better evaluations than the first one fail."""
+    text = write_overfitting_text(tmp_path / "text.txt")
+    options = PATIENCE | {"trainer__patience": None, "trainer__save_every": 2, "trainer__eval_every": 1}
+    argv = run_args(tmp_path / "run", text, **options)
+    [(first, second)] = run_ranks(1, _train_without_best, argv, tmp_path=tmp_path)
+    assert (first[0], second[0]) == (0, 0)
+    assert "--best" not in first[1] + second[1]
+    assert newest_snapshot(tmp_path / "run")["best"]["step"] in range(2, 10)
+    assert load_pretrained(str(tmp_path / "run"), "--snapshot", best=True).snapshot["step"] == 1
+
+
+def _train_without_best(argv: list[str]) -> list[tuple[int, str, str]]:
+    write = SnapshotFolder.write
+
+    def failing_write(folder: SnapshotFolder, snapshot: dict[str, Any]) -> None:
+        if snapshot["best"]["step"] == snapshot["step"] > 1:
+            raise UserError("the disk is full")
+        write(folder, snapshot)
+
+    SnapshotFolder.write = failing_write  # type: ignore[method-assign]
+    return [run_captured(*argv, "--trainer.max_steps", steps) for steps in ("10", "14")]
+
+
 # Run folders that ranks do not share
 
 
@@ -398,7 +480,7 @@ def _end_before_the_last_step(*argv: str) -> int:
 
     def failing_step(trainer: Trainer) -> Any:
         if trainer.progress.step == 39:
-            trainer.snapshots.wait_for_saves(uploads=False)
+            trainer.snapshots.wait()
             raise UserError("the end")
         return train_step(trainer)
 

@@ -225,7 +225,7 @@ def test_retuning_keys_follow_the_yaml_and_changes_are_logged(trained: Path, run
     Its validation loss is higher than the loss of step 3 on the old text, which would end trainer.patience.
     """
     snapshot = load_snapshot(str(run_dir / "snapshots/step_00000006.pt"))
-    snapshot["best"] = {"step": 3, "val_loss": 0.1, "evaluations_since": 0}
+    snapshot |= {"best": {"step": 3, "val_loss": 0.1, "evaluations_since": 0}, "best_saved": 3}
     SnapshotFolder(f"{run_dir}/snapshots", keep=9).write(snapshot)
     text = tmp_path / "text.txt"
     text.write_text((trained / "text.txt").read_text()[::-1])

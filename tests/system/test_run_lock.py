@@ -160,6 +160,23 @@ def test_a_trainer_has_the_folders_until_its_end_or_close(
     assert (kept, trained.progress.step, done.resumed_from) == (kept, 1, f"{folders[1]}/step_00000001.pt")
 
 
+def test_a_folder_stays_locked_while_a_closed_trainer_still_writes(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "LOCK_TIMEOUT", 0.1)
+    monkeypatch.setattr("mingpt.snapshot.manager.EXIT_WAIT_SECONDS", 0.1)
+    permission = threading.Event()
+    monkeypatch.setattr(SnapshotFolder, "write", lambda *args: permission.wait(60))
+    monkeypatch.setattr(Trainer, "finish", lambda trainer: 0)
+    config = read_config(run_args(tmp_path / "run", text, trainer__max_steps=1))
+    Trainer(config, DistributedContext(RankInfo(), config.distributed)).train()
+    with pytest.raises(UserError, match="is training in"):
+        take(tmp_path / "run")
+    permission.set()
+    monkeypatch.setattr(lock, "LOCK_TIMEOUT", 5.0)
+    os.close(take(tmp_path / "run"))
+
+
 def lose(run_dir: Path, how: str) -> None:
     """Removes, moves or replaces the folder of a run, in the last case by the folder of another run."""
     if how == "deleted":
@@ -216,7 +233,7 @@ def _lose_while_training(argv: list[str], run_dir: Path, how: str, when: str) ->
 
     def lose_in_step(trainer: Trainer) -> Any:
         if when == "in a step" and trainer.progress.step == 4 and trainer.context.rank == 0:
-            trainer.snapshots.writer.wait()
+            trainer.snapshots.newest.future.result()
             lose_now()
         if when == "in a save" and trainer.progress.step == 6:  # nothing is written while the folder is deleted
             waits.set()

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from main import main
-from mingpt.system.signals import EXIT_STATUS, SECOND_INTERRUPT_SECONDS, SignalHandler
+from mingpt.system.signals import EXIT_STATUS, SECOND_SIGNAL_SECONDS, SignalHandler
 from tests.helpers import (
     ROOT,
     TORCHRUN,
@@ -51,7 +51,7 @@ def test_the_first_signal_is_recorded_and_later_ones_are_ignored(
     handlers_before = get_handlers()
     if is_session:
         monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
-        monkeypatch.setattr("mingpt.system.signals.SECOND_INTERRUPT_SECONDS", 0.01)
+        monkeypatch.setattr("mingpt.system.signals.SECOND_SIGNAL_SECONDS", 0.01)
     with SignalHandler() as signals:
         assert signals.signal == 0
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -196,7 +196,7 @@ def test_a_second_interrupt_ends_a_run_that_waits_for_a_stopped_rank(text: Path,
         wait_for_step(tmp_path / "run", 5)
         processes[1].send_signal(signal.SIGSTOP)
         processes[0].send_signal(signal.SIGINT)
-        time.sleep(SECOND_INTERRUPT_SECONDS + 0.2)
+        time.sleep(SECOND_SIGNAL_SECONDS + 0.2)
         processes[0].send_signal(signal.SIGINT)
         assert processes[0].wait(5) == 130
         processes[1].kill()
@@ -229,7 +229,7 @@ def test_a_signal_to_torchrun_or_its_workers_stops_the_run_and_saves(
 
 
 def test_no_rank_exits_before_the_snapshot_is_complete(text: Path, tmp_path: Path) -> None:
-    """Writing takes longer than the timeout of collectives, and the signal is repeated while ranks wait."""
+    """Writing takes longer than the timeout of collectives, and a launcher repeats the signal while ranks wait."""
     argv = run_args(tmp_path / "run", text, distributed__timeout_seconds=2, **ENDLESS)
     results = run_ranks(3, stop_with_a_slow_disk, *argv, tmp_path=tmp_path)
     [snapshot] = (tmp_path / "run/snapshots").glob("step_*")
@@ -250,7 +250,7 @@ def stop_with_a_slow_disk(*argv: str) -> tuple[int, float]:
         return write(*args)
 
     def send_signals() -> None:
-        for _ in range(12):
+        for _ in range(4):
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.2)
 
