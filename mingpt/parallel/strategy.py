@@ -9,7 +9,7 @@ et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,7 +140,9 @@ class Strategy:
         """Prepares for a pass before the first step, which is not compiled and leaves buffers as they were."""
         buffers = [getattr(module, name) for module, name in self.buffers]
         values = [buffer.clone() for buffer in buffers]
-        with torch.compiler.set_stance("force_eager"), self.autocast():
+        is_compiled = self.config.trainer.compile
+        eager = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()  # it imports for a second
+        with eager, self.autocast():
             yield
         for (module, name), buffer, value in zip(self.buffers, buffers, values, strict=True):
             setattr(module, name, buffer.copy_(value))
@@ -252,8 +254,10 @@ class Strategy:
 
     def check_gradients(self) -> None:
         """Raises a UserError if a parameter lacks its gradient, because ranks add gradients in the same order."""
+        if self.context.world_size == 1:
+            return
         for name, parameter in self.parameters.items():
-            if parameter.requires_grad and parameter.grad is None and self.context.world_size > 1:
+            if parameter.requires_grad and parameter.grad is None:
                 raise UserError(
                     f"model.py: {name} got no gradient on rank {self.context.rank}; with several ranks, each loss must "
                     "depend on all parameters, maybe by a factor of 0"

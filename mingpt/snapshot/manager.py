@@ -292,15 +292,17 @@ class SnapshotManager:
         Returns:
             that signal; 0: no rank is writing a snapshot
         """
-        self.signals.is_waiting = True
         is_done = False
         signal = 0
-        while not is_done and signal == 0:
-            futures = [save.future for save in self.saves if uploads or not save.is_upload]
-            pending = wait_for(futures, EXCHANGE_SECONDS).not_done
-            received = self.signals.signal if ends_at_signal else 0
-            is_done, signal = reduce_object(self.context, (not pending, received), _all_done)
-        self.signals.is_waiting = False
+        self.signals.is_waiting = True
+        try:
+            while not is_done and signal == 0:
+                futures = [save.future for save in self.saves if uploads or not save.is_upload]
+                pending = wait_for(futures, EXCHANGE_SECONDS).not_done
+                received = self.signals.signal if ends_at_signal else 0
+                is_done, signal = reduce_object(self.context, (not pending, received), _all_done)
+        finally:
+            self.signals.is_waiting = False
         return 0 if is_done else signal
 
     def finish(self, ends_at_signal: bool) -> int:
