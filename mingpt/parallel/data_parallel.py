@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from mingpt.config.schema import Config
 from mingpt.distributed.context import DistributedContext
 from mingpt.parallel.activation_checkpointing import apply_activation_checkpointing
+from mingpt.parallel.model_checks import check_forward
 from mingpt.parallel.strategy import DDP, Strategy
 
 
@@ -24,7 +25,7 @@ def build_data_parallel(
     """
     strategy = _build(model, context, config, precision, example)
     if context.world_size > 1 or config.distributed.uses_fsdp:
-        strategy.check_forward(example)
+        check_forward(strategy, example)
     return strategy
 
 

@@ -147,36 +147,6 @@ class Strategy:
         for (module, name), buffer, value in zip(self.buffers, buffers, values, strict=True):
             setattr(module, name, buffer.copy_(value))
 
-    @torch.no_grad()
-    def check_forward(self, example: tuple[Tensor, ...]) -> None:
-        """Raises a UserError if a pass changes parameters, which ranks do not exchange, and which FSDP would lose."""
-        model = self.full_model
-        norms: dict[nn.Module, dict[str, Tensor]] = {}
-
-        def unsharded_norms(module: nn.Module) -> dict[str, Tensor]:
-            named = module.named_parameters()
-            return {name: each.detach().norm() for name, each in named if not hasattr(each, "to_local")}
-
-        def before(module: nn.Module, args: Any) -> None:
-            norms[module] = unsharded_norms(module)
-
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            for name, norm in unsharded_norms(module).items():
-                if not torch.equal(norm, norms[module].get(name, norm)):
-                    raise UserError(
-                        f"model.py: a forward pass changes the parameter {name}; with several ranks or shards, use a "
-                        "buffer, or change it after a step"
-                    )
-
-        hooks = []
-        for module in (model, *dict.fromkeys(model.blocks.values())):
-            hooks.append(module.register_forward_pre_hook(before))
-            hooks.append(module.register_forward_hook(after, prepend=True))  # before FSDP reshards
-        with self.first_pass():
-            model(*example)
-        for hook in hooks:
-            hook.remove()
-
     def zero_grad(self) -> None:
         """Deletes the gradients of the step before."""
         for parameter in self.parameters.values():

@@ -19,6 +19,7 @@ from mingpt.errors import UserError
 from mingpt.files import replace_file
 from mingpt.monitoring.logging import logger
 from mingpt.parallel.memory import checked_memory
+from mingpt.parallel.model_checks import check_state
 from mingpt.snapshot.folder import open_folders
 from mingpt.snapshot.format import KEPT_KEYS, split_header
 from mingpt.snapshot.load import fit_config, load_initial_weights, load_pretrained, new_run_advice
@@ -160,24 +161,6 @@ def build_model(model_config: GPTConfig, seed: int, context: DistributedContext)
         model = GPT(model_config)
         check_state(model)
     return model.train()
-
-
-def check_state(model: GPT) -> None:
-    """Raises a UserError if strategies, which replace parameters, and snapshots would lose a part of the state."""
-    parameters = dict(model.named_parameters())  # a tied one once
-    buffers = dict(model.named_buffers())
-    owners: dict[int, str] = {}
-    for name, tensor in [*parameters.items(), *buffers.items()]:
-        owner = owners.setdefault(tensor.untyped_storage().data_ptr(), name)
-        if owner != name and owner in parameters and tensor.numel() > 0:
-            raise UserError(
-                f"model.py: {owner} and {name} share memory, which training would separate; copy it, or assign the "
-                "same nn.Parameter to both"
-            )
-    tensors = {id(tensor) for tensor in (*parameters.values(), *buffers.values())}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in tensors:
-            raise UserError(f"model.py: {name} in the state dict must be a parameter or a buffer itself")
 
 
 def initial_weights(config: Config, context: DistributedContext, model: GPT, tokenizer: Tokenizer) -> dict[str, Tensor]:
