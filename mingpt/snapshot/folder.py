@@ -105,12 +105,6 @@ class SnapshotFolder:
         """Returns the path of a snapshot, for messages and for `load_snapshot`."""
         return f"{self.path}/{self.files().get(step, f'step_{step:08d}.pt')}"
 
-    def size(self, step: int) -> int | None:
-        """Returns the size of a snapshot in bytes; None if there is none, or the store does not tell."""
-        name = self.files().get(step)
-        with raise_user_error(f"{self.path} can't be read", "make it readable, or name another folder"):
-            return self.fs.size(f"{self.root}/{name}") if name else None
-
     def _names(self) -> list[str]:
         with raise_user_error(f"{self.path} can't be read", "make it readable, or name another folder"):
             try:

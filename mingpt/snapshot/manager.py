@@ -300,7 +300,8 @@ class SnapshotManager:
                 futures = [save.future for save in self.saves if uploads or not save.is_upload]
                 pending = wait_for(futures, EXCHANGE_SECONDS).not_done
                 received = self.signals.signal if ends_at_signal else 0
-                is_done, signal = reduce_object(self.context, (not pending, received), _all_done)
+                is_done = reduce_object(self.context, not pending, all)
+                signal = reduce_object(self.context, received, max)
         finally:
             self.signals.is_waiting = False
         return 0 if is_done else signal
@@ -339,12 +340,6 @@ class SnapshotManager:
         self.writer.shutdown(wait=is_done, cancel_futures=True)
         self.uploader.shutdown(wait=all(save.future.done() for save in self.saves), cancel_futures=True)
         self.staging_buffers.clear()
-
-
-def _all_done(values: list[tuple[bool, int]]) -> tuple[bool, int]:
-    """Combines the ranks' values in `SnapshotManager.wait`."""
-    are_done, signals = zip(*values, strict=True)
-    return all(are_done), max(signals)
 
 
 def _synchronize(device: torch.device) -> None:

@@ -20,12 +20,14 @@ def sync(local: SnapshotFolder, remote: SnapshotFolder, step: int) -> None:
     remote.scheduled = local.scheduled
     remote.best = local.best
     names = local.files()
+    present = remote.files()
     for kept in names.keys() & {*local.scheduled[-1:], local.best}:
         path = os.path.join(local.root, names[kept])
-        if os.path.getsize(path) == remote.size(kept) and kept not in remote.damaged:
-            continue
-        problem = f"trainer.snapshot_path: {remote.file(kept)} can't be written"
+        copy = f"{remote.root}/{names[kept]}"
+        problem = f"trainer.snapshot_path: {remote.path}/{names[kept]} can't be written"
         with raise_user_error(problem, "make it writable, or set another URL"):
-            remote.fs.put_file(path, f"{remote.root}/{names[kept]}")
+            is_whole = kept in present and remote.fs.size(copy) == os.path.getsize(path)
+            if not is_whole or kept in remote.damaged:
+                remote.fs.put_file(path, copy)
         remote.damaged.discard(kept)
     remote.prune(step)
