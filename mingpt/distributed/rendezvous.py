@@ -47,12 +47,14 @@ def claim_rank(store: dist.Store, run_dir: str, rank: int, world_size: int) -> N
     Raises:
         OSError: the run has a different number of processes or run folder, or another process with this rank.
     """
+    run_dirs = f"{run_dir!a}\n{os.path.realpath(run_dir)!a}"  # paths of one folder may differ
     for name, value in (
         ("number of processes", str(world_size)),
-        (f"trainer.run_dir on {platform.node()}", ascii(os.path.realpath(run_dir))),
+        (f"trainer.run_dir on {platform.node()}", run_dirs),
         (f"process of rank {rank}", uuid.uuid4().hex),
     ):
-        if store.compare_set(name, "", value).decode() != value:
+        found = store.compare_set(name, "", value).decode()
+        if not set(found.split("\n")) & set(value.split("\n")):
             raise OSError(errno.EADDRINUSE, f"the run at this address has a different {name}")
 
 
