@@ -411,7 +411,10 @@ def wait_until(
 def worker_pids(agent: int) -> list[int]:
     """Returns the process ids of torchrun's workers, in the order of local ranks."""
     children = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
-    ranks = {int(pid): _local_rank(Path(f"/proc/{pid}/environ").read_text().split("\0")) for pid in children}
+    ranks = {}
+    for pid in map(int, children):
+        with suppress(OSError):  # it has ended
+            ranks[pid] = _local_rank(Path(f"/proc/{pid}/environ").read_text().split("\0"))
     return sorted(filter(ranks.get, ranks), key=ranks.__getitem__)
 
 
