@@ -139,7 +139,7 @@ class Recorded:
             self.obstacle = "it draws random numbers on the CPU"
         for (module, name), buffer in zip(self.buffers, buffers, strict=True):
             if getattr(module, name) is not buffer:
-                self.obstacle = f"{type(module).__name__} assigns its buffer {name} anew"
+                self.obstacle = f"{type(module).__name__} replaces its buffer {name}"
         for warning in caught:
             if "called a synchronizing CUDA operation" in str(warning.message):
                 self.obstacle = f"{warning.filename}, line {warning.lineno}, waits for the GPU"

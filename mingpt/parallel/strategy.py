@@ -118,14 +118,14 @@ class Strategy:
     def state(self) -> dict[str, Tensor]:
         """Parameters and persistent buffers of this rank, by name; tied parameters have several names.
 
-        A model may assign its buffers anew.
+        They are read again each time, because a model may replace its buffers.
         """
         return self.full_model.state_dict(keep_vars=True)
 
     # The step
 
     def broadcast_buffers(self) -> None:
-        """Replaces the buffers of all replicas by those of the first one, which snapshots contain.
+        """Copies the buffers of the first replica, which snapshots contain, to the others.
 
         Each replica changes them by its own samples, as BatchNorm does with its averages.
         """

@@ -87,7 +87,7 @@ class SnapshotFolder:
         self.scheduled: list[int] = []  # steps of the newest scheduled snapshots, including deleted ones
         self.best: int | None = None  # step of the best snapshot that could be saved
         self.damaged: set[int] = set()  # steps of damaged files: they are not counted, and are kept for inspection
-        self.warned: set[str] = set()  # subjects of which there was a warning
+        self.warned: set[str] = set()  # subjects that a warning has named
 
     def make(self) -> None:
         """Makes the folder and its parents if they are missing."""

@@ -240,7 +240,7 @@ class SnapshotManager:
         return {"model": model, "optimizer": optimizer}, time.perf_counter() - began
 
     def _buffer(self, name: str, tensor: Tensor) -> Tensor:
-        key = (name, tensor.shape, tensor.dtype)  # a model may assign its buffers anew
+        key = (name, tensor.shape, tensor.dtype)  # a model may replace its buffers
         if key not in self.staging_buffers:
             self.staging_buffers[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
         return self.staging_buffers[key]
@@ -277,7 +277,7 @@ class SnapshotManager:
         """
         ended = [save for save in self.saves if save.future.done()]
         for save in ended:
-            self.saves.remove(save)  # the other thread may append one meanwhile
+            self.saves.remove(save)  # the other thread may append one at the same time
             if not isinstance(save.future.exception(), UserError | None):
                 save.future.result()
         return [save for save in ended if not save.is_upload or save.future.exception()]

@@ -19,7 +19,7 @@ FILE = Path(__file__).with_name("graphs.py")
 WARNINGS = {
     "a read": f"{FILE}, line ",
     "a random number": "it draws random numbers on the CPU",
-    "new buffers": "MLP assigns its buffer average anew",
+    "new buffers": "MLP replaces its buffer average",
 }
 
 
