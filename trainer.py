@@ -62,8 +62,7 @@ class Trainer:
         with ExitStack() as resources:  # closed after an error, since a notebook continues and may keep this object
             self.lock = resources.enter_context(closing(lock_run(config, context)))
             self.signals = SignalHandler()
-            self.snapshots = SnapshotManager(config, context, self.lock, self.signals)
-            resources.callback(self.snapshots.close)
+            self.snapshots = resources.enter_context(closing(SnapshotManager(config, context, self.lock, self.signals)))
             resources.callback(self.log.close)
             self._build(config, context)
             self.resources = resources.pop_all()
@@ -310,7 +309,6 @@ class Trainer:
 
     def log_saves(self) -> None:
         """Logs the saves that have ended since the last call, and the uploads that have failed."""
-        is_ending = self.is_done() or self.lock.lost_folder() is not None  # the end reports the error
         for save in self.snapshots.ended():
             step = save.header["step"]
             error = save.future.exception()
@@ -321,7 +319,7 @@ class Trainer:
                 row = {"error": str(error)}
                 subject = str(step) if save.is_scheduled else "saves between those of trainer.save_every"
                 message = f"step {step}: {error}; training continues, and the next save tries again"
-                if not is_ending:
+                if not (self.is_done() or self.lock.lost_folder()):  # then, the end of the run reports it
                     self.snapshots.folder.warn_once(subject, message)
             if save.is_scheduled:
                 self.log.write("snapshot", step, **row)

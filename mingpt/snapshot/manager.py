@@ -299,9 +299,9 @@ class SnapshotManager:
             while not is_done and signal == 0:
                 futures = [save.future for save in self.saves if uploads or not save.is_upload]
                 pending = wait_for(futures, EXCHANGE_SECONDS).not_done
-                received = self.signals.signal if ends_at_signal else 0
                 is_done = reduce_object(self.context, not pending, all)
-                signal = reduce_object(self.context, received, max)
+                if ends_at_signal:
+                    signal = reduce_object(self.context, self.signals.signal, max)
         finally:
             self.signals.is_waiting = False
         return 0 if is_done else signal
