@@ -49,17 +49,19 @@ class KVCache:
     def __init__(self, size: int) -> None:
         self.size = size
         self.length = 0  # tokens so far; only these positions of `keys_values` are valid
-        self.keys_values: dict[nn.Module, Tensor] = {}  # by attention layer, (2, B, H, size, C/H)
-        self.recent: dict[nn.Module, Tensor] = {}  # last inputs of each convolution, (B, conv_kernel_size - 1, C)
+        self.block = 0  # number of the block that is called; several numbers may have the same layers
+        self.keys_values: dict[tuple[int, nn.Module], Tensor] = {}  # of each attention layer, (2, B, H, size, C/H)
+        self.recent: dict[tuple[int, nn.Module], Tensor] = {}  # last inputs of convolutions, (B, conv_kernel_size-1, C)
         self.rotary: Rotary | None = None  # for all `size` positions
 
     def extend(self, layer: nn.Module, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Appends keys and values of new tokens, (B, H, T, C/H), and returns all, (B, H, length + T, C/H)."""
-        if layer not in self.keys_values:
+        key = (self.block, layer)
+        if key not in self.keys_values:
             B, H, _, D = keys.shape
-            self.keys_values[layer] = keys.new_empty(2, B, H, self.size, D)
+            self.keys_values[key] = keys.new_empty(2, B, H, self.size, D)
         end = self.length + keys.size(2)
-        cached = self.keys_values[layer]
+        cached = self.keys_values[key]
         cached[0, :, :, self.length : end] = keys
         cached[1, :, :, self.length : end] = values
         return cached[0, :, :, :end], cached[1, :, :, :end]
@@ -98,10 +100,10 @@ class CausalConv(nn.Module):
         B, T, C = x.shape
         past = x.new_zeros(B, self.weight.size(2) - 1, C)
         if cache is not None:
-            past = cache.recent.get(self, past)
+            past = cache.recent.get((cache.block, self), past)
         x = torch.cat((past, x), 1)
         if cache is not None:
-            cache.recent[self] = x[:, T:]
+            cache.recent[cache.block, self] = x[:, T:]
         # conv2d reads channels in the last dimension without a copy; conv1d does not.
         return F.conv2d(x.mT.unsqueeze(2), self.weight.unsqueeze(2).to(x.dtype), groups=C).squeeze(2).mT
 
@@ -264,7 +266,9 @@ class GPT(nn.Module):
     def apply_blocks(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
         """(B, T, C) -> (B, T, C)"""
         rotary = self.rotary_factors(x, cache)
-        for block in self.blocks.values():
+        for number, block in self.blocks.items():
+            if cache is not None:
+                cache.block = number
             x = block(x, rotary, cache)
         if cache is not None:
             cache.length += x.size(1)

@@ -164,6 +164,18 @@ def test_logits_with_a_kv_cache_equal_those_of_one_pass(options: dict[str, Any])
         model(random_tokens(1, T + 1))
 
 
+@all_architectures
+def test_a_block_with_several_numbers_is_called_and_cached_for_each(options: dict[str, Any]) -> None:
+    model, idx, calls = random_gpt(**options), random_tokens(3, T), []
+    model.transformer["h"] = nn.ModuleList([model.blocks[0]] * 2)
+    model.blocks[0].register_forward_hook(lambda *args: calls.append(args))
+    logits, _ = model(idx)
+    assert len(calls) == 2
+    cache = KVCache(T)
+    parts = [model(part, cache=cache)[0] for part in idx.split([3, 1, 1, 1, 1, 1], 1)]
+    assert torch.allclose(torch.cat(parts, 1), logits, rtol=0, atol=1e-10)
+
+
 @pytest.mark.parametrize("architecture", ["gpt2", "nanochat"])
 def test_flops_are_those_that_pytorch_counts(architecture: str) -> None:
     model, idx = small_gpt(architecture=architecture), random_tokens(1, T)

@@ -34,7 +34,7 @@ def apply_activation_checkpointing(model: nn.Module, mode: str) -> None:
     options: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, MATRIX_PRODUCTS)
-    for block in model.blocks.values():  # type: ignore[operator]
+    for block in dict.fromkeys(model.blocks.values()):  # type: ignore[operator]
         block.forward = _checkpointed(block.forward, options)
 
 
