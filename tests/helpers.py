@@ -1,5 +1,6 @@
 """Helpers for all tests: small runs, programs in separate processes, ranks of a gloo group, run folders, models."""
 
+import faulthandler
 import fcntl
 import io
 import json
@@ -237,6 +238,7 @@ def _rank(
     body: Callable[..., Any],
     args: tuple,
 ) -> None:
+    faulthandler.enable(file=2)  # a rank that dies prints its threads
     os.environ.clear()  # the server keeps the variables of the first test
     os.environ.update(env)
     if world_size > 1:
