@@ -19,7 +19,7 @@ from mingpt.config.schema import Config, config_to_dict
 from mingpt.config.yaml_format import format_value
 from mingpt.errors import UserError
 from mingpt.snapshot.load import Pretrained, load_pretrained
-from mingpt.system.torch_versions import check_torch_version
+from mingpt.system.torch_versions import check_torch
 
 
 def model_card(pretrained: Pretrained, source: str, name: str) -> str:
@@ -87,7 +87,7 @@ def run(argv: Sequence[str]) -> None:
     parser.add_argument("--out", metavar="FOLDER", required=True, help="new or empty folder")
     args = parser.parse_args(argv)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # Ctrl-C raises, so that no unfinished folder remains
-    check_torch_version()
+    check_torch()
     path = default_snapshot_path() if args.snapshot is None else args.snapshot
     out = Path(args.out)
     pretrained = load_pretrained(path, "--snapshot")

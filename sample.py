@@ -15,7 +15,7 @@ from mingpt.config.parser import default_snapshot_path
 from mingpt.errors import UserError
 from mingpt.monitoring.logging import configure_logging
 from mingpt.snapshot.load import load_pretrained
-from mingpt.system.torch_versions import check_torch_version
+from mingpt.system.torch_versions import check_torch
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -78,7 +78,7 @@ def run(argv: Sequence[str]) -> None:
     configure_logging(info_stream="stderr")
     args = build_parser().parse_args(argv)
     check_args(args)
-    check_torch_version()
+    check_torch()
     path = default_snapshot_path() if args.snapshot is None else args.snapshot
     pretrained = load_pretrained(path, "--snapshot", args.best)
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")

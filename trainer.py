@@ -99,7 +99,7 @@ class Trainer:
         if newest is None:
             self.strategy.load_full_state(weights, {}, source=0)
         else:
-            self.progress.load_state_dict(newest.header, self.corpus.sha256)
+            self.progress.load_state_dict(newest.header, self.corpus.sha256, config.trainer.eval_windows)
             self.snapshots.restore(newest, self.strategy)
 
         self.timer = StepTimer(self.progress.samples)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-EPOCHS = int(sys.argv[1])
+EPOCHS = int(sys.argv[1]) if len(sys.argv) > 1 else 3
 SNAPSHOT = "runs/tour/train.pt"
 BATCH_SIZE = 20  # samples per rank
 LEARNING_RATE = 0.02  # for one rank
@@ -48,6 +48,8 @@ def main():
         snapshot = torch.load(SNAPSHOT, map_location=device)
         model.module.load_state_dict(snapshot["model"])
         optimizer.load_state_dict(snapshot["optimizer"])
+        for group in optimizer.param_groups:
+            group["lr"] = LEARNING_RATE * n  # the snapshot has that of its own number of ranks
         first_epoch = snapshot["epoch"]
 
     for epoch in range(first_epoch, EPOCHS):

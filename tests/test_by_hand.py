@@ -90,6 +90,10 @@ def test_the_program_to_copy_continues_and_saves_what_the_tour_shows(folder: Pat
     assert re.findall(r"^epoch (\d)", done.stdout, re.MULTILINE) == ["0", "1", "2", "3", "4"]
     names = done.stdout.splitlines()[-1]
     assert f"prints `{names}`" in TOUR
+    on_one = ["torchrun", "--standalone", ROOT / "by_hand/train.py", "6"]
+    subprocess.run(on_one, cwd=folder, env=clean_env(), capture_output=True, check=True)
+    [group] = torch.load(folder / "runs/tour/train.pt")["optimizer"]["param_groups"]
+    assert group["lr"] == 0.02  # of one rank
     assert names.startswith("0.weight")
 
 

@@ -104,6 +104,8 @@ def test_transformers_has_the_same_tokens_logits_and_greedy_text(
     assert tokens == [pretrained.tokenizer.vocabulary.index(character) for character in text]
     assert tokenizer.decode(tokens) == text
 
+    assert model.generation_config.top_k == 0  # all tokens; transformers' default is 50
+
     gpt = GPT(pretrained.model_config).eval()
     gpt.load_state_dict(pretrained.weights)
     idx = torch.tensor([tokens * 10])[:, :256]

@@ -191,6 +191,22 @@ def test_other_versions_of_pytorch_are_refused(
     assert list(tmp_path.iterdir()) == [tmp_path / "text.txt"]
 
 
+def test_a_session_keeps_its_objects_collectable_and_its_default_dtype_must_be_fp32() -> None:
+    code = """
+import gc, sys
+from mingpt.program import import_pytorch
+sys.ps1 = ">>> "
+import_pytorch()
+print(gc.get_freeze_count())
+import torch
+torch.set_default_dtype(torch.bfloat16)
+import_pytorch()
+"""
+    done = run_program("-c", code, cwd=ROOT)
+    assert done.stdout == "0\n"
+    assert "UserError: PyTorch's default dtype is torch.bfloat16, must be torch.float32" in done.stderr
+
+
 # Resuming
 
 

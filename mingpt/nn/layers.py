@@ -85,12 +85,14 @@ class _RMSNormFunction(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor) -> Tensor:
         scale = _inverse_rms(x)
         y = x * scale
-        ctx.save_for_backward(y, scale)
+        ctx.save_for_backward(x, y, scale)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        y, scale = ctx.saved_tensors
+        x, y, scale = ctx.saved_tensors
+        if torch.is_grad_enabled():  # for a second derivative
+            scale = _inverse_rms(x)
         return torch.addcmul(grad, y, (grad * y).mean(-1, keepdim=True), value=-1).mul_(scale)
 
 
@@ -113,14 +115,14 @@ def rms_norm(x: Tensor) -> Tensor:
 class _ReLUSquaredFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
         positive = x.relu()
-        ctx.save_for_backward(positive)
         return positive * positive
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (positive,) = ctx.saved_tensors
-        return (grad * positive).mul_(2)
+        (x,) = ctx.saved_tensors
+        return (grad * x.relu()).mul_(2)
 
 
 class ReLUSquared(nn.Module):

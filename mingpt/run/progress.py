@@ -24,17 +24,17 @@ class Progress:
     val_loss: float | None = None
     best: Best = field(default_factory=Best)
 
-    def load_state_dict(self, header: dict[str, Any], text_sha256: str) -> None:
-        """Loads the header of a snapshot.
+    def load_state_dict(self, header: dict[str, Any], text_sha256: str, eval_windows: int | None) -> None:
+        """Loads the header of a snapshot, without `best` if its losses are not comparable with later ones.
 
         Args:
-            text_sha256: digest of this run's text. If it differs from the snapshot's, `best` is not loaded, since
-                losses on two texts are not comparable.
+            text_sha256: digest of this run's text
+            eval_windows: this run's trainer.eval_windows
         """
         self.step = header["step"]
         self.samples = header["samples"]
         self.val_loss = header["val_loss"]
-        if header["text_sha256"] == text_sha256:
+        if is_comparable(header, text_sha256, eval_windows):
             self.best = Best(**header["best"])
 
     def set_val_loss(self, val_loss: float, counts: bool) -> None:
@@ -47,6 +47,12 @@ class Progress:
         self.best.evaluations_since += int(counts)
         if val_loss < self.best.val_loss:
             self.best = Best(self.step, val_loss)
+
+
+def is_comparable(header: dict[str, Any], text_sha256: str, eval_windows: int | None) -> bool:
+    """Returns whether a run validates on the same windows as the run that saved a snapshot with this header."""
+    before = header["config"]["trainer"].get("eval_windows", eval_windows)  # an older snapshot may lack it
+    return header["text_sha256"] == text_sha256 and before == eval_windows
 
 
 class StepResult(NamedTuple):

@@ -14,7 +14,7 @@ from char_dataset import CharDataset, ValidationDataset
 from mingpt.config.schema import Config, keys_without_places
 from mingpt.config.yaml_format import format_value
 from mingpt.parallel.memory import format_bytes
-from mingpt.run.progress import Progress
+from mingpt.run.progress import Progress, is_comparable
 from mingpt.snapshot.format import Best
 from mingpt.snapshot.load import new_run_advice
 from mingpt.text.corpus import Corpus
@@ -83,9 +83,12 @@ def resumed(path: str, then: dict[str, Any], now: dict[str, Any]) -> str:
         lines.append(f"the code has changed since the snapshot: {changed_files(code, now['code'])}")
     if then["text_sha256"] != now["text_sha256"]:
         lines.append(
-            f"the text has changed: its SHA-256 is {then['text_sha256']} in the snapshot, {now['text_sha256']} now. "
-            "Validation losses are not comparable with earlier ones, and may include text that was trained on, so best "
-            "snapshot and trainer.patience start again"
+            f"the text has changed: its SHA-256 is {then['text_sha256']} in the snapshot, {now['text_sha256']} now; "
+            "validation may include text that was trained on"
+        )
+    if not is_comparable(then, now["text_sha256"], now["config"]["trainer"]["eval_windows"]):
+        lines.append(
+            "validation losses are not comparable with earlier ones, so best snapshot and trainer.patience start again"
         )
     for key, name in (("hardware", "hardware"), ("pytorch", "version of PyTorch")):
         new = now["choices"][key]

@@ -72,7 +72,7 @@ def hf_model(pretrained: Pretrained) -> PreTrainedModel:
         values["activation_function"] = "gelu"
         weights = gpt2_weights(pretrained.weights)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.architecture, **values)).eval()
-    model.generation_config = GenerationConfig(do_sample=True, temperature=0.8)
+    model.generation_config = GenerationConfig(do_sample=True, temperature=0.8, top_k=0)  # its default is 50
     # Without model.bias, GPT-2's biases stay zeros.
     biases = {key: bias for key, bias in model.state_dict().items() if key.endswith("bias")}
     try:

@@ -36,6 +36,10 @@ MPIRUN = {
     "PMIX_NAMESPACE": "prterun-vm-12622@1",
 }
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}  # and Intel MPI
+MVAPICH = {k.replace("OMPI", "MV2"): v for k, v in MPIRUN.items() if k.startswith("OMPI")}
+JSRUN = {k.replace("OMPI_COMM_WORLD", "JSM_NAMESPACE"): v for k, v in MPIRUN.items() if k.startswith("OMPI")}
+FLUX = {"FLUX_TASK_RANK": "3", "FLUX_JOB_SIZE": "4", "FLUX_TASK_LOCAL_ID": "1"}
+PMI = {"PMI_RANK": "3", "PMI_SIZE": "4"}
 MPIRUN_FILE = "file:///run/ompi.12622/rendezvous-prterun-vm-12622@1"
 
 
@@ -67,6 +71,12 @@ MPIRUN_FILE = "file:///run/ompi.12622/rendezvous-prterun-vm-12622@1"
         (MPICH | MASTER, RankInfo(1, 4, 1, 2, "env://")),
         (MPICH | {"PMI_RANK": "0", "PMI_SIZE": "1"}, RankInfo(0, 1, 1, 2)),
         (STEP | MPICH | MASTER, RankInfo(1, 4, 1, 2, "env://")),  # mpirun's daemons are a SLURM step
+        (MVAPICH | MASTER, RankInfo(1, 2, 1, 2, "env://")),
+        (JSRUN | MASTER, RankInfo(1, 2, 1, 2, "env://")),
+        (STEP | FLUX | MASTER, RankInfo(3, 4, 1, None, "env://")),  # Flux's brokers are a SLURM step
+        (PMI | {"PALS_LOCAL_RANKID": "1"} | MASTER, RankInfo(3, 4, 1, None, "env://")),
+        (PMI | {"PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2"} | MASTER, RankInfo(3, 4, 1, 2, "env://")),
+        (PMI | MASTER, RankInfo(3, 4, None, None, "env://")),
         # srun --mpi=pmi2
         (STEP | {"PMI_RANK": "3", "PMI_SIZE": "5"}, RankInfo(3, 5, 1, None, f"tcp://node01:{STEP_PORT}")),
         (STEP | {"SLURM_STEP_ID": "x"}, RankInfo(3, 5, 1, None, "tcp://node01:14711")),

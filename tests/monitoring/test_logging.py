@@ -115,6 +115,20 @@ def test_the_end_of_a_program_does_not_end_a_session(monkeypatch: pytest.MonkeyP
         exit_process(2)
 
 
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        (["-m", "cProfile"], " function calls "),
+        (["-m", "trace", "--count", "--summary", "--missing", "--coverdir=."], "cov%"),
+        (["-i"], ">>> "),
+    ],
+)
+def test_profilers_tracers_and_sessions_outlast_the_program(options: list[str], shown: str, tmp_path: Path) -> None:
+    done = run_program(*options, "main.py", "--help", cwd=tmp_path)
+    assert shown in done.stdout + done.stderr
+    assert "--trainer.max_steps" in done.stdout
+
+
 def test_training_continues_when_the_reader_of_stdout_ends(text: Path, tmp_path: Path) -> None:
     """As in `main.py | head -1`; SIGTERM then still saves."""
     run_dir = tmp_path / "run"

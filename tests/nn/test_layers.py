@@ -40,6 +40,12 @@ def test_bmm_attention_equals_pytorchs_attention_and_its_gradients() -> None:
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("function", [rms_norm, ReLUSquared()])
+def test_second_derivatives_are_right(function: Callable[[Tensor], Tensor]) -> None:
+    x = torch.randn(3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    assert torch.autograd.gradgradcheck(function, x)
+
+
 def test_layer_norm_returns_the_dtype_of_its_input() -> None:
     x = torch.randn(2, 5, 8)
     norm = LayerNorm(8).bfloat16()

@@ -219,25 +219,31 @@ def _run_with_overflow(*argv: str) -> tuple[int, str, str]:
     return run_captured(*argv)
 
 
-def test_retuning_keys_follow_the_yaml_and_changes_are_logged(trained: Path, run_dir: Path, tmp_path: Path) -> None:
-    """The learning rate is so low that the weights of step 6 stay; the text is reversed.
+@pytest.mark.parametrize("reverses", [True, False])
+def test_retuning_keys_follow_the_yaml_and_changes_are_logged(
+    reverses: bool, trained: Path, run_dir: Path, tmp_path: Path
+) -> None:
+    """The learning rate is so low that the weights of step 6 stay; the text or the validation windows change.
 
-    Its validation loss is higher than the loss of step 3 on the old text, which would end trainer.patience.
+    Their validation loss is higher than the best one before, which would end trainer.patience.
     """
     snapshot = load_snapshot(str(run_dir / "snapshots/step_00000006.pt"))
     snapshot |= {"best": {"step": 3, "val_loss": 0.1, "evaluations_since": 0}, "best_saved": 3}
     SnapshotFolder(f"{run_dir}/snapshots", keep=9).write(snapshot)
     text = tmp_path / "text.txt"
-    text.write_text((trained / "text.txt").read_text()[::-1])
+    text.write_text((trained / "text.txt").read_text()[:: -1 if reverses else 1])
     options = {"optimizer__learning_rate": 1e-12, "optimizer__decay_steps": 20, "trainer__batch_size": 5}
     options |= {"trainer__patience": 2, "trainer__eval_every": 2}
+    if not reverses:
+        options["trainer__eval_windows"] = 3
     argv = run_args(run_dir, text, trainer__max_steps=8, **options)
     [(status, out, err)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
     assert (status, err) == (0, "")
     changes = out.partition("resuming from")[2].partition("step 7/8")[0]
     digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in (trained / "text.txt", text)]
-    assert f"the text has changed: its SHA-256 is {digests[0]} in the snapshot, {digests[1]} now" in changes
-    assert "Validation losses are not comparable with earlier ones, and may include text that was " in changes
+    line = f"the text has changed: its SHA-256 is {digests[0]} in the snapshot, {digests[1]} now"
+    assert (line in changes) == reverses
+    assert "validation losses are not comparable with earlier ones, so best snapshot and trainer.patience " in changes
     assert "the learning rate of step 6 was " in changes
     config = OptimizerConfig(learning_rate=1e-12, warmup_steps=4, decay_steps=20)
     rates = [row["learning_rate"] for row in read_rows(run_dir) if row["step"] > 6]
