@@ -10,8 +10,11 @@ import signal
 import time
 from contextlib import ExitStack, closing
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from char_dataset import CharDataset, ValidationDataset, check_num_targets, train_val_split
 from mingpt.config.schema import Config, GPTConfig, config_to_dict
@@ -28,6 +31,7 @@ from mingpt.run import summary
 from mingpt.run.evaluation import evaluate, generate_sample
 from mingpt.run.numerics import set_numerics
 from mingpt.run.progress import Progress, StepResult
+from mingpt.run.replay import compute_twice
 from mingpt.run.start import adopt_snapshot, build_model, code_digests, initial_weights, load_corpus, lock_run
 from mingpt.run.wait_policy import adaptive_wait_policy
 from mingpt.snapshot.format import FORMAT_VERSION
@@ -206,12 +210,10 @@ class Trainer:
         batch = self.next_batch()
         step = self.progress.step + 1
 
-        strategy.broadcast_buffers()
-        strategy.zero_grad()
-        losses = []
-        for micro_batch in strategy.micro_batches(batch):
-            losses.append(strategy.forward_backward(micro_batch, self.train_data))  # the last one exchanges gradients
-        losses = strategy.reduce_gradients(batch, losses)
+        if self.is_replay_due():
+            losses = compute_twice(strategy, partial(self.compute_gradients, batch), step)
+        else:
+            _, losses = self.compute_gradients(batch)
         lr = learning_rate(step, self.last_step, self.config.optimizer)
         grad_norm = strategy.update(lr)
 
@@ -219,6 +221,23 @@ class Trainer:
         self.progress.samples = batch.stop
         self.progress.val_loss = None
         return StepResult(batch, losses, grad_norm, lr)
+
+    def is_replay_due(self) -> bool:
+        """Returns whether to compute the gradients of the next step twice. On GPUs, other kernels have other bits."""
+        cfg = self.config.trainer
+        is_deterministic = self.context.device.type == "cpu" or cfg.deterministic
+        steps = self.progress.step - self.first_step
+        return cfg.replay_every is not None and is_deterministic and steps % cfg.replay_every == 0
+
+    def compute_gradients(self, batch: range) -> tuple[list[Tensor], list[Tensor]]:
+        """Makes forward and backward of all micro-batches. Returns this rank's losses, and losses for `mean_loss`."""
+        strategy = self.strategy
+        strategy.broadcast_buffers()
+        strategy.zero_grad()
+        losses = []
+        for micro_batch in strategy.micro_batches(batch):
+            losses.append(strategy.forward_backward(micro_batch, self.train_data))  # the last one exchanges gradients
+        return losses, strategy.reduce_gradients(batch, losses)
 
     def after_step(self, result: StepResult, is_snapshot_due: bool) -> None:
         """Logs, evaluates, generates a sample and saves what is due after a step, in this order."""

@@ -180,6 +180,9 @@ class TrainerConfig:
     deterministic: bool = False
     """use only deterministic CUDA kernels, which are slower; CPU runs are always deterministic"""
 
+    replay_every: PositiveInt | None = 1000
+    """steps between those whose gradients are computed twice, to find faulty hardware; null: none"""
+
     seed: int = Field(default=1, ge=0, lt=2**63)
     """seed of initial weights, sample order and dropout"""
 

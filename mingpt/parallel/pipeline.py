@@ -149,6 +149,7 @@ class PipelineParallel(Strategy):
         self.device = inner.device
         self.scaler = inner.scaler
         self.parameters = inner.parameters
+        self.buffers = inner.buffers
         self.local_state = inner.local_state
         self.optimizer = inner.optimizer
         self.full_model = PipelinedModel(inner.full_model, self.pipeline)

@@ -136,16 +136,21 @@ class Strategy:
             buffer.copy_(value)
 
     @contextmanager
-    def first_pass(self) -> Iterator[None]:
-        """Prepares for a pass before the first step, which is not compiled and leaves buffers as they were."""
+    def kept_buffers(self) -> Iterator[None]:
+        """Leaves buffers as they were before the block."""
         buffers = [getattr(module, name) for module, name in self.buffers]
         values = [buffer.clone() for buffer in buffers]
-        is_compiled = self.config.trainer.compile
-        eager = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()  # it imports for a second
-        with eager, self.autocast():
-            yield
+        yield
         for (module, name), buffer, value in zip(self.buffers, buffers, values, strict=True):
             setattr(module, name, buffer.copy_(value))
+
+    @contextmanager
+    def first_pass(self) -> Iterator[None]:
+        """Prepares for a pass before the first step, which is not compiled and leaves buffers as they were."""
+        is_compiled = self.config.trainer.compile
+        eager = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()  # it imports for a second
+        with self.kept_buffers(), eager, self.autocast():
+            yield
 
     def zero_grad(self) -> None:
         """Deletes the gradients of the step before."""

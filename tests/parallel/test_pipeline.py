@@ -79,7 +79,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str
 
 def _results(folder: Path, stages: int) -> dict[str, Any]:
     options = with_stages(stages, trainer__micro_batch_size=2, distributed__pipeline_schedule="gpipe")
-    tied = options | {"optimizer__name": "muon", "model__architecture": "gpt2"}
+    tied = options | {"optimizer__name": "muon", "model__architecture": "gpt2", "trainer__replay_every": None}
     results: dict[str, Any] = {}
     with open_trainer(*run_args(folder / f"run-{stages}", folder / "text.txt", **(NO_DROPOUT | options))) as trainer:
         train_losses(trainer, 4)
