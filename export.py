@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import shlex
 import signal
 import sys
@@ -31,7 +32,8 @@ def model_card(pretrained: Pretrained, source: str, name: str) -> str:
     for section, keys in snapshot["config"].items():
         for key, value in keys.items():
             if value != defaults[section].get(key):
-                command.append(f"--{section}.{key}={format_value(value)}")
+                text = re.sub("(//)[^/@]*@", r"\1", format_value(value))  # user and password of a URL
+                command.append(f"--{section}.{key}={text}")
     val_loss = "not measured" if snapshot["val_loss"] is None else f"{snapshot['val_loss']:.4f} nats per character"
     return f"""---
 library_name: transformers

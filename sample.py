@@ -15,6 +15,7 @@ from mingpt.config.parser import default_snapshot_path
 from mingpt.errors import UserError
 from mingpt.monitoring.logging import configure_logging
 from mingpt.snapshot.load import load_pretrained
+from mingpt.system.threads import choose_threads
 from mingpt.system.torch_versions import check_torch
 
 
@@ -82,6 +83,8 @@ def run(argv: Sequence[str]) -> None:
     path = default_snapshot_path() if args.snapshot is None else args.snapshot
     pretrained = load_pretrained(path, "--snapshot", args.best)
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    threads, _ = choose_threads("auto", 1, None)  # with more than idle cores, they wait for each other at each token
+    torch.set_num_threads(threads)
     model = pretrained.build_model().to(device)
     tokenizer = pretrained.tokenizer
     prompt = read_prompt(args.prompt, default=tokenizer.decode([0]))

@@ -27,8 +27,10 @@ def start_program() -> None:
     `torch.optim` needs a folder for temporary files. A KeyboardInterrupt would show the traceback of the imports, and
     NumPy turns it into other errors.
     """
-    if not is_interactive():
+    if not is_interactive() and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
+    if os.getpid() == 1:  # in a container, Linux ignores signals without a handler
+        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(143))
     problem = "the working directory was deleted; change to another one"
     try:
         os.getcwd()

@@ -96,7 +96,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def signal_handlers() -> Iterator[None]:
     """Restores signal handlers. A run in the test's process may leave signals ignored, also for child processes."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGXCPU)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGXCPU)
     handlers = {number: signal.getsignal(number) for number in numbers}
     yield
     for number, handler in handlers.items():

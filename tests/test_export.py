@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import export
+from export import model_card
 from mingpt.config.parser import read_config
 from mingpt.nn.layers import rms_norm
 from mingpt.program import run_program as exit_status_of
@@ -89,6 +90,12 @@ def test_the_model_card_has_text_loss_and_command(
         read_config([*options, "--trainer.run_dir", f"{tmp_path}/again", "--print_config"])
     config = capsys.readouterr().out
     assert config.replace(f"{tmp_path}/again", str(trained)) == (trained / "config.yaml").read_text()
+
+
+def test_the_model_card_has_no_password(trained: Path) -> None:
+    pretrained = load(trained)
+    pretrained.snapshot["config"]["data"]["path"] = "http://user:secret@host/@text.txt"
+    assert "--data.path=http://host/@text.txt" in model_card(pretrained, "run", "name")
 
 
 def test_transformers_has_the_same_tokens_logits_and_greedy_text(

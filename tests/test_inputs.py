@@ -58,6 +58,12 @@ OPTIONS = [
     ("--config", ["--config", "No such file"]),
     ("stray --trainer.max_step 3", ["stray", "--help"]),
     ("trainer.max_steps 30", ["write --trainer.max_steps"]),
+    ("-trainer.max_steps 30", ["'-trainer.max_steps'", "write --trainer.max_steps"]),
+    ("\u2014trainer.max_steps 30", ["\u2014trainer.max_steps'", "write --trainer.max_steps"]),  # a chat's dash
+    ("+trainer.max_steps=30", ["write --trainer.max_steps"]),
+    ("' ' --trainer.max_steps 3", ["a blank after a backslash"]),
+    ("--nproc_per_node=2", ["nproc_per_node", "option of torchrun: write it before main.py"]),
+    ("--max-restarts 3", ["max-restarts", "option of torchrun: write it before main.py"]),
     ("--data.path a.txt text.txt", ["text.txt", "quote a pattern"]),
     ("--optimizer.lr 3", ["optimizer.lr", "nearest is optimizer.learning_rate"]),
     ("--eval_iters=3", ["eval_iters", "nearest is trainer.eval_windows"]),

@@ -191,6 +191,12 @@ def test_other_versions_of_pytorch_are_refused(
     assert list(tmp_path.iterdir()) == [tmp_path / "text.txt"]
 
 
+def test_on_windows_each_program_ends_with_one_line() -> None:
+    done = run_program("-c", "import sys; sys.platform = 'win32'; import main", cwd=ROOT)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "error: these programs run on Linux and macOS; on Windows, use WSL\n"
+
+
 def test_a_session_keeps_its_objects_collectable_and_its_default_dtype_must_be_fp32() -> None:
     code = """
 import gc, sys

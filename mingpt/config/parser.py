@@ -31,6 +31,9 @@ Trains a character-level GPT, in one process or under torchrun or another launch
   --help               print this and exit
 
 """
+DASHES = "-+\u2010\u2011\u2012\u2013\u2014\u2015\u2212"  # which chats and editors write for --
+TORCHRUN_OPTIONS = {"nproc_per_node", "nnodes", "node_rank", "standalone", "max_restarts", "rdzv_backend"}
+TORCHRUN_OPTIONS |= {"rdzv_endpoint", "rdzv_id", "master_addr", "master_port"}
 HINTS = {
     "dp": "; DataParallel is slow, because one process copies the model to all GPUs in every step: write ddp, and "
     "start a process for each GPU with torchrun",
@@ -94,9 +97,10 @@ def _read_command_line(argv: Sequence[str]) -> tuple[list[str], Values]:
     while words:
         option, equals, text = words.popleft().partition("=")
         if not option.startswith("--"):
+            name = option.strip().lstrip(DASHES)
+            advice = f"write --{name}, or quote a pattern of files" if name else "is there a blank after a backslash?"
             raise UserError(
-                f"{option} (in {COMMAND_LINE}) does not belong to an option: write --{option}, or quote a pattern of "
-                "files; --help lists all keys"
+                f"{option!r} (in {COMMAND_LINE}) does not belong to an option: {advice}; --help lists all keys"
             )
         if not equals and words and not words[0].startswith("--"):
             text = words.popleft()
@@ -115,6 +119,8 @@ def _unknown_name(name: str, value: Any, place: str) -> str:
         return f"{name} (in {place}): found {reprlib.repr(value)}, must contain keys"
     if name in REMOVED_KEYS:
         return f"{name} (in {place}) is no longer a key: {REMOVED_KEYS[name]}"
+    if name.replace("-", "_") in TORCHRUN_OPTIONS:
+        return f"{name} (in {place}) is an option of torchrun: write it before main.py"
     _, _, key = name.rpartition(".")
     nearest = [NAMES[key]] if key in NAMES else difflib.get_close_matches(name, KEYS, n=1, cutoff=0.5)
     hint = f"; the nearest is {nearest[0]}" if nearest else ""

@@ -80,7 +80,7 @@ class RunLog:
 
 
 class MetricsFile:
-    """metrics.jsonl. Opening it removes rows of steps after `step`, and a torn last row.
+    """metrics.jsonl. Opening it removes rows of steps after `step`, and torn ones. Lines of other programs stay.
 
     Raises:
         OSError: it can't be written.
@@ -92,9 +92,11 @@ class MetricsFile:
         self.path = folder / "metrics.jsonl"
         if self.path.exists():
             with replaced_file(self.path) as kept:
-                for row in iter_metrics(self.path):
-                    if row["step"] <= step:
-                        kept.write(_encode_row(row))
+                for value in _iter_json(self.path):
+                    if not _is_row(value):
+                        kept.write(json.dumps(value).encode() + b"\n")
+                    elif value["step"] <= step:
+                        kept.write(_encode_row(value))
         self.file = open(self.path, "ab", buffering=0)  # noqa: SIM115
 
     def write(self, event: str, step: int, values: Mapping[str, Any]) -> None:
@@ -235,15 +237,23 @@ class StepTimer:
 
 
 def iter_metrics(file: Path) -> Iterator[dict[str, Any]]:
-    """Yields the rows of a metrics.jsonl, without torn ones.
+    """Yields the rows of a metrics.jsonl, without torn ones and lines of other programs.
 
     Raises:
         OSError: it can't be read, or is not a regular file.
     """
+    return filter(_is_row, _iter_json(file))
+
+
+def _iter_json(file: Path) -> Iterator[Any]:
     with open_regular(file) as lines:
         for line in lines:
             with suppress(ValueError):
                 yield json.loads(line, parse_constant=lambda name: None)  # NaN and Infinity of other tools
+
+
+def _is_row(value: Any) -> bool:
+    return isinstance(value, dict) and "event" in value and isinstance(value.get("step"), int)
 
 
 def saved_steps(file: Path) -> list[int]:

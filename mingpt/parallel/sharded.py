@@ -1,5 +1,6 @@
 """Sharded strategies: ZeRO-1 with DDP, ZeRO-2 and ZeRO-3 with FSDP2."""
 
+import logging
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -20,6 +21,9 @@ from mingpt.errors import UserError
 from mingpt.optim.muon import to_local
 from mingpt.optim.optimizer import build_optimizer
 from mingpt.parallel.strategy import DDP, DTYPES, Strategy, state_layouts, tied_names
+
+# With gloo, each FSDP run of Muon would warn that gradients are gathered instead of exchanged (all-to-all).
+logging.getLogger("torch.distributed.tensor._collective_utils").setLevel(logging.ERROR)
 
 
 class ZeRO1(DDP):

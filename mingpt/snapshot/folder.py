@@ -237,6 +237,7 @@ def load_snapshot(path: str) -> dict[str, Any]:
     with local_copy(path) as name, open_regular(name) as file:  # a mapping stays valid after the file is deleted
         check_crc32(name)
         opened = f"/dev/fd/{file.fileno()}"  # torch.load accepts only names in UTF-8, and maps only files with a name
+        opened = opened if os.path.exists(opened) else name  # some containers have no /dev/fd
         try:
             snapshot = torch.load(opened, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:

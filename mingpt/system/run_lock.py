@@ -48,6 +48,8 @@ class RunLock:
     def lost_folder(self) -> Path | None:
         """Returns a folder that was deleted, moved or replaced, so that another process may lock its path, or None."""
         for folder, descriptor in self.descriptors.items():
+            with suppress(OSError):
+                os.utime(descriptor)  # cleaners of scratch disks delete old files
             if not _is_at(folder / LOCK_NAME, descriptor):
                 return folder
         return None

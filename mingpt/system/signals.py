@@ -15,6 +15,7 @@ from mingpt.monitoring.logging import logger
 EXIT_STATUS = {
     signal.SIGTERM: 143,
     signal.SIGUSR1: 143,
+    signal.SIGUSR2: 143,
     signal.SIGHUP: 143,
     signal.SIGXCPU: 143,  # the soft limit of CPU time; at the hard limit, the system kills the process
     signal.SIGINT: 130,
@@ -76,11 +77,8 @@ class SignalHandler:
         self.writer.setblocking(False)
         self.old_handlers = {}
         if threading.current_thread() is threading.main_thread():
-            handled = [
-                number
-                for number in EXIT_STATUS
-                if signal.getsignal(number) != signal.SIG_IGN or number != signal.SIGHUP
-            ]
+            # The parent of this process has had others ignored, such as nohup, or `&` in a script.
+            handled = [number for number in EXIT_STATUS if signal.getsignal(number) != signal.SIG_IGN]
             self.old_handlers = {number: signal.signal(number, lambda number, frame: None) for number in handled}
             self.old_fd = signal.set_wakeup_fd(self.writer.fileno(), warn_on_full_buffer=False)
         else:

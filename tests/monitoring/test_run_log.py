@@ -138,6 +138,16 @@ def test_a_resumed_run_has_each_row_once_in_file_and_tensorboard(text: Path, tmp
     assert samples | expected == samples  # TensorBoard hides scalars of removed steps, but not their texts
 
 
+def test_lines_of_other_programs_are_passed_over_and_stay(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    row = '{"event": "train", "step": 1, "loss": 2.5}\n'
+    others = ['{"note": "x"}\n', "17\n", "[1]\n", "null\n", '{"event": "x", "step": "1"}\n']
+    file.write_text("".join([*others, row]))
+    assert list(iter_metrics(file)) == [json.loads(row)]
+    MetricsFile(tmp_path, step=1).close()
+    assert file.read_text() == "".join([*others, row])
+
+
 @pytest.mark.parametrize("torn", ['{"event": "tr', "\0\0\0", "{", ""])
 def test_torn_rows_are_removed_on_resume(torn: str, tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,15 @@ def test_the_lock_of_another_host_names_host_and_file(tmp_path: Path, monkeypatc
     (tmp_path / LOCK_NAME).unlink()
     os.close(take(tmp_path))
     os.close(descriptor)
+
+
+def test_a_lock_in_use_is_not_old(tmp_path: Path) -> None:
+    """Cleaners of scratch disks delete files whose times do not change."""
+    lock = RunLock({tmp_path: "trainer.run_dir"})
+    os.utime(tmp_path / LOCK_NAME, (0, 0))
+    lock.check()
+    assert time.time() - (tmp_path / LOCK_NAME).stat().st_mtime < 60
+    lock.close()
 
 
 def test_a_file_system_without_locks_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

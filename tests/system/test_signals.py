@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from main import main
+from mingpt.program import start_program
 from mingpt.system.signals import EXIT_STATUS, SECOND_SIGNAL_SECONDS, SignalHandler
 from tests.helpers import (
     ROOT,
@@ -77,10 +78,22 @@ def test_without_a_signal_handlers_and_threads_are_restored(monkeypatch: pytest.
     assert set(get_handlers().values()) == {signal.SIG_IGN}
 
 
-def test_under_nohup_a_hangup_stays_ignored() -> None:
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_the_parent_has_had_ignored_stays_ignored(number: int) -> None:
+    """SIGHUP by nohup, SIGINT by `&` in a script."""
+    signal.signal(number, signal.SIG_IGN)
     with SignalHandler():
-        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        start_program()
+        assert signal.getsignal(number) == signal.SIG_IGN
+
+
+def test_sigterm_ends_the_first_process_of_a_container_before_the_first_step() -> None:
+    code = "import os, signal; from mingpt.program import start_program; start_program(); os.kill(1, signal.SIGTERM)"
+    unshare = ["unshare", "--pid", "--fork", "--kill-child"]
+    if os.geteuid() or subprocess.run([*unshare, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("needs root and the right to make a PID namespace")
+    done = subprocess.run([*unshare, sys.executable, "-c", code], cwd=ROOT, env=clean_env(), check=False)
+    assert done.returncode == 143
 
 
 FAILING = """
