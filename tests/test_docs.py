@@ -383,7 +383,7 @@ TOUR_OUTPUT = {
     "ZeRO and FSDP": r"\n27\n",
     "Memory of a rank": r"measured memory .*optimizer state 3\.1 MiB",
     "Mixed precision and loss scaling": r"step +100/100 +loss 2\.[23]",
-    "Activation checkpointing": r"\n24\n",
+    "Activation checkpointing": r"\n36\n",
     "Pipeline parallelism": r"each stage waits 20% of the time(.*\n)*.*measured memory .*: 6\.\d MiB \(",
     "One error for all ranks": r"error: data.path: missing.txt can't be read: .*No such file",
     "Snapshot": r"DAMAGED",

@@ -6,7 +6,7 @@ data corruption" in Grattafiori et al., 2024, table 5).
 
 import platform
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache, partial
 
 import numpy as np
@@ -21,8 +21,6 @@ from mingpt.text.permutation import hash64
 
 CHUNK = 2**20  # elements that are hashed at once
 
-Digests = dict[str, list[int]]
-
 
 def compute_twice(
     strategy: Strategy, compute: Callable[[], tuple[list[Tensor], list[Tensor]]], step: int
@@ -36,54 +34,49 @@ def compute_twice(
         UserError: on all ranks, if some bits differ; with the ranks that have computed them.
     """
     with strategy.kept_buffers():
-        _, own_before, reduced_before = _compute(strategy, compute)
-    losses, own, reduced = _compute(strategy, compute)
+        _, before = _compute(strategy, compute)
+    losses, after = _compute(strategy, compute)
     context = strategy.context
-    differences = all_gather_object(context, (_difference(own_before, own), _difference(reduced_before, reduced)))
-    places = all_gather_object(context, f"{platform.node()}, {context.device}")
-    causes = [f"rank {rank} ({places[rank]}) {mine}" for rank, (mine, _) in enumerate(differences) if mine]
-    if not causes and any(after for _, after in differences):
-        causes = [f"a rank that is not known, because ranks had exchanged gradients, {max(differences)[1]}"]
-    if causes:
+    names = [name for name in after if after[name] != before.get(name)]
+    difference = ""
+    if names:
+        place = f"rank {context.rank} ({platform.node()}, {context.device})"
+        difference = f"{place} in {len(names)} of {len(after)} tensors, such as {names[0]}"
+    differences = [each for each in all_gather_object(context, difference) if each]
+    if differences:
+        exchange = ""
+        if context.world_size > 1 and strategy.config.distributed.uses_fsdp:
+            exchange = "; unless it is the loss, another rank may be wrong, since sharded gradients were exchanged"
         raise UserError(
-            f"step {step}, computed twice, had other bits on {'; '.join(causes)}. Its hardware or a library is wrong: "
-            "leave the machine out, and run the same command to resume from a snapshot before this step. If model.py "
-            "itself makes passes differ, set trainer.replay_every to null"
+            f"step {step}, computed twice, had other bits on {'; '.join(differences)}{exchange}. The hardware or a "
+            "library is wrong: leave the machine out, and run the same command to resume from a snapshot before this "
+            "step. If model.py itself makes passes differ, set trainer.replay_every to null"
         )
     return losses
 
 
 def _compute(
     strategy: Strategy, compute: Callable[[], tuple[list[Tensor], list[Tensor]]]
-) -> tuple[list[Tensor], Digests, Digests]:
-    """Returns losses for `mean_loss`, and digests of what this rank computes, before and after ranks exchange it."""
-    own: dict[str, list[Tensor]] = defaultdict(list)
+) -> tuple[list[Tensor], dict[str, list[int]]]:
+    """Returns losses for `mean_loss`, and digests of this rank's losses and of its gradients, by name."""
+    digests: dict[str, list[Tensor]] = defaultdict(list)
 
     def record(name: str, gradient: Tensor) -> None:
-        own[name].append(digest(gradient))
+        digests[name].append(digest(gradient))
 
     hooks = []
-    if strategy.context.world_size > 1:
+    if strategy.context.world_size > 1:  # before ranks exchange gradients
         for name, parameter in strategy.parameters.items():
-            if parameter.requires_grad and not hasattr(parameter, "to_local"):  # FSDP calls no hook
+            if parameter.requires_grad and not hasattr(parameter, "to_local"):  # FSDP does not call hooks
                 hooks.append(parameter.register_hook(partial(record, name)))
     own_losses, losses = compute()
     for hook in hooks:
         hook.remove()
-    own["loss"] = list(map(digest, own_losses))
-    reduced = {name: [digest(to_local(gradient))] for name, gradient in strategy.gradients.items()}
-    if strategy.context.world_size == 1:
-        own |= reduced
-    return losses, _numbers(own), _numbers(reduced)
-
-
-def _numbers(digests: Mapping[str, list[Tensor]]) -> Digests:
-    return {name: [int(value) for value in values] for name, values in digests.items()}
-
-
-def _difference(before: Digests, after: Digests) -> str:
-    names = [name for name in after if after[name] != before.get(name)]
-    return f"in {len(names)} of {len(after)} tensors, such as {names[0]}" if names else ""
+    digests["loss"] = list(map(digest, own_losses))
+    for name, gradient in strategy.gradients.items():
+        if name not in digests:
+            record(name, to_local(gradient))
+    return losses, {name: [int(value) for value in values] for name, values in digests.items()}
 
 
 def digest(tensor: Tensor) -> Tensor:
