@@ -48,7 +48,7 @@ show("all_to_all", parts)
 x = mine.clone()
 dist.all_reduce(x)
 show("all_reduce", x)
-show("mean", x // n)  # nccl has ReduceOp.AVG, gloo does not
+show("mean", x // n)  # floating-point tensors also have ReduceOp.AVG
 
 dist.reduce_scatter(part, list(mine))
 show("reduce_scatter", part)
