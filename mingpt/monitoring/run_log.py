@@ -138,7 +138,7 @@ class TensorBoard:
 
         self.old_hook = threading.excepthook
         threading.excepthook = _show_thread_error
-        _set_earlier(folder.glob("events.out.tfevents.*"))
+        _set_earlier(folder.glob("events.out.tfevents.[0-9]*.*"))
         self.writer = SummaryWriter(str(folder), purge_step=step + 1)
 
     def write(self, event: str, step: int, values: Mapping[str, Any]) -> None:
