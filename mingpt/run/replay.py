@@ -1,7 +1,7 @@
 """Computes the gradients of some steps twice, to find machines that compute wrong.
 
-Silent data corruption was the cause of 6 of 419 unexpected interruptions of Llama 3's training (Grattafiori et al., "The
-Llama 3 Herd of Models", 2024, table 5).
+Silent data corruption was the cause of 6 of 419 unexpected interruptions of Llama 3's training (Grattafiori et al.,
+"The Llama 3 Herd of Models", 2024, table 5).
 """
 
 import platform
