@@ -124,7 +124,8 @@ def _read(fs: fsspec.AbstractFileSystem, files: Sequence[dict[str, Any]]) -> Ite
         try:
             # A remote file is fetched as a whole, since not all servers can send a part of it.
             source = io.FileIO(name) if isinstance(fs, LocalFileSystem) else io.BytesIO(fs.cat_file(name))
-            open_content = DECOMPRESSORS.get(os.path.splitext(name)[1], io.BufferedReader)
+            path = name.partition("?")[0]  # of a URL such as https://host/text.gz?download=1
+            open_content = DECOMPRESSORS.get(os.path.splitext(path)[1], io.BufferedReader)
             with source, open_content(source) as content:
                 yield from _decode(content, name)
         except UserError:

@@ -105,6 +105,8 @@ def test_compressed_files_are_read_and_damaged_ones_are_named(suffix: str, compr
     file = tmp_path / f"text.{suffix}"
     file.write_bytes(content)
     assert decode(read(file)) == PROSE
+    fsspec.filesystem("memory").pipe(f"/text.{suffix}?download=1", content)
+    assert decode(read(f"memory://text.{suffix}?download=1")) == PROSE
     for damaged in (content[: len(content) // 2], b"x" + content[1:]):
         file.write_bytes(damaged)
         with pytest.raises(
