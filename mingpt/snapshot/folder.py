@@ -199,12 +199,28 @@ class SnapshotFolder:
         with raise_user_error(problem, "free disk space, or make the folder writable"):
             if not is_kept and not self._has_free_space():
                 raise OSError(errno.ENOSPC, "not enough space for it and the next snapshot of trainer.save_every")
-            with replaced_file(f"{self.root}/{name}", flush=is_kept) as file:
-                torch.save(snapshot, file)
+            try:
+                self._save(name, snapshot, is_kept)
+            except Exception:  # a quota, which `_has_free_space` does not see
+                if not (is_kept and self._remove_unscheduled()):
+                    raise
+                self._save(name, snapshot, is_kept)
         self.scheduled = snapshot["scheduled"][-self.keep - SPARE_STEPS :]
         self.best = snapshot["best_saved"]
         self.damaged.discard(step)
         self.prune(step)
+
+    def _save(self, name: str, snapshot: dict[str, Any], flush: bool) -> None:
+        with replaced_file(f"{self.root}/{name}", flush) as file:
+            torch.save(snapshot, file)
+
+    def _remove_unscheduled(self) -> bool:
+        """Removes the newest snapshot if it is not one to keep and there is another. Returns whether it has."""
+        steps = [step for step in self.files() if step not in self.damaged]
+        if len(steps) < 2 or steps[-1] in (*self.scheduled, self.best):
+            return False
+        self._remove(self.files()[steps[-1]])
+        return True
 
     def _has_free_space(self) -> bool:
         """Returns whether two more snapshots fit on the disk, or one more if the newest one will be deleted."""

@@ -1,6 +1,7 @@
 """If the disk is full, saves fail and the run continues: real runs on a real small disk."""
 
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -10,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from mingpt.errors import UserError
 from mingpt.snapshot import manager
+from mingpt.snapshot.folder import SnapshotFolder
 from tests.faults.runs import Run, assert_same_run, train_undisturbed
 from tests.helpers import (
     list_snapshots,
@@ -21,6 +25,7 @@ from tests.helpers import (
     run_args,
     run_captured,
     run_ranks,
+    small_snapshot,
     write_text,
 )
 
@@ -104,6 +109,26 @@ def paused_between_saves(run: Run) -> Iterator[None]:
         time.sleep(0.01)
     yield
     process.send_signal(signal.SIGCONT)
+
+
+def test_a_scheduled_snapshot_takes_the_place_of_one_between(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a quota, which the free space of the disk does not show."""
+    usage = shutil.disk_usage(disk)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    folder = SnapshotFolder(str(disk))
+    weights = {"w": torch.zeros(DISK_SIZE // 14)}  # in two snapshots, 8/14 of the disk; a third one does not fit
+    (disk / "others").write_bytes(bytes(DISK_SIZE // 4))
+    folder.write(small_snapshot(1, weights, scheduled=[1]))
+    folder.write(small_snapshot(2, weights, scheduled=[1]))
+    assert list(folder.files()) == [1, 2]
+    folder.write(small_snapshot(3, weights, scheduled=[1, 3]))
+    assert list(folder.files()) == [3]
+
+    folder.scheduled = []  # so that the only snapshot is one between
+    (disk / "others").write_bytes(bytes(DISK_SIZE // 2))
+    with pytest.raises(UserError, match=r"step_00000004\.pt can't be written"):
+        folder.write(small_snapshot(4, weights, scheduled=[4]))
+    assert list(folder.files()) == [3]
 
 
 @pytest.mark.parametrize("ends_in_time", [False, True])
