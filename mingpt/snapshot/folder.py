@@ -36,7 +36,7 @@ class DamagedSnapshotError(Exception):
 
 @contextmanager
 def raise_user_error(problem: str, advice: str) -> Iterator[None]:
-    """Turns any exception into a UserError. Each kind of store has its own classes, and torch.save a RuntimeError."""
+    """Turns any exception into a UserError. Each kind of store has its own classes."""
     try:
         yield
     except UserError:
@@ -46,8 +46,6 @@ def raise_user_error(problem: str, advice: str) -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
-        error = error.__context__  # for a full disk, torch.save says "unexpected pos 960 vs 896"
     return str(error) or type(error).__name__
 
 
@@ -201,8 +199,9 @@ class SnapshotFolder:
                 raise OSError(errno.ENOSPC, "not enough space for it and the next snapshot of trainer.save_every")
             try:
                 self._save(name, snapshot, is_kept)
-            except Exception:  # a quota, which `_has_free_space` does not see
-                if not (is_kept and self._remove_unscheduled()):
+            except OSError as error:  # maybe a quota, which `_has_free_space` does not see
+                is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+                if not (is_full and is_kept and self._remove_unscheduled()):
                     raise
                 self._save(name, snapshot, is_kept)
         self.scheduled = snapshot["scheduled"][-self.keep - SPARE_STEPS :]
@@ -211,8 +210,13 @@ class SnapshotFolder:
         self.prune(step)
 
     def _save(self, name: str, snapshot: dict[str, Any], flush: bool) -> None:
-        with replaced_file(f"{self.root}/{name}", flush) as file:
-            torch.save(snapshot, file)
+        try:
+            with replaced_file(f"{self.root}/{name}", flush) as file:
+                torch.save(snapshot, file)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):  # for a full disk, torch.save says "unexpected pos 960 vs 896"
+                raise error.__context__ from None
+            raise
 
     def _remove_unscheduled(self) -> bool:
         """Removes the newest snapshot if it is not one to keep and there is another. Returns whether it has."""
