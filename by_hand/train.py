@@ -49,7 +49,7 @@ def main():
         model.module.load_state_dict(snapshot["model"])
         optimizer.load_state_dict(snapshot["optimizer"])
         for group in optimizer.param_groups:
-            group["lr"] = LEARNING_RATE * n  # the snapshot has that of its own number of ranks
+            group["lr"] = LEARNING_RATE * n  # the number of ranks may have changed
         first_epoch = snapshot["epoch"]
 
     for epoch in range(first_epoch, EPOCHS):
