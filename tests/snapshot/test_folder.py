@@ -284,3 +284,15 @@ def test_a_full_disk_is_reported_and_existing_snapshots_stay(file_size_limit: No
     assert newest_step(folder) == 2
     write(folder, 5)
     assert os.listdir(folder.path) == file_names(5)
+
+
+def test_snapshots_load_by_their_name_without_dev_fd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = SnapshotFolder(str(tmp_path))
+    folder.write(small_snapshot(1))
+    load = torch.load
+    opened: list[str] = []
+    monkeypatch.setattr(torch, "load", lambda name, **options: opened.append(name) or load(name, **options))
+    exists = os.path.exists
+    monkeypatch.setattr(os.path, "exists", lambda path: not str(path).startswith("/dev/fd") and exists(path))
+    assert load_snapshot(folder.file(1))["step"] == 1
+    assert opened == [folder.file(1)]
