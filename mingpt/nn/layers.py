@@ -1,4 +1,4 @@
-"""Dropout, norms, activation and attention in forms that are faster on CPUs, and auxiliary losses."""
+"""Dropout, norms, activation and attention in forms that are faster on CPUs."""
 
 import math
 from typing import Any
@@ -13,37 +13,6 @@ LOGIT_CAP = 15.0
 RMS_NORM_EPS = 1e-6
 
 IGNORE_INDEX = -1  # target of a position without a next token
-
-
-class AuxiliaryLoss(torch.autograd.Function):
-    """Returns activations, and starts the gradient of a loss in backward (MoEAuxLossAutoScaler in Megatron-LM).
-
-    Attributes, which a strategy sets before each forward pass:
-        scale: gradient that backward starts with for a mean over the micro-batch
-        values: the losses of this forward pass so far
-    """
-
-    scale = torch.ones(())
-    values: list[Tensor] = []  # noqa: RUF012 - a pipeline passes only activations from block to block
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
-        ctx.scale = AuxiliaryLoss.scale
-        AuxiliaryLoss.values.append(loss.detach())
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return grad, ctx.scale
-
-
-def add_loss(x: Tensor, loss: Tensor) -> Tensor:
-    """Returns the activations x, and in training adds a block's loss, such as a router's, to the loss of the model.
-
-    Args:
-        loss: scalar, a mean over the micro-batch
-    """
-    return AuxiliaryLoss.apply(x, loss.float()) if torch.is_grad_enabled() else x
 
 
 class Dropout(nn.Dropout):

@@ -52,10 +52,10 @@ class CUDAGraphs(Strategy):
         """Sets the gradients of the step before to zero. Deleting them would change their addresses."""
         torch._foreach_zero_(list(self.gradients.values()))
 
-    def backward(self, idx: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
+    def backward(self, idx: Tensor, targets: Tensor, weight: Any) -> Tensor:
         if idx.shape != self.shape:  # the end of a batch
             return super().backward(idx, targets, weight)
-        return self.recorded_backward(idx, targets, weight)
+        return self.recorded_backward(idx, targets, torch.full((), weight, device=self.device))
 
     def update(self, lr: float | Tensor) -> Tensor:
         if not self.is_fused:

@@ -34,7 +34,7 @@ def _build(
 ) -> Strategy:
     apply_activation_checkpointing(model, config.trainer.activation_checkpointing)
     if config.trainer.compile:
-        compile_model(model, config, context.device)
+        compile_model(model)
     cfg = config.distributed
     if not cfg.uses_fsdp:  # fully_shard moves one block after another, so a model may be larger than a device
         model.to(context.device)
@@ -59,19 +59,10 @@ def _build(
     return FSDP(model, context, config, precision)
 
 
-def compile_model(model: nn.Module, config: Config, device: torch.device) -> None:
-    """Compiles each block, the head and the loss, which takes a fraction of the time of a whole model.
-
-    On a CPU, it compiles the whole model, unless something is gathered, recomputed or sent between blocks: in parts,
-    a step of the default configuration takes 6% longer there.
-    """
-    cfg = config.distributed
-    mode = config.trainer.activation_checkpointing
+def compile_model(model: nn.Module) -> None:
+    """Compiles each block, the head and the loss, which takes a fraction of the time of a whole model."""
     torch._dynamo.config.recompile_limit = 64  # uneven shares, short last batches and evaluation add shapes
     torch._dynamo.config.optimize_ddp = False  # it would split blocks at DDP's buckets
-    if device.type == "cpu" and not cfg.uses_fsdp and cfg.pipeline_stages == 1 and mode == "none":
-        model.compile(dynamic=False)
-        return
     for block in model.blocks.values():  # type: ignore[operator]
         block.compile(dynamic=False)
     for name in ("unembed", "loss"):

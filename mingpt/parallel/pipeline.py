@@ -23,7 +23,7 @@ from mingpt.config.schema import Config
 from mingpt.distributed.agreement import reduce_object, shared_errors
 from mingpt.distributed.context import DistributedContext
 from mingpt.errors import UserError
-from mingpt.nn.layers import IGNORE_INDEX, AuxiliaryLoss
+from mingpt.nn.layers import IGNORE_INDEX
 from mingpt.optim.muon import to_local
 from mingpt.parallel.data_parallel import build_data_parallel
 from mingpt.parallel.strategy import DTYPES, MicroBatch, Strategy, layout, state_layouts, tied_names
@@ -136,7 +136,7 @@ class PipelineParallel(Strategy):
             name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             for name, tensor in model.state_dict().items()
         }
-        with context.long_timeout(), shared_errors(context):
+        with shared_errors(context):
             self.stage_of = find_stages(model, num_stages)
             if context.rank == 0:
                 self._check_loss(model, num_stages)
@@ -191,16 +191,14 @@ class PipelineParallel(Strategy):
         idx = torch.arange(-(size // 2), size - size // 2)[None] % model.config.vocab_size
         targets = idx.roll(-1, 1)
         seed_device(idx.device, 0)
-        AuxiliaryLoss.values = []
-        expected = (self.compute_loss(whole, idx, targets) + sum(AuxiliaryLoss.values)).item()
+        expected = self.compute_loss(whole, idx, targets).item()
         seed_device(idx.device, 0)
-        AuxiliaryLoss.values = []
         x = idx
         try:
             with self.autocast():
                 for stage in stages:
                     x = stage(x)
-                loss = (stages[-1].loss(x, targets) + sum(AuxiliaryLoss.values)).item()
+                loss = stages[-1].loss(x, targets).item()
         except Exception as error:
             raise UserError(f"{problem}: in stages, it raises {error!r}") from error
         if not math.isclose(loss, expected, rel_tol=1e-4):
@@ -337,14 +335,10 @@ class _Stage(PipelineStage):
         self.losses: list[Tensor] = []  # parts of the mean loss over the batch
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        weight, first = self.parts[fwd_chunk_id]
-        self.weight = torch.full((), weight, device=self.device)
+        self.weight, first = self.parts[fwd_chunk_id]
         self.inner.seed_dropout(first, self.stage_index)
-        self.inner.begin_losses(self.weight)
         with record_function(f"forward {fwd_chunk_id}"), self.inner.autocast():
-            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        self.losses += [loss * weight for loss in AuxiliaryLoss.values]
-        return output
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         with record_function(f"backward {bwd_chunk_id}"):

@@ -23,7 +23,6 @@ from mingpt.config.schema import Config
 from mingpt.distributed.agreement import broadcast_object
 from mingpt.distributed.context import DistributedContext
 from mingpt.errors import UserError
-from mingpt.nn.layers import AuxiliaryLoss
 from mingpt.optim.optimizer import build_optimizer
 from mingpt.system.device import seed_device
 from mingpt.text.permutation import hash64
@@ -175,15 +174,14 @@ class Strategy:
         """Adds the gradient of a micro-batch to `grad` of this rank's parameters.
 
         Returns:
-            this rank's part of the mean loss over the batch, auxiliary losses included
+            this rank's part of the mean loss over the batch
         """
         self.set_gradient_sync(micro_batch.sync_gradients)
         idx, targets = self.to_device(*data[micro_batch.indices or micro_batch.batch[:1]])
-        weight = torch.full((), micro_batch.weight(data), device=self.context.device)
         self.seed_dropout(micro_batch.indices.start)
-        return self.backward(idx, targets, weight)
+        return self.backward(idx, targets, micro_batch.weight(data))
 
-    def backward(self, idx: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
+    def backward(self, idx: Tensor, targets: Tensor, weight: float | Tensor) -> Tensor:
         """Makes the passes of `forward_backward` on the device; what differs between micro-batches is an argument.
 
         Args:
@@ -191,21 +189,14 @@ class Strategy:
             targets: next tokens (B, T)
             weight: scalar, the weight of the mean loss in the mean over the batch
         """
-        self.begin_losses(weight)
         loss = self.compute_loss(self.model, idx, targets) * weight
-        auxiliary = sum(AuxiliaryLoss.values) * weight
         self.scale_loss(loss).backward()
-        return loss.detach() + auxiliary
+        return loss.detach()
 
     def seed_dropout(self, *numbers: int) -> None:
         """Seeds dropout from the run's seed and these numbers."""
         [seed] = hash64(self.config.trainer.seed, *numbers).tolist()
         seed_device(self.context.device, seed)
-
-    def begin_losses(self, weight: Tensor) -> None:
-        """Prepares for the auxiliary losses of a micro-batch with this weight."""
-        AuxiliaryLoss.scale = self.scale_loss(weight)
-        AuxiliaryLoss.values = []
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Returns a part of the mean loss over the batch, scaled for backward."""

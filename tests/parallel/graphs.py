@@ -39,6 +39,7 @@ def undone(change: Callable[[], None]) -> Iterator[None]:
         (model.MLP, "__init__"),
         (model.MLP, "forward"),
         (model.GPT, "__init__"),
+        (model.GPT, "forward"),
     ]
     before = [getattr(owner, name) for owner, name in changed]
     change()

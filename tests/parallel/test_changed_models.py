@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mingpt.nn.layers import add_loss
 from mingpt.optim import optimizer
 from mingpt.snapshot.load import load_pretrained
 from model import GPT, MLP, Block, CausalSelfAttention
@@ -30,7 +29,7 @@ from tests.helpers import (
     run_each_captured,
     run_ranks,
 )
-from tests.parallel.runs import PIPELINE, Options, change_buffers, with_stages
+from tests.parallel.runs import PIPELINE, Options, add_auxiliary_loss, change_buffers, with_stages
 
 
 def _after(cls: type[nn.Module], function: Callable[[Any], None]) -> None:
@@ -352,18 +351,6 @@ def skip_an_expert() -> None:
     MLP.forward = lambda self, x: forward(self, x) + self.experts[used](x)  # type: ignore[method-assign]
 
 
-def add_loss_to_forward() -> None:
-    """A term for logits, where stages do not see it."""
-    forward = GPT.forward
-
-    def with_loss(self: Any, *args: Any) -> Any:
-        logits, loss = forward(self, *args)
-        add_loss(logits, 0.1 * logits.logsumexp(-1).square().mean())
-        return logits, loss
-
-    GPT.forward = with_loss  # type: ignore[method-assign]
-
-
 def use_module_of_list() -> None:
     """Each block uses the first one's MLP, which is not among its modules."""
     forward = Block.forward
@@ -392,7 +379,7 @@ IN_STAGES = "distributed.pipeline_stages is 2, must be 1 for this model.py: "
         (share_buffer, with_stages(2), f"{IN_STAGES}several stages change the buffer transformer.h.0.count, or not"),
         (use_embedding_in_last_stage, with_stages(2), f"{IN_STAGES}in stages, it raises KeyError('wte')"),
         (tie_data, {}, "model.py: transformer.wte.weight and lm_head.weight share memory, which training would sep"),
-        (add_loss_to_forward, with_stages(2), f"{IN_STAGES}with random weights, the loss of the whole model is "),
+        (add_auxiliary_loss, with_stages(2), f"{IN_STAGES}with random weights, the loss of the whole model is "),
         (use_module_of_list, with_stages(2), f"{IN_STAGES}with random weights, the loss of the whole model is "),
         (
             tie_blocks,

@@ -123,7 +123,7 @@ def _changed_curves(change: Callable[[], None], folder: Path, runs: list[Options
     [
         (smooth_labels, 2, ON_TWO),
         (penalize_logits, 2, ON_TWO),
-        (add_auxiliary_loss, 2, ON_TWO),
+        (add_auxiliary_loss, 2, ON_TWO[:-1]),
         (count_one_token_only, 2, ON_TWO),
         (freeze, 2, ON_TWO),
         (scale_rates, 2, ON_TWO),
