@@ -100,48 +100,18 @@ def newton_schulz(gradients: Tensor, ns_dtype: torch.dtype) -> Tensor:
     """
     _, m, n = gradients.shape
     is_tall = m >= n  # so x^T x is not larger than x x^T
-
-    def square_of(x: Tensor) -> Tensor:
-        return torch.bmm(x.mT, x) if is_tall else torch.bmm(x, x.mT)
-
-    # Both branches apply the same polynomials: the first multiplies them into one matrix, the second applies each to
-    # the updates. In fp32, the first saves 4% of a step of the default run (AMD EPYC, two threads).
-    if ns_dtype == torch.float32:
-        square = square_of(gradients)
-        norm_squared = square.diagonal(dim1=1, dim2=2).sum(1).clamp(min=1e-14)[:, None, None]
-        product = _product_of_factors(square / (SAFETY**2 * norm_squared))
-        # Gradients, unlike `square`, are not divided by the norm, because rows or columns are normalized below.
-        updates = torch.bmm(gradients, product) if is_tall else torch.bmm(product, gradients)
-    else:
-        norm = gradients.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
-        updates = (gradients / (SAFETY * norm)).to(ns_dtype)
-        for a, b, c in COEFFICIENTS:
-            square = square_of(updates)
-            polynomial = torch.baddbmm(square, square, square, beta=b, alpha=c)
-            if is_tall:
-                updates = torch.baddbmm(updates, updates, polynomial, beta=a)
-            else:
-                updates = torch.baddbmm(updates, polynomial, updates, beta=a)
-        updates = updates.float()
+    norm = gradients.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    updates = (gradients / (SAFETY * norm)).to(ns_dtype)
+    for a, b, c in COEFFICIENTS:
+        square = torch.bmm(updates.mT, updates) if is_tall else torch.bmm(updates, updates.mT)
+        polynomial = torch.baddbmm(square, square, square, beta=b, alpha=c)
+        if is_tall:
+            updates = torch.baddbmm(updates, updates, polynomial, beta=a)
+        else:
+            updates = torch.baddbmm(updates, polynomial, updates, beta=a)
+    updates = updates.float()
     norms = updates.square().sum(2 if is_tall else 1, keepdim=True).sqrt_()
     return updates.mul_(math.sqrt(min(m, n) / max(m, n)) / norms.clamp_(min=1e-12))
-
-
-def _product_of_factors(square: Tensor) -> Tensor:
-    """Returns the product of the factors of all iterations, from x x^T: (k, m, m) -> (k, m, m).
-
-    An iteration multiplies x by a + b (x x^T) + c (x x^T)^2. These factors are polynomials in x x^T, so they commute,
-    and no product is as large as x. They contain differences of nearly equal numbers, which are too inexact in bf16.
-    """
-    factors: list[Tensor] = []
-    for a, b, c in COEFFICIENTS:
-        if factors:  # square of x after the last iteration
-            square = torch.bmm(factors[-1], torch.bmm(factors[-1], square))
-        factor = torch.baddbmm(square, square, square, beta=b, alpha=c)
-        factor.diagonal(dim1=1, dim2=2).add_(a)
-        factors.append(factor)
-    first, second, third = factors
-    return torch.bmm(third, torch.bmm(second, first))
 
 
 def newton_schulz_sharded(rows: Tensor, ns_dtype: torch.dtype, like: Any) -> Tensor:
