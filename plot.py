@@ -1,4 +1,4 @@
-"""Plots loss, learning rate and speed of runs from their metrics.jsonl, into a file and on the terminal.
+"""Plots loss, learning rate and speed of runs from their metrics.jsonl.
 
     python plot.py runs/default
     python plot.py runs/default runs/other --out both.png
@@ -8,7 +8,6 @@ Dotted lines mark steps from which a run resumed.
 
 import argparse
 import os
-import shutil
 import sys
 import warnings
 from collections.abc import Sequence
@@ -70,7 +69,7 @@ def draw(runs: Sequence[Run], file: Path) -> None:
         os.environ.pop("MPLBACKEND", None)
     from matplotlib.figure import Figure  # noqa: PLC0415 - the import is slow, and mistakes are reported before
 
-    # It warns of each character of a name that its font lacks, and draws a box. The terminal shows the character.
+    # It warns of each character of a name that its font lacks, and draws a box.
     warnings.filterwarnings("ignore", "Glyph")
     figure = Figure(figsize=(9, 8), dpi=100, layout="constrained")
     axes = figure.subplots(len(PANELS), sharex=True, height_ratios=(3, 1, 1, 1))
@@ -97,27 +96,8 @@ def draw(runs: Sequence[Run], file: Path) -> None:
         raise UserError(f"--out: {file} can't be written: {error}; name another file") from error
 
 
-def terminal_plot(runs: Sequence[Run]) -> str:
-    """Returns a plot of losses (lines) and validation losses (dots) as wide as the terminal, in color on a terminal."""
-    import plotext  # noqa: PLC0415
-
-    columns, rows = shutil.get_terminal_size()
-    plotext.terminal.limit(False, False)  # keeps width and height without a terminal
-    figure = plotext.figure.clear().theme("simple").canvas("default").plot_size(columns, min(rows - 2, 30))
-    figure.title("loss and validation loss, nats per token").label("step").legend(x=columns - 12, ha="right")
-    for run in runs:
-        figure.draw(figure.signal(*run.curves["loss"]).lines().label(f"loss of {run.name}"))
-        if run.curves["val_loss"][0]:
-            figure.draw(figure.signal(*run.curves["val_loss"], marker="●"))
-    last_step = max(run.curves["loss"][0][-1] for run in runs)
-    ticks = sorted({last_step * i // 4 for i in range(5)})
-    figure.ruler("x").ticks(ticks, [f"{tick:,}" for tick in ticks])
-    is_colored = sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
-    return figure.build().string(colorless=not is_colored)
-
-
 def run(argv: Sequence[str]) -> None:
-    """Plots the given runs into a file and on the terminal."""
+    """Plots the given runs into a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder (main.py's trainer.run_dir)")
     parser.add_argument(
@@ -129,7 +109,6 @@ def run(argv: Sequence[str]) -> None:
     if out.is_dir():
         out /= "plot.png"
     draw(runs, out)
-    print(terminal_plot(runs), end="")
     print(f"drawn: {out}", flush=True)
 
 

@@ -1,4 +1,4 @@
-"""plot.py reads run folders, and draws into a file and on the terminal."""
+"""plot.py reads run folders, and draws into a file."""
 
 import json
 import math
@@ -12,9 +12,7 @@ from matplotlib.colors import to_hex
 import plot
 from mingpt.program import run_program as exit_status_of
 from plot import Run, draw, read_run
-from tests.helpers import read_rows, run_args, run_on_terminal, run_program, run_ranks, train_main, write_text
-
-ESCAPE_CODE = re.compile(r"\x1b\[[\d;]*m")
+from tests.helpers import read_rows, run_args, run_program, run_ranks, train_main, write_text
 
 
 @pytest.fixture(scope="module")
@@ -77,28 +75,6 @@ def test_a_name_may_have_characters_that_the_font_lacks(folder: Path, tmp_path: 
     run.symlink_to(folder / "whole")
     done = run_program("plot.py", str(run), "--out", str(tmp_path / "plot.png"))
     assert (done.returncode, done.stderr) == (0, "")
-
-
-@pytest.mark.parametrize("env", [{"TERM": "dumb"}, {"NO_COLOR": "1"}])
-def test_a_terminal_gets_no_colors_if_the_environment_forbids_them(
-    env: dict[str, str], folder: Path, tmp_path: Path
-) -> None:
-    argv = ["plot.py", folder / "whole", "--out", tmp_path]
-    status, raw = run_on_terminal(*argv, **env)
-    assert (status, ESCAPE_CODE.search(raw)) == (0, None), raw
-    assert ESCAPE_CODE.search(run_on_terminal(*argv, TERM="xterm", NO_COLOR="")[1])
-
-
-def test_the_plot_fits_the_terminal(folder: Path, tmp_path: Path) -> None:
-    argv = ["plot.py", folder / "whole", folder / "moved", "--out", tmp_path / "both.png"]
-    status, raw = run_on_terminal(*argv, columns=160)
-    assert status == 0, raw
-    lines = ESCAPE_CODE.sub("", raw).splitlines()
-    assert max(len(line) for line in lines if "│" in line) == 160
-    for name in ("whole", "moved"):
-        assert sum(f"loss of {folder}/{name}" in line for line in lines) == 1
-    assert "●" in raw
-    assert lines[-1] == f"drawn: {tmp_path}/both.png"
 
 
 @pytest.mark.parametrize(
