@@ -40,8 +40,10 @@ def main(argv: Sequence[str] = ()) -> int:
     from trainer import Trainer
 
     with process_group(config, info) as context:
-        prepare_run(config, context)
-        return Trainer(config, context).train()
+        with context.long_timeout():  # one rank may load a snapshot or encode a text for a long time
+            prepare_run(config, context)
+            trainer = Trainer(config, context)
+        return trainer.train()
 
 
 @contextmanager
@@ -65,7 +67,7 @@ def process_group(config: Config, info: RankInfo) -> "Iterator[DistributedContex
     destroy_process_group()  # of an earlier run in this process that has failed
     backend = "cpu:gloo,cuda:nccl" if use_cuda(config.distributed.backend) else "gloo"
     timeout = timedelta(seconds=config.distributed.timeout_seconds)
-    with connected_ranks(info, config.distributed, config.trainer.run_dir) as (store, health):
+    with connected_ranks(info, config.distributed) as (store, health):
         if info.world_size > 1 or config.distributed.uses_fsdp:
             dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size, timeout=timeout)
     with explained_errors(health):

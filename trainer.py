@@ -33,7 +33,6 @@ from mingpt.run.numerics import set_numerics
 from mingpt.run.progress import Progress, StepResult
 from mingpt.run.replay import compute_twice
 from mingpt.run.start import adopt_snapshot, build_model, code_digests, initial_weights, load_corpus, lock_run
-from mingpt.run.wait_policy import adaptive_wait_policy
 from mingpt.snapshot.format import FORMAT_VERSION
 from mingpt.snapshot.load import check_vocabulary
 from mingpt.snapshot.manager import SnapshotManager
@@ -129,11 +128,7 @@ class Trainer:
             UserError: a loss is not finite, a file can't be written, or a folder was moved or deleted.
         """
         trace = self.run_dir / f"trace-{self.context.rank}.json"
-        with (
-            profile_steps(self.config.trainer.profile_steps, trace) as step_profiler,
-            self.signals,
-            adaptive_wait_policy(self.context),
-        ):
+        with profile_steps(self.config.trainer.profile_steps, trace) as step_profiler, self.signals:
             try:
                 if not self.is_done():
                     self.start_log()

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -21,24 +20,15 @@ from mingpt.system.signals import is_interactive
 
 
 def start_program() -> None:
-    """Checks the folders that PyTorch needs, and makes Ctrl-C end the program at once, unless it runs in a session.
+    """Makes Ctrl-C end the program at once, unless it runs in a session.
 
-    Call it before PyTorch is imported. Without a working directory, oneMKL ends the process during the import, and
-    `torch.optim` needs a folder for temporary files. A KeyboardInterrupt would show the traceback of the imports, and
-    NumPy turns it into other errors.
+    Call it before PyTorch is imported. A KeyboardInterrupt would show the traceback of the imports, and NumPy turns it
+    into other errors.
     """
     if not is_interactive() and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
     if os.getpid() == 1:  # in a container, Linux ignores signals without a handler
         signal.signal(signal.SIGTERM, lambda number, frame: os._exit(143))
-    problem = "the working directory was deleted; change to another one"
-    try:
-        os.getcwd()
-        problem = "no folder for temporary files can be written; set TMPDIR to one"
-        tempfile.gettempdir()
-    except FileNotFoundError as error:
-        logger.error(f"environment: {problem} ({error.strerror})")
-        sys.exit(2)
 
 
 def run_program(run: Callable[[Sequence[str]], int | None], argv: Sequence[str], encoding: str | None = None) -> int:

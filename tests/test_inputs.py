@@ -7,7 +7,6 @@ import re
 import shlex
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from importlib.util import find_spec
@@ -24,9 +23,8 @@ from mingpt.config.parser import read_config
 from mingpt.config.schema import KEYS
 from mingpt.distributed import network
 from mingpt.program import run_program as exit_status_of
-from mingpt.program import start_program
 from mingpt.snapshot import __main__ as listing
-from tests.helpers import SMALL_CONFIG, assert_one_message, run_args, run_main, run_program, run_ranks, write_text
+from tests.helpers import SMALL_CONFIG, assert_one_message, run_args, run_main, run_ranks, write_text
 
 Refusal = Callable[..., str]  # the fixture `refusal`
 STAGES = "--distributed.pipeline_stages 2 --trainer.micro_batch_size 2 --trainer.batch_size 8"
@@ -49,7 +47,6 @@ YAML = [
     (b"[" * 1000, ["recursion"]),
     (b"model: &a {n_layer: *a}\n", ["recursion"]),
     (b"max_steps: 2\n", ["max_steps (in ", "nearest is trainer.max_steps"]),
-    (b"distributed: {survive: true}\n", ["distributed.survive", "no longer a key", "trainer.save_overhead"]),
 ]
 # Options, and parts of the message
 OPTIONS = [
@@ -313,24 +310,3 @@ def _run_with_modes(folder: Path) -> dict[tuple[str, int, str], tuple[int, str]]
             shutil.rmtree("runs")
             shutil.copytree("kept", "runs")
     return results
-
-
-def test_without_a_folder_for_temporary_files_the_message_names_the_variable(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/nowhere"])
-    with pytest.raises(SystemExit, match="2"):
-        start_program()
-    err = capsys.readouterr().err
-    assert_one_message(err)
-    assert err.startswith("error: environment: no folder for temporary files can be written; set TMPDIR to one (No ")
-
-
-@pytest.mark.parametrize("program", ["main.py", "sample.py", "export.py"])
-def test_a_deleted_working_directory_is_one_message(program: str, tmp_path: Path) -> None:
-    code = "import os, runpy, sys; os.rmdir(os.getcwd()); runpy.run_path(sys.argv[1], run_name='__main__')"
-    done = run_program("-c", code, program, cwd=tmp_path)
-    assert done.returncode == 2
-    assert_one_message(done.stderr)
-    assert done.stderr.startswith("error: environment: the working directory was deleted; ")

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from mingpt.config.conflicts import find_conflicts, refuse
-from mingpt.config.schema import KEYS, REMOVED_KEYS, SECTIONS, Config, by_section, config_to_dict
+from mingpt.config.schema import KEYS, SECTIONS, Config, by_section, config_to_dict
 from mingpt.config.yaml_format import Values, dump_config, read_yaml
 from mingpt.errors import UserError
 
@@ -117,8 +117,6 @@ def _unknown_name(name: str, value: Any, place: str) -> str:
     """Returns the message for a name that is not a key, with the nearest key."""
     if name in SECTIONS:
         return f"{name} (in {place}): found {reprlib.repr(value)}, must contain keys"
-    if name in REMOVED_KEYS:
-        return f"{name} (in {place}) is no longer a key: {REMOVED_KEYS[name]}"
     if name.replace("-", "_") in TORCHRUN_OPTIONS:
         return f"{name} (in {place}) is an option of torchrun: write it before main.py"
     _, _, key = name.rpartition(".")

@@ -20,15 +20,8 @@ from pydantic_core import PydanticCustomError, to_jsonable_python
 
 # The docstring of a key is its description in the yaml and in --help.
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
-# Keys that name locations. They may differ between ranks and between starts. Ranks that were not started by torchrun
-# have the same trainer.run_dir if they are on one machine (`claim_rank`).
+# Keys that name locations. They may differ between ranks and between starts.
 PLACES = ("data.path", "trainer.run_dir", "trainer.snapshot_path", "distributed.init_method")
-# Keys of earlier versions, each with advice. Snapshots of those versions contain them.
-REMOVED_KEYS = {
-    "distributed.survive": "remove it; snapshots are saved about every second (trainer.save_overhead), and `torchrun "
-    "--max_restarts=3` restarts the run",
-    "trainer.save_minutes": "remove it; trainer.save_overhead decides how often snapshots are saved",
-}
 MAX_STEPS = 99_999_999  # names of snapshots have eight digits: step_00000500.pt
 
 

@@ -30,9 +30,7 @@ AGENT_SECONDS = 0.5  # the end of torchrun's agent is noticed within this time
 
 
 @contextmanager
-def connected_ranks(
-    info: RankInfo, config: DistributedConfig, run_dir: str
-) -> Iterator[tuple[dist.Store, HealthMonitor | None]]:
+def connected_ranks(info: RankInfo, config: DistributedConfig) -> Iterator[tuple[dist.Store, HealthMonitor | None]]:
     """Connects ranks at a store. The block initializes the process group with it.
 
     A single process gets a store in its memory, and no HealthMonitor.
@@ -63,7 +61,7 @@ def connected_ranks(
     if not info.local_rank and not uses_agent_store(init_method):  # one rank of each machine
         notice.start()
     try:
-        store = rendezvous(init_method, run_dir, rank, world_size, timedelta(seconds=config.timeout_seconds))
+        store = rendezvous(init_method, rank, world_size, timedelta(seconds=config.timeout_seconds))
         notice.cancel()
         is_one_host = all_equal(dist.PrefixStore("machine", store), rank, world_size, machine_id())
         select_gloo_interface(is_one_host, init_method)

@@ -1,8 +1,6 @@
 """The rendezvous of ranks at a key-value store, and a comparison between ranks that needs no process group."""
 
 import errno
-import os
-import platform
 import socket
 import time
 import uuid
@@ -15,7 +13,7 @@ from mingpt.distributed.network import LOOPBACK, host_and_port, uses_agent_store
 POLL_SECONDS = 0.01  # seconds between checks of the store; a rendezvous needs several checks
 
 
-def rendezvous(init_method: str, run_dir: str, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+def rendezvous(init_method: str, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     """Returns a store that contains only the keys of this launch.
 
     Raises:
@@ -35,26 +33,18 @@ def rendezvous(init_method: str, run_dir: str, rank: int, world_size: int, timeo
     store: dist.Store = dist.TCPStore(host, port, is_master=is_host, timeout=timeout, master_listen_fd=listener)
     if not has_agent:
         store = dist.PrefixStore("by hand", store)  # the agent of another run may use this port
-        claim_rank(store, run_dir, rank, world_size)
+        claim_rank(store, rank, world_size)
     return generation_store(store, rank, world_size, timeout)
 
 
-def claim_rank(store: dist.Store, run_dir: str, rank: int, world_size: int) -> None:
+def claim_rank(store: dist.Store, rank: int, world_size: int) -> None:
     """Claims a rank in the run at this store. A rank of another run with the same port does not change it.
 
-    Machines may have different run folders, but the ranks of one machine have the same one.
-
     Raises:
-        OSError: the run has a different number of processes or run folder, or another process with this rank.
+        OSError: the run has a different number of processes, or another process with this rank.
     """
-    run_dirs = f"{run_dir!a}\n{os.path.realpath(run_dir)!a}"  # paths of one folder may differ
-    for name, value in (
-        ("number of processes", str(world_size)),
-        (f"trainer.run_dir on {platform.node()}", run_dirs),
-        (f"process of rank {rank}", uuid.uuid4().hex),
-    ):
-        found = store.compare_set(name, "", value).decode()
-        if not set(found.split("\n")) & set(value.split("\n")):
+    for name, value in (("number of processes", str(world_size)), (f"process of rank {rank}", uuid.uuid4().hex)):
+        if store.compare_set(name, "", value).decode() != value:
             raise OSError(errno.EADDRINUSE, f"the run at this address has a different {name}")
 
 

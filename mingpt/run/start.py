@@ -43,7 +43,7 @@ def prepare_run(config: Config, context: DistributedContext) -> None:
     versions = {"PyTorch's version": str(torch.__version__), **code}
     check_equal(context, {**versions, **keys_without_places(config_to_dict(config))})
     refuse(find_start_conflicts(config, context.world_size, context.device.type))
-    with context.long_timeout(), shared_errors(context):
+    with shared_errors(context):
         if context.local_rank == 0:
             write_default_text(config)
             check_text(config.data.path)
@@ -127,7 +127,7 @@ def adopt_snapshot(
     if path is None:
         return config, Tokenizer()
     header = {}
-    with context.long_timeout(), shared_errors(context):
+    with shared_errors(context):
         if context.rank == 0:
             header = split_header(load_pretrained(path, "trainer.init_from").snapshot)
     header = broadcast_object(context, header)
@@ -136,7 +136,7 @@ def adopt_snapshot(
 
 
 def load_corpus(config: Config, context: DistributedContext, tokenizer: Tokenizer) -> Corpus:
-    """Returns the text as tokens. Each rank reads it, and waits for slower ones with the long timeout.
+    """Returns the text as tokens. Each rank reads it.
 
     Args:
         tokenizer: learns the tokens that it does not know
@@ -144,7 +144,7 @@ def load_corpus(config: Config, context: DistributedContext, tokenizer: Tokenize
     Raises:
         UserError: on all ranks, if the text can't be read on one of them, or if their texts differ.
     """
-    with context.long_timeout(), shared_errors(context):
+    with shared_errors(context):
         corpus = read_corpus(config.data.path, tokenizer, verbose=context.rank == 0)
     check_equal(context, {"the text's SHA-256": corpus.sha256})
     return corpus
@@ -157,7 +157,7 @@ def build_model(model_config: GPTConfig, seed: int, context: DistributedContext)
         UserError: on all ranks, if a rank has too little memory for the parameters, or the state dict is not right.
     """
     torch.manual_seed(seed)
-    with context.long_timeout(), shared_errors(context), checked_memory(context):
+    with shared_errors(context), checked_memory(context):
         model = GPT(model_config)
         check_state(model)
     return model.train()
@@ -172,7 +172,7 @@ def initial_weights(config: Config, context: DistributedContext, model: GPT, tok
     Raises:
         UserError: on all ranks, if trainer.init_from can't be loaded.
     """
-    with context.long_timeout(), shared_errors(context):
+    with shared_errors(context):
         if context.rank == 0:
             if config.trainer.init_from is None:
                 return model.state_dict()

@@ -4,7 +4,6 @@ import errno
 import hashlib
 import os
 import re
-import shutil
 import tempfile
 import zipfile
 from collections.abc import Collection, Iterator, Sequence
@@ -195,11 +194,9 @@ class SnapshotFolder:
         is_kept = step in (*snapshot["scheduled"], snapshot["best_saved"])
         problem = f"trainer.snapshot_path: {self.path}/{name} can't be written"
         with raise_user_error(problem, "free disk space, or make the folder writable"):
-            if not is_kept and not self._has_free_space():
-                raise OSError(errno.ENOSPC, "not enough space for it and the next snapshot of trainer.save_every")
             try:
                 self._save(name, snapshot, is_kept)
-            except OSError as error:  # maybe a quota, which `_has_free_space` does not see
+            except OSError as error:
                 is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
                 if not (is_full and is_kept and self._remove_unscheduled()):
                     raise
@@ -225,16 +222,6 @@ class SnapshotFolder:
             return False
         self._remove(self.files()[steps[-1]])
         return True
-
-    def _has_free_space(self) -> bool:
-        """Returns whether two more snapshots fit on the disk, or one more if the newest one will be deleted."""
-        files = self.files()
-        newest = max(files.keys() - self.damaged, default=None)
-        if newest is None:
-            return True
-        size = os.path.getsize(f"{self.root}/{files[newest]}")
-        is_replaced = newest not in self.scheduled and newest != self.best
-        return shutil.disk_usage(self.root).free >= (2 - is_replaced) * size
 
 
 def open_folders(config: TrainerConfig) -> tuple[SnapshotFolder, SnapshotFolder | None]:

@@ -117,17 +117,16 @@ class SnapshotManager:
         path = ""
         failure = ""
         remote = [] if self.remote is None else [self.remote]
-        with context.long_timeout():  # loading a large snapshot may take long
-            for folder in [self.folder, *remote] if self.writes else []:
-                try:
-                    newer = folder.load_newest(after=content.get("step", -1))
-                except UserError as error:
-                    failure = str(error)
-                    continue
-                if newer is not None:
-                    content = newer
-                    path = folder.file(content["step"])
-            steps = all_gather_object(context, content.get("step", -1))
+        for folder in [self.folder, *remote] if self.writes else []:
+            try:
+                newer = folder.load_newest(after=content.get("step", -1))
+            except UserError as error:
+                failure = str(error)
+                continue
+            if newer is not None:
+                content = newer
+                path = folder.file(content["step"])
+        steps = all_gather_object(context, content.get("step", -1))
         source_rank = steps.index(max(steps))
         with shared_errors(context):
             if failure and max(steps) < 0:
