@@ -9,7 +9,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from textwrap import indent
@@ -138,7 +138,6 @@ class TensorBoard:
 
         self.old_hook = threading.excepthook
         threading.excepthook = _show_thread_error
-        _set_earlier(folder.glob("events.out.tfevents.[0-9]*.*"))
         self.writer = SummaryWriter(str(folder), purge_step=step + 1)
 
     def write(self, event: str, step: int, values: Mapping[str, Any]) -> None:
@@ -152,15 +151,6 @@ class TensorBoard:
     def close(self) -> None:
         self.writer.close()
         threading.excepthook = self.old_hook
-
-
-def _set_earlier(files: Iterable[Path]) -> None:
-    """Renames event files of earlier starts if their clock was ahead, because TensorBoard sorts files by this time."""
-    times = {file: int(file.name.split(".")[3]) for file in files}
-    seconds_behind = max(times.values(), default=0) - int(time.time()) + 1
-    if seconds_behind > 0:
-        for file, clock in times.items():
-            file.rename(file.with_name(file.name.replace(str(clock), str(clock - seconds_behind), 1)))
 
 
 def _show_thread_error(args: threading.ExceptHookArgs) -> None:

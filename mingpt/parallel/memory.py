@@ -1,17 +1,15 @@
-"""A lower bound of a rank's memory without activations before training, and a measurement in the first step."""
+"""Refuses runs whose state can't fit into the memory, and measures the state in the first step."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch import Tensor
 
 from mingpt.config.schema import Config
 from mingpt.distributed.agreement import reduce_object
 from mingpt.distributed.context import DistributedContext
-from mingpt.errors import UserError, is_oom_error
+from mingpt.errors import UserError
 from mingpt.optim.muon import to_local
 from mingpt.parallel.strategy import Strategy
 from mingpt.system.device import memory_per_rank
@@ -20,36 +18,6 @@ from mingpt.system.device import memory_per_rank
 def format_bytes(number: float) -> str:
     """Returns a number of bytes in MiB or GiB."""
     return f"{number / 2**30:.2f} GiB" if number >= 2**30 else f"{number / 2**20:.1f} MiB"
-
-
-@contextmanager
-def checked_memory(context: DistributedContext) -> Iterator[None]:
-    """Checks the memory for parameters that are built on the CPU in the block, before Linux provides it.
-
-    Raises:
-        UserError: they do not fit.
-    """
-    available = memory_per_rank(torch.device("cpu"), context.local_world_size, context.world_size)
-    built = 0
-
-    def add(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-        nonlocal built
-        built += parameter.nbytes
-        if built > available:
-            raise MemoryError
-
-    hook = register_module_parameter_registration_hook(add)
-    try:
-        yield
-    except Exception as error:
-        if not is_oom_error(error):  # also PyTorch's, for a parameter that is larger than the memory
-            raise
-        raise UserError(
-            "out of memory before the first step: each rank builds the model on the CPU, where it may use "
-            f"{format_bytes(available)}; use a smaller model, or fewer ranks on this machine"
-        ) from error
-    finally:
-        hook.remove()
 
 
 def check_memory(config: Config, num_trained: int, context: DistributedContext) -> None:

@@ -18,7 +18,6 @@ from mingpt.distributed.context import DistributedContext
 from mingpt.errors import UserError
 from mingpt.files import replace_file
 from mingpt.monitoring.logging import logger
-from mingpt.parallel.memory import checked_memory
 from mingpt.parallel.model_checks import check_state
 from mingpt.snapshot.folder import open_folders
 from mingpt.snapshot.format import KEPT_KEYS, split_header
@@ -154,11 +153,11 @@ def build_model(model_config: GPTConfig, seed: int, context: DistributedContext)
     """Returns a new GPT on the CPU of each rank. Strategies keep its buffers and tied parameters.
 
     Raises:
-        UserError: on all ranks, if a rank has too little memory for the parameters, or the state dict is not right.
+        UserError: on all ranks, if the state dict is not right.
     """
     torch.manual_seed(seed)
-    with shared_errors(context), checked_memory(context):
-        model = GPT(model_config)
+    model = GPT(model_config)
+    with shared_errors(context):
         check_state(model)
     return model.train()
 

@@ -28,6 +28,7 @@ from tests.helpers import (
     run_args,
     run_each_captured,
     run_ranks,
+    write_text,
 )
 from tests.parallel.runs import PIPELINE, Options, add_auxiliary_loss, change_buffers, with_stages
 
@@ -117,7 +118,7 @@ ON_TWO: list[Options] = [
     {**ACCUMULATING, "distributed__strategy": "fsdp", "trainer__activation_checkpointing": "full"},
     {**ACCUMULATING, "distributed__reduction": "tree", "optimizer__name": "adamw"},
 ]
-ON_ONE: list[Options] = [ACCUMULATING, {**ACCUMULATING, "distributed__strategy": "fsdp"}]
+FSDP = {**ACCUMULATING, "distributed__strategy": "fsdp"}
 STAGES = [with_stages(2), with_stages(2, distributed__strategy="fsdp")]
 PARTS = (("whole", 6), ("parts", 4), ("parts", 6))
 
@@ -125,6 +126,27 @@ PARTS = (("whole", 6), ("parts", 4), ("parts", 6))
 def _run_changed(change: Callable[[], None], argvs: list[list[str]]) -> list[tuple[int, str, str]]:
     change()
     return run_each_captured(argvs)
+
+
+def _train(change: Callable[[], None], runs: list[tuple[int, Options]], folder: Path, **options: Any) -> list[Path]:
+    """Trains with each number of ranks and options, as a whole and in two parts, which must have the same bits.
+
+    Returns:
+        the run folders
+    """
+    text = write_text(folder / "text.txt")
+    argvs: dict[int, list[list[str]]] = {}
+    for i, (ranks, own) in enumerate(runs):
+        for name, steps in PARTS:
+            argv = run_args(folder / f"{i}-{name}", text, **(own | options), trainer__max_steps=steps)
+            argvs.setdefault(ranks, []).append(argv)
+    for ranks, each in argvs.items():
+        for results in run_ranks(ranks, _run_changed, change, each, tmp_path=folder):
+            assert [status for status, _, _ in results] == [0] * len(each), results
+    for i, (_, own) in enumerate(runs):
+        assert loss_curve(folder / f"{i}-parts") == loss_curve(folder / f"{i}-whole"), own
+        assert_equal_snapshots(folder / f"{i}-whole", folder / f"{i}-parts")
+    return [folder / f"{i}-whole" for i, _ in enumerate(runs)]
 
 
 def _load_changed(change: Callable[[], None], folders: list[Path], argv: list[str]) -> list[float]:
@@ -145,60 +167,39 @@ def _load_changed(change: Callable[[], None], folders: list[Path], argv: list[st
 @pytest.mark.parametrize(
     ("change", "runs"),
     [
-        (tie_head, [*product([1], ON_ONE), *product([2], ON_TWO)]),
-        (register_buffers, [*product([1], ON_ONE), *product([2], [*ON_TWO, *STAGES])]),
-        (tie_blocks, [*product([1], ON_ONE[:1]), *product([2], ON_TWO[:2])]),
-        (add_second_head, [*product([1], ON_ONE[:1]), *product([2], ON_TWO[:2])]),
-        (share_block, [*product([1], ON_ONE), *product([2], [*ON_TWO[:2], ON_TWO[3]])]),
+        (tie_head, [(1, FSDP), (2, ON_TWO[1]), (2, ON_TWO[3]), (2, ON_TWO[4])]),
+        (register_buffers, [(2, ON_TWO[0]), (2, ON_TWO[2]), (2, ON_TWO[4]), (2, STAGES[1])]),
+        (tie_blocks, [(2, ON_TWO[0])]),
+        (add_second_head, [(2, ON_TWO[0]), (2, ON_TWO[1])]),
+        (share_block, [(1, FSDP), (2, ON_TWO[0]), (2, ON_TWO[3])]),
     ],
 )
 def test_the_model_that_the_constructor_makes_is_trained_saved_and_resumed(
-    change: Callable[[], None], runs: list[tuple[int, Options]], text: Path, tmp_path: Path
+    change: Callable[[], None], runs: list[tuple[int, Options]], tmp_path: Path
 ) -> None:
-    argvs: dict[int, list[list[str]]] = {1: [], 2: []}
-    for i, (ranks, options) in enumerate(runs):
-        for name, steps in PARTS:
-            every = {"trainer__max_steps": steps, "trainer__eval_every": 6}
-            argvs[ranks].append(run_args(tmp_path / f"{i}-{name}", text, **(NO_DROPOUT | options | every)))
-    for same in (PIPELINE | {"trainer__micro_batch_size": 2}, ACCUMULATING):
-        every = {"trainer__max_steps": 6, "trainer__eval_every": 6}
-        layers = same.get("model__n_layer", "2")
-        argvs[1].append(run_args(tmp_path / f"layers-{layers}", text, **(NO_DROPOUT | same | every)))
-    for ranks, each in argvs.items():
-        for results in run_ranks(ranks, _run_changed, change, each, tmp_path=tmp_path):
-            assert [status for status, _, _ in results] == [0] * len(each), results
-    for i, (_, options) in enumerate(runs):
-        expected = loss_curve(tmp_path / f"layers-{options.get('model__n_layer', 2)}")
-        found = loss_curve(tmp_path / f"{i}-whole")
-        assert max_relative_error([loss for _, loss in found], [loss for _, loss in expected]) < 1e-5, options
-        assert loss_curve(tmp_path / f"{i}-parts") == found
-        assert_equal_snapshots(tmp_path / f"{i}-whole", tmp_path / f"{i}-parts")
-    folders = [tmp_path / f"{i}-whole" for i, _ in enumerate(runs)]
-    [losses] = run_ranks(1, _load_changed, change, folders, run_args(tmp_path / "load", text), tmp_path=tmp_path)
+    same = [(1, ACCUMULATING), (1, PIPELINE | {"trainer__micro_batch_size": 2})]
+    folders = _train(change, [*same, *runs], tmp_path, **NO_DROPOUT, trainer__eval_every=6)
+    for folder, (_, options) in zip(folders, [*same, *runs], strict=True):
+        expected = folders["model__n_layer" in options]
+        curves = [[loss for _, loss in loss_curve(each)] for each in (folder, expected)]
+        assert max_relative_error(*curves) < 1e-5, options
+    argv = run_args(tmp_path / "load", tmp_path / "text.txt")
+    [losses] = run_ranks(1, _load_changed, change, folders, argv, tmp_path=tmp_path)
     for folder, loss in zip(folders, losses, strict=True):
         [row] = read_rows(folder, "eval")
         assert math.isclose(row["val_loss"], loss, rel_tol=1e-5)
 
 
-@pytest.mark.parametrize("is_new", [False, True])
+@pytest.mark.parametrize(("is_new", "runs"), [(False, [*ON_TWO[::2], STAGES[1]]), (True, [*ON_TWO[:4:3], STAGES[0]])])
 def test_buffers_that_change_in_training_are_those_of_the_first_rank_and_resumed(
-    is_new: bool, text: Path, tmp_path: Path
+    is_new: bool, runs: list[Options], tmp_path: Path
 ) -> None:
     every = {"trainer__activation_checkpointing": "none", "trainer__eval_every": 3}  # no pass is repeated
-    runs = [options | every for options in [*ON_TWO, *STAGES]]
-    argvs = [
-        run_args(tmp_path / f"{i}-{name}", text, **options, trainer__max_steps=steps)
-        for (i, options), (name, steps) in product(enumerate(runs), PARTS)
-    ]
-    change = partial(change_buffers, is_new=is_new)
-    for results in run_ranks(2, _run_changed, change, argvs, tmp_path=tmp_path):
-        assert [status for status, _, _ in results] == [0] * len(argvs), results
-    for i, options in enumerate(runs):
-        assert loss_curve(tmp_path / f"{i}-whole") == loss_curve(tmp_path / f"{i}-parts"), options
-        assert_equal_snapshots(tmp_path / f"{i}-whole", tmp_path / f"{i}-parts")
+    folders = _train(partial(change_buffers, is_new=is_new), [*product([2], runs)], tmp_path, **every)
+    for folder, options in zip(folders, runs, strict=True):
         replicas = 2 // options.get("distributed__pipeline_stages", 1)
         passes = 8 // replicas // options.get("trainer__micro_batch_size", 2)
-        assert newest_snapshot(tmp_path / f"{i}-whole")["model"]["transformer.h.0.mlp.count"] == 6 * passes
+        assert newest_snapshot(folder)["model"]["transformer.h.0.mlp.count"] == 6 * passes
 
 
 class Lion(torch.optim.Optimizer):
@@ -225,24 +226,11 @@ def use_lion() -> None:
     optimizer.AdamW = Lion  # type: ignore[misc, assignment]
 
 
-def test_optimizer_state_keeps_its_dtypes(text: Path, tmp_path: Path) -> None:
-    common = {**ACCUMULATING, "optimizer__name": "adamw"}
-    strategies = [{}, *({"distributed__strategy": name} for name in ("zero1", "fsdp"))]
-    runs: list[Options] = [*(common | each for each in strategies), with_stages(2, optimizer__name="adamw")]
-    argvs = [
-        run_args(tmp_path / f"{i}-{name}", text, **options, trainer__max_steps=steps)
-        for (i, options), (name, steps) in product(enumerate(runs), PARTS)
-    ]
-    for results in run_ranks(2, _run_changed, use_lion, argvs, tmp_path=tmp_path):
-        assert [status for status, _, _ in results] == [0] * len(argvs), results
-    for i, _ in enumerate(runs):
-        state = newest_snapshot(tmp_path / f"{i}-whole")["optimizer"]["transformer.wte.weight"]
-        assert {key: tensor.dtype for key, tensor in state.items()} == {
-            "momentum": torch.bfloat16,
-            "count": torch.int64,
-        }
-        assert loss_curve(tmp_path / f"{i}-whole") == loss_curve(tmp_path / f"{i}-parts")
-        assert_equal_snapshots(tmp_path / f"{i}-whole", tmp_path / f"{i}-parts")
+def test_optimizer_state_keeps_its_dtypes(tmp_path: Path) -> None:
+    runs = [*product([2], [ON_TWO[0], ON_TWO[1], FSDP, STAGES[0]])]
+    for folder in _train(use_lion, runs, tmp_path, optimizer__name="adamw"):
+        state = newest_snapshot(folder)["optimizer"]["transformer.wte.weight"]
+        assert {key: each.dtype for key, each in state.items()} == {"momentum": torch.bfloat16, "count": torch.int64}
 
 
 def add_head_bias() -> None:
@@ -250,17 +238,6 @@ def add_head_bias() -> None:
         model.head_bias = nn.Parameter(torch.zeros(13))
 
     _after(GPT, add)
-
-
-def add_to_forward() -> None:
-    """A term that is not in GPT.loss, as a student might add it."""
-    forward = GPT.forward
-
-    def penalized(self: Any, idx: Tensor, targets: Tensor | None = None, cache: Any = None) -> Any:
-        logits, loss = forward(self, idx, targets, cache)
-        return logits, None if loss is None else loss + 0.01 * logits.square().mean()
-
-    GPT.forward = penalized  # type: ignore[method-assign]
 
 
 def change_buffer_in_last_stage() -> None:
@@ -367,49 +344,30 @@ def use_module_of_list() -> None:
 
 
 IN_STAGES = "distributed.pipeline_stages is 2, must be 1 for this model.py: "
+NOT_FSDP = "distributed.strategy is fsdp, must be ddp or zero1, because "
+NO_GRADIENT = "model.py: transformer.h.0.mlp.experts.0.weight got no gradient on rank 0; with several ranks, each"
+IS_CHANGED = "model.py: a forward pass changes the parameter "
 
 
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
-        (tie_head, with_stages(2), f"{IN_STAGES}transformer.wte.weight and lm_head.weight are one parameter, but bel"),
-        (add_head_bias, with_stages(2), f"{IN_STAGES}the stage of head_bias is unknown; parameters must belong to a"),
-        (add_to_forward, with_stages(2), f"{IN_STAGES}with random weights, the loss of the whole model is "),
-        (change_buffer_in_last_stage, with_stages(2), f"{IN_STAGES}several stages change the buffer count, or not"),
-        (share_buffer, with_stages(2), f"{IN_STAGES}several stages change the buffer transformer.h.0.count, or not"),
-        (use_embedding_in_last_stage, with_stages(2), f"{IN_STAGES}in stages, it raises KeyError('wte')"),
+        (tie_head, STAGES[0], f"{IN_STAGES}transformer.wte.weight and lm_head.weight are one parameter, but belong to"),
+        (add_head_bias, STAGES[0], f"{IN_STAGES}the stage of head_bias is unknown; parameters must belong to a"),
+        (change_buffer_in_last_stage, STAGES[0], f"{IN_STAGES}several stages change the buffer count, or not"),
+        (share_buffer, STAGES[0], f"{IN_STAGES}several stages change the buffer transformer.h.0.count, or not"),
+        (use_embedding_in_last_stage, STAGES[0], f"{IN_STAGES}in stages, it raises KeyError('wte')"),
+        (add_auxiliary_loss, STAGES[0], f"{IN_STAGES}with random weights, the loss of the whole model is "),
+        (use_module_of_list, STAGES[0], f"{IN_STAGES}with random weights, the loss of the whole model is "),
+        (tie_blocks, FSDP, f"{NOT_FSDP}transformer.h.0.mlp.c_fc.weight and transformer.h.1.mlp.c_fc.weight are one"),
+        (add_hook, FSDP, f"{NOT_FSDP}lm_head.weight has a hook"),
+        (skip_an_expert, ON_TWO[0], NO_GRADIENT),
+        (skip_an_expert, ON_TWO[2], NO_GRADIENT),
+        (skip_an_expert, ON_TWO[4], NO_GRADIENT),
+        (limit_norm, ON_TWO[4], f"{IS_CHANGED}transformer.wte.weight; with several ranks or shards, use a buffer"),
+        (average_weights, ON_TWO[0], f"{IS_CHANGED}mlp.teacher.weight; with several"),
+        (average_weights, FSDP, f"{IS_CHANGED}mlp.teacher.weight; with several"),
         (tie_data, {}, "model.py: transformer.wte.weight and lm_head.weight share memory, which training would sep"),
-        (add_auxiliary_loss, with_stages(2), f"{IN_STAGES}with random weights, the loss of the whole model is "),
-        (use_module_of_list, with_stages(2), f"{IN_STAGES}with random weights, the loss of the whole model is "),
-        (
-            tie_blocks,
-            ON_TWO[3],
-            "distributed.strategy is fsdp, must be ddp or zero1, because transformer.h.0.mlp.c_fc.we",
-        ),
-        (add_hook, ON_TWO[3], "distributed.strategy is fsdp, must be ddp or zero1, because lm_head.weight has a hook"),
-        (skip_an_expert, ON_TWO[0], "model.py: transformer.h.0.mlp.experts.0.weight got no gradient on rank 0; with"),
-        (skip_an_expert, ON_TWO[2], "model.py: transformer.h.0.mlp.experts.0.weight got no gradient on rank 0; with"),
-        (skip_an_expert, ON_TWO[4], "model.py: transformer.h.0.mlp.experts.0.weight got no gradient on rank 0; with"),
-        (
-            limit_norm,
-            ON_TWO[4],
-            "model.py: a forward pass changes the parameter transformer.wte.weight; with several",
-        ),
-        (
-            average_weights,
-            ON_TWO[0],
-            "model.py: a forward pass changes the parameter mlp.teacher.weight; with several r",
-        ),
-        (
-            average_weights,
-            ON_TWO[2],
-            "model.py: a forward pass changes the parameter mlp.teacher.weight; with several r",
-        ),
-        (
-            average_weights,
-            ON_TWO[3],
-            "model.py: a forward pass changes the parameter mlp.teacher.weight; with several r",
-        ),
         (clone_state, {}, "model.py: transformer.wte.weight in the state dict must be a parameter or a buffer itself"),
         (tie_buffer, {}, "model.py: lm_head.weight and emb share memory, which training would separate; copy it, or"),
     ],

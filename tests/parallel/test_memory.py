@@ -12,8 +12,8 @@ from mingpt.config.parser import read_config
 from mingpt.distributed.context import DistributedContext
 from mingpt.distributed.launcher import RankInfo
 from mingpt.errors import UserError
-from mingpt.parallel.memory import check_memory, checked_memory
-from tests.helpers import DEVICES, ranks_on, read_rows, run_args, run_captured, run_on, run_ranks, small_gpt
+from mingpt.parallel.memory import check_memory
+from tests.helpers import DEVICES, ranks_on, read_rows, run_args, run_captured, run_on, run_ranks
 from trainer import Trainer
 
 KINDS = r"parameters ([\d.]+) MiB, gradients ([\d.]+) MiB, optimizer state ([\d.]+) MiB"
@@ -65,17 +65,6 @@ def test_too_little_memory_is_refused(
     check_memory(config, 2**20, context)
     with pytest.raises(UserError, match=rf"a rank needs .* for .*, but has only {available / 2**20:.1f} MiB;"):
         check_memory(config, 2**20 + 2**10, context)
-
-
-def test_a_model_that_does_not_fit_into_host_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    context = DistributedContext(RankInfo(), read_config(run_args(Path("run"), "text.txt")).distributed)
-    size = sum(parameter.nbytes for parameter in small_gpt(architecture="gpt2").parameters())
-    monkeypatch.setattr("mingpt.parallel.memory.memory_per_rank", lambda *args: size)
-    with checked_memory(context):
-        small_gpt(architecture="gpt2")
-    with pytest.raises(UserError, match="each rank builds the model on the CPU"), checked_memory(context):
-        small_gpt(architecture="gpt2", n_layer=3)
-    small_gpt(architecture="gpt2", n_layer=3)
 
 
 def test_a_step_that_runs_out_of_memory_is_one_message(text: Path, tmp_path: Path) -> None:
