@@ -33,6 +33,7 @@ def model_card(pretrained: Pretrained, source: str, name: str) -> str:
         for key, value in keys.items():
             if value != defaults[section].get(key):
                 text = re.sub("(//)[^/@]*@", r"\1", format_value(value))  # user and password of a URL
+                text = text.replace(f"{Path.home()}/", "~/")
                 command.append(f"--{section}.{key}={text}")
     val_loss = "not measured" if snapshot["val_loss"] is None else f"{snapshot['val_loss']:.4f} nats per character"
     return f"""---
@@ -48,7 +49,8 @@ Prompt and generated text together have at most {config.block_size} characters.
 The tokenizer knows the {config.vocab_size} distinct characters of the training text. Any other character raises an
 error, `Missing [UNK] token`; `"".join(c for c in text if c in tokenizer.get_vocab())` removes such characters.
 There is no padding token. To pad prompts of different lengths, on the left, first set
-`tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)`.
+`tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)`. To train on padded texts, add a token instead: a collator
+ignores the targets that equal the padding token, which are characters of the text here.
 
 | | |
 | --- | --- |
@@ -74,7 +76,7 @@ print(tokenizer.decode(model.generate(**prompt, max_new_tokens={config.block_siz
 
 
 def run(argv: Sequence[str]) -> None:
-    """Exports a snapshot to a folder with a temporary name, then renames the folder.
+    """Exports a snapshot to a temporary folder in the folder, then moves the files.
 
     Raises:
         UserError: transformers or the snapshot is missing, transformers does not have such a model, or the folder can't
@@ -97,18 +99,20 @@ def run(argv: Sequence[str]) -> None:
         os.fsencode(out).decode()  # tokenizers needs a path in UTF-8
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise UserError(f"--out: {out} is not an empty folder; name an empty or a new folder")
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=out.parent, prefix=f"{out.name}.unfinished-") as folder:
-            unfinished = Path(folder, out.name)
-            try:
-                from mingpt.snapshot.hf_format import hf_model, hf_tokenizer
-            except ImportError as error:
-                raise UserError(f"export.py needs transformers 5 ({error}): pip install 'transformers>=5'") from error
-            model = hf_model(pretrained)
-            hf_tokenizer(pretrained).save_pretrained(unfinished)
-            model.save_pretrained(unfinished)
-            (unfinished / "README.md").write_text(model_card(pretrained, path, out.name), encoding="utf-8")
-            os.replace(unfinished, out)
+        try:
+            from mingpt.snapshot.hf_format import hf_model, hf_tokenizer
+        except ImportError as error:
+            raise UserError(f"export.py needs transformers 5 ({error}): pip install 'transformers>=5'") from error
+        model = hf_model(pretrained)
+        tokenizer = hf_tokenizer(pretrained)
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=out, prefix="unfinished-") as folder:
+            tokenizer.save_pretrained(folder)
+            model.save_pretrained(folder)
+            card = model_card(pretrained, path, out.absolute().name)
+            Path(folder, "README.md").write_text(card, encoding="utf-8")
+            for file in os.listdir(folder):
+                os.replace(Path(folder, file), out / file)
     except (OSError, UnicodeError) as error:
         raise UserError(f"--out: {out} can't be written: {error}; name a folder that you may write to") from error
     print(

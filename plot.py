@@ -1,6 +1,6 @@
 """Plots loss, learning rate and speed of runs from their metrics.jsonl.
 
-    python plot.py runs/default
+    python plot.py
     python plot.py runs/default runs/other --out both.png
 
 Dotted lines mark steps from which a run resumed.
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mingpt.config.parser import read_config
 from mingpt.errors import UserError
 from mingpt.monitoring.run_log import iter_metrics
 from mingpt.program import run_program
@@ -83,8 +84,10 @@ def draw(runs: Sequence[Run], file: Path) -> None:
                 ax.axvline(step, color="tab:gray", linewidth=1, linestyle=":")
             if key == "loss":
                 ax.plot(*run.curves["val_loss"], f"C{i}o--", linewidth=0.8, markersize=3 + width)
-    axes[0].plot([], [], "o--", color="tab:gray", label="validation loss")
-    axes[0].plot([], [], ":", color="tab:gray", label="step from which it resumed")
+    if any(run.curves["val_loss"][0] for run in runs):
+        axes[0].plot([], [], "o--", color="tab:gray", label="validation loss")
+    if any(run.restarts for run in runs):
+        axes[0].plot([], [], ":", color="tab:gray", label="step from which it resumed")
     axes[0].legend(frameon=False)
     for ax in axes[1:]:
         ax.set_ylim(bottom=0)
@@ -99,13 +102,16 @@ def draw(runs: Sequence[Run], file: Path) -> None:
 def run(argv: Sequence[str]) -> None:
     """Plots the given runs into a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder (main.py's trainer.run_dir)")
+    parser.add_argument(
+        "runs", nargs="*", type=Path, metavar="RUN", help="run folder (default: the run of gpt2_train_cfg.yaml)"
+    )
     parser.add_argument(
         "--out", type=Path, metavar="PATH", help="file, or folder for plot.png (default: the first run folder)"
     )
     args = parser.parse_args(argv)
-    runs = [read_run(folder) for folder in args.runs]
-    out = args.out or args.runs[0]
+    folders = args.runs or [Path(read_config().trainer.run_dir)]
+    runs = [read_run(folder) for folder in folders]
+    out = args.out or folders[0]
     if out.is_dir():
         out /= "plot.png"
     draw(runs, out)

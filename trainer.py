@@ -28,7 +28,7 @@ from mingpt.optim.optimizer import learning_rate
 from mingpt.parallel.build import build_strategy
 from mingpt.parallel.memory import measure_memory
 from mingpt.run import summary
-from mingpt.run.evaluation import evaluate, generate_sample
+from mingpt.run.evaluation import default_prompt, evaluate, generate_sample
 from mingpt.run.numerics import set_numerics
 from mingpt.run.progress import Progress, StepResult
 from mingpt.run.replay import compute_twice
@@ -85,7 +85,7 @@ class Trainer:
         self.val_data = ValidationDataset(validation, config.data.block_size, config.trainer.eval_windows)
         for data in (self.train_data, self.val_data):
             check_num_targets(data)
-        self.sample_prompt = validation[:20].tolist()
+        self.sample_prompt = default_prompt(validation, tokenizer)
         if config.trainer.sample_prompt is not None:
             self.sample_prompt = tokenizer.encode(config.trainer.sample_prompt, "trainer.sample_prompt")
 
@@ -152,8 +152,10 @@ class Trainer:
             **summary.data_rows(self.config.data.path, self.corpus, self.train_data, self.val_data),
             **summary.length_rows(self.config, self.progress, self.last_step, len(self.train_data)),
         }
-        logger.info(summary.start(devices, rows, self.layers))
-        if self.resumed is not None:
+        logger.info(summary.start(devices, rows))
+        if self.resumed is None:
+            logger.info(self.layers)
+        else:
             logger.info(summary.resumed(self.resumed_from, self.resumed, self.snapshot_header()))
         with shared_errors(self.context):
             if self.context.rank == 0:
@@ -268,7 +270,8 @@ class Trainer:
                 self.evaluate()  # trainer.patience may end the run with this step
             if self.is_due(cfg.sample_every):
                 sample = generate_sample(self.strategy, self.sample_prompt, cfg.seed)
-                self.log.write("sample", step, text=self.corpus.tokenizer.decode(sample))
+                decode = self.corpus.tokenizer.decode
+                self.log.write("sample", step, prompt=decode(self.sample_prompt), text=decode(sample))
             is_scheduled = self.is_due(cfg.save_every) or self.is_done()
             if is_scheduled or is_snapshot_due or self.progress.best.step == step:
                 self.save_snapshot(is_scheduled)

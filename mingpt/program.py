@@ -72,8 +72,9 @@ def run_program(run: Callable[[Sequence[str]], int | None], argv: Sequence[str],
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             logger.error(
                 "out of memory: lower trainer.micro_batch_size, set trainer.activation_checkpointing to full or "
-                "trainer.cuda_graphs to false, or use distributed.strategy fsdp on several ranks; if the first step "
-                "has not begun, raise the limits of this process (ulimit -v, ulimit -u). PyTorch's message: "
+                "trainer.cuda_graphs to false, or use distributed.strategy fsdp on several ranks. If the first step "
+                "has not begun, raise the limits of this process (ulimit -v, ulimit -u). If a library can't be mapped, "
+                "its folder may be mounted noexec. PyTorch's message: "
                 f"{reason}"
             )
         else:

@@ -182,7 +182,7 @@ class TrainerConfig:
     init_from: PathText | None = None
     """initial weights: a snapshot, a run folder or a folder of snapshots; null: random initialization"""
 
-    log_every: PositiveInt = 100
+    log_every: PositiveInt = 20
     """steps between rows of training metrics; the first step is included"""
 
     eval_every: PositiveInt = 400
@@ -198,7 +198,7 @@ class TrainerConfig:
     """steps between generated samples; null: none"""
 
     sample_prompt: Text | None = None
-    """text that samples begin with; null: the first 20 tokens of the validation text"""
+    """text that samples begin with; null: 20 tokens from the first line break of the validation text on"""
 
     save_every: PositiveInt = 400
     """steps between snapshots"""

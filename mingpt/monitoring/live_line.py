@@ -83,7 +83,7 @@ class Terminal:
         elif event == "sample":
             # Some characters would move the cursor.
             shown = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in values["text"])
-            logger.info(f"step {step} writes:\n{indent(shown.strip(), '    ')}")
+            logger.info(f"step {step} continues {values['prompt']!r}:\n{indent(shown.strip(), '    ')}")
 
     def close(self) -> None:
         """Ends the live line and leaves it on the terminal."""

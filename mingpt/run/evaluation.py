@@ -2,11 +2,13 @@
 
 from contextlib import nullcontext
 
+import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from char_dataset import ValidationDataset
 from mingpt.parallel.strategy import Strategy
+from mingpt.text.tokenizer import Tokenizer
 
 SAMPLE_LENGTH = 100  # tokens after the prompt
 MAX_BATCH = 16  # windows in a forward pass if trainer.micro_batch_size is null
@@ -35,6 +37,13 @@ def evaluate(strategy: Strategy, data: ValidationDataset) -> float:
     losses = torch.cat(rounds)[: len(batches)].cpu().double()
     counts = torch.tensor([data.num_targets(batch) for batch in batches], dtype=torch.float64)
     return ((losses * counts).sum() / counts.sum()).item()
+
+
+def default_prompt(tokens: np.ndarray, tokenizer: Tokenizer) -> list[int]:
+    """Returns 20 tokens of a text that begin a line, or the first 20 if its first 1,000 tokens have no line break."""
+    lines = [i + 1 for i, token in enumerate(tokens[:-20][:1000]) if tokenizer.decode([token]).endswith("\n")]
+    start = lines[0] if lines else 0
+    return tokens[start : start + 20].tolist()
 
 
 @torch.no_grad()

@@ -22,17 +22,16 @@ from mingpt.text.corpus import Corpus
 MAX_FILES = 5  # in a message
 
 
-def start(devices: list[str], rows: Mapping[str, str], layers: str) -> str:
-    """Returns a line for each rank, a line for each row, and the table of layers.
+def start(devices: list[str], rows: Mapping[str, str]) -> str:
+    """Returns a line for each rank and a line for each row.
 
     Args:
         devices: the device of each rank
         rows: name -> value
-        layers: from `layers`
     """
     lines = [f"GLOBAL_RANK: {i}, MEMBER: {i + 1}/{len(devices)}  {device}" for i, device in enumerate(devices)]
     lines += [f"{name:<10} {value}" for name, value in rows.items()]
-    return "\n".join([*lines, layers])
+    return "\n".join(lines)
 
 
 def data_rows(path: str, corpus: Corpus, training: CharDataset, validation: ValidationDataset) -> dict[str, str]:

@@ -11,7 +11,8 @@ import pytest
 from mingpt.config.schema import Config, TrainerConfig
 from mingpt.monitoring.logging import configure_logging
 from mingpt.monitoring.run_log import RunLog
-from mingpt.run.evaluation import SAMPLE_LENGTH, generate_sample
+from mingpt.run.evaluation import SAMPLE_LENGTH, default_prompt, generate_sample
+from mingpt.text.tokenizer import CharTokenizer
 from tests.helpers import (
     NO_DROPOUT,
     assert_equal_snapshots,
@@ -37,11 +38,26 @@ def samples(run_dir: Path) -> list[tuple[int, str]]:
     return [(row["step"], row["text"]) for row in read_rows(run_dir, "sample")]
 
 
-def default_prompt(text: Path) -> str:
-    """The prompt of a run with default keys: the start of the last tenth."""
+def prompt_of(text: Path) -> str:
+    """The prompt of a run with default keys: the first line that begins in the last tenth."""
     content = text.read_text()
-    start = int(0.9 * len(content))
+    start = content.index("\n", int(0.9 * len(content))) + 1
     return content[start : start + 20]
+
+
+@pytest.mark.parametrize(
+    ("text", "prompt"),
+    [
+        ("a\nb\n" + "c" * 30, "b\n" + "c" * 18),
+        ("a" * 1000 + "\n" + "b" * 30, "a" * 20),
+        ("a" * 10 + "\n" + "b" * 19, "a" * 10 + "\n" + "b" * 9),  # fewer than 20 tokens follow the line break
+        ("ab\n", "ab\n"),
+    ],
+)
+def test_a_prompt_begins_a_line_if_there_is_one(text: str, prompt: str) -> None:
+    tokenizer = CharTokenizer()
+    tokens = tokenizer.learn(text)
+    assert tokenizer.decode(default_prompt(tokens, tokenizer)) == prompt
 
 
 def test_samples_on_two_ranks_and_after_a_restart_change_no_bit(text: Path, tmp_path: Path) -> None:
@@ -57,9 +73,9 @@ def test_samples_on_two_ranks_and_after_a_restart_change_no_bit(text: Path, tmp_
         row["val_loss"] for row in read_rows(sampled, "eval")
     }
     assert samples(plain) == []
-    length = len(default_prompt(text)) + SAMPLE_LENGTH
+    length = len(prompt_of(text)) + SAMPLE_LENGTH
     assert [(step, len(sample)) for step, sample in samples(sampled)] == [(step, length) for step in (3, 6, 9, 12)]
-    assert all(sample.startswith(default_prompt(text)) for _, sample in samples(sampled))
+    assert all(sample.startswith(prompt_of(text)) for _, sample in samples(sampled))
 
 
 def test_evaluation_and_samples_are_equal_on_any_number_of_ranks(tmp_path: Path) -> None:
@@ -98,7 +114,7 @@ def test_samples_of_compiled_and_of_sharded_bf16_blocks(options: dict, text: Pat
     done = run_program("main.py", *run_args(tmp_path / "run", text, **size, **options), TORCH_LOGS="recompiles")
     assert done.returncode == 0, done.stderr
     assert "cache" not in done.stderr  # which a failed guard on the cache's length would name
-    length = len(default_prompt(text)) + SAMPLE_LENGTH
+    length = len(prompt_of(text)) + SAMPLE_LENGTH
     assert [len(sample) for _, sample in samples(tmp_path / "run")] == [length, length]
 
 
@@ -108,9 +124,9 @@ def test_control_characters_of_a_sample_are_recorded_but_not_printed(
     configure_logging()
     log = RunLog()
     log.open(Config(trainer=TrainerConfig(run_dir=str(tmp_path))), step=0, last_step=9)
-    log.write("sample", 3, text="\nab\x1b[2Jc\rd\n\te\n")
+    log.write("sample", 3, prompt="\nab\x1b", text="\nab\x1b[2Jc\rd\n\te\n")
     log.close()
-    assert capsys.readouterr().out[21:] == "step 3 writes:\n    ab\ufffd[2Jc\ufffdd\n    \te\n"
+    assert capsys.readouterr().out[21:] == "step 3 continues '\\nab\\x1b':\n    ab\ufffd[2Jc\ufffdd\n    \te\n"
     [row] = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert (row["event"], row["step"], row["text"]) == ("sample", 3, "\nab\x1b[2Jc\rd\n\te\n")
 
