@@ -3,6 +3,7 @@
 import math
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.helpers import (
     newest_snapshot,
     open_trainer,
     run_args,
+    run_each_captured,
     run_on,
     train_losses,
     write_text,
@@ -134,6 +136,13 @@ def scale_and_skip(trainer: Trainer, overflow_on: int) -> tuple[list[float], lis
 
 
 # Changes that people make
+
+
+def run_changed(change: Callable[[], None], argvs: list[list[str]]) -> list[tuple[int, str, str]]:
+    """For `run_ranks`: changes the program, then calls `run_each_captured`."""
+    change()
+    return run_each_captured(argvs)
+
 
 FROZEN = ("transformer.wte.weight", "transformer.h.0.mlp.c_fc.weight", "transformer.h.1.ln_1.weight")
 

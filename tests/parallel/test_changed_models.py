@@ -26,11 +26,10 @@ from tests.helpers import (
     open_trainer,
     read_rows,
     run_args,
-    run_each_captured,
     run_ranks,
     write_text,
 )
-from tests.parallel.runs import PIPELINE, Options, add_auxiliary_loss, change_buffers, with_stages
+from tests.parallel.runs import PIPELINE, Options, add_auxiliary_loss, change_buffers, run_changed, with_stages
 
 
 def _after(cls: type[nn.Module], function: Callable[[Any], None]) -> None:
@@ -123,11 +122,6 @@ STAGES = [with_stages(2), with_stages(2, distributed__strategy="fsdp")]
 PARTS = (("whole", 6), ("parts", 4), ("parts", 6))
 
 
-def _run_changed(change: Callable[[], None], argvs: list[list[str]]) -> list[tuple[int, str, str]]:
-    change()
-    return run_each_captured(argvs)
-
-
 def _train(change: Callable[[], None], runs: list[tuple[int, Options]], folder: Path, **options: Any) -> list[Path]:
     """Trains with each number of ranks and options, as a whole and in two parts, which must have the same bits.
 
@@ -141,7 +135,7 @@ def _train(change: Callable[[], None], runs: list[tuple[int, Options]], folder: 
             argv = run_args(folder / f"{i}-{name}", text, **(own | options), trainer__max_steps=steps)
             argvs.setdefault(ranks, []).append(argv)
     for ranks, each in argvs.items():
-        for results in run_ranks(ranks, _run_changed, change, each, tmp_path=folder):
+        for results in run_ranks(ranks, run_changed, change, each, tmp_path=folder):
             assert [status for status, _, _ in results] == [0] * len(each), results
     for i, (_, own) in enumerate(runs):
         assert loss_curve(folder / f"{i}-parts") == loss_curve(folder / f"{i}-whole"), own
@@ -376,7 +370,7 @@ def test_what_can_not_be_distributed_is_refused(
     change: Callable[[], None], options: Options, message: str, text: Path, tmp_path: Path
 ) -> None:
     argv = run_args(tmp_path / "run", text, **options)
-    [[(status, _, err)], [(_, _, other)]] = run_ranks(2, _run_changed, change, [argv], tmp_path=tmp_path)
+    [[(status, _, err)], [(_, _, other)]] = run_ranks(2, run_changed, change, [argv], tmp_path=tmp_path)
     assert (status, other) == (2, "")
     assert_one_message(err)
     assert message in err

@@ -20,10 +20,9 @@ from tests.helpers import (
     newest_snapshot,
     open_trainer,
     run_args,
-    run_each_captured,
     run_ranks,
 )
-from tests.parallel.runs import Options, change_buffers, with_stages
+from tests.parallel.runs import Options, change_buffers, run_changed, with_stages
 from trainer import Trainer
 
 ACCUMULATING: Options = {"trainer__batch_size": 8, "trainer__micro_batch_size": 2}
@@ -76,11 +75,6 @@ def compute_wrong_once(in_forward: bool) -> None:
     Block.forward = wrong  # type: ignore[method-assign]
 
 
-def _run_wrong(in_forward: bool, argvs: list[list[str]]) -> list[tuple[int, str, str]]:
-    compute_wrong_once(in_forward)
-    return run_each_captured(argvs)
-
-
 @pytest.mark.parametrize(
     ("in_forward", "ranks", "options", "cause"),
     [
@@ -97,7 +91,8 @@ def test_a_rank_that_computes_wrong_is_named_and_the_same_command_resumes(
 ) -> None:
     options = NO_DROPOUT | options | {"trainer__replay_every": 3, "trainer__max_steps": 6, "trainer__save_every": 3}
     argvs = [run_args(tmp_path / name, text, **options) for name in ("wrong", "wrong", "right")]
-    for rank, results in enumerate(run_ranks(ranks, _run_wrong, in_forward, argvs, tmp_path=tmp_path)):
+    wrong = partial(compute_wrong_once, in_forward)
+    for rank, results in enumerate(run_ranks(ranks, run_changed, wrong, argvs, tmp_path=tmp_path)):
         (status, _, err), *others = results
         assert [status, *(status for status, _, _ in others)] == [2, 0, 0], results
         if rank == 0:
@@ -105,11 +100,6 @@ def test_a_rank_that_computes_wrong_is_named_and_the_same_command_resumes(
             assert re.match(rf"error: step 4, computed twice, had other bits on {cause}\. The hardware", err), err
     assert_equal_snapshots(tmp_path / "wrong", tmp_path / "right")
     assert loss_curve(tmp_path / "wrong") == loss_curve(tmp_path / "right")
-
-
-def _run_changed(argvs: list[list[str]]) -> list[tuple[int, str, str]]:
-    change_buffers(is_new=True)
-    return run_each_captured(argvs)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -121,7 +111,7 @@ def test_computing_twice_changes_no_bit(ranks: int, text: Path, tmp_path: Path) 
         run_args(tmp_path / f"{i}-{every}", text, **options | plain, trainer__replay_every=every)
         for (i, options), every in product(enumerate(runs), (1, None))
     ]
-    for results in run_ranks(ranks, _run_changed, argvs, tmp_path=tmp_path):
+    for results in run_ranks(ranks, run_changed, partial(change_buffers, is_new=True), argvs, tmp_path=tmp_path):
         assert [status for status, _, _ in results] == [0] * len(argvs), results
     for i, _ in enumerate(runs):
         assert_equal_snapshots(tmp_path / f"{i}-1", tmp_path / f"{i}-None")
