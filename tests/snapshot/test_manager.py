@@ -6,7 +6,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,20 @@ from mingpt.parallel.strategy import Strategy
 from mingpt.snapshot import manager
 from mingpt.snapshot.folder import SnapshotFolder
 from mingpt.snapshot.load import load_pretrained
-from tests.faults.runs import Run, assert_same_run
+from mingpt.system import signals
+from tests.faults.runs import assert_same_run
 from tests.helpers import (
     PATIENCE,
     assert_equal_snapshots,
     list_snapshots,
     loss_curve,
+    main_process,
     newest_snapshot,
     read_rows,
     run_args,
     run_captured,
-    run_each_captured,
     run_ranks,
+    start_ranks,
     train_main,
     wait_until,
     write_overfitting_text,
@@ -48,45 +50,52 @@ def names(*steps: int) -> list[str]:
     return [f"step_{step:08d}.pt" for step in steps]
 
 
+def call_before(owner: type, name: str, function: Callable[..., Any]) -> None:
+    """For `run_ranks`: calls a function before each call of a method, with the same arguments."""
+    method = getattr(owner, name)
+
+    def both(*args: Any) -> Any:
+        function(*args)
+        return method(*args)
+
+    setattr(owner, name, both)
+
+
 # When snapshots are saved
 
 
-@pytest.mark.parametrize(
-    ("overhead", "cost", "pause"),
-    [(0.5, None, 1.0), (0.1, "copy", 1.5), (0.1, "write", 1.5)],
-)
+@pytest.mark.parametrize(("overhead", "cost", "pause"), [(0.5, 0.0, 1.0), (0.1, 0.03, 0.6)])
 def test_saves_take_at_most_save_overhead_and_there_is_at_most_one_a_second(
-    overhead: float, cost: str | None, pause: float, text: Path, tmp_path: Path
+    overhead: float, cost: float, pause: float, text: Path, tmp_path: Path
 ) -> None:
-    """From the first one on. A copy waits 0.15 seconds, or a write takes 0.15 seconds of a processor."""
+    """From the first one on. A copy waits `cost` seconds, and a write takes as many of a processor."""
     options = {"trainer__max_steps": 10**6, "trainer__save_every": 10**6, "trainer__eval_every": 10**6}
     argv = run_args(tmp_path / "run", text, trainer__save_overhead=overhead, **options)
     [times] = run_ranks(1, _times_of_saves, argv, cost, tmp_path=tmp_path)
     assert min(after - before for before, after in itertools.pairwise(times)) >= pause
 
 
-def _times_of_saves(argv: list[str], cost: str | None) -> list[float]:
-    iter_full_state, write, train_step = Strategy.iter_full_state, SnapshotFolder.write, Trainer.train_step
+def _times_of_saves(argv: list[str], cost: float) -> list[float]:
     times: list[float] = []
 
-    def slow_copy(strategy: Strategy) -> Iterator[Any]:
+    def slow_copy(strategy: Strategy) -> None:
         times.append(time.monotonic())
-        if cost == "copy":
-            time.sleep(0.15)
-        yield from iter_full_state(strategy)
+        time.sleep(cost)
 
-    def slow_write(folder: SnapshotFolder, snapshot: dict[str, Any]) -> None:
+    def slow_write(*args: Any) -> None:
         began = time.thread_time()
-        while cost == "write" and time.thread_time() < began + 0.15:
+        while time.thread_time() < began + cost:
             pass
-        write(folder, snapshot)
 
-    def step_until_saved(trainer: Trainer) -> Any:
+    def end(trainer: Trainer) -> None:
         if len(times) == 3:
             raise UserError("the end")
-        return train_step(trainer)
 
-    Strategy.iter_full_state, SnapshotFolder.write, Trainer.train_step = slow_copy, slow_write, step_until_saved
+    call_before(Strategy, "iter_full_state", slow_copy)
+    call_before(SnapshotFolder, "write", slow_write)
+    call_before(Trainer, "train_step", end)
+    if cost > 0:
+        manager.MIN_SECONDS = 0.1
     train_main(*argv)
     return times
 
@@ -108,8 +117,7 @@ def _threads_after_runs(text: Path, tmp_path: Path) -> tuple[list[str], int, int
     for run in range(7):
         url = {} if run < 5 else {"trainer__snapshot_path": MIRROR}
         argv = run_args(tmp_path / f"{run}", text, trainer__max_steps=1, trainer__seed=1 + run // 6, **url)
-        [(status, _, _)] = run_each_captured([argv])
-        assert status == (2 if run == 6 else 0)  # the mirror has a snapshot of another seed
+        assert train_main(*argv) == (2 if run == 6 else 0)  # the mirror has a snapshot of another seed
         counts.append(len(os.listdir("/proc/self/task")))
     names = [thread.name for thread in threading.enumerate()]
     return names, counts[0], counts[-1], threading.excepthook is hook
@@ -117,122 +125,110 @@ def _threads_after_runs(text: Path, tmp_path: Path) -> tuple[list[str], int, int
 
 # Killed runs
 
-STEPS = 600
-# main.py with a short interval.
-OFTEN = """
-import sys
-import main
-from mingpt.program import exit_process, run_program
-from mingpt.snapshot import manager
-
-manager.MIN_SECONDS = 0.1
-exit_process(run_program(main.main, sys.argv[1:]))
-"""
-OPTIONS = {"trainer__max_steps": STEPS, "trainer__save_every": 10_000, "trainer__eval_every": 100}
+STEPS = 60
+OPTIONS = PATIENCE | {
+    "trainer__patience": None,
+    "trainer__max_steps": STEPS,
+    "trainer__save_every": 10_000,
+    "trainer__eval_every": 1,
+}
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run folder next to its text.txt."""
+    """A run folder, next to its text.txt and to the folder `killed` of the same run until a kill."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    argv = run_args(folder / "run", write_text(folder / "text.txt"), trainer__save_overhead=None, **OPTIONS)
+    text = write_overfitting_text(folder / "text.txt")
+    argv = run_args(folder / "run", text, trainer__save_overhead=None, **OPTIONS)
     assert run_ranks(1, train_main, *argv, tmp_path=folder) == [0]
+    argv = run_args(folder / "killed", text, trainer__save_overhead=0.9, **OPTIONS)
+    [process], _ = start_ranks(1, _train_until_killed, *argv, tmp_path=folder)
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
     return folder / "run"
 
 
-@pytest.fixture(scope="module")
-def killed_once(undisturbed: Path) -> Path:
-    """The folder of the same run, killed after a few snapshots."""
-    folder = undisturbed.with_name("killed")
-    program = undisturbed.with_name("often.py")
-    program.write_text(OFTEN)
-    options = OPTIONS | {"trainer__save_overhead": 0.9}  # also on a machine where saves take long
-    with Run(folder, run_args(folder, undisturbed.with_name("text.txt"), **options), program) as run:
-        run.start()
-        run.wait(lambda: run.step() > 30 and bool(files(folder / "snapshots")), "a snapshot")
-        os.kill(run.processes[0].pid, signal.SIGKILL)
-        run.finish()
-    return folder
+def _train_until_killed(*argv: str) -> None:
+    """Dies with a snapshot that is newer than the best one."""
+
+    def die(trainer: Trainer) -> None:
+        if max(trainer.snapshots.folder.files(), default=0) > max(20, trainer.progress.best.step or 0):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    call_before(Trainer, "train_step", die)
+    manager.MIN_SECONDS = 0.0
+    train_main(*argv)
 
 
 @pytest.fixture
-def killed(killed_once: Path, tmp_path: Path) -> Run:
-    """A copy of it."""
-    folder = shutil.copytree(killed_once, tmp_path / "run")
-    return Run(folder, run_args(folder, killed_once.with_name("text.txt"), **OPTIONS))
+def killed(undisturbed: Path, tmp_path: Path) -> Path:
+    """A copy of the killed run."""
+    return shutil.copytree(undisturbed.with_name("killed"), tmp_path / "run")
 
 
-def resume(run: Run) -> str:
-    """Returns stdout and stderr."""
-    [(status, out, err)] = run_ranks(1, run_captured, *run.argv, tmp_path=run.run_dir.parent)
+def resume(run_dir: Path, undisturbed: Path, **changes: Any) -> str:
+    """Resumes the killed run, which must end like the undisturbed one. Returns stdout and stderr."""
+    argv = run_args(run_dir, undisturbed.with_name("text.txt"), **OPTIONS | changes)
+    [(status, out, err)] = run_ranks(1, run_captured, *argv, tmp_path=run_dir.parent)
     assert status == 0, err
+    assert_same_run(undisturbed, run_dir)
     return out + err
 
 
-def test_a_killed_run_resumes_from_the_newest_and_leaves_what_the_rule_keeps(killed: Run, undisturbed: Path) -> None:
-    newest = files(killed.run_dir / "snapshots")[-1]
-    assert f"resuming from {killed.run_dir}/snapshots/{newest}\n" in resume(killed)
-    assert_same_run(undisturbed, killed.run_dir)
-    best = newest_snapshot(undisturbed)["best"]["step"]
-    for run_dir in (killed.run_dir, undisturbed):
-        assert list_snapshots(run_dir) == names(*sorted({best, STEPS}))
-    assert [row["step"] for row in killed.rows("snapshot")] == [STEPS]
+def test_an_evaluation_that_is_the_lowest_is_saved(undisturbed: Path) -> None:
+    losses = {row["step"]: row["val_loss"] for row in read_rows(undisturbed, "eval")}
+    best = min(losses, key=losses.__getitem__)
+    expected = {"step": best, "val_loss": losses[best], "evaluations_since": STEPS - best}
+    assert newest_snapshot(undisturbed)["best"] == expected
+    assert 1 < best < STEPS
+    assert list_snapshots(undisturbed) == names(best, STEPS)
 
 
-def test_a_run_whose_snapshots_were_never_flushed_and_are_damaged_begins_again(killed: Run, undisturbed: Path) -> None:
-    damaged = files(killed.run_dir / "snapshots")
+def test_a_killed_run_resumes_from_the_newest_and_leaves_what_the_rule_keeps(killed: Path, undisturbed: Path) -> None:
+    """At the end, the best snapshot is named."""
+    newest = files(killed / "snapshots")[-1]
+    out = resume(killed, undisturbed)
+    assert f"resuming from {killed}/snapshots/{newest}\n" in out
+    best = newest_snapshot(undisturbed)["best"]
+    assert list_snapshots(killed) == names(best["step"], STEPS)
+    assert [row["step"] for row in read_rows(killed, "snapshot")] == [STEPS]
+    command = f"python sample.py --snapshot {killed}/snapshots --best"
+    assert f"\nbest:       validation loss {best['val_loss']:.4f} at step {best['step']}: {command}\n" in out
+
+
+def test_a_run_whose_snapshots_were_never_flushed_and_are_damaged_begins_again(killed: Path, undisturbed: Path) -> None:
+    damaged = files(killed / "snapshots")
     for name in damaged:
-        (killed.run_dir / "snapshots" / name).write_bytes(b"")
-    killed.argv += ["--trainer.save_overhead", "null"]  # otherwise it might write a file of the same step
-    out = resume(killed)
+        (killed / "snapshots" / name).write_bytes(b"")
+    out = resume(killed, undisturbed, trainer__save_overhead=None)  # otherwise it might write a file of the same step
     assert out.count(" is damaged (") == len(damaged)
     assert "resuming" not in out
-    assert_same_run(undisturbed, killed.run_dir)
-    assert {*damaged, *names(STEPS)} <= {*list_snapshots(killed.run_dir)}
-
-
-def test_an_evaluation_that_is_the_lowest_is_saved(text: Path, tmp_path: Path) -> None:
-    options = {"trainer__save_every": 100, "trainer__eval_every": 1, "trainer__max_steps": 9}
-    argv = run_args(tmp_path / "run", text, trainer__save_overhead=None, **options)
-    assert run_ranks(1, train_main, *argv, tmp_path=tmp_path) == [0]
-    losses = {row["step"]: row["val_loss"] for row in read_rows(tmp_path / "run", "eval")}
-    best = min(losses, key=losses.__getitem__)
-    assert newest_snapshot(tmp_path / "run")["best"] == {
-        "step": best,
-        "val_loss": losses[best],
-        "evaluations_since": 9 - best,
-    }
-    assert list_snapshots(tmp_path / "run") == names(*sorted({best, 9}))
+    assert {*damaged, *names(STEPS)} <= {*list_snapshots(killed)}
 
 
 # The mirror
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_lost_machine_resumes_from_the_mirror_which_the_same_rule_prunes(ranks: int, tmp_path: Path) -> None:
+def test_a_lost_machine_resumes_from_the_mirror_which_the_same_rule_prunes(tmp_path: Path) -> None:
     """Each rank has a run folder. The evaluation of step 4 is the best one."""
     text = write_overfitting_text(tmp_path / "text.txt")
     options = PATIENCE | {"trainer__patience": None, "trainer__keep_snapshots": 2, "trainer__save_every": 2}
     argv = run_args(tmp_path / "RANK", text, trainer__snapshot_path=MIRROR, **options)
-    first, second = run_ranks(ranks, _lose_rank_0, argv, tmp_path, tmp_path=tmp_path)[0]
+    first, second = run_ranks(2, _lose_rank_0, argv, tmp_path, tmp_path=tmp_path)[0]
     assert (first[0][0], first[1]) == (0, names(4, 8, 10))
     assert (second[0][0], second[1]) == (0, names(4, 12, 14))
     assert f"resuming from {MIRROR}/step_00000010.pt" in second[0][1]
     assert list_snapshots(tmp_path / "rank0") == names(12, 14)
-    if ranks == 2:
-        assert list_snapshots(tmp_path / "rank1") == names(4, 12, 14)
+    assert list_snapshots(tmp_path / "rank1") == names(4, 12, 14)
 
 
 def _lose_rank_0(argv: list[str], folder: Path) -> list[Any]:
-    """For `run_ranks`: trains to step 10, and without the folder of rank 0 to step 14."""
-    rank = os.environ.get("RANK", "0")
-    os.environ["LOCAL_RANK"] = "0"
+    """Trains to step 10, and without the folder of rank 0 to step 14."""
     results, init_method = [], os.environ["TEST_INIT_METHOD"]
     for steps in ("10", "14"):
         os.environ["TEST_INIT_METHOD"] = f"{init_method}-{steps}"
-        words = [word.replace("RANK", f"rank{rank}") for word in argv]
-        results.append((run_captured(*words, "--trainer.max_steps", steps), files(MIRROR)))
-        if steps == "10" and rank == "0":
+        results.append((_train_on_machine(*argv, "--trainer.max_steps", steps), files(MIRROR)))
+        if steps == "10" and os.environ["RANK"] == "0":
             shutil.rmtree(folder / "rank0")
     return results
 
@@ -271,21 +267,16 @@ def test_the_status_is_0_if_and_only_if_the_mirror_is_complete(text: Path, tmp_p
     argv = run_args(tmp_path / "run", text, trainer__snapshot_path=MIRROR, trainer__eval_every=100)
     [results] = run_ranks(1, _train_with_faulty_store, argv, tmp_path=tmp_path)
     late, failed, still_away, back, cut = results
-    assert (late[0], late[1], late[2][-1]) == (
-        0,
-        "",
-        names(12)[0],
-    )  # the upload of step 3 failed after the save of step 12
+    assert late == (0, "", names(12)[0])  # the upload of step 3 failed after the save of step 12
     problem = f"trainer.snapshot_path: {MIRROR}/{names(15)[0]} can't be written: the store is away"
-    assert failed[0] == still_away[0] == 2
-    assert failed[1] == still_away[1]
+    assert failed == still_away
+    assert (failed[0], failed[2]) == (2, names(12)[0])
     assert failed[1].startswith(f"error: training has reached step 15, but its snapshot could not be saved: {problem}")
-    assert (back[0], back[1], back[2][-1]) == (0, "", names(15)[0])
-    assert cut == back
+    assert back == cut == (0, "", names(15)[0])
 
 
-def _train_with_faulty_store(argv: list[str]) -> list[tuple[int, str, list[str]]]:
-    """For `run_ranks`: status, errors and whole files of the mirror after five starts."""
+def _train_with_faulty_store(argv: list[str]) -> list[tuple[int, str, str]]:
+    """Returns status, errors and the newest whole file of the mirror after each of five starts."""
     fs = fsspec.filesystem("memory")
     put_file = type(fs).put_file
     local = Path(argv[argv.index("--trainer.run_dir") + 1]) / "snapshots"
@@ -299,57 +290,48 @@ def _train_with_faulty_store(argv: list[str]) -> list[tuple[int, str, list[str]]
     def fail(*args: Any) -> None:
         raise OSError("the store is away")
 
-    def start(steps: int, put: Any) -> tuple[int, str, list[str]]:
+    def start(steps: int, put: Any) -> tuple[int, str, str]:
         type(fs).put_file = put
         status, _, err = run_captured(*argv, "--trainer.max_steps", str(steps))
         errors = "".join(line for line in err.splitlines(keepends=True) if not line.startswith("warning: step 3: "))
-        sizes = {file: fs.size(f"{MIRROR}/{file}") for file in files(MIRROR)}
-        return status, errors, [file for file, size in sizes.items() if size == (local / file).stat().st_size]
+        whole = [name for name in files(MIRROR) if fs.size(f"{MIRROR}/{name}") == (local / name).stat().st_size]
+        return status, errors, whole[-1]
 
     results = [start(12, fail_late), start(15, fail), start(15, fail), start(15, put_file)]
     fs.pipe_file(f"{MIRROR}/{names(15)[0]}", (local / names(15)[0]).read_bytes()[:1000])
     return [*results, start(15, put_file)]
 
 
-HANGING = """
-import sys
-import time
-import main
-from fsspec.implementations.memory import MemoryFileSystem
-from mingpt.program import exit_process, run_program
-from mingpt.snapshot.folder import SnapshotFolder
-from mingpt.snapshot.load import load_pretrained
-
-def hang(*args):
-    print("hanging", flush=True)
-    time.sleep(600)
-
-if "upload" in sys.argv[0]:
-    MemoryFileSystem.put_file = hang
-else:
-    SnapshotFolder.write = hang
-exit_process(run_program(main.main, sys.argv[1:]))
-"""
-
-
-@pytest.mark.parametrize(("what", "signals"), [("upload", 1), ("write", 2)])
+@pytest.mark.parametrize(("what", "count"), [("upload", 1), ("write", 2)])
 def test_a_wait_ends_at_the_first_signal_if_all_is_written_and_at_a_second_one_in_any_case(
-    what: str, signals: int, text: Path, tmp_path: Path
+    what: str, count: int, text: Path, tmp_path: Path
 ) -> None:
-    program = tmp_path / f"{what}.py"
-    program.write_text(HANGING)
     options: dict[str, Any] = {"trainer__save_every": 1000, "trainer__eval_every": 1000, "trainer__save_overhead": None}
     argv = run_args(tmp_path / "run", text, trainer__snapshot_path=MIRROR, **options)
-    with Run(tmp_path / "run", argv, program) as run:
-        run.start()
-        run.wait(lambda: "hanging" in run.log.read_text(), "the save")
-        for number in range(signals):
-            time.sleep(number * 1.2)  # an earlier one may be a launcher's copy
-            os.kill(run.processes[0].pid, signal.SIGTERM)
-        assert run.finish(timeout=5) == [143]
+    stdout, stderr = tmp_path / "stdout", tmp_path / "stderr"
+    [process], _ = start_ranks(1, _main_that_hangs, what, argv, stdout, stderr, tmp_path=tmp_path)
+    wait_until(lambda: stdout.exists() and "hanging" in stdout.read_text(), "the save")
+    for number in range(count):
+        time.sleep(number * 0.4)
+        process.terminate()
+    process.join(5)
+    assert process.exitcode == 143
     message = "stopped by SIGTERM at step 12 before all snapshots were uploaded; run the same command to upload them"
-    assert (message in run.output()) == (what == "upload")
+    assert (message in stdout.read_text()) == (what == "upload")
     assert list_snapshots(tmp_path / "run") == (names(12) if what == "upload" else [])
+
+
+def _main_that_hangs(what: str, *args: Any) -> None:
+    def hang(*args: Any) -> None:
+        print("hanging", flush=True)
+        time.sleep(60)
+
+    if what == "upload":
+        type(fsspec.filesystem("memory")).put_file = hang
+    else:
+        SnapshotFolder.write = hang  # type: ignore[method-assign]
+    signals.SECOND_SIGNAL_SECONDS = 0.3
+    main_process(*args)
 
 
 def test_the_best_snapshot_that_could_be_saved_is_kept_also_by_the_next_start(tmp_path: Path) -> None:
@@ -365,14 +347,11 @@ def test_the_best_snapshot_that_could_be_saved_is_kept_also_by_the_next_start(tm
 
 
 def _train_without_best(argv: list[str]) -> list[tuple[int, str, str]]:
-    write = SnapshotFolder.write
-
-    def failing_write(folder: SnapshotFolder, snapshot: dict[str, Any]) -> None:
+    def fail(folder: SnapshotFolder, snapshot: dict[str, Any]) -> None:
         if snapshot["best"]["step"] == snapshot["step"] > 1:
             raise UserError("the disk is full")
-        write(folder, snapshot)
 
-    SnapshotFolder.write = failing_write  # type: ignore[method-assign]
+    call_before(SnapshotFolder, "write", fail)
     return [run_captured(*argv, "--trainer.max_steps", steps) for steps in ("10", "14")]
 
 
@@ -445,47 +424,37 @@ def test_machines_that_share_a_folder_have_one_writer(text: Path, tmp_path: Path
 
 
 def _train_and_list_writes(*argv: str) -> tuple[int, bool]:
-    written, write = [], SnapshotFolder.write
-
-    def observed_write(folder: SnapshotFolder, snapshot: dict[str, Any]) -> None:
-        written.append(snapshot["step"])
-        write(folder, snapshot)
-
-    SnapshotFolder.write = observed_write  # type: ignore[method-assign]
+    written: list[int] = []
+    call_before(SnapshotFolder, "write", lambda folder, snapshot: written.append(snapshot["step"]))
     folder = {"0": "rank0", "1": "rank0", "2": "rank2"}[os.environ["RANK"]]
     os.environ["LOCAL_RANK"] = "0"
-    return run_captured(*(word.replace("RANK", folder) for word in argv))[0], bool(written)
+    return train_main(*(word.replace("RANK", folder) for word in argv)), bool(written)
 
 
 @pytest.mark.slow
 def test_machines_that_share_no_folder_each_save_between_steps_of_save_every(text: Path, tmp_path: Path) -> None:
     options = {"trainer__save_every": 1000, "trainer__max_steps": 40, "trainer__save_overhead": 0.9}
     argv = run_args(tmp_path / "RANK", text, distributed__strategy="fsdp", trainer__eval_every=1000, **options)
-    assert run_ranks(2, _end_before_the_last_step, *argv, tmp_path=tmp_path) == [2, 2]
+    assert run_ranks(2, _train_often_on_machine, 39, *argv, tmp_path=tmp_path) == [2, 2]
     steps = [[*SnapshotFolder(f"{tmp_path}/rank{rank}/snapshots").files()] for rank in (0, 1)]
     assert steps[0] == steps[1] != []
     shutil.rmtree(tmp_path / "rank0")  # that machine is lost
-    assert run_ranks(2, _train_often_on_machine, *argv, tmp_path=tmp_path) == [0, 0]
+    assert run_ranks(2, _train_often_on_machine, None, *argv, tmp_path=tmp_path) == [0, 0]
     assert_equal_snapshots(tmp_path / "rank0", tmp_path / "rank1")
     assert min(step for step, _ in loss_curve(tmp_path / "rank0")) == steps[0][-1] + 1
 
 
-def _train_often_on_machine(*argv: str) -> int:
-    manager.MIN_SECONDS = 0.0
-    return _train_on_machine(*argv)[0]
+def _train_often_on_machine(last_step: int | None, *argv: str) -> int:
+    """Fails after the last step, if there is one."""
 
-
-def _end_before_the_last_step(*argv: str) -> int:
-    train_step = Trainer.train_step
-
-    def failing_step(trainer: Trainer) -> Any:
-        if trainer.progress.step == 39:
+    def fail(trainer: Trainer) -> None:
+        if trainer.progress.step == last_step:
             trainer.snapshots.wait()
             raise UserError("the end")
-        return train_step(trainer)
 
-    Trainer.train_step = failing_step  # type: ignore[method-assign]
-    return _train_often_on_machine(*argv)
+    call_before(Trainer, "train_step", fail)
+    manager.MIN_SECONDS = 0.0
+    return _train_on_machine(*argv)[0]
 
 
 # Incompatible snapshots
