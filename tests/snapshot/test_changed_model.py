@@ -1,7 +1,6 @@
 """A run whose model.py was changed is refused in one message, and its weights can begin a new run."""
 
 import io
-import os
 from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -12,18 +11,28 @@ from torch import nn
 
 import sample
 from mingpt.program import run_program as exit_status_of
-from model import MLP, CausalSelfAttention
-from tests.helpers import assert_one_message, newest_snapshot, run_args, run_captured, run_ranks, train_main
+from model import MLP
+from tests.helpers import (
+    assert_one_message,
+    newest_snapshot,
+    run_args,
+    run_captured,
+    run_each_captured,
+    run_ranks,
+    train_main,
+    write_text,
+)
 
 C_PROJ = "transformer.h.*.mlp.c_proj.weight"
 
 
-def add(attention: Any) -> None:
-    attention.gate = nn.Parameter(torch.ones(2))
-
-
-def remove(attention: Any) -> None:
-    attention.c_proj = nn.Identity()
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder next to its text.txt."""
+    folder = tmp_path_factory.mktemp("trained")
+    argv = run_args(folder / "run", write_text(folder / "text.txt"), trainer__max_steps=1)
+    assert run_ranks(1, train_main, *argv, tmp_path=folder) == [0]
+    return folder / "run"
 
 
 def reshape(mlp: Any) -> None:
@@ -42,83 +51,60 @@ def convert(mlp: Any) -> None:
     mlp.forward = lambda x: mlp.c_proj(mlp.act(mlp.c_fc(x.double()).float()))
 
 
-# Changes of a module, and what differs from weights of before
-CHANGES: dict[str, tuple[Any, Any, str]] = {
-    "add": (CausalSelfAttention, add, "new in the model: transformer.h.*.attn.gate"),
-    "remove": (CausalSelfAttention, remove, "missing in the model: transformer.h.*.attn.c_proj.weight"),
-    "reshape": (MLP, reshape, f"of another shape: transformer.h.*.mlp.c_fc.weight, {C_PROJ}"),
-    "convert": (MLP, convert, "of another dtype: transformer.h.*.mlp.c_fc.weight"),
-    "rename": (MLP, rename, f"new in the model: {C_PROJ.replace('c_proj', 'output')}; missing in the model: {C_PROJ}"),
-}
+@pytest.mark.parametrize(
+    ("change", "strategy", "difference"),
+    [
+        (reshape, "fsdp", f"of another shape: transformer.h.*.mlp.c_fc.weight, {C_PROJ}"),
+        (convert, "ddp", "of another dtype: transformer.h.*.mlp.c_fc.weight"),
+        (rename, "ddp", f"new in the model: {C_PROJ.replace('c_proj', 'output')}; missing in the model: {C_PROJ}"),
+    ],
+    ids=["reshape", "convert", "rename"],
+)
+def test_a_changed_model_does_not_continue_a_run_but_may_begin_one_with_its_weights(
+    change: Any, strategy: str, difference: str, run_dir: Path, tmp_path: Path
+) -> None:
+    options = {"distributed__strategy": strategy, "optimizer__learning_rate": 1e-30}
+    again, new = (run_args(folder, run_dir.with_name("text.txt"), **options) for folder in (run_dir, tmp_path / "new"))
+    argvs = [again, [*new, "--trainer.init_from", str(run_dir), "--trainer.max_steps", "1"]]
+    ranks = 2 if strategy == "fsdp" else 1
+    results, *others = run_ranks(ranks, _run_changed, change, argvs, run_dir, tmp_path=tmp_path)
+    (status, err), (new_status, new_err), (sample_status, sample_err) = results
+    assert (status, new_status, sample_status) == (2, 0, 2)
+    assert_one_message(err)
+    assert f"are not those of the model, whose code has changed: {difference}. To train it, set another" in err
+    assert [other_results[0] for other_results in others] == [(2, "")] * (ranks - 1)
+    assert_one_message(sample_err)
+    assert f"are not those of the model in model.py: {difference}" in sample_err
+
+    # With trainer.init_from, weights are converted to another dtype.
+    assert (f"do not fit the model, and are not used: {difference}\n" in new_err) == (change is not convert)
+    before, after = newest_snapshot(run_dir)["model"], newest_snapshot(tmp_path / "new")["model"]
+    unchanged = [name for name in after if "attn.c_attn" in name or "wte" in name]
+    assert len(unchanged) == 3
+    for name in unchanged:
+        torch.testing.assert_close(after[name], before[name])
 
 
-def _run_changed(change: str, runs: list[list[str]]) -> list[tuple[int, str, str]]:
-    """For `run_ranks`: runs main.py with these command lines after a change of model.py."""
-    module, function, _ = CHANGES[change]
-    init = module.__init__
+def _run_changed(change: Any, argvs: list[list[str]], run_dir: Path) -> list[tuple[int, str]]:
+    """Runs main.py with these command lines, and sample.py, after a change of model.py. Returns statuses and stderr."""
+    init = MLP.__init__
 
     def changed(self: Any, *args: Any) -> None:
         init(self, *args)
-        function(self)
+        change(self)
 
-    module.__init__ = changed
-    results = []
-    rendezvous = os.environ["TEST_INIT_METHOD"]
-    for i, argv in enumerate(runs):
-        os.environ["TEST_INIT_METHOD"] = f"{rendezvous}-{i}"
-        results.append(run_captured(*argv))
-    return results
-
-
-def _sample_changed(change: str, run_dir: str) -> tuple[int, str]:
-    _run_changed(change, [])
+    MLP.__init__ = changed
+    results = [(status, err) for status, _, err in run_each_captured(argvs)]
     with redirect_stderr(io.StringIO()) as stderr:
-        status = exit_status_of(sample.run, ["--snapshot", run_dir])
-    return status, stderr.getvalue()
+        status = exit_status_of(sample.run, ["--snapshot", str(run_dir)])
+    return [*results, (status, stderr.getvalue())]
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_changed_model_does_not_continue_a_run_but_may_begin_one_with_its_weights(
-    change: str, text: Path, tmp_path: Path
-) -> None:
-    run_dir = tmp_path / "run"
-    assert run_ranks(1, train_main, *run_args(run_dir, text, trainer__max_steps=3), tmp_path=tmp_path) == [0]
-    before = newest_snapshot(run_dir)
-    _, _, difference = CHANGES[change]
-
-    again = run_args(run_dir, text)
-    new = run_args(tmp_path / "new", text, trainer__init_from=run_dir, optimizer__learning_rate=1e-30)
-    [[(status, _, err), (new_status, _, new_err)]] = run_ranks(1, _run_changed, change, [again, new], tmp_path=tmp_path)
-    assert status == 2
-    assert_one_message(err)
-    assert f"are not those of the model, whose code has changed: {difference}. To train it, set another" in err
-    if change == "reshape":
-        fsdp = [*again, "--distributed.strategy", "fsdp"]
-        [[(status, _, err)], [(_, _, other)]] = run_ranks(2, _run_changed, change, [fsdp], tmp_path=tmp_path)
-        assert (status, other) == (2, "")
-        assert difference in err
-
-    assert new_status == 0, new_err
-    # With trainer.init_from, weights are converted to another dtype.
-    assert (f"do not fit the model, and are not used: {difference}\n" in new_err) == (change != "convert")
-    after = newest_snapshot(tmp_path / "new")
-    unchanged = [name for name in after["model"] if "attn.c_attn" in name or "wte" in name]
-    assert len(unchanged) == 3
-    for name in unchanged:
-        torch.testing.assert_close(after["model"][name], before["model"][name])
-
-    [(status, err)] = run_ranks(1, _sample_changed, change, str(run_dir), tmp_path=tmp_path)
-    assert status == 2
-    assert_one_message(err)
-    assert f"are not those of the model in model.py: {difference}" in err
-
-
-def test_weights_of_which_none_fits_are_refused(text: Path, tmp_path: Path) -> None:
-    assert run_ranks(1, train_main, *run_args(tmp_path / "run", text, trainer__max_steps=1), tmp_path=tmp_path) == [0]
-    snapshot = newest_snapshot(tmp_path / "run")
+def test_weights_of_which_none_fits_are_refused(run_dir: Path, tmp_path: Path) -> None:
+    snapshot = newest_snapshot(run_dir)
     snapshot["model"] = {f"other.{name}": weight for name, weight in snapshot["model"].items()}
     torch.save(snapshot, tmp_path / "other.pt")
-    argv = run_args(tmp_path / "new", text, trainer__init_from=tmp_path / "other.pt")
+    argv = run_args(tmp_path / "new", run_dir.with_name("text.txt"), trainer__init_from=tmp_path / "other.pt")
     [(status, _, err)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
     assert status == 2
     assert_one_message(err)
