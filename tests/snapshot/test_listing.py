@@ -8,42 +8,44 @@ import pytest
 import torch
 
 from mingpt.errors import UserError
-from mingpt.snapshot.__main__ import describe, find_files, run
+from mingpt.snapshot.__main__ import run
 from mingpt.snapshot.folder import fingerprint
-from tests.helpers import run_args, run_program, run_ranks, train_main, write_text
+from tests.helpers import run_args, run_each_captured, run_ranks, write_text
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with two runs of the same seed and a third of another, of six steps each."""
     folder = tmp_path_factory.mktemp("trained")
+    options = {"trainer__max_steps": 6, "trainer__eval_every": 6}
     text = write_text(folder / "text.txt")
-    for name, seed in (("run", 1), ("again", 1), ("other", 2)):
-        argv = run_args(folder / name, text, trainer__max_steps=6, trainer__eval_every=6, trainer__seed=seed)
-        assert run_ranks(1, train_main, *argv, tmp_path=folder) == [0]
+    argvs = [run_args(folder / name, text, **options) for name in ("run", "again", "other")]
+    argvs[2] += ["--trainer.seed", "2"]
+    [results] = run_ranks(1, run_each_captured, argvs, tmp_path=folder)
+    assert [status for status, _, _ in results] == [0, 0, 0]
     return folder
 
 
-def rows_of(path: str) -> list[list[str]]:
-    return [describe(file) for file in find_files(path)]
+def list_rows(path: Path, capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
+    run([str(path)])
+    return [line.split() for line in capsys.readouterr().out.splitlines()]
 
 
-def test_a_run_folder_is_listed_by_step_with_validation_loss(trained: Path) -> None:
-    process = run_program("-m", "mingpt.snapshot", str(trained / "run"))
-    assert (process.returncode, process.stderr) == (0, "")
-    header, first, last = [line.split() for line in process.stdout.splitlines()]
+def test_a_run_folder_is_listed_by_step_with_validation_loss(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    header, first, last = list_rows(trained / "run", capsys)
     assert header == ["step", "val_loss", "state", "weights", "optimizer"]
     val_loss = torch.load(trained / "run/snapshots/step_00000006.pt", weights_only=True)["val_loss"]
     assert first[:2] == ["3", "whole"]  # no evaluation at step 3
     assert last[:3] == ["6", f"{val_loss:.4f}", "whole"]
 
 
-def test_fingerprints_are_equal_for_equal_bits_and_differ_otherwise(trained: Path) -> None:
-    expected = [row[-2:] for row in rows_of(f"{trained}/run")]
-    for name in ("again", "run/snapshots"):
-        assert [row[-2:] for row in rows_of(f"{trained}/{name}")] == expected
-    assert [rows_of(f"{trained}/run/snapshots/step_00000003.pt")[0][-2:]] == expected[:1]
-    other = [row[-2:] for row in rows_of(f"{trained}/other")]
+def test_fingerprints_are_equal_for_equal_bits_and_differ_otherwise(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = ("run", "again", "run/snapshots", "run/snapshots/step_00000003.pt", "other")
+    expected, *same, one, other = ([row[-2:] for row in list_rows(trained / path, capsys)[1:]] for path in paths)
+    assert same == [expected, expected]
+    assert one == expected[:1]
     assert len({cell for row in expected + other for cell in row}) == 8
 
     tensors = {"a": torch.tensor([0.0, 1.0]), "b": {"c": torch.tensor(2.0)}}
