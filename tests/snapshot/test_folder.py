@@ -3,7 +3,6 @@
 import os
 import pickle
 import resource
-from collections.abc import Iterator
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -32,10 +31,10 @@ def write(folder: SnapshotFolder, step: int, scheduled: bool = True, best: int |
     folder.write(small_snapshot(step, weights or None, scheduled=steps, best_saved=best))
 
 
-def newest_step(folder: SnapshotFolder) -> int:
+def load_newest(folder: SnapshotFolder) -> dict[str, Any]:
     newest = folder.load_newest()
     assert newest is not None
-    return newest["step"]
+    return newest
 
 
 def test_the_newest_the_newest_scheduled_and_the_best_are_kept(folder: SnapshotFolder) -> None:
@@ -57,8 +56,9 @@ def test_the_newest_the_newest_scheduled_and_the_best_are_kept(folder: SnapshotF
     assert [*folder.files()] == [1, 6]
 
 
-def test_a_snapshot_is_read_as_it_was_written(tmp_path: Path) -> None:
-    folder = SnapshotFolder(f"{tmp_path}/created/with/parents", keep=3)
+def test_a_snapshot_is_read_as_it_was_written_below_a_path_of_any_bytes(tmp_path: Path) -> None:
+    """torch.load accepts only names in UTF-8."""
+    folder = SnapshotFolder(f"{tmp_path}/created/with/\udcff", keep=3)
     folder.make()
     for step in (7, 12_345_678):
         written = small_snapshot(step, {"half": torch.ones(2).bfloat16()}, vocabulary="ü\n\udc80", scheduled=[7, step])
@@ -70,21 +70,20 @@ def test_a_snapshot_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert sorted(os.listdir(folder.path)) == file_names(7, 12_345_678)
 
 
-def test_snapshots_at_a_url_are_found_and_read(
-    folder: SnapshotFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_snapshots_at_a_url_are_found_and_read(folder: SnapshotFolder, capsys: pytest.CaptureFixture[str]) -> None:
     url = "memory://tests/snapshots"
+    memory = fsspec.filesystem("memory")
     for step in (3, 4):
         write(folder, step)
-        fsspec.filesystem("memory").put_file(str(tmp_path / file_names(step)[0]), f"{url}/{file_names(step)[0]}")
+        memory.put_file(folder.file(step), f"{url}/{file_names(step)[0]}")
     remote = SnapshotFolder(url)
     assert [*remote.files()] == [3, 4]
-    assert newest_step(remote) == 4
-    fsspec.filesystem("memory").pipe_file(f"{url}/{file_names(4)[0]}", b"damaged")
-    assert newest_step(SnapshotFolder(url)) == 3
+    assert load_newest(remote)["step"] == 4
+    memory.pipe_file(remote.file(4), b"damaged")
+    assert load_newest(SnapshotFolder(url))["step"] == 3
     warnings = capsys.readouterr().err.splitlines()
     assert [warning.split()[1] for warning in warnings] == [remote.file(4), remote.file(3)]
-    fsspec.filesystem("memory").rm("/tests", recursive=True)
+    memory.rm("/tests", recursive=True)
 
 
 def test_a_reader_takes_the_successor_of_a_snapshot_that_was_just_deleted(
@@ -100,7 +99,7 @@ def test_a_reader_takes_the_successor_of_a_snapshot_that_was_just_deleted(
 
     write(folder, 1, scheduled=False)
     monkeypatch.setattr(folder_module, "load_snapshot", replace_and_load)
-    assert newest_step(SnapshotFolder(folder.path)) == 4
+    assert load_newest(SnapshotFolder(folder.path))["step"] == 4
     assert capsys.readouterr().err == ""
 
 
@@ -112,8 +111,7 @@ def test_files_of_an_earlier_version_are_read_and_pruned(folder: SnapshotFolder,
         snapshot["lowest"] = {"step": 3, "val_loss": 0.4, "evaluations_since": 7}
         del snapshot["scheduled"], snapshot["best_saved"]
         torch.save(snapshot, tmp_path / f"{name}_{step:08d}.pt")
-    newest = folder.load_newest()
-    assert newest is not None
+    newest = load_newest(folder)
     assert newest["step"] == 5
     assert newest["best"] == {"step": 1, "val_loss": 0.5, "evaluations_since": 7}
     folder.resume(newest)
@@ -122,38 +120,30 @@ def test_files_of_an_earlier_version_are_read_and_pruned(folder: SnapshotFolder,
     assert sorted(os.listdir(tmp_path)) == file_names(1, 6)
 
 
-class MakesFolder:
-    """Unpickling it makes a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+class MakesFolder(str):
+    """Unpickling it makes a folder with its name."""
 
     def __reduce__(self) -> tuple:
-        return os.mkdir, (str(self.folder),)
+        return os.mkdir, (str(self),)
 
 
-@pytest.mark.parametrize("zipped", [True, False])
-def test_code_in_a_snapshot_is_refused_and_does_not_run(zipped: bool, tmp_path: Path) -> None:
-    folder, file = tmp_path / "made by unpickling", tmp_path / "step_00000001.pt"
-    torch.save(small_snapshot(1) | {"code": MakesFolder(folder)}, file, _use_new_zipfile_serialization=zipped)
-    if zipped:
-        message = f"^{file} is not damaged, but torch.load refuses it: \\['GLOBAL posix.mkdir'\\]$"
-        with pytest.raises(UserError, match=message):
-            SnapshotFolder(str(tmp_path)).load_newest()
-    else:
-        with pytest.raises(DamagedSnapshotError, match=r"does not begin like a file of torch\.save"):
-            load_snapshot(str(file))
-    assert not folder.exists()
-    pickle.loads(pickle.dumps(MakesFolder(folder)))
-    assert folder.exists()
-
-
-def test_a_path_may_have_any_bytes(tmp_path: Path) -> None:
-    """torch.load accepts only names in UTF-8."""
-    folder = SnapshotFolder(f"{tmp_path}/\udcff")
-    folder.make()
-    write(folder, 1)
-    assert newest_step(folder) == 1
+@pytest.mark.parametrize(
+    ("zipped", "error", "message"),
+    [
+        (True, UserError, r"step_00000001\.pt is not damaged, but torch.load refuses it: \['GLOBAL posix.mkdir'\]$"),
+        (False, DamagedSnapshotError, r"does not begin like a file of torch\.save"),
+    ],
+)
+def test_code_in_a_snapshot_is_refused_and_does_not_run(
+    zipped: bool, error: type, message: str, folder: SnapshotFolder, tmp_path: Path
+) -> None:
+    code = MakesFolder(tmp_path / "made by unpickling")
+    torch.save(small_snapshot(1) | {"code": code}, folder.file(1), _use_new_zipfile_serialization=zipped)
+    with pytest.raises(error, match=message):
+        load_snapshot(folder.file(1))
+    assert not Path(code).exists()
+    pickle.loads(pickle.dumps(code))
+    assert Path(code).exists()
 
 
 def test_what_the_environment_forbids_is_no_damage(
@@ -176,22 +166,20 @@ def test_damaged_files_are_neither_counted_nor_deleted(
     damaged = [tmp_path / name for name in file_names(7, 9)]
     for file in damaged:
         file.write_bytes(b"damaged")
-    assert newest_step(folder) == 3
+    assert load_newest(folder)["step"] == 3
     for step in (6, 8, 10):
         write(folder, step, scheduled=step == 6)
     assert [*folder.files()] == [6, 7, 9, 10]
     capsys.readouterr()
 
     again = SnapshotFolder(folder.path)
-    newest = again.load_newest()
-    assert newest is not None
-    again.resume(newest)
+    again.resume(load_newest(again))
     assert [line.split()[1] for line in capsys.readouterr().err.splitlines()] == [*map(str, damaged)]
     write(again, 11, scheduled=False)
     assert [*again.files()] == [6, 7, 9, 11]
     assert {file.read_bytes() for file in damaged} == {b"damaged"}
     write(again, 9)
-    assert newest_step(SnapshotFolder(folder.path)) == 11
+    assert load_newest(SnapshotFolder(folder.path))["step"] == 11
 
 
 def test_leftovers_of_killed_saves_are_removed_by_the_next_start_and_other_files_are_not(
@@ -224,9 +212,8 @@ def test_a_newest_snapshot_that_cannot_be_read_is_not_skipped(folder: SnapshotFo
     write(folder, 1)
     for step, make in ((2, os.mkdir), (3, os.mkfifo)):
         make(tmp_path / f"step_{step:08d}.pt")
-        with pytest.raises(
-            UserError, match=rf"{step}\.pt can't be read: .*not a regular file.*; make it readable, move "
-        ):
+        message = rf"{step}\.pt can't be read: .*not a regular file.*; make it readable, move "
+        with pytest.raises(UserError, match=message):
             folder.load_newest()
 
 
@@ -265,34 +252,29 @@ def test_a_snapshot_of_another_version_is_refused_in_one_message(
         folder.load_newest()
 
 
-@pytest.fixture
-def file_size_limit() -> Iterator[None]:
-    """Files of this process can't grow beyond 100 kB, in place of a full disk."""
+def test_a_full_disk_is_reported_and_existing_snapshots_stay(folder: SnapshotFolder) -> None:
+    """In its place, files can't grow beyond 100 kB."""
+    write(folder, 2)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def test_a_full_disk_is_reported_and_existing_snapshots_stay(file_size_limit: None, folder: SnapshotFolder) -> None:
-    write(folder, 2)
-    message = r"step_00000003\.pt can't be written: \[Errno 27\] File too large; free disk space"
-    for step in (3, 4):
-        with pytest.raises(UserError, match=message.replace("3", str(step), 1)):
-            write(folder, step, large=torch.zeros(100_000))
+    try:
+        for step in (3, 4):
+            message = rf"step_0000000{step}\.pt can't be written: \[Errno 27\] File too large; free disk space"
+            with pytest.raises(UserError, match=message):
+                write(folder, step, large=torch.zeros(100_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert os.listdir(folder.path) == file_names(2)
-    assert newest_step(folder) == 2
+    assert load_newest(folder)["step"] == 2
     write(folder, 5)
     assert os.listdir(folder.path) == file_names(5)
 
 
-def test_snapshots_load_by_their_name_without_dev_fd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = SnapshotFolder(str(tmp_path))
-    folder.write(small_snapshot(1))
-    load = torch.load
+def test_snapshots_load_by_their_name_without_dev_fd(folder: SnapshotFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(folder, 1)
+    load, exists = torch.load, os.path.exists
     opened: list[str] = []
     monkeypatch.setattr(torch, "load", lambda name, **options: opened.append(name) or load(name, **options))
-    exists = os.path.exists
     monkeypatch.setattr(os.path, "exists", lambda path: not str(path).startswith("/dev/fd") and exists(path))
     assert load_snapshot(folder.file(1))["step"] == 1
     assert opened == [folder.file(1)]
