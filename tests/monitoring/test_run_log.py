@@ -1,6 +1,7 @@
 """The log of runs: metrics.jsonl and TensorBoard's events, across restarts and on full disks."""
 
 import io
+import itertools
 import json
 import math
 import os
@@ -83,27 +84,28 @@ def test_rows_of_a_run_are_complete_and_documented(trained: Path) -> None:
     assert read_rows(trained / "run", "stop")[0]["signal"] is None
 
 
-def test_throughput_counts_the_tokens_of_all_ranks_without_pauses(text: Path, tmp_path: Path) -> None:
-    argv = run_args(tmp_path / "run", text, trainer__eval_every=99, trainer__save_every=99)
+def test_a_row_has_the_loss_of_its_step_and_the_throughput_since_the_row_before(trained: Path, tmp_path: Path) -> None:
+    """Throughput counts the tokens of all ranks. The last step has a row."""
+    options = {"trainer__log_every": 5, "trainer__eval_every": 99, "trainer__save_every": 99}
+    argv = run_args(tmp_path / "run", trained / "text.txt", **options)
     assert run_ranks(2, train_main, *argv, tmp_path=tmp_path) == [0, 0]
-    first, *rows = read_rows(tmp_path / "run")
-    seconds = sum(7 * 16 / row["tokens_per_second"] for row in rows)  # 7 sequences of 16 characters in a step
-    assert 0.1 < seconds / (rows[-1]["time"] - first["time"]) < 1.1
+    losses = dict(loss_curve(trained / "run"))
+    assert list(losses) == list(range(1, 13))
+    assert loss_curve(tmp_path / "run") == [(step, losses[step]) for step in (1, 5, 10, 12)]
 
+    rows = read_rows(tmp_path / "run")
+    # 7 sequences of 16 characters in a step
+    seconds = sum((b["step"] - a["step"]) * 7 * 16 / b["tokens_per_second"] for a, b in itertools.pairwise(rows))
+    assert 0.1 < seconds / (rows[-1]["time"] - rows[0]["time"]) < 1.1
+
+
+def test_throughput_is_measured_without_pauses() -> None:
     timer = StepTimer(samples=10)
     with timer.pause():
         time.sleep(0.2)
     time.sleep(0.1)
     rate = timer.tokens_per_second(40, tokens_per_sample=5)
     assert 30 * 5 / (timer.elapsed - 0.2) <= rate <= 30 * 5 / 0.1
-
-
-def test_a_row_has_the_loss_of_its_step_and_the_last_step_has_a_row(trained: Path, tmp_path: Path) -> None:
-    argv = run_args(tmp_path / "run", trained / "text.txt", trainer__log_every=5)
-    assert run_ranks(2, train_main, *argv, tmp_path=tmp_path) == [0, 0]
-    losses = dict(loss_curve(trained / "run"))
-    assert list(losses) == list(range(1, 13))
-    assert loss_curve(tmp_path / "run") == [(step, losses[step]) for step in (1, 5, 10, 12)]
 
 
 def test_a_resumed_run_has_each_row_once_in_file_and_tensorboard(text: Path, tmp_path: Path) -> None:
@@ -148,30 +150,20 @@ def test_tensorboard_shows_a_restart_on_a_machine_whose_clock_is_behind(
         for step in steps:
             writer.write("train", step, {"loss": loss})
         writer.close()
-    events = EventAccumulator(str(tmp_path))
-    events.Reload()
+    events = EventAccumulator(str(tmp_path)).Reload()
     found = [(event.step, event.value) for event in events.Scalars("loss")]
-    assert found == [(0, 3.0), (1, 3.0), (2, 2.0), (3, 2.0), (4, 1.0), (5, 1.0), (6, 1.0), (7, 1.0)]
-
-
-def test_lines_of_other_programs_are_passed_over_and_stay(tmp_path: Path) -> None:
-    file = tmp_path / "metrics.jsonl"
-    row = '{"event": "train", "step": 1, "loss": 2.5}\n'
-    others = ['{"note": "x"}\n', "17\n", "[1]\n", "null\n", '{"event": "x", "step": "1"}\n']
-    file.write_text("".join([*others, row]))
-    assert list(iter_metrics(file)) == [json.loads(row)]
-    MetricsFile(tmp_path, step=1).close()
-    assert file.read_text() == "".join([*others, row])
+    assert found == [*enumerate([3.0, 3.0, 2.0, 2.0, 1.0, 1.0, 1.0, 1.0])]
 
 
 @pytest.mark.parametrize("torn", ['{"event": "tr', "\0\0\0", "{", ""])
-def test_torn_rows_are_removed_on_resume(torn: str, tmp_path: Path) -> None:
+def test_torn_rows_are_removed_on_resume_and_lines_of_other_programs_stay(torn: str, tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
-    rows = [{"event": "start", "step": 0, "time": 1.5}, {"event": "train", "step": 1, "loss": 0.1 + 0.2}]
-    file.write_text("\n".join([json.dumps(rows[0]), torn, json.dumps(rows[1]), torn]))
-    assert list(iter_metrics(file)) == rows
+    rows = ['{"event": "start", "step": 0, "time": 1.5}', json.dumps({"event": "train", "step": 1, "loss": 0.1 + 0.2})]
+    others = ['{"note": "x"}', "17", "[1]", "null", '{"event": "x", "step": "1"}']
+    file.write_text("\n".join([*others, rows[0], torn, rows[1], torn]))
+    assert list(iter_metrics(file)) == list(map(json.loads, rows))
     MetricsFile(tmp_path, step=1).close()
-    assert file.read_text() == "".join(json.dumps(row) + "\n" for row in rows)
+    assert file.read_text() == "".join(f"{line}\n" for line in [*others, *rows])
 
 
 def test_the_norm_of_gradients_that_overflow_is_null(tmp_path: Path) -> None:
