@@ -251,10 +251,7 @@ def _train_with_slow_upload(argv: list[str]) -> tuple[int, list[str], list[str]]
     def slow_put(fs: Any, local: str, remote: str) -> None:
         uploaded.append(os.path.basename(remote))
         content = Path(local).read_bytes()
-        deadline = time.monotonic() + 60
-        while not (Path(local).parent / names(12)[0]).exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(Path(local).with_name(names(12)[0]).exists, "the last save")
         time.sleep(0.3)
         fs.pipe_file(remote, content)
 
@@ -382,32 +379,24 @@ def _train_on_machine(*argv: str) -> tuple[int, str, str]:
     return run_captured(*(word.replace("RANK", f"rank{os.environ['RANK']}") for word in argv))
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        "rank 0 has a damaged one",
-        "rank 0 has one that can't be read",
-        "rank 1 has none",
-        pytest.param("rank 0 has none", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("fault", ["rank 0 has a damaged one", "rank 0 can't read it", "rank 1 has none"])
 def test_ranks_resume_from_the_newest_snapshot_of_any_machine(fault: str, trained: Path, tmp_path: Path) -> None:
     for name in ("rank0", "rank1"):
         assert list_snapshots(trained / name) == names(3, 6)
         shutil.copytree(trained / name, tmp_path / name)
-    if fault.endswith("has none"):
-        shutil.rmtree(tmp_path / f"rank{fault[5]}")
+    if fault == "rank 1 has none":
+        shutil.rmtree(tmp_path / "rank1")
     elif fault == "rank 0 has a damaged one":
         for file in (tmp_path / "rank0/snapshots").glob("step_*"):
             file.write_bytes(file.read_bytes()[:-1])
-    elif fault == "rank 0 has one that can't be read":
+    else:
         unreadable = tmp_path / "rank0/snapshots/step_00000006.pt"
         unreadable.unlink()
         unreadable.mkdir()
     options = {"trainer__save_every": 20, "optimizer__decay_steps": 12, "distributed__strategy": "zero1"}
     out = train_on_two_machines(tmp_path, *run_args(tmp_path / "RANK", trained / "text.txt", **options))
-    source = 0 if fault == "rank 1 has none" else 1
-    assert f"resuming from {tmp_path}/rank{source}/snapshots/step_00000006.pt" in out
+    source = "rank0" if fault == "rank 1 has none" else "rank1"
+    assert f"resuming from {tmp_path}/{source}/snapshots/step_00000006.pt" in out
     for name in ("rank0", "rank1"):
         assert_equal_snapshots(tmp_path / name, trained / "full")
     assert loss_curve(tmp_path / "rank0")[-6:] == loss_curve(trained / "full")[-6:]
@@ -455,21 +444,3 @@ def _train_often_on_machine(last_step: int | None, *argv: str) -> int:
     call_before(Trainer, "train_step", fail)
     manager.MIN_SECONDS = 0.0
     return _train_on_machine(*argv)[0]
-
-
-# Incompatible snapshots
-
-
-def test_a_text_without_some_of_the_characters_resumes_with_the_vocabulary_of_the_snapshot(
-    trained: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(trained / "full", tmp_path / "run")
-    vocabulary = newest_snapshot(tmp_path / "run")["vocabulary"]
-    text = tmp_path / "text.txt"
-    text.write_text((trained / "text.txt").read_text().replace("f", "s"))
-    argv = run_args(tmp_path / "run", text, trainer__max_steps=13)
-    [(status, _, err)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
-    assert status == 0, err
-    snapshot = newest_snapshot(tmp_path / "run")
-    assert (snapshot["step"], snapshot["vocabulary"]) == (13, vocabulary)
-    assert "f" in vocabulary

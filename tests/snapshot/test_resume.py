@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import trainer
 from mingpt.config.parser import read_config
 from mingpt.config.schema import GPTConfig, OptimizerConfig, config_to_dict
 from mingpt.optim.optimizer import learning_rate
@@ -17,6 +18,7 @@ from model import GPT
 from tests.helpers import (
     SMALL_CONFIG,
     assert_equal_snapshots,
+    list_snapshots,
     loss_curve,
     newest_snapshot,
     read_rows,
@@ -109,20 +111,6 @@ def test_a_snapshot_with_keys_and_entries_of_an_earlier_version_resumes_without_
     assert newest_snapshot(run_dir)["step"] == 7
 
 
-def test_a_resume_names_the_files_of_the_program_that_have_changed(
-    trained: Path, run_dir: Path, tmp_path: Path
-) -> None:
-    """Weights have the same names and shapes with another activation, so no other message reports it."""
-    snapshot = newest_snapshot(run_dir)
-    snapshot["code"] |= {"model.py": "another content", "mingpt/nn/own.py": "removed"}
-    del snapshot["code"]["trainer.py"]
-    SnapshotFolder(f"{run_dir}/snapshots", keep=9).write(snapshot)
-    argv = run_args(run_dir, trained / "text.txt", **SIX_STEPS | {"trainer__max_steps": 7})
-    [(status, out, err)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
-    assert (status, err) == (0, "")
-    assert "the code has changed since the snapshot: trainer.py, model.py, mingpt/nn/own.py\n" in out
-
-
 def test_at_most_five_files_that_have_changed_are_named() -> None:
     then = {f"{i}.py": "before" for i in range(7)}
     now = then | {f"{i}.py": "after" for i in range(1, 6)}
@@ -160,60 +148,63 @@ def _train_with_fp16_on_the_cpu(argvs: list[list[str]]) -> list[tuple[int, str, 
     return run_each_captured(argvs)
 
 
-def test_weights_that_are_not_finite_are_not_saved(trained: Path, tmp_path: Path) -> None:
-    """The loss of a step is finite, and its update overflows: the last one, which is evaluated, and one before.
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [(1, "step 1: the validation loss is not finite"), (2, "step 2: the norm of the gradient")],
+)
+def test_weights_that_are_not_finite_are_not_saved(steps: int, message: str, trained: Path, tmp_path: Path) -> None:
+    """The loss of a step is finite, and its update overflows: the last one, which is evaluated, or one before.
 
     A save of the latter may have ended, and failed, before the loss of the next step is known.
     """
-    for steps, message in ((1, "step 1: the validation loss is not finite"), (2, "step 2: the norm of the gradient")):
-        run_dir = tmp_path / str(steps)
-        argv = run_args(run_dir, trained / "text.txt", trainer__max_steps=steps, trainer__save_every=1)
-        [(status, _, err)] = run_ranks(1, _run_with_overflow, *argv, tmp_path=tmp_path)
-        assert status == 2
-        assert message in err
-        assert not list((run_dir / "snapshots").glob("step_*"))
-        assert "NaN" not in (run_dir / "metrics.jsonl").read_text()
+    argv = run_args(tmp_path / "run", trained / "text.txt", trainer__max_steps=steps, trainer__save_every=1)
+    [(status, _, err)] = run_ranks(1, _run_with_overflow, *argv, tmp_path=tmp_path)
+    assert status == 2
+    assert message in err
+    assert list_snapshots(tmp_path / "run") == []
+    assert "NaN" not in (tmp_path / "run/metrics.jsonl").read_text()
 
 
 def _run_with_overflow(*argv: str) -> tuple[int, str, str]:
-    import trainer
-
     trainer.learning_rate = lambda *args: 1e38  # the configuration allows none that overflows
     return run_captured(*argv)
 
 
-@pytest.mark.parametrize("reverses", [True, False])
+@pytest.mark.parametrize("has_other_text", [True, False])
 def test_retuning_keys_follow_the_yaml_and_changes_are_logged(
-    reverses: bool, trained: Path, run_dir: Path, tmp_path: Path
+    has_other_text: bool, trained: Path, run_dir: Path, tmp_path: Path
 ) -> None:
-    """The learning rate is so low that the weights of step 6 stay; the text or the validation windows change.
+    """Either the text changes, which loses a character, or the validation windows.
 
-    Their validation loss is higher than the best one before, which would end trainer.patience.
+    The learning rate is so low that the weights of step 6 stay. Their validation loss is higher than the best one
+    before, which would end trainer.patience.
     """
-    snapshot = newest_snapshot(run_dir)
-    snapshot |= {"best": {"step": 3, "val_loss": 0.1, "evaluations_since": 0}, "best_saved": 3}
-    SnapshotFolder(f"{run_dir}/snapshots", keep=9).write(snapshot)
+    before = newest_snapshot(run_dir)
+    changes = {"best": {"step": 3, "val_loss": 0.1, "evaluations_since": 0}, "best_saved": 3}
+    changes["code"] = {**before["code"], "model.py": "another content", "mingpt/nn/own.py": "removed"}
+    del changes["code"]["trainer.py"]
+    SnapshotFolder(f"{run_dir}/snapshots", keep=9).write(before | changes)
     text = tmp_path / "text.txt"
-    text.write_text((trained / "text.txt").read_text()[:: -1 if reverses else 1])
+    text.write_text((trained / "text.txt").read_text().replace("f", "s" if has_other_text else "f"))
     options = {"optimizer__learning_rate": 1e-12, "optimizer__decay_steps": 20, "trainer__batch_size": 5}
-    options |= {"trainer__patience": 2, "trainer__eval_every": 2}
-    if not reverses:
+    options |= {"trainer__patience": 2, "trainer__eval_every": 2, "trainer__max_steps": 8}
+    if not has_other_text:
         options["trainer__eval_windows"] = 3
-    argv = run_args(run_dir, text, trainer__max_steps=8, **options)
-    [(status, out, err)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
+    [(status, out, err)] = run_ranks(1, run_captured, *run_args(run_dir, text, **options), tmp_path=tmp_path)
     assert (status, err) == (0, "")
-    changes = out.partition("resuming from")[2].partition("step 7/8")[0]
+    logged = out.partition("resuming from")[2].partition("step 7/8")[0]
     digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in (trained / "text.txt", text)]
     line = f"the text has changed: its SHA-256 is {digests[0]} in the snapshot, {digests[1]} now"
-    assert (line in changes) == reverses
-    assert "validation losses are not comparable with earlier ones, so best snapshot and trainer.patience " in changes
-    assert "the learning rate of step 6 was " in changes
+    assert (line in logged) == has_other_text
+    assert "validation losses are not comparable with earlier ones, so best snapshot and trainer.patience " in logged
+    assert "the learning rate of step 6 was " in logged
+    assert "the code has changed since the snapshot: trainer.py, model.py, mingpt/nn/own.py\n" in logged
     config = OptimizerConfig(learning_rate=1e-12, warmup_steps=4, decay_steps=20)
     rates = [row["learning_rate"] for row in read_rows(run_dir) if row["step"] > 6]
     assert rates == pytest.approx([learning_rate(step, 8, config) for step in (7, 8)])
-    assert newest_snapshot(run_dir)["samples"] == 6 * 7 + 2 * 5
-    assert newest_snapshot(run_dir)["best"]["step"] == 8
     assert [row["samples"] for row in read_rows(run_dir, "start")] == [0, 42]
-    before = load_snapshot(str(run_dir / "snapshots/step_00000006.pt"))["model"]
-    for name, weight in newest_snapshot(run_dir)["model"].items():
-        torch.testing.assert_close(weight, before[name], rtol=0, atol=1e-10, msg=name)
+    after = newest_snapshot(run_dir)
+    assert (after["samples"], after["best"]["step"]) == (6 * 7 + 2 * 5, 8)
+    assert after["vocabulary"] == before["vocabulary"]
+    for name, weight in after["model"].items():
+        torch.testing.assert_close(weight, before["model"][name], rtol=0, atol=1e-10, msg=name)
