@@ -1,23 +1,30 @@
-"""Resuming a run from its snapshots: what they contain, damage, and keys that have changed."""
+"""Resuming a run from its snapshots: what they contain, damage, and what has changed: keys, text, code, model."""
 
 import hashlib
+import io
 import re
 import shutil
+from contextlib import redirect_stderr
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import sample
 import trainer
 from mingpt.config.parser import read_config
 from mingpt.config.schema import GPTConfig, OptimizerConfig, config_to_dict
 from mingpt.optim.optimizer import learning_rate
+from mingpt.program import run_program as exit_status_of
 from mingpt.run import numerics, start, summary
 from mingpt.snapshot.folder import SnapshotFolder, load_snapshot
-from model import GPT
+from model import GPT, MLP
 from tests.helpers import (
     SMALL_CONFIG,
     assert_equal_snapshots,
+    assert_one_message,
     list_snapshots,
     loss_curve,
     newest_snapshot,
@@ -208,3 +215,84 @@ def test_retuning_keys_follow_the_yaml_and_changes_are_logged(
     assert after["vocabulary"] == before["vocabulary"]
     for name, weight in after["model"].items():
         torch.testing.assert_close(weight, before["model"][name], rtol=0, atol=1e-10, msg=name)
+
+
+# Code of the model that has changed
+
+C_PROJ, OUTPUT = (f"transformer.h.*.mlp.{name}.weight" for name in ("c_proj", "output"))
+
+
+def reshape(mlp: Any) -> None:
+    mlp.c_fc = nn.Linear(16, 32, bias=False)
+    mlp.c_proj = nn.Linear(32, 16, bias=False)
+
+
+def rename(mlp: Any) -> None:
+    mlp.output = mlp.c_proj
+    del mlp.c_proj
+    mlp.forward = lambda x: mlp.output(mlp.act(mlp.c_fc(x)))
+
+
+def convert(mlp: Any) -> None:
+    mlp.c_fc.to(torch.float64)
+    mlp.forward = lambda x: mlp.c_proj(mlp.act(mlp.c_fc(x.double()).float()))
+
+
+@pytest.mark.parametrize(
+    ("change", "strategy", "difference"),
+    [
+        (reshape, "fsdp", f"of another shape: transformer.h.*.mlp.c_fc.weight, {C_PROJ}"),
+        (convert, "ddp", "of another dtype: transformer.h.*.mlp.c_fc.weight"),
+        (rename, "ddp", f"new in the model: {OUTPUT}; missing in the model: {C_PROJ}"),
+    ],
+    ids=["reshape", "convert", "rename"],
+)
+def test_a_changed_model_does_not_continue_a_run_but_may_begin_one_with_its_weights(
+    change: Any, strategy: str, difference: str, trained: Path, run_dir: Path, tmp_path: Path
+) -> None:
+    options = {"distributed__strategy": strategy, "optimizer__learning_rate": 1e-30}
+    again, new = (run_args(tmp_path / name, trained / "text.txt", **options) for name in ("run", "new"))
+    argvs = [again, [*new, "--trainer.init_from", str(run_dir), "--trainer.max_steps", "1"]]
+    ranks = 2 if strategy == "fsdp" else 1
+    results, *others = run_ranks(ranks, _run_changed, change, argvs, run_dir, tmp_path=tmp_path)
+    (status, err), (new_status, new_err), (sample_status, sample_err) = results
+    assert (status, new_status, sample_status) == (2, 0, 2)
+    assert_one_message(err)
+    assert f"are not those of the model, whose code has changed: {difference}. To train it, set another" in err
+    assert [other_results[0] for other_results in others] == [(2, "")] * (ranks - 1)
+    assert_one_message(sample_err)
+    assert f"are not those of the model in model.py: {difference}" in sample_err
+
+    # With trainer.init_from, weights are converted to another dtype.
+    assert (f"do not fit the model, and are not used: {difference}\n" in new_err) == (change is not convert)
+    before, after = newest_snapshot(run_dir)["model"], newest_snapshot(tmp_path / "new")["model"]
+    unchanged = [name for name in after if "attn.c_attn" in name or "wte" in name]
+    assert len(unchanged) == 3
+    for name in unchanged:
+        torch.testing.assert_close(after[name], before[name])
+
+
+def _run_changed(change: Any, argvs: list[list[str]], run_dir: Path) -> list[tuple[int, str]]:
+    """Runs main.py with these command lines, and sample.py, after a change of model.py. Returns statuses and stderr."""
+    init = MLP.__init__
+
+    def changed(self: Any, *args: Any) -> None:
+        init(self, *args)
+        change(self)
+
+    MLP.__init__ = changed
+    results = [(status, err) for status, _, err in run_each_captured(argvs)]
+    with redirect_stderr(io.StringIO()) as stderr:
+        status = exit_status_of(sample.run, ["--snapshot", str(run_dir)])
+    return [*results, (status, stderr.getvalue())]
+
+
+def test_weights_of_which_none_fits_are_refused(trained: Path, run_dir: Path, tmp_path: Path) -> None:
+    snapshot = newest_snapshot(run_dir)
+    snapshot["model"] = {f"other.{name}": weight for name, weight in snapshot["model"].items()}
+    torch.save(snapshot, tmp_path / "other.pt")
+    argv = run_args(tmp_path / "new", trained / "text.txt", trainer__init_from=tmp_path / "other.pt")
+    [(status, _, err)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
+    assert status == 2
+    assert_one_message(err)
+    assert f"trainer.init_from: no weights of {tmp_path}/other.pt fit the model: new in the model: " in err
