@@ -1,4 +1,4 @@
-"""Log lines on pipes and terminals, and the exit status of scripts."""
+"""Log lines on pipes and terminals, the live line, and the exit status of scripts."""
 
 import os
 import re
@@ -163,3 +163,45 @@ def test_training_continues_when_the_disk_of_its_output_is_full_and_without_stre
     assert process.exitcode == 0
     assert len(loss_curve(tmp_path / "run")) == 12  # and no other line in metrics.jsonl
     assert newest_snapshot(tmp_path / "run")["step"] == 12
+
+
+def screen(raw: str, columns: int) -> list[str]:
+    """The lines that a terminal of endless height shows after this output."""
+    page: list[list[str]] = [[" "] * columns]
+    row = column = 0
+    for token in re.findall(r"\x1b\[[A-Z]|.", raw, re.DOTALL):
+        if token == "\r":
+            column = 0
+        elif token in ("\n", "\x1b[A"):
+            row += 1 if token == "\n" else -1
+        else:
+            assert token.isprintable()
+            if column == columns:
+                row, column = row + 1, 0
+            page += [[" "] * columns for _ in range(row + 1 - len(page))]
+            page[row][column] = token
+            column += 1
+        page += [[" "] * columns for _ in range(row + 1 - len(page))]
+    return ["".join(line).rstrip() for line in page]
+
+
+@pytest.mark.parametrize(("columns", "width"), [(90, 90), (0, 80)])  # a terminal may report no size
+def test_the_live_line_fits_the_terminal_and_stays_below_log_lines(
+    columns: int, width: int, text: Path, tmp_path: Path
+) -> None:
+    status, raw = run_on_terminal("main.py", *run_args(tmp_path / "run", text), columns=columns)
+    assert status == 0, raw
+    updates = [part.rstrip() for part in re.split(r"[\r\n]+", raw) if re.match(r"\d+/12 ", part)]
+    assert all(len(update) <= width for update in updates)
+    fields = r"12/12 \S+, loss=\d\.\d{3}, left=00:00, val=\d\.\d{3}, tok/s=[\d.]+k?, saved=\d+"
+    assert re.fullmatch(fields, updates[-1]), updates[-1]
+    assert len(updates[-1]) > width - 3  # the bar takes the width that is left
+
+    lines = screen(raw, width)
+    evals = [line for line in lines if re.match(r"step \d+: validation", line)]
+    assert len(evals) == 3, lines
+    for line in evals:
+        assert re.fullmatch(r"step \d+: validation loss \d\.\d{4} nats per token \(\d+\.\d s\)", line)
+    [last] = [line for line in lines if re.match(r"\d+/12 ", line)]  # log lines leave no copies of the live line
+    assert lines.index(last) > lines.index(evals[-1])
+    assert not [line for line in lines if line.startswith("step ") and "/12" in line]  # the live line has these

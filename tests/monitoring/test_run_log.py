@@ -1,4 +1,4 @@
-"""The log of runs: metrics.jsonl and TensorBoard's events, across restarts and on full disks."""
+"""What runs record: metrics.jsonl and TensorBoard's events, across restarts and on full disks, and traces."""
 
 import io
 import itertools
@@ -20,7 +20,17 @@ from mingpt.config.schema import Config, TrainerConfig
 from mingpt.errors import UserError
 from mingpt.monitoring.logging import configure_logging
 from mingpt.monitoring.run_log import MetricsFile, RunLog, StepTimer, TensorBoard, iter_metrics
-from tests.helpers import ROOT, loss_curve, read_rows, run_args, run_ranks, train_main, wait_until, write_text
+from tests.helpers import (
+    ROOT,
+    loss_curve,
+    read_rows,
+    run_args,
+    run_each_captured,
+    run_ranks,
+    train_main,
+    wait_until,
+    write_text,
+)
 
 VALUES = {"loss": 1.5, "learning_rate": 0.1, "grad_norm": 1.0, "tokens_per_second": 1.0}
 
@@ -203,3 +213,21 @@ def _log_with_a_limit(folder: Path) -> str:
         log.write("train", 4, **VALUES)
         log.close()
     return err.getvalue()
+
+
+def test_the_requested_steps_are_in_the_trace_unless_the_run_is_too_short(text: Path, tmp_path: Path) -> None:
+    runs = {steps: tmp_path / str(steps) for steps in (5, 11, 14)}
+    argvs = [run_args(run, text, trainer__max_steps=steps, trainer__profile_steps=2) for steps, run in runs.items()]
+    [[*short, (status, out, _)]] = run_ranks(1, run_each_captured, argvs, tmp_path=tmp_path)
+    assert status == 0
+    for (short_status, short_out, _), steps in zip(short, (5, 11), strict=True):
+        assert short_status == 0
+        assert not list(runs[steps].glob("trace*"))
+        assert "the run ended before step 12, the first to be recorded" in short_out
+
+    names = {str(event.get("name")) for event in json.loads((runs[14] / "trace-0.json").read_text())["traceEvents"]}
+    # The profiler counts from 0.
+    assert {name for name in names if name.startswith("ProfilerStep#")} == {"ProfilerStep#11", "ProfilerStep#12"}
+    assert {"aten::mm", "aten::_fused_adamw_"} <= names
+    assert f"2 steps in {runs[14]}/trace-0.json" in out
+    assert "aten::mm" in out

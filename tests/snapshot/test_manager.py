@@ -61,9 +61,6 @@ def call_before(owner: type, name: str, function: Callable[..., Any]) -> None:
     setattr(owner, name, both)
 
 
-# When snapshots are saved
-
-
 @pytest.mark.parametrize(("overhead", "cost", "pause"), [(0.5, 0.0, 1.0), (0.1, 0.03, 0.6)])
 def test_saves_take_at_most_save_overhead_and_there_is_at_most_one_a_second(
     overhead: float, cost: float, pause: float, text: Path, tmp_path: Path
@@ -122,8 +119,6 @@ def _threads_after_runs(text: Path, tmp_path: Path) -> tuple[list[str], int, int
     names = [thread.name for thread in threading.enumerate()]
     return names, counts[0], counts[-1], threading.excepthook is hook
 
-
-# Killed runs
 
 STEPS = 60
 OPTIONS = PATIENCE | {
@@ -204,9 +199,6 @@ def test_a_run_whose_snapshots_were_never_flushed_and_are_damaged_begins_again(k
     assert out.count(" is damaged (") == len(damaged)
     assert "resuming" not in out
     assert {*damaged, *names(STEPS)} <= {*list_snapshots(killed)}
-
-
-# The mirror
 
 
 def test_a_lost_machine_resumes_from_the_mirror_which_the_same_rule_prunes(tmp_path: Path) -> None:
@@ -350,9 +342,6 @@ def _train_without_best(argv: list[str]) -> list[tuple[int, str, str]]:
 
     call_before(SnapshotFolder, "write", fail)
     return [run_captured(*argv, "--trainer.max_steps", steps) for steps in ("10", "14")]
-
-
-# Run folders that ranks do not share
 
 
 @pytest.fixture(scope="module")

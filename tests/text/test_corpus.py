@@ -238,9 +238,7 @@ def test_memory_grows_by_one_byte_per_character(tmp_path: Path) -> None:
     line = "Zwölf Boxkämpfer jagen Viktor quer über den Sylter Deich. " * 1000
     peaks = []
     for megabytes in (20, 200):
-        with open(tmp_path / "text.txt", "w", encoding="utf-8") as file:
-            for _ in range(megabytes * 10**6 // len(line)):
-                file.write(line)
+        (tmp_path / "text.txt").write_text(line * (megabytes * 10**6 // len(line)), encoding="utf-8")
         argv = [sys.executable, "-c", PEAK_MEMORY, str(tmp_path / "text.txt")]
         done = subprocess.run(argv, capture_output=True, text=True, env=clean_env(), cwd=ROOT, check=True, timeout=120)
         peaks.append(int(done.stdout))

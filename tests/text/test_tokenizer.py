@@ -1,8 +1,5 @@
 """Text becomes tokens and text again, and the vocabulary of a snapshot is enough for both."""
 
-import pytest
-
-from mingpt.errors import UserError
 from mingpt.text.tokenizer import Tokenizer
 
 
@@ -19,9 +16,3 @@ def test_the_vocabulary_of_a_snapshot_rebuilds_the_tokenizer() -> None:
     assert learned.decode(tokens) == rebuilt.decode(tokens) == text
     assert tokens == rebuilt.encode(text, "prompt") == learned.learn(text).tolist() == rebuilt.learn(text).tolist()
     assert rebuilt.vocabulary == learned.vocabulary
-
-
-def test_a_character_outside_the_vocabulary_is_named_with_its_source() -> None:
-    message = r"^--prompt: the tokens 'X\\udcff' \(2 distinct\) are not in the training text's vocabulary, ' aefgist' "
-    with pytest.raises(UserError, match=message):
-        Tokenizer(" aefgist").encode("eat X\udcff figs", "--prompt")
