@@ -31,6 +31,7 @@ from tests.helpers import (
 )
 
 OTHER_CODE = os.pathsep.join(sysconfig.get_path(name) for name in ("stdlib", "purelib"))
+LOGGING = "from mingpt.monitoring.logging import configure_logging, logger; configure_logging(); "
 DATE = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  "
 
 
@@ -74,8 +75,7 @@ def test_ranks_other_than_0_log_warnings_and_errors_only(capsys: pytest.CaptureF
 
 
 def test_errors_have_a_date_in_a_file_and_in_the_pipe_of_stdout(tmp_path: Path) -> None:
-    code = "from mingpt.monitoring.logging import configure_logging, logger; configure_logging(); "
-    code += "logger.info('begin'); logger.error('rank 1 is gone')"
+    code = LOGGING + "logger.info('begin'); logger.error('rank 1 is gone')"
     command = [sys.executable, "-c", code]
     both = subprocess.run(command, stdout=-1, stderr=subprocess.STDOUT, env=clean_env(), text=True, check=True)
     assert re.fullmatch(rf"{DATE}begin\n{DATE}error: rank 1 is gone\n", both.stdout)
@@ -87,8 +87,7 @@ def test_errors_have_a_date_in_a_file_and_in_the_pipe_of_stdout(tmp_path: Path) 
 
 
 def test_a_warning_overwrites_the_live_line_of_another_rank() -> None:
-    code = "from mingpt.monitoring.logging import configure_logging, logger; configure_logging(); "
-    code += "print('50/60 #####', end='', flush=True); logger.error('rank 1 is gone')"
+    code = LOGGING + "print('50/60 #####', end='', flush=True); logger.error('rank 1 is gone')"
     status, raw = run_on_terminal("-c", code)
     assert status == 0
     # No escape codes, since TERM may be dumb.

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import resource
+import shutil
 import time
 from contextlib import redirect_stderr
 from pathlib import Path
@@ -64,7 +65,8 @@ def test_rows_after_metrics_jsonl_is_removed_are_in_a_new_file(tmp_path: Path) -
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with text.txt and the run folder of 12 steps on two ranks."""
     folder = tmp_path_factory.mktemp("trained")
-    argv = run_args(folder / "run", write_text(folder / "text.txt"), trainer__keep_snapshots=9)
+    options = {"trainer__keep_snapshots": 9, "trainer__sample_every": 6}
+    argv = run_args(folder / "run", write_text(folder / "text.txt"), **options)
     assert run_ranks(2, train_main, *argv, tmp_path=folder) == [0, 0]
     return folder
 
@@ -76,7 +78,7 @@ def test_rows_of_a_run_are_complete_and_documented(trained: Path) -> None:
     assert all(list(row)[:3] == ["event", "step", "time"] for row in rows)
     times = [(trained / "text.txt").stat().st_mtime, *(row["time"] for row in rows), time.time()]
     assert times == sorted(times)
-    periods = {"train": 1, "eval": 4, "snapshot": 3}
+    periods = {"train": 1, "eval": 4, "sample": 6, "snapshot": 3}
     expected = [(event, step) for step in range(1, 13) for event, every in periods.items() if step % every == 0]
     # A snapshot's row comes once it is written, which may be some steps later.
     events = sorted(((row["event"], row["step"]) for row in rows), key=lambda event: event[1])
@@ -118,35 +120,35 @@ def test_throughput_is_measured_without_pauses() -> None:
     assert 30 * 5 / (timer.elapsed - 0.2) <= rate <= 30 * 5 / 0.1
 
 
-def test_a_resumed_run_has_each_row_once_in_file_and_tensorboard(text: Path, tmp_path: Path) -> None:
-    """Two ranks end at step 8 in a torn row, and one rank resumes from step 6."""
-    run = tmp_path / "run"
-    argv = run_args(run, text, trainer__sample_every=6, optimizer__decay_steps=12)
-    assert run_ranks(2, train_main, *argv, "--trainer.max_steps", "8", tmp_path=tmp_path) == [0, 0]
-    (run / "snapshots/step_00000008.pt").unlink()
+def test_a_resumed_run_has_each_row_once_in_file_and_tensorboard(trained: Path, tmp_path: Path) -> None:
+    """Two ranks end at step 12 in a torn row, and one rank resumes from step 6."""
+    run = shutil.copytree(trained / "run", tmp_path / "run")
+    for step in (9, 12):
+        (run / f"snapshots/step_{step:08d}.pt").unlink()
     kept = [row for row in iter_metrics(run / "metrics.jsonl") if row["step"] <= 6]
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"event": "train", "step": 4, "ti')
+    argv = run_args(run, trained / "text.txt", trainer__sample_every=6, trainer__max_steps=13)
     assert run_ranks(1, train_main, *argv, tmp_path=tmp_path) == [0]
 
     rows = list(map(json.loads, (run / "metrics.jsonl").read_text().splitlines()))
     assert rows[: len(kept)] == kept
     assert (rows[len(kept)]["event"], rows[len(kept)]["step"]) == ("start", 6)
-    assert [step for step, _ in loss_curve(run)] == list(range(1, 13))
-    assert [row["step"] for row in read_rows(run, "eval")] == [4, 8, 12]
+    assert [step for step, _ in loss_curve(run)] == list(range(1, 14))
+    assert [row["step"] for row in read_rows(run, "eval")] == [4, 8, 12, 13]
     names = sorted(name.partition(".out.")[0] for name in os.listdir(run))
     assert names == [".lock", "config.yaml", "events", "events", "metrics.jsonl", "snapshots"]
-    assert yaml.safe_load((run / "config.yaml").read_text())["trainer"]["max_steps"] == 12
+    assert yaml.safe_load((run / "config.yaml").read_text())["trainer"]["max_steps"] == 13
 
     events = EventAccumulator(str(run)).Reload()
     for name in ("loss", "learning_rate", "grad_norm", "tokens_per_second", "restart_count", "val_loss"):
         rows = read_rows(run, "eval" if name == "val_loss" else "train")
         expected = [(row["step"], pytest.approx(row[name], rel=1e-6)) for row in rows]
         assert [(event.step, event.value) for event in events.Scalars(name)] == expected
-    assert [event.value for event in events.Scalars("world_size")] == [2] * 6 + [1] * 6
+    assert [event.value for event in events.Scalars("world_size")] == [2] * 6 + [1] * 7
     samples = {event.step: event.tensor_proto.string_val[0].decode() for event in events.Tensors("sample/text_summary")}
     expected = {row["step"]: indent(row["text"], "    ") for row in read_rows(run, "sample")}
-    assert list(expected) == [6, 12]
+    assert list(expected) == [6, 12, 13]
     assert samples | expected == samples  # TensorBoard hides scalars of removed steps, but not their texts
 
 

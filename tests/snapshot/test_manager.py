@@ -99,25 +99,21 @@ def _times_of_saves(argv: list[str], cost: float) -> list[float]:
 
 def test_a_trainer_leaves_nothing_behind(text: Path, tmp_path: Path) -> None:
     """Also after an error in the constructor, and if a URL is the mirror."""
-    [(names, before, after, is_same_hook)] = run_ranks(1, _threads_after_runs, text, tmp_path, tmp_path=tmp_path)
+    [(names, counts, is_same_hook)] = run_ranks(1, _threads_after_runs, text, tmp_path, tmp_path=tmp_path)
     assert not [name for name in names if name.startswith("ThreadPoolExecutor")]
-    assert after <= before
+    assert counts[-1] <= counts[0]
     assert is_same_hook
 
 
-def _threads_after_runs(text: Path, tmp_path: Path) -> tuple[list[str], int, int, bool]:
-    """Returns the names of Python's threads, and the number of all threads after the first run and the last one.
-
-    And whether errors of threads are shown as before.
-    """
+def _threads_after_runs(text: Path, tmp_path: Path) -> tuple[list[str], list[int], bool]:
+    """Returns Python's threads, the number of all threads after each run, and whether threads' errors are shown."""
     counts, hook = [], threading.excepthook
     for run in range(7):
         url = {} if run < 5 else {"trainer__snapshot_path": MIRROR}
         argv = run_args(tmp_path / f"{run}", text, trainer__max_steps=1, trainer__seed=1 + run // 6, **url)
         assert train_main(*argv) == (2 if run == 6 else 0)  # the mirror has a snapshot of another seed
         counts.append(len(os.listdir("/proc/self/task")))
-    names = [thread.name for thread in threading.enumerate()]
-    return names, counts[0], counts[-1], threading.excepthook is hook
+    return [thread.name for thread in threading.enumerate()], counts, threading.excepthook is hook
 
 
 STEPS = 60
