@@ -6,7 +6,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -35,13 +35,6 @@ LOGGING = "from mingpt.monitoring.logging import configure_logging, logger; conf
 DATE = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  "
 
 
-@pytest.fixture(autouse=True)
-def default_logging() -> Iterator[None]:
-    configure_logging()
-    yield
-    configure_logging()
-
-
 def test_a_pipe_gets_plain_dated_lines(tmp_path: Path) -> None:
     """With relative paths, from another folder, and the name of a text that ASCII can't encode."""
     write_text(tmp_path / "ü.txt")
@@ -62,6 +55,7 @@ def test_a_pipe_gets_plain_dated_lines(tmp_path: Path) -> None:
 
 
 def test_ranks_other_than_0_log_warnings_and_errors_only(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging()
     for rank in (0, 1):
         set_rank(rank)
         for log in (logger.info, logger.warning, logger.error):
@@ -72,6 +66,7 @@ def test_ranks_other_than_0_log_warnings_and_errors_only(capsys: pytest.CaptureF
     configure_logging("stderr")
     logger.info("for people")
     assert capsys.readouterr() == ("", "for people\n")
+    configure_logging()
 
 
 def test_errors_have_a_date_in_a_file_and_in_the_pipe_of_stdout(tmp_path: Path) -> None:

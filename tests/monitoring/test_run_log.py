@@ -97,7 +97,7 @@ def test_rows_of_a_run_are_complete_and_documented(trained: Path) -> None:
 
 
 def test_a_row_has_the_loss_of_its_step_and_the_throughput_since_the_row_before(trained: Path, tmp_path: Path) -> None:
-    """Throughput counts the tokens of all ranks. The last step has a row."""
+    """Throughput counts the tokens of all ranks, without pauses. The last step has a row."""
     options = {"trainer__log_every": 5, "trainer__eval_every": 99, "trainer__save_every": 99}
     argv = run_args(tmp_path / "run", trained / "text.txt", **options)
     assert run_ranks(2, train_main, *argv, tmp_path=tmp_path) == [0, 0]
@@ -110,8 +110,6 @@ def test_a_row_has_the_loss_of_its_step_and_the_throughput_since_the_row_before(
     seconds = sum((b["step"] - a["step"]) * 7 * 16 / b["tokens_per_second"] for a, b in itertools.pairwise(rows))
     assert 0.1 < seconds / (rows[-1]["time"] - rows[0]["time"]) < 1.1
 
-
-def test_throughput_is_measured_without_pauses() -> None:
     timer = StepTimer(samples=10)
     with timer.pause():
         time.sleep(0.2)

@@ -1,7 +1,8 @@
-"""SnapshotFolder: files are whole under their final name, verified, found, pruned, and loaded without running code."""
+"""SnapshotFolder: files are whole under their final name, verified, found, pruned, listed, loaded without running code."""
 
 import os
 import pickle
+import re
 import resource
 from functools import reduce
 from pathlib import Path
@@ -13,7 +14,8 @@ import torch
 
 from mingpt.errors import UserError
 from mingpt.snapshot import folder as folder_module
-from mingpt.snapshot.folder import DamagedSnapshotError, SnapshotFolder, expired_steps, load_snapshot
+from mingpt.snapshot.__main__ import run as list_path
+from mingpt.snapshot.folder import DamagedSnapshotError, SnapshotFolder, expired_steps, fingerprint, load_snapshot
 from tests.helpers import small_snapshot
 
 
@@ -152,6 +154,7 @@ def test_what_the_environment_forbids_is_no_damage(folder: SnapshotFolder, monke
         monkeypatch.setenv(name, "1")
     with pytest.raises(UserError, match=f"^{folder.file(1)} is not damaged, but torch.load refuses it: Only one of "):
         folder.load_newest()
+    assert folder.damaged == set()
 
 
 def test_damaged_files_are_neither_counted_nor_deleted(
@@ -274,3 +277,80 @@ def test_snapshots_load_by_their_name_without_dev_fd(folder: SnapshotFolder, mon
     monkeypatch.setattr(os.path, "exists", lambda path: not str(path).startswith("/dev/fd") and exists(path))
     assert load_snapshot(folder.file(1))["step"] == 1
     assert opened == [folder.file(1)]
+
+
+# python -m mingpt.snapshot
+
+
+def write_run(path: Path, change: float = 0.0) -> Path:
+    """Writes snapshots of steps 3 and 6, with a validation loss at step 6. Returns their folder."""
+    folder = SnapshotFolder(f"{path}/snapshots", keep=2)
+    folder.make()
+    for step, val_loss in ((3, None), (6, 2.34567)):
+        weight = torch.full((3, 4), step + change)
+        state = {"optimizer": {"weight": {"exp_avg": -weight}}, "val_loss": val_loss}
+        folder.write(small_snapshot(step, {"weight": weight}, **state))
+    return path / "snapshots"
+
+
+def list_rows(path: Path, capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
+    list_path([str(path)])
+    return [line.split() for line in capsys.readouterr().out.splitlines()]
+
+
+def test_a_run_folder_is_listed_by_step_with_validation_loss(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path)
+    header, first, last = list_rows(tmp_path, capsys)
+    assert header == ["step", "val_loss", "state", "weights", "optimizer"]
+    assert first[:2] == ["3", "whole"]  # no evaluation at step 3
+    assert last[:3] == ["6", "2.3457", "whole"]
+
+
+def test_fingerprints_are_equal_for_equal_bits_and_differ_otherwise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, change in (("run", 0.0), ("again", 0.0), ("other", 0.1)):
+        write_run(tmp_path / name, change)
+    paths = ("run", "again", "run/snapshots", "run/snapshots/step_00000003.pt", "other")
+    expected, *same, one, other = ([row[-2:] for row in list_rows(tmp_path / path, capsys)[1:]] for path in paths)
+    assert same == [expected, expected]
+    assert one == expected[:1]
+    assert len({cell for row in expected + other for cell in row}) == 8
+
+    tensors = {"a": torch.tensor([0.0, 1.0]), "b": {"c": torch.tensor(2.0)}}
+    changed = [
+        tensors | {"a": torch.tensor([-0.0, 1.0])},
+        tensors | {"a": torch.tensor([[0.0, 1.0]])},
+        tensors | {"a": torch.tensor([0.0, 1.0]).double()},
+        tensors | {"b": {"c": torch.tensor(3.0)}},
+        {"a": tensors["a"], "B": tensors["b"]},
+    ]
+    assert fingerprint(dict(reversed(tensors.items()))) == fingerprint(tensors)
+    assert len({fingerprint(tensors), *map(fingerprint, changed)}) == 6
+
+
+def test_damage_is_reported_with_its_location(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_run(tmp_path)
+    file = folder / "step_00000003.pt"
+    content = bytearray(file.read_bytes())
+    content[content.index(torch.full((3, 4), 3.0).numpy().tobytes())] ^= 1
+    file.write_bytes(content)
+    (folder / "step_00000006.pt").write_bytes(content[:500])
+    (folder / "step_00000009.pt").mkdir()
+    with pytest.raises(SystemExit, match="1"):
+        list_path([str(folder)])
+    flipped, cut, made = [" ".join(line.split()[1:]) for line in capsys.readouterr().out.splitlines()[1:]]
+    assert re.fullmatch(r"DAMAGED: the bytes of its part archive/data/\d+ do not match their CRC-32", flipped)
+    assert cut == "DAMAGED: cut short, or damaged in the list of its parts: File is not a zip file"
+    assert made.startswith("[Errno 22] not a regular file: ")
+
+
+def test_a_missing_path_or_snapshot_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        list_path([])
+    assert "the following arguments are required: PATH" in capsys.readouterr().err
+    for folder in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(UserError, match=rf"^PATH: no snapshot at {folder}; main\.py saves them in its run folder"):
+            list_path([str(folder)])

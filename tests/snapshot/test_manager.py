@@ -117,12 +117,8 @@ def _threads_after_runs(text: Path, tmp_path: Path) -> tuple[list[str], list[int
 
 
 STEPS = 60
-OPTIONS = PATIENCE | {
-    "trainer__patience": None,
-    "trainer__max_steps": STEPS,
-    "trainer__save_every": 10_000,
-    "trainer__eval_every": 1,
-}
+OVERFITTING = PATIENCE | {"trainer__patience": None, "trainer__eval_every": 1}
+OPTIONS = OVERFITTING | {"trainer__max_steps": STEPS, "trainer__save_every": 10_000}
 
 
 @pytest.fixture(scope="module")
@@ -221,54 +217,35 @@ def _lose_rank_0(argv: list[str], folder: Path) -> list[Any]:
     return results
 
 
-def test_an_upload_holds_up_neither_training_nor_local_saves_and_skips_what_is_overtaken(
+def test_an_upload_holds_up_no_step_and_no_local_save_and_the_status_is_0_if_and_only_if_the_mirror_is_complete(
     text: Path, tmp_path: Path
 ) -> None:
-    """Uploads wait for the local save of the last step, and the run's end waits for the last upload."""
-    argv = run_args(tmp_path / "run", text, trainer__snapshot_path=MIRROR, trainer__eval_every=100)
-    [(status, uploaded, found)] = run_ranks(1, _train_with_slow_upload, argv, tmp_path=tmp_path)
-    assert status == 0
-    assert uploaded == found == names(3, 12)
-    assert list_snapshots(tmp_path / "run") == names(6, 9, 12)
-
-
-def _train_with_slow_upload(argv: list[str]) -> tuple[int, list[str], list[str]]:
-    store = type(fsspec.filesystem("memory"))
-    uploaded = []
-
-    def slow_put(fs: Any, local: str, remote: str) -> None:
-        uploaded.append(os.path.basename(remote))
-        content = Path(local).read_bytes()
-        wait_until(Path(local).with_name(names(12)[0]).exists, "the last save")
-        time.sleep(0.3)
-        fs.pipe_file(remote, content)
-
-    store.put_file = slow_put
-    return train_main(*argv), uploaded, files(MIRROR)
-
-
-def test_the_status_is_0_if_and_only_if_the_mirror_is_complete(text: Path, tmp_path: Path) -> None:
     """Whatever failed before: an upload of a run that goes on, an earlier start's, or one that was cut."""
     argv = run_args(tmp_path / "run", text, trainer__snapshot_path=MIRROR, trainer__eval_every=100)
-    [results] = run_ranks(1, _train_with_faulty_store, argv, tmp_path=tmp_path)
+    [(uploaded, results)] = run_ranks(1, _train_with_faulty_store, argv, tmp_path=tmp_path)
     late, failed, still_away, back, cut = results
-    assert late == (0, "", names(12)[0])  # the upload of step 3 failed after the save of step 12
+    assert uploaded == names(3, 12)  # when the upload of step 3 ends, steps 6 and 9 are overtaken
+    assert late == (0, "", names(12)[0])
     problem = f"trainer.snapshot_path: {MIRROR}/{names(15)[0]} can't be written: the store is away"
     assert failed == still_away
     assert (failed[0], failed[2]) == (2, names(12)[0])
     assert failed[1].startswith(f"error: training has reached step 15, but its snapshot could not be saved: {problem}")
     assert back == cut == (0, "", names(15)[0])
+    assert list_snapshots(tmp_path / "run") == names(9, 12, 15)
 
 
-def _train_with_faulty_store(argv: list[str]) -> list[tuple[int, str, str]]:
-    """Returns status, errors and the newest whole file of the mirror after each of five starts."""
+def _train_with_faulty_store(argv: list[str]) -> tuple[list[str], list[tuple[int, str, str]]]:
+    """Returns what the first of five starts uploads, and status, errors and the newest whole upload of each start."""
     fs = fsspec.filesystem("memory")
     put_file = type(fs).put_file
     local = Path(argv[argv.index("--trainer.run_dir") + 1]) / "snapshots"
+    uploaded = []
 
     def fail_late(fs: Any, path: str, remote: str) -> None:
-        if remote.endswith(names(3)[0]):
-            wait_until((local / names(12)[0]).exists, "the last save")
+        uploaded.append(os.path.basename(remote))
+        wait_until((local / names(12)[0]).exists, "the last save")
+        time.sleep(0.3)
+        if len(uploaded) == 1:
             raise OSError("the store is away")
         put_file(fs, path, remote)
 
@@ -284,7 +261,7 @@ def _train_with_faulty_store(argv: list[str]) -> list[tuple[int, str, str]]:
 
     results = [start(12, fail_late), start(15, fail), start(15, fail), start(15, put_file)]
     fs.pipe_file(f"{MIRROR}/{names(15)[0]}", (local / names(15)[0]).read_bytes()[:1000])
-    return [*results, start(15, put_file)]
+    return uploaded, [*results, start(15, put_file)]
 
 
 @pytest.mark.parametrize(("what", "count"), [("upload", 1), ("write", 2)])
@@ -322,8 +299,7 @@ def _main_that_hangs(what: str, *args: Any) -> None:
 def test_the_best_snapshot_that_could_be_saved_is_kept_also_by_the_next_start(tmp_path: Path) -> None:
     """The saves of better evaluations than the first one fail."""
     text = write_overfitting_text(tmp_path / "text.txt")
-    options = PATIENCE | {"trainer__patience": None, "trainer__save_every": 2, "trainer__eval_every": 1}
-    argv = run_args(tmp_path / "run", text, **options)
+    argv = run_args(tmp_path / "run", text, **OVERFITTING, trainer__save_every=2)
     [(first, second)] = run_ranks(1, _train_without_best, argv, tmp_path=tmp_path)
     assert (first[0], second[0]) == (0, 0)
     assert "--best" not in first[1] + second[1]
@@ -347,19 +323,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = write_text(folder / "text.txt")
     options = {"optimizer__decay_steps": 12}
     assert run_ranks(2, train_main, *run_args(folder / "full", text, **options), tmp_path=folder) == [0, 0]
-    train_on_two_machines(folder, *run_args(folder / "RANK", text, trainer__max_steps=6, **options))
+    argv = run_args(folder / "RANK", text, trainer__max_steps=6, **options)
+    assert [status for status, _, _ in run_ranks(2, _train_on_machine, *argv, tmp_path=folder)] == [0, 0]
     return folder
 
 
-def train_on_two_machines(folder: Path, *argv: str) -> str:
-    """Trains on two ranks, with rank0 or rank1 in place of RANK; returns stdout of rank 0."""
-    (status, out, err), (other_status, other_out, _) = run_ranks(2, _train_on_machine, *argv, tmp_path=folder)
-    assert status == other_status == 0, err
-    assert other_out == ""
-    return out
-
-
 def _train_on_machine(*argv: str) -> tuple[int, str, str]:
+    """Trains with rank0 or rank1 in place of RANK."""
     os.environ["LOCAL_RANK"] = "0"
     return run_captured(*(word.replace("RANK", f"rank{os.environ['RANK']}") for word in argv))
 
@@ -379,7 +349,9 @@ def test_ranks_resume_from_the_newest_snapshot_of_any_machine(fault: str, traine
         unreadable.unlink()
         unreadable.mkdir()
     options = {"trainer__save_every": 20, "optimizer__decay_steps": 12, "distributed__strategy": "zero1"}
-    out = train_on_two_machines(tmp_path, *run_args(tmp_path / "RANK", trained / "text.txt", **options))
+    argv = run_args(tmp_path / "RANK", trained / "text.txt", **options)
+    (status, out, err), (other_status, other_out, _) = run_ranks(2, _train_on_machine, *argv, tmp_path=tmp_path)
+    assert (status, other_status, other_out) == (0, 0, ""), err
     source = "rank0" if fault == "rank 1 has none" else "rank1"
     assert f"resuming from {tmp_path}/{source}/snapshots/step_00000006.pt" in out
     for name in ("rank0", "rank1"):

@@ -72,6 +72,19 @@ def test_tokens_are_indices_into_the_sorted_vocabulary(
         assert encoded.sha256 == hashlib.sha256(text.encode()).hexdigest()
 
 
+def test_the_vocabulary_of_a_snapshot_rebuilds_the_tokenizer(tmp_path: Path) -> None:
+    """Characters that are new and out of order come late."""
+    text = "does bob eat\nfigs? – “Não”, 🙂eat bob\r\n"
+    (tmp_path / "text.txt").write_bytes(text.encode())
+    encoded = read(tmp_path / "text.txt")
+    rebuilt = Tokenizer(encoded.tokenizer.vocabulary)
+    tokens = encoded.tokens.tolist()
+    assert tokens == encoded.tokenizer.encode(text, "prompt") == rebuilt.encode(text, "prompt")
+    assert tokens == encoded.tokenizer.learn(text).tolist() == rebuilt.learn(text).tolist()
+    assert rebuilt.decode(tokens) == text
+    assert rebuilt.vocabulary == encoded.tokenizer.vocabulary
+
+
 PROSE = "Le cœur a ses raisons – « déjà vu », l’été, à Noël.\n" * 9
 
 
