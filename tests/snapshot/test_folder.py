@@ -1,4 +1,4 @@
-"""SnapshotFolder: files are whole under their final name, verified, found, pruned, listed, loaded without running code."""
+"""SnapshotFolder: files are whole under their final name, verified, found, listed, pruned; no code in them runs."""
 
 import os
 import pickle
