@@ -286,7 +286,7 @@ def test_a_wait_ends_at_the_first_signal_if_all_is_written_and_at_a_second_one_i
 def _main_that_hangs(what: str, *args: Any) -> None:
     def hang(*args: Any) -> None:
         print("hanging", flush=True)
-        time.sleep(60)
+        time.sleep(30)
 
     if what == "upload":
         type(fsspec.filesystem("memory")).put_file = hang

@@ -58,7 +58,7 @@ ALL = "".join(map(chr, [*range(1, 0xD800), *range(0xE000, 0x110000)]))
         random_text((ALL, 400), ("a", 10)),
     ],
 )
-def test_tokens_are_indices_into_the_sorted_vocabulary(
+def test_tokens_are_indices_into_the_sorted_vocabulary_which_rebuilds_the_tokenizer(
     text: str, chunk_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "text.txt").write_bytes(text.encode())
@@ -68,21 +68,12 @@ def test_tokens_are_indices_into_the_sorted_vocabulary(
         vocabulary = encoded.tokenizer.vocabulary
         assert vocabulary == "".join(sorted({*text, *extra}))
         assert decode(encoded) == text
+        rebuilt, tokens = Tokenizer(vocabulary), encoded.tokens.tolist()
+        assert tokens == encoded.tokenizer.learn(text).tolist() == rebuilt.learn(text).tolist()
+        assert tokens == encoded.tokenizer.encode(text, "prompt") == rebuilt.encode(text, "prompt")
+        assert rebuilt.decode(tokens) == text
         assert encoded.tokens.dtype == np.min_scalar_type(len(vocabulary) - 1)
         assert encoded.sha256 == hashlib.sha256(text.encode()).hexdigest()
-
-
-def test_the_vocabulary_of_a_snapshot_rebuilds_the_tokenizer(tmp_path: Path) -> None:
-    """Characters that are new and out of order come late."""
-    text = "does bob eat\nfigs? – “Não”, 🙂eat bob\r\n"
-    (tmp_path / "text.txt").write_bytes(text.encode())
-    encoded = read(tmp_path / "text.txt")
-    rebuilt = Tokenizer(encoded.tokenizer.vocabulary)
-    tokens = encoded.tokens.tolist()
-    assert tokens == encoded.tokenizer.encode(text, "prompt") == rebuilt.encode(text, "prompt")
-    assert tokens == encoded.tokenizer.learn(text).tolist() == rebuilt.learn(text).tolist()
-    assert rebuilt.decode(tokens) == text
-    assert rebuilt.vocabulary == encoded.tokenizer.vocabulary
 
 
 PROSE = "Le cœur a ses raisons – « déjà vu », l’été, à Noël.\n" * 9
