@@ -369,8 +369,9 @@ class Trainer:
             logger.info(summary.already_trained(self.resumed_from, step, self.config, self.last_step, early_end))
             return 0
         folder = self.snapshots.folder
+        best = folder.best if folder.best in folder.files() else None  # after a lost machine, only the mirror has it
         run_dir = self.config.trainer.run_dir
-        logger.info(summary.done(folder.file(step), run_dir, self.progress, self.timer.elapsed, early_end, folder.best))
+        logger.info(summary.done(folder.file(step), run_dir, self.progress, self.timer.elapsed, early_end, best))
         return 0
 
     def early_end(self) -> str | None:

@@ -20,7 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from mingpt.config.schema import Config, TrainerConfig
 from mingpt.errors import UserError
 from mingpt.monitoring.logging import configure_logging
-from mingpt.monitoring.run_log import MetricsFile, RunLog, StepTimer, TensorBoard, iter_metrics
+from mingpt.monitoring.run_log import MetricsFile, RunLog, StepTimer, iter_metrics
 from tests.helpers import (
     ROOT,
     loss_curve,
@@ -148,21 +148,6 @@ def test_a_resumed_run_has_each_row_once_in_file_and_tensorboard(trained: Path, 
     expected = {row["step"]: indent(row["text"], "    ") for row in read_rows(run, "sample")}
     assert list(expected) == [6, 12, 13]
     assert samples | expected == samples  # TensorBoard hides scalars of removed steps, but not their texts
-
-
-def test_tensorboard_shows_a_restart_on_a_machine_whose_clock_is_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = time.time
-    for behind, steps, loss in ((0, range(4), 3.0), (300, range(2, 6), 2.0), (300, range(4, 8), 1.0)):
-        monkeypatch.setattr(time, "time", lambda behind=behind: real() - behind)
-        writer = TensorBoard(tmp_path, steps[0] - 1)
-        for step in steps:
-            writer.write("train", step, {"loss": loss})
-        writer.close()
-    events = EventAccumulator(str(tmp_path)).Reload()
-    found = [(event.step, event.value) for event in events.Scalars("loss")]
-    assert found == [*enumerate([3.0, 3.0, 2.0, 2.0, 1.0, 1.0, 1.0, 1.0])]
 
 
 @pytest.mark.parametrize("torn", ['{"event": "tr', "\0\0\0", "{", ""])

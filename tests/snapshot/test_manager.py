@@ -203,6 +203,7 @@ def test_a_lost_machine_resumes_from_the_mirror_which_the_same_rule_prunes(tmp_p
     assert f"resuming from {MIRROR}/step_00000010.pt" in second[0][1]
     assert list_snapshots(tmp_path / "rank0") == names(12, 14)
     assert list_snapshots(tmp_path / "rank1") == names(4, 12, 14)
+    assert "--best" not in second[0][1]  # the command would not find that snapshot in rank 0's folder
 
 
 def _lose_rank_0(argv: list[str], folder: Path) -> list[Any]:
