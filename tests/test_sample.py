@@ -6,11 +6,11 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from subprocess import PIPE
+from typing import Any
 
 import pytest
 import torch
@@ -18,12 +18,12 @@ import torch
 import sample
 from mingpt.program import run_program as exit_status_of
 from mingpt.snapshot.folder import SnapshotFolder, load_snapshot
-from tests.helpers import ROOT, clean_env, run_args, run_on_terminal, run_program, run_ranks, train_main, write_text
+from tests.helpers import ROOT, clean_env, run_args, run_on_terminal, run_ranks, train_main, write_text
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LENGTH = 40  # characters to generate: more than a window of 16
-Result = tuple[int, str, str]  # exit status, stdout, stderr
-RunSample = Callable[..., Result]
+NEWEST = "snapshots/step_00000006.pt"
+RunSample = Callable[..., tuple[int, str, str]]  # exit status, stdout, stderr
 
 
 @pytest.fixture(scope="module")
@@ -35,28 +35,24 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     argv = run_args(folder / "run", text, trainer__max_steps=6, optimizer__learning_rate=3e-2)
     assert run_ranks(1, train_main, *argv, tmp_path=folder) == [0]
     text.unlink()
-    snapshot = load_snapshot(str(newest(folder / "run")))
+    snapshot = load_snapshot(str(folder / "run" / NEWEST))
     assert snapshot["val_loss"] < math.log(len(snapshot["vocabulary"]))  # it differs from an untrained model
     return folder / "run"
 
 
 @pytest.fixture
 def run_sample(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> RunSample:
-    """Runs sample.py in this process."""
+    """Runs sample.py in this process, without its measurement of idle cores."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
-    def run(*argv: object) -> Result:
+    def run(*argv: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["sample.py", *map(str, argv)])
         return (exit_status_of(sample.run, sys.argv[1:]), *capfd.readouterr())
 
     return run
 
 
-def newest(run_dir: Path) -> Path:
-    return run_dir / "snapshots/step_00000006.pt"
-
-
-def assert_refused(result: Result, *expected: str) -> None:
-    """Checks for exit status 2, an empty stdout, and one message with the expected parts."""
+def assert_refused(result: tuple[int, str, str], *expected: str) -> None:
     status, out, err = result
     assert (status, out) == (2, "")
     assert err.startswith("error: ")
@@ -68,7 +64,7 @@ def assert_refused(result: Result, *expected: str) -> None:
     "choice", ["", "--temperature 0", "--top_k 3", "--top_k 1000", "--top_p 0.6", "--top_p 1e-300"]
 )
 def test_stdout_is_the_prompt_and_as_many_characters(choice: str, trained: Path, run_sample: RunSample) -> None:
-    vocabulary = load_snapshot(str(newest(trained)))["vocabulary"]
+    vocabulary = load_snapshot(str(trained / NEWEST))["vocabulary"]
     for prompt, length in product(["a", "anna does eat ñandú—🙂 eat anna"], [0, 1, LENGTH]):
         options = ("--snapshot", trained, "--max_new_tokens", length, *choice.split())
         status, out, err = run_sample("--prompt", prompt, *options)
@@ -104,7 +100,7 @@ def test_a_prompt_may_come_from_stdin(
 def test_the_newest_snapshot_is_found_from_run_folder_snapshot_folder_file_and_url(
     trained: Path, run_sample: RunSample
 ) -> None:
-    paths = [trained, trained / "snapshots", f"{trained}/", newest(trained), f"file://{newest(trained)}"]
+    paths = [trained, trained / "snapshots", f"{trained}/", trained / NEWEST, f"file://{trained}/{NEWEST}"]
     results = {run_sample("--snapshot", path, "--max_new_tokens", LENGTH) for path in paths}
     [(status, _, err)] = results
     assert (status, err) == (0, "")
@@ -113,13 +109,13 @@ def test_the_newest_snapshot_is_found_from_run_folder_snapshot_folder_file_and_u
 
 def test_best_is_the_snapshot_of_lowest_validation_loss(trained: Path, tmp_path: Path, run_sample: RunSample) -> None:
     run = shutil.copytree(trained, tmp_path / "run")
-    snapshot = load_snapshot(str(newest(run)))
+    snapshot = load_snapshot(str(run / NEWEST))
     snapshot["best_saved"] = 3
     SnapshotFolder(f"{run}/snapshots", keep=9).write(snapshot)
     best = run_sample("--snapshot", run, "--best", "--max_new_tokens", LENGTH)
     assert best == run_sample("--snapshot", run / "snapshots/step_00000003.pt", "--max_new_tokens", LENGTH)
     assert best != run_sample("--snapshot", run, "--max_new_tokens", LENGTH)
-    assert_refused(run_sample("--snapshot", newest(run), "--best"), "--best", "is not a folder of snapshots")
+    assert_refused(run_sample("--snapshot", run / NEWEST, "--best"), "--best", "is not a folder of snapshots")
     (run / "snapshots/step_00000003.pt").unlink()
     assert_refused(run_sample("--snapshot", run, "--best"), f"--best: {run}/snapshots/step_00000003.pt, the best one")
 
@@ -143,13 +139,7 @@ def test_best_is_the_snapshot_of_lowest_validation_loss(trained: Path, tmp_path:
     ],
 )
 def test_each_mistake_is_one_message(
-    option: str,
-    value: str,
-    message: str,
-    trained: Path,
-    tmp_path: Path,
-    run_sample: RunSample,
-    monkeypatch: pytest.MonkeyPatch,
+    option: str, value: str, message: str, trained: Path, tmp_path: Path, run_sample: RunSample, monkeypatch: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "words.txt").write_text("no snapshot " * 100)  # like model.safetensors
@@ -169,44 +159,32 @@ def test_the_default_is_the_default_run(tmp_path: Path, run_sample: RunSample, m
     assert list(tmp_path.iterdir()) == []
 
 
-@contextmanager
-def endless_sample(trained: Path, prompt: str, **env: str) -> Iterator[subprocess.Popen]:
-    """A process of sample.py that writes more than the test reads."""
-    argv = ["--snapshot", trained, "--prompt", prompt, "--max_new_tokens", "9999999"]
-    env = clean_env(OMP_NUM_THREADS="1", **env)
-    with subprocess.Popen([sys.executable, ROOT / "sample.py", *argv], stdout=PIPE, stderr=PIPE, env=env) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def test_on_a_terminal_the_text_ends_with_a_newline(trained: Path) -> None:
+def test_on_a_terminal_the_text_ends_with_a_newline(trained: Path, run_sample: RunSample) -> None:
     options = ("--snapshot", trained, "--prompt", "anna", "--max_new_tokens", "3", "--temperature", "0")
-    piped = run_program("sample.py", *map(str, options))
-    status, raw = run_on_terminal("sample.py", *options)
-    assert (piped.returncode, status) == (0, 0)
-    assert len(piped.stdout) == len("anna") + 3
-    assert raw == piped.stdout.replace("\n", "\r\n") + "\r\n"
+    status, raw = run_on_terminal("sample.py", *options, OMP_NUM_THREADS="1")
+    _, captured, _ = run_sample(*options)
+    assert (status, len(captured)) == (0, len("anna") + 3)
+    assert raw == captured.replace("\n", "\r\n") + "\r\n"
 
 
-def test_ctrl_c_ends_it_without_a_traceback(trained: Path) -> None:
-    with endless_sample(trained, "anna") as process:
-        assert process.stdout.read(5)
-        process.send_signal(signal.SIGINT)
-        process.stdout.read()  # to its end: closing the pipe first would end the process too
-        assert process.wait(30) == 130
-        assert process.stderr.read() == b""
-
-
-def test_output_is_utf_8_on_an_ascii_terminal_and_ends_when_its_reader_does(trained: Path) -> None:
+@pytest.mark.parametrize(("ending", "status"), [("Ctrl-C", 130), ("its reader", 0)])
+def test_output_is_utf_8_in_any_locale_and_ends_silently_with_ctrl_c_and_its_reader(
+    ending: str, status: int, trained: Path
+) -> None:
     """`| head` is such a reader."""
     prompt = "ñandú—🙂"
-    with endless_sample(trained, prompt, LC_ALL="C", PYTHONIOENCODING="ascii") as process:
-        text = process.stdout.read(200)
-        process.stdout.close()
-        assert process.wait(30) == 0
-        assert process.stderr.read() == b""
-    text = text.decode("utf-8", errors="ignore")
+    argv = ["--snapshot", trained, "--prompt", prompt, "--max_new_tokens", "9999999"]
+    env = clean_env(OMP_NUM_THREADS="1", LC_ALL="C", PYTHONIOENCODING="ascii")
+    with subprocess.Popen([sys.executable, ROOT / "sample.py", *argv], stdout=PIPE, stderr=PIPE, env=env) as process:
+        try:
+            text = process.stdout.read(200).decode("utf-8", errors="ignore")
+            if ending == "Ctrl-C":
+                process.send_signal(signal.SIGINT)
+                process.stdout.read()  # to its end: closing the pipe first would end the process too
+            process.stdout.close()
+            assert process.wait(30) == status
+            assert process.stderr.read() == b""
+        finally:
+            process.kill()
     assert text.startswith(prompt)
     assert not text.removeprefix(prompt).isascii()
