@@ -15,27 +15,28 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import export
+import sample
 from export import model_card
 from mingpt.config.parser import read_config
 from mingpt.nn.layers import rms_norm
 from mingpt.program import run_program as exit_status_of
-from mingpt.snapshot.load import Pretrained, load_pretrained
+from mingpt.snapshot.load import load_pretrained
 from model import GPT
 from tests.helpers import (
     assert_equal_snapshots,
     newest_snapshot,
     read_rows,
     run_args,
-    run_captured,
     run_each_captured,
+    run_on,
     run_program,
     run_ranks,
-    train_main,
     write_text,
 )
 
 SNAPSHOT = "snapshots/step_00000006.pt"
 CHARACTERS = 'figs ñandú—🙂"\\\t'
+nanochat = pytest.mark.parametrize("trained", [("nanochat", True)], indirect=True, ids=["nanochat"])
 
 
 @pytest.fixture(
@@ -47,14 +48,13 @@ CHARACTERS = 'figs ñandú—🙂"\\\t'
     ],
 )
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of six steps; noise is added to the newest weights, so that outputs differ clearly."""
+    """The run folder of six steps, with noise in the newest weights, so that outputs differ clearly."""
     folder = tmp_path_factory.mktemp("trained")
     text = write_text(folder / "text.txt")
     text.write_text(text.read_text().replace("figs", CHARACTERS), encoding="utf-8")
     architecture, bias = request.param
     changes = {"model__architecture": architecture, "model__bias": bias, "data__block_size": 256}
-    argv = run_args(folder / "run", text, trainer__max_steps=6, **changes)
-    assert run_ranks(1, train_main, *argv, tmp_path=folder) == [0]
+    run_on("cpu", 1, [run_args(folder / "run", text, trainer__max_steps=6, **changes)], folder)
     snapshot = torch.load(folder / "run" / SNAPSHOT, weights_only=True)
     torch.manual_seed(3)  # with some seeds the greedy text repeats one character
     snapshot["model"] = {name: weight + 0.5 * torch.randn_like(weight) for name, weight in snapshot["model"].items()}
@@ -64,7 +64,6 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="module")
 def exported(trained: Path) -> Path:
-    """The export of `trained`."""
     pytest.importorskip("transformers", reason="transformers is not installed")
     out = trained.parent / "exported"
     out.mkdir()
@@ -72,11 +71,7 @@ def exported(trained: Path) -> Path:
     return out
 
 
-def load(path: Path) -> Pretrained:
-    return load_pretrained(str(path), "--snapshot")
-
-
-def test_the_model_card_has_text_loss_and_command(
+def test_the_model_card_has_text_loss_and_command_without_a_password(
     trained: Path, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     card, snapshot = (exported / "README.md").read_text(), newest_snapshot(trained)
@@ -91,21 +86,19 @@ def test_the_model_card_has_text_loss_and_command(
     config = capsys.readouterr().out
     assert config.replace(f"{tmp_path}/again", str(trained)) == (trained / "config.yaml").read_text()
 
-
-def test_the_model_card_has_no_password(trained: Path) -> None:
-    pretrained = load(trained)
+    pretrained = load_pretrained(str(trained), "--snapshot")
     pretrained.snapshot["config"]["data"]["path"] = "http://user:secret@host/@text.txt"
     assert "--data.path=http://host/@text.txt" in model_card(pretrained, "run", "name")
 
 
 def test_transformers_has_the_same_tokens_logits_and_greedy_text(
-    trained: Path, exported: Path, caplog: pytest.LogCaptureFixture
+    trained: Path, exported: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture
 ) -> None:
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(exported)
     tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
-    pretrained = load(trained)
+    pretrained = load_pretrained(str(trained), "--snapshot")
     text = f"anna {CHARACTERS}\n\n  bob"
     tokens = tokenizer(text)["input_ids"]
     assert tokens == [pretrained.tokenizer.vocabulary.index(character) for character in text]
@@ -125,8 +118,9 @@ def test_transformers_has_the_same_tokens_logits_and_greedy_text(
     [greedy] = tokenizer.batch_decode(model.generate(**prompt, do_sample=False, max_new_tokens=200))
     assert len(set(greedy)) > 5
     options = ("--prompt", "anna ñ", "--max_new_tokens", "200", "--temperature", "0")
-    done = run_program("sample.py", "--snapshot", str(trained), *options)
-    assert (done.stdout, done.stderr) == (greedy, "")
+    capfd.readouterr()
+    assert exit_status_of(sample.run, ["--snapshot", str(trained), *options]) == 0
+    assert capfd.readouterr() == (greedy, "")
 
     # What the model card says of unknown characters and of padding
     [card] = re.findall(r"The tokenizer knows [^|]*", (exported / "README.md").read_text())
@@ -141,6 +135,7 @@ def test_transformers_has_the_same_tokens_logits_and_greedy_text(
     assert caplog.text == ""
 
 
+@nanochat
 def test_a_folder_whose_name_is_not_utf_8_is_refused(trained: Path, tmp_path: Path) -> None:
     done = run_program("export.py", "--snapshot", str(trained), "--out", str(tmp_path / "a\udcff"))
     assert done.returncode == 2
@@ -154,7 +149,7 @@ def window_of_64(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=(distance >= 0) & (distance < 64))
 
 
-@pytest.mark.parametrize("trained", [("nanochat", True)], indirect=True, ids=["nanochat"])
+@nanochat
 def test_a_refused_export_is_one_message_and_writes_nothing(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -178,23 +173,20 @@ def test_a_refused_export_is_one_message_and_writes_nothing(
     snapshot["model"]["transformer.h.0.conv_1.weight"] = torch.ones(16, 1, 4)
     torch.save(snapshot, tmp_path / "convolutions.pt")
     refused(tmp_path / "convolutions.pt", "new", "--snapshot: the nanochat of transformers has other weights: Error")
+    differ = "--snapshot: the logits of the nanochat of transformers differ from this program's by "
+    # The window is longer than there are characters.
+    for function, changed in (("rms_norm", lambda x: 2 * rms_norm(x)), ("attention", window_of_64)):
+        with monkeypatch.context() as changed_code:
+            changed_code.setattr(f"model.{function}", changed)
+            refused(trained, "new", differ)
     with monkeypatch.context() as changed_code:
-        changed_code.setattr("model.rms_norm", lambda x: 2 * rms_norm(x))
-        refused(trained, "new", "--snapshot: the logits of the nanochat of transformers differ from this program's by ")
-    with monkeypatch.context() as changed_code:
-        changed_code.setattr("model.attention", window_of_64)  # more tokens than there are characters
-        refused(trained, "new", "--snapshot: the logits of the nanochat of transformers differ from this program's by ")
-    with monkeypatch.context() as changed_code:
-        pretrained = load(trained)
+        pretrained = load_pretrained(str(trained), "--snapshot")
         words = SimpleNamespace(vocabulary=["anna", *snapshot["vocabulary"][1:]])
         changed_code.setattr(export, "load_pretrained", lambda *args: replace(pretrained, tokenizer=words))
         refused(trained, "new", "--snapshot: some tokens have several characters")
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.delitem(sys.modules, "mingpt.snapshot.hf_format")
     refused(trained, "new", "export.py needs transformers 5 (")
-
-
-# trainer.init_from
 
 
 def args_from(source: Path, run_dir: Path, text: Path, **changes: Any) -> list[str]:
@@ -205,13 +197,18 @@ def args_from(source: Path, run_dir: Path, text: Path, **changes: Any) -> list[s
 
 
 def test_a_run_starts_from_a_snapshot_and_new_characters_get_new_embeddings(trained: Path, tmp_path: Path) -> None:
-    pretrained, per_character = load(trained), ("transformer.wte.weight", "lm_head.weight")
+    pretrained, per_character = (
+        load_pretrained(str(trained), "--snapshot"),
+        ("transformer.wte.weight", "lm_head.weight"),
+    )
     text = write_text(tmp_path / "other.txt")
     text.write_text(text.read_text().replace("bob", "Zoë"), encoding="utf-8")
-    for world_size, source in ((1, trained / SNAPSHOT), (2, trained), (1, trained / "snapshots")):
-        changes = {"trainer__max_steps": 1, "optimizer__learning_rate": 1e-30}
-        argv = args_from(source, tmp_path / source.name, text, **changes)
-        assert run_ranks(world_size, train_main, *argv, tmp_path=tmp_path) == [0] * world_size
+    changes = {"trainer__max_steps": 1, "optimizer__learning_rate": 1e-30}
+    file, folder, run = sources = (trained / SNAPSHOT, trained / "snapshots", trained)
+    for world_size, given in ((1, (file, folder)), (2, (run,))):
+        argvs = [args_from(source, tmp_path / source.name, text, **changes) for source in given]
+        run_on("cpu", world_size, argvs, tmp_path)
+    for source in sources:
         snapshot = newest_snapshot(tmp_path / source.name)
         vocabulary = snapshot["vocabulary"]
         assert (snapshot["step"], snapshot["samples"]) == (1, 7)
@@ -228,37 +225,34 @@ def test_a_run_starts_from_a_snapshot_and_new_characters_get_new_embeddings(trai
             assert all(0 < row.std() < 0.05 for row in rows.values())
 
 
-@pytest.mark.parametrize("trained", [("nanochat", True)], indirect=True, ids=["nanochat"])
+@nanochat
 def test_a_run_that_started_from_weights_resumes_without_them(trained: Path, tmp_path: Path) -> None:
     """The weights determine block_size, and add characters to the vocabulary."""
     text, source = write_text(tmp_path / "other.txt"), shutil.copytree(trained, tmp_path / "source")
     text.write_text(text.read_text().replace("bob", "anna"))
     whole, parts = (args_from(source, tmp_path / name, text, trainer__max_steps=6) for name in ("whole", "parts"))
-    assert run_ranks(1, train_main, *whole, tmp_path=tmp_path) == [0]
-    first = [*parts, "--trainer.max_steps", "3", "--optimizer.decay_steps", "6"]
-    assert run_ranks(1, train_main, *first, tmp_path=tmp_path) == [0]
+    run_on("cpu", 1, [whole, [*parts, "--trainer.max_steps", "3", "--optimizer.decay_steps", "6"]], tmp_path)
     shutil.rmtree(source)
-    [(status, _, err)] = run_ranks(1, run_captured, *parts, "--data.block_size", "64", tmp_path=tmp_path)
-    assert (status, len(err.splitlines())) == (2, 1)
+    argvs = [[*parts, "--data.block_size", "64"], parts]
+    [[(refused, _, err), (resumed, _, _)]] = run_ranks(1, run_each_captured, argvs, tmp_path=tmp_path)
+    assert (refused, len(err.splitlines()), resumed) == (2, 1, 0)
     assert err.startswith("error: data.block_size is 64, but 256 in the snapshot of step 3 in the run folder; set it ")
-    assert run_ranks(1, train_main, *parts, tmp_path=tmp_path) == [0]
     assert_equal_snapshots(tmp_path / "whole", tmp_path / "parts")
     assert [row["step"] for row in read_rows(tmp_path / "parts", "start")] == [0, 3]
 
 
-@pytest.mark.parametrize("trained", [("nanochat", True)], indirect=True, ids=["nanochat"])
+@nanochat
 def test_a_run_from_scratch_does_not_use_other_weights_when_it_resumes(trained: Path, tmp_path: Path) -> None:
-    """A message says so, and the snapshots do not name the other weights."""
     shutil.copytree(trained, tmp_path / "run")
     argv = args_from(trained, tmp_path / "run", trained.parent / "text.txt", trainer__max_steps=7)
-    [(status, out, err)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
+    [[(status, out, err)]] = run_ranks(1, run_each_captured, [argv], tmp_path=tmp_path)
     assert status == 0, err
     assert "warning: trainer.init_from is not used, since the run continues from" in err
     assert "changed since the snapshot: trainer.max_steps 6 -> 7\n" in out
     assert newest_snapshot(tmp_path / "run")["config"]["trainer"]["init_from"] is None
 
 
-@pytest.mark.parametrize("trained", [("nanochat", True)], indirect=True, ids=["nanochat"])
+@nanochat
 def test_a_start_from_other_weights_is_refused_in_one_message(trained: Path, exported: Path, tmp_path: Path) -> None:
     argv = args_from(trained, tmp_path / "run", write_text(tmp_path / "text.txt"))
     cases = [
