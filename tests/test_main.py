@@ -1,5 +1,6 @@
 """main.py: exit statuses, one message for each mistake, and checks that ranks agree."""
 
+import gc
 import json
 import os
 import re
@@ -16,6 +17,8 @@ from torch.torch_version import TorchVersion
 
 import export
 import sample
+from mingpt.errors import UserError
+from mingpt.program import import_pytorch
 from mingpt.program import run_program as exit_status_of
 from mingpt.run import start
 from mingpt.run.start import code_digests
@@ -27,7 +30,6 @@ from tests.helpers import (
     clean_env,
     main_process,
     run_args,
-    run_captured,
     run_each_captured,
     run_main,
     run_program,
@@ -57,12 +59,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def error_of(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
+def error_of(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     """The message of a run that ends with status 2."""
-    capsys.readouterr()
-    status = run_main([str(arg) for arg in argv])
-    _, stderr = capsys.readouterr()
-    assert status == 2
+    assert run_main([*argv]) == 2
+    stderr = capsys.readouterr().err
     assert_one_message(stderr)
     return stderr
 
@@ -71,9 +71,6 @@ def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
     """Bytes and modification time of all files except locks, by path in the folder."""
     found = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != LOCK_NAME)
     return {str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns) for path in found}
-
-
-# Exit statuses
 
 
 def test_too_little_memory_for_the_start_is_one_message(argv: list[str]) -> None:
@@ -94,9 +91,7 @@ def test_memory_that_runs_out_in_training_is_one_message(
         (RuntimeError, "can't start new thread", "can't start new thread"),
     ):
         monkeypatch.setattr(Trainer, "train_step", fail_with(kind, text))
-        assert run_main(argv) == 2
-        stderr = capsys.readouterr().err
-        assert_one_message(stderr)
+        stderr = error_of(capsys, *argv)
         assert stderr.startswith("error: out of memory: lower trainer.micro_batch_size, ")
         assert stderr.endswith(f" {message}\n")
 
@@ -149,24 +144,22 @@ def test_help_and_mistakes_are_answered_without_pytorch(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["torch.py"]
 
 
-# Importing the compiler takes as long as importing PyTorch.
-COMMANDS_WITHOUT_COMPILER = """
+def test_one_process_without_compile_does_not_import_the_compiler(text: Path, tmp_path: Path) -> None:
+    """Importing the compiler takes as long as importing PyTorch."""
+    code = """
 import sys
 import main, plot, sample
 *training, run_dir = sys.argv[1:]
-assert main.main(training) == 0
-assert main.main([*training, "--trainer.max_steps", "4"]) == 0
-sample.run(["--snapshot", run_dir, "--max_new_tokens", "2"])
-plot.run([run_dir])
+for name in ("adamw", "muon"):
+    for steps in ("2", "4"):
+        options = ["--optimizer.name", name, "--trainer.run_dir", run_dir + name, "--trainer.max_steps", steps]
+        assert main.main([*training, *options]) == 0
+sample.run(["--snapshot", run_dir + "adamw", "--max_new_tokens", "2"])
+plot.run([run_dir + "adamw"])
 print("torch._dynamo" in sys.modules, file=sys.stderr)
 """
-
-
-@pytest.mark.parametrize("name", ["muon", "adamw"])
-def test_one_process_without_compile_does_not_import_the_compiler(name: str, text: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    options = {"optimizer__name": name, "trainer__max_steps": 2, "trainer__sample_every": 2}
-    done = run_program("-c", COMMANDS_WITHOUT_COMPILER, *run_args(run_dir, text, **options), str(run_dir))
+    argv = run_args(tmp_path, text, trainer__sample_every=2)
+    done = run_program("-c", code, *argv, f"{tmp_path}/", OMP_NUM_THREADS="1")
     assert (done.returncode, done.stderr.splitlines()[-1]) == (0, "False"), done.stderr
 
 
@@ -197,54 +190,46 @@ def test_on_windows_each_program_ends_with_one_line() -> None:
     assert done.stderr == "error: these programs run on Linux and macOS; on Windows, use WSL\n"
 
 
-def test_a_session_keeps_its_objects_collectable_and_its_default_dtype_must_be_fp32() -> None:
-    code = """
-import gc, sys
-from mingpt.program import import_pytorch
-sys.ps1 = ">>> "
-import_pytorch()
-print(gc.get_freeze_count())
-import torch
-torch.set_default_dtype(torch.bfloat16)
-import_pytorch()
-"""
-    done = run_program("-c", code, cwd=ROOT)
-    assert done.stdout == "0\n"
-    assert "UserError: PyTorch's default dtype is torch.bfloat16, must be torch.float32" in done.stderr
-
-
-# Resuming
+def test_a_session_keeps_its_objects_collectable_and_its_default_dtype_must_be_fp32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    frozen = gc.get_freeze_count()
+    import_pytorch()
+    assert gc.get_freeze_count() <= frozen
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with pytest.raises(UserError, match=r"^PyTorch's default dtype is torch.bfloat16, must be torch.float32"):
+            import_pytorch()
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "parts"),
+    ("name", "value", "expected"),
     [
-        ("model.architecture", "gpt2", ["is gpt2, but nanochat in "]),
-        ("model.n_embd", "32", ["is 32, but 16 in "]),
-        ("model.bias", "false", ["is false, but true in "]),
-        ("data.block_size", "8", ["is 8, but 16 in "]),
-        ("data.path", "other.txt", ["'kw' (2 distinct) are not in the vocabulary of ", "use the snapshot's text"]),
-        ("data.truncate", "0.5", ["is 0.5, but null in "]),
-        ("data.train_split", "0.5", ["is 0.5, but 0.9 in "]),
-        ("model.conv_kernel_size", "4", ["is 4, but null in "]),
-        ("optimizer.name", "muon", ["is muon, but adamw in ", "set it to adamw"]),
-        ("trainer.seed", "7", ["is 7, but 1 in "]),
+        ("model.architecture", "gpt2", "is gpt2, but nanochat in "),
+        ("model.n_embd", "32", "is 32, but 16 in "),
+        ("model.bias", "false", "is false, but true in "),
+        ("data.block_size", "8", "is 8, but 16 in "),
+        ("data.path", "other.txt", r"'kw' \(2 distinct\) are not in the vocabulary of .* use the snapshot's text"),
+        ("data.truncate", "0.5", "is 0.5, but null in "),
+        ("data.train_split", "0.5", "is 0.5, but 0.9 in "),
+        ("model.conv_kernel_size", "4", "is 4, but null in "),
+        ("optimizer.name", "muon", "is muon, but adamw in .* set it to adamw"),
+        ("trainer.seed", "7", "is 7, but 1 in "),
     ],
 )
 def test_a_snapshot_of_another_shape_or_vocabulary_is_refused_and_nothing_changes(
-    name: str,
-    value: str,
-    parts: list[str],
-    trained: Path,
-    capsys: pytest.CaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, value: str, expected: str, trained: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(trained)
     Path("other.txt").write_text(Path("text.txt").read_text().replace("figs", "kiwi"))
     before = contents(trained / "run")
     message = error_of(capsys, *run_args(Path("run"), "text.txt", trainer__max_steps=2), f"--{name}", value)
-    for part in (name, "step 1", *parts):
-        assert part in message
+    assert name in message
+    assert "step 1" in message
+    assert re.search(expected, message)
     assert contents(trained / "run") == before
 
 
@@ -269,22 +254,21 @@ def test_a_resumed_run_reports_another_learning_rate_text_and_pytorch(
     assert "raise trainer.max_steps" in out
 
 
-# Ranks
-
-
 def test_ranks_agree_on_configuration_text_and_code(text: Path, tmp_path: Path) -> None:
+    """A mistake that all of them make is one message, too."""
     other = tmp_path / "other.txt"
     other.write_text(text.read_text()[::-1])
     same = run_args(tmp_path / "shared", text, trainer__max_steps=1)
     paths = (text, shutil.copy(text, tmp_path / "copy.txt"))
     own_paths = [run_args(tmp_path / str(rank), path, trainer__max_steps=1) for rank, path in enumerate(paths)]
     cases = [  # the command line of each rank, and parts of the message
-        (
-            [same, [*same, "--optimizer.learning_rate", "1e-2"]],
-            ["optimizer.learning_rate", "0.005 on rank 0", "0.01 on rank 1"],
-        ),
+        ([same, [*same, "--trainer.seed", "2"]], ["trainer.seed", "1 on rank 0", "2 on rank 1"]),
         ([[*same, "--trainer.batch_size", "1"]] * 2, ["trainer.batch_size is 1", "2 ranks"]),
         ([run_args(tmp_path / "0", text), run_args(tmp_path / "1", other)], ["text", "on rank 0", "on rank 1"]),
+        (
+            [[*same, "--distributed.backend", "nccl"]] * 2,
+            ["distributed.backend is nccl, but PyTorch sees no CUDA GPU here; set it to auto or gloo\n"],
+        ),
         ([same, [*same, "another code"]], ["the SHA-256 of model.py differs between ranks", "another code on rank 1"]),
         ([same, [*same, "another PyTorch"]], ["PyTorch's version differs between ranks", "2.99 on rank 1"]),
     ]
@@ -314,13 +298,6 @@ def _run_with_own_argv(cases: list[list[list[str]]]) -> list[tuple[int, str, str
             [result] = run_each_captured([argv[:-1] if argv[-1].startswith("another ") else argv])
         results.append(result)
     return results
-
-
-def test_nccl_without_a_gpu_is_one_message(text: Path, tmp_path: Path) -> None:
-    argv = run_args(tmp_path / "run", text, distributed__backend="nccl")
-    (status, _, stderr), *others = run_ranks(2, run_captured, *argv, tmp_path=tmp_path)
-    assert (status, others) == (2, [(2, "", "")])
-    assert stderr == ("error: distributed.backend is nccl, but PyTorch sees no CUDA GPU here; set it to auto or gloo\n")
 
 
 def test_the_code_digests_cover_the_library_and_the_scripts_that_train(tmp_path: Path) -> None:
