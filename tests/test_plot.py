@@ -12,7 +12,7 @@ from matplotlib.colors import to_hex
 import plot
 from mingpt.program import run_program as exit_status_of
 from plot import Run, draw, read_run
-from tests.helpers import read_rows, run_args, run_program, run_ranks, train_main, write_text
+from tests.helpers import read_rows, run_args, run_on, run_program, write_text
 
 
 @pytest.fixture(scope="module")
@@ -21,8 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     text = write_text(folder / "text.txt")
     half = run_args(folder / "moved", text, trainer__max_steps=6, optimizer__decay_steps=12)
-    for argv in (half, run_args(folder / "moved", text), run_args(folder / "whole", text)):
-        assert run_ranks(1, train_main, *argv, tmp_path=folder) == [0]
+    run_on("cpu", 1, [half, run_args(folder / "moved", text), run_args(folder / "whole", text)], folder)
     return folder
 
 
@@ -62,19 +61,15 @@ def test_each_run_has_its_color_and_restarts_are_gray(runs: list[Run], tmp_path:
     assert svg.count(gray) == file.read_text().count(gray) + 4  # a line in each panel
 
 
-def test_a_notebook_sets_a_backend_that_is_not_installed(folder: Path, tmp_path: Path) -> None:
-    for backend in ("module://nowhere", "nonsense"):
-        out = tmp_path / f"{backend[:3]}.png"
-        done = run_program("plot.py", str(folder / "whole"), "--out", str(out), MPLBACKEND=backend)
-        assert (done.returncode, done.stderr) == (0, "")
-        assert out.exists()
-
-
-def test_a_name_may_have_characters_that_the_font_lacks(folder: Path, tmp_path: Path) -> None:
-    run = tmp_path / "\u4e2d\u6587\udcff"
+@pytest.mark.parametrize("backend", ["module://nowhere", "nonsense"])
+def test_neither_a_name_that_the_font_lacks_nor_a_notebooks_missing_backend_hinders_a_plot(
+    backend: str, folder: Path, tmp_path: Path
+) -> None:
+    run, out = tmp_path / "\u4e2d\u6587\udcff", tmp_path / "plot.png"
     run.symlink_to(folder / "whole")
-    done = run_program("plot.py", str(run), "--out", str(tmp_path / "plot.png"))
+    done = run_program("plot.py", str(run), "--out", str(out), MPLBACKEND=backend)
     assert (done.returncode, done.stderr) == (0, "")
+    assert out.exists()
 
 
 @pytest.mark.parametrize(

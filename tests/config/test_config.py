@@ -12,7 +12,7 @@ import yaml
 from mingpt.config.parser import DEFAULT_CONFIG, read_config
 from mingpt.config.schema import KEYS, SHAPE_KEYS, Config, ModelConfig, config_to_dict
 from mingpt.config.yaml_format import dump_config, format_value
-from tests.helpers import ROOT, newest_snapshot, run_program, write_text
+from tests.helpers import ROOT, newest_snapshot, run_each_captured, run_ranks
 
 PATHS = ("data.path", "trainer.init_from", "trainer.run_dir", "trainer.snapshot_path")
 TEXT_KEYS = (*PATHS, "trainer.sample_prompt", "trainer.wandb_project")
@@ -30,11 +30,15 @@ def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("content", ["# nothing\n", "model:\n  n_layer: 2\ndata:\n", "model.n_layer: 2\n"])
-def test_keys_that_are_not_given_have_their_defaults(content: str, config_file: Path) -> None:
-    config_file.write_text(content)
-    expected = Config(model=ModelConfig(n_layer=2)) if "n_layer" in content else Config()
-    assert read_config(["--config", str(config_file)]) == expected
+def test_keys_that_are_not_given_have_their_defaults(config_file: Path) -> None:
+    changed = Config(model=ModelConfig(n_layer=2))
+    for content, expected in (
+        ("# nothing\n", Config()),
+        ("model:\n  n_layer: 2\ndata:\n", changed),
+        ("model.n_layer: 2\n", changed),
+    ):
+        config_file.write_text(content)
+        assert read_config(["--config", str(config_file)]) == expected
 
 
 def test_without_config_the_shipped_yaml_is_read_and_none_in_the_working_directory(
@@ -50,9 +54,8 @@ def test_the_command_line_overrides_files_and_a_later_file_an_earlier_one(tmp_pa
     (tmp_path / "one.yaml").write_text("trainer: {max_steps: 5, batch_size: 6, seed: 7}\n")
     (tmp_path / "two.yaml").write_text("trainer: {max_steps: 8, batch_size: 9}\nmodel: {n_layer: 3}\n")
     files = [f"--config={tmp_path}/one.yaml", "--config", f"{tmp_path}/two.yaml"]
-    config = read_config(
-        ["--local_rank=1", "--trainer.max_steps", "7", *files, "--model.n_head=2", "--local-rank", "1"]
-    )
+    ignored = ("--local_rank=1", "--local-rank", "1")
+    config = read_config(["--trainer.max_steps", "7", *files, "--model.n_head=2", *ignored])
     assert (config.trainer.max_steps, config.trainer.batch_size, config.trainer.seed) == (7, 9, 7)
     assert (config.model.n_layer, config.model.n_head) == (3, 2)
 
@@ -144,21 +147,16 @@ def test_paths_are_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [attrgetter(name)(config) for name in PATHS] == [path] * 4
 
 
-@pytest.mark.parametrize("file", sorted(ROOT.glob("configs/*.yaml")), ids=lambda file: file.stem)
-def test_a_configuration_in_configs_trains_with_its_shape_cut(file: Path, tmp_path: Path) -> None:
-    cuts = {
-        "data.path": write_text(tmp_path / "text.txt"),
-        "data.block_size": 16,
-        "model.n_layer": 2,
-        "model.n_embd": 24,
-        "trainer.batch_size": 12,
-        "trainer.max_steps": 2,
-        "trainer.compile": False,
-        "trainer.run_dir": tmp_path / "run",
-    }
-    done = run_program("main.py", "--config", str(file), *(f"--{name}={value}" for name, value in cuts.items()))
-    assert (done.returncode, done.stderr) == (0, "")
-    assert newest_snapshot(tmp_path / "run")["step"] == 2
+def test_each_configuration_in_configs_trains_with_its_shape_cut(text: Path, tmp_path: Path) -> None:
+    options = (
+        f"--data.path={text} --data.block_size=16 --model.n_layer=2 --model.n_embd=24 --trainer.batch_size=12 "
+        "--trainer.max_steps=2 --trainer.compile=false"
+    )
+    files = list(ROOT.glob("configs/*.yaml"))
+    argvs = [["--config", str(file), *options.split(), f"--trainer.run_dir={tmp_path / file.stem}"] for file in files]
+    [results] = run_ranks(1, run_each_captured, argvs, tmp_path=tmp_path)
+    assert [(status, err) for status, _, err in results] == [(0, "")] * len(files)
+    assert [newest_snapshot(tmp_path / file.stem)["step"] for file in files] == [2] * len(files)
 
 
 def test_the_shipped_yaml_is_the_printed_default_and_ends_the_help(
