@@ -290,6 +290,7 @@ def test_files_of_any_mode_work_or_are_named_in_one_message(tmp_path: Path) -> N
 
 def _run_with_modes(folder: Path) -> dict[tuple[str, int, str], tuple[int, str]]:
     """Runs the commands without the capabilities of root, which ignore modes."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # sample.py does not measure idle cores
     os.chdir(folder)
     os.mkdir("books")
     write_text(Path("books/text.txt"))

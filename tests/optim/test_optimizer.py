@@ -1,9 +1,6 @@
-"""The learning-rate schedule, parameter groups, and steps that found_inf skips."""
-
 from typing import Literal
 
 import pytest
-import torch
 from torch import nn
 
 from mingpt.config.schema import OptimizerConfig
@@ -40,8 +37,7 @@ def test_warm_up_takes_precedence_over_a_decay_that_ends_before_it(decay_steps: 
         assert rates == pytest.approx([n / 10 for n in range(1, 11)] + [0.2, 0.2])
 
 
-def network(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
+def network() -> nn.Module:
     model = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 4), nn.LayerNorm(4), nn.Linear(4, 3))
     model.blocks = {0: model[1]}
     return model
