@@ -23,6 +23,11 @@ def config_file(tmp_path: Path) -> Path:
     return tmp_path / "config.yaml"
 
 
+def read(file: Path, content: str) -> Config:
+    file.write_text(content)
+    return read_config(["--config", str(file)])
+
+
 def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     """What main.py prints instead of training."""
     with pytest.raises(SystemExit, match="0"):
@@ -31,17 +36,12 @@ def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 
 def test_keys_that_are_not_given_have_their_defaults(config_file: Path) -> None:
-    changed = Config(model=ModelConfig(n_layer=2))
-    for content, expected in (
-        ("# nothing\n", Config()),
-        ("model:\n  n_layer: 2\ndata:\n", changed),
-        ("model.n_layer: 2\n", changed),
-    ):
-        config_file.write_text(content)
-        assert read_config(["--config", str(config_file)]) == expected
+    assert read(config_file, "# nothing\n") == Config()
+    for content in ("model:\n  n_layer: 2\ndata:\n", "model.n_layer: 2\n"):
+        assert read(config_file, content) == Config(model=ModelConfig(n_layer=2))
 
 
-def test_without_config_the_shipped_yaml_is_read_and_none_in_the_working_directory(
+def test_without_config_no_yaml_in_the_working_directory_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / DEFAULT_CONFIG.name).write_text("model: {n_layer: 2}")
@@ -61,7 +61,7 @@ def test_the_command_line_overrides_files_and_a_later_file_an_earlier_one(tmp_pa
 
 
 def test_a_configuration_knows_the_keys_of_the_command_line_which_are_not_part_of_it(config_file: Path) -> None:
-    config_file.write_text("model: {n_layer: 4}\n")
+    config_file.touch()
     config = read_config(["--config", str(config_file), "--model.n_head", "4"])
     assert config.given == {"model.n_head"}
     assert config == Config()
@@ -88,23 +88,21 @@ def test_a_configuration_knows_the_keys_of_the_command_line_which_are_not_part_o
         ("trainer.snapshot_path", "1e3", "1e3"),
     ],
 )
-def test_values_are_read_alike_from_yaml_and_command_line(
-    name: str, text: str, value: object, config_file: Path
-) -> None:
+def test_values_are_read_alike_from_yaml_and_options(name: str, text: str, value: object, config_file: Path) -> None:
     section, key = name.split(".")
-    config_file.write_text(f"{section}:\n  {key}: {text}\n")
-    for argv in (["--config", str(config_file)], [f"--{name}", text], [f"--{name}={text}"]):
-        found = attrgetter(name)(read_config(argv))
+    of_yaml = read(config_file, f"{section}:\n  {key}: {text}\n")
+    for config in (of_yaml, read_config([f"--{name}", text]), read_config([f"--{name}={text}"])):
+        found = attrgetter(name)(config)
         assert found == value
         assert type(found) is type(value)
 
 
 def test_yaml_has_its_own_forms_of_null_text_and_lists(config_file: Path) -> None:
-    config_file.write_text(
+    config = read(
+        config_file,
         "trainer: {max_epochs: , micro_batch_size: ~, patience: Null, sample_prompt: 'null', wandb_project: '~'}\n"
-        "optimizer:\n  betas:\n  - 0.5\n  - &half 0.5\n  weight_decay: *half\n"
+        "optimizer:\n  betas:\n  - 0.5\n  - &half 0.5\n  weight_decay: *half\n",
     )
-    config = read_config(["--config", str(config_file)])
     assert (config.trainer.max_epochs, config.trainer.micro_batch_size, config.trainer.patience) == (None, None, None)
     assert (config.trainer.sample_prompt, config.trainer.wandb_project) == ("null", "~")
     assert (config.optimizer.betas, config.optimizer.weight_decay) == ((0.5, 0.5), 0.5)
@@ -122,7 +120,7 @@ TEXTS = [*WORDS.split(), *PHRASES, "\U0001f600", "a " * 200]
 def test_text_of_the_command_line_is_taken_as_it_is_and_reads_back_equal(
     config_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The text reads back equal from --print_config, config.yaml and the command lines that programs show."""
+    """It does from --print_config, config.yaml and the command lines that programs show."""
     for i in range(0, len(TEXTS), len(TEXT_KEYS)):
         given = dict(zip(TEXT_KEYS, TEXTS[i:], strict=False))
         argv = [f"--{name}={text}" for name, text in given.items()]
@@ -130,9 +128,9 @@ def test_text_of_the_command_line_is_taken_as_it_is_and_reads_back_equal(
         for name, text in given.items():
             path = re.sub("^-", "./-", os.path.expandvars(os.path.expanduser(text)))
             assert attrgetter(name)(config) == (path if name in PATHS else text)
-        config_file.write_text(printed(capsys, *argv, "--print_config"))
-        assert config_file.read_text() == dump_config(config_to_dict(config))
-        assert read_config(["--config", str(config_file)]) == config
+        text = printed(capsys, *argv, "--print_config")
+        assert text == dump_config(config_to_dict(config))
+        assert read(config_file, text) == config
         shown = shlex.join(f"--{name}={format_value(attrgetter(name)(config))}" for name in KEYS)
         assert read_config(shlex.split(shown)) == config
 
@@ -140,11 +138,10 @@ def test_text_of_the_command_line_is_taken_as_it_is_and_reads_back_equal(
 def test_paths_are_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/ada")
     monkeypatch.setenv("B", "bucket")
-    written = ("~/a b", "$HOME/a", "x/${B}/a$", "-a")
-    read = ("/home/ada/a b", "/home/ada/a", "x/bucket/a$", "./-a")
-    for text, path in zip(written, read, strict=True):
+    expanded = {"~/a b": "/home/ada/a b", "$HOME/a": "/home/ada/a", "x/${B}/a$": "x/bucket/a$", "-a": "./-a"}
+    for text, path in expanded.items():
         config = read_config([f"--{name}={text}" for name in PATHS])
-        assert [attrgetter(name)(config) for name in PATHS] == [path] * 4
+        assert attrgetter(*PATHS)(config) == (path,) * 4
 
 
 def test_each_configuration_in_configs_trains_with_its_shape_cut(text: Path, tmp_path: Path) -> None:
@@ -159,11 +156,8 @@ def test_each_configuration_in_configs_trains_with_its_shape_cut(text: Path, tmp
     assert [newest_snapshot(tmp_path / file.stem)["step"] for file in files] == [2] * len(files)
 
 
-def test_the_shipped_yaml_is_the_printed_default_and_ends_the_help(
-    config_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config_file.touch()
-    text = printed(capsys, "--config", str(config_file), "--print_config")
+def test_the_shipped_yaml_is_the_printed_default_and_ends_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "--config", os.devnull, "--print_config")
     assert text == DEFAULT_CONFIG.read_text()
     comments = re.findall(r"^  \w+: .*? # (.*)$", text, re.MULTILINE)
     assert comments == [field.description for field in KEYS.values()]
