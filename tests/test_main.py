@@ -1,5 +1,3 @@
-"""main.py: exit statuses, one message for each mistake, and checks that ranks agree."""
-
 import gc
 import json
 import os
@@ -22,6 +20,7 @@ from mingpt.program import import_pytorch
 from mingpt.program import run_program as exit_status_of
 from mingpt.run import start
 from mingpt.run.start import code_digests
+from mingpt.system import device
 from mingpt.system.run_lock import LOCK_NAME
 from tests.helpers import (
     ROOT,
@@ -67,10 +66,10 @@ def error_of(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return stderr
 
 
-def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
-    """Bytes and modification time of all files except locks, by path in the folder."""
-    found = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != LOCK_NAME)
-    return {str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns) for path in found}
+def contents(folder: Path) -> dict[Path, tuple[bytes, int]]:
+    """Bytes and modification time of all files except locks."""
+    found = (path for path in folder.rglob("*") if path.is_file() and path.name != LOCK_NAME)
+    return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in found}
 
 
 def test_too_little_memory_for_the_start_is_one_message(argv: list[str]) -> None:
@@ -84,9 +83,8 @@ def test_too_little_memory_for_the_start_is_one_message(argv: list[str]) -> None
 def test_memory_that_runs_out_in_training_is_one_message(
     argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    memory = "CUDA out of memory. Tried to allocate 2.00 GiB."
     for kind, text, message in (
-        (torch.OutOfMemoryError, f"{memory}\nmore", memory),
+        (torch.OutOfMemoryError, "CUDA out of memory. Tried 2.00 GiB.\nmore", "CUDA out of memory. Tried 2.00 GiB."),
         (MemoryError, "", "MemoryError"),
         (RuntimeError, "can't start new thread", "can't start new thread"),
     ):
@@ -127,20 +125,18 @@ def test_torchruns_summary_shows_the_message_of_a_refusal_before_anything_is_wri
 def test_help_and_mistakes_are_answered_without_pytorch(tmp_path: Path) -> None:
     """Importing PyTorch would take most of the time."""
     (tmp_path / "torch.py").write_text("raise ImportError('PyTorch is imported')")
-    for argv, env, part in (
-        (["--help"], {}, "max_steps: 1600"),
-        (["--print_config"], {}, "max_steps: "),
-        (["--trainer.max_steps", "many"], {}, "found 'many'"),
-        ([], {"RANK": "1"}, "'WORLD_SIZE': None"),
+    for status, argv, env, part in (
+        (0, ["--help"], {}, "max_steps: 1600"),
+        (0, ["--print_config"], {}, "max_steps: "),
+        (2, ["--trainer.max_steps", "many"], {}, "found 'many'"),
+        (2, [], {"RANK": "1"}, "'WORLD_SIZE': None"),
+        (1, [], {}, "PyTorch is imported"),
     ):
         done = run_program("main.py", *argv, cwd=tmp_path, PYTHONPATH=str(tmp_path), **env)
+        assert (done.returncode, done.stderr == "") == (status, status == 0), (argv, done.stderr)
         assert part in done.stdout + done.stderr, (argv, env)
-        assert done.returncode == (2 if done.stderr else 0)
-        if done.stderr:
+        if status == 2:
             assert_one_message(done.stderr)
-    done = run_program("main.py", cwd=tmp_path, PYTHONPATH=str(tmp_path))
-    assert done.returncode == 1
-    assert "PyTorch is imported" in done.stderr
     assert os.listdir(tmp_path) == ["torch.py"]
 
 
@@ -254,23 +250,24 @@ def test_a_resumed_run_reports_another_learning_rate_text_and_pytorch(
     assert "raise trainer.max_steps" in out
 
 
-def test_ranks_agree_on_configuration_text_and_code(text: Path, tmp_path: Path) -> None:
+def test_ranks_agree_on_configuration_text_code_and_precision(text: Path, tmp_path: Path) -> None:
     """A mistake that all of them make is one message, too."""
     other = tmp_path / "other.txt"
     other.write_text(text.read_text()[::-1])
     same = run_args(tmp_path / "shared", text, trainer__max_steps=1)
     paths = (text, shutil.copy(text, tmp_path / "copy.txt"))
     own_paths = [run_args(tmp_path / str(rank), path, trainer__max_steps=1) for rank, path in enumerate(paths)]
+    auto = run_args(tmp_path / "auto", text, trainer__precision="auto")
+    differs = "trainer.precision: auto selects differs between ranks: bf16 on rank 0, fp32 on rank 1"
+    no_gpu = "distributed.backend is nccl, but PyTorch sees no CUDA GPU here"
     cases = [  # the command line of each rank, and parts of the message
         ([same, [*same, "--trainer.seed", "2"]], ["trainer.seed", "1 on rank 0", "2 on rank 1"]),
         ([[*same, "--trainer.batch_size", "1"]] * 2, ["trainer.batch_size is 1", "2 ranks"]),
         ([run_args(tmp_path / "0", text), run_args(tmp_path / "1", other)], ["text", "on rank 0", "on rank 1"]),
-        (
-            [[*same, "--distributed.backend", "nccl"]] * 2,
-            ["distributed.backend is nccl, but PyTorch sees no CUDA GPU here; set it to auto or gloo\n"],
-        ),
+        ([[*same, "--distributed.backend", "nccl"]] * 2, [f"error: {no_gpu}; set it to auto or gloo\n"]),
         ([same, [*same, "another code"]], ["the SHA-256 of model.py differs between ranks", "another code on rank 1"]),
         ([same, [*same, "another PyTorch"]], ["PyTorch's version differs between ranks", "2.99 on rank 1"]),
+        ([[*auto, "another hardware"]] * 2, [f"error: the precision that {differs}; set it to either\n"]),
     ]
     argvs = [*(argvs for argvs, _ in cases), own_paths]
     first, second = run_ranks(2, _run_with_own_argv, argvs, tmp_path=tmp_path)
@@ -278,7 +275,7 @@ def test_ranks_agree_on_configuration_text_and_code(text: Path, tmp_path: Path) 
         assert (status, other_status, silence) == (2, 2, "")
         assert_one_message(stderr)
         assert all(part in stderr for part in parts), stderr
-    assert len(set(re.findall(r"\b[0-9a-f]{64}\b", first[2][2]))) == 2
+    assert len(set(re.findall(r"\b[0-9a-f]{64}\b", first[2][2]))) == 2  # of the texts
     assert not (tmp_path / "shared").exists()
     assert [(status, stderr) for status, _, stderr in (first[-1], second[-1])] == [(0, ""), (0, "")]
     assert (tmp_path / "0/snapshots/step_00000001.pt").exists()
@@ -295,6 +292,8 @@ def _run_with_own_argv(cases: list[list[list[str]]]) -> list[tuple[int, str, str
                 patch.setattr(start, "code_digests", lambda: {**code_digests(), "model.py": "another code"})
             if argv[-1] == "another PyTorch":
                 patch.setattr(torch, "__version__", TorchVersion("2.99"))
+            if argv[-1] == "another hardware":
+                patch.setattr(device, "has_bf16", lambda device: (os.environ["RANK"] == "0", ""))
             [result] = run_each_captured([argv[:-1] if argv[-1].startswith("another ") else argv])
         results.append(result)
     return results
