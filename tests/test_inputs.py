@@ -1,5 +1,3 @@
-"""Bad input of every kind ends at once with status 2 and one message that names it, and does not leave files."""
-
 import ctypes
 import io
 import os
@@ -42,7 +40,6 @@ YAML = [
     (b"model: [n_layer]\n", ["model (in ", "['n_layer']", "must contain keys"]),
     (b"model: false\ntrainer: 0\n", ["model (in ", "'false'", "trainer (in ", "'0'", "line 2"]),
     (b"modle:\n  n_layer: 2\n", ["modle.n_layer (in ", "line 2", "nearest is model.n_layer"]),
-    (b"trainer: {max_step: 2}\n", ["trainer.max_step (in ", "nearest is trainer.max_steps"]),
     (b"0\n", ["'0'", "data, model"]),
     (b"[" * 1000, ["recursion"]),
     (b"model: &a {n_layer: *a}\n", ["recursion"]),
@@ -170,15 +167,13 @@ def refusal(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
 @pytest.mark.parametrize(("yaml", "parts"), YAML, ids=range(len(YAML)))
 def test_mistakes_in_a_yaml_are_named_with_the_file(yaml: bytes, parts: list[str], refusal: Refusal) -> None:
     message = refusal(yaml=yaml)
-    for part in ("case.yaml", *parts):
-        assert part in message
+    assert [part for part in ("case.yaml", *parts) if part not in message] == []
 
 
 @pytest.mark.parametrize(("options", "parts"), OPTIONS)
 def test_bad_input_of_a_run_is_refused_in_one_message(options: str, parts: list[str], refusal: Refusal) -> None:
     message = refusal(options)
-    for part in parts:
-        assert part in message
+    assert [part for part in parts if part not in message] == []
 
 
 @pytest.mark.parametrize(("name", "values", "allowed"), WRONG_VALUES)
@@ -195,9 +190,7 @@ def test_values_of_the_wrong_type_are_refused(name: str, values: str, allowed: l
 
 
 def test_all_mistakes_are_in_one_message(refusal: Refusal) -> None:
-    yaml = (
-        b"modle: {}\ndata: {pth: a, block_size: 0}\nmodel: {n_layer: two, bias: 3}\noptimizer:\n  betas: [2.0, 0.9]\n"
-    )
+    yaml = b"modle: {}\ndata: {pth: a, block_size: 0}\nmodel: {n_layer: two, bias: 3}\noptimizer: {betas: [2.0, 0.9]}\n"
     message = refusal("--trainer.max_steps many --trainer.max_step 3", yaml)
     places = [
         "trainer.max_step (in the command line)",
@@ -206,15 +199,13 @@ def test_all_mistakes_are_in_one_message(refusal: Refusal) -> None:
         "data.block_size (in case.yaml, line 2)",
         "model.n_layer (in case.yaml, line 3)",
         "model.bias (in case.yaml, line 3)",
-        "optimizer.betas (in case.yaml, line 5)",
+        "optimizer.betas (in case.yaml, line 4)",
         "trainer.max_steps (in the command line)",
     ]
     assert re.findall(r"^(?:error: |  )(\S+ \(.*?\))", message, re.MULTILINE) == places
     conflicts = refusal("--optimizer.min_learning_rate 1", b"model: {n_embd: 31}")
-    assert re.findall(r"^(?:error: |  )(\S+) .*\(in (.*)\)$", conflicts, re.MULTILINE) == [
-        ("model.n_embd", "case.yaml, line 1"),
-        ("optimizer.min_learning_rate", "the command line"),
-    ]
+    found = re.findall(r"^(?:error: |  )(\S+) .*\(in (.*)\)$", conflicts, re.MULTILINE)
+    assert found == [("model.n_embd", "case.yaml, line 1"), ("optimizer.min_learning_rate", "the command line")]
 
 
 def test_numbers_out_of_range_are_refused_in_every_key(refusal: Refusal) -> None:
@@ -233,15 +224,12 @@ def test_conflicts_with_ranks_and_device(options: str, world_size: int, device: 
     assert all(part in conflicts[0] for part in parts), conflicts
 
 
-@pytest.mark.parametrize("options", [TREE, OFFLOAD])
-def test_fp16_of_a_snapshot_conflicts_like_a_configured_one(options: str) -> None:
-    config = read_config(options.split())
-    assert list(find_conflicts(config, "bf16")) == []
-    [message] = find_conflicts(config, "fp16")
-    assert "in fp16 (trainer.precision: auto)" in message
-
-
-# Files of any mode
+def test_fp16_of_a_snapshot_conflicts_like_a_configured_one() -> None:
+    for options in (TREE, OFFLOAD):
+        config = read_config(options.split())
+        assert list(find_conflicts(config, "bf16")) == []
+        [message] = find_conflicts(config, "fp16")
+        assert "in fp16 (trainer.precision: auto)" in message
 
 
 PROGRAMS = {"sample.py": sample.run, "export.py": export.run, "mingpt.snapshot": listing.run, "plot.py": plot.run}
