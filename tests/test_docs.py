@@ -1,5 +1,3 @@
-"""README.md, CONTRIBUTING.md and docs/: length, links, names and commands."""
-
 import json
 import os
 import re
@@ -8,7 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -21,14 +19,7 @@ from tests.helpers import ROOT, clean_env, read_rows, wait_until, write_text
 DOCS = ROOT / "docs"
 README, CONTRIBUTING, PAGES = ROOT / "README.md", ROOT / "CONTRIBUTING.md", sorted(DOCS.glob("*.md"))
 KEY = r"(?:data|model|optimizer|trainer|distributed)\.(?!py\b)\w+"
-SMALL_RUN = {
-    "max_steps": 40,
-    "eval_every": 20,
-    "eval_windows": 40,
-    "save_every": 10,
-    "sample_every": 40,
-    "log_every": 5,
-}
+SMALL = {"max_steps": 40, "eval_every": 20, "eval_windows": 40, "save_every": 10, "sample_every": 40, "log_every": 5}
 
 each_page = pytest.mark.parametrize("page", [README, CONTRIBUTING, *PAGES], ids=lambda page: page.stem)
 
@@ -44,17 +35,11 @@ def prose(page: Path) -> str:
 
 
 def commands(page: Path) -> list[list[str]]:
-    """The words of each command that begins with `python` or `torchrun`, in a block or a code span."""
+    """The words of each command of `python` or `torchrun`, in a block or a code span."""
     spans = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose(page))]
     lines = [line for block in blocks(page) for line in block.splitlines()] + spans
     starts = [re.search(r"\b(python|torchrun) .*", line) for line in lines if not re.search(r"[$;<]|\.\.\.", line)]
     return [shlex.split(re.split(r" (?:\||&&|>>) ", found[0])[0], comments=True) for found in starts if found]
-
-
-def anchors(page: Path) -> set[str]:
-    """GitHub's anchors of the page's headings."""
-    headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def defines(file: Path, name: str) -> bool:
@@ -76,7 +61,9 @@ def test_links_resolve_and_name_what_exists(page: Path) -> None:
         name, _, anchor = link.partition("#")
         target = (page.parent / name).resolve() if name else page
         assert target.exists(), link
-        assert not anchor or anchor in anchors(target), link
+        if anchor:  # GitHub's anchors of headings
+            headings = re.findall(r"^#+ (.+)$", prose(target), re.MULTILINE)
+            assert anchor in [re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings], link
         label = text.strip("`")
         if label.endswith((".py", ".yaml", ".md")):
             assert str(target).endswith(f"/{label}"), (text, link)
@@ -94,19 +81,17 @@ def test_each_guarantee_and_each_fault_has_tests() -> None:
     assert all("::" in row for row in rows)
 
 
-def test_the_tree_names_all_modules_and_folders_of_the_library() -> None:
-    [tree] = [block for block in blocks(DOCS / "architecture.md", "text") if block.startswith("main.py")]
-    found = set()
-    for line in tree.splitlines():
-        for name in line.strip().split("  ")[0].split():
-            path = ROOT / ("mingpt" if line[0] == " " else "") / name
-            assert path.exists(), line
-            found.add(path)
+def test_the_tree_names_all_modules_and_the_layers_are_those_that_lint_imports_checks() -> None:
+    tree, shown = (
+        block for block in blocks(DOCS / "architecture.md", "text") if block.startswith(("main.py", "run\n"))
+    )
+    found = {
+        ROOT / ("mingpt" if line[0] == " " else "") / name
+        for line in tree.splitlines()
+        for name in line.strip().split("  ")[0].split()
+    }
+    assert [path for path in found if not path.exists()] == []
     assert {path for path in (ROOT / "mingpt").iterdir() if not path.name.startswith("__")} <= found
-
-
-def test_the_layers_are_those_that_lint_imports_checks() -> None:
-    [shown] = [block for block in blocks(DOCS / "architecture.md", "text") if block.startswith("run\n")]
     [layers] = re.findall(r"^layers = \[\n(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
     assert shown.splitlines() == [layer.replace("mingpt.", "") for layer in re.findall(r'"(.+)"', layers)]
 
@@ -134,9 +119,8 @@ def test_each_result_of_benchmarks_has_a_command() -> None:
     for row in rows:
         words = shlex.split(re.sub(r" --(ranks|seconds) \d+", "", row.replace("FOLDER", str(ROOT))))
         size = {"bare": 1, "ab": 3}.get(words[0], 2)
-        for programs in choose_programs(words[:size], shlex.join(words[size:])):
-            for program in programs:
-                read_config(shlex.split(program.options))
+        for program in chain(*choose_programs(words[:size], shlex.join(words[size:]))):
+            read_config(shlex.split(program.options))
 
 
 def test_the_tour_has_a_row_for_each_idea_of_a_step() -> None:
@@ -162,7 +146,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for script in ROOT.glob("*.py"):
         shutil.copy(script, folder)
     yaml = (ROOT / "gpt2_train_cfg.yaml").read_text()
-    for key, value in SMALL_RUN.items():
+    for key, value in SMALL.items():
         yaml, count = re.subn(rf"^  {key}: \w+", f"  {key}: {value}", yaml, flags=re.MULTILINE)
         assert count == 1
     (folder / "gpt2_train_cfg.yaml").write_text(yaml)
@@ -190,15 +174,6 @@ def run(command: str, folder: Path) -> str:
     return stdout + stderr
 
 
-def kill_when(condition: Callable[[], bool], command: str, folder: Path) -> None:
-    """Starts a command, and kills it when a condition is true."""
-    with start(command, folder) as process:
-        try:
-            wait_until(condition, command)
-        finally:
-            os.killpg(process.pid, signal.SIGKILL)
-
-
 @pytest.mark.slow
 def test_readme_works_as_pasted(checkout: Path) -> None:
     first_run, kill_and_resume, own_text, retuning, many, tests = blocks(README)
@@ -207,7 +182,11 @@ def test_readme_works_as_pasted(checkout: Path) -> None:
     assert "done in" in output
     first, again, on_two_processes = (line.partition("#")[0] for line in kill_and_resume.splitlines())
     for command, step in ((first, 10), (again, 20)):
-        kill_when((checkout / f"runs/killed/snapshots/step_{step:08d}.pt").exists, command, checkout)
+        with start(command, checkout) as process:
+            try:
+                wait_until((checkout / f"runs/killed/snapshots/step_{step:08d}.pt").exists, command)
+            finally:
+                os.killpg(process.pid, signal.SIGKILL)
     output = run(on_two_processes, checkout)
     assert re.search(r"resuming from runs/killed/snapshots/step_000000[234]0.pt", output)
     assert "Each" in run(own_text, checkout)
@@ -225,7 +204,6 @@ def test_readme_works_as_pasted(checkout: Path) -> None:
 
 @pytest.mark.slow
 def test_docs_work_as_pasted(checkout: Path) -> None:
-    """Runs export, pretrained weights, stages, plots, and events of torchrun's agent."""
     run("python main.py", checkout)
     pytest.importorskip("transformers", reason="transformers is not installed")
     for command in blocks(DOCS / "export.md"):
@@ -313,7 +291,10 @@ def test_each_change_trains_on_ranks_as_on_one_is_killed_resumes_samples_and_is_
     options, refusal = CHANGES[change]
     (folder / "run_changed.py").write_text(RUN_CHANGED)
     run(f"python run_changed.py {CHANGED_RUN} {options}", folder)
-    base, alone, together = (losses(folder / "runs" / name) for name in ("base", "one", "two"))
+    base, alone, together = (
+        [row["loss"] for row in read_rows(run)] + [row["val_loss"] for row in read_rows(run, "eval")]
+        for run in (folder / "runs/base", folder / "runs/one", folder / "runs/two")
+    )
     assert together == pytest.approx(alone, rel=2e-3)  # rounding errors grow from step to step
     assert (alone == base) == (change == "parameter_norm")
 
@@ -335,11 +316,6 @@ def test_each_change_trains_on_ranks_as_on_one_is_killed_resumes_samples_and_is_
         assert message.startswith("error: --snapshot: ")
         assert refusal in message
         assert not (folder / "exported_change").exists()
-
-
-def losses(run_dir: Path) -> list[float]:
-    """The training losses and the validation losses of a run."""
-    return [row["loss"] for row in read_rows(run_dir)] + [row["val_loss"] for row in read_rows(run_dir, "eval")]
 
 
 def test_each_change_of_the_docs_applies_and_is_tested() -> None:
