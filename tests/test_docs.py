@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 from torch.nn.utils import get_total_norm
 
+from benchmarks.__main__ import choose_programs
+from mingpt.config.parser import read_config
+from mingpt.config.schema import KEYS
 from mingpt.errors import UserError
 from mingpt.snapshot.folder import load_snapshot
 from tests.helpers import ROOT, clean_env, read_rows, wait_until, write_text
@@ -97,11 +100,7 @@ def test_the_tree_names_all_modules_and_the_layers_are_those_that_lint_imports_c
 
 
 @each_page
-def test_keys_and_options_exist(page: Path) -> None:
-    """Checks yaml keys in backticks, and options of main.py with their values."""
-    from mingpt.config.parser import read_config
-    from mingpt.config.schema import KEYS
-
+def test_yaml_keys_in_backticks_and_options_of_main_py_exist(page: Path) -> None:
     assert set(re.findall(rf"`({KEY})(?=[`: ])|--({KEY})", page.read_text())) <= {
         pair for key in KEYS for pair in ((key, ""), ("", key))
     }
@@ -111,9 +110,6 @@ def test_keys_and_options_exist(page: Path) -> None:
 
 
 def test_each_result_of_benchmarks_has_a_command() -> None:
-    from benchmarks.__main__ import choose_programs
-    from mingpt.config.parser import read_config
-
     rows = re.findall(r"^\| `([^`]+)` \| \d", (DOCS / "benchmarks.md").read_text(), re.MULTILINE)
     assert len(rows) > 10
     for row in rows:
@@ -123,18 +119,16 @@ def test_each_result_of_benchmarks_has_a_command() -> None:
             read_config(shlex.split(program.options))
 
 
-def test_the_tour_has_a_row_for_each_idea_of_a_step() -> None:
+def test_the_tour_has_a_row_for_each_idea_of_a_step_and_the_pictures_that_their_script_draws(tmp_path: Path) -> None:
+    tour = (DOCS / "tour.md").read_text()
     ideas = (DOCS / "architecture.md").read_text().partition("## Before you change the step\n")[2].partition("\n## ")[0]
-    rows = (DOCS / "tour.md").read_text().partition("## From train.py to main.py\n")[2]
+    rows = tour.partition("## From train.py to main.py\n")[2]
     assert len(re.findall(r"^\d+\. ", ideas, re.MULTILINE)) == len(re.findall(r"^\| .* \|$", rows, re.MULTILINE)) - 2
-
-
-def test_the_pictures_of_the_tour_are_what_their_script_draws(tmp_path: Path) -> None:
     shutil.copy(DOCS / "figures.py", tmp_path)
     subprocess.run([sys.executable, tmp_path / "figures.py"], check=True)
     drawn = {file.name: file.read_text() for file in tmp_path.glob("*.svg")}
     assert drawn == {file.name: file.read_text() for file in DOCS.glob("*.svg")}
-    assert all(f"]({name})" in (DOCS / "tour.md").read_text() for name in drawn)
+    assert all(f"]({name})" in tour for name in drawn)
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,3 @@
-"""Exports that transformers loads, and runs that start from pretrained weights."""
-
 import re
 import shlex
 import shutil

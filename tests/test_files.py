@@ -1,5 +1,3 @@
-"""Files are replaced as a whole, such as config.yaml."""
-
 import os
 from pathlib import Path
 

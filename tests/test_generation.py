@@ -1,5 +1,3 @@
-"""Generated text does not depend on the cache, and follows the model's probabilities."""
-
 import math
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""plot.py reads run folders, and draws into a file."""
-
 import json
 import math
 import re

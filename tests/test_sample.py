@@ -1,5 +1,3 @@
-"""sample.py writes only prompt and text to stdout, and each mistake is one message."""
-
 import io
 import math
 import shutil

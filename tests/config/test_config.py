@@ -35,17 +35,13 @@ def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return capsys.readouterr().out
 
 
-def test_keys_that_are_not_given_have_their_defaults(config_file: Path) -> None:
+def test_keys_that_are_not_given_have_their_defaults(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No yaml in the working directory is read."""
     assert read(config_file, "# nothing\n") == Config()
     for content in ("model:\n  n_layer: 2\ndata:\n", "model.n_layer: 2\n"):
         assert read(config_file, content) == Config(model=ModelConfig(n_layer=2))
-
-
-def test_without_config_no_yaml_in_the_working_directory_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / DEFAULT_CONFIG.name).write_text("model: {n_layer: 2}")
-    monkeypatch.chdir(tmp_path)
+    config_file.rename(config_file.parent / DEFAULT_CONFIG.name)
+    monkeypatch.chdir(config_file.parent)
     assert read_config() == Config()
 
 

@@ -1,5 +1,3 @@
-"""Values that are not finite end a run with one message."""
-
 import math
 from pathlib import Path
 

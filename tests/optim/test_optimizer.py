@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Literal
 
 import pytest
@@ -12,26 +13,21 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 CONFIG = OptimizerConfig(learning_rate=1.0, min_learning_rate=0.2, warmup_steps=10)
 
 
-def test_the_learning_rate_rises_linearly_then_falls_linearly_to_the_minimum() -> None:
+def test_the_learning_rate_rises_linearly_then_falls_linearly_to_the_minimum_at_decay_steps() -> None:
     rates = {step: learning_rate(step, 110, CONFIG) for step in range(1, 200)}
     for step in range(1, 11):
         assert rates[step] == pytest.approx(step / 10)
     for step in range(10, 111):
         assert rates[step] == pytest.approx(1 - 0.8 * (step - 10) / 100)
-    assert rates[60] == pytest.approx(0.6)
     assert {rates[step] for step in range(110, 200)} == {0.2}
-
-
-def test_decay_steps_overrides_the_last_step() -> None:
-    config = OptimizerConfig(learning_rate=1.0, min_learning_rate=0.2, warmup_steps=10, decay_steps=30)
-    for step in range(1, 50):
-        assert learning_rate(step, 1000, config) == learning_rate(step, 30, CONFIG)
-    assert learning_rate(20, 20, config) == pytest.approx(0.6)  # a run that ends in the middle of the decay
+    config = replace(CONFIG, decay_steps=110)  # overrides the last step, also of a run that ends before it
+    for last_step in (20, 1000):
+        assert rates == {step: learning_rate(step, last_step, config) for step in rates}
 
 
 @pytest.mark.parametrize("decay_steps", [None, 1, 9, 10])
 def test_warm_up_takes_precedence_over_a_decay_that_ends_before_it(decay_steps: int | None) -> None:
-    config = OptimizerConfig(learning_rate=1.0, min_learning_rate=0.2, warmup_steps=10, decay_steps=decay_steps)
+    config = replace(CONFIG, decay_steps=decay_steps)
     for last_step in (1, 5, 10):
         rates = [learning_rate(step, last_step, config) for step in range(1, 13)]
         assert rates == pytest.approx([n / 10 for n in range(1, 11)] + [0.2, 0.2])
