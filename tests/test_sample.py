@@ -74,7 +74,7 @@ def test_stdout_is_the_prompt_and_as_many_characters(choice: str, trained: Path,
 
 
 def test_the_seed_selects_the_text_unless_temperature_is_zero(trained: Path, run_sample: RunSample) -> None:
-    options = ("--snapshot", trained, "--prompt", "anna", "--max_new_tokens", LENGTH)
+    options = ("--snapshot", trained, "--max_new_tokens", LENGTH)
     one, again, other = (run_sample(*options, "--seed", seed)[1] for seed in (1, 1, 2))
     assert one == again != other
     greedy = {run_sample(*options, "--temperature", t, "--seed", 1)[1] for t in (0, 1e-320, 1e-45)}
@@ -95,24 +95,16 @@ def test_a_prompt_may_come_from_stdin(
         assert (result[0], result[1][:-9], result[2]) == (0, expected, "")
 
 
-def test_the_newest_snapshot_is_found_from_run_folder_snapshot_folder_file_and_url(
-    trained: Path, run_sample: RunSample
+def test_the_newest_snapshot_is_found_from_each_path_and_best_is_that_of_lowest_validation_loss(
+    trained: Path, tmp_path: Path, run_sample: RunSample
 ) -> None:
     paths = [trained, trained / "snapshots", f"{trained}/", trained / NEWEST, f"file://{trained}/{NEWEST}"]
-    results = {run_sample("--snapshot", path, "--max_new_tokens", LENGTH) for path in paths}
-    [(status, _, err)] = results
-    assert (status, err) == (0, "")
-    assert run_sample("--snapshot", trained / "snapshots/step_00000003.pt", "--max_new_tokens", LENGTH) not in results
-
-
-def test_best_is_the_snapshot_of_lowest_validation_loss(trained: Path, tmp_path: Path, run_sample: RunSample) -> None:
+    [newest] = {run_sample("--snapshot", path, "--max_new_tokens", LENGTH) for path in paths}
+    assert (newest[0], newest[2]) == (0, "")
     run = shutil.copytree(trained, tmp_path / "run")
-    snapshot = load_snapshot(str(run / NEWEST))
-    snapshot["best_saved"] = 3
-    SnapshotFolder(f"{run}/snapshots", keep=9).write(snapshot)
+    SnapshotFolder(f"{run}/snapshots", keep=9).write(load_snapshot(str(run / NEWEST)) | {"best_saved": 3})
     best = run_sample("--snapshot", run, "--best", "--max_new_tokens", LENGTH)
-    assert best == run_sample("--snapshot", run / "snapshots/step_00000003.pt", "--max_new_tokens", LENGTH)
-    assert best != run_sample("--snapshot", run, "--max_new_tokens", LENGTH)
+    assert best == run_sample("--snapshot", run / "snapshots/step_00000003.pt", "--max_new_tokens", LENGTH) != newest
     assert_refused(run_sample("--snapshot", run / NEWEST, "--best"), "--best", "is not a folder of snapshots")
     (run / "snapshots/step_00000003.pt").unlink()
     assert_refused(run_sample("--snapshot", run, "--best"), f"--best: {run}/snapshots/step_00000003.pt, the best one")
@@ -144,17 +136,16 @@ def test_each_mistake_is_one_message(
     assert_refused(run_sample("--snapshot", trained, f"--{option}", value), f"error: --{option}{message}")
 
 
-@pytest.mark.parametrize("content", [{"model": {}, "model_args": {}}, [torch.ones(2)], torch.ones(2)])
-def test_a_file_of_another_program_is_no_snapshot(content: object, tmp_path: Path, run_sample: RunSample) -> None:
-    file = tmp_path / "ckpt.pt"
-    torch.save(content, file)
-    assert_refused(run_sample("--snapshot", file), f"error: {file} is not a snapshot of main.py, ", "docs/export.md")
-
-
-def test_the_default_is_the_default_run(tmp_path: Path, run_sample: RunSample, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neither_a_file_of_another_program_nor_a_missing_default_run_is_a_snapshot(
+    tmp_path: Path, run_sample: RunSample, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert_refused(run_sample(), "--snapshot", "runs/default", str(tmp_path), "main.py")
     assert list(tmp_path.iterdir()) == []
+    for content in ({"model": {}, "model_args": {}}, [torch.ones(2)], torch.ones(2)):
+        torch.save(content, "ckpt.pt")
+        refused = run_sample("--snapshot", "ckpt.pt")
+        assert_refused(refused, "error: ckpt.pt is not a snapshot of main.py, ", "docs/export.md")
 
 
 def test_on_a_terminal_the_text_ends_with_a_newline(trained: Path, run_sample: RunSample) -> None:
