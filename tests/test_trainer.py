@@ -32,11 +32,6 @@ from tests.helpers import (
 from trainer import Trainer
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
-
-
 def test_a_non_finite_loss_ends_the_run_and_changes_no_snapshot(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -120,8 +115,9 @@ RUNS = {  # number of ranks -> run folder -> options, in this order
 
 
 @pytest.fixture(scope="module")
-def runs(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
+    text = write_text(folder / "text.txt")
     for world_size, options in RUNS.items():
         argvs = [run_args(folder / name, text, **changes) for name, changes in options.items()]
         run_on("cpu", world_size, argvs, folder)
