@@ -4,9 +4,9 @@ import os
 import platform
 import re
 import signal
-import threading
 import time
 from collections.abc import Sequence
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,13 @@ from tests.helpers import (
     run_ranks,
     start_main,
     wait_for_step,
+    wait_until,
     worker_pids,
 )
 from trainer import Trainer
 
 TIMEOUT = 4
-RESTART_HINT = "; start torchrun with --max_restarts=3 and it resumes by itself"
+HINTS = ("; start torchrun with --max_restarts=3 and it resumes by itself", "; the same command resumes", "")
 
 
 @pytest.mark.parametrize(
@@ -88,15 +89,14 @@ def test_ranks_wait_at_the_start_for_one_that_is_alive(tmp_path: Path) -> None:
 
 
 def _work_and_die() -> str:
-    """Rank 0 works for longer than the timeout, and is killed while it does it again."""
+    """Rank 0 works for longer than the timeout, and is killed after the exchange."""
     try:
         with open_process_group(timeout_seconds=1) as context, context.long_timeout():
-            for _ in range(2):
-                if context.rank == 0:
-                    time.sleep(2.5)
-                all_gather_object(context, None)
-                if context.rank == 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(1.5 if context.rank == 0 else 0)
+            all_gather_object(context, None)
+            if context.rank == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            all_gather_object(context, None)
     except PeerError as error:
         return str(error)
     return "no error"
@@ -105,13 +105,13 @@ def _work_and_die() -> str:
 def test_the_exception_of_a_rank_is_reported_by_the_others(text: Path, tmp_path: Path) -> None:
     """Their advice depends on TORCHELASTIC_MAX_RESTARTS, which torchrun sets."""
     envs = [{"TORCHELASTIC_MAX_RESTARTS": "0"}, {}, {}, {"TORCHELASTIC_MAX_RESTARTS": "3"}]
-    rank0, crashed, by_hand, rank3 = run_with_errors({1: ZeroDivisionError("on purpose")}, envs, text, tmp_path)
-    assert crashed[0] == 1
-    assert crashed[1].endswith("ZeroDivisionError: on purpose\n")
-    for (status, err), hint in ((rank0, RESTART_HINT), (by_hand, "; the same command resumes"), (rank3, "")):
-        assert status == 1
-        assert err.startswith("error: rank 1 (")
-        assert err.endswith(f"failed: ZeroDivisionError: on purpose{hint}\n")
+    errors, argv = {1: ZeroDivisionError("on purpose")}, run_args(tmp_path / "run", text)
+    results = run_ranks(4, _raise_errors, errors, envs, argv, tmp_path=tmp_path)
+    assert [status for status, _ in results] == [1] * 4
+    patterns = [rf"error: rank 1 \(.*failed: ZeroDivisionError: on purpose{hint}\n" for hint in HINTS]
+    patterns.insert(1, r"(?s).*\nZeroDivisionError: on purpose\n")
+    for (_, err), pattern in zip(results, patterns, strict=True):
+        assert re.fullmatch(pattern, err)
 
 
 @pytest.mark.parametrize("mistaken", [[1], [0, 1, 2]])
@@ -119,21 +119,15 @@ def test_a_mistake_is_reported_once_with_the_rank_if_only_one_rank_finds_it(
     mistaken: list[int], text: Path, tmp_path: Path
 ) -> None:
     envs = [{"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "3"} for rank in range(3)]
-    results = run_with_errors(dict.fromkeys(mistaken, UserError("no more paper")), envs, text, tmp_path)
+    errors, argv = dict.fromkeys(mistaken, UserError("no more paper")), run_args(tmp_path / "run", text)
     reporter, message = (1, "rank 1: no more paper") if mistaken == [1] else (0, "no more paper")
-    assert [status for status, _ in results] == [2 if rank in mistaken else 1 for rank in range(3)]
-    assert [err for _, err in results] == [f"error: {message}\n" if rank == reporter else "" for rank in range(3)]
-
-
-def run_with_errors(
-    errors: dict[int, Exception], envs: list[dict[str, str]], text: Path, tmp_path: Path
-) -> list[tuple[int, str]]:
-    """Runs main.py with an environment for each rank. Some ranks raise an error. Returns each status and stderr."""
-    return run_ranks(len(envs), _raise_errors, errors, envs, run_args(tmp_path / "run", text), tmp_path=tmp_path)
+    assert run_ranks(3, _raise_errors, errors, envs, argv, tmp_path=tmp_path) == [
+        (2 if rank in mistaken else 1, f"error: {message}\n" if rank == reporter else "") for rank in range(3)
+    ]
 
 
 def _raise_errors(errors: dict[int, Exception], envs: list[dict[str, str]], argv: list[str]) -> tuple[int, str]:
-    """The second step raises an error."""
+    """Sets an environment for each rank. The second step of some ranks raises an error."""
     rank, train_step = int(os.environ["RANK"]), Trainer.train_step
     os.environ.update(envs[rank])
 
@@ -145,40 +139,47 @@ def _raise_errors(errors: dict[int, Exception], envs: list[dict[str, str]], argv
         return train_step(trainer)
 
     Trainer.train_step = step_or_raise  # type: ignore[method-assign]
+    health.USER_ERROR_SECONDS = 1.0  # type: ignore[attr-defined]
+    health.MAX_LINGER_SECONDS = 0.0  # type: ignore[attr-defined]  # rank 0 does not host the store
     status, _, err = run_captured(*argv)
     return status, err
 
 
-def fail_together(store: dist.Store, world_size: int, lost: Sequence[int], message: str) -> list[Exception]:
-    """Lets the ranks of one machine, which are threads, get an error at the same time, after `lost` ranks are dead."""
-    monitors = [HealthMonitor(store, RankInfo(rank, world_size, rank), "rank 0") for rank in range(world_size)]
-    errors: list[Exception] = []
+@pytest.fixture
+def silenced(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """Gets an item for each rank that will not report an error."""
+    calls: list[None] = []
+    monkeypatch.setattr(health, "silence_errors", lambda: calls.append(None))
+    monkeypatch.setattr(health, "HEARTBEAT_INTERVAL", 0.1)
+    monkeypatch.setattr(health, "HEARTBEAT_TIMEOUT", 1.0)
+    return calls
 
-    def fail(rank: int) -> None:
+
+def fail_together(world_size: int, lost: Sequence[int], message: str) -> list[Exception]:
+    """Lets the ranks of one machine, which are threads, get an error at the same time, after `lost` ranks are dead."""
+    store = dist.HashStore()
+    monitors = [HealthMonitor(store, RankInfo(rank, world_size, rank), "rank 0") for rank in range(world_size)]
+
+    def fail(monitor: HealthMonitor) -> Exception:
         try:
-            with explained_errors(monitors[rank]):
-                time.sleep(1)
+            with explained_errors(monitor):
+                time.sleep(0.5)
                 raise RuntimeError(message)
         except (PeerError, RuntimeError) as error:
-            errors.append(error)
+            return error
 
-    threads = [threading.Thread(target=fail, args=[rank]) for rank in range(world_size) if rank not in lost]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return errors
+    with futures.ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(fail, [monitor for rank, monitor in enumerate(monitors) if rank not in lost]))
 
 
-def test_lost_ranks_are_named_and_one_rank_of_a_machine_reports_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    silenced: list[None] = []
-    monkeypatch.setattr(health, "silence_errors", lambda: silenced.append(None))
-    errors = fail_together(dist.HashStore(), 16, (10, 11), "[gloo] Connection closed by peer")
+def test_lost_ranks_are_named_and_one_rank_of_a_machine_reports_them(silenced: list[None]) -> None:
+    errors = fail_together(16, (10, 11), "[gloo] Connection closed by peer")
     names = [f"rank {rank} ({platform.node()}, process {os.getpid()})" for rank in (10, 11)]
-    assert {str(error).split(" seconds:")[0] for error in errors} == {f"{' and '.join(names)} sent no heartbeat for 2"}
+    assert {str(error).split(" seconds:")[0] for error in errors} == {f"{' and '.join(names)} sent no heartbeat for 1"}
     assert (len(errors), len(silenced)) == (14, 13)
 
 
+@pytest.mark.usefixtures("silenced")
 def test_the_number_of_requests_per_rank_does_not_grow_with_the_number_of_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -196,13 +197,10 @@ def test_the_number_of_requests_per_rank_does_not_grow_with_the_number_of_ranks(
 
     for name in ("set", "get", "multi_get", "check", "compare_set"):
         count(name)
-    monkeypatch.setattr(health, "HEARTBEAT_INTERVAL", 0.1)
-    monkeypatch.setattr(health, "silence_errors", lambda: None)
     per_rank = []
     for world_size in (2, 32):
-        server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         requests.clear()
-        errors = fail_together(server, world_size, (), "[gloo] Timed out")
+        errors = fail_together(world_size, (), "[gloo] Timed out")
         assert all(str(error).startswith(f"all {world_size} ranks are alive; ranks 0, 1") for error in errors)
         per_rank.append(sum(requests) / world_size)
     assert per_rank[1] < 1.5 * per_rank[0], per_rank
@@ -216,17 +214,15 @@ def test_an_unreachable_store_is_named() -> None:
         raise health.explain(RuntimeError("gloo"))
 
 
-def test_ranks_know_the_cause_after_rank_0_has_ended_with_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_know_the_cause_after_rank_0_has_ended_with_the_store(silenced: list[None]) -> None:
     """A rank that exchanges nothing with the lost rank gets its error from the ranks that do, when they have ended."""
-    silenced: list[None] = []
-    monkeypatch.setattr(health, "silence_errors", lambda: silenced.append(None))
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("localhost", store.port, is_master=False)
     monitors = [HealthMonitor(client, RankInfo(rank, 4, rank), "rank 0") for rank in (1, 2)]
     for monitor in monitors:
         monitor.start()
     dist.PrefixStore("health", store).set("cause", "rank 3 is dead")
-    time.sleep(1.5)
+    wait_until(lambda: all(monitor.cause for monitor in monitors), "both have read the cause", timeout=10)
     del store
     for monitor in monitors:
         assert str(monitor.explain(RuntimeError("gloo"))).startswith("rank 3 is dead")
@@ -244,8 +240,5 @@ def test_workers_save_and_exit_when_torchrun_is_killed(text: Path, tmp_path: Pat
         # With 0, workers advise to set --max_restarts.
         assert all("TORCHELASTIC_MAX_RESTARTS=0" in (worker / "environ").read_text().split("\0") for worker in workers)
         agent.kill()
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline and any(worker.exists() for worker in workers):
-            time.sleep(0.05)
-        assert not any(worker.exists() for worker in workers)
+        wait_until(lambda: not any(worker.exists() for worker in workers), "the workers have ended", timeout=20)
     assert newest_snapshot(run_dir)["step"] == read_rows(run_dir, "stop")[-1]["step"] == read_rows(run_dir)[-1]["step"]

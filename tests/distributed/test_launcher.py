@@ -10,7 +10,7 @@ from mingpt.distributed.launcher import RankInfo, detect_launch_environment, rep
 from mingpt.distributed.network import resolve_init_method
 from mingpt.errors import UserError
 from mingpt.monitoring.logging import configure_logging, logger
-from tests.helpers import ROOT, clean_env, in_namespace, ip, read_rows, run_args, run_program
+from tests.helpers import ROOT, clean_env, in_namespace, ip, read_rows, run_args, run_main
 
 MASTER = {"MASTER_ADDR": "gpu1", "MASTER_PORT": "29400"}
 BY_HAND = {"RANK": "1", "WORLD_SIZE": "4"}
@@ -51,24 +51,18 @@ MPIRUN_FILE = "file:///run/ompi.12622/rendezvous-prterun-vm-12622@1"
         ({"RANK": "0", "WORLD_SIZE": "1"}, RankInfo()),
         (BY_HAND, RankInfo(1, 4)),
         (BY_HAND | MASTER, RankInfo(1, 4, init_method="env://")),
-        (TORCHRUN, RankInfo(2, 4, 0, 2, "env://")),
         (BATCH, RankInfo()),
         (STEP, RankInfo(3, 5, 1, None, f"tcp://node01:{STEP_PORT}")),
-        (
-            STEP | {"SLURM_STEP_NODELIST": "rack[1-2]n[01-04]-ib"},
-            RankInfo(3, 5, 1, None, f"tcp://rack1n01-ib:{STEP_PORT}"),
-        ),
+        (STEP | {"SLURM_STEP_NODELIST": "n[1-2]m[01-04]-ib"}, RankInfo(3, 5, 1, None, f"tcp://n1m01-ib:{STEP_PORT}")),
         (STEP | {"SLURM_STEP_NODELIST": "node07,node08"}, RankInfo(3, 5, 1, None, f"tcp://node07:{STEP_PORT}")),
         (STEP | MASTER | {"WORLD_SIZE": "5"}, RankInfo(3, 5, 1, None, "env://")),
         (STEP | {"SLURM_STEP_NUM_NODES": "1"}, RankInfo(3, 5, 1, None, f"tcp://127.0.0.1:{STEP_PORT}")),
         (STEP | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, RankInfo()),
         (STEP | TORCHRUN, RankInfo(2, 4, 0, 2, "env://")),  # srun has started a launcher on each host
         (STEP | MPIRUN, RankInfo(1, 2, 1, 2, MPIRUN_FILE)),  # mpirun's daemons are a SLURM step
-        (MPIRUN, RankInfo(1, 2, 1, 2, MPIRUN_FILE)),
         (MPIRUN | MASTER, RankInfo(1, 2, 1, 2, "env://")),
         (MPIRUN | {"OMPI_COMM_WORLD_SIZE": "4"}, RankInfo(1, 4, 1, 2)),  # on two hosts
         (MPICH, RankInfo(1, 4, 1, 2)),
-        (MPICH | MASTER, RankInfo(1, 4, 1, 2, "env://")),
         (MPICH | {"PMI_RANK": "0", "PMI_SIZE": "1"}, RankInfo(0, 1, 1, 2)),
         (STEP | MPICH | MASTER, RankInfo(1, 4, 1, 2, "env://")),  # mpirun's daemons are a SLURM step
         (MVAPICH | MASTER, RankInfo(1, 2, 1, 2, "env://")),
@@ -94,7 +88,6 @@ def test_rank_info_of_each_launcher(env: dict[str, str], expected: RankInfo) -> 
         ({"WORLD_SIZE": "2"}, "RANK': None"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK': '2'"),
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK': 'x'"),
-        ({"RANK": "", "WORLD_SIZE": "2"}, "RANK': ''"),
         (TORCHRUN | {"LOCAL_RANK": "-1"}, "LOCAL_RANK': '-1'"),
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "two"}, "LOCAL_WORLD_SIZE': 'two'"),
         (BATCH | {"SLURM_STEP_ID": "0"}, "SLURM_STEP_NUM_TASKS': None"),
@@ -103,7 +96,6 @@ def test_rank_info_of_each_launcher(env: dict[str, str], expected: RankInfo) -> 
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK': None"),
         ({"MPI_LOCALRANKID": "0", "PMI_RANK": "0"}, "PMI_SIZE': None"),
         (BY_HAND | MASTER | {"MASTER_PORT": "99999"}, "MASTER_PORT is '99999', must be an integer"),
-        (BY_HAND | MASTER | {"MASTER_PORT": "-1"}, "MASTER_PORT is '-1', must be an integer"),
         (BY_HAND | MASTER | {"MASTER_PORT": "0"}, "MASTER_PORT is '0', must be an integer"),
         (BY_HAND | MASTER | {"MASTER_PORT": ""}, "MASTER_PORT is '', must be an integer"),
     ],
@@ -114,34 +106,28 @@ def test_incomplete_and_invalid_variables_are_refused(env: dict[str, str], named
     assert named in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "env",
-    [
-        BY_HAND,
-        BY_HAND | {"MASTER_ADDR": "gpu1"},
-        STEP | {"MASTER_PORT": "29400"},
-        MPIRUN | {"OMPI_COMM_WORLD_SIZE": "4"},
-        MPICH,
-    ],
-)
+NO_ADDRESS = [BY_HAND, BY_HAND | {"MASTER_ADDR": "gpu1"}, STEP | {"MASTER_PORT": "29400"}]
+
+
+@pytest.mark.parametrize("env", [*NO_ADDRESS, MPIRUN | {"OMPI_COMM_WORLD_SIZE": "4"}, MPICH])
 def test_ranks_without_an_address_are_refused(env: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name in MASTER:
         monkeypatch.delenv(name, raising=False)
         if name in env:
             monkeypatch.setenv(name, env[name])
     info = detect_launch_environment(env)
-    with pytest.raises(UserError, match=r"MASTER_ADDR.*MASTER_PORT.*distributed\.init_method") as error:
-        resolve_init_method(info, None)
-    assert f"rank {info.rank} of {info.world_size}" in str(error.value)
-    assert str(env.get("MASTER_ADDR")) in str(error.value)
-    with pytest.raises(UserError, match=r"MASTER_ADDR.*MASTER_PORT.*distributed\.init_method"):
-        resolve_init_method(info, "env://")
+    for init_method in (None, "env://"):
+        with pytest.raises(UserError, match=r"MASTER_ADDR.*MASTER_PORT.*distributed\.init_method") as error:
+            resolve_init_method(info, init_method)
+        assert f"rank {info.rank} of {info.world_size}" in str(error.value)
+        assert str(env.get("MASTER_ADDR")) in str(error.value)
     assert resolve_init_method(info, "tcp://127.0.0.1:29400") == "tcp://127.0.0.1:29400"
 
 
 def test_an_address_that_leads_nowhere_is_refused_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name, value in MASTER.items():
-        monkeypatch.setenv(name, value.replace("gpu1", "no-such-host.invalid"))
+    monkeypatch.setattr("mingpt.distributed.network.RESOLVE_SECONDS", 0)
+    monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
+    monkeypatch.setenv("MASTER_PORT", "29400")
     info = detect_launch_environment(BY_HAND | MASTER)
     for init_method, message in (
         ("tcp://no.invalid:29400", r"distributed\.init_method is no\.invalid:29400, .* can't resolve "),
@@ -170,12 +156,17 @@ def test_one_process_of_each_host_reports_a_mistake(capsys: pytest.CaptureFixtur
     configure_logging()
 
 
-def test_one_process_of_each_host_reports_a_missing_address(text: Path, tmp_path: Path) -> None:
-    argv = run_args(tmp_path / "run", text)
-    results = [run_program("main.py", *argv, **MPICH | {"PMI_RANK": rank, "MPI_LOCALRANKID": rank}) for rank in "01"]
-    assert [result.returncode for result in results] == [2, 2]
-    assert "set both (on one machine, for example MASTER_ADDR=127.0.0.1 MASTER_PORT=29500), or" in results[0].stderr
-    assert [result.stderr.count("error: ") for result in results] == [1, 0]
+def test_one_process_of_each_host_reports_a_missing_address(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    errors = []
+    for rank in "01":
+        for name, value in (MPICH | {"PMI_RANK": rank, "MPI_LOCALRANKID": rank}).items():
+            monkeypatch.setenv(name, value)
+        assert run_main(run_args(tmp_path / "run", text)) == 2
+        errors.append(capsys.readouterr().err)
+    assert "set both (on one machine, for example MASTER_ADDR=127.0.0.1 MASTER_PORT=29500), or" in errors[0]
+    assert [error.count("error: ") for error in errors] == [1, 0]
 
 
 @pytest.mark.slow

@@ -3,8 +3,6 @@
 import io
 import os
 import platform
-import socket
-import threading
 from concurrent import futures
 from contextlib import redirect_stderr
 from datetime import timedelta
@@ -26,8 +24,8 @@ from mingpt.errors import UserError
 from tests.helpers import free_port, open_process_group, run_args, run_captured, run_main, run_ranks
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
-@pytest.mark.parametrize("count", [1, 7, 8, 100])
+@pytest.mark.parametrize("world_size", [1, 3, 7])
+@pytest.mark.parametrize("count", [1, 7, 100])
 def test_shards_cover_the_batch_and_differ_by_at_most_one(world_size: int, count: int) -> None:
     context = DistributedContext(RankInfo(), DistributedConfig())
     context.world_size = world_size
@@ -46,7 +44,6 @@ def test_ranks_share_values_errors_and_gpus(tmp_path: Path) -> None:
     assert results[0] == {
         "all_gather_object": [0, 10, 20],
         "broadcast_object": 1,
-        "shared_errors": "rank 1: disk full",
         "check_equal": "key differs between ranks: a on rank 0, b on rank 2; "
         "start all of them with the same code, text, yaml and options",
         "all_reduce_flags": [[0, 2], [15]],
@@ -69,9 +66,8 @@ def _collectives() -> dict[str, Any]:
 def _run_collectives(context: DistributedContext, results: dict[str, Any]) -> None:
     rank = context.rank
     results["all_gather_object"] = all_gather_object(context, rank * 10)
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=r"^rank 1: disk full$"):
         _fail_on_rank1(context)
-    results["shared_errors"] = str(error.value)
     with pytest.raises(UserError) as error:
         check_equal(context, {"same": 1, "key": "b" if rank == 2 else "a"})
     results["check_equal"] = str(error.value)
@@ -110,33 +106,25 @@ def _device(context: DistributedContext, gpus: str) -> str:
             return str(error)
 
 
-@pytest.mark.parametrize("rank_with_gpu", [0, 1])
-def test_a_rank_without_gpu_among_others_is_named_by_one_message(
-    rank_with_gpu: int, text: Path, tmp_path: Path
-) -> None:
+def test_a_rank_without_gpu_among_others_is_named_by_one_message(text: Path, tmp_path: Path) -> None:
     argv = run_args(tmp_path / "run", text)
-    (status, _, stderr), *others = run_ranks(3, _run_with_gpu, rank_with_gpu, argv, tmp_path=tmp_path)
-    assert others == [(2, "", "")] * 2
-    assert status == 2
-    first, second = ("cuda", "cpu") if rank_with_gpu == 0 else ("cpu", "cuda")
-    assert stderr == (
-        f"error: the kind of device differs between ranks: {first} on rank 0, {second} on rank 1; PyTorch sees no GPU "
-        "on the ranks with cpu; check the driver there with nvidia-smi, or train on CPUs everywhere with "
+    message = (
+        "error: the kind of device differs between ranks: cpu on rank 0, cuda on rank 1; PyTorch sees no GPU on the "
+        "ranks with cpu; check the driver there with nvidia-smi, or train on CPUs everywhere with "
         "--distributed.backend gloo\n"
     )
+    assert run_ranks(3, _run_with_gpu, argv, tmp_path=tmp_path) == [(2, "", message), (2, "", ""), (2, "", "")]
 
 
-def _run_with_gpu(rank_with_gpu: int, argv: list[str]) -> tuple[int, str, str]:
-    with pytest.MonkeyPatch.context() as patch:
-        if int(os.environ["RANK"]) == rank_with_gpu:
-            _simulate_gpus(patch, "a")
-            _replace_nccl(patch, "gloo")  # NCCL connects ranks in their first collective on a GPU
-        return run_captured(*argv)
-
-
-def _replace_nccl(patch: pytest.MonkeyPatch, backend: str) -> None:
+def _run_with_gpu(argv: list[str]) -> tuple[int, str, str]:
+    """Only rank 1 has a GPU."""
     init = dist.init_process_group
-    patch.setattr(dist, "init_process_group", lambda _, **options: init(backend, **options))
+    with pytest.MonkeyPatch.context() as patch:
+        if os.environ["RANK"] == "1":
+            _simulate_gpus(patch, "a")
+            # NCCL connects ranks in their first collective on a GPU.
+            patch.setattr(dist, "init_process_group", lambda _, **options: init("gloo", **options))
+        return run_captured(*argv)
 
 
 def test_machines_with_the_same_host_name_are_told_apart(tmp_path: Path) -> None:
@@ -162,6 +150,11 @@ def _train_with_detail(argv: list[str]) -> tuple[int, str]:
     return status, err
 
 
+def set_variables(monkeypatch: pytest.MonkeyPatch, **values: Any) -> None:
+    for name, value in values.items():
+        monkeypatch.setenv(name, str(value))
+
+
 @pytest.mark.parametrize(("scheme", "rank"), [("file://", 1), ("env://", 0), ("tcp://", 1)])
 def test_a_rank_says_that_it_waits(
     scheme: str, rank: int, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
@@ -169,8 +162,7 @@ def test_a_rank_says_that_it_waits(
     """It waits at a file, in its own store, or while it connects to rank 0's store."""
     monkeypatch.setattr("mingpt.distributed.process_group.WAIT_SECONDS", 0.2)
     port = free_port()
-    for name, value in {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": port}.items():
-        monkeypatch.setenv(name, str(value))
+    set_variables(monkeypatch, RANK=rank, WORLD_SIZE=2, MASTER_ADDR="localhost", MASTER_PORT=port)
     init_method = {"file://": f"file://{tmp_path}/alone", "env://": "env://", "tcp://": f"tcp://localhost:{port}"}
     options = {"distributed__init_method": init_method[scheme], "distributed__timeout_seconds": 1}
     assert run_main(run_args(tmp_path / "run", text, **options)) == 2
@@ -181,22 +173,10 @@ def test_a_rank_says_that_it_waits(
     assert "distributed.timeout_seconds is 1" in error
     assert "check that all 2 processes have started" in error
     assert not (tmp_path / "run").exists()
-    monkeypatch.setenv("LOCAL_RANK", "1")  # only one rank of each machine warns
-    assert run_main(run_args(tmp_path / "run", text, **options)) == 2
-    assert "is waiting for" not in capsys.readouterr().err
-
-
-def test_a_port_in_use_is_an_error(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with socket.create_server(("", 0)) as other:
-        port = other.getsockname()[1]
-        for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}.items():
-            monkeypatch.setenv(name, str(value))
-        assert run_main(run_args(tmp_path / "run", text, distributed__timeout_seconds=5)) == 2
-    err = capsys.readouterr().err
-    assert f"localhost:{port}" in err
-    assert "another run or program uses this port: choose a free one (MASTER_PORT or distributed.init_method), " in err
+    if scheme == "file://":
+        monkeypatch.setenv("LOCAL_RANK", "1")  # only one rank of each machine warns
+        assert run_main(run_args(tmp_path / "run", text, **options)) == 2
+        assert "is waiting for" not in capsys.readouterr().err
 
 
 def test_a_run_by_hand_is_not_touched_by_another_one_with_its_port(
@@ -205,54 +185,52 @@ def test_a_run_by_hand_is_not_touched_by_another_one_with_its_port(
     """Rank 1 of the other run gets there, since its rank 0 can't host a store at this port. Later, the port is free."""
     port = free_port()
     init_method = f"tcp://localhost:{port}"
+    argv = run_args(tmp_path / "run", text, distributed__init_method=init_method, distributed__timeout_seconds=5)
+    other_runs = ((0, 2, "in use"), (1, 2, "different process of rank 1; "), (2, 3, "different number of processes; "))
 
-    def start() -> list[dist.Store]:
-        def join(rank: int) -> dist.Store:
-            return rendezvous(init_method, rank, 2, timedelta(seconds=30))
-
-        with futures.ThreadPoolExecutor(2) as pool:
-            return list(pool.map(join, range(2)))
+    def join(rank: int) -> dist.Store:
+        return rendezvous(init_method, rank, 2, timedelta(seconds=30))
 
     for _ in range(2):  # a run, and its restart after all of its ranks have failed
-        stores = start()
-        with pytest.raises(OSError, match="in use"):
-            rendezvous(init_method, 0, 2, timedelta(seconds=30))
+        with futures.ThreadPoolExecutor(2) as pool:
+            stores = list(pool.map(join, range(2)))
         root = dist.TCPStore("localhost", port, is_master=False)
         keys = root.num_keys()
-        for rank, world_size, other in ((1, 2, "process of rank 1"), (2, 3, "number of processes")):
-            for name, value in {"RANK": rank, "WORLD_SIZE": world_size}.items():
-                monkeypatch.setenv(name, str(value))
-            argv = run_args(
-                tmp_path / "run", text, distributed__init_method=init_method, distributed__timeout_seconds=5
-            )
+        for rank, world_size, reason in other_runs:
+            set_variables(monkeypatch, RANK=rank, WORLD_SIZE=world_size)
             assert run_main(argv) == 2
             err = capsys.readouterr().err
-            assert f"could not join a process group at {init_method}" in err
-            assert f"the run at this address has a different {other}; another run or program uses this port" in err
+            assert f"could not join a process group at {init_method} " in err
+            assert reason in err
+            assert "; another run or program uses this port: choose a free one (MASTER_PORT or distributed." in err
         assert root.num_keys() == keys
         del stores, root
 
 
-@pytest.mark.parametrize("launcher", ["tcp://", "env://", "srun on one host"])
-def test_ranks_rendezvous_with_the_variables_of(launcher: str, text: Path, tmp_path: Path) -> None:
+def test_ranks_rendezvous_with_the_variables_of_each_launcher(text: Path, tmp_path: Path) -> None:
     """All other tests use file://."""
-    argv, port = run_args(tmp_path / "run", text, trainer__max_steps=1), free_port()
+    ports = [free_port() for _ in range(3)]
     slurm = {"SLURM_PROCID": "{rank}", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
-    slurm |= {"SLURM_JOB_ID": f"{port - 10000}", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "unknown1"}
-    master = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    env = {"tcp://": {}, "env://": master, "srun on one host": slurm}[launcher]
-    if launcher == "tcp://":
-        argv += ["--distributed.init_method", f"tcp://localhost:{port}"]
-    assert run_ranks(2, _run_with_variables, env, argv, tmp_path=tmp_path) == [(0, "")] * 2
+    slurm |= {"SLURM_JOB_ID": f"{ports[2] - 10000}", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "unknown1"}
+    by_hand = {"RANK": "{rank}", "WORLD_SIZE": "2"}
+    master = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(ports[1])}
+    argv = run_args(tmp_path / "run", text, trainer__max_steps=1)
+    runs = [
+        (by_hand, [*argv, "--distributed.init_method", f"tcp://localhost:{ports[0]}"]),
+        (by_hand | master, argv),
+        (slurm, argv),
+    ]
+    assert run_ranks(2, _run_with_variables, runs, tmp_path=tmp_path) == [[(0, "")] * 3] * 2
 
 
-def _run_with_variables(env: dict[str, str], argv: list[str]) -> tuple[int, str]:
-    rank = os.environ.get("RANK")
-    if "SLURM_PROCID" in env:
-        del os.environ["RANK"], os.environ["WORLD_SIZE"]
-    os.environ.update({name: value.format(rank=rank) for name, value in env.items()})
-    with redirect_stderr(io.StringIO()) as err:
-        return run_main(argv), err.getvalue()
+def _run_with_variables(runs: list[tuple[dict[str, str], list[str]]]) -> list[tuple[int, str]]:
+    rank, results = os.environ.pop("RANK"), []
+    del os.environ["WORLD_SIZE"]
+    for env, argv in runs:
+        with pytest.MonkeyPatch.context() as patch, redirect_stderr(io.StringIO()) as err:
+            set_variables(patch, **{name: value.format(rank=rank) for name, value in env.items()})
+            results.append((run_main(argv), err.getvalue()))
+    return results
 
 
 @pytest.mark.parametrize("lasting_store", ["torchrun's agent", "a file"])
@@ -265,30 +243,25 @@ def test_generations_of_ranks_do_not_see_each_other(
         init_method, raw = f"file://{tmp_path}/store", dist.FileStore(f"{tmp_path}/store")
     else:
         init_method, raw = "env://", (server := dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False))
-        monkeypatch.setenv("MASTER_ADDR", "localhost")
-        monkeypatch.setenv("MASTER_PORT", str(server.port))
-        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    generations: list[dict[int, dist.Store]] = []  # a file is removed with its last store, so all are kept
+        agent = {"MASTER_ADDR": "localhost", "MASTER_PORT": server.port, "TORCHELASTIC_USE_AGENT_STORE": True}
+        set_variables(monkeypatch, **agent)
+    generations: list[list[dist.Store]] = []  # a file is removed with its last store, so all are kept
     for world_size in (3, 3, 2):
-        stores: dict[int, dist.Store] = {}
 
-        def join(rank: int, world_size: int = world_size, stores: dict = stores) -> None:
-            stores[rank] = rendezvous(init_method, rank, world_size, timedelta(seconds=30))
+        def join(rank: int, world_size: int = world_size) -> dist.Store:
+            return rendezvous(init_method, rank, world_size, timedelta(seconds=30))
 
-        threads = [threading.Thread(target=join, args=(rank,)) for rank in reversed(range(world_size))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not any(store.check(["address"]) for store in stores.values())
+        with futures.ThreadPoolExecutor(world_size) as pool:
+            stores = list(pool.map(join, range(world_size)))
+        assert not any(store.check(["address"]) for store in stores)
         assert not raw.check(["exception_dump"])
         raw.set("exception_dump", "rank")
-        stores[world_size - 1].set("address", str(len(generations)))
-        assert {store.get("address") for store in stores.values()} == {str(len(generations)).encode()}
+        stores[-1].set("address", str(len(generations)))
+        assert {store.get("address") for store in stores} == {str(len(generations)).encode()}
         generations.append(stores)
 
 
-@pytest.mark.parametrize(("restart_count", "expected"), [("3", 3), ("abc", 0), ("", 0)])
+@pytest.mark.parametrize(("restart_count", "expected"), [("3", 3), ("abc", 0)])
 def test_a_restart_count_that_is_not_a_number_is_zero(
     restart_count: str, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
