@@ -127,29 +127,6 @@ def _run_with_gpu(argv: list[str]) -> tuple[int, str, str]:
         return run_captured(*argv)
 
 
-def test_machines_with_the_same_host_name_are_told_apart(tmp_path: Path) -> None:
-    """Two containers, whose ranks are started by hand without LOCAL_RANK."""
-    assert run_ranks(2, _local_ranks, tmp_path=tmp_path) == [(0, 1)] * 2
-
-
-def _local_ranks() -> tuple[int, int]:
-    psutil.boot_time = lambda: float(os.environ["RANK"])
-    with open_process_group() as context:
-        return context.local_rank, context.local_world_size
-
-
-def test_torch_distributed_debug_detail_is_lowered_with_a_message(text: Path, tmp_path: Path) -> None:
-    message = "warning: TORCH_DISTRIBUTED_DEBUG is lowered from DETAIL to INFO, because DDP crashes with DETAIL\n"
-    argv = run_args(tmp_path / "run", text, trainer__max_steps=1)
-    assert run_ranks(2, _train_with_detail, argv, tmp_path=tmp_path) == [(0, message), (0, "")]
-
-
-def _train_with_detail(argv: list[str]) -> tuple[int, str]:
-    dist.set_debug_level(dist.DebugLevel.DETAIL)  # PyTorch does this when it is imported
-    status, _, err = run_captured(*argv)
-    return status, err
-
-
 def set_variables(monkeypatch: pytest.MonkeyPatch, **values: Any) -> None:
     for name, value in values.items():
         monkeypatch.setenv(name, str(value))
@@ -207,7 +184,9 @@ def test_a_run_by_hand_is_not_touched_by_another_one_with_its_port(
         del stores, root
 
 
-def test_ranks_rendezvous_with_the_variables_of_each_launcher(text: Path, tmp_path: Path) -> None:
+def test_ranks_of_three_launchers_rendezvous_and_debug_detail_is_lowered_with_a_message(
+    text: Path, tmp_path: Path
+) -> None:
     """All other tests use file://."""
     ports = [free_port() for _ in range(3)]
     slurm = {"SLURM_PROCID": "{rank}", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
@@ -220,10 +199,14 @@ def test_ranks_rendezvous_with_the_variables_of_each_launcher(text: Path, tmp_pa
         (by_hand | master, argv),
         (slurm, argv),
     ]
-    assert run_ranks(2, _run_with_variables, runs, tmp_path=tmp_path) == [[(0, "")] * 3] * 2
+    rank0, rank1 = run_ranks(2, _run_with_variables, runs, tmp_path=tmp_path)
+    message = "warning: TORCH_DISTRIBUTED_DEBUG is lowered from DETAIL to INFO, because DDP crashes with DETAIL\n"
+    assert rank0 == [(0, message), (0, ""), (0, "")]
+    assert rank1 == [(0, "")] * 3
 
 
 def _run_with_variables(runs: list[tuple[dict[str, str], list[str]]]) -> list[tuple[int, str]]:
+    dist.set_debug_level(dist.DebugLevel.DETAIL)  # PyTorch does this when it is imported
     rank, results = os.environ.pop("RANK"), []
     del os.environ["WORLD_SIZE"]
     for env, argv in runs:
@@ -261,26 +244,30 @@ def test_generations_of_ranks_do_not_see_each_other(
         generations.append(stores)
 
 
-@pytest.mark.parametrize(("restart_count", "expected"), [("3", 3), ("abc", 0)])
-def test_a_restart_count_that_is_not_a_number_is_zero(
-    restart_count: str, expected: int, monkeypatch: pytest.MonkeyPatch
+def test_a_restart_count_that_is_not_a_number_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    for restart_count, expected in (("3", 3), ("abc", 0)):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart_count)
+        assert DistributedContext(RankInfo(), DistributedConfig()).restart_count == expected
+
+
+def test_ranks_on_one_machine_listen_at_the_loopback_and_machines_with_one_host_name_are_told_apart(
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart_count)
-    assert DistributedContext(RankInfo(), DistributedConfig()).restart_count == expected
-
-
-def test_the_store_of_ranks_on_one_machine_listens_at_the_loopback(tmp_path: Path) -> None:
-    """gloo, too, listens only at the loopback."""
-    address = f"tcp://localhost:{free_port()}"
-    for hosts in run_ranks(2, _listening_hosts, address, tmp_path=tmp_path):
+    """The store and gloo listen. Two containers may have the same host name."""
+    for hosts, local_rank, local_world_size in run_ranks(
+        2, _hosts_and_local_rank, f"tcp://localhost:{free_port()}", tmp_path=tmp_path
+    ):
         assert hosts
         assert not hosts & {"0.0.0.0", "::"}
+        assert (local_rank, local_world_size) == (0, 1)
 
 
-def _listening_hosts(address: str) -> set[str]:
+def _hosts_and_local_rank(address: str) -> tuple[set[str], int, int]:
     with open_process_group(init_method=address) as context:
         all_gather_object(context, "all ranks are connected")
         sockets = psutil.Process().net_connections("tcp")
         hosts = {each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN}
         all_gather_object(context, "all ranks have looked")
-    return hosts
+    psutil.boot_time = lambda: float(os.environ["RANK"])
+    with open_process_group() as context:  # started by hand without LOCAL_RANK
+        return hosts, context.local_rank, context.local_world_size

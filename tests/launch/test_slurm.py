@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -66,15 +66,13 @@ class Cluster:
     """Commands to SLURM's controller."""
 
     def __init__(self, folder: Path) -> None:
-        self.path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        self.env = clean_env(SLURM_CONF=str(folder / "slurm.conf"), PATH=self.path)
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        self.env = clean_env(SLURM_CONF=str(folder / "slurm.conf"), PATH=path)
 
     def run(self, *command: str) -> str:
-        result = subprocess.run(
-            command, capture_output=True, text=True, timeout=60, env=self.env, cwd=ROOT, check=False
-        )
-        assert result.returncode == 0, f"{' '.join(command)}: {result.stderr}"
-        return result.stdout
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=self.env, cwd=ROOT, check=False)
+        assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
+        return done.stdout
 
     def submit(self, *args: str) -> str:
         """Submits a batch script with its arguments to both nodes. Returns the job's number."""
@@ -97,32 +95,18 @@ class Cluster:
         return self.job(job)
 
 
-@contextmanager
-def daemon(log: Path, *command: str, **env: str) -> Iterator[None]:
-    with (
-        log.open("w") as out,
-        subprocess.Popen(command, stdout=out, stderr=out, env=clean_env(**env), start_new_session=True) as process,
-    ):
-        try:
-            yield
-        finally:
-            process.terminate()
-
-
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("slurm")
     host, ports = socket.gethostname().split(".")[0], [free_port() for _ in range(3)]
-    config = folder / "slurm.conf"
-    config.write_text(CONFIG.format(host=host, user=getpass.getuser(), folder=folder, ports=ports))
+    (folder / "slurm.conf").write_text(CONFIG.format(host=host, user=getpass.getuser(), folder=folder, ports=ports))
     cluster = Cluster(folder)
     with ExitStack() as daemons:
-        for name, *command in (
-            ("slurmctld", "slurmctld", "-D", "-c"),
-            ("node1", "slurmd", "-D", "-N", "node1"),
-            ("node2", "slurmd", "-D", "-N", "node2"),
-        ):
-            daemons.enter_context(daemon(folder / f"{name}.log", *command, SLURM_CONF=str(config)))
+        for command in ("slurmctld -D -c", "slurmd -D -N node1", "slurmd -D -N node2"):
+            log = daemons.enter_context((folder / f"{command}.log").open("w"))
+            process = subprocess.Popen(command.split(), stdout=log, stderr=log, env=cluster.env, start_new_session=True)
+            daemons.enter_context(process)
+            daemons.callback(process.terminate)
         wait_until(
             lambda: cluster.run("sinfo", "--noheader", "--format=%D %t") == "2 idle\n", "two nodes are idle", TIMEOUT
         )

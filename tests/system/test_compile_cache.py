@@ -9,16 +9,7 @@ from torch._dynamo.callback import CallbackTrigger, callback_handler
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from mingpt.system.compile_cache import VARIABLE, use_compile_cache
-from tests.helpers import run_args, run_program, write_text
-
-TINY = {
-    "model__n_layer": 1,
-    "trainer__compile": True,
-    "trainer__threads": 1,
-    "trainer__eval_every": 9,
-    "trainer__save_every": 9,
-    "trainer__sample_every": None,
-}
+from tests.helpers import run_args, run_program
 
 
 def test_the_cache_of_a_process_that_was_killed_while_it_compiled_is_deleted(
@@ -46,27 +37,19 @@ def test_the_cache_of_a_process_that_was_killed_while_it_compiled_is_deleted(
 
 
 @pytest.mark.slow
-def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
+def test_a_second_start_compiles_nothing(text: Path, tmp_path: Path) -> None:
     """The last, shorter batch of an evaluation is not compiled again."""
-    text = write_text(tmp_path / "text.txt")
     compilations = tmp_path / "compilations"
     compiler = tmp_path / "g++"
     compiler.write_text(f'#!/bin/sh\necho "$@" >> {compilations}\nexec {shutil.which("g++")} "$@"\n')
     compiler.chmod(0o755)
-
-    def count_libraries() -> int:
-        lines = compilations.read_text().splitlines()
+    options = {"model__n_layer": 1, "trainer__compile": True, "trainer__eval_every": 9, "trainer__save_every": 9}
+    libraries = []
+    for steps in (2, 4, 6):
         compilations.write_text("")
-        return sum("-shared" in line for line in lines)
-
-    def train(name: str, steps: int) -> None:
-        argv = run_args(tmp_path / name, text, trainer__max_steps=steps, optimizer__decay_steps=9, **TINY)
+        argv = run_args(tmp_path / "run", text, trainer__max_steps=steps, optimizer__decay_steps=9, **options)
         done = run_program("main.py", *argv, CXX=str(compiler), **{VARIABLE: None})
         assert done.returncode == 0, done.stderr
-
-    train("run", 2)
-    assert count_libraries() > 0
-
-    for steps in (4, 6):
-        train("run", steps)
-        assert count_libraries() == 0
+        libraries.append(sum("-shared" in line for line in compilations.read_text().splitlines()))
+    assert libraries[0] > 0
+    assert libraries[1:] == [0, 0]

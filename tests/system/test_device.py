@@ -1,4 +1,4 @@
-"""Rules on hardware flags: device, precision and threads. The flags are simulated, so no test needs the hardware."""
+"""Rules on hardware flags and limits: device, precision, threads and memory. The hardware is simulated."""
 
 import os
 import platform
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mingpt.system import cgroup
 from mingpt.system.device import (
     NCCL_BYTES,
     choose_device,
@@ -26,6 +27,7 @@ from tests.helpers import run_ranks
 CPU, GPU, MPS = torch.device("cpu"), torch.device("cuda", 0), torch.device("mps")
 INTEL = "this CPU has AVX512-BF16, but no AMX, without which Intel's fp32 is faster"
 SetHardware = Callable[..., None]
+GIB = 2**30
 
 
 @pytest.fixture
@@ -165,14 +167,14 @@ def test_ranks_share_the_hosts_memory_or_their_cgroups(
 
 
 def test_a_rank_may_use_what_is_free_on_its_gpu_less_nccls_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    free = {0: 70 * 2**30, 1: 2**20}
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[device.index], 80 * 2**30))
+    free = {0: 70 * GIB, 1: 2**20}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[device.index], 80 * GIB))
     assert memory_per_rank(GPU, local_world_size=1, world_size=1) == free[0]
     assert memory_per_rank(GPU, local_world_size=1, world_size=2) == free[0] - NCCL_BYTES
     assert memory_per_rank(torch.device("cuda", 1), local_world_size=2, world_size=2) == 0
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5 * 2**30)  # PyTorch reuses the free part of it
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3 * 2**30)
-    assert memory_per_rank(GPU, local_world_size=1, world_size=1) == free[0] + 2 * 2**30
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5 * GIB)  # PyTorch reuses the free part of it
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3 * GIB)
+    assert memory_per_rank(GPU, local_world_size=1, world_size=1) == free[0] + 2 * GIB
 
 
 def test_mfu_is_given_where_the_peak_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,9 +199,43 @@ def page_faults_before_and_after_tuning() -> list[int]:
     faults = []
     for tune in (lambda: None, tune_malloc):
         tune()
-        for _ in range(10):
+        for _ in range(3):
             before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-            tensors = [torch.ones(10_000_000) for _ in range(4)]
+            tensors = [torch.ones(10_000_000) for _ in range(3)]
             del tensors
         faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     return faults
+
+
+SERVICE = {
+    "user.slice/memory.max": f"{8 * GIB}\n",
+    "user.slice/run-1.scope/memory.max": f"{2 * GIB}\n",
+    "user.slice/cpu.max": "150000 100000\n",
+    "user.slice/run-1.scope/cpu.max": "max 100000\n",
+}
+STEP = {"slurm/job_7/memory.max": f"{4 * GIB}\n", "slurm/job_7/step_0/memory.max": "max\n"}
+
+
+@pytest.mark.parametrize(
+    ("groups", "limits", "memory", "cores"),
+    [
+        ("0::/slurm/job_7/step_0/task_0\n", STEP, 4 * GIB, None),  # the job's limit is above the step's
+        ("0::/user.slice/run-1.scope\n", SERVICE, 2 * GIB, 1.5),  # the lowest counts, wherever it is
+        # A container with a cgroup namespace, which makes its cgroup the root
+        ("0::/\n", {"memory.max": f"{GIB}\n", "cpu.max": "400000 100000\n"}, GIB, 4.0),
+        # A container without a namespace: the mount begins at its cgroup, and the path is the host's.
+        ("0::/docker/c0ffee\n", {"memory.max": f"{GIB}\n"}, GIB, None),
+        ("0::/job\n", {"job/memory.max": "max\n", "job/cpu.max": "max 100000\n"}, None, None),
+        ("9:memory:/job\n1:name=systemd:/\n", {}, None, None),  # cgroups of version 1
+    ],
+)
+def test_the_lowest_limit_of_the_cgroup_and_those_above_it_counts(
+    groups: str, limits: dict[str, str], memory: int | None, cores: float | None, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(cgroup, "ROOT", tmp_path)
+    assert cgroup.memory_limit() is None  # without cgroups
+    files = {f"sys/fs/cgroup/{name}": content for name, content in limits.items()}
+    for name, content in {"proc/self/cgroup": groups, **files}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    assert (cgroup.memory_limit(), cgroup.cpu_limit()) == (memory, cores)

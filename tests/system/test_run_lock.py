@@ -12,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -50,12 +51,21 @@ time.sleep(60)
 """
 
 
+@pytest.fixture(autouse=True)
+def short_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "LOCK_TIMEOUT", 0.1)
+
+
 def take(folder: Path) -> int:
     return lock_folder(folder, "trainer.run_dir", "id")
 
 
-def test_a_folder_is_locked_until_the_descriptor_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "LOCK_TIMEOUT", 0.1)
+def assert_locked(folder: Path, process: str = "") -> None:
+    with pytest.raises(UserError, match=f"^trainer.run_dir: .*{re.escape(process)} is training in {folder}; wait for"):
+        take(folder)
+
+
+def test_a_folder_is_locked_until_the_descriptor_is_closed(tmp_path: Path) -> None:
     descriptor = take(tmp_path)
     os.close(take(tmp_path / "other"))
     message = (
@@ -68,32 +78,24 @@ def test_a_folder_is_locked_until_the_descriptor_is_closed(tmp_path: Path, monke
     os.close(take(tmp_path))
 
 
-def test_a_lock_ends_with_its_process_and_excludes_other_network_namespaces(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_ends_with_its_process_and_excludes_other_network_namespaces(tmp_path: Path) -> None:
     """Containers on one host have such namespaces."""
-    monkeypatch.setattr(lock, "LOCK_TIMEOUT", 0.1)
     unshare = ["unshare", "--net"] if os.geteuid() == 0 and shutil.which("unshare") else []
     command = [*unshare, sys.executable, "-c", HOLD_LOCK, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=clean_env(), cwd=ROOT) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"locked\n"
-        with pytest.raises(UserError, match="is training in"):
-            take(tmp_path)
+        assert_locked(tmp_path, f"process {process.pid}")
         process.kill()
         process.wait()
         os.close(take(tmp_path))
 
 
-def test_the_lock_of_another_host_names_host_and_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lock_of_another_host_names_host_and_file(tmp_path: Path) -> None:
     """The other host may be lost while its lock remains."""
-    monkeypatch.setattr(lock, "LOCK_TIMEOUT", 0.1)
     descriptor = take(tmp_path)
     os.pwrite(descriptor, json.dumps({"process": 7, "host": "node7"}).encode().ljust(200), 0)
-    process = f"process 7 on node7 (if that host is lost, delete {tmp_path}/.lock)"
-    message = f"trainer.run_dir: {process} is training in {tmp_path}; wait for it, "
-    with pytest.raises(UserError, match=f"^{re.escape(message)}"):
-        take(tmp_path)
+    assert_locked(tmp_path, f"process 7 on node7 (if that host is lost, delete {tmp_path}/.lock)")
     (tmp_path / LOCK_NAME).unlink()
     os.close(take(tmp_path))
     os.close(descriptor)
@@ -101,22 +103,18 @@ def test_the_lock_of_another_host_names_host_and_file(tmp_path: Path, monkeypatc
 
 def test_a_lock_in_use_is_not_old(tmp_path: Path) -> None:
     """Cleaners of scratch disks delete files whose times do not change."""
-    lock = RunLock({tmp_path: "trainer.run_dir"})
-    os.utime(tmp_path / LOCK_NAME, (0, 0))
-    lock.check()
-    assert time.time() - (tmp_path / LOCK_NAME).stat().st_mtime < 60
-    lock.close()
+    with contextlib.closing(RunLock({tmp_path: "trainer.run_dir"})) as held:
+        os.utime(tmp_path / LOCK_NAME, (0, 0))
+        held.check()
+        assert time.time() - (tmp_path / LOCK_NAME).stat().st_mtime < 60
 
 
-def test_a_file_system_without_locks_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(descriptor: int, operation: int) -> None:
-        raise OSError(95, "Operation not supported")
-
-    messages: list[str] = []
-    monkeypatch.setattr(lock.logger, "warning", messages.append)
-    monkeypatch.setattr(lock.fcntl, "flock", refuse)
+def test_a_file_system_without_locks_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(lock.fcntl, "flock", Mock(side_effect=OSError(95, "Operation not supported")))
     os.close(take(tmp_path))
-    assert messages == [
+    assert caplog.messages == [
         f"{tmp_path}/{LOCK_NAME} can't be locked: Operation not supported; make sure that no other process trains there"
     ]
 
@@ -138,29 +136,26 @@ def _start_again_while_reading(argv: list[str]) -> tuple[int, int]:
     return train_main(*argv), statuses[0]
 
 
-def test_a_trainer_has_the_folders_until_its_end_or_close(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def build_trainer(folder: Path, **changes: Any) -> Trainer:
+    config = read_config(run_args(folder / "run", folder / "text.txt", trainer__max_steps=1, **changes))
+    return Trainer(config, DistributedContext(RankInfo(), config.distributed))
+
+
+@pytest.mark.usefixtures("text")
+def test_a_trainer_has_the_folders_until_its_end_or_close(tmp_path: Path) -> None:
     """A notebook keeps references to trainers and errors."""
-    monkeypatch.setattr(lock, "LOCK_TIMEOUT", 0.1)
-
-    def build(**changes: Any) -> Trainer:
-        config = read_config(run_args(tmp_path / "run", text, trainer__max_steps=1, **changes))
-        return Trainer(config, DistributedContext(RankInfo(), config.distributed))
-
     folders = (tmp_path / "run", tmp_path / "run/snapshots")
     gc.collect()  # closes files of earlier tests
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(UserError, match="can't be read") as kept:
-        build(data__path=tmp_path / "missing")
-    trained = build()
+        build_trainer(tmp_path, data__path=tmp_path / "missing")
+    trained = build_trainer(tmp_path)
     assert trained.train() == 0
-    done = build()
+    done = build_trainer(tmp_path)
     assert done.train() == 0
-    by_hand = build()
+    by_hand = build_trainer(tmp_path)
     for folder in folders:
-        with pytest.raises(UserError, match="is training in"):
-            take(folder)
+        assert_locked(folder)
     by_hand.close()
     with contextlib.closing(RunLock(dict.fromkeys(folders, "trainer.run_dir"))):
         with pytest.raises(UserError, match="is training in"):  # and the first folder is free again
@@ -170,44 +165,31 @@ def test_a_trainer_has_the_folders_until_its_end_or_close(
     assert (kept, trained.progress.step, done.resumed_from) == (kept, 1, f"{folders[1]}/step_00000001.pt")
 
 
+@pytest.mark.usefixtures("text")
 def test_a_folder_stays_locked_while_a_closed_trainer_still_writes(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lock, "LOCK_TIMEOUT", 0.1)
     monkeypatch.setattr("mingpt.snapshot.manager.EXIT_WAIT_SECONDS", 0.1)
     permission = threading.Event()
     monkeypatch.setattr(SnapshotFolder, "write", lambda *args: permission.wait(60))
     monkeypatch.setattr(Trainer, "finish", lambda trainer: 0)
-    config = read_config(run_args(tmp_path / "run", text, trainer__max_steps=1))
-    Trainer(config, DistributedContext(RankInfo(), config.distributed)).train()
-    with pytest.raises(UserError, match="is training in"):
-        take(tmp_path / "run")
+    build_trainer(tmp_path).train()
+    assert_locked(tmp_path / "run")
     permission.set()
     monkeypatch.setattr(lock, "LOCK_TIMEOUT", 5.0)
     os.close(take(tmp_path / "run"))
 
 
-def lose(run_dir: Path, how: str) -> None:
-    """Removes, moves or replaces the folder of a run, in the last case by the folder of another run."""
-    if how == "deleted":
-        shutil.rmtree(run_dir)
-    else:
-        run_dir.rename(run_dir.with_name("old"))
-        shutil.copytree(run_dir.with_name("other"), run_dir)
-
-
-def content(folder: Path) -> dict[str, bytes]:
+def read_files(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+IN_LAST_SAVE = "in the save of step 12"
 
 
 @pytest.mark.parametrize(
     ("how", "when", "ranks"),
-    [
-        ("deleted", "in a step", 2),
-        ("deleted", "in a save", 1),
-        ("replaced", "in a save", 1),
-        ("replaced", "in the last save", 2),
-    ],
+    [("deleted", "in step 5", 2), ("deleted", "in the save of step 6", 1), ("replaced", IN_LAST_SAVE, 2)],
 )
 def test_a_run_whose_folder_vanishes_ends_with_one_message(
     how: str, when: str, ranks: int, text: Path, tmp_path: Path
@@ -228,7 +210,7 @@ def test_a_run_whose_folder_vanishes_ends_with_one_message(
     assert [(status, err) for status, _, err in outputs] == [(2, message), (2, "")][:ranks]
     assert "done in" not in outputs[0][1]
     if how == "replaced":
-        assert content(run_dir) == content(tmp_path / "other")
+        assert read_files(run_dir) == read_files(tmp_path / "other")
     else:
         assert not run_dir.is_dir()
 
@@ -237,23 +219,27 @@ def _lose_while_training(argv: list[str], run_dir: Path, how: str, when: str) ->
     train_step, save = Trainer.train_step, torch.save
     waits, lost = threading.Event(), threading.Event()
 
-    def lose_now() -> None:
-        lose(run_dir, how)
+    def lose() -> None:
+        if how == "deleted":
+            shutil.rmtree(run_dir)
+        else:
+            run_dir.rename(run_dir.with_name("old"))
+            shutil.copytree(run_dir.with_name("other"), run_dir)
         lost.set()
 
     def lose_in_step(trainer: Trainer) -> Any:
-        if when == "in a step" and trainer.progress.step == 4 and trainer.context.rank == 0:
+        if when == f"in step {trainer.progress.step + 1}" and trainer.context.rank == 0:
             trainer.snapshots.newest.future.result()
-            lose_now()
-        if when == "in a save" and trainer.progress.step == 6:  # nothing is written while the folder is deleted
+            lose()
+        if when == f"in the save of step {trainer.progress.step}":  # nothing is written while the folder is deleted
             waits.set()
             assert lost.wait(60)
         return train_step(trainer)
 
     def lose_in_save(content: dict[str, Any], file: Any) -> None:
-        if content["step"] == {"in a save": 6, "in the last save": 12}.get(when):
-            assert when == "in the last save" or waits.wait(60)
-            lose_now()
+        if when == f"in the save of step {content['step']}":
+            assert when == IN_LAST_SAVE or waits.wait(60)
+            lose()
         save(content, file)
 
     Trainer.train_step = lose_in_step  # type: ignore[method-assign]
