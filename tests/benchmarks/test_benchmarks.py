@@ -58,7 +58,7 @@ def rows(printed: str) -> dict[str, float]:
 
 
 def test_a_slower_side_has_a_larger_time(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    slow = "--model.n_layer 24 --trainer.save_overhead 0.02"
+    slow = "--model.n_layer 16 --trainer.save_overhead 0.02"
     assert measure(["ab", slow, ""], folder) == 0
     printed = capfd.readouterr()
     [(name, ratio)] = rows(printed.out).items()

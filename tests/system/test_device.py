@@ -141,29 +141,23 @@ def test_threads(set_hardware: SetHardware, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_openmp_may_limit_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variables, threads, reason in [
-        ({"OMP_THREAD_LIMIT": " +3 "}, 3, "OpenMP's limit from the environment, not 5: as configured"),
-        ({"OMP_THREAD_LIMIT": "5"}, 5, "as configured"),
-        ({"OMP_THREAD_LIMIT": "0"}, 5, "as configured"),  # OpenMP ignores it
-        ({"OMP_THREAD_LIMIT": "few"}, 5, "as configured"),
-        ({"OMP_DYNAMIC": "true"}, 1, "OpenMP's limit from the environment, not 5: as configured"),
-        ({"OMP_DYNAMIC": " False"}, 5, "as configured"),
-        ({"OMP_MAX_ACTIVE_LEVELS": " 0"}, 1, "OpenMP's limit from the environment, not 5: as configured"),
-        ({"OMP_MAX_ACTIVE_LEVELS": "1"}, 5, "as configured"),
-    ]:
+    limited = "OpenMP's limit from the environment, not 5: as configured"
+    for variable, limits in (
+        ("OMP_THREAD_LIMIT", {" +3 ": 3, "5": 5, "0": 5, "few": 5}),  # OpenMP ignores the last two
+        ("OMP_DYNAMIC", {"true": 1, " False": 5}),
+        ("OMP_MAX_ACTIVE_LEVELS", {" 0": 1, "1": 5}),
+    ):
         with monkeypatch.context() as changed:
-            for name, value in variables.items():
-                changed.setenv(name, value)
-            assert choose_threads(5, 1, saved=None) == (threads, reason)
+            for value, threads in limits.items():
+                changed.setenv(variable, value)
+                assert choose_threads(5, 1, saved=None) == (threads, "as configured" if threads == 5 else limited)
 
 
-@pytest.mark.parametrize(("limit", "expected"), [(None, 2**30), (2**29, 2**28), (2**40, 2**30)])
-def test_ranks_share_the_hosts_memory_or_their_cgroups(
-    limit: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("mingpt.system.device.memory_limit", lambda: limit)
+def test_ranks_share_the_hosts_memory_or_their_cgroups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 2**12, "SC_PHYS_PAGES": 2**19}.__getitem__)
-    assert memory_per_rank(CPU, local_world_size=2, world_size=2) == expected
+    for limit, expected in ((None, GIB), (GIB // 2, GIB // 4), (1024 * GIB, GIB)):
+        monkeypatch.setattr("mingpt.system.device.memory_limit", lambda limit=limit: limit)
+        assert memory_per_rank(CPU, local_world_size=2, world_size=2) == expected
 
 
 def test_a_rank_may_use_what_is_free_on_its_gpu_less_nccls_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
