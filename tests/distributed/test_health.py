@@ -139,8 +139,9 @@ def _raise_errors(errors: dict[int, Exception], envs: list[dict[str, str]], argv
         return train_step(trainer)
 
     Trainer.train_step = step_or_raise  # type: ignore[method-assign]
-    health.USER_ERROR_SECONDS = 1.0  # type: ignore[attr-defined]
     health.MAX_LINGER_SECONDS = 0.0  # type: ignore[attr-defined]  # rank 0 does not host the store
+    if 0 not in errors:
+        health.USER_ERROR_SECONDS = 0.5  # type: ignore[attr-defined]  # a rank waits for rank 0 to raise one
     status, _, err = run_captured(*argv)
     return status, err
 
@@ -163,7 +164,7 @@ def fail_together(world_size: int, lost: Sequence[int], message: str) -> list[Ex
     def fail(monitor: HealthMonitor) -> Exception:
         try:
             with explained_errors(monitor):
-                time.sleep(0.5)
+                time.sleep(0.3)
                 raise RuntimeError(message)
         except (PeerError, RuntimeError) as error:
             return error
