@@ -193,9 +193,9 @@ def page_faults_before_and_after_tuning() -> list[int]:
     faults = []
     for tune in (lambda: None, tune_malloc):
         tune()
-        for _ in range(3):
+        for _ in range(10):
             before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-            tensors = [torch.ones(10_000_000) for _ in range(3)]
+            tensors = [torch.ones(10_000_000) for _ in range(2)]
             del tensors
         faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     return faults
