@@ -187,7 +187,7 @@ class Trainer:
     def advance(self) -> None:
         """Makes one step, then evaluates, logs and saves what is due."""
         # Ranks agree on signals and on saves while they compute the step.
-        flags = self.context.all_reduce_flags(self.signals.signal, int(self.snapshots.is_save_due()))
+        flags = self.context.begin_step(self.signals.signal, int(self.snapshots.is_save_due()))
         result = self.train_step()
         self.signals.exits_at_once = False
         self.stop_signal, is_snapshot_due = flags.wait()

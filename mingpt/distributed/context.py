@@ -126,8 +126,8 @@ class DistributedContext(RankGroup):
         if self.world_size > 1:
             dist.broadcast(tensor, group_src=source, group=self.group)
 
-    def all_reduce_flags(self, *values: int) -> "PendingFlags":
-        """Starts an all-reduce of each value to its maximum over all ranks.
+    def begin_step(self, *values: int) -> "PendingFlags":
+        """Counts a step for heartbeats, and starts an all-reduce of each value to its maximum over all ranks.
 
         All ranks must call it in the same step, so that a signal to one rank stops all of them after the same step.
         """
