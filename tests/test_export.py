@@ -64,13 +64,14 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def exported(trained: Path) -> Path:
     pytest.importorskip("transformers", reason="transformers is not installed")
     out = trained.parent / "exported"
-    out.mkdir()
+    (trained.parent / "empty").mkdir()
+    out.symlink_to("empty")
     assert exit_status_of(export.run, ["--snapshot", str(trained), "--out", str(out)]) == 0
     return out
 
 
-def test_the_model_card_has_text_loss_and_command_without_a_password(
-    trained: Path, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+def test_the_model_card_has_text_loss_and_command_without_password_and_home_directory(
+    trained: Path, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     card, snapshot = (exported / "README.md").read_text(), newest_snapshot(trained)
     assert snapshot["text_sha256"] in card
@@ -87,6 +88,8 @@ def test_the_model_card_has_text_loss_and_command_without_a_password(
     pretrained = load_pretrained(str(trained), "--snapshot")
     pretrained.snapshot["config"]["data"]["path"] = "http://user:secret@host/@text.txt"
     assert "--data.path=http://host/@text.txt" in model_card(pretrained, "run", "name")
+    monkeypatch.setenv("HOME", str(trained.parent))
+    assert f"--trainer.run_dir=~/{trained.name}" in model_card(pretrained, "run", "name")
 
 
 def test_transformers_has_the_same_tokens_logits_and_greedy_text(

@@ -92,7 +92,7 @@ OPTIONS = [
     ("--trainer.sample_prompt 'anna? Yes'", ["sample_prompt: the tokens '?Y' (2 distinct) are not in the training"]),
     ("--data.path folder", ["data.path", "folder/*.txt in quotes"]),
     ("--data.path nosuch::file:///text.txt", ["data.path", "nosuch::file:///text.txt"]),
-    ("--model.n_embd 65536", ["out of memory before the first step"]),
+    ("--model.n_embd 4194304", ["out of memory: lower trainer.micro_batch_size"]),
     ("--optimizer.learning_rate 3e38", ["step 1", "not finite", "(3e+38)"]),
     (FP16, ["precision is fp16", "cpu", "fp32", "bf16"]),
     (OFFLOAD, ["cpu_offload is true", "GPU"]),

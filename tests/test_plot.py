@@ -55,8 +55,9 @@ def test_each_run_has_its_color_and_restarts_are_gray(runs: list[Run], tmp_path:
     assert labels >= {"loss of _of $x_{2$", "loss of moved", "validation loss", "step from which it resumed"}
     assert [to_hex(color) in svg for color in ("C0", "C1", "C2")] == [True, True, False]
     draw([replace(run, restarts=[]) for run in runs], file)
+    assert "resumed" not in file.read_text()
     gray = to_hex("tab:gray")
-    assert svg.count(gray) == file.read_text().count(gray) + 4  # a line in each panel
+    assert svg.count(gray) == file.read_text().count(gray) + 5  # a line in each panel and in the legend
 
 
 @pytest.mark.parametrize("backend", ["module://nowhere", "nonsense"])
@@ -73,6 +74,7 @@ def test_neither_a_name_that_the_font_lacks_nor_a_notebooks_missing_backend_hind
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
+        ("", "runs/default/metrics.jsonl can't be read: No such file"),
         ("nowhere", "nowhere/metrics.jsonl can't be read: No such file .*; name the trainer.run_dir of a run"),
         ("run no_loss", "no_loss/metrics.jsonl does not contain a training loss yet; trainer.log_every"),
         ("run --out run.bmp", "--out: run.bmp can't be written: .*[bB]mp.* is not supported .*png"),
