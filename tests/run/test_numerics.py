@@ -47,7 +47,11 @@ def test_choices_are_applied_and_threads_kept_at_the_same_number_of_ranks(
 
 @pytest.mark.parametrize(
     ("variables", "threads"),
-    [({"OMP_MAX_ACTIVE_LEVELS": "0"}, 1), ({"OMP_THREAD_LIMIT": "1"}, 1), ({"OMP_DYNAMIC": "TRUE"}, 2)],
+    [
+        ({"OMP_THREAD_LIMIT": "1"}, 1),
+        pytest.param({"OMP_MAX_ACTIVE_LEVELS": "0"}, 1, marks=pytest.mark.slow),
+        pytest.param({"OMP_DYNAMIC": "TRUE"}, 2, marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_has_no_more_threads_than_openmp_starts(
     variables: dict[str, str], threads: int, text: Path, tmp_path: Path
