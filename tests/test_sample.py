@@ -146,6 +146,7 @@ def test_neither_a_file_of_another_program_nor_a_missing_default_run_is_a_snapsh
         torch.save(content, "ckpt.pt")
         refused = run_sample("--snapshot", "ckpt.pt")
         assert_refused(refused, "error: ckpt.pt is not a snapshot of main.py, ", "docs/export.md")
+    assert_refused(run_sample("--snapshot", "cpkt.pt"), "error: --snapshot: no snapshot at", "the nearest is ckpt.pt;")
 
 
 def test_on_a_terminal_the_text_ends_with_a_newline(trained: Path, run_sample: RunSample) -> None:

@@ -2,7 +2,9 @@
 
 import difflib
 import reprlib
+import shutil
 import sys
+import textwrap
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import groupby
@@ -22,11 +24,12 @@ COMMAND_LINE = "the command line"
 HELP = """\
 usage: main.py [--config FILE] [--section.key VALUE ...]
 
-Trains a character-level GPT, in one process or under torchrun or another launcher.
+Trains a character-level GPT, in one process or under a launcher like torchrun.
 
-  --config FILE        yaml with the keys to change (default: gpt2_train_cfg.yaml beside main.py); of several files, a
-                       later one has precedence
-  --section.key VALUE  set a key, such as --trainer.max_steps 100; has precedence over files
+  --config FILE        yaml with the keys to change; a later file has precedence
+                       (default: gpt2_train_cfg.yaml beside main.py)
+  --section.key VALUE  set a key, such as --trainer.max_steps 100; has
+                       precedence over files
   --print_config       print the configuration as yaml and exit
   --help               print this and exit
 
@@ -62,7 +65,9 @@ def read_config(argv: Sequence[str] = ()) -> Config:
         UserError: lists every mistake, with the key, the file or option, the value found and the values allowed.
     """
     if "--help" in argv or "-h" in argv:
-        print(HELP + dump_config(config_to_dict(Config())), end="")
+        width = shutil.get_terminal_size().columns
+        for line in (HELP + dump_config(config_to_dict(Config()))).splitlines():
+            print(textwrap.fill(line, width, subsequent_indent="    # ", break_on_hyphens=False))
         sys.exit(0)
     files, given = _read_command_line(argv)
     on_command_line = frozenset(given)

@@ -15,8 +15,9 @@ from mingpt.config.schema import KEYS, SECTIONS, Sections
 from mingpt.errors import UserError
 
 HEADER = """\
-# All keys, as printed by `python main.py --print_config`. Change a value here, in a file of your own that needs only
-# the keys it changes (--config my.yaml), or on the command line (--trainer.max_steps 100)."""
+# All keys, as printed by `python main.py --print_config`. Change a value here,
+# in a file of your own that needs only the keys it changes (--config my.yaml),
+# or on the command line (--trainer.max_steps 100)."""
 # For each key, such as data.path: the value, and where it was found, for messages
 Values = dict[str, tuple[str | list | None, str]]
 

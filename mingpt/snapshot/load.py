@@ -1,8 +1,10 @@
 """Loads snapshots for other programs and new runs, and compares a configuration with the keys of a snapshot."""
 
+import difflib
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
@@ -78,9 +80,17 @@ def load_pretrained(path: str, option: str, best: bool = False) -> Pretrained:
     except Exception as error:  # each file system raises its own classes
         raise UserError(f"{option}: {path} can't be read: {error}; {advice}") from error
     if snapshot is None:
-        place = "" if "://" in path else f" (working directory {os.getcwd()})"
+        place = "" if "://" in path else f" (working directory {os.getcwd()}){_nearest(path)}"
         raise UserError(f"{option}: no snapshot at {path}{place}; main.py saves them; {OTHER_PROGRAMS}")
     return Pretrained(gpt_config(snapshot), Tokenizer(snapshot["vocabulary"]), snapshot["model"], snapshot)
+
+
+def _nearest(path: str) -> str:
+    folder, name = os.path.split(path)
+    with suppress(OSError):
+        if near := difflib.get_close_matches(name, os.listdir(folder or ".")):
+            return f"; the nearest is {os.path.join(folder, near[0])}"
+    return ""
 
 
 def _load_from_folder(path: str, best: bool) -> dict[str, Any] | None:

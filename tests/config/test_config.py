@@ -152,12 +152,19 @@ def test_each_configuration_in_configs_trains_with_its_shape_cut(text: Path, tmp
     assert [newest_snapshot(tmp_path / file.stem)["step"] for file in files] == [2] * len(files)
 
 
-def test_the_shipped_yaml_is_the_printed_default_and_ends_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_shipped_yaml_is_the_printed_default_and_ends_the_help(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = printed(capsys, "--config", os.devnull, "--print_config")
     assert text == DEFAULT_CONFIG.read_text()
     comments = re.findall(r"^  \w+: .*? # (.*)$", text, re.MULTILINE)
     assert comments == [field.description for field in KEYS.values()]
     assert yaml.safe_load(text) == config_to_dict(Config())
+    monkeypatch.setenv("COLUMNS", "60")
+    _, start, narrow = printed(capsys, "--help").partition("\n\ndata:")
+    assert max(map(len, narrow.splitlines())) <= 60
+    assert text.endswith(start + narrow.replace("\n    # ", " "))
+    monkeypatch.setenv("COLUMNS", "200")
     usage = printed(capsys, "--help")
     assert usage.startswith("usage: main.py [--config FILE] [--section.key VALUE ...]\n\n")
     assert usage.endswith(f"\n\n{text}")
