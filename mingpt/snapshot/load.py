@@ -85,14 +85,6 @@ def load_pretrained(path: str, option: str, best: bool = False) -> Pretrained:
     return Pretrained(gpt_config(snapshot), Tokenizer(snapshot["vocabulary"]), snapshot["model"], snapshot)
 
 
-def _nearest(path: str) -> str:
-    folder, name = os.path.split(path)
-    with suppress(OSError):
-        if near := difflib.get_close_matches(name, os.listdir(folder or ".")):
-            return f"; the nearest is {os.path.join(folder, near[0])}"
-    return ""
-
-
 def _load_from_folder(path: str, best: bool) -> dict[str, Any] | None:
     """Loads the newest undamaged snapshot, or the one that it names as the best so far.
 
@@ -116,6 +108,14 @@ def _load_from_folder(path: str, best: bool) -> dict[str, Any] | None:
             f"--best: {file}, the best one according to {folder.file(newest['step'])}, can't be loaded: "
             f"{error}; leave out --best to load the newest one, or name another file"
         ) from error
+
+
+def _nearest(path: str) -> str:
+    folder, name = os.path.split(path)
+    with suppress(OSError):
+        if near := difflib.get_close_matches(name, os.listdir(folder or ".")):
+            return f"; the nearest is {os.path.join(folder, near[0])}"
+    return ""
 
 
 def fit_config(
