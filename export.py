@@ -33,7 +33,7 @@ def model_card(pretrained: Pretrained, source: str, name: str) -> str:
         for key, value in keys.items():
             if value != defaults[section].get(key):
                 text = re.sub("(//)[^/@]*@", r"\1", format_value(value))  # user and password of a URL
-                text = text.replace(f"{Path.home()}/", "~/")
+                text = re.sub(f"^{re.escape(os.path.expanduser('~'))}/", "~/", text)
                 command.append(f"--{section}.{key}={text}")
     val_loss = "not measured" if snapshot["val_loss"] is None else f"{snapshot['val_loss']:.4f} nats per character"
     return f"""---

@@ -108,7 +108,7 @@ def test_validation_covers_each_character_once() -> None:
 class LongerWindows(CharDataset):
     def __getitem__(self, samples: range) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
         idx, targets = super().__getitem__(samples)
-        length = self.num_targets(samples) // len(samples)  # that of the batch's first sample
+        length = self.num_targets(samples) // len(samples)  # of the batch's first sample
         return idx[:, :length], targets[:, :length]
 
     def num_targets(self, samples: range) -> int:

@@ -1,3 +1,4 @@
+import pwd
 import re
 import shlex
 import shutil
@@ -90,6 +91,11 @@ def test_the_model_card_has_text_loss_and_command_without_password_and_home_dire
     assert "--data.path=http://host/@text.txt" in model_card(pretrained, "run", "name")
     monkeypatch.setenv("HOME", str(trained.parent))
     assert f"--trainer.run_dir=~/{trained.name}" in model_card(pretrained, "run", "name")
+    monkeypatch.setenv("HOME", "/")
+    assert "--data.path=http://host/@text.txt" in model_card(pretrained, "run", "name")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # a container's user may not be in /etc/passwd
+    assert f"--trainer.run_dir={trained}" in model_card(pretrained, "run", "name")
 
 
 def test_transformers_has_the_same_tokens_logits_and_greedy_text(

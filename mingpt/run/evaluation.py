@@ -41,8 +41,8 @@ def evaluate(strategy: Strategy, data: ValidationDataset) -> float:
 
 def default_prompt(tokens: np.ndarray, tokenizer: Tokenizer) -> list[int]:
     """Returns 20 tokens of a text that begin a line, or the first 20 if its first 1,000 tokens have no line break."""
-    lines = [i + 1 for i, token in enumerate(tokens[:-20][:1000]) if tokenizer.decode([token]).endswith("\n")]
-    start = lines[0] if lines else 0
+    lines = (i + 1 for i, token in enumerate(tokens[:-20][:1000]) if tokenizer.decode([token]).endswith("\n"))
+    start = next(lines, 0)
     return tokens[start : start + 20].tolist()
 
 
