@@ -42,12 +42,42 @@ def train_val_split(tokens: np.ndarray, config: DataConfig) -> tuple[np.ndarray,
     return train, val
 
 
-class CharDataset(Dataset):
+class WindowDataset(Dataset):
+    """Windows of a text as a map-style dataset: `dataset[3]` is a window, `dataset[range(3, 9)]` a batch of windows."""
+
+    num_windows: int
+
+    def __len__(self) -> int:
+        return self.num_windows
+
+    def __getitem__(self, numbers: int | Sequence[int] | np.ndarray) -> tuple[Tensor, Tensor]:
+        """Returns inputs and targets, int64: (T,) for one number, (B, T) for several.
+
+        Raises:
+            IndexError: a single number is not below len; negative numbers count from the end, like in a list.
+        """
+        if isinstance(numbers, int | np.integer):
+            idx, targets = self.batch(np.array([range(self.num_windows)[numbers]]))
+            return idx[0], targets[0]
+        return self.batch(np.asarray(numbers, dtype=np.int64))
+
+    def batch(self, numbers: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Returns inputs and targets of windows (B,), (B, T) each."""
+        raise NotImplementedError
+
+
+class CharDataset(WindowDataset):
     """Windows of the training text in an endless sequence of samples: sample i belongs to epoch i // len(dataset).
 
     An epoch cuts the text into `len(dataset)` consecutive windows, and contains each of them once. Epochs differ in the
-    order of their windows and in their offset, the position of the first window in the text. `dataset[range(7, 9)]`
-    is a batch of two samples, of any epoch; `dataset[7]` is a sample of the first epoch.
+    order of their windows and in their offset, the position of the first window in the text. With 50 tokens, windows of
+    8 tokens and seed 1, for example, the windows of the first samples start at
+
+        epoch 0, samples 0 to 4:    27 19 35 11  3  (offset 3)
+        epoch 1, samples 5 to 9:    17  9 33 25  1  (offset 1)
+        epoch 2, samples 10 to 14:  24  0  8 32 16  (offset 0)
+
+    `dataset[range(7, 9)]` is a batch of two samples, of any epoch; `dataset[7]` is a sample of the first epoch.
 
     Args:
         tokens: (n,) training text, n > block_size
@@ -64,14 +94,6 @@ class CharDataset(Dataset):
         # Number of possible offsets. The last token is only a target.
         self.num_offsets = min(block_size, len(tokens) - self.num_windows * block_size)
 
-    def __len__(self) -> int:
-        """Returns the number of windows in an epoch."""
-        return self.num_windows
-
-    def num_targets(self, samples: range) -> int:
-        """Returns the number of targets of these samples, without IGNORE_INDEX; micro-batches weigh as many."""
-        return len(samples) * self.block_size
-
     def starts(self, samples: np.ndarray) -> np.ndarray:
         """Returns the start of the window of each sample, as a position in the text, (B,)."""
         epoch, index = np.divmod(samples, self.num_windows)
@@ -79,23 +101,22 @@ class CharDataset(Dataset):
         window = permute(index, self.num_windows, key=hash64(self.seed, epoch, 1))
         return offset.astype(np.int64) + window * self.block_size
 
-    def __getitem__(self, samples: int | Sequence[int] | np.ndarray) -> tuple[Tensor, Tensor]:
-        """Returns inputs and targets, int64: (T,) for one sample number, (B, T) for several.
+    def batch(self, samples: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Returns inputs and targets of samples (B,), (B, T) each. Targets that are IGNORE_INDEX do not count.
 
-        Raises:
-            IndexError: a single number is not in the first epoch; negative numbers count from its end, like in a list.
+        A change may use random numbers of Python, NumPy or torch: all of them are seeded for each micro-batch, so a
+        resumed run reads the same samples. On another number of ranks the micro-batches are others, and so are the
+        numbers, like those of dropout. `hash64(self.seed, samples, 2)` has a random integer for each sample that does
+        not depend on the other samples of its batch.
         """
-        if isinstance(samples, int | np.integer):
-            [idx], [targets] = self[[range(self.num_windows)[samples]]]
-            return idx, targets
-        starts = self.starts(np.asarray(samples, dtype=np.int64))
+        starts = self.starts(samples)
         positions = starts[:, None] + np.arange(self.block_size + 1)  # (B, T + 1)
         text = torch.from_numpy(self.tokens[positions].astype(np.int64))
         # The target of each token is the next token.
         return text[:, :-1], text[:, 1:]
 
 
-class ValidationDataset(Dataset):
+class ValidationDataset(WindowDataset):
     """Windows of the validation text, in the order of the text.
 
     The last window of the text may be shorter than the others, and windows after it are empty. Missing targets are
@@ -115,55 +136,13 @@ class ValidationDataset(Dataset):
         if max_windows is not None:
             self.num_windows = min(max_windows, self.num_windows_in_text)
 
-    def __len__(self) -> int:
-        return self.num_windows
-
-    def starts(self, windows: Sequence[int]) -> np.ndarray:
-        """Returns the start of each window, as a position in the text, (B,)."""
-        window_in_text = np.asarray(windows, dtype=np.int64) * self.num_windows_in_text // self.num_windows
-        return window_in_text * self.block_size
-
-    def num_targets(self, windows: range) -> int:
-        """Returns the number of targets of these windows, without IGNORE_INDEX."""
-        targets_left = len(self.tokens) - 1 - self.starts(windows)
-        return int(targets_left.clip(0, self.block_size).sum())
-
-    def __getitem__(self, windows: int | Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Returns inputs and targets, int64: (T,) for one window, (B, T) for several.
-
-        Raises:
-            IndexError: a single number is not below len; negative numbers count from the end, like in a list.
-        """
-        if isinstance(windows, int | np.integer):
-            [idx], [targets] = self[[range(self.num_windows)[windows]]]
-            return idx, targets
-        positions = self.starts(windows)[:, None] + np.arange(self.block_size + 1)  # (B, T + 1)
+    def batch(self, windows: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Returns inputs and targets of windows (B,), (B, T) each."""
+        window_in_text = windows * self.num_windows_in_text // self.num_windows
+        positions = (window_in_text * self.block_size)[:, None] + np.arange(self.block_size + 1)  # (B, T + 1)
         last = len(self.tokens) - 1
         text = self.tokens[np.minimum(positions, last)].astype(np.int64)
         has_target = positions[:, :-1] < last
         idx = torch.from_numpy(np.where(has_target, text[:, :-1], 0))
         targets = torch.from_numpy(np.where(has_target, text[:, 1:], IGNORE_INDEX))
         return idx, targets
-
-
-def check_num_targets(data: CharDataset | ValidationDataset) -> None:
-    """Raises a ValueError if `num_targets` is wrong at either end of an epoch, for a batch or for each of its samples.
-
-    Losses would get wrong weights silently.
-    """
-    numbers = range(len(data))
-    for batch in (numbers[:16], numbers[-16:]):
-        for samples in (batch, *(batch[i : i + 1] for i in range(len(batch)))):
-            _, targets = data[samples]
-            found = int((targets != IGNORE_INDEX).sum())
-            counted = data.num_targets(samples)
-            if found != counted:
-                raise ValueError(
-                    f"{type(data).__name__}: samples {samples[0]} to {samples[-1]} have {found} targets other than "
-                    f"IGNORE_INDEX, but num_targets returns {counted}"
-                )
-        if sum(data.num_targets(batch[i : i + 1]) for i in range(len(batch))) != data.num_targets(batch):
-            raise ValueError(
-                f"{type(data).__name__}: num_targets of samples {batch[0]} to {batch[-1]} depends on the other samples "
-                "of their batch, which differ between numbers of ranks and sizes of micro-batches"
-            )

@@ -36,7 +36,7 @@ def main(argv: Sequence[str] = ()) -> int:
     with reported_once_per_machine(info):
         config = read_config(argv)
         import_pytorch()  # takes over a second, so `--help` and configuration mistakes are handled first
-    from mingpt.run.start import prepare_run
+    from mingpt.start import prepare_run
     from trainer import Trainer
 
     with process_group(config, info) as context:

@@ -29,46 +29,30 @@ from mingpt.nn.layers import (
     LOGIT_CAP,
     ROTARY_BASE,
     Dropout,
+    KVCache,
     LayerNorm,
     ReLUSquared,
     RMSNorm,
     attention,
+    embedding,
+    linear,
     rms_norm,
 )
 
 Rotary = tuple[Tensor, Tensor]  # factors of rotate() at each position, (T, 2H, D) each; D = C/H
 
 
-class KVCache:
-    """The state of generation: keys and values of all tokens so far, and recent inputs of convolutions.
-
-    Args:
-        size: maximum number of tokens
-    """
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.length = 0  # tokens so far; only these positions of `keys_values` are valid
-        self.block = 0  # number of the block that is called; several numbers may have the same layers
-        self.keys_values: dict[tuple[int, nn.Module], Tensor] = {}  # of each attention layer, (2, B, H, size, C/H)
-        self.recent: dict[tuple[int, nn.Module], Tensor] = {}  # last inputs of convolutions, (B, conv_kernel_size-1, C)
-
-    def extend(self, layer: nn.Module, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends keys and values of new tokens, (B, H, T, C/H), and returns all, (B, H, length + T, C/H)."""
-        key = (self.block, layer)
-        if key not in self.keys_values:
-            B, H, _, D = keys.shape
-            self.keys_values[key] = keys.new_empty(2, B, H, self.size, D)
-        end = self.length + keys.size(2)
-        cached = self.keys_values[key]
-        cached[0, :, :, self.length : end] = keys
-        cached[1, :, :, self.length : end] = values
-        return cached[0, :, :, :end], cached[1, :, :, :end]
-
-
 def build_norm(config: GPTConfig) -> nn.Module:
     """Returns a normalization of C channels."""
     return RMSNorm() if config.architecture == "nanochat" else LayerNorm(config.n_embd, bias=config.bias)
+
+
+def projection_std(config: GPTConfig) -> float:
+    """Returns the initial standard deviation of the output projections of attention and MLP.
+
+    2 n_layer of them add up along the residual path.
+    """
+    return 0.0 if config.architecture == "nanochat" else 0.02 / math.sqrt(2 * config.n_layer)
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
@@ -82,39 +66,14 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     return torch.addcmul(x * cos.to(x.dtype), x.roll(x.size(-1) // 2, -1), sin.to(x.dtype))
 
 
-class CausalConv(nn.Module):
-    """A depthwise convolution over the last tokens. Its initial weights make it the identity.
-
-    Allen-Zhu, "Physics of Language Models: Part 4.1, Architecture Design and the Magic of Canon Layers", 2025.
-    """
-
-    def __init__(self, channels: int, kernel_size: int) -> None:
-        super().__init__()
-        weight = torch.zeros(channels, 1, kernel_size)  # the same shape as the weight of nn.Conv1d
-        weight[:, :, -1] = 1
-        self.weight = nn.Parameter(weight)
-
-    def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
-        """(B, T, C) -> (B, T, C)"""
-        B, T, C = x.shape
-        past = x.new_zeros(B, self.weight.size(2) - 1, C)
-        if cache is not None:
-            past = cache.recent.get((cache.block, self), past)
-        x = torch.cat((past, x), 1)
-        if cache is not None:
-            cache.recent[cache.block, self] = x[:, T:]
-        # conv2d reads channels in the last dimension without a copy; conv1d does not.
-        return F.conv2d(x.mT.unsqueeze(2), self.weight.unsqueeze(2).to(x.dtype), groups=C).squeeze(2).mT
-
-
 class CausalSelfAttention(nn.Module):
     """Multi-head attention. Each position attends to itself and to earlier positions."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.n_head = config.n_head
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.has_bias)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.has_bias)
+        self.c_attn = linear(config.n_embd, 3 * config.n_embd, config.has_bias)
+        self.c_proj = linear(config.n_embd, config.n_embd, config.has_bias, projection_std(config))
         self.attn_dropout = Dropout(config.dropout)
         self.resid_dropout = Dropout(config.dropout)
 
@@ -134,7 +93,7 @@ class CausalSelfAttention(nn.Module):
         is_causal = True
         if cache is not None:
             is_causal = cache.length == 0  # a single new token attends to all cached ones
-            k, v = cache.extend(self, k, v)
+            k, v = cache.extend(k, v)
         y = attention(q, k, v, self.attn_dropout, is_causal)  # (B, H, T, C/H)
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))
 
@@ -144,9 +103,9 @@ class MLP(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.has_bias)
+        self.c_fc = linear(config.n_embd, 4 * config.n_embd, config.has_bias)
         self.act = ReLUSquared() if config.architecture == "nanochat" else nn.GELU()
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.has_bias)
+        self.c_proj = linear(4 * config.n_embd, config.n_embd, config.has_bias, projection_std(config))
         self.dropout = Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -154,10 +113,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A transformer block: attention and an MLP, each with a normalization before it and a residual connection.
-
-    With `conv_kernel_size`, a causal convolution follows each normalization.
-    """
+    """A transformer block: attention and an MLP, each with a normalization before it and a residual connection."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -165,48 +121,31 @@ class Block(nn.Module):
         self.attn = CausalSelfAttention(config)
         self.ln_2 = build_norm(config)
         self.mlp = MLP(config)
-        size = config.conv_kernel_size
-        self.conv_1 = CausalConv(config.n_embd, size) if size else None
-        self.conv_2 = CausalConv(config.n_embd, size) if size else None
 
     def forward(self, x: Tensor, rotary: Rotary | None = None, cache: KVCache | None = None) -> Tensor:
-        h = self.ln_1(x)
-        if self.conv_1 is not None:
-            h = self.conv_1(h, cache)
-        x = x + self.attn(h, rotary, cache)
-        h = self.ln_2(x)
-        if self.conv_2 is not None:
-            h = self.conv_2(h, cache)
-        return x + self.mlp(h)
+        x = x + self.attn(self.ln_1(x), rotary, cache)
+        return x + self.mlp(self.ln_2(x))
 
 
 class GPT(nn.Module):
-    """Predicts the next token at each position."""
+    """Predicts the next token at each position.
+
+    A pipeline stage is a GPT without the parts of other stages, and has the same `forward`.
+    """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
         self.is_nanochat = config.architecture == "nanochat"
-        modules = {
-            "wte": nn.Embedding(config.vocab_size, config.n_embd),
-            "wpe": nn.Embedding(config.block_size, config.n_embd),
-            "drop": Dropout(config.dropout),
-            "h": nn.ModuleList(Block(config) for _ in range(config.n_layer)),
-            "ln_f": build_norm(config),
-        }
+        modules: dict[str, nn.Module] = {"wte": embedding(config.vocab_size, config.n_embd)}
+        if not self.is_nanochat:
+            modules["wpe"] = embedding(config.block_size, config.n_embd)
+        modules["drop"] = Dropout(config.dropout)
+        modules["h"] = nn.ModuleDict({str(number): Block(config) for number in range(config.n_layer)})
+        modules["ln_f"] = build_norm(config)
         self.transformer = nn.ModuleDict(modules)
-        projection_std = 0.02 / math.sqrt(2 * config.n_layer)  # 2 n_layer projections add up along the residual path
         if self.is_nanochat:
-            del self.transformer["wpe"]  # was built because the weights of a seed depend on the random numbers it draws
-            self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-            projection_std = 0.0
-        for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
-                nn.init.zeros_(parameter)
-            elif name.endswith("c_proj.weight"):
-                nn.init.normal_(parameter, std=projection_std)
-            elif parameter.dim() == 2:
-                nn.init.normal_(parameter, std=0.02)
+            self.lm_head = linear(config.n_embd, config.vocab_size, bias=False)
 
     @property
     def blocks(self) -> dict[int, nn.Module]:
@@ -214,7 +153,7 @@ class GPT(nn.Module):
 
         They are the units of sharding, checkpointing and compilation. Several numbers may have the same block.
         """
-        return {int(number): block for number, block in self.transformer["h"]._modules.items()}  # type: ignore[misc]
+        return {int(number): block for number, block in self.transformer["h"].items()}  # type: ignore[operator]
 
     def forward(
         self, idx: Tensor, targets: Tensor | None = None, cache: KVCache | None = None
@@ -222,25 +161,29 @@ class GPT(nn.Module):
         """Returns logits of the next token at each position, and their mean loss in nats per token.
 
         Args:
-            idx: (B, T) tokens; T is at most block_size
+            idx: (B, T) tokens; T is at most block_size. A pipeline stage after the first gets the output of the
+                stage before it, (B, T, C)
             targets: (B, T) next tokens; positions with IGNORE_INDEX do not count
             cache: keys and values of the tokens before idx; updated in place
 
         Returns:
-            logits (B, T, V), and the mean cross-entropy, or None without targets
+            logits (B, T, V), and the mean cross-entropy, or None without targets. A pipeline stage before the last
+            returns the input of the next stage, (B, T, C), and None
 
         Raises:
             ValueError: there are more tokens than block_size.
         """
-        x = self.embed(idx, cache)
+        x = idx if idx.is_floating_point() else self.embed(idx, cache)
         x = self.apply_blocks(x, cache)
+        if "ln_f" not in self.transformer:  # not the last stage
+            return x, None
         logits = self.unembed(x)
         return logits, None if targets is None else self.loss(logits, targets)
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Returns the mean cross-entropy in nats per token, or 0 if there are no targets.
 
-        Every strategy, pipeline stages included, trains on this loss, and weights it by the micro-batch's targets.
+        Every strategy weights it by the number of targets of the micro-batch.
 
         Args:
             logits: (B, T, V)
@@ -267,12 +210,10 @@ class GPT(nn.Module):
         rotary = None
         if self.is_nanochat:
             rotary = self.rotary_factors(cache.length if cache else 0, x.size(1), x.device)
-        for number, block in self.blocks.items():
-            if cache is not None:
-                cache.block = number
+        for block in self.blocks.values():
             x = block(x, rotary, cache)
         if cache is not None:
-            cache.length += x.size(1)
+            cache.end_pass(x.size(1))
         return x
 
     def rotary_factors(self, start: int, size: int, device: torch.device) -> Rotary:
@@ -326,7 +267,8 @@ class GPT(nn.Module):
                 cache = KVCache(block_size)
                 uncached = window
             logits, _ = self(uncached, cache=cache)
-            tokens = sample(logits[:, -1].float(), temperature, top_k, top_p, generator)
+            logits = logits[:, -1, : self.config.vocab_size].float()  # a padded vocabulary has more rows than tokens
+            tokens = sample(logits, temperature, top_k, top_p, generator)
             uncached = tokens[:, None]
             window = torch.cat((window, uncached), 1)[:, -block_size:]
             yield tokens

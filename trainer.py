@@ -9,35 +9,72 @@ import platform
 import signal
 import time
 from contextlib import ExitStack, closing
-from dataclasses import asdict
-from functools import partial
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from char_dataset import CharDataset, ValidationDataset, check_num_targets, train_val_split
+from char_dataset import CharDataset, ValidationDataset, train_val_split
+from mingpt import summary
 from mingpt.config.schema import Config, GPTConfig, config_to_dict
 from mingpt.distributed.agreement import all_gather_object, shared_errors
-from mingpt.distributed.context import DistributedContext
+from mingpt.distributed.context import DistributedContext, StepFlags
 from mingpt.monitoring.logging import logger
 from mingpt.monitoring.profiler import profile_steps
 from mingpt.monitoring.run_log import RunLog, StepTimer
 from mingpt.optim.finite_guard import check_finite, check_gradient
 from mingpt.optim.optimizer import learning_rate
 from mingpt.parallel.build import build_strategy
+from mingpt.parallel.evaluation import default_prompt, evaluate, generate_sample
 from mingpt.parallel.memory import measure_memory
-from mingpt.run import summary
-from mingpt.run.evaluation import default_prompt, evaluate, generate_sample
-from mingpt.run.numerics import set_numerics
-from mingpt.run.progress import Progress, StepResult
-from mingpt.run.replay import compute_twice
-from mingpt.run.start import adopt_snapshot, build_model, code_digests, initial_weights, load_corpus, lock_run
-from mingpt.snapshot.format import FORMAT_VERSION
+from mingpt.parallel.numerics import set_numerics
+from mingpt.parallel.strategy import UPDATING
+from mingpt.snapshot.format import FORMAT_VERSION, Best, is_comparable
 from mingpt.snapshot.load import check_vocabulary
 from mingpt.snapshot.manager import SnapshotManager
+from mingpt.start import adopt_snapshot, build_model, code_digests, initial_weights, load_corpus, lock_run
 from mingpt.system.device import device_kind, gpu_metrics
 from mingpt.system.signals import EXIT_STATUS, SignalHandler
+
+
+@dataclass
+class Progress:
+    """The progress of a run. With the state of model and optimizer, it is everything that a run needs to continue.
+
+    Snapshots contain all fields. A field that a snapshot lacks gets its default.
+
+    Attributes:
+        step: finished optimizer steps
+        samples: number of sequences in these steps
+        val_loss: validation loss of this step, in nats per token; None: not evaluated, or not yet
+        best: the evaluation with the lowest validation loss
+    """
+
+    step: int = 0
+    samples: int = 0
+    val_loss: float | None = None
+    best: Best = field(default_factory=Best)
+
+
+class StepResult(NamedTuple):
+    """The results of an optimizer step. Tensors are on the device."""
+
+    batch: range  # sample numbers of all ranks
+    losses: list[Tensor]  # this rank's terms of the mean loss
+    grad_norm: Tensor  # before clipping
+    learning_rate: float
+    flags: StepFlags
+
+
+class Due(NamedTuple):
+    """What follows a step, the same on all ranks."""
+
+    log: bool
+    evaluation: bool
+    sample: bool
+    scheduled_save: bool  # trainer.save_every asks for it, or the run ends with this step
+    save: bool  # the snapshots between those ask for it
 
 
 class Trainer:
@@ -83,8 +120,6 @@ class Trainer:
         training, validation = train_val_split(self.corpus.tokens, config.data)
         self.train_data = CharDataset(training, config.data.block_size, config.trainer.seed)
         self.val_data = ValidationDataset(validation, config.data.block_size, config.trainer.eval_windows)
-        for data in (self.train_data, self.val_data):
-            check_num_targets(data)
         self.sample_prompt = default_prompt(validation, tokenizer)
         if config.trainer.sample_prompt is not None:
             self.sample_prompt = tokenizer.encode(config.trainer.sample_prompt, "trainer.sample_prompt")
@@ -92,23 +127,32 @@ class Trainer:
         self.numerics = set_numerics(config, context, self.resumed)
         vocab_size = len(tokenizer.vocabulary)
         self.model_config = GPTConfig(**asdict(config.model), vocab_size=vocab_size, block_size=config.data.block_size)
-        model = build_model(self.model_config, config.trainer.seed, context)
+        model = build_model(self.model_config, config.trainer.seed)
         self.flops_per_token = model.flops_per_token()
         self.layers = summary.layers(model)
         weights = initial_weights(config, context, model, tokenizer) if newest is None else {}
         self.strategy = build_strategy(config, model, context, self.numerics.precision)
         self.model = self.strategy.full_model
-        self.progress = Progress()
         if newest is None:
             self.strategy.load_full_state(weights, {}, source=0)
         else:
-            self.progress.load_state_dict(newest.header, self.corpus.sha256, config.trainer.eval_windows)
             self.snapshots.restore(newest, self.strategy)
 
-        self.timer = StepTimer(self.progress.samples)
-        self.stop_signal = 0
+        self.progress = self._load_progress()
         self.first_step = self.progress.step
         self.last_step = self.find_last_step()
+        self.timer = StepTimer(self.progress.samples)
+        self.stop_signal = 0
+
+    def _load_progress(self) -> Progress:
+        """Returns the progress in the snapshot, without `best` if its loss is not comparable with later ones."""
+        header = self.resumed
+        if header is None:
+            return Progress()
+        progress = Progress(**{each.name: header[each.name] for each in fields(Progress) if each.name in header})
+        is_same = is_comparable(header, self.corpus.sha256, self.config.trainer.eval_windows)
+        progress.best = Best(**header["best"]) if is_same else Best()
+        return progress
 
     def find_last_step(self) -> int:
         """Returns the step at which max_steps or max_epochs is reached, whichever comes first."""
@@ -122,7 +166,7 @@ class Trainer:
         return min(ends)
 
     def train(self) -> int:
-        """Trains to the last step, or until trainer.patience or a signal ends the run. Returns the exit status.
+        """Trains to the last step, or until a signal ends the run. Returns the exit status.
 
         Raises:
             UserError: a loss is not finite, a file can't be written, or a folder was moved or deleted.
@@ -150,7 +194,7 @@ class Trainer:
             **self.numerics.reasons,
             **self.strategy.description,
             **summary.data_rows(self.config.data.path, self.corpus, self.train_data, self.val_data),
-            **summary.length_rows(self.config, self.progress, self.last_step, len(self.train_data)),
+            **summary.length_rows(self.config, asdict(self.progress), self.last_step, len(self.train_data)),
         }
         logger.info(summary.start(devices, rows))
         if self.resumed is None:
@@ -165,33 +209,22 @@ class Trainer:
 
     # The loop
 
-    def is_patience_over(self) -> bool:
-        """Returns whether this step's evaluation was the last one that trainer.patience allows."""
-        patience = self.config.trainer.patience
-        is_evaluated = self.progress.val_loss is not None
-        return patience is not None and is_evaluated and self.progress.best.evaluations_since >= patience
-
     def is_complete(self) -> bool:
-        return self.progress.step >= self.last_step or self.is_patience_over()
+        return self.progress.step >= self.last_step
 
     def is_done(self) -> bool:
         return self.is_complete() or self.stop_signal != 0
 
     def is_due(self, every: int | None) -> bool:
         """Returns True every `every` steps and after the last step, or never if `every` is None."""
-        if every is None:
-            return False
-        step = self.progress.step
-        return step % every == 0 or step == self.last_step or self.is_patience_over()
+        return every is not None and (self.progress.step % every == 0 or self.is_complete())
 
     def advance(self) -> None:
-        """Makes one step, then evaluates, logs and saves what is due."""
-        # Ranks agree on signals and on saves while they compute the step.
-        flags = self.context.begin_step(self.signals.signal, int(self.snapshots.is_save_due()))
+        """Makes one step, then logs, evaluates and saves what is due."""
         result = self.train_step()
         self.signals.exits_at_once = False
-        self.stop_signal, is_snapshot_due = flags.wait()
-        self.after_step(result, bool(is_snapshot_due))
+        self.stop_signal = result.flags.signal
+        self.after_step(result)
 
     def next_batch(self) -> range:
         """Returns the sample numbers of the next step, which may span two epochs of len(train_data) samples each."""
@@ -204,84 +237,73 @@ class Trainer:
     def train_step(self) -> StepResult:
         """Makes one optimizer step: forward and backward of all micro-batches, clipping, and the update."""
         strategy = self.strategy
-        batch = self.next_batch()
         step = self.progress.step + 1
+        batch = self.next_batch()
+        micro_batches = strategy.read(batch, self.train_data)
+        # While they compute, ranks agree on signals and saves, and count the targets of the whole batch.
+        num_targets = strategy.count_targets(micro_batches)
+        flags = self.context.begin_step(self.signals.signal, self.snapshots.is_save_due(), num_targets)
 
-        if self.is_replay_due():
-            losses = compute_twice(strategy, partial(self.compute_gradients, batch), step)
-        else:
-            _, losses = self.compute_gradients(batch)
+        strategy.broadcast_buffers()
+        strategy.zero_grad()
+        losses = strategy.forward_backward(micro_batches, flags)  # the last backward pass exchanges gradients
+        strategy.seed(step, UPDATING)  # from here on, all ranks draw the same random numbers
         lr = learning_rate(step, self.last_step, self.config.optimizer)
         grad_norm = strategy.update(lr)
 
         self.progress.step = step
         self.progress.samples = batch.stop
         self.progress.val_loss = None
-        return StepResult(batch, losses, grad_norm, lr)
+        return StepResult(batch, losses, grad_norm, lr, flags.wait())
 
-    def is_replay_due(self) -> bool:
-        """Returns whether to compute the gradients of the next step twice. On GPUs, other kernels have other bits."""
+    def find_due(self, flags: StepFlags) -> Due:
+        """Returns what follows the step that has just ended."""
         cfg = self.config.trainer
-        is_deterministic = self.context.device.type == "cpu" or cfg.deterministic
-        steps = self.progress.step - self.first_step
-        return cfg.replay_every is not None and is_deterministic and steps % cfg.replay_every == 0
+        return Due(
+            log=self.progress.step == 1 or self.is_due(cfg.log_every),
+            evaluation=self.is_due(cfg.eval_every),
+            sample=self.is_due(cfg.sample_every),
+            scheduled_save=self.is_due(cfg.save_every) or self.is_done(),
+            save=flags.is_save_due,
+        )
 
-    def compute_gradients(self, batch: range) -> tuple[list[Tensor], list[Tensor]]:
-        """Makes forward and backward of all micro-batches. Returns this rank's losses, and losses for `mean_loss`."""
-        strategy = self.strategy
-        strategy.broadcast_buffers()
-        strategy.zero_grad()
-        losses = []
-        for micro_batch in strategy.micro_batches(batch):
-            losses.append(strategy.forward_backward(micro_batch, self.train_data))  # the last one exchanges gradients
-        return losses, strategy.reduce_gradients(batch, losses)
-
-    def after_step(self, result: StepResult, is_snapshot_due: bool) -> None:
+    def after_step(self, result: StepResult) -> None:
         """Logs, evaluates, generates a sample and saves what is due after a step, in this order."""
-        cfg = self.config.trainer
         step = self.progress.step
-        may_end = cfg.patience is not None and self.is_due(cfg.eval_every)
-        is_log_due = step == 1 or may_end or self.is_due(cfg.log_every)
-        is_other_due = any(map(self.is_due, (cfg.eval_every, cfg.sample_every, cfg.save_every)))
-        is_any_due = is_log_due or is_other_due or is_snapshot_due or self.is_done()
-        is_cpu = self.context.device.type == "cpu"  # on other devices, reading a value waits for the device
-        if is_any_due or is_cpu:
+        due = self.find_due(result.flags)
+        self.log.advance(step)
+        if any(due):  # reading a value waits for a GPU
             check_gradient(step, result.grad_norm, self.strategy.scaler, self.config.optimizer)
-        loss = None
-        if is_log_due or (is_cpu and self.context.world_size == 1):
-            loss = self.strategy.mean_loss(result.losses).item()
-            check_finite(step, "loss", loss, self.config.optimizer)
-        self.log.advance(step, loss)
-        if is_log_due:
+        if due.log:
             row = self.train_row(result)
         with self.timer.pause():  # tokens per second include only the time of steps
-            if is_any_due:
+            if any(due):
                 with shared_errors(self.context):
                     self.lock.check()
-            if is_log_due:
-                self.log.write("train", step, loss=loss, **row)
+            if due.log:
+                self.log.write("train", step, **row)
             if step == self.first_step + 1:
                 usage = measure_memory(self.strategy)  # on all ranks
                 logger.info(summary.memory(usage))
             epoch = result.batch.stop // len(self.train_data)
             if epoch > result.batch.start // len(self.train_data):
                 logger.info(f"step {step}: epoch {epoch} is over ({len(self.train_data):,} windows)")
-            if self.is_due(cfg.eval_every):
-                self.evaluate()  # trainer.patience may end the run with this step
-            if self.is_due(cfg.sample_every):
-                sample = generate_sample(self.strategy, self.sample_prompt, cfg.seed)
-                decode = self.corpus.tokenizer.decode
-                self.log.write("sample", step, prompt=decode(self.sample_prompt), text=decode(sample))
-            is_scheduled = self.is_due(cfg.save_every) or self.is_done()
-            if is_scheduled or is_snapshot_due or self.progress.best.step == step:
-                self.save_snapshot(is_scheduled)
+            if due.evaluation:
+                self.evaluate()
+            if due.sample:
+                self.generate_sample()
+            if due.scheduled_save or due.save or self.progress.best.step == step:
+                self.save_snapshot(due.scheduled_save)
             self.log_saves()
 
     def train_row(self, result: StepResult) -> dict[str, Any]:
         """Returns the values of a step's row in the log."""
+        loss = self.strategy.mean_loss(result.losses).item()
+        check_finite(self.progress.step, "loss", loss, self.config.optimizer)
         speed = self.timer.tokens_per_second(self.progress.samples, self.train_data.block_size)
         flops = speed / self.context.world_size * self.flops_per_token
         return {
+            "loss": loss,
             "learning_rate": result.learning_rate,
             "grad_norm": result.grad_norm.item(),
             "tokens_per_second": speed,
@@ -296,11 +318,18 @@ class Trainer:
         """Computes and logs the validation loss of this step."""
         began = time.perf_counter()
         step = self.progress.step
-        self.log.show("val", "evaluating")
         val_loss = evaluate(self.strategy, self.val_data)
         check_finite(step, "validation loss", val_loss, self.config.optimizer)
-        self.progress.set_val_loss(val_loss, counts=step % self.config.trainer.eval_every == 0)
+        self.progress.val_loss = val_loss
+        if val_loss < self.progress.best.val_loss:
+            self.progress.best = Best(step, val_loss)
         self.log.write("eval", step, val_loss=val_loss, seconds=time.perf_counter() - began)
+
+    def generate_sample(self) -> None:
+        """Generates and logs a sample of this step's model."""
+        sample = generate_sample(self.strategy, self.sample_prompt, self.config.trainer.seed)
+        decode = self.corpus.tokenizer.decode
+        self.log.write("sample", self.progress.step, prompt=decode(self.sample_prompt), text=decode(sample))
 
     def snapshot_header(self) -> dict[str, Any]:
         """Returns what a snapshot of this step contains, except for the state of model and optimizer."""
@@ -314,6 +343,7 @@ class Trainer:
             "text_sha256": self.corpus.sha256,
             "code": code_digests(),
             "scaler": self.strategy.scaler.state_dict(),
+            "param_groups": self.strategy.changed_groups(),
         }
 
     def save_snapshot(self, is_scheduled: bool) -> None:
@@ -322,6 +352,7 @@ class Trainer:
         Args:
             is_scheduled: whether trainer.save_every requires it, or the run ends with this step
         """
+        self.strategy.check_copies(self.progress.step)
         self.snapshots.save(self.snapshot_header(), self.strategy, is_scheduled)
 
     def log_saves(self) -> None:
@@ -331,7 +362,6 @@ class Trainer:
             error = save.future.exception()
             if error is None:
                 row = {"path": self.snapshots.folder.file(step), "val_loss": save.header["val_loss"]}
-                self.log.show("saved", str(step))
             else:
                 row = {"error": str(error)}
                 subject = str(step) if save.is_scheduled else "saves between those of trainer.save_every"
@@ -360,25 +390,20 @@ class Trainer:
             number = self.stop_signal
             end = "after saving a snapshot; run the same command to resume"
         name = signal.Signals(number).name if number else None
-        early_end = self.early_end()
-        self.log.write("stop", step, signal=name, reason=early_end)
+        self.log.write("stop", step, signal=name)
         if name is not None:
             logger.info(f"stopped by {name} at step {step} {end}")
             return EXIT_STATUS[signal.Signals(number)]
         if step == self.first_step:
-            logger.info(summary.already_trained(self.resumed_from, step, self.config, self.last_step, early_end))
+            logger.info(summary.already_trained(self.resumed_from, step, self.config, self.last_step))
             return 0
         folder = self.snapshots.folder
-        best = folder.best if folder.best in folder.files() else None  # after a lost machine, only the mirror has it
+        best = self.progress.best
+        has_best = best.step == folder.best and best.step in folder.files()  # else only the mirror may have it
+        file = folder.file(step)
         run_dir = self.config.trainer.run_dir
-        logger.info(summary.done(folder.file(step), run_dir, self.progress, self.timer.elapsed, early_end, best))
+        logger.info(summary.done(file, run_dir, self.progress.val_loss, self.timer.elapsed, best if has_best else None))
         return 0
-
-    def early_end(self) -> str | None:
-        """Returns why the run has ended before its last step, if trainer.patience is the reason."""
-        if self.progress.step >= self.last_step or not self.is_patience_over():
-            return None
-        return summary.patience_is_over(self.progress.best, self.config.trainer.patience)
 
     def close(self) -> None:
         """Closes files, ends threads and unlocks folders. It is also called after an error."""

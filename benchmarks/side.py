@@ -21,7 +21,7 @@ from mingpt.config.parser import read_config
 from mingpt.distributed.agreement import broadcast_object
 from mingpt.distributed.launcher import detect_launch_environment
 from mingpt.program import exit_process, run_program
-from mingpt.run.start import prepare_run
+from mingpt.start import prepare_run
 from mingpt.system.device import device_kind
 from trainer import Trainer
 

@@ -1,4 +1,5 @@
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -6,7 +7,7 @@ import torch
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
 
-from char_dataset import CharDataset, ValidationDataset, check_num_targets, train_val_split
+from char_dataset import CharDataset, ValidationDataset, train_val_split
 from mingpt.config.schema import DataConfig
 from mingpt.errors import UserError
 from mingpt.nn.layers import IGNORE_INDEX
@@ -101,41 +102,26 @@ def test_validation_covers_each_character_once() -> None:
     assert idx.shape == targets.shape == (4, 8)
     assert targets[targets != IGNORE_INDEX].tolist() == list(range(1, 30))
     assert idx[targets != IGNORE_INDEX].tolist() == list(range(29))
-    assert data.num_targets(range(len(data))) == 29
-    assert [data.num_targets(range(i, i + 1)) for i in range(4)] == [8, 8, 8, 5]
-
-
-class LongerWindows(CharDataset):
-    def __getitem__(self, samples: range) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
-        idx, targets = super().__getitem__(samples)
-        length = self.num_targets(samples) // len(samples)  # of the batch's first sample
-        return idx[:, :length], targets[:, :length]
-
-    def num_targets(self, samples: range) -> int:
-        return len(samples) * (4 if samples[0] < 8 else 8)
-
-
-class LastSampleMasked(CharDataset):
-    def __getitem__(self, samples: range) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
-        idx, targets = super().__getitem__(samples)
-        is_last = torch.tensor(samples) == len(self) - 1
-        return idx, targets.masked_fill(is_last[:, None], IGNORE_INDEX)
-
-
-def test_targets_that_depend_on_the_sample_are_refused_unless_they_are_counted() -> None:
-    tokens = np.zeros(1008, np.uint8)
-    check_num_targets(CharDataset(tokens, 8, seed=0))
-    with pytest.raises(ValueError, match="num_targets of samples 0 to 15 depends on the other samples of their batch"):
-        check_num_targets(LongerWindows(tokens, 8, seed=0))
-    with pytest.raises(ValueError, match=r"samples 109 to 124 have 120 targets other than IGNORE_INDEX, but .* 128"):
-        check_num_targets(LastSampleMasked(tokens, 8, seed=0))
+    assert (targets != IGNORE_INDEX).sum(1).tolist() == [8, 8, 8, 5]
 
 
 def test_a_part_of_the_validation_windows_is_evenly_spread() -> None:
     tokens = np.arange(83, dtype=np.uint8)  # 11 windows of 8, the last one of 2
     part, whole = ValidationDataset(tokens, 8, max_windows=4), ValidationDataset(tokens, 8)
     assert (len(part), len(whole)) == (4, 11)
-    assert [part.num_targets(range(i, i + 1)) for i in range(4)] == [8, 8, 8, 8]
+    assert (part[range(4)][1] != IGNORE_INDEX).all()
     assert_close(part[range(4)], whole[[0, 2, 5, 8]])
     for max_windows in (11, 12, None):
         assert_close(ValidationDataset(tokens, 8, max_windows)[range(11)], whole[range(11)])
+
+
+def test_the_docstring_shows_the_windows_of_three_epochs() -> None:
+    data = CharDataset(np.arange(50), block_size=8, seed=1)
+    rows = re.findall(r"epoch (\d), samples (\d+) to (\d+):([\d ]+)\(offset (\d)\)", CharDataset.__doc__ or "")
+    assert [int(epoch) for epoch, *_ in rows] == [0, 1, 2]
+    for epoch, first, last, starts, offset in rows:
+        samples = np.arange(int(first), int(last) + 1)
+        assert len(samples) == len(data)
+        assert set(samples // len(data)) == {int(epoch)}
+        assert data.starts(samples).tolist() == [int(start) for start in starts.split()]
+        assert data.starts(samples).min() == int(offset)

@@ -15,11 +15,11 @@ from torch.torch_version import TorchVersion
 
 import export
 import sample
+from mingpt import start
 from mingpt.errors import UserError
 from mingpt.program import import_pytorch
 from mingpt.program import run_program as exit_status_of
-from mingpt.run import start
-from mingpt.run.start import code_digests
+from mingpt.start import code_digests
 from mingpt.system import device
 from mingpt.system.run_lock import LOCK_NAME
 from tests.helpers import (
@@ -211,7 +211,6 @@ def test_a_session_keeps_its_objects_collectable_and_its_default_dtype_must_be_f
         ("data.path", "other.txt", r"'kw' \(2 distinct\) are not in the vocabulary of .* use the snapshot's text"),
         ("data.truncate", "0.5", "is 0.5, but null in "),
         ("data.train_split", "0.5", "is 0.5, but 0.9 in "),
-        ("model.conv_kernel_size", "4", "is 4, but null in "),
         ("optimizer.name", "muon", "is muon, but adamw in .* set it to adamw"),
         ("trainer.seed", "7", "is 7, but 1 in "),
     ],

@@ -9,14 +9,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from mingpt.config.schema import GPTConfig, OptimizerConfig
-from mingpt.nn.layers import IGNORE_INDEX
+from mingpt.nn.layers import IGNORE_INDEX, KVCache
 from mingpt.optim.optimizer import build_optimizer, learning_rate
-from model import GPT, CausalConv, KVCache
+from model import GPT, MLP
 from tests.helpers import T, V, random_gpt, random_tokens, small_gpt
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-ARCHITECTURES = ({"architecture": "gpt2"}, {"architecture": "nanochat"}, {"conv_kernel_size": 3})
-all_architectures = pytest.mark.parametrize("options", ARCHITECTURES, ids=["gpt2", "nanochat", "convolutions"])
+ARCHITECTURES = ({"architecture": "gpt2"}, {"architecture": "nanochat"})
+all_architectures = pytest.mark.parametrize("options", ARCHITECTURES, ids=["gpt2", "nanochat"])
 
 
 @all_architectures
@@ -84,14 +84,6 @@ def test_parameters_have_the_names_of_gpt_2(bias: bool) -> None:
     assert set(model.state_dict()) == {name for name, _ in model.named_parameters()} == expected
 
 
-def test_a_convolution_equals_pytorchs_and_is_the_identity_at_the_start() -> None:
-    conv, x = CausalConv(5, kernel_size=3), torch.randn(2, 7, 5, generator=torch.Generator().manual_seed(1))
-    assert torch.equal(conv(x), x)
-    nn.init.normal_(conv.weight)
-    expected = F.conv1d(F.pad(x.mT, (2, 0)), conv.weight, groups=5).mT
-    assert torch.allclose(conv(x), expected, atol=1e-6)
-
-
 def test_initial_weights_are_distributed_as_in_gpt_2() -> None:
     model = small_gpt(architecture="gpt2", n_layer=3, n_embd=128, vocab_size=65, block_size=64)
     for name, parameter in model.named_parameters():
@@ -117,6 +109,29 @@ def test_initial_weights_of_nanochat_make_blocks_the_identity() -> None:
             assert parameter.std().item() == pytest.approx(0.02, rel=0.05), name
     x = torch.randn(2, 5, 128)
     assert all(torch.equal(block(x), x) for block in model.blocks.values())
+
+
+def test_initial_values_of_a_changed_model_are_those_of_its_constructors(monkeypatch: pytest.MonkeyPatch) -> None:
+    init: Any = MLP.__init__
+    values = {"scale": torch.ones(4, 4), "mix": torch.eye(16), "lora_b": torch.zeros(16, 2), "gate_bias": torch.ones(1)}
+
+    def changed(self: Any, config: GPTConfig) -> None:
+        init(self, config)
+        for name, value in values.items():
+            setattr(self, name, nn.Parameter(value.clone()))
+        self.gate = nn.Linear(16, 1)
+        nn.init.zeros_(self.gate.weight)
+        nn.init.ones_(self.gate.bias)
+
+    monkeypatch.setattr(MLP, "__init__", changed)
+    for architecture in ("gpt2", "nanochat"):
+        config = GPTConfig(architecture=architecture, n_layer=2, n_embd=16, vocab_size=V, block_size=T)
+        for block in GPT(config).blocks.values():
+            parameters = dict(block.mlp.named_parameters())  # type: ignore[union-attr, operator]
+            for name, value in values.items():
+                assert torch.equal(parameters[name], value), name
+            assert not parameters["gate.weight"].any()
+            assert parameters["gate.bias"] == 1
 
 
 @all_architectures

@@ -8,11 +8,8 @@ import torch
 
 import sample
 from mingpt import program
-from mingpt.config.parser import read_config
-from mingpt.optim.optimizer import learning_rate
 from tests.helpers import (
     NO_DROPOUT,
-    PATIENCE,
     assert_equal_snapshots,
     loss_curve,
     main_process,
@@ -26,7 +23,6 @@ from tests.helpers import (
     start_ranks,
     train_main,
     wait_for_step,
-    write_overfitting_text,
     write_text,
 )
 from trainer import Trainer
@@ -57,8 +53,9 @@ def test_gradients_are_scaled_to_the_largest_norm_allowed(
     monkeypatch.setenv("TEST_INIT_METHOD", "file:///unused")
     with open_trainer(*run_args(tmp_path / "run", text)) as trainer:
         strategy = trainer.strategy
-        micro_batch = strategy.micro_batches(range(4))[0]
-        strategy.forward_backward(micro_batch, trainer.train_data)
+        micro_batches = strategy.read(range(4), trainer.train_data)
+        flags = trainer.context.begin_step(0, False, strategy.count_targets(micro_batches))
+        strategy.forward_backward(micro_batches, flags)
         gradients = [parameter.grad for parameter in strategy.parameters.values()]
         norm = strategy.clip_grad_norm_(None)
         before = [gradient.clone() for gradient in gradients]
@@ -66,32 +63,6 @@ def test_gradients_are_scaled_to_the_largest_norm_allowed(
         torch.testing.assert_close(gradients, before, rtol=0, atol=0)
         torch.testing.assert_close(strategy.clip_grad_norm_(norm.item() / 2), norm, rtol=0, atol=0)
         torch.testing.assert_close(gradients, [gradient / 2 for gradient in before], rtol=1e-4, atol=0)
-
-
-def test_patience_ends_the_run_after_a_whole_last_step_and_a_resumed_run_counts_on(tmp_path: Path) -> None:
-    """The last step is logged, evaluated, sampled and saved; the learning rate would still decay to max_steps."""
-    text, whole, parts = write_overfitting_text(tmp_path / "text.txt"), tmp_path / "whole", tmp_path / "parts"
-    rarely = dict.fromkeys(("trainer__log_every", "trainer__sample_every", "trainer__save_every"), 100)
-    options = PATIENCE | rarely | {"optimizer__decay_steps": None}
-    argvs = [
-        run_args(whole, text, **options),
-        run_args(parts, text, **PATIENCE | {"trainer__max_steps": 10}),
-        run_args(parts, text, **PATIENCE),
-    ]
-    done, _, _ = run_on("cpu", 2, argvs, tmp_path)
-    steps = [1, 4, 8, 12]  # any evaluation may be the last one
-    rates = [learning_rate(step, 40, read_config(argvs[0]).optimizer) for step in steps]
-    assert [(row["step"], row["learning_rate"]) for row in read_rows(whole)] == list(zip(steps, rates, strict=True))
-    assert [row["step"] for row in read_rows(whole, "sample") + read_rows(whole, "snapshot")] == [12, 12]
-    assert_equal_snapshots(whole, parts)
-    lowest = read_rows(whole, "eval")[0]["val_loss"]
-    reason = f"the validation loss has not improved since step 4 ({lowest:.4f}, with trainer.patience 2)"
-    assert f"ended early: {reason}\n" in done
-    assert [(row["step"], row["reason"]) for row in read_rows(parts, "stop")] == [(10, None), (12, reason)]
-    longer = run_args(whole, text, **options | {"trainer__patience": 4})
-    again, _ = run_on("cpu", 2, [argvs[0], longer], tmp_path)
-    assert f"is at step 12, and {reason}. To continue, raise trainer.patience, or set it to null" in again
-    assert newest_snapshot(whole)["step"] == 20
 
 
 SHORT = NO_DROPOUT | {"trainer__max_steps": 8}

@@ -87,9 +87,6 @@ class ModelConfig:
     dropout: Fraction = 0.0
     """dropout probability; 0.1 to 0.2 helps if many epochs lead to overfitting"""
 
-    conv_kernel_size: int | None = Field(default=None, ge=2)
-    """width of convolutions before attention and MLP, such as 4; null: none (export.py needs null)"""
-
     bias: bool = True
     """gpt2 only: biases in linear layers and layer norms"""
 
@@ -173,9 +170,6 @@ class TrainerConfig:
     deterministic: bool = False
     """use only deterministic CUDA kernels, which are slower; CPU runs are always deterministic"""
 
-    replay_every: PositiveInt | None = 1000
-    """steps between those whose gradients are computed twice, to find faulty hardware; null: none"""
-
     seed: int = Field(default=1, ge=0, lt=2**63)
     """seed of initial weights, sample order and dropout"""
 
@@ -190,9 +184,6 @@ class TrainerConfig:
 
     eval_windows: PositiveInt | None = 20_000
     """windows in an evaluation, evenly spread over the validation text; null: all"""
-
-    patience: PositiveInt | None = None
-    """consecutive evaluations without a lower validation loss after which the run ends; null: no limit"""
 
     sample_every: PositiveInt | None = 400
     """steps between generated samples; null: none"""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from datetime import timedelta
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from mingpt.distributed.launcher import RankInfo, number_in
 from mingpt.distributed.network import machine_id
 from mingpt.errors import UserError
 from mingpt.system.device import choose_device
+from mingpt.system.torch_versions import all_gather_single
 
 CUDA_EXTRA_TIMEOUT = timedelta(seconds=60)  # added to distributed.timeout_seconds for NCCL's collectives
 START_TIMEOUT = timedelta(hours=1)  # at the start, one rank may load or encode for a long time
@@ -126,32 +127,57 @@ class DistributedContext(RankGroup):
         if self.world_size > 1:
             dist.broadcast(tensor, group_src=source, group=self.group)
 
-    def begin_step(self, *values: int) -> "PendingFlags":
-        """Counts a step for heartbeats, and starts an all-reduce of each value to its maximum over all ranks.
+    def begin_step(self, signal: int, is_save_due: bool, num_targets: int) -> "PendingFlags":
+        """Counts a step for heartbeats, and starts to exchange the flags of the step, which all ranks must do.
 
-        All ranks must call it in the same step, so that a signal to one rank stops all of them after the same step.
+        Args:
+            signal: the signal that this rank has received, or 0
+            is_save_due: whether this rank asks for a snapshot
+            num_targets: this rank's part of the number of targets of the batch
         """
         if self.health is not None:
             self.health.step += 1
-        flags = torch.tensor(values, dtype=torch.int32)
-        work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, async_op=True) if self.world_size > 1 else None
-        return PendingFlags(flags, work)
+        mine = torch.tensor([signal, is_save_due, num_targets])
+        if self.world_size == 1:
+            return PendingFlags(mine, None)
+        rows = torch.empty(self.world_size * len(mine), dtype=mine.dtype)
+        work = all_gather_single(rows, mine, async_op=True)
+        return PendingFlags(rows, work)
+
+
+class StepFlags(NamedTuple):
+    """What ranks exchange in each step.
+
+    Attributes:
+        signal: the signal that stops all ranks after this step, because one of them has received it; 0: none
+        is_save_due: whether to save a snapshot after this step
+        num_targets: number of targets of the batch, over all ranks
+    """
+
+    signal: int
+    is_save_due: bool
+    num_targets: int
 
 
 class PendingFlags:
-    """The maximum of each value over all ranks. The reduction runs while the caller continues.
+    """The flags of a step. The exchange runs while the caller continues.
 
-    The tensor is on the CPU, where gloo reduces it, so `wait` does not wait for a GPU.
+    The flags are on the CPU, where gloo exchanges them, so `wait` does not wait for a GPU.
+
+    Args:
+        rows: flags of each rank; filled when `work` is done
     """
 
-    def __init__(self, tensor: Tensor, work: dist.Work | None) -> None:
-        self.tensor = tensor
+    def __init__(self, rows: Tensor, work: dist.Work | None) -> None:
+        self.rows = rows
         self.work = work
 
-    def wait(self) -> list[int]:
+    def wait(self) -> StepFlags:
         if self.work is not None:
             self.work.wait()
-        return self.tensor.tolist()
+            self.work = None
+        signals, saves, counts = self.rows.view(-1, 3).T.tolist()
+        return StepFlags(max(signals), any(saves), sum(counts))
 
 
 def extend_cuda_timeout(group: dist.ProcessGroup) -> None:

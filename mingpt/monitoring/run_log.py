@@ -60,7 +60,7 @@ class RunLog:
                 if not isinstance(sink, MetricsFile):
                     self.sinks.remove(sink)
 
-    def advance(self, step: int, loss: float | None) -> None:
+    def advance(self, step: int, loss: float | None = None) -> None:
         """Shows a finished step in the live line."""
         if self.terminal is not None:
             self.terminal.advance(step, loss)

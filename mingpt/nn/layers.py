@@ -1,4 +1,4 @@
-"""Dropout, norms, activation and attention in forms that are faster on CPUs."""
+"""What model.py stands on: initial weights, the cache of generation, and forms of layers that are faster on CPUs."""
 
 import math
 from typing import Any
@@ -13,6 +13,53 @@ LOGIT_CAP = 15.0
 RMS_NORM_EPS = 1e-6
 
 IGNORE_INDEX = -1  # target of a position without a next token
+
+
+def linear(in_features: int, out_features: int, bias: bool, std: float = 0.02) -> nn.Linear:
+    """Returns a linear layer with GPT-2's initial values: weights from N(0, std), biases zero."""
+    layer = nn.Linear(in_features, out_features, bias=bias)
+    nn.init.normal_(layer.weight, std=std)
+    if bias:
+        nn.init.zeros_(layer.bias)
+    return layer
+
+
+def embedding(num_embeddings: int, embedding_dim: int) -> nn.Embedding:
+    """Returns an embedding with GPT-2's initial values, from N(0, 0.02)."""
+    layer = nn.Embedding(num_embeddings, embedding_dim)
+    nn.init.normal_(layer.weight, std=0.02)
+    return layer
+
+
+class KVCache:
+    """Keys and values of the tokens that generation has passed through the model.
+
+    Args:
+        size: maximum number of tokens
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.length = 0  # tokens so far; only these positions are valid
+        self.keys_values: list[Tensor] = []  # of each attention layer, in the order of their calls, (2, B, H, size, D)
+        self.next = 0  # the layer that is called next
+
+    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Appends keys and values of new tokens, (B, H, T, D), and returns all, (B, H, length + T, D)."""
+        if self.next == len(self.keys_values):
+            B, H, _, D = keys.shape
+            self.keys_values.append(keys.new_empty(2, B, H, self.size, D))
+        cached = self.keys_values[self.next]
+        self.next += 1
+        end = self.length + keys.size(2)
+        cached[0, :, :, self.length : end] = keys
+        cached[1, :, :, self.length : end] = values
+        return cached[0, :, :, :end], cached[1, :, :, :end]
+
+    def end_pass(self, num_tokens: int) -> None:
+        """Counts the new tokens after all layers have been called."""
+        self.length += num_tokens
+        self.next = 0
 
 
 class Dropout(nn.Dropout):
@@ -40,7 +87,8 @@ class LayerNorm(nn.LayerNorm):
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
-_EPS = torch.tensor(RMS_NORM_EPS)  # of the 10 us that the norm of a token takes, adding a number takes 3, a tensor 1
+# Adding a Python number takes 3 of the 10 us of a token's norm, adding a tensor 1.
+_EPS = torch.tensor(RMS_NORM_EPS)
 
 
 def _inverse_rms(x: Tensor) -> Tensor:

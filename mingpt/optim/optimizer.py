@@ -31,7 +31,7 @@ def learning_rate(step: int, last_step: int, config: OptimizerConfig) -> float:
 
 
 def param_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
-    """Returns three groups: the blocks' matrices (for Muon), other matrices, and the rest, without weight decay.
+    """Returns three groups: the blocks' linear layers (for Muon), other matrices, and the rest, without weight decay.
 
     A group may be empty. For example, a middle stage of a pipeline may have only the matrices of blocks. Frozen
     parameters (requires_grad is False) are not in any group. The learning rate of a group is the step's, times its
@@ -40,7 +40,8 @@ def param_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, An
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in trained if p.dim() == 2]
     blocks: Any = model.blocks if config.name == "muon" else {}
-    hidden = {p for block in blocks.values() for p in block.parameters()}
+    layers = [module for block in blocks.values() for module in block.modules() if isinstance(module, nn.Linear)]
+    hidden = {layer.weight for layer in layers}
     return [
         {"params": [p for p in matrices if p in hidden], "weight_decay": config.weight_decay, "muon": True},
         {"params": [p for p in matrices if p not in hidden], "weight_decay": config.weight_decay, "muon": False},

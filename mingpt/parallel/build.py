@@ -9,7 +9,6 @@ from mingpt.config.schema import Config
 from mingpt.distributed.agreement import shared_errors
 from mingpt.distributed.context import DistributedContext
 from mingpt.parallel.data_parallel import build_data_parallel
-from mingpt.parallel.memory import check_memory
 from mingpt.parallel.strategy import Strategy
 from mingpt.system.device import check_compiler
 from model import GPT
@@ -23,17 +22,15 @@ def build_strategy(config: Config, model: GPT, context: DistributedContext, prec
         precision: fp32, bf16 or fp16
 
     Raises:
-        UserError: the precision conflicts with the strategy, a compiler is missing, or there is not enough memory.
+        UserError: the precision conflicts with the strategy, or a compiler is missing.
     """
     refuse(find_conflicts(config, precision))
-    num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     with shared_errors(context):  # no rank compiles before all of them have called `use_compile_cache`
         if config.trainer.compile:
             from mingpt.system.compile_cache import use_compile_cache  # a slow import
 
             check_compiler(context.device)
             use_compile_cache(Path(config.trainer.run_dir) / "cache/compiled")
-        check_memory(config, num_trained, context)
     if config.distributed.pipeline_stages > 1:
         from mingpt.parallel.pipeline import PipelineParallel  # a slow import
 

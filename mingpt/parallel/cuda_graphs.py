@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from mingpt.config.conflicts import cuda_graphs_obstacle
+from mingpt.distributed.context import PendingFlags
 from mingpt.errors import UserError, is_oom_error
 from mingpt.monitoring.logging import logger
-from mingpt.parallel.strategy import Strategy
+from mingpt.parallel.strategy import MicroBatch, Strategy
 
 WARM_UPS = 3  # calls before a function is recorded; they allocate state and compile
 
@@ -31,9 +32,6 @@ class CUDAGraphs(Strategy):
         cfg = self.config.trainer
         self.shape = (min(cfg.micro_batch_size or cfg.batch_size, cfg.batch_size), self.config.data.block_size)
         self.lr = torch.zeros((), device=self.device)
-        for parameter in self.parameters.values():
-            if parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter)
         obstacle = cuda_graphs_obstacle(self.config, self.context.world_size, self.context.device.type)
         # Others would wait for a learning rate on the GPU in each step.
         self.is_fused = all(group.get("fused") for group in self.optimizer.param_groups)
@@ -45,17 +43,27 @@ class CUDAGraphs(Strategy):
             obstacle = "as configured"
         self.description["graphs"] = f"none ({obstacle})" if obstacle else "CUDA graphs after the first steps (one GPU)"
         stream = torch.cuda.Stream()
-        self.recorded_backward = Recorded(super().backward, self.buffers, stream, cfg.cuda_graphs, obstacle)
+        buffers = [(module, name) for module in self.model.modules() for name, _ in module.named_buffers(recurse=False)]
+        self.recorded_backward = Recorded(self._backward, buffers, stream, cfg.cuda_graphs, obstacle)
         self.recorded_update = Recorded(self._update, [], stream, cfg.cuda_graphs, obstacle)
 
     def zero_grad(self) -> None:
         """Sets the gradients of the step before to zero. Deleting them would change their addresses."""
-        torch._foreach_zero_(list(self.gradients.values()))
+        if gradients := list(self.gradients.values()):  # there are none before the first step
+            torch._foreach_zero_(gradients)
 
-    def backward(self, idx: Tensor, targets: Tensor, weight: Any) -> Tensor:
-        if idx.shape != self.shape:  # the end of a batch
-            return super().backward(idx, targets, weight)
-        return self.recorded_backward(idx, targets, torch.full((), weight, device=self.device))
+    def accumulate(self, micro_batch: MicroBatch, flags: PendingFlags) -> Tensor:
+        if micro_batch.idx.shape != self.shape:  # the end of a batch
+            return super().accumulate(micro_batch, flags)
+        idx, targets = self.to_device(micro_batch.idx, micro_batch.targets)
+        self.seed(micro_batch.first)
+        return self.recorded_backward(idx, targets, torch.full((), micro_batch.weight(flags), device=self.device))
+
+    def _backward(self, idx: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
+        """Computes the same as `accumulate`, from what changes between micro-batches."""
+        loss = self.compute_loss(self.model, idx, targets) * weight
+        self.scale_loss(loss).backward()
+        return loss.detach()
 
     def update(self, lr: float | Tensor) -> Tensor:
         if not self.is_fused:
@@ -66,7 +74,10 @@ class CUDAGraphs(Strategy):
     def _update(self) -> Tensor:
         for group in self.optimizer.param_groups:
             group["capturable"] = torch.cuda.is_current_stream_capturing()  # AdamW requires it then, else it warns
-        return super().update(self.lr)
+        norm = super().update(self.lr)
+        for group in self.optimizer.param_groups:
+            group["capturable"] = False
+        return norm
 
 
 class Recorded:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from mingpt.config.schema import Config
 from mingpt.distributed.context import DistributedContext
 from mingpt.parallel.activation_checkpointing import apply_activation_checkpointing
-from mingpt.parallel.model_checks import check_forward
 from mingpt.parallel.strategy import DDP, Strategy
 
 
@@ -23,15 +22,6 @@ def build_data_parallel(
         model: a model on the CPU, which the strategy changes and moves to its device
         example: arguments of the model
     """
-    strategy = _build(model, context, config, precision, example)
-    if context.world_size > 1 or config.distributed.uses_fsdp:
-        check_forward(strategy, example)
-    return strategy
-
-
-def _build(
-    model: nn.Module, context: DistributedContext, config: Config, precision: str, example: tuple[Tensor, ...]
-) -> Strategy:
     apply_activation_checkpointing(model, config.trainer.activation_checkpointing)
     if config.trainer.compile:
         compile_model(model)

@@ -5,11 +5,9 @@ provides schedules and communication (GPipe: Huang et al., 2019; 1F1B: Narayanan
 Pipeline Parallelism for DNN Training", 2019). The ranks with the same stage use any data-parallel strategy.
 """
 
-import math
 from bisect import bisect_right
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
-from copy import deepcopy
 from typing import Any
 
 import torch
@@ -18,17 +16,15 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.profiler import record_function
 
-from char_dataset import CharDataset
 from mingpt.config.schema import Config
 from mingpt.distributed.agreement import reduce_object, shared_errors
-from mingpt.distributed.context import DistributedContext
+from mingpt.distributed.context import DistributedContext, PendingFlags
 from mingpt.errors import UserError
-from mingpt.nn.layers import IGNORE_INDEX
+from mingpt.nn.layers import KVCache
 from mingpt.optim.muon import to_local
 from mingpt.parallel.data_parallel import build_data_parallel
 from mingpt.parallel.strategy import DTYPES, MicroBatch, Strategy, layout, state_layouts, tied_names
-from mingpt.system.device import seed_device
-from model import GPT, KVCache
+from model import GPT
 
 WTE = "transformer.wte"  # in the first stage and, with tied weights, also in the last stage
 MODULES_OF_ENDS = {WTE: 0, "transformer.wpe": 0, "transformer.ln_f": -1, "lm_head": -1}  # index of stage
@@ -68,44 +64,15 @@ def find_stages(model: GPT, num_stages: int) -> dict[str, int]:
     return {name: stage or 0 for name, stage in stages.items()}  # all stages have other buffers
 
 
-class GPTStage(GPT):
-    """Consecutive blocks of a GPT, with the embeddings in the first stage and the output projection in the last stage.
-
-    Blocks are distributed evenly. Modules and parameters have the same names as in the GPT.
-
-    Args:
-        model: a GPT, which lends its modules and can't be used afterwards
-    """
-
-    def __init__(self, model: GPT, index: int, num_stages: int) -> None:
-        nn.Module.__init__(self)
-        vars(self).update(vars(model))
-        self.is_first = index == 0
-        self.is_last = index == num_stages - 1
-        modules = dict(self.named_modules())
-        for name in [*MODULES_OF_ENDS, *(f"transformer.h.{number}" for number in self.blocks)]:
-            is_head = name == WTE and self.is_last and "lm_head" not in modules
-            is_mine = is_head or find_stage(f"{name}.", self.config.n_layer, num_stages) == index
-            if name in modules and not is_mine:
-                parent, _, child = name.rpartition(".")
-                delattr(modules[parent], child)
-
-    def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:  # type: ignore[override]
-        """(B, T) tokens in the first stage, else (B, T, C) -> logits (B, T, V) in the last stage, else (B, T, C)"""
-        if self.is_first:
-            x = self.embed(x, cache)
-        x = self.apply_blocks(x, cache)
-        return self.unembed(x) if self.is_last else x
-
-    def io_shapes(self, batch_size: int) -> tuple[Tensor, Tensor]:
-        """Returns tensors like the input and the output of `forward`, on the meta device."""
-        shape = (batch_size, self.config.block_size)
-        received = sent = torch.empty(*shape, self.config.n_embd, requires_grad=True, device="meta")
-        if self.is_first:
-            received = torch.empty(shape, dtype=torch.long, device="meta")
-        if self.is_last:
-            sent = torch.empty(*shape, self.config.vocab_size, device="meta")
-        return received, sent
+def cut_stage(model: GPT, index: int, num_stages: int) -> None:
+    """Removes the parts of other stages from a model. The names of its parameters stay."""
+    modules = dict(model.named_modules())
+    for name in [*MODULES_OF_ENDS, *(f"transformer.h.{number}" for number in model.blocks)]:
+        is_head = name == WTE and index == num_stages - 1 and "lm_head" not in modules
+        is_mine = is_head or find_stage(f"{name}.", model.config.n_layer, num_stages) == index
+        if name in modules and not is_mine:
+            parent, _, child = name.rpartition(".")
+            delattr(modules[parent], child)
 
 
 class PipelineParallel(Strategy):
@@ -138,25 +105,30 @@ class PipelineParallel(Strategy):
         }
         with shared_errors(context):
             self.stage_of = find_stages(model, num_stages)
-            if context.rank == 0:
-                self._check_loss(model, num_stages)
+        # Stages exchange one tensor for each micro-batch, of any width.
+        self.width = model.embed(torch.zeros(1, 1, dtype=torch.long)).size(-1)
         self.ties_weights = not hasattr(model, "lm_head")
-        my_stage = GPTStage(model, self.pipeline.rank, num_stages)
-        received, _ = my_stage.io_shapes(batch_size=1)
-        example = torch.zeros_like(received, device=context.device)
-        self.inner = inner = build_data_parallel(my_stage, data_parallel, config, precision, (example,))
+        cut_stage(model, self.pipeline.rank, num_stages)
+        self.is_first = self.pipeline.rank == 0
+        self.is_last = self.pipeline.rank == num_stages - 1
+        received, _ = self._io_shapes(1)
+        targets = torch.zeros(1, config.data.block_size, dtype=torch.long, device=context.device)
+        example = (torch.zeros_like(received, device=context.device), targets)
+        self.inner = inner = build_data_parallel(model, data_parallel, config, precision, example)
         self.replicas = data_parallel
         self.device = inner.device
+        self.model = inner.model
         self.scaler = inner.scaler
         self.parameters = inner.parameters
-        self.buffers = inner.buffers
         self.local_state = inner.local_state
         self.optimizer = inner.optimizer
-        self.full_model = PipelinedModel(inner.full_model, self.pipeline)
+        self.built_groups = inner.built_groups
+        self.full_model = PipelinedModel(inner.full_model, self.pipeline, self.width)
 
         self.size = config.trainer.micro_batch_size or config.trainer.batch_size  # conflicts.py refuses null
         self.count = config.trainer.batch_size // len(replicas) // self.size  # micro-batches per replica
-        self.stage = _Stage(inner, self.pipeline, *my_stage.io_shapes(self.size))
+        self.stage = _Stage(inner, self.pipeline, *self._io_shapes(self.size))
+        self.losses: list[Tensor] = []  # terms of the mean loss over the batch
         schedule = config.distributed.pipeline_schedule
         self.schedule: Any = get_schedule_class(schedule)(self.stage, self.count, self._loss, scale_grads=False)
         context.exit_callbacks.append(self._release)
@@ -166,107 +138,80 @@ class PipelineParallel(Strategy):
             f"{self.size}: each stage waits {waits / (self.count + waits):.0%} of the time"
         }
 
+    def _io_shapes(self, batch_size: int) -> tuple[Tensor, Tensor]:
+        """Returns tensors on the meta device like those that this stage receives and sends; the last sends its loss."""
+        shape = (batch_size, self.config.data.block_size)
+        received = sent = torch.empty(*shape, self.width, requires_grad=True, device="meta")
+        if self.is_first:
+            received = torch.empty(shape, dtype=torch.long, device="meta")
+        if self.is_last:
+            sent = torch.empty((), device="meta")
+        return received, sent
+
     @property
     def state(self) -> dict[str, Tensor]:
         return self.inner.state
-
-    def _check_loss(self, model: GPT, num_stages: int) -> None:
-        """Raises a UserError if a pass in training has another loss, or changes buffers in another way, in stages."""
-        problem = f"distributed.pipeline_stages is {num_stages}, must be 1 for this model.py"
-        whole = deepcopy(model)
-        generator = torch.Generator().manual_seed(0)
-        for parameter in whole.parameters():  # zeros, with which some projections begin, would hide a block
-            if parameter.is_floating_point():
-                parameter.data.add_(torch.empty_like(parameter.data).normal_(std=0.1, generator=generator))
-        weights = dict(whole.named_parameters(remove_duplicate=False))
-        stages = []
-        for index in range(num_stages):
-            # All stages share memory. Those that use a parameter of another one, such as from a list, have the old one.
-            old = {id(each): nn.Parameter(each.detach(), each.requires_grad) for each in model.parameters()}
-            stage = GPTStage(deepcopy(model, old), index, num_stages)
-            for name, parameter in stage.named_parameters():
-                parameter.data = weights[name].data
-            stages.append(stage)
-        size = min(256, model.config.block_size)
-        idx = torch.arange(-(size // 2), size - size // 2)[None] % model.config.vocab_size
-        targets = idx.roll(-1, 1)
-        seed_device(idx.device, 0)
-        expected = self.compute_loss(whole, idx, targets).item()
-        seed_device(idx.device, 0)
-        x = idx
-        try:
-            with self.autocast():
-                for stage in stages:
-                    x = stage(x)
-                loss = stages[-1].loss(x, targets).item()
-        except Exception as error:
-            raise UserError(f"{problem}: in stages, it raises {error!r}") from error
-        if not math.isclose(loss, expected, rel_tol=1e-4):
-            raise UserError(
-                f"{problem}: with random weights, the loss of the whole model is {expected:.4f}, but {loss:.4f} in "
-                "stages, which call only embed, apply_blocks, unembed and loss of GPT"
-            )
-        state = whole.state_dict()
-        stage_states = [stage.state_dict() for stage in stages]
-        for name, index in self.stage_of.items():
-            if not torch.equal(stage_states[index][name], state[name]):
-                raise UserError(f"{problem}: several stages change the buffer {name}, or not the stage that saves it")
 
     def broadcast_buffers(self) -> None:
         self.inner.broadcast_buffers()
 
     def _release(self) -> None:
-        # Both refer to the model that the inner strategy has released.
+        # All of them refer to the model that the inner strategy has released.
         del self.schedule
         del self.stage
+        del self.model
 
-    def micro_batches(self, batch: range) -> list[MicroBatch]:
-        """Returns this replica's share, which the schedule divides. It may extend beyond the end of a short batch."""
-        share = self.size * self.count
-        first = batch.start + self.replicas.rank * share
-        return [MicroBatch(range(first, first + share), batch)]
+    def shares(self, batch: range) -> list[range]:
+        """Returns the sample numbers of this replica's micro-batches, which may extend beyond a short batch."""
+        first = batch.start + self.replicas.rank * self.size * self.count
+        return [range(first + self.size * i, first + self.size * (i + 1)) for i in range(self.count)]
 
-    def forward_backward(self, micro_batch: MicroBatch, data: CharDataset) -> Tensor:
-        """Runs the schedule. Samples without targets fill up a short batch."""
-        indices = micro_batch.indices
-        batch = micro_batch.batch
-        idx, targets = data[indices]
-        is_filler = torch.tensor([number >= batch.stop for number in indices])
-        targets = targets.masked_fill(is_filler[:, None], IGNORE_INDEX)
-        parts = [range(first, min(first + self.size, batch.stop)) for first in indices[:: self.size]]
-        self.stage.parts = [(MicroBatch(part, batch).weight(data), part.start) for part in parts]
-        self.stage.losses = []
+    def count_targets(self, micro_batches: list[MicroBatch]) -> int:
+        return super().count_targets(micro_batches) if self.is_first else 0  # all stages have the same targets
+
+    def forward_backward(self, micro_batches: list[MicroBatch], flags: PendingFlags) -> list[Tensor]:
+        """Runs the schedule. The first stage gets the tokens, and the last stage the targets."""
+        self.stage.micro_batches = micro_batches
+        self.losses = []
         self.scaler.scale(torch.zeros((), device=self.device))  # without a scaled loss, `unscale_` raises an error
-        inputs = self.to_device(idx.contiguous()) if self.stage.is_first else ()  # for PyTorch < 2.13
-        target = self.to_device(targets)[0] if self.stage.is_last else None
+        inputs: tuple[Tensor, ...] = ()
+        options: dict[str, Tensor] = {}
+        if self.is_first:
+            inputs = self.to_device(torch.cat([each.idx for each in micro_batches]))
+        if self.is_last:
+            [options["targets"]] = self.to_device(torch.cat([each.targets for each in micro_batches]))
+            weights = torch.tensor([each.weight(flags) for each in micro_batches])
+            [options["target"]] = self.to_device(weights)  # the second argument of `_loss`
         try:
-            self.schedule.step(*inputs, target=target, return_outputs=False)
+            self.schedule.step(*inputs, **options, return_outputs=False)
         except RuntimeError as error:  # PyTorch wraps the errors of a stage, such as out-of-memory errors
             raise error.__cause__ or error from None
-        losses = self.stage.losses or [torch.zeros((), device=self.device)]
-        return torch.stack(losses).sum()
-
-    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Returns the loss of a micro-batch. The schedule calls this method in the last stage."""
-        with self.autocast():
-            loss = self.inner.full_model.loss(logits, targets) * self.stage.weight
-        self.stage.losses.append(loss.detach())
-        return self.inner.scale_loss(loss)
-
-    def reduce_gradients(self, batch: range, losses: list[Tensor]) -> list[Tensor]:
-        """Adds up the gradients of tied embeddings in the first and last stage."""
-        if self.ties_weights:
-            for name, parameter in self.parameters.items():
-                if name.startswith(f"{WTE}.") and parameter.requires_grad:
-                    if parameter.grad is None:
-                        parameter.grad = torch.zeros_like(parameter)
-                    self.tied_embedding.all_reduce(to_local(parameter.grad))
-        self.inner.check_gradients()
+        self.inner.reduce_gradients()
+        self._reduce_tied_embedding()
         if self.scaler.is_enabled():
             overflow = 0 * self.total_norm(self.gradients)  # NaN if a stage overflows, so all ranks skip the step
             for gradient in self.gradients.values():
                 to_local(gradient).add_(overflow)
-        return losses
+        return self.losses or [torch.zeros((), device=self.device)]
+
+    def _loss(self, mean: Tensor, weight: Tensor) -> Tensor:
+        """Returns the loss of a micro-batch, from the mean loss that the last stage returns and its weight, (1,)."""
+        loss = mean * weight[0]
+        self.losses.append(loss.detach())
+        return self.inner.scale_loss(loss)
+
+    def _reduce_tied_embedding(self) -> None:
+        """Adds up the gradients of the embedding in the first stage and in the last stage, whose head it is."""
+        if not self.ties_weights:
+            return
+        for name, parameter in self.parameters.items():
+            if name.startswith(f"{WTE}.") and parameter.requires_grad:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                self.tied_embedding.all_reduce(to_local(parameter.grad))
+
+    def digests(self) -> dict[str, int]:
+        return self.inner.digests()
 
     def total_norm(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Returns the total norm over all stages. A tied wte, which two stages hold, counts once."""
@@ -298,30 +243,38 @@ class PipelinedModel(nn.Module):
     Args:
         stage_model: stage of this rank
         pipeline: ranks of the replica, in the order of their stages
+        width: last dimension of the tensors that stages exchange
     """
 
-    def __init__(self, stage_model: GPTStage, pipeline: DistributedContext) -> None:
+    def __init__(self, stage_model: GPT, pipeline: DistributedContext, width: int) -> None:
         super().__init__()
         self.stage_model = stage_model
         self.pipeline = pipeline
+        self.width = width
         self.config = stage_model.config
 
     generate = GPT.generate
 
     def forward(
         self, idx: Tensor, targets: Tensor | None = None, cache: KVCache | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Returns logits and loss like `GPT.forward`, on each rank."""
-        x = idx
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Returns, on each rank, the logits of tokens without targets, or None and the loss of tokens with targets."""
+        rank = self.pipeline.rank
         last = self.pipeline.world_size - 1
-        for stage in range(self.pipeline.world_size):
-            if stage == self.pipeline.rank:
-                x = self.stage_model(x, cache).float()
+        x = idx
+        for stage in range(last):
+            if stage == rank:
+                x = self.stage_model(x, cache=cache)[0].float()
             else:
-                width = self.config.vocab_size if stage == last else self.config.n_embd
-                x = torch.empty(*idx.shape, width, device=idx.device)
+                x = torch.empty(*idx.shape, self.width, device=idx.device)
             self.pipeline.broadcast_tensor(x, stage)
-        return x, None if targets is None else self.stage_model.loss(x, targets)
+        shape = () if targets is not None else (*idx.shape, self.config.vocab_size)
+        result = torch.empty(shape, device=idx.device)
+        if rank == last:
+            logits, loss = self.stage_model(x, targets, cache)
+            result.copy_(logits[..., : self.config.vocab_size] if loss is None else loss)
+        self.pipeline.broadcast_tensor(result, last)
+        return (result, None) if targets is None else (None, result)
 
 
 class _Stage(PipelineStage):
@@ -331,14 +284,16 @@ class _Stage(PipelineStage):
         device = inner.context.device
         super().__init__(inner.model, pipeline.rank, pipeline.world_size, device, received, sent, group=pipeline.group)
         self.inner = inner
-        self.parts: list[tuple[float, int]] = []  # weight and first sample of each micro-batch
-        self.losses: list[Tensor] = []  # parts of the mean loss over the batch
+        self.micro_batches: list[MicroBatch] = []
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self.weight, first = self.parts[fwd_chunk_id]
-        self.inner.seed_dropout(first, self.stage_index)
+        self.inner.seed(self.micro_batches[fwd_chunk_id].first, self.stage_index)
         with record_function(f"forward {fwd_chunk_id}"), self.inner.autocast():
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Tensor:
+        output, loss = super().forward_maybe_with_nosync(*args, **kwargs)
+        return output if loss is None else loss
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         with record_function(f"backward {bwd_chunk_id}"):

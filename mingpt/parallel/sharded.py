@@ -81,13 +81,17 @@ class FSDP(Strategy):
         if config.distributed.cpu_offload:
             options["offload_policy"] = CPUOffloadPolicy()
         policy = MixedPrecisionPolicy(DTYPES[precision], torch.float32, cast_forward_inputs=False)
-        problem = f"distributed.strategy is {config.distributed.strategy}, must be ddp or zero1, because"
-        for name, parameter in model.named_parameters():
-            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-                raise UserError(f"{problem} {name} has a hook, which sharding would drop")
         for names in tied_names(model):
             if len({_sharded_unit(model, name) for name in names}) > 1:
-                raise UserError(f"{problem} {' and '.join(names)} are one parameter, but of different blocks")
+                raise UserError(
+                    f"distributed.strategy is {config.distributed.strategy}, must be ddp or zero1, because "
+                    f"{' and '.join(names)} are one parameter, but of different blocks"
+                )
+        # FSDP shards rows, which scalars lack, so each rank has all of them.
+        self.scalars = {parameter for parameter in model.parameters() if parameter.dim() == 0}
+        options["ignored_params"] = self.scalars
+        for scalar in self.scalars:
+            scalar.data = scalar.data.to(context.device)
         for block in dict.fromkeys(model.blocks.values()):  # type: ignore[operator]
             fully_shard(block, mp_policy=policy, reshard_after_forward=self.reshard_after_forward, **options)
         # The embeddings, which are the rest of the model, are used last in forward and first in backward.
@@ -99,9 +103,18 @@ class FSDP(Strategy):
         self.sharded_model.set_requires_gradient_sync(sync_gradients)
         self.sharded_model.set_reshard_after_backward(sync_gradients or self.reshard_after_forward)
 
+    def reduce_gradients(self) -> None:
+        for scalar in self.scalars:
+            if scalar.grad is not None:
+                self.context.all_reduce(scalar.grad.div_(self.context.world_size))
+
     def total_norm(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        norm = get_total_norm([*map(to_local, tensors.values())]).to(self.context.device)
+        mine = [to_local(tensor) for tensor in tensors.values() if tensor.dim() > 0 or self.context.rank == 0]
+        norm = get_total_norm(mine).to(self.context.device)
         return self.context.all_reduce(norm**2).sqrt().to(self.device)
+
+    def digests(self) -> dict[str, int]:
+        return {}  # no rank has a copy of another one's shards
 
     def iter_full_state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
         for name, weight, state in super().iter_full_state():

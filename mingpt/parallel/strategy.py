@@ -9,10 +9,11 @@ et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -20,14 +21,18 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from char_dataset import CharDataset, ValidationDataset
 from mingpt.config.schema import Config
-from mingpt.distributed.agreement import broadcast_object
-from mingpt.distributed.context import DistributedContext
+from mingpt.distributed.agreement import broadcast_object, reduce_object
+from mingpt.distributed.context import DistributedContext, PendingFlags
 from mingpt.errors import UserError
+from mingpt.nn.layers import IGNORE_INDEX
 from mingpt.optim.optimizer import build_optimizer
-from mingpt.system.device import seed_device
+from mingpt.system.device import seed_generators
 from mingpt.text.permutation import hash64
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+READING = -1  # the last number of the seed with which samples are read
+UPDATING = -2  # the same for the update of the weights
 
 OptimizerState = Mapping[str, Mapping[str, Tensor]]  # parameter name -> key -> tensor
 
@@ -52,21 +57,23 @@ def tied_names(model: nn.Module) -> list[list[str]]:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The sequences of one forward pass on one rank.
+    """The sequences of one forward pass on one rank, on the CPU.
 
     Attributes:
-        indices: sample numbers; empty for a dummy, which fills up a smaller share
-        batch: sample numbers of the whole batch, over all ranks
-        sync_gradients: whether DDP and FSDP exchange gradients in this backward pass, the rank's last in the step
+        first: number of the first sample, which seeds dropout
+        idx: tokens (B, T)
+        targets: next tokens (B, T)
+        num_targets: number of targets other than IGNORE_INDEX; targets of samples beyond the batch do not count
     """
 
-    indices: range
-    batch: range
-    sync_gradients: bool = False
+    first: int
+    idx: Tensor
+    targets: Tensor
+    num_targets: int
 
-    def weight(self, data: CharDataset) -> float:
-        """Returns the weight of the mean loss in the mean over the batch: the fraction of its targets."""
-        return data.num_targets(self.indices) / max(1, data.num_targets(self.batch))
+    def weight(self, flags: PendingFlags) -> float:
+        """Returns the fraction of the batch's targets, over all ranks, that this micro-batch has."""
+        return self.num_targets / max(1, flags.wait().num_targets)
 
 
 class Strategy:
@@ -75,7 +82,6 @@ class Strategy:
     Attributes:
         device: device of the parameters between steps
         parameters: parameters of this rank, by GPT-2's names
-        buffers: the module and the name of each buffer of this rank
         full_shapes: tensors with the full shapes of the state of all ranks, by name
         local_state: optimizer state of each parameter that this rank updates, by the parameter's name
         is_sharded: whether each rank holds only a part of the state, so that all must call `iter_full_state`
@@ -104,10 +110,10 @@ class Strategy:
         self.model: nn.Module = model
         self.full_model: Any = self.model
         self.parameters = dict(model.named_parameters())
-        self.buffers = [(module, name) for module in model.modules() for name, _ in module.named_buffers(recurse=False)]
         self.full_shapes: Mapping[str, Tensor] = self.state
         self.optimizer = self.build_optimizer(model)
         self.local_state = {name: self.optimizer.state[parameter] for name, parameter in self.parameters.items()}
+        self.built_groups = [dict(group) for group in self.optimizer.param_groups]
         self.scaler = torch.amp.GradScaler(context.device.type, enabled=precision == "fp16")
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -123,110 +129,97 @@ class Strategy:
 
     # The step
 
+    def seed(self, *numbers: int) -> None:
+        """Seeds the generators of Python, NumPy, the CPU and the device from the run's seed and these numbers."""
+        [seed] = hash64(self.config.trainer.seed, *numbers).tolist()
+        seed_generators(self.context.device, seed)
+
+    def shares(self, batch: range) -> list[range]:
+        """Returns the sample numbers of each of this rank's micro-batches.
+
+        All ranks have the same number of micro-batches, so a smaller share may end with a dummy, beyond the batch.
+
+        Args:
+            batch: sample numbers of the whole batch, over all ranks
+        """
+        share = self.context.shard_range(batch.start, len(batch))
+        largest = self.context.max_shard_size(len(batch))
+        size = self.config.trainer.micro_batch_size or largest
+        dummy = range(batch.stop, batch.stop + 1)
+        return [share[start : start + size] or dummy for start in range(0, largest, size)]
+
+    def read(self, batch: range, data: CharDataset) -> list[MicroBatch]:
+        """Reads this rank's micro-batches of a batch. Reading may use random numbers."""
+        micro_batches = []
+        for numbers in self.shares(batch):
+            self.seed(numbers.start, READING)
+            idx, targets = data[numbers]
+            if numbers.stop > batch.stop:
+                targets = targets.clone()
+                targets[max(0, batch.stop - numbers.start) :] = IGNORE_INDEX
+            num_targets = int(np.count_nonzero(targets.numpy() != IGNORE_INDEX))
+            micro_batches.append(MicroBatch(numbers.start, idx, targets, num_targets))
+        return micro_batches
+
+    def count_targets(self, micro_batches: list[MicroBatch]) -> int:
+        """Returns this rank's part of the number of targets of the whole batch."""
+        return sum(micro_batch.num_targets for micro_batch in micro_batches)
+
     def broadcast_buffers(self) -> None:
         """Copies the buffers of the first replica, which snapshots contain, to the others.
 
         Each replica changes them by its own samples, as BatchNorm does with its averages.
         """
-        for module, name in self.buffers:
-            buffer = getattr(module, name)
-            value = buffer.contiguous()
-            self.context.broadcast_tensor(value, 0)
-            buffer.copy_(value)
-
-    @contextmanager
-    def kept_buffers(self) -> Iterator[None]:
-        """Leaves buffers as they were before the block."""
-        buffers = [getattr(module, name) for module, name in self.buffers]
-        values = [buffer.clone() for buffer in buffers]
-        yield
-        for (module, name), buffer, value in zip(self.buffers, buffers, values, strict=True):
-            setattr(module, name, buffer.copy_(value))
-
-    @contextmanager
-    def first_pass(self) -> Iterator[None]:
-        """Prepares for a pass before the first step, which is not compiled and leaves buffers as they were."""
-        is_compiled = self.config.trainer.compile
-        eager = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()  # it imports for a second
-        with self.kept_buffers(), eager, self.autocast():
-            yield
+        for buffer in self.model.buffers():
+            self.context.broadcast_tensor(buffer, 0)
 
     def zero_grad(self) -> None:
         """Deletes the gradients of the step before."""
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def micro_batches(self, batch: range) -> list[MicroBatch]:
-        """Returns this rank's micro-batches of a batch, which is a range of sample numbers over all ranks.
-
-        All ranks get the same number of micro-batches, so a smaller share may end with a dummy.
-        """
-        share = self.context.shard_range(batch.start, len(batch))
-        largest = self.context.max_shard_size(len(batch))
-        size = self.config.trainer.micro_batch_size or largest
-        micro_batches = []
-        for start in range(0, largest, size):
-            indices = share[start : start + size]
-            micro_batches.append(MicroBatch(indices, batch, sync_gradients=start + size >= largest))
-        return micro_batches
-
-    def forward_backward(self, micro_batch: MicroBatch, data: CharDataset) -> Tensor:
-        """Adds the gradient of a micro-batch to `grad` of this rank's parameters.
-
-        Returns:
-            this rank's part of the mean loss over the batch
-        """
-        self.set_gradient_sync(micro_batch.sync_gradients)
-        idx, targets = self.to_device(*data[micro_batch.indices or micro_batch.batch[:1]])
-        self.seed_dropout(micro_batch.indices.start)
-        return self.backward(idx, targets, micro_batch.weight(data))
-
-    def backward(self, idx: Tensor, targets: Tensor, weight: float | Tensor) -> Tensor:
-        """Makes the passes of `forward_backward` on the device; what differs between micro-batches is an argument.
+    def forward_backward(self, micro_batches: list[MicroBatch], flags: PendingFlags) -> list[Tensor]:
+        """Computes the gradient of the mean loss over the whole batch, and exchanges it with the other ranks.
 
         Args:
-            idx: tokens (B, T)
-            targets: next tokens (B, T)
-            weight: scalar, the weight of the mean loss in the mean over the batch
+            flags: has the number of targets of the whole batch
+
+        Returns:
+            this rank's terms of the mean loss over the batch
         """
-        loss = self.compute_loss(self.model, idx, targets) * weight
+        losses = []
+        for micro_batch in micro_batches:
+            self.set_gradient_sync(micro_batch is micro_batches[-1])
+            losses.append(self.accumulate(micro_batch, flags))
+        self.reduce_gradients()
+        return losses
+
+    def accumulate(self, micro_batch: MicroBatch, flags: PendingFlags) -> Tensor:
+        """Adds the gradient of a micro-batch to `grad` of this rank's parameters. Returns its term of the mean loss."""
+        idx, targets = self.to_device(micro_batch.idx, micro_batch.targets)
+        self.seed(micro_batch.first)
+        mean = self.compute_loss(self.model, idx, targets)  # while ranks exchange their numbers of targets
+        loss = mean * micro_batch.weight(flags)
         self.scale_loss(loss).backward()
         return loss.detach()
-
-    def seed_dropout(self, *numbers: int) -> None:
-        """Seeds dropout from the run's seed and these numbers."""
-        [seed] = hash64(self.config.trainer.seed, *numbers).tolist()
-        seed_device(self.context.device, seed)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Returns a part of the mean loss over the batch, scaled for backward."""
         return self.scaler.scale(loss * self.loss_factor)
 
     def set_gradient_sync(self, sync_gradients: bool) -> None:
-        """Sets whether later backward passes exchange gradients between ranks."""
+        """Sets whether the next backward pass, the last one of a step, exchanges gradients between ranks."""
 
-    def reduce_gradients(self, batch: range, losses: list[Tensor]) -> list[Tensor]:
-        """Exchanges gradients that backward passes have not exchanged, after this rank's last micro-batch.
-
-        Args:
-            batch: sample numbers of the whole batch, over all ranks
-            losses: losses that `forward_backward` returned in this step
-
-        Returns:
-            losses for `mean_loss`
-        """
-        self.check_gradients()
-        return losses
+    def reduce_gradients(self) -> None:
+        """Exchanges gradients that the last backward pass has not exchanged."""
 
     def check_gradients(self) -> None:
         """Raises a UserError if a parameter lacks its gradient, because ranks add gradients in the same order."""
-        if self.context.world_size == 1:
-            return
         for name, parameter in self.parameters.items():
             if parameter.requires_grad and parameter.grad is None:
                 raise UserError(
-                    f"model.py: {name} got no gradient on rank {self.context.rank}; with several ranks, each loss must "
-                    "depend on all parameters, maybe by a factor of 0"
+                    f"model.py: {name} got no gradient on rank {self.context.rank}; each loss must depend on all "
+                    "parameters, maybe by a factor of 0, except for those with requires_grad False"
                 )
 
     def compute_loss(self, model: Callable[..., Any], idx: Tensor, targets: Tensor) -> Tensor:
@@ -250,11 +243,12 @@ class Strategy:
         return torch.autocast(self.context.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     def mean_loss(self, losses: list[Tensor]) -> Tensor:
-        """Returns the mean loss over the batch on all ranks, from the losses that `reduce_gradients` returned."""
+        """Returns the mean loss over the batch on all ranks, from the losses that `forward_backward` returned."""
         return self.context.all_reduce(torch.stack(losses).sum())
 
     def update(self, lr: float | Tensor) -> Tensor:
         """Clips the gradients and updates the parameters. Returns the norm of the gradient before clipping."""
+        self.check_gradients()
         self.scaler.unscale_(self.optimizer)  # without fp16, the scaler only calls the optimizer
         norm = self.clip_grad_norm_(self.config.optimizer.grad_norm_clip)
         for group in self.optimizer.param_groups:
@@ -288,15 +282,65 @@ class Strategy:
     # Evaluation
 
     @torch.no_grad()
-    def evaluate(self, batch: range, data: ValidationDataset) -> Tensor:
-        """Returns the mean loss of a batch of windows. All ranks must call it together, each replica with its batch."""
+    def evaluate(self, batch: range, data: ValidationDataset) -> tuple[Tensor, Tensor]:
+        """Returns the mean loss of a batch of windows, and the number of its targets.
+
+        All ranks must call it together, each replica with its batch.
+        """
+        self.seed(batch.start, READING)
         idx, targets = self.to_device(*data[batch])
         self.full_model.eval()
         loss = self.compute_loss(self.full_model, idx, targets)
         self.full_model.train()
-        return loss
+        return loss, (targets != IGNORE_INDEX).sum()
 
     # Snapshots
+
+    def digests(self) -> dict[str, int]:
+        """Returns a digest of each parameter of this rank of which other ranks have a copy, by name."""
+        # torch.hash_tensor depends on all bits, but not on the places of elements, which does not matter here.
+        digests = torch.stack([torch.hash_tensor(parameter.detach()) for parameter in self.parameters.values()])
+        return dict(zip(self.parameters, digests.tolist(), strict=True))
+
+    def check_copies(self, step: int) -> None:
+        """Raises a UserError on all ranks if copies of a parameter differ, since the ranks train different models."""
+        if self.context.world_size == 1:
+            return
+        difference = reduce_object(self.context, self.digests(), _first_difference)
+        if difference is not None:
+            raise UserError(
+                f"step {step}: {difference}, so the ranks train different models, and no snapshot contains this step. "
+                "An update must not depend on the rank, for example by random numbers that differ between ranks"
+            )
+
+    def changed_groups(self) -> list[dict[str, Any]]:
+        """Returns what `step` of the optimizer has changed in each parameter group, such as a counter.
+
+        The learning rate is left out, since each step sets it.
+
+        Raises:
+            UserError: a value is not a number, a text or None.
+        """
+        changes: list[dict[str, Any]] = []
+        for group, built in zip(self.optimizer.param_groups, self.built_groups, strict=True):
+            changed = {}
+            for key, value in group.items():
+                if key in ("params", "lr") or (key in built and value is built[key]):
+                    continue
+                if not isinstance(value, int | float | str | None):
+                    raise UserError(
+                        f"optimizer.name: {type(self.optimizer).__name__} keeps a {type(value).__name__}, {key}, in a "
+                        "parameter group, which snapshots do not contain; keep a number there, or a tensor in the "
+                        "state of a parameter"
+                    )
+                changed[key] = value
+            changes.append(changed)
+        return changes
+
+    def load_changed_groups(self, changes: list[dict[str, Any]]) -> None:
+        """Loads what `changed_groups` has returned, maybe on a rank with other groups."""
+        for group, changed in zip(self.optimizer.param_groups, changes, strict=False):
+            group.update(changed)
 
     def iter_full_state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
         """Yields each name in the state dict, its full value and optimizer state. All ranks iterate together.
@@ -335,6 +379,16 @@ class Strategy:
         return full
 
 
+def _first_difference(digests: list[dict[str, int]]) -> str | None:
+    first: dict[str, tuple[int, int]] = {}  # rank and digest of the first copy of each parameter
+    for rank, each in enumerate(digests):
+        for name, digest in each.items():
+            first_rank, expected = first.setdefault(name, (rank, digest))
+            if digest != expected:
+                return f"{name} differs between ranks {first_rank} and {rank}"
+    return None
+
+
 class DDP(Strategy):
     """DistributedDataParallel: each rank has the full model, and gradients are averaged in buckets.
 
@@ -361,22 +415,25 @@ class DDP(Strategy):
         )
         self.ddp.broadcast_buffers = False  # as its argument, it is deprecated
         self.model = self.ddp
-        self._rebuild_buckets(example)
+        self._rebuild_buckets(model, example)
         context.exit_callbacks.append(self._release)
 
-    def _rebuild_buckets(self, example: tuple[Tensor, ...]) -> None:
+    def _rebuild_buckets(self, model: nn.Module, example: tuple[Tensor, ...]) -> None:
         """Makes DDP rebuild its buckets before the first step, by a backward pass whose gradients are discarded.
 
         DDP would rebuild them after the first step of each start. With three or more ranks, the layout of the buckets
         determines the last bits of each sum, so a resumed run would differ from an uninterrupted one.
         """
-        with self.first_pass():
-            output = self.ddp(*example)
-            if isinstance(output, tuple):  # the whole model returns logits and a loss
-                _, output = output
-            output.sum().backward()
+        buffers = [buffer.clone() for buffer in model.buffers()]
+        is_compiled = self.config.trainer.compile
+        eager = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()  # it imports for a second
+        with eager, self.autocast():
+            output, loss = self.ddp(*example)
+            (output if loss is None else loss).sum().backward()
         self.check_gradients()
         self.ddp.zero_grad(set_to_none=True)
+        for buffer, before in zip(model.buffers(), buffers, strict=True):
+            buffer.copy_(before)
 
     def set_gradient_sync(self, sync_gradients: bool) -> None:
         self.ddp.require_backward_grad_sync = sync_gradients  # like DDP.no_sync

@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from char_dataset import CharDataset
 from mingpt.config.schema import Config
-from mingpt.distributed.context import DistributedContext
+from mingpt.distributed.context import DistributedContext, PendingFlags
 from mingpt.parallel.strategy import MicroBatch, Strategy
 from mingpt.system.torch_versions import all_gather_single
 
@@ -36,36 +35,27 @@ class TreeReduction(Strategy):
     def __init__(self, model: nn.Module, context: DistributedContext, config: Config, precision: str) -> None:
         super().__init__(model, context, config, precision)
         self.size = config.trainer.micro_batch_size or config.trainer.batch_size  # conflicts.py refuses null
-        self.nodes: list[Node] = []  # sums of this rank's leaves in this step
 
-    def micro_batches(self, batch: range) -> list[MicroBatch]:
-        """Returns this rank's micro-batches. Their bounds do not depend on the number of ranks."""
-        micro_batches = []
-        for leaf in self.context.shard_range(0, self._num_leaves(batch)):
-            micro_batches.append(MicroBatch(batch[self.size * leaf : self.size * (leaf + 1)], batch))
-        return micro_batches
+    def shares(self, batch: range) -> list[range]:
+        """Returns the sample numbers of this rank's micro-batches, with the same bounds on any number of ranks."""
+        leaves = [batch[start : start + self.size] for start in range(0, len(batch), self.size)]
+        mine = self.context.shard_range(0, len(leaves))
+        self.num_leaves = len(leaves)
+        return leaves[mine.start : mine.stop]
 
-    def _num_leaves(self, batch: range) -> int:
-        return -(-len(batch) // self.size)
-
-    def forward_backward(self, micro_batch: MicroBatch, data: CharDataset) -> Tensor:
-        """Adds the micro-batch's gradient and loss to the tree."""
-        loss = super().forward_backward(micro_batch, data)
-        num_leaves = self._num_leaves(micro_batch.batch)
-        leaf = (micro_batch.indices.start - micro_batch.batch.start) // self.size
-        self.check_gradients()
-        gradients = [gradient.flatten() for gradient in self.gradients.values()]
-        add_node(self.nodes, range(leaf, leaf + 1), torch.cat([*gradients, loss[None]]), num_leaves)
-        self.zero_grad()
-        return loss
-
-    def reduce_gradients(self, batch: range, losses: list[Tensor]) -> list[Tensor]:
-        """Completes the tree over all ranks, and returns the mean loss over the batch."""
-        nodes = self.nodes
-        self.nodes = []
+    def forward_backward(self, micro_batches: list[MicroBatch], flags: PendingFlags) -> list[Tensor]:
+        """Adds up the gradients and losses of all micro-batches in the tree. Returns the mean loss over the batch."""
+        nodes: list[Node] = []  # sums of this rank's leaves
+        first = self.context.shard_range(0, self.num_leaves).start
+        for leaf, micro_batch in enumerate(micro_batches, start=first):
+            loss = self.accumulate(micro_batch, flags)
+            self.check_gradients()
+            gradients = [gradient.flatten() for gradient in self.gradients.values()]
+            add_node(nodes, range(leaf, leaf + 1), torch.cat([*gradients, loss[None]]), self.num_leaves)
+            self.zero_grad()
         trained = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
         sizes = [parameter.numel() for parameter in trained]
-        total = self._reduce(nodes, sum(sizes) + 1, self._num_leaves(batch))
+        total = self._reduce(nodes, sum(sizes) + 1, self.num_leaves)
         *gradients, loss = total.split([*sizes, 1])
         for parameter, gradient in zip(trained, gradients, strict=True):
             parameter.grad = gradient.view_as(parameter)

@@ -44,7 +44,17 @@ class Best:
 
     step: int | None = None
     val_loss: float = math.inf
-    evaluations_since: int = 0  # later evaluations that trainer.patience counts
+
+
+def is_comparable(header: dict[str, Any], text_sha256: str, eval_windows: int | None) -> bool:
+    """Returns whether a run validates on the same windows as the run that saved a snapshot with this header.
+
+    Args:
+        text_sha256: digest of this run's text
+        eval_windows: this run's trainer.eval_windows
+    """
+    before = header["config"]["trainer"].get("eval_windows", eval_windows)  # an older snapshot may lack it
+    return header["text_sha256"] == text_sha256 and before == eval_windows
 
 
 def check_content(content: Any, path: str) -> None:
@@ -61,7 +71,10 @@ def check_content(content: Any, path: str) -> None:
     if not isinstance(content, dict) or "format" not in content:
         raise UserError(f"{path} is not a snapshot of main.py, since it lacks the entry `format`; {OTHER_PROGRAMS}")
     with suppress(LookupError, TypeError):
-        content["config"]["model"] = asdict(ModelConfig()) | content["config"]["model"]
+        model = content["config"]["model"]
+        if model.get("conv_kernel_size") is None:  # a key of earlier versions
+            model.pop("conv_kernel_size", None)
+        content["config"]["model"] = asdict(ModelConfig()) | model
     if mistakes := list(_find_mistakes(content)):
         raise UserError(
             f"{path} is not a snapshot that this version can read: {'; '.join(mistakes)}; use the version that wrote it"
@@ -69,7 +82,8 @@ def check_content(content: Any, path: str) -> None:
     save_every = content["config"]["trainer"]["save_every"]
     content.setdefault("scheduled", list(range(0, content["step"] + 1, save_every)))
     # Earlier versions did not save at every lowest evaluation, so `lowest` may be of another step than `best`.
-    content["best"] = asdict(Best()) | content.pop("lowest", {}) | content.get("best", {})
+    best = content.pop("lowest", {}) | content.get("best", {})
+    content["best"] = {key: best.get(key, default) for key, default in asdict(Best()).items()}
     content.setdefault("best_saved", content["best"]["step"])  # None: none
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from mingpt.errors import UserError
-from mingpt.snapshot.load import Pretrained
+from mingpt.snapshot.load import EMBEDDINGS, Pretrained
 
 MAX_DIFFERENCE = 1e-3  # between logits; rounding errors are 1e-5 with logits up to 15
 # Parts of our parameter names and of transformers' names for nanochat.
@@ -53,6 +53,9 @@ def hf_model(pretrained: Pretrained) -> PreTrainedModel:
         lacks.
     """
     config = pretrained.model_config
+    stored = dict(pretrained.weights)
+    for table in EMBEDDINGS & stored.keys():
+        stored[table] = stored[table][: config.vocab_size]  # a padded vocabulary has more rows than tokens
     name = f"the {config.architecture} of transformers"
     values: dict[str, Any] = {
         "vocab_size": config.vocab_size,
@@ -66,11 +69,11 @@ def hf_model(pretrained: Pretrained) -> PreTrainedModel:
     }
     if config.architecture == "nanochat":
         values |= {"intermediate_size": 4 * config.n_embd, "attention_dropout": config.dropout}
-        weights = nanochat_weights(pretrained.weights)
+        weights = nanochat_weights(stored)
     else:
         values |= dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), config.dropout)
         values["activation_function"] = "gelu"
-        weights = gpt2_weights(pretrained.weights)
+        weights = gpt2_weights(stored)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.architecture, **values)).eval()
     model.generation_config = GenerationConfig(do_sample=True, temperature=0.8, top_k=0)  # its default is 50
     # Without model.bias, GPT-2's biases stay zeros.
@@ -84,7 +87,7 @@ def hf_model(pretrained: Pretrained) -> PreTrainedModel:
     gpt = pretrained.build_model().eval()
     idx = torch.arange(config.block_size)[None] % config.vocab_size
     with torch.inference_mode():
-        difference = (model(idx).logits - gpt(idx)[0]).abs().max().item()
+        difference = (model(idx).logits - gpt(idx)[0][..., : config.vocab_size]).abs().max().item()
     if difference > MAX_DIFFERENCE:
         raise UserError(f"--snapshot: the logits of {name} differ from this program's by {difference:.3g}")
     return model

@@ -192,7 +192,9 @@ def load_initial_weights(path: str, model: GPT, tokenizer: Tokenizer) -> dict[st
         for name, weight in pretrained.weights.items()
     }
     for name in EMBEDDINGS & weights.keys() & initial.keys():
-        rows = dict(zip(pretrained.tokenizer.vocabulary, pretrained.weights[name], strict=True))
+        rows = dict(
+            zip(pretrained.tokenizer.vocabulary, pretrained.weights[name], strict=False)
+        )  # there may be more rows
         weights[name] = initial[name].clone()  # (V, C)
         for i, token in enumerate(tokenizer.vocabulary):
             if token in rows:

@@ -10,11 +10,6 @@ from pathlib import Path
 ROOT = Path("/")
 
 
-def memory_limit() -> int | None:
-    """Returns the lowest memory limit in bytes, or None if there is no limit."""
-    return min((int(limit) for [limit] in _limits("memory.max")), default=None)
-
-
 def cpu_limit() -> float | None:
     """Returns the lowest quota of CPU time in cores, such as 1.5, or None if there is no quota."""
     # cpu.max has the microseconds of CPU time per period, and the period.

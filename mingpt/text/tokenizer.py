@@ -15,9 +15,11 @@ class CharTokenizer:
     Attributes:
         vocabulary: the strings of the tokens; the index of a string is its token. Snapshots contain the vocabulary, and
             `CharTokenizer(vocabulary)` rebuilds the tokenizer. A tokenizer with longer strings uses a list of strings.
+        is_fixed: whether a text has been read, whose tokens would be wrong if the vocabulary changed
     """
 
     def __init__(self, vocabulary: str = "") -> None:
+        self.is_fixed = False
         self.token_of_code = np.full(sys.maxunicode + 1, -1, dtype=np.int32)  # the index is the code point
         self.set_vocabulary(vocabulary)
 
@@ -26,18 +28,32 @@ class CharTokenizer:
         self.token_of_code[list(map(ord, vocabulary))] = range(len(vocabulary))
 
     def learn(self, text: str) -> np.ndarray:
-        """Returns the tokens of a part of the training text, (n,), and adds its new characters to the vocabulary."""
+        """Returns the tokens of a part of the training text, (n,), and adds its new characters to the vocabulary.
+
+        Raises:
+            UserError: a character is new, but the vocabulary is fixed.
+        """
         # UTF-32 is an array of code points. NumPy is faster than a set or a dictionary of characters.
         codes = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
         tokens = self.token_of_code.take(codes)
         if tokens.min() < 0:
-            new = np.unique(codes[tokens < 0])
-            self.set_vocabulary(self.vocabulary + "".join(map(chr, new)))
+            new = "".join(map(chr, np.unique(codes[tokens < 0])))
+            if self.is_fixed:
+                raise UserError(
+                    f"data.path: the tokens {show_tokens(new)} of another text are not in the training text's "
+                    f"vocabulary, {show_tokens(self.vocabulary)}; leave them out, or train on a text that has them"
+                )
+            self.set_vocabulary(self.vocabulary + new)
             tokens = self.token_of_code.take(codes)
         return tokens
 
     def sort(self) -> np.ndarray:
-        """Sorts the vocabulary after the last part of the training text. Returns the new token of each token, (V,)."""
+        """Sorts and fixes the vocabulary after the last part of the training text.
+
+        Returns:
+            the new token of each token, (V,)
+        """
+        self.is_fixed = True
         order = np.argsort(list(self.vocabulary))
         self.set_vocabulary("".join(sorted(self.vocabulary)))
         return np.argsort(order)

@@ -96,10 +96,14 @@ def test_values_are_read_alike_from_yaml_and_options(name: str, text: str, value
 def test_yaml_has_its_own_forms_of_null_text_and_lists(config_file: Path) -> None:
     config = read(
         config_file,
-        "trainer: {max_epochs: , micro_batch_size: ~, patience: Null, sample_prompt: 'null', wandb_project: '~'}\n"
+        "trainer: {max_epochs: , micro_batch_size: ~, profile_steps: Null, sample_prompt: 'null', wandb_project: '~'}\n"
         "optimizer:\n  betas:\n  - 0.5\n  - &half 0.5\n  weight_decay: *half\n",
     )
-    assert (config.trainer.max_epochs, config.trainer.micro_batch_size, config.trainer.patience) == (None, None, None)
+    assert (config.trainer.max_epochs, config.trainer.micro_batch_size, config.trainer.profile_steps) == (
+        None,
+        None,
+        None,
+    )
     assert (config.trainer.sample_prompt, config.trainer.wandb_project) == ("null", "~")
     assert (config.optimizer.betas, config.optimizer.weight_decay) == ((0.5, 0.5), 0.5)
 

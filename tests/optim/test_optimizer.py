@@ -2,6 +2,7 @@ from dataclasses import replace
 from typing import Literal
 
 import pytest
+import torch
 from torch import nn
 
 from mingpt.config.schema import OptimizerConfig
@@ -47,6 +48,15 @@ def test_each_parameter_is_in_one_group_and_adamw_is_fused(name: Literal["adamw"
     assert all(group["fused"] for group in groups)
     muon = [p for group in groups if group["muon"] for p in group["params"]]
     assert list(map(id, muon)) == ([id(model[1].weight)] if name == "muon" else [])
+
+
+def test_muon_takes_the_linear_layers_of_blocks_and_no_other_matrices() -> None:
+    """Such as a table of biases for each head and distance."""
+    model = network()
+    model.blocks[0].table = nn.Parameter(torch.zeros(4, 8))
+    groups = build_optimizer(model, OptimizerConfig(name="muon")).param_groups
+    [group] = [group for group in groups if any(p is model.blocks[0].table for p in group["params"])]
+    assert not group["muon"]
 
 
 def test_a_group_with_its_own_learning_rate_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

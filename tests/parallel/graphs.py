@@ -35,7 +35,6 @@ def undone(change: Callable[[], None]) -> Iterator[None]:
     """Makes a change of tests/parallel/runs.py for the block."""
     changed = [
         (CharDataset, "__getitem__"),
-        (CharDataset, "num_targets"),
         (model.MLP, "__init__"),
         (model.MLP, "forward"),
         (model.GPT, "__init__"),

@@ -59,7 +59,6 @@ def loss_errors(folder: Path, ranks: int, runs: list[Options], steps: int = 12, 
     """
     names = (
         "model__architecture",
-        "model__conv_kernel_size",
         "model__n_layer",
         "optimizer__name",
         "trainer__batch_size",
@@ -176,7 +175,6 @@ def count_one_token_only() -> None:
         return idx, targets.masked_fill(targets != 2, IGNORE_INDEX)
 
     CharDataset.__getitem__ = read_masked
-    CharDataset.num_targets = lambda self, samples: int((self[samples][1] != IGNORE_INDEX).sum()) if samples else 0
 
 
 def change_buffers(is_new: bool) -> None:

@@ -1,25 +1,30 @@
-"""What the constructor of a changed model makes is trained with every strategy, saved and loaded, or is refused."""
+"""Ordinary changes of model and data train with the same losses with every strategy, and are saved and resumed."""
 
-import copy
 import math
 import os
+import random
 from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from char_dataset import CharDataset, ValidationDataset
+from mingpt.nn.layers import IGNORE_INDEX
 from mingpt.optim import optimizer
+from mingpt.parallel.strategy import Strategy
 from mingpt.snapshot.load import load_pretrained
 from model import GPT, MLP, Block, CausalSelfAttention
 from tests.helpers import (
     NO_DROPOUT,
     assert_equal_snapshots,
     assert_one_message,
+    list_snapshots,
     loss_curve,
     max_relative_error,
     newest_snapshot,
@@ -29,7 +34,7 @@ from tests.helpers import (
     run_ranks,
     write_text,
 )
-from tests.parallel.runs import PIPELINE, Options, add_auxiliary_loss, change_buffers, run_changed, with_stages
+from tests.parallel.runs import PIPELINE, Options, change_buffers, run_changed, with_stages
 
 
 def _after(cls: type[nn.Module], function: Callable[[Any], None]) -> None:
@@ -56,7 +61,7 @@ def share_block() -> None:
     """As ALBERT does."""
 
     def share(model: Any) -> None:
-        model.transformer["h"] = nn.ModuleList([model.blocks[0]] * len(model.blocks))
+        model.transformer["h"] = nn.ModuleDict({str(number): model.blocks[0] for number in model.blocks})
 
     _after(GPT, share)
 
@@ -109,6 +114,96 @@ def add_second_head() -> None:
     GPT.forward = with_head  # type: ignore[method-assign]
 
 
+def use_random_numbers() -> None:
+    """Random windows as in nanoGPT's get_batch, random targets that do not count, and random tokens."""
+
+    def read(self: CharDataset, samples: Any) -> tuple[Tensor, Tensor]:
+        starts = torch.randint(len(self.tokens) - self.block_size, (len(samples), 1))
+        positions = starts + torch.arange(self.block_size + 1)
+        text = torch.from_numpy(self.tokens[positions.numpy()].astype(np.int64))
+        is_target = torch.from_numpy(np.random.rand(len(samples), self.block_size) < 0.7)
+        idx = text[:, :-1].clone()
+        idx[:, random.randrange(self.block_size)] = random.randrange(13)
+        return idx, text[:, 1:].masked_fill(~is_target, IGNORE_INDEX)
+
+    CharDataset.__getitem__ = read  # type: ignore[method-assign]
+
+
+def mask_validation() -> None:
+    read = ValidationDataset.batch
+
+    def masked(self: ValidationDataset, windows: Any) -> tuple[Tensor, Tensor]:
+        idx, targets = read(self, windows)
+        return idx, targets.masked_fill(torch.rand(targets.shape) < 0.5, IGNORE_INDEX)
+
+    ValidationDataset.batch = masked  # type: ignore[method-assign]
+
+
+def add_parameters() -> None:
+    """A scale, a mixture of channels, LoRA, ReZero's scalar and a gate. Their values are part of the constructor."""
+    forward = Block.forward
+
+    def add(block: Any) -> None:
+        block.scale = nn.Parameter(torch.ones(4, 4))
+        block.mix = nn.Parameter(torch.eye(16))
+        block.lora_a = nn.Parameter(torch.randn(2, 16))
+        block.lora_b = nn.Parameter(torch.zeros(16, 2))
+        block.alpha = nn.Parameter(torch.tensor(1.0))
+        block.gate_bias = nn.Parameter(torch.ones(1))
+        block.zero = nn.Linear(16, 16)
+        nn.init.zeros_(block.zero.weight)
+
+    def with_parameters(self: Any, x: Tensor, *args: Any) -> Tensor:
+        y = self.alpha * forward(self, x, *args) * self.scale.flatten()
+        return x + self.gate_bias * (y @ self.mix + y @ self.lora_a.T @ self.lora_b.T) + self.zero(x)
+
+    _after(Block, add)
+    Block.forward = with_parameters  # type: ignore[method-assign]
+
+
+def pad_vocabulary() -> None:
+    """To a multiple of 64, as nanochat does."""
+
+    def pad(model: Any) -> None:
+        model.transformer["wte"] = nn.Embedding(64, model.config.n_embd)
+        model.lm_head = nn.Linear(model.config.n_embd, 64, bias=False)
+
+    _after(GPT, pad)
+
+
+def penalize_logits_in_forward() -> None:
+    """z-loss, as a term that GPT.forward adds."""
+    forward = GPT.forward
+
+    def penalized(self: GPT, *args: Any, **options: Any) -> Any:
+        logits, loss = forward(self, *args, **options)
+        if loss is not None and self.training:
+            loss = loss + 0.1 * logits.logsumexp(-1).square().mean()
+        return logits, loss
+
+    GPT.forward = penalized  # type: ignore[method-assign]
+
+
+def mix_in_embedding() -> None:
+    """nanochat's gates, x = a x + b x0. Stages exchange one tensor, so x0 is a part of it."""
+    embed = GPT.embed
+    forward = Block.forward
+    unembed = GPT.unembed
+
+    def add(block: Any) -> None:
+        block.gates = nn.Parameter(torch.tensor([0.9, 0.3]))
+
+    def with_x0(self: Any, x: Tensor, *args: Any) -> Tensor:
+        x, x0 = x.chunk(2, -1)
+        a, b = self.gates
+        return torch.cat((forward(self, a * x + b * x0, *args), x0), -1)
+
+    _after(Block, add)
+    GPT.embed = lambda self, *args: embed(self, *args).repeat(1, 1, 2)  # type: ignore[method-assign]
+    Block.forward = with_x0  # type: ignore[method-assign]
+    GPT.unembed = lambda self, x: unembed(self, x.chunk(2, -1)[0])  # type: ignore[method-assign]
+
+
 ACCUMULATING = {"trainer__batch_size": 8, "trainer__micro_batch_size": 2}
 ON_TWO: list[Options] = [
     ACCUMULATING,
@@ -119,6 +214,7 @@ ON_TWO: list[Options] = [
 ]
 FSDP = {**ACCUMULATING, "distributed__strategy": "fsdp"}
 STAGES = [with_stages(2), with_stages(2, distributed__strategy="fsdp")]
+EVERYWHERE = [(2, ON_TWO[0]), (2, FSDP), (2, with_stages(2, trainer__micro_batch_size=2))]
 PARTS = (("whole", 6), ("parts", 4), ("parts", 6))
 
 
@@ -166,6 +262,11 @@ def _load_changed(change: Callable[[], None], folders: list[Path], argv: list[st
         (tie_blocks, [(2, ON_TWO[0])]),
         (add_second_head, [(2, ON_TWO[0]), (2, ON_TWO[1])]),
         (share_block, [(1, FSDP), (2, ON_TWO[0]), (2, ON_TWO[3])]),
+        (use_random_numbers, EVERYWHERE),
+        (add_parameters, EVERYWHERE),
+        (pad_vocabulary, EVERYWHERE),
+        (penalize_logits_in_forward, EVERYWHERE),
+        (mix_in_embedding, EVERYWHERE),
     ],
 )
 def test_the_model_that_the_constructor_makes_is_trained_saved_and_resumed(
@@ -182,6 +283,47 @@ def test_the_model_that_the_constructor_makes_is_trained_saved_and_resumed(
     for folder, loss in zip(folders, losses, strict=True):
         [row] = read_rows(folder, "eval")
         assert math.isclose(row["val_loss"], loss, rel_tol=1e-5)
+
+
+def test_random_numbers_in_an_evaluation_are_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
+    runs = [(1, ACCUMULATING), (2, ON_TWO[0])]
+    folders = _train(
+        mask_validation, runs, tmp_path, **NO_DROPOUT, trainer__eval_every=6, optimizer__learning_rate=1e-9
+    )
+    one, two = (read_rows(folder, "eval")[0]["val_loss"] for folder in folders)
+    assert one == pytest.approx(two, rel=1e-6)
+
+
+def add_noise(depends_on_rank: bool) -> None:
+    """Adds random numbers to the gradients, which ranks have exchanged."""
+    update = Strategy.update
+
+    def noisy(self: Strategy, lr: Any) -> Tensor:
+        if depends_on_rank and self.context.rank == 1:
+            torch.manual_seed(1)
+        for parameter in self.parameters.values():
+            parameter.grad += 0.1 * torch.randn_like(parameter)
+        return update(self, lr)
+
+    Strategy.update = noisy  # type: ignore[method-assign]
+
+
+def test_noise_of_gradients_is_the_same_on_all_ranks_and_resumed(tmp_path: Path) -> None:
+    runs = [(1, ACCUMULATING), (2, ON_TWO[0]), (2, ON_TWO[1]), (2, ON_TWO[4])]
+    one, *others = _train(partial(add_noise, depends_on_rank=False), runs, tmp_path, **NO_DROPOUT)
+    for folder in others[:2]:
+        assert max_relative_error(*([loss for _, loss in loss_curve(each)] for each in (folder, one))) < 1e-5
+
+
+@pytest.mark.parametrize("options", [ON_TWO[0], ON_TWO[4]])
+def test_ranks_with_different_weights_are_refused_at_a_save(options: Options, text: Path, tmp_path: Path) -> None:
+    argv = run_args(tmp_path / "run", text, **(options | {"trainer__save_overhead": None}))
+    change = partial(add_noise, depends_on_rank=True)
+    [[(status, _, err)], [(_, _, other)]] = run_ranks(2, run_changed, change, [argv], tmp_path=tmp_path)
+    assert (status, other) == (2, "")
+    assert_one_message(err)
+    assert "step 3: transformer.wte.weight differs between ranks 0 and 1, so the ranks train different models" in err
+    assert not list_snapshots(tmp_path / "run")
 
 
 @pytest.mark.parametrize(("is_new", "runs"), [(False, [*ON_TWO[::2], STAGES[1]]), (True, [*ON_TWO[:4:3], STAGES[0]])])
@@ -227,87 +369,53 @@ def test_optimizer_state_keeps_its_dtypes(tmp_path: Path) -> None:
         assert {key: each.dtype for key, each in state.items()} == {"momentum": torch.bfloat16, "count": torch.int64}
 
 
+class ScheduleFree(torch.optim.Optimizer):
+    """Schedule-free SGD (Defazio et al., 2024), with its counter and sum in the parameter group, as published."""
+
+    def __init__(self, groups: Any, **settings: Any) -> None:
+        super().__init__([group | {"k": 0, "weight_sum": 0.0} for group in groups], settings)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            weight = group["lr"] ** 2
+            group["k"] += 1
+            group["weight_sum"] += weight
+            c = weight / group["weight_sum"]
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["z"] = parameter.detach().clone()
+                state["z"].sub_(parameter.grad, alpha=group["lr"] * group["k"])
+                parameter.lerp_(state["z"], c)
+
+
+def use_schedule_free() -> None:
+    optimizer.AdamW = ScheduleFree  # type: ignore[misc, assignment]
+
+
+def test_what_an_optimizer_changes_in_its_groups_is_resumed(tmp_path: Path) -> None:
+    runs = [(1, ACCUMULATING), *product([2], [ON_TWO[0], ON_TWO[1], FSDP, STAGES[0]])]
+    for folder in _train(use_schedule_free, runs, tmp_path, optimizer__name="adamw"):
+        assert [group["k"] for group in newest_snapshot(folder)["param_groups"]] == [6, 6, 6]
+
+
+def keep_tensor_in_group() -> None:
+    step = ScheduleFree.step
+
+    def with_tensor(self: Any) -> None:
+        step(self)
+        self.param_groups[0]["norm"] = torch.ones(())
+
+    ScheduleFree.step = with_tensor  # type: ignore[method-assign, assignment]
+    use_schedule_free()
+
+
 def add_head_bias() -> None:
     def add(model: Any) -> None:
         model.head_bias = nn.Parameter(torch.zeros(13))
 
     _after(GPT, add)
-
-
-def change_buffer_in_last_stage() -> None:
-    unembed = GPT.unembed
-
-    def counting(self: Any, x: Tensor) -> Tensor:
-        self.count += 1
-        return unembed(self, x)
-
-    _after(GPT, lambda model: model.register_buffer("count", torch.zeros(())))
-    GPT.unembed = counting  # type: ignore[method-assign]
-
-
-def share_buffer() -> None:
-    forward = Block.forward
-    count = torch.zeros(())
-
-    def counting(self: Any, *args: Any) -> Tensor:
-        self.count += 1
-        return forward(self, *args)
-
-    _after(Block, lambda block: block.register_buffer("count", count))
-    Block.forward = counting  # type: ignore[method-assign]
-
-
-def use_embedding_in_last_stage() -> None:
-    def with_positions(self: Any, x: Tensor) -> Tensor:
-        return x @ self.transformer["wte"].weight.T
-
-    GPT.unembed = with_positions  # type: ignore[method-assign]
-
-
-def tie_data() -> None:
-    def tie(model: Any) -> None:
-        model.lm_head.weight.data = model.transformer["wte"].weight.data
-
-    _after(GPT, tie)
-
-
-def tie_buffer() -> None:
-    _after(GPT, lambda model: model.register_buffer("emb", model.lm_head.weight.detach()[1:]))
-
-
-def clone_state() -> None:
-    state_dict: Any = GPT.state_dict
-
-    def cloned(self: Any, **options: Any) -> dict[str, Tensor]:
-        return {name: tensor.detach().clone() for name, tensor in state_dict(self, **options).items()}
-
-    GPT.state_dict = cloned  # type: ignore[method-assign, assignment]
-
-
-def add_hook() -> None:
-    """Of a kind that trains some rows only."""
-    _after(GPT, lambda model: model.lm_head.weight.register_hook(lambda gradient: gradient / 2))
-
-
-def limit_norm() -> None:
-    """Each pass changes the rows of its tokens."""
-    _after(GPT, lambda model: setattr(model.transformer["wte"], "max_norm", 0.01))
-
-
-def average_weights() -> None:
-    """Each pass changes a frozen copy, like a teacher's."""
-    forward = MLP.forward
-
-    def add(mlp: Any) -> None:
-        mlp.teacher = copy.deepcopy(mlp.c_fc).requires_grad_(False)
-        mlp.teacher.weight.data += 1
-
-    def averaged(self: Any, x: Tensor) -> Tensor:
-        self.teacher.weight.data.lerp_(self.c_fc.weight.data, 0.1)
-        return forward(self, x) + self.teacher(x).mean(-1, keepdim=True)
-
-    _after(MLP, add)
-    MLP.forward = averaged  # type: ignore[method-assign]
 
 
 def skip_an_expert() -> None:
@@ -322,25 +430,9 @@ def skip_an_expert() -> None:
     MLP.forward = lambda self, x: forward(self, x) + self.experts[used](x)  # type: ignore[method-assign]
 
 
-def use_module_of_list() -> None:
-    """Each block uses the first one's MLP, which is not among its modules."""
-    forward = Block.forward
-
-    def share(model: Any) -> None:
-        for block in model.blocks.values():
-            block.shared = [model.blocks[0].mlp]
-
-    def with_shared(self: Any, x: Tensor, *args: Any) -> Tensor:
-        return forward(self, x, *args) + self.shared[0](x)
-
-    _after(GPT, share)
-    Block.forward = with_shared  # type: ignore[method-assign]
-
-
 IN_STAGES = "distributed.pipeline_stages is 2, must be 1 for this model.py: "
 NOT_FSDP = "distributed.strategy is fsdp, must be ddp or zero1, because "
-NO_GRADIENT = "model.py: transformer.h.0.mlp.experts.0.weight got no gradient on rank 0; with several ranks, each"
-IS_CHANGED = "model.py: a forward pass changes the parameter "
+NO_GRADIENT = "model.py: transformer.h.0.mlp.experts.0.weight got no gradient on rank 0; each loss must depend on all"
 
 
 @pytest.mark.parametrize(
@@ -348,22 +440,11 @@ IS_CHANGED = "model.py: a forward pass changes the parameter "
     [
         (tie_head, STAGES[0], f"{IN_STAGES}transformer.wte.weight and lm_head.weight are one parameter, but belong to"),
         (add_head_bias, STAGES[0], f"{IN_STAGES}the stage of head_bias is unknown; parameters must belong to a"),
-        (change_buffer_in_last_stage, STAGES[0], f"{IN_STAGES}several stages change the buffer count, or not"),
-        (share_buffer, STAGES[0], f"{IN_STAGES}several stages change the buffer transformer.h.0.count, or not"),
-        (use_embedding_in_last_stage, STAGES[0], f"{IN_STAGES}in stages, it raises KeyError('wte')"),
-        (add_auxiliary_loss, STAGES[0], f"{IN_STAGES}with random weights, the loss of the whole model is "),
-        (use_module_of_list, STAGES[0], f"{IN_STAGES}with random weights, the loss of the whole model is "),
         (tie_blocks, FSDP, f"{NOT_FSDP}transformer.h.0.mlp.c_fc.weight and transformer.h.1.mlp.c_fc.weight are one"),
-        (add_hook, FSDP, f"{NOT_FSDP}lm_head.weight has a hook"),
+        (keep_tensor_in_group, {"optimizer__name": "adamw"}, "ScheduleFree keeps a Tensor, norm, in a parameter group"),
         (skip_an_expert, ON_TWO[0], NO_GRADIENT),
         (skip_an_expert, ON_TWO[2], NO_GRADIENT),
         (skip_an_expert, ON_TWO[4], NO_GRADIENT),
-        (limit_norm, ON_TWO[4], f"{IS_CHANGED}transformer.wte.weight; with several ranks or shards, use a buffer"),
-        (average_weights, ON_TWO[0], f"{IS_CHANGED}mlp.teacher.weight; with several"),
-        (average_weights, FSDP, f"{IS_CHANGED}mlp.teacher.weight; with several"),
-        (tie_data, {}, "model.py: transformer.wte.weight and lm_head.weight share memory, which training would sep"),
-        (clone_state, {}, "model.py: transformer.wte.weight in the state dict must be a parameter or a buffer itself"),
-        (tie_buffer, {}, "model.py: lm_head.weight and emb share memory, which training would separate; copy it, or"),
     ],
 )
 def test_what_can_not_be_distributed_is_refused(

@@ -1,6 +1,5 @@
 """What people add to the model, the loss, the data and the optimizer has the same effect with every strategy."""
 
-import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,16 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from char_dataset import CharDataset
 from mingpt.nn.layers import IGNORE_INDEX
 from mingpt.optim import optimizer
 from model import GPT
 from tests.helpers import (
     T,
     max_relative_error,
-    open_trainer,
     random_tokens,
-    run_args,
     run_ranks,
     small_gpt,
     train_curves,
@@ -145,17 +141,3 @@ def test_a_batch_without_targets_is_a_loss_of_zero() -> None:
     assert loss.item() == 0
     loss.backward()
     assert all(not parameter.grad.any() for parameter in model.parameters() if parameter.grad is not None)
-
-
-def test_masked_targets_that_num_targets_does_not_count_are_refused(tmp_path: Path, text: Path) -> None:
-    [message] = run_ranks(1, _start_with_uncounted_targets, run_args(tmp_path, text), tmp_path=tmp_path)
-    assert re.fullmatch(r"CharDataset: samples 0 to 15 have \d+ targets .*, but num_targets returns \d+", message)
-
-
-def _start_with_uncounted_targets(argv: list[str]) -> str:
-    count = CharDataset.num_targets
-    count_one_token_only()
-    CharDataset.num_targets = count
-    with pytest.raises(ValueError, match="num_targets") as error, open_trainer(*argv):
-        pass
-    return str(error.value)

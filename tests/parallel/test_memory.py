@@ -1,4 +1,4 @@
-"""Memory per rank: what a step measures, the check before training, and a step that runs out of memory."""
+"""Memory per rank: what a step measures, and a step that runs out of memory."""
 
 import os
 import re
@@ -8,11 +8,6 @@ from typing import Any
 
 import pytest
 
-from mingpt.config.parser import read_config
-from mingpt.distributed.context import DistributedContext
-from mingpt.distributed.launcher import RankInfo
-from mingpt.errors import UserError
-from mingpt.parallel.memory import check_memory
 from tests.helpers import DEVICES, ranks_on, read_rows, run_args, run_captured, run_on, run_ranks
 from trainer import Trainer
 
@@ -41,30 +36,6 @@ def test_a_step_measures_what_the_documentation_says(
     assert [*map(float, found)] == pytest.approx(expected, rel=0.3 if strategy == "zero1" else 0.03)
     if device == "cuda":
         assert read_rows(tmp_path)[0]["memory"] * 1024 > sum(expected)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "bytes_per_parameter", "options"),
-    [
-        (1, 16, {}),
-        (4, 12, {"optimizer__name": "muon"}),
-        (4, 10, {"distributed__strategy": "zero1"}),
-        (4, 4, {"distributed__strategy": "zero2"}),
-        (8, 1.5, {"distributed__strategy": "fsdp", "optimizer__name": "muon"}),
-        (8, 2, {"distributed__strategy": "fsdp", "distributed__pipeline_stages": 2}),
-    ],
-)
-def test_too_little_memory_is_refused(
-    ranks: int, bytes_per_parameter: float, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = read_config(run_args(Path("run"), "text.txt", trainer__batch_size=8, **options))
-    context = DistributedContext(RankInfo(), config.distributed)
-    context.world_size = ranks
-    available = int(2**20 * bytes_per_parameter)
-    monkeypatch.setattr("mingpt.parallel.memory.memory_per_rank", lambda *args: available)
-    check_memory(config, 2**20, context)
-    with pytest.raises(UserError, match=rf"a rank needs .* for .*, but has only {available / 2**20:.1f} MiB;"):
-        check_memory(config, 2**20 + 2**10, context)
 
 
 def test_a_step_that_runs_out_of_memory_is_one_message(text: Path, tmp_path: Path) -> None:

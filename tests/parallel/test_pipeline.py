@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from mingpt.parallel.evaluation import generate_sample
 from mingpt.parallel.pipeline import WTE
-from mingpt.run.evaluation import generate_sample
 from tests.helpers import (
     NO_DROPOUT,
     max_relative_error,
@@ -36,7 +36,6 @@ SCHEDULED: list[Options] = [
     with_stages(
         stages,
         model__architecture=ARCHITECTURES[(i + j) % 2],
-        model__conv_kernel_size=3 if j else None,
         optimizer__name="muon" if stages == 4 else "adamw",
         distributed__pipeline_schedule=schedule,
     )
@@ -79,7 +78,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str
 
 def _results(folder: Path, stages: int) -> dict[str, Any]:
     options = with_stages(stages, trainer__micro_batch_size=2, distributed__pipeline_schedule="gpipe")
-    tied = options | {"optimizer__name": "muon", "model__architecture": "gpt2", "trainer__replay_every": None}
+    tied = options | {"optimizer__name": "muon", "model__architecture": "gpt2"}
     results: dict[str, Any] = {}
     with open_trainer(*run_args(folder / f"run-{stages}", folder / "text.txt", **(NO_DROPOUT | options))) as trainer:
         train_losses(trainer, 4)
@@ -92,7 +91,7 @@ def _results(folder: Path, stages: int) -> dict[str, Any]:
         results["val_loss_with_dropout"] = trainer.progress.val_loss
         seeds: list[int] = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("mingpt.parallel.strategy.seed_device", lambda _, seed: seeds.append(seed))
+            patch.setattr("mingpt.parallel.strategy.seed_generators", lambda _, seed: seeds.append(seed))
             trainer.train_step()
         train_losses(trainer, 4)
         if stages > 1:
@@ -116,8 +115,11 @@ def test_validation_losses_and_samples_are_those_of_one_process(
 
 
 def test_each_stage_has_its_own_dropout(results: dict[int, list[dict[str, Any]]]) -> None:
-    """A separate seed for each of the two micro-batches of each replica."""
-    seeds = [seed for found in results[4] for seed in found["seeds"]]
+    """A separate seed for each of the two micro-batches of each replica. They read with the same seeds."""
+    for first, last in (results[4][:2], results[4][2:]):
+        assert first["seeds"][:2] == last["seeds"][:2]
+    assert len({found["seeds"][-1] for found in results[4]}) == 1  # for the update
+    seeds = [seed for found in results[4] for seed in found["seeds"][2:-1]]
     assert len(set(seeds)) == len(seeds) == 8
 
 

@@ -40,7 +40,6 @@ BY_NAME: dict[str, Options] = {name: {"distributed__strategy": name} for name in
 TRAINED: list[Options] = [
     {
         "model__architecture": ARCHITECTURES[(i // 2 + j // 2) % 2],
-        "model__conv_kernel_size": (None, 3)[(i + i // 2 + j // 2) % 2],
         "distributed__strategy": strategy,
         "trainer__activation_checkpointing": mode,
         "trainer__micro_batch_size": 2 if (i + j) % 2 else None,
@@ -78,7 +77,7 @@ def test_all_strategies_train_with_the_same_losses(device: str, ranks: int, step
 @pytest.mark.slow
 def test_compiled_models_and_blocks_train_with_the_same_losses(tmp_path: Path) -> None:
     blocks = {"distributed__strategy": "fsdp", "trainer__activation_checkpointing": "selective"}
-    runs = [{"model__architecture": "gpt2", **COMPILED}, {"model__conv_kernel_size": 3, **blocks, **COMPILED}]
+    runs = [{"model__architecture": "gpt2", **COMPILED}, {**blocks, **COMPILED}]
     assert max(loss_errors(tmp_path, 2, runs)) < 1e-5
 
 
@@ -89,7 +88,7 @@ def test_resume_is_exact_with_every_strategy(device: str, tmp_path: Path) -> Non
         name: {"optimizer__name": "muon", "model__architecture": ARCHITECTURES[i % 2], **options}
         for i, (name, options) in enumerate(BY_NAME.items())
     }
-    runs["adamw"] = {"model__conv_kernel_size": 4}
+    runs["adamw"] = {}
     assert_exact_resume(tmp_path, ranks_on(device, 3), runs, device)
 
 

@@ -115,7 +115,7 @@ def test_files_of_an_earlier_version_are_read_and_pruned(folder: SnapshotFolder,
         torch.save(snapshot, tmp_path / f"{name}_{step:08d}.pt")
     newest = load_newest(folder)
     assert newest["step"] == 5
-    assert newest["best"] == {"step": 1, "val_loss": 0.5, "evaluations_since": 7}
+    assert newest["best"] == {"step": 1, "val_loss": 0.5}
     folder.resume(newest)
     assert sorted(os.listdir(tmp_path)) == ["frequent_00000005.pt", *file_names(1), *file_names(2)]
     write(folder, 6, best=newest["best_saved"])

@@ -20,7 +20,7 @@ from mingpt.snapshot.load import load_pretrained
 from mingpt.system import signals
 from tests.faults.runs import assert_same_run
 from tests.helpers import (
-    PATIENCE,
+    OVERFITTING,
     assert_equal_snapshots,
     list_snapshots,
     loss_curve,
@@ -116,8 +116,7 @@ def _threads_after_runs(text: Path, tmp_path: Path) -> tuple[list[str], list[int
 
 
 STEPS = 60
-OVERFITTING = PATIENCE | {"trainer__patience": None, "trainer__eval_every": 1}
-OPTIONS = OVERFITTING | {"trainer__max_steps": STEPS, "trainer__save_every": 10_000}
+OPTIONS = OVERFITTING | {"trainer__eval_every": 1, "trainer__max_steps": STEPS, "trainer__save_every": 10_000}
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +163,7 @@ def resume(run_dir: Path, undisturbed: Path, **changes: Any) -> str:
 def test_an_evaluation_that_is_the_lowest_is_saved(undisturbed: Path) -> None:
     losses = {row["step"]: row["val_loss"] for row in read_rows(undisturbed, "eval")}
     best = min(losses, key=losses.__getitem__)
-    expected = {"step": best, "val_loss": losses[best], "evaluations_since": STEPS - best}
+    expected = {"step": best, "val_loss": losses[best]}
     assert newest_snapshot(undisturbed)["best"] == expected
     assert 1 < best < STEPS
     assert list_snapshots(undisturbed) == names(best, STEPS)
@@ -195,7 +194,7 @@ def test_a_run_whose_snapshots_were_never_flushed_and_are_damaged_begins_again(k
 def test_a_lost_machine_resumes_from_the_mirror_which_the_same_rule_prunes(tmp_path: Path) -> None:
     """Each rank has a run folder. The evaluation of step 4 is the best one."""
     text = write_overfitting_text(tmp_path / "text.txt")
-    options = PATIENCE | {"trainer__patience": None, "trainer__keep_snapshots": 2, "trainer__save_every": 2}
+    options = OVERFITTING | {"trainer__keep_snapshots": 2, "trainer__save_every": 2}
     argv = run_args(tmp_path / "RANK", text, trainer__snapshot_path=MIRROR, **options)
     first, second = run_ranks(2, _lose_rank_0, argv, tmp_path, tmp_path=tmp_path)[0]
     assert (first[0][0], first[1]) == (0, names(4, 8, 10))

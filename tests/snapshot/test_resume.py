@@ -14,11 +14,12 @@ from torch import nn
 
 import sample
 import trainer
+from mingpt import start, summary
 from mingpt.config.parser import read_config
 from mingpt.config.schema import GPTConfig, OptimizerConfig, config_to_dict
 from mingpt.optim.optimizer import learning_rate
+from mingpt.parallel import numerics
 from mingpt.program import run_program as exit_status_of
-from mingpt.run import numerics, start, summary
 from mingpt.snapshot.folder import SnapshotFolder, load_snapshot
 from model import GPT, MLP
 from tests.helpers import (
@@ -181,17 +182,17 @@ def test_retuning_keys_follow_the_yaml_and_changes_are_logged(
     """Either the text changes, which loses a character, or the validation windows.
 
     The learning rate is so low that the weights of step 6 stay. Their validation loss is higher than the best one
-    before, which would end trainer.patience.
+    before.
     """
     before = newest_snapshot(run_dir)
-    changes = {"best": {"step": 3, "val_loss": 0.1, "evaluations_since": 0}, "best_saved": 3}
+    changes = {"best": {"step": 3, "val_loss": 0.1}, "best_saved": 3}
     changes["code"] = {**before["code"], "model.py": "another content", "mingpt/nn/own.py": "removed"}
     del changes["code"]["trainer.py"]
     SnapshotFolder(f"{run_dir}/snapshots", keep=9).write(before | changes)
     text = tmp_path / "text.txt"
     text.write_text((trained / "text.txt").read_text().replace("f", "s" if has_other_text else "f"))
     options = {"optimizer__learning_rate": 1e-12, "optimizer__decay_steps": 20, "trainer__batch_size": 5}
-    options |= {"trainer__patience": 2, "trainer__eval_every": 2, "trainer__max_steps": 8}
+    options |= {"trainer__eval_every": 2, "trainer__max_steps": 8}
     if not has_other_text:
         options["trainer__eval_windows"] = 3
     [(status, out, err)] = run_ranks(1, run_captured, *run_args(run_dir, text, **options), tmp_path=tmp_path)
@@ -200,7 +201,7 @@ def test_retuning_keys_follow_the_yaml_and_changes_are_logged(
     digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in (trained / "text.txt", text)]
     line = f"the text has changed: its SHA-256 is {digests[0]} in the snapshot, {digests[1]} now"
     assert (line in logged) == has_other_text
-    assert "validation losses are not comparable with earlier ones, so best snapshot and trainer.patience " in logged
+    assert "validation losses are not comparable with earlier ones, so the best snapshot is chosen anew" in logged
     assert "the learning rate of step 6 was " in logged
     assert "the code has changed since the snapshot: trainer.py, model.py, mingpt/nn/own.py\n" in logged
     config = OptimizerConfig(learning_rate=1e-12, warmup_steps=4, decay_steps=20)

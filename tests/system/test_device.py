@@ -1,4 +1,4 @@
-"""Rules on hardware flags and limits: device, precision, threads and memory. The hardware is simulated."""
+"""Rules on hardware flags and limits: device, precision and threads. The hardware is simulated."""
 
 import os
 import platform
@@ -11,12 +11,10 @@ import torch
 
 from mingpt.system import cgroup
 from mingpt.system.device import (
-    NCCL_BYTES,
     choose_device,
     choose_precision,
     gpu_metrics,
     has_bf16,
-    memory_per_rank,
     tune_malloc,
     use_cuda,
 )
@@ -27,7 +25,6 @@ from tests.helpers import run_ranks
 CPU, GPU, MPS = torch.device("cpu"), torch.device("cuda", 0), torch.device("mps")
 INTEL = "this CPU has AVX512-BF16, but no AMX, without which Intel's fp32 is faster"
 SetHardware = Callable[..., None]
-GIB = 2**30
 
 
 @pytest.fixture
@@ -153,24 +150,6 @@ def test_openmp_may_limit_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
                 assert choose_threads(5, 1, saved=None) == (threads, "as configured" if threads == 5 else limited)
 
 
-def test_ranks_share_the_hosts_memory_or_their_cgroups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 2**12, "SC_PHYS_PAGES": 2**19}.__getitem__)
-    for limit, expected in ((None, GIB), (GIB // 2, GIB // 4), (1024 * GIB, GIB)):
-        monkeypatch.setattr("mingpt.system.device.memory_limit", lambda limit=limit: limit)
-        assert memory_per_rank(CPU, local_world_size=2, world_size=2) == expected
-
-
-def test_a_rank_may_use_what_is_free_on_its_gpu_less_nccls_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    free = {0: 70 * GIB, 1: 2**20}
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[device.index], 80 * GIB))
-    assert memory_per_rank(GPU, local_world_size=1, world_size=1) == free[0]
-    assert memory_per_rank(GPU, local_world_size=1, world_size=2) == free[0] - NCCL_BYTES
-    assert memory_per_rank(torch.device("cuda", 1), local_world_size=2, world_size=2) == 0
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5 * GIB)  # PyTorch reuses the free part of it
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3 * GIB)
-    assert memory_per_rank(GPU, local_world_size=1, world_size=1) == free[0] + 2 * GIB
-
-
 def test_mfu_is_given_where_the_peak_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 2**29)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
@@ -202,34 +181,32 @@ def page_faults_before_and_after_tuning() -> list[int]:
 
 
 SERVICE = {
-    "user.slice/memory.max": f"{8 * GIB}\n",
-    "user.slice/run-1.scope/memory.max": f"{2 * GIB}\n",
     "user.slice/cpu.max": "150000 100000\n",
     "user.slice/run-1.scope/cpu.max": "max 100000\n",
 }
-STEP = {"slurm/job_7/memory.max": f"{4 * GIB}\n", "slurm/job_7/step_0/memory.max": "max\n"}
+STEP = {"slurm/job_7/cpu.max": "200000 100000\n", "slurm/job_7/step_0/cpu.max": "max 100000\n"}
 
 
 @pytest.mark.parametrize(
-    ("groups", "limits", "memory", "cores"),
+    ("groups", "limits", "cores"),
     [
-        ("0::/slurm/job_7/step_0/task_0\n", STEP, 4 * GIB, None),  # the job's limit is above the step's
-        ("0::/user.slice/run-1.scope\n", SERVICE, 2 * GIB, 1.5),  # the lowest counts, wherever it is
+        ("0::/slurm/job_7/step_0/task_0\n", STEP, 2.0),  # the job's limit is above the step's
+        ("0::/user.slice/run-1.scope\n", SERVICE, 1.5),  # the lowest counts, wherever it is
         # A container with a cgroup namespace, which makes its cgroup the root
-        ("0::/\n", {"memory.max": f"{GIB}\n", "cpu.max": "400000 100000\n"}, GIB, 4.0),
+        ("0::/\n", {"cpu.max": "400000 100000\n"}, 4.0),
         # A container without a namespace: the mount begins at its cgroup, and the path is the host's.
-        ("0::/docker/c0ffee\n", {"memory.max": f"{GIB}\n"}, GIB, None),
-        ("0::/job\n", {"job/memory.max": "max\n", "job/cpu.max": "max 100000\n"}, None, None),
-        ("9:memory:/job\n1:name=systemd:/\n", {}, None, None),  # cgroups of version 1
+        ("0::/docker/c0ffee\n", {"cpu.max": "100000 100000\n"}, 1.0),
+        ("0::/job\n", {"job/cpu.max": "max 100000\n"}, None),
+        ("9:memory:/job\n1:name=systemd:/\n", {}, None),  # cgroups of version 1
     ],
 )
 def test_the_lowest_limit_of_the_cgroup_and_those_above_it_counts(
-    groups: str, limits: dict[str, str], memory: int | None, cores: float | None, tmp_path: Path, monkeypatch
+    groups: str, limits: dict[str, str], cores: float | None, tmp_path: Path, monkeypatch
 ) -> None:
     monkeypatch.setattr(cgroup, "ROOT", tmp_path)
-    assert cgroup.memory_limit() is None  # without cgroups
+    assert cgroup.cpu_limit() is None  # without cgroups
     files = {f"sys/fs/cgroup/{name}": content for name, content in limits.items()}
     for name, content in {"proc/self/cgroup": groups, **files}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)
-    assert (cgroup.memory_limit(), cgroup.cpu_limit()) == (memory, cores)
+    assert cgroup.cpu_limit() == cores

@@ -17,11 +17,11 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from mingpt import start
 from mingpt.config.parser import read_config
 from mingpt.distributed.context import DistributedContext
 from mingpt.distributed.launcher import RankInfo
 from mingpt.errors import UserError
-from mingpt.run import start
 from mingpt.snapshot.folder import SnapshotFolder
 from mingpt.system import run_lock as lock
 from mingpt.system.run_lock import LOCK_NAME, RunLock, lock_folder

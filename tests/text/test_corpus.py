@@ -247,3 +247,18 @@ def test_memory_grows_by_one_byte_per_character(tmp_path: Path) -> None:
         done = subprocess.run(argv, capture_output=True, text=True, env=clean_env(), cwd=ROOT, check=True, timeout=120)
         peaks.append(int(done.stdout))
     assert 1024 * (peaks[1] - peaks[0]) / 180e6 == pytest.approx(1, abs=0.2)
+
+
+def test_another_text_is_encoded_with_the_vocabulary_of_the_first(tmp_path: Path) -> None:
+    """As a second validation text is. A new character would change the numbers of the tokens that were read before."""
+    (tmp_path / "first").write_text("cab")
+    (tmp_path / "second").write_text("bac")
+    (tmp_path / "third").write_text("a dab")
+    first = read_corpus(str(tmp_path / "first"), Tokenizer())
+    second = read_corpus(str(tmp_path / "second"), first.tokenizer)
+    assert first.tokens.tolist() == [2, 0, 1]
+    assert second.tokens.tolist() == [1, 0, 2]
+    message = "data.path: the tokens ' d' (2 distinct) of another text are not in the training text's vocabulary"
+    with pytest.raises(UserError, match=re.escape(message)):
+        read_corpus(str(tmp_path / "third"), first.tokenizer)
+    assert first.tokenizer.decode(first.tokens) == "cab"

@@ -18,7 +18,6 @@ from mingpt.distributed.context import DistributedContext
 from mingpt.errors import UserError
 from mingpt.files import replace_file
 from mingpt.monitoring.logging import logger
-from mingpt.parallel.model_checks import check_state
 from mingpt.snapshot.folder import open_folders
 from mingpt.snapshot.format import KEPT_KEYS, split_header
 from mingpt.snapshot.load import fit_config, load_initial_weights, load_pretrained, new_run_advice
@@ -28,7 +27,7 @@ from mingpt.text.corpus import Corpus, check_text, read_corpus
 from mingpt.text.tokenizer import Tokenizer
 from model import GPT
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 
 
 def prepare_run(config: Config, context: DistributedContext) -> None:
@@ -149,17 +148,10 @@ def load_corpus(config: Config, context: DistributedContext, tokenizer: Tokenize
     return corpus
 
 
-def build_model(model_config: GPTConfig, seed: int, context: DistributedContext) -> GPT:
-    """Returns a new GPT on the CPU of each rank. Strategies keep its buffers and tied parameters.
-
-    Raises:
-        UserError: on all ranks, if the state dict is not right.
-    """
+def build_model(model_config: GPTConfig, seed: int) -> GPT:
+    """Returns a new GPT on the CPU of each rank. Strategies keep its buffers and tied parameters."""
     torch.manual_seed(seed)
-    model = GPT(model_config)
-    with shared_errors(context):
-        check_state(model)
-    return model.train()
+    return GPT(model_config).train()
 
 
 def initial_weights(config: Config, context: DistributedContext, model: GPT, tokenizer: Tokenizer) -> dict[str, Tensor]:

@@ -47,8 +47,7 @@ def set_numerics(config: Config, context: DistributedContext, header: dict[str, 
         set_deterministic(device)
     elif device.type == "cuda":  # attention's backward pass does not always add in the same order
         reasons["resume"] = (
-            "equals an uninterrupted run to rounding error; with trainer.deterministic: true, to the last bit, and "
-            "trainer.replay_every finds faulty hardware"
+            "equals an uninterrupted run to rounding error; with trainer.deterministic: true, to the last bit"
         )
     choices = {
         "precision": precision,

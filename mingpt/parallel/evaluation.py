@@ -30,12 +30,11 @@ def evaluate(strategy: Strategy, data: ValidationDataset) -> float:
     strategy.broadcast_buffers()
     for first in range(0, len(batches), replicas.world_size):
         number = min(first + replicas.rank, len(batches) - 1)  # spare ranks also compute: sharded strategies gather
-        losses = torch.zeros(replicas.world_size, device=replicas.device)
-        losses[replicas.rank] = strategy.evaluate(batches[number], data)
+        results = torch.zeros(replicas.world_size, 2, device=replicas.device)  # mean loss and number of targets
+        results[replicas.rank] = torch.stack(strategy.evaluate(batches[number], data))
         # One all-reduce at the end would exceed the timeout if a rank is slow and the text is long.
-        rounds.append(replicas.all_reduce(losses))
-    losses = torch.cat(rounds)[: len(batches)].cpu().double()
-    counts = torch.tensor([data.num_targets(batch) for batch in batches], dtype=torch.float64)
+        rounds.append(replicas.all_reduce(results))
+    losses, counts = torch.cat(rounds)[: len(batches)].cpu().double().T
     return ((losses * counts).sum() / counts.sum()).item()
 
 

@@ -14,8 +14,7 @@ from char_dataset import CharDataset, ValidationDataset
 from mingpt.config.schema import Config, keys_without_places
 from mingpt.config.yaml_format import format_value
 from mingpt.parallel.memory import format_bytes
-from mingpt.run.progress import Progress, is_comparable
-from mingpt.snapshot.format import Best
+from mingpt.snapshot.format import Best, is_comparable
 from mingpt.snapshot.load import new_run_advice
 from mingpt.text.corpus import Corpus
 
@@ -47,15 +46,16 @@ def data_rows(path: str, corpus: Corpus, training: CharDataset, validation: Vali
     return rows
 
 
-def length_rows(config: Config, progress: Progress, last_step: int, num_windows: int) -> dict[str, str]:
+def length_rows(config: Config, progress: dict[str, Any], last_step: int, num_windows: int) -> dict[str, str]:
     """Returns rows about the batch and the length of a run.
 
     Args:
+        progress: the fields of its Progress
         num_windows: number of windows in an epoch
     """
     cfg = config.trainer
     # Finished steps may have had another batch size.
-    samples = progress.samples + (last_step - progress.step) * cfg.batch_size
+    samples = progress["samples"] + (last_step - progress["step"]) * cfg.batch_size
     if cfg.max_epochs is not None:
         samples = min(samples, cfg.max_epochs * num_windows)  # the last batch may be short
     return {
@@ -86,9 +86,7 @@ def resumed(path: str, then: dict[str, Any], now: dict[str, Any]) -> str:
             "validation may include text that was trained on"
         )
     if not is_comparable(then, now["text_sha256"], now["config"]["trainer"]["eval_windows"]):
-        lines.append(
-            "validation losses are not comparable with earlier ones, so best snapshot and trainer.patience start again"
-        )
+        lines.append("validation losses are not comparable with earlier ones, so the best snapshot is chosen anew")
     for key, name in (("hardware", "hardware"), ("pytorch", "version of PyTorch")):
         new = now["choices"][key]
         old = then["choices"].get(key, new)  # an older snapshot may lack it
@@ -101,47 +99,34 @@ def resumed(path: str, then: dict[str, Any], now: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def already_trained(file: str, step: int, config: Config, last_step: int, early_end: str | None) -> str:
+def already_trained(file: str, step: int, config: Config, last_step: int) -> str:
     """Returns why there is nothing to do, and commands.
 
     Args:
         file: the newest snapshot
         step: its step
-        early_end: why the run has ended before `last_step`; None: it has not
     """
-    keys = "trainer.patience, or set it to null" if early_end else "trainer.max_steps or trainer.max_epochs"
-    end = early_end or f"training ends at step {last_step}"
     return (
-        f"already trained: {file} is at step {step}, and {end}. To continue, raise {keys}; to start a new run, "
-        f"{new_run_advice(config)}.\n{next_commands(file, config.trainer.run_dir)}"
+        f"already trained: {file} is at step {step}, and training ends at step {last_step}. To continue, raise "
+        f"trainer.max_steps or trainer.max_epochs; to start a new run, {new_run_advice(config)}.\n"
+        f"{next_commands(file, config.trainer.run_dir)}"
     )
 
 
-def patience_is_over(best: Best, patience: int | None) -> str:
-    return (
-        f"the validation loss has not improved since step {best.step} ({best.val_loss:.4f}, with "
-        f"trainer.patience {patience})"
-    )
-
-
-def done(
-    file: str, run_dir: str, progress: Progress, seconds: float, early_end: str | None, best_saved: int | None
-) -> str:
+def done(file: str, run_dir: str, val_loss: float | None, seconds: float, best: Best | None) -> str:
     """Returns duration, validation loss and snapshot of a run that has ended, its best snapshot, and commands.
 
     Args:
         file: the last snapshot
+        val_loss: its validation loss
         seconds: duration of the run
-        early_end: why the run has ended before its last step; None: it has not
-        best_saved: step of the best snapshot
+        best: the best evaluation, if there is a snapshot of its step
     """
-    lines = [f"done in {tqdm.format_interval(seconds)}: validation loss {progress.val_loss:.4f}, snapshot {file}"]
-    if early_end:
-        lines.append(f"ended early: {early_end}")
-    if progress.best.step == best_saved != progress.step:
+    lines = [f"done in {tqdm.format_interval(seconds)}: validation loss {val_loss:.4f}, snapshot {file}"]
+    if best is not None and best.val_loss != val_loss:
         folder = shlex.quote(file.rpartition("/")[0])
         lines.append(
-            f"best:       validation loss {progress.best.val_loss:.4f} at step {progress.best.step}: "
+            f"best:       validation loss {best.val_loss:.4f} at step {best.step}: "
             f"python sample.py --snapshot {folder} --best"
         )
     lines.append(next_commands(file, run_dir))

@@ -11,7 +11,7 @@ import pytest
 from mingpt.config.schema import Config, TrainerConfig
 from mingpt.monitoring.logging import configure_logging
 from mingpt.monitoring.run_log import RunLog
-from mingpt.run.evaluation import SAMPLE_LENGTH, default_prompt, generate_sample
+from mingpt.parallel.evaluation import SAMPLE_LENGTH, default_prompt, generate_sample
 from mingpt.text.tokenizer import CharTokenizer
 from tests.helpers import (
     NO_DROPOUT,

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from mingpt import start
 from mingpt.config.schema import Config, DataConfig
 from mingpt.errors import UserError
-from mingpt.run import start
-from mingpt.run.start import write_default_text
+from mingpt.start import write_default_text
 from mingpt.text.corpus import Corpus
 from tests.helpers import run_args, run_captured, run_ranks
 
