@@ -163,7 +163,7 @@ def test_dropout_applies_to_embeddings_attention_and_both_branches(options: dict
 @pytest.mark.parametrize("shared", [False, True], ids=["two blocks", "one block with two numbers"])
 def test_logits_with_a_kv_cache_equal_those_of_one_pass(options: dict[str, Any], shared: bool) -> None:
     model, idx, calls = random_gpt(**options), random_tokens(3, T), []
-    model.transformer["h"] = nn.ModuleList([model.blocks[0], model.blocks[0 if shared else 1]])
+    model.transformer["h"] = nn.ModuleDict({"0": model.blocks[0], "1": model.blocks[0 if shared else 1]})
     model.blocks[0].register_forward_hook(lambda *args: calls.append(args))
     logits, _ = model(idx)
     assert len(calls) == 1 + shared

@@ -173,7 +173,7 @@ def test_a_signal_stops_the_run_after_a_save(name: str, status: int, text: Path,
     out, err = (file.read_text() for file in files)
     assert (process.exitcode, err) == (status, "")
     [stop], step = read_rows(run_dir, "stop"), newest_snapshot(run_dir)["step"]
-    assert stop == {"event": "stop", "step": step, "time": stop["time"], "signal": name, "reason": None}
+    assert stop == {"event": "stop", "step": step, "time": stop["time"], "signal": name}
     assert read_rows(run_dir)[-1]["step"] == step
     assert f"stopped by {name} at step {step} after saving a snapshot; run the same command to resume" in out
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from mingpt.run import numerics
+from mingpt.parallel import numerics
 
 from mingpt.config.schema import Config, DistributedConfig, TrainerConfig
 from mingpt.parallel.numerics import set_numerics
