@@ -251,7 +251,6 @@ class Trainer:
         if is_log_due or (is_cpu and self.context.world_size == 1):
             loss = self.strategy.mean_loss(result.losses).item()
             check_finite(step, "loss", loss, self.config.optimizer)
-        self.log.advance(step, loss)
         if is_log_due:
             row = self.train_row(result)
         with self.timer.pause():  # tokens per second include only the time of steps
@@ -260,6 +259,7 @@ class Trainer:
                     self.lock.check()
             if is_log_due:
                 self.log.write("train", step, loss=loss, **row)
+            self.log.advance(step)
             if step == self.first_step + 1:
                 usage = measure_memory(self.strategy)  # on all ranks
                 logger.info(summary.memory(usage))
@@ -296,7 +296,6 @@ class Trainer:
         """Computes and logs the validation loss of this step."""
         began = time.perf_counter()
         step = self.progress.step
-        self.log.show("val", "evaluating")
         val_loss = evaluate(self.strategy, self.val_data)
         check_finite(step, "validation loss", val_loss, self.config.optimizer)
         self.progress.set_val_loss(val_loss, counts=step % self.config.trainer.eval_every == 0)
@@ -331,7 +330,6 @@ class Trainer:
             error = save.future.exception()
             if error is None:
                 row = {"path": self.snapshots.folder.file(step), "val_loss": save.header["val_loss"]}
-                self.log.show("saved", str(step))
             else:
                 row = {"error": str(error)}
                 subject = str(step) if save.is_scheduled else "saves between those of trainer.save_every"
