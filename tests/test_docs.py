@@ -114,7 +114,7 @@ def test_each_result_of_benchmarks_has_a_command() -> None:
     assert len(rows) > 10
     for row in rows:
         words = shlex.split(re.sub(r" --(ranks|seconds) \d+", "", row.replace("FOLDER", str(ROOT))))
-        size = {"bare": 1, "ab": 3}.get(words[0], 2)
+        size = 3 if words[0] == "ab" else 2
         for program in chain(*choose_programs(words[:size], shlex.join(words[size:]))):
             read_config(shlex.split(program.options))
 
