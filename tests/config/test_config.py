@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from mingpt.config.parser import DEFAULT_CONFIG, read_config
-from mingpt.config.schema import KEYS, SHAPE_KEYS, Config, ModelConfig, config_to_dict
+from mingpt.config.schema import HEADINGS, KEYS, SHAPE_KEYS, Config, ModelConfig, config_to_dict
 from mingpt.config.yaml_format import dump_config, format_value
 from tests.helpers import ROOT, newest_snapshot, run_each_captured, run_program, run_ranks
 
@@ -189,6 +189,8 @@ def test_the_shipped_yaml_is_the_printed_default_and_ends_the_help(
     assert text == DEFAULT_CONFIG.read_text()
     comments = re.findall(r"^  \w+: .*? # (.*)$", text, re.MULTILINE)
     assert comments == [field.description for field in KEYS.values()]
+    headings = re.findall(r"\n\n  # (.*)\n  (\w+): ", text)
+    assert headings == [(heading, name.removeprefix("trainer.")) for name, heading in HEADINGS.items()]
     assert yaml.safe_load(text) == config_to_dict(Config())
     monkeypatch.setenv("COLUMNS", "60")
     _, start, narrow = printed(capsys, "--help").partition("\n\ndata:")
