@@ -271,7 +271,6 @@ class Trainer:
         """Logs, evaluates, generates a sample and saves what is due after a step, in this order."""
         step = self.progress.step
         due = self.find_due(result.flags)
-        self.log.advance(step)
         if any(due):  # reading a value waits for a GPU
             check_gradient(step, result.grad_norm, self.strategy.scaler, self.config.optimizer)
         if due.log:
@@ -282,6 +281,7 @@ class Trainer:
                     self.lock.check()
             if due.log:
                 self.log.write("train", step, **row)
+            self.log.advance(step)
             if step == self.first_step + 1:
                 usage = measure_memory(self.strategy)  # on all ranks
                 logger.info(summary.memory(usage))

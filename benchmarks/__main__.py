@@ -2,16 +2,12 @@
 
     python -m benchmarks ab "--distributed.strategy zero1" "--distributed.strategy ddp" --ranks 2
     python -m benchmarks ab "--trainer.save_overhead 0.02" "" --seconds 3
-    python -m benchmarks bare
     python -m benchmarks nanogpt FOLDER
-    python -m benchmarks tutorial FOLDER
     python -m benchmarks checkout FOLDER
-    python -m benchmarks speed
 
 A and B train alternately in separate processes. `ab` compares two lists of options of main.py. The others
-compare this program with a loop without logs, checks and data loading, with the model.py of nanoGPT or of the
-minGPT-DDP tutorial in FOLDER, or with another checkout of this repository. `speed` shows tokens per second for three
-sizes of the model. Further options are main.py's and apply to both sides.
+compare this program with the model.py of nanoGPT in FOLDER, or with another checkout of this repository.
+Further options are main.py's and apply to both sides.
 """
 
 import argparse
@@ -22,13 +18,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from mingpt.config.parser import read_config
 from mingpt.config.schema import MAX_STEPS
 from mingpt.errors import UserError
 from mingpt.program import exit_process, run_program
@@ -43,7 +37,6 @@ DEFAULTS = (
 )
 SMALL = "--model.n_layer 4 --model.n_head 4 --model.n_embd 128 --data.block_size 64 --trainer.batch_size 12"
 MEDIUM = "--model.n_layer 6 --model.n_head 6 --model.n_embd 384 --data.block_size 128 --trainer.batch_size 16"
-LARGE = "--model.n_layer 12 --model.n_head 12 --model.n_embd 768 --data.block_size 128 --trainer.batch_size 16"
 GPT2 = "--model.architecture gpt2 --model.bias false --optimizer.name adamw"
 
 
@@ -77,8 +70,6 @@ class Side(subprocess.Popen[str]):
             ranks = 1
         run_dir = tempfile.mkdtemp(dir=folder)
         words = [*DEFAULTS.split(), "--trainer.run_dir", run_dir, *shlex.split(program.options)]
-        config = read_config(words)
-        self.tokens_per_step = config.trainer.batch_size * config.data.block_size
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
         threads = str(max(1, len(available_cores()) // ranks))  # else they might differ on a busy machine
         self.log = Path(run_dir, "log.txt")
@@ -113,8 +104,8 @@ class Side(subprocess.Popen[str]):
         return float(self.read())
 
 
-def choose_programs(words: Sequence[str], options: str) -> list[list[Program]]:
-    """Returns the programs of each row, which are a pair to compare or one to measure.
+def choose_programs(words: Sequence[str], options: str) -> list[tuple[Program, Program]]:
+    """Returns the pairs to compare, one for each row.
 
     Args:
         words: a benchmark and its arguments
@@ -122,18 +113,14 @@ def choose_programs(words: Sequence[str], options: str) -> list[list[Program]]:
     """
     match words:
         case ["ab", a, b]:
-            return [[Program(side or "default", f"{options} {side}") for side in (a, b)]]
-        case ["bare"]:
-            return [[Program("a bare loop", options, "bare"), Program("this program", options)]]
+            return [(Program(a or "default", f"{options} {a}"), Program(b or "default", f"{options} {b}"))]
         case [_, folder] if not Path(folder, "model.py").is_file():
             raise UserError(f"command line: there is no model.py in {folder}; name the folder of a clone")
-        case ["nanogpt" | "tutorial" as peer, folder]:
+        case ["nanogpt", folder]:
             runs = [f"{GPT2} {shape} {options}" for shape in (SMALL, MEDIUM)]
-            return [[Program(peer, run, f"{peer}={folder}"), Program("this program", run)] for run in runs]
+            return [(Program("nanogpt", run, f"nanogpt={folder}"), Program("this program", run)) for run in runs]
         case ["checkout", folder]:
-            return [[Program(folder, options, checkout=Path(folder)), Program("this program", options)]]
-        case ["speed"]:
-            return [[Program("this program", f"{shape} {options}")] for shape in (SMALL, MEDIUM, LARGE)]
+            return [(Program(folder, options, checkout=Path(folder)), Program("this program", options))]
     raise UserError(f"command line: {shlex.join(words)} is not a benchmark; --help lists all")
 
 
@@ -144,13 +131,6 @@ def measure(sides: Sequence[Side], windows: int, seconds: float) -> np.ndarray:
     slowest = max(side.train(WARMUP_STEPS) for side in sides) / WARMUP_STEPS
     steps = max(1, round(seconds / slowest))
     return np.array([[side.train(steps) / steps for side in sides] for _ in range(windows)])
-
-
-def print_row(what: str, values: np.ndarray) -> None:
-    """Prints median and quartiles."""
-    quartiles = np.quantile(values, (0.25, 0.5, 0.75))
-    low, median, high = (f"{value:.3g}" if value < 1000 else f"{value:,.0f}" for value in quartiles)
-    print(f"| {what} | {median} | {low} to {high} |", flush=True)
 
 
 def run(argv: Sequence[str]) -> None:
@@ -170,22 +150,17 @@ def run(argv: Sequence[str]) -> None:
     parser.add_argument("--pairs", type=int, default=15, help="measurements of each side (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=0.5, help="length of a measurement (default: %(default)s)")
     args, options = parser.parse_known_args(argv)
-    rows = choose_programs(args.words, shlex.join(options))
-    print("| measurement | median | quartiles |\n| --- | --- | --- |", flush=True)
+    pairs = choose_programs(args.words, shlex.join(options))
+    print("| A / B | median | quartiles |\n| --- | --- | --- |", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        for programs in rows:
-            with ExitStack() as stack:
-                sides = []
-                for program in programs:
-                    side = stack.enter_context(Side(program, folder, args.ranks))
-                    description = side.read()  # the next side starts on an idle machine
-                    sides.append(side)
-                seconds = measure(sides, args.pairs, args.seconds)
-                if len(sides) == 1:
-                    print_row(f"tokens per second, {description}", sides[0].tokens_per_step / seconds)
-                else:
-                    a, b = sides
-                    print_row(f"{a.name} / {b.name}, {description}", seconds[:, 0] / seconds[:, 1])
+        for a, b in pairs:
+            with Side(a, folder, args.ranks) as side_a:
+                side_a.read()  # B starts on an idle machine
+                with Side(b, folder, args.ranks) as side_b:
+                    description = side_b.read()
+                    seconds = measure((side_a, side_b), args.pairs, args.seconds)
+            low, median, high = np.quantile(seconds[:, 0] / seconds[:, 1], (0.25, 0.5, 0.75))
+            print(f"| {a.name} / {b.name}, {description} | {median:.3g} | {low:.3g} to {high:.3g} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -2,20 +2,20 @@
 
     python benchmarks/side.py PROGRAM [options of main.py]
 
-PROGRAM is main, bare, nanogpt=FOLDER or tutorial=FOLDER. Rank 0 reads a number of steps per line and prints the seconds
+PROGRAM is main or nanogpt=FOLDER. Rank 0 reads a number of steps per line and prints the seconds
 that they have taken. Its first line describes the run.
 """
 
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 
 import torch
 
-from benchmarks.peers import Step, bare_step, nanogpt_step, tutorial_step
+from benchmarks.nanogpt import nanogpt_step
 from main import process_group
 from mingpt.config.parser import read_config
 from mingpt.distributed.agreement import broadcast_object
@@ -33,7 +33,11 @@ def run(argv: Sequence[str]) -> None:
     with redirect_stdout(sys.stderr), process_group(config, detect_launch_environment(os.environ)) as context:
         prepare_run(config, context)
         trainer = Trainer(config, context)
-        step = build_step(program, trainer)
+        if program == "main":
+            trainer.start_log()
+            step = trainer.advance
+        else:
+            step = nanogpt_step(trainer, Path(program.removeprefix("nanogpt=")))
         answer: object = describe(trainer)
         while True:
             if context.rank == 0:
@@ -43,18 +47,6 @@ def run(argv: Sequence[str]) -> None:
             if not steps:
                 break
             answer = time_steps(step, int(steps), context.device)
-
-
-def build_step(program: str, trainer: Trainer) -> Step:
-    name, _, folder = program.partition("=")
-    if name == "nanogpt":
-        return nanogpt_step(trainer, Path(folder))
-    if name == "tutorial":
-        return tutorial_step(trainer, Path(folder))
-    if name == "bare":
-        return bare_step(trainer)
-    trainer.start_log()
-    return trainer.advance
 
 
 def describe(trainer: Trainer) -> str:
@@ -67,7 +59,7 @@ def describe(trainer: Trainer) -> str:
     )
 
 
-def time_steps(step: Step, steps: int, device: torch.device) -> float:
+def time_steps(step: Callable[[], None], steps: int, device: torch.device) -> float:
     """Returns the seconds of these steps, including the work that they start on a GPU."""
     began = time.perf_counter()
     for _ in range(steps):

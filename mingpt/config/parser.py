@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 
 from mingpt.config.conflicts import find_conflicts, refuse
 from mingpt.config.schema import KEYS, SECTIONS, Config, by_section, config_to_dict
-from mingpt.config.yaml_format import Values, dump_config, read_yaml
+from mingpt.config.yaml_format import Values, dump_config, format_value, read_yaml
 from mingpt.errors import UserError
 
 DEFAULT_CONFIG = Path(__file__).parents[2] / "gpt2_train_cfg.yaml"
@@ -42,17 +42,8 @@ HINTS = {
     "start a process for each GPU with torchrun",
     "zero3": "; ZeRO-3 is fsdp",
 }
-# Keys by their name without the section, and by their name in nanoGPT and other programs
-NAMES = {name.partition(".")[2]: name for name in KEYS} | {
-    "lr": "optimizer.learning_rate",
-    "grad_clip": "optimizer.grad_norm_clip",
-    "max_iters": "trainer.max_steps",
-    "eval_iters": "trainer.eval_windows",
-    "eval_interval": "trainer.eval_every",
-    "log_interval": "trainer.log_every",
-    "dtype": "trainer.precision",
-    "out_dir": "trainer.run_dir",
-}
+# Keys that may be lists, also those of several types, such as `tuple[int, int] | None`
+LIST_KEYS = [name for name, info in KEYS.items() if "tuple[" in str(info.annotation)]
 
 
 def read_config(argv: Sequence[str] = ()) -> Config:
@@ -113,8 +104,10 @@ def _read_command_line(argv: Sequence[str]) -> tuple[list[str], Values]:
         if name == "config":
             files.append(text)
         elif name not in ("local_rank", "local-rank"):  # older launchers pass this and also set LOCAL_RANK
-            value = text.strip("[]").split(",") if name == "optimizer.betas" else text
-            values[name] = None if text == "null" else value, COMMAND_LINE
+            value: str | list | None = None if text == "null" else text
+            if name in LIST_KEYS and text.startswith("["):
+                value = [item.strip() for item in text.strip("[]").split(",")]
+            values[name] = value, COMMAND_LINE
     return files, values
 
 
@@ -125,7 +118,8 @@ def _unknown_name(name: str, value: Any, place: str) -> str:
     if name.replace("-", "_") in TORCHRUN_OPTIONS:
         return f"{name} (in {place}) is an option of torchrun: write it before main.py"
     _, _, key = name.rpartition(".")
-    nearest = [NAMES[key]] if key in NAMES else difflib.get_close_matches(name, KEYS, n=1, cutoff=0.5)
+    nearest = [known for known in KEYS if known.endswith(f".{key}")]
+    nearest += difflib.get_close_matches(name, KEYS, n=1, cutoff=0.5)
     hint = f"; the nearest is {nearest[0]}" if nearest else ""
     return f"{name} (in {place}) is not known{hint}; --help lists all keys"
 
@@ -136,8 +130,9 @@ def _wrong_value(name: str, value: Any, place: str, errors: Iterable[ErrorDetail
         text, _, _ = error["msg"].partition(", unable to ")
         allowed.append(text.removeprefix("Input should be ").removeprefix("String should have "))
     ranges = " or ".join(allowed).replace("a valid boolean", "true or false").replace("a valid string", "UTF-8 text")
-    if name == "optimizer.betas":
-        ranges = "a list of two numbers, at least 0 and less than 1"
+    default = KEYS[name].default
+    if isinstance(default, tuple):  # the errors may be about items, or about their number
+        ranges = f"a list like {format_value(default)}: {ranges}"
     return f"{name} (in {place}): found {reprlib.repr(value)}, must be {ranges}{HINTS.get(str(value), '')}"
 
 

@@ -22,6 +22,13 @@ from pydantic_core import PydanticCustomError, to_jsonable_python
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 # Keys that name locations. They may differ between ranks and between starts.
 PLACES = ("data.path", "trainer.run_dir", "trainer.snapshot_path", "distributed.init_method")
+# Headings of groups of keys in the yaml, each before a key
+HEADINGS = {
+    "trainer.max_epochs": "Length and batch",
+    "trainer.precision": "Precision and speed",
+    "trainer.log_every": "Evaluation and logs",
+    "trainer.save_every": "Snapshots and folders",
+}
 MAX_STEPS = 99_999_999  # names of snapshots have eight digits: step_00000500.pt
 
 
@@ -152,6 +159,9 @@ class TrainerConfig:
     micro_batch_size: PositiveInt | None = None
     """maximum number of sequences per forward pass on a rank; null: the rank's whole share"""
 
+    seed: int = Field(default=1, ge=0, lt=2**63)
+    """seed of initial weights, sample order and dropout"""
+
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """autocast dtype: fp32, bf16, fp16 (CUDA only); auto: bf16 where hardware supports it, else fp32"""
 
@@ -170,12 +180,6 @@ class TrainerConfig:
     deterministic: bool = False
     """use only deterministic CUDA kernels, which are slower; CPU runs are always deterministic"""
 
-    seed: int = Field(default=1, ge=0, lt=2**63)
-    """seed of initial weights, sample order and dropout"""
-
-    init_from: PathText | None = None
-    """initial weights: a snapshot, a run folder or a folder of snapshots; null: random initialization"""
-
     log_every: PositiveInt = 20
     """steps between rows of training metrics; the first step is included"""
 
@@ -191,20 +195,23 @@ class TrainerConfig:
     sample_prompt: Text | None = None
     """text that samples begin with; null: 20 tokens from the first line break of the validation text on"""
 
-    save_every: PositiveInt = 400
-    """steps between snapshots"""
-
-    save_overhead: float | None = Field(default=0.02, gt=0, lt=1)
-    """maximum fraction of time for snapshots between these, to lose less work in a crash; null: none"""
-
-    keep_snapshots: PositiveInt = 3
-    """number of save_every snapshots to keep, in addition to the best and the newest one"""
-
     profile_steps: PositiveInt | None = None
     """steps to record in a profiler trace per rank, from step 12 on; null: no trace"""
 
     wandb_project: Text | None = None
     """Weights & Biases project for the metrics; needs `pip install wandb`; null: none"""
+
+    save_every: PositiveInt = 400
+    """steps between snapshots"""
+
+    save_overhead: float | None = Field(default=0.02, gt=0, lt=1)
+    """maximum fraction of the run time for additional snapshots, which limit the work lost in a crash; null: none"""
+
+    keep_snapshots: PositiveInt = 3
+    """number of save_every snapshots to keep, in addition to the best and the newest one"""
+
+    init_from: PathText | None = None
+    """initial weights: a snapshot, a run folder or a folder of snapshots; null: random initialization"""
 
     run_dir: Annotated[PathText, AfterValidator(_check_folder)] = "runs/default"
     """run folder: config.yaml, metrics.jsonl, snapshots/, cache/"""

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from mingpt.config.schema import KEYS, SECTIONS, Sections
+from mingpt.config.schema import HEADINGS, KEYS, SECTIONS, Sections
 from mingpt.errors import UserError
 
 HEADER = """\
@@ -65,7 +65,7 @@ def format_value(value: Any) -> str:
 
 
 def dump_config(config: Sections) -> str:
-    """Returns the yaml of a configuration in ASCII, with the description of each key. `read_yaml` returns equal values.
+    """Returns the yaml of a configuration in ASCII, with headings and descriptions. `read_yaml` returns equal values.
 
     Args:
         config: sections, from `config_to_dict`
@@ -74,6 +74,9 @@ def dump_config(config: Sections) -> str:
     for section, keys in config.items():
         lines.append(f"\n{section}:")
         for key, value in keys.items():
+            name = f"{section}.{key}"
+            if name in HEADINGS:
+                lines.append(f"\n  # {HEADINGS[name]}")
             mapping = yaml.safe_dump({key: value}, width=math.inf, default_flow_style=True)
-            lines.append(f"  {mapping.strip()[1:-1]} # {KEYS[f'{section}.{key}'].description}")
+            lines.append(f"  {mapping.strip()[1:-1]} # {KEYS[name].description}")
     return "\n".join(lines) + "\n"

@@ -60,15 +60,10 @@ class RunLog:
                 if not isinstance(sink, MetricsFile):
                     self.sinks.remove(sink)
 
-    def advance(self, step: int, loss: float | None = None) -> None:
-        """Shows a finished step in the live line."""
+    def advance(self, step: int) -> None:
+        """Moves the bar of the live line to a finished step. The values beside it are those of the newest rows."""
         if self.terminal is not None:
-            self.terminal.advance(step, loss)
-
-    def show(self, field: str, text: str) -> None:
-        """Shows a field in the live line."""
-        if self.terminal is not None:
-            self.terminal.show(field, text)
+            self.terminal.advance(step)
 
     def close(self) -> None:
         for sink in self.sinks:

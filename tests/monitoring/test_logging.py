@@ -1,5 +1,6 @@
 """Log lines on pipes and terminals, the live line, and the exit status of scripts."""
 
+import io
 import os
 import re
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 from main import main
 from mingpt.errors import PeerError, UserError
+from mingpt.monitoring.live_line import Terminal
 from mingpt.monitoring.logging import configure_logging, logger, set_rank
 from mingpt.program import exit_process
 from mingpt.program import run_program as exit_status_of
@@ -187,8 +189,11 @@ def test_the_live_line_fits_the_terminal_and_stays_below_log_lines(
     assert status == 0, raw
     updates = [part.rstrip() for part in re.split(r"[\r\n]+", raw) if re.match(r"\d+/12 ", part)]
     assert all(len(update) <= width for update in updates)
-    fields = r"12/12 \S+, loss=\d\.\d{3}, left=00:00, val=\d\.\d{3}, tok/s=[\d.]+k?, saved=\d+"
-    assert re.fullmatch(fields, updates[-1]), updates[-1]
+    fields = r"12/12 \S+ 00:00 left, loss=(\d\.\d{3}), tok/s=[\d.]+k?, val=(\d\.\d{3})"
+    found = re.fullmatch(fields, updates[-1])
+    assert found, updates[-1]
+    [*_, row], [*_, evaluation] = read_rows(tmp_path / "run"), read_rows(tmp_path / "run", "eval")
+    assert found.groups() == (f"{row['loss']:.3f}", f"{evaluation['val_loss']:.3f}")
     assert len(updates[-1]) > width - 3  # the bar takes the width that is left
 
     lines = screen(raw, width)
@@ -199,3 +204,21 @@ def test_the_live_line_fits_the_terminal_and_stays_below_log_lines(
     [last] = [line for line in lines if re.match(r"\d+/12 ", line)]  # log lines leave no copies of the live line
     assert lines.index(last) > lines.index(evals[-1])
     assert not [line for line in lines if line.startswith("step ") and "/12" in line]  # the live line has these
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_the_time_left_is_at_the_average_pace_since_the_start_of_this_process(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 100 steps, it makes 20 in 1000 seconds. 40 are left."""
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    configure_logging()
+    terminal = Terminal(step=40, last_step=100)
+    terminal.started -= 1000
+    terminal.bar.start_t = time.time() - 1000
+    terminal.bar.last_print_t = time.time() - 1
+    terminal.write("train", 60, {"loss": 2.5, "learning_rate": 0.1, "grad_norm": 1.0, "tokens_per_second": 1.0})
+    terminal.advance(60)
+    assert re.search(r"33:2\d left", sys.stdout.getvalue())
+    terminal.close()

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from mingpt.parallel import numerics
 
 from mingpt.config.schema import Config, DistributedConfig, TrainerConfig
+from mingpt.parallel import numerics
 from mingpt.parallel.numerics import set_numerics
 from mingpt.system.device import device_kind
 from tests.helpers import read_rows, run_args, start_main
