@@ -23,7 +23,8 @@ from mingpt.errors import UserError
 from mingpt.nn.layers import KVCache
 from mingpt.optim.muon import to_local
 from mingpt.parallel.data_parallel import build_data_parallel
-from mingpt.parallel.strategy import DTYPES, MicroBatch, Strategy, layout, state_layouts, tied_names
+from mingpt.parallel.state import layout, state_layouts, tied_names
+from mingpt.parallel.strategy import DTYPES, MicroBatch, Strategy
 from model import GPT
 
 WTE = "transformer.wte"  # in the first stage and, with tied weights, also in the last stage
