@@ -20,7 +20,7 @@ from mingpt.config.schema import Config
 from mingpt.distributed.agreement import reduce_object, shared_errors
 from mingpt.distributed.context import DistributedContext, PendingFlags
 from mingpt.errors import UserError
-from mingpt.nn.layers import KVCache
+from mingpt.nn.kv_cache import KVCache
 from mingpt.optim.muon import to_local
 from mingpt.parallel.data_parallel import build_data_parallel
 from mingpt.parallel.state import layout, state_layouts, tied_names
