@@ -298,7 +298,7 @@ def _main_that_hangs(what: str, *args: Any) -> None:
 def test_the_best_snapshot_that_could_be_saved_is_kept_also_by_the_next_start(tmp_path: Path) -> None:
     """The saves of better evaluations than the first one fail."""
     text = write_overfitting_text(tmp_path / "text.txt")
-    argv = run_args(tmp_path / "run", text, **OVERFITTING, trainer__save_every=2)
+    argv = run_args(tmp_path / "run", text, **OVERFITTING, trainer__eval_every=1, trainer__save_every=2)
     [(first, second)] = run_ranks(1, _train_without_best, argv, tmp_path=tmp_path)
     assert (first[0], second[0]) == (0, 0)
     assert "--best" not in first[1] + second[1]
