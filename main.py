@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from mingpt.config.parser import read_config
 from mingpt.config.schema import Config
-from mingpt.distributed.launcher import RankInfo, detect_launch_environment, reported_once_per_machine
+from mingpt.distributed.launcher import RankInfo, detect_launch_environment
+from mingpt.monitoring.logging import set_rank
 from mingpt.program import exit_process, import_pytorch, run_program, start_program
 from mingpt.system.signals import stop_with_torchrun
 
@@ -33,9 +34,9 @@ def main(argv: Sequence[str] = ()) -> int:
     """
     stop_with_torchrun()
     info = detect_launch_environment(os.environ)  # rank and number of ranks, set by torchrun, SLURM, mpirun or by hand
-    with reported_once_per_machine(info):
-        config = read_config(argv)
-        import_pytorch()  # takes over a second, so `--help` and configuration mistakes are handled first
+    set_rank(info.rank, info.local_rank)
+    config = read_config(argv)
+    import_pytorch()  # takes over a second, so `--help` and configuration mistakes are handled first
     from mingpt.run.start import prepare_run
     from trainer import Trainer
 
@@ -60,10 +61,8 @@ def process_group(config: Config, info: RankInfo) -> "Iterator[DistributedContex
 
     from mingpt.distributed.context import DistributedContext
     from mingpt.distributed.process_group import connected_ranks, destroy_process_group, explained_errors
-    from mingpt.monitoring.logging import set_rank
     from mingpt.system.device import use_cuda
 
-    set_rank(info.rank)
     destroy_process_group()  # of an earlier run in this process that has failed
     backend = "cpu:gloo,cuda:nccl" if use_cuda(config.distributed.backend) else "gloo"
     timeout = timedelta(seconds=config.distributed.timeout_seconds)

@@ -20,6 +20,7 @@ from main import process_group
 from mingpt.config.parser import read_config
 from mingpt.distributed.agreement import broadcast_object
 from mingpt.distributed.launcher import detect_launch_environment
+from mingpt.monitoring.logging import set_rank
 from mingpt.program import exit_process, run_program
 from mingpt.run.start import prepare_run
 from mingpt.system.device import device_kind
@@ -28,9 +29,11 @@ from trainer import Trainer
 
 def run(argv: Sequence[str]) -> None:
     program, *options = argv
+    info = detect_launch_environment(os.environ)
+    set_rank(info.rank, info.local_rank)
     config = read_config(options)
     answers = sys.stdout
-    with redirect_stdout(sys.stderr), process_group(config, detect_launch_environment(os.environ)) as context:
+    with redirect_stdout(sys.stderr), process_group(config, info) as context:
         prepare_run(config, context)
         trainer = Trainer(config, context)
         step = build_step(program, trainer)

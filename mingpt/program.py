@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mingpt.errors import PeerError, UserError, is_oom_error
 from mingpt.files import replace_file
-from mingpt.monitoring.logging import configure_logging, logger
+from mingpt.monitoring.logging import configure_logging, is_reporter, logger
 from mingpt.system.signals import is_interactive
 
 
@@ -54,14 +54,13 @@ def run_program(run: Callable[[Sequence[str]], int | None], argv: Sequence[str],
         status = run(argv) or 0
     except SystemExit as ended:  # from argparse
         status = int(ended.code or 0)
-    except UserError as error:
-        status = 2
-        logger.error(str(error))
-        write_error_file(str(error), f"error: {error}")
-    except PeerError as error:
+    except (UserError, PeerError) as error:
+        if is_reporter():
+            logger.error(str(error))
         status = 1
-        logger.error(str(error))
-        time.sleep(error.linger_seconds)
+        if isinstance(error, UserError):  # torchrun's summary is about the rank that has caused a PeerError
+            status = 2
+            write_error_file(str(error), f"error: {error}")
     except BrokenPipeError:  # the reader of stdout closed it
         pass
     except KeyboardInterrupt:  # only before training, which installs a signal handler

@@ -22,6 +22,7 @@ from mingpt.distributed.health import HealthMonitor
 from mingpt.distributed.launcher import RankInfo, number_in
 from mingpt.distributed.network import machine_id
 from mingpt.errors import UserError
+from mingpt.monitoring.logging import set_rank
 from mingpt.system.device import choose_device
 
 CUDA_EXTRA_TIMEOUT = timedelta(seconds=60)  # added to distributed.timeout_seconds for NCCL's collectives
@@ -53,6 +54,7 @@ class DistributedContext(RankGroup):
         machine = machine_id()
         machines = all_gather_object(self, machine)
         self.local_rank = machines[: self.rank].count(machine) if info.local_rank is None else info.local_rank
+        set_rank(self.rank, self.local_rank)
         self.local_world_size = info.local_world_size or machines.count(machine)
         with shared_errors(self):
             self.device = choose_device(config.backend, self.local_rank, self.world_size)

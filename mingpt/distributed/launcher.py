@@ -1,12 +1,10 @@
 """Detects the launcher (torchrun, SLURM, mpirun or none), and reads rank, number of ranks and rendezvous address."""
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from mingpt.errors import UserError
-from mingpt.monitoring.logging import silence_errors
 
 MAX_PORT = 2**16 - 1
 OPEN_MPI = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
@@ -68,20 +66,6 @@ def _read_ranks(
             "unset them"
         )
     return RankInfo(values[rank], values[world_size], values.get(local_rank), values.get(local_world_size))
-
-
-@contextmanager
-def reported_once_per_machine(info: RankInfo) -> Iterator[None]:
-    """Reports a UserError that all processes raise, such as a mistake in the yaml, from one process on each machine.
-
-    This process is local rank 0. Rank 0 also reports it, since its local rank may have been set by hand to any number.
-    """
-    try:
-        yield
-    except UserError:
-        if info.local_rank not in (None, 0) and info.rank > 0:
-            silence_errors()
-        raise
 
 
 def restart_hint(env: Mapping[str, str]) -> str:
