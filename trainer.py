@@ -32,7 +32,15 @@ from mingpt.run.evaluation import default_prompt, evaluate, generate_sample
 from mingpt.run.numerics import set_numerics
 from mingpt.run.progress import Progress, StepResult
 from mingpt.run.replay import compute_twice
-from mingpt.run.start import adopt_snapshot, build_model, code_digests, initial_weights, load_corpus, lock_run
+from mingpt.run.start import (
+    adopt_snapshot,
+    build_model,
+    code_digests,
+    initial_weights,
+    load_corpus,
+    lock_run,
+    prepare_run,
+)
 from mingpt.snapshot.format import FORMAT_VERSION
 from mingpt.snapshot.load import check_vocabulary
 from mingpt.snapshot.manager import SnapshotManager
@@ -59,6 +67,7 @@ class Trainer:
     """
 
     def __init__(self, config: Config, context: DistributedContext) -> None:
+        prepare_run(config, context)
         self.context = context
         self.run_dir = Path(config.trainer.run_dir)
         self.log = RunLog()
