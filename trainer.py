@@ -33,7 +33,15 @@ from mingpt.parallel.strategy import UPDATING
 from mingpt.snapshot.format import FORMAT_VERSION, Best, is_comparable
 from mingpt.snapshot.load import check_vocabulary
 from mingpt.snapshot.manager import SnapshotManager
-from mingpt.start import adopt_snapshot, build_model, code_digests, initial_weights, load_corpus, lock_run
+from mingpt.start import (
+    adopt_snapshot,
+    build_model,
+    code_digests,
+    initial_weights,
+    load_corpus,
+    lock_run,
+    prepare_run,
+)
 from mingpt.system.device import device_kind, gpu_metrics
 from mingpt.system.signals import EXIT_STATUS, SignalHandler
 
@@ -96,6 +104,7 @@ class Trainer:
     """
 
     def __init__(self, config: Config, context: DistributedContext) -> None:
+        prepare_run(config, context)
         self.context = context
         self.run_dir = Path(config.trainer.run_dir)
         self.log = RunLog()
