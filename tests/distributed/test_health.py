@@ -115,7 +115,7 @@ def _compile_and_hang() -> str:
         with open_process_group(timeout_seconds=1) as context:
             subgroup = context.subgroup([[0, 1]])
             for _ in range(2):
-                flags = context.begin_step(0)
+                flags = context.begin_step(0, False, 0)
                 time.sleep(2.5 * context.rank)
                 subgroup.all_reduce(torch.zeros(1))
                 flags.wait()
