@@ -145,12 +145,13 @@ class DistributedContext(RankGroup):
             self._set_timeouts(self.timeout)
         if self.health is not None:
             self.health.step = self.steps
-        mine = torch.tensor([signal, is_save_due, num_targets])
+        flags = StepFlags(signal, is_save_due, num_targets)
         if self.world_size == 1:
-            return PendingFlags(mine, None)
+            return PendingFlags(flags)
+        mine = torch.tensor(flags)
         rows = torch.empty(self.world_size * len(mine), dtype=mine.dtype)
         work = all_gather_single(rows, mine, async_op=True)
-        return PendingFlags(rows, work)
+        return PendingFlags(flags, rows, work)
 
 
 class StepFlags(NamedTuple):
@@ -170,19 +171,24 @@ class StepFlags(NamedTuple):
 class PendingFlags:
     """The flags of a step. The exchange runs while the caller continues.
 
-    The flags are on the CPU, where gloo exchanges them, so `wait` does not wait for a GPU.
+    They are exchanged on the CPU by gloo, so `wait` does not wait for a GPU.
 
     Args:
+        flags: this rank's flags
         rows: flags of each rank; filled when `work` is done
+        work: the exchange; None: there is only one rank
     """
 
-    def __init__(self, rows: Tensor, work: dist.Work | None) -> None:
+    def __init__(self, flags: StepFlags, rows: Tensor | None = None, work: dist.Work | None = None) -> None:
+        self.flags = flags
         self.rows = rows
         self.work = work
 
     def wait(self) -> StepFlags:
-        if self.work is not None:
+        """Returns the flags of all ranks together."""
+        if self.work is not None and self.rows is not None:
             self.work.wait()
             self.work = None
-        signals, saves, counts = self.rows.view(-1, 3).T.tolist()
-        return StepFlags(max(signals), any(saves), sum(counts))
+            signals, saves, counts = self.rows.view(-1, len(self.flags)).T.tolist()
+            self.flags = StepFlags(max(signals), any(saves), sum(counts))
+        return self.flags
