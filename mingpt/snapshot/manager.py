@@ -265,7 +265,7 @@ class SnapshotManager:
         """Starts to upload what the mirror lacks, if there is a mirror."""
         if self.remote is not None:
             step = header["step"]
-            future = self.uploader.submit(sync, self.folder, self.remote, step)
+            future = self.uploader.submit(sync, self.folder, self.remote)
             self.saves.append(Save(header, step in header["scheduled"], future, is_upload=True))
 
     def ended(self) -> list[Save]:
