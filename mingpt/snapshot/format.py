@@ -50,7 +50,7 @@ class Best:
 def check_content(content: Any, path: str) -> None:
     """Checks that the content of a file is a snapshot. Adds entries that a snapshot of an earlier version lacks.
 
-    Missing keys of the model get their defaults, which should mean what earlier versions did.
+    Missing keys of the model get their defaults, so a new key's default must keep the old behavior.
 
     Args:
         path: names the file in the message
