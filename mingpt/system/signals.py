@@ -67,12 +67,14 @@ class SignalHandler:
 
     Attributes:
         signal: number of the first signal, or 0
+        is_urgent: set by a signal that ends the process, unless it is a session
         exits_at_once: set until the first step ends, since compiling the model may take minutes
         is_waiting: set while ranks wait for a save or an upload, which may take long
     """
 
     def __init__(self) -> None:
         self.signal = 0
+        self.is_urgent = False
         self.exits_at_once = False
         self.is_waiting = False
         self.received = math.inf  # time of the first signal
@@ -129,4 +131,5 @@ class SignalHandler:
             exits = self.exits_at_once or (is_second and (self.is_waiting or number == signal.SIGINT))
             if exits and not is_interactive():
                 os._exit(EXIT_STATUS[signal.Signals(number)])
+            self.is_urgent = self.is_urgent or exits
             self.signal = self.signal or number

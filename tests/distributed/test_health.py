@@ -69,7 +69,7 @@ def _lose_a_rank(init_method: str, lost_rank: int, signal_name: str, argv: list[
 
     def step_or_signal(trainer: Trainer) -> Any:
         if trainer.progress.step == 5:
-            trainer.snapshots.newest.future.result()  # the test expects the snapshot of step 3
+            trainer.snapshots.newest_write.result()  # the test expects the snapshot of step 3
             started.append(time.monotonic())
             if trainer.context.rank == lost_rank:
                 os.kill(os.getpid(), getattr(signal, signal_name))
