@@ -22,7 +22,6 @@ from mingpt.distributed.agreement import broadcast_object
 from mingpt.distributed.launcher import detect_launch_environment
 from mingpt.monitoring.logging import set_rank
 from mingpt.program import exit_process, run_program
-from mingpt.run.start import prepare_run
 from mingpt.system.device import device_kind
 from trainer import Trainer
 
@@ -34,7 +33,6 @@ def run(argv: Sequence[str]) -> None:
     config = read_config(options)
     answers = sys.stdout
     with redirect_stdout(sys.stderr), process_group(config, info) as context:
-        prepare_run(config, context)
         trainer = Trainer(config, context)
         step = build_step(program, trainer)
         answer: object = describe(trainer)

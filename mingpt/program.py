@@ -16,15 +16,16 @@ from pathlib import Path
 from mingpt.errors import PeerError, UserError, is_oom_error
 from mingpt.files import replace_file
 from mingpt.monitoring.logging import configure_logging, is_reporter, logger
-from mingpt.system.signals import is_interactive
+from mingpt.system.signals import is_interactive, stop_with_torchrun
 
 
 def start_program() -> None:
-    """Makes Ctrl-C end the program at once, unless it runs in a session.
+    """Makes Ctrl-C end the program at once, unless it runs in a session, and the end of torchrun stop it.
 
     Call it before PyTorch is imported. A KeyboardInterrupt would show the traceback of the imports, and NumPy turns it
     into other errors.
     """
+    stop_with_torchrun()
     if not is_interactive() and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
     if os.getpid() == 1:  # in a container, Linux ignores signals without a handler

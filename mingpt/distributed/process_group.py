@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from mingpt.config.schema import DistributedConfig
-from mingpt.distributed.context import DistributedContext, extend_cuda_timeout
+from mingpt.distributed.context import DistributedContext
 from mingpt.distributed.health import FILE_SYSTEM, RANK_0, HealthMonitor
 from mingpt.distributed.launcher import RankInfo
 from mingpt.distributed.network import (
@@ -71,7 +71,6 @@ def connected_ranks(info: RankInfo, config: DistributedConfig) -> Iterator[tuple
             store_host = "torchrun's agent"
         health = HealthMonitor(store, info, store_host)
         yield dist.PrefixStore("group", store), health
-        extend_cuda_timeout(dist.group.WORLD)  # type: ignore[arg-type]
     except (ValueError, RuntimeError, OSError) as error:
         notice.cancel()
         if uses_agent_store(init_method):
