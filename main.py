@@ -32,10 +32,10 @@ def main(argv: Sequence[str] = ()) -> int:
         PeerError: another rank has failed.
     """
     info = detect_launch_environment(os.environ)  # rank and number of ranks, set by torchrun, SLURM, mpirun or by hand
-    set_rank(info.rank, info.local_rank)
+    set_rank(info.rank, info.local_rank)  # one process of each machine reports mistakes
     config = read_config(argv)
     with process_group(config, info) as context:
-        from trainer import Trainer  # not before PyTorch
+        from trainer import Trainer  # not at the top, since it imports PyTorch
 
         return Trainer(config, context).train()
 

@@ -20,7 +20,7 @@ from mingpt.system.signals import is_interactive, stop_with_torchrun
 
 
 def start_program() -> None:
-    """Makes Ctrl-C end the program at once, unless it runs in a session, and the end of torchrun stop it.
+    """Makes the program stop when torchrun ends, and end at once on Ctrl-C, unless it runs in a session.
 
     Call it before PyTorch is imported. A KeyboardInterrupt would show the traceback of the imports, and NumPy turns it
     into other errors.
