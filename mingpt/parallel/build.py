@@ -1,7 +1,5 @@
 """Builds the strategy that a configuration selects."""
 
-from pathlib import Path
-
 import torch
 
 from mingpt.config.conflicts import find_conflicts, refuse
@@ -27,12 +25,9 @@ def build_strategy(config: Config, model: GPT, context: DistributedContext, prec
     """
     refuse(find_conflicts(config, precision))
     num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    with shared_errors(context):  # no rank compiles before all of them have called `use_compile_cache`
+    with shared_errors(context):
         if config.trainer.compile:
-            from mingpt.system.compile_cache import use_compile_cache  # a slow import
-
             check_compiler(context.device)
-            use_compile_cache(Path(config.trainer.run_dir) / "cache/compiled")
         check_memory(config, num_trained, context)
     if config.distributed.pipeline_stages > 1:
         from mingpt.parallel.pipeline import PipelineParallel  # a slow import
