@@ -102,7 +102,7 @@ def import_pytorch() -> None:
     """
     if "torch" not in sys.modules:
         # OpenMP would start fewer threads while other programs use the cores, and matrix products in bf16 would be
-        # wrong (see `openmp_limit`). It reads its variables when PyTorch is imported.
+        # wrong (see `choose_threads`). It reads its variables when PyTorch is imported.
         os.environ["OMP_DYNAMIC"] = "false"
     gc.collect()  # otherwise, garbage of an earlier run in this process would never be collected
     gc.disable()
