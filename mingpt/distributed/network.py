@@ -3,7 +3,6 @@
 import os
 import platform
 import socket
-import time
 from contextlib import suppress
 from urllib.parse import urlsplit
 
@@ -12,7 +11,6 @@ import psutil
 from mingpt.distributed.launcher import RankInfo
 from mingpt.errors import UserError
 
-RESOLVE_SECONDS = 5.0  # time to retry the lookup of a host name, because a DNS server may start slowly
 LOOPBACK = "127.0.0.1"
 DEFAULT_ROUTE_HOST = "192.0.2.1"  # reserved for documentation (RFC 5737), so packets to it take the default route
 
@@ -42,11 +40,13 @@ def resolve_init_method(info: RankInfo, init_method: str | None) -> str:
                 "exists and that you may write to"
             ) from error
     host, port = host_and_port(found)
-    if not _resolves(host):
+    try:
+        socket.getaddrinfo(host, None)
+    except (OSError, UnicodeError) as error:  # UnicodeError: the name is invalid, for example with two dots
         raise UserError(
             f"{source} is {host}:{port}, but this machine, {platform.node()}, can't resolve {host!r}; set MASTER_ADDR "
             "and MASTER_PORT, or distributed.init_method, with a name of rank 0's host that resolves, or its IP address"
-        )
+        ) from error
     return found
 
 
@@ -84,18 +84,6 @@ def select_gloo_interface(is_one_host: bool, init_method: str) -> None:
             if address in (interface.address for interface in addresses):
                 os.environ["GLOO_SOCKET_IFNAME"] = name
                 return
-
-
-def _resolves(host: str) -> bool:
-    """Returns whether a host name resolves, now or within RESOLVE_SECONDS."""
-    deadline = time.monotonic() + RESOLVE_SECONDS
-    while True:
-        with suppress(OSError, UnicodeError):  # UnicodeError: the name is invalid, for example with two dots
-            socket.getaddrinfo(host, None)
-            return True
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(0.5)
 
 
 def _address_towards(host: str) -> str | None:

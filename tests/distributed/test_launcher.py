@@ -117,7 +117,6 @@ def test_ranks_without_an_address_are_refused(env: dict[str, str], monkeypatch: 
 
 
 def test_an_address_that_leads_nowhere_is_refused_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("mingpt.distributed.network.RESOLVE_SECONDS", 0)
     monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
     monkeypatch.setenv("MASTER_PORT", "29400")
     info = detect_launch_environment(BY_HAND | MASTER)
