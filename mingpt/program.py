@@ -28,8 +28,6 @@ def start_program() -> None:
     stop_with_torchrun()
     if not is_interactive() and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
-    if os.getpid() == 1:  # in a container, Linux ignores signals without a handler
-        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(143))
 
 
 def run_program(run: Callable[[Sequence[str]], int | None], argv: Sequence[str], encoding: str | None = None) -> int:
@@ -41,10 +39,6 @@ def run_program(run: Callable[[Sequence[str]], int | None], argv: Sequence[str],
     Args:
         encoding: encoding of stdout; None: the locale's encoding
     """
-    # A stream that the parent process closed is None. The null device gets the stream's descriptor.
-    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     configure_logging()
     if isinstance(sys.stdout, io.TextIOWrapper):  # not in a notebook
         sys.stdout.reconfigure(encoding=encoding, errors="backslashreplace")  # some paths can't be encoded
@@ -102,7 +96,7 @@ def import_pytorch() -> None:
     """
     if "torch" not in sys.modules:
         # OpenMP would start fewer threads while other programs use the cores, and matrix products in bf16 would be
-        # wrong (see `openmp_limit`). It reads its variables when PyTorch is imported.
+        # wrong (see `choose_threads`). It reads its variables when PyTorch is imported.
         os.environ["OMP_DYNAMIC"] = "false"
     gc.collect()  # otherwise, garbage of an earlier run in this process would never be collected
     gc.disable()

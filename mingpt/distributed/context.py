@@ -36,7 +36,8 @@ DEVICE_ADVICE = (
 class DistributedContext(RankGroup):
     """This process's rank and device, and collectives with the other ranks.
 
-    Until the end of the first step, the timeout of collectives is at least START_TIMEOUT.
+    Until the end of the first step, the timeout of collectives is at least START_TIMEOUT. The timeout of gloo's send
+    and receive, which pipeline stages use, is distributed.timeout_seconds from the start.
 
     Args:
         info: ranks from the launcher
@@ -93,6 +94,7 @@ class DistributedContext(RankGroup):
                 context.rank = ranks.index(self.rank)
                 context.world_size = len(ranks)
                 context.group = group
+        self._set_timeouts(max(self.timeout, START_TIMEOUT))
         return context
 
     @property
