@@ -225,6 +225,7 @@ CHANGES = {
     "answers": ("--data.answer_after d", None),
     "averaged_weights": ("--optimizer.average_decay 0.9", None),
     "bpe": ("", "some tokens have several characters"),
+    "convolution": ("--model.conv_kernel_size 4", "has other weights: "),
     "grouped_query_attention": ("--model.n_kv_head 2", "has other weights: "),
     "label_smoothing": ("--model.label_smoothing 0.1", None),
     "layer_decay": ("--optimizer.layer_decay 0.5", None),
