@@ -86,7 +86,7 @@ def test_each_guarantee_and_each_fault_has_tests() -> None:
 
 def test_the_tree_names_all_modules_and_the_layers_are_those_that_lint_imports_checks() -> None:
     tree, shown = (
-        block for block in blocks(DOCS / "architecture.md", "text") if block.startswith(("main.py", "run\n"))
+        block for block in blocks(DOCS / "architecture.md", "text") if block.startswith(("main.py", "start"))
     )
     found = {
         ROOT / ("mingpt" if line[0] == " " else "") / name
@@ -225,12 +225,14 @@ CHANGES = {
     "answers": ("--data.answer_after d", None),
     "averaged_weights": ("--optimizer.average_decay 0.9", None),
     "bpe": ("", "some tokens have several characters"),
+    "convolution": ("--model.conv_kernel_size 4", "has other weights: "),
     "grouped_query_attention": ("--model.n_kv_head 2", "has other weights: "),
     "label_smoothing": ("--model.label_smoothing 0.1", None),
     "layer_decay": ("--optimizer.layer_decay 0.5", None),
     "lora": ("--model.lora_rank 4 --trainer.init_from runs/base", "has other weights: "),
     "mixture_of_experts": ("--model.n_expert 4", "has other weights: "),
     "parameter_norm": ("", None),
+    "replay": ("--trainer.replay_every 3", None),
     "rotary_base": ("--model.rotary_base 10", "the logits of the nanochat of transformers differ"),
     "sgd": ("--optimizer.name sgd --optimizer.learning_rate 0.1", None),
     "warmup_stable_decay": ("--optimizer.stable 0.8", None),
@@ -275,6 +277,38 @@ if __name__ == "__main__":
 """
 
 
+# Rank 1 computes a wrong gradient once, in the first of the two computations of step 4.
+RUN_WRONG = """
+import os
+import sys
+from pathlib import Path
+from mingpt.parallel.strategy import Strategy
+from model import Block
+from tests.helpers import run_captured, run_ranks
+
+def train_wrong(*argv):
+    forward, forward_backward, calls = Block.forward, Strategy.forward_backward, []
+
+    def counted(self, *args):
+        calls.append(args)
+        return forward_backward(self, *args)
+
+    def wrong(self, *args):
+        output = forward(self, *args)
+        if len(calls) == 5 and os.environ["RANK"] == "1":
+            output.register_hook(lambda gradient: 1.001 * gradient)
+        return output
+
+    Strategy.forward_backward, Block.forward = counted, wrong
+    return run_captured(*argv)
+
+if __name__ == "__main__":
+    (first, _, message), (second, _, _) = run_ranks(2, train_wrong, *sys.argv[1:], tmp_path=Path.cwd())
+    assert (first, second) == (2, 2)
+    print(message)
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 def test_each_change_trains_on_ranks_as_on_one_is_killed_resumes_samples_and_is_exported_or_refused(
@@ -290,7 +324,7 @@ def test_each_change_trains_on_ranks_as_on_one_is_killed_resumes_samples_and_is_
         for run in (folder / "runs/base", folder / "runs/one", folder / "runs/two")
     )
     assert together == pytest.approx(alone, rel=2e-3)  # rounding errors grow from step to step
-    assert (alone == base) == (change == "parameter_norm")
+    assert (alone == base) == (change in ("parameter_norm", "replay"))
 
     text = (folder / "sample.txt").read_text()
     assert text.startswith("anna does")
@@ -298,6 +332,10 @@ def test_each_change_trains_on_ranks_as_on_one_is_killed_resumes_samples_and_is_
         [row] = [row for row in read_rows(folder / "runs/two") if row["step"] == 120]
         weights = list(load_snapshot(str(folder / "runs/two/snapshots/step_00000120.pt"))["model"].values())
         assert row["parameter_norm"] == pytest.approx(get_total_norm(weights).item(), rel=1e-4)
+    if change == "replay":
+        (folder / "run_wrong.py").write_text(RUN_WRONG)
+        message = run(f"python run_wrong.py {CHANGED_RUN} {options} --trainer.run_dir runs/wrong", folder)
+        assert message.startswith("error: step 4: two computations of the same gradients differ on rank 1 (")
     if change == "bpe":
         assert len(text) > len("anna does") + 20  # most tokens have several characters
         with pytest.raises(UserError, match=r"vocabulary is \[.*, must be str; use the version that wrote it"):
