@@ -20,10 +20,10 @@ from mingpt.distributed.agreement import all_gather_object, broadcast_object, sh
 from mingpt.distributed.context import DistributedContext
 from mingpt.errors import UserError
 from mingpt.monitoring.logging import logger
-from mingpt.monitoring.run_log import saved_steps
+from mingpt.monitoring.run_log import RunLog, saved_steps
 from mingpt.parallel.strategy import Strategy
 from mingpt.snapshot.folder import SnapshotFolder, open_folders
-from mingpt.snapshot.format import split_header
+from mingpt.snapshot.format import Best, split_header
 from mingpt.snapshot.load import new_run_advice, weight_differences
 from mingpt.snapshot.mirror import sync
 from mingpt.system.run_lock import RunLock, read_holder
@@ -270,18 +270,35 @@ class SnapshotManager:
             self.newest_upload = _start(self.newest_upload, sync, self.folder, self.remote)
             self.saves.append(Save(self.header, self.remote, self.newest_upload))
 
-    def ended(self) -> list[Save]:
-        """Returns the saves that have ended since the last call, and the uploads that have failed.
+    def log_ended(self, log: RunLog, is_last: bool) -> None:
+        """Logs the saves that have ended since the last call, and the uploads that have failed.
+
+        Args:
+            is_last: whether the run ends, and reports errors itself
 
         Raises:
             Exception: one has failed with an error that is not a UserError.
         """
-        ended = [save for save in self.saves if save.future.done()]
-        for save in ended:
+        for save in [save for save in self.saves if save.future.done()]:
             self.saves.remove(save)  # the other thread may append one at the same time
-            if not isinstance(save.future.exception(), UserError | None):
-                save.future.result()
-        return [save for save in ended if save.folder is self.folder or save.future.exception()]
+            step = save.header["step"]
+            error = save.future.exception()
+            if not isinstance(error, UserError | None):
+                raise error
+            if error is not None and not (is_last or self.lock.lost_folder()):
+                subject = str(step) if save.is_scheduled else "saves between those of trainer.save_every"
+                message = f"step {step}: {error}; training continues, and the next save tries again"
+                self.folder.warn_once(subject, message)
+            row = {"path": self.folder.file(step), "val_loss": save.header["val_loss"]}
+            if error is not None:
+                row = {"error": str(error)}
+            if save.is_scheduled and (save.folder is self.folder or error is not None):
+                log.write("snapshot", step, **row)
+
+    def saved_best(self, best: Best) -> Best | None:
+        """Returns the best evaluation if its snapshot is in the local folder. Otherwise, only the mirror may have it."""
+        is_saved = best.step == self.folder.best and best.step in self.folder.files()
+        return best if is_saved else None
 
     def wait(self, future: Future[Any], place: str | None, ends_at_signal: bool = False) -> int:
         """Waits until a save has ended on all ranks, however long it takes.
