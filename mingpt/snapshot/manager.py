@@ -296,7 +296,7 @@ class SnapshotManager:
                 log.write("snapshot", step, **row)
 
     def saved_best(self, best: Best) -> Best | None:
-        """Returns the best evaluation if its snapshot is in the local folder. Otherwise, only the mirror may have it."""
+        """Returns the best evaluation if its snapshot is in the local folder, and not only in the mirror."""
         is_saved = best.step == self.folder.best and best.step in self.folder.files()
         return best if is_saved else None
 
