@@ -22,9 +22,8 @@ from mingpt.distributed.context import DistributedContext, PendingFlags
 from mingpt.errors import UserError
 from mingpt.nn.kv_cache import KVCache
 from mingpt.optim.muon import to_local
-from mingpt.parallel.data_parallel import build_data_parallel
 from mingpt.parallel.state import layout, state_layouts, tied_names
-from mingpt.parallel.strategy import DTYPES, MicroBatch, Strategy
+from mingpt.parallel.strategy import MicroBatch, Strategy
 from model import GPT
 
 WTE = "transformer.wte"  # in the first stage and, with tied weights, also in the last stage
@@ -65,15 +64,71 @@ def find_stages(model: GPT, num_stages: int) -> dict[str, int]:
     return {name: stage or 0 for name, stage in stages.items()}  # all stages have other buffers
 
 
-def cut_stage(model: GPT, index: int, num_stages: int) -> None:
-    """Removes the parts of other stages from a model. The names of its parameters stay."""
-    modules = dict(model.named_modules())
-    for name in [*MODULES_OF_ENDS, *(f"transformer.h.{number}" for number in model.blocks)]:
-        is_head = name == WTE and index == num_stages - 1 and "lm_head" not in modules
-        is_mine = is_head or find_stage(f"{name}.", model.config.n_layer, num_stages) == index
-        if name in modules and not is_mine:
-            parent, _, child = name.rpartition(".")
-            delattr(modules[parent], child)
+class Stages:
+    """The stages of a model. On each rank, the parts of other stages are removed from it; names of parameters stay.
+
+    Attributes:
+        model: the stage of this rank
+        replicas: ranks with the same stage, one of each replica
+        pipeline: ranks of one replica, in the order of their stages
+        tied_embedding: ranks of the first and last stage of a replica; not used on other ranks
+        num_replicas: number of replicas
+        stage_of: index of the stage of each tensor in the state dict of the whole model
+        full_shapes: tensors on the meta device with the shapes of that state dict
+        ties_weights: whether the head is the embedding, which the first and the last stage have
+        width: last dimension of the tensor that stages exchange for each micro-batch
+
+    Raises:
+        UserError: on all ranks, if the model can't be split.
+    """
+
+    def __init__(self, model: GPT, context: DistributedContext, config: Config) -> None:
+        num_stages = config.distributed.pipeline_stages
+        replicas = [range(start, start + num_stages) for start in range(0, context.world_size, num_stages)]
+        # Groups from PyTorch's init_device_mesh would have the default timeout.
+        self.replicas = context.subgroup(zip(*replicas, strict=True))
+        self.pipeline = context.subgroup(replicas)
+        self.tied_embedding = context.subgroup([(ranks[0], ranks[-1]) for ranks in replicas])
+        self.num_replicas = len(replicas)
+        self.block_size = config.data.block_size
+        with shared_errors(context):
+            self.stage_of = find_stages(model, num_stages)
+        self.full_shapes = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            for name, tensor in model.state_dict().items()
+        }
+        self.width = model.embed(torch.zeros(1, 1, dtype=torch.long)).size(-1)
+        self.ties_weights = not hasattr(model, "lm_head")
+        self.model = model
+        self.is_first = self.pipeline.rank == 0
+        self.is_last = self.pipeline.rank == num_stages - 1
+        self._remove_other_stages(num_stages)
+
+    def _remove_other_stages(self, num_stages: int) -> None:
+        modules = dict(self.model.named_modules())
+        for name in [*MODULES_OF_ENDS, *(f"transformer.h.{number}" for number in self.model.blocks)]:
+            is_head = name == WTE and self.is_last and self.ties_weights
+            is_mine = is_head or find_stage(f"{name}.", self.model.config.n_layer, num_stages) == self.pipeline.rank
+            if name in modules and not is_mine:
+                parent, _, child = name.rpartition(".")
+                delattr(modules[parent], child)
+
+    def io_shapes(self, batch_size: int) -> tuple[Tensor, Tensor]:
+        """Returns tensors on the meta device like those that this stage receives and sends; the last sends its loss."""
+        shape = (batch_size, self.block_size)
+        received = sent = torch.empty(*shape, self.width, requires_grad=True, device="meta")
+        if self.is_first:
+            received = torch.empty(shape, dtype=torch.long, device="meta")
+        if self.is_last:
+            sent = torch.empty((), device="meta")
+        return received, sent
+
+    def example(self) -> tuple[Tensor, Tensor]:
+        """Returns arguments of the model."""
+        received, _ = self.io_shapes(1)
+        device = self.pipeline.device
+        targets = torch.zeros(1, self.block_size, dtype=torch.long, device=device)
+        return torch.zeros_like(received, device=device), targets
 
 
 class PipelineParallel(Strategy):
@@ -81,42 +136,23 @@ class PipelineParallel(Strategy):
 
     Optimizer, scaler and parameters belong to `inner`.
 
-    Attributes:
-        inner: data-parallel strategy of the ranks with the same stage, one rank of each replica
-        pipeline: ranks of one replica, in the order of their stages
-        tied_embedding: ranks of the first and last stage of a replica; not used on other ranks
+    Args:
+        stages: the stages of the model
+        inner: data-parallel strategy of the ranks with the same stage
+        context: all ranks
     """
 
     is_sharded = True
 
-    def __init__(self, model: GPT, context: DistributedContext, config: Config, precision: str) -> None:
+    def __init__(self, stages: Stages, inner: Strategy, context: DistributedContext) -> None:
+        self.stages = stages
+        self.inner = inner
         self.context = context
-        self.config = config
-        self.dtype = DTYPES[precision]
-        num_stages = config.distributed.pipeline_stages
-        replicas = [range(start, start + num_stages) for start in range(0, context.world_size, num_stages)]
-        # Groups from PyTorch's init_device_mesh would have the default timeout.
-        data_parallel = context.subgroup(zip(*replicas, strict=True))
-        self.pipeline = context.subgroup(replicas)
-        self.tied_embedding = context.subgroup([(ranks[0], ranks[-1]) for ranks in replicas])
-
-        self.full_shapes = {
-            name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-            for name, tensor in model.state_dict().items()
-        }
-        with shared_errors(context):
-            self.stage_of = find_stages(model, num_stages)
-        # Stages exchange one tensor for each micro-batch, of any width.
-        self.width = model.embed(torch.zeros(1, 1, dtype=torch.long)).size(-1)
-        self.ties_weights = not hasattr(model, "lm_head")
-        cut_stage(model, self.pipeline.rank, num_stages)
-        self.is_first = self.pipeline.rank == 0
-        self.is_last = self.pipeline.rank == num_stages - 1
-        received, _ = self._io_shapes(1)
-        targets = torch.zeros(1, config.data.block_size, dtype=torch.long, device=context.device)
-        example = (torch.zeros_like(received, device=context.device), targets)
-        self.inner = inner = build_data_parallel(model, data_parallel, config, precision, example)
-        self.replicas = data_parallel
+        self.config = config = inner.config
+        self.dtype = inner.dtype
+        self.replicas = stages.replicas
+        self.pipeline = stages.pipeline
+        self.full_shapes = stages.full_shapes
         self.device = inner.device
         self.model = inner.model
         self.scaler = inner.scaler
@@ -124,32 +160,23 @@ class PipelineParallel(Strategy):
         self.local_state = inner.local_state
         self.optimizer = inner.optimizer
         self.built_groups = inner.built_groups
-        self.full_model = PipelinedModel(inner.full_model, self.pipeline, self.width)
+        self.full_model = PipelinedModel(inner.full_model, self.pipeline, stages.width)
 
         cfg = config.trainer
         self.micro_batch_size = cfg.micro_batch_size or cfg.batch_size  # conflicts.py refuses null
-        self.num_micro_batches = cfg.batch_size // len(replicas) // self.micro_batch_size  # of a replica
-        self.stage = _Stage(inner, self.pipeline, *self._io_shapes(self.micro_batch_size))
+        self.num_micro_batches = cfg.batch_size // stages.num_replicas // self.micro_batch_size  # of a replica
+        self.stage = _Stage(inner, self.pipeline, *stages.io_shapes(self.micro_batch_size))
         self.losses: list[Tensor] = []  # terms of the mean loss over the batch
         name = config.distributed.pipeline_schedule
         schedule = get_schedule_class(name)
         self.schedule: Any = schedule(self.stage, self.num_micro_batches, self._loss, scale_grads=False)
         context.exit_callbacks.append(self._release)
+        num_stages = self.pipeline.world_size
         bubble = (num_stages - 1) / (self.num_micro_batches + num_stages - 1)
         self.description = inner.description | {
-            "pipeline": f"replicas x stages: {len(replicas)} x {num_stages}, {name}, {self.num_micro_batches} "
+            "pipeline": f"replicas x stages: {stages.num_replicas} x {num_stages}, {name}, {self.num_micro_batches} "
             f"micro-batches of {self.micro_batch_size}: each stage waits {bubble:.0%} of the time"
         }
-
-    def _io_shapes(self, batch_size: int) -> tuple[Tensor, Tensor]:
-        """Returns tensors on the meta device like those that this stage receives and sends; the last sends its loss."""
-        shape = (batch_size, self.config.data.block_size)
-        received = sent = torch.empty(*shape, self.width, requires_grad=True, device="meta")
-        if self.is_first:
-            received = torch.empty(shape, dtype=torch.long, device="meta")
-        if self.is_last:
-            sent = torch.empty((), device="meta")
-        return received, sent
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -171,7 +198,7 @@ class PipelineParallel(Strategy):
         return [range(first + size * i, first + size * (i + 1)) for i in range(self.num_micro_batches)]
 
     def count_targets(self, micro_batches: list[MicroBatch]) -> int:
-        return super().count_targets(micro_batches) if self.is_first else 0  # all stages have the same targets
+        return super().count_targets(micro_batches) if self.stages.is_first else 0  # all stages have the same targets
 
     def forward_backward(self, micro_batches: list[MicroBatch], flags: PendingFlags) -> list[Tensor]:
         """Runs the schedule. The first stage gets the tokens, and the last stage the targets."""
@@ -180,9 +207,9 @@ class PipelineParallel(Strategy):
         self.scaler.scale(torch.zeros((), device=self.device))  # without a scaled loss, `unscale_` raises an error
         inputs: tuple[Tensor, ...] = ()
         options: dict[str, Tensor] = {}
-        if self.is_first:
+        if self.stages.is_first:
             inputs = self.to_device(torch.cat([each.idx for each in micro_batches]))
-        if self.is_last:
+        if self.stages.is_last:
             [options["targets"]] = self.to_device(torch.cat([each.targets for each in micro_batches]))
             weights = torch.tensor([each.weight(flags) for each in micro_batches])
             [options["target"]] = self.to_device(weights)  # the second argument of `_loss`
@@ -206,20 +233,20 @@ class PipelineParallel(Strategy):
 
     def _reduce_tied_embedding(self) -> None:
         """Adds up the gradients of the embedding in the first stage and in the last stage, whose head it is."""
-        if not self.ties_weights:
+        if not self.stages.ties_weights:
             return
         for name, parameter in self.parameters.items():
             if name.startswith(f"{WTE}.") and parameter.requires_grad:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                self.tied_embedding.all_reduce(to_local(parameter.grad))
+                self.stages.tied_embedding.all_reduce(to_local(parameter.grad))
 
     def digests(self) -> dict[str, int]:
         return self.inner.digests()
 
     def total_norm(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Returns the total norm over all stages. A tied wte, which two stages hold, counts once."""
-        mine = {name: tensor for name, tensor in tensors.items() if self.stage_of[name] == self.pipeline.rank}
+        mine = {name: tensor for name, tensor in tensors.items() if self.stages.stage_of[name] == self.pipeline.rank}
         return self.pipeline.all_reduce(self.inner.total_norm(mine) ** 2).sqrt()
 
     def iter_full_state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
@@ -228,7 +255,7 @@ class PipelineParallel(Strategy):
         layouts = reduce_object(self.context, parts, lambda parts: dict(ChainMap(*parts)))
         inner_state = self.inner.iter_full_state()
         for name, like in self.full_shapes.items():
-            source = self.stage_of[name]
+            source = self.stages.stage_of[name]
             mine: dict[str, Tensor] = {}
             if source == self.pipeline.rank:
                 _, weight, state = next(item for item in inner_state if item[0] == name)

@@ -24,7 +24,7 @@ from char_dataset import CharDataset
 from mingpt.config import conflicts
 from mingpt.config.schema import OptimizerConfig
 from mingpt.optim.optimizer import param_groups
-from mingpt.parallel import cuda_graphs, data_parallel, strategy
+from mingpt.parallel import build, cuda_graphs, strategy
 from tests.helpers import run_args, run_main, write_text
 from tests.parallel.runs import add_auxiliary_loss, change_buffers, count_one_token_only, freeze
 from trainer import Trainer
@@ -226,7 +226,7 @@ def recording_on_cpu() -> Iterator[None]:
         patch.object(torch, "get_rng_state", lambda: torch.zeros(1)),  # dropout draws on the CPU
         patch.object(cuda_graphs, "cuda_graphs_obstacle", on_gpu),
         patch.object(conflicts, "cuda_graphs_obstacle", on_gpu),
-        patch.object(data_parallel, "Strategy", cuda_graphs.CUDAGraphs),
+        patch.object(build, "Strategy", cuda_graphs.CUDAGraphs),
     ):
         yield
 
