@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from mingpt.config.parser import read_config
 from mingpt.config.schema import Config
-from mingpt.distributed.launcher import RankInfo, detect_launch_environment, reported_once_per_machine
+from mingpt.distributed.launcher import RankInfo, detect_launch_environment
+from mingpt.monitoring.logging import set_rank
 from mingpt.program import exit_process, import_pytorch, run_program, start_program
-from mingpt.system.signals import stop_with_torchrun
 
 if TYPE_CHECKING:
     from mingpt.distributed.context import DistributedContext
@@ -31,19 +31,13 @@ def main(argv: Sequence[str] = ()) -> int:
         UserError: there is a mistake in the configuration, the environment or a file.
         PeerError: another rank has failed.
     """
-    stop_with_torchrun()
     info = detect_launch_environment(os.environ)  # rank and number of ranks, set by torchrun, SLURM, mpirun or by hand
-    with reported_once_per_machine(info):
-        config = read_config(argv)
-        import_pytorch()  # takes over a second, so `--help` and configuration mistakes are handled first
-    from mingpt.start import prepare_run
-    from trainer import Trainer
-
+    set_rank(info.rank, info.local_rank)  # one process of each machine reports mistakes
+    config = read_config(argv)
     with process_group(config, info) as context:
-        with context.long_timeout():  # one rank may load a snapshot or encode a text for a long time
-            prepare_run(config, context)
-            trainer = Trainer(config, context)
-        return trainer.train()
+        from trainer import Trainer  # not at the top, since it imports PyTorch
+
+        return Trainer(config, context).train()
 
 
 @contextmanager
@@ -56,14 +50,13 @@ def process_group(config: Config, info: RankInfo) -> "Iterator[DistributedContex
         UserError: the other ranks did not connect, there are fewer GPUs than ranks, or nccl is set without a GPU.
         PeerError: another rank caused an error in the block.
     """
+    import_pytorch()  # takes over a second, so `--help` and mistakes in the configuration are answered without it
     import torch.distributed as dist
 
     from mingpt.distributed.context import DistributedContext
     from mingpt.distributed.process_group import connected_ranks, destroy_process_group, explained_errors
-    from mingpt.monitoring.logging import set_rank
     from mingpt.system.device import use_cuda
 
-    set_rank(info.rank)
     destroy_process_group()  # of an earlier run in this process that has failed
     backend = "cpu:gloo,cuda:nccl" if use_cuda(config.distributed.backend) else "gloo"
     timeout = timedelta(seconds=config.distributed.timeout_seconds)

@@ -24,12 +24,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mingpt.config.schema import GPTConfig
+from mingpt.nn.kv_cache import KVCache
 from mingpt.nn.layers import (
     IGNORE_INDEX,
     LOGIT_CAP,
     ROTARY_BASE,
     Dropout,
-    KVCache,
     LayerNorm,
     ReLUSquared,
     RMSNorm,

@@ -33,7 +33,15 @@ from mingpt.parallel.strategy import UPDATING
 from mingpt.snapshot.format import FORMAT_VERSION, Best, is_comparable
 from mingpt.snapshot.load import check_vocabulary
 from mingpt.snapshot.manager import SnapshotManager
-from mingpt.start import adopt_snapshot, build_model, code_digests, initial_weights, load_corpus, lock_run
+from mingpt.start import (
+    adopt_snapshot,
+    build_model,
+    code_digests,
+    initial_weights,
+    load_corpus,
+    lock_run,
+    prepare_run,
+)
 from mingpt.system.device import device_kind, gpu_metrics
 from mingpt.system.signals import EXIT_STATUS, SignalHandler
 
@@ -96,6 +104,7 @@ class Trainer:
     """
 
     def __init__(self, config: Config, context: DistributedContext) -> None:
+        prepare_run(config, context)
         self.context = context
         self.run_dir = Path(config.trainer.run_dir)
         self.log = RunLog()
@@ -294,7 +303,7 @@ class Trainer:
                 self.generate_sample()
             if due.scheduled_save or due.save or self.progress.best.step == step:
                 self.save_snapshot(due.scheduled_save)
-            self.log_saves()
+            self.snapshots.log_ended(self.log, is_last=self.is_done())
 
     def train_row(self, result: StepResult) -> dict[str, Any]:
         """Returns the values of a step's row in the log."""
@@ -355,22 +364,6 @@ class Trainer:
         self.strategy.check_copies(self.progress.step)
         self.snapshots.save(self.snapshot_header(), self.strategy, is_scheduled)
 
-    def log_saves(self) -> None:
-        """Logs the saves that have ended since the last call, and the uploads that have failed."""
-        for save in self.snapshots.ended():
-            step = save.header["step"]
-            error = save.future.exception()
-            if error is None:
-                row = {"path": self.snapshots.folder.file(step), "val_loss": save.header["val_loss"]}
-            else:
-                row = {"error": str(error)}
-                subject = str(step) if save.is_scheduled else "saves between those of trainer.save_every"
-                message = f"step {step}: {error}; training continues, and the next save tries again"
-                if not (self.is_done() or self.lock.lost_folder()):  # then, the end of the run reports it
-                    self.snapshots.folder.warn_once(subject, message)
-            if save.is_scheduled:
-                self.log.write("snapshot", step, **row)
-
     def finish(self) -> int:
         """Waits for the last save, and reports how the run has ended. Returns the exit status.
 
@@ -380,29 +373,23 @@ class Trainer:
             UserError: the last snapshot could not be saved, or the mirror is not complete.
         """
         step = self.progress.step
-        is_complete = self.is_complete()
         try:
-            number = self.snapshots.finish(ends_at_signal=is_complete)
+            upload_signal = self.snapshots.finish(ends_at_signal=self.is_complete())
         finally:
-            self.log_saves()
-        end = "before all snapshots were uploaded; run the same command to upload them"
-        if not is_complete:
-            number = self.stop_signal
-            end = "after saving a snapshot; run the same command to resume"
+            self.snapshots.log_ended(self.log, is_last=True)
+        number = upload_signal if self.is_complete() else self.stop_signal
         name = signal.Signals(number).name if number else None
         self.log.write("stop", step, signal=name)
         if name is not None:
-            logger.info(f"stopped by {name} at step {step} {end}")
+            logger.info(summary.stopped(name, step, self.is_complete()))
             return EXIT_STATUS[signal.Signals(number)]
         if step == self.first_step:
             logger.info(summary.already_trained(self.resumed_from, step, self.config, self.last_step))
             return 0
-        folder = self.snapshots.folder
-        best = self.progress.best
-        has_best = best.step == folder.best and best.step in folder.files()  # else only the mirror may have it
-        file = folder.file(step)
         run_dir = self.config.trainer.run_dir
-        logger.info(summary.done(file, run_dir, self.progress.val_loss, self.timer.elapsed, best if has_best else None))
+        best = self.snapshots.saved_best(self.progress.best)
+        file = self.snapshots.folder.file(step)
+        logger.info(summary.done(file, run_dir, self.progress.val_loss, self.timer.elapsed, best))
         return 0
 
     def close(self) -> None:

@@ -20,18 +20,19 @@ from main import process_group
 from mingpt.config.parser import read_config
 from mingpt.distributed.agreement import broadcast_object
 from mingpt.distributed.launcher import detect_launch_environment
+from mingpt.monitoring.logging import set_rank
 from mingpt.program import exit_process, run_program
-from mingpt.start import prepare_run
 from mingpt.system.device import device_kind
 from trainer import Trainer
 
 
 def run(argv: Sequence[str]) -> None:
     program, *options = argv
+    info = detect_launch_environment(os.environ)
+    set_rank(info.rank, info.local_rank)
     config = read_config(options)
     answers = sys.stdout
-    with redirect_stdout(sys.stderr), process_group(config, detect_launch_environment(os.environ)) as context:
-        prepare_run(config, context)
+    with redirect_stdout(sys.stderr), process_group(config, info) as context:
         trainer = Trainer(config, context)
         if program == "main":
             trainer.start_log()

@@ -3,7 +3,7 @@
 
     python by_hand/data_parallel.py
 
-In this repository: `Strategy.micro_batches` in mingpt/parallel/strategy.py
+In this repository: `Strategy.read` in mingpt/parallel/strategy.py
 """
 
 import torch

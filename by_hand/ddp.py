@@ -3,7 +3,7 @@ bucket is all-reduced, while backward continues with earlier layers.
 
     torchrun --standalone --nproc_per_node=2 by_hand/ddp.py
 
-In this repository: `DDP` in mingpt/parallel/strategy.py
+In this repository: `DDP` in mingpt/parallel/ddp.py
 """
 
 import torch

@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc_per_node=3 by_hand/ring_all_reduce.py
 
-In this repository: `DDP` in mingpt/parallel/strategy.py
+In this repository: `DDP` in mingpt/parallel/ddp.py
 """
 
 import torch

@@ -6,15 +6,7 @@ class UserError(Exception):
 
 
 class PeerError(Exception):
-    """Another rank is the cause of an error, or the rendezvous store is unreachable; exit status 1.
-
-    Args:
-        linger_seconds: seconds to stay alive after the message
-    """
-
-    def __init__(self, message: str, linger_seconds: float = 0.0) -> None:
-        super().__init__(message)
-        self.linger_seconds = linger_seconds
+    """Another rank is the cause of an error, or the rendezvous store is unreachable; exit status 1."""
 
 
 # Out-of-memory messages of the CPU allocator, of thread creation and of the dynamic loader

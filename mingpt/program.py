@@ -15,20 +15,19 @@ from pathlib import Path
 
 from mingpt.errors import PeerError, UserError, is_oom_error
 from mingpt.files import replace_file
-from mingpt.monitoring.logging import configure_logging, logger
-from mingpt.system.signals import is_interactive
+from mingpt.monitoring.logging import configure_logging, is_reporter, logger
+from mingpt.system.signals import is_interactive, stop_with_torchrun
 
 
 def start_program() -> None:
-    """Makes Ctrl-C end the program at once, unless it runs in a session.
+    """Makes the program stop when torchrun ends, and end at once on Ctrl-C, unless it runs in a session.
 
     Call it before PyTorch is imported. A KeyboardInterrupt would show the traceback of the imports, and NumPy turns it
     into other errors.
     """
+    stop_with_torchrun()
     if not is_interactive() and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
-    if os.getpid() == 1:  # in a container, Linux ignores signals without a handler
-        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(143))
 
 
 def run_program(run: Callable[[Sequence[str]], int | None], argv: Sequence[str], encoding: str | None = None) -> int:
@@ -40,10 +39,6 @@ def run_program(run: Callable[[Sequence[str]], int | None], argv: Sequence[str],
     Args:
         encoding: encoding of stdout; None: the locale's encoding
     """
-    # A stream that the parent process closed is None. The null device gets the stream's descriptor.
-    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     configure_logging()
     if isinstance(sys.stdout, io.TextIOWrapper):  # not in a notebook
         sys.stdout.reconfigure(encoding=encoding, errors="backslashreplace")  # some paths can't be encoded
@@ -54,14 +49,13 @@ def run_program(run: Callable[[Sequence[str]], int | None], argv: Sequence[str],
         status = run(argv) or 0
     except SystemExit as ended:  # from argparse
         status = int(ended.code or 0)
-    except UserError as error:
-        status = 2
-        logger.error(str(error))
-        write_error_file(str(error), f"error: {error}")
-    except PeerError as error:
+    except (UserError, PeerError) as error:
+        if is_reporter():
+            logger.error(str(error))
         status = 1
-        logger.error(str(error))
-        time.sleep(error.linger_seconds)
+        if isinstance(error, UserError):  # torchrun's summary is about the rank that has caused a PeerError
+            status = 2
+            write_error_file(str(error), f"error: {error}")
     except BrokenPipeError:  # the reader of stdout closed it
         pass
     except KeyboardInterrupt:  # only before training, which installs a signal handler
@@ -102,7 +96,7 @@ def import_pytorch() -> None:
     """
     if "torch" not in sys.modules:
         # OpenMP would start fewer threads while other programs use the cores, and matrix products in bf16 would be
-        # wrong (see `openmp_limit`). It reads its variables when PyTorch is imported.
+        # wrong (see `choose_threads`). It reads its variables when PyTorch is imported.
         os.environ["OMP_DYNAMIC"] = "false"
     gc.collect()  # otherwise, garbage of an earlier run in this process would never be collected
     gc.disable()

@@ -99,6 +99,14 @@ def resumed(path: str, then: dict[str, Any], now: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def stopped(name: str, step: int, is_complete: bool) -> str:
+    """Returns that a signal has stopped the run, in the wait for uploads if all steps are complete."""
+    end = "after saving a snapshot; run the same command to resume"
+    if is_complete:
+        end = "before all snapshots were uploaded; run the same command to upload them"
+    return f"stopped by {name} at step {step} {end}"
+
+
 def already_trained(file: str, step: int, config: Config, last_step: int) -> str:
     """Returns why there is nothing to do, and commands.
 

@@ -9,7 +9,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from mingpt.config.schema import GPTConfig, OptimizerConfig
-from mingpt.nn.layers import IGNORE_INDEX, KVCache
+from mingpt.nn.kv_cache import KVCache
+from mingpt.nn.layers import IGNORE_INDEX
 from mingpt.optim.optimizer import build_optimizer, learning_rate
 from model import GPT, MLP
 from tests.helpers import T, V, random_gpt, random_tokens, small_gpt

@@ -1,5 +1,7 @@
 import os
 import signal
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +9,7 @@ import pytest
 import torch
 
 import sample
+import trainer
 from mingpt import program
 from tests.helpers import (
     NO_DROPOUT,
@@ -63,6 +66,39 @@ def test_gradients_are_scaled_to_the_largest_norm_allowed(
         torch.testing.assert_close(gradients, before, rtol=0, atol=0)
         torch.testing.assert_close(strategy.clip_grad_norm_(norm.item() / 2), norm, rtol=0, atol=0)
         torch.testing.assert_close(gradients, [gradient / 2 for gradient in before], rtol=1e-4, atol=0)
+
+
+@dataclass
+class WithTokens(trainer.Progress):
+    """A field that somebody adds."""
+
+    tokens: int = 100
+
+
+def _count_tokens(argv: list[str]) -> list[int]:
+    """Returns the field before and after a run."""
+    train_step = Trainer.train_step
+
+    def counting(self: Any) -> Any:
+        result = train_step(self)
+        self.progress.tokens += len(result.batch)
+        return result
+
+    trainer.Progress = WithTokens  # type: ignore[misc]
+    Trainer.train_step = counting  # type: ignore[method-assign]
+    with open_trainer(*argv, rendezvous=time.monotonic_ns()) as run:
+        before = run.progress.tokens
+        run.train()
+        return [before, run.progress.tokens]
+
+
+def test_a_field_that_is_added_to_progress_is_saved_and_has_its_default_in_older_snapshots(
+    text: Path, tmp_path: Path
+) -> None:
+    argvs = [run_args(tmp_path / "run", text, trainer__max_steps=steps) for steps in (2, 5, 6)]
+    run_on("cpu", 1, argvs[:1], tmp_path)
+    for argv, expected in zip(argvs[1:], ([100, 121], [121, 128]), strict=True):
+        assert run_ranks(1, _count_tokens, argv, tmp_path=tmp_path) == [expected]
 
 
 SHORT = NO_DROPOUT | {"trainer__max_steps": 8}

@@ -1,8 +1,7 @@
 """The rank and device of this process, its groups, and collectives of tensors."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from datetime import timedelta
 from typing import ClassVar, NamedTuple
@@ -22,11 +21,12 @@ from mingpt.distributed.health import HealthMonitor
 from mingpt.distributed.launcher import RankInfo, number_in
 from mingpt.distributed.network import machine_id
 from mingpt.errors import UserError
+from mingpt.monitoring.logging import set_rank
 from mingpt.system.device import choose_device
 from mingpt.system.torch_versions import all_gather_single
 
 CUDA_EXTRA_TIMEOUT = timedelta(seconds=60)  # added to distributed.timeout_seconds for NCCL's collectives
-START_TIMEOUT = timedelta(hours=1)  # at the start, one rank may load or encode for a long time
+START_TIMEOUT = timedelta(minutes=30)  # one rank may load, encode or compile for a long time
 DEVICE_ADVICE = (
     "PyTorch sees no GPU on the ranks with cpu; check the driver there with nvidia-smi, or train on CPUs everywhere "
     "with --distributed.backend gloo"
@@ -35,6 +35,9 @@ DEVICE_ADVICE = (
 
 class DistributedContext(RankGroup):
     """This process's rank and device, and collectives with the other ranks.
+
+    Until the end of the first step, the timeout of collectives is at least START_TIMEOUT. The timeout of gloo's send
+    and receive, which pipeline stages use, is distributed.timeout_seconds from the start.
 
     Args:
         info: ranks from the launcher
@@ -50,10 +53,16 @@ class DistributedContext(RankGroup):
         super().__init__(info.rank, info.world_size)
         self.restart_count = number_in(os.environ, "TORCHELASTIC_RESTART_COUNT")  # set by torchrun
         self.health = health
+        self.steps = 0  # that have begun
         self.timeout = timedelta(seconds=config.timeout_seconds)
+        self.groups: list[dist.ProcessGroup] = []  # of this rank
+        if dist.group.WORLD is not None:
+            self.groups.append(dist.group.WORLD)
+        self._set_timeouts(max(self.timeout, START_TIMEOUT))
         machine = machine_id()
         machines = all_gather_object(self, machine)
         self.local_rank = machines[: self.rank].count(machine) if info.local_rank is None else info.local_rank
+        set_rank(self.rank, self.local_rank)
         self.local_world_size = info.local_world_size or machines.count(machine)
         with shared_errors(self):
             self.device = choose_device(config.backend, self.local_rank, self.world_size)
@@ -79,12 +88,13 @@ class DistributedContext(RankGroup):
         """Returns the context of the group that includes this rank. All ranks must list the same groups."""
         context = copy(self)
         for ranks in groups:
-            group = dist.new_group(list(ranks), timeout=self.timeout)
+            group = dist.new_group(list(ranks), timeout=max(self.timeout, START_TIMEOUT))
             if self.rank in ranks:
-                extend_cuda_timeout(group)
+                self.groups.append(group)
                 context.rank = ranks.index(self.rank)
                 context.world_size = len(ranks)
                 context.group = group
+        self._set_timeouts(max(self.timeout, START_TIMEOUT))
         return context
 
     @property
@@ -94,18 +104,15 @@ class DistributedContext(RankGroup):
             return "none, one process"
         return "nccl" if self.device.type == "cuda" else "gloo"
 
-    @contextmanager
-    def long_timeout(self) -> Iterator[None]:
-        """Raises the timeout of collectives on the CPU to at least START_TIMEOUT."""
-        if self.world_size == 1:
-            yield
-            return
-        backend = (self.group or dist.group.WORLD)._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
-        backend.set_timeout(max(self.timeout, START_TIMEOUT))
-        try:
-            yield
-        finally:
-            backend.set_timeout(self.timeout)
+    def _set_timeouts(self, timeout: timedelta) -> None:
+        """Sets the timeout of later collectives, and a longer one for NCCL.
+
+        So a collective on the CPU, such as the flags of each step, fails first. gloo raises an exception, after which
+        ranks find out which one is dead. NCCL's watchdog ends the process (handleException in ProcessGroupNCCL.cpp).
+        """
+        for group in self.groups:
+            group._get_backend(torch.device("cuda")).set_timeout(timeout + CUDA_EXTRA_TIMEOUT)
+            group._get_backend(torch.device("cpu")).set_timeout(timeout)  # without GPUs, the same backend
 
     def shard_range(self, first: int, count: int, rank: int | None = None) -> range:
         """Returns a rank's shard of [first, first + count), by default this rank's. Sizes differ by at most one."""
@@ -135,14 +142,18 @@ class DistributedContext(RankGroup):
             is_save_due: whether this rank asks for a snapshot
             num_targets: this rank's part of the number of targets of the batch
         """
+        self.steps += 1
+        if self.steps == 2:
+            self._set_timeouts(self.timeout)
         if self.health is not None:
-            self.health.step += 1
-        mine = torch.tensor([signal, is_save_due, num_targets])
+            self.health.step = self.steps
+        flags = StepFlags(signal, is_save_due, num_targets)
         if self.world_size == 1:
-            return PendingFlags(mine, None)
+            return PendingFlags(flags)
+        mine = torch.tensor(flags)
         rows = torch.empty(self.world_size * len(mine), dtype=mine.dtype)
         work = all_gather_single(rows, mine, async_op=True)
-        return PendingFlags(rows, work)
+        return PendingFlags(flags, rows, work)
 
 
 class StepFlags(NamedTuple):
@@ -162,31 +173,24 @@ class StepFlags(NamedTuple):
 class PendingFlags:
     """The flags of a step. The exchange runs while the caller continues.
 
-    The flags are on the CPU, where gloo exchanges them, so `wait` does not wait for a GPU.
+    They are exchanged on the CPU by gloo, so `wait` does not wait for a GPU.
 
     Args:
+        flags: this rank's flags
         rows: flags of each rank; filled when `work` is done
+        work: the exchange; None: there is only one rank
     """
 
-    def __init__(self, rows: Tensor, work: dist.Work | None) -> None:
+    def __init__(self, flags: StepFlags, rows: Tensor | None = None, work: dist.Work | None = None) -> None:
+        self.flags = flags
         self.rows = rows
         self.work = work
 
     def wait(self) -> StepFlags:
-        if self.work is not None:
+        """Returns the flags of all ranks together."""
+        if self.work is not None and self.rows is not None:
             self.work.wait()
             self.work = None
-        signals, saves, counts = self.rows.view(-1, 3).T.tolist()
-        return StepFlags(max(signals), any(saves), sum(counts))
-
-
-def extend_cuda_timeout(group: dist.ProcessGroup) -> None:
-    """Gives NCCL more time than gloo, so that a collective on the CPU, such as the flags of each step, fails first.
-
-    gloo raises an exception, after which ranks find out which one is dead. NCCL's watchdog ends the process
-    (handleException in ProcessGroupNCCL.cpp). The new timeout applies to later collectives (`setTimeout` there).
-    """
-    cpu_backend = group._get_backend(torch.device("cpu"))
-    cuda_backend = group._get_backend(torch.device("cuda"))
-    if cuda_backend is not cpu_backend:
-        cuda_backend.set_timeout(cuda_backend.options._timeout + CUDA_EXTRA_TIMEOUT)
+            signals, saves, counts = self.rows.view(-1, len(self.flags)).T.tolist()
+            self.flags = StepFlags(max(signals), any(saves), sum(counts))
+        return self.flags

@@ -15,18 +15,18 @@ import torch.distributed as dist
 from mingpt.distributed.launcher import RankInfo, restart_hint
 from mingpt.distributed.network import machine_id
 from mingpt.distributed.position import Position, PositionReader, describe_positions, format_list
-from mingpt.errors import PeerError, UserError, is_oom_error
-from mingpt.monitoring.logging import silence_errors
+from mingpt.errors import PeerError, is_oom_error
+from mingpt.monitoring.logging import set_reporter
 
 HEARTBEAT_INTERVAL = 0.5  # seconds between heartbeats
 HEARTBEAT_TIMEOUT = 2.0  # a rank without a heartbeat for this time counts as dead
 ALL_ALIVE_SECONDS = 0.7  # all ranks send a heartbeat within this time, if none is dead
-POLL_SECONDS = 0.1  # seconds between checks for a key in the store
+POLL_SECONDS = 0.1  # seconds between checks for the cause in the store
 ANSWER_SECONDS = 3.0  # timeout of a request to the store
-USER_ERROR_SECONDS = 2.0  # how long a rank with a UserError waits for rank 0 to raise one as well
-MAX_LINGER_SECONDS = 5.0  # longest time for which rank 0 stays alive after its message
+LINGER_SECONDS = 2.0  # rank 0 ends so much later than other ranks, if it hosts the store
 ALL_ALIVE = "ranks are alive"
 FILE_SYSTEM = "the file system"  # the host of a store at file://
+RANK_0 = "rank 0"  # the host of a store that a launcher or a file does not provide
 
 
 class StoreUnreachableError(Exception):
@@ -54,6 +54,7 @@ class HealthMonitor:
         self.heartbeat_store: dist.Store = dist.PrefixStore("health", store.clone())  # type: ignore[attr-defined]
         self.info = info
         self.store_host = store_host
+        self.is_host = info.rank == 0 and store_host == RANK_0
         self.name = f"rank {info.rank} ({platform.node()}, process {os.getpid()})"
         self.step = 0
         self.cause = ""  # empty until this rank has read it
@@ -90,11 +91,8 @@ class HealthMonitor:
     def explain(self, error: Exception) -> Exception:
         """Returns the exception to raise in place of `error`: a PeerError if the cause is another rank.
 
-        It also decides which rank reports a PeerError or a UserError, and silences the others. One rank of each machine
-        reports a PeerError. Rank 0 reports a UserError that all ranks raise.
+        The first rank of each machine that has a PeerError reports it.
         """
-        if isinstance(error, UserError):
-            return self._explain_user_error(error)
         cause = ""
         if isinstance(error, RuntimeError) and not is_oom_error(error):  # the class of all backends' errors
             try:
@@ -106,44 +104,23 @@ class HealthMonitor:
             with suppress(StoreUnreachableError):
                 self._share_cause(f"{self.name} failed: {type(error).__name__}: {summary}")
             return error
-        if not self._is_reporter():
-            silence_errors()
-        # Rank 0 may host the store. Other ranks read it a moment later, or some seconds later on shared cores.
-        linger_seconds = min(MAX_LINGER_SECONDS, 1.0 + self.info.world_size / 16)
+        if self.is_host:  # other ranks read the store when they get the error, a moment later
+            time.sleep(LINGER_SECONDS)
+        set_reporter(self._is_first_of_machine())
         hint = restart_hint(os.environ)
         if hint and ALL_ALIVE in cause:
             hint += ", unless changed code makes ranks wait for each other"
-        return PeerError(cause + hint, linger_seconds if self.info.rank == 0 else 0.0)
+        return PeerError(cause + hint)
 
-    def _explain_user_error(self, error: UserError) -> UserError:
-        """Lets rank 0 report a UserError. If rank 0 does not raise one, this rank reports it with its rank.
+    def _is_first_of_machine(self) -> bool:
+        """Returns whether this rank is the first one of its machine that calls this.
 
-        If the store does not answer, this rank stays silent: rank 0 may have reported the error and ended the store.
+        It also returns True if the store does not answer, or if ranks were started by hand, maybe each in its own
+        terminal.
         """
-        if self.info.rank == 0:
-            with suppress(StoreUnreachableError):
-                self._query(self.store.set, "user error", "")
-            return error
         with suppress(StoreUnreachableError):
-            if not self._await_key("user error", USER_ERROR_SECONDS):
-                self._is_reporter()  # so that no other rank of this machine reports it
-                self._share_cause(f"{self.name} failed: {error}")
-                return UserError(f"rank {self.info.rank}: {error}")
-        silence_errors()
-        return error
-
-    def _is_reporter(self) -> bool:
-        """Returns whether this rank reports an error of all ranks, because it is the first on its machine to call this.
-
-        If the store does not answer, all ranks report the error. If they know its cause, rank 0
-        has reported it before it ended the store, so only local rank 0 of each machine reports it.
-        """
-        if self.info.local_rank is None:  # started by hand, maybe each rank in its own terminal
-            return True
-        try:
-            return self._is_first(f"reporter/{machine_id()}")
-        except StoreUnreachableError:
-            return not self.cause or self.info.local_rank == 0
+            return self.info.local_rank is None or self._is_first(f"reporter/{machine_id()}")
+        return True
 
     def _find_cause(self, error: RuntimeError) -> str:
         """Returns the cause that another rank has found, or the ranks that are dead or late, or an empty string.
@@ -192,16 +169,12 @@ class HealthMonitor:
 
     def _await_cause(self, seconds: float) -> str:
         """Returns the cause that another rank finds within `seconds`, otherwise an empty string."""
-        return self._query(self.store.get, "cause").decode() if self._await_key("cause", seconds) else ""
-
-    def _await_key(self, key: str, seconds: float) -> bool:
-        """Returns whether the store has a key within `seconds`."""
         deadline = time.monotonic() + seconds
-        while not self._query(self.store.check, [key]):
+        while not self._query(self.store.check, ["cause"]):
             if time.monotonic() >= deadline:
-                return False
+                return ""
             time.sleep(POLL_SECONDS)
-        return True
+        return self._query(self.store.get, "cause").decode()
 
     def _is_first(self, key: str) -> bool:
         """Returns whether this rank is the first one that calls this for a key."""

@@ -1,15 +1,13 @@
 """Detects the launcher (torchrun, SLURM, mpirun or none), and reads rank, number of ranks and rendezvous address."""
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from mingpt.errors import UserError
-from mingpt.monitoring.logging import silence_errors
 
 MAX_PORT = 2**16 - 1
-PREFIXES = ("OMPI_COMM_WORLD", "MV2_COMM_WORLD", "JSM_NAMESPACE")  # of the variables of Open MPI, MVAPICH and jsrun
+OPEN_MPI = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
 
 
 @dataclass(frozen=True)
@@ -33,9 +31,8 @@ def detect_launch_environment(env: Mapping[str, str]) -> RankInfo:
     if "RANK" in env:  # first, because torchrun also sets it inside srun
         info = _read_ranks(env, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     # MPI before SLURM: mpirun starts its daemons on other hosts as a SLURM step, and its ranks inherit their variables.
-    elif prefixes := [name for name in PREFIXES if f"{name}_RANK" in env or f"{name}_SIZE" in env]:
-        names = [f"{prefixes[0]}_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
-        info = _read_ranks(env, *names)
+    elif "OMPI_COMM_WORLD_RANK" in env or "OMPI_COMM_WORLD_SIZE" in env:
+        info = _read_ranks(env, *OPEN_MPI)
         # mpirun creates this folder for each job, private to the user, and removes it after the job.
         folder = env.get("PMIX_SERVER_TMPDIR")
         job = env.get("PMIX_NAMESPACE")
@@ -43,15 +40,12 @@ def detect_launch_environment(env: Mapping[str, str]) -> RankInfo:
         address = f"file://{folder}/rendezvous-{job}" if folder and job and is_one_host else None
     elif "MPI_LOCALRANKID" in env:  # MPICH and Intel MPI. PMI_RANK does not identify them, because srun can set it.
         info = _read_ranks(env, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-    elif "FLUX_TASK_LOCAL_ID" in env:  # before SLURM, which may have started Flux
-        info = _read_ranks(env, "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID")
     # The shell of a batch script also has SLURM_PROCID and SLURM_NTASKS, but it is a single process and not in a step.
     elif "SLURM_STEP_ID" in env and env.get("SLURM_STEP_NUM_TASKS") != "1":
         info = _read_ranks(env, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
         address = _slurm_address(env)
-    elif "PMI_RANK" in env or "PMI_SIZE" in env:  # HPE's mpiexec (PALS) and others
-        local_rank = "PALS_LOCAL_RANKID" if "PALS_LOCAL_RANKID" in env else "PMI_LOCAL_RANK"
-        info = _read_ranks(env, "PMI_RANK", "PMI_SIZE", local_rank, "PMI_LOCAL_SIZE")
+    elif "PMI_RANK" in env or "PMI_SIZE" in env:  # other launchers of MPI programs
+        info = _read_ranks(env, "PMI_RANK", "PMI_SIZE")
     elif "WORLD_SIZE" in env:
         return _read_ranks(env, "RANK", "WORLD_SIZE")  # raises, since RANK is not set
     else:
@@ -72,20 +66,6 @@ def _read_ranks(
             "unset them"
         )
     return RankInfo(values[rank], values[world_size], values.get(local_rank), values.get(local_world_size))
-
-
-@contextmanager
-def reported_once_per_machine(info: RankInfo) -> Iterator[None]:
-    """Reports a UserError that all processes raise, such as a mistake in the yaml, from one process on each machine.
-
-    This process is local rank 0. Rank 0 also reports it, since its local rank may have been set by hand to any number.
-    """
-    try:
-        yield
-    except UserError:
-        if info.local_rank not in (None, 0) and info.rank > 0:
-            silence_errors()
-        raise
 
 
 def restart_hint(env: Mapping[str, str]) -> str:

@@ -11,9 +11,9 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from mingpt.config.schema import DistributedConfig
-from mingpt.distributed.context import DistributedContext, extend_cuda_timeout
-from mingpt.distributed.health import FILE_SYSTEM, HealthMonitor
-from mingpt.distributed.launcher import RankInfo, reported_once_per_machine
+from mingpt.distributed.context import DistributedContext
+from mingpt.distributed.health import FILE_SYSTEM, RANK_0, HealthMonitor
+from mingpt.distributed.launcher import RankInfo
 from mingpt.distributed.network import (
     host_and_port,
     machine_id,
@@ -23,7 +23,7 @@ from mingpt.distributed.network import (
 )
 from mingpt.distributed.rendezvous import all_equal, rendezvous
 from mingpt.errors import UserError
-from mingpt.monitoring.logging import logger
+from mingpt.monitoring.logging import logger, set_reporter
 
 WAIT_SECONDS = 2.0  # seconds until a rank logs that it is waiting for the others
 AGENT_SECONDS = 0.5  # the end of torchrun's agent is noticed within this time
@@ -49,8 +49,7 @@ def connected_ranks(info: RankInfo, config: DistributedConfig) -> Iterator[tuple
         dist.set_debug_level(dist.DebugLevel.INFO)
         if rank == 0:
             logger.warning("TORCH_DISTRIBUTED_DEBUG is lowered from DETAIL to INFO, because DDP crashes with DETAIL")
-    with reported_once_per_machine(info):
-        init_method = resolve_init_method(info, config.init_method)
+    init_method = resolve_init_method(info, config.init_method)
     address = init_method
     if init_method == "env://":
         host, port = host_and_port(init_method)
@@ -65,18 +64,18 @@ def connected_ranks(info: RankInfo, config: DistributedConfig) -> Iterator[tuple
         notice.cancel()
         is_one_host = all_equal(dist.PrefixStore("machine", store), rank, world_size, machine_id())
         select_gloo_interface(is_one_host, init_method)
-        store_host = "rank 0"
+        store_host = RANK_0
         if init_method.startswith("file://"):
             store_host = FILE_SYSTEM
         elif uses_agent_store(init_method):
             store_host = "torchrun's agent"
         health = HealthMonitor(store, info, store_host)
         yield dist.PrefixStore("group", store), health
-        extend_cuda_timeout(dist.group.WORLD)  # type: ignore[arg-type]
     except (ValueError, RuntimeError, OSError) as error:
         notice.cancel()
         if uses_agent_store(init_method):
             time.sleep(AGENT_SECONDS)  # if the agent has ended, `stop_with_torchrun` ends this process with its message
+        set_reporter(True)  # other ranks may fail for other reasons
         advice = f"check that all {world_size} processes have started, and that this is rank 0's address"
         if "EADDRINUSE" in str(error) or getattr(error, "errno", None) == errno.EADDRINUSE:
             advice = (
@@ -94,8 +93,7 @@ def explained_errors(health: HealthMonitor | None) -> Iterator[None]:
     """Sends heartbeats while the block runs, and attributes an error of the block to the rank that has caused it.
 
     Raises:
-        PeerError: another rank caused the block's error. One rank of each machine reports it.
-        UserError: the block raised it. Rank 0 reports it or, if rank 0 does not raise one, one rank of each machine.
+        PeerError: another rank caused the block's error.
     """
     if health is None:
         yield

@@ -19,6 +19,7 @@ class _TqdmHandler(logging.Handler):
 
     info_stream: Literal["stdout", "stderr"] = "stdout"
     rank = 0
+    is_reporter = True
 
     def filter(self, record: logging.LogRecord) -> bool:
         return self.rank == 0 or record.levelno >= logging.WARNING
@@ -60,20 +61,28 @@ logger.propagate = False
 
 
 def configure_logging(info_stream: Literal["stdout", "stderr"] = "stdout") -> None:
-    """Sends INFO to this stream, and WARNING and ERROR to stderr. It also resets the rank to 0.
+    """Sends INFO to this stream, and WARNING and ERROR to stderr. It also makes this process rank 0 and a reporter.
 
     If INFO goes to stdout, lines begin with date and time unless stdout is a terminal, and on stderr if it is a file.
     """
-    _handler.setLevel(logging.NOTSET)
     _handler.info_stream = info_stream
-    _handler.rank = 0
+    set_rank(0, None)
 
 
-def set_rank(rank: int) -> None:
-    """Sets the rank of this process. Only rank 0 logs INFO."""
+def set_rank(rank: int, local_rank: int | None) -> None:
+    """Sets the rank of this process. Only rank 0 logs INFO, and local rank 0 of each machine reports a UserError.
+
+    All ranks raise it (`shared_errors`). Rank 0 also reports it, since its local rank may have been set by hand to any
+    number, and so does a process without a local rank, which was started by hand.
+    """
     _handler.rank = rank
+    _handler.is_reporter = rank == 0 or local_rank in (None, 0)
 
 
-def silence_errors() -> None:
-    """Makes this process end without a message, since another process reports the same error."""
-    _handler.setLevel(logging.CRITICAL)
+def set_reporter(is_reporter: bool) -> None:
+    """Makes this process report its error, which not all ranks have, or leave that to another process."""
+    _handler.is_reporter = is_reporter
+
+
+def is_reporter() -> bool:
+    return _handler.is_reporter

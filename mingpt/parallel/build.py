@@ -1,7 +1,5 @@
 """Builds the strategy that a configuration selects."""
 
-from pathlib import Path
-
 import torch
 
 from mingpt.config.conflicts import find_conflicts, refuse
@@ -25,12 +23,9 @@ def build_strategy(config: Config, model: GPT, context: DistributedContext, prec
         UserError: the precision conflicts with the strategy, or a compiler is missing.
     """
     refuse(find_conflicts(config, precision))
-    with shared_errors(context):  # no rank compiles before all of them have called `use_compile_cache`
+    with shared_errors(context):
         if config.trainer.compile:
-            from mingpt.system.compile_cache import use_compile_cache  # a slow import
-
             check_compiler(context.device)
-            use_compile_cache(Path(config.trainer.run_dir) / "cache/compiled")
     if config.distributed.pipeline_stages > 1:
         from mingpt.parallel.pipeline import PipelineParallel  # a slow import
 

@@ -1,7 +1,7 @@
 """Steps as CUDA graphs on one GPU, for models whose kernels take less time than Python takes to launch them.
 
-A graph has the kernels of a function and the addresses of their tensors, and launches all of them at once. One graph
-makes forward and backward of a micro-batch, and another one the update. What changes between steps is in tensors that
+A CUDA graph is a recorded sequence of kernels with fixed addresses, launched by one call. One graph makes forward and
+backward of a micro-batch, and another one the update. What changes between steps is in tensors that
 keep their addresses: tokens, targets, the weight of the micro-batch, the learning rate, and gradients, which are set to
 zero and not deleted. The bits are the same as without graphs, because those steps use the same tensors
 (https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs).

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from mingpt.config.schema import Config
 from mingpt.distributed.context import DistributedContext
 from mingpt.parallel.activation_checkpointing import apply_activation_checkpointing
-from mingpt.parallel.strategy import DDP, Strategy
+from mingpt.parallel.ddp import DDP
+from mingpt.parallel.strategy import Strategy
 
 
 def build_data_parallel(

@@ -20,10 +20,11 @@ from mingpt.config.schema import Config
 from mingpt.distributed.agreement import reduce_object, shared_errors
 from mingpt.distributed.context import DistributedContext, PendingFlags
 from mingpt.errors import UserError
-from mingpt.nn.layers import KVCache
+from mingpt.nn.kv_cache import KVCache
 from mingpt.optim.muon import to_local
 from mingpt.parallel.data_parallel import build_data_parallel
-from mingpt.parallel.strategy import DTYPES, MicroBatch, Strategy, layout, state_layouts, tied_names
+from mingpt.parallel.state import layout, state_layouts, tied_names
+from mingpt.parallel.strategy import DTYPES, MicroBatch, Strategy
 from model import GPT
 
 WTE = "transformer.wte"  # in the first stage and, with tied weights, also in the last stage
@@ -125,17 +126,19 @@ class PipelineParallel(Strategy):
         self.built_groups = inner.built_groups
         self.full_model = PipelinedModel(inner.full_model, self.pipeline, self.width)
 
-        self.size = config.trainer.micro_batch_size or config.trainer.batch_size  # conflicts.py refuses null
-        self.count = config.trainer.batch_size // len(replicas) // self.size  # micro-batches per replica
-        self.stage = _Stage(inner, self.pipeline, *self._io_shapes(self.size))
+        cfg = config.trainer
+        self.micro_batch_size = cfg.micro_batch_size or cfg.batch_size  # conflicts.py refuses null
+        self.num_micro_batches = cfg.batch_size // len(replicas) // self.micro_batch_size  # of a replica
+        self.stage = _Stage(inner, self.pipeline, *self._io_shapes(self.micro_batch_size))
         self.losses: list[Tensor] = []  # terms of the mean loss over the batch
-        schedule = config.distributed.pipeline_schedule
-        self.schedule: Any = get_schedule_class(schedule)(self.stage, self.count, self._loss, scale_grads=False)
+        name = config.distributed.pipeline_schedule
+        schedule = get_schedule_class(name)
+        self.schedule: Any = schedule(self.stage, self.num_micro_batches, self._loss, scale_grads=False)
         context.exit_callbacks.append(self._release)
-        waits = num_stages - 1
+        bubble = (num_stages - 1) / (self.num_micro_batches + num_stages - 1)
         self.description = inner.description | {
-            "pipeline": f"replicas x stages: {len(replicas)} x {num_stages}, {schedule}, {self.count} micro-batches of "
-            f"{self.size}: each stage waits {waits / (self.count + waits):.0%} of the time"
+            "pipeline": f"replicas x stages: {len(replicas)} x {num_stages}, {name}, {self.num_micro_batches} "
+            f"micro-batches of {self.micro_batch_size}: each stage waits {bubble:.0%} of the time"
         }
 
     def _io_shapes(self, batch_size: int) -> tuple[Tensor, Tensor]:
@@ -163,8 +166,9 @@ class PipelineParallel(Strategy):
 
     def shares(self, batch: range) -> list[range]:
         """Returns the sample numbers of this replica's micro-batches, which may extend beyond a short batch."""
-        first = batch.start + self.replicas.rank * self.size * self.count
-        return [range(first + self.size * i, first + self.size * (i + 1)) for i in range(self.count)]
+        size = self.micro_batch_size
+        first = batch.start + self.replicas.rank * size * self.num_micro_batches
+        return [range(first + size * i, first + size * (i + 1)) for i in range(self.num_micro_batches)]
 
     def count_targets(self, micro_batches: list[MicroBatch]) -> int:
         return super().count_targets(micro_batches) if self.is_first else 0  # all stages have the same targets

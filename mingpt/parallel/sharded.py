@@ -20,7 +20,9 @@ from mingpt.distributed.context import DistributedContext
 from mingpt.errors import UserError
 from mingpt.optim.muon import to_local
 from mingpt.optim.optimizer import build_optimizer
-from mingpt.parallel.strategy import DDP, DTYPES, Strategy, state_layouts, tied_names
+from mingpt.parallel.ddp import DDP
+from mingpt.parallel.state import state_layouts, tied_names
+from mingpt.parallel.strategy import DTYPES, Strategy
 
 # With gloo, each FSDP run of Muon would warn that gradients are gathered instead of exchanged (all-to-all).
 logging.getLogger("torch.distributed.tensor._collective_utils").setLevel(logging.ERROR)

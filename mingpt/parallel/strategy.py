@@ -1,4 +1,4 @@
-"""The base class of strategies, which trains in one process, and DistributedDataParallel.
+"""The base class of strategies, which trains in one process.
 
 A strategy defines how parameters, gradients and optimizer state are distributed over ranks, and which of them ranks
 send. docs/parallelism.md compares strategies. With every strategy, all ranks make the same number of forward passes,
@@ -8,51 +8,29 @@ Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Paramet
 et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from char_dataset import CharDataset, ValidationDataset
 from mingpt.config.schema import Config
-from mingpt.distributed.agreement import broadcast_object, reduce_object
 from mingpt.distributed.context import DistributedContext, PendingFlags
 from mingpt.errors import UserError
 from mingpt.nn.layers import IGNORE_INDEX
 from mingpt.optim.optimizer import build_optimizer
+from mingpt.parallel.state import RankState
 from mingpt.system.device import seed_generators
-from mingpt.text.permutation import hash64
+from mingpt.text.permutation import hash64_of_integers
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 READING = -1  # the last number of the seed with which samples are read
 UPDATING = -2  # the same for the update of the weights
-
-OptimizerState = Mapping[str, Mapping[str, Tensor]]  # parameter name -> key -> tensor
-
-
-def layout(tensor: Tensor) -> tuple[list[int], str]:
-    """Returns shape and dtype as plain data for other ranks."""
-    return list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-
-
-def state_layouts(state: OptimizerState) -> dict[str, dict[str, tuple[list[int], str]]]:
-    """Returns the layouts of each parameter's optimizer state, by key."""
-    return {name: {key: layout(tensor) for key, tensor in tensors.items()} for name, tensors in state.items()}
-
-
-def tied_names(model: nn.Module) -> list[list[str]]:
-    """Returns the names of each parameter that has several, like a head that is tied to the embedding."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    return [each for each in names.values() if len(each) > 1]
 
 
 @dataclass(frozen=True)
@@ -76,19 +54,14 @@ class MicroBatch:
         return self.num_targets / max(1, flags.wait().num_targets)
 
 
-class Strategy:
+class Strategy(RankState):
     """Trains in one process, which holds everything. Other strategies are subclasses.
 
     Attributes:
         device: device of the parameters between steps
-        parameters: parameters of this rank, by GPT-2's names
-        full_shapes: tensors with the full shapes of the state of all ranks, by name
-        local_state: optimizer state of each parameter that this rank updates, by the parameter's name
-        is_sharded: whether each rank holds only a part of the state, so that all must call `iter_full_state`
         model: model for micro-batches
         full_model: model for evaluation and generation; all ranks must call it together
         replicas: ranks that evaluate different batches: all ranks or, with pipeline stages, those with the same stage
-        optimizer: its step updates all parameters on all ranks
         scaler: gradient scaler, enabled in fp16
         description: rows for the summary at the start
 
@@ -97,7 +70,6 @@ class Strategy:
         precision: fp32, bf16 or fp16
     """
 
-    is_sharded = False
     loss_factor = 1.0  # DDP and FSDP average gradients over ranks; multiplying the loss by this factor undoes that
 
     def __init__(self, model: nn.Module, context: DistributedContext, config: Config, precision: str) -> None:
@@ -108,9 +80,9 @@ class Strategy:
         self.device = torch.device("cpu") if config.distributed.cpu_offload else context.device
         self.description: dict[str, str] = {"strategy": config.distributed.strategy}
         self.model: nn.Module = model
-        self.full_model: Any = self.model
+        self.full_model = model
         self.parameters = dict(model.named_parameters())
-        self.full_shapes: Mapping[str, Tensor] = self.state
+        self.full_shapes = self.state
         self.optimizer = self.build_optimizer(model)
         self.local_state = {name: self.optimizer.state[parameter] for name, parameter in self.parameters.items()}
         self.built_groups = [dict(group) for group in self.optimizer.param_groups]
@@ -119,20 +91,11 @@ class Strategy:
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return build_optimizer(model, self.config.optimizer, self.dtype)
 
-    @property
-    def state(self) -> dict[str, Tensor]:
-        """Parameters and persistent buffers of this rank, by name; tied parameters have several names.
-
-        They are read again each time, because a model may replace its buffers.
-        """
-        return self.full_model.state_dict(keep_vars=True)
-
     # The step
 
     def seed(self, *numbers: int) -> None:
         """Seeds the generators of Python, NumPy, the CPU and the device from the run's seed and these numbers."""
-        [seed] = hash64(self.config.trainer.seed, *numbers).tolist()
-        seed_generators(self.context.device, seed)
+        seed_generators(self.context.device, hash64_of_integers(self.config.trainer.seed, *numbers))
 
     def shares(self, batch: range) -> list[range]:
         """Returns the sample numbers of each of this rank's micro-batches.
@@ -170,8 +133,9 @@ class Strategy:
 
         Each replica changes them by its own samples, as BatchNorm does with its averages.
         """
-        for buffer in self.model.buffers():
-            self.context.broadcast_tensor(buffer, 0)
+        if self.context.world_size > 1:
+            for buffer in self.model.buffers():
+                self.context.broadcast_tensor(buffer, 0)
 
     def zero_grad(self) -> None:
         """Deletes the gradients of the step before."""
@@ -293,153 +257,3 @@ class Strategy:
         loss = self.compute_loss(self.full_model, idx, targets)
         self.full_model.train()
         return loss, (targets != IGNORE_INDEX).sum()
-
-    # Snapshots
-
-    def digests(self) -> dict[str, int]:
-        """Returns a digest of each parameter of this rank of which other ranks have a copy, by name."""
-        # torch.hash_tensor depends on all bits, but not on the places of elements, which does not matter here.
-        digests = torch.stack([torch.hash_tensor(parameter.detach()) for parameter in self.parameters.values()])
-        return dict(zip(self.parameters, digests.tolist(), strict=True))
-
-    def check_copies(self, step: int) -> None:
-        """Raises a UserError on all ranks if copies of a parameter differ, since the ranks train different models."""
-        if self.context.world_size == 1:
-            return
-        difference = reduce_object(self.context, self.digests(), _first_difference)
-        if difference is not None:
-            raise UserError(
-                f"step {step}: {difference}, so the ranks train different models, and no snapshot contains this step. "
-                "An update must not depend on the rank, for example by random numbers that differ between ranks"
-            )
-
-    def changed_groups(self) -> list[dict[str, Any]]:
-        """Returns what `step` of the optimizer has changed in each parameter group, such as a counter.
-
-        The learning rate is left out, since each step sets it.
-
-        Raises:
-            UserError: a value is not a number, a text or None.
-        """
-        changes: list[dict[str, Any]] = []
-        for group, built in zip(self.optimizer.param_groups, self.built_groups, strict=True):
-            changed = {}
-            for key, value in group.items():
-                if key in ("params", "lr") or (key in built and value is built[key]):
-                    continue
-                if not isinstance(value, int | float | str | None):
-                    raise UserError(
-                        f"optimizer.name: {type(self.optimizer).__name__} keeps a {type(value).__name__}, {key}, in a "
-                        "parameter group, which snapshots do not contain; keep a number there, or a tensor in the "
-                        "state of a parameter"
-                    )
-                changed[key] = value
-            changes.append(changed)
-        return changes
-
-    def load_changed_groups(self, changes: list[dict[str, Any]]) -> None:
-        """Loads what `changed_groups` has returned, maybe on a rank with other groups."""
-        for group, changed in zip(self.optimizer.param_groups, changes, strict=False):
-            group.update(changed)
-
-    def iter_full_state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
-        """Yields each name in the state dict, its full value and optimizer state. All ranks iterate together.
-
-        Tensors are gathered one at a time, because a rank may not have memory for all of them.
-        torch.distributed.checkpoint.state_dict does not do that, and it does not support ZeroRedundancyOptimizer. The
-        next step may modify the tensors.
-        """
-        for name, tensor in self.state.items():
-            yield name, tensor.detach(), dict(self.local_state.get(name, {}))
-
-    def load_full_state(self, weights: Mapping[str, Tensor], state: OptimizerState, source: int) -> None:
-        """Loads the full weights and optimizer state of rank `source`; other ranks' arguments are ignored."""
-        layouts = broadcast_object(self.context, state_layouts(state), source)
-        mine = self.state
-        for name, like in self.full_shapes.items():
-            weight = self.broadcast(weights, name, layout(like), source)
-            if name in mine:
-                mine[name].detach().copy_(self.shard_of(weight, mine[name]))
-            for key, each in layouts.get(name, {}).items():
-                tensor = self.broadcast(state.get(name, {}), key, each, source)
-                if name in self.local_state:
-                    self.local_state[name][key] = self.shard_of(tensor, mine[name])
-
-    def broadcast(self, tensors: Mapping[str, Tensor], name: str, layout: tuple[list[int], str], source: int) -> Tensor:
-        """Returns rank `source`'s tensor of this name on the device of this rank; it ignores other ranks' tensors."""
-        shape, dtype = layout
-        full = torch.empty(shape, dtype=getattr(torch, dtype), device=self.context.device)
-        if self.context.rank == source:
-            full.copy_(tensors[name])
-        self.context.broadcast_tensor(full, source)
-        return full
-
-    def shard_of(self, full: Tensor, like: Tensor) -> Tensor:
-        """Returns this rank's part of a full tensor that is sharded like a parameter of this rank."""
-        return full
-
-
-def _first_difference(digests: list[dict[str, int]]) -> str | None:
-    first: dict[str, tuple[int, int]] = {}  # rank and digest of the first copy of each parameter
-    for rank, each in enumerate(digests):
-        for name, digest in each.items():
-            first_rank, expected = first.setdefault(name, (rank, digest))
-            if digest != expected:
-                return f"{name} differs between ranks {first_rank} and {rank}"
-    return None
-
-
-class DDP(Strategy):
-    """DistributedDataParallel: each rank has the full model, and gradients are averaged in buckets.
-
-    Args:
-        example: arguments of the model, for a pass before the first step
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        context: DistributedContext,
-        config: Config,
-        precision: str,
-        example: tuple[Tensor, ...],
-    ) -> None:
-        super().__init__(model, context, config, precision)
-        self.loss_factor = context.world_size  # DDP averages over ranks
-        self.ddp = DistributedDataParallel(
-            model,
-            device_ids=[context.device] if context.device.type == "cuda" else None,
-            process_group=context.group,
-            bucket_cap_mb=config.distributed.bucket_cap_mb,
-            gradient_as_bucket_view=True,
-        )
-        self.ddp.broadcast_buffers = False  # as its argument, it is deprecated
-        self.model = self.ddp
-        self._rebuild_buckets(model, example)
-        context.exit_callbacks.append(self._release)
-
-    def _rebuild_buckets(self, model: nn.Module, example: tuple[Tensor, ...]) -> None:
-        """Makes DDP rebuild its buckets before the first step, by a backward pass whose gradients are discarded.
-
-        DDP would rebuild them after the first step of each start. With three or more ranks, the layout of the buckets
-        determines the last bits of each sum, so a resumed run would differ from an uninterrupted one.
-        """
-        buffers = [buffer.clone() for buffer in model.buffers()]
-        is_compiled = self.config.trainer.compile
-        eager = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()  # it imports for a second
-        with eager, self.autocast():
-            output, loss = self.ddp(*example)
-            (output if loss is None else loss).sum().backward()
-        self.check_gradients()
-        self.ddp.zero_grad(set_to_none=True)
-        for buffer, before in zip(model.buffers(), buffers, strict=True):
-            buffer.copy_(before)
-
-    def set_gradient_sync(self, sync_gradients: bool) -> None:
-        self.ddp.require_backward_grad_sync = sync_gradients  # like DDP.no_sync
-
-    def _release(self) -> None:
-        # The last owner of the process group destroys it. DDP's C++ part would do that while it holds the GIL, and
-        # would wait forever for gloo's thread, which needs the GIL to free a tensor (torch 2.13).
-        del self.model
-        del self.ddp

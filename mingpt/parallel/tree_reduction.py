@@ -34,11 +34,13 @@ class TreeReduction(Strategy):
 
     def __init__(self, model: nn.Module, context: DistributedContext, config: Config, precision: str) -> None:
         super().__init__(model, context, config, precision)
-        self.size = config.trainer.micro_batch_size or config.trainer.batch_size  # conflicts.py refuses null
+        cfg = config.trainer
+        self.micro_batch_size = cfg.micro_batch_size or cfg.batch_size  # conflicts.py refuses null
 
     def shares(self, batch: range) -> list[range]:
         """Returns the sample numbers of this rank's micro-batches, with the same bounds on any number of ranks."""
-        leaves = [batch[start : start + self.size] for start in range(0, len(batch), self.size)]
+        size = self.micro_batch_size
+        leaves = [batch[start : start + size] for start in range(0, len(batch), size)]
         mine = self.context.shard_range(0, len(leaves))
         self.num_leaves = len(leaves)
         return leaves[mine.start : mine.stop]

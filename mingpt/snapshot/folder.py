@@ -195,33 +195,14 @@ class SnapshotFolder:
         problem = f"trainer.snapshot_path: {self.path}/{name} can't be written"
         with raise_user_error(problem, "free disk space, or make the folder writable"):
             try:
-                self._save(name, snapshot, is_kept)
-            except OSError as error:
-                is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-                if not (is_full and is_kept and self._remove_unscheduled()):
-                    raise
-                self._save(name, snapshot, is_kept)
+                with replaced_file(f"{self.root}/{name}", flush=is_kept) as file:
+                    torch.save(snapshot, file)
+            except RuntimeError as error:  # on a full disk, it is "unexpected pos 960 vs 896" after an OSError
+                raise error.__context__ or error from None
         self.scheduled = snapshot["scheduled"][-self.keep - SPARE_STEPS :]
         self.best = snapshot["best_saved"]
         self.damaged.discard(step)
         self.prune(step)
-
-    def _save(self, name: str, snapshot: dict[str, Any], flush: bool) -> None:
-        try:
-            with replaced_file(f"{self.root}/{name}", flush) as file:
-                torch.save(snapshot, file)
-        except RuntimeError as error:
-            if isinstance(error.__context__, OSError):  # for a full disk, torch.save says "unexpected pos 960 vs 896"
-                raise error.__context__ from None
-            raise
-
-    def _remove_unscheduled(self) -> bool:
-        """Removes the newest snapshot if it is not one to keep and there is another. Returns whether it has."""
-        steps = [step for step in self.files() if step not in self.damaged]
-        if len(steps) < 2 or steps[-1] in (*self.scheduled, self.best):
-            return False
-        self._remove(self.files()[steps[-1]])
-        return True
 
 
 def open_folders(config: TrainerConfig) -> tuple[SnapshotFolder, SnapshotFolder | None]:

@@ -60,7 +60,7 @@ def is_comparable(header: dict[str, Any], text_sha256: str, eval_windows: int | 
 def check_content(content: Any, path: str) -> None:
     """Checks that the content of a file is a snapshot. Adds entries that a snapshot of an earlier version lacks.
 
-    Missing keys of the model get their defaults, which should mean what earlier versions did.
+    Missing keys of the model get their defaults, so a new key's default must keep the old behavior.
 
     Args:
         path: names the file in the message

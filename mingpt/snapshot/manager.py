@@ -2,11 +2,13 @@
 
 import time
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
@@ -14,14 +16,14 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from mingpt.config.schema import Config
-from mingpt.distributed.agreement import all_gather_object, broadcast_object, reduce_object, shared_errors
+from mingpt.distributed.agreement import all_gather_object, broadcast_object, shared_errors
 from mingpt.distributed.context import DistributedContext
 from mingpt.errors import UserError
 from mingpt.monitoring.logging import logger
-from mingpt.monitoring.run_log import saved_steps
+from mingpt.monitoring.run_log import RunLog, saved_steps
 from mingpt.parallel.strategy import Strategy
-from mingpt.snapshot.folder import open_folders
-from mingpt.snapshot.format import split_header
+from mingpt.snapshot.folder import SnapshotFolder, open_folders
+from mingpt.snapshot.format import Best, split_header
 from mingpt.snapshot.load import new_run_advice, weight_differences
 from mingpt.snapshot.mirror import sync
 from mingpt.system.run_lock import RunLock, read_holder
@@ -29,7 +31,8 @@ from mingpt.system.signals import SignalHandler
 
 MIN_SECONDS = 1.0  # minimum time between two snapshots, even if saving is cheap
 EXCHANGE_SECONDS = 0.5  # interval between exchanges of ranks that wait for saves, below distributed.timeout_seconds
-EXIT_WAIT_SECONDS = 5.0  # how long a run that fails waits for a snapshot that is being written or uploaded
+REPORT_SECONDS = 5.0  # how long ranks wait for a save before rank 0 says so, and then every minute
+EXIT_WAIT_SECONDS = 5.0  # how long a run that fails waits for a snapshot that is being written
 
 
 class NewestSnapshot(NamedTuple):
@@ -54,21 +57,24 @@ class Save:
 
     Attributes:
         header: the snapshot without its tensors
-        is_scheduled: whether trainer.save_every asked for it, or it ended the run
+        folder: the folder that it is written to, or the mirror
         future: ends with the write or the upload; its exception is why that has failed
-        is_upload: whether it is uploaded
     """
 
     header: dict[str, Any]
-    is_scheduled: bool
+    folder: SnapshotFolder
     future: Future[Any]
-    is_upload: bool = False
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Whether trainer.save_every asked for the snapshot, or it ended the run."""
+        return self.header["step"] in self.header["scheduled"]
 
 
 class SnapshotManager:
     """The snapshots of a run. All ranks build it together.
 
-    Rank 0 writes snapshots. So does the first rank of each other machine, unless it shares rank 0's folder. If
+    Rank 0 writes snapshots. On every machine that does not see rank 0's folder, the first rank also writes. If
     trainer.snapshot_path is a URL, rank 0 uploads the newest scheduled snapshot and the best one. One thread writes and
     another one uploads, which delays neither training nor local saves.
 
@@ -87,18 +93,18 @@ class SnapshotManager:
         self.signals = signals
         self.folder, remote = open_folders(config.trainer)
         lock_id = broadcast_object(context, lock.id)
-        self.writes = context.rank == 0 or (
+        self.is_writer = context.rank == 0 or (
             context.local_rank == 0 and read_holder(self.folder.root).get("id") != lock_id
         )
         with shared_errors(context):
             for folder in (self.folder, remote):
-                if folder is not None and self.writes:
+                if folder is not None and self.is_writer:
                     folder.make()
         self.remote = remote if context.rank == 0 else None
-        self.writer = ThreadPoolExecutor(max_workers=1)
-        self.uploader = ThreadPoolExecutor(max_workers=1)
-        # The first request starts the thread. During a step, that would delay the step until the thread gets the GIL.
-        self.newest = Save({}, is_scheduled=False, future=self.writer.submit(dict))  # the newest snapshot
+        self.header: dict[str, Any] = {}  # of the newest snapshot
+        self.newest_write: Future[Any] = Future()
+        self.newest_write.set_result(None)
+        self.newest_upload = self.newest_write
         self.saves: list[Save] = []  # until `ended` returns them
         self.staging_buffers: dict[Any, Tensor] = {}
         self.costs: deque[float] = deque(maxlen=16)  # seconds that each of the newest saves has taken from training
@@ -117,7 +123,7 @@ class SnapshotManager:
         path = ""
         failure = ""
         remote = [] if self.remote is None else [self.remote]
-        for folder in [self.folder, *remote] if self.writes else []:
+        for folder in [self.folder, *remote] if self.is_writer else []:
             try:
                 newer = folder.load_newest(after=content.get("step", -1))
             except UserError as error:
@@ -179,18 +185,17 @@ class SnapshotManager:
         if header["scaler"]:  # it is empty unless the run that saved it used fp16
             strategy.scaler.load_state_dict(header["scaler"])
         strategy.load_changed_groups(header.get("param_groups", []))  # an older snapshot lacks them
-        if self.writes:
+        if self.is_writer:
             self.folder.resume(header)
-        self.newest = replace(self.newest, header=header)
-        self._upload(header)  # the last upload may have failed
+        self.header = header
+        self._upload()  # the last upload may have failed
 
     def is_save_due(self) -> bool:
         """Returns whether to save a snapshot after the next step. All ranks must call it; rank 0 decides.
 
-        It is due a second after the previous one, or later if saves would take more than `trainer.save_overhead` of the
-        time.
+        At most one a second, and fewer if saves would take more than `trainer.save_overhead` of the time.
         """
-        if self.context.rank > 0 or self.overhead is None or not self.newest.future.done():
+        if self.context.rank > 0 or self.overhead is None or not self.newest_write.done():
             return False
         cost = fmean(self.costs or [0.0])
         return time.monotonic() >= self.saved_at + max(MIN_SECONDS, cost / self.overhead)
@@ -207,15 +212,14 @@ class SnapshotManager:
         step = header["step"]
         is_best = header["best"]["step"] == step
         if is_scheduled or is_best:
-            self.wait()
-        if self.writes and self.newest.future.done():
+            self.wait(self.newest_write, self.folder.path)
+        if self.is_writer and self.newest_write.done():
             scheduled = [*self.folder.scheduled, step] if is_scheduled else self.folder.scheduled
-            header = header | {"scheduled": scheduled, "best_saved": step if is_best else self.folder.best}
+            self.header = header | {"scheduled": scheduled, "best_saved": step if is_best else self.folder.best}
             tensors, seconds = self._stage(strategy)
-            future = self.writer.submit(self._write, header | tensors, seconds)
-            self.newest = Save(header, is_scheduled, future)
-            self.saves.append(self.newest)
-            self.lock.writing = future
+            self.newest_write = _start(self.newest_write, self._write, self.header | tensors, seconds)
+            self.saves.append(Save(self.header, self.folder, self.newest_write))
+            self.lock.writing = self.newest_write
         elif strategy.is_sharded:  # other ranks need the shards of this one
             for _ in strategy.iter_full_state():
                 pass
@@ -229,21 +233,18 @@ class SnapshotManager:
         model = {}
         optimizer = {}
         for name, weight, moments in strategy.iter_full_state():
-            tensors = {"": weight, **moments}
-            copies = {key: self._buffer(f"{name}/{key}", tensor) for key, tensor in tensors.items()}
-            # On other devices, non_blocking is unsafe without pinned memory
-            # (https://github.com/pytorch/pytorch/issues/189690).
-            torch._foreach_copy_(list(copies.values()), list(tensors.values()), non_blocking=weight.is_cuda)
-            model[name] = copies.pop("")
-            optimizer[name] = copies
+            model[name] = self._copy(name, weight)
+            optimizer[name] = {key: self._copy(f"{name}/{key}", moment) for key, moment in moments.items()}
         _synchronize(self.context.device)
         return {"model": model, "optimizer": optimizer}, time.perf_counter() - began
 
-    def _buffer(self, name: str, tensor: Tensor) -> Tensor:
+    def _copy(self, name: str, tensor: Tensor) -> Tensor:
         key = (name, tensor.shape, tensor.dtype)  # a model may replace its buffers
         if key not in self.staging_buffers:
             self.staging_buffers[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        return self.staging_buffers[key]
+        # On other devices, non_blocking is unsafe without pinned memory
+        # (https://github.com/pytorch/pytorch/issues/189690).
+        return self.staging_buffers[key].copy_(tensor, non_blocking=tensor.is_cuda)
 
     def _write(self, snapshot: dict[str, Any], cost: float) -> None:
         """Writes a snapshot, in the thread. `cost` is the seconds for which training has waited."""
@@ -260,86 +261,128 @@ class SnapshotManager:
             on_cpu = self.context.device.type == "cpu"
             self.costs.append(cost + on_cpu * (time.thread_time() - began))
         if snapshot["step"] in (*snapshot["scheduled"], snapshot["best_saved"]):
-            self._upload(split_header(snapshot))
+            self._upload()
 
-    def _upload(self, header: dict[str, Any]) -> None:
+    def _upload(self) -> None:
         """Starts to upload what the mirror lacks, if there is a mirror."""
-        if self.remote is not None:
-            step = header["step"]
-            future = self.uploader.submit(sync, self.folder, self.remote, step)
-            self.saves.append(Save(header, step in header["scheduled"], future, is_upload=True))
+        has_begun = self.newest_upload.running() or self.newest_upload.done()  # otherwise, it will do
+        if self.remote is not None and has_begun:
+            self.newest_upload = _start(self.newest_upload, sync, self.folder, self.remote)
+            self.saves.append(Save(self.header, self.remote, self.newest_upload))
 
-    def ended(self) -> list[Save]:
-        """Returns the saves that have ended since the last call, and the uploads that have failed.
+    def log_ended(self, log: RunLog, is_last: bool) -> None:
+        """Logs the saves that have ended since the last call, and the uploads that have failed.
+
+        Args:
+            is_last: whether the run ends, and reports errors itself
 
         Raises:
             Exception: one has failed with an error that is not a UserError.
         """
-        ended = [save for save in self.saves if save.future.done()]
-        for save in ended:
+        for save in [save for save in self.saves if save.future.done()]:
             self.saves.remove(save)  # the other thread may append one at the same time
-            if not isinstance(save.future.exception(), UserError | None):
-                save.future.result()
-        return [save for save in ended if not save.is_upload or save.future.exception()]
+            step = save.header["step"]
+            error = save.future.exception()
+            if not isinstance(error, UserError | None):
+                raise error
+            if error is not None and not (is_last or self.lock.lost_folder()):
+                subject = str(step) if save.is_scheduled else "saves between those of trainer.save_every"
+                message = f"step {step}: {error}; training continues, and the next save tries again"
+                self.folder.warn_once(subject, message)
+            row = {"path": self.folder.file(step), "val_loss": save.header["val_loss"]}
+            if error is not None:
+                row = {"error": str(error)}
+            if save.is_scheduled and (save.folder is self.folder or error is not None):
+                log.write("snapshot", step, **row)
 
-    def wait(self, uploads: bool = False, ends_at_signal: bool = False) -> int:
-        """Waits until no rank is writing a snapshot, however long it takes. A second signal ends the process.
+    def saved_best(self, best: Best) -> Best | None:
+        """Returns the best evaluation if its snapshot is in the local folder, and not only in the mirror."""
+        is_saved = best.step == self.folder.best and best.step in self.folder.files()
+        return best if is_saved else None
+
+    def wait(self, future: Future[Any], place: str | None, ends_at_signal: bool = False) -> int:
+        """Waits until a save has ended on all ranks, however long it takes.
+
+        A second signal ends the process, or the wait in a session.
 
         Args:
-            uploads: wait for uploads as well
-            ends_at_signal: end the wait when a rank has received a signal
+            future: ends with the save
+            place: the folder or the URL, for messages
+            ends_at_signal: whether the first signal ends the wait
 
         Returns:
-            that signal; 0: no rank is writing a snapshot
+            the signal that has ended the wait; 0: the save has ended
         """
-        is_done = False
-        signal = 0
+        report_at = time.monotonic() + REPORT_SECONDS
         self.signals.is_waiting = True
-        try:
-            while not is_done and signal == 0:
-                futures = [save.future for save in self.saves if uploads or not save.is_upload]
-                pending = wait_for(futures, EXCHANGE_SECONDS).not_done
-                is_done = reduce_object(self.context, not pending, all)
-                if ends_at_signal:
-                    signal = reduce_object(self.context, self.signals.signal, max)
-        finally:
-            self.signals.is_waiting = False
-        return 0 if is_done else signal
+        while True:
+            wait_for([future], EXCHANGE_SECONDS)
+            signal = self.signals.signal if ends_at_signal or self.signals.is_urgent else 0
+            has_ended, received = zip(*all_gather_object(self.context, (future.done(), signal)), strict=True)
+            if all(has_ended) or any(received):
+                break
+            if time.monotonic() >= report_at:
+                logger.info(f"waiting for rank {has_ended.index(False)} to save a snapshot in {place}")
+                report_at += 60.0
+        self.signals.is_waiting = False
+        return 0 if all(has_ended) else max(received)
 
     def finish(self, ends_at_signal: bool) -> int:
-        """Waits until the newest snapshot is written and the mirror is complete, whatever failed before.
+        """Waits until the newest snapshot is written and the mirror is complete, even if earlier saves have failed.
 
         Args:
-            ends_at_signal: see `wait`; only for uploads
+            ends_at_signal: whether the first signal ends the wait for the mirror
 
         Returns:
-            see `wait`
+            the signal that has ended the wait for the mirror; 0: it is complete
 
         Raises:
             UserError: on all ranks, if one of them is impossible, or a folder is lost.
         """
-        self.wait()
-        written = self.newest.future
-        self._upload(self.newest.header)
-        uploads = [save.future for save in self.saves if save.is_upload]
-        signal = self.wait(uploads=True, ends_at_signal=ends_at_signal)
+        self.wait(self.newest_write, self.folder.path)
+        self._upload()
+        signal = self.wait(self.newest_upload, self.config.trainer.snapshot_path, ends_at_signal)
         with shared_errors(self.context):  # the last collective, where other ranks wait for a rank that hangs
             self.lock.check()
-            for future in (written, *uploads[-1:]):
+            if not self.newest_write.done():
+                raise UserError(
+                    f"interrupted before the snapshot of step {self.header['step']} was written; run the same command "
+                    "to resume from the one before"
+                )
+            for future in (self.newest_write, self.newest_upload):
                 error = future.exception() if future.done() else None
                 if error is not None:
                     raise UserError(
-                        f"training has reached step {self.newest.header['step']}, but its snapshot could not be saved: "
+                        f"training has reached step {self.header['step']}, but its snapshot could not be saved: "
                         f"{error}. Fix this and run the same command to resume from the newest snapshot"
                     ) from error
         return signal
 
     def close(self) -> None:
-        """Ends the threads. It waits some seconds for a snapshot that is being written, and for no upload."""
-        is_done = not wait_for([self.newest.future], EXIT_WAIT_SECONDS).not_done
-        self.writer.shutdown(wait=is_done, cancel_futures=True)
-        self.uploader.shutdown(wait=all(save.future.done() for save in self.saves), cancel_futures=True)
+        """Waits some seconds for a snapshot that is being written, and for no upload."""
+        wait_for([self.newest_write], EXIT_WAIT_SECONDS)
+        self.remote = None  # a write that ends later starts no upload
+        self.newest_upload.cancel()  # has no effect if it has begun
         self.staging_buffers.clear()
+
+
+def _start(previous: Future[Any], function: Callable[..., Any], *args: Any) -> Future[Any]:
+    """Calls a function in a thread, after a previous call has ended.
+
+    At its exit, the interpreter would wait for the threads of a ThreadPoolExecutor, also for an upload that hangs.
+    """
+    future: Future[Any] = Future()
+
+    def call() -> None:
+        wait_for([previous])
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(function(*args))
+            except BaseException as error:
+                future.set_exception(error)
+
+    Thread(target=call, name="snapshot", daemon=True).start()
+    return future
 
 
 def _synchronize(device: torch.device) -> None:

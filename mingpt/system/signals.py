@@ -35,6 +35,9 @@ def stop_with_torchrun() -> None:
 
     The workers of torchrun continue if torchrun is killed. At the start, they would wait for its store until a timeout.
     Later, they would still lock the run folder at the next start.
+
+    A thread polls, because PR_SET_PDEATHSIG exists on Linux only, and also signals the end of a thread of torchrun. If
+    torchrun ends before this module is imported, the worker ends when it can't connect to the store.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         threading.Thread(target=_wait_for_torchrun, daemon=True).start()
@@ -51,9 +54,11 @@ def _wait_for_torchrun() -> None:
 class SignalHandler:
     """Records the first signal within the context. Ranks then agree on the step to stop at.
 
-    Later signals do not change anything, with two exceptions: at least one second after the first one, SIGINT ends the
-    process at once, and so does any signal while `is_waiting` is set. While `exits_at_once` is set, the first one does.
-    A session continues in all cases.
+    Other signals end the process at once, but not a session:
+
+    - while `exits_at_once` is set: any signal
+    - at least one second after the first signal: SIGINT
+    - at least one second after the first signal, while `is_waiting` is set: any signal
 
     Python runs signal handlers in the main thread only, which may be waiting in a collective for a dead rank, so a
     thread reads signals from the interpreter's wakeup fd.
@@ -62,12 +67,14 @@ class SignalHandler:
 
     Attributes:
         signal: number of the first signal, or 0
+        is_urgent: set by a signal that ends the process, unless it is a session
         exits_at_once: set until the first step ends, since compiling the model may take minutes
         is_waiting: set while ranks wait for a save or an upload, which may take long
     """
 
     def __init__(self) -> None:
         self.signal = 0
+        self.is_urgent = False
         self.exits_at_once = False
         self.is_waiting = False
         self.received = math.inf  # time of the first signal
@@ -90,11 +97,11 @@ class SignalHandler:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Restores the signal handlers, or lets the process ignore signals until it ends.
 
-        It ignores them after a signal, which a launcher repeats when other ranks exit first, and after an error under
-        torchrun without restarts, which stops all ranks as soon as one fails, while they still have to report it.
+        Signals are ignored after a stop, because launchers repeat them, and after an error under torchrun without
+        restarts, because ranks still have to report it.
 
         torchrun with restarts names the dead rank in its summary, and waits for the other ranks before it starts new
-        ones. So there, a rank that has lost another one ends at a signal, even if it came before the error.
+        ones. There, a rank that has lost another rank obeys signals, even earlier ones.
         """
         max_restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS")  # set by torchrun
         has_lost_rank = isinstance(error, RuntimeError)  # the class of all backends' errors
@@ -124,4 +131,5 @@ class SignalHandler:
             exits = self.exits_at_once or (is_second and (self.is_waiting or number == signal.SIGINT))
             if exits and not is_interactive():
                 os._exit(EXIT_STATUS[signal.Signals(number)])
+            self.is_urgent = self.is_urgent or exits
             self.signal = self.signal or number

@@ -28,23 +28,12 @@ def choose_threads(requested: int | str, local_world_size: int, saved: int | Non
             reason = f"kept from the snapshot, not {threads} ({reason}); set trainer.threads to change it"
             threads = saved
         reason = f"auto: {reason}"
-    limit = openmp_limit() or threads
+    # Matrix products in bf16 are wrong if OpenMP starts fewer threads than PyTorch asks for (PyTorch 2.13, oneDNN: of
+    # 120 gradients, 86 were not finite, and 34 were finite but wrong by more than 5 percent).
+    limit = _omp_number("OMP_THREAD_LIMIT") or threads
     if limit < threads:
         return limit, f"OpenMP's limit from the environment, not {threads}: {reason}"
     return threads, reason
-
-
-def openmp_limit() -> int | None:
-    """Returns the number of threads that OpenMP always starts if PyTorch asks for more, or None if there is no limit.
-
-    Matrix products in bf16 are wrong if OpenMP starts fewer threads than `torch.get_num_threads()` (PyTorch 2.13 with
-    oneDNN: of 120 gradients, 86 were not finite, and 34 were finite but wrong by more than 5 percent).
-    """
-    # `import_pytorch` turns it off, unless PyTorch has already been imported, as in a notebook. With it, OpenMP may
-    # start any number of threads.
-    is_dynamic = os.environ.get("OMP_DYNAMIC", "false").strip().lower() != "false"
-    is_serial = os.environ.get("OMP_MAX_ACTIVE_LEVELS", "").strip() == "0"
-    return 1 if is_dynamic or is_serial else _omp_number("OMP_THREAD_LIMIT")
 
 
 def _threads_for_this_machine(local_world_size: int) -> tuple[int, str]:

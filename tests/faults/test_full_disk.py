@@ -14,22 +14,23 @@ import torch
 
 from mingpt.errors import UserError
 from mingpt.snapshot import manager
-from mingpt.snapshot.folder import SnapshotFolder
+from mingpt.snapshot.folder import SnapshotFolder, load_snapshot
 from tests.faults.runs import Run, assert_same_run, train_undisturbed
 from tests.helpers import (
     list_snapshots,
     loss_curve,
     newest_snapshot,
-    read_rows,
     run_args,
     run_captured,
     run_ranks,
     small_snapshot,
+    write_overfitting_text,
     write_text,
 )
 
 LAST_STEP, SAVE_EVERY = 100, 10
 DISK_SIZE = 8 * 2**20
+KEPT = 2
 OPTIONS = {
     "trainer__max_steps": LAST_STEP,
     "trainer__save_every": SAVE_EVERY,
@@ -110,21 +111,20 @@ def paused_between_saves(run: Run) -> Iterator[None]:
     process.send_signal(signal.SIGCONT)
 
 
-def test_a_scheduled_snapshot_takes_the_place_of_one_between(disk: Path) -> None:
+def test_a_snapshot_that_does_not_fit_costs_no_other(disk: Path) -> None:
+    """Although a scheduled one would fit in place of the newest one, which is not scheduled."""
     folder = SnapshotFolder(str(disk))
     weights = {"w": torch.zeros(DISK_SIZE // 14)}  # in two snapshots, 8/14 of the disk; a third one does not fit
     (disk / "others").write_bytes(bytes(DISK_SIZE // 4))
     folder.write(small_snapshot(1, weights, scheduled=[1]))
     folder.write(small_snapshot(2, weights, scheduled=[1]))
+    with pytest.raises(UserError, match=r"step_00000003\.pt can't be written: .*No space left on device"):
+        folder.write(small_snapshot(3, weights, scheduled=[1, 3]))
     assert list(folder.files()) == [1, 2]
-    folder.write(small_snapshot(3, weights, scheduled=[1, 3]))
-    assert list(folder.files()) == [3]
-
-    folder.scheduled = []  # so that the only snapshot is one between
-    (disk / "others").write_bytes(bytes(DISK_SIZE // 2))
-    with pytest.raises(UserError, match=r"step_00000004\.pt can't be written"):
-        folder.write(small_snapshot(4, weights, scheduled=[4]))
-    assert list(folder.files()) == [3]
+    assert load_snapshot(folder.file(2))["step"] == 2
+    (disk / "others").unlink()
+    folder.write(small_snapshot(4, weights, scheduled=[1, 4]))
+    assert list(folder.files()) == [4]
 
 
 @pytest.mark.parametrize("ends_in_time", [False, True])
@@ -169,17 +169,27 @@ def test_a_run_continues_while_snapshots_cannot_be_written(
     assert_same_run(undisturbed, run_dir)
 
 
-def test_snapshots_that_are_not_kept_make_room_for_one_that_is(run_dir: Path, undisturbed: Path, disk: Path) -> None:
-    """The disk has room for two snapshots and a half: the one before, and the one that is written."""
+@pytest.mark.parametrize(("room", "is_enough"), [(KEPT + 3, True), (KEPT + 2, False)])
+def test_a_disk_with_room_for_three_snapshots_more_than_are_kept_is_enough(
+    room: int, is_enough: bool, run_dir: Path, undisturbed: Path, disk: Path
+) -> None:
+    """They are the best one, the newest one, and the one that is being written."""
     size = max((undisturbed / "snapshots").glob("*.pt")).stat().st_size
-    (disk / "ballast").write_bytes(bytes(DISK_SIZE - 5 * size // 2))
-    options = {"trainer__keep_snapshots": 1, "trainer__snapshot_path": disk, "trainer__save_overhead": 0.9}
-    argv = run_args(run_dir, undisturbed.with_name("text.txt"), **OPTIONS | options)
+    (disk / "ballast").write_bytes(bytes(DISK_SIZE - room * size - size // 2))
+    text = write_overfitting_text(run_dir.parent / "text.txt")
+    options = OPTIONS | {"trainer__keep_snapshots": KEPT, "trainer__save_overhead": 0.9, "trainer__eval_every": 4}
+    argv = run_args(run_dir, text, **options, trainer__snapshot_path=disk, optimizer__learning_rate=0.01)
     [(status, err)] = run_ranks(1, _train_with_many_saves, *argv, tmp_path=run_dir.parent)
-    assert status == 0
-    assert err.count("No space left on device") == 1
-    assert [row["step"] for row in read_rows(run_dir, "snapshot") if "path" in row] == [*range(10, LAST_STEP + 1, 10)]
-    assert sorted(file.name for file in disk.glob("*.pt")) == [f"step_{LAST_STEP:08d}.pt"]
+    best, *kept = (int(file.stem.removeprefix("step_")) for file in sorted(disk.glob("*.pt")))
+    if is_enough:
+        assert (status, err) == (0, "")
+        assert kept == [LAST_STEP - SAVE_EVERY, LAST_STEP]
+    else:
+        assert status == 2
+        assert "No space left on device" in err
+    newest = SnapshotFolder(str(disk)).load_newest()
+    assert newest is not None
+    assert newest["best_saved"] == best < SAVE_EVERY
 
 
 def _train_with_many_saves(*argv: str) -> tuple[int, str]:

@@ -13,7 +13,7 @@ import model
 import trainer
 from char_dataset import ValidationDataset
 from mingpt.distributed.agreement import all_gather_object
-from mingpt.distributed.health import HEARTBEAT_TIMEOUT
+from mingpt.distributed.health import HEARTBEAT_TIMEOUT, LINGER_SECONDS
 from mingpt.snapshot.manager import SnapshotManager
 from tests.helpers import ROOT, free_port, main_process, read_log, run_args, start_ranks, write_text
 from trainer import Trainer
@@ -130,4 +130,4 @@ def test_a_rank_for_which_the_others_wait_is_named_with_its_line(plan: Plan, tmp
     differs = rf"ValueError: the place of an exchange differs between ranks: .* {place} on rank {plan.rank}"
     for file, stderr in zip(files, stderrs, strict=True):
         assert re.match(message, stderr) or (plan.is_mismatch and re.search(differs, "".join(stderrs))), stderrs
-        assert file.stat().st_mtime - fault.stat().st_mtime < TIMEOUT + HEARTBEAT_TIMEOUT + 1
+        assert file.stat().st_mtime - fault.stat().st_mtime < TIMEOUT + HEARTBEAT_TIMEOUT + LINGER_SECONDS + 1

@@ -28,7 +28,7 @@ advance = Trainer.advance
 def fail(trainer: Trainer) -> Any:
     context = trainer.context
     if trainer.progress.step == FAILS_AFTER and context.restart_count == 0:
-        trainer.snapshots.newest.future.result()  # so that there is a snapshot to resume from
+        trainer.snapshots.newest_write.result()  # so that there is a snapshot to resume from
         if context.rank == context.world_size - 1:
             if EVENT == "OOM":
                 torch.empty(2**50, dtype=torch.uint8, device=context.device)

@@ -49,7 +49,6 @@ def test_choices_are_applied_and_threads_kept_at_the_same_number_of_ranks(
     ("variables", "threads"),
     [
         ({"OMP_THREAD_LIMIT": "1"}, 1),
-        pytest.param({"OMP_MAX_ACTIVE_LEVELS": "0"}, 1, marks=pytest.mark.slow),
         pytest.param({"OMP_DYNAMIC": "TRUE"}, 2, marks=pytest.mark.slow),
     ],
 )

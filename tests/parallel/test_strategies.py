@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from mingpt.system.compile_cache import VARIABLE
 from tests.helpers import (
     NO_DROPOUT,
     SLOW_ON_CPU,
@@ -97,7 +96,7 @@ def test_resume_is_exact_with_a_compiled_model_whose_parameters_keep_their_names
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With dropout, where compiled code draws random numbers, and on three ranks, where DDP's buckets change sums."""
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))  # only the first start compiles
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))  # only the first start compiles
     assert_exact_resume(tmp_path, 3, {"compiled": COMPILED})
     assert newest_snapshot(tmp_path / "compiled-parts")["model"].keys() == small_gpt(n_layer=1).state_dict().keys()
 

@@ -16,6 +16,7 @@ from mingpt.errors import UserError
 from mingpt.snapshot import folder as folder_module
 from mingpt.snapshot.__main__ import run as list_path
 from mingpt.snapshot.folder import DamagedSnapshotError, SnapshotFolder, expired_steps, fingerprint, load_snapshot
+from mingpt.snapshot.mirror import sync
 from tests.helpers import small_snapshot
 
 
@@ -86,6 +87,32 @@ def test_snapshots_at_a_url_are_found_and_read(folder: SnapshotFolder, capsys: p
     warnings = capsys.readouterr().err.splitlines()
     assert [warning.split()[1] for warning in warnings] == [remote.file(4), remote.file(3)]
     memory.rm("/tests", recursive=True)
+
+
+def test_what_expires_while_an_upload_lasts_is_not_uploaded(
+    folder: SnapshotFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The best one of step 1 is uploaded first, and takes as long as the saves of steps 3 and 4."""
+    remote = SnapshotFolder("memory://tests/mirror")
+    put_file = remote.fs.put_file
+    uploaded = []
+
+    def save_and_put_file(path: str, copy: str) -> None:
+        uploaded.append(os.path.basename(copy))
+        if len(uploaded) == 1:
+            for step in (3, 4):
+                write(folder, step, best=1)
+        put_file(path, copy)
+
+    write(folder, 1, best=1)
+    write(folder, 2, best=1)
+    remote.fs.pipe_file(f"{remote.root}/{file_names(0)[0]}", b"expired")
+    monkeypatch.setattr(type(remote.fs), "put_file", staticmethod(save_and_put_file))
+    sync(folder, remote)
+    assert [*remote.files()] == [1]
+    sync(folder, remote)
+    assert [*remote.files()] == [1, 4]
+    remote.fs.rm("/tests", recursive=True)
 
 
 def test_a_reader_takes_the_successor_of_a_snapshot_that_was_just_deleted(

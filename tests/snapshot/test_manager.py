@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -32,6 +33,7 @@ from tests.helpers import (
     run_ranks,
     start_ranks,
     train_main,
+    wait_for_step,
     wait_until,
     write_overfitting_text,
     write_text,
@@ -58,6 +60,11 @@ def call_before(owner: type, name: str, function: Callable[..., Any]) -> None:
         return method(*args)
 
     setattr(owner, name, both)
+
+
+def wait_for_threads(most: int = 0) -> None:
+    """For `run_ranks`: waits until at most this number of threads writes or uploads a snapshot, or waits to do so."""
+    wait_until(lambda: [thread.name for thread in threading.enumerate()].count("snapshot") <= most, "the threads")
 
 
 @pytest.mark.parametrize(("overhead", "cost", "pause"), [(0.5, 0.0, 1.0), (0.1, 0.03, 0.6)])
@@ -98,21 +105,61 @@ def _times_of_saves(argv: list[str], cost: float) -> list[float]:
 
 def test_a_trainer_leaves_nothing_behind(text: Path, tmp_path: Path) -> None:
     """Also after an error in the constructor, and if a URL is the mirror."""
-    [(names, counts, is_same_hook)] = run_ranks(1, _threads_after_runs, text, tmp_path, tmp_path=tmp_path)
-    assert not [name for name in names if name.startswith("ThreadPoolExecutor")]
+    [(counts, is_same_hook)] = run_ranks(1, _threads_after_runs, text, tmp_path, tmp_path=tmp_path)
     assert counts[-1] <= counts[0]
     assert is_same_hook
 
 
-def _threads_after_runs(text: Path, tmp_path: Path) -> tuple[list[str], list[int], bool]:
-    """Returns Python's threads, the number of all threads after each run, and whether threads' errors are shown."""
+def _threads_after_runs(text: Path, tmp_path: Path) -> tuple[list[int], bool]:
+    """Returns the number of threads after each run, and whether threads' errors are shown."""
     counts, hook = [], threading.excepthook
     for run in range(7):
         url = {} if run < 5 else {"trainer__snapshot_path": MIRROR}
         argv = run_args(tmp_path / f"{run}", text, trainer__max_steps=1, trainer__seed=1 + run // 6, **url)
         assert train_main(*argv) == (2 if run == 6 else 0)  # the mirror has a snapshot of another seed
+        wait_for_threads()
         counts.append(len(os.listdir("/proc/self/task")))
-    return [thread.name for thread in threading.enumerate()], counts, threading.excepthook is hook
+    return counts, threading.excepthook is hook
+
+
+@pytest.mark.parametrize("slow", ["write", "upload"])
+def test_a_closed_trainer_starts_no_upload(slow: str, text: Path, tmp_path: Path) -> None:
+    """In a session, the next one may use the same mirror. The call that is slow ends after `close`.
+
+    While the upload of step 3 lasts, only one upload waits for it.
+    """
+    argv = run_args(tmp_path / "run", text, trainer__snapshot_path=MIRROR, trainer__eval_every=100)
+    [uploaded] = run_ranks(1, _uploads_of_closed_trainer, slow, argv, tmp_path=tmp_path)
+    assert uploaded == ([] if slow == "write" else names(3))
+    assert list_snapshots(tmp_path / "run") == (names(3) if slow == "write" else names(3, 6, 9))
+
+
+def _uploads_of_closed_trainer(slow: str, argv: list[str]) -> list[str]:
+    uploaded = []
+    is_closed = threading.Event()
+
+    def upload(fs: Any, path: str, remote: str) -> None:
+        uploaded.append(os.path.basename(remote))
+        if slow == "upload":
+            is_closed.wait(60)
+
+    def write(*args: Any) -> None:
+        if slow == "write":
+            is_closed.wait(60)
+
+    def fail(trainer: Trainer) -> None:
+        if trainer.progress.step == (5 if slow == "write" else 10):
+            wait_for_threads(most=2)
+            raise UserError("the end")
+
+    call_before(SnapshotFolder, "write", write)
+    call_before(Trainer, "train_step", fail)
+    type(fsspec.filesystem("memory")).put_file = upload
+    manager.EXIT_WAIT_SECONDS = 0.5
+    assert train_main(*argv) == 2
+    is_closed.set()
+    wait_for_threads()
+    return uploaded
 
 
 STEPS = 60
@@ -263,28 +310,71 @@ def _train_with_faulty_store(argv: list[str]) -> tuple[list[str], list[tuple[int
     return uploaded, [*results, start(15, put_file)]
 
 
-@pytest.mark.parametrize(("what", "count"), [("upload", 1), ("write", 2)])
+@pytest.mark.parametrize(
+    ("what", "count", "is_profiled"), [("upload", 1, False), ("upload", 1, True), ("write", 2, False)]
+)
 def test_a_wait_ends_at_the_first_signal_if_all_is_written_and_at_a_second_one_in_any_case(
-    what: str, count: int, text: Path, tmp_path: Path
+    what: str, count: int, is_profiled: bool, text: Path, tmp_path: Path
 ) -> None:
+    """Python joins threads after the program if it is profiled."""
     options: dict[str, Any] = {"trainer__save_every": 1000, "trainer__eval_every": 1000, "trainer__save_overhead": None}
     argv = run_args(tmp_path / "run", text, trainer__snapshot_path=MIRROR, **options)
     stdout, stderr = tmp_path / "stdout", tmp_path / "stderr"
-    [process], _ = start_ranks(1, _main_that_hangs, what, argv, stdout, stderr, tmp_path=tmp_path)
-    wait_until(lambda: stdout.exists() and "hanging" in stdout.read_text(), "the save")
+    body = _profiled_main_that_hangs if is_profiled else _main_that_hangs
+    [process], _ = start_ranks(1, body, what, argv, stdout, stderr, tmp_path=tmp_path)
+    place = MIRROR if what == "upload" else f"{tmp_path}/run/snapshots"
+    line = f"waiting for rank 0 to save a snapshot in {place}\n"
+    wait_until(lambda: stdout.exists() and line in stdout.read_text(), "the save")
     for number in range(count):
         time.sleep(number * 0.4)
         process.terminate()
     process.join(5)
-    assert process.exitcode == 143
+    assert process.exitcode == (0 if is_profiled else 143)  # start_ranks catches the exception of sys.exit
     message = "stopped by SIGTERM at step 12 before all snapshots were uploaded; run the same command to upload them"
     assert (message in stdout.read_text()) == (what == "upload")
     assert list_snapshots(tmp_path / "run") == (names(12) if what == "upload" else [])
 
 
+def _profiled_main_that_hangs(*args: Any) -> None:
+    sys.setprofile(lambda *event: None)
+    _main_that_hangs(*args)
+
+
+@pytest.mark.parametrize(
+    ("what", "out", "err"),
+    [
+        ("upload", "stopped by SIGINT at step {step} after saving a snapshot", ""),
+        ("write", "waiting for rank 0", "error: interrupted before the snapshot of step {step} was written"),
+    ],
+)
+def test_in_a_session_a_second_interrupt_ends_the_wait(
+    what: str, out: str, err: str, text: Path, tmp_path: Path
+) -> None:
+    run_dir, stdout, stderr = tmp_path / "run", tmp_path / "stdout", tmp_path / "stderr"
+    endless: dict[str, Any] = {"trainer__max_steps": 10**6, "trainer__save_every": 10**6, "trainer__eval_every": 10**6}
+    argv = run_args(run_dir, text, trainer__snapshot_path=MIRROR, trainer__save_overhead=None, **endless)
+    [process], _ = start_ranks(1, _session_that_hangs, what, argv, stdout, stderr, tmp_path=tmp_path)
+    wait_for_step(run_dir, 5)
+    os.kill(process.pid, signal.SIGINT)
+    wait_until(lambda: "waiting for rank 0 to save" in stdout.read_text(), "the save")
+    os.kill(process.pid, signal.SIGINT)
+    process.join(5)
+    assert not process.is_alive()
+    step = read_rows(run_dir)[-1]["step"]
+    assert stdout.read_text().count(out.format(step=step)) == 1
+    assert err.format(step=step) in stderr.read_text()
+    assert stderr.read_text().count("\n") == bool(err)
+    assert list_snapshots(run_dir) == (names(step) if what == "upload" else [])
+
+
+def _session_that_hangs(*args: Any) -> None:
+    sys.ps1 = ">>> "
+    manager.EXIT_WAIT_SECONDS = 0.5
+    _main_that_hangs(*args)
+
+
 def _main_that_hangs(what: str, *args: Any) -> None:
     def hang(*args: Any) -> None:
-        print("hanging", flush=True)
         time.sleep(30)
 
     if what == "upload":
@@ -292,13 +382,14 @@ def _main_that_hangs(what: str, *args: Any) -> None:
     else:
         SnapshotFolder.write = hang  # type: ignore[method-assign]
     signals.SECOND_SIGNAL_SECONDS = 0.3
+    manager.REPORT_SECONDS = 0.5
     main_process(*args)
 
 
 def test_the_best_snapshot_that_could_be_saved_is_kept_also_by_the_next_start(tmp_path: Path) -> None:
     """The saves of better evaluations than the first one fail."""
     text = write_overfitting_text(tmp_path / "text.txt")
-    argv = run_args(tmp_path / "run", text, **OVERFITTING, trainer__save_every=2)
+    argv = run_args(tmp_path / "run", text, **OVERFITTING, trainer__eval_every=1, trainer__save_every=2)
     [(first, second)] = run_ranks(1, _train_without_best, argv, tmp_path=tmp_path)
     assert (first[0], second[0]) == (0, 0)
     assert "--best" not in first[1] + second[1]
@@ -394,7 +485,7 @@ def _train_often_on_machine(last_step: int | None, *argv: str) -> int:
 
     def fail(trainer: Trainer) -> None:
         if trainer.progress.step == last_step:
-            trainer.snapshots.wait()
+            trainer.snapshots.newest_write.result()
             raise UserError("the end")
 
     call_before(Trainer, "train_step", fail)

@@ -139,15 +139,9 @@ def test_threads(set_hardware: SetHardware, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_openmp_may_limit_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     limited = "OpenMP's limit from the environment, not 5: as configured"
-    for variable, limits in (
-        ("OMP_THREAD_LIMIT", {" +3 ": 3, "5": 5, "0": 5, "few": 5}),  # OpenMP ignores the last two
-        ("OMP_DYNAMIC", {"true": 1, " False": 5}),
-        ("OMP_MAX_ACTIVE_LEVELS", {" 0": 1, "1": 5}),
-    ):
-        with monkeypatch.context() as changed:
-            for value, threads in limits.items():
-                changed.setenv(variable, value)
-                assert choose_threads(5, 1, saved=None) == (threads, "as configured" if threads == 5 else limited)
+    for value, threads in ((" +3 ", 3), ("5", 5), ("0", 5), ("few", 5)):  # OpenMP ignores the last two
+        monkeypatch.setenv("OMP_THREAD_LIMIT", value)
+        assert choose_threads(5, 1, saved=None) == (threads, "as configured" if threads == 5 else limited)
 
 
 def test_mfu_is_given_where_the_peak_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -229,7 +229,7 @@ def _lose_while_training(argv: list[str], run_dir: Path, how: str, when: str) ->
 
     def lose_in_step(trainer: Trainer) -> Any:
         if when == f"in step {trainer.progress.step + 1}" and trainer.context.rank == 0:
-            trainer.snapshots.newest.future.result()
+            trainer.snapshots.newest_write.result()
             lose()
         if when == f"in the save of step {trainer.progress.step}":  # nothing is written while the folder is deleted
             waits.set()

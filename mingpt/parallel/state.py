@@ -1,0 +1,154 @@
+"""The state of a rank, and its exchange with other ranks: what snapshots contain."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mingpt.distributed.agreement import broadcast_object, reduce_object
+from mingpt.distributed.context import DistributedContext
+from mingpt.errors import UserError
+
+OptimizerState = Mapping[str, Mapping[str, Tensor]]  # parameter name -> key -> tensor
+
+
+def layout(tensor: Tensor) -> tuple[list[int], str]:
+    """Returns shape and dtype as plain data for other ranks."""
+    return list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+
+
+def state_layouts(state: OptimizerState) -> dict[str, dict[str, tuple[list[int], str]]]:
+    """Returns the layouts of each parameter's optimizer state, by key."""
+    return {name: {key: layout(tensor) for key, tensor in tensors.items()} for name, tensors in state.items()}
+
+
+def tied_names(model: nn.Module) -> list[list[str]]:
+    """Returns the names of each parameter that has several, like a head that is tied to the embedding."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return [each for each in names.values() if len(each) > 1]
+
+
+class RankState:
+    """Parameters, buffers and optimizer state of a rank. Each strategy distributes them in another way.
+
+    Attributes:
+        full_model: the model with the parameters of this rank
+        parameters: parameters of this rank, by GPT-2's names
+        full_shapes: tensors with the full shapes of the state of all ranks, by name
+        local_state: optimizer state of each parameter that this rank updates, by the parameter's name
+        is_sharded: whether each rank holds only a part of the state, so that all must call `iter_full_state`
+        optimizer: its step updates all parameters on all ranks
+        built_groups: its parameter groups when it was built
+    """
+
+    is_sharded = False
+    context: DistributedContext
+    full_model: Any
+    parameters: dict[str, nn.Parameter]
+    full_shapes: Mapping[str, Tensor]
+    local_state: dict[str, dict[str, Tensor]]
+    optimizer: torch.optim.Optimizer
+    built_groups: list[dict[str, Any]]
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """Parameters and persistent buffers of this rank, by name; tied parameters have several names.
+
+        They are read again each time, because a model may replace its buffers.
+        """
+        return self.full_model.state_dict(keep_vars=True)
+
+    def digests(self) -> dict[str, int]:
+        """Returns a digest of each parameter of this rank of which other ranks have a copy, by name."""
+        # torch.hash_tensor depends on all bits, but not on the places of elements, which does not matter here.
+        digests = torch.stack([torch.hash_tensor(parameter.detach()) for parameter in self.parameters.values()])
+        return dict(zip(self.parameters, digests.tolist(), strict=True))
+
+    def check_copies(self, step: int) -> None:
+        """Raises a UserError on all ranks if copies of a parameter differ, since the ranks train different models."""
+        if self.context.world_size == 1:
+            return
+        difference = reduce_object(self.context, self.digests(), _first_difference)
+        if difference is not None:
+            raise UserError(
+                f"step {step}: {difference}, so the ranks train different models, and no snapshot contains this step. "
+                "An update must not depend on the rank, for example by random numbers that differ between ranks"
+            )
+
+    def changed_groups(self) -> list[dict[str, Any]]:
+        """Returns what `step` of the optimizer has changed in each parameter group, such as a counter.
+
+        The learning rate is left out, since each step sets it.
+
+        Raises:
+            UserError: a value is not a number, a text or None.
+        """
+        changes: list[dict[str, Any]] = []
+        for group, built in zip(self.optimizer.param_groups, self.built_groups, strict=True):
+            changed = {}
+            for key, value in group.items():
+                if key in ("params", "lr") or (key in built and value is built[key]):
+                    continue
+                if not isinstance(value, int | float | str | None):
+                    raise UserError(
+                        f"optimizer.name: {type(self.optimizer).__name__} keeps a {type(value).__name__}, {key}, in a "
+                        "parameter group, which snapshots do not contain; keep a number there, or a tensor in the "
+                        "state of a parameter"
+                    )
+                changed[key] = value
+            changes.append(changed)
+        return changes
+
+    def load_changed_groups(self, changes: list[dict[str, Any]]) -> None:
+        """Loads what `changed_groups` has returned, maybe on a rank with other groups."""
+        for group, changed in zip(self.optimizer.param_groups, changes, strict=False):
+            group.update(changed)
+
+    def iter_full_state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
+        """Yields each name in the state dict, its full value and optimizer state. All ranks iterate together.
+
+        Tensors are gathered one at a time, because a rank may not have memory for all of them.
+        torch.distributed.checkpoint.state_dict does not do that, and it does not support ZeroRedundancyOptimizer. The
+        next step may modify the tensors.
+        """
+        for name, tensor in self.state.items():
+            yield name, tensor.detach(), dict(self.local_state.get(name, {}))
+
+    def load_full_state(self, weights: Mapping[str, Tensor], state: OptimizerState, source: int) -> None:
+        """Loads the full weights and optimizer state of rank `source`; other ranks' arguments are ignored."""
+        layouts = broadcast_object(self.context, state_layouts(state), source)
+        mine = self.state
+        for name, like in self.full_shapes.items():
+            weight = self.broadcast(weights, name, layout(like), source)
+            if name in mine:
+                mine[name].detach().copy_(self.shard_of(weight, mine[name]))
+            for key, each in layouts.get(name, {}).items():
+                tensor = self.broadcast(state.get(name, {}), key, each, source)
+                if name in self.local_state:
+                    self.local_state[name][key] = self.shard_of(tensor, mine[name])
+
+    def broadcast(self, tensors: Mapping[str, Tensor], name: str, layout: tuple[list[int], str], source: int) -> Tensor:
+        """Returns rank `source`'s tensor of this name on the device of this rank; it ignores other ranks' tensors."""
+        shape, dtype = layout
+        full = torch.empty(shape, dtype=getattr(torch, dtype), device=self.context.device)
+        if self.context.rank == source:
+            full.copy_(tensors[name])
+        self.context.broadcast_tensor(full, source)
+        return full
+
+    def shard_of(self, full: Tensor, like: Tensor) -> Tensor:
+        """Returns this rank's part of a full tensor that is sharded like a parameter of this rank."""
+        return full
+
+
+def _first_difference(digests: list[dict[str, int]]) -> str | None:
+    first: dict[str, tuple[int, int]] = {}  # rank and digest of the first copy of each parameter
+    for rank, each in enumerate(digests):
+        for name, digest in each.items():
+            first_rank, expected = first.setdefault(name, (rank, digest))
+            if digest != expected:
+                return f"{name} differs between ranks {first_rank} and {rank}"
+    return None
