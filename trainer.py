@@ -26,7 +26,7 @@ from mingpt.monitoring.run_log import RunLog, StepTimer
 from mingpt.optim.finite_guard import check_finite, check_gradient
 from mingpt.optim.optimizer import learning_rate
 from mingpt.parallel.build import build_strategy
-from mingpt.parallel.evaluation import default_prompt, evaluate, generate_sample
+from mingpt.parallel.evaluation import choose_prompt, evaluate, generate_sample
 from mingpt.parallel.memory import measure_memory
 from mingpt.parallel.numerics import set_numerics
 from mingpt.parallel.strategy import UPDATING
@@ -129,9 +129,7 @@ class Trainer:
         training, validation = train_val_split(self.corpus.tokens, config.data)
         self.train_data = CharDataset(training, config.data.block_size, config.trainer.seed)
         self.val_data = ValidationDataset(validation, config.data.block_size, config.trainer.eval_windows)
-        self.sample_prompt = default_prompt(validation, tokenizer)
-        if config.trainer.sample_prompt is not None:
-            self.sample_prompt = tokenizer.encode(config.trainer.sample_prompt, "trainer.sample_prompt")
+        self.sample_prompt = choose_prompt(config.trainer.sample_prompt, validation, tokenizer)
 
         self.numerics = set_numerics(config, context, self.resumed)
         vocab_size = len(tokenizer.vocabulary)

@@ -38,8 +38,16 @@ def evaluate(strategy: Strategy, data: ValidationDataset) -> float:
     return ((losses * counts).sum() / counts.sum()).item()
 
 
-def default_prompt(tokens: np.ndarray, tokenizer: Tokenizer) -> list[int]:
-    """Returns 20 tokens of a text that begin a line, or the first 20 if its first 1,000 tokens have no line break."""
+def choose_prompt(text: str | None, tokens: np.ndarray, tokenizer: Tokenizer) -> list[int]:
+    """Returns the tokens that samples begin with.
+
+    Args:
+        text: trainer.sample_prompt; None: 20 tokens of the validation text that begin a line, or the first 20 if its
+            first 1,000 tokens have no line break
+        tokens: (n,) validation text
+    """
+    if text is not None:
+        return tokenizer.encode(text, "trainer.sample_prompt")
     lines = (i + 1 for i, token in enumerate(tokens[:-20][:1000]) if tokenizer.decode([token]).endswith("\n"))
     start = next(lines, 0)
     return tokens[start : start + 20].tolist()

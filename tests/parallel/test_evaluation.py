@@ -11,7 +11,7 @@ import pytest
 from mingpt.config.schema import Config, TrainerConfig
 from mingpt.monitoring.logging import configure_logging
 from mingpt.monitoring.run_log import RunLog
-from mingpt.parallel.evaluation import SAMPLE_LENGTH, default_prompt, generate_sample
+from mingpt.parallel.evaluation import SAMPLE_LENGTH, choose_prompt, generate_sample
 from mingpt.text.tokenizer import CharTokenizer
 from tests.helpers import (
     NO_DROPOUT,
@@ -57,7 +57,7 @@ def prompt_of(text: Path) -> str:
 def test_a_prompt_begins_a_line_if_there_is_one(text: str, prompt: str) -> None:
     tokenizer = CharTokenizer()
     tokens = tokenizer.learn(text)
-    assert tokenizer.decode(default_prompt(tokens, tokenizer)) == prompt
+    assert tokenizer.decode(choose_prompt(None, tokens, tokenizer)) == prompt
 
 
 def test_samples_on_two_ranks_and_after_a_restart_change_no_bit(text: Path, tmp_path: Path) -> None:
