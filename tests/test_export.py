@@ -28,7 +28,6 @@ from tests.helpers import (
     run_args,
     run_each_captured,
     run_on,
-    run_program,
     run_ranks,
     write_text,
 )
@@ -140,14 +139,6 @@ def test_transformers_has_the_same_tokens_logits_and_greedy_text(
     texts = tokenizer.batch_decode(model.generate(**batch, do_sample=False, max_new_tokens=50))
     assert texts[1][4:] == greedy[:56]
     assert caplog.text == ""
-
-
-@nanochat
-def test_a_folder_whose_name_is_not_utf_8_is_refused(trained: Path, tmp_path: Path) -> None:
-    done = run_program("export.py", "--snapshot", str(trained), "--out", str(tmp_path / "a\udcff"))
-    assert done.returncode == 2
-    assert re.search(rf"^error: --out: {tmp_path}/a\\udcff can't be written: ", done.stderr, re.MULTILINE), done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def window_of_64(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:

@@ -1,10 +1,7 @@
-import gc
 import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +13,6 @@ from torch.torch_version import TorchVersion
 import export
 import sample
 from mingpt import start
-from mingpt.errors import UserError
-from mingpt.program import import_pytorch
 from mingpt.program import run_program as exit_status_of
 from mingpt.start import code_digests
 from mingpt.system import device
@@ -26,7 +21,6 @@ from tests.helpers import (
     ROOT,
     TORCHRUN,
     assert_one_message,
-    clean_env,
     main_process,
     run_args,
     run_each_captured,
@@ -72,21 +66,12 @@ def contents(folder: Path) -> dict[Path, tuple[bytes, int]]:
     return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in found}
 
 
-def test_too_little_memory_for_the_start_is_one_message(argv: list[str]) -> None:
-    command = ["sh", "-c", 'ulimit -v 250000; exec "$@"', "-", sys.executable, str(ROOT / "main.py"), *argv]
-    done = subprocess.run(command, env=clean_env(), capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2
-    assert_one_message(done.stderr)
-    assert "out of memory: " in done.stderr
-
-
 def test_memory_that_runs_out_in_training_is_one_message(
     argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for kind, text, message in (
         (torch.OutOfMemoryError, "CUDA out of memory. Tried 2.00 GiB.\nmore", "CUDA out of memory. Tried 2.00 GiB."),
         (MemoryError, "", "MemoryError"),
-        (RuntimeError, "can't start new thread", "can't start new thread"),
     ):
         monkeypatch.setattr(Trainer, "train_step", fail_with(kind, text))
         stderr = error_of(capsys, *argv)
@@ -184,21 +169,6 @@ def test_on_windows_each_program_ends_with_one_line() -> None:
     done = run_program("-c", "import sys; sys.platform = 'win32'; import main", cwd=ROOT)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "error: these programs run on Linux and macOS; on Windows, use WSL\n"
-
-
-def test_a_session_keeps_its_objects_collectable_and_its_default_dtype_must_be_fp32(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    frozen = gc.get_freeze_count()
-    import_pytorch()
-    assert gc.get_freeze_count() <= frozen
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with pytest.raises(UserError, match=r"^PyTorch's default dtype is torch.bfloat16, must be torch.float32"):
-            import_pytorch()
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize(

@@ -232,12 +232,6 @@ def test_generations_of_ranks_do_not_see_each_other(
         generations.append(stores)
 
 
-def test_a_restart_count_that_is_not_a_number_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    for restart_count, expected in (("3", 3), ("abc", 0)):
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart_count)
-        assert DistributedContext(RankInfo(), DistributedConfig()).restart_count == expected
-
-
 def test_one_machine_listens_at_the_loopback_and_machines_of_one_host_name_are_told_apart(tmp_path: Path) -> None:
     run_ranks(2, _check_hosts, f"tcp://localhost:{free_port()}", tmp_path=tmp_path)
 

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import sysconfig
 import time
 from pathlib import Path
 
@@ -30,7 +29,6 @@ from tests.helpers import (
     write_text,
 )
 
-OTHER_CODE = os.pathsep.join(sysconfig.get_path(name) for name in ("stdlib", "purelib"))
 LOGGING = "from mingpt.monitoring.logging import configure_logging, logger; configure_logging(); "
 DATE = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  "
 
@@ -105,20 +103,6 @@ def test_the_end_of_a_program_does_not_end_a_session(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
     with pytest.raises(SystemExit, match="2"):
         exit_process(2)
-
-
-@pytest.mark.parametrize(
-    ("options", "shown"),
-    [
-        (["-m", "cProfile"], " function calls "),
-        (["-m", "trace", "--count", "--summary", "--coverdir=.", f"--ignore-dir={OTHER_CODE}"], "cov%"),
-        (["-i"], ">>> "),
-    ],
-)
-def test_profilers_tracers_and_sessions_outlast_the_program(options: list[str], shown: str, tmp_path: Path) -> None:
-    done = run_program(*options, "main.py", "--help", cwd=tmp_path)
-    assert shown in done.stdout + done.stderr
-    assert "--trainer.max_steps" in done.stdout
 
 
 def test_training_continues_when_the_reader_of_stdout_ends(text: Path, tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mingpt.config.schema import Config, TrainerConfig
-from mingpt.errors import UserError
 from mingpt.monitoring.logging import configure_logging
 from mingpt.monitoring.run_log import MetricsFile, RunLog, StepTimer, iter_metrics
 from tests.helpers import (
@@ -40,25 +39,6 @@ def open_log(folder: Path) -> RunLog:
     log = RunLog()
     log.open(Config(trainer=TrainerConfig(run_dir=str(folder))), step=0, last_step=9)
     return log
-
-
-def test_a_file_of_the_log_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    for name, make in (("metrics.jsonl", os.mkfifo), ("config.yaml", os.mkdir)):
-        folder = tmp_path / make.__name__
-        folder.mkdir()
-        make(folder / name)
-        with pytest.raises(UserError, match=rf"^trainer\.run_dir: a file in .* can't be read and written: .*{name}"):
-            open_log(folder)
-
-
-def test_rows_after_metrics_jsonl_is_removed_are_in_a_new_file(tmp_path: Path) -> None:
-    log = open_log(tmp_path)
-    for step in (1, 2):
-        log.write("train", step, **VALUES)
-        kept = read_rows(tmp_path)
-        (tmp_path / "metrics.jsonl").unlink()
-    log.close()
-    assert [row["step"] for row in kept] == [2]
 
 
 @pytest.fixture(scope="module")

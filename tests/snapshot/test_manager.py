@@ -122,37 +122,27 @@ def _threads_after_runs(text: Path, tmp_path: Path) -> tuple[list[int], bool]:
     return counts, threading.excepthook is hook
 
 
-@pytest.mark.parametrize("slow", ["write", "upload"])
-def test_a_closed_trainer_starts_no_upload(slow: str, text: Path, tmp_path: Path) -> None:
-    """In a session, the next one may use the same mirror. The call that is slow ends after `close`.
-
-    While the upload of step 3 lasts, only one upload waits for it.
-    """
+def test_a_closed_trainer_starts_no_upload(text: Path, tmp_path: Path) -> None:
+    """In a session, the next one may use the same mirror. The upload of step 3 ends after `close`."""
     argv = run_args(tmp_path / "run", text, trainer__snapshot_path=MIRROR, trainer__eval_every=100)
-    [uploaded] = run_ranks(1, _uploads_of_closed_trainer, slow, argv, tmp_path=tmp_path)
-    assert uploaded == ([] if slow == "write" else names(3))
-    assert list_snapshots(tmp_path / "run") == (names(3) if slow == "write" else names(3, 6, 9))
+    [uploaded] = run_ranks(1, _uploads_of_closed_trainer, argv, tmp_path=tmp_path)
+    assert uploaded == names(3)
+    assert list_snapshots(tmp_path / "run") == names(3, 6, 9)
 
 
-def _uploads_of_closed_trainer(slow: str, argv: list[str]) -> list[str]:
+def _uploads_of_closed_trainer(argv: list[str]) -> list[str]:
     uploaded = []
     is_closed = threading.Event()
 
     def upload(fs: Any, path: str, remote: str) -> None:
         uploaded.append(os.path.basename(remote))
-        if slow == "upload":
-            is_closed.wait(60)
-
-    def write(*args: Any) -> None:
-        if slow == "write":
-            is_closed.wait(60)
+        is_closed.wait(60)
 
     def fail(trainer: Trainer) -> None:
-        if trainer.progress.step == (5 if slow == "write" else 10):
+        if trainer.progress.step == 10:
             wait_for_threads(most=2)
             raise UserError("the end")
 
-    call_before(SnapshotFolder, "write", write)
     call_before(Trainer, "train_step", fail)
     type(fsspec.filesystem("memory")).put_file = upload
     manager.EXIT_WAIT_SECONDS = 0.5
@@ -310,18 +300,14 @@ def _train_with_faulty_store(argv: list[str]) -> tuple[list[str], list[tuple[int
     return uploaded, [*results, start(15, put_file)]
 
 
-@pytest.mark.parametrize(
-    ("what", "count", "is_profiled"), [("upload", 1, False), ("upload", 1, True), ("write", 2, False)]
-)
+@pytest.mark.parametrize(("what", "count"), [("upload", 1), ("write", 2)])
 def test_a_wait_ends_at_the_first_signal_if_all_is_written_and_at_a_second_one_in_any_case(
-    what: str, count: int, is_profiled: bool, text: Path, tmp_path: Path
+    what: str, count: int, text: Path, tmp_path: Path
 ) -> None:
-    """Python joins threads after the program if it is profiled."""
     options: dict[str, Any] = {"trainer__save_every": 1000, "trainer__eval_every": 1000, "trainer__save_overhead": None}
     argv = run_args(tmp_path / "run", text, trainer__snapshot_path=MIRROR, **options)
     stdout, stderr = tmp_path / "stdout", tmp_path / "stderr"
-    body = _profiled_main_that_hangs if is_profiled else _main_that_hangs
-    [process], _ = start_ranks(1, body, what, argv, stdout, stderr, tmp_path=tmp_path)
+    [process], _ = start_ranks(1, _main_that_hangs, what, argv, stdout, stderr, tmp_path=tmp_path)
     place = MIRROR if what == "upload" else f"{tmp_path}/run/snapshots"
     line = f"waiting for rank 0 to save a snapshot in {place}\n"
     wait_until(lambda: stdout.exists() and line in stdout.read_text(), "the save")
@@ -329,31 +315,17 @@ def test_a_wait_ends_at_the_first_signal_if_all_is_written_and_at_a_second_one_i
         time.sleep(number * 0.4)
         process.terminate()
     process.join(5)
-    assert process.exitcode == (0 if is_profiled else 143)  # start_ranks catches the exception of sys.exit
+    assert process.exitcode == 143
     message = "stopped by SIGTERM at step 12 before all snapshots were uploaded; run the same command to upload them"
     assert (message in stdout.read_text()) == (what == "upload")
     assert list_snapshots(tmp_path / "run") == (names(12) if what == "upload" else [])
 
 
-def _profiled_main_that_hangs(*args: Any) -> None:
-    sys.setprofile(lambda *event: None)
-    _main_that_hangs(*args)
-
-
-@pytest.mark.parametrize(
-    ("what", "out", "err"),
-    [
-        ("upload", "stopped by SIGINT at step {step} after saving a snapshot", ""),
-        ("write", "waiting for rank 0", "error: interrupted before the snapshot of step {step} was written"),
-    ],
-)
-def test_in_a_session_a_second_interrupt_ends_the_wait(
-    what: str, out: str, err: str, text: Path, tmp_path: Path
-) -> None:
+def test_in_a_session_a_second_interrupt_ends_the_wait(text: Path, tmp_path: Path) -> None:
     run_dir, stdout, stderr = tmp_path / "run", tmp_path / "stdout", tmp_path / "stderr"
     endless: dict[str, Any] = {"trainer__max_steps": 10**6, "trainer__save_every": 10**6, "trainer__eval_every": 10**6}
-    argv = run_args(run_dir, text, trainer__snapshot_path=MIRROR, trainer__save_overhead=None, **endless)
-    [process], _ = start_ranks(1, _session_that_hangs, what, argv, stdout, stderr, tmp_path=tmp_path)
+    argv = run_args(run_dir, text, trainer__save_overhead=None, **endless)
+    [process], _ = start_ranks(1, _session_that_hangs, "write", argv, stdout, stderr, tmp_path=tmp_path)
     wait_for_step(run_dir, 5)
     os.kill(process.pid, signal.SIGINT)
     wait_until(lambda: "waiting for rank 0 to save" in stdout.read_text(), "the save")
@@ -361,10 +333,9 @@ def test_in_a_session_a_second_interrupt_ends_the_wait(
     process.join(5)
     assert not process.is_alive()
     step = read_rows(run_dir)[-1]["step"]
-    assert stdout.read_text().count(out.format(step=step)) == 1
-    assert err.format(step=step) in stderr.read_text()
-    assert stderr.read_text().count("\n") == bool(err)
-    assert list_snapshots(run_dir) == (names(step) if what == "upload" else [])
+    [message] = stderr.read_text().splitlines()
+    assert f"error: interrupted before the snapshot of step {step} was written" in message
+    assert list_snapshots(run_dir) == []
 
 
 def _session_that_hangs(*args: Any) -> None:
@@ -424,20 +395,16 @@ def _train_on_machine(*argv: str) -> tuple[int, str, str]:
     return run_captured(*(word.replace("RANK", f"rank{os.environ['RANK']}") for word in argv))
 
 
-@pytest.mark.parametrize("fault", ["rank 0 has a damaged one", "rank 0 can't read it", "rank 1 has none"])
+@pytest.mark.parametrize("fault", ["rank 0 has a damaged one", "rank 1 has none"])
 def test_ranks_resume_from_the_newest_snapshot_of_any_machine(fault: str, trained: Path, tmp_path: Path) -> None:
     for name in ("rank0", "rank1"):
         assert list_snapshots(trained / name) == names(3, 6)
         shutil.copytree(trained / name, tmp_path / name)
     if fault == "rank 1 has none":
         shutil.rmtree(tmp_path / "rank1")
-    elif fault == "rank 0 has a damaged one":
+    else:
         for file in (tmp_path / "rank0/snapshots").glob("step_*"):
             file.write_bytes(file.read_bytes()[:-1])
-    else:
-        unreadable = tmp_path / "rank0/snapshots/step_00000006.pt"
-        unreadable.unlink()
-        unreadable.mkdir()
     options = {"trainer__save_every": 20, "optimizer__decay_steps": 12, "distributed__strategy": "zero1"}
     argv = run_args(tmp_path / "RANK", trained / "text.txt", **options)
     (status, out, err), (other_status, other_out, _) = run_ranks(2, _train_on_machine, *argv, tmp_path=tmp_path)

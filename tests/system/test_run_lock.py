@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -99,14 +98,6 @@ def test_the_lock_of_another_host_names_host_and_file(tmp_path: Path) -> None:
     (tmp_path / LOCK_NAME).unlink()
     os.close(take(tmp_path))
     os.close(descriptor)
-
-
-def test_a_lock_in_use_is_not_old(tmp_path: Path) -> None:
-    """Cleaners of scratch disks delete files whose times do not change."""
-    with contextlib.closing(RunLock({tmp_path: "trainer.run_dir"})) as held:
-        os.utime(tmp_path / LOCK_NAME, (0, 0))
-        held.check()
-        assert time.time() - (tmp_path / LOCK_NAME).stat().st_mtime < 60
 
 
 def test_a_file_system_without_locks_is_warned_of(

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent import futures
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from subprocess import Popen
@@ -15,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from main import main
 from mingpt.program import start_program
 from mingpt.snapshot.folder import SnapshotFolder
 from mingpt.system.signals import EXIT_STATUS, SECOND_SIGNAL_SECONDS, SignalHandler
@@ -139,18 +137,6 @@ def test_an_interrupt_while_modules_are_imported_ends_the_program_without_a_trac
         process.send_signal(signal.SIGINT)
         assert process.communicate(timeout=20) == ("", "")
         assert process.returncode == 130
-
-
-def test_a_run_in_a_thread_trains_without_signal_handlers(
-    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Servers of user interfaces run programs in threads."""
-    handlers = get_handlers()
-    with futures.ThreadPoolExecutor(1) as pool:
-        assert pool.submit(main, run_args(tmp_path / "run", text, trainer__max_steps=2)).result() == 0
-    assert newest_snapshot(tmp_path / "run")["step"] == 2
-    assert get_handlers() == handlers
-    assert capsys.readouterr().err.count("signals can't stop this run") == 1
 
 
 def test_a_closed_terminal_stops_the_run_and_saves(text: Path, tmp_path: Path) -> None:
