@@ -66,19 +66,6 @@ def contents(folder: Path) -> dict[Path, tuple[bytes, int]]:
     return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in found}
 
 
-def test_memory_that_runs_out_in_training_is_one_message(
-    argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for kind, text, message in (
-        (torch.OutOfMemoryError, "CUDA out of memory. Tried 2.00 GiB.\nmore", "CUDA out of memory. Tried 2.00 GiB."),
-        (MemoryError, "", "MemoryError"),
-    ):
-        monkeypatch.setattr(Trainer, "train_step", fail_with(kind, text))
-        stderr = error_of(capsys, *argv)
-        assert stderr.startswith("error: out of memory: lower trainer.micro_batch_size, ")
-        assert stderr.endswith(f" {message}\n")
-
-
 def test_a_crash_shows_its_traceback_and_ends_the_process_without_waiting_for_destructors(
     argv: list[str], tmp_path: Path
 ) -> None:

@@ -39,7 +39,6 @@ def test_a_step_measures_what_the_documentation_says(
 
 
 def test_a_step_that_runs_out_of_memory_is_one_message(text: Path, tmp_path: Path) -> None:
-    """tests/parallel/test_pipeline.py tests this with two ranks, where the other rank reports a failed rank."""
     options = {"model__n_embd": 64, "trainer__batch_size": 4096, "trainer__micro_batch_size": None}
     argv = run_args(tmp_path / "run", text, **options)
     [(status, _, err)] = run_ranks(1, _limit_memory, argv, tmp_path=tmp_path)
