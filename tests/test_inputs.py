@@ -126,8 +126,6 @@ STARTS = [
 @pytest.fixture
 def refusal(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refusal:
     """Runs main.py with a small configuration, a yaml, and options after variables. Returns its one message."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(network, "RESOLVE_SECONDS", 0.1)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()

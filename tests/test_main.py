@@ -33,12 +33,6 @@ from tests.helpers import (
 from trainer import Trainer
 
 
-@pytest.fixture(autouse=True)
-def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS"):
-        monkeypatch.delenv(name, raising=False)
-
-
 @pytest.fixture
 def argv(text: Path, tmp_path: Path) -> list[str]:
     return run_args(tmp_path / "run", text)

@@ -3,7 +3,6 @@
 import io
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from mingpt.monitoring.live_line import Terminal
 from mingpt.monitoring.logging import configure_logging, logger, set_rank
 from mingpt.program import exit_process
 from tests.helpers import (
-    clean_env,
     loss_curve,
     main_process,
     newest_snapshot,
@@ -64,18 +62,6 @@ def test_ranks_other_than_0_log_warnings_and_errors_only(capsys: pytest.CaptureF
     configure_logging()
 
 
-def test_errors_have_a_date_in_a_file_and_in_the_pipe_of_stdout(tmp_path: Path) -> None:
-    code = LOGGING + "logger.info('begin'); logger.error('rank 1 is gone')"
-    command = [sys.executable, "-c", code]
-    both = subprocess.run(command, stdout=-1, stderr=subprocess.STDOUT, env=clean_env(), text=True, check=True)
-    assert re.fullmatch(rf"{DATE}begin\n{DATE}error: rank 1 is gone\n", both.stdout)
-    with open(tmp_path / "errors.txt", "w") as file:
-        subprocess.run(command, stdout=subprocess.DEVNULL, stderr=file, env=clean_env(), check=True)
-    assert re.fullmatch(rf"{DATE}error: rank 1 is gone\n", (tmp_path / "errors.txt").read_text())
-    apart = subprocess.run(command, capture_output=True, env=clean_env(), text=True, check=True)
-    assert apart.stderr == "error: rank 1 is gone\n"
-
-
 def test_a_warning_overwrites_the_live_line_of_another_rank() -> None:
     code = LOGGING + "print('50/60 #####', end='', flush=True); logger.error('rank 1 is gone')"
     status, raw = run_on_terminal("-c", code)
@@ -116,26 +102,6 @@ def test_training_continues_when_the_disk_of_its_output_is_full(text: Path, tmp_
     assert newest_snapshot(tmp_path / "run")["step"] == 12
 
 
-def screen(raw: str) -> list[str]:
-    """The lines that a terminal of 80 columns and endless height shows after this output."""
-    page: list[list[str]] = [[" "] * 80]
-    row = column = 0
-    for token in re.findall(r"\x1b\[[A-Z]|.", raw, re.DOTALL):
-        if token == "\r":
-            column = 0
-        elif token in ("\n", "\x1b[A"):
-            row += 1 if token == "\n" else -1
-        else:
-            assert token.isprintable()
-            if column == 80:
-                row, column = row + 1, 0
-            page += [[" "] * 80 for _ in range(row + 1 - len(page))]
-            page[row][column] = token
-            column += 1
-        page += [[" "] * 80 for _ in range(row + 1 - len(page))]
-    return ["".join(line).rstrip() for line in page]
-
-
 def test_the_live_line_fits_the_terminal_and_stays_below_log_lines(text: Path, tmp_path: Path) -> None:
     status, raw = run_on_terminal("main.py", *run_args(tmp_path / "run", text))
     assert status == 0, raw
@@ -148,7 +114,7 @@ def test_the_live_line_fits_the_terminal_and_stays_below_log_lines(text: Path, t
     assert found.groups() == (f"{row['loss']:.3f}", f"{evaluation['val_loss']:.3f}")
     assert len(updates[-1]) > 77  # the bar takes the width that is left
 
-    lines = screen(raw)
+    lines = [line.rpartition("\r")[2].rstrip() for line in raw.split("\r\n")]  # what stays on the terminal
     evals = [line for line in lines if re.match(r"step \d+: validation", line)]
     assert len(evals) == 3, lines
     for line in evals:

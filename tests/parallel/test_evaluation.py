@@ -19,7 +19,6 @@ from tests.helpers import (
     run_args,
     run_captured,
     run_on,
-    run_program,
     run_ranks,
     train_losses,
     wait_until,
@@ -96,20 +95,6 @@ def _evaluate(folder: Path, strategies: list[str]) -> list[tuple[float | None, s
             sample = generate_sample(trainer.strategy, tokenizer.encode(PROMPT, "prompt"), seed=1)
             results.append((loss, tokenizer.decode(sample)))
     return results
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options", [{"trainer__compile": True}, {"trainer__precision": "bf16", "distributed__strategy": "fsdp"}]
-)
-def test_samples_of_compiled_and_of_sharded_bf16_blocks(options: dict, text: Path, tmp_path: Path) -> None:
-    """Nothing is compiled for a sample, since each of its tokens has another shape."""
-    size = {"trainer__sample_every": 6, "trainer__micro_batch_size": 1, "trainer__batch_size": 2}
-    done = run_program("main.py", *run_args(tmp_path / "run", text, **size, **options), TORCH_LOGS="recompiles")
-    assert done.returncode == 0, done.stderr
-    assert "cache" not in done.stderr  # which a failed guard on the cache's length would name
-    length = len(prompt_of(text)) + SAMPLE_LENGTH
-    assert [len(sample) for _, sample in samples(tmp_path / "run")] == [length, length]
 
 
 def test_a_signal_in_an_evaluation_stops_the_run_after_the_next_step(text: Path, tmp_path: Path) -> None:

@@ -238,16 +238,6 @@ def list_rows(path: Path, capsys: pytest.CaptureFixture[str]) -> list[list[str]]
     return [line.split() for line in capsys.readouterr().out.splitlines()]
 
 
-def test_a_run_folder_is_listed_by_step_with_validation_loss(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_run(tmp_path)
-    header, first, last = list_rows(tmp_path, capsys)
-    assert header == ["step", "val_loss", "state", "weights", "optimizer"]
-    assert first[:2] == ["3", "whole"]  # no evaluation at step 3
-    assert last[:3] == ["6", "2.3457", "whole"]
-
-
 def test_fingerprints_are_equal_for_equal_bits_and_differ_otherwise(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -271,8 +261,14 @@ def test_fingerprints_are_equal_for_equal_bits_and_differ_otherwise(
     assert len({fingerprint(tensors), *map(fingerprint, changed)}) == 6
 
 
-def test_damage_is_reported_with_its_location(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_folder_is_listed_with_validation_losses_and_damage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = write_run(tmp_path)
+    header, first, last = list_rows(tmp_path, capsys)
+    assert header == ["step", "val_loss", "state", "weights", "optimizer"]
+    assert first[:2] == ["3", "whole"]  # no evaluation at step 3
+    assert last[:3] == ["6", "2.3457", "whole"]
     file = folder / "step_00000003.pt"
     content = bytearray(file.read_bytes())
     content[content.index(torch.full((3, 4), 3.0).numpy().tobytes())] ^= 1

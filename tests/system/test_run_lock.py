@@ -33,7 +33,6 @@ from tests.helpers import (
     run_args,
     run_captured,
     run_ranks,
-    small_snapshot,
     start_main,
     train_main,
     wait_for_step,
@@ -235,14 +234,6 @@ def test_torchrun_begins_a_new_run_after_the_folder_was_moved(text: Path, tmp_pa
         process.communicate(timeout=60)
     assert [row["step"] for row in read_rows(run_dir, "start")] == [0]
     assert {row["restart_count"] for row in read_rows(run_dir)} == {1}
-
-
-def test_a_machine_without_rank_0_does_not_make_its_folder_again(tmp_path: Path) -> None:
-    """That machine writes snapshots without a lock."""
-    folder = SnapshotFolder(str(tmp_path / "run/snapshots"))
-    with pytest.raises(UserError, match=r"can't be written: \[Errno 2\] No such file or directory"):
-        folder.write(small_snapshot(1))
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_without_the_snapshots_that_it_has_saved_does_not_start_anew(text: Path, tmp_path: Path) -> None:

@@ -23,8 +23,8 @@ from mingpt.text.corpus import Corpus, check_text, read_corpus
 from mingpt.text.tokenizer import Tokenizer
 
 
-def read(path: Path | str, vocabulary: str = "", verbose: bool = True) -> Corpus:
-    return read_corpus(str(path), Tokenizer(vocabulary), verbose)
+def read(path: Path | str, vocabulary: str = "") -> Corpus:
+    return read_corpus(str(path), Tokenizer(vocabulary))
 
 
 def decode(corpus: Corpus) -> str:
@@ -133,16 +133,6 @@ def test_patterns_and_hidden_files(tmp_path: Path) -> None:
         ("book [01].md", "book 1.md "),
     ):
         assert decode(read(f"{tmp_path}/{pattern}")) == expected, pattern
-
-
-def test_an_html_page_is_named_by_one_rank(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "input.txt"
-    path.write_text("\n<!DOCTYPE html>\n<title>Not the text</title>")
-    with caplog.at_level(logging.WARNING, logger="mingpt"):
-        read(path, verbose=False)
-        read(path)
-    [message] = caplog.messages
-    assert message.startswith(f"data.path: {path} is an HTML page, so its tags become part of the text; ")
 
 
 class TextServer(BaseHTTPRequestHandler):
