@@ -43,7 +43,6 @@ class Plan(NamedTuple):
     world_size: int
     rank: int
     step: int  # number of finished steps
-    scheme: str
 
 
 def run_rank(plan: Plan, argv: list[str], folder: Path) -> None:
@@ -88,21 +87,20 @@ def slow(*plan: Any) -> Any:
 @pytest.mark.parametrize(
     "plan",
     [
-        Plan(False, "at the end", "tree", 2, 0, STEPS, "tcp"),
-        slow(False, "before a step", "ddp", 3, 2, 3, "file"),
-        slow(False, "in forward", "stages", 2, 0, 3, "file"),
-        slow(True, "in a save", "tree", 3, 1, 4, "file"),
+        Plan(False, "at the end", "tree", 2, 0, STEPS),
+        slow(False, "before a step", "ddp", 3, 2, 3),
+        slow(False, "in forward", "stages", 2, 0, 3),
+        slow(True, "in a save", "tree", 3, 1, 4),
     ],
 )
 def test_a_rank_for_which_the_others_wait_is_named_with_its_line(plan: Plan, tmp_path: Path) -> None:
-    init_method = f"tcp://localhost:{free_port()}" if plan.scheme == "tcp" else f"file://{tmp_path}/store"
     argv = run_args(
         tmp_path / "run",
         write_text(tmp_path / "text.txt"),
         trainer__max_steps=STEPS,
         trainer__save_every=4,
         distributed__timeout_seconds=TIMEOUT,
-        distributed__init_method=init_method,
+        distributed__init_method=f"tcp://localhost:{free_port()}",
         **STRATEGIES[plan.strategy],
     )
     processes, _ = start_ranks(plan.world_size, run_rank, plan, argv, tmp_path, tmp_path=tmp_path)

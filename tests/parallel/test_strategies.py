@@ -110,6 +110,7 @@ def test_each_strategy_resumes_what_another_saved(ranks: int, tmp_path: Path) ->
             assert max_relative_error(losses, expected) < 1e-5, run
 
 
+@pytest.mark.slow
 def test_each_kind_of_strategy_trains_with_torch_distributed_debug_detail(tmp_path: Path) -> None:
     """PyTorch then wraps each backend. Stages and replicas are subgroups, and DDP runs in a subgroup, too."""
     write_text(tmp_path / "text.txt")
