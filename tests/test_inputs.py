@@ -16,7 +16,7 @@ import export
 import plot
 import sample
 from main import main
-from mingpt.config.conflicts import find_conflicts, find_start_conflicts
+from mingpt.config.conflicts import find_start_conflicts
 from mingpt.config.parser import read_config
 from mingpt.config.schema import KEYS
 from mingpt.distributed import network
@@ -40,31 +40,24 @@ YAML = [
     (b"model: [n_layer]\n", ["model (in ", "['n_layer']", "must contain keys"]),
     (b"model: false\ntrainer: 0\n", ["model (in ", "'false'", "trainer (in ", "'0'", "line 2"]),
     (b"modle:\n  n_layer: 2\n", ["modle.n_layer (in ", "line 2", "nearest is model.n_layer"]),
-    (b"0\n", ["'0'", "data, model"]),
-    (b"[" * 1000, ["recursion"]),
-    (b"model: &a {n_layer: *a}\n", ["recursion"]),
     (b"max_steps: 2\n", ["max_steps (in ", "nearest is trainer.max_steps"]),
 ]
 # Options, and parts of the message
 OPTIONS = [
     ("--config none.yaml", ["none.yaml", "No such file"]),
     ("--config .", ["Is a directory"]),
-    ("--config", ["--config", "No such file"]),
     ("stray --trainer.max_step 3", ["stray", "--help"]),
     ("trainer.max_steps 30", ["write --trainer.max_steps"]),
     ("-trainer.max_steps 30", ["'-trainer.max_steps'", "write --trainer.max_steps"]),
     ("\u2014trainer.max_steps 30", ["\u2014trainer.max_steps'", "write --trainer.max_steps"]),  # a chat's dash
     ("+trainer.max_steps=30", ["write --trainer.max_steps"]),
-    ("' ' --trainer.max_steps 3", ["a blank after a backslash"]),
     ("--nproc_per_node=2", ["nproc_per_node", "option of torchrun: write it before main.py"]),
-    ("--max-restarts 3", ["max-restarts", "option of torchrun: write it before main.py"]),
     ("--data.path a.txt text.txt", ["text.txt", "quote a pattern"]),
     ("--bias=3", ["bias", "nearest is model.bias"]),
     ("--optimizer.seed 3", ["optimizer.seed", "nearest is trainer.seed"]),
     ("--trainer.max_steps", ["trainer.max_steps", "''"]),
     # Text and places
     ("--trainer.run_dir ''", ["trainer.run_dir", "''", "at least 1 character"]),
-    ("--data.path a\udcff.txt", ["data.path", r"'a\udcff.txt'", "must be UTF-8 text"]),
     ("--trainer.run_dir s3://bucket/run", ["trainer.run_dir", "'s3://bucket/run'", "a folder of this machine"]),
     ("--trainer.snapshot_path 's3://$UNSET/a'", ["trainer.snapshot_path", "$UNSET", "null or ", "environment"]),
     ("--distributed.init_method http://a", ["'http://a'", "tcp://host:port", "null"]),
@@ -91,7 +84,6 @@ OPTIONS = [
     ("--data.path none.txt", ["data.path", "No such file", "none.txt"]),
     ("--trainer.sample_prompt 'anna? Yes'", ["sample_prompt: the tokens '?Y' (2 distinct) are not in the training"]),
     ("--data.path folder", ["data.path", "folder/*.txt in quotes"]),
-    ("--data.path nosuch::file:///text.txt", ["data.path", "nosuch::file:///text.txt"]),
     ("--model.n_embd 4194304", ["out of memory: lower trainer.micro_batch_size"]),
     ("--optimizer.learning_rate 3e38", ["step 1", "not finite", "(3e+38)"]),
     (FP16, ["precision is fp16", "cpu", "fp32", "bf16"]),
@@ -100,7 +92,6 @@ OPTIONS = [
     ("RANK=0 WORLD_SIZE=2 --distributed.init_method env://", ["MASTER_ADDR", "MASTER_PORT"]),
     ("RANK=0 WORLD_SIZE=1 LOCAL_RANK=3 --trainer.max_step 3", ["trainer.max_step "]),
     ("RANK=0 WORLD_SIZE=2 --distributed.init_method tcp://no-such-host.invalid:29400", ["can't resolve"]),
-    ("RANK=0 WORLD_SIZE=2 --distributed.init_method file:///proc/x", ["file:///proc/x", "can't be opened"]),
 ]
 
 # Values that no key of this type allows, in yaml and on the command line, and what is allowed
@@ -135,8 +126,6 @@ STARTS = [
 @pytest.fixture
 def refusal(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refusal:
     """Runs main.py with a small configuration, a yaml, and options after variables. Returns its one message."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(network, "RESOLVE_SECONDS", 0.1)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
@@ -220,14 +209,6 @@ def test_conflicts_with_ranks_and_device(options: str, world_size: int, device: 
     assert all(part in conflicts[0] for part in parts), conflicts
 
 
-def test_fp16_of_a_snapshot_conflicts_like_a_configured_one() -> None:
-    for options in (TREE, OFFLOAD):
-        config = read_config(options.split())
-        assert list(find_conflicts(config, "bf16")) == []
-        [message] = find_conflicts(config, "fp16")
-        assert "in fp16 (trainer.precision: auto)" in message
-
-
 PROGRAMS = {"sample.py": sample.run, "export.py": export.run, "mingpt.snapshot": listing.run, "plot.py": plot.run}
 COMMANDS = {
     "train": ["main.py", *run_args(Path("runs/new"), "books/text.txt", trainer__max_steps=1)],
@@ -240,14 +221,10 @@ COMMANDS = {
 # A place, its mode, the commands that are refused, and some of those that work
 MODES = [
     ("books/text.txt", 0o000, "train resume", "sample"),
-    ("books", 0o000, "train resume", "sample"),
     ("runs", 0o555, "train export", "resume list"),
     ("runs/old", 0o000, "resume sample export list plot", ""),
     ("runs/old", 0o555, "resume", "sample export list"),
-    ("runs/old/.lock", 0o444, "resume", "sample"),
-    ("runs/old/config.yaml", 0o000, "", "resume"),
     ("runs/old/metrics.jsonl", 0o000, "resume plot", "sample"),
-    ("runs/old/metrics.jsonl", 0o444, "", "resume"),
     ("runs/old/snapshots", 0o000, "resume sample export list", ""),
     ("runs/old/snapshots", 0o555, "resume", "sample export list"),
     ("runs/old/snapshots/step_00000001.pt", 0o000, "resume sample export", ""),

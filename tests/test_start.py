@@ -11,23 +11,9 @@ import pytest
 
 from mingpt import start
 from mingpt.config.schema import Config, DataConfig
-from mingpt.errors import UserError
 from mingpt.start import write_default_text
 from mingpt.text.corpus import Corpus
 from tests.helpers import run_args, run_captured, run_ranks
-
-
-def test_a_run_does_not_lock_itself_out_by_two_names_of_one_folder(text: Path, tmp_path: Path) -> None:
-    options = {"trainer__max_steps": 1, "trainer__snapshot_path": tmp_path / "run"}
-    argv = run_args(Path("run"), text, **options)
-    [(status, out, err)] = run_ranks(1, _train_in, tmp_path, *argv, tmp_path=tmp_path)
-    assert (status, err) == (0, ""), out
-    assert (tmp_path / "run/step_00000001.pt").exists()
-
-
-def _train_in(folder: Path, *argv: str) -> tuple[int, str, str]:
-    os.chdir(folder)
-    return run_captured(*argv)
 
 
 @pytest.fixture
@@ -61,12 +47,6 @@ def test_only_the_default_text_of_the_checkout_is_written(checkout: Path, monkey
     monkeypatch.setattr(start, "ROOT", checkout.parent)
     write_default_text(Config())
     assert os.listdir(checkout) == []
-
-
-def test_a_default_text_that_can_not_be_written_is_one_message(checkout: Path) -> None:
-    (checkout / "data").write_text("a file, since modes do not stop root")
-    with pytest.raises(UserError, match=r"^data\.path: data/input\.txt can't be written: .*; name another text$"):
-        write_default_text(Config())
 
 
 def test_ranks_wait_for_the_slowest_reader_of_the_text(text: Path, tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ class DistributedContext(RankGroup):
         """Returns the context of the group that includes this rank. All ranks must list the same groups."""
         context = copy(self)
         for ranks in groups:
-            group = dist.new_group(list(ranks), timeout=max(self.timeout, START_TIMEOUT))
+            group = dist.new_group(list(ranks), timeout=self.timeout)
             if self.rank in ranks:
                 self.groups.append(group)
                 context.rank = ranks.index(self.rank)

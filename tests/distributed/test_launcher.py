@@ -43,7 +43,6 @@ MPIRUN_FILE = "file:///run/ompi.12622/rendezvous-prterun-vm-12622@1"
     ("env", "expected"),
     [
         ({}, RankInfo()),
-        (MASTER, RankInfo()),  # variables of accelerate launch --cpu
         ({"RANK": "0", "WORLD_SIZE": "1"}, RankInfo()),
         (BY_HAND, RankInfo(1, 4)),
         (BY_HAND | MASTER, RankInfo(1, 4, init_method="env://")),
@@ -59,13 +58,10 @@ MPIRUN_FILE = "file:///run/ompi.12622/rendezvous-prterun-vm-12622@1"
         (MPIRUN | MASTER, RankInfo(1, 2, 1, 2, "env://")),
         (MPIRUN | {"OMPI_COMM_WORLD_SIZE": "4"}, RankInfo(1, 4, 1, 2)),  # on two hosts
         (MPICH, RankInfo(1, 4, 1, 2)),
-        (MPICH | {"PMI_RANK": "0", "PMI_SIZE": "1"}, RankInfo(0, 1, 1, 2)),
         (STEP | MPICH | MASTER, RankInfo(1, 4, 1, 2, "env://")),  # mpirun's daemons are a SLURM step
         (PMI | MASTER, RankInfo(3, 4, None, None, "env://")),
         # srun --mpi=pmi2
         (STEP | {"PMI_RANK": "3", "PMI_SIZE": "5"}, RankInfo(3, 5, 1, None, f"tcp://node01:{STEP_PORT}")),
-        (STEP | {"SLURM_STEP_ID": "x"}, RankInfo(3, 5, 1, None, "tcp://node01:14711")),
-        ({k: v for k, v in STEP.items() if k != "SLURM_JOB_ID"}, RankInfo(3, 5, 1, None, "tcp://node01:12018")),
     ],
 )
 def test_rank_info_of_each_launcher(env: dict[str, str], expected: RankInfo) -> None:
@@ -79,17 +75,11 @@ def test_rank_info_of_each_launcher(env: dict[str, str], expected: RankInfo) -> 
         ({"WORLD_SIZE": "2"}, "RANK': None"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK': '2'"),
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK': 'x'"),
-        (TORCHRUN | {"LOCAL_RANK": "-1"}, "LOCAL_RANK': '-1'"),
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "two"}, "LOCAL_WORLD_SIZE': 'two'"),
         (BATCH | {"SLURM_STEP_ID": "0"}, "SLURM_STEP_NUM_TASKS': None"),
         (STEP | {"SLURM_PROCID": "5"}, "SLURM_PROCID': '5'"),
         ({"OMPI_COMM_WORLD_RANK": "1"}, "OMPI_COMM_WORLD_SIZE': None"),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK': None"),
-        ({"PMI_SIZE": "2"}, "PMI_RANK': None"),
-        ({"MPI_LOCALRANKID": "0", "PMI_RANK": "0"}, "PMI_SIZE': None"),
         (BY_HAND | MASTER | {"MASTER_PORT": "99999"}, "MASTER_PORT is '99999', must be an integer"),
-        (BY_HAND | MASTER | {"MASTER_PORT": "0"}, "MASTER_PORT is '0', must be an integer"),
-        (BY_HAND | MASTER | {"MASTER_PORT": ""}, "MASTER_PORT is '', must be an integer"),
     ],
 )
 def test_incomplete_and_invalid_variables_are_refused(env: dict[str, str], named: str) -> None:
@@ -123,7 +113,6 @@ def test_an_address_that_leads_nowhere_is_refused_at_once(monkeypatch: pytest.Mo
     info = detect_launch_environment(BY_HAND | MASTER)
     for init_method, message in (
         ("tcp://no.invalid:29400", r"distributed\.init_method is no\.invalid:29400, .* can't resolve "),
-        (f"tcp://{'long' * 20}.invalid:29400", r"distributed\.init_method is longlong.* can't resolve "),
         (f"file://{tmp_path}", r"distributed\.init_method is .* can't be opened: Is a directory; "),
         (None, r"environment: the rendezvous address is no-such-host\.invalid:29400, .* can't resolve "),
     ):

@@ -42,23 +42,6 @@ OPTIONS = {
 pytestmark = pytest.mark.slow
 
 
-class FullDisk:
-    """A small disk for snapshots that can be filled while a run writes to it."""
-
-    def __init__(self, run_dir: Path, disk: Path) -> None:
-        self.ballast = disk / "ballast"
-        (disk / "snapshots").mkdir()
-        (run_dir / "snapshots").symlink_to(disk / "snapshots")
-
-    def start(self) -> None:
-        with open(self.ballast, "wb", buffering=0) as file, suppress(OSError):
-            while file.write(bytes(4096)):
-                pass
-
-    def end(self) -> None:
-        self.ballast.unlink()
-
-
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     (tmp_path / "run").mkdir()
@@ -131,18 +114,20 @@ def test_a_snapshot_that_does_not_fit_costs_no_other(disk: Path) -> None:
 def test_a_run_continues_while_snapshots_cannot_be_written(
     ends_in_time: bool, disk: Path, run_dir: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
-    fault = FullDisk(run_dir, disk)
+    (disk / "snapshots").mkdir()
+    (run_dir / "snapshots").symlink_to(disk / "snapshots")
+    ballast = disk / "ballast"
     argv = run_args(run_dir, undisturbed.with_name("text.txt"), **OPTIONS)
     with Run(run_dir, argv) as run:
         run.start()
-        with paused_between_saves(run):
-            fault.start()
+        with paused_between_saves(run), open(ballast, "wb", buffering=0) as file, suppress(OSError):
+            while file.write(bytes(4096)):
+                pass
         if ends_in_time:
             run.wait(lambda: len(saves(run, failed=True)) > 1, "two failed saves")
-            fault.end()
+            ballast.unlink()
         assert run.finish() == [0 if ends_in_time else 2]
-    if not ends_in_time:
-        fault.end()
+    ballast.unlink(missing_ok=True)
     assert loss_curve(run_dir) == loss_curve(undisturbed)
 
     saved = [row["step"] for row in saves(run, failed=False)]

@@ -11,17 +11,15 @@ import pytest
 
 import model
 import trainer
-from char_dataset import ValidationDataset
 from mingpt.distributed.agreement import all_gather_object
 from mingpt.distributed.health import HEARTBEAT_TIMEOUT, LINGER_SECONDS
 from mingpt.snapshot.manager import SnapshotManager
-from tests.helpers import ROOT, free_port, main_process, read_log, run_args, start_ranks, write_text
+from tests.helpers import ROOT, free_port, main_process, run_args, start_ranks, write_text
 from trainer import Trainer
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "tree": {"distributed__reduction": "tree"},
     "stages": {"distributed__pipeline_stages": 2, "trainer__batch_size": 8},
-    "zero2": {"distributed__strategy": "zero2"},
     "ddp": {},
 }
 TIMEOUT = 2  # distributed.timeout_seconds
@@ -31,8 +29,6 @@ DONE_SECONDS = 60  # limit for the end of a rank
 PLACES: dict[str, tuple[Any, str]] = {
     "before a step": (Trainer, "train_step"),
     "in forward": (model, "attention"),
-    "after the gradients": (trainer, "learning_rate"),
-    "in an evaluation": (ValidationDataset, "num_targets"),
     "in a save": (SnapshotManager, "save"),
     "at the end": (trainer, "shared_errors"),
 }
@@ -47,7 +43,6 @@ class Plan(NamedTuple):
     world_size: int
     rank: int
     step: int  # number of finished steps
-    scheme: str
 
 
 def run_rank(plan: Plan, argv: list[str], folder: Path) -> None:
@@ -92,23 +87,20 @@ def slow(*plan: Any) -> Any:
 @pytest.mark.parametrize(
     "plan",
     [
-        Plan(False, "at the end", "tree", 2, 0, STEPS, "tcp"),
-        slow(False, "in an evaluation", "tree", 2, 0, 4, "tcp"),
-        slow(False, "before a step", "ddp", 3, 2, 3, "file"),
-        slow(False, "in forward", "stages", 2, 0, 3, "file"),
-        slow(False, "after the gradients", "zero2", 3, 1, 3, "tcp"),
-        slow(True, "in a save", "tree", 3, 1, 4, "file"),
+        Plan(False, "at the end", "tree", 2, 0, STEPS),
+        slow(False, "before a step", "ddp", 3, 2, 3),
+        slow(False, "in forward", "stages", 2, 0, 3),
+        slow(True, "in a save", "tree", 3, 1, 4),
     ],
 )
 def test_a_rank_for_which_the_others_wait_is_named_with_its_line(plan: Plan, tmp_path: Path) -> None:
-    init_method = f"tcp://localhost:{free_port()}" if plan.scheme == "tcp" else f"file://{tmp_path}/store"
     argv = run_args(
         tmp_path / "run",
         write_text(tmp_path / "text.txt"),
         trainer__max_steps=STEPS,
         trainer__save_every=4,
         distributed__timeout_seconds=TIMEOUT,
-        distributed__init_method=init_method,
+        distributed__init_method=f"tcp://localhost:{free_port()}",
         **STRATEGIES[plan.strategy],
     )
     processes, _ = start_ranks(plan.world_size, run_rank, plan, argv, tmp_path, tmp_path=tmp_path)
@@ -120,7 +112,7 @@ def test_a_rank_for_which_the_others_wait_is_named_with_its_line(plan: Plan, tmp
         process.kill()
         process.join()
     files = [tmp_path / f"stderr-{rank}" for rank in others]
-    stderrs = [read_log(file) for file in files]
+    stderrs = [re.sub(r"^[-\d]+ [:\d]+  ", "", file.read_text(), flags=re.MULTILINE) for file in files]  # no dates
     assert statuses == [1] * len(others), stderrs
 
     fault = tmp_path / "fault"

@@ -45,20 +45,9 @@ def torchrun_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_losses_equal_those_under_torchrun(launcher: str, torchrun_losses: list[float], tmp_path: Path) -> None:
-    skip_if_missing(launcher)
-    assert run_launcher(LAUNCHERS[launcher], tmp_path, 2) == torchrun_losses
-
-
-@pytest.mark.slow
-def test_accelerate_with_cpu_starts_one_process(tmp_path: Path) -> None:
-    """Regardless of --num_processes."""
-    skip_if_missing("accelerate")
-    run_launcher('accelerate launch --cpu --num_processes=2 main.py "$@"', tmp_path, 1)
-
-
-def skip_if_missing(launcher: str) -> None:
     if launcher in INSTALL and shutil.which(launcher) is None:
         pytest.skip(f"{launcher} is not installed; {INSTALL[launcher]}")
+    assert run_launcher(LAUNCHERS[launcher], tmp_path, 2) == torchrun_losses
 
 
 def run_launcher(command: str, folder: Path, world_size: int, **variables: str) -> list[float]:

@@ -112,15 +112,12 @@ GPU_RUNS: dict[str, tuple[Callable[[], AbstractContextManager], dict[str, Any]]]
 }
 
 
-def all_runs() -> dict[str, tuple[Callable[[], AbstractContextManager], dict[str, Any]]]:
-    return RUNS | GPU_RUNS if torch.cuda.is_available() else RUNS
-
-
 def train_all(folder: Path) -> None:
     """Trains each run as a whole, without graphs, and in two parts, and once where graphs are required."""
     text = write_text(folder / "text.txt")
-    with nullcontext() if torch.cuda.is_available() else recording_on_cpu():
-        for name, (change, options) in all_runs().items():
+    is_cuda = torch.cuda.is_available()
+    with nullcontext() if is_cuda else recording_on_cpu():
+        for name, (change, options) in (RUNS | GPU_RUNS if is_cuda else RUNS).items():
             options = options | {"trainer__deterministic": True, "optimizer__decay_steps": 12}  # noqa: PLW2901
             parts: list[tuple[str, dict[str, Any]]] = [
                 ("graphs", {}),

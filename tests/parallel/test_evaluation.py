@@ -1,6 +1,5 @@
 """Evaluation and samples during training have the same bits on any number of ranks, and do not change training."""
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -8,9 +7,6 @@ from unittest import mock
 
 import pytest
 
-from mingpt.config.schema import Config, TrainerConfig
-from mingpt.monitoring.logging import configure_logging
-from mingpt.monitoring.run_log import RunLog
 from mingpt.parallel.evaluation import SAMPLE_LENGTH, choose_prompt, generate_sample
 from mingpt.text.tokenizer import CharTokenizer
 from tests.helpers import (
@@ -23,7 +19,6 @@ from tests.helpers import (
     run_args,
     run_captured,
     run_on,
-    run_program,
     run_ranks,
     train_losses,
     wait_until,
@@ -50,7 +45,6 @@ def prompt_of(text: Path) -> str:
     [
         ("a\nb\n" + "c" * 30, "b\n" + "c" * 18),
         ("a" * 1000 + "\n" + "b" * 30, "a" * 20),
-        ("a" * 10 + "\n" + "b" * 19, "a" * 10 + "\n" + "b" * 9),  # fewer than 20 tokens follow the line break
         ("ab\n", "ab\n"),
     ],
 )
@@ -101,33 +95,6 @@ def _evaluate(folder: Path, strategies: list[str]) -> list[tuple[float | None, s
             sample = generate_sample(trainer.strategy, tokenizer.encode(PROMPT, "prompt"), seed=1)
             results.append((loss, tokenizer.decode(sample)))
     return results
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options", [{"trainer__compile": True}, {"trainer__precision": "bf16", "distributed__strategy": "fsdp"}]
-)
-def test_samples_of_compiled_and_of_sharded_bf16_blocks(options: dict, text: Path, tmp_path: Path) -> None:
-    """Nothing is compiled for a sample, since each of its tokens has another shape."""
-    size = {"trainer__sample_every": 6, "trainer__micro_batch_size": 1, "trainer__batch_size": 2}
-    done = run_program("main.py", *run_args(tmp_path / "run", text, **size, **options), TORCH_LOGS="recompiles")
-    assert done.returncode == 0, done.stderr
-    assert "cache" not in done.stderr  # which a failed guard on the cache's length would name
-    length = len(prompt_of(text)) + SAMPLE_LENGTH
-    assert [len(sample) for _, sample in samples(tmp_path / "run")] == [length, length]
-
-
-def test_control_characters_of_a_sample_are_recorded_but_not_printed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    configure_logging()
-    log = RunLog()
-    log.open(Config(trainer=TrainerConfig(run_dir=str(tmp_path))), step=0, last_step=9)
-    log.write("sample", 3, prompt="\nab\x1b", text="\nab\x1b[2Jc\rd\n\te\n")
-    log.close()
-    assert capsys.readouterr().out[21:] == "step 3 continues '\\nab\\x1b':\n    ab\ufffd[2Jc\ufffdd\n    \te\n"
-    [row] = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
-    assert (row["event"], row["step"], row["text"]) == ("sample", 3, "\nab\x1b[2Jc\rd\n\te\n")
 
 
 def test_a_signal_in_an_evaluation_stops_the_run_after_the_next_step(text: Path, tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Choices that are saved in the snapshot and kept on resume."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +10,6 @@ from mingpt.config.schema import Config, DistributedConfig, TrainerConfig
 from mingpt.parallel import numerics
 from mingpt.parallel.numerics import set_numerics
 from mingpt.system.device import device_kind
-from tests.helpers import read_rows, run_args, start_main
 
 KEPT = "auto: kept from the snapshot, not 2 (OMP_NUM_THREADS); set trainer.threads to change it"
 
@@ -43,27 +41,3 @@ def test_choices_are_applied_and_threads_kept_at_the_same_number_of_ranks(
     assert chosen.choices == previous | new_facts | here
     assert chosen.reasons["threads"] == f"{expected} per rank ({reason})"
     assert chosen.reasons["precision"] == "fp32 (auto: kept from the snapshot)"
-
-
-@pytest.mark.parametrize(
-    ("variables", "threads"),
-    [
-        ({"OMP_THREAD_LIMIT": "1"}, 1),
-        pytest.param({"OMP_DYNAMIC": "TRUE"}, 2, marks=pytest.mark.slow),
-    ],
-)
-def test_a_run_has_no_more_threads_than_openmp_starts(
-    variables: dict[str, str], threads: int, text: Path, tmp_path: Path
-) -> None:
-    """Otherwise, gradients in bf16 are wrong."""
-    size = {"data__block_size": 64, "model__n_embd": 128, "trainer__batch_size": 12, "trainer__micro_batch_size": 12}
-    changes = size | {"trainer__max_steps": 3, "trainer__precision": "bf16"}
-    losses = []
-    for name, asked, env in (("limited", 2, variables), ("expected", threads, {})):
-        with start_main(run_args(tmp_path / name, text, **changes, trainer__threads=asked), **env) as process:
-            output = process.communicate(timeout=100)
-        assert process.returncode == 0, output
-        [start] = read_rows(tmp_path / name, "start")
-        assert start["threads"] == threads
-        losses.append([(row["loss"], row["grad_norm"]) for row in read_rows(tmp_path / name)])
-    assert losses[0] == losses[1]

@@ -1,6 +1,5 @@
 """All strategies have the same losses and snapshots, and exchange gradients once per step."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from tests.helpers import (
-    NO_DROPOUT,
     SLOW_ON_CPU,
     max_relative_error,
     newest_snapshot,
@@ -112,31 +110,7 @@ def test_each_strategy_resumes_what_another_saved(ranks: int, tmp_path: Path) ->
             assert max_relative_error(losses, expected) < 1e-5, run
 
 
-def test_norms_of_parameters_and_gradients_are_those_of_the_whole_model(tmp_path: Path) -> None:
-    """Also with two stages, where each stage holds half of the blocks and both hold GPT-2's embedding."""
-    write_text(tmp_path / "text.txt")
-    runs = [{"trainer__batch_size": 8, "model__architecture": "gpt2", **options} for options in BY_NAME.values()]
-    runs += [{**options, "distributed__pipeline_stages": 2} for options in (runs[0], runs[3])]
-    [[(_, *expected)]] = run_ranks(1, _norms, tmp_path, runs[:1], tmp_path=tmp_path)
-    for norms in run_ranks(4, _norms, tmp_path, runs, tmp_path=tmp_path):
-        for options, (of_snapshot, of_parameters, of_gradients) in zip(runs, norms, strict=True):
-            assert of_parameters == pytest.approx(of_snapshot, rel=1e-6), options
-            assert [of_parameters, of_gradients] == pytest.approx(expected, rel=1e-5), options
-
-
-def _norms(folder: Path, changes: list[dict[str, Any]]) -> list[tuple[float, float, float]]:
-    """For `run_ranks`: returns the norms of a snapshot's weights, of parameters, and of gradients, after a step."""
-    norms = []
-    for i, change in enumerate(changes):
-        run_dir = folder / f"norms-{os.environ.get('WORLD_SIZE')}-{i}"
-        with open_trainer(*run_args(run_dir, folder / "text.txt", **NO_DROPOUT, **change), rendezvous=i) as trainer:
-            clipped = trainer.train_step().grad_norm.item()
-            strategy = trainer.strategy
-            full = torch.stack([weight.norm() for _, weight, _ in strategy.iter_full_state()]).norm().item()
-            norms.append((full, strategy.total_norm(strategy.parameters).item(), clipped))
-    return norms
-
-
+@pytest.mark.slow
 def test_each_kind_of_strategy_trains_with_torch_distributed_debug_detail(tmp_path: Path) -> None:
     """PyTorch then wraps each backend. Stages and replicas are subgroups, and DDP runs in a subgroup, too."""
     write_text(tmp_path / "text.txt")

@@ -186,11 +186,8 @@ STEP = {"slurm/job_7/cpu.max": "200000 100000\n", "slurm/job_7/step_0/cpu.max": 
     [
         ("0::/slurm/job_7/step_0/task_0\n", STEP, 2.0),  # the job's limit is above the step's
         ("0::/user.slice/run-1.scope\n", SERVICE, 1.5),  # the lowest counts, wherever it is
-        # A container with a cgroup namespace, which makes its cgroup the root
-        ("0::/\n", {"cpu.max": "400000 100000\n"}, 4.0),
         # A container without a namespace: the mount begins at its cgroup, and the path is the host's.
         ("0::/docker/c0ffee\n", {"cpu.max": "100000 100000\n"}, 1.0),
-        ("0::/job\n", {"job/cpu.max": "max 100000\n"}, None),
         ("9:memory:/job\n1:name=systemd:/\n", {}, None),  # cgroups of version 1
     ],
 )

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent import futures
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from subprocess import Popen
@@ -15,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from main import main
 from mingpt.program import start_program
 from mingpt.snapshot.folder import SnapshotFolder
 from mingpt.system.signals import EXIT_STATUS, SECOND_SIGNAL_SECONDS, SignalHandler
@@ -75,13 +73,13 @@ def test_without_a_signal_handlers_and_threads_are_restored(monkeypatch: pytest.
     assert set(get_handlers().values()) == {signal.SIG_IGN}
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT, signal.SIGTERM])
-def test_a_signal_that_the_parent_has_had_ignored_stays_ignored(number: int) -> None:
+def test_signals_that_the_parent_has_had_ignored_stay_ignored() -> None:
     """SIGHUP by nohup, SIGINT by `&` in a script."""
-    signal.signal(number, signal.SIG_IGN)
+    for number in (signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
     with SignalHandler():
         start_program()
-        assert signal.getsignal(number) == signal.SIG_IGN
+        assert {signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGINT)} == {signal.SIG_IGN}
 
 
 FAILING = """
@@ -109,15 +107,14 @@ def test_a_rank_that_torchrun_stops_before_a_collective_fails_ends_if_there_are_
     assert ("ValueError: Connection closed" in done.stderr) == (status == 1)
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_a_signal_in_the_first_step_ends_the_process_at_once(name: str, text: Path, tmp_path: Path) -> None:
+def test_a_signal_in_the_first_step_ends_the_process_at_once(text: Path, tmp_path: Path) -> None:
     """That step may compile the model for minutes, and there is nothing to save."""
     argv = run_args(tmp_path / "run", text)
     [process], _ = start_ranks(1, run_with_endless_first_step, argv, tmp_path, tmp_path=tmp_path)
     wait_until((tmp_path / "first step").exists, "the first step")
-    os.kill(process.pid, getattr(signal, name))
+    process.terminate()
     process.join(20)
-    assert process.exitcode == EXIT_STATUS[getattr(signal, name)]
+    assert process.exitcode == EXIT_STATUS[signal.SIGTERM]
     assert (tmp_path / "stderr").read_text() == ""
 
 
@@ -130,27 +127,14 @@ def run_with_endless_first_step(argv: list[str], folder: Path) -> None:
     main_process(argv, folder / "stdout", folder / "stderr")
 
 
-@pytest.mark.parametrize("program", ["main.py", "sample.py", "export.py"])
-def test_an_interrupt_while_modules_are_imported_ends_the_program_without_a_traceback(program: str) -> None:
+def test_an_interrupt_while_modules_are_imported_ends_the_program_without_a_traceback() -> None:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with Popen([sys.executable, ROOT / program], env=clean_env(), text=True, **pipes) as process:
+    with Popen([sys.executable, ROOT / "main.py"], env=clean_env(), text=True, **pipes) as process:
         maps = Path(f"/proc/{process.pid}/maps")
         wait_until(lambda: "numpy/_core" in maps.read_text(), "NumPy's import", process=process)
         process.send_signal(signal.SIGINT)
         assert process.communicate(timeout=20) == ("", "")
         assert process.returncode == 130
-
-
-def test_a_run_in_a_thread_trains_without_signal_handlers(
-    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Servers of user interfaces run programs in threads."""
-    handlers = get_handlers()
-    with futures.ThreadPoolExecutor(1) as pool:
-        assert pool.submit(main, run_args(tmp_path / "run", text, trainer__max_steps=2)).result() == 0
-    assert newest_snapshot(tmp_path / "run")["step"] == 2
-    assert get_handlers() == handlers
-    assert capsys.readouterr().err.count("signals can't stop this run") == 1
 
 
 def test_a_closed_terminal_stops_the_run_and_saves(text: Path, tmp_path: Path) -> None:
@@ -242,6 +226,7 @@ def stop_with_a_slow_disk(*argv: str) -> tuple[int, float]:
     return train_main(*argv), time.time()
 
 
+@pytest.mark.slow
 def test_workers_end_with_one_message_if_torchrun_is_killed_at_their_start(text: Path, tmp_path: Path) -> None:
     """Its store ends with it, and they would wait for the store until a timeout."""
     with start_main(run_args(tmp_path / "run", text, **ENDLESS), *TORCHRUN, "--nproc_per_node=2") as process:

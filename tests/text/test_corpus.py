@@ -6,19 +6,14 @@ import gzip
 import hashlib
 import logging
 import lzma
-import os
 import random
 import re
-import subprocess
-import sys
 import threading
-import zipfile
 from collections.abc import Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import fsspec
 import numpy as np
 import pytest
 
@@ -26,11 +21,10 @@ from mingpt.errors import UserError
 from mingpt.text import corpus
 from mingpt.text.corpus import Corpus, check_text, read_corpus
 from mingpt.text.tokenizer import Tokenizer
-from tests.helpers import ROOT, clean_env
 
 
-def read(path: Path | str, vocabulary: str = "", verbose: bool = True) -> Corpus:
-    return read_corpus(str(path), Tokenizer(vocabulary), verbose)
+def read(path: Path | str, vocabulary: str = "") -> Corpus:
+    return read_corpus(str(path), Tokenizer(vocabulary))
 
 
 def decode(corpus: Corpus) -> str:
@@ -46,7 +40,7 @@ LATIN, WIDE = "".join(map(chr, range(32, 256))), "".join(map(chr, range(0x4E00, 
 ALL = "".join(map(chr, [*range(1, 0xD800), *range(0xE000, 0x110000)]))
 
 
-@pytest.mark.parametrize("chunk_size", [1, 5, 64, 1 << 17])
+@pytest.mark.parametrize("chunk_size", [5, 1 << 17])
 @pytest.mark.parametrize(
     "text",
     [
@@ -84,9 +78,7 @@ PROSE = "Le cœur a ses raisons – « déjà vu », l’été, à Noël.\n" * 9
     [
         ([], r"\*\.txt can't be read: FileNotFoundError: .*; it must be a file, a glob or a URL for fsspec"),
         ([b""], r"\*\.txt is empty"),
-        ([codecs.BOM_UTF8, codecs.BOM_UTF8], r"\*\.txt is empty"),
         ([b"ok \xff no"], r"0\.txt is not UTF-8 text: byte 3 is 0xff; `iconv -f ENCODING -t UTF-8` converts it"),
-        ([codecs.BOM_UTF8 + b"ok \xff no"], r"0\.txt is not UTF-8 text: byte 6 is 0xff"),
         (["aé—🙂".encode() * 50, "aé—🙂".encode() * 50 + b"ok\xf0\x9f\x99", b"\x82 ok"], r"1\.txt .* byte 502 is 0xf0"),
         ([PROSE.encode("utf-16")], r"0\.txt is not UTF-8 text: byte 0 is 0xff"),
         ([b"words in UTF-16".decode().encode("utf-16-le")], r"0\.txt contains NUL .* `iconv -f UTF-16LE -t"),
@@ -109,8 +101,6 @@ def test_compressed_files_are_read_and_damaged_ones_are_named(suffix: str, compr
     file = tmp_path / f"text.{suffix}"
     file.write_bytes(content)
     assert decode(read(file)) == PROSE
-    fsspec.filesystem("memory").pipe(f"/text.{suffix}?download=1", content)
-    assert decode(read(f"memory://text.{suffix}?download=1")) == PROSE
     message = rf"^data\.path: {file} can.t be read: (EOFError|BadGzipFile|OSError|LZMAError)"
     for damaged in (content[: len(content) // 2], b"x" + content[1:]):
         file.write_bytes(damaged)
@@ -130,49 +120,19 @@ def test_byte_order_marks_of_utf8_are_no_characters_of_the_text(tmp_path: Path) 
 
 
 def test_patterns_and_hidden_files(tmp_path: Path) -> None:
-    names = ("a.txt", ".notes.txt", "._a.txt", "b/c.txt", "b/.d.txt", ".git/e.txt", "book [1].md", "book 1.md")
+    names = ("a.txt", "._a.txt", "b/c.txt", ".git/e.txt", "book [1].md", "book 1.md")
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(f"{name} ")
-    with zipfile.ZipFile(tmp_path / "texts.zip", "w") as archive:
-        for name in (".f.txt", "h.txt", "g.txt"):
-            archive.writestr(name, f"{name} ")
     for pattern, expected in (
         ("*.txt", "a.txt "),
-        (".*.txt", "._a.txt .notes.txt "),
+        (".*.txt", "._a.txt "),
         ("**/*.txt", "a.txt b/c.txt "),
         (".git/*.txt", ".git/e.txt "),
-        ("b/.d.txt", "b/.d.txt "),
         ("book [1].md", "book [1].md "),  # a file whose name is a pattern
         ("book [01].md", "book 1.md "),
     ):
         assert decode(read(f"{tmp_path}/{pattern}")) == expected, pattern
-    assert decode(read(f"zip://*.txt::{tmp_path}/texts.zip")) == "g.txt h.txt "
-
-
-def test_what_is_no_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("words")
-    (tmp_path / "b.txt").symlink_to("none")
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "link").symlink_to("pipe")
-    for path, message in (
-        ("*.txt", rf"\*\.txt can't be read: FileNotFoundError: .*No such file or directory: '{tmp_path}/b\.txt'"),
-        ("pipe", r"pipe is a folder, a pipe or a device, but must be a file; .*; write the text of a pipe to a file"),
-        ("link", r"link is a folder, a pipe or a device, but must be a file; "),
-        ("", rf"must be a file; to use all files of a folder, write {tmp_path}/\*\.txt in quotes"),
-    ):
-        with pytest.raises(UserError, match=message):
-            check_text(f"{tmp_path}/{path}")
-
-
-def test_an_html_page_is_named_by_one_rank(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "input.txt"
-    path.write_text("\n<!DOCTYPE html>\n<title>Not the text</title>")
-    with caplog.at_level(logging.WARNING, logger="mingpt"):
-        read(path, verbose=False)
-        read(path)
-    [message] = caplog.messages
-    assert message.startswith(f"data.path: {path} is an HTML page, so its tags become part of the text; ")
 
 
 class TextServer(BaseHTTPRequestHandler):
@@ -213,7 +173,6 @@ def test_a_server_sends_the_whole_text_or_its_error_is_shown(
     assert decode(read(f"{text_server}/text.txt?raw=1")) == TextServer.text
     for path, said in (
         ("404", "404, message='Not Found'"),
-        ("503", "503, message='Service Unavailable'"),
         ("503/*.txt", "503, message='Service Unavailable'"),
         ("cut", "Not enough data to satisfy content length header"),
     ):
@@ -223,30 +182,6 @@ def test_a_server_sends_the_whole_text_or_its_error_is_shown(
     with caplog.at_level(logging.INFO, logger="mingpt"), pytest.raises(UserError):
         check_text(f"{text_server}/503")
     assert caplog.messages == [f"requesting {text_server}/503"]  # before the answer
-
-
-PEAK_MEMORY = """
-import re, sys
-from pathlib import Path
-from mingpt.system.device import tune_malloc
-from mingpt.text.corpus import read_corpus
-from mingpt.text.tokenizer import Tokenizer
-tune_malloc()
-read_corpus(sys.argv[1], Tokenizer())
-print(re.findall(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[0])
-"""
-
-
-@pytest.mark.slow
-def test_memory_grows_by_one_byte_per_character(tmp_path: Path) -> None:
-    line = "Zwölf Boxkämpfer jagen Viktor quer über den Sylter Deich. " * 1000
-    peaks = []
-    for megabytes in (20, 200):
-        (tmp_path / "text.txt").write_text(line * (megabytes * 10**6 // len(line)), encoding="utf-8")
-        argv = [sys.executable, "-c", PEAK_MEMORY, str(tmp_path / "text.txt")]
-        done = subprocess.run(argv, capture_output=True, text=True, env=clean_env(), cwd=ROOT, check=True, timeout=120)
-        peaks.append(int(done.stdout))
-    assert 1024 * (peaks[1] - peaks[0]) / 180e6 == pytest.approx(1, abs=0.2)
 
 
 def test_another_text_is_encoded_with_the_vocabulary_of_the_first(tmp_path: Path) -> None:
