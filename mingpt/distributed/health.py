@@ -115,12 +115,15 @@ class HealthMonitor:
     def _is_first_of_machine(self) -> bool:
         """Returns whether this rank is the first one of its machine that calls this.
 
-        It also returns True if the store does not answer, or if ranks were started by hand, maybe each in its own
-        terminal.
+        If the store does not answer, and rank 0 has reported the cause before it ended the store, local rank 0 is the
+        first one. If the cause is unknown, each rank is, like ranks that are started by hand, maybe in own terminals.
         """
-        with suppress(StoreUnreachableError):
-            return self.info.local_rank is None or self._is_first(f"reporter/{machine_id()}")
-        return True
+        if self.info.local_rank is None:
+            return True
+        try:
+            return self._is_first(f"reporter/{machine_id()}")
+        except StoreUnreachableError:
+            return not self.cause or self.info.local_rank == 0
 
     def _find_cause(self, error: RuntimeError) -> str:
         """Returns the cause that another rank has found, or the ranks that are dead or late, or an empty string.
