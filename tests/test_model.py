@@ -12,7 +12,7 @@ from mingpt.config.schema import GPTConfig, OptimizerConfig
 from mingpt.nn.kv_cache import KVCache
 from mingpt.nn.layers import IGNORE_INDEX
 from mingpt.optim.optimizer import build_optimizer, learning_rate
-from model import GPT
+from model import GPT, MLP
 from tests.helpers import T, V, random_gpt, random_tokens, small_gpt
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -110,6 +110,29 @@ def test_initial_weights_of_nanochat_make_blocks_the_identity() -> None:
             assert parameter.std().item() == pytest.approx(0.02, rel=0.05), name
     x = torch.randn(2, 5, 128)
     assert all(torch.equal(block(x), x) for block in model.blocks.values())
+
+
+def test_initial_values_of_a_changed_model_are_those_of_its_constructors(monkeypatch: pytest.MonkeyPatch) -> None:
+    init: Any = MLP.__init__
+    values = {"scale": torch.ones(4, 4), "mix": torch.eye(16), "lora_b": torch.zeros(16, 2), "gate_bias": torch.ones(1)}
+
+    def changed(self: Any, config: GPTConfig) -> None:
+        init(self, config)
+        for name, value in values.items():
+            setattr(self, name, nn.Parameter(value.clone()))
+        self.gate = nn.Linear(16, 1)
+        nn.init.zeros_(self.gate.weight)
+        nn.init.ones_(self.gate.bias)
+
+    monkeypatch.setattr(MLP, "__init__", changed)
+    for architecture in ("gpt2", "nanochat"):
+        config = GPTConfig(architecture=architecture, n_layer=2, n_embd=16, vocab_size=V, block_size=T)
+        for block in GPT(config).blocks.values():
+            parameters = dict(block.mlp.named_parameters())  # type: ignore[union-attr, operator]
+            for name, value in values.items():
+                assert torch.equal(parameters[name], value), name
+            assert not parameters["gate.weight"].any()
+            assert parameters["gate.bias"] == 1
 
 
 @all_architectures

@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import shutil
 from operator import attrgetter
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import yaml
 from mingpt.config.parser import DEFAULT_CONFIG, read_config
 from mingpt.config.schema import HEADINGS, KEYS, SHAPE_KEYS, Config, ModelConfig, config_to_dict
 from mingpt.config.yaml_format import dump_config, format_value
-from tests.helpers import ROOT, newest_snapshot, run_each_captured, run_ranks
+from tests.helpers import ROOT, newest_snapshot, run_each_captured, run_program, run_ranks
 
 PATHS = ("data.path", "trainer.init_from", "trainer.run_dir", "trainer.snapshot_path")
 TEXT_KEYS = (*PATHS, "trainer.sample_prompt", "trainer.wandb_project")
@@ -91,6 +92,35 @@ def test_values_are_read_alike_from_yaml_and_options(name: str, text: str, value
         found = attrgetter(name)(config)
         assert found == value
         assert type(found) is type(value)
+
+
+def test_a_new_key_whose_type_is_a_tuple_is_read_alike_from_yaml_and_options(tmp_path: Path) -> None:
+    """It is added in a copy of the package."""
+    shutil.copytree(ROOT / "mingpt/config", tmp_path / "mingpt/config")
+    shutil.copy(ROOT / "mingpt/errors.py", tmp_path / "mingpt")
+    schema = tmp_path / "mingpt/config/schema.py"
+    key = 'ramp: tuple[int, Literal["step", "whole epoch"]] | Literal["auto"] | None = (4, "step")\n    """ramp"""\n\n'
+    schema.write_text(schema.read_text().replace("    batch_size: ", f"    {key}    batch_size: "))
+    code = """
+from pathlib import Path
+from mingpt.config.parser import read_config
+from mingpt.errors import UserError
+for text in ("[5, step]", "[6, whole epoch]", "auto", "null", "[7]", "[8, 9]"):
+    Path("ramp.yaml").write_text(f"trainer: {{ramp: {text}}}")
+    for argv in (["--config", "ramp.yaml"], ["--config=/dev/null", "--trainer.ramp", text]):
+        try:
+            print(read_config(argv).trainer.ramp)
+        except UserError as error:
+            print(str(error).partition(": found ")[2])
+"""
+    done = run_program("-c", code, cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    assert done.stderr == ""
+    found = done.stdout.splitlines()
+    assert found[::2] == found[1::2]
+    assert found[:8:2] == ["(5, 'step')", "(6, 'whole epoch')", "auto", "None"]
+    assert [message.partition(": ")[0] for message in found[8::2]] == [
+        f'{value}, must be a list like [4, "step"]' for value in (["7"], ["8", "9"])
+    ]
 
 
 def test_yaml_has_its_own_forms_of_null_text_and_lists(config_file: Path) -> None:
