@@ -94,10 +94,13 @@ class FSDP(Strategy):
         options["ignored_params"] = self.scalars
         for scalar in self.scalars:
             scalar.data = scalar.data.to(context.device)
+        attributes = {name: vars(parameter) for name, parameter in model.named_parameters()}  # such as no_weight_decay
         for block in dict.fromkeys(model.blocks.values()):  # type: ignore[operator]
             fully_shard(block, mp_policy=policy, reshard_after_forward=self.reshard_after_forward, **options)
         # The embeddings, which are the rest of the model, are used last in forward and first in backward.
         self.sharded_model = fully_shard(model, reshard_after_forward=False, **options)
+        for name, parameter in model.named_parameters():
+            vars(parameter).update(attributes[name])
         super().__init__(model, context, config, precision)
         self.loss_factor = context.world_size  # FSDP averages over ranks
 
@@ -120,6 +123,12 @@ class FSDP(Strategy):
 
     def iter_full_state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
         for name, weight, state in super().iter_full_state():
+            for key, tensor in state.items():
+                if isinstance(weight, DTensor) and tensor.dim() > 0 and not isinstance(tensor, DTensor):
+                    raise UserError(
+                        f"optimizer.name: {type(self.optimizer).__name__} keeps {key} of {name} as a part without the "
+                        "other ranks' parts, so a snapshot would lack them; make it by torch.zeros_like(parameter)"
+                    )
             yield name, _full_tensor(weight), {key: _full_tensor(tensor) for key, tensor in state.items()}
 
     def shard_of(self, full: Tensor, like: Tensor) -> Tensor:

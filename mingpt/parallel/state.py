@@ -84,7 +84,7 @@ class RankState:
         The learning rate is left out, since each step sets it.
 
         Raises:
-            UserError: a value is not a number, a text or None.
+            UserError: a value is something else than a number, a text, a list or None.
         """
         changes: list[dict[str, Any]] = []
         for group, built in zip(self.optimizer.param_groups, self.built_groups, strict=True):
@@ -92,7 +92,7 @@ class RankState:
             for key, value in group.items():
                 if key in ("params", "lr") or (key in built and value is built[key]):
                     continue
-                if not isinstance(value, int | float | str | None):
+                if not isinstance(value, int | float | str | tuple | list | None):
                     raise UserError(
                         f"optimizer.name: {type(self.optimizer).__name__} keeps a {type(value).__name__}, {key}, in a "
                         "parameter group, which snapshots do not contain; keep a number there, or a tensor in the "

@@ -1,5 +1,6 @@
 """Defines and checks the content of snapshots, which another version of the program may have written."""
 
+import json
 import math
 import reprlib
 from collections.abc import Iterator
@@ -7,7 +8,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from mingpt.config.schema import SHAPE_KEYS, GPTConfig, ModelConfig
 from mingpt.errors import UserError
@@ -121,5 +122,6 @@ def split_header(snapshot: dict[str, Any]) -> dict[str, Any]:
 def gpt_config(snapshot: dict[str, Any]) -> GPTConfig:
     """Returns the shape of a snapshot's model."""
     config = snapshot["config"]
-    vocab_size = len(snapshot["vocabulary"])
-    return GPTConfig(**config["model"], vocab_size=vocab_size, block_size=config["data"]["block_size"])
+    sizes = {"vocab_size": len(snapshot["vocabulary"]), "block_size": config["data"]["block_size"]}
+    # In JSON, a list may be a tuple.
+    return TypeAdapter(GPTConfig).validate_json(json.dumps(config["model"] | sizes))

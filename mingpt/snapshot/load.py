@@ -139,6 +139,8 @@ def fit_config(
         section, key = name.split(".")
         found = attrgetter(name)(config)
         saved = header["config"][section][key]
+        if isinstance(saved, list):
+            saved = tuple(saved)
         if found == saved:
             continue
         is_given = found != KEYS[name].default or name in config.given

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from char_dataset import CharDataset, ValidationDataset
 from mingpt.nn.layers import IGNORE_INDEX
 from mingpt.optim import optimizer
+from mingpt.optim.muon import to_local
 from mingpt.parallel.strategy import Strategy
 from mingpt.snapshot.load import load_pretrained
 from model import GPT, MLP, Block, CausalSelfAttention
@@ -35,6 +36,7 @@ from tests.helpers import (
     write_text,
 )
 from tests.parallel.runs import PIPELINE, Options, change_buffers, run_changed, with_stages
+from trainer import Trainer
 
 
 def _after(cls: type[nn.Module], function: Callable[[Any], None]) -> None:
@@ -161,6 +163,22 @@ def add_parameters() -> None:
     Block.forward = with_parameters  # type: ignore[method-assign]
 
 
+def mark_parameters() -> None:
+    """Parameters without weight decay have an attribute, as in Mamba and timm."""
+    groups = optimizer.param_groups
+
+    def mark(block: Any) -> None:
+        block.attn.c_attn.weight.no_weight_decay = True
+
+    def build(model: Any, config: Any) -> list[dict[str, Any]]:
+        marked = [p for p in model.parameters() if getattr(p, "no_weight_decay", False)]
+        assert len(marked) == len(model.blocks)
+        return groups(model, config)
+
+    _after(Block, mark)
+    optimizer.param_groups = build
+
+
 def pad_vocabulary() -> None:
     """To a multiple of 64, as nanochat does."""
 
@@ -265,6 +283,7 @@ def _load_changed(change: Callable[[], None], folders: list[Path], argv: list[st
         (use_random_numbers, EVERYWHERE),
         (add_parameters, EVERYWHERE),
         (pad_vocabulary, EVERYWHERE),
+        (mark_parameters, EVERYWHERE[1:2]),
         (penalize_logits_in_forward, EVERYWHERE),
         (mix_in_embedding, EVERYWHERE),
     ],
@@ -432,6 +451,36 @@ def skip_an_expert() -> None:
     MLP.forward = lambda self, x: forward(self, x) + self.experts[used](x)  # type: ignore[method-assign]
 
 
+def skip_in_last_micro_batch() -> None:
+    """Rank 0 drops a layer there only, as LayerDrop may."""
+    forward = Block.forward
+    passes = 0
+
+    def dropped(self: Any, x: Tensor, *args: Any) -> Tensor:
+        nonlocal passes
+        passes += 1
+        is_dropped = passes == 6 and os.environ["RANK"] == "0"  # two blocks; the first pass builds buckets
+        return x if is_dropped else forward(self, x, *args)
+
+    Block.forward = dropped  # type: ignore[method-assign]
+
+
+def keep_local_state() -> None:
+    """Rows of a rank as state of the optimizer, as if there was one rank."""
+
+    def step(self: Any) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["m"] = torch.zeros_like(to_local(parameter))
+
+    ScheduleFree.step = step  # type: ignore[method-assign, assignment]
+    use_schedule_free()
+
+
+def ramp_beyond_batch_size() -> None:
+    Trainer.next_batch = lambda self: range(self.progress.samples, self.progress.samples + 16)  # type: ignore[method-assign]
+
+
 IN_STAGES = "distributed.pipeline_stages is 2, must be 1 for this model.py: "
 NOT_FSDP = "distributed.strategy is fsdp, must be ddp or zero1, because "
 NO_GRADIENT = "model.py: transformer.h.0.mlp.experts.0.weight got no gradient on rank 0; each loss must depend on all"
@@ -444,6 +493,12 @@ NO_GRADIENT = "model.py: transformer.h.0.mlp.experts.0.weight got no gradient on
         (add_head_bias, STAGES[0], f"{IN_STAGES}the stage of head_bias is unknown; parameters must belong to a"),
         (tie_blocks, FSDP, f"{NOT_FSDP}transformer.h.0.mlp.c_fc.weight and transformer.h.1.mlp.c_fc.weight are one"),
         (keep_tensor_in_group, {"optimizer__name": "adamw"}, "ScheduleFree keeps a Tensor, norm, in a parameter group"),
+        (
+            keep_local_state,
+            FSDP | {"optimizer__name": "adamw"},
+            "ScheduleFree keeps m of transformer.wte.weight",
+        ),
+        (ramp_beyond_batch_size, STAGES[0], "trainer.py: a batch has 16 samples, must have at most 8 in stages"),
         (skip_an_expert, ON_TWO[0], NO_GRADIENT),
         (skip_an_expert, ON_TWO[2], NO_GRADIENT),
         (skip_an_expert, ON_TWO[4], NO_GRADIENT),
@@ -457,3 +512,13 @@ def test_what_can_not_be_distributed_is_refused(
     assert (status, other) == (2, "")
     assert_one_message(err)
     assert message in err
+
+
+def test_a_layer_that_one_rank_drops_in_its_last_micro_batch_is_named(text: Path, tmp_path: Path) -> None:
+    """With DDP, whose buckets would not be complete."""
+    argv = run_args(tmp_path / "run", text, **ON_TWO[0])
+    [[first], [second]] = run_ranks(2, run_changed, skip_in_last_micro_batch, [argv], tmp_path=tmp_path)
+    assert (first[0], second[0]) == (2, 1)
+    for _, _, err in (first, second):
+        assert_one_message(err)
+        assert "a parameter got no gradient from the last micro-batch of rank 0; each loss must depend on all" in err

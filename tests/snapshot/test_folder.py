@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic.dataclasses import dataclass
 
+from mingpt.config.schema import STRICT, GPTConfig
 from mingpt.errors import UserError
 from mingpt.snapshot import folder as folder_module
 from mingpt.snapshot.__main__ import run as list_path
 from mingpt.snapshot.folder import DamagedSnapshotError, SnapshotFolder, expired_steps, fingerprint, load_snapshot
+from mingpt.snapshot.format import gpt_config
 from tests.helpers import small_snapshot
 
 
@@ -288,3 +291,16 @@ def test_a_missing_path_or_snapshot_is_reported(tmp_path: Path, capsys: pytest.C
     for folder in (tmp_path, tmp_path / "missing"):
         with pytest.raises(UserError, match=rf"^PATH: no snapshot at {folder}; main\.py saves them in its run folder"):
             list_path([str(folder)])
+
+
+def test_a_key_of_the_model_may_be_a_tuple(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Snapshots have lists in place of tuples."""
+
+    @dataclass(frozen=True, kw_only=True, config=STRICT)
+    class WithWindows(GPTConfig):
+        windows: tuple[int, ...] = (4, 8)
+
+    monkeypatch.setattr("mingpt.snapshot.format.GPTConfig", WithWindows)
+    snapshot = small_snapshot(1)
+    snapshot["config"]["model"]["windows"] = [16, 32]
+    assert gpt_config(snapshot).windows == (16, 32)  # type: ignore[attr-defined]
