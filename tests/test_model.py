@@ -186,3 +186,11 @@ def test_flops_are_those_that_pytorch_counts(architecture: str) -> None:
         _, loss = model(idx, idx)
         torch.autograd.grad(loss, list(model.parameters()))
     assert T * model.flops_per_token() == counter.get_total_flops()
+
+
+def test_a_batch_without_targets_is_a_loss_of_zero() -> None:
+    model = small_gpt()
+    _, loss = model(random_tokens(2, T), torch.full((2, T), IGNORE_INDEX))
+    assert loss.item() == 0
+    loss.backward()
+    assert all(not parameter.grad.any() for parameter in model.parameters() if parameter.grad is not None)

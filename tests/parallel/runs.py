@@ -212,7 +212,7 @@ def freeze() -> None:
 
     def build_frozen(self: GPT, config: Any) -> None:
         build(self, config)
-        for name in FROZEN:
-            self.get_parameter(name).requires_grad = False
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad = name not in FROZEN
 
     GPT.__init__ = build_frozen

@@ -35,7 +35,16 @@ from tests.helpers import (
     run_ranks,
     write_text,
 )
-from tests.parallel.runs import PIPELINE, Options, change_buffers, run_changed, with_stages
+from tests.parallel.runs import (
+    PIPELINE,
+    Options,
+    add_auxiliary_loss,
+    change_buffers,
+    count_one_token_only,
+    freeze,
+    run_changed,
+    with_stages,
+)
 from trainer import Trainer
 
 
@@ -281,6 +290,9 @@ def _load_changed(change: Callable[[], None], folders: list[Path], argv: list[st
         (add_second_head, [(2, ON_TWO[0]), (2, ON_TWO[1])]),
         (share_block, [(1, FSDP), (2, ON_TWO[3])]),
         (use_random_numbers, EVERYWHERE),
+        (count_one_token_only, [*EVERYWHERE, (2, ON_TWO[4])]),
+        (freeze, [(2, ON_TWO[1]), *EVERYWHERE[1:]]),
+        (add_auxiliary_loss, EVERYWHERE[:2]),
         (add_parameters, EVERYWHERE),
         (pad_vocabulary, EVERYWHERE),
         (mark_parameters, EVERYWHERE[1:2]),
