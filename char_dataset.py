@@ -97,8 +97,9 @@ class CharDataset(WindowDataset):
     def starts(self, samples: np.ndarray) -> np.ndarray:
         """Returns the start of the window of each sample, as a position in the text, (B,)."""
         epoch, index = np.divmod(samples, self.num_windows)
-        offset = hash64(self.seed, epoch, 0) % np.uint64(self.num_offsets)
-        window = permute(index, self.num_windows, key=hash64(self.seed, epoch, 1))
+        hashes = hash64(self.seed, epoch, np.arange(2)[:, None])  # (2, B)
+        offset = hashes[0] % np.uint64(self.num_offsets)
+        window = permute(index, self.num_windows, key=hashes[1])
         return offset.astype(np.int64) + window * self.block_size
 
     def batch(self, samples: np.ndarray) -> tuple[Tensor, Tensor]:
