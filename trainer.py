@@ -234,7 +234,10 @@ class Trainer:
         self.after_step(result)
 
     def next_batch(self) -> range:
-        """Returns the sample numbers of the next step, which may span two epochs of len(train_data) samples each."""
+        """Returns the sample numbers of the next step, which may span two epochs of len(train_data) samples each.
+
+        Pipeline stages take at most trainer.batch_size of them.
+        """
         cfg = self.config.trainer
         end = self.progress.samples + cfg.batch_size
         if cfg.max_epochs is not None:

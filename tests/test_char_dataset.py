@@ -1,3 +1,5 @@
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -105,3 +107,15 @@ def test_a_part_of_the_validation_windows_is_evenly_spread() -> None:
     assert_close(part[range(4)], whole[[0, 2, 5, 8]])
     for max_windows in (11, 12, None):
         assert_close(ValidationDataset(tokens, 8, max_windows)[range(11)], whole[range(11)])
+
+
+def test_the_docstring_shows_the_windows_of_three_epochs() -> None:
+    data = CharDataset(np.arange(50), block_size=8, seed=1)
+    rows = re.findall(r"epoch (\d), samples (\d+) to (\d+):([\d ]+)\(offset (\d)\)", CharDataset.__doc__ or "")
+    assert [int(epoch) for epoch, *_ in rows] == [0, 1, 2]
+    for epoch, first, last, starts, offset in rows:
+        samples = np.arange(int(first), int(last) + 1)
+        assert len(samples) == len(data)
+        assert set(samples // len(data)) == {int(epoch)}
+        assert data.starts(samples).tolist() == [int(start) for start in starts.split()]
+        assert data.starts(samples).min() == int(offset)

@@ -80,7 +80,7 @@ def test_each_guarantee_and_each_fault_has_tests() -> None:
     assert [f"{file}::{name}" for file, name in tests if not defines(ROOT / file, name)] == []
     section = text.partition("## Guarantees and their tests\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (?!---|promise|fault)(.*)", section, re.MULTILINE)
-    assert len(rows) > 50
+    assert len(rows) >= 100
     assert all("::" in row for row in rows)
 
 
@@ -111,7 +111,7 @@ def test_yaml_keys_in_backticks_and_options_of_main_py_exist(page: Path) -> None
 
 def test_each_result_of_benchmarks_has_a_command() -> None:
     rows = re.findall(r"^\| `([^`]+)` \| \d", (DOCS / "benchmarks.md").read_text(), re.MULTILINE)
-    assert len(rows) > 5
+    assert len(rows) >= 10
     for row in rows:
         words = shlex.split(re.sub(r" --(ranks|seconds) \d+", "", row.replace("FOLDER", str(ROOT))))
         size = 3 if words[0] == "ab" else 2

@@ -42,7 +42,7 @@ HINTS = {
     "start a process for each GPU with torchrun",
     "zero3": "; ZeRO-3 is fsdp",
 }
-# Keys that may be lists, also those of several types, such as `tuple[int, int] | None`
+# Keys whose type is, or includes, a tuple, such as `tuple[int, int] | None`.
 LIST_KEYS = [name for name, info in KEYS.items() if "tuple[" in str(info.annotation)]
 
 

@@ -47,6 +47,8 @@ class Terminal:
 
     def advance(self, step: int) -> None:
         """Moves the bar to a finished step, at most twice a second."""
+        if self.bar.disable:
+            return
         self.bar.ncols = shutil.get_terminal_size().columns - 1  # unlike dynamic_ncols, it replaces a width of 0 by 80
         self.bar.update(step - self.bar.n)
 

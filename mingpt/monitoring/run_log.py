@@ -61,7 +61,7 @@ class RunLog:
                     self.sinks.remove(sink)
 
     def advance(self, step: int) -> None:
-        """Moves the bar of the live line to a finished step. The values beside it are those of the newest rows."""
+        """Moves the bar of the live line to a finished step. The values beside it come from the newest rows."""
         if self.terminal is not None:
             self.terminal.advance(step)
 

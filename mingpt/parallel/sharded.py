@@ -36,15 +36,8 @@ class ZeRO1(DDP):
 
     is_sharded = True
 
-    def __init__(
-        self,
-        model: nn.Module,
-        context: DistributedContext,
-        config: Config,
-        precision: str,
-        example: tuple[Tensor, ...],
-    ) -> None:
-        super().__init__(model, context, config, precision, example)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         local: torch.optim.Optimizer = self.optimizer.optim  # type: ignore[attr-defined]
         owned = {parameter for group in local.param_groups for parameter in group["params"]}
         self.local_state = {name: local.state[p] for name, p in self.parameters.items() if p in owned}

@@ -62,7 +62,7 @@ class RankState:
         return self.full_model.state_dict(keep_vars=True)
 
     def digests(self) -> dict[str, int]:
-        """Returns a digest of each parameter of this rank of which other ranks have a copy, by name."""
+        """Returns a digest of each parameter that other ranks hold too, by name."""
         # torch.hash_tensor depends on all bits, but not on the places of elements, which does not matter here.
         digests = torch.stack([torch.hash_tensor(parameter.detach()) for parameter in self.parameters.values()])
         return dict(zip(self.parameters, digests.tolist(), strict=True))

@@ -25,7 +25,7 @@ from mingpt.nn.layers import IGNORE_INDEX
 from mingpt.optim.optimizer import build_optimizer
 from mingpt.parallel.state import RankState
 from mingpt.system.device import seed_generators
-from mingpt.text.permutation import hash64_of_integers
+from mingpt.text.permutation import hash64
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -95,7 +95,8 @@ class Strategy(RankState):
 
     def seed(self, *numbers: int) -> None:
         """Seeds the generators of Python, NumPy, the CPU and the device from the run's seed and these numbers."""
-        seed_generators(self.context.device, hash64_of_integers(self.config.trainer.seed, *numbers))
+        [seed] = hash64(self.config.trainer.seed, *numbers).tolist()
+        seed_generators(self.context.device, seed)
 
     def shares(self, batch: range) -> list[range]:
         """Returns the sample numbers of each of this rank's micro-batches.

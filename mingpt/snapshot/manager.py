@@ -105,7 +105,7 @@ class SnapshotManager:
         self.newest_write: Future[Any] = Future()
         self.newest_write.set_result(None)
         self.newest_upload = self.newest_write
-        self.saves: list[Save] = []  # until `ended` returns them
+        self.saves: list[Save] = []  # until `log_ended` removes them
         self.staging_buffers: dict[Any, Tensor] = {}
         self.costs: deque[float] = deque(maxlen=16)  # seconds that each of the newest saves has taken from training
         self.overhead = config.trainer.save_overhead

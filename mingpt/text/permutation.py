@@ -18,17 +18,6 @@ def hash64(*values: int | np.ndarray) -> np.ndarray:
     return state
 
 
-def hash64_of_integers(*values: int) -> int:
-    """Returns `hash64` of integers, in a tenth of the time."""
-    state = 0
-    for value in values:
-        state = ((state ^ (value % 2**64)) + 0x9E3779B97F4A7C15) % 2**64
-        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-        state = (state ^ (state >> 27)) * 0x94D049BB133111EB % 2**64
-        state = state ^ (state >> 31)
-    return state
-
-
 def permute(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
     """Maps each index to its position in a permutation of range(size) that the key selects.
 

@@ -234,6 +234,36 @@ def test_an_unreachable_store_is_named() -> None:
         raise health.explain(RuntimeError("gloo"))
 
 
+def test_ranks_know_the_cause_after_rank_0_has_ended_with_the_store(reporters: list[bool]) -> None:
+    """A rank that exchanges nothing with the lost rank gets its error from the ranks that do, when they have ended."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("localhost", store.port, is_master=False)
+    monitors = [HealthMonitor(client, RankInfo(rank, 4, rank - 1), "rank 0") for rank in (1, 2)]  # of one machine
+    for monitor in monitors:
+        monitor.start()
+    dist.PrefixStore("health", store).set("cause", "rank 3 is dead")
+    wait_until(lambda: all(monitor.cause for monitor in monitors), "both have read the cause", timeout=10)
+    del store
+    for monitor in monitors:
+        assert str(monitor.explain(RuntimeError("gloo"))).startswith("rank 3 is dead")
+        monitor.stop()
+    assert reporters == [True, False]
+
+
+def test_rank_0_ends_later_than_the_ranks_that_read_its_store() -> None:
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("localhost", store.port, is_master=False)
+    host = HealthMonitor(store, RankInfo(0, 3, 0), "rank 0")
+    other = HealthMonitor(client, RankInfo(1, 3, 1), "rank 0")
+    dist.PrefixStore("health", store).set("cause", "rank 2 is dead")
+    with futures.ThreadPoolExecutor(1) as pool:
+        explained = pool.submit(host.explain, RuntimeError("gloo"))
+        time.sleep(0.5)
+        assert str(other.explain(RuntimeError("gloo"))).startswith("rank 2 is dead")
+        assert not explained.done()
+        assert str(explained.result()).startswith("rank 2 is dead")
+
+
 @pytest.mark.slow
 def test_workers_save_and_exit_when_torchrun_is_killed(text: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"

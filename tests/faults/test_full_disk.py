@@ -35,7 +35,7 @@ OPTIONS = {
     "trainer__max_steps": LAST_STEP,
     "trainer__save_every": SAVE_EVERY,
     "trainer__eval_every": LAST_STEP,
-    "trainer__keep_snapshots": 99,  # pruning would make room
+    "trainer__keep_snapshots": 99,  # pruning would free space
     "trainer__save_overhead": None,  # so would these
 }
 
@@ -154,13 +154,13 @@ def test_a_run_continues_while_snapshots_cannot_be_written(
     assert_same_run(undisturbed, run_dir)
 
 
-@pytest.mark.parametrize(("room", "is_enough"), [(KEPT + 3, True), (KEPT + 2, False)])
-def test_a_disk_with_room_for_three_snapshots_more_than_are_kept_is_enough(
-    room: int, is_enough: bool, run_dir: Path, undisturbed: Path, disk: Path
+@pytest.mark.parametrize(("num_snapshots", "is_enough"), [(KEPT + 3, True), (KEPT + 2, False)])
+def test_a_disk_with_space_for_three_snapshots_more_than_are_kept_is_enough(
+    num_snapshots: int, is_enough: bool, run_dir: Path, undisturbed: Path, disk: Path
 ) -> None:
     """They are the best one, the newest one, and the one that is being written."""
     size = max((undisturbed / "snapshots").glob("*.pt")).stat().st_size
-    (disk / "ballast").write_bytes(bytes(DISK_SIZE - room * size - size // 2))
+    (disk / "others").write_bytes(bytes(DISK_SIZE - num_snapshots * size - size // 2))
     text = write_overfitting_text(run_dir.parent / "text.txt")
     options = OPTIONS | {"trainer__keep_snapshots": KEPT, "trainer__save_overhead": 0.9, "trainer__eval_every": 4}
     argv = run_args(run_dir, text, **options, trainer__snapshot_path=disk, optimizer__learning_rate=0.01)

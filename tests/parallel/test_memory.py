@@ -1,11 +1,15 @@
-"""Memory per rank, as a step measures it."""
+"""Memory per rank: what a step measures, and a step that runs out of memory."""
 
+import os
 import re
+import resource
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.helpers import DEVICES, ranks_on, read_rows, run_args, run_on
+from tests.helpers import DEVICES, ranks_on, read_rows, run_args, run_captured, run_on, run_ranks
+from trainer import Trainer
 
 KINDS = r"parameters ([\d.]+) MiB, gradients ([\d.]+) MiB, optimizer state ([\d.]+) MiB"
 
@@ -33,3 +37,33 @@ def test_a_step_measures_what_the_documentation_says(device: str, text: Path, tm
         assert [*map(float, found)] == pytest.approx(expected, rel=tolerance), strategy
         if device == "cuda":
             assert read_rows(tmp_path / strategy)[0]["memory"] * 1024 > sum(expected)
+
+
+def test_a_step_that_runs_out_of_memory_is_one_message(text: Path, tmp_path: Path) -> None:
+    options = {"model__n_embd": 64, "trainer__batch_size": 4096, "trainer__micro_batch_size": None}
+    argv = run_args(tmp_path / "run", text, **options)
+    [(status, _, err)] = run_ranks(1, _limit_memory, argv, tmp_path=tmp_path)
+    assert status == 2
+    assert err.startswith("error: out of memory: lower trainer.micro_batch_size, ")
+    assert "PyTorch's message: [enforce fail at alloc_cpu.cpp" in err
+    for part in ("DefaultCPUAllocator: can't allocate memory: you tried", "trainer.micro_batch_size", "fsdp"):
+        assert part in err
+    assert "set trainer.activation_checkpointing to full" in err
+    assert len(err.splitlines()) == 1
+
+
+def _limit_memory(argv: list[str]) -> tuple[int, str, str]:
+    """Runs main.py. It may allocate 32 MiB in its first step, less than the batch needs."""
+    train_step = Trainer.train_step
+
+    def limited(trainer: Trainer) -> Any:
+        before = resource.getrlimit(resource.RLIMIT_AS)
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * os.sysconf("SC_PAGE_SIZE") + 2**25, before[1]))
+        try:
+            return train_step(trainer)
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, before)
+
+    Trainer.train_step = limited  # type: ignore[method-assign]
+    return run_captured(*argv)

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mingpt.parallel.evaluation import generate_sample
 from mingpt.parallel.pipeline import WTE
@@ -12,6 +13,7 @@ from tests.helpers import (
     max_relative_error,
     open_trainer,
     run_args,
+    run_captured,
     run_ranks,
     train_losses,
     write_text,
@@ -28,6 +30,7 @@ from tests.parallel.runs import (
     train,
     with_stages,
 )
+from trainer import Trainer
 
 SCHEDULED: list[Options] = [
     with_stages(
@@ -192,3 +195,33 @@ def test_what_two_stages_saved_is_resumed(
     for [(is_equal, losses)] in run_ranks(ranks, resume, folder, runs, tmp_path=folder):
         assert is_equal
         assert max_relative_error(losses, expected) < 1e-5
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_a_stage_that_runs_out_of_memory_is_one_message(when: str, text: Path, tmp_path: Path) -> None:
+    """The pipelining library wraps errors of forward and backward passes."""
+    argv = run_args(tmp_path / "run", text, **with_stages(2))
+    (other, _, other_err), (status, _, err) = run_ranks(2, _run_out_of_memory, when, argv, tmp_path=tmp_path)
+    assert status == 2
+    assert err.startswith("error: out of memory: ")
+    assert "PyTorch's message: CUDA out of memory" in err
+    assert other == 1
+    assert "rank 1 (" in other_err
+
+
+def _run_out_of_memory(when: str, argv: list[str]) -> tuple[int, str, str]:
+    train_step = Trainer.train_step
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    def failing_step(trainer: Trainer) -> Any:
+        block = trainer.strategy.full_model.stage_model.blocks[2 * trainer.context.rank]
+        if trainer.context.rank == 1 and when == "forward":
+            block.register_forward_hook(fail)
+        elif trainer.context.rank == 1:
+            block.register_full_backward_hook(fail)
+        return train_step(trainer)
+
+    Trainer.train_step = failing_step  # type: ignore[method-assign]
+    return run_captured(*argv)

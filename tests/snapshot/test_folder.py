@@ -18,6 +18,7 @@ from mingpt.snapshot import folder as folder_module
 from mingpt.snapshot.__main__ import run as list_path
 from mingpt.snapshot.folder import DamagedSnapshotError, SnapshotFolder, expired_steps, fingerprint, load_snapshot
 from mingpt.snapshot.format import gpt_config
+from mingpt.snapshot.mirror import sync
 from tests.helpers import small_snapshot
 
 
@@ -72,6 +73,32 @@ def test_a_snapshot_is_read_as_it_was_written_below_a_path_of_any_bytes(tmp_path
         assert found == written
     assert folder.files() == dict(zip((7, 12_345_678), file_names(7, 12_345_678), strict=True))
     assert sorted(os.listdir(folder.path)) == file_names(7, 12_345_678)
+
+
+def test_what_expires_while_an_upload_lasts_is_not_uploaded(
+    folder: SnapshotFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The best one of step 1 is uploaded first, and takes as long as the saves of steps 3 and 4."""
+    remote = SnapshotFolder("memory://tests/mirror")
+    put_file = remote.fs.put_file
+    uploaded = []
+
+    def save_and_put_file(path: str, copy: str) -> None:
+        uploaded.append(os.path.basename(copy))
+        if len(uploaded) == 1:
+            for step in (3, 4):
+                write(folder, step, best=1)
+        put_file(path, copy)
+
+    write(folder, 1, best=1)
+    write(folder, 2, best=1)
+    remote.fs.pipe_file(f"{remote.root}/{file_names(0)[0]}", b"expired")
+    monkeypatch.setattr(type(remote.fs), "put_file", staticmethod(save_and_put_file))
+    sync(folder, remote)
+    assert [*remote.files()] == [1]
+    sync(folder, remote)
+    assert [*remote.files()] == [1, 4]
+    remote.fs.rm("/tests", recursive=True)
 
 
 def test_a_reader_takes_the_successor_of_a_snapshot_that_was_just_deleted(

@@ -62,6 +62,11 @@ def call_before(owner: type, name: str, function: Callable[..., Any]) -> None:
     setattr(owner, name, both)
 
 
+def wait_for_threads(most: int = 0) -> None:
+    """For `run_ranks`: waits until at most this number of threads writes or uploads a snapshot, or waits to do so."""
+    wait_until(lambda: [thread.name for thread in threading.enumerate()].count("snapshot") <= most, "the threads")
+
+
 @pytest.mark.parametrize(("overhead", "cost", "pause"), [(0.5, 0.0, 1.0), (0.1, 0.03, 0.6)])
 def test_saves_take_at_most_save_overhead_and_there_is_at_most_one_a_second(
     overhead: float, cost: float, pause: float, text: Path, tmp_path: Path
@@ -112,9 +117,49 @@ def _threads_after_runs(text: Path, tmp_path: Path) -> tuple[list[int], bool]:
         url = {} if run < 3 else {"trainer__snapshot_path": MIRROR}
         argv = run_args(tmp_path / f"{run}", text, trainer__max_steps=1, trainer__seed=1 + run // 4, **url)
         assert train_main(*argv) == (2 if run == 4 else 0)  # the mirror has a snapshot of another seed
-        wait_until(lambda: "snapshot" not in [thread.name for thread in threading.enumerate()], "the threads")
+        wait_for_threads()
         counts.append(len(os.listdir("/proc/self/task")))
     return counts, threading.excepthook is hook
+
+
+@pytest.mark.parametrize("slow", ["write", "upload"])
+def test_a_closed_trainer_starts_no_upload(slow: str, text: Path, tmp_path: Path) -> None:
+    """In a session, the next one may use the same mirror. The call that is slow ends after `close`.
+
+    While the upload of step 3 lasts, only one upload waits for it.
+    """
+    argv = run_args(tmp_path / "run", text, trainer__snapshot_path=MIRROR, trainer__eval_every=100)
+    [uploaded] = run_ranks(1, _uploads_of_closed_trainer, slow, argv, tmp_path=tmp_path)
+    assert uploaded == ([] if slow == "write" else names(3))
+    assert list_snapshots(tmp_path / "run") == (names(3) if slow == "write" else names(3, 6, 9))
+
+
+def _uploads_of_closed_trainer(slow: str, argv: list[str]) -> list[str]:
+    uploaded = []
+    is_closed = threading.Event()
+
+    def upload(fs: Any, path: str, remote: str) -> None:
+        uploaded.append(os.path.basename(remote))
+        if slow == "upload":
+            is_closed.wait(60)
+
+    def write(*args: Any) -> None:
+        if slow == "write":
+            is_closed.wait(60)
+
+    def fail(trainer: Trainer) -> None:
+        if trainer.progress.step == (5 if slow == "write" else 10):
+            wait_for_threads(most=2)
+            raise UserError("the end")
+
+    call_before(SnapshotFolder, "write", write)
+    call_before(Trainer, "train_step", fail)
+    type(fsspec.filesystem("memory")).put_file = upload
+    manager.EXIT_WAIT_SECONDS = 0.5
+    assert train_main(*argv) == 2
+    is_closed.set()
+    wait_for_threads()
+    return uploaded
 
 
 STEPS = 60
@@ -265,14 +310,18 @@ def _train_with_faulty_store(argv: list[str]) -> tuple[list[str], list[tuple[int
     return uploaded, [*results, start(15, put_file)]
 
 
-@pytest.mark.parametrize(("what", "count"), [("upload", 1), ("write", 2)])
+@pytest.mark.parametrize(
+    ("what", "count", "is_profiled"), [("upload", 1, False), ("upload", 1, True), ("write", 2, False)]
+)
 def test_a_wait_ends_at_the_first_signal_if_all_is_written_and_at_a_second_one_in_any_case(
-    what: str, count: int, text: Path, tmp_path: Path
+    what: str, count: int, is_profiled: bool, text: Path, tmp_path: Path
 ) -> None:
+    """Python joins threads after the program if it is profiled."""
     options: dict[str, Any] = {"trainer__save_every": 1000, "trainer__eval_every": 1000, "trainer__save_overhead": None}
     argv = run_args(tmp_path / "run", text, trainer__snapshot_path=MIRROR, **options)
     stdout, stderr = tmp_path / "stdout", tmp_path / "stderr"
-    [process], _ = start_ranks(1, _main_that_hangs, what, argv, stdout, stderr, tmp_path=tmp_path)
+    body = _profiled_main_that_hangs if is_profiled else _main_that_hangs
+    [process], _ = start_ranks(1, body, what, argv, stdout, stderr, tmp_path=tmp_path)
     place = MIRROR if what == "upload" else f"{tmp_path}/run/snapshots"
     line = f"waiting for rank 0 to save a snapshot in {place}\n"
     wait_until(lambda: stdout.exists() and line in stdout.read_text(), "the save")
@@ -280,17 +329,31 @@ def test_a_wait_ends_at_the_first_signal_if_all_is_written_and_at_a_second_one_i
         time.sleep(number * 0.4)
         process.terminate()
     process.join(5)
-    assert process.exitcode == 143
+    assert process.exitcode == (0 if is_profiled else 143)  # start_ranks catches the exception of sys.exit
     message = "stopped by SIGTERM at step 12 before all snapshots were uploaded; run the same command to upload them"
     assert (message in stdout.read_text()) == (what == "upload")
     assert list_snapshots(tmp_path / "run") == (names(12) if what == "upload" else [])
 
 
-def test_in_a_session_a_second_interrupt_ends_the_wait(text: Path, tmp_path: Path) -> None:
+def _profiled_main_that_hangs(*args: Any) -> None:
+    sys.setprofile(lambda *event: None)
+    _main_that_hangs(*args)
+
+
+@pytest.mark.parametrize(
+    ("what", "out", "err"),
+    [
+        ("upload", "stopped by SIGINT at step {step} after saving a snapshot", ""),
+        ("write", "waiting for rank 0", "error: interrupted before the snapshot of step {step} was written"),
+    ],
+)
+def test_in_a_session_a_second_interrupt_ends_the_wait(
+    what: str, out: str, err: str, text: Path, tmp_path: Path
+) -> None:
     run_dir, stdout, stderr = tmp_path / "run", tmp_path / "stdout", tmp_path / "stderr"
     endless: dict[str, Any] = {"trainer__max_steps": 10**6, "trainer__save_every": 10**6, "trainer__eval_every": 10**6}
-    argv = run_args(run_dir, text, trainer__save_overhead=None, **endless)
-    [process], _ = start_ranks(1, _session_that_hangs, "write", argv, stdout, stderr, tmp_path=tmp_path)
+    argv = run_args(run_dir, text, trainer__snapshot_path=MIRROR, trainer__save_overhead=None, **endless)
+    [process], _ = start_ranks(1, _session_that_hangs, what, argv, stdout, stderr, tmp_path=tmp_path)
     wait_for_step(run_dir, 5)
     os.kill(process.pid, signal.SIGINT)
     wait_until(lambda: "waiting for rank 0 to save" in stdout.read_text(), "the save")
@@ -298,9 +361,10 @@ def test_in_a_session_a_second_interrupt_ends_the_wait(text: Path, tmp_path: Pat
     process.join(5)
     assert not process.is_alive()
     step = read_rows(run_dir)[-1]["step"]
-    [message] = stderr.read_text().splitlines()
-    assert f"error: interrupted before the snapshot of step {step} was written" in message
-    assert list_snapshots(run_dir) == []
+    assert stdout.read_text().count(out.format(step=step)) == 1
+    assert err.format(step=step) in stderr.read_text()
+    assert stderr.read_text().count("\n") == bool(err)
+    assert list_snapshots(run_dir) == (names(step) if what == "upload" else [])
 
 
 def _session_that_hangs(*args: Any) -> None:
@@ -397,3 +461,29 @@ def _train_and_list_writes(*argv: str) -> tuple[int, bool]:
     folder = {"0": "rank0", "1": "rank0", "2": "rank2"}[os.environ["RANK"]]
     os.environ["LOCAL_RANK"] = "0"
     return train_main(*(word.replace("RANK", folder) for word in argv)), bool(written)
+
+
+@pytest.mark.slow
+def test_machines_that_share_no_folder_each_save_between_steps_of_save_every(text: Path, tmp_path: Path) -> None:
+    options = {"trainer__save_every": 1000, "trainer__max_steps": 40, "trainer__save_overhead": 0.9}
+    argv = run_args(tmp_path / "RANK", text, distributed__strategy="fsdp", trainer__eval_every=1000, **options)
+    assert run_ranks(2, _train_often_on_machine, 39, *argv, tmp_path=tmp_path) == [2, 2]
+    steps = [[*SnapshotFolder(f"{tmp_path}/rank{rank}/snapshots").files()] for rank in (0, 1)]
+    assert steps[0] == steps[1] != []
+    shutil.rmtree(tmp_path / "rank0")  # that machine is lost
+    assert run_ranks(2, _train_often_on_machine, None, *argv, tmp_path=tmp_path) == [0, 0]
+    assert_equal_snapshots(tmp_path / "rank0", tmp_path / "rank1")
+    assert min(step for step, _ in loss_curve(tmp_path / "rank0")) == steps[0][-1] + 1
+
+
+def _train_often_on_machine(last_step: int | None, *argv: str) -> int:
+    """Fails after the last step, if there is one."""
+
+    def fail(trainer: Trainer) -> None:
+        if trainer.progress.step == last_step:
+            trainer.snapshots.newest_write.result()
+            raise UserError("the end")
+
+    call_before(Trainer, "train_step", fail)
+    manager.MIN_SECONDS = 0.0
+    return _train_on_machine(*argv)[0]

@@ -18,6 +18,7 @@ from mingpt import start
 from mingpt.config.parser import read_config
 from mingpt.config.schema import GPTConfig, OptimizerConfig, config_to_dict
 from mingpt.optim.optimizer import learning_rate
+from mingpt.parallel import numerics
 from mingpt.program import run_program as exit_status_of
 from mingpt.snapshot.folder import SnapshotFolder, load_snapshot
 from model import GPT, MLP
@@ -107,6 +108,43 @@ def test_resume_skips_a_damaged_snapshot_and_restores_the_same_bits_also_from_on
     assert_equal_snapshots(trained / "one", run_dir)
     assert load_snapshot(str(file))["step"] == 6
     assert loss_curve(run_dir) == loss_curve(trained / "one")
+
+
+def test_a_snapshot_without_the_state_of_the_optimizer_or_weights_that_fit_is_refused(
+    trained: Path, run_dir: Path, tmp_path: Path
+) -> None:
+    weights = {f"other.{name}": weight for name, weight in newest_snapshot(run_dir)["model"].items()}
+    SnapshotFolder(f"{run_dir}/snapshots", keep=9).write(newest_snapshot(run_dir) | {"model": weights, "optimizer": {}})
+    again, new = (run_args(tmp_path / name, trained / "text.txt", trainer__max_steps=7) for name in ("run", "new"))
+    argvs = [again, [*new, "--trainer.init_from", str(run_dir)]]
+    messages = (
+        f"trainer.snapshot_path: {run_dir}/snapshots/step_00000006.pt has an optimizer state for 0 of {len(weights)} ",
+        f"trainer.init_from: no weights of {run_dir} fit the model: new in the model: ",
+    )
+    results, others = run_ranks(2, run_each_captured, argvs, tmp_path=tmp_path)
+    for (status, _, err), message in zip(results, messages, strict=True):
+        assert status == 2
+        assert_one_message(err)
+        assert err.startswith(f"error: {message}")
+    assert others == [(2, "", "")] * 2
+
+
+def test_a_run_resumes_in_fp16_and_back(run_dir: Path, trained: Path, tmp_path: Path) -> None:
+    """The scaler's state is restored if the snapshot has one."""
+    argvs = [
+        run_args(run_dir, trained / "text.txt", trainer__precision=precision, trainer__max_steps=steps)
+        for precision, steps in (("fp16", 7), ("fp16", 8), ("fp32", 9))
+    ]
+    [results] = run_ranks(1, _train_with_fp16_on_the_cpu, argvs, tmp_path=tmp_path)
+    assert all((status, err) == (0, "") for status, _, err in results), results
+    scalers = [load_snapshot(f"{run_dir}/snapshots/step_{step:08}.pt")["scaler"] for step in (7, 8, 9)]
+    assert [scaler.get("_growth_tracker") for scaler in scalers] == [1, 2, None]  # steps since the scale changed
+
+
+def _train_with_fp16_on_the_cpu(argvs: list[list[str]]) -> list[tuple[int, str, str]]:
+    numerics.choose_precision = lambda requested, device, saved: (requested, "as asked")  # type: ignore[assignment]
+    start.find_start_conflicts = lambda config, world_size, device_type: iter(())  # type: ignore[assignment]
+    return run_each_captured(argvs)
 
 
 @pytest.mark.parametrize(

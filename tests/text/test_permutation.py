@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mingpt.text.permutation import hash64, hash64_of_integers, permute
+from mingpt.text.permutation import hash64, permute
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 10, 257, 10_007])
@@ -33,8 +33,3 @@ def test_a_large_range_needs_no_table() -> None:
     assert len(set(positions)) == len(index)
     assert 0 <= positions.min() < size / 100
     assert size * 0.99 < positions.max() < size
-
-
-def test_integers_have_the_same_hash_as_arrays() -> None:
-    for values in ((0,), (1, 5), (2**63 - 1, 7, -2), (1, 2**40, 3)):
-        assert hash64_of_integers(*values) == hash64(*values).item()
