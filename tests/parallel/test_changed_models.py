@@ -1,5 +1,6 @@
 """Ordinary changes of model and data train with the same losses with every strategy, and are saved and resumed."""
 
+import json
 import math
 import os
 import random
@@ -14,12 +15,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import export
 from char_dataset import CharDataset, ValidationDataset
 from mingpt.nn.layers import IGNORE_INDEX
 from mingpt.optim import optimizer
 from mingpt.optim.muon import to_local
 from mingpt.parallel.strategy import Strategy
-from mingpt.snapshot.load import load_pretrained
+from mingpt.program import run_program
+from mingpt.snapshot.load import EMBEDDINGS, load_pretrained
 from model import GPT, MLP, Block, CausalSelfAttention
 from tests.helpers import (
     NO_DROPOUT,
@@ -33,6 +36,7 @@ from tests.helpers import (
     read_rows,
     run_args,
     run_ranks,
+    train_main,
     write_text,
 )
 from tests.parallel.runs import (
@@ -315,6 +319,33 @@ def test_the_model_that_the_constructor_makes_is_trained_saved_and_resumed(
     for folder, loss in zip(folders, losses, strict=True):
         [row] = read_rows(folder, "eval")
         assert math.isclose(row["val_loss"], loss, rel_tol=1e-5)
+
+
+def _train_export_and_start(argv: list[str], out: Path, new_argv: list[str]) -> list[int]:
+    pad_vocabulary()
+    options = ["--snapshot", str(out.with_name("run")), "--out", str(out)]
+    return [train_main(*argv), run_program(export.run, options), train_main(*new_argv)]
+
+
+def test_a_padded_vocabulary_is_sampled_exported_and_starts_another_run(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    text = write_text(tmp_path / "text.txt")
+    argv = run_args(tmp_path / "run", text, trainer__max_steps=6, trainer__sample_every=1)
+    new_text = tmp_path / "new.txt"
+    new_text.write_text(text.read_text().replace("bob", "Zoë"), encoding="utf-8")
+    options = {"trainer__init_from": tmp_path / "run", "trainer__max_steps": 1, "optimizer__learning_rate": 1e-30}
+    new_argv = run_args(tmp_path / "new", new_text, **options)
+    out = tmp_path / "exported"
+    assert run_ranks(1, _train_export_and_start, argv, out, new_argv, tmp_path=tmp_path) == [[0, 0, 0]]
+    assert len(read_rows(tmp_path / "run", "sample")) == 6
+    old, new = (newest_snapshot(tmp_path / name) for name in ("run", "new"))
+    assert json.loads((out / "config.json").read_text())["vocab_size"] == len(old["vocabulary"])
+    for name in EMBEDDINGS:
+        before, after = old["model"][name], new["model"][name]
+        assert len(before) == len(after) == 64
+        for token, character in enumerate(old["vocabulary"]):
+            found = after[new["vocabulary"].index(character)]
+            assert torch.allclose(found, before[token], rtol=1e-6, atol=0), character
 
 
 def test_random_numbers_in_an_evaluation_are_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
