@@ -77,7 +77,7 @@ class CharDataset(WindowDataset):
         epoch 1, samples 5 to 9:    17  9 33 25  1  (offset 1)
         epoch 2, samples 10 to 14:  24  0  8 32 16  (offset 0)
 
-    `dataset[range(7, 9)]` is a batch of two samples, of any epoch; `dataset[7]` is a sample of the first epoch.
+    `dataset[range(7, 9)]` is a batch of two samples, of any epoch; `dataset[4]` is one sample, of the first epoch.
 
     Args:
         tokens: (n,) training text, n > block_size

@@ -53,7 +53,7 @@ def defines(file: Path, name: str) -> bool:
 
 def test_readme_is_short_and_leads_to_every_page() -> None:
     text = README.read_text()
-    assert len(text.split()) <= 1000
+    assert len(text.split()) <= 800
     assert set(re.findall(r"\]\((docs/[\w-]+\.md)", text)) == {f"docs/{page.name}" for page in PAGES}
     assert set(blocks(README)[-1].splitlines()) <= set((ROOT / ".ci/run").read_text().splitlines())  # the test commands
 
@@ -80,7 +80,7 @@ def test_each_guarantee_and_each_fault_has_tests() -> None:
     assert [f"{file}::{name}" for file, name in tests if not defines(ROOT / file, name)] == []
     section = text.partition("## Guarantees and their tests\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (?!---|promise|fault)(.*)", section, re.MULTILINE)
-    assert len(rows) >= 100
+    assert len(rows) > 50
     assert all("::" in row for row in rows)
 
 
