@@ -1,4 +1,4 @@
-"""Text -> training and validation part -> windows -> the order of training samples.
+"""Tokens -> training and validation part -> windows -> the order of training samples.
 
 The window of a sample is computed from the seed and the number of the sample, so there is no sampler with a state to
 save: a run that knows the number of samples it has trained on continues with the next sample.
@@ -16,30 +16,17 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from mingpt.config.schema import DataConfig
-from mingpt.errors import UserError
 from mingpt.nn.layers import IGNORE_INDEX
 from mingpt.text.permutation import hash64, permute
+from mingpt.text.token_file import Tokens
 
 
 def train_val_split(tokens: np.ndarray, config: DataConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Splits the tokens of a text into the training part, which comes first, and the validation part.
-
-    Raises:
-        UserError: a part is shorter than a window and its last target.
-    """
+    """Splits the tokens of a text into the training part, which comes first, and the validation part."""
     if config.truncate is not None:
         tokens = tokens[: round(len(tokens) * config.truncate)]
     train_length = int(len(tokens) * config.train_split)
-    train = tokens[:train_length]
-    val = tokens[train_length:]
-    for name, part in (("training", train), ("validation", val)):
-        if len(part) < config.block_size + 1:
-            raise UserError(
-                f"data.block_size: the {name} part of {config.path} has {len(part)} tokens, but a window needs "
-                f"block_size + 1 = {config.block_size + 1}; lower data.block_size, change data.train_split "
-                f"({config.train_split}) or use more text"
-            )
-    return train, val
+    return tokens[:train_length], tokens[train_length:]
 
 
 class WindowDataset(Dataset):
@@ -80,12 +67,12 @@ class CharDataset(WindowDataset):
     `dataset[range(7, 9)]` is a batch of two samples, of any epoch; `dataset[4]` is one sample, of the first epoch.
 
     Args:
-        tokens: (n,) training text, n > block_size
+        tokens: (n,) training text, n > block_size; an array, or a TokenFile, which reads the indexed tokens only
         block_size: tokens in a window (T)
         seed: determines orders and offsets
     """
 
-    def __init__(self, tokens: np.ndarray, block_size: int, seed: int) -> None:
+    def __init__(self, tokens: Tokens, block_size: int, seed: int) -> None:
         self.tokens = tokens
         self.block_size = block_size
         self.seed = seed
@@ -129,7 +116,7 @@ class ValidationDataset(WindowDataset):
         max_windows: maximum number of windows, evenly spread over the text; None: all windows
     """
 
-    def __init__(self, tokens: np.ndarray, block_size: int, max_windows: int | None = None) -> None:
+    def __init__(self, tokens: Tokens, block_size: int, max_windows: int | None = None) -> None:
         self.tokens = tokens
         self.block_size = block_size
         self.num_windows_in_text = math.ceil((len(tokens) - 1) / block_size)

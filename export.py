@@ -99,8 +99,10 @@ def run(argv: Sequence[str]) -> None:
         os.fsencode(out).decode()  # tokenizers needs a path in UTF-8
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise UserError(f"--out: {out} is not an empty folder; name an empty or a new folder")
+        if "step" not in pretrained.snapshot:
+            raise UserError(f"--snapshot: {path} is a folder of transformers already; name a snapshot or a run folder")
         try:
-            from mingpt.snapshot.hf_format import hf_model, hf_tokenizer
+            from mingpt.snapshot.hf_export import hf_model, hf_tokenizer
         except ImportError as error:
             raise UserError(f"export.py needs transformers 5 ({error}): pip install 'transformers>=5'") from error
         model = hf_model(pretrained)
@@ -108,6 +110,7 @@ def run(argv: Sequence[str]) -> None:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=out, prefix="unfinished-") as folder:
             tokenizer.save_pretrained(folder)
+            Path(folder, "tokenizer.json").write_text(pretrained.tokenizer.to_json(), encoding="utf-8")
             model.save_pretrained(folder)
             card = model_card(pretrained, path, out.absolute().name)
             Path(folder, "README.md").write_text(card, encoding="utf-8")

@@ -104,7 +104,7 @@ class MLP(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.c_fc = linear(config.n_embd, 4 * config.n_embd, config.has_bias)
-        self.act = ReLUSquared() if config.architecture == "nanochat" else nn.GELU()
+        self.act = ReLUSquared() if config.architecture == "nanochat" else nn.GELU(config.gelu_approximate)
         self.c_proj = linear(4 * config.n_embd, config.n_embd, config.has_bias, projection_std(config))
         self.dropout = Dropout(config.dropout)
 

@@ -19,6 +19,7 @@ from mingpt.program import run_program
 
 PANELS = {
     "loss": "loss, nats per token",
+    "val_bpb": "validation, bits per byte",
     "learning_rate": "learning rate",
     "grad_norm": "gradient norm",
     "tokens_per_second": "tokens/s",
@@ -52,13 +53,14 @@ def draw(runs: dict[str, Rows], file: Path) -> None:
     """
     from matplotlib.figure import Figure  # noqa: PLC0415 - the import is slow, and mistakes are reported before
 
-    figure = Figure(figsize=(9, 8), layout="constrained")
-    axes = figure.subplots(len(PANELS), sharex=True, height_ratios=(3, 1, 1, 1))
+    figure = Figure(figsize=(9, 10), layout="constrained")
+    axes = figure.subplots(len(PANELS), sharex=True, height_ratios=(3, 1, 1, 1, 1))
     for ax, (key, title) in zip(axes, PANELS.items(), strict=True):
         ax.set_ylabel(title)
         ax.grid(alpha=0.25)
         for i, (name, rows) in enumerate(runs.items()):
-            ax.plot(*curve(rows, "train", key), f"C{i}", label=f"loss of {name}")
+            event = "eval" if key == "val_bpb" else "train"
+            ax.plot(*curve(rows, event, key), f"C{i}", label=f"loss of {name}")
             if key == "loss":
                 ax.plot(*curve(rows, "eval", "val_loss"), f"C{i}o--", label=f"validation loss of {name}")
             starts = [row["step"] for row in rows if row["event"] == "start"]

@@ -17,6 +17,7 @@ from mingpt.monitoring.logging import configure_logging
 from mingpt.snapshot.load import load_pretrained
 from mingpt.system.threads import choose_threads
 from mingpt.system.torch_versions import check_torch
+from mingpt.text.tokenizer import stream_text
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -24,7 +25,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--snapshot",
         metavar="PATH",
-        help="snapshot, or folder (loads its newest snapshot); may be a URL (default: the run of gpt2_train_cfg.yaml)",
+        help="snapshot, or folder (loads its newest snapshot); may be a URL, or a folder of transformers "
+        "(default: the run of gpt2_train_cfg.yaml)",
     )
     parser.add_argument(
         "--best", action="store_true", help="load the snapshot with the lowest validation loss of a folder"
@@ -32,7 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--prompt",
         help="text to continue; - reads stdin without its last line break "
-        "(default: the first token of the vocabulary, usually a line break)",
+        "(default: a line break, or the first character of the vocabulary)",
     )
     parser.add_argument("--max_new_tokens", type=int, default=500, help="tokens to generate (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: only the most likely (default: %(default)s)")
@@ -87,12 +89,14 @@ def run(argv: Sequence[str]) -> None:
     torch.set_num_threads(threads)
     model = pretrained.build_model().to(device)
     tokenizer = pretrained.tokenizer
-    prompt = read_prompt(args.prompt, default=tokenizer.decode([0]))
-    idx = torch.tensor([tokenizer.encode(prompt, "--prompt")], device=device)  # (1, T)
+    prompt = read_prompt(args.prompt, tokenizer.default_prompt)
+    prompt_tokens = tokenizer.encode(prompt, "--prompt").tolist()
+    idx = torch.tensor([prompt_tokens], device=device)  # (1, T)
     print(prompt, end="", flush=True)
     generator = torch.Generator(device).manual_seed(args.seed)
-    for tokens in model.generate(idx, args.max_new_tokens, args.temperature, args.top_k, args.top_p, generator):
-        print(tokenizer.decode(tokens), end="", flush=True)
+    tokens = model.generate(idx, args.max_new_tokens, args.temperature, args.top_k, args.top_p, generator)
+    for text in stream_text(tokenizer, prompt_tokens, map(int, tokens)):
+        print(text, end="", flush=True)
     if sys.stdout.isatty():  # so that the shell's prompt starts on a new line
         print()
 

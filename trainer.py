@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from char_dataset import CharDataset, ValidationDataset, train_val_split
+from char_dataset import CharDataset, ValidationDataset
 from mingpt import summary
 from mingpt.config.schema import Config, GPTConfig, config_to_dict
 from mingpt.distributed.agreement import all_gather_object, shared_errors
@@ -31,7 +31,6 @@ from mingpt.parallel.memory import measure_memory
 from mingpt.parallel.numerics import set_numerics
 from mingpt.parallel.strategy import UPDATING
 from mingpt.snapshot.format import FORMAT_VERSION, Best, is_comparable
-from mingpt.snapshot.load import check_vocabulary
 from mingpt.snapshot.manager import SnapshotManager
 from mingpt.start import (
     adopt_snapshot,
@@ -121,19 +120,19 @@ class Trainer:
         newest = self.snapshots.load_newest()
         self.resumed = newest.header if newest is not None else None
         self.resumed_from = newest.path if newest is not None else ""
-        config, tokenizer = adopt_snapshot(given, context, self.resumed)
+        config, known_tokenizer = adopt_snapshot(given, context, self.resumed)
         self.config = config
 
-        self.corpus = load_corpus(config, context, tokenizer)
-        check_vocabulary(tokenizer, self.resumed, config)
-        training, validation = train_val_split(self.corpus.tokens, config.data)
-        self.train_data = CharDataset(training, config.data.block_size, config.trainer.seed)
-        self.val_data = ValidationDataset(validation, config.data.block_size, config.trainer.eval_windows)
-        self.sample_prompt = choose_prompt(config.trainer.sample_prompt, validation, tokenizer)
+        self.corpus = load_corpus(config, context, known_tokenizer, is_new=newest is None)
+        tokenizer = self.corpus.tokenizer
+        self.train_data = CharDataset(self.corpus.training, config.data.block_size, config.trainer.seed)
+        self.val_data = ValidationDataset(self.corpus.validation, config.data.block_size, config.trainer.eval_windows)
+        self.sample_prompt = choose_prompt(config.trainer.sample_prompt, self.corpus.validation, tokenizer)
 
         self.numerics = set_numerics(config, context, self.resumed)
-        vocab_size = len(tokenizer.vocabulary)
-        self.model_config = GPTConfig(**asdict(config.model), vocab_size=vocab_size, block_size=config.data.block_size)
+        self.model_config = GPTConfig(
+            **asdict(config.model), vocab_size=tokenizer.vocab_size, block_size=config.data.block_size
+        )
         model = build_model(self.model_config, config.trainer.seed)
         self.flops_per_token = model.flops_per_token()
         self.layers = summary.layers(model)
@@ -333,7 +332,8 @@ class Trainer:
         self.progress.val_loss = val_loss
         if val_loss < self.progress.best.val_loss:
             self.progress.best = Best(step, val_loss)
-        self.log.write("eval", step, val_loss=val_loss, seconds=time.perf_counter() - began)
+        val_bpb = self.corpus.bits_per_byte(val_loss)
+        self.log.write("eval", step, val_loss=val_loss, val_bpb=val_bpb, seconds=time.perf_counter() - began)
 
     def generate_sample(self) -> None:
         """Generates and logs a sample of this step's model."""
@@ -347,7 +347,7 @@ class Trainer:
             "format": FORMAT_VERSION,
             **asdict(self.progress),
             "config": config_to_dict(self.config),
-            "vocabulary": self.corpus.tokenizer.vocabulary,
+            **self.corpus.tokenizer.snapshot_entries(),
             "choices": self.numerics.choices,
             "learning_rate": learning_rate(self.progress.step, self.last_step, self.config.optimizer),
             "text_sha256": self.corpus.sha256,
@@ -390,7 +390,9 @@ class Trainer:
         run_dir = self.config.trainer.run_dir
         best = self.snapshots.saved_best(self.progress.best)
         file = self.snapshots.folder.file(step)
-        logger.info(summary.done(file, run_dir, self.progress.val_loss, self.timer.elapsed, best))
+        val_loss = self.progress.val_loss or math.nan  # the last step evaluates
+        val_bpb = self.corpus.bits_per_byte(val_loss)
+        logger.info(summary.done(file, run_dir, val_loss, val_bpb, self.timer.elapsed, best))
         return 0
 
     def close(self) -> None:

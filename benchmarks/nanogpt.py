@@ -47,7 +47,7 @@ def nanogpt_batches(trainer: Trainer) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields batches (B, T) like `get_batch` in nanoGPT's train.py."""
     T = trainer.config.data.block_size
     file = trainer.run_dir / "train.bin"
-    trainer.train_data.tokens.astype(np.uint16).tofile(file)
+    trainer.train_data.tokens[:].astype(np.uint16).tofile(file)
     while True:
         data = np.memmap(file, dtype=np.uint16, mode="r")
         ix = torch.randint(len(data) - T, (trainer.config.trainer.batch_size,))

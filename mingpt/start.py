@@ -24,7 +24,7 @@ from mingpt.snapshot.load import fit_config, load_initial_weights, load_pretrain
 from mingpt.system.device import tune_malloc
 from mingpt.system.run_lock import RunLock
 from mingpt.text.corpus import Corpus, check_text, read_corpus
-from mingpt.text.tokenizer import Tokenizer
+from mingpt.text.tokenizer import TextTokenizer, Tokenizer, restore_tokenizer, show_tokens
 from model import GPT
 
 ROOT = Path(__file__).parents[1]
@@ -121,29 +121,45 @@ def adopt_snapshot(
         config = replace(config, trainer=replace(config.trainer, init_from=began_from))
         adopts_shape = path is not None or began_from is not None
         config = fit_config(config, header, source, KEPT_KEYS, adopts_shape, advice)
-        return config, Tokenizer(header["vocabulary"])
+        return config, restore_tokenizer(header, source)
     if path is None:
-        return config, Tokenizer()
+        return config, TextTokenizer()
     header = {}
     with shared_errors(context):
         if context.rank == 0:
             header = split_header(load_pretrained(path, "trainer.init_from").snapshot)
     header = broadcast_object(context, header)
-    config = fit_config(config, header, f"trainer.init_from, {path}", SHAPE_KEYS, adopts_shape=True)
-    return config, Tokenizer(header["vocabulary"])
+    names = list(SHAPE_KEYS)
+    is_given = config.data.block_size != DataConfig.block_size or "data.block_size" in config.given
+    if is_given and config.data.block_size < header["config"]["data"]["block_size"]:
+        names.remove("data.block_size")  # a shorter window needs no other weights
+    config = fit_config(config, header, f"trainer.init_from, {path}", names, adopts_shape=True)
+    return config, restore_tokenizer(header, f"trainer.init_from, {path}")
 
 
-def load_corpus(config: Config, context: DistributedContext, tokenizer: Tokenizer) -> Corpus:
-    """Returns the text as tokens. Each rank reads it.
+def load_corpus(config: Config, context: DistributedContext, tokenizer: Tokenizer, is_new: bool = False) -> Corpus:
+    """Returns the tokens of the training and the validation text. Each rank reads a text file, or opens token files.
 
     Args:
-        tokenizer: learns the tokens that it does not know
+        tokenizer: of the run or of trainer.init_from; a folder must have the same one
+        is_new: whether the run is new, so that the text may add characters to the vocabulary
 
     Raises:
-        UserError: on all ranks, if the text can't be read on one of them, or if their texts differ.
+        UserError: on all ranks, if the text can't be read on one of them, if it has other tokens, or if their texts
+            differ.
     """
     with shared_errors(context):
-        corpus = read_corpus(config.data.path, tokenizer, verbose=context.rank == 0)
+        corpus = read_corpus(config, tokenizer, verbose=context.rank == 0)
+        known = tokenizer.vocabulary
+        found = corpus.tokenizer.vocabulary
+        may_differ = is_new and (not known or (isinstance(known, str) and isinstance(found, str)))
+        if found != known and not may_differ:
+            new = set(found) - set(known)
+            difference = f"the tokens {show_tokens(new)} are not in" if new else "its tokens have other numbers than in"
+            raise UserError(
+                f"data.path: {difference} the vocabulary of this run or of trainer.init_from; use the same text or "
+                f"tokenizer, or {new_run_advice(config)} to start a new run"
+            )
     check_equal(context, {"the text's SHA-256": corpus.sha256})
     return corpus
 

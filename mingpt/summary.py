@@ -35,10 +35,9 @@ def start(devices: list[str], rows: Mapping[str, str]) -> str:
 
 def data_rows(path: str, corpus: Corpus, training: CharDataset, validation: ValidationDataset) -> dict[str, str]:
     """Returns rows about the text and its windows."""
-    rows = {
-        "text": f"{path}: {len(corpus.tokens):,} tokens, {len(corpus.tokenizer.vocabulary)} distinct; "
-        f"{len(training):,} training windows"
-    }
+    length = len(corpus.training) + len(corpus.validation)
+    tokens = f"{length:,} tokens, {corpus.tokenizer.vocab_size:,} distinct"
+    rows = {"text": f"{path}: {tokens}; {len(training):,} training windows"}
     count = len(validation)
     in_text = validation.num_windows_in_text
     if count < in_text:
@@ -121,16 +120,18 @@ def already_trained(file: str, step: int, config: Config, last_step: int) -> str
     )
 
 
-def done(file: str, run_dir: str, val_loss: float | None, seconds: float, best: Best | None) -> str:
+def done(file: str, run_dir: str, val_loss: float, val_bpb: float, seconds: float, best: Best | None) -> str:
     """Returns duration, validation loss and snapshot of a run that has ended, its best snapshot, and commands.
 
     Args:
         file: the last snapshot
-        val_loss: its validation loss
+        val_loss: its validation loss, in nats per token
+        val_bpb: the same in bits per byte
         seconds: duration of the run
         best: the best evaluation, if there is a snapshot of its step
     """
-    lines = [f"done in {tqdm.format_interval(seconds)}: validation loss {val_loss:.4f}, snapshot {file}"]
+    duration = tqdm.format_interval(seconds)
+    lines = [f"done in {duration}: validation loss {val_loss:.4f} ({val_bpb:.4f} bits per byte), snapshot {file}"]
     if best is not None and best.val_loss != val_loss:
         folder = shlex.quote(file.rpartition("/")[0])
         lines.append(

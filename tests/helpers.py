@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from functools import cache
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from mingpt.distributed.launcher import detect_launch_environment
 from mingpt.monitoring.run_log import iter_metrics
 from mingpt.snapshot.folder import SnapshotFolder
 from mingpt.system.run_lock import LOCK_NAME
+from mingpt.text.tokenizer import JSONTokenizer
 from model import GPT
 from trainer import Trainer
 
@@ -88,6 +90,29 @@ def write_text(path: Path, size: int = 3000) -> Path:
     source = random.Random(0)
     path.write_text(" ".join(source.choice(words) for _ in range(size))[:size], encoding="utf-8")
     return path
+
+
+def prepare_text(text: Path, out: Path, tokenizer: str, *options: str) -> None:
+    """Runs data/prepare.py in this process."""
+    status = program.run_program(load_prepare().run, [str(text), "--out", str(out), "--tokenizer", tokenizer, *options])
+    assert status == 0
+
+
+@cache
+def load_prepare() -> Any:
+    """Returns data/prepare.py, whose folder is no package."""
+    spec = spec_from_file_location("prepare", ROOT / "data" / "prepare.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def byte_pair_tokenizer(text: str, size: int) -> JSONTokenizer:
+    """Returns a tokenizer that was trained on a text. Skips a test without tokenizers."""
+    pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    return load_prepare().train_tokenizer(iter([text]), size)
 
 
 def write_overfitting_text(path: Path) -> Path:
@@ -351,6 +376,8 @@ def small_snapshot(step: int, weights: dict[str, Tensor] | None = None, **change
         "best_saved": None,
         "config": config_to_dict(Config()),
         "vocabulary": "ab",
+        "tokenizer": None,
+        "vocab_size": 2,
         "choices": {"precision": "fp32", "threads": 1, "world_size": 1, "hardware": "any"},
         "learning_rate": 0.1,
         "text_sha256": "",

@@ -8,17 +8,7 @@ from torch.utils.data import DataLoader
 
 from char_dataset import CharDataset, ValidationDataset, train_val_split
 from mingpt.config.schema import DataConfig
-from mingpt.errors import UserError
 from mingpt.nn.layers import IGNORE_INDEX
-
-
-def test_text_too_short_for_a_window_is_refused_in_either_split() -> None:
-    tokens = np.zeros(100, np.uint8)
-    train_val_split(tokens, DataConfig(block_size=9, train_split=0.9))
-    with pytest.raises(UserError, match=r"validation part .* has 10 tokens"):
-        train_val_split(tokens, DataConfig(block_size=10, train_split=0.9))
-    with pytest.raises(UserError, match=r"training part .* has 9 tokens"):
-        train_val_split(tokens, DataConfig(block_size=9, train_split=0.09))
 
 
 def test_truncate_keeps_the_start_of_the_text() -> None:

@@ -169,7 +169,7 @@ def test_a_refused_export_is_one_message_and_writes_nothing(
             changed_code.setattr(f"model.{function}", changed)
             refused(trained, "new", differ)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    monkeypatch.delitem(sys.modules, "mingpt.snapshot.hf_format")
+    monkeypatch.delitem(sys.modules, "mingpt.snapshot.hf_export")
     refused(trained, "new", "export.py needs transformers 5 (")
 
 
@@ -229,10 +229,9 @@ def test_weights_of_another_shape_are_refused_and_a_run_that_continues_uses_none
     argv = args_from(trained, tmp_path / "run", write_text(tmp_path / "text.txt"))
     cases = [
         ("trainer.init_from", f"{tmp_path}/nowhere", f": no snapshot at {tmp_path}/nowhere"),
-        ("trainer.init_from", str(exported), f": no snapshot at {exported}"),
         ("trainer.init_from", str(exported / "config.json"), f": {exported}/config.json is damaged, or not a "),
         ("model.n_layer", "3", f" is 3, but 2 in trainer.init_from, {trained}; set it to 2"),
-        ("data.block_size", "32", " is 32, but 256 in trainer.init_from"),
+        ("data.block_size", "512", " is 512, but 256 in trainer.init_from"),
     ]
     from_scratch = shutil.copytree(trained, tmp_path / "from scratch")
     continued = args_from(trained, from_scratch, trained.parent / "text.txt", trainer__max_steps=7)

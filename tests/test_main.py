@@ -145,7 +145,11 @@ def test_on_windows_each_program_ends_with_one_line() -> None:
         ("model.n_embd", "32", "is 32, but 16 in "),
         ("model.bias", "false", "is false, but true in "),
         ("data.block_size", "8", "is 8, but 16 in "),
-        ("data.path", "other.txt", r"'kw' \(2 distinct\) are not in the vocabulary of .* use the snapshot's text"),
+        (
+            "data.path",
+            "other.txt",
+            r"'kw' \(2 distinct\) are not in the vocabulary of this run or .*; use the same text",
+        ),
         ("data.truncate", "0.5", "is 0.5, but null in "),
         ("data.train_split", "0.5", "is 0.5, but 0.9 in "),
         ("optimizer.name", "muon", "is muon, but adamw in .* set it to adamw"),
@@ -160,7 +164,7 @@ def test_a_snapshot_of_another_shape_or_vocabulary_is_refused_and_nothing_change
     before = contents(trained / "run")
     message = error_of(capsys, *run_args(Path("run"), "text.txt", trainer__max_steps=2), f"--{name}", value)
     assert name in message
-    assert "step 1" in message
+    assert "step 1" in message or name == "data.path"
     assert re.search(expected, message)
     assert contents(trained / "run") == before
 

@@ -63,16 +63,16 @@ class DataConfig:
     """The training text."""
 
     path: PathText = "data/input.txt"
-    """UTF-8 text: a file, a glob (files in sorted order) or an fsspec URL"""
+    """UTF-8 text: a file, a glob (files in sorted order) or an fsspec URL; or a folder of data/prepare.py"""
 
     block_size: PositiveInt = 64
     """tokens in the model's context window (T)"""
 
     train_split: float = Field(default=0.9, gt=0, lt=1)
-    """fraction of the text to train on; the rest is for validation"""
+    """fraction of the text to train on; the rest is for validation. A folder has its own"""
 
     truncate: float | None = Field(default=None, gt=0, le=1)
-    """fraction of the text to use, from its start; null: all of it"""
+    """fraction of the text to use, from its start; of a folder, only of the training part; null: all"""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -96,6 +96,9 @@ class ModelConfig:
 
     bias: bool = True
     """gpt2 only: biases in linear layers and layer norms"""
+
+    gelu_approximate: Literal["none", "tanh"] = "none"
+    """gpt2 only: GELU without approximation (none), or GPT-2's own, tanh, which is slower on CPUs"""
 
     @property
     def has_bias(self) -> bool:
@@ -211,7 +214,7 @@ class TrainerConfig:
     """number of save_every snapshots to keep, in addition to the best and the newest one"""
 
     init_from: PathText | None = None
-    """initial weights: a snapshot, a run folder or a folder of snapshots; null: random initialization"""
+    """initial weights: a snapshot, a run folder, or a folder of transformers; null: random initialization"""
 
     run_dir: Annotated[PathText, AfterValidator(_check_folder)] = "runs/default"
     """run folder: config.yaml, metrics.jsonl, snapshots/, cache/"""

@@ -67,7 +67,10 @@ class Terminal:
         elif event == "eval":
             val_loss = values["val_loss"]
             self.shown["val"] = f"{val_loss:.3f}"
-            logger.info(f"step {step}: validation loss {val_loss:.4f} nats per token ({values['seconds']:.1f} s)")
+            logger.info(
+                f"step {step}: validation loss {val_loss:.4f} nats per token, {values['val_bpb']:.4f} bits per byte "
+                f"({values['seconds']:.1f} s)"
+            )
         elif event == "sample":
             # Some characters would move the cursor.
             shown = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in values["text"])

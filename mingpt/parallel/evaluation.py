@@ -2,12 +2,12 @@
 
 from contextlib import nullcontext
 
-import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from char_dataset import ValidationDataset
 from mingpt.parallel.strategy import Strategy
+from mingpt.text.token_file import Tokens
 from mingpt.text.tokenizer import Tokenizer
 
 SAMPLE_LENGTH = 100  # tokens after the prompt
@@ -38,7 +38,7 @@ def evaluate(strategy: Strategy, data: ValidationDataset) -> float:
     return ((losses * counts).sum() / counts.sum()).item()
 
 
-def choose_prompt(text: str | None, tokens: np.ndarray, tokenizer: Tokenizer) -> list[int]:
+def choose_prompt(text: str | None, tokens: Tokens, tokenizer: Tokenizer) -> list[int]:
     """Returns the tokens that samples begin with.
 
     Args:
@@ -47,10 +47,11 @@ def choose_prompt(text: str | None, tokens: np.ndarray, tokenizer: Tokenizer) ->
         tokens: (n,) validation text
     """
     if text is not None:
-        return tokenizer.encode(text, "trainer.sample_prompt")
-    lines = (i + 1 for i, token in enumerate(tokens[:-20][:1000]) if tokenizer.decode([token]).endswith("\n"))
+        return tokenizer.encode(text, "trainer.sample_prompt").tolist()
+    first = tokens[:1020].tolist()
+    lines = (i + 1 for i, token in enumerate(first[:-20]) if tokenizer.decode([token]).endswith("\n"))
     start = next(lines, 0)
-    return tokens[start : start + 20].tolist()
+    return first[start : start + 20]
 
 
 @torch.no_grad()

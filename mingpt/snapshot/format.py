@@ -12,10 +12,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from mingpt.config.schema import SHAPE_KEYS, GPTConfig, ModelConfig
 from mingpt.errors import UserError
-from mingpt.text.tokenizer import Tokenizer
 
 FORMAT_VERSION = 2
-OTHER_PROGRAMS = "weights of other programs can't be loaded (docs/export.md)"
+OTHER_PROGRAMS = "weights of other programs must be a folder of transformers (docs/export.md)"
 # Keys that can't change in a run. They determine the meaning of tensors, the part of the text, and the sample order.
 KEPT_KEYS = (*SHAPE_KEYS, "data.train_split", "data.truncate", "optimizer.name", "trainer.seed")
 # The required entries and their types. Everything except `model` and `optimizer` is the header of a snapshot.
@@ -23,7 +22,9 @@ CONTENT: dict[str, type] = {
     "step": int,
     "samples": int,
     "val_loss": object,  # at this step; None: not evaluated
-    "vocabulary": type(Tokenizer().vocabulary),
+    "vocabulary": str,  # the characters, if they are the tokens
+    "tokenizer": object,  # the text of a tokenizer.json; None: the tokens are characters
+    "vocab_size": int,
     "choices.precision": str,
     "choices.threads": int,
     "choices.world_size": int,
@@ -76,6 +77,8 @@ def check_content(content: Any, path: str) -> None:
         if model.get("conv_kernel_size") is None:  # a key of earlier versions
             model.pop("conv_kernel_size", None)
         content["config"]["model"] = asdict(ModelConfig()) | model
+        content.setdefault("tokenizer", None)
+        content.setdefault("vocab_size", len(content["vocabulary"]))
     if mistakes := list(_find_mistakes(content)):
         raise UserError(
             f"{path} is not a snapshot that this version can read: {'; '.join(mistakes)}; use the version that wrote it"
@@ -122,6 +125,6 @@ def split_header(snapshot: dict[str, Any]) -> dict[str, Any]:
 def gpt_config(snapshot: dict[str, Any]) -> GPTConfig:
     """Returns the shape of a snapshot's model."""
     config = snapshot["config"]
-    sizes = {"vocab_size": len(snapshot["vocabulary"]), "block_size": config["data"]["block_size"]}
+    sizes = {"vocab_size": snapshot["vocab_size"], "block_size": config["data"]["block_size"]}
     # In JSON, a list may be a tuple.
     return TypeAdapter(GPTConfig).validate_json(json.dumps(config["model"] | sizes))

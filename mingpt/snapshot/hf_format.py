@@ -1,20 +1,20 @@
-"""Converts a snapshot to a model and a tokenizer of Hugging Face transformers."""
+"""Weights in the layout of Hugging Face transformers, in both directions, without transformers."""
 
+import json
 from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-import torch
-from tokenizers import Regex, Tokenizer
-from tokenizers.decoders import Fuse
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Split
-from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
+from torch import Tensor, cat
 
+from mingpt.config.schema import ModelConfig
 from mingpt.errors import UserError
-from mingpt.snapshot.load import EMBEDDINGS, Pretrained
+from mingpt.nn.layers import LOGIT_CAP, RMS_NORM_EPS, ROTARY_BASE
+from mingpt.text.files import readable
+from mingpt.text.tokenizer import parse_tokenizer
 
-MAX_DIFFERENCE = 1e-3  # between logits; rounding errors are 1e-5 with logits up to 15
+EMBEDDINGS = {"transformer.wte.weight", "lm_head.weight"}  # parameters with a row for each token
 # Parts of our parameter names and of transformers' names for nanochat.
 NANOCHAT_NAMES = {
     "transformer.wte": "model.embed_tokens",
@@ -24,86 +24,34 @@ NANOCHAT_NAMES = {
     "mlp.c_fc": "mlp.fc1",
     "mlp.c_proj": "mlp.fc2",
 }
+# Keys of config.json for n_layer, n_head, n_embd and block_size
+SHAPES = {
+    "gpt2": ("n_layer", "n_head", "n_embd", "n_positions"),
+    "nanochat": ("num_hidden_layers", "num_attention_heads", "hidden_size", "max_position_embeddings"),
+}
+GELU_APPROXIMATE = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "none"}  # by activation_function
 
 
-def hf_tokenizer(pretrained: Pretrained) -> PreTrainedTokenizerFast:
-    """Returns a tokenizer with a token for each character.
-
-    Raises:
-        UserError: a token has several characters, because the code was changed.
-    """
-    tokens = {character: token for token, character in enumerate(pretrained.tokenizer.vocabulary)}
-    tokenizer = Tokenizer(WordLevel(tokens, unk_token=""))  # not in the vocabulary: unknown characters raise an error
-    tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = Fuse()
-    if max(map(len, tokens)) > 1:
-        raise UserError("--snapshot: some tokens have several characters; export.py writes tokens of single characters")
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        model_max_length=pretrained.model_config.block_size,
-        clean_up_tokenization_spaces=False,
-    )
+def gpt2_layout(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the weights of GPT2LMHeadModel in our layout, or ours in its: (in, out) or (out, in), both ways."""
+    linear = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+    return {name: weight.T if name.endswith(linear) else weight for name, weight in weights.items()}
 
 
-def hf_model(pretrained: Pretrained) -> PreTrainedModel:
-    """Returns a model whose logits have been compared with this program's.
-
-    Raises:
-        UserError: weights or logits differ. The code or the configuration uses something that transformers' class
-        lacks.
-    """
-    config = pretrained.model_config
-    stored = dict(pretrained.weights)
-    for table in EMBEDDINGS & stored.keys():
-        stored[table] = stored[table][: config.vocab_size]  # a padded vocabulary has more rows than tokens
-    name = f"the {config.architecture} of transformers"
-    values: dict[str, Any] = {
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.block_size,
-        "num_hidden_layers": config.n_layer,
-        "num_attention_heads": config.n_head,
-        "hidden_size": config.n_embd,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-    }
-    if config.architecture == "nanochat":
-        values |= {"intermediate_size": 4 * config.n_embd, "attention_dropout": config.dropout}
-        weights = nanochat_weights(stored)
-    else:
-        values |= dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), config.dropout)
-        values["activation_function"] = "gelu"
-        weights = gpt2_weights(stored)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.architecture, **values)).eval()
-    model.generation_config = GenerationConfig(do_sample=True, temperature=0.8, top_k=0)  # its default is 50
-    # Without model.bias, GPT-2's biases stay zeros.
-    biases = {key: bias for key, bias in model.state_dict().items() if key.endswith("bias")}
-    try:
-        model.load_state_dict(biases | weights)
-    except RuntimeError as error:  # it lists names and shapes
-        details = " ".join(str(error).split())
-        raise UserError(f"--snapshot: {name} has other weights: {details}") from error
-
-    gpt = pretrained.build_model().eval()
-    idx = torch.arange(config.block_size)[None] % config.vocab_size
-    with torch.inference_mode():
-        difference = (model(idx).logits - gpt(idx)[0][..., : config.vocab_size]).abs().max().item()
-    if difference > MAX_DIFFERENCE:
-        raise UserError(f"--snapshot: the logits of {name} differ from this program's by {difference:.3g}")
-    return model
+def to_gpt2(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns weights in the layout of GPT2LMHeadModel."""
+    return {"lm_head.weight": weights["transformer.wte.weight"]} | gpt2_layout(weights)
 
 
-def gpt2_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the weights in the layout of GPT2LMHeadModel, which has (in, out) where nn.Linear has (out, in)."""
-    stored = {"lm_head.weight": weights["transformer.wte.weight"]}
-    for name, weight in weights.items():
-        is_linear = name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
-        stored[name] = weight.T if is_linear else weight
-    return stored
+def from_gpt2(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns weights of GPT2LMHeadModel, without masks. OpenAI's file has no prefix `transformer.`."""
+    masks = (".attn.bias", ".attn.masked_bias")
+    kept = {name: weight for name, weight in weights.items() if not name.endswith((*masks, "lm_head.weight"))}
+    return gpt2_layout({f"transformer.{name.removeprefix('transformer.')}": weight for name, weight in kept.items()})
 
 
-def nanochat_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the weights in the layout of NanoChatForCausalLM, with a matrix each for queries, keys and values."""
+def to_nanochat(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns weights in the layout of NanoChatForCausalLM, with a matrix each for queries, keys and values."""
     stored = {}
     for our_name, weight in weights.items():
         name = our_name
@@ -115,3 +63,98 @@ def nanochat_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         else:
             stored[name] = weight
     return stored
+
+
+def from_nanochat(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns weights of NanoChatForCausalLM."""
+    found = {}
+    for their_name, weight in weights.items():
+        if their_name.endswith(("k_proj.weight", "v_proj.weight")):
+            continue
+        matrices = [weight]
+        if their_name.endswith("q_proj.weight"):
+            matrices = [weights[their_name.replace("q_proj", f"{part}_proj")] for part in "qkv"]
+        name = their_name.replace("q_proj", "c_attn")
+        for ours, theirs in NANOCHAT_NAMES.items():
+            name = name.replace(theirs, ours)
+        found[name] = cat(matrices)
+    return found
+
+
+def load_folder(folder: Path, option: str) -> dict[str, Any]:
+    """Returns the entries of a snapshot that trainer.init_from and sample.py use, from a folder of transformers.
+
+    Args:
+        option: option or key that names the folder, for messages
+
+    Raises:
+        UserError: a file can't be read, safetensors is not installed, or the model has something that model.py lacks.
+    """
+    try:
+        from safetensors.torch import load_file  # noqa: PLC0415 - optional
+    except ImportError as error:
+        raise UserError(f"{option}: {folder} is a folder of transformers: {error}; pip install safetensors") from error
+    source = f"{option}: {folder}"
+    with readable(str(folder), option):
+        config = json.loads((folder / "config.json").read_text())
+        model = model_section(config, f"{source}/config.json")
+        text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+        tokenizer = parse_tokenizer(text, f"{source}/tokenizer.json")
+        files = [folder / "model.safetensors"]
+        index = folder / "model.safetensors.index.json"
+        if index.exists():
+            files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        stored = {name: weight.float() for file in files for name, weight in load_file(file).items()}
+        is_nanochat = model["architecture"] == "nanochat"
+        weights = from_nanochat(stored) if is_nanochat else from_gpt2(stored)
+        block_size = config[SHAPES[model["architecture"]][-1]]
+    for name in EMBEDDINGS & weights.keys():
+        weights[name] = weights[name][: tokenizer.vocab_size]  # there may be more rows than tokens
+    sections = {"model": model, "data": {"block_size": block_size}}
+    return {"config": sections, **tokenizer.snapshot_entries(), "model": weights, "optimizer": {}}
+
+
+def model_section(config: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Returns our section `model` for a config.json.
+
+    Args:
+        source: names the file, for messages
+
+    Raises:
+        UserError: the model has something that model.py lacks.
+    """
+    architecture = config.get("model_type")
+    if architecture not in SHAPES:
+        raise UserError(f"{source} has model_type {architecture}, must be {' or '.join(SHAPES)}")
+    n_layer, n_head, n_embd, _ = (config[key] for key in SHAPES[architecture])
+    # The values that model.py has for other keys. transformers' default is the first one.
+    if architecture == "gpt2":
+        allowed = {
+            "activation_function": list(GELU_APPROXIMATE),
+            "n_inner": [None, 4 * n_embd],
+            "layer_norm_epsilon": [1e-5],
+            "scale_attn_weights": [True],
+            "scale_attn_by_inverse_layer_idx": [False],
+            "tie_word_embeddings": [True],
+        }
+    else:
+        config = {**config, **(config.get("rope_parameters") or {})}
+        allowed = {
+            "hidden_act": ["relu2"],
+            "num_key_value_heads": [None, n_head],
+            "intermediate_size": [4 * n_embd],
+            "rms_norm_eps": [RMS_NORM_EPS],
+            "final_logit_softcapping": [LOGIT_CAP],
+            "rope_type": ["default"],
+            "rope_theta": [ROTARY_BASE],
+            "attention_bias": [False],
+            "tie_word_embeddings": [False],
+        }
+    for key, values in allowed.items():
+        value = config.get(key, values[0])
+        if value not in values:
+            raise UserError(f"{source} has {key} {json.dumps(value)}, must be {' or '.join(map(json.dumps, values))}")
+    section = {"architecture": architecture, "n_layer": n_layer, "n_head": n_head, "n_embd": n_embd}
+    if architecture == "gpt2":
+        section["gelu_approximate"] = GELU_APPROXIMATE[config.get("activation_function", "gelu_new")]
+    return asdict(ModelConfig()) | section

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -19,10 +20,9 @@ from mingpt.errors import UserError
 from mingpt.monitoring.logging import logger
 from mingpt.snapshot.folder import DamagedSnapshotError, SnapshotFolder, load_snapshot
 from mingpt.snapshot.format import OTHER_PROGRAMS, gpt_config
-from mingpt.text.tokenizer import Tokenizer, show_tokens
+from mingpt.snapshot.hf_format import EMBEDDINGS, load_folder
+from mingpt.text.tokenizer import Tokenizer, restore_tokenizer, show_tokens
 from model import GPT
-
-EMBEDDINGS = {"transformer.wte.weight", "lm_head.weight"}  # parameters with a row for each token
 
 
 @dataclass(frozen=True)
@@ -44,25 +44,27 @@ class Pretrained:
 
 
 def load_pretrained(path: str, option: str, best: bool = False) -> Pretrained:
-    """Loads a snapshot.
+    """Loads a snapshot, or weights of transformers.
 
     Args:
         path: a snapshot; or a run folder or folder of snapshots, to load its newest undamaged one; or an fsspec URL of
-            either
+            either; or a folder of transformers, which has config.json, tokenizer.json and safetensors
         option: option or key that names the path, for messages
         best: load the snapshot with the lowest validation loss of a folder
 
     Raises:
         UserError: there is no undamaged snapshot, or `best` is set and the path is not a folder.
     """
-    advice = "it must be a snapshot, a run folder, or the URL of one"
+    advice = "it must be a snapshot, a run folder, the URL of one, or a folder of transformers"
     if not path:  # such as an unset variable of the shell; it would mean the working directory
         raise UserError(f"{option} is empty; {advice}")
     path = path.rstrip("/") or "/"
     snapshot = None
     try:
         fs, name = fsspec.url_to_fs(path)
-        if fs.isdir(name):
+        if os.path.isfile(f"{path}/config.json"):
+            snapshot = load_folder(Path(path), option)
+        elif fs.isdir(name):
             snapshot = _load_from_folder(f"{path}/snapshots", best) or _load_from_folder(path, best)
         elif best:
             raise UserError(f"--best: {path} is not a folder of snapshots; name a run folder")
@@ -82,7 +84,7 @@ def load_pretrained(path: str, option: str, best: bool = False) -> Pretrained:
     if snapshot is None:
         place = "" if "://" in path else f" (working directory {os.getcwd()}){_nearest(path)}"
         raise UserError(f"{option}: no snapshot at {path}{place}; main.py saves them; {OTHER_PROGRAMS}")
-    return Pretrained(gpt_config(snapshot), Tokenizer(snapshot["vocabulary"]), snapshot["model"], snapshot)
+    return Pretrained(gpt_config(snapshot), restore_tokenizer(snapshot, option), snapshot["model"], snapshot)
 
 
 def _load_from_folder(path: str, best: bool) -> dict[str, Any] | None:
@@ -158,18 +160,6 @@ def fit_config(
     return config
 
 
-def check_vocabulary(tokenizer: Tokenizer, header: dict[str, Any] | None, config: Config) -> None:
-    """Raises a UserError if the text has tokens that are not in the run's snapshot (None: the run is new)."""
-    if header is None:
-        return
-    new = set(tokenizer.vocabulary) - set(header["vocabulary"])
-    if new:
-        raise UserError(
-            f"data.path: the tokens {show_tokens(new)} are not in the vocabulary of the run's snapshot of step "
-            f"{header['step']}; use the snapshot's text to resume, or {new_run_advice(config)} to start a new run"
-        )
-
-
 def new_run_advice(config: Config) -> str:
     """Returns what to set so that a new run does not find the snapshots of this one."""
     if config.trainer.snapshot_path is None:
@@ -193,14 +183,14 @@ def load_initial_weights(path: str, model: GPT, tokenizer: Tokenizer) -> dict[st
         name: weight.to(initial[name].dtype) if name in initial else weight
         for name, weight in pretrained.weights.items()
     }
+    rows = {token: row for row, token in enumerate(pretrained.tokenizer.vocabulary)}
+    common = [(row, rows[token]) for row, token in enumerate(tokenizer.vocabulary) if token in rows]
+    to_rows, from_rows = zip(*common, strict=True)
     for name in EMBEDDINGS & weights.keys() & initial.keys():
-        rows = dict(
-            zip(pretrained.tokenizer.vocabulary, pretrained.weights[name], strict=False)
-        )  # there may be more rows
         weights[name] = initial[name].clone()  # (V, C)
-        for i, token in enumerate(tokenizer.vocabulary):
-            if token in rows:
-                weights[name][i] = rows[token]
+        weights[name][list(to_rows)] = pretrained.weights[name][list(from_rows)]
+    if (positions := "transformer.wpe.weight") in weights:
+        weights[positions] = weights[positions][: model.config.block_size]  # the window may be shorter
     fitting = {
         name: weights[name] for name in initial if name in weights and weights[name].shape == initial[name].shape
     }

@@ -1,155 +1,145 @@
-"""Reads text files into memory as tokens, in one pass."""
+"""The tokens that a run trains on and validates on: of a text, which is read, or of a folder of data/prepare.py."""
 
-import bz2
-import gzip
 import hashlib
-import io
-import lzma
+import json
+import math
 import os
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from glob import has_magic
+from pathlib import Path
 from typing import Any
 
-import fsspec
 import numpy as np
-from fsspec.implementations.local import LocalFileSystem
-from tqdm import tqdm
 
+from char_dataset import train_val_split
+from mingpt.config.schema import KEYS, Config, DataConfig
 from mingpt.errors import UserError
-from mingpt.monitoring.live_line import BAR_OPTIONS
 from mingpt.monitoring.logging import logger
-from mingpt.text.tokenizer import Tokenizer
+from mingpt.text.files import check_plain, find_files, open_content, readable
+from mingpt.text.token_file import TokenFile, Tokens
+from mingpt.text.tokenizer import Tokenizer, parse_tokenizer
 
-CHUNK_SIZE = 1 << 18  # characters per read; their arrays fit into the cache of a core
-DECOMPRESSORS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+LARGE_TEXT = 100_000_000  # bytes from which the start recommends data/prepare.py
+DECODED_TOKENS = 1_000_000  # from which the bytes per token of a text are estimated
+GPT2_TOKENIZER = "https://huggingface.co/openai-community/gpt2/resolve/main/tokenizer.json"
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """An encoded text.
+    """A text as tokens, in two parts.
 
-    Args:
-        tokenizer: encodes and decodes the text
-        tokens: (n,) unsigned integers, one byte each for a vocabulary of up to 256 tokens
-        sha256: SHA-256 of the text's bytes
+    Attributes:
+        validation_bytes: length of the validation text in UTF-8
+        sha256: identifies the text, and the tokens of a folder
     """
 
     tokenizer: Tokenizer
-    tokens: np.ndarray
+    training: Tokens
+    validation: Tokens
+    validation_bytes: float
     sha256: str
+
+    def bits_per_byte(self, loss: float) -> float:
+        """Converts the mean loss of the validation tokens from nats per token to bits per byte of their text.
+
+        Unlike nats per token, it is comparable between tokenizers.
+        """
+        return loss / math.log(2) * len(self.validation) / self.validation_bytes
 
 
 def check_text(path: str) -> None:
-    """Raises a UserError if a path (a file, a glob or an fsspec URL) does not lead to a text."""
+    """Raises a UserError if a path does not lead to a text or to tokens."""
     if "://" in path:
         logger.info(f"requesting {path}")  # a server may take minutes to answer
-    _find_files(path)
+    if not is_token_folder(path):
+        find_files(path, "data.path")
 
 
-def read_corpus(path: str, tokenizer: Tokenizer, verbose: bool = True) -> Corpus:
-    """Reads and encodes a text.
+def is_token_folder(path: str) -> bool:
+    return os.path.isfile(os.path.join(path, "train.bin"))
+
+
+def read_corpus(config: Config, tokenizer: Tokenizer, verbose: bool = True) -> Corpus:
+    """Returns the tokens of data.path.
 
     Args:
-        path: file, glob or fsspec URL
-        tokenizer: learns the tokens that it does not know
-        verbose: show the progress, and warn about an HTML page
+        tokenizer: of a text file, whose new characters it gets; a folder has its own
+        verbose: warn about an HTML page and a large text
 
     Raises:
-        UserError: the text is missing, unreadable, empty or not UTF-8.
+        UserError: data.path can't be used, or a part is shorter than a window and its last target.
     """
-    fs, files = _find_files(path)
-    size = sum(file.get("size") or 0 for file in files)
-    bar_options = BAR_OPTIONS if verbose else {"disable": True}
-    digest = hashlib.sha256()
-    dtype = np.dtype(np.uint8)
-    content = bytearray()  # the bytes of all tokens; unlike an array, it grows in place
-    with tqdm(desc="reading", total=size or None, unit="B", **bar_options) as bar:
-        for text in _read(fs, files):
-            if verbose and not content and text.lstrip().lower().startswith(("<!doctype html", "<html")):
-                logger.warning(
-                    f"data.path: {path} is an HTML page, so its tags become part of the text; use a plain text instead"
-                )
-            chunk = text.encode()
-            digest.update(chunk)
-            bar.update(len(chunk))
-            new_tokens = tokenizer.learn(text)
-            if (needed := np.min_scalar_type(len(tokenizer.vocabulary) - 1)) != dtype:
-                content = bytearray(np.frombuffer(content, dtype).astype(needed).data)
-                dtype = needed
-            content += new_tokens.astype(dtype).data
-    if not content:
-        raise UserError(f"data.path: {path} is empty; name a file that contains text")
-
-    sorted_tokens = tokenizer.sort().astype(dtype)
-    tokens = np.frombuffer(content, dtype)
-    for start in range(0, len(tokens), CHUNK_SIZE):
-        part = tokens[start : start + CHUNK_SIZE]
-        part[:] = sorted_tokens.take(part)
-    return Corpus(tokenizer, tokens, digest.hexdigest())
+    data = config.data
+    corpus = _open_folder(config) if is_token_folder(data.path) else _read_text(data, tokenizer, verbose)
+    for name, part in (("training", corpus.training), ("validation", corpus.validation)):
+        if len(part) < data.block_size + 1:
+            raise UserError(
+                f"data.block_size: the {name} part of {data.path} has {len(part)} tokens, but a window needs "
+                f"block_size + 1 = {data.block_size + 1}; lower data.block_size, change data.train_split "
+                f"({data.train_split}) or use more text"
+            )
+    return corpus
 
 
-def _find_files(path: str) -> tuple[fsspec.AbstractFileSystem, list[dict[str, Any]]]:
-    """Returns the file system of a text, and its information about each file, such as the size, sorted by name."""
-    try:
-        fs, root = fsspec.url_to_fs(path)
-        names = [root]
-        if has_magic(path) and not fs.exists(root):
-            # Like in a shell, a pattern matches hidden files only if it contains their dot.
-            dots = f"/{root}".count("/.")
-            names = sorted(name for name in fs.glob(root) if f"/{name}".count("/.") == dots) or [root]
-        found = [fs.info(name) for name in names]
-    except Exception as error:  # each file system raises different exceptions
-        raise UserError(
-            f"data.path: {path} can't be read: {_reason(error)}; it must be a file, a glob or a URL for fsspec"
-        ) from error
-    files = [info for info in found if info["type"] == "file"]
-    if not files:
-        raise UserError(
-            f"data.path: {path} is a folder, a pipe or a device, but must be a file; to use all files of a folder, "
-            f"write {path.rstrip('/')}/*.txt in quotes; write the text of a pipe to a file, since each start reads it"
+def _read_text(config: DataConfig, tokenizer: Tokenizer, verbose: bool) -> Corpus:
+    fs, names = find_files(config.path, "data.path")
+    texts = []
+    for name in names:
+        with readable(name, "data.path"), open_content(fs, name) as content:
+            text = content.read().decode("utf-8-sig")  # without a byte-order mark
+        texts.append(check_plain(text, name, "data.path"))
+    text = "".join(texts)
+    if not text:
+        raise UserError(f"data.path: {config.path} is empty; name a file that contains text")
+    if verbose and text.lstrip()[:14].lower().startswith(("<!doctype html", "<html")):
+        logger.warning(
+            f"data.path: {config.path} is an HTML page, so its tags become part of the text; use a plain text instead"
         )
-    return fs, files
+    if verbose and len(text) > LARGE_TEXT:
+        logger.info(
+            f"{config.path} has {len(text):,} characters, which each rank reads at each start and keeps in memory; "
+            "python data/prepare.py writes its tokens to files that need neither (docs/tokens.md)"
+        )
+    tokenizer = tokenizer.extended(text)
+    training, validation = train_val_split(tokenizer.encode(text, "data.path"), config)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return Corpus(tokenizer, training, validation, len(tokenizer.decode(validation).encode()), digest)
 
 
-def _reason(error: Exception) -> str:
-    """Returns the server's message, if there is one, since fsspec raises FileNotFoundError for any HTTP status."""
-    cause = error.__cause__ or error
-    return f"{type(cause).__name__}: {cause}"
-
-
-def _read(fs: fsspec.AbstractFileSystem, files: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yields the characters of the files in chunks."""
-    for name in [file["name"] for file in files]:
-        try:
-            # A remote file is fetched as a whole, since not all servers can send a part of it.
-            source = io.FileIO(name) if isinstance(fs, LocalFileSystem) else io.BytesIO(fs.cat_file(name))
-            path = name.partition("?")[0]  # of a URL such as https://host/text.gz?download=1
-            open_content = DECOMPRESSORS.get(os.path.splitext(path)[1], io.BufferedReader)
-            with source, open_content(source) as content:
-                yield from _decode(content, name)
-        except UserError:
-            raise
-        except Exception as error:  # each file system and each compression raises different exceptions
-            raise UserError(
-                f"data.path: {name} can't be read: {_reason(error)}; make sure that it is complete and readable"
-            ) from error
-
-
-def _decode(content: io.BufferedReader, name: str) -> Iterator[str]:
-    """Yields the characters of a file in chunks, without a byte-order mark."""
-    with io.TextIOWrapper(content, encoding="utf-8-sig", newline="\n") as file:
-        try:
-            while text := file.read(CHUNK_SIZE):
-                if "\0" in text:
-                    raise UserError(
-                        f"data.path: {name} contains NUL characters, so it is not plain text; if it is UTF-16, "
-                        "`iconv -f UTF-16LE -t UTF-8` converts it"
-                    )
-                yield text
-        except UnicodeDecodeError as error:
-            byte = content.tell() - len(error.object) + error.start
-            raise UserError(
-                f"data.path: {name} is not UTF-8 text: byte {byte} is {error.object[error.start]:#04x}; `iconv -f "
-                "ENCODING -t UTF-8` converts it; if it is compressed, its name must end in .gz, .bz2 or .xz"
-            ) from error
+def _open_folder(config: Config) -> Corpus:
+    """Opens the files of data/prepare.py, or of nanoGPT, which have no meta.json and tokens of 16 bits."""
+    data = config.data
+    folder = Path(data.path)
+    if data.train_split != KEYS["data.train_split"].default or "data.train_split" in config.given:
+        raise UserError(
+            f"data.train_split is {data.train_split}, but {folder} has its own parts, train.bin and val.bin; leave it "
+            "out, or give it to data/prepare.py"
+        )
+    if not (folder / "tokenizer.json").exists():
+        raise UserError(
+            f"data.path: {folder}/tokenizer.json is missing; copy the one that wrote train.bin. GPT-2's, which nanoGPT "
+            f"uses, is at {GPT2_TOKENIZER}"
+        )
+    with readable(data.path, "data.path"):
+        meta: dict[str, Any] = {"dtype": "uint16", "tokens": {}, "bytes": {}, "sha256": {}}
+        if (folder / "meta.json").exists():
+            meta |= json.loads((folder / "meta.json").read_text())
+        text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+        tokenizer = parse_tokenizer(text, f"data.path: {folder}/tokenizer.json")
+        dtype = np.dtype(meta["dtype"]).newbyteorder("<")
+        training = TokenFile(folder / "train.bin", dtype, tokenizer.vocab_size)
+        validation = TokenFile(folder / "val.bin", dtype, tokenizer.vocab_size)
+    lengths = {"train": len(training), "val": len(validation)}
+    expected = meta["tokens"] or lengths
+    if lengths != expected:
+        raise UserError(
+            f"data.path: {folder} has {lengths} tokens, but {expected} according to its meta.json; write it again with "
+            "data/prepare.py"
+        )
+    if data.truncate is not None:
+        training.length = round(len(training) * data.truncate)
+    if "val" not in meta["bytes"]:
+        sample = validation[:DECODED_TOKENS]
+        meta["bytes"]["val"] = len(tokenizer.decode(sample).encode()) / len(sample) * len(validation)
+    # Files without digests are identified by their sizes.
+    digest = hashlib.sha256(json.dumps([meta["sha256"], lengths, text]).encode()).hexdigest()
+    return Corpus(tokenizer, training, validation, meta["bytes"]["val"], digest)

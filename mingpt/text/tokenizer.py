@@ -1,8 +1,13 @@
-"""Text <-> tokens. The last line selects the tokenizer of the program."""
+"""Text <-> tokens: characters, or the tokens of a tokenizer.json. The last line selects the tokenizer of text files.
 
+A tokenizer has `vocabulary`, `vocab_size` and `default_prompt`, and the methods of CharTokenizer.
+"""
+
+import json
 import reprlib
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -13,53 +18,20 @@ class CharTokenizer:
     """A token for each distinct character.
 
     Attributes:
-        vocabulary: the strings of the tokens; the index of a string is its token. Snapshots contain the vocabulary, and
-            `CharTokenizer(vocabulary)` rebuilds the tokenizer. A tokenizer with longer strings uses a list of strings.
-        is_fixed: whether a text has been read, whose tokens would be wrong if the vocabulary changed
+        vocabulary: the characters in the order of their tokens; `CharTokenizer(vocabulary)` rebuilds the tokenizer
     """
 
     def __init__(self, vocabulary: str = "") -> None:
-        self.is_fixed = False
-        self.token_of_code = np.full(sys.maxunicode + 1, -1, dtype=np.int32)  # the index is the code point
-        self.set_vocabulary(vocabulary)
-
-    def set_vocabulary(self, vocabulary: str) -> None:
         self.vocabulary = vocabulary
-        self.token_of_code[list(map(ord, vocabulary))] = range(len(vocabulary))
+        self.vocab_size = len(vocabulary)
+        self.default_prompt = vocabulary[:1]  # usually a line break
 
-    def learn(self, text: str) -> np.ndarray:
-        """Returns the tokens of a part of the training text, (n,), and adds its new characters to the vocabulary.
+    def extended(self, text: str) -> "CharTokenizer":
+        """Returns a tokenizer with the new characters of a training text, which may have other tokens."""
+        return CharTokenizer("".join(sorted({*self.vocabulary, *text})))
 
-        Raises:
-            UserError: a character is new, but the vocabulary is fixed.
-        """
-        # UTF-32 is an array of code points. NumPy is faster than a set or a dictionary of characters.
-        codes = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
-        tokens = self.token_of_code.take(codes)
-        if tokens.min() < 0:
-            new = "".join(map(chr, np.unique(codes[tokens < 0])))
-            if self.is_fixed:
-                raise UserError(
-                    f"data.path: the tokens {show_tokens(new)} of another text are not in the training text's "
-                    f"vocabulary, {show_tokens(self.vocabulary)}; leave them out, or train on a text that has them"
-                )
-            self.set_vocabulary(self.vocabulary + new)
-            tokens = self.token_of_code.take(codes)
-        return tokens
-
-    def sort(self) -> np.ndarray:
-        """Sorts and fixes the vocabulary after the last part of the training text.
-
-        Returns:
-            the new token of each token, (V,)
-        """
-        self.is_fixed = True
-        order = np.argsort(list(self.vocabulary))
-        self.set_vocabulary("".join(sorted(self.vocabulary)))
-        return np.argsort(order)
-
-    def encode(self, text: str, source: str) -> list[int]:
-        """Returns the tokens of a short text, such as a prompt.
+    def encode(self, text: str, source: str) -> np.ndarray:
+        """Returns the tokens of a text, (n,), as the smallest unsigned integers.
 
         Args:
             source: option or key of the text, for the message
@@ -67,17 +39,126 @@ class CharTokenizer:
         Raises:
             UserError: a character is not in the vocabulary.
         """
-        unknown = set(text) - set(self.vocabulary)
-        if unknown:
+        if unknown := {*text} - {*self.vocabulary}:
             raise UserError(
                 f"{source}: the tokens {show_tokens(unknown)} are not in the training text's vocabulary, "
                 f"{show_tokens(self.vocabulary)}"
             )
-        return [self.vocabulary.index(character) for character in text]
+        token_of_code = np.zeros(sys.maxunicode + 1, dtype=np.min_scalar_type(self.vocab_size - 1))
+        token_of_code[_code_points(self.vocabulary)] = range(self.vocab_size)
+        return token_of_code[_code_points(text)]
 
-    def decode(self, tokens: Iterable[int]) -> str:
+    def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
         """Returns the text of tokens."""
-        return "".join(self.vocabulary[token] for token in tokens)
+        codes = _code_points(self.vocabulary)
+        return codes[np.asarray(tokens, dtype=np.int64)].tobytes().decode("utf-32-le")
+
+    def to_json(self) -> str:
+        """Returns a tokenizer.json, from which Hugging Face's tokenizers builds an equal tokenizer."""
+        model = {
+            "type": "WordLevel",
+            "vocab": {character: token for token, character in enumerate(self.vocabulary)},
+            "unk_token": "",  # not in the vocabulary: unknown characters raise an error
+        }
+        splitter = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
+        parts = {"added_tokens": [], "pre_tokenizer": splitter, "decoder": {"type": "Fuse"}, "model": model}
+        return json.dumps({"version": "1.0"} | parts, ensure_ascii=False)
+
+    def snapshot_entries(self) -> dict[str, Any]:
+        """Returns what a snapshot contains, for `restore_tokenizer`."""
+        return {"vocabulary": self.vocabulary, "tokenizer": None, "vocab_size": self.vocab_size}
+
+
+class JSONTokenizer:
+    """The tokenizer of a tokenizer.json, like GPT-2's, in Hugging Face's tokenizers.
+
+    Attributes:
+        vocabulary: the strings of the tokens, in the order of their numbers
+
+    Raises:
+        UserError: tokenizers is not installed, or the text is not a tokenizer.json.
+    """
+
+    default_prompt = "\n"
+
+    def __init__(self, text: str, source: str) -> None:
+        try:
+            from tokenizers import Tokenizer  # noqa: PLC0415 - optional
+        except ImportError as error:
+            raise UserError(f"{source}: {error}; run `pip install tokenizers`") from error
+        try:
+            self.tokenizer = Tokenizer.from_str(text)
+        except Exception as error:  # tokenizers raises nothing narrower
+            raise UserError(f"{source} can't be read by tokenizers: {error}") from error
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        self.text = text
+        self.vocab_size = max(self.tokenizer.get_vocab().values()) + 1
+        self.vocabulary = [self.tokenizer.id_to_token(token) or "" for token in range(self.vocab_size)]
+
+    def extended(self, text: str) -> "JSONTokenizer":
+        return self  # its vocabulary is fixed
+
+    def encode(self, text: str, source: str) -> np.ndarray:
+        ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return np.array(ids, dtype=np.min_scalar_type(self.vocab_size - 1))
+
+    def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
+        return self.tokenizer.decode([int(token) for token in tokens], skip_special_tokens=False)
+
+    def to_json(self) -> str:
+        return self.text
+
+    def snapshot_entries(self) -> dict[str, Any]:
+        return {"vocabulary": "", "tokenizer": self.text, "vocab_size": self.vocab_size}
+
+
+Tokenizer = CharTokenizer | JSONTokenizer
+
+
+def parse_tokenizer(text: str, source: str) -> Tokenizer:
+    """Returns the tokenizer of a tokenizer.json. Tokens of single characters do not need Hugging Face's tokenizers.
+
+    Args:
+        source: names the file, for messages
+
+    Raises:
+        UserError: the text is not a tokenizer.json, or tokenizers is not installed.
+    """
+    try:
+        model = json.loads(text)["model"]
+        if model["type"] == "WordLevel":
+            characters = CharTokenizer("".join(sorted(model["vocab"], key=model["vocab"].get)))
+            if characters.to_json() == text:
+                return characters
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UserError(f"{source} is not a tokenizer.json: {type(error).__name__}: {error}") from error
+    return JSONTokenizer(text, source)
+
+
+def restore_tokenizer(header: Mapping[str, Any], source: str) -> Tokenizer:
+    """Returns the tokenizer of a snapshot; raises a UserError if tokenizers is not installed."""
+    if header["tokenizer"] is not None:
+        return JSONTokenizer(header["tokenizer"], source)
+    return TextTokenizer(header["vocabulary"])
+
+
+def stream_text(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Iterable[int]) -> Iterator[str]:
+    """Yields the text of tokens after a prompt, each part as soon as its last character has all of its bytes.
+
+    Some tokenizers decode a token differently at the start of a text, so each part is decoded after the one before.
+    """
+    context = list(prompt)
+    part: list[int] = []
+    for token in tokens:
+        part.append(token)
+        before = tokenizer.decode(context)
+        text = tokenizer.decode(context + part)
+        if not text.endswith("\ufffd"):  # which stands for an incomplete character
+            yield text[len(before) :]
+            context = part
+            part = []
+    yield tokenizer.decode(context + part)[len(tokenizer.decode(context)) :]
 
 
 def show_tokens(tokens: Collection[str]) -> str:
@@ -85,4 +166,8 @@ def show_tokens(tokens: Collection[str]) -> str:
     return f"{reprlib.repr(''.join(sorted(tokens)))} ({len(tokens):,} distinct)"
 
 
-Tokenizer = CharTokenizer
+def _code_points(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
+
+
+TextTokenizer = CharTokenizer

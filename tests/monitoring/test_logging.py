@@ -41,7 +41,8 @@ def test_a_pipe_gets_plain_dated_lines(tmp_path: Path) -> None:
         line = rf"^{DATE}step +{step}/12  loss {loss:.4f}  .* tokens/s  \d\d:\d\d left$"
         assert len(re.findall(line, out, re.MULTILINE)) == 1
     for row in read_rows(tmp_path / "run", "eval"):
-        line = rf"^{DATE}step {row['step']}: validation loss {row['val_loss']:.4f} nats per token \(\d+\.\d s\)$"
+        losses = f"{row['val_loss']:.4f} nats per token, {row['val_bpb']:.4f} bits per byte"
+        line = rf"^{DATE}step {row['step']}: validation loss {losses} \(\d+\.\d s\)$"
         assert len(re.findall(line, out, re.MULTILINE)) == 1
     for command in ("sample.py --snapshot", "plot.py run", "export.py --snapshot"):
         assert command in out.partition("done in")[2]
@@ -118,7 +119,9 @@ def test_the_live_line_fits_the_terminal_and_stays_below_log_lines(text: Path, t
     evals = [line for line in lines if re.match(r"step \d+: validation", line)]
     assert len(evals) == 3, lines
     for line in evals:
-        assert re.fullmatch(r"step \d+: validation loss \d\.\d{4} nats per token \(\d+\.\d s\)", line)
+        assert re.fullmatch(
+            r"step \d+: validation loss [\d.]{6} nats per token, [\d.]{6} bits per byte \([\d.]+ s\)", line
+        )
     [last] = [line for line in lines if re.match(r"\d+/12 ", line)]  # log lines leave no copies of the live line
     assert lines.index(last) > lines.index(evals[-1])
     assert not [line for line in lines if line.startswith("step ") and "/12" in line]  # the live line has these

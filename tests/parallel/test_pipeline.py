@@ -84,7 +84,7 @@ def _results(folder: Path, stages: int) -> dict[str, Any]:
         train_losses(trainer, 4)
         trainer.evaluate()
         results["val_loss"] = trainer.progress.val_loss
-        prompt = trainer.corpus.tokenizer.encode("bob", "prompt")
+        prompt = trainer.corpus.tokenizer.encode("bob", "prompt").tolist()
         results["sample"] = generate_sample(trainer.strategy, prompt, seed=1)
     with open_trainer(*run_args(folder / f"tied-{stages}", folder / "text.txt", **tied), rendezvous="tied") as trainer:
         trainer.evaluate()

@@ -1,4 +1,4 @@
-"""Texts are read from files, globs and URLs, encoded in one pass, or refused in one message."""
+"""Texts are read from files, globs and URLs, or refused in one message."""
 
 import bz2
 import codecs
@@ -17,18 +17,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mingpt.config.schema import Config, DataConfig
 from mingpt.errors import UserError
 from mingpt.text import corpus
 from mingpt.text.corpus import Corpus, check_text, read_corpus
-from mingpt.text.tokenizer import Tokenizer
+from mingpt.text.tokenizer import CharTokenizer
 
 
 def read(path: Path | str, vocabulary: str = "") -> Corpus:
-    return read_corpus(str(path), Tokenizer(vocabulary))
+    data = DataConfig(path=str(path), block_size=1, train_split=0.5)
+    return read_corpus(Config(data=data), CharTokenizer(vocabulary))
+
+
+def tokens_of(corpus: Corpus) -> np.ndarray:
+    return np.concatenate([corpus.training[:], corpus.validation[:]])
 
 
 def decode(corpus: Corpus) -> str:
-    return corpus.tokenizer.decode(corpus.tokens)
+    return corpus.tokenizer.decode(tokens_of(corpus))
 
 
 def random_text(*parts: tuple[str, int]) -> str:
@@ -40,7 +46,6 @@ LATIN, WIDE = "".join(map(chr, range(32, 256))), "".join(map(chr, range(0x4E00, 
 ALL = "".join(map(chr, [*range(1, 0xD800), *range(0xE000, 0x110000)]))
 
 
-@pytest.mark.parametrize("chunk_size", [5, 1 << 17])
 @pytest.mark.parametrize(
     "text",
     [
@@ -52,22 +57,20 @@ ALL = "".join(map(chr, [*range(1, 0xD800), *range(0xE000, 0x110000)]))
         random_text((ALL, 400), ("a", 10)),
     ],
 )
-def test_tokens_are_indices_into_the_sorted_vocabulary_which_rebuilds_the_tokenizer(
-    text: str, chunk_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_are_indices_into_the_sorted_vocabulary_which_rebuilds_the_tokenizer(text: str, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_bytes(text.encode())
-    monkeypatch.setattr(corpus, "CHUNK_SIZE", chunk_size)
     for extra in ("", "zé🙂"):
         encoded = read(tmp_path / "text.txt", extra)
         vocabulary = encoded.tokenizer.vocabulary
         assert vocabulary == "".join(sorted({*text, *extra}))
         assert decode(encoded) == text
-        rebuilt, tokens = Tokenizer(vocabulary), encoded.tokens.tolist()
-        assert tokens == encoded.tokenizer.learn(text).tolist() == rebuilt.learn(text).tolist()
-        assert tokens == encoded.tokenizer.encode(text, "prompt") == rebuilt.encode(text, "prompt")
+        rebuilt, tokens = CharTokenizer(vocabulary), tokens_of(encoded)
+        assert tokens.tolist() == [vocabulary.index(character) for character in text]
+        assert tokens.tolist() == rebuilt.encode(text, "prompt").tolist()
         assert rebuilt.decode(tokens) == text
-        assert encoded.tokens.dtype == np.min_scalar_type(len(vocabulary) - 1)
+        assert tokens.dtype == np.min_scalar_type(len(vocabulary) - 1)
         assert encoded.sha256 == hashlib.sha256(text.encode()).hexdigest()
+        assert encoded.validation_bytes == len(text[len(encoded.training) :].encode())
 
 
 PROSE = "Le cœur a ses raisons – « déjà vu », l’été, à Noël.\n" * 9
@@ -76,19 +79,16 @@ PROSE = "Le cœur a ses raisons – « déjà vu », l’été, à Noël.\n" * 9
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ([], r"\*\.txt can't be read: FileNotFoundError: .*; it must be a file, a glob or a URL for fsspec"),
+        ([], r"\*\.txt can't be read: FileNotFoundError: .*; it must be a complete file, a glob or a URL for fsspec"),
         ([b""], r"\*\.txt is empty"),
-        ([b"ok \xff no"], r"0\.txt is not UTF-8 text: byte 3 is 0xff; `iconv -f ENCODING -t UTF-8` converts it"),
-        (["aé—🙂".encode() * 50, "aé—🙂".encode() * 50 + b"ok\xf0\x9f\x99", b"\x82 ok"], r"1\.txt .* byte 502 is 0xf0"),
-        ([PROSE.encode("utf-16")], r"0\.txt is not UTF-8 text: byte 0 is 0xff"),
+        ([b"ok \xff no"], r"0\.txt is not UTF-8 text: .* 0xff; `iconv -f ENCODING -t UTF-8` converts it"),
+        (["aé—🙂".encode() * 50, "aé—🙂".encode() * 50 + b"ok\xf0\x9f\x99", b"\x82 ok"], r"1\.txt .* 0xf0"),
+        ([PROSE.encode("utf-16")], r"0\.txt is not UTF-8 text: .* 0xff"),
         ([b"words in UTF-16".decode().encode("utf-16-le")], r"0\.txt contains NUL .* `iconv -f UTF-16LE -t"),
-        ([gzip.compress(b"words")], r"0\.txt .* byte 1 is 0x8b; .* its name must end in \.gz, \.bz2 or \.xz"),
+        ([gzip.compress(b"words")], r"0\.txt .* 0x8b; .* its name must end in \.gz, \.bz2 or \.xz"),
     ],
 )
-def test_a_bad_text_is_refused_with_file_and_byte(
-    files: list[bytes], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(corpus, "CHUNK_SIZE", 5)
+def test_a_bad_text_is_refused_with_its_file(files: list[bytes], message: str, tmp_path: Path) -> None:
     for i, content in enumerate(files):
         (tmp_path / f"{i}.txt").write_bytes(content)
     with pytest.raises(UserError, match=rf"^data\.path: {tmp_path}/{message}"):
@@ -107,7 +107,7 @@ def test_compressed_files_are_read_and_damaged_ones_are_named(suffix: str, compr
         with pytest.raises(UserError, match=message):
             read(file)
     file.write_bytes(compress(PROSE.encode() + b"\xff"))
-    with pytest.raises(UserError, match=f"byte {len(PROSE.encode())} is 0xff"):
+    with pytest.raises(UserError, match="0xff;"):
         read(file)
 
 
@@ -184,16 +184,26 @@ def test_a_server_sends_the_whole_text_or_its_error_is_shown(
     assert caplog.messages == [f"requesting {text_server}/503"]  # before the answer
 
 
-def test_another_text_is_encoded_with_the_vocabulary_of_the_first(tmp_path: Path) -> None:
-    """As a second validation text is. A new character would change the numbers of the tokens that were read before."""
-    (tmp_path / "first").write_text("cab")
-    (tmp_path / "second").write_text("bac")
-    (tmp_path / "third").write_text("a dab")
-    first = read_corpus(str(tmp_path / "first"), Tokenizer())
-    second = read_corpus(str(tmp_path / "second"), first.tokenizer)
-    assert first.tokens.tolist() == [2, 0, 1]
-    assert second.tokens.tolist() == [1, 0, 2]
-    message = "data.path: the tokens ' d' (2 distinct) of another text are not in the training text's vocabulary"
-    with pytest.raises(UserError, match=re.escape(message)):
-        read_corpus(str(tmp_path / "third"), first.tokenizer)
-    assert first.tokenizer.decode(first.tokens) == "cab"
+def test_a_large_text_and_an_html_page_are_noted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(corpus, "LARGE_TEXT", 400)
+    (tmp_path / "text.txt").write_text("\n <!DOCTYPE html>" + PROSE)
+    with caplog.at_level(logging.INFO, logger="mingpt"):
+        read(tmp_path / "text.txt")
+    page, large = caplog.messages
+    assert "text.txt is an HTML page" in page
+    assert "python data/prepare.py" in large
+
+
+def test_text_too_short_for_a_window_is_refused_in_either_split(tmp_path: Path) -> None:
+    def read_split(block_size: int, train_split: float) -> Corpus:
+        (tmp_path / "text.txt").write_text("ab" * 50)
+        data = DataConfig(path=f"{tmp_path}/text.txt", block_size=block_size, train_split=train_split)
+        return read_corpus(Config(data=data), CharTokenizer())
+
+    assert len(read_split(9, 0.9).validation) == 10
+    with pytest.raises(UserError, match=r"validation part .* has 10 tokens"):
+        read_split(10, 0.9)
+    with pytest.raises(UserError, match=r"training part .* has 9 tokens"):
+        read_split(9, 0.09)

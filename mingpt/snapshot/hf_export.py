@@ -1,0 +1,90 @@
+"""Converts a snapshot to a model and a tokenizer of Hugging Face transformers."""
+
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+from mingpt.errors import UserError
+from mingpt.monitoring.logging import logger
+from mingpt.snapshot.hf_format import EMBEDDINGS, GELU_APPROXIMATE, to_gpt2, to_nanochat
+from mingpt.snapshot.load import Pretrained
+
+MAX_DIFFERENCE = 1e-3  # between logits; rounding errors are 1e-5 with logits up to 15
+
+
+def hf_tokenizer(pretrained: Pretrained) -> PreTrainedTokenizerFast:
+    """Returns a tokenizer whose tokens have been compared with this program's.
+
+    Raises:
+        UserError: they differ, because the code of the tokenizer was changed.
+    """
+    ours = pretrained.tokenizer
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(ours.to_json()),
+        model_max_length=pretrained.model_config.block_size,
+        clean_up_tokenization_spaces=False,
+    )
+    text = ours.decode(range(ours.vocab_size))
+    expected = ours.encode(text, "--snapshot").tolist()
+    found: list[int] | None = None
+    try:
+        found = theirs.backend_tokenizer.encode(text, add_special_tokens=False).ids
+    except Exception as error:  # tokenizers raises nothing narrower for an unknown character
+        logger.warning(f"transformers' tokenizer: {error}")
+    if found != expected:
+        raise UserError(
+            "--snapshot: the tokens of transformers differ from this program's for a text with every token; give the "
+            "tokenizer in mingpt/text/tokenizer.py a method to_json that returns its tokenizer.json"
+        )
+    return theirs
+
+
+def hf_model(pretrained: Pretrained) -> PreTrainedModel:
+    """Returns a model whose logits have been compared with this program's.
+
+    Raises:
+        UserError: weights or logits differ. The code or the configuration uses something that transformers' class
+        lacks.
+    """
+    config = pretrained.model_config
+    stored = dict(pretrained.weights)
+    for table in EMBEDDINGS & stored.keys():
+        stored[table] = stored[table][: config.vocab_size]  # a padded vocabulary has more rows than tokens
+    name = f"the {config.architecture} of transformers"
+    values: dict[str, Any] = {
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.block_size,
+        "num_hidden_layers": config.n_layer,
+        "num_attention_heads": config.n_head,
+        "hidden_size": config.n_embd,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    if config.architecture == "nanochat":
+        values |= {"intermediate_size": 4 * config.n_embd, "attention_dropout": config.dropout}
+        weights = to_nanochat(stored)
+    else:
+        values |= dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), config.dropout)
+        names = {approximate: name for name, approximate in reversed(GELU_APPROXIMATE.items())}
+        values["activation_function"] = names[config.gelu_approximate]
+        weights = to_gpt2(stored)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.architecture, **values)).eval()
+    model.generation_config = GenerationConfig(do_sample=True, temperature=0.8, top_k=0)  # its default is 50
+    # Without model.bias, GPT-2's biases stay zeros.
+    biases = {key: bias for key, bias in model.state_dict().items() if key.endswith("bias")}
+    try:
+        model.load_state_dict(biases | weights)
+    except RuntimeError as error:  # it lists names and shapes
+        details = " ".join(str(error).split())
+        raise UserError(f"--snapshot: {name} has other weights: {details}") from error
+
+    gpt = pretrained.build_model().eval()
+    idx = torch.arange(config.block_size)[None] % config.vocab_size
+    with torch.inference_mode():
+        difference = (model(idx).logits - gpt(idx)[0][..., : config.vocab_size]).abs().max().item()
+    if difference > MAX_DIFFERENCE:
+        raise UserError(f"--snapshot: the logits of {name} differ from this program's by {difference:.3g}")
+    return model

@@ -1,0 +1,153 @@
+"""Folders of token files are opened, not read, and train like the text."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from mingpt.config.schema import Config, DataConfig
+from mingpt.errors import UserError
+from mingpt.text.corpus import Corpus, read_corpus
+from mingpt.text.token_file import TokenFile
+from mingpt.text.tokenizer import CharTokenizer
+from tests.helpers import (
+    NO_DROPOUT,
+    assert_equal_snapshots,
+    assert_one_message,
+    loss_curve,
+    newest_snapshot,
+    prepare_text,
+    read_rows,
+    run_args,
+    run_each_captured,
+    run_on,
+    run_ranks,
+    write_text,
+)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Contains text.txt and `books`, its characters as token files."""
+    folder = tmp_path_factory.mktemp("prepared")
+    text = write_text(folder / "text.txt")
+    text.write_text(text.read_text().replace("figs", "ñandú"), encoding="utf-8")
+    prepare_text(text, folder / "books", "char")
+    return folder
+
+
+def open_folder(path: Path, **keys: object) -> Corpus:
+    return read_corpus(Config(data=DataConfig(path=str(path), block_size=8, **keys)), CharTokenizer())
+
+
+def test_a_run_on_token_files_has_the_bits_of_the_run_on_the_text(prepared: Path, tmp_path: Path) -> None:
+    places = {"text": prepared / "text.txt", "books": prepared / "books"}
+    argvs = [run_args(tmp_path / name, path, trainer__max_steps=6) for name, path in places.items()]
+    run_on("cpu", 1, argvs, tmp_path)
+    assert_equal_snapshots(tmp_path / "text", tmp_path / "books")
+    assert loss_curve(tmp_path / "text") == loss_curve(tmp_path / "books")
+    rows = [read_rows(tmp_path / name, "eval") for name in places]
+    assert [row["val_bpb"] for row in rows[0]] == [row["val_bpb"] for row in rows[1]]
+    assert newest_snapshot(tmp_path / "books")["vocabulary"] == newest_snapshot(tmp_path / "text")["vocabulary"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "changes"),
+    [
+        (2, {}),
+        (3, {"distributed__strategy": "zero1"}),
+        (3, {"distributed__strategy": "zero2"}),
+        (4, {"distributed__strategy": "fsdp"}),
+        (3, {"distributed__reduction": "tree"}),
+        (2, {"distributed__pipeline_stages": 2, "trainer__batch_size": 8}),
+        (4, {"distributed__pipeline_stages": 2, "trainer__batch_size": 8}),
+    ],
+)
+def test_every_strategy_has_the_losses_of_one_process(
+    ranks: int, changes: dict[str, Any], prepared: Path, tmp_path: Path
+) -> None:
+    alone = NO_DROPOUT | changes | {"distributed__pipeline_stages": 1}
+    one, many = tmp_path / "one", tmp_path / "many"
+    run_on("cpu", 1, [run_args(one, prepared / "books", **alone)], tmp_path)
+    run_on("cpu", ranks, [run_args(many, prepared / "books", **(NO_DROPOUT | changes))], tmp_path)
+    if "distributed__reduction" in changes:
+        assert_equal_snapshots(one, many)
+    assert dict(loss_curve(many)) == pytest.approx(dict(loss_curve(one)), rel=1e-5)
+
+
+def test_files_of_nanogpt_work_with_a_tokenizer_json_beside_them(prepared: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(prepared / "books", tmp_path / "nanogpt")
+    expected = open_folder(folder)
+    (folder / "meta.json").unlink()
+    found = open_folder(folder)
+    assert found.training[:].tolist() == expected.training[:].tolist()
+    assert found.validation_bytes == expected.validation_bytes > len(found.validation)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match=r"tokenizer\.json is missing; .* GPT-2's, .* https://.*gpt2"):
+        open_folder(folder)
+
+
+def test_the_training_part_is_truncated(prepared: Path) -> None:
+    whole, half = open_folder(prepared / "books"), open_folder(prepared / "books", truncate=0.5)
+    assert len(half.training) == len(whole.training) // 2
+    assert half.training[:].tolist() == whole.training[: len(half.training)].tolist()
+    assert len(half.validation) == len(whole.validation)
+
+
+def test_damaged_and_foreign_files_are_refused_in_one_message(prepared: Path, tmp_path: Path) -> None:
+    def refused(name: str, content: bytes | None, message: str, *options: str) -> None:
+        folder = tmp_path / "books"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(prepared / "books", folder)
+        if content is not None:
+            (folder / name).write_bytes(content)
+        argv = [*run_args(tmp_path / "run", folder, trainer__max_steps=2), *options]
+        [[(status, _, err)]] = run_ranks(1, run_each_captured, [argv], tmp_path=tmp_path)
+        assert status == 2
+        assert_one_message(err)
+        assert message in err
+
+    tokens = (prepared / "books/train.bin").read_bytes()
+    refused("train.bin", tokens[:-1], "must be a multiple of 2")
+    refused("train.bin", tokens[:-2], "tokens, but {'train': 2805")
+    refused("train.bin", b"", "has 0 bytes")
+    refused("train.bin", np.full(2805, 99, np.uint16).tobytes(), "train.bin contains token 99, but its tokenizer.json")
+    refused("meta.json", b"{", "books can't be read: JSONDecodeError")
+    refused("meta.json", json.dumps({"dtype": "text"}).encode(), "books can't be read: TypeError")
+    refused("tokenizer.json", b"{}", "tokenizer.json is not a tokenizer.json")
+    split = ("--data.train_split", "0.8")
+    refused("", None, "data.train_split is 0.8, but", *split)
+
+
+def test_a_folder_with_another_tokenizer_does_not_continue_a_run(prepared: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text((prepared / "text.txt").read_text().replace("bob", "Bob"))
+    prepare_text(other, tmp_path / "other", "char")
+    other.write_text((prepared / "text.txt").read_text().replace("ñ", "n"))
+    prepare_text(other, tmp_path / "fewer", "char")
+    argvs = [
+        run_args(tmp_path / "run", path, trainer__max_steps=steps)
+        for path, steps in ((prepared / "books", 2), (tmp_path / "other", 3), (tmp_path / "fewer", 3))
+    ]
+    [[(status, _, _), *refused]] = run_ranks(1, run_each_captured, argvs, tmp_path=tmp_path)
+    assert status == 0
+    for (status, _, err), said in zip(refused, ("the tokens 'B' (1 distinct)", "its tokens have other"), strict=True):
+        assert (status, len(err.splitlines())) == (2, 1)
+        assert f"error: data.path: {said}" in err
+        assert "set another trainer.run_dir to start a new run" in err
+
+
+def test_reading_takes_no_memory_and_survives_a_replaced_file(tmp_path: Path) -> None:
+    np.arange(1 << 25, dtype="<u4").tofile(tmp_path / "train.bin")  # 128 MiB
+    tokens = TokenFile(tmp_path / "train.bin", np.dtype("<u4"), vocab_size=1 << 25)
+    (tmp_path / "train.bin").unlink()
+    before = psutil.Process().memory_full_info().uss
+    for start in range(0, len(tokens), 1 << 16):
+        positions = np.arange(start, start + (1 << 16), 64)
+        assert (tokens[positions] == positions).all()
+    assert psutil.Process().memory_full_info().uss - before < 16 << 20
