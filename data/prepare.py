@@ -100,12 +100,13 @@ def split_pieces(pieces: Iterator[Piece], train_length: int) -> Iterator[Piece]:
     """Assigns the first `train_length` characters to the training part and the others to the validation part."""
     position = 0
     for text, is_last, _ in pieces:
-        end = min(max(train_length - position, 0), len(text))
+        end = max(train_length - position, 0)
         position += len(text)
-        if end > 0:
-            yield Piece(text[:end], is_last and end == len(text), "train")
-        if end < len(text) or not text:
+        if 0 < end < len(text):
+            yield Piece(text[:end], False, "train")
             yield Piece(text[end:], is_last, "val")
+        else:
+            yield Piece(text, is_last, "train" if end else "val")
 
 
 def iter_batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:

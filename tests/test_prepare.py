@@ -1,0 +1,213 @@
+"""data/prepare.py writes the tokens of texts, all of them or none."""
+
+import bz2
+import gzip
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mingpt.program import run_program as exit_status_of
+from mingpt.text.tokenizer import JSONTokenizer, parse_tokenizer
+from tests.helpers import ROOT, assert_one_message, byte_pair_tokenizer, clean_env, load_prepare, prepare_text
+
+LETTERS = "abcdefghijklmnopqrstuvwxyzé—🙂"
+NAMES = {"train.bin", "val.bin", "tokenizer.json", "meta.json"}
+
+
+def random_words(count: int, seed: int = 0) -> str:
+    """Returns words of a random language, with blank lines and runs of blanks."""
+    source = random.Random(seed)
+    words = ["".join(source.choices(LETTERS, k=source.randint(1, 8))) for _ in range(400)]
+    return "".join(source.choice(words) + source.choice([" ", " ", " ", "\n", "\n\n", "  "]) for _ in range(count))
+
+
+def read_folder(folder: Path) -> tuple[str, dict[str, list[int]], dict[str, Any]]:
+    """Returns the text of tokenizer.json, the tokens of each part, and meta.json."""
+    assert {file.name for file in folder.iterdir()} == NAMES
+    meta = json.loads((folder / "meta.json").read_text())
+    tokens = {part: np.fromfile(folder / f"{part}.bin", meta["dtype"]).tolist() for part in ("train", "val")}
+    return (folder / "tokenizer.json").read_text(), tokens, meta
+
+
+@pytest.mark.parametrize("kind", ["char", "300"])
+def test_the_parts_are_those_of_a_run_on_the_text_and_meta_describes_them(kind: str, tmp_path: Path) -> None:
+    if kind != "char":
+        pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    text = random_words(3000)
+    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
+    prepare_text(tmp_path / "text.txt", tmp_path / "out", kind, "--train_split", "0.8")
+    content, tokens, meta = read_folder(tmp_path / "out")
+    tokenizer = parse_tokenizer(content, "test")
+    cut = int(len(text) * 0.8)
+    parts = {"train": text[:cut], "val": text[cut:]}
+    for part, expected in parts.items():
+        found = tokenizer.decode(tokens[part]).removesuffix("<|endoftext|>")
+        assert found == expected
+        assert meta["tokens"][part] == len(tokens[part])
+        assert meta["bytes"][part] == len(expected.encode())
+        assert meta["sha256"][f"{part}.bin"] == hashlib.sha256((tmp_path / f"out/{part}.bin").read_bytes()).hexdigest()
+    assert meta["sha256"]["text"] == hashlib.sha256(text.encode()).hexdigest()
+    assert meta["sha256"]["tokenizer.json"] == hashlib.sha256(content.encode()).hexdigest()
+    assert meta["vocab_size"] == tokenizer.vocab_size == (len(set(text)) if kind == "char" else 300)
+    assert meta["command"].startswith("python data/prepare.py ")
+    assert not list(tmp_path.glob("*.unfinished"))
+
+
+def test_pieces_have_the_tokens_of_the_whole_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text is encoded in pieces, which end where no token crosses their ends."""
+    monkeypatch.setattr(load_prepare(), "PIECE_SIZE", 500)
+    text = random_words(2000)
+    tokenizer = byte_pair_tokenizer(text, 600)
+    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
+    (tmp_path / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
+    prepare_text(tmp_path / "text.txt", tmp_path / "out", str(tmp_path / "tokenizer.json"))
+    content, tokens, _ = read_folder(tmp_path / "out")
+    cut = int(len(text) * 0.9)
+    assert content == tokenizer.to_json()
+    assert tokens["train"] == tokenizer.encode(text[:cut], "test").tolist()
+    assert tokens["val"] == [*tokenizer.encode(text[cut:], "test").tolist(), 0]  # <|endoftext|>
+
+
+def test_documents_of_every_format_end_with_the_end_of_text(tmp_path: Path) -> None:
+    """Half of a surrogate pair, which JSON may contain, is no character; the name of a token is text."""
+    tokenizer = byte_pair_tokenizer(random_words(500), 300)
+    documents = ["one\n", "", "two <|endoftext|> é", "three 🙂 " * 9, "four"]
+    lines = "".join(json.dumps({"id": 1, "text": text}) + "\n" for text in [*documents, "\ud83d"])
+    (tmp_path / "a.jsonl").write_text(lines)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    (tmp_path / "c.txt.bz2").write_bytes(bz2.compress(documents[3].encode()))
+    (tmp_path / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
+    names = ["a.jsonl", "b.jsonl.gz", "c.txt.bz2"]
+    expected = [*documents, "?", *documents, "?", documents[3]]
+    if find_spec("pyarrow") is not None:
+        import pyarrow
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.table({"text": documents, "url": documents}), tmp_path / "d.parquet")
+        names.append("d.parquet")
+        expected += documents
+    argv = [*(str(tmp_path / name) for name in names), "--out", str(tmp_path / "out")]
+    argv += ["--tokenizer", str(tmp_path / "tokenizer.json"), "--train_split", "0.5"]
+    assert exit_status_of(load_prepare().run, argv) == 0
+    _, tokens, _ = read_folder(tmp_path / "out")
+    found = tokenizer.decode([*tokens["train"], *tokens["val"]])
+    assert found == "".join(f"{document}<|endoftext|>" for document in expected)
+    end = tokenizer.tokenizer.token_to_id("<|endoftext|>")
+    assert [*tokens["train"], *tokens["val"]].count(end) == len(expected)
+
+
+def run_prepare(*argv: object, **env: str) -> subprocess.Popen:
+    command = [sys.executable, str(ROOT / "data/prepare.py"), *map(str, argv)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=clean_env(**env))
+
+
+def test_the_number_of_cores_changes_no_byte(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    for i in range(3):
+        (tmp_path / f"{i}.txt").write_text(random_words(30_000, seed=i), encoding="utf-8")
+    outputs = []
+    for threads in ("1", "3"):
+        out = tmp_path / threads
+        process = run_prepare(f"{tmp_path}/*.txt", "--out", out, "--tokenizer", 2000, RAYON_NUM_THREADS=threads)
+        assert process.communicate(timeout=60)[1] == ""
+        outputs.append([(out / name).read_bytes() for name in sorted(NAMES - {"meta.json"})])
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.slow
+def test_a_killed_one_leaves_nothing_half_and_the_same_command_begins_again(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    (tmp_path / "text.txt").write_text(random_words(400_000), encoding="utf-8")
+    argv = (tmp_path / "text.txt", "--tokenizer", 2000, "--out")
+    began = time.monotonic()
+    process = run_prepare(*argv, tmp_path / "whole")
+    assert process.communicate(timeout=100)[1] == ""
+    duration = time.monotonic() - began
+    for moment in range(1, 11):
+        out = tmp_path / f"killed-{moment}"
+        with run_prepare(*argv, out) as process:
+            time.sleep(duration * moment / 11)
+            process.kill()
+        assert not out.exists() or process.returncode == 0
+    for moment in (1, 5, 10):
+        out = tmp_path / f"killed-{moment}"
+        if not out.exists():
+            assert run_prepare(*argv, out).communicate(timeout=100)[1] == ""
+        for name in NAMES - {"meta.json"}:
+            assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+        assert not out.with_name(f"{out.name}.unfinished").exists()
+
+
+CASES = [
+    ("none.txt", "char", (), "TEXT: none.txt can't be read: FileNotFoundError"),
+    ("empty.txt", "char", (), "TEXT: there are 0 characters, too few"),
+    ("bad.txt", "char", (), "bad.txt is not UTF-8 text: invalid start byte, 0xff; `iconv"),
+    ("wide.txt", "char", (), "wide.txt contains NUL characters"),
+    ("bad.jsonl", "char", (), "bad.jsonl, line 2: must be JSON like"),
+    ("text.txt", "256", (), "--tokenizer is 256, must be greater than 256"),
+    ("text.txt", "none.json", (), "--tokenizer: none.json can't be read: FileNotFoundError"),
+    ("text.txt", "text.txt", (), "--tokenizer: text.txt is not a tokenizer.json: JSONDecodeError"),
+    ("text.txt", "char", ("--train_split", "1"), "--train_split is 1.0, must be greater than 0 and less than 1"),
+    ("text.txt", "char", ("--out", "full"), "--out: full is not an empty folder"),
+    ("text.txt", "char", ("--out", "text.txt/out"), "--out: text.txt/out can't be written: "),
+]
+
+
+@pytest.mark.parametrize(("text", "tokenizer", "options", "message"), CASES)
+def test_bad_input_is_one_message_and_writes_nothing(
+    text: str,
+    tokenizer: str,
+    options: tuple[str, ...],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    contents = {"text.txt": b"some words", "empty.txt": b"", "bad.txt": b"words \xff", "wide.txt": b"w\0o\0"}
+    contents["bad.jsonl"] = b'{"text": "some words"}\n{"content": "other words"}\n'
+    for name, content in contents.items():
+        Path(name).write_bytes(content)
+    Path("full").mkdir()
+    Path("full/file").touch()
+    before = sorted(os.listdir())
+    argv = [text, "--out", "out", "--tokenizer", tokenizer, *options]
+    assert exit_status_of(load_prepare().run, argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert_one_message(err)
+    assert message in err
+    assert sorted(os.listdir()) == before
+
+
+def test_what_to_install_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "text.txt").write_text("some words")
+    (tmp_path / "rows.parquet").write_text("some words")
+    for module in ("tokenizers", "pyarrow.parquet"):
+        monkeypatch.setitem(sys.modules, module, None)
+    for name, package in (("text.txt", "tokenizers"), ("rows.parquet", "pyarrow")):
+        argv = [str(tmp_path / name), "--out", str(tmp_path / "out"), "--tokenizer", "300"]
+        assert exit_status_of(load_prepare().run, argv) == 2
+        assert f"run `pip install {package}`" in capsys.readouterr().err
+
+
+def test_a_large_vocabulary_has_tokens_of_32_bits() -> None:
+    tokenizer = byte_pair_tokenizer("words", 257)
+    assert isinstance(tokenizer, JSONTokenizer)
+    prepare = load_prepare()
+    for vocab_size, dtype in ((1 << 16, np.uint16), (1 + (1 << 16), np.uint32)):
+        tokenizer.vocab_size = vocab_size
+        [tokens] = prepare.encode(tokenizer, [prepare.Piece("words", False)])
+        assert tokens.dtype == dtype
