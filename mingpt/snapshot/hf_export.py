@@ -1,5 +1,6 @@
 """Converts a snapshot to a model and a tokenizer of Hugging Face transformers."""
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -7,7 +8,6 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from mingpt.errors import UserError
-from mingpt.monitoring.logging import logger
 from mingpt.snapshot.hf_format import EMBEDDINGS, GELU_APPROXIMATE, to_gpt2, to_nanochat
 from mingpt.snapshot.load import Pretrained
 
@@ -29,10 +29,8 @@ def hf_tokenizer(pretrained: Pretrained) -> PreTrainedTokenizerFast:
     text = ours.decode(range(ours.vocab_size))
     expected = ours.encode(text, "--snapshot").tolist()
     found: list[int] | None = None
-    try:
+    with suppress(Exception):  # an unknown character; tokenizers raises nothing narrower
         found = theirs.backend_tokenizer.encode(text, add_special_tokens=False).ids
-    except Exception as error:  # tokenizers raises nothing narrower for an unknown character
-        logger.warning(f"transformers' tokenizer: {error}")
     if found != expected:
         raise UserError(
             "--snapshot: the tokens of transformers differ from this program's for a text with every token; give the "
