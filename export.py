@@ -21,6 +21,12 @@ from mingpt.config.yaml_format import format_value
 from mingpt.errors import UserError
 from mingpt.snapshot.load import Pretrained, load_pretrained
 from mingpt.system.torch_versions import check_torch
+from mingpt.text.tokenizer import CharTokenizer
+
+CHARACTERS = """
+The tokenizer knows the {config.vocab_size} distinct characters of the training text. Any other character raises an
+error, `Missing [UNK] token`; `"".join(c for c in text if c in tokenizer.get_vocab())` removes such characters.
+"""
 
 
 def model_card(pretrained: Pretrained, source: str, name: str) -> str:
@@ -35,7 +41,8 @@ def model_card(pretrained: Pretrained, source: str, name: str) -> str:
                 text = re.sub("(//)[^/@]*@", r"\1", format_value(value))  # user and password of a URL
                 text = re.sub(f"^{re.escape(os.path.expanduser('~'))}/", "~/", text)
                 command.append(f"--{section}.{key}={text}")
-    val_loss = "not measured" if snapshot["val_loss"] is None else f"{snapshot['val_loss']:.4f} nats per character"
+    val_loss = "not measured" if snapshot["val_loss"] is None else f"{snapshot['val_loss']:.4f} nats per token"
+    has_characters = isinstance(pretrained.tokenizer, CharTokenizer)
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -43,19 +50,18 @@ pipeline_tag: text-generation
 
 # {name}
 
-A character-level GPT of architecture {config.architecture}: {config.n_layer} layers, {config.n_head} heads,
-{config.n_embd} wide, {sum(weight.numel() for weight in pretrained.weights.values()):,} parameters.
-Prompt and generated text together have at most {config.block_size} characters.
-The tokenizer knows the {config.vocab_size} distinct characters of the training text. Any other character raises an
-error, `Missing [UNK] token`; `"".join(c for c in text if c in tokenizer.get_vocab())` removes such characters.
+A GPT of architecture {config.architecture}: {config.n_layer} layers, {config.n_head} heads, {config.n_embd} wide,
+{sum(weight.numel() for weight in pretrained.weights.values()):,} parameters.
+Prompt and generated text together have at most {config.block_size} tokens.
+{CHARACTERS.format(config=config) if has_characters else ""}
 There is no padding token. To pad prompts of different lengths, on the left, first set
 `tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)`. To train on padded texts, add a token instead: a collator
-ignores the targets that equal the padding token, which are characters of the text here.
+ignores the targets that equal the padding token, which are tokens of the text here.
 
 | | |
 | --- | --- |
 | validation loss | {val_loss} |
-| trained for | {snapshot["step"]:,} steps, {snapshot["samples"] * config.block_size:,} characters |
+| trained for | {snapshot["step"]:,} steps, {snapshot["samples"] * config.block_size:,} tokens |
 | SHA-256 of the text | {snapshot["text_sha256"]} |
 | exported from | {os.path.basename(source)} |
 
@@ -69,7 +75,7 @@ Trained by
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model, tokenizer = AutoModelForCausalLM.from_pretrained("{name}"), AutoTokenizer.from_pretrained("{name}")
-prompt = tokenizer({pretrained.tokenizer.decode([0])!r}, return_tensors="pt")
+prompt = tokenizer({pretrained.tokenizer.default_prompt!r}, return_tensors="pt")
 print(tokenizer.decode(model.generate(**prompt, max_new_tokens={config.block_size - 1})[0]))
 ```
 """

@@ -74,7 +74,7 @@ def test_the_model_card_has_text_loss_and_command_without_password_and_home_dire
     assert snapshot["text_sha256"] in card
     assert f"{snapshot['val_loss']:.4f} nats" in card
     assert f"The tokenizer knows the {len(snapshot['vocabulary'])} distinct characters of the training text." in card
-    assert f"A character-level GPT of architecture {snapshot['config']['model']['architecture']}: 2 layers" in card
+    assert f"A GPT of architecture {snapshot['config']['model']['architecture']}: 2 layers" in card
     command = card.partition("Trained by\n\n```\npython main.py ")[2].partition("\n```\n")[0]
     options = shlex.split(command)
     with pytest.raises(SystemExit, match="0"):

@@ -177,7 +177,7 @@ def test_paths_are_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_configuration_in_configs_trains_with_its_shape_cut(text: Path, tmp_path: Path) -> None:
     options = (
         f"--data.path={text} --data.block_size=16 --model.n_layer=2 --model.n_embd=24 --trainer.batch_size=12 "
-        "--trainer.max_steps=2 --trainer.compile=false"
+        "--trainer.max_steps=2 --trainer.compile=false --trainer.init_from=null"
     )
     files = list(ROOT.glob("configs/*.yaml"))
     argvs = [["--config", str(file), *options.split(), f"--trainer.run_dir={tmp_path / file.stem}"] for file in files]
