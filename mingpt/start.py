@@ -121,7 +121,7 @@ def adopt_snapshot(
         config = replace(config, trainer=replace(config.trainer, init_from=began_from))
         adopts_shape = path is not None or began_from is not None
         config = fit_config(config, header, source, KEPT_KEYS, adopts_shape, advice)
-        return config, restore_tokenizer(header, source)
+        return config, restore_tokenizer(header)
     if path is None:
         return config, TextTokenizer()
     header = {}
@@ -134,7 +134,7 @@ def adopt_snapshot(
     if is_given and config.data.block_size < header["config"]["data"]["block_size"]:
         names.remove("data.block_size")  # a shorter window needs no other weights
     config = fit_config(config, header, f"trainer.init_from, {path}", names, adopts_shape=True)
-    return config, restore_tokenizer(header, f"trainer.init_from, {path}")
+    return config, restore_tokenizer(header)
 
 
 def load_corpus(config: Config, context: DistributedContext, tokenizer: Tokenizer, is_new: bool = False) -> Corpus:

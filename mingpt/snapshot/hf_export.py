@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from mingpt.errors import UserError
-from mingpt.snapshot.hf_format import EMBEDDINGS, GELU_APPROXIMATE, to_gpt2, to_nanochat
+from mingpt.snapshot.hf_format import EMBEDDINGS, GELU_APPROXIMATE, to_transformers
 from mingpt.snapshot.load import Pretrained
 
 MAX_DIFFERENCE = 1e-3  # between logits; rounding errors are 1e-5 with logits up to 15
@@ -63,12 +63,11 @@ def hf_model(pretrained: Pretrained) -> PreTrainedModel:
     }
     if config.architecture == "nanochat":
         values |= {"intermediate_size": 4 * config.n_embd, "attention_dropout": config.dropout}
-        weights = to_nanochat(stored)
     else:
         values |= dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), config.dropout)
         names = {approximate: name for name, approximate in reversed(GELU_APPROXIMATE.items())}
         values["activation_function"] = names[config.gelu_approximate]
-        weights = to_gpt2(stored)
+    weights = to_transformers(stored, config.architecture)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.architecture, **values)).eval()
     model.generation_config = GenerationConfig(do_sample=True, temperature=0.8, top_k=0)  # its default is 50
     # Without model.bias, GPT-2's biases stay zeros.

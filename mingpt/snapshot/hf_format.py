@@ -1,18 +1,19 @@
 """Weights in the layout of Hugging Face transformers, in both directions, without transformers."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, cat
+from torch import Tensor, cat, device
 
-from mingpt.config.schema import ModelConfig
+from mingpt.config.schema import GPTConfig, ModelConfig
 from mingpt.errors import UserError
 from mingpt.nn.layers import LOGIT_CAP, RMS_NORM_EPS, ROTARY_BASE
 from mingpt.text.files import readable
 from mingpt.text.tokenizer import parse_tokenizer
+from model import GPT
 
 EMBEDDINGS = {"transformer.wte.weight", "lm_head.weight"}  # parameters with a row for each token
 # Parts of our parameter names and of transformers' names for nanochat.
@@ -30,55 +31,58 @@ SHAPES = {
     "nanochat": ("num_hidden_layers", "num_attention_heads", "hidden_size", "max_position_embeddings"),
 }
 GELU_APPROXIMATE = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "none"}  # by activation_function
+# Values of other keys that model.py has. A key that is missing has the first one.
+SUPPORTED: dict[str, list[Any]] = {
+    "model_type": list(SHAPES),
+    "activation_function": list(GELU_APPROXIMATE),
+    "scale_attn_weights": [True],
+    "scale_attn_by_inverse_layer_idx": [False],
+    "layer_norm_epsilon": [1e-5],
+    "hidden_act": ["relu2"],
+    "rms_norm_eps": [RMS_NORM_EPS],
+    "final_logit_softcapping": [LOGIT_CAP],
+    "rope_theta": [ROTARY_BASE],
+}
 
 
-def gpt2_layout(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the weights of GPT2LMHeadModel in our layout, or ours in its: (in, out) or (out, in), both ways."""
-    linear = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
-    return {name: weight.T if name.endswith(linear) else weight for name, weight in weights.items()}
+def their_names(name: str, architecture: str) -> list[str]:
+    """Returns transformers' names for a parameter. nanochat has a matrix each for queries, keys and values."""
+    if architecture == "gpt2":
+        return [name]
+    for ours, theirs in NANOCHAT_NAMES.items():
+        name = name.replace(ours, theirs)
+    return [name.replace("c_attn", f"{part}_proj") for part in "qkv"] if "c_attn" in name else [name]
 
 
-def to_gpt2(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns weights in the layout of GPT2LMHeadModel."""
-    return {"lm_head.weight": weights["transformer.wte.weight"]} | gpt2_layout(weights)
+def is_transposed(name: str, architecture: str) -> bool:
+    """Returns whether transformers has (in, out), where nn.Linear has (out, in)."""
+    return architecture == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
 
 
-def from_gpt2(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns weights of GPT2LMHeadModel, without masks. OpenAI's file has no prefix `transformer.`."""
-    masks = (".attn.bias", ".attn.masked_bias")
-    kept = {name: weight for name, weight in weights.items() if not name.endswith((*masks, "lm_head.weight"))}
-    return gpt2_layout({f"transformer.{name.removeprefix('transformer.')}": weight for name, weight in kept.items()})
-
-
-def to_nanochat(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns weights in the layout of NanoChatForCausalLM, with a matrix each for queries, keys and values."""
-    stored = {}
-    for our_name, weight in weights.items():
-        name = our_name
-        for ours, theirs in NANOCHAT_NAMES.items():
-            name = name.replace(ours, theirs)
-        if name.endswith("c_attn.weight"):
-            for part, matrix in zip("qkv", weight.chunk(3), strict=True):
-                stored[name.replace("c_attn", f"{part}_proj")] = matrix
-        else:
-            stored[name] = weight
+def to_transformers(weights: Mapping[str, Tensor], architecture: str) -> dict[str, Tensor]:
+    """Returns weights in the layout of GPT2LMHeadModel or NanoChatForCausalLM."""
+    stored = {"lm_head.weight": weights["transformer.wte.weight"]}  # nanochat has its own
+    for name, weight in weights.items():
+        names = their_names(name, architecture)
+        parts = [weight.T] if is_transposed(name, architecture) else weight.chunk(len(names))
+        stored.update(zip(names, parts, strict=True))
     return stored
 
 
-def from_nanochat(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns weights of NanoChatForCausalLM."""
-    found = {}
-    for their_name, weight in weights.items():
-        if their_name.endswith(("k_proj.weight", "v_proj.weight")):
-            continue
-        matrices = [weight]
-        if their_name.endswith("q_proj.weight"):
-            matrices = [weights[their_name.replace("q_proj", f"{part}_proj")] for part in "qkv"]
-        name = their_name.replace("q_proj", "c_attn")
-        for ours, theirs in NANOCHAT_NAMES.items():
-            name = name.replace(theirs, ours)
-        found[name] = cat(matrices)
-    return found
+def from_transformers(stored: dict[str, Tensor], names: Iterable[str], architecture: str) -> dict[str, Tensor]:
+    """Returns the weights with our names. Others keep transformers' names, so that they are reported."""
+    if architecture == "gpt2":  # OpenAI's file has no prefix, and has masks
+        masks = (".attn.bias", ".attn.masked_bias", "lm_head.weight")
+        stored = {
+            f"transformer.{name.removeprefix('transformer.')}": weight
+            for name, weight in stored.items()
+            if not name.endswith(masks)
+        }
+    weights = {}
+    for name in names:
+        parts = [stored.pop(each) for each in their_names(name, architecture)]
+        weights[name] = parts[0].T if is_transposed(name, architecture) else cat(parts)
+    return weights | stored
 
 
 def load_folder(folder: Path, option: str) -> dict[str, Any]:
@@ -90,71 +94,42 @@ def load_folder(folder: Path, option: str) -> dict[str, Any]:
     Raises:
         UserError: a file can't be read, safetensors is not installed, or the model has something that model.py lacks.
     """
-    try:
-        from safetensors.torch import load_file  # noqa: PLC0415 - optional
-    except ImportError as error:
-        raise UserError(f"{option}: {folder} is a folder of transformers: {error}; pip install safetensors") from error
-    source = f"{option}: {folder}"
     with readable(str(folder), option):
+        from safetensors.torch import load_file  # noqa: PLC0415 - optional
+
         config = json.loads((folder / "config.json").read_text())
-        model = model_section(config, f"{source}/config.json")
-        text = (folder / "tokenizer.json").read_text(encoding="utf-8")
-        tokenizer = parse_tokenizer(text, f"{source}/tokenizer.json")
-        files = [folder / "model.safetensors"]
+        model, block_size = model_section(config, f"{option}: {folder}/config.json")
+        tokenizer = parse_tokenizer((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        files = {"model.safetensors"}
         index = folder / "model.safetensors.index.json"
         if index.exists():
-            files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-        stored = {name: weight.float() for file in files for name, weight in load_file(file).items()}
-        is_nanochat = model["architecture"] == "nanochat"
-        weights = from_nanochat(stored) if is_nanochat else from_gpt2(stored)
-        block_size = config[SHAPES[model["architecture"]][-1]]
+            files = set(json.loads(index.read_text())["weight_map"].values())
+        stored = {name: weight.float() for file in files for name, weight in load_file(folder / file).items()}
+        with device("meta"):
+            names = GPT(GPTConfig(**model, vocab_size=1, block_size=1)).state_dict()
+        weights = from_transformers(stored, names, model["architecture"])
     for name in EMBEDDINGS & weights.keys():
         weights[name] = weights[name][: tokenizer.vocab_size]  # there may be more rows than tokens
     sections = {"model": model, "data": {"block_size": block_size}}
     return {"config": sections, **tokenizer.snapshot_entries(), "model": weights, "optimizer": {}}
 
 
-def model_section(config: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Returns our section `model` for a config.json.
+def model_section(config: dict[str, Any], source: str) -> tuple[dict[str, Any], int]:
+    """Returns our section `model` for a config.json, and block_size.
 
     Args:
         source: names the file, for messages
 
     Raises:
-        UserError: the model has something that model.py lacks.
+        UserError: the model has something that model.py lacks, other than shapes, which are compared later.
     """
-    architecture = config.get("model_type")
-    if architecture not in SHAPES:
-        raise UserError(f"{source} has model_type {architecture}, must be {' or '.join(SHAPES)}")
-    n_layer, n_head, n_embd, _ = (config[key] for key in SHAPES[architecture])
-    # The values that model.py has for other keys. transformers' default is the first one.
-    if architecture == "gpt2":
-        allowed = {
-            "activation_function": list(GELU_APPROXIMATE),
-            "n_inner": [None, 4 * n_embd],
-            "layer_norm_epsilon": [1e-5],
-            "scale_attn_weights": [True],
-            "scale_attn_by_inverse_layer_idx": [False],
-            "tie_word_embeddings": [True],
-        }
-    else:
-        config = {**config, **(config.get("rope_parameters") or {})}
-        allowed = {
-            "hidden_act": ["relu2"],
-            "num_key_value_heads": [None, n_head],
-            "intermediate_size": [4 * n_embd],
-            "rms_norm_eps": [RMS_NORM_EPS],
-            "final_logit_softcapping": [LOGIT_CAP],
-            "rope_type": ["default"],
-            "rope_theta": [ROTARY_BASE],
-            "attention_bias": [False],
-            "tie_word_embeddings": [False],
-        }
-    for key, values in allowed.items():
+    config = config | (config.get("rope_parameters") or {})
+    for key, values in SUPPORTED.items():
         value = config.get(key, values[0])
         if value not in values:
             raise UserError(f"{source} has {key} {json.dumps(value)}, must be {' or '.join(map(json.dumps, values))}")
-    section = {"architecture": architecture, "n_layer": n_layer, "n_head": n_head, "n_embd": n_embd}
-    if architecture == "gpt2":
-        section["gelu_approximate"] = GELU_APPROXIMATE[config.get("activation_function", "gelu_new")]
-    return asdict(ModelConfig()) | section
+    architecture = config["model_type"]
+    *shape, block_size = (config[key] for key in SHAPES[architecture])
+    section = dict(zip(("n_layer", "n_head", "n_embd"), shape, strict=True))
+    gelu = GELU_APPROXIMATE[config.get("activation_function", "gelu_new")] if architecture == "gpt2" else "none"
+    return asdict(ModelConfig()) | section | {"architecture": architecture, "gelu_approximate": gelu}, block_size

@@ -84,7 +84,7 @@ def load_pretrained(path: str, option: str, best: bool = False) -> Pretrained:
     if snapshot is None:
         place = "" if "://" in path else f" (working directory {os.getcwd()}){_nearest(path)}"
         raise UserError(f"{option}: no snapshot at {path}{place}; main.py saves them; {OTHER_PROGRAMS}")
-    return Pretrained(gpt_config(snapshot), restore_tokenizer(snapshot, option), snapshot["model"], snapshot)
+    return Pretrained(gpt_config(snapshot), restore_tokenizer(snapshot), snapshot["model"], snapshot)
 
 
 def _load_from_folder(path: str, best: bool) -> dict[str, Any] | None:

@@ -6,15 +6,14 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from char_dataset import train_val_split
-from mingpt.config.schema import KEYS, Config, DataConfig
+from mingpt.config.schema import Config, DataConfig
 from mingpt.errors import UserError
 from mingpt.monitoring.logging import logger
-from mingpt.text.files import check_plain, find_files, open_content, readable
+from mingpt.text.files import find_files, open_text, readable
 from mingpt.text.token_file import TokenFile, Tokens
 from mingpt.text.tokenizer import Tokenizer, parse_tokenizer
 
@@ -82,12 +81,10 @@ def read_corpus(config: Config, tokenizer: Tokenizer, verbose: bool = True) -> C
 
 def _read_text(config: DataConfig, tokenizer: Tokenizer, verbose: bool) -> Corpus:
     fs, names = find_files(config.path, "data.path")
-    texts = []
+    text = ""
     for name in names:
-        with readable(name, "data.path"), open_content(fs, name) as content:
-            text = content.read().decode("utf-8-sig")  # without a byte-order mark
-        texts.append(check_plain(text, name, "data.path"))
-    text = "".join(texts)
+        with readable(name, "data.path"), open_text(fs, name) as file:
+            text += file.read()
     if not text:
         raise UserError(f"data.path: {config.path} is empty; name a file that contains text")
     if verbose and text.lstrip()[:14].lower().startswith(("<!doctype html", "<html")):
@@ -109,7 +106,7 @@ def _open_folder(config: Config) -> Corpus:
     """Opens the files of data/prepare.py, or of nanoGPT, which have no meta.json and tokens of 16 bits."""
     data = config.data
     folder = Path(data.path)
-    if data.train_split != KEYS["data.train_split"].default or "data.train_split" in config.given:
+    if data.train_split != DataConfig.train_split or "data.train_split" in config.given:
         raise UserError(
             f"data.train_split is {data.train_split}, but {folder} has its own parts, train.bin and val.bin; leave it "
             "out, or give it to data/prepare.py"
@@ -120,26 +117,28 @@ def _open_folder(config: Config) -> Corpus:
             f"uses, is at {GPT2_TOKENIZER}"
         )
     with readable(data.path, "data.path"):
-        meta: dict[str, Any] = {"dtype": "uint16", "tokens": {}, "bytes": {}, "sha256": {}}
-        if (folder / "meta.json").exists():
-            meta |= json.loads((folder / "meta.json").read_text())
+        meta_file = folder / "meta.json"
+        meta = json.loads(meta_file.read_text()) if meta_file.exists() else {}
         text = (folder / "tokenizer.json").read_text(encoding="utf-8")
-        tokenizer = parse_tokenizer(text, f"data.path: {folder}/tokenizer.json")
-        dtype = np.dtype(meta["dtype"]).newbyteorder("<")
-        training = TokenFile(folder / "train.bin", dtype, tokenizer.vocab_size)
-        validation = TokenFile(folder / "val.bin", dtype, tokenizer.vocab_size)
-    lengths = {"train": len(training), "val": len(validation)}
-    expected = meta["tokens"] or lengths
-    if lengths != expected:
-        raise UserError(
-            f"data.path: {folder} has {lengths} tokens, but {expected} according to its meta.json; write it again with "
-            "data/prepare.py"
-        )
+        tokenizer = parse_tokenizer(text)
+        dtype = np.dtype(meta.get("dtype", "uint16")).newbyteorder("<")
+        parts = {part: TokenFile(folder / f"{part}.bin", dtype, tokenizer.vocab_size) for part in ("train", "val")}
+        for part, tokens in parts.items():
+            expected = meta[part]["tokens"] if meta else len(tokens)
+            if len(tokens) != expected:
+                raise UserError(
+                    f"data.path: {folder}/{part}.bin has {len(tokens)} tokens, but {expected} according to meta.json; "
+                    "write it again with data/prepare.py"
+                )
+    training = parts["train"]
+    validation = parts["val"]
+    # Files without a digest are identified by their lengths.
+    identity = json.dumps([text, *(meta.get(part, len(tokens)) for part, tokens in parts.items())])
+    if meta:
+        size = meta["val"]["bytes"]
+    else:
+        sample = validation[:DECODED_TOKENS]
+        size = len(tokenizer.decode(sample).encode()) * len(validation) / len(sample)
     if data.truncate is not None:
         training.length = round(len(training) * data.truncate)
-    if "val" not in meta["bytes"]:
-        sample = validation[:DECODED_TOKENS]
-        meta["bytes"]["val"] = len(tokenizer.decode(sample).encode()) / len(sample) * len(validation)
-    # Files without digests are identified by their sizes.
-    digest = hashlib.sha256(json.dumps([meta["sha256"], lengths, text]).encode()).hexdigest()
-    return Corpus(tokenizer, training, validation, meta["bytes"]["val"], digest)
+    return Corpus(tokenizer, training, validation, size, hashlib.sha256(identity.encode()).hexdigest())

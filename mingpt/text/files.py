@@ -1,15 +1,11 @@
-"""Finds the files of a text, and decompresses and decodes them."""
+"""Finds and opens the files of a text."""
 
-import io
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from glob import has_magic
-from typing import IO
 
 import fsspec
-from fsspec.compression import compr
-from fsspec.implementations.local import LocalFileSystem
-from fsspec.utils import infer_compression
+from fsspec.core import OpenFile
 
 from mingpt.errors import UserError
 
@@ -41,7 +37,7 @@ def find_files(path: str, key: str) -> tuple[fsspec.AbstractFileSystem, list[str
 
 @contextmanager
 def readable(name: str, key: str) -> Iterator[None]:
-    """Raises a UserError that names a file after an error in the block."""
+    """Raises a UserError after an error in the block, which reads a file."""
     try:
         yield
     except UserError:
@@ -51,33 +47,13 @@ def readable(name: str, key: str) -> Iterator[None]:
             f"{key}: {name} is not UTF-8 text: {error.reason}, {error.object[error.start]:#04x}; `iconv -f ENCODING "
             "-t UTF-8` converts it; if it is compressed, its name must end in .gz, .bz2 or .xz"
         ) from error
-    except Exception as error:  # each file system and each compression raises different exceptions
+    except ImportError as error:
+        raise UserError(f"{key}: {name} can't be read: {error}; run `pip install {error.name}`") from error
+    except Exception as error:  # each file system and each library raises different exceptions
         cause = error.__cause__ or error  # fsspec raises FileNotFoundError for any HTTP status
-        raise UserError(
-            f"{key}: {name} can't be read: {type(cause).__name__}: {cause}; it must be a complete file, a glob or a "
-            "URL for fsspec"
-        ) from error
+        raise UserError(f"{key}: {name} can't be read: {type(cause).__name__}: {cause}") from error
 
 
-@contextmanager
-def open_content(fs: fsspec.AbstractFileSystem, name: str) -> Iterator[IO[bytes]]:
-    """Opens a file to read its bytes, decompressed if its name ends in .gz, .bz2 or .xz."""
-    with ExitStack() as stack:
-        if isinstance(fs, LocalFileSystem):
-            content: IO[bytes] = stack.enter_context(open(name, "rb"))
-        else:  # as a whole, since not all servers can send a part of a file
-            content = io.BytesIO(fs.cat_file(name))
-        compression = infer_compression(name.partition("?")[0])  # of a URL such as https://host/text.gz?download=1
-        if compression is not None:
-            content = stack.enter_context(compr[compression](content, mode="rb"))
-        yield content
-
-
-def check_plain(text: str, name: str, key: str) -> str:
-    """Returns a text; raises a UserError if it is in UTF-16, whose ASCII characters are valid UTF-8."""
-    if "\0" in text:
-        raise UserError(
-            f"{key}: {name} contains NUL characters, so it is not plain text; if it is UTF-16, "
-            "`iconv -f UTF-16LE -t UTF-8` converts it"
-        )
-    return text
+def open_text(fs: fsspec.AbstractFileSystem, name: str) -> OpenFile:
+    """Opens a file as text, without a byte-order mark. It is decompressed if its name ends in .gz, .bz2 or .xz."""
+    return OpenFile(fs, name, "r", compression="infer", encoding="utf-8-sig", newline="\n")

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from mingpt.errors import UserError
+from mingpt.text.files import readable
 
 
 class CharTokenizer:
@@ -76,20 +77,16 @@ class JSONTokenizer:
         vocabulary: the strings of the tokens, in the order of their numbers
 
     Raises:
-        UserError: tokenizers is not installed, or the text is not a tokenizer.json.
+        ImportError: tokenizers is not installed.
+        Exception: the text is not a tokenizer.json; tokenizers raises nothing narrower.
     """
 
     default_prompt = "\n"
 
-    def __init__(self, text: str, source: str) -> None:
-        try:
-            from tokenizers import Tokenizer  # noqa: PLC0415 - optional
-        except ImportError as error:
-            raise UserError(f"{source}: {error}; run `pip install tokenizers`") from error
-        try:
-            self.tokenizer = Tokenizer.from_str(text)
-        except Exception as error:  # tokenizers raises nothing narrower
-            raise UserError(f"{source} can't be read by tokenizers: {error}") from error
+    def __init__(self, text: str) -> None:
+        from tokenizers import Tokenizer  # noqa: PLC0415 - optional
+
+        self.tokenizer = Tokenizer.from_str(text)
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         self.text = text
@@ -116,31 +113,26 @@ class JSONTokenizer:
 Tokenizer = CharTokenizer | JSONTokenizer
 
 
-def parse_tokenizer(text: str, source: str) -> Tokenizer:
-    """Returns the tokenizer of a tokenizer.json. Tokens of single characters do not need Hugging Face's tokenizers.
-
-    Args:
-        source: names the file, for messages
+def parse_tokenizer(text: str) -> Tokenizer:
+    """Returns the tokenizer of a tokenizer.json. Characters do not need Hugging Face's tokenizers.
 
     Raises:
-        UserError: the text is not a tokenizer.json, or tokenizers is not installed.
+        Exception: the text is not a tokenizer.json, or tokenizers is not installed.
     """
-    try:
-        model = json.loads(text)["model"]
-        if model["type"] == "WordLevel":
-            characters = CharTokenizer("".join(sorted(model["vocab"], key=model["vocab"].get)))
-            if characters.to_json() == text:
-                return characters
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UserError(f"{source} is not a tokenizer.json: {type(error).__name__}: {error}") from error
-    return JSONTokenizer(text, source)
+    model = json.loads(text)["model"]
+    if model["type"] == "WordLevel":
+        characters = CharTokenizer("".join(sorted(model["vocab"], key=model["vocab"].get)))
+        if characters.to_json() == text:
+            return characters
+    return JSONTokenizer(text)
 
 
-def restore_tokenizer(header: Mapping[str, Any], source: str) -> Tokenizer:
+def restore_tokenizer(header: Mapping[str, Any]) -> Tokenizer:
     """Returns the tokenizer of a snapshot; raises a UserError if tokenizers is not installed."""
-    if header["tokenizer"] is not None:
-        return JSONTokenizer(header["tokenizer"], source)
-    return TextTokenizer(header["vocabulary"])
+    if header["tokenizer"] is None:
+        return TextTokenizer(header["vocabulary"])
+    with readable("its tokenizer", "snapshot"):
+        return JSONTokenizer(header["tokenizer"])
 
 
 def stream_text(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Iterable[int]) -> Iterator[str]:

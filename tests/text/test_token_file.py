@@ -114,12 +114,12 @@ def test_damaged_and_foreign_files_are_refused_in_one_message(prepared: Path, tm
 
     tokens = (prepared / "books/train.bin").read_bytes()
     refused("train.bin", tokens[:-1], "must be a multiple of 2")
-    refused("train.bin", tokens[:-2], "tokens, but {'train': 2805")
+    refused("train.bin", tokens[:-2], "train.bin has 2804 tokens, but 2805 according to meta.json")
     refused("train.bin", b"", "has 0 bytes")
     refused("train.bin", np.full(2805, 99, np.uint16).tobytes(), "train.bin contains token 99, but its tokenizer.json")
     refused("meta.json", b"{", "books can't be read: JSONDecodeError")
     refused("meta.json", json.dumps({"dtype": "text"}).encode(), "books can't be read: TypeError")
-    refused("tokenizer.json", b"{}", "tokenizer.json is not a tokenizer.json")
+    refused("tokenizer.json", b"{}", "books can't be read: KeyError: 'model'")
     split = ("--data.train_split", "0.8")
     refused("", None, "data.train_split is 0.8, but", *split)
 
