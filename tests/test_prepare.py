@@ -199,7 +199,7 @@ def test_what_to_install_is_named(
     for name, package in (("text.txt", "tokenizers"), ("rows.parquet", "pyarrow")):
         argv = [str(tmp_path / name), "--out", str(tmp_path / "out"), "--tokenizer", "300"]
         assert exit_status_of(load_prepare().run, argv) == 2
-        assert f"run `pip install {package}`" in capsys.readouterr().err
+        assert f"run `pip install {package}" in capsys.readouterr().err
 
 
 def test_a_large_vocabulary_has_tokens_of_32_bits() -> None:
