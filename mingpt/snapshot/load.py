@@ -183,12 +183,12 @@ def load_initial_weights(path: str, model: GPT, tokenizer: Tokenizer) -> dict[st
         name: weight.to(initial[name].dtype) if name in initial else weight
         for name, weight in pretrained.weights.items()
     }
-    rows = {token: row for row, token in enumerate(pretrained.tokenizer.vocabulary)}
-    common = [(row, rows[token]) for row, token in enumerate(tokenizer.vocabulary) if token in rows]
-    to_rows, from_rows = zip(*common, strict=True)
+    old_rows = {token: row for row, token in enumerate(pretrained.tokenizer.vocabulary)}
+    rows = [row for row, token in enumerate(tokenizer.vocabulary) if token in old_rows]
+    sources = [old_rows[token] for token in tokenizer.vocabulary if token in old_rows]
     for name in EMBEDDINGS & weights.keys() & initial.keys():
         weights[name] = initial[name].clone()  # (V, C)
-        weights[name][list(to_rows)] = pretrained.weights[name][list(from_rows)]
+        weights[name][rows] = pretrained.weights[name][sources]
     if (positions := "transformer.wpe.weight") in weights:
         weights[positions] = weights[positions][: model.config.block_size]  # the window may be shorter
     fitting = {
