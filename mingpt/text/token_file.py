@@ -40,6 +40,10 @@ class TokenFile:
         self.vocab_size = vocab_size
         self.length = size // dtype.itemsize
 
+    def __reduce__(self) -> tuple:
+        """A map can't be pickled; workers of a DataLoader open the file again."""
+        return TokenFile, (self.path, self.dtype, self.vocab_size), {"length": self.length}
+
     def __len__(self) -> int:
         return self.length
 

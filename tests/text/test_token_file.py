@@ -1,6 +1,7 @@
 """Folders of token files are opened, not read, and train like the text."""
 
 import json
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -151,3 +152,9 @@ def test_reading_takes_no_memory_and_survives_a_replaced_file(tmp_path: Path) ->
         positions = np.arange(start, start + (1 << 16), 64)
         assert (tokens[positions] == positions).all()
     assert psutil.Process().memory_full_info().uss - before < 16 << 20
+
+
+def test_workers_of_a_data_loader_open_the_file_again(prepared: Path) -> None:
+    tokens = open_folder(prepared / "books", truncate=0.5).training
+    copy = pickle.loads(pickle.dumps(tokens))
+    assert copy[:].tolist() == tokens[:].tolist()
