@@ -10,11 +10,12 @@ import argparse
 import hashlib
 import json
 import os
-import re
 import shlex
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -30,13 +31,19 @@ from mingpt.errors import UserError
 from mingpt.monitoring.live_line import BAR_OPTIONS
 from mingpt.program import run_program
 from mingpt.text.files import find_files, open_text, readable
-from mingpt.text.tokenizer import CharTokenizer, JSONTokenizer, Tokenizer, parse_tokenizer
+from mingpt.text.tokenizer import (
+    BATCH_SIZE,
+    END_OF_TEXT,
+    PIECE_SIZE,
+    CharTokenizer,
+    JSONTokenizer,
+    Tokenizer,
+    cut,
+    parse_tokenizer,
+)
 
-PIECE_SIZE = 1 << 14  # characters of a long document that are encoded at once
-BATCH_SIZE = 256  # pieces that all cores encode together
 END_OF_DOCUMENT = ""  # in a sequence of pieces
-END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # tokens of GPT-2, Llama 3, Llama 2 and Gemma
-LAST_WORD = re.compile(r"(?s).*\S(?=\s\S)")  # up to the last word that is followed by one blank and another word
+UNFINISHED = "unfinished-"  # prefix of temporary folders
 
 
 def iter_documents(fs: fsspec.AbstractFileSystem, name: str) -> Iterator[Iterable[str]]:
@@ -46,7 +53,7 @@ def iter_documents(fs: fsspec.AbstractFileSystem, name: str) -> Iterator[Iterabl
 
         with fs.open(name) as content:
             for batch in ParquetFile(content).iter_batches(columns=["text"], batch_size=1000):
-                yield from ([text] for text in batch["text"].to_pylist())
+                yield from ([text or ""] for text in batch["text"].to_pylist())
         return
     with open_text(fs, name) as file:
         if ".jsonl" not in Path(name).suffixes:
@@ -54,9 +61,8 @@ def iter_documents(fs: fsspec.AbstractFileSystem, name: str) -> Iterator[Iterabl
             return
         for number, line in enumerate(file, 1):
             with readable(f"{name}, line {number},", "TEXT"):
-                yield [
-                    json.loads(line)["text"].encode(errors="replace").decode()
-                ]  # JSON may have half a surrogate pair
+                text = json.loads(line)["text"] or ""
+            yield [text.encode(errors="replace").decode()]  # JSON may have half of a surrogate pair
 
 
 def iter_pieces(paths: Sequence[str]) -> Iterator[str]:
@@ -70,16 +76,7 @@ def iter_pieces(paths: Sequence[str]) -> Iterator[str]:
         for name in names:
             with readable(name, "TEXT"):
                 for document in iter_documents(fs, name):
-                    rest = ""
-                    for chunk in document:
-                        rest += chunk
-                        while len(rest) > PIECE_SIZE:
-                            word = LAST_WORD.match(rest, 0, PIECE_SIZE)  # no byte-pair token crosses its end
-                            end = word.end() if word else PIECE_SIZE
-                            yield rest[:end]
-                            rest = rest[end:]
-                    if rest:
-                        yield rest
+                    yield from cut(document)
                     yield END_OF_DOCUMENT
 
 
@@ -123,20 +120,17 @@ def find_tokenizer(kind: str, characters: set[str], texts: Iterator[str]) -> Tok
 
 def encode(tokenizer: Tokenizer, pieces: Sequence[str]) -> list[np.ndarray]:
     """Returns the tokens of pieces. A document ends with the tokenizer's end-of-text token, if it has one."""
-    dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
     if isinstance(tokenizer, CharTokenizer):
-        return [tokenizer.encode(piece, "TEXT").astype(dtype) for piece in pieces]
-    tokenizer.tokenizer.encode_special_tokens = True  # as text
-    end_of_text = [token for token in map(tokenizer.tokenizer.token_to_id, END_OF_TEXT) if token is not None]
-    encodings = tokenizer.tokenizer.encode_batch(pieces, add_special_tokens=False)
-    return [
-        np.array(encoding.ids if piece != END_OF_DOCUMENT else end_of_text[:1], dtype)
-        for encoding, piece in zip(encodings, pieces, strict=True)
-    ]
+        encoded = [tokenizer.encode(piece, "TEXT") for piece in pieces]
+    else:
+        end = tokenizer.end_of_text or ""
+        encoded = tokenizer.encode_batch([end if piece == END_OF_DOCUMENT else piece for piece in pieces])
+    dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
+    return [tokens.astype(dtype) for tokens in encoded]
 
 
-def prepare(texts: Sequence[str], out: Path, kind: str, train_split: float) -> dict[str, Any]:
-    """Writes tokens and tokenizer, and returns what meta.json says of them.
+def prepare(texts: Sequence[str], out: Path, kind: str, train_split: float, command: str) -> dict[str, Any]:
+    """Writes the four files to a temporary folder in `out`, then moves them. Returns the content of meta.json.
 
     The texts are read once to measure them, once to train a tokenizer, and once to encode them.
 
@@ -159,11 +153,32 @@ def prepare(texts: Sequence[str], out: Path, kind: str, train_split: float) -> d
     training = (piece for part, piece in split_pieces(iter_pieces(texts), train_length) if part == "train")
     tokenizer = find_tokenizer(kind, characters, training)
 
-    files = {part: open(out / f"{part}.bin", "wb") for part in ("train", "val")}  # noqa: SIM115
-    digests = {part: hashlib.sha256() for part in files}
-    meta: dict[str, Any] = {part: {"tokens": 0, "bytes": 0} for part in files}
-    pieces = split_pieces(iter_pieces(texts), train_length)
-    with tqdm(desc="encoding", total=size, unit="B", **BAR_OPTIONS) as bar:
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out, prefix=UNFINISHED) as folder:
+        meta = write_tokens(split_pieces(iter_pieces(texts), train_length), size, tokenizer, Path(folder))
+        text = tokenizer.to_json()
+        meta |= {"format": 1, "vocab_size": tokenizer.vocab_size, "text_sha256": digest.hexdigest()}
+        meta |= {"tokenizer_sha256": hashlib.sha256(text.encode()).hexdigest(), "command": command}
+        Path(folder, "tokenizer.json").write_text(text, encoding="utf-8")
+        Path(folder, "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+        for name in ("tokenizer.json", "meta.json", "val.bin", "train.bin"):  # main.py looks for train.bin
+            os.replace(Path(folder, name), out / name)
+    for old in out.glob(f"{UNFINISHED}*"):  # of a killed process
+        shutil.rmtree(old, ignore_errors=True)
+    return meta
+
+
+def write_tokens(pieces: Iterator[tuple[str, str]], size: int, tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
+    """Writes train.bin and val.bin, and returns their entries of meta.json.
+
+    Args:
+        pieces: part and text
+        size: bytes of the texts
+    """
+    meta: dict[str, Any] = {part: {"tokens": 0, "bytes": 0} for part in ("train", "val")}
+    digests = {part: hashlib.sha256() for part in meta}
+    with ExitStack() as stack, tqdm(desc="encoding", total=size, unit="B", **BAR_OPTIONS) as bar:
+        files = {part: stack.enter_context(open(folder / f"{part}.bin", "wb")) for part in digests}
         while batch := list(islice(pieces, BATCH_SIZE)):
             for (part, piece), tokens in zip(batch, encode(tokenizer, [piece for _, piece in batch]), strict=True):
                 files[part].write(tokens.data)
@@ -171,18 +186,15 @@ def prepare(texts: Sequence[str], out: Path, kind: str, train_split: float) -> d
                 meta[part]["tokens"] += len(tokens)
                 meta[part]["bytes"] += len(piece.encode())
                 bar.update(len(piece.encode()))
-    for part, file in files.items():
-        os.fsync(file.fileno())
-        file.close()
-        meta[part]["sha256"] = digests[part].hexdigest()
-    text = tokenizer.to_json()
-    (out / "tokenizer.json").write_text(text, encoding="utf-8")
-    meta |= {"dtype": f"uint{8 * tokens.itemsize}", "vocab_size": tokenizer.vocab_size}
-    return meta | {"text_sha256": digest.hexdigest(), "tokenizer_sha256": hashlib.sha256(text.encode()).hexdigest()}
+        for part, file in files.items():
+            file.flush()
+            os.fsync(file.fileno())
+            meta[part]["sha256"] = digests[part].hexdigest()
+    return meta | {"dtype": tokens.dtype.name}
 
 
 def run(argv: Sequence[str]) -> None:
-    """Prepares texts in a folder beside --out, which gets the name when it is complete."""
+    """Prepares texts. The folder has its files when they are complete."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "texts",
@@ -201,25 +213,20 @@ def run(argv: Sequence[str]) -> None:
         "--train_split", type=float, default=0.9, help="fraction to train on, from the start (default: %(default)s)"
     )
     args = parser.parse_args(argv)
-    out = args.out
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"--out: {out} is not an empty folder; name an empty or a new folder")
-    unfinished = out.with_name(f"{out.name}.unfinished")
+    out = args.out.resolve()
+    if out.exists() and (not out.is_dir() or any(not file.name.startswith(UNFINISHED) for file in out.iterdir())):
+        raise UserError(f"--out: {args.out} is not an empty folder; name an empty or a new folder")
     try:
-        shutil.rmtree(unfinished, ignore_errors=True)  # of a killed process
-        unfinished.mkdir(parents=True)
-        meta = prepare(args.texts, unfinished, args.tokenizer, args.train_split)
-        meta |= {"format": 1, "command": shlex.join(["python", "data/prepare.py", *argv])}
-        (unfinished / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
-        os.replace(unfinished, out)
+        command = shlex.join(["python", "data/prepare.py", *argv])
+        meta = prepare(args.texts, out, args.tokenizer, args.train_split, command)
     except OSError as error:
-        raise UserError(f"--out: {out} can't be written: {error}; name a folder that you may write to") from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        raise UserError(f"--out: {args.out} can't be written: {error}; name a folder that you may write to") from error
+    size, tokens = (sum(meta[part][key] for part in ("train", "val")) for key in ("bytes", "tokens"))
+    options = shlex.join(["--data.path", str(args.out), "--trainer.run_dir", f"runs/{out.name}"])
     print(
         f"{meta['train']['tokens']:,} tokens for training, {meta['val']['tokens']:,} for validation, "
-        f"{meta['vocab_size']:,} distinct, {meta['val']['bytes'] / meta['val']['tokens']:.2f} bytes per token\n"
-        f"to train:  python main.py --data.path {shlex.quote(str(out))} --trainer.run_dir runs/{out.name}"
+        f"{meta['vocab_size']:,} distinct, {size / tokens:.2f} bytes per token\n"
+        f"to train:  python main.py {options}"
     )
 
 

@@ -156,10 +156,10 @@ def load_corpus(config: Config, context: DistributedContext, tokenizer: Tokenize
         if found != known and not may_differ:
             new = set(found) - set(known)
             difference = f"the tokens {show_tokens(new)} are not in" if new else "its tokens have other numbers than in"
-            raise UserError(
-                f"data.path: {difference} the vocabulary of this run or of trainer.init_from; use the same text or "
-                f"tokenizer, or {new_run_advice(config)} to start a new run"
-            )
+            advice = f"the vocabulary of this run; use the same text or tokenizer.json, or {new_run_advice(config)}"
+            if is_new:
+                advice = "the vocabulary of trainer.init_from; give data/prepare.py its tokenizer.json, or leave it out"
+            raise UserError(f"data.path: {difference} {advice}")
     check_equal(context, {"the text's SHA-256": corpus.sha256})
     return corpus
 

@@ -60,12 +60,11 @@ def test_the_parts_are_those_of_a_run_on_the_text_and_meta_describes_them(kind: 
     assert meta["tokenizer_sha256"] == hashlib.sha256(content.encode()).hexdigest()
     assert meta["vocab_size"] == tokenizer.vocab_size == (len(set(text)) if kind == "char" else 300)
     assert meta["command"].startswith("python data/prepare.py ")
-    assert not list(tmp_path.glob("*.unfinished"))
 
 
 def test_pieces_have_the_tokens_of_the_whole_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A text is encoded in pieces, which end where no token crosses their ends."""
-    monkeypatch.setattr(load_prepare(), "PIECE_SIZE", 500)
+    monkeypatch.setattr("mingpt.text.tokenizer.PIECE_SIZE", 500)
     text = random_words(2000)
     tokenizer = byte_pair_tokenizer(text, 600)
     (tmp_path / "text.txt").write_text(text, encoding="utf-8")
@@ -79,10 +78,10 @@ def test_pieces_have_the_tokens_of_the_whole_text(tmp_path: Path, monkeypatch: p
 
 
 def test_documents_of_every_format_end_with_the_end_of_text(tmp_path: Path) -> None:
-    """Half of a surrogate pair, which JSON may contain, is no character; the name of a token is text."""
+    """Half of a surrogate pair, which JSON may contain, is no character. A text may be null."""
     tokenizer = byte_pair_tokenizer(random_words(500), 300)
     documents = ["one\n", "", "two <|endoftext|> é", "three 🙂 " * 9, "four"]
-    lines = "".join(json.dumps({"id": 1, "text": text}) + "\n" for text in [*documents, "\ud83d"])
+    lines = "".join(json.dumps({"id": 1, "text": text or None}) + "\n" for text in [*documents, "\ud83d"])
     (tmp_path / "a.jsonl").write_text(lines)
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     (tmp_path / "c.txt.bz2").write_bytes(bz2.compress(documents[3].encode()))
@@ -93,7 +92,8 @@ def test_documents_of_every_format_end_with_the_end_of_text(tmp_path: Path) -> N
         import pyarrow
         from pyarrow import parquet
 
-        parquet.write_table(pyarrow.table({"text": documents, "url": documents}), tmp_path / "d.parquet")
+        rows = {"text": [text or None for text in documents], "url": documents}
+        parquet.write_table(pyarrow.table(rows), tmp_path / "d.parquet")
         names.append("d.parquet")
         expected += documents
     argv = [*(str(tmp_path / name) for name in names), "--out", str(tmp_path / "out")]
@@ -103,7 +103,7 @@ def test_documents_of_every_format_end_with_the_end_of_text(tmp_path: Path) -> N
     found = tokenizer.decode([*tokens["train"], *tokens["val"]])
     assert found == "".join(f"{document}<|endoftext|>" for document in expected)
     end = tokenizer.tokenizer.token_to_id("<|endoftext|>")
-    assert [*tokens["train"], *tokens["val"]].count(end) == len(expected)
+    assert [*tokens["train"], *tokens["val"]].count(end) == len(expected) + expected.count(documents[2])
 
 
 def run_prepare(*argv: object, **env: str) -> subprocess.Popen:
@@ -138,14 +138,14 @@ def test_a_killed_one_leaves_nothing_half_and_the_same_command_begins_again(tmp_
         with run_prepare(*argv, out) as process:
             time.sleep(duration * moment / 11)
             process.kill()
-        assert not out.exists() or process.returncode == 0
+        assert not (out / "train.bin").exists() or NAMES <= {file.name for file in out.iterdir()}
     for moment in (1, 5, 10):
         out = tmp_path / f"killed-{moment}"
-        if not out.exists():
+        if not (out / "train.bin").exists():
             assert run_prepare(*argv, out).communicate(timeout=100)[1] == ""
         for name in NAMES - {"meta.json"}:
             assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-        assert not out.with_name(f"{out.name}.unfinished").exists()
+        assert {file.name for file in out.iterdir()} == NAMES
 
 
 CASES = [
@@ -210,3 +210,13 @@ def test_a_large_vocabulary_has_tokens_of_32_bits() -> None:
         tokenizer.vocab_size = vocab_size
         [tokens] = prepare.encode(tokenizer, ["words"])
         assert tokens.dtype == dtype
+
+
+def test_the_folder_may_be_a_link_to_an_empty_one(tmp_path: Path) -> None:
+    """Like a mounted volume, it can't be replaced."""
+    (tmp_path / "text.txt").write_text(random_words(100), encoding="utf-8")
+    (tmp_path / "volume").mkdir()
+    (tmp_path / "out").symlink_to("volume")
+    prepare_text(tmp_path / "text.txt", tmp_path / "out", "char")
+    assert (tmp_path / "out").is_symlink()
+    assert {file.name for file in (tmp_path / "volume").iterdir()} == NAMES

@@ -25,6 +25,7 @@ def hf_tokenizer(pretrained: Pretrained) -> PreTrainedTokenizerFast:
         tokenizer_object=Tokenizer.from_str(ours.to_json()),
         model_max_length=pretrained.model_config.block_size,
         clean_up_tokenization_spaces=False,
+        eos_token=getattr(ours, "end_of_text", None),
     )
     text = ours.decode(range(ours.vocab_size))
     expected = ours.encode(text, "--snapshot").tolist()
@@ -58,7 +59,7 @@ def hf_model(pretrained: Pretrained) -> PreTrainedModel:
         "num_attention_heads": config.n_head,
         "hidden_size": config.n_embd,
         "bos_token_id": None,
-        "eos_token_id": None,
+        "eos_token_id": hf_tokenizer(pretrained).eos_token_id,
         "pad_token_id": None,
     }
     if config.architecture == "nanochat":

@@ -37,11 +37,14 @@ SUPPORTED: dict[str, list[Any]] = {
     "activation_function": list(GELU_APPROXIMATE),
     "scale_attn_weights": [True],
     "scale_attn_by_inverse_layer_idx": [False],
+    "add_cross_attention": [False],
     "layer_norm_epsilon": [1e-5],
     "hidden_act": ["relu2"],
     "rms_norm_eps": [RMS_NORM_EPS],
     "final_logit_softcapping": [LOGIT_CAP],
     "rope_theta": [ROTARY_BASE],
+    "rope_type": ["default"],
+    "attention_bias": [False],
 }
 
 
@@ -108,6 +111,12 @@ def load_folder(folder: Path, option: str) -> dict[str, Any]:
         with device("meta"):
             names = GPT(GPTConfig(**model, vocab_size=1, block_size=1)).state_dict()
         weights = from_transformers(stored, names, model["architecture"])
+    rows = len(weights["transformer.wte.weight"])
+    if rows < tokenizer.vocab_size:
+        raise UserError(
+            f"{option}: {folder}/tokenizer.json has {tokenizer.vocab_size} tokens, but the embedding has {rows} rows; "
+            "remove the tokens that were added, or resize the embedding in transformers"
+        )
     for name in EMBEDDINGS & weights.keys():
         weights[name] = weights[name][: tokenizer.vocab_size]  # there may be more rows than tokens
     sections = {"model": model, "data": {"block_size": block_size}}
@@ -121,15 +130,21 @@ def model_section(config: dict[str, Any], source: str) -> tuple[dict[str, Any], 
         source: names the file, for messages
 
     Raises:
-        UserError: the model has something that model.py lacks, other than shapes, which are compared later.
+        UserError: the model has something that model.py lacks.
     """
     config = config | (config.get("rope_parameters") or {})
-    for key, values in SUPPORTED.items():
+    _check(config, SUPPORTED, source)
+    architecture = config["model_type"]
+    n_layer, n_head, n_embd, block_size = (config[key] for key in SHAPES[architecture])
+    sizes = {"n_inner": [None, 4 * n_embd], "intermediate_size": [4 * n_embd], "num_key_value_heads": [None, n_head]}
+    _check(config, sizes | {"tie_word_embeddings": [architecture == "gpt2"]}, source)
+    gelu = GELU_APPROXIMATE[config.get("activation_function", "gelu_new")] if architecture == "gpt2" else "none"
+    section = {"architecture": architecture, "n_layer": n_layer, "n_head": n_head, "n_embd": n_embd}
+    return asdict(ModelConfig()) | section | {"gelu_approximate": gelu}, block_size
+
+
+def _check(config: Mapping[str, Any], supported: Mapping[str, list[Any]], source: str) -> None:
+    for key, values in supported.items():
         value = config.get(key, values[0])
         if value not in values:
             raise UserError(f"{source} has {key} {json.dumps(value)}, must be {' or '.join(map(json.dumps, values))}")
-    architecture = config["model_type"]
-    *shape, block_size = (config[key] for key in SHAPES[architecture])
-    section = dict(zip(("n_layer", "n_head", "n_embd"), shape, strict=True))
-    gelu = GELU_APPROXIMATE[config.get("activation_function", "gelu_new")] if architecture == "gpt2" else "none"
-    return asdict(ModelConfig()) | section | {"architecture": architecture, "gelu_approximate": gelu}, block_size

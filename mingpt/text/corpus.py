@@ -73,8 +73,8 @@ def read_corpus(config: Config, tokenizer: Tokenizer, verbose: bool = True) -> C
         if len(part) < data.block_size + 1:
             raise UserError(
                 f"data.block_size: the {name} part of {data.path} has {len(part)} tokens, but a window needs "
-                f"block_size + 1 = {data.block_size + 1}; lower data.block_size, change data.train_split "
-                f"({data.train_split}) or use more text"
+                f"block_size + 1 = {data.block_size + 1}; lower data.block_size, use more text, or split it in another "
+                f"way (data.train_split is {data.train_split}; data/prepare.py has --train_split)"
             )
     return corpus
 
@@ -114,7 +114,8 @@ def _open_folder(config: Config) -> Corpus:
     if not (folder / "tokenizer.json").exists():
         raise UserError(
             f"data.path: {folder}/tokenizer.json is missing; copy the one that wrote train.bin. GPT-2's, which nanoGPT "
-            f"uses, is at {GPT2_TOKENIZER}"
+            f"uses, is at {GPT2_TOKENIZER}. If there is a meta.pkl, the tokens are characters: run data/prepare.py on "
+            "the text, with --tokenizer char"
         )
     with readable(data.path, "data.path"):
         meta_file = folder / "meta.json"

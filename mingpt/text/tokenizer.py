@@ -4,15 +4,22 @@ A tokenizer has `vocabulary`, `vocab_size` and `default_prompt`, and the methods
 """
 
 import json
+import re
 import reprlib
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from mingpt.errors import UserError
 from mingpt.text.files import readable
+
+PIECE_SIZE = 1 << 14  # characters of a long text that are encoded at once
+BATCH_SIZE = 256  # pieces that all cores encode together; their tokens take some 100 MB
+END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # tokens of GPT-2, Llama 3, Llama 2 and Gemma
+LAST_WORD = re.compile(r"(?s).*\S(?=\s\S)")  # up to the last word that is followed by one blank and another word
 
 
 class CharTokenizer:
@@ -75,6 +82,7 @@ class JSONTokenizer:
 
     Attributes:
         vocabulary: the strings of the tokens, in the order of their numbers
+        end_of_text: the token after a document, one of END_OF_TEXT; None: the tokenizer has none
 
     Raises:
         ImportError: tokenizers is not installed.
@@ -87,18 +95,29 @@ class JSONTokenizer:
         from tokenizers import Tokenizer  # noqa: PLC0415 - optional
 
         self.tokenizer = Tokenizer.from_str(text)
-        self.tokenizer.no_truncation()
-        self.tokenizer.no_padding()
         self.text = text
+        if self.tokenizer.truncation or self.tokenizer.padding:
+            self.tokenizer.no_truncation()
+            self.tokenizer.no_padding()
+            self.text = self.tokenizer.to_str()
         self.vocab_size = max(self.tokenizer.get_vocab().values()) + 1
         self.vocabulary = [self.tokenizer.id_to_token(token) or "" for token in range(self.vocab_size)]
+        self.end_of_text = next((token for token in END_OF_TEXT if token in self.vocabulary), None)
 
     def extended(self, text: str) -> "JSONTokenizer":
         return self  # its vocabulary is fixed
 
     def encode(self, text: str, source: str) -> np.ndarray:
-        ids = self.tokenizer.encode(text, add_special_tokens=False).ids
-        return np.array(ids, dtype=np.min_scalar_type(self.vocab_size - 1))
+        pieces = cut([text])
+        tokens = [np.empty(0, dtype=np.min_scalar_type(self.vocab_size - 1))]
+        while batch := list(islice(pieces, BATCH_SIZE)):
+            tokens += self.encode_batch(batch)
+        return np.concatenate(tokens)
+
+    def encode_batch(self, pieces: Sequence[str]) -> list[np.ndarray]:
+        """Returns the tokens of each piece. Names of special tokens in a text are these tokens."""
+        encodings = self.tokenizer.encode_batch(pieces, add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.min_scalar_type(self.vocab_size - 1)) for encoding in encodings]
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
         return self.tokenizer.decode([int(token) for token in tokens], skip_special_tokens=False)
@@ -121,9 +140,9 @@ def parse_tokenizer(text: str) -> Tokenizer:
     """
     model = json.loads(text)["model"]
     if model["type"] == "WordLevel":
-        characters = CharTokenizer("".join(sorted(model["vocab"], key=model["vocab"].get)))
-        if characters.to_json() == text:
-            return characters
+        characters = sorted(model["vocab"], key=model["vocab"].get)
+        if max(map(len, characters)) == 1:
+            return CharTokenizer("".join(characters))
     return JSONTokenizer(text)
 
 
@@ -133,6 +152,20 @@ def restore_tokenizer(header: Mapping[str, Any]) -> Tokenizer:
         return TextTokenizer(header["vocabulary"])
     with readable("its tokenizer", "snapshot"):
         return JSONTokenizer(header["tokenizer"])
+
+
+def cut(chunks: Iterable[str]) -> Iterator[str]:
+    """Cuts a text, which comes in chunks, into pieces of PIECE_SIZE. No token of GPT-2's rules crosses their ends."""
+    rest = ""
+    for chunk in chunks:
+        rest += chunk
+        while len(rest) > PIECE_SIZE:
+            word = LAST_WORD.match(rest, 0, PIECE_SIZE)
+            end = word.end() if word else PIECE_SIZE
+            yield rest[:end]
+            rest = rest[end:]
+    if rest:
+        yield rest
 
 
 def stream_text(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Iterable[int]) -> Iterator[str]:

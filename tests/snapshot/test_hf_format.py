@@ -14,7 +14,17 @@ import sample
 from mingpt.errors import UserError
 from mingpt.program import run_program as exit_status_of
 from mingpt.snapshot.load import load_pretrained
-from tests.helpers import ROOT, byte_pair_tokenizer, newest_snapshot, prepare_text, run_args, run_on, write_text
+from tests.helpers import (
+    ROOT,
+    byte_pair_tokenizer,
+    newest_snapshot,
+    prepare_text,
+    run_args,
+    run_each_captured,
+    run_on,
+    run_ranks,
+    write_text,
+)
 
 SIZES = {"gpt2": {"n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}}
 SIZES["nanochat"] = {"max_position_embeddings": 32, "hidden_size": 16, "intermediate_size": 64}
@@ -126,11 +136,33 @@ def test_a_folder_is_sampled_and_not_exported_again(tmp_path: Path, capsys: pyte
     assert "is a folder of transformers already" in capsys.readouterr().err
 
 
+def test_other_tokens_than_those_of_the_weights_are_refused(tmp_path: Path) -> None:
+    """Characters in a folder do not begin with the weights of byte pairs, and a token needs a row of the embedding."""
+    folder = save(build("gpt2"), tmp_path / "theirs")
+    prepare_text(write_text(tmp_path / "text.txt"), tmp_path / "tokens", "char")
+    small = save(build("gpt2", vocab_size=290), tmp_path / "small")
+    argvs = []
+    for weights, path in ((folder, tmp_path / "tokens"), (small, tmp_path / "text.txt")):
+        argv = run_args(tmp_path / "run", path, trainer__init_from=weights)
+        for key in MODEL_KEYS:
+            del argv[argv.index(key) : argv.index(key) + 2]
+        argvs.append(argv)
+    [results] = run_ranks(1, run_each_captured, argvs, tmp_path=tmp_path)
+    messages = (
+        "the vocabulary of trainer.init_from; use its tokenizer.json",
+        "has 300 tokens, but the embedding has 290",
+    )
+    for (status, _, err), message in zip(results, messages, strict=True):
+        assert (status, len(err.splitlines())) == (2, 1)
+        assert message in err
+
+
 CASES = [
+    ("gpt2", {"tie_word_embeddings": False}, "tie_word_embeddings false, must be true"),
     ("gpt2", {"activation_function": "relu"}, 'activation_function "relu", must be "gelu_new" or'),
-    ("gpt2", {"n_inner": 48}, "of another shape: transformer.h.*.mlp.c_fc.weight"),
+    ("gpt2", {"n_inner": 48}, "n_inner 48, must be null or 64"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx true, must be false"),
-    ("nanochat", {"num_key_value_heads": 1}, "of another shape: transformer.h.*.attn.c_attn.weight"),
+    ("nanochat", {"num_key_value_heads": 1}, "num_key_value_heads 1, must be null or 2"),
     (
         "nanochat",
         {"rope_parameters": {"rope_theta": 5e5}},

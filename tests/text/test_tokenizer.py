@@ -1,3 +1,4 @@
+import json
 import sys
 
 import pytest
@@ -62,8 +63,25 @@ def test_a_snapshot_rebuilds_the_tokenizer_without_truncation() -> None:
     tokenizer = byte_pair_tokenizer(TEXT * 3, 270)
     tokenizer.tokenizer.enable_truncation(4)
     changed = JSONTokenizer(tokenizer.tokenizer.to_str())
+    assert json.loads(changed.to_json())["truncation"] is None  # export.py writes it
     for each in (tokenizer, changed):
         rebuilt = restore_tokenizer(each.snapshot_entries())
         assert rebuilt.vocabulary == tokenizer.vocabulary
         assert rebuilt.vocab_size == 270
         assert rebuilt.decode(rebuilt.encode(TEXT, "test")) == TEXT
+
+
+def test_a_long_text_is_encoded_in_pieces_with_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "some words, " * 50 + "\n\n  and others.\n" * 50
+    tokenizer = byte_pair_tokenizer(text, 300)
+    expected = tokenizer.tokenizer.encode(text).ids
+    monkeypatch.setattr("mingpt.text.tokenizer.PIECE_SIZE", 100)
+    monkeypatch.setattr("mingpt.text.tokenizer.BATCH_SIZE", 2)
+    assert tokenizer.encode(text, "test").tolist() == expected
+    assert tokenizer.encode("", "test").tolist() == []
+
+
+def test_characters_that_transformers_has_saved_again_are_characters() -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    saved = tokenizers.Tokenizer.from_str(CharTokenizer().extended(TEXT).to_json()).to_str(pretty=True)
+    assert isinstance(parse_tokenizer(saved), CharTokenizer)
