@@ -149,7 +149,7 @@ def test_other_tokens_than_those_of_the_weights_are_refused(tmp_path: Path) -> N
         argvs.append(argv)
     [results] = run_ranks(1, run_each_captured, argvs, tmp_path=tmp_path)
     messages = (
-        "the vocabulary of trainer.init_from; use its tokenizer.json",
+        "the vocabulary of trainer.init_from; give data/prepare.py its",
         "has 300 tokens, but the embedding has 290",
     )
     for (status, _, err), message in zip(results, messages, strict=True):
