@@ -87,6 +87,7 @@ def test_logits_are_equal_here_and_after_a_run_and_its_export(architecture: str,
     assert torch.allclose(logits(tmp_path / "ours", idx), tuned, rtol=0, atol=1e-6)
     assert (tmp_path / "ours/tokenizer.json").read_text() == (folder / "tokenizer.json").read_text()
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "ours")
+    assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|endoftext|>", 0)  # which ends a generated text
     assert tokenizer("anna ñ")["input_ids"] == load_pretrained(str(folder), "").tokenizer.encode("anna ñ", "").tolist()
 
 

@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import logging
 import lzma
+import math
 import random
 import re
 import threading
@@ -71,6 +72,8 @@ def test_tokens_are_indices_into_the_sorted_vocabulary_which_rebuilds_the_tokeni
         assert tokens.dtype == np.min_scalar_type(len(vocabulary) - 1)
         assert encoded.sha256 == hashlib.sha256(text.encode()).hexdigest()
         assert encoded.validation_bytes == len(text[len(encoded.training) :].encode())
+        bits = encoded.bits_per_byte(math.log(2))  # a bit per token
+        assert bits == pytest.approx(len(encoded.validation) / encoded.validation_bytes)
 
 
 PROSE = "Le cœur a ses raisons – « déjà vu », l’été, à Noël.\n" * 9
