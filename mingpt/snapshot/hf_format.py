@@ -54,7 +54,9 @@ def their_names(name: str, architecture: str) -> list[str]:
         return [name]
     for ours, theirs in NANOCHAT_NAMES.items():
         name = name.replace(ours, theirs)
-    return [name.replace("c_attn", f"{part}_proj") for part in "qkv"] if "c_attn" in name else [name]
+    if name.endswith("c_attn.weight"):
+        return [name.replace("c_attn", f"{part}_proj") for part in "qkv"]
+    return [name]
 
 
 def is_transposed(name: str, architecture: str) -> bool:
