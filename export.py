@@ -111,8 +111,8 @@ def run(argv: Sequence[str]) -> None:
             from mingpt.snapshot.hf_export import hf_model, hf_tokenizer
         except ImportError as error:
             raise UserError(f"export.py needs transformers 5 ({error}): pip install 'transformers>=5'") from error
-        model = hf_model(pretrained)
         tokenizer = hf_tokenizer(pretrained)
+        model = hf_model(pretrained, tokenizer.eos_token_id)
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=out, prefix="unfinished-") as folder:
             tokenizer.save_pretrained(folder)

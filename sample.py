@@ -91,8 +91,6 @@ def run(argv: Sequence[str]) -> None:
     tokenizer = pretrained.tokenizer
     prompt = read_prompt(args.prompt, tokenizer.default_prompt)
     prompt_tokens = tokenizer.encode(prompt, "--prompt").tolist()
-    if not prompt_tokens:
-        raise UserError(f"--prompt: the tokenizer has no tokens for {prompt!r}; write another one")
     idx = torch.tensor([prompt_tokens], device=device)  # (1, T)
     print(prompt, end="", flush=True)
     generator = torch.Generator(device).manual_seed(args.seed)

@@ -30,7 +30,7 @@ from tqdm import tqdm
 from mingpt.errors import UserError
 from mingpt.monitoring.live_line import BAR_OPTIONS
 from mingpt.program import run_program
-from mingpt.text.files import find_files, open_text, readable
+from mingpt.text.files import find_files, open_text, readable, without_query
 from mingpt.text.tokenizer import (
     BATCH_SIZE,
     END_OF_TEXT,
@@ -43,20 +43,22 @@ from mingpt.text.tokenizer import (
 )
 
 END_OF_DOCUMENT = ""  # in a sequence of pieces
+PARQUET_BLOCK = 1 << 22  # bytes of a request to a server; a stream could not be read from its end
 UNFINISHED = "unfinished-"  # prefix of temporary folders
 
 
 def iter_documents(fs: fsspec.AbstractFileSystem, name: str) -> Iterator[Iterable[str]]:
     """Yields the chunks of each document: of a file, of a line of .jsonl, or of a row of .parquet."""
-    if name.endswith(".parquet"):
+    suffixes = Path(without_query(name)).suffixes
+    if ".parquet" in suffixes:
         from pyarrow.parquet import ParquetFile  # noqa: PLC0415 - optional
 
-        with fs.open(name) as content:
+        with fs.open(name, block_size=PARQUET_BLOCK) as content:
             for batch in ParquetFile(content).iter_batches(columns=["text"], batch_size=1000):
                 yield from ([text or ""] for text in batch["text"].to_pylist())
         return
     with open_text(fs, name) as file:
-        if ".jsonl" not in Path(name).suffixes:
+        if ".jsonl" not in suffixes:
             yield iter(partial(file.read, PIECE_SIZE), "")
             return
         for number, line in enumerate(file, 1):
@@ -120,12 +122,9 @@ def find_tokenizer(kind: str, characters: set[str], texts: Iterator[str]) -> Tok
 
 def encode(tokenizer: Tokenizer, pieces: Sequence[str]) -> list[np.ndarray]:
     """Returns the tokens of pieces. A document ends with the tokenizer's end-of-text token, if it has one."""
-    if isinstance(tokenizer, CharTokenizer):
-        encoded = [tokenizer.encode(piece, "TEXT") for piece in pieces]
-    else:
-        end = tokenizer.end_of_text or ""
-        encoded = tokenizer.encode_batch([end if piece == END_OF_DOCUMENT else piece for piece in pieces])
+    end = tokenizer.end_of_text or ""
     dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
+    encoded = tokenizer.encode_batch([end if piece == END_OF_DOCUMENT else piece for piece in pieces], "TEXT")
     return [tokens.astype(dtype) for tokens in encoded]
 
 
@@ -146,7 +145,8 @@ def prepare(texts: Sequence[str], out: Path, kind: str, train_split: float, comm
         digest.update(content)
         size += len(content)
         length += len(piece)
-        characters.update(piece)
+        if kind == "char":
+            characters.update(piece)
     train_length = int(length * train_split)
     if not 0 < train_length < length:
         raise UserError(f"TEXT: {length} characters, of which --train_split {train_split} leaves none for a part")
@@ -184,8 +184,9 @@ def write_tokens(pieces: Iterator[tuple[str, str]], size: int, tokenizer: Tokeni
                 files[part].write(tokens.data)
                 digests[part].update(tokens.data)
                 meta[part]["tokens"] += len(tokens)
-                meta[part]["bytes"] += len(piece.encode())
-                bar.update(len(piece.encode()))
+                length = len(piece.encode())
+                meta[part]["bytes"] += length
+                bar.update(length)
         for part, file in files.items():
             file.flush()
             os.fsync(file.fileno())

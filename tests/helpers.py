@@ -92,7 +92,7 @@ def write_text(path: Path, size: int = 3000) -> Path:
     return path
 
 
-def prepare_text(text: Path, out: Path, tokenizer: str, *options: str) -> None:
+def prepare_text(text: Path | str, out: Path, tokenizer: str, *options: str) -> None:
     """Runs data/prepare.py in this process."""
     status = program.run_program(load_prepare().run, [str(text), "--out", str(out), "--tokenizer", tokenizer, *options])
     assert status == 0

@@ -24,7 +24,7 @@ COMMAND_LINE = "the command line"
 HELP = """\
 usage: main.py [--config FILE] [--section.key VALUE ...]
 
-Trains a character-level GPT, in one process or under a launcher like torchrun.
+Trains a GPT on characters or tokens, in one process or under a launcher like torchrun.
 
   --config FILE        yaml with the keys to change; a later file has precedence
                        (default: gpt2_train_cfg.yaml beside main.py)

@@ -25,7 +25,7 @@ def hf_tokenizer(pretrained: Pretrained) -> PreTrainedTokenizerFast:
         tokenizer_object=Tokenizer.from_str(ours.to_json()),
         model_max_length=pretrained.model_config.block_size,
         clean_up_tokenization_spaces=False,
-        eos_token=getattr(ours, "end_of_text", None),
+        eos_token=ours.end_of_text,
     )
     text = ours.decode(range(ours.vocab_size))
     expected = ours.encode(text, "--snapshot").tolist()
@@ -40,8 +40,11 @@ def hf_tokenizer(pretrained: Pretrained) -> PreTrainedTokenizerFast:
     return theirs
 
 
-def hf_model(pretrained: Pretrained) -> PreTrainedModel:
+def hf_model(pretrained: Pretrained, eos_token_id: int | None) -> PreTrainedModel:
     """Returns a model whose logits have been compared with this program's.
+
+    Args:
+        eos_token_id: ends a generated text; None: nothing does
 
     Raises:
         UserError: weights or logits differ. The code or the configuration uses something that transformers' class
@@ -59,7 +62,7 @@ def hf_model(pretrained: Pretrained) -> PreTrainedModel:
         "num_attention_heads": config.n_head,
         "hidden_size": config.n_embd,
         "bos_token_id": None,
-        "eos_token_id": hf_tokenizer(pretrained).eos_token_id,
+        "eos_token_id": eos_token_id,
         "pad_token_id": None,
     }
     if config.architecture == "nanochat":

@@ -17,7 +17,7 @@ from mingpt.text.files import find_files, open_text, readable
 from mingpt.text.token_file import TokenFile, Tokens
 from mingpt.text.tokenizer import Tokenizer, parse_tokenizer
 
-LARGE_TEXT = 100_000_000  # bytes from which the start recommends data/prepare.py
+LARGE_TEXT = 100_000_000  # characters from which the start recommends data/prepare.py
 DECODED_TOKENS = 1_000_000  # from which the bytes per token of a text are estimated
 GPT2_TOKENIZER = "https://huggingface.co/openai-community/gpt2/resolve/main/tokenizer.json"
 

@@ -6,6 +6,7 @@ from glob import has_magic
 
 import fsspec
 from fsspec.core import OpenFile
+from fsspec.utils import infer_compression
 
 from mingpt.errors import UserError
 
@@ -20,7 +21,9 @@ def find_files(path: str, key: str) -> tuple[fsspec.AbstractFileSystem, list[str
         UserError: there is no such file, or it is a folder or a pipe.
     """
     with readable(path, key):
-        fs, root = fsspec.url_to_fs(path)
+        # Not all HTTP servers can send a part of a file; with 0, files are streams.
+        options = {"block_size": 0} if path.startswith("http") else {}
+        fs, root = fsspec.url_to_fs(path, **options)
         names = [root]
         if has_magic(path) and not fs.exists(root):
             # Like in a shell, a pattern matches hidden files only if it contains their dot.
@@ -56,4 +59,10 @@ def readable(name: str, key: str) -> Iterator[None]:
 
 def open_text(fs: fsspec.AbstractFileSystem, name: str) -> OpenFile:
     """Opens a file as text, without a byte-order mark. It is decompressed if its name ends in .gz, .bz2 or .xz."""
-    return OpenFile(fs, name, "r", compression="infer", encoding="utf-8-sig", newline="\n")
+    compression = infer_compression(without_query(name))
+    return OpenFile(fs, name, "r", compression=compression, encoding="utf-8-sig", newline="\n")
+
+
+def without_query(name: str) -> str:
+    """Returns a name that ends in its suffix, also for a URL such as https://host/text.gz?download=true."""
+    return name.partition("?")[0]

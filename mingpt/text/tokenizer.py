@@ -8,6 +8,7 @@ import re
 import reprlib
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import islice
 from typing import Any
 
@@ -33,6 +34,7 @@ class CharTokenizer:
         self.vocabulary = vocabulary
         self.vocab_size = len(vocabulary)
         self.default_prompt = vocabulary[:1]  # usually a line break
+        self.end_of_text: str | None = None  # see JSONTokenizer
 
     def extended(self, text: str) -> "CharTokenizer":
         """Returns a tokenizer with the new characters of a training text, which may have other tokens."""
@@ -55,6 +57,10 @@ class CharTokenizer:
         token_of_code = np.zeros(sys.maxunicode + 1, dtype=np.min_scalar_type(self.vocab_size - 1))
         token_of_code[_code_points(self.vocabulary)] = range(self.vocab_size)
         return token_of_code[_code_points(text)]
+
+    def encode_batch(self, pieces: Sequence[str], source: str) -> list[np.ndarray]:
+        """Returns the tokens of each piece of a text."""
+        return [self.encode(piece, source) for piece in pieces]
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
         """Returns the text of tokens."""
@@ -111,11 +117,11 @@ class JSONTokenizer:
         pieces = cut([text])
         tokens = [np.empty(0, dtype=np.min_scalar_type(self.vocab_size - 1))]
         while batch := list(islice(pieces, BATCH_SIZE)):
-            tokens += self.encode_batch(batch)
+            tokens += self.encode_batch(batch, source)
         return np.concatenate(tokens)
 
-    def encode_batch(self, pieces: Sequence[str]) -> list[np.ndarray]:
-        """Returns the tokens of each piece. Names of special tokens in a text are these tokens."""
+    def encode_batch(self, pieces: Sequence[str], source: str) -> list[np.ndarray]:
+        """Returns the tokens of each piece of a text. Names of special tokens in it are these tokens."""
         encodings = self.tokenizer.encode_batch(pieces, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.min_scalar_type(self.vocab_size - 1)) for encoding in encodings]
 
@@ -132,6 +138,7 @@ class JSONTokenizer:
 Tokenizer = CharTokenizer | JSONTokenizer
 
 
+@cache  # weights, snapshot and token files may have the same one; GPT-2's takes 0.13 s
 def parse_tokenizer(text: str) -> Tokenizer:
     """Returns the tokenizer of a tokenizer.json. Characters do not need Hugging Face's tokenizers.
 
@@ -151,7 +158,7 @@ def restore_tokenizer(header: Mapping[str, Any]) -> Tokenizer:
     if header["tokenizer"] is None:
         return TextTokenizer(header["vocabulary"])
     with readable("its tokenizer", "snapshot"):
-        return JSONTokenizer(header["tokenizer"])
+        return parse_tokenizer(header["tokenizer"])
 
 
 def cut(chunks: Iterable[str]) -> Iterator[str]:

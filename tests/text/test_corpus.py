@@ -23,6 +23,7 @@ from mingpt.errors import UserError
 from mingpt.text import corpus
 from mingpt.text.corpus import Corpus, check_text, read_corpus
 from mingpt.text.tokenizer import CharTokenizer
+from tests.helpers import prepare_text
 
 
 def read(path: Path | str, vocabulary: str = "") -> Corpus:
@@ -145,6 +146,8 @@ class TextServer(BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         [status] = re.findall(r"^/(\d+)", self.path) or ["200"]
         self.content = self.text.encode()
+        if "gz" in self.path:
+            self.content = gzip.compress(self.content, compresslevel=0)
         self.send_response(int(status))
         self.send_header("Content-Length", str(len(self.content) + (self.path == "/cut")))
         self.end_headers()
@@ -170,9 +173,13 @@ def text_server() -> Iterator[str]:
 
 
 def test_a_server_sends_the_whole_text_or_its_error_is_shown(
-    text_server: str, caplog: pytest.LogCaptureFixture
+    text_server: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert decode(read(f"{text_server}/text.txt?raw=1")) == TextServer.text
+    assert decode(read(f"{text_server}/text.gz?raw=1")) == TextServer.text
+    prepare_text(f"{text_server}/text.gz?raw=1", tmp_path / "tokens", "char")
+    prepared = read_corpus(Config(data=DataConfig(path=str(tmp_path / "tokens"))), CharTokenizer())
+    assert decode(prepared) == TextServer.text
     for path, said in (
         ("404", "404, message='Not Found'"),
         ("503/*.txt", "503, message='Service Unavailable'"),

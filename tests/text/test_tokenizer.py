@@ -48,7 +48,7 @@ def test_characters_in_a_tokenizer_json_need_no_package(monkeypatch: pytest.Monk
     assert isinstance(found, CharTokenizer)
     assert found.vocabulary == tokenizer.vocabulary
     with pytest.raises(UserError, match=r"snapshot: .*; run `pip install tokenizers`"):
-        restore_tokenizer({"tokenizer": "{}"})
+        restore_tokenizer({"tokenizer": '{"model": {"type": "BPE"}}'})
 
 
 def test_transformers_tokenizers_builds_the_same_tokens() -> None:
