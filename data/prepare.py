@@ -101,7 +101,7 @@ def train_tokenizer(texts: Iterator[str], size: int) -> JSONTokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=size, special_tokens=[END_OF_TEXT[0]], initial_alphabet=alphabet, show_progress=False
     )
