@@ -158,11 +158,13 @@ def free_port() -> int:
             return port
 
 
-def run_program(*argv: str, cwd: Path | None = None, **env: str | None) -> subprocess.CompletedProcess:
+def run_program(
+    *argv: str, cwd: Path | None = None, timeout: float = 240, **env: str | None
+) -> subprocess.CompletedProcess:
     """Runs a program of this repository to its end."""
     command = [sys.executable, *(str(ROOT / word) if word.endswith(".py") else word for word in argv)]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=240, cwd=cwd, env=clean_env(**env), check=False
+        command, capture_output=True, text=True, timeout=timeout, cwd=cwd, env=clean_env(**env), check=False
     )
 
 

@@ -5,13 +5,19 @@ backward of a micro-batch, and another one the update. What changes between step
 keep their addresses: tokens, targets, the weight of the micro-batch, the learning rate, and gradients, which are set to
 zero and not deleted. The bits are the same as without graphs, because those steps use the same tensors
 (https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs).
+
+A graph repeats kernels, but not the Python code that has launched them. So some replays are compared with the same step
+without graphs, and the addresses in a graph with those of the program's tensors. After a difference, training continues
+without graphs.
 """
 
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -20,12 +26,21 @@ from mingpt.distributed.context import PendingFlags
 from mingpt.errors import UserError, is_oom_error
 from mingpt.monitoring.logging import logger
 from mingpt.parallel.strategy import MicroBatch, Strategy
+from mingpt.system.torch_versions import CONTINUES_AFTER_FAILED_RECORDING, untested_with_cuda_graphs
 
 WARM_UPS = 3  # calls before a function is recorded; they allocate state and compile
+CHECKED = (WARM_UPS + 1, WARM_UPS + 2, 24)  # calls whose replay is compared; a wrong address may be right at first
+# Without trainer.deterministic, a replay may differ from the call by ten times as much as from another replay, within
+# these bounds, relative to what the call changes. A graph with a wrong address may differ in each replay.
+TOLERANCE = (0.001, 0.05)
 
 
 class CUDAGraphs(Strategy):
-    """Trains on one GPU. Whether steps are recorded (trainer.cuda_graphs) does not change any bit."""
+    """Trains on one GPU. Whether steps are recorded (trainer.cuda_graphs) does not change any bit.
+
+    Attributes:
+        obstacle: why steps are not recorded; None: they are
+    """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -37,19 +52,40 @@ class CUDAGraphs(Strategy):
         self.is_fused = all(group.get("fused") for group in self.optimizer.param_groups)
         if not self.is_fused:
             obstacle = f"the optimizer, {type(self.optimizer).__name__}, is not fused"
-        if obstacle and cfg.cuda_graphs is True:
-            raise UserError(f"trainer.cuda_graphs is true, must be auto or false, because {obstacle}")
+        self.obstacle = obstacle or untested_with_cuda_graphs()
+        if self.obstacle and cfg.cuda_graphs is True:
+            raise UserError(f"trainer.cuda_graphs is true, must be auto or false, because {self.obstacle}")
         if cfg.cuda_graphs is False:
-            obstacle = "as configured"
-        self.description["graphs"] = f"none ({obstacle})" if obstacle else "CUDA graphs after the first steps (one GPU)"
-        stream = torch.cuda.Stream()
-        buffers = [(module, name) for module in self.model.modules() for name, _ in module.named_buffers(recurse=False)]
-        self.recorded_backward = Recorded(self._backward, buffers, stream, cfg.cuda_graphs, obstacle)
-        self.recorded_update = Recorded(self._update, [], stream, cfg.cuda_graphs, obstacle)
+            self.obstacle = "as configured"
+        use = f"none ({self.obstacle})" if self.obstacle else "CUDA graphs after the first steps (one GPU)"
+        self.description["graphs"] = use
+        self.modules = list(self.model.modules())
+        torch.cuda.reset_peak_memory_stats()  # an earlier run in this process may have needed more
+        self.recorded_backward = Recorded(self._backward, self)
+        self.recorded_update = Recorded(self._update, self)
+
+    def tensors(self) -> list[Tensor]:
+        """Returns everything that a step may change."""
+        buffers = [module._buffers for module in self.modules]
+        named: list[Any] = [self.parameters, self.gradients, *self.local_state.values(), *buffers, vars(self.scaler)]
+        return [each for tensors in named for each in tensors.values() if isinstance(each, Tensor)]
+
+    def addresses(self) -> set[tuple[int, bool]]:
+        return {(tensor.data_ptr(), tensor.requires_grad) for tensor in self.tensors()}
+
+    def check_addresses(self) -> None:
+        """Gives up graphs that would use the memory of a tensor that the program has replaced."""
+        recorded = self.recorded_backward.addresses | self.recorded_update.addresses
+        if self.obstacle is None and not recorded <= self.addresses():
+            self.give_up("a parameter, a gradient, a buffer or a moment was replaced, frozen or unfrozen")
 
     def zero_grad(self) -> None:
         """Sets the gradients of the step before to zero. Deleting them would change their addresses."""
-        if gradients := list(self.gradients.values()):  # there are none before the first step
+        self.check_addresses()
+        gradients = list(self.gradients.values())
+        if self.obstacle is not None:
+            super().zero_grad()
+        elif gradients:  # there are none before the first step
             torch._foreach_zero_(gradients)
 
     def accumulate(self, micro_batch: MicroBatch, flags: PendingFlags) -> Tensor:
@@ -68,6 +104,7 @@ class CUDAGraphs(Strategy):
     def update(self, lr: float | Tensor) -> Tensor:
         if not self.is_fused:
             return super().update(lr)
+        self.check_addresses()
         self.lr.fill_(lr)
         return self.recorded_update()
 
@@ -79,105 +116,173 @@ class CUDAGraphs(Strategy):
             group["capturable"] = False
         return norm
 
+    def give_up(self, obstacle: str) -> None:
+        """Trains without graphs from now on.
+
+        Raises:
+            UserError: trainer.cuda_graphs is true.
+        """
+        self.obstacle = obstacle
+        self.recorded_backward.graph = self.recorded_update.graph = None
+        problem = f"CUDA graphs can't be used, because {obstacle}"
+        if self.config.trainer.cuda_graphs is True:
+            raise UserError(f"trainer.cuda_graphs is true, but {problem}; change that, or set it to auto")
+        logger.warning(f"{problem}; training continues without them")
+
 
 class Recorded:
-    """Calls a function, and after the first calls replays its kernels instead.
+    """Calls a function, and after the first calls replays its kernels instead, as long as that gives the same.
 
     Args:
-        function: returns a new tensor, and does not depend on Python objects that change between calls
-        buffers: module and name of each buffer that the function may change in place
-        stream: runs the first calls, as required before a recording
-        setting: trainer.cuda_graphs
-        obstacle: why the function is not recorded; None: it is
+        function: returns a new tensor with one element
+        strategy: has the tensors that the function may change in place
     """
 
-    def __init__(
-        self,
-        function: Callable[..., Tensor],
-        buffers: list[tuple[nn.Module, str]],
-        stream: torch.cuda.Stream,
-        setting: str | bool,
-        obstacle: str | None,
-    ) -> None:
+    def __init__(self, function: Callable[..., Tensor], strategy: CUDAGraphs) -> None:
         self.function = function
-        self.buffers = buffers
-        self.stream = stream
-        self.setting = setting
-        self.obstacle = obstacle
-        self.num_warm_ups = 0
-        self.graph: torch.cuda.CUDAGraph | None = None
+        self.strategy = strategy
+        # Its own, for the first calls as well: gradients are added on the stream of the first pass that is alive, and
+        # PyTorch 2.12 and 2.13 free the memory of cuBLAS on a stream with any graph of the stream (pytorch#193402).
+        self.stream = torch.cuda.Stream()
+        self.num_calls = 0
+        self.graph: Any = None
+        self.addresses: set[tuple[int, bool]] = set()
 
     def __call__(self, *inputs: Tensor) -> Tensor:
-        if self.obstacle is not None:
+        if self.strategy.obstacle is None:
+            self.num_calls += 1
+            if self.num_calls < WARM_UPS:
+                return self._call(*inputs)
+            if self.num_calls == WARM_UPS:
+                return self._watch(*inputs)
+            if self.graph is None:
+                self._record(*inputs)
+        if self.strategy.obstacle is not None:
             return self.function(*inputs)
-        if self.num_warm_ups < WARM_UPS:
-            self.num_warm_ups += 1
-            return self._warm_up(*inputs)
-        if self.graph is None:
-            self.inputs = [tensor.clone() for tensor in inputs]
-            self.graph, self.output = self._record()
+        return self._check(*inputs) if self.num_calls in CHECKED else self._replay(*inputs)
+
+    def _call(self, *inputs: Tensor) -> Tensor:
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            output = self.function(*inputs)
+        torch.cuda.current_stream().wait_stream(self.stream)
+        return output
+
+    def _replay(self, *inputs: Tensor) -> Tensor:
         for fixed, tensor in zip(self.inputs, inputs, strict=True):
             fixed.copy_(tensor)
         self.graph.replay()
         return self.output.clone()  # the next replay changes it
 
-    def _warm_up(self, *inputs: Tensor) -> Tensor:
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            output = self.function(*inputs) if self.num_warm_ups < WARM_UPS else self._watched(*inputs)
-        torch.cuda.current_stream().wait_stream(self.stream)
-        return output
-
-    def _watched(self, *inputs: Tensor) -> Tensor:
-        """Calls the function and looks for obstacles, because PyTorch can't continue after a recording that fails.
-
-        Source: CUDAGraph::reset in PyTorch's CUDAGraph.cpp.
-
-        Raises:
-            UserError: the function can't be recorded, and trainer.cuda_graphs is true.
-        """
-        random_states = torch.get_rng_state(), random.getstate()
-        buffers = [getattr(module, name) for module, name in self.buffers]
+    def _watch(self, *inputs: Tensor) -> Tensor:
+        """Calls the function and looks for what a recording would not survive, or comparisons would not find."""
+        self.addresses = self.strategy.addresses()
+        random_states = _cpu_random_states()
+        before = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            before = torch.cuda.get_sync_debug_mode()
             torch.cuda.set_sync_debug_mode("warn")
             try:
-                output = self.function(*inputs)
+                output = self._call(*inputs)
             finally:
                 torch.cuda.set_sync_debug_mode(before)
-        if not torch.equal(torch.get_rng_state(), random_states[0]) or random.getstate() != random_states[1]:
-            self.obstacle = "it draws random numbers on the CPU"
-        for (module, name), buffer in zip(self.buffers, buffers, strict=True):
-            if getattr(module, name) is not buffer:
-                self.obstacle = f"{type(module).__name__} replaces its buffer {name}"
         for warning in caught:
             if "called a synchronizing CUDA operation" in str(warning.message):
-                self.obstacle = f"{warning.filename}, line {warning.lineno}, waits for the GPU"
-        if self.obstacle is not None:
-            problem = f"a step can't be recorded as CUDA graphs, because {self.obstacle}"
-            if self.setting is True:
-                raise UserError(f"trainer.cuda_graphs is true, but {problem}; change that, or set it to auto")
-            logger.warning(f"{problem}; it runs without graphs, with the same result")
+                self.strategy.give_up(f"{warning.filename}, line {warning.lineno}, waits for the GPU")
+                return output
+        if _cpu_random_states() != random_states:
+            self.strategy.give_up("a step draws random numbers on the CPU")
+        # Evaluation and short batches need activations of their own, and a comparison needs two copies of the state.
+        elif self.strategy.config.trainer.cuda_graphs == "auto" and (
+            3 * torch.cuda.max_memory_allocated() > torch.cuda.mem_get_info()[1]
+        ):
+            self.strategy.give_up("a step takes more than a third of the GPU's memory")
+        self.strategy.check_addresses()
         return output
 
-    def _record(self) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """Returns a graph of the function's kernels, which do not run yet, and the output that each replay fills.
+    def _record(self, *inputs: Tensor) -> None:
+        """Records the function's kernels, which do not run yet, and the output that each replay fills.
 
         Raises:
-            UserError: the function can't be recorded.
+            UserError: the function can't be recorded, and PyTorch can't continue, or trainer.cuda_graphs is true.
         """
+        self.inputs = _clones(inputs)
+        self.addresses = self.strategy.addresses()
         graph = torch.cuda.CUDAGraph()
         random_state = torch.cuda.get_rng_state()
+        stream = torch.cuda.current_stream()
+        # Other threads may use the GPU.
+        recording = torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local")
         try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may use the GPU
-                output = self.function(*self.inputs)
+            with kept_attributes(self.strategy.modules), recording:
+                self.output = self.function(*self.inputs)
+            self.graph = graph
         except Exception as error:
             if is_oom_error(error):
                 raise
-            # After an error in the block, the end of the recording raises another one.
+            # After an error in the block, the end of the recording raises another one, and its stream stays current.
+            torch.cuda.set_stream(stream)
             reason, *_ = str(error.__context__ or error).split("\n")
-            problem = f"a step can't be recorded as CUDA graphs: {reason}"
-            raise UserError(f"{problem}; set trainer.cuda_graphs to false") from error
+            problem = f"a step can't be recorded: {reason}"
+            if not CONTINUES_AFTER_FAILED_RECORDING:
+                raise UserError(f"{problem}; set trainer.cuda_graphs to false, in a new process") from error
+            self.strategy.give_up(problem)
         torch.cuda.set_rng_state(random_state)
-        return graph, output
+
+    @torch.no_grad()
+    def _check(self, *inputs: Tensor) -> Tensor:
+        """Replays, and compares with a call from the same state, whose result counts if they differ."""
+        state = self.strategy.tensors()
+        before = _clones(state)
+        random_state = torch.cuda.get_rng_state()
+
+        def run(function: Callable[..., Tensor]) -> list[Tensor]:
+            torch._foreach_copy_(state, before)
+            torch.cuda.set_rng_state(random_state)
+            with torch.enable_grad():
+                return [function(*inputs), *state]
+
+        noise = _differences(_clones(run(self._replay)), run(self._replay))  # of kernels that are not deterministic
+        expected = _clones(run(self._call))
+        found = run(self._replay)
+        change = _differences(expected, [torch.zeros_like(found[0]), *before])
+        smallest, largest = (0, 0) if self.strategy.config.trainer.deterministic else TOLERANCE
+        if (_differences(found, expected) <= (10 * noise).clamp(smallest * change, largest * change)).all():
+            return found[0]
+        torch._foreach_copy_(found, expected)
+        earlier = self.num_calls - CHECKED[1] - 1
+        also = f", and maybe each of the {earlier} before it," if earlier > 0 else ""
+        self.strategy.give_up(
+            f"a recorded step{also} differs from the same step without graphs: it depends on Python code whose values "
+            "change between steps, or on a tensor that is neither a parameter nor a buffer"
+        )
+        return found[0]
+
+
+@contextmanager
+def kept_attributes(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Undoes what a block assigns to attributes of modules, such as a counter."""
+    before = [dict(vars(module)) for module in modules]
+    try:
+        yield
+    finally:
+        for module, attributes in zip(modules, before, strict=True):
+            vars(module).update(attributes)
+
+
+def _cpu_random_states() -> str:
+    return repr((torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()))
+
+
+def _clones(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def _differences(found: Sequence[Tensor], expected: Sequence[Tensor]) -> Tensor:
+    """Returns the norm of the difference of each pair."""
+    norms = [torch.dist(_finite(one), _finite(other)) for one, other in zip(found, expected, strict=True)]
+    return torch.stack(norms).nan_to_num()
+
+
+def _finite(tensor: Tensor) -> Tensor:
+    return tensor.float().nan_to_num(0, 0, 0)  # in fp16, gradients overflow in the first steps

@@ -11,11 +11,14 @@ import torch.distributed as dist
 
 from mingpt.errors import UserError
 
+VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+
+CONTINUES_AFTER_FAILED_RECORDING = VERSION >= (2, 13)  # of a CUDA graph: its memory pool no longer takes allocations
+
 
 def check_torch() -> None:
     """Raises a UserError if requirements.txt does not allow this version of PyTorch, or new tensors are not fp32."""
-    major, minor = torch.__version__.split(".")[:2]
-    if not (2, 10) <= (int(major), int(minor)) < (3, 0):
+    if not (2, 10) <= VERSION < (3, 0):
         raise UserError(
             f"PyTorch is {torch.__version__}, must be at least 2.10 and below 3; run pip install -r requirements.txt"
         )
@@ -24,6 +27,15 @@ def check_torch() -> None:
             f"PyTorch's default dtype is {torch.get_default_dtype()}, must be torch.float32, as weights are: call "
             "torch.set_default_dtype(torch.float32); trainer.precision sets the dtype of matrix products"
         )
+
+
+def untested_with_cuda_graphs() -> str | None:
+    """Returns why CUDA graphs are not used with this build of PyTorch; None: they are."""
+    if torch.version.hip is not None:
+        return "PyTorch is for AMD GPUs"
+    if VERSION < (2, 11):  # silently records copies from pageable memory, whose addresses are soon used for other data
+        return f"PyTorch is {torch.__version__}, below 2.11"
+    return None
 
 
 # PyTorch 2.13, which deprecates all_gather_into_tensor

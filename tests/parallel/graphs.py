@@ -3,17 +3,20 @@
 python -m tests.parallel.graphs FOLDER
 """
 
+import io
+import random
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -83,8 +86,153 @@ def sgd() -> Any:
     return patch.object(strategy, "build_optimizer", build)
 
 
+def counting() -> Any:
+    """The count is not in snapshots, so a resumed run differs."""
+    forward = model.GPT.forward
+
+    def count(self: Any, *args: Any, **options: Any) -> Any:
+        if self.training:
+            self.count = getattr(self, "count", 0) + 1
+        logits, loss = forward(self, *args, **options)
+        return logits, loss if loss is None else loss * (1 + getattr(self, "count", 0) / 100)
+
+    return patch.object(model.GPT, "forward", count)
+
+
+def averaging() -> Any:
+    """Replaces a tensor in an attribute, which a graph would read for ever."""
+    forward = model.Block.forward
+
+    def average(self: Any, x: Tensor, *args: Any) -> Tensor:
+        if self.training:
+            self.average = torch.lerp(getattr(self, "average", torch.zeros(())), x.detach().abs().mean(), 0.1)
+        return forward(self, x, *args) * (1 + getattr(self, "average", 0.0))
+
+    return patch.object(model.Block, "forward", average)
+
+
+def before_update(change: Callable[[cuda_graphs.CUDAGraphs, int], None]) -> Any:
+    """Calls `change` with the number of each step between forward and backward, and the update."""
+    backward = cuda_graphs.CUDAGraphs.forward_backward
+
+    def changed(self: Any, *args: Any) -> list[Tensor]:
+        losses = backward(self, *args)
+        self.count = getattr(self, "count", 0) + 1
+        change(self, self.count)
+        return losses
+
+    return patch.object(cuda_graphs.CUDAGraphs, "forward_backward", changed)
+
+
+def replace_gradients(self: cuda_graphs.CUDAGraphs, step: int) -> None:
+    for parameter in self.parameters.values():
+        parameter.grad = parameter.grad * 0.5  # type: ignore[operator]
+
+
+def replace_late(self: cuda_graphs.CUDAGraphs, step: int) -> None:
+    if step >= 8:
+        replace_gradients(self, step)
+
+
+def replace_moments(self: cuda_graphs.CUDAGraphs, step: int) -> None:
+    if step == 8:
+        for state in self.local_state.values():
+            state["exp_avg"] = torch.zeros_like(state["exp_avg"])
+
+
+def freeze_late(self: cuda_graphs.CUDAGraphs, step: int) -> None:
+    if step == 8:
+        self.parameters["transformer.wte.weight"].requires_grad_(False)
+
+
+def fail_recording(x: Tensor) -> Tensor:
+    """Fails like CUDA, whose message has several lines."""
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+    return x
+
+
+@contextmanager
+def failing_for_good() -> Iterator[None]:
+    """As before PyTorch 2.13."""
+    with changed_blocks(fail_recording), patch.object(cuda_graphs, "CONTINUES_AFTER_FAILED_RECORDING", False):
+        yield
+
+
+def after_replay(change: Callable[["Recording", int], None]) -> Any:
+    """Calls `change` with a graph after each of its replays, and with their number."""
+    replay = Recording.replay
+
+    @torch.no_grad()
+    def changed(self: Recording) -> None:
+        replay(self)
+        self.num_replays = getattr(self, "num_replays", 0) + 1
+        change(self, self.num_replays)
+
+    return patch.object(Recording, "replay", changed)
+
+
+def makes_update(graph: "Recording") -> bool:
+    return any("adamw" in str(func) for func, *_ in graph.operations)
+
+
+def change_one_gradient(graph: "Recording", replay: int) -> None:
+    """One element of one gradient is wrong by ten percent."""
+    if not makes_update(graph):
+        gradient = next(tensor for tensor, _ in graph.before.values() if tensor.dim() == 2)
+        gradient.view(-1)[gradient.abs().argmax()] *= 1.1
+
+
+def change_later(graph: "Recording", replay: int) -> None:
+    if replay > 8:
+        change_one_gradient(graph, replay)
+
+
+def scale_gradients(graph: "Recording", by: float) -> None:
+    """Replays differ from each other: each scales all gradients by 1, give or take `by`."""
+    if not makes_update(graph):
+        for tensor, _ in graph.before.values():
+            if tensor.is_floating_point():
+                tensor.mul_(1 + random.Random(graph.num_replays).uniform(-by, by))
+
+
+def change_one_weight(graph: "Recording", replay: int) -> None:
+    if makes_update(graph):
+        next(tensor for tensor, _ in graph.before.values() if tensor.requires_grad).view(-1)[0] += 1e-4
+
+
+def repeat_masks() -> Any:
+    """Replays repeat the random numbers of the recording."""
+    exit_recording = Recording.__exit__
+
+    def keep(self: Recording, *args: Any) -> None:
+        exit_recording(self, *args)
+        self.operations = [each for each in self.operations if torch.Tag.nondeterministic_seeded not in each[0].tags]
+
+    return patch.object(Recording, "__exit__", keep)
+
+
+def overflowing() -> Any:
+    """Scales the loss as in fp16, so far that the gradients of the first steps overflow."""
+    scaler = partial(torch.amp.GradScaler, init_scale=2.0**127)
+    return patch.object(torch.amp, "GradScaler", lambda device, enabled: scaler(device, enabled=True))
+
+
+def compiled() -> Any:
+    """Compiles by a backend whose operations can be recorded here."""
+    return patch.object(torch, "compile", partial(torch.compile, backend="eager"))
+
+
 READ = lambda x: x if x.sum().item() < 1e9 else -x  # noqa: E731
 RANDOM = lambda x: x if torch.rand(()) < 2 else -x  # noqa: E731
+
+NUMPY = lambda x: x * np.random.uniform(0.9, 1.1)  # noqa: E731
+
+REPLACED = "a parameter, a gradient, a buffer or a moment was replaced, frozen or unfrozen;"
+DIFFERS = "a recorded step differs from the same step without graphs: "
+LARGE = "a step takes more than a third of the GPU's memory;"
+UNORDERED = {"trainer__deterministic": False}
+RANDOM_WARNING = "a step draws random numbers on the CPU;"
 
 MUON = {"optimizer__name": "muon", "trainer__sample_every": 4}
 # Changes and options of each run
@@ -104,6 +252,26 @@ RUNS: dict[str, tuple[Callable[[], AbstractContextManager], dict[str, Any]]] = {
     "sgd": (sgd, {}),
     "a read": (lambda: changed_blocks(READ), {}),
 }
+# Changes that a graph does not survive, and what the warning says.
+CHANGED: dict[str, tuple[Callable[[], AbstractContextManager], str]] = {
+    "numpy": (lambda: changed_blocks(NUMPY), RANDOM_WARNING),
+    "a counter": (counting, DIFFERS),
+    "an average": (averaging, DIFFERS),
+    "gradients": (lambda: before_update(replace_gradients), REPLACED),
+    "gradients, later": (lambda: before_update(replace_late), REPLACED),
+    "moments, later": (lambda: before_update(replace_moments), REPLACED),
+    "frozen later": (lambda: before_update(freeze_late), REPLACED),
+    "a recording fails": (
+        lambda: changed_blocks(fail_recording),
+        "a step can't be recorded: operation not permitted when stream is capturing;",
+    ),
+}
+# Faults of graphs here, like those of a GPU.
+FAULTS: dict[str, tuple[Callable[[], AbstractContextManager], str]] = {
+    "repeated dropout": (repeat_masks, DIFFERS),
+    "a gradient": (lambda: after_replay(change_one_gradient), DIFFERS),
+    "a weight": (lambda: after_replay(change_one_weight), DIFFERS),
+}
 GPU_RUNS: dict[str, tuple[Callable[[], AbstractContextManager], dict[str, Any]]] = {
     "fp16": (nullcontext, {"trainer__precision": "fp16"} | MUON),
     "compiled": (nullcontext, {"trainer__compile": True, "trainer__precision": "bf16"}),
@@ -112,25 +280,75 @@ GPU_RUNS: dict[str, tuple[Callable[[], AbstractContextManager], dict[str, Any]]]
 }
 
 
+CPU_RUNS: dict[str, tuple[Callable[[], AbstractContextManager], dict[str, Any]]] = {
+    "overflows": (overflowing, MUON),
+    "compiled": (compiled, {"trainer__compile": True}),
+    "tolerance": (nullcontext, {"trainer__deterministic": False}),
+}
+
+
 def train_all(folder: Path) -> None:
-    """Trains each run as a whole, without graphs, and in two parts, and once where graphs are required."""
+    """Trains each run as a whole, without graphs, and in two parts; and runs where graphs are required."""
     text = write_text(folder / "text.txt")
     is_cuda = torch.cuda.is_available()
+    options = {"trainer__deterministic": True, "optimizer__decay_steps": 12}
+
+    def train(name: str, part: str, **more: Any) -> None:
+        assert run_main(run_args(folder / f"{name}-{part}", text, **options | more)) == 0, (name, part)
+
     with nullcontext() if is_cuda else recording_on_cpu():
-        for name, (change, options) in (RUNS | GPU_RUNS if is_cuda else RUNS).items():
-            options = options | {"trainer__deterministic": True, "optimizer__decay_steps": 12}  # noqa: PLW2901
-            parts: list[tuple[str, dict[str, Any]]] = [
-                ("graphs", {}),
-                ("plain", {"trainer__cuda_graphs": False}),
-                ("parts", {"trainer__max_steps": 6}),
-                ("parts", {}),
-            ]
+        for name, (change, changes) in (RUNS | (GPU_RUNS if is_cuda else CPU_RUNS)).items():
             with change():
-                for part, more in parts:
-                    assert run_main(run_args(folder / f"{name}-{part}", text, **options | more)) == 0, (name, part)
-        for change in (sgd, partial(changed_blocks, READ)):
+                train(name, "graphs", **changes)
+                train(name, "plain", **changes, trainer__cuda_graphs=False)
+                train(name, "parts", **changes, trainer__max_steps=6)
+                train(name, "parts", **changes)
+        for name, (change, _) in (CHANGED if is_cuda else CHANGED | FAULTS).items():
             with change():
-                assert run_main(run_args(folder / "required", text, trainer__cuda_graphs=True)) == 2
+                train(name, "graphs")
+                train(name, "plain", trainer__cuda_graphs=False)
+        for change in (sgd, partial(changed_blocks, READ), counting):
+            with change():
+                assert run_main(run_args(folder / "required", text, **options, trainer__cuda_graphs=True)) == 2
+
+
+# Runs of the emulation with a change, options, status, and what stderr contains; None: nothing.
+OTHERS: dict[str, tuple[Callable[[], AbstractContextManager], dict[str, Any], int, str | None]] = {
+    "a fault later": (
+        lambda: after_replay(change_later),
+        {},
+        0,
+        "because a recorded step, and maybe each of the 18 before it, differs from the same step without graphs: ",
+    ),
+    "large": (lambda: patch.object(torch.cuda, "max_memory_allocated", lambda: 2), {}, 0, LARGE),
+    "large, required": (
+        lambda: patch.object(torch.cuda, "max_memory_allocated", lambda: 2),
+        {"trainer__cuda_graphs": True},
+        0,
+        None,
+    ),
+    "can't continue": (
+        failing_for_good,
+        {},
+        2,
+        "error: a step can't be recorded: operation not permitted when stream is capturing; set trainer.cuda_graphs to "
+        "false, in a new process",
+    ),
+    "atomics": (lambda: after_replay(lambda graph, replay: scale_gradients(graph, 1e-3)), UNORDERED, 0, None),
+    "garbage": (lambda: after_replay(lambda graph, replay: scale_gradients(graph, 0.5)), UNORDERED, 0, DIFFERS),
+}
+
+
+def train_others(folder: Path) -> dict[str, tuple[int, str]]:
+    """Returns the exit status and stderr of OTHERS."""
+    text = write_text(folder / "text.txt")
+    done = {}
+    with recording_on_cpu():
+        for name, (change, options, *_) in OTHERS.items():
+            with change(), redirect_stderr(io.StringIO()) as stderr:
+                argv = run_args(folder / name, text, **{"trainer__deterministic": True} | options)
+                done[name] = (run_main(argv), stderr.getvalue())
+    return done
 
 
 # CUDA graphs without CUDA
@@ -143,6 +361,10 @@ class Recording(TorchDispatchMode):
     """
 
     active = False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # so compiled code runs as compiled within the block, too
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,6 +409,10 @@ def find_tensors(values: Any) -> list[Tensor]:
 class WarnOfReads(TorchDispatchMode):
     """Warns of reads like torch.cuda.set_sync_debug_mode."""
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             place = next(frame for frame in reversed(traceback.extract_stack()[:-1]) if "/torch/" not in frame.filename)
@@ -203,10 +429,14 @@ def recording_on_cpu() -> Iterator[None]:
     reads = WarnOfReads()
     cuda = {
         "CUDAGraph": Recording,
-        "graph": lambda graph, capture_error_mode: graph,
+        "graph": lambda graph, stream, capture_error_mode: graph,
         "Stream": lambda: stream,
         "current_stream": lambda: stream,
         "stream": lambda stream: nullcontext(),
+        "set_stream": lambda stream: None,
+        "max_memory_allocated": lambda: 1,
+        "reset_peak_memory_stats": lambda: None,
+        "mem_get_info": lambda: (0, 3),
         "is_current_stream_capturing": lambda: Recording.active,
         "get_sync_debug_mode": lambda: 0,
         "set_sync_debug_mode": lambda mode: reads.__enter__() if mode == "warn" else reads.__exit__(None, None, None),
@@ -222,6 +452,8 @@ def recording_on_cpu() -> Iterator[None]:
         patch.multiple(torch.cuda, **cuda),
         patch.object(torch, "get_rng_state", lambda: torch.zeros(1)),  # dropout draws on the CPU
         patch.object(cuda_graphs, "cuda_graphs_obstacle", on_gpu),
+        patch.object(cuda_graphs, "untested_with_cuda_graphs", lambda: None),
+        patch.object(cuda_graphs, "CONTINUES_AFTER_FAILED_RECORDING", True),
         patch.object(conflicts, "cuda_graphs_obstacle", on_gpu),
         patch.object(build, "Strategy", cuda_graphs.CUDAGraphs),
     ):
