@@ -9,8 +9,15 @@ class PeerError(Exception):
     """Another rank is the cause of an error, or the rendezvous store is unreachable; exit status 1."""
 
 
-# Out-of-memory messages of the CPU allocator, of thread creation and of the dynamic loader
-OOM_MESSAGES = ("DefaultCPUAllocator: can't allocate memory", "can't start new thread", "failed to map segment")
+# Out-of-memory messages of the CPU allocator, of thread creation, of the dynamic loader, and of CUDA for memory that
+# PyTorch's GPU allocator does not provide
+OOM_MESSAGES = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "can't start new thread",
+    "failed to map segment",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
 
 
 def is_oom_error(error: Exception) -> bool:

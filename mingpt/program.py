@@ -71,6 +71,13 @@ def run_program(run: Callable[[Sequence[str]], int | None], argv: Sequence[str],
                 "its folder may be mounted noexec. PyTorch's message: "
                 f"{reason}"
             )
+        elif "no kernel image is available" in str(error):  # current builds lack kernels for the P100 and the V100
+            status = 2
+            logger.error(
+                "this build of PyTorch has no kernels for this GPU; install one from "
+                "https://download.pytorch.org/whl/cu126, or use the CPU: --distributed.backend gloo for main.py, "
+                "--device cpu for sample.py"
+            )
         else:
             status = 1
             write_error_file(f"{type(error).__name__}: {error}", traceback.format_exc())

@@ -81,6 +81,19 @@ def test_the_seed_selects_the_text_unless_temperature_is_zero(trained: Path, run
     assert greedy == {run_sample(*options, "--top_k", 1)[1]}
 
 
+def test_a_gpu_generates_only_for_large_models(
+    trained: Path, run_sample: RunSample, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert sample.choose_device(10**9) == "cpu"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert sample.choose_device(sample.MIN_GPU_PARAMETERS) == "cuda"
+    assert sample.choose_device(sample.MIN_GPU_PARAMETERS - 1) == "cpu"
+    status, _, stderr = run_sample("--snapshot", trained, "--max_new_tokens", 1)
+    assert status == 0
+    assert stderr.endswith("parameters: generating on cpu; --device sets another device\n")
+    assert run_sample("--snapshot", trained, "--max_new_tokens", 1, "--device", "cpu")[2] == ""
+
+
 @pytest.mark.parametrize(
     ("stdin", "expected"), [("anna ñ".encode(), "anna ñ"), (b"bob\n\n", "bob\n"), (b"b\xff", None)]
 )

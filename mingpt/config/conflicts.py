@@ -20,8 +20,6 @@ def find_conflicts(config: Config, precision: str | None = None) -> Iterator[str
     trainer = config.trainer
     distributed = config.distributed
     stages = distributed.pipeline_stages
-    is_fp16 = (precision or trainer.precision) == "fp16"
-    fp16 = f"is not possible in fp16 (trainer.precision: {trainer.precision}); set trainer.precision to fp32 or bf16"
 
     if model.n_embd % model.n_head:
         yield f"model.n_embd is {model.n_embd}, must be divisible by model.n_head, {model.n_head}"
@@ -38,6 +36,13 @@ def find_conflicts(config: Config, precision: str | None = None) -> Iterator[str
     if trainer.max_epochs is None and trainer.max_steps is None:
         yield "trainer.max_epochs and trainer.max_steps are both null; set one, or training would not end"
 
+    obstacle = fp16_obstacle(config)
+    if (precision or trainer.precision) == "fp16" and obstacle:
+        yield (
+            f"{obstacle} is not possible in fp16 (trainer.precision: {trainer.precision}); set trainer.precision to "
+            "fp32 or bf16"
+        )
+
     if distributed.cpu_offload:
         if distributed.strategy != "fsdp":
             yield f"distributed.cpu_offload is true, which needs distributed.strategy fsdp, not {distributed.strategy}"
@@ -48,8 +53,6 @@ def find_conflicts(config: Config, precision: str | None = None) -> Iterator[str
                 "optimizer.name is muon, must be adamw with distributed.cpu_offload, because Muon needs whole "
                 "matrices, but host memory holds shards"
             )
-        if is_fp16:  # the optimizer on the CPU would not wait until the GPU has found gradients that overflow
-            yield f"distributed.cpu_offload {fp16}"
 
     if distributed.reduction == "tree":
         reason = "with distributed.reduction tree, whose bits depend on it"
@@ -61,8 +64,6 @@ def find_conflicts(config: Config, precision: str | None = None) -> Iterator[str
             yield f"trainer.micro_batch_size is null, must be a number {reason}"
         if trainer.threads not in ("auto", 1):
             yield f"trainer.threads is {trainer.threads}, must be auto or 1 {reason}"
-        if is_fp16:
-            yield f"distributed.reduction tree {fp16}"
 
     if stages > model.n_layer:
         yield (
@@ -111,6 +112,15 @@ def find_start_conflicts(config: Config, world_size: int, device_type: str) -> I
         yield f"distributed.cpu_offload is true, which needs a CUDA GPU; on {device_type} set it to false"
     if trainer.precision == "fp16":
         yield f"trainer.precision is fp16, which needs a CUDA GPU; on {device_type} set it to auto, fp32 or bf16"
+
+
+def fp16_obstacle(config: Config) -> str | None:
+    """Returns the key that excludes fp16, with its value; None: there is none."""
+    if config.distributed.cpu_offload:  # the CPU's optimizer would not wait until the GPU has found an overflow
+        return "distributed.cpu_offload"
+    if config.distributed.reduction == "tree":
+        return "distributed.reduction tree"
+    return None
 
 
 def cuda_graphs_obstacle(config: Config, world_size: int, device_type: str) -> str | None:

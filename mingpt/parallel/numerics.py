@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mingpt.config.conflicts import fp16_obstacle
 from mingpt.config.schema import Config
 from mingpt.distributed.agreement import check_equal, reduce_object
 from mingpt.distributed.context import DistributedContext
@@ -39,7 +40,7 @@ def set_numerics(config: Config, context: DistributedContext, header: dict[str, 
         kept = saved["threads"] if saved.get("world_size") == context.world_size else None
         choice = choose_threads(cfg.threads, context.local_world_size, kept)
         threads, threads_reason = reduce_object(context, choice, min)  # the slowest rank determines the time of a step
-    precision, reason = choose_precision(cfg.precision, device, saved.get("precision"))
+    precision, reason = choose_precision(cfg.precision, device, saved.get("precision"), fp16_obstacle(config))
     check_equal(context, {"the precision that trainer.precision: auto selects": precision}, advice="set it to either")
     torch.set_num_threads(threads)
     reasons = {"precision": f"{precision} ({reason})", "threads": f"{threads} per rank ({threads_reason})"}

@@ -91,21 +91,31 @@ def has_bf16(device: torch.device) -> tuple[bool, str]:
     return False, f"{device.type} trains in fp32"
 
 
-def choose_precision(requested: str, device: torch.device, saved: str | None) -> tuple[str, str]:
+def choose_precision(
+    requested: str, device: torch.device, saved: str | None, fp16_obstacle: str | None = None
+) -> tuple[str, str]:
     """Chooses the precision of matrix products; returns the precision and the reason.
 
     Args:
         requested: trainer.precision
         saved: precision of the snapshot that training resumes from
+        fp16_obstacle: what excludes fp16
     """
     hardware, reason = has_bf16(device)
+    has_fp16 = device.type == "cuda" and fp16_obstacle is None
     if requested != "auto":
         slow = f", but slow, because {reason}" if requested == "bf16" and not hardware else ""
         return requested, f"as configured{slow}"
-    if saved == "fp32" or (saved == "bf16" and hardware) or (saved == "fp16" and device.type == "cuda"):
+    if saved == "fp32" or (saved == "bf16" and hardware) or (saved == "fp16" and has_fp16):
         return saved, "auto: kept from the snapshot"
     changed = f"; the snapshot was made in {saved}, so the last bits will differ" if saved else ""
-    return ("bf16" if hardware else "fp32"), f"auto: {reason}{changed}"
+    if hardware:
+        return "bf16", f"auto: {reason}{changed}"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (7, 0):  # it has tensor cores
+        if has_fp16:
+            return "fp16", f"auto: {reason}, but for fp16{changed}"
+        reason = f"{reason}, and {fp16_obstacle} excludes fp16"
+    return "fp32", f"auto: {reason}{changed}"
 
 
 def check_compiler(device: torch.device) -> None:

@@ -58,6 +58,7 @@ def test_shipped_configurations_train_evaluate_sample_and_are_profiled(name: str
         "config": f"configs/{name}.yaml",
         "data.path": text,
         "optimizer.warmup_steps": 2,
+        "trainer.cuda_graphs": True,  # an error if steps are not recorded, or differ from steps without graphs
         "trainer.run_dir": run_dir,
         "trainer.batch_size": 24,
         "trainer.max_steps": 20,
@@ -67,7 +68,7 @@ def test_shipped_configurations_train_evaluate_sample_and_are_profiled(name: str
         "trainer.profile_steps": 2,
     }
     argv = [word for option, value in options.items() for word in (f"--{option}", str(value))]
-    done = run_program("main.py", *argv, cwd=ROOT, **VISIBLE_GPUS)
+    done = run_program("main.py", *argv, cwd=ROOT, timeout=900, **VISIBLE_GPUS)
     assert done.returncode == 0, done.stderr
     assert "graphs     CUDA graphs after the first steps (one GPU)" in done.stdout
     first, *_, last = read_rows(run_dir)
@@ -77,7 +78,7 @@ def test_shipped_configurations_train_evaluate_sample_and_are_profiled(name: str
     assert '"cat": "kernel"' in (run_dir / "trace-0.json").read_text()
 
     command = ("sample.py", "--snapshot", str(run_dir), "--temperature", "0", "--max_new_tokens", "40")
-    on_gpu = run_program(*command, **VISIBLE_GPUS)
+    on_gpu = run_program(*command, "--device", "cuda", **VISIBLE_GPUS)
     on_cpu = run_program(*command, "--device", "cpu", **VISIBLE_GPUS)
     assert re.fullmatch(r"(?s).{41}", on_gpu.stdout), on_gpu.stderr
     assert on_gpu.stdout == on_cpu.stdout
@@ -94,6 +95,6 @@ def test_no_step_between_log_lines_waits_for_the_gpu(name: str, text: Path, tmp_
     launcher = (*TORCHRUN, f"--nproc_per_node={ranks}", "-m", "tests.gpu.injected", "WAITS")
     options = WATCHED[name] | dict.fromkeys(("trainer__log_every", "trainer__eval_every", "trainer__save_every"), 100)
     options["trainer__save_overhead"] = None
-    done = run_program(*launcher, *run_args(tmp_path / "run", text, **options), **VISIBLE_GPUS)
+    done = run_program(*launcher, *run_args(tmp_path / "run", text, **options), timeout=900, **VISIBLE_GPUS)
     assert done.returncode == 0, done.stderr
     assert "synchronizing CUDA operation" not in done.stderr, done.stderr

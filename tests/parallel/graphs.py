@@ -4,6 +4,7 @@ python -m tests.parallel.graphs FOLDER
 """
 
 import io
+import math
 import random
 import sys
 import traceback
@@ -124,6 +125,32 @@ def before_update(change: Callable[[cuda_graphs.CUDAGraphs, int], None]) -> Any:
     return patch.object(cuda_graphs.CUDAGraphs, "forward_backward", changed)
 
 
+def after_step(change: Callable[[cuda_graphs.CUDAGraphs], None]) -> Any:
+    train_step = Trainer.train_step
+
+    def changed(self: Trainer) -> Any:
+        result = train_step(self)
+        change(self.strategy)  # type: ignore[arg-type]
+        return result
+
+    return patch.object(Trainer, "train_step", changed)
+
+
+def delete_gradients(self: cuda_graphs.CUDAGraphs) -> None:
+    self.optimizer.zero_grad()
+
+
+def skipping() -> Any:
+    """Later passes skip the blocks, whose parameters get no gradient."""
+    forward = model.Block.forward
+    calls = iter(range(10**9))
+
+    def skip(self: Any, x: Tensor, *args: Any) -> Tensor:
+        return forward(self, x, *args) if next(calls) < 20 else x
+
+    return patch.object(model.Block, "forward", skip)
+
+
 def replace_gradients(self: cuda_graphs.CUDAGraphs, step: int) -> None:
     for parameter in self.parameters.values():
         parameter.grad = parameter.grad * 0.5  # type: ignore[operator]
@@ -181,6 +208,11 @@ def change_one_gradient(graph: "Recording", replay: int) -> None:
     if not makes_update(graph):
         gradient = next(tensor for tensor, _ in graph.before.values() if tensor.dim() == 2)
         gradient.view(-1)[gradient.abs().argmax()] *= 1.1
+
+
+def change_to_nan(graph: "Recording", replay: int) -> None:
+    if not makes_update(graph):
+        next(tensor for tensor, _ in graph.before.values() if tensor.dim() == 2).view(-1)[:] = math.nan
 
 
 def change_later(graph: "Recording", replay: int) -> None:
@@ -259,6 +291,7 @@ CHANGED: dict[str, tuple[Callable[[], AbstractContextManager], str]] = {
     "an average": (averaging, DIFFERS),
     "gradients": (lambda: before_update(replace_gradients), REPLACED),
     "gradients, later": (lambda: before_update(replace_late), REPLACED),
+    "no gradients": (lambda: after_step(delete_gradients), REPLACED),
     "moments, later": (lambda: before_update(replace_moments), REPLACED),
     "frozen later": (lambda: before_update(freeze_late), REPLACED),
     "a recording fails": (
@@ -270,6 +303,7 @@ CHANGED: dict[str, tuple[Callable[[], AbstractContextManager], str]] = {
 FAULTS: dict[str, tuple[Callable[[], AbstractContextManager], str]] = {
     "repeated dropout": (repeat_masks, DIFFERS),
     "a gradient": (lambda: after_replay(change_one_gradient), DIFFERS),
+    "a gradient is NaN": (lambda: after_replay(change_to_nan), DIFFERS),
     "a weight": (lambda: after_replay(change_one_weight), DIFFERS),
 }
 GPU_RUNS: dict[str, tuple[Callable[[], AbstractContextManager], dict[str, Any]]] = {
@@ -333,6 +367,12 @@ OTHERS: dict[str, tuple[Callable[[], AbstractContextManager], dict[str, Any], in
         2,
         "error: a step can't be recorded: operation not permitted when stream is capturing; set trainer.cuda_graphs to "
         "false, in a new process",
+    ),
+    "without graphs": (
+        skipping,
+        {"trainer__cuda_graphs": False},
+        2,
+        "transformer.h.0.attn.c_attn.weight got no gradient",
     ),
     "atomics": (lambda: after_replay(lambda graph, replay: scale_gradients(graph, 1e-3)), UNORDERED, 0, None),
     "garbage": (lambda: after_replay(lambda graph, replay: scale_gradients(graph, 0.5)), UNORDERED, 0, DIFFERS),

@@ -3,11 +3,13 @@
 import os
 import re
 import resource
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mingpt.program import run_program
 from tests.helpers import DEVICES, ranks_on, read_rows, run_args, run_captured, run_on, run_ranks
 from trainer import Trainer
 
@@ -50,6 +52,31 @@ def test_a_step_that_runs_out_of_memory_is_one_message(text: Path, tmp_path: Pat
         assert part in err
     assert "set trainer.activation_checkpointing to full" in err
     assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("CUDA error: out of memory\nmore", "error: out of memory: lower trainer.micro_batch_size, "),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", "error: out of memory: lower "),
+        (
+            "CUDA error: no kernel image is available for execution on the device\nmore",
+            "error: this build of PyTorch has no kernels for this GPU; install one from https://download.pytorch.org",
+        ),
+    ],
+)
+def test_errors_of_cuda_that_name_no_cause_are_one_message(
+    message: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are of type torch.AcceleratorError or RuntimeError. https://github.com/pytorch/pytorch/issues/175253"""
+
+    def fail(argv: Sequence[str]) -> None:
+        raise RuntimeError(message)
+
+    assert run_program(fail, []) == 2
+    stderr = capsys.readouterr().err
+    assert stderr.startswith(expected)
+    assert len(stderr.splitlines()) == 1
 
 
 def _limit_memory(argv: list[str]) -> tuple[int, str, str]:

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from mingpt.config.conflicts import find_conflicts, fp16_obstacle
+from mingpt.config.parser import read_config
 from mingpt.system import cgroup
 from mingpt.system.device import (
     choose_device,
@@ -32,10 +34,17 @@ def set_hardware(monkeypatch: pytest.MonkeyPatch) -> SetHardware:
     """Simulates hardware; without arguments, only eight cores."""
 
     def set_flags(
-        gpus: int = 0, bf16: bool = False, mps: bool = False, cores: int = 8, busy: int = 0, **cpu_flags: bool | str
+        gpus: int = 0,
+        bf16: bool = False,
+        capability: tuple[int, int] = (6, 1),
+        mps: bool = False,
+        cores: int = 8,
+        busy: int = 0,
+        **cpu_flags: bool | str,
     ) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         # By default, PyTorch counts emulation as support.
         has_bf16 = lambda including_emulation=True: bf16 or including_emulation  # noqa: E731
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", has_bf16)
@@ -107,6 +116,36 @@ def test_auto_keeps_the_precision_of_the_snapshot_if_the_hardware_has_it(set_har
         precision, reason = choose_precision("auto", device, saved)
         assert precision == expected
         assert reason.endswith(f"; the snapshot was made in {saved}, so the last bits will differ")
+
+
+def test_auto_selects_fp16_on_gpus_with_tensor_cores_that_do_not_multiply_bf16(set_hardware: SetHardware) -> None:
+    """The V100 and the T4, whose fp32 has an eighth of the speed of their fp16."""
+    no_bf16 = "auto: this GPU has no bf16 hardware"
+    for capability in ((7, 0), (7, 5)):
+        set_hardware(gpus=1, capability=capability)
+        assert choose_precision("auto", GPU, None) == ("fp16", f"{no_bf16}, but for fp16")
+        for saved in (None, "fp16"):
+            precision, reason = choose_precision("auto", GPU, saved, "distributed.reduction tree")
+            assert precision == "fp32"
+            assert reason.startswith(f"{no_bf16}, and distributed.reduction tree excludes fp16")
+        assert choose_precision("auto", GPU, "fp32") == ("fp32", "auto: kept from the snapshot")
+        assert choose_precision("auto", CPU, None)[0] == "fp32"
+    set_hardware(gpus=1, capability=(9, 0), bf16=True)
+    assert choose_precision("auto", GPU, None)[0] == "bf16"
+
+
+def test_the_keys_that_exclude_fp16_have_another_precision() -> None:
+    fsdp = ["--distributed.strategy", "fsdp", "--optimizer.name", "adamw"]
+    tree = ["--trainer.micro_batch_size", "1"]
+    for argv, obstacle in (
+        ([], None),
+        ([*fsdp, "--distributed.cpu_offload", "true"], "distributed.cpu_offload"),
+        ([*tree, "--distributed.reduction", "tree"], "distributed.reduction tree"),
+    ):
+        config = read_config(argv)
+        assert fp16_obstacle(config) == obstacle
+        assert list(find_conflicts(config, "fp32")) == []
+        assert len(list(find_conflicts(config, "fp16"))) == (obstacle is not None)
 
 
 def test_threads(set_hardware: SetHardware, monkeypatch: pytest.MonkeyPatch) -> None:
