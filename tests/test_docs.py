@@ -19,6 +19,7 @@ from mingpt.snapshot.folder import load_snapshot
 from tests.helpers import ROOT, clean_env, read_rows, wait_until, write_text
 
 DOCS = ROOT / "docs"
+NOTEBOOK = DOCS / "notebook.ipynb"
 README, CONTRIBUTING, PAGES = ROOT / "README.md", ROOT / "CONTRIBUTING.md", sorted(DOCS.glob("*.md"))
 KEY = r"(?:data|model|optimizer|trainer|distributed)\.(?!py\b)\w+"
 SMALL = {"max_steps": 40, "eval_every": 20, "eval_windows": 40, "save_every": 10, "sample_every": 40, "log_every": 5}
@@ -53,11 +54,13 @@ def defines(file: Path, name: str) -> bool:
 def test_readme_is_short_and_leads_to_every_page() -> None:
     text = README.read_text()
     assert len(text.split()) <= 800
-    assert set(re.findall(r"\]\((docs/[\w-]+\.md)", text)) == {f"docs/{page.name}" for page in PAGES}
+    assert set(re.findall(r"\]\((docs/[\w-]+\.(?:md|ipynb))", text)) == {
+        f"docs/{page.name}" for page in (*PAGES, NOTEBOOK)
+    }
     assert set(blocks(README)[-1].splitlines()) <= set((ROOT / ".ci/run").read_text().splitlines())  # the test commands
 
 
-@each_page
+@pytest.mark.parametrize("page", [README, CONTRIBUTING, *PAGES, NOTEBOOK], ids=lambda page: page.stem)
 def test_links_resolve_and_name_what_exists(page: Path) -> None:
     for text, link in re.findall(r"\[([^\]]*)\]\((?!https?:)([^)]+)\)", page.read_text()):
         name, _, anchor = link.partition("#")
@@ -373,28 +376,55 @@ def test_each_change_of_the_docs_applies_and_is_tested() -> None:
         subprocess.run(["git", "apply", "--check", file], cwd=ROOT, check=True)
 
 
+def test_the_notebook_has_no_output() -> None:
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    assert [cell for cell in cells if cell.get("outputs") or cell.get("execution_count")] == []
+
+
 @pytest.mark.slow
-def test_the_notebook_runs_in_a_kernel(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs the cells of the page, and then mistakes; the kernel continues after each of them."""
+def test_the_notebook_runs_in_a_kernel(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs the cells in an empty folder, with shorter runs, and then mistakes; the kernel continues after each."""
     nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed")
     nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed")
     pytest.importorskip("ipykernel", reason="ipykernel is not installed")
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", f"{checkout / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    page = [cell.replace("1650", "45").replace("1700", "50") for cell in blocks(DOCS / "notebook.md", "python")]
-    more = ["%run main.py --help", "%run main.py --trainer.max_step 3", "import main; main.main()"]
-    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in [*page, *more]])
-    book.cells[len(page) + 1].metadata.tags = ["raises-exception"]
-    nbclient.NotebookClient(book, timeout=240, resources={"metadata": {"path": str(checkout)}}).execute()
+    origin = shutil.copytree(checkout, tmp_path / "origin")
+    yaml = origin / "gpt2_train_cfg.yaml"
+    yaml.write_text(yaml.read_text().replace("  max_steps: 40", "  max_steps: 150"))
+    run("git init -q && git add . && git -c user.name=a -c user.email=a@b commit -qm a", origin)
+
+    book = nbformat.read(NOTEBOOK, as_version=4)
+    book.cells = [cell for cell in book.cells if cell.cell_type == "code"]
+    shorter = {"1650": "200", "1700": "250", "1750": "300"}
+    more = {"https://github.com/OWNER/NAME": str(origin), "max(1, torch.cuda.device_count())": "2"}
+    for cell in book.cells:
+        for old, new in (shorter | more).items():
+            cell.source = cell.source.replace(old, new)
+    mistakes = ["%run main.py --help", "%run main.py --trainer.max_step 3", "import main; main.main()"]
+    book.cells += [nbformat.v4.new_code_cell(cell) for cell in mistakes]
+    book.cells[-2].metadata.tags = ["raises-exception"]
+    (tmp_path / "empty").mkdir()
+    nbclient.NotebookClient(book, timeout=240, resources={"metadata": {"path": str(tmp_path / "empty")}}).execute()
     printed = ["".join(output.get("text", "") for output in cell.outputs) for cell in book.cells]
-    expected = ["done in", "done in", "drawn: ", "The ", "lm_head", "46 ", "usage: ", "trainer.max_step "]
-    for text, part in zip(printed, [*expected, "runs/default/snapshots"], strict=True):
+    clone, killed, resumed, parallel, plot, *rest = printed
+    assert "mingpt" in clone
+    assert "done in" not in killed
+    assert book.cells[1].outputs[-1].data["text/plain"] == "-9"
+    assert "resuming from runs/notebook/snapshots/step_00" in resumed
+    for text in (resumed, parallel, rest[1]):
+        assert "done in" in text
+    assert "MEMBER: 2/2" in parallel
+    assert "drawn: " in plot
+    assert book.cells[4].outputs[-1].data["image/png"]
+    for text, part in zip(
+        rest, ["The ", "done in", "lm_head", "251 ", "usage: ", "trainer.max_step ", ""], strict=True
+    ):
         assert part in text, text
-    shell, _, plot, *_ = book.cells
-    assert plot.outputs[-1].data["image/png"]
-    assert len(shell.outputs) < 60  # the live line changes once per second
-    assert len(re.findall(r"^.*\d+/40 .*$", printed[0].replace("\r\n", "\n"), re.MULTILINE)) <= 6  # and is one line
+    assert len(book.cells[2].outputs) < 60  # the live line changes once per second
+    lines = re.findall(r"^.*\d+/150 .*$", resumed.replace("\r\n", "\n"), re.MULTILINE)
+    assert len(lines) <= 32  # it is one line, beside those of each fifth step
 
 
 # Output that the tour predicts for the commands of main.py in its sections.
