@@ -166,7 +166,7 @@ class TrainerConfig:
     """seed of initial weights, sample order and dropout"""
 
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """autocast dtype: fp32, bf16, fp16 (CUDA only); auto: bf16 where hardware supports it, else fp32"""
+    """autocast dtype: fp32, bf16, fp16 (CUDA only); auto: bf16 or fp16 where hardware is faster in it"""
 
     threads: PositiveInt | Literal["auto"] = "auto"
     """CPU threads per rank; auto: OMP_NUM_THREADS, else idle cores or CPU quota divided by local ranks"""
