@@ -13,7 +13,7 @@ without graphs.
 
 import random
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -59,19 +59,24 @@ class CUDAGraphs(Strategy):
             self.obstacle = "as configured"
         use = f"none ({self.obstacle})" if self.obstacle else "CUDA graphs after the first steps (one GPU)"
         self.description["graphs"] = use
-        self.modules = list(self.model.modules())
+        self.buffers = [module._buffers for module in self.model.modules() if module._buffers]
         torch.cuda.reset_peak_memory_stats()  # an earlier run in this process may have needed more
         self.recorded_backward = Recorded(self._backward, self)
         self.recorded_update = Recorded(self._update, self)
 
     def tensors(self) -> list[Tensor]:
         """Returns everything that a step may change."""
-        buffers = [module._buffers for module in self.modules]
-        named: list[Any] = [self.parameters, self.gradients, *self.local_state.values(), *buffers, vars(self.scaler)]
-        return [each for tensors in named for each in tensors.values() if isinstance(each, Tensor)]
+        tensors = [*self.parameters.values(), *self.gradients.values()]
+        for state in self.local_state.values():
+            tensors += state.values()
+        for named in [*self.buffers, vars(self.scaler)]:
+            tensors += [each for each in named.values() if isinstance(each, Tensor)]
+        return tensors
 
-    def addresses(self) -> set[tuple[int, bool]]:
-        return {(tensor.data_ptr(), tensor.requires_grad) for tensor in self.tensors()}
+    def addresses(self) -> set[int | str]:
+        """Returns the addresses of all tensors, and which parameters are trained."""
+        trained = [name for name, parameter in self.parameters.items() if parameter.requires_grad]
+        return {*map(Tensor.data_ptr, self.tensors()), *trained}
 
     def check_addresses(self) -> None:
         """Gives up graphs that would use the memory of a tensor that the program has replaced."""
@@ -146,7 +151,7 @@ class Recorded:
         self.stream = torch.cuda.Stream()
         self.num_calls = 0
         self.graph: Any = None
-        self.addresses: set[tuple[int, bool]] = set()
+        self.addresses: set[int | str] = set()
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         if self.strategy.obstacle is None:
@@ -214,7 +219,7 @@ class Recorded:
         # Other threads may use the GPU.
         recording = torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local")
         try:
-            with kept_attributes(self.strategy.modules), recording:
+            with kept_attributes(self.strategy.model.modules()), recording:
                 self.output = self.function(*self.inputs)
             self.graph = graph
         except Exception as error:
@@ -260,14 +265,14 @@ class Recorded:
 
 
 @contextmanager
-def kept_attributes(modules: Sequence[nn.Module]) -> Iterator[None]:
+def kept_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Undoes what a block assigns to attributes of modules, such as a counter."""
-    before = [dict(vars(module)) for module in modules]
+    before = [(vars(module), dict(vars(module))) for module in modules]
     try:
         yield
     finally:
-        for module, attributes in zip(modules, before, strict=True):
-            vars(module).update(attributes)
+        for attributes, values in before:
+            attributes.update(values)
 
 
 def _cpu_random_states() -> str:
