@@ -23,15 +23,18 @@ from torch import Tensor, nn
 
 from mingpt.config.conflicts import cuda_graphs_obstacle
 from mingpt.distributed.context import PendingFlags
-from mingpt.errors import UserError, is_oom_error
+from mingpt.errors import UserError
 from mingpt.monitoring.logging import logger
 from mingpt.parallel.strategy import MicroBatch, Strategy
 from mingpt.system.torch_versions import CONTINUES_AFTER_FAILED_RECORDING, untested_with_cuda_graphs
 
 WARM_UPS = 3  # calls before a function is recorded; they allocate state and compile
-CHECKED = (WARM_UPS + 1, WARM_UPS + 2, 24)  # calls whose replay is compared; a wrong address may be right at first
-# Without trainer.deterministic, a replay may differ from the call by ten times as much as from another replay, within
-# these bounds, relative to what the call changes. A graph with a wrong address may differ in each replay.
+# The first two replays are compared, and the next one after these numbers of steps: a wrong address may be right at
+# first, and what changes from step to step does not change between micro-batches.
+CHECKED = (WARM_UPS + 1, 23)
+# Without trainer.deterministic, a replay may differ from the call by ten times as much as from another replay, at least
+# by this part of what the call changes in the tensor, and at most by this part of the largest change of a tensor, since
+# replays also differ if an address is wrong.
 TOLERANCE = (0.001, 0.05)
 
 
@@ -60,6 +63,9 @@ class CUDAGraphs(Strategy):
         use = f"none ({self.obstacle})" if self.obstacle else "CUDA graphs after the first steps (one GPU)"
         self.description["graphs"] = use
         self.buffers = [module._buffers for module in self.model.modules() if module._buffers]
+        self.recorded_addresses: set[int | str] = set()
+        self.recorded_numbers: list[tuple[dict[str, Any], str, float]] = []
+        self.num_updates = 0
         torch.cuda.reset_peak_memory_stats()  # an earlier run in this process may have needed more
         self.recorded_backward = Recorded(self._backward, self)
         self.recorded_update = Recorded(self._update, self)
@@ -78,15 +84,24 @@ class CUDAGraphs(Strategy):
         trained = [name for name, parameter in self.parameters.items() if parameter.requires_grad]
         return {*map(Tensor.data_ptr, self.tensors()), *trained}
 
-    def check_addresses(self) -> None:
-        """Gives up graphs that would use the memory of a tensor that the program has replaced."""
-        recorded = self.recorded_backward.addresses | self.recorded_update.addresses
-        if self.obstacle is None and not recorded <= self.addresses():
+    def record_state(self) -> None:
+        """Keeps addresses and Python numbers that graphs will contain."""
+        self.recorded_addresses |= self.addresses()
+        owners = [*map(vars, self.model.modules()), *self.optimizer.param_groups]
+        numbers = [(owner, key, value) for owner in owners for key, value in owner.items() if key != "lr"]
+        self.recorded_numbers = [each for each in numbers if isinstance(each[2], int | float)]
+
+    def check_state(self) -> None:
+        """Gives up graphs if addresses or numbers in them have changed."""
+        if self.obstacle is None and not self.recorded_addresses <= self.addresses():
             self.give_up("a parameter, a gradient, a buffer or a moment was replaced, frozen or unfrozen")
+        for owner, key, value in self.recorded_numbers:
+            if self.obstacle is None and owner[key] != value:
+                self.give_up(f"{key} changes, from {value} to {owner[key]}")
 
     def zero_grad(self) -> None:
         """Sets the gradients of the step before to zero. Deleting them would change their addresses."""
-        self.check_addresses()
+        self.check_state()
         gradients = list(self.gradients.values())
         if self.obstacle is not None:
             super().zero_grad()
@@ -94,11 +109,11 @@ class CUDAGraphs(Strategy):
             torch._foreach_zero_(gradients)
 
     def accumulate(self, micro_batch: MicroBatch, flags: PendingFlags) -> Tensor:
-        if micro_batch.idx.shape != self.shape:  # the end of a batch
-            return super().accumulate(micro_batch, flags)
         idx, targets = self.to_device(micro_batch.idx, micro_batch.targets)
         self.seed(micro_batch.first)
-        return self.recorded_backward(idx, targets, torch.full((), micro_batch.weight(flags), device=self.device))
+        is_short = micro_batch.idx.shape != self.shape  # at the end of a batch
+        backward = self.recorded_backward.call if is_short else self.recorded_backward
+        return backward(idx, targets, torch.full((), micro_batch.weight(flags), device=self.device))
 
     def _backward(self, idx: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
         """Computes the same as `accumulate`, from what changes between micro-batches."""
@@ -109,9 +124,10 @@ class CUDAGraphs(Strategy):
     def update(self, lr: float | Tensor) -> Tensor:
         if not self.is_fused:
             return super().update(lr)
-        self.check_addresses()
         self.lr.fill_(lr)
-        return self.recorded_update()
+        norm = self.recorded_update()
+        self.num_updates += 1
+        return norm
 
     def _update(self) -> Tensor:
         for group in self.optimizer.param_groups:
@@ -121,7 +137,7 @@ class CUDAGraphs(Strategy):
             group["capturable"] = False
         return norm
 
-    def give_up(self, obstacle: str) -> None:
+    def give_up(self, obstacle: str, log: Callable[[str], None] = logger.warning) -> None:
         """Trains without graphs from now on.
 
         Raises:
@@ -132,7 +148,7 @@ class CUDAGraphs(Strategy):
         problem = f"CUDA graphs can't be used, because {obstacle}"
         if self.config.trainer.cuda_graphs is True:
             raise UserError(f"trainer.cuda_graphs is true, but {problem}; change that, or set it to auto")
-        logger.warning(f"{problem}; training continues without them")
+        log(f"{problem}; training continues without them")
 
 
 class Recorded:
@@ -151,22 +167,25 @@ class Recorded:
         self.stream = torch.cuda.Stream()
         self.num_calls = 0
         self.graph: Any = None
-        self.addresses: set[int | str] = set()
+        self.checked: int | None = None
 
     def __call__(self, *inputs: Tensor) -> Tensor:
+        self.strategy.check_state()
         if self.strategy.obstacle is None:
             self.num_calls += 1
             if self.num_calls < WARM_UPS:
-                return self._call(*inputs)
+                return self.call(*inputs)
             if self.num_calls == WARM_UPS:
                 return self._watch(*inputs)
             if self.graph is None:
                 self._record(*inputs)
         if self.strategy.obstacle is not None:
             return self.function(*inputs)
-        return self._check(*inputs) if self.num_calls in CHECKED else self._replay(*inputs)
+        if self.num_calls <= WARM_UPS + 2 or self.checked != self.strategy.num_updates in CHECKED:
+            return self._check(*inputs)
+        return self._replay(*inputs)
 
-    def _call(self, *inputs: Tensor) -> Tensor:
+    def call(self, *inputs: Tensor) -> Tensor:
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             output = self.function(*inputs)
@@ -181,14 +200,14 @@ class Recorded:
 
     def _watch(self, *inputs: Tensor) -> Tensor:
         """Calls the function and looks for what a recording would not survive, or comparisons would not find."""
-        self.addresses = self.strategy.addresses()
+        self.strategy.record_state()
         random_states = _cpu_random_states()
         before = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
-                output = self._call(*inputs)
+                output = self.call(*inputs)
             finally:
                 torch.cuda.set_sync_debug_mode(before)
         for warning in caught:
@@ -201,8 +220,8 @@ class Recorded:
         elif self.strategy.config.trainer.cuda_graphs == "auto" and (
             3 * torch.cuda.max_memory_allocated() > torch.cuda.mem_get_info()[1]
         ):
-            self.strategy.give_up("a step takes more than a third of the GPU's memory")
-        self.strategy.check_addresses()
+            self.strategy.give_up("a step takes more than a third of the GPU's memory", logger.info)
+        self.strategy.check_state()
         return output
 
     def _record(self, *inputs: Tensor) -> None:
@@ -212,9 +231,7 @@ class Recorded:
             UserError: the function can't be recorded, and PyTorch can't continue, or trainer.cuda_graphs is true.
         """
         self.inputs = _clones(inputs)
-        self.addresses = self.strategy.addresses()
         graph = torch.cuda.CUDAGraph()
-        random_state = torch.cuda.get_rng_state()
         stream = torch.cuda.current_stream()
         # Other threads may use the GPU.
         recording = torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local")
@@ -223,8 +240,6 @@ class Recorded:
                 self.output = self.function(*self.inputs)
             self.graph = graph
         except Exception as error:
-            if is_oom_error(error):
-                raise
             # After an error in the block, the end of the recording raises another one, and its stream stays current.
             torch.cuda.set_stream(stream)
             reason, *_ = str(error.__context__ or error).split("\n")
@@ -232,11 +247,11 @@ class Recorded:
             if not CONTINUES_AFTER_FAILED_RECORDING:
                 raise UserError(f"{problem}; set trainer.cuda_graphs to false, in a new process") from error
             self.strategy.give_up(problem)
-        torch.cuda.set_rng_state(random_state)
 
     @torch.no_grad()
     def _check(self, *inputs: Tensor) -> Tensor:
         """Replays, and compares with a call from the same state, whose result counts if they differ."""
+        self.checked = self.strategy.num_updates
         state = self.strategy.tensors()
         before = _clones(state)
         random_state = torch.cuda.get_rng_state()
@@ -248,15 +263,16 @@ class Recorded:
                 return [function(*inputs), *state]
 
         noise = _differences(_clones(run(self._replay)), run(self._replay))  # of kernels that are not deterministic
-        expected = _clones(run(self._call))
+        expected = _clones(run(self.call))
         found = run(self._replay)
         change = _differences(expected, [torch.zeros_like(found[0]), *before])
         smallest, largest = (0, 0) if self.strategy.config.trainer.deterministic else TOLERANCE
-        if (_differences(found, expected) <= (10 * noise).clamp(smallest * change, largest * change)).all():
+        if (_differences(found, expected) <= (10 * noise).clamp(smallest * change, largest * change[1:].max())).all():
             return found[0]
         torch._foreach_copy_(found, expected)
-        earlier = self.num_calls - CHECKED[1] - 1
-        also = f", and maybe each of the {earlier} before it," if earlier > 0 else ""
+        also = ""
+        if self.checked == CHECKED[1]:
+            also = f", and maybe each of the {CHECKED[1] - CHECKED[0] - 1} before it,"
         self.strategy.give_up(
             f"a recorded step{also} differs from the same step without graphs: it depends on Python code whose values "
             "change between steps, or on a tensor that is neither a parameter nor a buffer"

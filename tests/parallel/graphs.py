@@ -10,7 +10,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -140,6 +140,20 @@ def delete_gradients(self: cuda_graphs.CUDAGraphs) -> None:
     self.optimizer.zero_grad()
 
 
+def decay_less(self: cuda_graphs.CUDAGraphs) -> None:
+    for group in self.optimizer.param_groups:
+        group["weight_decay"] *= 0.99
+
+
+def drop_more(self: cuda_graphs.CUDAGraphs) -> None:
+    """Changes the dropout of later steps."""
+    self.num_steps = getattr(self, "num_steps", 0) + 1  # type: ignore[attr-defined]
+    if self.num_steps == 7:
+        for module in self.model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.5
+
+
 def skipping() -> Any:
     """Later passes skip the blocks, whose parameters get no gradient."""
     forward = model.Block.forward
@@ -216,7 +230,7 @@ def change_to_nan(graph: "Recording", replay: int) -> None:
 
 
 def change_later(graph: "Recording", replay: int) -> None:
-    if replay > 8:
+    if replay > 40:
         change_one_gradient(graph, replay)
 
 
@@ -287,11 +301,14 @@ RUNS: dict[str, tuple[Callable[[], AbstractContextManager], dict[str, Any]]] = {
 # Changes that a graph does not survive, and what the warning says.
 CHANGED: dict[str, tuple[Callable[[], AbstractContextManager], str]] = {
     "numpy": (lambda: changed_blocks(NUMPY), RANDOM_WARNING),
-    "a counter": (counting, DIFFERS),
+    "a counter": (counting, "count changes, from "),
+    "weight decay": (lambda: after_step(decay_less), "weight_decay changes, from 0.1 to 0.099;"),
+    "dropout": (lambda: after_step(drop_more), "p changes, from 0.1 to 0.5;"),
     "an average": (averaging, DIFFERS),
     "gradients": (lambda: before_update(replace_gradients), REPLACED),
     "gradients, later": (lambda: before_update(replace_late), REPLACED),
     "no gradients": (lambda: after_step(delete_gradients), REPLACED),
+    "no zeros": (lambda: patch.object(cuda_graphs.CUDAGraphs, "zero_grad", delete_gradients), REPLACED),
     "moments, later": (lambda: before_update(replace_moments), REPLACED),
     "frozen later": (lambda: before_update(freeze_late), REPLACED),
     "a recording fails": (
@@ -341,16 +358,16 @@ def train_all(folder: Path) -> None:
             with change():
                 train(name, "graphs")
                 train(name, "plain", trainer__cuda_graphs=False)
-        for change in (sgd, partial(changed_blocks, READ), counting):
+        for change in (sgd, partial(changed_blocks, READ), averaging):
             with change():
                 assert run_main(run_args(folder / "required", text, **options, trainer__cuda_graphs=True)) == 2
 
 
-# Runs of the emulation with a change, options, status, and what stderr contains; None: nothing.
+# Runs of the emulation with a change, options, status, and the warning, error or information; None: there is none.
 OTHERS: dict[str, tuple[Callable[[], AbstractContextManager], dict[str, Any], int, str | None]] = {
     "a fault later": (
         lambda: after_replay(change_later),
-        {},
+        {"trainer__max_steps": 30},
         0,
         "because a recorded step, and maybe each of the 18 before it, differs from the same step without graphs: ",
     ),
@@ -379,15 +396,15 @@ OTHERS: dict[str, tuple[Callable[[], AbstractContextManager], dict[str, Any], in
 }
 
 
-def train_others(folder: Path) -> dict[str, tuple[int, str]]:
-    """Returns the exit status and stderr of OTHERS."""
+def train_others(folder: Path) -> dict[str, tuple[int, str, str]]:
+    """Returns the exit status, stdout and stderr of OTHERS."""
     text = write_text(folder / "text.txt")
     done = {}
     with recording_on_cpu():
         for name, (change, options, *_) in OTHERS.items():
-            with change(), redirect_stderr(io.StringIO()) as stderr:
+            with change(), redirect_stdout(io.StringIO()) as stdout, redirect_stderr(io.StringIO()) as stderr:
                 argv = run_args(folder / name, text, **{"trainer__deterministic": True} | options)
-                done[name] = (run_main(argv), stderr.getvalue())
+                done[name] = (run_main(argv), stdout.getvalue(), stderr.getvalue())
     return done
 
 
@@ -423,6 +440,7 @@ class Recording(TorchDispatchMode):
 
     def __enter__(self) -> "Recording":
         Recording.active = True
+        self.random_state = torch.default_generator.get_state()
         return super().__enter__()
 
     def __exit__(self, *args: Any) -> None:
@@ -430,6 +448,7 @@ class Recording(TorchDispatchMode):
         Recording.active = False
         for tensor, value in self.before.values():
             tensor.detach().copy_(value)
+        torch.default_generator.set_state(self.random_state)
 
     @torch.no_grad()
     def replay(self) -> None:

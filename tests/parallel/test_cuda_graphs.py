@@ -75,11 +75,11 @@ def test_recorded_steps_have_the_bits_of_other_steps_also_after_a_resume(device:
 def test_what_else_ends_the_use_of_graphs(tmp_path: Path) -> None:
     """Kernels that add in varying order do not."""
     [done] = run_ranks(1, graphs.train_others, tmp_path, tmp_path=tmp_path)
-    for name, (status, stderr) in done.items():
+    for name, (status, stdout, stderr) in done.items():
         *_, expected_status, expected = graphs.OTHERS[name]
         assert status == expected_status, (name, stderr)
-        assert len(stderr.splitlines()) == (expected is not None), (name, stderr)
-        assert (expected or "") in stderr, (name, stderr)
+        assert len(stderr.splitlines()) == (expected not in (None, graphs.LARGE)), (name, stderr)
+        assert (expected or "") in stdout + stderr, (name, stderr)
 
 
 def test_graphs_are_not_used_with_builds_of_pytorch_that_are_not_tested(monkeypatch: pytest.MonkeyPatch) -> None:
