@@ -147,8 +147,7 @@ def decay_less(self: cuda_graphs.CUDAGraphs) -> None:
 
 def drop_more(self: cuda_graphs.CUDAGraphs) -> None:
     """Changes the dropout of later steps."""
-    self.num_steps = getattr(self, "num_steps", 0) + 1  # type: ignore[attr-defined]
-    if self.num_steps == 7:
+    if self.num_updates == 7:
         for module in self.model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.5
@@ -181,8 +180,8 @@ def replace_moments(self: cuda_graphs.CUDAGraphs, step: int) -> None:
             state["exp_avg"] = torch.zeros_like(state["exp_avg"])
 
 
-def freeze_late(self: cuda_graphs.CUDAGraphs, step: int) -> None:
-    if step == 8:
+def freeze_late(self: cuda_graphs.CUDAGraphs) -> None:
+    if self.num_updates == 8:
         self.parameters["transformer.wte.weight"].requires_grad_(False)
 
 
@@ -310,7 +309,7 @@ CHANGED: dict[str, tuple[Callable[[], AbstractContextManager], str]] = {
     "no gradients": (lambda: after_step(delete_gradients), REPLACED),
     "no zeros": (lambda: patch.object(cuda_graphs.CUDAGraphs, "zero_grad", delete_gradients), REPLACED),
     "moments, later": (lambda: before_update(replace_moments), REPLACED),
-    "frozen later": (lambda: before_update(freeze_late), REPLACED),
+    "frozen later": (lambda: after_step(freeze_late), REPLACED),
     "a recording fails": (
         lambda: changed_blocks(fail_recording),
         "a step can't be recorded: operation not permitted when stream is capturing;",
