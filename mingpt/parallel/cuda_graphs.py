@@ -93,11 +93,14 @@ class CUDAGraphs(Strategy):
 
     def check_state(self) -> None:
         """Gives up graphs if addresses or numbers in them have changed."""
-        if self.obstacle is None and not self.recorded_addresses <= self.addresses():
-            self.give_up("a parameter, a gradient, a buffer or a moment was replaced, frozen or unfrozen")
+        if self.obstacle is not None:
+            return
         for owner, key, value in self.recorded_numbers:
-            if self.obstacle is None and owner[key] != value:
-                self.give_up(f"{key} changes, from {value} to {owner[key]}")
+            if owner.get(key) != value:
+                self.give_up(f"{key} changes, from {value} to {owner.get(key)}")
+                return
+        if not self.recorded_addresses <= self.addresses():
+            self.give_up("a parameter, a gradient, a buffer or a moment was replaced, frozen or unfrozen")
 
     def zero_grad(self) -> None:
         """Sets the gradients of the step before to zero. Deleting them would change their addresses."""
@@ -111,9 +114,10 @@ class CUDAGraphs(Strategy):
     def accumulate(self, micro_batch: MicroBatch, flags: PendingFlags) -> Tensor:
         idx, targets = self.to_device(micro_batch.idx, micro_batch.targets)
         self.seed(micro_batch.first)
-        is_short = micro_batch.idx.shape != self.shape  # at the end of a batch
-        backward = self.recorded_backward.call if is_short else self.recorded_backward
-        return backward(idx, targets, torch.full((), micro_batch.weight(flags), device=self.device))
+        inputs = idx, targets, torch.full((), micro_batch.weight(flags), device=self.device)
+        if self.obstacle is None and idx.shape != self.shape:  # the end of a batch
+            return self.recorded_backward.call(*inputs)
+        return self.recorded_backward(*inputs)
 
     def _backward(self, idx: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
         """Computes the same as `accumulate`, from what changes between micro-batches."""

@@ -40,7 +40,7 @@ def test_recorded_steps_have_the_bits_of_other_steps_also_after_a_resume(device:
         [(stdout, stderr)] = run_ranks(1, train_captured, tmp_path, tmp_path=tmp_path)
     else:
         runs = graphs.RUNS | graphs.GPU_RUNS
-        changed = graphs.CHANGED
+        changed = graphs.GPU_CHANGED
         done = run_program("-m", "tests.parallel.graphs", str(tmp_path), timeout=900, **VISIBLE_GPUS)
         stdout, stderr = done.stdout, done.stderr
         assert done.returncode == 0, stderr
