@@ -11,14 +11,14 @@ import torch.distributed as dist
 
 from mingpt.errors import UserError
 
-VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
-
-CONTINUES_AFTER_FAILED_RECORDING = VERSION >= (2, 13)  # of a CUDA graph: its memory pool no longer takes allocations
+# PyTorch 2.13: after the recording of a CUDA graph has failed, its memory pool no longer takes allocations
+CONTINUES_AFTER_FAILED_RECORDING = torch.__version__ >= "2.13"
 
 
 def check_torch() -> None:
     """Raises a UserError if requirements.txt does not allow this version of PyTorch, or new tensors are not fp32."""
-    if not (2, 10) <= VERSION < (3, 0):
+    major, minor = torch.__version__.split(".")[:2]
+    if not (2, 10) <= (int(major), int(minor)) < (3, 0):
         raise UserError(
             f"PyTorch is {torch.__version__}, must be at least 2.10 and below 3; run pip install -r requirements.txt"
         )
@@ -33,7 +33,10 @@ def untested_with_cuda_graphs() -> str | None:
     """Returns why CUDA graphs are not used with this build of PyTorch; None: they are."""
     if torch.version.hip is not None:
         return "PyTorch is for AMD GPUs"
-    if VERSION < (2, 11):  # silently records copies from pageable memory, whose addresses are soon used for other data
+    if torch.__version__ < (
+        2,
+        11,
+    ):  # silently records copies from pageable memory, whose addresses are soon used for other data
         return f"PyTorch is {torch.__version__}, below 2.11"
     return None
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 from mingpt.config.conflicts import find_start_conflicts
 from mingpt.config.parser import read_config
@@ -83,10 +84,10 @@ def test_what_else_ends_the_use_of_graphs(tmp_path: Path) -> None:
 
 
 def test_graphs_are_not_used_with_builds_of_pytorch_that_are_not_tested(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_versions, "VERSION", (2, 11))
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu130"))
     assert torch_versions.untested_with_cuda_graphs() is None
-    monkeypatch.setattr(torch_versions, "VERSION", (2, 10))
-    assert torch_versions.untested_with_cuda_graphs() == f"PyTorch is {torch.__version__}, below 2.11"
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.10.1+cu130"))
+    assert torch_versions.untested_with_cuda_graphs() == "PyTorch is 2.10.1+cu130, below 2.11"
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert torch_versions.untested_with_cuda_graphs() == "PyTorch is for AMD GPUs"
 

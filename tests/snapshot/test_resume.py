@@ -142,7 +142,7 @@ def test_a_run_resumes_in_fp16_and_back(run_dir: Path, trained: Path, tmp_path: 
 
 
 def _train_with_fp16_on_the_cpu(argvs: list[list[str]]) -> list[tuple[int, str, str]]:
-    numerics.choose_precision = lambda requested, device, saved: (requested, "as asked")  # type: ignore[assignment]
+    numerics.choose_precision = lambda requested, *_: (requested, "as asked")  # type: ignore[assignment]
     start.find_start_conflicts = lambda config, world_size, device_type: iter(())  # type: ignore[assignment]
     return run_each_captured(argvs)
 
