@@ -33,10 +33,7 @@ def untested_with_cuda_graphs() -> str | None:
     """Returns why CUDA graphs are not used with this build of PyTorch; None: they are."""
     if torch.version.hip is not None:
         return "PyTorch is for AMD GPUs"
-    if torch.__version__ < (
-        2,
-        11,
-    ):  # silently records copies from pageable memory, whose addresses are soon used for other data
+    if torch.__version__ < "2.11":  # it records copies from memory that is soon used for other data, without an error
         return f"PyTorch is {torch.__version__}, below 2.11"
     return None
 
