@@ -38,7 +38,7 @@ def test_recorded_steps_have_the_bits_of_other_steps_also_after_a_resume(device:
     if device == "cpu":
         runs = graphs.RUNS | graphs.CPU_RUNS
         changed = graphs.CHANGED | graphs.FAULTS
-        [(stdout, stderr)] = run_ranks(1, train_captured, tmp_path, tmp_path=tmp_path)
+        [(stdout, stderr)] = run_ranks(1, train_captured, tmp_path, tmp_path=tmp_path, timeout=400)
     else:
         runs = graphs.RUNS | graphs.GPU_RUNS
         changed = graphs.GPU_CHANGED
