@@ -46,11 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--top_p", type=float, help="sample from the fewest tokens whose probabilities sum to p (default: all)"
     )
     parser.add_argument("--seed", type=int, default=1, help="seed of the random numbers (default: %(default)s)")
-    parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        help="device of the model (default: a GPU for large models)",
-    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="device (default: a GPU for large models)")
     return parser
 
 

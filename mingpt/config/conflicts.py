@@ -115,7 +115,7 @@ def find_start_conflicts(config: Config, world_size: int, device_type: str) -> I
 
 
 def fp16_obstacle(config: Config) -> str | None:
-    """Returns the key that excludes fp16, with its value; None: there is none."""
+    """Returns the key that excludes fp16; None: there is none."""
     if config.distributed.cpu_offload:  # the CPU's optimizer would not wait until the GPU has found an overflow
         return "distributed.cpu_offload"
     if config.distributed.reduction == "tree":

@@ -190,6 +190,7 @@ class Recorded:
         return self._replay(*inputs)
 
     def call(self, *inputs: Tensor) -> Tensor:
+        """Calls the function on the stream of the graph."""
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             output = self.function(*inputs)
@@ -274,12 +275,10 @@ class Recorded:
         if (_differences(found, expected) <= (10 * noise).clamp(smallest * change, largest * change[1:].max())).all():
             return found[0]
         torch._foreach_copy_(found, expected)
-        also = ""
-        if self.checked == CHECKED[1]:
-            also = f", and maybe each of the {CHECKED[1] - CHECKED[0] - 1} before it,"
+        earlier = ", and maybe earlier ones," if self.num_calls > WARM_UPS + 2 else ""  # replays without a comparison
         self.strategy.give_up(
-            f"a recorded step{also} differs from the same step without graphs: it depends on Python code whose values "
-            "change between steps, or on a tensor that is neither a parameter nor a buffer"
+            f"a recorded step{earlier} differs from the same step without graphs: it depends on Python code whose "
+            "values change between steps, or on a tensor that is neither a parameter nor a buffer"
         )
         return found[0]
 

@@ -99,13 +99,13 @@ def choose_precision(
     Args:
         requested: trainer.precision
         saved: precision of the snapshot that training resumes from
-        fp16_obstacle: what excludes fp16
+        fp16_obstacle: the key that excludes fp16
     """
     hardware, reason = has_bf16(device)
-    has_fp16 = device.type == "cuda" and fp16_obstacle is None
     if requested != "auto":
         slow = f", but slow, because {reason}" if requested == "bf16" and not hardware else ""
         return requested, f"as configured{slow}"
+    has_fp16 = device.type == "cuda" and fp16_obstacle is None
     if saved == "fp32" or (saved == "bf16" and hardware) or (saved == "fp16" and has_fp16):
         return saved, "auto: kept from the snapshot"
     changed = f"; the snapshot was made in {saved}, so the last bits will differ" if saved else ""
