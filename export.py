@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from mingpt.program import run_program, start_program
+from mingpt.system.signals import start_program
 
 if __name__ == "__main__":
     start_program()
@@ -19,10 +19,12 @@ from mingpt.config.parser import default_snapshot_path
 from mingpt.config.schema import Config, config_to_dict
 from mingpt.config.yaml_format import format_value
 from mingpt.errors import UserError
+from mingpt.program import run_program
 from mingpt.snapshot.load import Pretrained, load_pretrained
 from mingpt.system.torch_versions import check_torch
 from mingpt.text.tokenizer import CharTokenizer
 
+TRANSFORMERS = {"gpt2": "4.46", "nanochat": "5.0"}  # lowest tested versions
 CHARACTERS = """
 The tokenizer knows the {config.vocab_size} distinct characters of the training text. Any other character raises an
 error, `Missing [UNK] token`; `"".join(c for c in text if c in tokenizer.get_vocab())` removes such characters.
@@ -53,6 +55,7 @@ pipeline_tag: text-generation
 A GPT of architecture {config.architecture}: {config.n_layer} layers, {config.n_head} heads, {config.n_embd} wide,
 {sum(weight.numel() for weight in pretrained.weights.values()):,} parameters.
 Prompt and generated text together have at most {config.block_size} tokens.
+The folder loads with transformers {TRANSFORMERS[config.architecture]} or later.
 {CHARACTERS.format(config=config) if has_characters else ""}
 There is no padding token. To pad prompts of different lengths, on the left, first set
 `tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)`. To train on padded texts, add a token instead: a collator

@@ -1,3 +1,4 @@
+import json
 import re
 import shlex
 import shutil
@@ -131,6 +132,22 @@ def test_transformers_has_the_same_tokens_logits_and_greedy_text(
     texts = tokenizer.batch_decode(model.generate(**batch, do_sample=False, max_new_tokens=50))
     assert texts[1][4:] == greedy[:56]
     assert caplog.text == ""
+
+
+def test_transformers_4_finds_the_class_of_the_tokenizer_and_only_the_inputs_of_the_model(exported: Path) -> None:
+    """Without its list of inputs, transformers 4 adds token_type_ids, which change GPT-2's logits."""
+    import transformers
+
+    config = json.loads((exported / "tokenizer_config.json").read_text())
+    assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert config["model_input_names"] == ["input_ids", "attention_mask"]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
+    assert list(tokenizer("anna", return_tensors="pt")) == ["input_ids", "attention_mask"]
+    config = json.loads((exported / "config.json").read_text())
+    if config["model_type"] == "gpt2":
+        assert config["n_ctx"] == 256  # for llama.cpp
+    version = {"gpt2": "4.46", "nanochat": "5.0"}[config["model_type"]]
+    assert f"The folder loads with transformers {version} or later." in (exported / "README.md").read_text()
 
 
 def window_of_64(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:

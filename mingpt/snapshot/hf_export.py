@@ -5,13 +5,17 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel, TokenizersBackend
 
 from mingpt.errors import UserError
 from mingpt.snapshot.hf_format import EMBEDDINGS, GELU_APPROXIMATE, to_transformers
 from mingpt.snapshot.load import Pretrained
 
 MAX_DIFFERENCE = 1e-3  # between logits; rounding errors are 1e-5 with logits up to 15
+
+
+class PreTrainedTokenizerFast(TokenizersBackend):
+    """save_pretrained writes this name of the class, which transformers 4 has, too. It has no TokenizersBackend."""
 
 
 def hf_tokenizer(pretrained: Pretrained) -> PreTrainedTokenizerFast:
@@ -26,6 +30,8 @@ def hf_tokenizer(pretrained: Pretrained) -> PreTrainedTokenizerFast:
         model_max_length=pretrained.model_config.block_size,
         clean_up_tokenization_spaces=False,
         eos_token=ours.end_of_text,
+        # Not token_type_ids, which transformers 4 adds otherwise; GPT-2 has other logits with them.
+        model_input_names=["input_ids", "attention_mask"],
     )
     text = ours.decode(range(ours.vocab_size))
     expected = ours.encode(text, "--snapshot").tolist()
@@ -71,9 +77,15 @@ def hf_model(pretrained: Pretrained, eos_token_id: int | None) -> PreTrainedMode
         values |= dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), config.dropout)
         names = {approximate: name for name, approximate in reversed(GELU_APPROXIMATE.items())}
         values["activation_function"] = names[config.gelu_approximate]
+        values["n_ctx"] = config.block_size  # for llama.cpp's convert_hf_to_gguf.py
     weights = to_transformers(stored, config.architecture)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.architecture, **values)).eval()
-    model.generation_config = GenerationConfig(do_sample=True, temperature=0.8, top_k=0)  # its default is 50
+    model.generation_config = GenerationConfig(
+        do_sample=True,
+        temperature=0.8,
+        top_k=0,  # its default is 50
+        eos_token_id=eos_token_id,
+    )
     # Without model.bias, GPT-2's biases stay zeros.
     biases = {key: bias for key, bias in model.state_dict().items() if key.endswith("bias")}
     try:

@@ -79,15 +79,18 @@ def test_logits_are_equal_here_and_after_a_run_and_its_export(architecture: str,
     run_on("cpu", 2, [argv], tmp_path)
     assert newest_snapshot(tmp_path / "run")["config"]["model"]["architecture"] == architecture
     assert exit_status_of(export.run, ["--snapshot", str(tmp_path / "run"), "--out", str(tmp_path / "ours")]) == 0
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     with torch.inference_mode():
-        exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")(idx).logits
+        exported = theirs(idx).logits
     tuned = logits(tmp_path / "run", idx)
     assert not torch.allclose(tuned, expected, atol=1e-3)  # it has been trained
     assert torch.allclose(exported, tuned, rtol=0, atol=1e-5)
     assert torch.allclose(logits(tmp_path / "ours", idx), tuned, rtol=0, atol=1e-6)
     assert (tmp_path / "ours/tokenizer.json").read_text() == (folder / "tokenizer.json").read_text()
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "ours")
-    assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|endoftext|>", 0)  # which ends a generated text
+    assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|endoftext|>", 0)
+    generated = theirs.generate(idx[:1, :4], max_new_tokens=9, sequence_bias={(0,): 1e4})
+    assert generated[0, 4:].tolist() == [0]  # which ends the text
     assert tokenizer("anna ñ")["input_ids"] == load_pretrained(str(folder), "").tokenizer.encode("anna ñ", "").tolist()
 
 
