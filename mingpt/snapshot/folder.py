@@ -22,8 +22,8 @@ from mingpt.monitoring.live_line import BAR_OPTIONS
 from mingpt.monitoring.logging import logger
 from mingpt.snapshot.format import check_content
 
-# Earlier versions wrote frequent_00000500.pt between the snapshots of trainer.save_every.
-SNAPSHOT_NAME = re.compile(r"(?:step|frequent)_(\d{8})\.pt")
+SNAPSHOT_NAME = re.compile(r"step_(\d{8})\.pt")
+OTHER_NAME = re.compile(r".+\.pt(\.zip)?")  # such as `step_00000080 (1).pt` after a download, or best.pt
 # Files that killed processes leave behind. Each name contains a UUID, since the folder may hold other files.
 LEFTOVER_NAME = re.compile(rf"{SNAPSHOT_NAME.pattern}\.[0-9a-f]{{32}}\.tmp|[0-9a-f]{{32}}\.mark")
 SPARE_STEPS = 100  # scheduled steps to remember beyond `keep`, since the mirror may have older snapshots
@@ -46,6 +46,10 @@ def raise_user_error(problem: str, advice: str) -> Iterator[None]:
 
 def _reason(error: Exception) -> str:
     return str(error) or type(error).__name__
+
+
+def snapshot_name(step: int) -> str:
+    return f"step_{step:08d}.pt"
 
 
 def expired_steps(steps: Sequence[int], scheduled: Collection[int], best: int | None, keep: int) -> list[int]:
@@ -83,15 +87,19 @@ class SnapshotFolder:
         self.keep = keep
         self.scheduled: list[int] = []  # steps of the newest scheduled snapshots, including deleted ones
         self.best: int | None = None  # step of the best snapshot that could be saved
+        self.whole: set[int] = set()  # steps of files that this process has written or loaded
         self.damaged: set[int] = set()  # steps of damaged files: they are not counted, and are kept for inspection
         self.warned: set[str] = set()  # subjects that a warning has named
 
     def make(self) -> None:
-        """Makes the folder and its parents if they are missing."""
+        """Makes the folder and its parents if they are missing, and deletes what killed processes have left there."""
         with raise_user_error(
             f"trainer.snapshot_path: {self.path} can't be written", "make it writable, or set another folder"
         ):
             self.fs.makedirs(self.root, exist_ok=True)
+        for name in self._names():
+            if LEFTOVER_NAME.fullmatch(name):
+                self._remove(name)
 
     def files(self) -> dict[int, str]:
         """Returns the names of all snapshots by step, in ascending order, damaged ones included."""
@@ -100,7 +108,12 @@ class SnapshotFolder:
 
     def file(self, step: int) -> str:
         """Returns the path of a snapshot, for messages and for `load_snapshot`."""
-        return f"{self.path}/{self.files().get(step, f'step_{step:08d}.pt')}"
+        return f"{self.path}/{snapshot_name(step)}"
+
+    def other_files(self) -> str:
+        """Returns the names of files that look like snapshots, but do not have the name of one."""
+        names = [name for name in self._names() if OTHER_NAME.fullmatch(name) and not SNAPSHOT_NAME.fullmatch(name)]
+        return ", ".join(sorted(names))
 
     def _names(self) -> list[str]:
         with raise_user_error(f"{self.path} can't be read", "make it readable, or name another folder"):
@@ -137,7 +150,9 @@ class SnapshotFolder:
         path = self.file(step)
         with raise_user_error(f"{path} can't be read", "make it readable, move it away, or name another one"):
             try:
-                return load_snapshot(path)
+                snapshot = load_snapshot(path)
+                self.whole.add(step)
+                return snapshot
             except FileNotFoundError:
                 return None
             except DamagedSnapshotError as error:
@@ -145,13 +160,14 @@ class SnapshotFolder:
                 logger.warning(f"{path} is damaged ({error}) and skipped")
                 return None
 
+    def is_whole(self, step: int) -> bool:
+        """Returns whether a snapshot exists and is undamaged; reads it unless this process has written or loaded it."""
+        return step not in self.damaged and (step in self.whole or self._load(step) is not None)
+
     def resume(self, header: dict[str, Any]) -> None:
         """Prepares the folder for a run that continues from a snapshot, which may be in another folder."""
         self.scheduled = header["scheduled"]
         self.best = header["best_saved"]
-        for name in self._names():
-            if LEFTOVER_NAME.fullmatch(name):
-                self._remove(name)
         for step in self._expired(header["step"]):  # finds damaged ones that an earlier start has skipped
             try:
                 self._load(step)
@@ -165,10 +181,12 @@ class SnapshotFolder:
         return expired_steps(whole, self.scheduled, self.best, self.keep)
 
     def prune(self, newest: int) -> None:
-        """Deletes the snapshots up to step `newest` that are no longer kept, and warns of those that stay."""
-        files = self.files()
-        for step in self._expired(newest):
-            self._remove(files[step])
+        """Deletes the snapshots up to step `newest` that are no longer kept, and warns if it can't."""
+        try:
+            for step in self._expired(newest):
+                self._remove(snapshot_name(step))
+        except UserError as error:
+            self.warn_once("listing", str(error))
 
     def _remove(self, name: str) -> None:
         try:
@@ -190,7 +208,7 @@ class SnapshotFolder:
             UserError: the snapshot can't be written. Existing snapshots are unchanged.
         """
         step = snapshot["step"]
-        name = f"step_{step:08d}.pt"
+        name = snapshot_name(step)
         is_kept = step in (*snapshot["scheduled"], snapshot["best_saved"])
         problem = f"trainer.snapshot_path: {self.path}/{name} can't be written"
         with raise_user_error(problem, "free disk space, or make the folder writable"):
@@ -202,6 +220,7 @@ class SnapshotFolder:
         self.scheduled = snapshot["scheduled"][-self.keep - SPARE_STEPS :]
         self.best = snapshot["best_saved"]
         self.damaged.discard(step)
+        self.whole.add(step)
         self.prune(step)
 
 

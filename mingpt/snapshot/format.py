@@ -79,6 +79,7 @@ def check_content(content: Any, path: str) -> None:
         content["config"]["model"] = asdict(ModelConfig()) | model
         content.setdefault("tokenizer", None)
         content.setdefault("vocab_size", len(content["vocabulary"]))
+        content.setdefault("run_id", "")
     if mistakes := list(_find_mistakes(content)):
         raise UserError(
             f"{path} is not a snapshot that this version can read: {'; '.join(mistakes)}; use the version that wrote it"

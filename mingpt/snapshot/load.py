@@ -113,6 +113,9 @@ def _load_from_folder(path: str, best: bool) -> dict[str, Any] | None:
 
 
 def _nearest(path: str) -> str:
+    if os.path.isdir(path):
+        names = SnapshotFolder(path).other_files() or SnapshotFolder(f"{path}/snapshots").other_files()
+        return f"; not named like step_00000500.pt: {names}" if names else ""
     folder, name = os.path.split(path)
     with suppress(OSError):
         if near := difflib.get_close_matches(name, os.listdir(folder or ".")):
@@ -167,15 +170,17 @@ def new_run_advice(config: Config) -> str:
     return "set another trainer.run_dir and trainer.snapshot_path"
 
 
-def load_initial_weights(path: str, model: GPT, tokenizer: Tokenizer) -> dict[str, Tensor]:
+def load_initial_weights(pretrained: Pretrained, path: str, model: GPT, tokenizer: Tokenizer) -> dict[str, Tensor]:
     """Returns pretrained weights (trainer.init_from) for a model with another tokenizer, and maybe with changed code.
 
     Parameters that no weight fits, and embeddings of new tokens, keep the values of `model`.
 
+    Args:
+        path: names the weights in messages
+
     Raises:
-        UserError: the weights can't be loaded, or none of them fits.
+        UserError: none of the weights fits.
     """
-    pretrained = load_pretrained(path, "trainer.init_from")
     new = set(tokenizer.vocabulary) - set(pretrained.tokenizer.vocabulary)
     logger.info(f"starting from the weights of {path}; new tokens: {show_tokens(new)}")
     initial = model.state_dict()

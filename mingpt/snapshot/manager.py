@@ -1,5 +1,6 @@
 """Saves snapshots: which ranks write them, when, and where to; finds the snapshot to resume from."""
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -22,10 +23,10 @@ from mingpt.errors import UserError
 from mingpt.monitoring.logging import logger
 from mingpt.monitoring.run_log import RunLog, saved_steps
 from mingpt.parallel.strategy import Strategy
-from mingpt.snapshot.folder import SnapshotFolder, open_folders
+from mingpt.snapshot.folder import SnapshotFolder, open_folders, snapshot_name
 from mingpt.snapshot.format import Best, split_header
 from mingpt.snapshot.load import new_run_advice, weight_differences
-from mingpt.snapshot.mirror import sync
+from mingpt.snapshot.mirror import check_owner, sync
 from mingpt.system.run_lock import RunLock, read_holder
 from mingpt.system.signals import SignalHandler
 
@@ -93,6 +94,7 @@ class SnapshotManager:
         self.signals = signals
         self.folder, remote = open_folders(config.trainer)
         lock_id = broadcast_object(context, lock.id)
+        self.run_id = lock_id  # of the start that begins the run
         self.is_writer = context.rank == 0 or (
             context.local_rank == 0 and read_holder(self.folder.root).get("id") != lock_id
         )
@@ -123,15 +125,19 @@ class SnapshotManager:
         path = ""
         failure = ""
         remote = [] if self.remote is None else [self.remote]
-        for folder in [self.folder, *remote] if self.is_writer else []:
-            try:
-                newer = folder.load_newest(after=content.get("step", -1))
-            except UserError as error:
-                failure = str(error)
-                continue
-            if newer is not None:
-                content = newer
-                path = folder.file(content["step"])
+        with shared_errors(context):
+            for folder in [self.folder, *remote] if self.is_writer else []:
+                before = content
+                try:
+                    newer = folder.load_newest(after=content.get("step", -1))
+                except UserError as error:
+                    failure = str(error)
+                    continue
+                if newer is not None:
+                    content = newer
+                    path = folder.file(content["step"])
+                if folder is self.remote:
+                    check_owner(folder, before, content, self.config.trainer.run_dir)
         steps = all_gather_object(context, content.get("step", -1))
         source_rank = steps.index(max(steps))
         with shared_errors(context):
@@ -153,6 +159,8 @@ class SnapshotManager:
         If power fails before the first save of trainer.save_every, all snapshots may be damaged. Then the run begins
         again.
         """
+        if self.context.rank == 0 and (names := self.folder.other_files()):
+            logger.warning(f"{self.folder.path}: not named like step_00000500.pt, and not used: {names}")
         metrics_file = Path(self.config.trainer.run_dir) / "metrics.jsonl"
         with shared_errors(self.context):
             saved = saved_steps(metrics_file) if self.context.rank == 0 else []
@@ -188,6 +196,7 @@ class SnapshotManager:
         if self.is_writer:
             self.folder.resume(header)
         self.header = header
+        self.run_id = header["run_id"]
         self._upload()  # the last upload may have failed
 
     def is_save_due(self) -> bool:
@@ -215,7 +224,8 @@ class SnapshotManager:
             self.wait(self.newest_write, self.folder.path)
         if self.is_writer and self.newest_write.done():
             scheduled = [*self.folder.scheduled, step] if is_scheduled else self.folder.scheduled
-            self.header = header | {"scheduled": scheduled, "best_saved": step if is_best else self.folder.best}
+            best_saved = step if is_best else self.folder.best
+            self.header = header | {"run_id": self.run_id, "scheduled": scheduled, "best_saved": best_saved}
             tensors, seconds = self._stage(strategy)
             self.newest_write = _start(self.newest_write, self._write, self.header | tensors, seconds)
             self.saves.append(Save(self.header, self.folder, self.newest_write))
@@ -267,7 +277,7 @@ class SnapshotManager:
         """Starts to upload what the mirror lacks, if there is a mirror."""
         has_begun = self.newest_upload.running() or self.newest_upload.done()  # otherwise, it will do
         if self.remote is not None and has_begun:
-            self.newest_upload = _start(self.newest_upload, sync, self.folder, self.remote)
+            self.newest_upload = _start(self.newest_upload, sync, self.folder, self.remote, self.run_id)
             self.saves.append(Save(self.header, self.remote, self.newest_upload))
 
     def log_ended(self, log: RunLog, is_last: bool) -> None:
@@ -297,8 +307,9 @@ class SnapshotManager:
 
     def saved_best(self, best: Best) -> Best | None:
         """Returns the best evaluation if its snapshot is in the local folder, and not only in the mirror."""
-        is_saved = best.step == self.folder.best and best.step in self.folder.files()
-        return best if is_saved else None
+        if best.step is None or best.step != self.folder.best:
+            return None
+        return best if os.path.exists(os.path.join(self.folder.root, snapshot_name(best.step))) else None
 
     def wait(self, future: Future[Any], place: str | None, ends_at_signal: bool = False) -> int:
         """Waits until a save has ended on all ranks, however long it takes.
@@ -327,35 +338,43 @@ class SnapshotManager:
         self.signals.is_waiting = False
         return 0 if all(has_ended) else max(received)
 
-    def finish(self, ends_at_signal: bool) -> int:
+    def finish(self, is_complete: bool) -> int:
         """Waits until the newest snapshot is written and the mirror is complete, even if earlier saves have failed.
 
         Args:
-            ends_at_signal: whether the first signal ends the wait for the mirror
+            is_complete: whether all steps are complete, so that the first signal ends the wait for the mirror. If a
+                signal has stopped the run before, a mirror that lacks a snapshot is no error
 
         Returns:
-            the signal that has ended the wait for the mirror; 0: it is complete
+            the signal that has ended the wait for the mirror; 0: the upload has ended
 
         Raises:
-            UserError: on all ranks, if one of them is impossible, or a folder is lost.
+            UserError: on all ranks, if a snapshot can't be written or uploaded, or a folder is lost.
         """
         self.wait(self.newest_write, self.folder.path)
         self._upload()
-        signal = self.wait(self.newest_upload, self.config.trainer.snapshot_path, ends_at_signal)
+        signal = self.wait(self.newest_upload, self.config.trainer.snapshot_path, ends_at_signal=is_complete)
+        step = self.header.get("step")  # only writers have a header
         with shared_errors(self.context):  # the last collective, where other ranks wait for a rank that hangs
             self.lock.check()
             if not self.newest_write.done():
                 raise UserError(
-                    f"interrupted before the snapshot of step {self.header['step']} was written; run the same command "
-                    "to resume from the one before"
+                    f"interrupted before the snapshot of step {step} was written; run the same command to resume from "
+                    "the one before"
                 )
-            for future in (self.newest_write, self.newest_upload):
-                error = future.exception() if future.done() else None
-                if error is not None:
-                    raise UserError(
-                        f"training has reached step {self.header['step']}, but its snapshot could not be saved: "
-                        f"{error}. Fix this and run the same command to resume from the newest snapshot"
-                    ) from error
+            if error := self.newest_write.exception():
+                raise UserError(
+                    f"training has reached step {step}, but its snapshot could not be saved: {error}. Fix this and run "
+                    "the same command to resume from the newest snapshot"
+                ) from error
+            if self.newest_upload.done() and (error := self.newest_upload.exception()):
+                message = (
+                    f"the snapshot of step {step} is in {self.folder.path}, but not all snapshots could be uploaded: "
+                    f"{error}. Run the same command to upload them"
+                )
+                if is_complete:
+                    raise UserError(message) from error
+                logger.warning(message)
         return signal
 
     def close(self) -> None:

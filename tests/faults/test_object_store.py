@@ -150,3 +150,36 @@ def test_a_run_with_failing_and_interrupted_uploads_ends_with_the_same_bits(
     assert f"resuming from {url}/{first}" in out
     assert max(remote.files()) == 100
     assert_same_run(undisturbed, run_dir)
+
+
+def test_neither_a_damaged_snapshot_nor_another_run_replaces_an_object(
+    proxy: FaultyProxy, text: Path, tmp_path: Path
+) -> None:
+    """The newest local snapshot and the best one are cut short, and then are both lost with their machine."""
+    url = "s3://bucket/b/run"
+    options = {"trainer__snapshot_path": url, "trainer__keep_snapshots": 1, "trainer__eval_every": 4}
+    argv, other = (run_args(tmp_path / name, text, **options) for name in ("run", "other"))
+    [(status, _, err)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
+    assert (status, err) == (0, "")
+    before = objects(url)
+    local = SnapshotFolder(str(tmp_path / "run/snapshots"))
+    assert before.keys() == {"run_id", *local.files().values()}
+    for name in local.files().values():
+        file = tmp_path / "run/snapshots" / name
+        file.write_bytes(file.read_bytes()[:-1000])
+    [(status, out, err)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
+    assert status == 0
+    assert f"already trained: {url}/step_00000012.pt" in out
+    assert err.count(" is damaged (") == len(local.files())
+    [(status, _, err)] = run_ranks(1, run_captured, *other, tmp_path=tmp_path)
+    assert (status, f"since {url} has the snapshots of another run" in err) == (2, True)
+    (tmp_path / "run").rename(tmp_path / "lost")
+    [(status, out, err)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
+    assert (status, err) == (0, "")
+    assert objects(url) == before
+
+
+def objects(url: str) -> dict[str, bytes]:
+    s3fs.S3FileSystem.clear_instance_cache()
+    fs = s3fs.S3FileSystem()
+    return {path.rpartition("/")[2]: fs.cat_file(path) for path in fs.ls(url)}

@@ -146,6 +146,7 @@ def crash_at_every_call(path: str, scheduled: list[int], moment: str) -> tuple[l
         assert err.getvalue() == "", (number, call)
         assert all((weight == newest["step"]).all() for weight in newest["model"].values()), (number, call)
         steps.append(newest["step"])
+        folder.make()
         folder.resume(newest)
         save(directory, 4, [1, 4])
         assert os.listdir(directory) == ["step_00000004.pt"], (number, call)

@@ -94,9 +94,9 @@ def test_what_expires_while_an_upload_lasts_is_not_uploaded(
     write(folder, 2, best=1)
     remote.fs.pipe_file(f"{remote.root}/{file_names(0)[0]}", b"expired")
     monkeypatch.setattr(type(remote.fs), "put_file", staticmethod(save_and_put_file))
-    sync(folder, remote)
+    sync(folder, remote, "id")
     assert [*remote.files()] == [1]
-    sync(folder, remote)
+    sync(folder, remote, "id")
     assert [*remote.files()] == [1, 4]
     remote.fs.rm("/tests", recursive=True)
 
@@ -119,18 +119,18 @@ def test_a_reader_takes_the_successor_of_a_snapshot_that_was_just_deleted(
 
 
 def test_files_of_an_earlier_version_are_read_and_pruned(folder: SnapshotFolder, tmp_path: Path) -> None:
-    """It wrote two frequent_*.pt after the newest step_*.pt, and had no entry `scheduled`."""
-    for step, name in ((1, "step"), (2, "step"), (3, "frequent"), (5, "frequent")):
+    """It had no entry `scheduled`."""
+    for step in (1, 2, 3, 5):
         snapshot = small_snapshot(step, best={"step": 1, "val_loss": 0.5})
         snapshot["config"]["trainer"]["save_every"] = 2
         snapshot["lowest"] = {"step": 3, "val_loss": 0.4, "evaluations_since": 7}
         del snapshot["scheduled"], snapshot["best_saved"]
-        torch.save(snapshot, tmp_path / f"{name}_{step:08d}.pt")
+        torch.save(snapshot, tmp_path / file_names(step)[0])
     newest = load_newest(folder)
     assert newest["step"] == 5
     assert newest["best"] == {"step": 1, "val_loss": 0.5}
     folder.resume(newest)
-    assert sorted(os.listdir(tmp_path)) == ["frequent_00000005.pt", *file_names(1), *file_names(2)]
+    assert sorted(os.listdir(tmp_path)) == file_names(1, 2, 5)
     write(folder, 6, best=newest["best_saved"])
     assert sorted(os.listdir(tmp_path)) == file_names(1, 6)
 
@@ -190,13 +190,14 @@ def test_leftovers_of_killed_saves_are_removed_by_the_next_start_and_other_files
 ) -> None:
     others = ["notes.txt", "other.tmp", "step_3.pt", "step_00000001.pt.copy", "thesis.mark", "step_00000001.pt.old.tmp"]
     unique = "0123456789abcdef" * 2
-    leftovers = [f"step_00000004.pt.{unique}.tmp", f"frequent_00000099.pt.{unique}.tmp", f"{unique}.mark"]
+    leftovers = [f"step_00000004.pt.{unique}.tmp", f"{unique}.mark"]
     for name in others + leftovers:
         (tmp_path / name).touch()
     assert folder.files() == {}
     for step in (4, 5, 6):
         write(SnapshotFolder(folder.path, keep=9), step, scheduled=False)
     write(SnapshotFolder(folder.path, keep=9), 6, scheduled=False)  # killed before it has deleted step 5
+    folder.make()
     folder.resume(small_snapshot(6, scheduled=[]))
     assert sorted(os.listdir(tmp_path)) == sorted([*others, *file_names(6)])
 

@@ -275,7 +275,9 @@ def test_an_upload_holds_up_no_step_and_no_local_save_and_the_status_is_0_if_and
     problem = f"trainer.snapshot_path: {MIRROR}/{names(15)[0]} can't be written: the store is away"
     assert failed == still_away
     assert (failed[0], failed[2]) == (2, names(12)[0])
-    assert failed[1].startswith(f"error: training has reached step 15, but its snapshot could not be saved: {problem}")
+    place = f"{tmp_path}/run/snapshots"
+    message = f"the snapshot of step 15 is in {place}, but not all snapshots could be uploaded: {problem}"
+    assert failed[1].startswith(f"error: {message}")
     assert back == cut == (0, "", names(15)[0])
     assert list_snapshots(tmp_path / "run") == names(9, 12, 15)
 

@@ -1,0 +1,103 @@
+"""Run folders that are moved or copied, and whose files are renamed, or left by a killed process."""
+
+import re
+import shutil
+import uuid
+from pathlib import Path
+
+import pytest
+
+from mingpt.errors import UserError
+from mingpt.snapshot.load import load_pretrained
+from tests.helpers import (
+    list_snapshots,
+    newest_snapshot,
+    read_rows,
+    run_args,
+    run_captured,
+    run_ranks,
+    train_main,
+    write_text,
+)
+
+
+@pytest.fixture
+def trained(text: Path, tmp_path: Path) -> Path:
+    """The folder of a run of 6 steps whose yaml has all options."""
+    argv = run_args(tmp_path / "runs/X", text, trainer__max_steps=6, trainer__eval_every=100)
+    assert run_ranks(1, train_main, *argv, tmp_path=tmp_path) == [0]
+    return tmp_path / "runs/X"
+
+
+def start(folder: Path, *options: str) -> tuple[int, str, str]:
+    """Starts main.py with the config.yaml of a run folder."""
+    argv = ["--config", f"{folder}/config.yaml", *options]
+    [result] = run_ranks(1, run_captured, *argv, tmp_path=folder.parents[1])
+    return result
+
+
+def test_the_folder_of_a_runs_config_is_its_run_folder(trained: Path, tmp_path: Path) -> None:
+    """After a move. A copy branches the run, whose own files stay as they are."""
+    moved = trained.rename(trained.with_name("moved"))
+    status, out, err = start(moved, "--trainer.max_steps", "8")
+    assert (status, err) == (0, "")
+    assert f"resuming from {moved}/snapshots/step_00000006.pt" in out
+    assert not trained.exists()
+
+    before = {file: file.read_bytes() for file in moved.rglob("*") if file.is_file() and file.name != ".lock"}
+    copy = shutil.copytree(moved, moved.with_name("copy"))
+    status, out, err = start(copy, "--trainer.max_steps", "10", "--optimizer.learning_rate", "2e-3")
+    assert (status, err) == (0, "")
+    assert f"resuming from {copy}/snapshots/step_00000008.pt" in out
+    assert newest_snapshot(copy)["step"] == 10
+    assert {file: file.read_bytes() for file in before} == before
+    [*_, row] = read_rows(copy, "start")
+    assert row["changed"] == ["optimizer.learning_rate 0.005 -> 0.002", "trainer.max_steps 8 -> 10"]
+
+    other = tmp_path / "runs/other"
+    status, out, _ = start(copy, "--trainer.run_dir", str(other), "--trainer.max_steps", "1")
+    assert status == 0
+    assert list_snapshots(other) == ["step_00000001.pt"]
+
+
+def test_a_copy_does_not_save_where_the_original_does(text: Path, tmp_path: Path) -> None:
+    snapshots = tmp_path / "snapshots"
+    argv = run_args(tmp_path / "runs/X", text, trainer__max_steps=6, trainer__snapshot_path=snapshots)
+    assert run_ranks(1, train_main, *argv, tmp_path=tmp_path) == [0]
+    copy = shutil.copytree(tmp_path / "runs/X", tmp_path / "runs/copy")
+    status, _, err = start(copy)
+    assert status == 2
+    assert err == (
+        f"error: trainer.snapshot_path: {snapshots} is for the snapshots of {tmp_path}/runs/X, which {copy} is a copy "
+        "of; set another one, or null\n"
+    )
+
+
+def test_snapshots_that_were_renamed_are_named(trained: Path, tmp_path: Path) -> None:
+    """By a download, by hand, or by a browser."""
+    folder = tmp_path / "runs/downloaded/snapshots"
+    folder.mkdir(parents=True)
+    names = ["best.pt", "step_00000006 (1).pt", "step_00000006.pt.zip"]
+    for name in names:
+        shutil.copy(trained / "snapshots/step_00000006.pt", folder / name)
+    argv = ["--config", f"{trained}/config.yaml", "--trainer.run_dir", str(folder.parent), "--trainer.max_steps", "1"]
+    [(status, _, err)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
+    assert (status, err) == (
+        0,
+        f"warning: {folder}: not named like step_00000500.pt, and not used: {', '.join(names)}\n",
+    )
+    (folder / "step_00000001.pt").unlink()
+    for path in (folder, folder.parent):
+        with pytest.raises(
+            UserError, match=re.escape(f"; not named like step_00000500.pt: {', '.join(names)}; main.py")
+        ):
+            load_pretrained(str(path), "--snapshot")
+
+
+def test_a_new_run_removes_what_a_killed_first_save_has_left(tmp_path: Path) -> None:
+    left = tmp_path / f"run/snapshots/step_00000003.pt.{uuid.uuid4().hex}.tmp"
+    left.parent.mkdir(parents=True)
+    left.write_bytes(b"a part")
+    argv = run_args(tmp_path / "run", write_text(tmp_path / "text.txt"), trainer__max_steps=1)
+    assert run_ranks(1, train_main, *argv, tmp_path=tmp_path) == [0]
+    assert list_snapshots(tmp_path / "run") == ["step_00000001.pt"]
