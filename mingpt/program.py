@@ -5,29 +5,38 @@ import gc
 import io
 import json
 import os
-import signal
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mingpt.errors import PeerError, UserError, is_oom_error
 from mingpt.files import replace_file
 from mingpt.monitoring.logging import configure_logging, is_reporter, logger
-from mingpt.system.signals import is_interactive, stop_with_torchrun
+from mingpt.system.signals import is_interactive
+
+_running = threading.Lock()
 
 
-def start_program() -> None:
-    """Makes the program stop when torchrun ends, and end at once on Ctrl-C, unless it runs in a session.
+@contextmanager
+def only_run() -> Iterator[None]:
+    """Excludes other runs from this process during the block. They would draw random numbers of this run.
 
-    Call it before PyTorch is imported. A KeyboardInterrupt would show the traceback of the imports, and NumPy turns it
-    into other errors.
+    Raises:
+        UserError: another thread is in such a block.
     """
-    stop_with_torchrun()
-    if not is_interactive() and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
-        signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
+    if not _running.acquire(blocking=False):
+        raise UserError(
+            "another thread of this process is training, and random numbers, threads and process group of PyTorch are "
+            "the process's; start each run in a process of its own"
+        )
+    try:
+        yield
+    finally:
+        _running.release()
 
 
 def run_program(run: Callable[[Sequence[str]], int | None], argv: Sequence[str], encoding: str | None = None) -> int:

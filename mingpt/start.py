@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mingpt.config.conflicts import find_start_conflicts, refuse
+from mingpt.config.parser import copied_config
 from mingpt.config.schema import SHAPE_KEYS, Config, DataConfig, GPTConfig, config_to_dict, keys_without_places
 from mingpt.distributed.agreement import broadcast_object, check_equal, shared_errors
 from mingpt.distributed.context import DistributedContext
@@ -54,8 +55,11 @@ def code_digests(root: Path = ROOT) -> dict[str, str]:
     Machines without a shared disk may have different versions of a file, and a run may resume with another one.
     """
     scripts = [root / name for name in ("main.py", "trainer.py", "model.py", "char_dataset.py")]
-    files = [*scripts, *sorted(root.glob("mingpt/**/*.py"))]
-    return {file.relative_to(root).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in files}
+    digests = {}
+    for file in [*scripts, *sorted(root.glob("mingpt/**/*.py"))]:
+        if file.name[0] != "." and file.is_file():  # an editor's lock is a hidden link that leads nowhere
+            digests[file.relative_to(root).as_posix()] = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+    return digests
 
 
 def write_default_text(config: Config) -> None:
@@ -84,14 +88,26 @@ def lock_run(config: Config, context: DistributedContext) -> RunLock:
     """Locks the folders that this run writes to. Rank 0 holds the locks; other ranks get an empty RunLock.
 
     Raises:
-        UserError: on all ranks, if another run holds a lock, or a folder can't be written.
+        UserError: on all ranks, if another run holds a lock, a folder can't be written, or a copy of a run would save
+            its snapshots where the original does.
     """
-    folders = {Path(config.trainer.run_dir): "trainer.run_dir"}
+    run_dir = Path(config.trainer.run_dir)
+    folders = {run_dir: "trainer.run_dir"}
     with shared_errors(context):
+        copied = copied_config(run_dir)
+        path = config.trainer.snapshot_path
+        if copied and path is not None and copied.get("trainer.snapshot_path", (None, ""))[0] == path:
+            original, _ = copied["trainer.run_dir"]
+            raise UserError(
+                f"trainer.snapshot_path: {path} is for the snapshots of {original}, which {run_dir} is a copy of; set "
+                "another one, or null"
+            )
         root = open_folders(config.trainer)[0].root
-        if os.path.realpath(root) != os.path.realpath(config.trainer.run_dir):  # a folder can't be locked twice
+        if os.path.realpath(root) != os.path.realpath(run_dir):  # a folder can't be locked twice
             folders[Path(root)] = "trainer.snapshot_path"
         lock = RunLock(folders if context.rank == 0 else {})
+        if copied:  # otherwise two runs would continue one run of Weights & Biases
+            (run_dir / "wandb_id").unlink(missing_ok=True)
     return lock
 
 
@@ -170,7 +186,7 @@ def build_model(model_config: GPTConfig, seed: int) -> GPT:
     return GPT(model_config).train()
 
 
-def initial_weights(config: Config, context: DistributedContext, model: GPT, tokenizer: Tokenizer) -> dict[str, Tensor]:
+def initial_weights(config: Config, context: DistributedContext, model: GPT, corpus: Corpus) -> dict[str, Tensor]:
     """Returns the first state dict of a run on rank 0, and an empty one on others, whose processors may differ.
 
     Args:
@@ -181,7 +197,16 @@ def initial_weights(config: Config, context: DistributedContext, model: GPT, tok
     """
     with shared_errors(context):
         if context.rank == 0:
-            if config.trainer.init_from is None:
+            path = config.trainer.init_from
+            if path is None:
                 return model.state_dict()
-            return load_initial_weights(config.trainer.init_from, model, tokenizer)
+            pretrained = load_pretrained(path, "trainer.init_from")
+            if pretrained.snapshot.get("text_sha256") == corpus.sha256:
+                data = pretrained.snapshot["config"]["data"]
+                if (data["train_split"], data["truncate"]) != (config.data.train_split, config.data.truncate):
+                    logger.warning(
+                        f"{path} has the same text, but other values of data.train_split or data.truncate, so it may "
+                        "have been trained on the validation text"
+                    )
+            return load_initial_weights(pretrained, path, model, corpus.tokenizer)
     return {}

@@ -1,12 +1,16 @@
 """Reads a Config from yaml files and the command line, or raises one message that lists every mistake."""
 
 import difflib
+import logging
+import os
 import reprlib
 import shutil
 import sys
 import textwrap
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, get_args
@@ -15,10 +19,12 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from mingpt.config.conflicts import find_conflicts, refuse
-from mingpt.config.schema import KEYS, SECTIONS, Config, by_section, config_to_dict
+from mingpt.config.schema import KEYS, SECTIONS, Config, TrainerConfig, by_section, config_to_dict
 from mingpt.config.yaml_format import Values, dump_config, format_value, read_yaml
 from mingpt.errors import UserError
+from mingpt.files import replace_file
 
+logger = logging.getLogger("mingpt")
 DEFAULT_CONFIG = Path(__file__).parents[2] / "gpt2_train_cfg.yaml"
 COMMAND_LINE = "the command line"
 HELP = """\
@@ -46,11 +52,12 @@ HINTS = {
 LIST_KEYS = [name for name, info in KEYS.items() if "tuple[" in str(info.annotation)]
 
 
-def read_config(argv: Sequence[str] = ()) -> Config:
+def read_config(argv: Sequence[str] = (), kept: Path | None = None) -> Config:
     """Reads the yaml files and applies the options of the command line; other keys keep their defaults.
 
     Args:
         argv: the command line without the program's name
+        kept: replaces the yaml files if it exists, and otherwise gets the configuration
 
     Raises:
         UserError: lists every mistake, with the key, the file or option, the value found and the values allowed.
@@ -62,8 +69,14 @@ def read_config(argv: Sequence[str] = ()) -> Config:
         sys.exit(0)
     files, given = _read_command_line(argv)
     on_command_line = frozenset(given)
-    for file in reversed(files or [str(DEFAULT_CONFIG)]):  # the file with the highest precedence first
-        for name, found in read_yaml(file).items():
+    files = files or [str(DEFAULT_CONFIG)]
+    if kept is not None and kept.exists():
+        changed = [file for file in files if os.path.exists(file) and os.path.getmtime(file) > kept.stat().st_mtime]
+        if changed:
+            logger.info(f"{', '.join(changed)} has changed; restarts of this torchrun keep the first configuration")
+        files = [str(kept)]
+    for file in reversed(files):  # the file with the highest precedence first
+        for name, found in _read_file(file).items():
             given.setdefault(name, found)
     mistakes = [_unknown_name(name, *found) for name, found in given.items() if name not in KEYS]
     values = {name: value for name, (value, _) in given.items() if name in KEYS}
@@ -79,10 +92,35 @@ def read_config(argv: Sequence[str] = ()) -> Config:
             place = next(place for name, (_, place) in given.items() if name in message)
             mistakes.append(f"{message} (in {place})")
     refuse(mistakes)
+    trainer = config.trainer
+    is_default = trainer.max_steps == TrainerConfig.max_steps and "trainer.max_steps" not in on_command_line
+    if trainer.max_epochs and is_default:
+        config = replace(config, trainer=replace(trainer, max_steps=None))
     if "--print_config" in argv:
         print(dump_config(config_to_dict(config)), end="")
         sys.exit(0)
+    if kept is not None and not kept.exists():
+        with suppress(OSError):  # such as a full disk; then restarts read the files again
+            replace_file(kept, dump_config(config_to_dict(config)))
     return config
+
+
+def _read_file(file: str) -> Values:
+    """Reads a yaml file. The config.yaml of a run folder that was moved or copied names another folder."""
+    values = read_yaml(file)
+    folder = Path(file).parent
+    if Path(file).name == "config.yaml" and (folder / "metrics.jsonl").exists():
+        values["trainer.run_dir"] = str(folder), file
+    return values
+
+
+def copied_config(folder: Path) -> Values:
+    """Returns the config.yaml of a copy of another run folder; empty: the folder is no copy, or was moved."""
+    file = str(folder / "config.yaml")
+    values = read_yaml(file) if os.path.exists(file) else {}
+    original, _ = values.get("trainer.run_dir", (str(folder), ""))
+    is_copy = os.path.exists(f"{original}/metrics.jsonl") and not folder.samefile(str(original))
+    return values if is_copy else {}
 
 
 def _read_command_line(argv: Sequence[str]) -> tuple[list[str], Values]:

@@ -154,7 +154,7 @@ class TrainerConfig:
     """passes over the training text; null: no limit"""
 
     max_steps: int | None = Field(default=1600, ge=1, le=MAX_STEPS)
-    """steps; null: no limit. The first limit reached ends the run"""
+    """steps; null: no limit. The first limit reached ends the run; this default does not limit max_epochs"""
 
     batch_size: PositiveInt = 12
     """sequences per step, over all ranks"""

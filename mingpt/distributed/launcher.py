@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from mingpt.errors import UserError
 
@@ -51,6 +52,12 @@ def detect_launch_environment(env: Mapping[str, str]) -> RankInfo:
     else:
         return RankInfo()
     return replace(info, init_method=_master_address(env, address))
+
+
+def kept_config(env: Mapping[str, str]) -> Path | None:
+    """Returns the file in which restarts of a torchrun find its first configuration, next to its logs, or None."""
+    found = re.fullmatch(r"(.+)/attempt_\d+/\d+/error\.json", env.get("TORCHELASTIC_ERROR_FILE", ""))
+    return Path(found[1], "config.yaml") if found else None
 
 
 def _read_ranks(

@@ -1,5 +1,6 @@
 """Stops a run after a signal, or when torchrun ends."""
 
+import logging
 import math
 import os
 import signal
@@ -9,8 +10,7 @@ import threading
 import time
 from types import TracebackType
 
-from mingpt.monitoring.logging import logger
-
+logger = logging.getLogger("mingpt")  # `start_program` must not wait for an import of tqdm
 # Exit status after each signal
 EXIT_STATUS = {
     signal.SIGTERM: 143,
@@ -30,17 +30,22 @@ def is_interactive() -> bool:
     return hasattr(sys, "ps1")
 
 
-def stop_with_torchrun() -> None:
-    """Sends SIGTERM to this process when torchrun has ended, if torchrun has started it.
+def start_program() -> None:
+    """Makes the program stop when torchrun ends, and end at once on Ctrl-C, unless it runs in a session.
+
+    Call it before other imports. A KeyboardInterrupt would show their traceback, and NumPy turns it into other errors.
 
     The workers of torchrun continue if torchrun is killed. At the start, they would wait for its store until a timeout.
-    Later, they would still lock the run folder at the next start.
-
-    A thread polls, because PR_SET_PDEATHSIG exists on Linux only, and also signals the end of a thread of torchrun. If
-    torchrun ends before this module is imported, the worker ends when it can't connect to the store.
+    Later, they would still lock the run folder at the next start. A thread polls, because PR_SET_PDEATHSIG exists on
+    Linux only, and also signals the end of a thread of torchrun. If torchrun ends before this module is imported, the
+    worker ends when it can't connect to the store.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         threading.Thread(target=_wait_for_torchrun, daemon=True).start()
+    if os.getpid() == 1:  # in a container, where the kernel discards signals that have no handler
+        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(143))
+    if not is_interactive() and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
 
 
 def _wait_for_torchrun() -> None:

@@ -1,5 +1,6 @@
 """Reading of yaml and command line, and the yaml that is written. tests/test_inputs.py has the mistakes."""
 
+import logging
 import os
 import re
 import shlex
@@ -57,6 +58,43 @@ def test_the_command_line_overrides_files_and_a_later_file_an_earlier_one(tmp_pa
     assert (config.model.n_layer, config.model.n_head) == (3, 2)
 
 
+def test_the_default_of_max_steps_does_not_limit_max_epochs(config_file: Path) -> None:
+    """Wherever the key is: in a copy of the shipped yaml, whose other keys are the defaults, or on the command line."""
+    shipped = DEFAULT_CONFIG.read_text().replace("max_epochs: null", "max_epochs: 30")
+    for content, options, expected in (
+        ("", "--trainer.max_epochs 30", (30, None)),
+        ("trainer.max_epochs: 30", "", (30, None)),
+        (shipped, "", (30, None)),
+        (shipped, "--trainer.max_steps 1600", (30, 1600)),
+        (shipped, "--trainer.max_epochs null", (None, 1600)),
+        ("trainer: {max_epochs: 30, max_steps: 5}", "", (30, 5)),
+        ("trainer.max_steps: 5", "--trainer.max_epochs 30", (30, 5)),
+        ("", "", (None, 1600)),
+    ):
+        config_file.write_text(content)
+        config = read_config(["--config", str(config_file), *options.split()])
+        assert (config.trainer.max_epochs, config.trainer.max_steps) == expected
+
+
+def test_a_kept_configuration_replaces_the_files_which_may_have_changed(
+    config_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="mingpt")
+    kept = config_file.with_name("kept.yaml")
+    config_file.write_text("trainer: {max_steps: 5, seed: 7}")
+    os.utime(config_file, (1, 1))
+    argv = ["--config", str(config_file), "--trainer.seed", "8"]
+    first = read_config(argv, kept)
+    assert (first.trainer.max_steps, first.trainer.seed) == (5, 8)
+    assert read_config(argv, kept) == first
+    assert caplog.messages == []
+    config_file.write_text("an edit that is not finished: [")
+    os.utime(config_file, (2e9, 2e9))
+    again = read_config(argv, kept)
+    assert (again, again.given) == (first, first.given)
+    assert caplog.messages == [f"{config_file} has changed; restarts of this torchrun keep the first configuration"]
+
+
 def test_a_configuration_knows_the_keys_of_the_command_line_which_are_not_part_of_it(config_file: Path) -> None:
     config_file.touch()
     config = read_config(["--config", str(config_file), "--model.n_head", "4"])
@@ -97,7 +135,8 @@ def test_values_are_read_alike_from_yaml_and_options(name: str, text: str, value
 def test_a_new_key_whose_type_is_a_tuple_is_read_alike_from_yaml_and_options(tmp_path: Path) -> None:
     """It is added in a copy of the package."""
     shutil.copytree(ROOT / "mingpt/config", tmp_path / "mingpt/config")
-    shutil.copy(ROOT / "mingpt/errors.py", tmp_path / "mingpt")
+    for name in ("errors.py", "files.py"):
+        shutil.copy(ROOT / "mingpt" / name, tmp_path / "mingpt")
     schema = tmp_path / "mingpt/config/schema.py"
     key = 'ramp: tuple[int, Literal["step", "whole epoch"]] | Literal["auto"] | None = (4, "step")\n    """ramp"""\n\n'
     schema.write_text(schema.read_text().replace("    batch_size: ", f"    {key}    batch_size: "))

@@ -2,6 +2,7 @@
 
 import os
 import pty
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,9 +15,8 @@ from typing import Any
 
 import pytest
 
-from mingpt.program import start_program
 from mingpt.snapshot.folder import SnapshotFolder
-from mingpt.system.signals import EXIT_STATUS, SECOND_SIGNAL_SECONDS, SignalHandler
+from mingpt.system.signals import EXIT_STATUS, SECOND_SIGNAL_SECONDS, SignalHandler, start_program
 from tests.helpers import (
     ROOT,
     TORCHRUN,
@@ -127,14 +127,32 @@ def run_with_endless_first_step(argv: list[str], folder: Path) -> None:
     main_process(argv, folder / "stdout", folder / "stderr")
 
 
-def test_an_interrupt_while_modules_are_imported_ends_the_program_without_a_traceback() -> None:
+@pytest.mark.parametrize("library", ["_pydantic_core", "numpy/_core"])
+def test_an_interrupt_while_modules_are_imported_ends_the_program_without_a_traceback(library: str) -> None:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with Popen([sys.executable, ROOT / "main.py"], env=clean_env(), text=True, **pipes) as process:
         maps = Path(f"/proc/{process.pid}/maps")
-        wait_until(lambda: "numpy/_core" in maps.read_text(), "NumPy's import", process=process)
+        wait_until(lambda: library in maps.read_text(), "the import", process=process)
         process.send_signal(signal.SIGINT)
         assert process.communicate(timeout=20) == ("", "")
         assert process.returncode == 130
+
+
+@pytest.mark.skipif(
+    not shutil.which("unshare") or subprocess.run(["unshare", "--pid", "--fork", "true"], check=False).returncode != 0,
+    reason="needs the right to make a namespace of processes",
+)
+def test_sigterm_during_the_imports_ends_process_1_of_a_container() -> None:
+    """The kernel discards signals to process 1 that it does not handle."""
+    command = ["unshare", "--pid", "--fork", "--kill-child", sys.executable, ROOT / "main.py"]
+    with Popen(command, env=clean_env(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        wait_until(lambda: bool(children.read_text()), "the program", process=process)
+        pid = int(children.read_text())
+        wait_until(lambda: "_pydantic_core" in Path(f"/proc/{pid}/maps").read_text(), "the import", process=process)
+        os.kill(pid, signal.SIGTERM)
+        assert process.communicate(timeout=20) == ("", "")
+        assert process.returncode == 143
 
 
 def test_a_closed_terminal_stops_the_run_and_saves(text: Path, tmp_path: Path) -> None:
