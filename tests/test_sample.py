@@ -16,7 +16,16 @@ import torch
 import sample
 from mingpt.program import run_program as exit_status_of
 from mingpt.snapshot.folder import SnapshotFolder, load_snapshot
-from tests.helpers import ROOT, clean_env, run_args, run_on_terminal, run_ranks, train_main, write_text
+from tests.helpers import (
+    ROOT,
+    clean_env,
+    read_rows,
+    run_args,
+    run_on_terminal,
+    run_ranks,
+    train_main,
+    write_text,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LENGTH = 40  # characters to generate: more than a window of 16
@@ -90,7 +99,7 @@ def test_a_gpu_generates_only_for_large_models(
     assert sample.choose_device(sample.MIN_GPU_PARAMETERS - 1) == "cpu"
     status, _, stderr = run_sample("--snapshot", trained, "--max_new_tokens", 1)
     assert status == 0
-    assert stderr.endswith("parameters: generating on cpu; --device sets another device\n")
+    assert stderr.endswith("parameters: using cpu; --device sets another device\n")
     assert run_sample("--snapshot", trained, "--max_new_tokens", 1, "--device", "cpu")[2] == ""
 
 
@@ -123,9 +132,38 @@ def test_the_newest_snapshot_is_found_from_each_path_and_best_is_that_of_lowest_
     assert_refused(run_sample("--snapshot", run, "--best"), f"--best: {run}/snapshots/step_00000003.pt, the best one")
 
 
+def test_the_loss_of_the_validation_text_is_that_of_training(
+    trained: Path, tmp_path: Path, run_sample: RunSample
+) -> None:
+    """The text has a short last window, and characters of several bytes."""
+    text = write_text(tmp_path / "text.txt").read_text().replace("figs", "ñandú—🙂")
+    (tmp_path / "val.txt").write_text(text[int(0.9 * len(text)) :])
+    [*_, row] = read_rows(trained, "eval")
+    status, out, err = run_sample("--snapshot", trained, "--evaluate", tmp_path / "val.txt")
+    assert (status, err) == (0, "")
+    length = len(text) - int(0.9 * len(text))
+    assert out == f"{row['val_loss']:.4f} nats per token, {row['val_bpb']:.4f} bits per byte, {length:,} tokens\n"
+
+
+def test_several_samples_differ_and_are_separated(trained: Path, run_sample: RunSample) -> None:
+    """The first one is the same as without the others."""
+    options = ("--snapshot", trained, "--prompt", "anna", "--max_new_tokens", LENGTH)
+    _, one, _ = run_sample(*options)
+    status, out, err = run_sample(*options, "--num_samples", 3)
+    assert (status, err) == (0, "")
+    samples = out.split(sample.SEPARATOR)
+    assert samples[0] == one
+    assert len(set(samples)) == 3
+    assert all(each.startswith("anna") and len(each) == 4 + LENGTH for each in samples)
+
+
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
+        ("evaluate", "nowhere.txt", ": nowhere.txt can't be read: FileNotFoundError"),
+        ("evaluate", "words.txt", ": the tokens '"),
+        ("evaluate", "short.txt", ": the text has 1 token"),
+        ("num_samples", "0", " is 0, must be at least 1"),
         ("prompt", "what?", ": the tokens '?hw' (3 distinct) are not in the training text's vocabulary, '\\n abdeno"),
         ("prompt", "", " is empty"),
         ("max_new_tokens", "-1", " is -1, must be at least 0"),
@@ -142,6 +180,7 @@ def test_each_mistake_is_one_message(
     option: str, value: str, message: str, trained: Path, tmp_path: Path, run_sample: RunSample, monkeypatch: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "short.txt").write_text("a")
     (tmp_path / "words.txt").write_text("no snapshot " * 100)  # like model.safetensors
     assert_refused(run_sample("--snapshot", trained, f"--{option}", value), f"error: --{option}{message}")
 

@@ -79,14 +79,20 @@ def read_corpus(config: Config, tokenizer: Tokenizer, verbose: bool = True) -> C
     return corpus
 
 
-def _read_text(config: DataConfig, tokenizer: Tokenizer, verbose: bool) -> Corpus:
-    fs, names = find_files(config.path, "data.path")
+def read_text(path: str, key: str) -> str:
+    """Returns the text of a file, a glob or a URL, for a key or an option; raises a UserError if there is none."""
+    fs, names = find_files(path, key)
     text = ""
     for name in names:
-        with readable(name, "data.path"), open_text(fs, name) as file:
+        with readable(name, key), open_text(fs, name) as file:
             text += file.read()
     if not text:
-        raise UserError(f"data.path: {config.path} is empty; name a file that contains text")
+        raise UserError(f"{key}: {path} is empty; name a file that contains text")
+    return text
+
+
+def _read_text(config: DataConfig, tokenizer: Tokenizer, verbose: bool) -> Corpus:
+    text = read_text(config.path, "data.path")
     if verbose and text.lstrip()[:14].lower().startswith(("<!doctype html", "<html")):
         logger.warning(
             f"data.path: {config.path} is an HTML page, so its tags become part of the text; use a plain text instead"
