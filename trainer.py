@@ -136,7 +136,7 @@ class Trainer:
         model = build_model(self.model_config, config.trainer.seed)
         self.flops_per_token = model.flops_per_token()
         self.layers = summary.layers(model)
-        weights = initial_weights(config, context, model, tokenizer) if newest is None else {}
+        weights = initial_weights(config, context, model, self.corpus) if newest is None else {}
         self.strategy = build_strategy(config, model, context, self.numerics.precision)
         self.model = self.strategy.full_model
         if newest is None:
@@ -207,10 +207,17 @@ class Trainer:
             logger.info(self.layers)
         else:
             logger.info(summary.resumed(self.resumed_from, self.resumed, self.snapshot_header()))
+        config = config_to_dict(self.config)
+        row = {
+            "samples": self.progress.samples,
+            "block_size": self.train_data.block_size,
+            "changed": summary.changed_keys(self.resumed["config"], config) if self.resumed else [],
+            **self.numerics.choices,
+        }
         with shared_errors(self.context):
             if self.context.rank == 0:
                 self.log.open(self.config, self.progress.step, self.last_step)
-                self.log.write("start", self.progress.step, samples=self.progress.samples, **self.numerics.choices)
+                self.log.write("start", self.progress.step, **row)
         self.timer = StepTimer(self.progress.samples)  # excludes the time of the start
 
     # The loop
@@ -278,6 +285,7 @@ class Trainer:
 
     def after_step(self, result: StepResult) -> None:
         """Logs, evaluates, generates a sample and saves what is due after a step, in this order."""
+        cfg = self.config.trainer
         step = self.progress.step
         due = self.find_due(result.flags)
         if any(due):  # reading a value waits for a GPU
@@ -294,9 +302,11 @@ class Trainer:
             if step == self.first_step + 1:
                 usage = measure_memory(self.strategy)  # on all ranks
                 logger.info(summary.memory(usage))
-            epoch = result.batch.stop // len(self.train_data)
-            if epoch > result.batch.start // len(self.train_data):
-                logger.info(f"step {step}: epoch {epoch} is over ({len(self.train_data):,} windows)")
+            epoch_length = len(self.train_data)
+            epoch = result.batch.stop // epoch_length
+            is_rare = epoch_length >= cfg.log_every * cfg.batch_size
+            if epoch > result.batch.start // epoch_length and (is_rare or due.log):
+                logger.info(f"step {step}: epoch {epoch} is over ({epoch_length:,} windows)")
             if due.evaluation:
                 self.evaluate()
             if due.sample:
@@ -312,6 +322,7 @@ class Trainer:
         speed = self.timer.tokens_per_second(self.progress.samples, self.train_data.block_size)
         flops = speed / self.context.world_size * self.flops_per_token
         return {
+            "samples": self.progress.samples,
             "loss": loss,
             "learning_rate": result.learning_rate,
             "grad_norm": result.grad_norm.item(),
@@ -333,7 +344,14 @@ class Trainer:
         if val_loss < self.progress.best.val_loss:
             self.progress.best = Best(step, val_loss)
         val_bpb = self.corpus.bits_per_byte(val_loss)
-        self.log.write("eval", step, val_loss=val_loss, val_bpb=val_bpb, seconds=time.perf_counter() - began)
+        self.log.write(
+            "eval",
+            step,
+            samples=self.progress.samples,
+            val_loss=val_loss,
+            val_bpb=val_bpb,
+            seconds=time.perf_counter() - began,
+        )
 
     def generate_sample(self) -> None:
         """Generates and logs a sample of this step's model."""
@@ -375,7 +393,7 @@ class Trainer:
         """
         step = self.progress.step
         try:
-            upload_signal = self.snapshots.finish(ends_at_signal=self.is_complete())
+            upload_signal = self.snapshots.finish(self.is_complete())
         finally:
             self.snapshots.log_ended(self.log, is_last=True)
         number = upload_signal if self.is_complete() else self.stop_signal
@@ -392,7 +410,8 @@ class Trainer:
         file = self.snapshots.folder.file(step)
         val_loss = self.progress.val_loss or math.nan  # the last step evaluates
         val_bpb = self.corpus.bits_per_byte(val_loss)
-        logger.info(summary.done(file, run_dir, val_loss, val_bpb, self.timer.elapsed, best))
+        duration = summary.duration(self.timer.elapsed, self.log.began)
+        logger.info(summary.done(file, run_dir, val_loss, val_bpb, duration, best))
         return 0
 
     def close(self) -> None:

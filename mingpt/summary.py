@@ -3,6 +3,7 @@
 import math
 import re
 import shlex
+import time
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -57,11 +58,15 @@ def length_rows(config: Config, progress: dict[str, Any], last_step: int, num_wi
     samples = progress["samples"] + (last_step - progress["step"]) * cfg.batch_size
     if cfg.max_epochs is not None:
         samples = min(samples, cfg.max_epochs * num_windows)  # the last batch may be short
-    return {
+    rows = {
         "batch": f"{cfg.batch_size} sequences x {config.data.block_size} tokens, over all ranks",
         "length": f"{last_step:,} steps = {samples / num_windows:.2f} epochs",
         "run": f"{cfg.run_dir}: kill it at any time; the same command resumes it",
     }
+    if config.optimizer.warmup_steps >= last_step:
+        steps = config.optimizer.warmup_steps
+        rows["warm-up"] = f"{steps:,} steps, so the learning rate only rises: lower optimizer.warmup_steps"
+    return rows
 
 
 def resumed(path: str, then: dict[str, Any], now: dict[str, Any]) -> str:
@@ -120,17 +125,24 @@ def already_trained(file: str, step: int, config: Config, last_step: int) -> str
     )
 
 
-def done(file: str, run_dir: str, val_loss: float, val_bpb: float, seconds: float, best: Best | None) -> str:
+def duration(seconds: float, began: float | None) -> str:
+    """Returns the duration of this start, and the time since the first one, `began`, in seconds since 1970."""
+    text = tqdm.format_interval(seconds)
+    if began is not None:
+        text += f", {tqdm.format_interval(time.time() - began)} since the first start"
+    return text
+
+
+def done(file: str, run_dir: str, val_loss: float, val_bpb: float, duration: str, best: Best | None) -> str:
     """Returns duration, validation loss and snapshot of a run that has ended, its best snapshot, and commands.
 
     Args:
         file: the last snapshot
         val_loss: its validation loss, in nats per token
         val_bpb: the same in bits per byte
-        seconds: duration of the run
+        duration: see `duration`
         best: the best evaluation, if there is a snapshot of its step
     """
-    duration = tqdm.format_interval(seconds)
     lines = [f"done in {duration}: validation loss {val_loss:.4f} ({val_bpb:.4f} bits per byte), snapshot {file}"]
     if best is not None and best.val_loss != val_loss:
         folder = shlex.quote(file.rpartition("/")[0])

@@ -28,6 +28,8 @@ class RunLog:
 
     def __init__(self) -> None:
         self.sinks: list[MetricsFile | TensorBoard | WeightsAndBiases | Terminal] = []
+        self.began: float | None = None  # time of the first start; None: it is this one
+        self.failing = False  # whether the newest row is not in metrics.jsonl
         self.terminal: Terminal | None = None
 
     def open(self, config: Config, step: int, last_step: int) -> None:
@@ -39,7 +41,9 @@ class RunLog:
         folder = Path(config.trainer.run_dir)
         try:
             replace_file(folder / "config.yaml", dump_config(config_to_dict(config)))
-            self.sinks = [MetricsFile(folder, step), TensorBoard(folder, step)]
+            metrics = MetricsFile(folder, step)
+            self.began = metrics.began
+            self.sinks = [metrics, TensorBoard(folder, step)]
             if config.trainer.wandb_project is not None:
                 self.sinks.append(WeightsAndBiases(config))
         except OSError as error:
@@ -53,12 +57,20 @@ class RunLog:
     def write(self, event: str, step: int, **values: Any) -> None:
         """Writes a row. Training continues without a sink that fails; metrics.jsonl is tried again with each row."""
         for sink in list(self.sinks):
+            is_file = isinstance(sink, MetricsFile)
             try:
                 sink.write(event, step, values)
             except Exception as error:  # wandb raises errors of several classes
-                logger.warning(f"step {step}: metrics can't be written to {sink.name}: {error}; training continues")
-                if not isinstance(sink, MetricsFile):
+                if not (is_file and self.failing):
+                    logger.warning(f"step {step}: metrics can't be written to {sink.name}: {error}; training continues")
+                if is_file:
+                    self.failing = True
+                else:
                     self.sinks.remove(sink)
+            else:
+                if is_file and self.failing:
+                    self.failing = False
+                    logger.warning(f"step {step}: metrics are written to {sink.name} again")
 
     def advance(self, step: int) -> None:
         """Moves the bar of the live line to a finished step. The values beside it come from the newest rows."""
@@ -85,12 +97,14 @@ class MetricsFile:
 
     def __init__(self, folder: Path, step: int) -> None:
         self.path = folder / "metrics.jsonl"
+        self.began: float | None = None  # time of the first row
         if self.path.exists():
             with replaced_file(self.path) as kept:
                 for value in _iter_json(self.path):
                     if not _is_row(value):
                         kept.write(json.dumps(value).encode() + b"\n")
                     elif value["step"] <= step:
+                        self.began = self.began or value.get("time")
                         kept.write(_encode_row(value))
         self.file = open(self.path, "ab", buffering=0)  # noqa: SIM115
 
@@ -98,8 +112,10 @@ class MetricsFile:
         """Appends a row with a single write, so that a kill leaves at most one torn row, the last one."""
         if event == "train":
             # The file may have been removed. The trainer has just checked that the folder is still this run's.
-            self.file.close()
+            before = self.file
             self.file = open(self.path, "ab", buffering=0)  # noqa: SIM115
+            with suppress(OSError):
+                before.close()
         line = _encode_row({"event": event, "step": step, "time": time.time(), **values})
         size = self.file.seek(0, os.SEEK_END)
         if self.file.write(line) < len(line):
@@ -243,7 +259,7 @@ def iter_metrics(file: Path) -> Iterator[dict[str, Any]]:
 def _iter_json(file: Path) -> Iterator[Any]:
     with open_regular(file) as lines:
         for line in lines:
-            with suppress(ValueError):
+            with suppress(ValueError, RecursionError):  # RecursionError: of a nested line
                 yield json.loads(line, parse_constant=lambda name: None)  # NaN and Infinity of other tools
 
 
