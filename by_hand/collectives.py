@@ -55,8 +55,13 @@ show("reduce_scatter", part)
 dist.all_gather(list(parts), part)
 show("+ all_gather", parts)
 
-x = mine.clone()
-work = dist.all_reduce(x, op=dist.ReduceOp.MAX, async_op=True)  # returns at once
-work.wait()  # before this, x must not be read or changed
-show("MAX", x)
+# Softmax of the numbers of all ranks: without the maximum, exp could overflow.
+largest = mine.max()
+work = dist.all_reduce(largest, op=dist.ReduceOp.MAX, async_op=True)  # returns at once
+work.wait()  # before this, `largest` must not be read or changed
+show("MAX", largest)
+weights = (mine - largest).div(10).exp()
+total = weights.sum()
+dist.all_reduce(total)
+show("softmax, %", (100 * weights / total).int())
 dist.destroy_process_group()

@@ -9,14 +9,15 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.nn.functional import cross_entropy
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 peer = 1 - rank
 
-# Blocking. Rank 1 does not know the shape, so rank 0 sends the shape first.
+# Blocking. Rank 0, a teacher, sends probabilities. Rank 1, a student, does not know their shape, so it is sent first.
 if rank == 0:
-    x = torch.ones(2, 3)
+    x = torch.arange(6.0).view(2, 3).softmax(dim=1)
     dist.send(torch.tensor(x.shape), peer)
     dist.send(x, peer)
 else:
@@ -24,6 +25,7 @@ else:
     dist.recv(shape, peer)
     x = torch.zeros(shape.tolist())
     dist.recv(x, peer)
+    print(f"the student's loss before its first step: {cross_entropy(torch.zeros_like(x), x):.2f}")
 
 # Deadlock. Both ranks send first, and each waits until the other receives, here until a timeout.
 with_timeout = dist.new_group(timeout=timedelta(seconds=2))

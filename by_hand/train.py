@@ -10,6 +10,10 @@ import sys
 
 import torch
 import torch.distributed as dist
+
+# Optimizers import it as well. After init_process_group, its default arguments would keep the process group after
+# destroy_process_group, and a thread of gloo may abort a process that ends meanwhile.
+import torch.distributed.nn.functional
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
