@@ -21,10 +21,12 @@ from tests.helpers import ROOT, clean_env, read_rows, wait_until, write_text
 DOCS = ROOT / "docs"
 NOTEBOOK = DOCS / "notebook.ipynb"
 README, CONTRIBUTING, PAGES = ROOT / "README.md", ROOT / "CONTRIBUTING.md", sorted(DOCS.glob("*.md"))
+CHINESE = ROOT / "README.zh-CN.md"
+FENCED = r"(?ms)^```.*?^```$"
 KEY = r"(?:data|model|optimizer|trainer|distributed)\.(?!py\b)\w+"
 SMALL = {"max_steps": 40, "eval_every": 20, "eval_windows": 40, "save_every": 10, "sample_every": 40, "log_every": 5}
 
-each_page = pytest.mark.parametrize("page", [README, CONTRIBUTING, *PAGES], ids=lambda page: page.stem)
+each_page = pytest.mark.parametrize("page", [README, CHINESE, CONTRIBUTING, *PAGES], ids=lambda page: page.stem)
 
 
 def blocks(page: Path | str, language: str = "") -> list[str]:
@@ -34,7 +36,7 @@ def blocks(page: Path | str, language: str = "") -> list[str]:
 
 
 def prose(page: Path) -> str:
-    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return re.sub(FENCED, "", page.read_text())
 
 
 def commands(page: Path) -> list[list[str]]:
@@ -60,7 +62,22 @@ def test_readme_is_short_and_leads_to_every_page() -> None:
     assert set(blocks(README)[-1].splitlines()) <= set((ROOT / ".ci/run").read_text().splitlines())  # the test commands
 
 
-@pytest.mark.parametrize("page", [README, CONTRIBUTING, *PAGES, NOTEBOOK], ids=lambda page: page.stem)
+def facts(page: Path) -> list[str]:
+    """For each section: code blocks, of the file tree only the names; sorted links, code spans and numbers."""
+    found = []
+    for section in re.split(r"^## ", page.read_text().replace(CHINESE.name, README.name), flags=re.MULTILINE):
+        text, fenced = " ".join(re.sub(FENCED, "", section).split()), re.findall(FENCED, section)
+        code = [re.sub(r" {2,}.*", "", block) if "\ntrainer.py  " in block else block for block in fenced]
+        kinds = [r"\]\(([^)]+)\)", r"`([^`]+)`", r"\d+(?:[.,]\d+)*%?"]
+        found += ["##", *code, *(each for kind in kinds for each in sorted(re.findall(kind, text)))]
+    return found
+
+
+def test_the_chinese_page_has_the_commands_outputs_links_and_numbers_of_readme() -> None:
+    assert facts(CHINESE) == facts(README)
+
+
+@pytest.mark.parametrize("page", [README, CHINESE, CONTRIBUTING, *PAGES, NOTEBOOK], ids=lambda page: page.stem)
 def test_links_resolve_and_name_what_exists(page: Path) -> None:
     for text, link in re.findall(r"\[([^\]]*)\]\((?!https?:)([^)]+)\)", page.read_text()):
         name, _, anchor = link.partition("#")
@@ -431,7 +448,7 @@ def test_the_notebook_runs_in_a_kernel(checkout: Path, tmp_path: Path, monkeypat
 
 # Output that the tour predicts for the commands of main.py in its sections.
 TOUR_OUTPUT = {
-    "Process group and ranks": r"GLOBAL_RANK: 1, MEMBER: 2/2",
+    "Process group and ranks": r"MEMBER: 2/2 (.*\n)*.*MEMBER: 2/2 (.*\n)*.*torch\.distributed\.launch is deprecated",
     "Launching and rendezvous": r"done in",
     "DDP": r"\n6\n",
     "Gradient accumulation": r"\n6\n",
