@@ -38,7 +38,7 @@ def main(argv: Sequence[str] = ()) -> int:
     """
     info = detect_launch_environment(os.environ)  # rank and number of ranks, set by torchrun, SLURM, mpirun or by hand
     set_rank(info.rank, info.local_rank)  # one process of each machine reports mistakes
-    config = read_config(argv, kept_config(os.environ))
+    config = read_config(argv, kept_config(os.environ, argv))
     with process_group(config, info) as context:
         from trainer import Trainer  # not at the top, since it imports PyTorch
 

@@ -41,7 +41,7 @@ def read_rows(folder: Path) -> Rows:
     block_size = 0
     for row in rows:
         block_size = row.get("block_size", block_size)
-        if "samples" in row:
+        if row.get("samples") is not None:
             row["tokens"] = row["samples"] * block_size
     return rows
 

@@ -1,5 +1,6 @@
 """Run folders that are moved or copied, and whose files are renamed, or left by a killed process."""
 
+import os
 import re
 import shutil
 import uuid
@@ -19,6 +20,14 @@ from tests.helpers import (
     train_main,
     write_text,
 )
+
+
+def test_a_config_that_can_not_be_read_stops_no_run_that_does_not_need_it(trained: Path, text: Path) -> None:
+    (trained / "config.yaml").write_bytes(bytes(100))
+    argv = run_args(trained, text, trainer__max_steps=8, trainer__eval_every=100)
+    [(status, out, err)] = run_ranks(1, run_captured, *argv, tmp_path=trained.parents[1])
+    assert (status, err) == (0, "")
+    assert "since the first start: " in out
 
 
 @pytest.fixture
@@ -54,10 +63,19 @@ def test_the_folder_of_a_runs_config_is_its_run_folder(trained: Path, tmp_path: 
     [*_, row] = read_rows(copy, "start")
     assert row["changed"] == ["optimizer.learning_rate 0.005 -> 0.002", "trainer.max_steps 8 -> 10"]
 
+    [(status, out, _)] = run_ranks(1, _start_inside, copy, tmp_path=tmp_path)
+    assert status == 0
+    assert f"{copy}: kill it at any time" in out
+
     other = tmp_path / "runs/other"
     status, out, _ = start(copy, "--trainer.run_dir", str(other), "--trainer.max_steps", "1")
     assert status == 0
     assert list_snapshots(other) == ["step_00000001.pt"]
+
+
+def _start_inside(folder: Path) -> tuple[int, str, str]:
+    os.chdir(folder)
+    return run_captured("--config", "config.yaml", "--trainer.max_steps", "12")
 
 
 def test_a_copy_does_not_save_where_the_original_does(text: Path, tmp_path: Path) -> None:

@@ -110,14 +110,15 @@ def _read_file(file: str) -> Values:
     values = read_yaml(file)
     folder = Path(file).parent
     if Path(file).name == "config.yaml" and (folder / "metrics.jsonl").exists():
-        values["trainer.run_dir"] = str(folder), file
+        values["trainer.run_dir"] = str(folder if folder.name else folder.resolve()), file
     return values
 
 
 def copied_config(folder: Path) -> Values:
     """Returns the config.yaml of a copy of another run folder; empty: the folder is no copy, or was moved."""
-    file = str(folder / "config.yaml")
-    values = read_yaml(file) if os.path.exists(file) else {}
+    values: Values = {}
+    with suppress(UserError):  # there is none, or it is damaged, which must not stop a run that does not need it
+        values = read_yaml(str(folder / "config.yaml"))
     original, _ = values.get("trainer.run_dir", (str(folder), ""))
     is_copy = os.path.exists(f"{original}/metrics.jsonl") and not folder.samefile(str(original))
     return values if is_copy else {}

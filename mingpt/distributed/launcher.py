@@ -1,9 +1,10 @@
 """Detects the launcher (torchrun, SLURM, mpirun or none), and reads rank, number of ranks and rendezvous address."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from zlib import crc32
 
 from mingpt.errors import UserError
 
@@ -54,10 +55,10 @@ def detect_launch_environment(env: Mapping[str, str]) -> RankInfo:
     return replace(info, init_method=_master_address(env, address))
 
 
-def kept_config(env: Mapping[str, str]) -> Path | None:
-    """Returns the file in which restarts of a torchrun find its first configuration, next to its logs, or None."""
+def kept_config(env: Mapping[str, str], argv: Sequence[str]) -> Path | None:
+    """Returns the file in which restarts of a torchrun find the first configuration of a command line, or None."""
     found = re.fullmatch(r"(.+)/attempt_\d+/\d+/error\.json", env.get("TORCHELASTIC_ERROR_FILE", ""))
-    return Path(found[1], "config.yaml") if found else None
+    return Path(found[1], f"config-{crc32(repr(argv).encode()):08x}.yaml") if found else None
 
 
 def _read_ranks(

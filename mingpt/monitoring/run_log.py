@@ -97,14 +97,15 @@ class MetricsFile:
 
     def __init__(self, folder: Path, step: int) -> None:
         self.path = folder / "metrics.jsonl"
-        self.began: float | None = None  # time of the first row
+        self.began: float | None = None  # time of the first start
         if self.path.exists():
             with replaced_file(self.path) as kept:
                 for value in _iter_json(self.path):
                     if not _is_row(value):
                         kept.write(json.dumps(value).encode() + b"\n")
                     elif value["step"] <= step:
-                        self.began = self.began or value.get("time")
+                        if value["event"] == "start":
+                            self.began = self.began or value["time"]
                         kept.write(_encode_row(value))
         self.file = open(self.path, "ab", buffering=0)  # noqa: SIM115
 
