@@ -55,13 +55,13 @@ show("reduce_scatter", part)
 dist.all_gather(list(parts), part)
 show("+ all_gather", parts)
 
-# Softmax of the numbers of all ranks: without the maximum, exp could overflow.
+# Softmax of x / 10 for the numbers x of all ranks. It subtracts the maximum, since exp could overflow.
 largest = mine.max()
 work = dist.all_reduce(largest, op=dist.ReduceOp.MAX, async_op=True)  # returns at once
 work.wait()  # before this, `largest` must not be read or changed
 show("MAX", largest)
-weights = (mine - largest).div(10).exp()
-total = weights.sum()
+x = torch.exp((mine - largest) / 10)
+total = x.sum()
 dist.all_reduce(total)
-show("softmax, %", (100 * weights / total).int())
+show("softmax, %", (100 * x / total).int())
 dist.destroy_process_group()

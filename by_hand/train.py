@@ -11,9 +11,9 @@ import sys
 import torch
 import torch.distributed as dist
 
-# Optimizers import it as well. After init_process_group, its default arguments would keep the process group after
-# destroy_process_group, and a thread of gloo may abort a process that ends meanwhile.
-import torch.distributed.nn.functional
+# An optimizer imports this. If the group already exists, default arguments in it would keep the group until Python has
+# ended, and then gloo's threads can abort the process (pytorch#190489).
+import torch.distributed.nn
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -73,8 +73,8 @@ def main():
             torch.save(snapshot, SNAPSHOT + ".partial")
             os.replace(SNAPSHOT + ".partial", SNAPSHOT)  # so that a file with this name is always complete
             print(f"epoch {epoch}: {len(loader)} steps of {n * BATCH_SIZE} samples, loss {loss:.3f}")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    dist.destroy_process_group()  # not in main, where the model still uses the group

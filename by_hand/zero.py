@@ -9,9 +9,9 @@ In this repository: `FSDP` in mingpt/parallel/sharded.py
 import torch
 import torch.distributed as dist
 
-# Optimizers import it as well. After init_process_group, its default arguments would keep the process group after
-# destroy_process_group, and a thread of gloo may abort a process that ends meanwhile.
-import torch.distributed.nn.functional
+# An optimizer imports this. If the group already exists, default arguments in it would keep the group until Python has
+# ended, and then gloo's threads can abort the process (pytorch#190489).
+import torch.distributed.nn
 
 dist.init_process_group("gloo")
 rank, n = dist.get_rank(), dist.get_world_size()
