@@ -48,7 +48,7 @@ def read_rows(folder: Path) -> Rows:
 
 def curve(rows: Rows, event: str, x: str, key: str) -> tuple[list[int], list[float]]:
     """Returns the values of x and of a key in the rows of an event, without rows where one is null or missing."""
-    points = [(row[x], row[key]) for row in rows if row["event"] == event and x in row and row.get(key) is not None]
+    points = [(row[x], row[key]) for row in rows if row["event"] == event and None not in (row.get(x), row.get(key))]
     return [at for at, _ in points], [value for _, value in points]
 
 

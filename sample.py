@@ -1,7 +1,6 @@
 """Generates text from a snapshot, or computes its loss on a text. Nothing else goes to stdout."""
 
 import argparse
-import math
 import sys
 from collections.abc import Sequence
 
@@ -23,7 +22,7 @@ from mingpt.program import run_program
 from mingpt.snapshot.load import Pretrained, load_pretrained
 from mingpt.system.threads import choose_threads
 from mingpt.system.torch_versions import check_torch
-from mingpt.text.corpus import read_text
+from mingpt.text.corpus import bits_per_byte, read_text
 from mingpt.text.tokenizer import stream_text
 from model import GPT
 
@@ -113,7 +112,7 @@ def evaluate(pretrained: Pretrained, model: GPT, text: str, device: str) -> str:
             _, loss = model(idx.to(device), targets.to(device))
             total += loss.item() * int((targets != IGNORE_INDEX).sum())
     nats = total / (len(tokens) - 1)
-    bits = nats / math.log(2) * len(tokens) / len(text.encode())
+    bits = bits_per_byte(nats, len(tokens), len(text.encode()))
     return f"{nats:.4f} nats per token, {bits:.4f} bits per byte, {len(tokens):,} tokens"
 
 

@@ -56,7 +56,10 @@ def detect_launch_environment(env: Mapping[str, str]) -> RankInfo:
 
 
 def kept_config(env: Mapping[str, str], argv: Sequence[str]) -> Path | None:
-    """Returns the file in which restarts of a torchrun find the first configuration of a command line, or None."""
+    """Returns where torchrun's restarts find the configuration of the first start; None: this is not torchrun.
+
+    Each command line has a file, since a worker may train several runs.
+    """
     found = re.fullmatch(r"(.+)/attempt_\d+/\d+/error\.json", env.get("TORCHELASTIC_ERROR_FILE", ""))
     return Path(found[1], f"config-{crc32(repr(argv).encode()):08x}.yaml") if found else None
 

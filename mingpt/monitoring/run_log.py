@@ -29,7 +29,7 @@ class RunLog:
     def __init__(self) -> None:
         self.sinks: list[MetricsFile | TensorBoard | WeightsAndBiases | Terminal] = []
         self.began: float | None = None  # time of the first start; None: it is this one
-        self.failing = False  # whether the newest row is not in metrics.jsonl
+        self.failing: MetricsFile | None = None  # metrics.jsonl, if its newest row could not be written
         self.terminal: Terminal | None = None
 
     def open(self, config: Config, step: int, last_step: int) -> None:
@@ -57,20 +57,19 @@ class RunLog:
     def write(self, event: str, step: int, **values: Any) -> None:
         """Writes a row. Training continues without a sink that fails; metrics.jsonl is tried again with each row."""
         for sink in list(self.sinks):
-            is_file = isinstance(sink, MetricsFile)
             try:
                 sink.write(event, step, values)
             except Exception as error:  # wandb raises errors of several classes
-                if not (is_file and self.failing):
+                if sink is not self.failing:
                     logger.warning(f"step {step}: metrics can't be written to {sink.name}: {error}; training continues")
-                if is_file:
-                    self.failing = True
+                if isinstance(sink, MetricsFile):
+                    self.failing = sink
                 else:
                     self.sinks.remove(sink)
-            else:
-                if is_file and self.failing:
-                    self.failing = False
-                    logger.warning(f"step {step}: metrics are written to {sink.name} again")
+                continue
+            if sink is self.failing:
+                self.failing = None
+                logger.warning(f"step {step}: metrics are written to {sink.name} again")
 
     def advance(self, step: int) -> None:
         """Moves the bar of the live line to a finished step. The values beside it come from the newest rows."""

@@ -92,12 +92,12 @@ class SnapshotFolder:
         self.warned: set[str] = set()  # subjects that a warning has named
 
     def make(self) -> None:
-        """Makes the folder and its parents if they are missing, and deletes what killed processes have left there."""
+        """Makes the folder and its parents if they are missing. Deletes local files that killed processes have left."""
         with raise_user_error(
             f"trainer.snapshot_path: {self.path} can't be written", "make it writable, or set another folder"
         ):
             self.fs.makedirs(self.root, exist_ok=True)
-        for name in self._names():
+        for name in self._names() if self.is_local else []:
             if LEFTOVER_NAME.fullmatch(name):
                 self._remove(name)
 

@@ -42,7 +42,12 @@ class Corpus:
 
         Unlike nats per token, it is comparable between tokenizers.
         """
-        return loss / math.log(2) * len(self.validation) / self.validation_bytes
+        return bits_per_byte(loss, len(self.validation), self.validation_bytes)
+
+
+def bits_per_byte(loss: float, num_tokens: int, num_bytes: float) -> float:
+    """Converts the mean loss of a text in nats per token to bits per byte."""
+    return loss / math.log(2) * num_tokens / num_bytes
 
 
 def check_text(path: str) -> None:
