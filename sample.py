@@ -15,8 +15,7 @@ from tqdm import tqdm
 from char_dataset import ValidationDataset
 from mingpt.config.parser import default_snapshot_path
 from mingpt.errors import UserError
-from mingpt.monitoring.live_line import BAR_OPTIONS
-from mingpt.monitoring.logging import configure_logging, logger
+from mingpt.monitoring.logging import BAR_OPTIONS, configure_logging, logger
 from mingpt.nn.layers import IGNORE_INDEX
 from mingpt.program import run_program
 from mingpt.snapshot.load import Pretrained, load_pretrained

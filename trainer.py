@@ -22,7 +22,7 @@ from mingpt.distributed.agreement import all_gather_object, shared_errors
 from mingpt.distributed.context import DistributedContext, StepFlags
 from mingpt.monitoring.logging import logger
 from mingpt.monitoring.profiler import profile_steps
-from mingpt.monitoring.run_log import RunLog, StepTimer
+from mingpt.monitoring.run_log import RunLog, StepTimer, duration
 from mingpt.optim.finite_guard import check_finite, check_gradient
 from mingpt.optim.optimizer import learning_rate
 from mingpt.parallel.build import build_strategy
@@ -298,7 +298,6 @@ class Trainer:
                     self.lock.check()
             if due.log:
                 self.log.write("train", step, **row)
-            self.log.advance(step)
             if step == self.first_step + 1:
                 usage = measure_memory(self.strategy)  # on all ranks
                 logger.info(summary.memory(usage))
@@ -410,8 +409,7 @@ class Trainer:
         file = self.snapshots.folder.file(step)
         val_loss = self.progress.val_loss or math.nan  # the last step evaluates
         val_bpb = self.corpus.bits_per_byte(val_loss)
-        duration = summary.duration(self.timer.elapsed, self.log.began)
-        logger.info(summary.done(file, run_dir, val_loss, val_bpb, duration, best))
+        logger.info(summary.done(file, run_dir, val_loss, val_bpb, duration(self.timer.elapsed), best))
         return 0
 
     def close(self) -> None:

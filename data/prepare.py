@@ -28,7 +28,7 @@ import numpy as np
 from tqdm import tqdm
 
 from mingpt.errors import UserError
-from mingpt.monitoring.live_line import BAR_OPTIONS
+from mingpt.monitoring.logging import BAR_OPTIONS
 from mingpt.program import run_program
 from mingpt.text.files import find_files, open_text, readable, without_query
 from mingpt.text.tokenizer import (

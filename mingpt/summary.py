@@ -3,13 +3,11 @@
 import math
 import re
 import shlex
-import time
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
-from tqdm import tqdm
 
 from char_dataset import CharDataset, ValidationDataset
 from mingpt.config.schema import Config, keys_without_places
@@ -125,14 +123,6 @@ def already_trained(file: str, step: int, config: Config, last_step: int) -> str
     )
 
 
-def duration(seconds: float, began: float | None) -> str:
-    """Returns the duration of this start, and the time since the first one, `began`, in seconds since 1970."""
-    text = tqdm.format_interval(seconds)
-    if began is not None:
-        text += f", {tqdm.format_interval(time.time() - began)} since the first start"
-    return text
-
-
 def done(file: str, run_dir: str, val_loss: float, val_bpb: float, duration: str, best: Best | None) -> str:
     """Returns duration, validation loss and snapshot of a run that has ended, its best snapshot, and commands.
 
@@ -140,7 +130,7 @@ def done(file: str, run_dir: str, val_loss: float, val_bpb: float, duration: str
         file: the last snapshot
         val_loss: its validation loss, in nats per token
         val_bpb: the same in bits per byte
-        duration: see `duration`
+        duration: of this start
         best: the best evaluation, if there is a snapshot of its step
     """
     lines = [f"done in {duration}: validation loss {val_loss:.4f} ({val_bpb:.4f} bits per byte), snapshot {file}"]

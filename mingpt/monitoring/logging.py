@@ -1,22 +1,18 @@
-"""The program's logger. It writes above the live line."""
+"""The program's logger: INFO of rank 0 goes to stdout, WARNING and ERROR of all ranks to stderr."""
 
 import logging
-import os
-import shutil
-import stat
 import sys
 import time
 from contextlib import suppress
-from typing import Literal, TextIO
-
-from tqdm import tqdm
+from typing import Any, Literal
 
 logger = logging.getLogger("mingpt")
 
+# Arguments of tqdm for a bar that appears on a terminal after a second and is removed at the end.
+BAR_OPTIONS: dict[str, Any] = {"unit_scale": True, "delay": 1, "disable": None, "leave": False}
 
-class _TqdmHandler(logging.Handler):
-    """Writes INFO of rank 0, and WARNING and ERROR of all ranks, above the live line if there is one."""
 
+class _Handler(logging.Handler):
     info_stream: Literal["stdout", "stderr"] = "stdout"
     rank = 0
     is_reporter = True
@@ -25,45 +21,28 @@ class _TqdmHandler(logging.Handler):
         return self.rank == 0 or record.levelno >= logging.WARNING
 
     def emit(self, record: logging.LogRecord) -> None:
-        # Streams may be redirected at any time.
         message = record.getMessage()
+        stream = getattr(sys, self.info_stream)  # which may be redirected at any time
         if record.levelno >= logging.WARNING:
             stream = sys.stderr
             message = f"{record.levelname.lower()}: {message}"
-            if stream.isatty():
-                # Overwrites another rank's live line, which is redrawn below. Not all terminals know escape codes.
-                message = f"\r{' ' * (shutil.get_terminal_size().columns - 1)}\r{message}"
-            is_file = _is_log_file(stream)
-        else:
-            stream = getattr(sys, self.info_stream)
-            is_file = not stream.isatty()
-        if is_file and self.info_stream == "stdout":
+        elif self.info_stream == "stdout" and not stream.isatty():
             message = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {message}"
         # Training must not end because of a reader that has ended (`| head`), a full disk or a closed terminal.
         with suppress(OSError):
-            tqdm.write(message, file=stream)
-            stream.flush()
+            print(message, file=stream, flush=True)
 
 
-def _is_log_file(stream: TextIO) -> bool:
-    """Returns whether stderr goes to a file, or to the same pipe as stdout, as in `2>&1 | tee log`."""
-    try:
-        is_shared = os.path.sameopenfile(stream.fileno(), sys.stdout.fileno()) and not stream.isatty()
-        return is_shared or stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
-    except (OSError, ValueError):  # closed, or not a file of the operating system
-        return False
-
-
-_handler = _TqdmHandler()
+_handler = _Handler()
 logger.addHandler(_handler)
 logger.setLevel(logging.INFO)
 logger.propagate = False
 
 
 def configure_logging(info_stream: Literal["stdout", "stderr"] = "stdout") -> None:
-    """Sends INFO to this stream, and WARNING and ERROR to stderr. It also makes this process rank 0 and a reporter.
+    """Sends INFO to this stream. It also makes this process rank 0 and a reporter.
 
-    If INFO goes to stdout, lines begin with date and time unless stdout is a terminal, and on stderr if it is a file.
+    Lines on stdout begin with date and time unless it is a terminal.
     """
     _handler.info_stream = info_stream
     set_rank(0, None)

@@ -3,11 +3,9 @@
 A row is an event (start, train, eval, sample, snapshot, stop) at a step, with values. Each sink shows some of them.
 """
 
-import errno
 import json
 import math
 import os
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -19,7 +17,6 @@ from mingpt.config.schema import Config, config_to_dict
 from mingpt.config.yaml_format import dump_config
 from mingpt.errors import UserError
 from mingpt.files import open_regular, replace_file, replaced_file
-from mingpt.monitoring.live_line import Terminal
 from mingpt.monitoring.logging import logger
 
 
@@ -28,9 +25,6 @@ class RunLog:
 
     def __init__(self) -> None:
         self.sinks: list[MetricsFile | TensorBoard | WeightsAndBiases | Terminal] = []
-        self.began: float | None = None  # time of the first start; None: it is this one
-        self.failing: MetricsFile | None = None  # metrics.jsonl, if its newest row could not be written
-        self.terminal: Terminal | None = None
 
     def open(self, config: Config, step: int, last_step: int) -> None:
         """Writes config.yaml and opens all sinks. They remove the rows of steps after `step`.
@@ -41,9 +35,7 @@ class RunLog:
         folder = Path(config.trainer.run_dir)
         try:
             replace_file(folder / "config.yaml", dump_config(config_to_dict(config)))
-            metrics = MetricsFile(folder, step)
-            self.began = metrics.began
-            self.sinks = [metrics, TensorBoard(folder, step)]
+            self.sinks = [MetricsFile(folder, step), TensorBoard(folder, step), Terminal(step, last_step)]
             if config.trainer.wandb_project is not None:
                 self.sinks.append(WeightsAndBiases(config))
         except OSError as error:
@@ -51,30 +43,14 @@ class RunLog:
                 f"trainer.run_dir: a file in {folder} can't be read and written: {error}; change its permissions, or "
                 "set another folder"
             ) from error
-        self.terminal = Terminal(step, last_step)
-        self.sinks.append(self.terminal)
 
     def write(self, event: str, step: int, **values: Any) -> None:
-        """Writes a row. Training continues without a sink that fails; metrics.jsonl is tried again with each row."""
-        for sink in list(self.sinks):
+        """Writes a row. Training continues if a sink fails, which is tried again with the next row."""
+        for sink in self.sinks:
             try:
                 sink.write(event, step, values)
             except Exception as error:  # wandb raises errors of several classes
-                if sink is not self.failing:
-                    logger.warning(f"step {step}: metrics can't be written to {sink.name}: {error}; training continues")
-                if isinstance(sink, MetricsFile):
-                    self.failing = sink
-                else:
-                    self.sinks.remove(sink)
-                continue
-            if sink is self.failing:
-                self.failing = None
-                logger.warning(f"step {step}: metrics are written to {sink.name} again")
-
-    def advance(self, step: int) -> None:
-        """Moves the bar of the live line to a finished step. The values beside it come from the newest rows."""
-        if self.terminal is not None:
-            self.terminal.advance(step)
+                logger.warning(f"step {step}: metrics can't be written to {sink.name}: {error}; training continues")
 
     def close(self) -> None:
         for sink in self.sinks:
@@ -86,7 +62,7 @@ class RunLog:
 
 
 class MetricsFile:
-    """metrics.jsonl. Opening it removes rows of steps after `step`, and torn ones. Lines of other programs stay.
+    """metrics.jsonl. Opening it removes rows of steps after `step`, and torn ones.
 
     Raises:
         OSError: it can't be written.
@@ -96,34 +72,23 @@ class MetricsFile:
 
     def __init__(self, folder: Path, step: int) -> None:
         self.path = folder / "metrics.jsonl"
-        self.began: float | None = None  # time of the first start
         if self.path.exists():
             with replaced_file(self.path) as kept:
-                for value in _iter_json(self.path):
-                    if not _is_row(value):
-                        kept.write(json.dumps(value).encode() + b"\n")
-                    elif value["step"] <= step:
-                        if value["event"] == "start":
-                            self.began = self.began or value["time"]
-                        kept.write(_encode_row(value))
-        self.file = open(self.path, "ab", buffering=0)  # noqa: SIM115
+                kept.writelines(_encode_row(row) for row in iter_metrics(self.path) if row["step"] <= step)
+        else:
+            self.path.touch()
 
     def write(self, event: str, step: int, values: Mapping[str, Any]) -> None:
-        """Appends a row with a single write, so that a kill leaves at most one torn row, the last one."""
-        if event == "train":
-            # The file may have been removed. The trainer has just checked that the folder is still this run's.
-            before = self.file
-            self.file = open(self.path, "ab", buffering=0)  # noqa: SIM115
-            with suppress(OSError):
-                before.close()
+        """Appends a row with a single write, so that a kill or a full disk leaves at most one torn row."""
         line = _encode_row({"event": event, "step": step, "time": time.time(), **values})
-        size = self.file.seek(0, os.SEEK_END)
-        if self.file.write(line) < len(line):
-            self.file.truncate(size)  # otherwise the next row would be lost with the torn one
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        with open(self.path, "ab", buffering=0) as file:  # again for each row: the file may have been removed
+            size = file.tell()
+            if file.write(line) < len(line):
+                file.truncate(size)  # otherwise the next row would be lost with the torn one
+                raise OSError("the disk is full")
 
     def close(self) -> None:
-        self.file.close()
+        """All rows are written."""
 
 
 def _encode_row(row: Mapping[str, Any]) -> bytes:
@@ -147,8 +112,6 @@ class TensorBoard:
     def __init__(self, folder: Path, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - it imports PyTorch; plot.py does not need it
 
-        self.old_hook = threading.excepthook
-        threading.excepthook = _show_thread_error
         self.writer = SummaryWriter(str(folder), purge_step=step + 1)
 
     def write(self, event: str, step: int, values: Mapping[str, Any]) -> None:
@@ -161,13 +124,6 @@ class TensorBoard:
 
     def close(self) -> None:
         self.writer.close()
-        threading.excepthook = self.old_hook
-
-
-def _show_thread_error(args: threading.ExceptHookArgs) -> None:
-    """Shows the traceback of an error in a thread, except for a full disk, which SummaryWriter.flush reports."""
-    if not isinstance(args.exc_value, OSError):
-        threading.__excepthook__(args)
 
 
 class WeightsAndBiases:
@@ -200,7 +156,6 @@ class WeightsAndBiases:
                 dir=folder,
                 config=config_to_dict(config),
                 resume="allow",
-                settings=wandb.Settings(console="off"),  # otherwise it would record the live line
             )
         except wandb.Error as error:
             raise UserError(
@@ -216,6 +171,48 @@ class WeightsAndBiases:
     def close(self) -> None:
         """Waits until the values are sent."""
         self.run.finish()
+
+
+class Terminal:
+    """Log lines.
+
+    Args:
+        step: the step at which this process starts
+    """
+
+    name = "the terminal"
+
+    def __init__(self, step: int, last_step: int) -> None:
+        self.first_step = step
+        self.last_step = last_step
+        self.started = time.monotonic()
+
+    def write(self, event: str, step: int, values: Mapping[str, Any]) -> None:
+        if event == "train":
+            pace = (time.monotonic() - self.started) / (step - self.first_step)
+            logger.info(
+                f"step {step:>{len(str(self.last_step))}}/{self.last_step}  loss {values['loss']:.4f}  "
+                f"lr {values['learning_rate']:.2e}  grad_norm {values['grad_norm']:.2f}  "
+                f"{values['tokens_per_second']:,.0f} tokens/s  {duration(pace * (self.last_step - step))} left"
+            )
+        elif event == "eval":
+            logger.info(
+                f"step {step}: validation loss {values['val_loss']:.4f} nats per token, {values['val_bpb']:.4f} bits "
+                f"per byte ({values['seconds']:.1f} s)"
+            )
+        elif event == "sample":
+            # Some characters would move the cursor.
+            shown = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in values["text"])
+            logger.info(f"step {step} continues {values['prompt']!r}:\n{indent(shown.strip(), '    ')}")
+
+    def close(self) -> None:
+        """Each line is shown at once."""
+
+
+def duration(seconds: float) -> str:
+    """Formats a duration like 1:02:33."""
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
 
 
 class StepTimer:
@@ -248,23 +245,17 @@ class StepTimer:
 
 
 def iter_metrics(file: Path) -> Iterator[dict[str, Any]]:
-    """Yields the rows of a metrics.jsonl, without torn ones and lines of other programs.
+    """Yields the rows of a metrics.jsonl, without torn ones.
 
     Raises:
         OSError: it can't be read, or is not a regular file.
     """
-    return filter(_is_row, _iter_json(file))
-
-
-def _iter_json(file: Path) -> Iterator[Any]:
     with open_regular(file) as lines:
         for line in lines:
-            with suppress(ValueError, RecursionError):  # RecursionError: of a nested line
-                yield json.loads(line, parse_constant=lambda name: None)  # NaN and Infinity of other tools
-
-
-def _is_row(value: Any) -> bool:
-    return isinstance(value, dict) and "event" in value and isinstance(value.get("step"), int)
+            with suppress(ValueError):
+                row = json.loads(line, parse_constant=lambda name: None)  # NaN and Infinity of other tools
+                if isinstance(row, dict) and "step" in row:
+                    yield row
 
 
 def saved_steps(file: Path) -> list[int]:

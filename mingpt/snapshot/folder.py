@@ -18,8 +18,7 @@ from tqdm import tqdm
 from mingpt.config.schema import TrainerConfig
 from mingpt.errors import UserError
 from mingpt.files import open_regular, replaced_file
-from mingpt.monitoring.live_line import BAR_OPTIONS
-from mingpt.monitoring.logging import logger
+from mingpt.monitoring.logging import BAR_OPTIONS, logger
 from mingpt.snapshot.format import check_content
 
 SNAPSHOT_NAME = re.compile(r"step_(\d{8})\.pt")

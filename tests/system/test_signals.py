@@ -156,14 +156,14 @@ def test_sigterm_during_the_imports_ends_process_1_of_a_container() -> None:
 
 
 def test_a_closed_terminal_stops_the_run_and_saves(text: Path, tmp_path: Path) -> None:
-    """The run gets a SIGHUP, and can no longer write its live line."""
+    """The run gets a SIGHUP, and can no longer write its lines."""
     run_dir = tmp_path / "run"
     master, slave = pty.openpty()
     command = ["setsid", "--ctty", sys.executable, str(ROOT / "main.py"), *run_args(run_dir, text, **ENDLESS)]
     with Popen(command, env=clean_env(), stdin=slave, stdout=slave, stderr=slave) as process:
         os.close(slave)
         printed = b""
-        while b"loss" not in printed:  # the live line
+        while b"loss" not in printed:  # a line of the log
             printed += os.read(master, 65536)
         os.close(master)
         assert process.wait(60) == 143
