@@ -21,6 +21,13 @@ def find_conflicts(config: Config, precision: str | None = None) -> Iterator[str
     distributed = config.distributed
     stages = distributed.pipeline_stages
 
+    if trainer.cuda_graphs and (
+        distributed.uses_fsdp or distributed.reduction == "tree" or trainer.activation_checkpointing != "none"
+    ):
+        yield (
+            "trainer.cuda_graphs is true, must be false with distributed.strategy zero2 or fsdp, distributed.reduction "
+            "tree, and trainer.activation_checkpointing"
+        )
     if model.n_embd % model.n_head:
         yield f"model.n_embd is {model.n_embd}, must be divisible by model.n_head, {model.n_head}"
     elif model.architecture == "nanochat" and model.n_embd // model.n_head % 2:
@@ -100,9 +107,8 @@ def find_start_conflicts(config: Config, world_size: int, device_type: str) -> I
                 "trainer.micro_batch_size, or start fewer processes"
             )
 
-    obstacle = cuda_graphs_obstacle(config, world_size, device_type)
-    if trainer.cuda_graphs is True and obstacle:
-        yield f"trainer.cuda_graphs is true, must be auto or false, because {obstacle}"
+    if trainer.cuda_graphs and (world_size > 1 or device_type != "cuda"):
+        yield f"trainer.cuda_graphs is true, which needs one process on a CUDA GPU, not {world_size} on {device_type}"
 
     if device_type == "cuda":
         if distributed.reduction == "tree" and not trainer.deterministic:
@@ -120,21 +126,6 @@ def fp16_obstacle(config: Config) -> str | None:
         return "distributed.cpu_offload"
     if config.distributed.reduction == "tree":
         return "distributed.reduction tree"
-    return None
-
-
-def cuda_graphs_obstacle(config: Config, world_size: int, device_type: str) -> str | None:
-    """Returns why steps are not recorded as CUDA graphs; None: they are, unless trainer.cuda_graphs is false."""
-    if device_type != "cuda":
-        return f"the device is {device_type}"
-    if world_size > 1:
-        return f"there are {world_size} processes"
-    if config.distributed.uses_fsdp:
-        return f"distributed.strategy is {config.distributed.strategy}"
-    if config.distributed.reduction == "tree":
-        return "distributed.reduction is tree"
-    if config.trainer.activation_checkpointing != "none":  # it reads the random state, which recording does not allow
-        return f"trainer.activation_checkpointing is {config.trainer.activation_checkpointing}"
     return None
 
 

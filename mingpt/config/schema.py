@@ -174,8 +174,8 @@ class TrainerConfig:
     compile: bool = False
     """compile the model with torch.compile; takes about a minute at the first start"""
 
-    cuda_graphs: Literal["auto"] | bool = "auto"
-    """launch the kernels of a step at once, with the same bits; auto: on one GPU where possible"""
+    cuda_graphs: bool = False
+    """on one GPU, record a step and replay its kernels, with the same bits; see docs/performance.md"""
 
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """what backward recomputes: none, selective (all but matrix products), full (all)"""

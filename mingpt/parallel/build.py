@@ -62,7 +62,7 @@ def build_data_parallel(
 
         return TreeReduction(model, context, config, precision)
     if context.world_size == 1 and not cfg.uses_fsdp:
-        if context.device.type == "cuda" and cfg.pipeline_stages == 1:
+        if config.trainer.cuda_graphs:
             from mingpt.parallel.cuda_graphs import CUDAGraphs
 
             return CUDAGraphs(model, context, config, precision)

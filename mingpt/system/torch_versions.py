@@ -11,9 +11,6 @@ import torch.distributed as dist
 
 from mingpt.errors import UserError
 
-# PyTorch 2.13: after the recording of a CUDA graph has failed, its memory pool no longer takes allocations
-CONTINUES_AFTER_FAILED_RECORDING = torch.__version__ >= "2.13"
-
 
 def check_torch() -> None:
     """Raises a UserError if requirements.txt does not allow this version of PyTorch, or new tensors are not fp32."""
@@ -27,15 +24,6 @@ def check_torch() -> None:
             f"PyTorch's default dtype is {torch.get_default_dtype()}, must be torch.float32, as weights are: call "
             "torch.set_default_dtype(torch.float32); trainer.precision sets the dtype of matrix products"
         )
-
-
-def untested_with_cuda_graphs() -> str | None:
-    """Returns why CUDA graphs are not used with this build of PyTorch; None: they are."""
-    if torch.version.hip is not None:
-        return "PyTorch is for AMD GPUs"
-    if torch.__version__ < "2.11":  # it records copies from memory that is soon used for other data, without an error
-        return f"PyTorch is {torch.__version__}, below 2.11"
-    return None
 
 
 # PyTorch 2.13, which deprecates all_gather_into_tensor
