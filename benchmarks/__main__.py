@@ -1,110 +1,40 @@
 """Benchmarks compare the time of a step. "A / B 1.6" means that A takes 1.6 times as long as B.
 
     python -m benchmarks ab "--distributed.strategy zero1" "--distributed.strategy ddp" --ranks 2
-    python -m benchmarks ab "--trainer.save_overhead 0.02" "" --seconds 3
     python -m benchmarks nanogpt FOLDER
     python -m benchmarks checkout FOLDER
 
-A and B train alternately in separate processes. `ab` compares two lists of options of main.py. The others
-compare this program with the model.py of nanoGPT in FOLDER, or with another checkout of this repository.
-Further options are main.py's and apply to both sides.
+A and B train in turn, in a process of their own each time. `ab` compares two lists of options of main.py. The others
+compare this program with the model.py of nanoGPT in FOLDER, or with another checkout of this repository. Further options
+are main.py's and apply to both sides.
 """
 
 import argparse
-import os
-import re
+import json
 import shlex
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from mingpt.config.schema import MAX_STEPS
 from mingpt.errors import UserError
-from mingpt.program import exit_process, run_program
-from mingpt.system.threads import available_cores
+from mingpt.program import run_program
 
 ROOT = Path(__file__).parents[1]
-WARMUP_STEPS = 6  # the first steps are slower; on a GPU, the fourth one is recorded as CUDA graphs
-# Only steps are measured, unless an option says otherwise.
-DEFAULTS = (
-    f"--trainer.max_steps {MAX_STEPS} --trainer.eval_every {MAX_STEPS} --trainer.save_every {MAX_STEPS} "
-    "--trainer.sample_every null --trainer.save_overhead null"
-)
-SMALL = "--model.n_layer 4 --model.n_head 4 --model.n_embd 128 --data.block_size 64 --trainer.batch_size 12"
-MEDIUM = "--model.n_layer 6 --model.n_head 6 --model.n_embd 384 --data.block_size 128 --trainer.batch_size 16"
+MAIN = "main.py --trainer.sample_every null --trainer.save_overhead null --trainer.eval_windows 100"
 GPT2 = "--model.architecture gpt2 --model.bias false --optimizer.name adamw"
+SHAPES = (
+    "--model.n_layer 4 --model.n_head 4 --model.n_embd 128 --data.block_size 64 --trainer.batch_size 12",
+    "--model.n_layer 6 --model.n_head 6 --model.n_embd 384 --data.block_size 128 --trainer.batch_size 16",
+)
+
+Side = tuple[Path, str]  # a checkout, and a command line for Python in it
 
 
-@dataclass(frozen=True)
-class Program:
-    """What a side of a comparison trains.
-
-    Args:
-        name: name in the table and in messages
-        options: options of main.py
-        kind: the argument PROGRAM of side.py
-        checkout: folder of the code
-    """
-
-    name: str
-    options: str
-    kind: str = "main"
-    checkout: Path = ROOT
-
-
-class Side(subprocess.Popen[str]):
-    """A process that trains as many steps as it is asked for, or several ranks of this program.
-
-    Args:
-        folder: where the run folder is created
-    """
-
-    def __init__(self, program: Program, folder: str, ranks: int) -> None:
-        self.name = program.name
-        if program.kind != "main":
-            ranks = 1
-        run_dir = tempfile.mkdtemp(dir=folder)
-        words = [*DEFAULTS.split(), "--trainer.run_dir", run_dir, *shlex.split(program.options)]
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
-        threads = str(max(1, len(available_cores()) // ranks))  # else they might differ on a busy machine
-        self.log = Path(run_dir, "log.txt")
-        with open(self.log, "w") as log:
-            super().__init__(
-                [sys.executable, *launcher, str(program.checkout / "benchmarks/side.py"), program.kind, *words],
-                env={"OMP_NUM_THREADS": threads, **os.environ, "PYTHONPATH": str(program.checkout)},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            )
-
-    def read(self) -> str:
-        """Returns the next line that the process prints.
-
-        Raises:
-            UserError: the process has failed.
-        """
-        assert self.stdout is not None
-        line = self.stdout.readline().strip()
-        if not line:
-            self.wait()
-            log = self.log.read_text()
-            message = re.search(r"error: (.+(\n  .+)*)", log)
-            raise UserError(f"{self.name}: {message[1] if message else log}")
-        return line
-
-    def train(self, steps: int) -> float:
-        """Returns the seconds that these steps take."""
-        print(steps, file=self.stdin, flush=True)
-        return float(self.read())
-
-
-def choose_programs(words: Sequence[str], options: str) -> list[tuple[Program, Program]]:
+def choose_sides(words: Sequence[str], options: str) -> list[tuple[Side, Side]]:
     """Returns the pairs to compare, one for each row.
 
     Args:
@@ -113,24 +43,38 @@ def choose_programs(words: Sequence[str], options: str) -> list[tuple[Program, P
     """
     match words:
         case ["ab", a, b]:
-            return [(Program(a or "default", f"{options} {a}"), Program(b or "default", f"{options} {b}"))]
+            return [((ROOT, f"{MAIN} {options} {a}"), (ROOT, f"{MAIN} {options} {b}"))]
         case [_, folder] if not Path(folder, "model.py").is_file():
             raise UserError(f"command line: there is no model.py in {folder}; name the folder of a clone")
         case ["nanogpt", folder]:
-            runs = [f"{GPT2} {shape} {options}" for shape in (SMALL, MEDIUM)]
-            return [(Program("nanogpt", run, f"nanogpt={folder}"), Program("this program", run)) for run in runs]
+            runs = [f"{GPT2} {shape} {options}" for shape in SHAPES]
+            return [((ROOT, f"-m benchmarks.nanogpt {folder} {run}"), (ROOT, f"{MAIN} {run}")) for run in runs]
         case ["checkout", folder]:
-            return [(Program(folder, options, checkout=Path(folder)), Program("this program", options))]
+            return [((Path(folder), f"{MAIN} {options}"), (ROOT, f"{MAIN} {options}"))]
     raise UserError(f"command line: {shlex.join(words)} is not a benchmark; --help lists all")
 
 
-def measure(sides: Sequence[Side], windows: int, seconds: float) -> np.ndarray:
-    """Returns the seconds of a step, (windows, sides). The sides train alternately, each for about `seconds`."""
-    for side in sides:
-        side.train(WARMUP_STEPS)
-    slowest = max(side.train(WARMUP_STEPS) for side in sides) / WARMUP_STEPS
-    steps = max(1, round(seconds / slowest))
-    return np.array([[side.train(steps) / steps for side in sides] for _ in range(windows)])
+def measure(side: Side, ranks: int, steps: int) -> float:
+    """Trains twice as many steps, and returns the tokens per second of the second half.
+
+    Raises:
+        UserError: the run has failed.
+    """
+    checkout, command = side
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    with tempfile.TemporaryDirectory() as run_dir:
+        options = ["--trainer.run_dir", run_dir, "--trainer.max_steps", str(2 * steps), "--trainer.log_every", str(steps)]
+        done = subprocess.run(
+            [sys.executable, *launcher, *shlex.split(command), *options],
+            cwd=checkout,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise UserError(f"{command}: {done.stderr}")
+        rows = [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
+    return [row["tokens_per_second"] for row in rows if row["event"] == "train"][-1]
 
 
 def run(argv: Sequence[str]) -> None:
@@ -147,21 +91,16 @@ def run(argv: Sequence[str]) -> None:
     )
     parser.add_argument("words", nargs="*", metavar="NAME", help="a benchmark with its arguments")
     parser.add_argument("--ranks", type=int, default=1, help="processes of a side (default: %(default)s)")
-    parser.add_argument("--pairs", type=int, default=15, help="measurements of each side (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=0.5, help="length of a measurement (default: %(default)s)")
+    parser.add_argument("--pairs", type=int, default=5, help="runs of each side (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=200, help="measured steps of a run (default: %(default)s)")
     args, options = parser.parse_known_args(argv)
-    pairs = choose_programs(args.words, shlex.join(options))
+    sides = choose_sides(args.words, shlex.join(options))
     print("| A / B | median | quartiles |\n| --- | --- | --- |", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        for a, b in pairs:
-            with Side(a, folder, args.ranks) as side_a:
-                side_a.read()  # B starts on an idle machine
-                with Side(b, folder, args.ranks) as side_b:
-                    description = side_b.read()
-                    seconds = measure((side_a, side_b), args.pairs, args.seconds)
-            low, median, high = np.quantile(seconds[:, 0] / seconds[:, 1], (0.25, 0.5, 0.75))
-            print(f"| {a.name} / {b.name}, {description} | {median:.3g} | {low:.3g} to {high:.3g} |", flush=True)
+    for a, b in sides:
+        speeds = [(measure(a, args.ranks, args.steps), measure(b, args.ranks, args.steps)) for _ in range(args.pairs)]
+        low, median, high = np.quantile([of_b / of_a for of_a, of_b in speeds], (0.25, 0.5, 0.75))
+        print(f"| {' '.join(args.words)} | {median:.3g} | {low:.3g} to {high:.3g} |", flush=True)
 
 
 if __name__ == "__main__":
-    exit_process(run_program(run, sys.argv[1:]))
+    sys.exit(run_program(run, sys.argv[1:]))

@@ -1,58 +1,66 @@
-"""Steps of nanoGPT with a trainer's text, model size and batch size."""
+"""Trains nanoGPT's model like its train.py, with the text, the sizes and the length of a run of main.py.
 
+    python -m benchmarks.nanogpt FOLDER [options of main.py]
+
+FOLDER contains nanoGPT's model.py. The precision is nanoGPT's default: fp32 on a CPU, and bf16, compiled, on a GPU.
+"""
+
+import json
 import runpy
-from collections.abc import Callable, Iterator
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from mingpt.parallel.strategy import DTYPES
-from trainer import Trainer
+from mingpt.config.parser import read_config
+from mingpt.config.schema import GPTConfig
+from mingpt.system.threads import choose_threads
+from mingpt.text.corpus import read_corpus
+from mingpt.text.tokenizer import TextTokenizer
 
 
-def nanogpt_step(trainer: Trainer, folder: Path) -> Callable[[], None]:
-    """Returns a step of nanoGPT in its default precision: fp32 on a CPU, and the trainer's precision on a GPU.
-
-    On a GPU, it is compiled, which is the default of nanoGPT's train.py.
-
-    Args:
-        folder: contains nanoGPT's model.py
-    """
-    device = trainer.context.device
-    nanogpt = runpy.run_path(str(folder / "model.py"))
-    model = nanogpt["GPT"](trainer.model_config).to(device)  # the sizes have the same names
-    optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.99), device.type)
-    dtype = torch.float32
-    if device.type == "cuda":
-        dtype = DTYPES[trainer.numerics.precision]
+def main(folder: str, *options: str) -> None:
+    config = read_config(options)
+    cfg = config.trainer
+    T = config.data.block_size
+    threads, _ = choose_threads(cfg.threads, 1, None)
+    torch.set_num_threads(threads)
+    corpus = read_corpus(config, TextTokenizer())
+    data = np.array(corpus.training[:], dtype=np.uint16)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    nanogpt = runpy.run_path(f"{folder}/model.py")
+    shape = GPTConfig(**asdict(config.model), vocab_size=corpus.tokenizer.vocab_size, block_size=T)
+    model = nanogpt["GPT"](shape).to(device)  # the sizes have the same names
+    optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.99), device)
+    autocast: Any = nullcontext()
+    if device == "cuda":
+        autocast = torch.autocast(device, torch.bfloat16)
         model.compile()
-    batches = nanogpt_batches(trainer)
-
-    def step() -> None:
-        x, y = next(batches)
-        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+    assert cfg.max_steps is not None
+    began = time.perf_counter()
+    for step in range(cfg.max_steps):
+        if step == cfg.max_steps // 2:
+            began = time.perf_counter()
+        ix = torch.randint(len(data) - T, (cfg.batch_size,))
+        x = torch.stack([torch.from_numpy(data[i : i + T].astype(np.int64)) for i in ix]).to(device)
+        y = torch.stack([torch.from_numpy(data[i + 1 : i + 1 + T].astype(np.int64)) for i in ix]).to(device)
+        with autocast:
             _, loss = model(x, y)
         loss.backward()
         clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+    loss.item()  # waits for a GPU
+    speed = cfg.max_steps // 2 * cfg.batch_size * T / (time.perf_counter() - began)
+    row = {"event": "train", "step": cfg.max_steps, "tokens_per_second": speed}
+    Path(cfg.run_dir, "metrics.jsonl").write_text(json.dumps(row))
 
-    return step
 
-
-def nanogpt_batches(trainer: Trainer) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields batches (B, T) like `get_batch` in nanoGPT's train.py."""
-    T = trainer.config.data.block_size
-    file = trainer.run_dir / "train.bin"
-    trainer.train_data.tokens[:].astype(np.uint16).tofile(file)
-    while True:
-        data = np.memmap(file, dtype=np.uint16, mode="r")
-        ix = torch.randint(len(data) - T, (trainer.config.trainer.batch_size,))
-        x = torch.stack([torch.from_numpy(data[i : i + T].astype(np.int64)) for i in ix])
-        y = torch.stack([torch.from_numpy(data[i + 1 : i + 1 + T].astype(np.int64)) for i in ix])
-        if trainer.context.device.type == "cuda":
-            x, y = x.pin_memory(), y.pin_memory()
-        yield x.to(trainer.context.device, non_blocking=True), y.to(trainer.context.device, non_blocking=True)
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from torch.nn.utils import get_total_norm
 
-from benchmarks.__main__ import choose_programs
+from benchmarks.__main__ import choose_sides
 from mingpt.config.parser import read_config
 from mingpt.config.schema import KEYS
 from mingpt.snapshot.folder import load_snapshot
@@ -134,7 +134,7 @@ def test_each_result_of_benchmarks_has_a_command() -> None:
     for row in rows:
         words = shlex.split(re.sub(r" --(ranks|seconds) \d+", "", row.replace("FOLDER", str(ROOT))))
         size = 3 if words[0] == "ab" else 2
-        for program in chain(*choose_programs(words[:size], shlex.join(words[size:]))):
+        for program in chain(*choose_sides(words[:size], shlex.join(words[size:]))):
             read_config(shlex.split(program.options))
 
 

@@ -12,7 +12,7 @@ from tests.helpers import ROOT, write_text
 
 TINY = (
     "--model.n_layer 1 --model.n_head 2 --model.n_embd 16 --data.block_size 16 --trainer.batch_size 4 "
-    "--trainer.threads 1 --pairs 2 --seconds 0"
+    "--trainer.threads 1 --pairs 1 --steps 10"
 )
 # The parts of nanoGPT that a step needs.
 MODEL = """
@@ -42,34 +42,23 @@ def measure(words: list[str], folder: Path) -> int:
     return exit_status_of(run, [*argv, "--data.path", f"{folder}/text.txt", *TINY.split()])
 
 
-def rows(printed: str) -> dict[str, float]:
-    """Returns the medians by the names of the measurements."""
-    found = re.findall(r"^\| (.+), \d layers .* \| ([\d.]+) \| [\d.]+ to [\d.]+ \|$", printed, re.MULTILINE)
-    return {name: float(median) for name, median in found}
+def ratios(printed: str) -> list[float]:
+    return [float(median) for median in re.findall(r"^\| .+ \| ([\d.]+) \| [\d.]+ to [\d.]+ \|$", printed, re.MULTILINE)]
 
 
 def test_a_slower_side_has_a_larger_time(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    slow = "--model.n_layer 16 --trainer.save_overhead 0.02"
-    assert measure(["ab", slow, ""], folder) == 0
-    printed = capfd.readouterr()
-    [(name, ratio)] = rows(printed.out).items()
-    assert (name, printed.err) == (f"{slow} / default", "")
+    assert measure(["ab", "--model.n_layer 16", ""], folder) == 0
+    [ratio] = ratios(capfd.readouterr().out)
     assert ratio > 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("words", "name"),
-    [
-        ("ab '--distributed.strategy zero1' '' --ranks 2", "--distributed.strategy zero1 / default"),
-        ("nanogpt FOLDER", "nanogpt / this program"),
-        (f"checkout {ROOT}", f"{ROOT} / this program"),
-    ],
+    "words", ["ab '--distributed.strategy zero1' '' --ranks 2", "nanogpt FOLDER", f"checkout {ROOT}"]
 )
-def test_each_benchmark_prints_rows(words: str, name: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_each_benchmark_prints_a_row(words: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert measure(shlex.split(words), folder) == 0
-    printed = capfd.readouterr()
-    assert (rows(printed.out).keys(), printed.err) == ({name}, "")
+    assert ratios(capfd.readouterr().out)
 
 
 @pytest.mark.parametrize(
@@ -77,14 +66,11 @@ def test_each_benchmark_prints_rows(words: str, name: str, folder: Path, capfd: 
     [
         ("everything", "command line: everything is not a benchmark"),
         ("nanogpt nowhere", "command line: there is no model.py in nowhere"),
-        ("ab '' '' --model.dropout 2", "default: model.dropout (in the command line): found '2', must be less"),
-        ("ab '--model.layers 3' ''", "--model.layers 3: model.layers (in the command line) is not known"),
-        ("ab '--trainer.precision fp16' ''", "--trainer.precision fp16: trainer.precision is fp16, which needs a CUDA"),
-        pytest.param("ab '' '' --ranks 5", "default: trainer.batch_size is 4, fewer", marks=pytest.mark.slow),
+        ("ab '--model.layers 3' ''", "model.layers (in the command line) is not known"),
     ],
 )
 def test_a_mistake_is_one_message(words: str, message: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert measure(shlex.split(words), folder) == 2
     printed = capfd.readouterr()
-    assert re.fullmatch(f".*error: {re.escape(message)}.*\n", printed.err)
-    assert rows(printed.out) == {}
+    assert message in printed.err
+    assert not ratios(printed.out)
