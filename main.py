@@ -18,7 +18,7 @@ if __name__ == "__main__":
 
 from mingpt.config.parser import read_config
 from mingpt.config.schema import Config
-from mingpt.distributed.launcher import RankInfo, detect_launch_environment, kept_config
+from mingpt.distributed.launcher import RankInfo, detect_launch_environment
 from mingpt.monitoring.logging import set_rank
 from mingpt.program import exit_process, import_pytorch, only_run, run_program
 
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] = ()) -> int:
     """
     info = detect_launch_environment(os.environ)  # rank and number of ranks, set by torchrun, SLURM, mpirun or by hand
     set_rank(info.rank, info.local_rank)  # one process of each machine reports mistakes
-    config = read_config(argv, kept_config(os.environ, argv))
+    config = read_config(argv)
     with process_group(config, info) as context:
         from trainer import Trainer  # not at the top, since it imports PyTorch
 

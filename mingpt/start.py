@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from mingpt.config.conflicts import find_start_conflicts, refuse
-from mingpt.config.parser import copied_config
 from mingpt.config.schema import SHAPE_KEYS, Config, DataConfig, GPTConfig, config_to_dict, keys_without_places
 from mingpt.distributed.agreement import broadcast_object, check_equal, shared_errors
 from mingpt.distributed.context import DistributedContext
@@ -88,26 +87,15 @@ def lock_run(config: Config, context: DistributedContext) -> RunLock:
     """Locks the folders that this run writes to. Rank 0 holds the locks; other ranks get an empty RunLock.
 
     Raises:
-        UserError: on all ranks, if another run holds a lock, a folder can't be written, or a copy of a run would save
-            its snapshots where the original does.
+        UserError: on all ranks, if another run holds a lock, or a folder can't be written.
     """
     run_dir = Path(config.trainer.run_dir)
     folders = {run_dir: "trainer.run_dir"}
     with shared_errors(context):
-        copied = copied_config(run_dir)
-        path = config.trainer.snapshot_path
-        if copied and path is not None and copied.get("trainer.snapshot_path", (None, ""))[0] == path:
-            original, _ = copied["trainer.run_dir"]
-            raise UserError(
-                f"trainer.snapshot_path: {path} is for the snapshots of {original}, which {run_dir} is a copy of; set "
-                "another one, or null"
-            )
         root = open_folders(config.trainer)[0].root
         if os.path.realpath(root) != os.path.realpath(run_dir):  # a folder can't be locked twice
             folders[Path(root)] = "trainer.snapshot_path"
         lock = RunLock(folders if context.rank == 0 else {})
-        if copied:  # otherwise two runs would continue one run of Weights & Biases
-            (run_dir / "wandb_id").unlink(missing_ok=True)
     return lock
 
 

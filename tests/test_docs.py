@@ -134,8 +134,8 @@ def test_each_result_of_benchmarks_has_a_command() -> None:
     for row in rows:
         words = shlex.split(re.sub(r" --(ranks|seconds) \d+", "", row.replace("FOLDER", str(ROOT))))
         size = 3 if words[0] == "ab" else 2
-        for program in chain(*choose_sides(words[:size], shlex.join(words[size:]))):
-            read_config(shlex.split(program.options))
+        for _, (_, command) in choose_sides(words[:size], shlex.join(words[size:])):
+            read_config(shlex.split(command)[1:])
 
 
 def test_the_tour_has_a_row_for_each_idea_of_a_step_and_the_pictures_that_their_script_draws(tmp_path: Path) -> None:

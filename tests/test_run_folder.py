@@ -22,73 +22,12 @@ from tests.helpers import (
 )
 
 
-def test_a_config_that_can_not_be_read_stops_no_run_that_does_not_need_it(trained: Path, text: Path) -> None:
-    (trained / "config.yaml").write_bytes(bytes(100))
-    argv = run_args(trained, text, trainer__max_steps=8, trainer__eval_every=100)
-    [(status, out, err)] = run_ranks(1, run_captured, *argv, tmp_path=trained.parents[1])
-    assert (status, err) == (0, "")
-    assert "since the first start: " in out
-
-
 @pytest.fixture
 def trained(text: Path, tmp_path: Path) -> Path:
     """The folder of a run of 6 steps whose yaml has all options."""
     argv = run_args(tmp_path / "runs/X", text, trainer__max_steps=6, trainer__eval_every=100)
     assert run_ranks(1, train_main, *argv, tmp_path=tmp_path) == [0]
     return tmp_path / "runs/X"
-
-
-def start(folder: Path, *options: str) -> tuple[int, str, str]:
-    """Starts main.py with the config.yaml of a run folder."""
-    argv = ["--config", f"{folder}/config.yaml", *options]
-    [result] = run_ranks(1, run_captured, *argv, tmp_path=folder.parents[1])
-    return result
-
-
-def test_the_folder_of_a_runs_config_is_its_run_folder(trained: Path, tmp_path: Path) -> None:
-    """After a move. A copy branches the run, whose own files stay as they are."""
-    moved = trained.rename(trained.with_name("moved"))
-    status, out, err = start(moved, "--trainer.max_steps", "8")
-    assert (status, err) == (0, "")
-    assert f"resuming from {moved}/snapshots/step_00000006.pt" in out
-    assert not trained.exists()
-
-    before = {file: file.read_bytes() for file in moved.rglob("*") if file.is_file() and file.name != ".lock"}
-    copy = shutil.copytree(moved, moved.with_name("copy"))
-    status, out, err = start(copy, "--trainer.max_steps", "10", "--optimizer.learning_rate", "2e-3")
-    assert (status, err) == (0, "")
-    assert f"resuming from {copy}/snapshots/step_00000008.pt" in out
-    assert newest_snapshot(copy)["step"] == 10
-    assert {file: file.read_bytes() for file in before} == before
-    [*_, row] = read_rows(copy, "start")
-    assert row["changed"] == ["optimizer.learning_rate 0.005 -> 0.002", "trainer.max_steps 8 -> 10"]
-
-    [(status, out, _)] = run_ranks(1, _start_inside, copy, tmp_path=tmp_path)
-    assert status == 0
-    assert f"{copy}: kill it at any time" in out
-
-    other = tmp_path / "runs/other"
-    status, out, _ = start(copy, "--trainer.run_dir", str(other), "--trainer.max_steps", "1")
-    assert status == 0
-    assert list_snapshots(other) == ["step_00000001.pt"]
-
-
-def _start_inside(folder: Path) -> tuple[int, str, str]:
-    os.chdir(folder)
-    return run_captured("--config", "config.yaml", "--trainer.max_steps", "12")
-
-
-def test_a_copy_does_not_save_where_the_original_does(text: Path, tmp_path: Path) -> None:
-    snapshots = tmp_path / "snapshots"
-    argv = run_args(tmp_path / "runs/X", text, trainer__max_steps=6, trainer__snapshot_path=snapshots)
-    assert run_ranks(1, train_main, *argv, tmp_path=tmp_path) == [0]
-    copy = shutil.copytree(tmp_path / "runs/X", tmp_path / "runs/copy")
-    status, _, err = start(copy)
-    assert status == 2
-    assert err == (
-        f"error: trainer.snapshot_path: {snapshots} is for the snapshots of {tmp_path}/runs/X, which {copy} is a copy "
-        "of; set another one, or null\n"
-    )
 
 
 def test_snapshots_that_were_renamed_are_named(trained: Path, tmp_path: Path) -> None:

@@ -1,30 +1,21 @@
 """Reads a Config from yaml files and the command line, or raises one message that lists every mistake."""
 
 import difflib
-import logging
-import os
-import reprlib
-import shutil
 import sys
-import textwrap
 from collections import deque
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
+import yaml
 from pydantic import TypeAdapter, ValidationError
-from pydantic_core import ErrorDetails
 
 from mingpt.config.conflicts import find_conflicts, refuse
 from mingpt.config.schema import KEYS, SECTIONS, Config, TrainerConfig, by_section, config_to_dict
-from mingpt.config.yaml_format import Values, dump_config, format_value, read_yaml
+from mingpt.config.yaml_format import dump_config
 from mingpt.errors import UserError
-from mingpt.files import replace_file
 
-logger = logging.getLogger("mingpt")
 DEFAULT_CONFIG = Path(__file__).parents[2] / "gpt2_train_cfg.yaml"
 COMMAND_LINE = "the command line"
 HELP = """\
@@ -40,88 +31,77 @@ Trains a GPT on characters or tokens, in one process or under a launcher like to
   --help               print this and exit
 
 """
-DASHES = "-+\u2010\u2011\u2012\u2013\u2014\u2015\u2212"  # which chats and editors write for --
-TORCHRUN_OPTIONS = {"nproc_per_node", "nnodes", "node_rank", "standalone", "max_restarts", "rdzv_backend"}
-TORCHRUN_OPTIONS |= {"rdzv_endpoint", "rdzv_id", "master_addr", "master_port"}
-HINTS = {
-    "dp": "; DataParallel is slow, because one process copies the model to all GPUs in every step: write ddp, and "
-    "start a process for each GPU with torchrun",
-    "zero3": "; ZeRO-3 is fsdp",
-}
-# Keys whose type is, or includes, a tuple, such as `tuple[int, int] | None`.
-LIST_KEYS = [name for name, info in KEYS.items() if "tuple[" in str(info.annotation)]
+
+Values = dict[str, tuple[Any, str]]  # for each key, such as data.path: the value, and where it was found, for messages
 
 
-def read_config(argv: Sequence[str] = (), kept: Path | None = None) -> Config:
+def read_config(argv: Sequence[str] = ()) -> Config:
     """Reads the yaml files and applies the options of the command line; other keys keep their defaults.
 
     Args:
         argv: the command line without the program's name
-        kept: replaces the yaml files if it exists, and otherwise gets the configuration
 
     Raises:
         UserError: lists every mistake, with the key, the file or option, the value found and the values allowed.
     """
     if "--help" in argv or "-h" in argv:
-        width = shutil.get_terminal_size().columns
-        for line in (HELP + dump_config(config_to_dict(Config()))).splitlines():
-            print(textwrap.fill(line, width, subsequent_indent="    # ", break_on_hyphens=False))
+        print(HELP + dump_config(config_to_dict(Config())), end="")
         sys.exit(0)
-    files, given = _read_command_line(argv)
-    on_command_line = frozenset(given)
-    files = files or [str(DEFAULT_CONFIG)]
-    if kept is not None and kept.exists():
-        changed = [file for file in files if os.path.exists(file) and os.path.getmtime(file) > kept.stat().st_mtime]
-        if changed:
-            logger.info(f"{', '.join(changed)} has changed; restarts of this torchrun keep the first configuration")
-        files = [str(kept)]
-    for file in reversed(files):  # the file with the highest precedence first
-        for name, found in _read_file(file).items():
-            given.setdefault(name, found)
-    mistakes = [_unknown_name(name, *found) for name, found in given.items() if name not in KEYS]
+    files, options = _read_command_line(argv)
+    given: Values = {}
+    for file in files or [str(DEFAULT_CONFIG)]:
+        given |= _read_yaml(file)
+    given |= options
+    mistakes = [_unknown_name(name, place) for name, (_, place) in given.items() if name not in KEYS]
     values = {name: value for name, (value, _) in given.items() if name in KEYS}
     try:
         # Outside strict mode, pydantic converts text to numbers and booleans.
-        config = TypeAdapter(Config).validate_python({**by_section(values), "given": on_command_line}, strict=False)
+        config = TypeAdapter(Config).validate_python({**by_section(values), "given": frozenset(options)}, strict=False)
     except ValidationError as invalid:
         # A key that allows a number or a word has an error for each.
-        for name, errors in groupby(invalid.errors(include_url=False), lambda error: "{}.{}".format(*error["loc"])):
-            mistakes.append(_wrong_value(name, *given[name], errors))
+        allowed: dict[str, list[str]] = {}
+        for error in invalid.errors(include_url=False):
+            allowed.setdefault("{}.{}".format(*error["loc"]), []).append(error["msg"])
+        for name, messages in allowed.items():
+            value, place = given[name]
+            mistakes.append(f"{name} (in {place}): found {value!r}: {'; or: '.join(messages)}")
     else:
         for message in find_conflicts(config):
             place = next(place for name, (_, place) in given.items() if name in message)
             mistakes.append(f"{message} (in {place})")
     refuse(mistakes)
     trainer = config.trainer
-    is_default = trainer.max_steps == TrainerConfig.max_steps and "trainer.max_steps" not in on_command_line
+    is_default = trainer.max_steps == TrainerConfig.max_steps and "trainer.max_steps" not in options
     if trainer.max_epochs and is_default:
         config = replace(config, trainer=replace(trainer, max_steps=None))
     if "--print_config" in argv:
         print(dump_config(config_to_dict(config)), end="")
         sys.exit(0)
-    if kept is not None and not kept.exists():
-        with suppress(OSError):  # such as a full disk; then restarts read the files again
-            replace_file(kept, dump_config(config_to_dict(config)))
     return config
 
 
-def _read_file(file: str) -> Values:
-    """Reads a yaml file. The config.yaml of a run folder that was moved or copied names another folder."""
-    values = read_yaml(file)
-    folder = Path(file).parent
-    if Path(file).name == "config.yaml" and (folder / "metrics.jsonl").exists():
-        values["trainer.run_dir"] = str(folder if folder.name else folder.resolve()), file
+def _read_yaml(file: str) -> Values:
+    """Returns the value of each key. Numbers and booleans stay text until pydantic converts them.
+
+    yaml 1.1 would read 010 as 8, 12:30 as 750, and 1e-3 as text.
+    """
+    try:
+        content = yaml.load(Path(file).read_bytes(), yaml.BaseLoader) or {}
+        if not isinstance(content, dict):
+            raise yaml.YAMLError(f"found {content!r}, must be the sections {', '.join(SECTIONS)}")
+    except (OSError, yaml.YAMLError) as error:
+        raise UserError(f"--config: {file} can't be read: {' '.join(str(error).split())}") from error
+    values: Values = {}
+    for name, value in content.items():
+        if isinstance(value, dict):
+            values |= {f"{name}.{key}": (_null(each), file) for key, each in value.items()}
+        elif value or name not in SECTIONS:  # a section may be empty
+            values[name] = _null(value), file
     return values
 
 
-def copied_config(folder: Path) -> Values:
-    """Returns the config.yaml of a copy of another run folder; empty: the folder is no copy, or was moved."""
-    values: Values = {}
-    with suppress(UserError):  # there is none, or it is damaged, which must not stop a run that does not need it
-        values = read_yaml(str(folder / "config.yaml"))
-    original, _ = values.get("trainer.run_dir", (str(folder), ""))
-    is_copy = os.path.exists(f"{original}/metrics.jsonl") and not folder.samefile(str(original))
-    return values if is_copy else {}
+def _null(value: Any) -> Any:
+    return None if value in ("null", "~", "") else value
 
 
 def _read_command_line(argv: Sequence[str]) -> tuple[list[str], Values]:
@@ -132,10 +112,9 @@ def _read_command_line(argv: Sequence[str]) -> tuple[list[str], Values]:
     while words:
         option, equals, text = words.popleft().partition("=")
         if not option.startswith("--"):
-            name = option.strip().lstrip(DASHES)
-            advice = f"write --{name}, or quote a pattern of files" if name else "is there a blank after a backslash?"
             raise UserError(
-                f"{option!r} (in {COMMAND_LINE}) does not belong to an option: {advice}; --help lists all keys"
+                f"{option!r} (in {COMMAND_LINE}) does not belong to an option: write --section.key VALUE, and quote "
+                "values with blanks and patterns of files; --help lists all keys"
             )
         if not equals and words and not words[0].startswith("--"):
             text = words.popleft()
@@ -143,36 +122,20 @@ def _read_command_line(argv: Sequence[str]) -> tuple[list[str], Values]:
         if name == "config":
             files.append(text)
         elif name not in ("local_rank", "local-rank"):  # older launchers pass this and also set LOCAL_RANK
-            value: str | list | None = None if text == "null" else text
-            if name in LIST_KEYS and text.startswith("["):
+            value: str | list[str] | None = None if text == "null" else text
+            if text.startswith("[") and name in KEYS and "tuple[" in str(KEYS[name].annotation):
                 value = [item.strip() for item in text.strip("[]").split(",")]
             values[name] = value, COMMAND_LINE
     return files, values
 
 
-def _unknown_name(name: str, value: Any, place: str) -> str:
+def _unknown_name(name: str, place: str) -> str:
     """Returns the message for a name that is not a key, with the nearest key."""
-    if name in SECTIONS:
-        return f"{name} (in {place}): found {reprlib.repr(value)}, must contain keys"
-    if name.replace("-", "_") in TORCHRUN_OPTIONS:
-        return f"{name} (in {place}) is an option of torchrun: write it before main.py"
     _, _, key = name.rpartition(".")
     nearest = [known for known in KEYS if known.endswith(f".{key}")]
     nearest += difflib.get_close_matches(name, KEYS, n=1, cutoff=0.5)
     hint = f"; the nearest is {nearest[0]}" if nearest else ""
     return f"{name} (in {place}) is not known{hint}; --help lists all keys"
-
-
-def _wrong_value(name: str, value: Any, place: str, errors: Iterable[ErrorDetails]) -> str:
-    allowed = ["null"] if type(None) in get_args(KEYS[name].annotation) else []
-    for error in errors:
-        text, _, _ = error["msg"].partition(", unable to ")
-        allowed.append(text.removeprefix("Input should be ").removeprefix("String should have "))
-    ranges = " or ".join(allowed).replace("a valid boolean", "true or false").replace("a valid string", "UTF-8 text")
-    default = KEYS[name].default
-    if isinstance(default, tuple):  # the errors may be about items, or about their number
-        ranges = f"a list like {format_value(default)}: {ranges}"
-    return f"{name} (in {place}): found {reprlib.repr(value)}, must be {ranges}{HINTS.get(str(value), '')}"
 
 
 def default_snapshot_path() -> str:

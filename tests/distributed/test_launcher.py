@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mingpt.distributed.launcher import RankInfo, detect_launch_environment, kept_config
+from mingpt.distributed.launcher import RankInfo, detect_launch_environment
 from mingpt.distributed.network import resolve_init_method
 from mingpt.errors import UserError
 from tests.helpers import ROOT, clean_env, in_namespace, ip, read_rows, run_args, run_main
@@ -86,20 +86,6 @@ def test_incomplete_and_invalid_variables_are_refused(env: dict[str, str], named
     with pytest.raises(UserError, match=r"^environment: .* from [01] to ") as error:
         detect_launch_environment(env)
     assert named in str(error.value)
-
-
-def test_each_command_line_of_a_torchrun_has_a_file_for_its_first_configuration() -> None:
-    """Restarts have another attempt. A worker may train several runs."""
-    first, restart = ({"TORCHELASTIC_ERROR_FILE": f"/logs/none_x/attempt_{i}/1/error.json"} for i in (0, 1))
-    file = kept_config(first, ["--config", "a.yaml"])
-    assert file is not None
-    assert file.parent == Path("/logs/none_x")
-    assert kept_config(restart, ["--config", "a.yaml"]) == file != kept_config(first, ["--config", "b.yaml"])
-    assert kept_config({"TORCHELASTIC_ERROR_FILE": ""}, []) is None
-    assert kept_config({}, []) is None
-
-
-NO_ADDRESS = [BY_HAND, BY_HAND | {"MASTER_ADDR": "gpu1"}, STEP | {"MASTER_PORT": "29400"}]
 
 
 @pytest.mark.parametrize("env", [*NO_ADDRESS, MPIRUN | {"OMPI_COMM_WORLD_SIZE": "4"}, MPICH])
