@@ -24,7 +24,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mingpt.config.schema import GPTConfig
-from mingpt.nn.kv_cache import KVCache
 from mingpt.nn.layers import (
     IGNORE_INDEX,
     LOGIT_CAP,
@@ -77,8 +76,8 @@ class CausalSelfAttention(nn.Module):
         self.attn_dropout = Dropout(config.dropout)
         self.resid_dropout = Dropout(config.dropout)
 
-    def forward(self, x: Tensor, rotary: Rotary | None = None, cache: KVCache | None = None) -> Tensor:
-        """(B, T, C) -> (B, T, C); T must be 1 unless the cache is empty."""
+    def forward(self, x: Tensor, rotary: Rotary | None = None) -> Tensor:
+        """(B, T, C) -> (B, T, C)"""
         B, T, C = x.shape
         H = self.n_head
         qkv = self.c_attn(x).view(B, T, 3 * H, C // H)
@@ -90,11 +89,7 @@ class CausalSelfAttention(nn.Module):
         q = q.transpose(1, 2)  # (B, H, T, C/H)
         k = k.transpose(1, 2)
         v = v.transpose(1, 2)
-        is_causal = True
-        if cache is not None:
-            is_causal = cache.length == 0  # a single new token attends to all cached ones
-            k, v = cache.extend(k, v)
-        y = attention(q, k, v, self.attn_dropout, is_causal)  # (B, H, T, C/H)
+        y = attention(q, k, v, self.attn_dropout)  # (B, H, T, C/H)
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))
 
 
@@ -122,8 +117,8 @@ class Block(nn.Module):
         self.ln_2 = build_norm(config)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, rotary: Rotary | None = None, cache: KVCache | None = None) -> Tensor:
-        x = x + self.attn(self.ln_1(x), rotary, cache)
+    def forward(self, x: Tensor, rotary: Rotary | None = None) -> Tensor:
+        x = x + self.attn(self.ln_1(x), rotary)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -155,16 +150,13 @@ class GPT(nn.Module):
         """
         return {int(number): block for number, block in self.transformer["h"].items()}  # type: ignore[operator]
 
-    def forward(
-        self, idx: Tensor, targets: Tensor | None = None, cache: KVCache | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Returns logits of the next token at each position, and their mean loss in nats per token.
 
         Args:
             idx: (B, T) tokens; T is at most block_size. A pipeline stage after the first gets the output of the
                 stage before it, (B, T, C)
             targets: (B, T) next tokens; positions with IGNORE_INDEX do not count
-            cache: keys and values of the tokens before idx; updated in place
 
         Returns:
             logits (B, T, V), and the mean cross-entropy, or None without targets. A pipeline stage before the last
@@ -173,8 +165,8 @@ class GPT(nn.Module):
         Raises:
             ValueError: there are more tokens than block_size.
         """
-        x = idx if idx.is_floating_point() else self.embed(idx, cache)
-        x = self.apply_blocks(x, cache)
+        x = idx if idx.is_floating_point() else self.embed(idx)
+        x = self.apply_blocks(x)
         if "ln_f" not in self.transformer:  # not the last stage
             return x, None
         logits = self.unembed(x)
@@ -192,35 +184,30 @@ class GPT(nn.Module):
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
         return loss / (targets != IGNORE_INDEX).sum().clamp(min=1)
 
-    def embed(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
+    def embed(self, idx: Tensor) -> Tensor:
         """(B, T) tokens -> (B, T, C)"""
-        start = cache.length if cache else 0
-        end = start + idx.size(1)
-        if end > self.config.block_size:
-            raise ValueError(f"{end} tokens, but the context window (block_size) is {self.config.block_size}")
+        T = idx.size(1)
+        if T > self.config.block_size:
+            raise ValueError(f"{T} tokens, but the context window (block_size) is {self.config.block_size}")
         x = self.transformer["wte"](idx)
         if self.is_nanochat:
             x = rms_norm(x)
         else:
-            x = x + self.transformer["wpe"](torch.arange(start, end, device=idx.device))
+            x = x + self.transformer["wpe"](torch.arange(T, device=idx.device))
         return self.transformer["drop"](x)
 
-    def apply_blocks(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
+    def apply_blocks(self, x: Tensor) -> Tensor:
         """(B, T, C) -> (B, T, C)"""
-        rotary = None
-        if self.is_nanochat:
-            rotary = self.rotary_factors(cache.length if cache else 0, x.size(1), x.device)
+        rotary = self.rotary_factors(x.size(1), x.device) if self.is_nanochat else None
         for block in self.blocks.values():
-            x = block(x, rotary, cache)
-        if cache is not None:
-            cache.end_pass(x.size(1))
+            x = block(x, rotary)
         return x
 
-    def rotary_factors(self, start: int, size: int, device: torch.device) -> Rotary:
-        """Returns the rotations at `size` positions from `start` on."""
+    def rotary_factors(self, T: int, device: torch.device) -> Rotary:
+        """Returns the rotations at the positions of a window."""
         D = self.config.n_embd // self.config.n_head
         frequencies = ROTARY_BASE ** (-torch.arange(0, D, 2, device=device) / D)
-        angles = torch.outer(torch.arange(start, start + size, device=device), frequencies)  # (size, D/2)
+        angles = torch.outer(torch.arange(T, device=device), frequencies)  # (T, D/2)
         cos = angles.cos()
         sin = angles.sin()
         # The factors are repeated for all heads, because broadcasting takes 14 to 25% longer on a CPU.
@@ -248,8 +235,7 @@ class GPT(nn.Module):
     ) -> Iterator[Tensor]:
         """Yields the next tokens (B,), one position at a time. Leaves the model in eval mode.
 
-        Keys and values are cached until the window is full. From then on the window slides, which changes all
-        positions, so each token takes a pass over the whole window.
+        Each token takes a pass over the window, the last block_size tokens.
 
         Args:
             idx: prompts of one length (B, T), on the model's device; only the last block_size tokens are used
@@ -259,18 +245,12 @@ class GPT(nn.Module):
                 Case of Neural Text Degeneration", 2020)
         """
         self.eval()
-        block_size = self.config.block_size
-        window = uncached = idx[:, -block_size:]
-        cache = KVCache(block_size)
         for _ in range(max_new_tokens):
-            if cache.length == block_size:
-                cache = KVCache(block_size)
-                uncached = window
-            logits, _ = self(uncached, cache=cache)
+            idx = idx[:, -self.config.block_size :]
+            logits, _ = self(idx)
             logits = logits[:, -1, : self.config.vocab_size].float()  # a padded vocabulary has more rows than tokens
             tokens = sample(logits, temperature, top_k, top_p, generator)
-            uncached = tokens[:, None]
-            window = torch.cat((window, uncached), 1)[:, -block_size:]
+            idx = torch.cat((idx, tokens[:, None]), 1)
             yield tokens
 
     def flops_per_token(self) -> int:

@@ -9,7 +9,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from mingpt.config.schema import GPTConfig, OptimizerConfig
-from mingpt.nn.kv_cache import KVCache
 from mingpt.nn.layers import IGNORE_INDEX
 from mingpt.optim.optimizer import build_optimizer, learning_rate
 from model import GPT, MLP
@@ -158,24 +157,6 @@ def test_dropout_applies_to_embeddings_attention_and_both_branches(options: dict
     model.transformer.get_submodule(name).p = 0.5
     assert not torch.equal(model(idx)[0], without)
     assert torch.equal(model.eval()(idx)[0], without)
-
-
-@all_architectures
-@pytest.mark.parametrize("shared", [False, True], ids=["two blocks", "one block with two numbers"])
-def test_logits_with_a_kv_cache_equal_those_of_one_pass(options: dict[str, Any], shared: bool) -> None:
-    model, idx, calls = random_gpt(**options), random_tokens(3, T), []
-    model.transformer["h"] = nn.ModuleDict({"0": model.blocks[0], "1": model.blocks[0 if shared else 1]})
-    model.blocks[0].register_forward_hook(lambda *args: calls.append(args))
-    logits, _ = model(idx)
-    assert len(calls) == 1 + shared
-    cache = KVCache(T)
-    parts = [model(part, cache=cache)[0] for part in idx.split([3, 1, 1, 1, 1, 1], 1)]
-    assert torch.allclose(torch.cat(parts, 1), logits, rtol=0, atol=1e-10)
-    assert cache.length == T
-    with pytest.raises(ValueError, match=f"{T + 1} tokens"):
-        model(idx[:, :1], cache=cache)
-    with pytest.raises(ValueError, match=rf"{T + 1} tokens.*block_size\) is {T}"):
-        model(random_tokens(1, T + 1))
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "nanochat"])

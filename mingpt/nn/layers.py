@@ -124,12 +124,12 @@ def _is_eager_on_cpu(x: Tensor) -> bool:
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, dropout: Dropout, is_causal: bool) -> Tensor:
-    """Applies scaled dot-product attention to queries, keys and values (B, H, T, D), with the faster of two methods."""
+def attention(q: Tensor, k: Tensor, v: Tensor, dropout: Dropout) -> Tensor:
+    """Applies causal attention to queries, keys and values (B, H, T, D), with the faster of two methods."""
     p = dropout.p if dropout.training else 0.0
-    if is_causal and use_bmm_attention(q, p):
+    if use_bmm_attention(q, p):
         return bmm_attention(q, k, v, dropout)
-    return F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=is_causal)
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
 
 
 def use_bmm_attention(q: Tensor, dropout: float) -> bool:

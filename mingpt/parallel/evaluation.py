@@ -64,7 +64,7 @@ def generate_sample(strategy: Strategy, prompt: list[int], seed: int) -> list[in
     model = strategy.full_model
     generator = torch.Generator(device).manual_seed(seed)
     idx = torch.tensor([prompt], device=device)  # (1, T)
-    # The cache grows with each token. torch.compile would compile each new shape, and cuDNN would plan it.
+    # The window grows with each token. torch.compile would compile each new shape, and cuDNN would plan it.
     is_compiled = strategy.config.trainer.compile
     eager = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()  # its first call takes a second
     with strategy.autocast(), eager, sdpa_kernel(NOT_CUDNN):

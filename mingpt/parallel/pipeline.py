@@ -20,7 +20,6 @@ from mingpt.config.schema import Config
 from mingpt.distributed.agreement import reduce_object, shared_errors
 from mingpt.distributed.context import DistributedContext, PendingFlags
 from mingpt.errors import UserError
-from mingpt.nn.kv_cache import KVCache
 from mingpt.optim.muon import to_local
 from mingpt.parallel.state import layout, state_layouts, tied_names
 from mingpt.parallel.strategy import MicroBatch, Strategy
@@ -286,23 +285,21 @@ class PipelinedModel(nn.Module):
 
     generate = GPT.generate
 
-    def forward(
-        self, idx: Tensor, targets: Tensor | None = None, cache: KVCache | None = None
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
         """Returns, on each rank, the logits of tokens without targets, or None and the loss of tokens with targets."""
         rank = self.pipeline.rank
         last = self.pipeline.world_size - 1
         x = idx
         for stage in range(last):
             if stage == rank:
-                x = self.stage_model(x, cache=cache)[0].float()
+                x = self.stage_model(x)[0].float()
             else:
                 x = torch.empty(*idx.shape, self.width, device=idx.device)
             self.pipeline.broadcast_tensor(x, stage)
         shape = () if targets is not None else (*idx.shape, self.config.vocab_size)
         result = torch.empty(shape, device=idx.device)
         if rank == last:
-            logits, loss = self.stage_model(x, targets, cache)
+            logits, loss = self.stage_model(x, targets)
             result.copy_(logits[..., : self.config.vocab_size] if loss is None else loss)
         self.pipeline.broadcast_tensor(result, last)
         return (result, None) if targets is None else (None, result)
