@@ -27,7 +27,6 @@ from mingpt.optim.finite_guard import check_finite, check_gradient
 from mingpt.optim.optimizer import learning_rate
 from mingpt.parallel.build import build_strategy
 from mingpt.parallel.evaluation import choose_prompt, evaluate, generate_sample
-from mingpt.parallel.memory import measure_memory
 from mingpt.parallel.numerics import set_numerics
 from mingpt.parallel.strategy import UPDATING
 from mingpt.snapshot.format import FORMAT_VERSION, Best, is_comparable
@@ -298,9 +297,6 @@ class Trainer:
                     self.lock.check()
             if due.log:
                 self.log.write("train", step, **row)
-            if step == self.first_step + 1:
-                usage = measure_memory(self.strategy)  # on all ranks
-                logger.info(summary.memory(usage))
             epoch_length = len(self.train_data)
             epoch = result.batch.stop // epoch_length
             is_rare = epoch_length >= cfg.log_every * cfg.batch_size
@@ -370,7 +366,6 @@ class Trainer:
             "text_sha256": self.corpus.sha256,
             "code": code_digests(),
             "scaler": self.strategy.scaler.state_dict(),
-            "param_groups": self.strategy.changed_groups(),
         }
 
     def save_snapshot(self, is_scheduled: bool) -> None:
@@ -379,7 +374,6 @@ class Trainer:
         Args:
             is_scheduled: whether trainer.save_every requires it, or the run ends with this step
         """
-        self.strategy.check_copies(self.progress.step)
         self.snapshots.save(self.snapshot_header(), self.strategy, is_scheduled)
 
     def finish(self) -> int:

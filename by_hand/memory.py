@@ -3,7 +3,7 @@ letter per byte of a parameter, measured from tensors.
 
     python by_hand/memory.py
 
-In this repository: `measure_memory` in mingpt/parallel/memory.py
+In this repository: the table in docs/parallelism.md
 """
 
 import torch

@@ -12,7 +12,6 @@ from torch import nn
 from char_dataset import CharDataset, ValidationDataset
 from mingpt.config.schema import Config, keys_without_places
 from mingpt.config.yaml_format import format_value
-from mingpt.parallel.memory import format_bytes
 from mingpt.snapshot.format import Best, is_comparable
 from mingpt.snapshot.load import new_run_advice
 from mingpt.text.corpus import Corpus
@@ -142,17 +141,6 @@ def done(file: str, run_dir: str, val_loss: float, val_bpb: float, duration: str
         )
     lines.append(next_commands(file, run_dir))
     return "\n".join(lines)
-
-
-def memory(usage: Mapping[str, int]) -> str:
-    """Returns the memory that a step has measured.
-
-    Args:
-        usage: bytes by kind
-    """
-    parts = ", ".join(f"{kind} {format_bytes(number)}" for kind, number in usage.items())
-    total = format_bytes(sum(usage.values()))
-    return f"measured memory of the rank that uses the most, without activations: {total} ({parts})"
 
 
 def layers(model: nn.Module) -> str:

@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -454,10 +453,9 @@ TOUR_OUTPUT = {
     "Gradient accumulation": r"\n6\n",
     "Sampler": r"\[\[(\d+\s*){14}",
     "ZeRO and FSDP": r"\n30\n",
-    "Memory of a rank": r"measured memory .*optimizer state 3\.1 MiB",
     "Mixed precision and loss scaling": r"step +100/100 +loss 2\.[23]",
     "Activation checkpointing": r"\n36\n",
-    "Pipeline parallelism": r"each stage waits 20% of the time(.*\n)*.*measured memory .*: 6\.\d MiB \(",
+    "Pipeline parallelism": r"replicas x stages: 1 x 2, 1f1b, 4 micro-batches of 3",
     "One error for all ranks": r"error: data.path: missing.txt can't be read: .*No such file",
     "Snapshot": r"DAMAGED",
     "Tree reduction": r"(\n.*) ([0-9a-f]{8,})\b.*\n(.*\n)*.*\2",

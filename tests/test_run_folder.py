@@ -1,6 +1,5 @@
 """Run folders that are moved or copied, and whose files are renamed, or left by a killed process."""
 
-import os
 import re
 import shutil
 import uuid
@@ -12,8 +11,6 @@ from mingpt.errors import UserError
 from mingpt.snapshot.load import load_pretrained
 from tests.helpers import (
     list_snapshots,
-    newest_snapshot,
-    read_rows,
     run_args,
     run_captured,
     run_ranks,

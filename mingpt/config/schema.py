@@ -196,7 +196,7 @@ class TrainerConfig:
     """steps between generated samples; null: none"""
 
     sample_prompt: Text | None = None
-    """text that samples begin with; null: 20 tokens from the first line break of the validation text on"""
+    """text that samples begin with; null: the first 20 tokens of the validation text"""
 
     profile_steps: PositiveInt | None = None
     """steps to record in a profiler trace per rank, from step 12 on; null: no trace"""

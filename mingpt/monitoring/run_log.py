@@ -5,7 +5,6 @@ A row is an event (start, train, eval, sample, snapshot, stop) at a step, with v
 
 import json
 import math
-import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress

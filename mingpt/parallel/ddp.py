@@ -8,7 +8,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mingpt.config.schema import Config
 from mingpt.distributed.context import DistributedContext
-from mingpt.errors import UserError
 from mingpt.parallel.strategy import Strategy
 
 
@@ -60,15 +59,6 @@ class DDP(Strategy):
 
     def set_gradient_sync(self, sync_gradients: bool) -> None:
         self.ddp.require_backward_grad_sync = sync_gradients  # like DDP.no_sync
-
-    def reduce_gradients(self) -> None:
-        try:
-            self.ddp._check_reducer_finalized()
-        except RuntimeError as error:
-            raise UserError(
-                f"model.py: a parameter got no gradient from the last micro-batch of rank {self.context.rank}; each "
-                "loss must depend on all parameters, maybe by a factor of 0"
-            ) from error
 
     def _release(self) -> None:
         # The last owner of the process group destroys it. DDP's C++ part would do that while it holds the GIL, and

@@ -42,16 +42,12 @@ def choose_prompt(text: str | None, tokens: Tokens, tokenizer: Tokenizer) -> lis
     """Returns the tokens that samples begin with.
 
     Args:
-        text: trainer.sample_prompt; None: 20 tokens of the validation text that begin a line, or the first 20 if its
-            first 1,000 tokens have no line break
+        text: trainer.sample_prompt; None: the first 20 tokens of the validation text
         tokens: (n,) validation text
     """
     if text is not None:
         return tokenizer.encode(text, "trainer.sample_prompt").tolist()
-    first = tokens[:1020].tolist()
-    lines = (i + 1 for i, token in enumerate(first[:-20]) if tokenizer.decode([token]).endswith("\n"))
-    start = next(lines, 0)
-    return first[start : start + 20]
+    return tokens[:20].tolist()
 
 
 @torch.no_grad()

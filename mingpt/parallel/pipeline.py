@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
-from torch.profiler import record_function
 
 from mingpt.config.schema import Config
 from mingpt.distributed.agreement import reduce_object, shared_errors
@@ -158,7 +157,6 @@ class PipelineParallel(Strategy):
         self.parameters = inner.parameters
         self.local_state = inner.local_state
         self.optimizer = inner.optimizer
-        self.built_groups = inner.built_groups
         self.full_model = PipelinedModel(inner.full_model, self.pipeline, stages.width)
 
         cfg = config.trainer
@@ -170,11 +168,9 @@ class PipelineParallel(Strategy):
         schedule = get_schedule_class(name)
         self.schedule: Any = schedule(self.stage, self.num_micro_batches, self._loss, scale_grads=False)
         context.exit_callbacks.append(self._release)
-        num_stages = self.pipeline.world_size
-        bubble = (num_stages - 1) / (self.num_micro_batches + num_stages - 1)
         self.description = inner.description | {
-            "pipeline": f"replicas x stages: {stages.num_replicas} x {num_stages}, {name}, {self.num_micro_batches} "
-            f"micro-batches of {self.micro_batch_size}: each stage waits {bubble:.0%} of the time"
+            "pipeline": f"replicas x stages: {stages.num_replicas} x {self.pipeline.world_size}, {name}, "
+            f"{self.num_micro_batches} micro-batches of {self.micro_batch_size}"
         }
 
     @property
@@ -203,7 +199,6 @@ class PipelineParallel(Strategy):
         """Runs the schedule. The first stage gets the tokens, and the last stage the targets."""
         self.stage.micro_batches = micro_batches
         self.losses = []
-        self.scaler.scale(torch.zeros((), device=self.device))  # without a scaled loss, `unscale_` raises an error
         inputs: tuple[Tensor, ...] = ()
         options: dict[str, Tensor] = {}
         if self.stages.is_first:
@@ -218,10 +213,6 @@ class PipelineParallel(Strategy):
             raise error.__cause__ or error from None
         self.inner.reduce_gradients()
         self._reduce_tied_embedding()
-        if self.scaler.is_enabled():
-            overflow = 0 * self.total_norm(self.gradients)  # NaN if a stage overflows, so all ranks skip the step
-            for gradient in self.gradients.values():
-                to_local(gradient).add_(overflow)
         return self.losses or [torch.zeros((), device=self.device)]
 
     def _loss(self, mean: Tensor, weight: Tensor) -> Tensor:
@@ -239,9 +230,6 @@ class PipelineParallel(Strategy):
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 self.stages.tied_embedding.all_reduce(to_local(parameter.grad))
-
-    def digests(self) -> dict[str, int]:
-        return self.inner.digests()
 
     def total_norm(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Returns the total norm over all stages. A tied wte, which two stages hold, counts once."""
@@ -306,7 +294,7 @@ class PipelinedModel(nn.Module):
 
 
 class _Stage(PipelineStage):
-    """A stage that seeds and autocasts each forward pass like other strategies, and names passes for the profiler."""
+    """A stage that seeds and autocasts each forward pass like other strategies."""
 
     def __init__(self, inner: Strategy, pipeline: DistributedContext, received: Tensor, sent: Tensor) -> None:
         device = inner.context.device
@@ -316,13 +304,9 @@ class _Stage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.inner.seed(self.micro_batches[fwd_chunk_id].first, self.stage_index)
-        with record_function(f"forward {fwd_chunk_id}"), self.inner.autocast():
+        with self.inner.autocast():
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Tensor:
         output, loss = super().forward_maybe_with_nosync(*args, **kwargs)
         return output if loss is None else loss
-
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        with record_function(f"backward {bwd_chunk_id}"):
-            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)

@@ -21,7 +21,7 @@ from mingpt.errors import UserError
 from mingpt.optim.muon import to_local
 from mingpt.optim.optimizer import build_optimizer
 from mingpt.parallel.ddp import DDP
-from mingpt.parallel.state import state_layouts, tied_names
+from mingpt.parallel.state import state_layouts
 from mingpt.parallel.strategy import DTYPES, Strategy
 
 # With gloo, each FSDP run of Muon would warn that gradients are gathered instead of exchanged (all-to-all).
@@ -76,17 +76,9 @@ class FSDP(Strategy):
         if config.distributed.cpu_offload:
             options["offload_policy"] = CPUOffloadPolicy()
         policy = MixedPrecisionPolicy(DTYPES[precision], torch.float32, cast_forward_inputs=False)
-        for names in tied_names(model):
-            if len({_sharded_unit(model, name) for name in names}) > 1:
-                raise UserError(
-                    f"distributed.strategy is {config.distributed.strategy}, must be ddp or zero1, because "
-                    f"{' and '.join(names)} are one parameter, but of different blocks"
-                )
-        # FSDP shards rows, which scalars lack, so each rank has all of them.
-        self.scalars = {parameter for parameter in model.parameters() if parameter.dim() == 0}
-        options["ignored_params"] = self.scalars
-        for scalar in self.scalars:
-            scalar.data = scalar.data.to(context.device)
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 0:
+                raise UserError(f"model.py: {name} is a scalar, which FSDP does not shard; give it the shape (1,)")
         attributes = {name: vars(parameter) for name, parameter in model.named_parameters()}  # such as no_weight_decay
         for block in dict.fromkeys(model.blocks.values()):  # type: ignore[operator]
             fully_shard(block, mp_policy=policy, reshard_after_forward=self.reshard_after_forward, **options)
@@ -101,27 +93,12 @@ class FSDP(Strategy):
         self.sharded_model.set_requires_gradient_sync(sync_gradients)
         self.sharded_model.set_reshard_after_backward(sync_gradients or self.reshard_after_forward)
 
-    def reduce_gradients(self) -> None:
-        for scalar in self.scalars:
-            if scalar.grad is not None:
-                self.context.all_reduce(scalar.grad.div_(self.context.world_size))
-
     def total_norm(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        mine = [to_local(tensor) for tensor in tensors.values() if tensor.dim() > 0 or self.context.rank == 0]
-        norm = get_total_norm(mine).to(self.context.device)
+        norm = get_total_norm([to_local(tensor) for tensor in tensors.values()]).to(self.context.device)
         return self.context.all_reduce(norm**2).sqrt().to(self.device)
-
-    def digests(self) -> dict[str, int]:
-        return {}  # no rank has a copy of another one's shards
 
     def iter_full_state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
         for name, weight, state in super().iter_full_state():
-            for key, tensor in state.items():
-                if isinstance(weight, DTensor) and tensor.dim() > 0 and not isinstance(tensor, DTensor):
-                    raise UserError(
-                        f"optimizer.name: {type(self.optimizer).__name__} keeps {key} of {name} as a part without the "
-                        "other ranks' parts, so a snapshot would lack them; make it by torch.zeros_like(parameter)"
-                    )
             yield name, _full_tensor(weight), {key: _full_tensor(tensor) for key, tensor in state.items()}
 
     def shard_of(self, full: Tensor, like: Tensor) -> Tensor:
@@ -134,14 +111,6 @@ class ZeRO2(FSDP):
     """FSDP that keeps blocks unsharded from forward to backward, so that parameters are gathered once per step."""
 
     reshard_after_forward = False
-
-
-def _sharded_unit(model: nn.Module, name: str) -> nn.Module:
-    """Returns the block that has a parameter, or the model, which has the rest."""
-    if not name.startswith("transformer.h."):
-        return model
-    blocks: Any = model.blocks
-    return blocks[int(name.split(".")[2])]
 
 
 def _full_tensor(tensor: Tensor) -> Tensor:

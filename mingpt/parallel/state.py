@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mingpt.distributed.agreement import broadcast_object, reduce_object
+from mingpt.distributed.agreement import broadcast_object
 from mingpt.distributed.context import DistributedContext
-from mingpt.errors import UserError
 
 OptimizerState = Mapping[str, Mapping[str, Tensor]]  # parameter name -> key -> tensor
 
@@ -41,7 +40,6 @@ class RankState:
         local_state: optimizer state of each parameter that this rank updates, by the parameter's name
         is_sharded: whether each rank holds only a part of the state, so that all must call `iter_full_state`
         optimizer: its step updates all parameters on all ranks
-        built_groups: its parameter groups when it was built
     """
 
     is_sharded = False
@@ -51,7 +49,6 @@ class RankState:
     full_shapes: Mapping[str, Tensor]
     local_state: dict[str, dict[str, Tensor]]
     optimizer: torch.optim.Optimizer
-    built_groups: list[dict[str, Any]]
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -60,52 +57,6 @@ class RankState:
         They are read again each time, because a model may replace its buffers.
         """
         return self.full_model.state_dict(keep_vars=True)
-
-    def digests(self) -> dict[str, int]:
-        """Returns a digest of each parameter that other ranks hold too, by name."""
-        # torch.hash_tensor depends on all bits, but not on the places of elements, which does not matter here.
-        digests = torch.stack([torch.hash_tensor(parameter.detach()) for parameter in self.parameters.values()])
-        return dict(zip(self.parameters, digests.tolist(), strict=True))
-
-    def check_copies(self, step: int) -> None:
-        """Raises a UserError on all ranks if copies of a parameter differ, since the ranks train different models."""
-        if self.context.world_size == 1:
-            return
-        difference = reduce_object(self.context, self.digests(), _first_difference)
-        if difference is not None:
-            raise UserError(
-                f"step {step}: {difference}, so the ranks train different models, and no snapshot contains this step. "
-                "An update must not depend on the rank, for example by random numbers that differ between ranks"
-            )
-
-    def changed_groups(self) -> list[dict[str, Any]]:
-        """Returns what `step` of the optimizer has changed in each parameter group, such as a counter.
-
-        The learning rate is left out, since each step sets it.
-
-        Raises:
-            UserError: a value is something else than a number, a text, a list or None.
-        """
-        changes: list[dict[str, Any]] = []
-        for group, built in zip(self.optimizer.param_groups, self.built_groups, strict=True):
-            changed = {}
-            for key, value in group.items():
-                if key in ("params", "lr") or (key in built and value is built[key]):
-                    continue
-                if not isinstance(value, int | float | str | tuple | list | None):
-                    raise UserError(
-                        f"optimizer.name: {type(self.optimizer).__name__} keeps a {type(value).__name__}, {key}, in a "
-                        "parameter group, which snapshots do not contain; keep a number there, or a tensor in the "
-                        "state of a parameter"
-                    )
-                changed[key] = value
-            changes.append(changed)
-        return changes
-
-    def load_changed_groups(self, changes: list[dict[str, Any]]) -> None:
-        """Loads what `changed_groups` has returned, maybe on a rank with other groups."""
-        for group, changed in zip(self.optimizer.param_groups, changes, strict=False):
-            group.update(changed)
 
     def iter_full_state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
         """Yields each name in the state dict, its full value and optimizer state. All ranks iterate together.
@@ -143,12 +94,3 @@ class RankState:
         """Returns this rank's part of a full tensor that is sharded like a parameter of this rank."""
         return full
 
-
-def _first_difference(digests: list[dict[str, int]]) -> str | None:
-    first: dict[str, tuple[int, int]] = {}  # rank and digest of the first copy of each parameter
-    for rank, each in enumerate(digests):
-        for name, digest in each.items():
-            first_rank, expected = first.setdefault(name, (rank, digest))
-            if digest != expected:
-                return f"{name} differs between ranks {first_rank} and {rank}"
-    return None

@@ -85,7 +85,6 @@ class Strategy(RankState):
         self.full_shapes = self.state
         self.optimizer = self.build_optimizer(model)
         self.local_state = {name: self.optimizer.state[parameter] for name, parameter in self.parameters.items()}
-        self.built_groups = [dict(group) for group in self.optimizer.param_groups]
         self.scaler = torch.amp.GradScaler(context.device.type, enabled=precision == "fp16")
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:

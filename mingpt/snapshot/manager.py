@@ -192,7 +192,6 @@ class SnapshotManager:
         strategy.load_full_state(content.get("model", {}), content.get("optimizer", {}), newest.source_rank)
         if header["scaler"]:  # it is empty unless the run that saved it used fp16
             strategy.scaler.load_state_dict(header["scaler"])
-        strategy.load_changed_groups(header.get("param_groups", []))  # an older snapshot lacks them
         if self.is_writer:
             self.folder.resume(header)
         self.header = header

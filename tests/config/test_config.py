@@ -1,10 +1,8 @@
 """Reading of yaml and command line, and the yaml that is written. tests/test_inputs.py has the mistakes."""
 
-import logging
 import os
 import re
 import shlex
-import shutil
 from operator import attrgetter
 from pathlib import Path
 
@@ -14,7 +12,7 @@ import yaml
 from mingpt.config.parser import DEFAULT_CONFIG, read_config
 from mingpt.config.schema import HEADINGS, KEYS, SHAPE_KEYS, Config, ModelConfig, config_to_dict
 from mingpt.config.yaml_format import dump_config, format_value
-from tests.helpers import ROOT, newest_snapshot, run_each_captured, run_program, run_ranks
+from tests.helpers import ROOT, newest_snapshot, run_each_captured, run_ranks
 
 PATHS = ("data.path", "trainer.init_from", "trainer.run_dir", "trainer.snapshot_path")
 TEXT_KEYS = (*PATHS, "trainer.sample_prompt", "trainer.wandb_project")

@@ -15,8 +15,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from tests.faults.runs import Run
-from tests.helpers import ROOT, clean_env, free_port, read_rows, run_args, write_text, write_yaml
+from tests.helpers import ROOT, clean_env, free_port, read_rows, run_args, write_text
 
 # Command lines that start main.py "$@" on two processes; $PORT is free.
 MAIN = 'python main.py "$@"'
