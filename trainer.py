@@ -66,21 +66,10 @@ class Progress:
 class StepResult(NamedTuple):
     """The results of an optimizer step. Tensors are on the device."""
 
-    batch: range  # sample numbers of all ranks
     losses: list[Tensor]  # this rank's terms of the mean loss
     grad_norm: Tensor  # before clipping
     learning_rate: float
     flags: StepFlags
-
-
-class Due(NamedTuple):
-    """What follows a step, the same on all ranks."""
-
-    log: bool
-    evaluation: bool
-    sample: bool
-    scheduled_save: bool  # trainer.save_every asks for it, or the run ends with this step
-    save: bool  # the snapshots between those ask for it
 
 
 class Trainer:
@@ -133,8 +122,8 @@ class Trainer:
             **asdict(config.model), vocab_size=tokenizer.vocab_size, block_size=config.data.block_size
         )
         model = build_model(self.model_config, config.trainer.seed)
+        self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self.flops_per_token = model.flops_per_token()
-        self.layers = summary.layers(model)
         weights = initial_weights(config, context, model, self.corpus) if newest is None else {}
         self.strategy = build_strategy(config, model, context, self.numerics.precision)
         self.model = self.strategy.full_model
@@ -191,32 +180,39 @@ class Trainer:
 
     def start_log(self) -> None:
         """Logs a summary of the run, and opens the log. All ranks must call it."""
+        cfg = self.config.trainer
         context = self.context
         device = f"{platform.node()} {context.device} ({device_kind(context.device)})"
         devices = all_gather_object(context, device)  # on all ranks
+        length = len(self.corpus.training) + len(self.corpus.validation)
+        samples = self.progress.samples + (self.last_step - self.progress.step) * cfg.batch_size
         rows = {
             "backend": context.backend,
             **self.numerics.reasons,
             **self.strategy.description,
-            **summary.data_rows(self.config.data.path, self.corpus, self.train_data, self.val_data),
-            **summary.length_rows(self.config, asdict(self.progress), self.last_step, len(self.train_data)),
+            "model": f"{self.num_parameters:,} parameters",
+            "text": f"{self.config.data.path}: {length:,} tokens, {self.corpus.tokenizer.vocab_size:,} distinct; "
+            f"{len(self.train_data):,} training windows, {len(self.val_data):,} for validation",
+            "batch": f"{cfg.batch_size} sequences x {self.config.data.block_size} tokens, over all ranks",
+            "length": f"{self.last_step:,} steps = {samples / len(self.train_data):.2f} epochs",
+            "run": f"{cfg.run_dir}: kill it at any time; the same command resumes it",
         }
         logger.info(summary.start(devices, rows))
-        if self.resumed is None:
-            logger.info(self.layers)
-        else:
+        changed = []
+        if self.resumed is not None:
             logger.info(summary.resumed(self.resumed_from, self.resumed, self.snapshot_header()))
-        config = config_to_dict(self.config)
-        row = {
-            "samples": self.progress.samples,
-            "block_size": self.train_data.block_size,
-            "changed": summary.changed_keys(self.resumed["config"], config) if self.resumed else [],
-            **self.numerics.choices,
-        }
-        with shared_errors(self.context):
-            if self.context.rank == 0:
+            changed = summary.changed_values(self.resumed, self.snapshot_header())
+        with shared_errors(context):
+            if context.rank == 0:
                 self.log.open(self.config, self.progress.step, self.last_step)
-                self.log.write("start", self.progress.step, **row)
+                self.log.write(
+                    "start",
+                    self.progress.step,
+                    samples=self.progress.samples,
+                    block_size=self.train_data.block_size,
+                    changed=changed,
+                    **self.numerics.choices,
+                )
         self.timer = StepTimer(self.progress.samples)  # excludes the time of the start
 
     # The loop
@@ -269,45 +265,31 @@ class Trainer:
         self.progress.step = step
         self.progress.samples = batch.stop
         self.progress.val_loss = None
-        return StepResult(batch, losses, grad_norm, lr, flags.wait())
-
-    def find_due(self, flags: StepFlags) -> Due:
-        """Returns what follows the step that has just ended."""
-        cfg = self.config.trainer
-        return Due(
-            log=self.progress.step == 1 or self.is_due(cfg.log_every),
-            evaluation=self.is_due(cfg.eval_every),
-            sample=self.is_due(cfg.sample_every),
-            scheduled_save=self.is_due(cfg.save_every) or self.is_done(),
-            save=flags.is_save_due,
-        )
+        return StepResult(losses, grad_norm, lr, flags.wait())
 
     def after_step(self, result: StepResult) -> None:
         """Logs, evaluates, generates a sample and saves what is due after a step, in this order."""
         cfg = self.config.trainer
         step = self.progress.step
-        due = self.find_due(result.flags)
-        if any(due):  # reading a value waits for a GPU
+        log = step == 1 or self.is_due(cfg.log_every)
+        evaluation = self.is_due(cfg.eval_every)
+        sample = self.is_due(cfg.sample_every)
+        scheduled_save = self.is_due(cfg.save_every) or self.is_done()
+        if log or evaluation or sample or scheduled_save or result.flags.is_save_due:
+            # Reading the norm waits for a GPU.
             check_gradient(step, result.grad_norm, self.strategy.scaler, self.config.optimizer)
-        if due.log:
-            row = self.train_row(result)
+            with shared_errors(self.context):
+                self.lock.check()
+        if log:
+            self.log.write("train", step, **self.train_row(result))
         with self.timer.pause():  # tokens per second include only the time of steps
-            if any(due):
-                with shared_errors(self.context):
-                    self.lock.check()
-            if due.log:
-                self.log.write("train", step, **row)
-            epoch_length = len(self.train_data)
-            epoch = result.batch.stop // epoch_length
-            is_rare = epoch_length >= cfg.log_every * cfg.batch_size
-            if epoch > result.batch.start // epoch_length and (is_rare or due.log):
-                logger.info(f"step {step}: epoch {epoch} is over ({epoch_length:,} windows)")
-            if due.evaluation:
+            if evaluation:
                 self.evaluate()
-            if due.sample:
+            if sample:
                 self.generate_sample()
-            if due.scheduled_save or due.save or self.progress.best.step == step:
-                self.save_snapshot(due.scheduled_save)
+            if scheduled_save or result.flags.is_save_due or self.progress.best.step == step:
+                # A thread writes it while training continues.
+                self.snapshots.save(self.snapshot_header(), self.strategy, scheduled_save)
             self.snapshots.log_ended(self.log, is_last=self.is_done())
 
     def train_row(self, result: StepResult) -> dict[str, Any]:
@@ -338,13 +320,12 @@ class Trainer:
         self.progress.val_loss = val_loss
         if val_loss < self.progress.best.val_loss:
             self.progress.best = Best(step, val_loss)
-        val_bpb = self.corpus.bits_per_byte(val_loss)
         self.log.write(
             "eval",
             step,
             samples=self.progress.samples,
             val_loss=val_loss,
-            val_bpb=val_bpb,
+            val_bpb=self.corpus.bits_per_byte(val_loss),
             seconds=time.perf_counter() - began,
         )
 
@@ -368,14 +349,6 @@ class Trainer:
             "scaler": self.strategy.scaler.state_dict(),
         }
 
-    def save_snapshot(self, is_scheduled: bool) -> None:
-        """Starts saving a snapshot of this step. A thread writes it while training continues.
-
-        Args:
-            is_scheduled: whether trainer.save_every requires it, or the run ends with this step
-        """
-        self.snapshots.save(self.snapshot_header(), self.strategy, is_scheduled)
-
     def finish(self) -> int:
         """Waits for the last save, and reports how the run has ended. Returns the exit status.
 
@@ -393,17 +366,22 @@ class Trainer:
         name = signal.Signals(number).name if number else None
         self.log.write("stop", step, signal=name)
         if name is not None:
-            logger.info(summary.stopped(name, step, self.is_complete()))
+            logger.info(f"stopped by {name} at step {step}, which is saved; run the same command to continue")
             return EXIT_STATUS[signal.Signals(number)]
         if step == self.first_step:
             logger.info(summary.already_trained(self.resumed_from, step, self.config, self.last_step))
             return 0
-        run_dir = self.config.trainer.run_dir
-        best = self.snapshots.saved_best(self.progress.best)
         file = self.snapshots.folder.file(step)
         val_loss = self.progress.val_loss or math.nan  # the last step evaluates
-        val_bpb = self.corpus.bits_per_byte(val_loss)
-        logger.info(summary.done(file, run_dir, val_loss, val_bpb, duration(self.timer.elapsed), best))
+        bits = self.corpus.bits_per_byte(val_loss)
+        logger.info(
+            f"done in {duration(self.timer.elapsed)}: validation loss {val_loss:.4f} ({bits:.4f} bits per byte), "
+            f"snapshot {file}"
+        )
+        best = self.snapshots.saved_best(self.progress.best)
+        if best is not None and best.val_loss != val_loss:
+            logger.info(summary.best(best, file))
+        logger.info(summary.next_commands(file, self.config.trainer.run_dir))
         return 0
 
     def close(self) -> None:

@@ -63,7 +63,7 @@ def measure(side: Side, ranks: int, steps: int) -> float:
     checkout, command = side
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
     with tempfile.TemporaryDirectory() as run_dir:
-        options = ["--trainer.run_dir", run_dir, "--trainer.max_steps", str(2 * steps), "--trainer.log_every", str(steps)]
+        options = ["--trainer.run_dir", run_dir, f"--trainer.max_steps={2 * steps}", f"--trainer.log_every={steps}"]
         done = subprocess.run(
             [sys.executable, *launcher, *shlex.split(command), *options],
             cwd=checkout,

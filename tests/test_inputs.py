@@ -35,7 +35,7 @@ YAML = [
     (b"model: {n_layer: 2\n", ["line 2"]),
     (b"model: \xff\xfe\n", ["#x00ff", "position 7"]),
     (b"just words\n", ["'just words'", "data, model"]),
-    (b"data: {path: {{ path }}}\n", ["data.path"]),  # a template without its value
+    (b"data: {path: {{ path }}}\n", ["line 1"]),  # a template without its value
     (b"model: [n_layer]\n", ["model (in ", "is not known"]),
     (b"model: false\ntrainer: 0\n", ["model (in ", "trainer (in "]),
     (b"modle:\n  n_layer: 2\n", ["modle.n_layer (in ", "nearest is model.n_layer"]),
@@ -95,8 +95,7 @@ WRONG_VALUES = [
     ("trainer.max_steps", "true 1.5 auto 100000000 0", ["a valid integer", "less than", "greater than"]),
     ("trainer.threads", "many 1.5 true null 0", ["a valid integer", "'auto'", "greater than 0"]),
     ("trainer.seed", "9223372036854775808 -1", ["less than 9223372036854775808", "greater than or equal to 0"]),
-    ("trainer.wandb_project", "''", ["at least 1 character"]),
-    ("optimizer.betas", "0.9 [0.9] [0.8,0.9,0.99] [a,b] [0.9,] [2.0,0.9] null", ["tuple", "number", "item", "less", "Field"]),
+    ("optimizer.betas", "0.9 [0.9] [0.8,0.9,0.99] [a,b] [0.9,] [2.0,0.9] null", ["tuple", "number", "item", "less"]),
 ]
 # Options, ranks, device, and parts of the message
 STARTS = [
@@ -178,9 +177,9 @@ def test_all_mistakes_are_in_one_message(refusal: Refusal) -> None:
         "trainer.max_steps (in the command line)",
     ]
     assert re.findall(r"^(?:error: |  )(\S+ \(.*?\))", message, re.MULTILINE) == places
-    conflicts = refusal("--trainer.max_steps null", b"model: {n_embd: 31}")
+    conflicts = refusal("--trainer.max_steps null", b"model: {n_embd: 33}")
     found = re.findall(r"^(?:error: |  )(\S+) .*\(in (.*)\)$", conflicts, re.MULTILINE)
-    assert found == [("model.n_embd", "case.yaml"), ("trainer.max_epochs", "the command line")]
+    assert found == [("model.n_embd", "small.yaml"), ("trainer.max_epochs", "the command line")]
 
 
 def test_numbers_out_of_range_are_refused_in_every_key(refusal: Refusal) -> None:

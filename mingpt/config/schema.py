@@ -175,7 +175,7 @@ class TrainerConfig:
     """compile the model with torch.compile; takes about a minute at the first start"""
 
     cuda_graphs: bool = False
-    """on one GPU, record a step and replay its kernels, with the same bits; see docs/performance.md"""
+    """on one GPU, record a step and replay its kernels; see docs/performance.md"""
 
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """what backward recomputes: none, selective (all but matrix products), full (all)"""

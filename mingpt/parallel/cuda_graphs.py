@@ -23,11 +23,11 @@ WARM_UPS = 3  # calls before a function is recorded; they allocate state and com
 
 
 class CUDAGraphs(Strategy):
-    """Trains on one GPU, and replays recorded steps, with the same bits."""
+    """Trains on one GPU, and replays recorded steps."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        if torch.__version__ < "2.11":  # it records copies from memory that is soon used for other data, without an error
+        if torch.__version__ < "2.11":  # it records copies from memory that is soon used for other data
             raise UserError(f"trainer.cuda_graphs is true, which needs PyTorch 2.11 or newer, not {torch.__version__}")
         cfg = self.config.trainer
         self.shape = (min(cfg.micro_batch_size or cfg.batch_size, cfg.batch_size), self.config.data.block_size)

@@ -88,6 +88,9 @@ def test_incomplete_and_invalid_variables_are_refused(env: dict[str, str], named
     assert named in str(error.value)
 
 
+NO_ADDRESS = [BY_HAND, BY_HAND | {"MASTER_ADDR": "gpu1"}, STEP | {"MASTER_PORT": "29400"}]
+
+
 @pytest.mark.parametrize("env", [*NO_ADDRESS, MPIRUN | {"OMPI_COMM_WORLD_SIZE": "4"}, MPICH])
 def test_ranks_without_an_address_are_refused(env: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name in MASTER:
