@@ -22,16 +22,9 @@ from mingpt.errors import UserError
 from mingpt.program import run_program
 from mingpt.snapshot.load import Pretrained, load_pretrained
 from mingpt.system.torch_versions import check_torch
-from mingpt.text.tokenizer import CharTokenizer
-
-TRANSFORMERS = {"gpt2": "4.46", "nanochat": "5.0"}  # lowest tested versions
-CHARACTERS = """
-The tokenizer knows the {config.vocab_size} distinct characters of the training text. Any other character raises an
-error, `Missing [UNK] token`; `"".join(c for c in text if c in tokenizer.get_vocab())` removes such characters.
-"""
 
 
-def model_card(pretrained: Pretrained, source: str, name: str) -> str:
+def model_card(pretrained: Pretrained, name: str) -> str:
     """Returns a README.md with the digest of the text, the loss, and the command that trained the model."""
     snapshot = pretrained.snapshot
     config = pretrained.model_config
@@ -44,7 +37,6 @@ def model_card(pretrained: Pretrained, source: str, name: str) -> str:
                 text = re.sub(f"^{re.escape(os.path.expanduser('~'))}/", "~/", text)
                 command.append(f"--{section}.{key}={text}")
     val_loss = "not measured" if snapshot["val_loss"] is None else f"{snapshot['val_loss']:.4f} nats per token"
-    has_characters = isinstance(pretrained.tokenizer, CharTokenizer)
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -55,8 +47,7 @@ pipeline_tag: text-generation
 A GPT of architecture {config.architecture}: {config.n_layer} layers, {config.n_head} heads, {config.n_embd} wide,
 {sum(weight.numel() for weight in pretrained.weights.values()):,} parameters.
 Prompt and generated text together have at most {config.block_size} tokens.
-The folder loads with transformers {TRANSFORMERS[config.architecture]} or later.
-{CHARACTERS.format(config=config) if has_characters else ""}
+
 There is no padding token. To pad prompts of different lengths, on the left, first set
 `tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)`. To train on padded texts, add a token instead: a collator
 ignores the targets that equal the padding token, which are tokens of the text here.
@@ -66,7 +57,6 @@ ignores the targets that equal the padding token, which are tokens of the text h
 | validation loss | {val_loss} |
 | trained for | {snapshot["step"]:,} steps, {snapshot["samples"] * config.block_size:,} tokens |
 | SHA-256 of the text | {snapshot["text_sha256"]} |
-| exported from | {os.path.basename(source)} |
 
 Trained by
 
@@ -121,7 +111,7 @@ def run(argv: Sequence[str]) -> None:
             tokenizer.save_pretrained(folder)
             Path(folder, "tokenizer.json").write_text(pretrained.tokenizer.to_json(), encoding="utf-8")
             model.save_pretrained(folder)
-            card = model_card(pretrained, path, out.absolute().name)
+            card = model_card(pretrained, out.absolute().name)
             Path(folder, "README.md").write_text(card, encoding="utf-8")
             for file in os.listdir(folder):
                 os.replace(Path(folder, file), out / file)

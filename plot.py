@@ -14,7 +14,6 @@ from typing import Any
 
 from mingpt.config.parser import read_config
 from mingpt.errors import UserError
-from mingpt.monitoring.logging import logger
 from mingpt.monitoring.run_log import iter_metrics
 from mingpt.program import run_program
 
@@ -31,32 +30,22 @@ Rows = list[dict[str, Any]]  # of metrics.jsonl
 
 def read_rows(folder: Path) -> Rows:
     """Reads the metrics of a run folder; raises a UserError if it is not a run folder."""
-    file = folder / "metrics.jsonl"
     try:
-        rows = list(iter_metrics(file))
+        return list(iter_metrics(folder / "metrics.jsonl"))
     except OSError as error:
         raise UserError(
-            f"{file} can't be read: {error.strerror}; name the trainer.run_dir of a run that has begun"
+            f"{folder}/metrics.jsonl can't be read: {error.strerror}; name the trainer.run_dir of a run that has begun"
         ) from error
-    block_size = 0
-    for row in rows:
-        block_size = row.get("block_size", block_size)
-        if row.get("samples") is not None:
-            row["tokens"] = row["samples"] * block_size
-    return rows
 
 
-def curve(rows: Rows, event: str, x: str, key: str) -> tuple[list[int], list[float]]:
-    """Returns the values of x and of a key in the rows of an event, without rows where one is null or missing."""
-    points = [(row[x], row[key]) for row in rows if row["event"] == event and None not in (row.get(x), row.get(key))]
-    return [at for at, _ in points], [value for _, value in points]
+def curve(rows: Rows, event: str, key: str) -> tuple[list[int], list[float]]:
+    """Returns the steps and the values of a key in the rows of an event, without rows where it is null or missing."""
+    points = [(row["step"], row[key]) for row in rows if row["event"] == event and row.get(key) is not None]
+    return [step for step, _ in points], [value for _, value in points]
 
 
-def draw(runs: dict[str, Rows], x: str, file: Path) -> None:
+def draw(runs: dict[str, Rows], file: Path) -> None:
     """Draws runs, by their names, into a file.
-
-    Args:
-        x: key of the horizontal axis
 
     Raises:
         UserError: the file can't be written, or its suffix is not an image format.
@@ -69,15 +58,14 @@ def draw(runs: dict[str, Rows], x: str, file: Path) -> None:
         ax.set_ylabel(title)
         ax.grid(alpha=0.25)
         for i, (name, rows) in enumerate(runs.items()):
-            event = "eval" if key == "val_bpb" else "train"
-            ax.plot(*curve(rows, event, x, key), f"C{i}", label=f"loss of {name}")
+            ax.plot(*curve(rows, "eval" if key == "val_bpb" else "train", key), f"C{i}", label=f"loss of {name}")
             if key == "loss":
-                ax.plot(*curve(rows, "eval", x, "val_loss"), f"C{i}o--", label=f"validation loss of {name}")
-            starts, _ = curve(rows, "start", x, "step")
+                ax.plot(*curve(rows, "eval", "val_loss"), f"C{i}o--", label=f"validation loss of {name}")
+            starts, _ = curve(rows, "start", "step")
             for start in starts[1:]:
                 ax.axvline(start, color=f"C{i}", linestyle=":")
     axes[0].legend()
-    axes[-1].set_xlabel(x)
+    axes[-1].set_xlabel("step")
     try:
         figure.savefig(file, format=file.suffix[1:] or "png")
     except (OSError, ValueError) as error:  # ValueError: unknown format
@@ -90,28 +78,11 @@ def run(argv: Sequence[str]) -> None:
     parser.add_argument(
         "runs", nargs="*", type=Path, metavar="RUN", help="run folder (default: the run of gpt2_train_cfg.yaml)"
     )
-    parser.add_argument(
-        "--out", type=Path, metavar="PATH", help="file, or folder for plot.png (default: the first run folder)"
-    )
-    parser.add_argument(
-        "--x", choices=("step", "samples", "tokens"), default="step", help="horizontal axis (default: %(default)s)"
-    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default: plot.png in the first run folder")
     args = parser.parse_args(argv)
-    runs = {}
-    problems = []
-    for folder in args.runs or [Path(read_config().trainer.run_dir)]:
-        try:
-            runs[str(folder)] = read_rows(folder)
-        except UserError as error:
-            problems.append(str(error))
-    if not runs:
-        raise UserError("; ".join(problems))
-    for problem in problems:
-        logger.warning(problem)
-    out = args.out or Path(next(iter(runs)))
-    if out.is_dir():
-        out /= "plot.png"
-    draw(runs, args.x, out)
+    folders = args.runs or [Path(read_config().trainer.run_dir)]
+    out = args.out or folders[0] / "plot.png"
+    draw({str(folder): read_rows(folder) for folder in folders}, out)
     print(f"drawn: {out}", flush=True)
 
 

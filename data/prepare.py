@@ -11,9 +11,7 @@ import hashlib
 import json
 import os
 import shlex
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -44,7 +42,6 @@ from mingpt.text.tokenizer import (
 
 END_OF_DOCUMENT = ""  # in a sequence of pieces
 PARQUET_BLOCK = 1 << 22  # bytes of a request to a server; a stream could not be read from its end
-UNFINISHED = "unfinished-"  # prefix of temporary folders
 
 
 def iter_documents(fs: fsspec.AbstractFileSystem, name: str) -> Iterator[Iterable[str]]:
@@ -109,93 +106,73 @@ def train_tokenizer(texts: Iterator[str], size: int) -> JSONTokenizer:
     return JSONTokenizer(tokenizer.to_str())
 
 
-def find_tokenizer(kind: str, characters: set[str], texts: Iterator[str]) -> Tokenizer:
+def find_tokenizer(kind: str, texts: Sequence[str], train_length: int) -> Tokenizer:
     """Returns the tokenizer that --tokenizer asks for; raises a UserError if it can't be read."""
     if kind == "char":
-        return CharTokenizer("".join(sorted(characters)))
+        return CharTokenizer("".join(sorted({character for piece in iter_pieces(texts) for character in piece})))
     with readable(kind, "--tokenizer"):
         if kind.isdecimal():
-            return train_tokenizer(texts, int(kind))
+            parts = split_pieces(iter_pieces(texts), train_length)
+            return train_tokenizer((piece for part, piece in parts if part == "train"), int(kind))
         with fsspec.open(kind, "r", encoding="utf-8") as file:
             return parse_tokenizer(file.read())
 
 
-def encode(tokenizer: Tokenizer, pieces: Sequence[str]) -> list[np.ndarray]:
-    """Returns the tokens of pieces. A document ends with the tokenizer's end-of-text token, if it has one."""
-    end = tokenizer.end_of_text or ""
-    dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
-    encoded = tokenizer.encode_batch([end if piece == END_OF_DOCUMENT else piece for piece in pieces], "TEXT")
-    return [tokens.astype(dtype) for tokens in encoded]
+def write_tokens(pieces: Iterator[tuple[str, str]], tokenizer: Tokenizer, out: Path) -> dict[str, Any]:
+    """Writes train.bin.tmp and val.bin.tmp, and returns the content of meta.json.
 
-
-def prepare(texts: Sequence[str], out: Path, kind: str, train_split: float, command: str) -> dict[str, Any]:
-    """Writes the four files to a temporary folder in `out`, then moves them. Returns the content of meta.json.
-
-    The texts are read once to measure them, once to train a tokenizer, and once to encode them.
-
-    Raises:
-        UserError: there is no text, or it can't be read or encoded.
-    """
-    length = 0
-    size = 0
-    characters: set[str] = set()
-    digest = hashlib.sha256()
-    for piece in tqdm(iter_pieces(texts), "reading", unit=" pieces", **BAR_OPTIONS):
-        content = piece.encode()
-        digest.update(content)
-        size += len(content)
-        length += len(piece)
-        if kind == "char":
-            characters.update(piece)
-    train_length = int(length * train_split)
-    if not 0 < train_length < length:
-        raise UserError(f"TEXT: {length} characters, of which --train_split {train_split} leaves none for a part")
-    training = (piece for part, piece in split_pieces(iter_pieces(texts), train_length) if part == "train")
-    tokenizer = find_tokenizer(kind, characters, training)
-
-    out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out, prefix=UNFINISHED) as folder:
-        meta = write_tokens(split_pieces(iter_pieces(texts), train_length), size, tokenizer, Path(folder))
-        text = tokenizer.to_json()
-        meta |= {"format": 1, "vocab_size": tokenizer.vocab_size, "text_sha256": digest.hexdigest()}
-        meta |= {"tokenizer_sha256": hashlib.sha256(text.encode()).hexdigest(), "command": command}
-        Path(folder, "tokenizer.json").write_text(text, encoding="utf-8")
-        Path(folder, "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
-        for name in ("tokenizer.json", "meta.json", "val.bin", "train.bin"):  # main.py looks for train.bin
-            os.replace(Path(folder, name), out / name)
-    for old in out.glob(f"{UNFINISHED}*"):  # of a killed process
-        shutil.rmtree(old, ignore_errors=True)
-    return meta
-
-
-def write_tokens(pieces: Iterator[tuple[str, str]], size: int, tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
-    """Writes train.bin and val.bin, and returns their entries of meta.json.
+    A document ends with the tokenizer's end-of-text token, if it has one.
 
     Args:
         pieces: part and text
-        size: bytes of the texts
     """
-    meta: dict[str, Any] = {part: {"tokens": 0, "bytes": 0} for part in ("train", "val")}
-    digests = {part: hashlib.sha256() for part in meta}
-    with ExitStack() as stack, tqdm(desc="encoding", total=size, unit="B", **BAR_OPTIONS) as bar:
-        files = {part: stack.enter_context(open(folder / f"{part}.bin", "wb")) for part in digests}
+    end = tokenizer.end_of_text or ""
+    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+    meta: dict[str, Any] = {"dtype": dtype.name, "vocab_size": tokenizer.vocab_size}
+    meta |= {part: {"tokens": 0, "bytes": 0} for part in ("train", "val")}
+    digests = {part: hashlib.sha256() for part in ("train", "val")}
+    with ExitStack() as stack, tqdm(desc="encoding", unit="B", **BAR_OPTIONS) as bar:
+        files = {part: stack.enter_context(open(out / f"{part}.bin.tmp", "wb")) for part in digests}
         while batch := list(islice(pieces, BATCH_SIZE)):
-            for (part, piece), tokens in zip(batch, encode(tokenizer, [piece for _, piece in batch]), strict=True):
-                files[part].write(tokens.data)
-                digests[part].update(tokens.data)
+            texts = [end if piece == END_OF_DOCUMENT else piece for _, piece in batch]
+            for (part, piece), tokens in zip(batch, tokenizer.encode_batch(texts, "TEXT"), strict=True):
+                content = tokens.astype(dtype).tobytes()
+                files[part].write(content)
+                digests[part].update(content)
                 meta[part]["tokens"] += len(tokens)
-                length = len(piece.encode())
-                meta[part]["bytes"] += length
-                bar.update(length)
+                meta[part]["bytes"] += len(piece.encode())
+                bar.update(len(piece))
         for part, file in files.items():
             file.flush()
             os.fsync(file.fileno())
             meta[part]["sha256"] = digests[part].hexdigest()
-    return meta | {"dtype": tokens.dtype.name}
+    return meta
+
+
+def prepare(texts: Sequence[str], out: Path, kind: str, train_split: float) -> dict[str, Any]:
+    """Writes the four files, train.bin last. Returns the content of meta.json.
+
+    The texts are read once to measure them, once to make a tokenizer, and once to encode them.
+
+    Raises:
+        UserError: there is no text, or it can't be read or encoded.
+    """
+    length = sum(len(piece) for piece in tqdm(iter_pieces(texts), "reading", unit=" pieces", **BAR_OPTIONS))
+    train_length = int(length * train_split)
+    if not 0 < train_length < length:
+        raise UserError(f"TEXT: {length} characters, of which --train_split {train_split} leaves none for a part")
+    tokenizer = find_tokenizer(kind, texts, train_length)
+    out.mkdir(parents=True, exist_ok=True)
+    meta = write_tokens(split_pieces(iter_pieces(texts), train_length), tokenizer, out)
+    (out / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
+    (out / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+    for name in ("val.bin", "train.bin"):  # main.py looks for train.bin
+        os.replace(out / f"{name}.tmp", out / name)
+    return meta
 
 
 def run(argv: Sequence[str]) -> None:
-    """Prepares texts. The folder has its files when they are complete."""
+    """Prepares texts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "texts",
@@ -203,7 +180,7 @@ def run(argv: Sequence[str]) -> None:
         metavar="TEXT",
         help="file, glob or URL: UTF-8 text, .jsonl or .parquet with texts named `text`; also .gz, .bz2 and .xz",
     )
-    parser.add_argument("--out", type=Path, metavar="FOLDER", required=True, help="new or empty folder")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", required=True, help="folder without a train.bin")
     parser.add_argument(
         "--tokenizer",
         required=True,
@@ -214,20 +191,16 @@ def run(argv: Sequence[str]) -> None:
         "--train_split", type=float, default=0.9, help="fraction to train on, from the start (default: %(default)s)"
     )
     args = parser.parse_args(argv)
-    out = args.out.resolve()
-    if out.exists() and (not out.is_dir() or any(not file.name.startswith(UNFINISHED) for file in out.iterdir())):
-        raise UserError(f"--out: {args.out} is not an empty folder; name an empty or a new folder")
+    if (args.out / "train.bin").exists():
+        raise UserError(f"--out: {args.out} has a train.bin already; name another folder")
     try:
-        command = shlex.join(["python", "data/prepare.py", *argv])
-        meta = prepare(args.texts, out, args.tokenizer, args.train_split, command)
+        meta = prepare(args.texts, args.out, args.tokenizer, args.train_split)
     except OSError as error:
         raise UserError(f"--out: {args.out} can't be written: {error}; name a folder that you may write to") from error
-    size, tokens = (sum(meta[part][key] for part in ("train", "val")) for key in ("bytes", "tokens"))
-    options = shlex.join(["--data.path", str(args.out), "--trainer.run_dir", f"runs/{out.name}"])
+    options = shlex.join(["--data.path", str(args.out), "--trainer.run_dir", f"runs/{args.out.name}"])
     print(
         f"{meta['train']['tokens']:,} tokens for training, {meta['val']['tokens']:,} for validation, "
-        f"{meta['vocab_size']:,} distinct, {size / tokens:.2f} bytes per token\n"
-        f"to train:  python main.py {options}"
+        f"{meta['vocab_size']:,} distinct\nto train:  python main.py {options}"
     )
 
 

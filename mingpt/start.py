@@ -153,7 +153,7 @@ def load_corpus(config: Config, context: DistributedContext, tokenizer: Tokenize
             differ.
     """
     with shared_errors(context):
-        corpus = read_corpus(config, tokenizer, verbose=context.rank == 0)
+        corpus = read_corpus(config, tokenizer)
         known = tokenizer.vocabulary
         found = corpus.tokenizer.vocabulary
         may_differ = is_new and (not known or (isinstance(known, str) and isinstance(found, str)))

@@ -1,7 +1,6 @@
 import json
 import math
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -33,51 +32,28 @@ def test_curves_are_read_from_the_rows(folder: Path) -> None:
     trained = rows_of(folder / "moved")
     for key in PANELS.keys() - {"val_bpb"}:
         values = [row[key] for row in trained]
-        assert curve(rows, "train", "step", key) == (list(range(1, 13)), values)
+        assert curve(rows, "train", key) == (list(range(1, 13)), values)
     evals = rows_of(folder / "moved", "eval")
     for key in ("val_loss", "val_bpb"):
-        assert curve(rows, "eval", "step", key) == ([row["step"] for row in evals], [row[key] for row in evals])
+        assert curve(rows, "eval", key) == ([row["step"] for row in evals], [row[key] for row in evals])
 
 
 def test_values_that_are_null_or_missing_are_left_out(tmp_path: Path) -> None:
     rows = [row("train", step, loss=value) for step, value in enumerate((1.5, None, 2, math.nan))]
     (tmp_path / "metrics.jsonl").write_text("".join([*rows, row("train", 9)]))
-    assert curve(read_rows(tmp_path), "train", "step", "loss") == ([0, 2], [1.5, 2])
+    assert curve(read_rows(tmp_path), "train", "loss") == ([0, 2], [1.5, 2])
 
 
 def test_each_run_has_its_color_name_and_restarts(folder: Path, tmp_path: Path) -> None:
     rows = read_rows(folder / "moved")
     runs = {"moved": rows, "undisturbed": [row for row in rows if row["event"] != "start"]}
-    draw(runs, "step", tmp_path / "both.svg")
+    draw(runs, tmp_path / "both.svg")
     svg = (tmp_path / "both.svg").read_text()
     labels = {f"{kind} of {name}" for kind in ("loss", "validation loss") for name in runs}
     assert set(re.findall("<!-- (.*) -->", svg)) >= {*PANELS.values(), *labels}
     moved, undisturbed, unused = (svg.count(to_hex(color)) for color in ("C0", "C1", "C2"))
     assert moved == undisturbed + len(PANELS)  # a dotted line in each panel
     assert unused == 0
-
-
-def test_the_horizontal_axis_may_be_samples_or_tokens(folder: Path, tmp_path: Path) -> None:
-    """A resumed run may have another batch size. Rows of an earlier version have no samples."""
-    rows = read_rows(folder / "moved")
-    for x, factor in (("samples", 1), ("tokens", 16)):
-        assert curve(rows, "train", x, "loss")[0] == [factor * 7 * step for step in range(1, 13)]
-        assert curve(rows, "eval", x, "val_loss")[0] == [factor * 7 * step for step in (4, 6, 8, 12)]
-    earlier = [{key: value for key, value in row.items() if key not in ("samples", "tokens")} for row in rows]
-    assert curve(earlier, "train", "tokens", "loss") == ([], [])
-    draw({"moved": rows}, "tokens", tmp_path / "tokens.svg")
-    assert "<!-- tokens -->" in (tmp_path / "tokens.svg").read_text()
-
-
-def test_folders_without_metrics_are_named_and_the_others_drawn(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    (tmp_path / "empty").mkdir()
-    shutil.copytree(folder / "moved", tmp_path / "run")
-    assert exit_status_of(plot.run, [str(tmp_path / "empty"), str(tmp_path / "run")]) == 0
-    out, err = capsys.readouterr()
-    assert out == f"drawn: {tmp_path}/run/plot.png\n"
-    assert re.fullmatch(f"warning: {tmp_path}/empty/metrics.jsonl can't be read: .*\n", err)
 
 
 def test_the_backend_of_a_notebook_may_be_missing(folder: Path, tmp_path: Path) -> None:

@@ -56,10 +56,7 @@ def test_the_parts_are_those_of_a_run_on_the_text_and_meta_describes_them(kind: 
         assert meta[part]["tokens"] == len(tokens[part])
         assert meta[part]["bytes"] == len(expected.encode())
         assert meta[part]["sha256"] == hashlib.sha256((tmp_path / f"out/{part}.bin").read_bytes()).hexdigest()
-    assert meta["text_sha256"] == hashlib.sha256(text.encode()).hexdigest()
-    assert meta["tokenizer_sha256"] == hashlib.sha256(content.encode()).hexdigest()
     assert meta["vocab_size"] == tokenizer.vocab_size == (len(set(text)) if kind == "char" else 300)
-    assert meta["command"].startswith("python data/prepare.py ")
 
 
 def test_pieces_have_the_tokens_of_the_whole_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,12 +148,12 @@ def test_a_killed_one_leaves_nothing_half_and_the_same_command_begins_again(tmp_
 CASES = [
     ("none.txt", "char", (), "TEXT: none.txt can't be read: FileNotFoundError"),
     ("empty.txt", "char", (), "TEXT: 0 characters, of which --train_split 0.9 leaves none for a part"),
-    ("bad.txt", "char", (), "bad.txt is not UTF-8 text: invalid start byte, 0xff; `iconv"),
+    ("bad.txt", "char", (), "bad.txt is not UTF-8 text: "),
     ("bad.jsonl", "char", (), "bad.jsonl, line 2, can't be read: KeyError: 'text'"),
     ("text.txt", "none.json", (), "--tokenizer: none.json can't be read: FileNotFoundError"),
     ("text.txt", "text.txt", (), "--tokenizer: text.txt can't be read: JSONDecodeError"),
     ("text.txt", "char", ("--train_split", "1"), "--train_split 1.0 leaves none for a part"),
-    ("text.txt", "char", ("--out", "full"), "--out: full is not an empty folder"),
+    ("text.txt", "char", ("--out", "full"), "--out: full has a train.bin already"),
     ("text.txt", "char", ("--out", "text.txt/out"), "--out: text.txt/out can't be written: "),
 ]
 
@@ -177,7 +174,7 @@ def test_bad_input_is_one_message_and_writes_nothing(
     for name, content in contents.items():
         Path(name).write_bytes(content)
     Path("full").mkdir()
-    Path("full/file").touch()
+    Path("full/train.bin").touch()
     before = sorted(os.listdir())
     argv = [text, "--out", "out", "--tokenizer", tokenizer, *options]
     assert exit_status_of(load_prepare().run, argv) == 2
@@ -202,14 +199,13 @@ def test_what_to_install_is_named(
         assert f"run `pip install {package}" in capsys.readouterr().err
 
 
-def test_a_large_vocabulary_has_tokens_of_32_bits() -> None:
+def test_a_large_vocabulary_has_tokens_of_32_bits(tmp_path: Path) -> None:
     tokenizer = byte_pair_tokenizer("words", 257)
     assert isinstance(tokenizer, JSONTokenizer)
     prepare = load_prepare()
-    for vocab_size, dtype in ((1 << 16, np.uint16), (1 + (1 << 16), np.uint32)):
+    for vocab_size, dtype in ((1 << 16, "uint16"), (1 + (1 << 16), "uint32")):
         tokenizer.vocab_size = vocab_size
-        [tokens] = prepare.encode(tokenizer, ["words"])
-        assert tokens.dtype == dtype
+        assert prepare.write_tokens(iter([("train", "words")]), tokenizer, tmp_path)["dtype"] == dtype
 
 
 def test_the_folder_may_be_a_link_to_an_empty_one(tmp_path: Path) -> None:

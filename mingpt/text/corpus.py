@@ -17,7 +17,6 @@ from mingpt.text.files import find_files, open_text, readable
 from mingpt.text.token_file import TokenFile, Tokens
 from mingpt.text.tokenizer import Tokenizer, parse_tokenizer
 
-LARGE_TEXT = 100_000_000  # characters from which the start recommends data/prepare.py
 DECODED_TOKENS = 1_000_000  # from which the bytes per token of a text are estimated
 GPT2_TOKENIZER = "https://huggingface.co/openai-community/gpt2/resolve/main/tokenizer.json"
 
@@ -42,12 +41,7 @@ class Corpus:
 
         Unlike nats per token, it is comparable between tokenizers.
         """
-        return bits_per_byte(loss, len(self.validation), self.validation_bytes)
-
-
-def bits_per_byte(loss: float, num_tokens: int, num_bytes: float) -> float:
-    """Converts the mean loss of a text in nats per token to bits per byte."""
-    return loss / math.log(2) * num_tokens / num_bytes
+        return loss / math.log(2) * len(self.validation) / self.validation_bytes
 
 
 def check_text(path: str) -> None:
@@ -62,18 +56,17 @@ def is_token_folder(path: str) -> bool:
     return os.path.isfile(os.path.join(path, "train.bin"))
 
 
-def read_corpus(config: Config, tokenizer: Tokenizer, verbose: bool = True) -> Corpus:
+def read_corpus(config: Config, tokenizer: Tokenizer) -> Corpus:
     """Returns the tokens of data.path.
 
     Args:
         tokenizer: of a text file, whose new characters it gets; a folder has its own
-        verbose: warn about an HTML page and a large text
 
     Raises:
         UserError: data.path can't be used, or a part is shorter than a window and its last target.
     """
     data = config.data
-    corpus = _open_folder(config) if is_token_folder(data.path) else _read_text(data, tokenizer, verbose)
+    corpus = _open_folder(config) if is_token_folder(data.path) else _read_text(data, tokenizer)
     for name, part in (("training", corpus.training), ("validation", corpus.validation)):
         if len(part) < data.block_size + 1:
             raise UserError(
@@ -84,29 +77,14 @@ def read_corpus(config: Config, tokenizer: Tokenizer, verbose: bool = True) -> C
     return corpus
 
 
-def read_text(path: str, key: str) -> str:
-    """Returns the text of a file, a glob or a URL, for a key or an option; raises a UserError if there is none."""
-    fs, names = find_files(path, key)
+def _read_text(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
+    fs, names = find_files(config.path, "data.path")
     text = ""
     for name in names:
-        with readable(name, key), open_text(fs, name) as file:
+        with readable(name, "data.path"), open_text(fs, name) as file:
             text += file.read()
     if not text:
-        raise UserError(f"{key}: {path} is empty; name a file that contains text")
-    return text
-
-
-def _read_text(config: DataConfig, tokenizer: Tokenizer, verbose: bool) -> Corpus:
-    text = read_text(config.path, "data.path")
-    if verbose and text.lstrip()[:14].lower().startswith(("<!doctype html", "<html")):
-        logger.warning(
-            f"data.path: {config.path} is an HTML page, so its tags become part of the text; use a plain text instead"
-        )
-    if verbose and len(text) > LARGE_TEXT:
-        logger.info(
-            f"{config.path} has {len(text):,} characters, which each rank reads at each start and keeps in memory; "
-            "python data/prepare.py writes its tokens to files that need neither (docs/tokens.md)"
-        )
+        raise UserError(f"data.path: {config.path} is empty; name a file that contains text")
     tokenizer = tokenizer.extended(text)
     training, validation = train_val_split(tokenizer.encode(text, "data.path"), config)
     digest = hashlib.sha256(text.encode()).hexdigest()

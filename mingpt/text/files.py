@@ -32,8 +32,7 @@ def find_files(path: str, key: str) -> tuple[fsspec.AbstractFileSystem, list[str
         files = [name for name in names if fs.info(name)["type"] == "file"]
     if not files:
         raise UserError(
-            f"{key}: {path} is a folder, a pipe or a device, but must be a file; to use all files of a folder, "
-            f"write {path.rstrip('/')}/*.txt in quotes; write the text of a pipe to a file, since each start reads it"
+            f"{key}: {path} is no file; to use all files of a folder, write {path.rstrip('/')}/*.txt in quotes"
         )
     return fs, files
 
@@ -47,8 +46,8 @@ def readable(name: str, key: str) -> Iterator[None]:
         raise
     except UnicodeDecodeError as error:
         raise UserError(
-            f"{key}: {name} is not UTF-8 text: {error.reason}, {error.object[error.start]:#04x}; `iconv -f ENCODING "
-            "-t UTF-8` converts it; if it is compressed, its name must end in .gz, .bz2 or .xz"
+            f"{key}: {name} is not UTF-8 text: {error}; `iconv -f ENCODING -t UTF-8` converts it; if it is compressed, "
+            "its name must end in .gz, .bz2 or .xz"
         ) from error
     except ImportError as error:
         raise UserError(f"{key}: {name} can't be read: {error}; run `pip install {error.name}`") from error

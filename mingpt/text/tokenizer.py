@@ -9,7 +9,6 @@ import reprlib
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -114,11 +113,7 @@ class JSONTokenizer:
         return self  # its vocabulary is fixed
 
     def encode(self, text: str, source: str) -> np.ndarray:
-        pieces = cut([text])
-        tokens = [np.empty(0, dtype=np.min_scalar_type(self.vocab_size - 1))]
-        while batch := list(islice(pieces, BATCH_SIZE)):
-            tokens += self.encode_batch(batch, source)
-        return np.concatenate(tokens)
+        return np.concatenate(self.encode_batch(list(cut([text])) or [""], source))
 
     def encode_batch(self, pieces: Sequence[str], source: str) -> list[np.ndarray]:
         """Returns the tokens of each piece of a text. Names of special tokens in it are these tokens."""

@@ -20,7 +20,6 @@ import pytest
 
 from mingpt.config.schema import Config, DataConfig
 from mingpt.errors import UserError
-from mingpt.text import corpus
 from mingpt.text.corpus import Corpus, check_text, read_corpus
 from mingpt.text.tokenizer import CharTokenizer
 from tests.helpers import prepare_text
@@ -85,10 +84,10 @@ PROSE = "Le cœur a ses raisons – « déjà vu », l’été, à Noël.\n" * 9
     [
         ([], r"\*\.txt can't be read: FileNotFoundError: "),
         ([b""], r"\*\.txt is empty"),
-        ([b"ok \xff no"], r"0\.txt is not UTF-8 text: .* 0xff; `iconv -f ENCODING -t UTF-8` converts it"),
+        ([b"ok \xff no"], r"0\.txt is not UTF-8 text: .* 0xff .*`iconv -f ENCODING -t UTF-8` converts it"),
         (["aé—🙂".encode() * 50, "aé—🙂".encode() * 50 + b"ok\xf0\x9f\x99", b"\x82 ok"], r"1\.txt .* 0xf0"),
         ([PROSE.encode("utf-16")], r"0\.txt is not UTF-8 text: .* 0xff"),
-        ([gzip.compress(b"words")], r"0\.txt .* 0x8b; .* its name must end in \.gz, \.bz2 or \.xz"),
+        ([gzip.compress(b"words")], r"0\.txt .* 0x8b .* its name must end in \.gz, \.bz2 or \.xz"),
     ],
 )
 def test_a_bad_text_is_refused_with_its_file(files: list[bytes], message: str, tmp_path: Path) -> None:
@@ -110,7 +109,7 @@ def test_compressed_files_are_read_and_damaged_ones_are_named(suffix: str, compr
         with pytest.raises(UserError, match=message):
             read(file)
     file.write_bytes(compress(PROSE.encode() + b"\xff"))
-    with pytest.raises(UserError, match="0xff;"):
+    with pytest.raises(UserError, match="0xff"):
         read(file)
 
 
@@ -191,18 +190,6 @@ def test_a_server_sends_the_whole_text_or_its_error_is_shown(
     with caplog.at_level(logging.INFO, logger="mingpt"), pytest.raises(UserError):
         check_text(f"{text_server}/503")
     assert caplog.messages == [f"requesting {text_server}/503"]  # before the answer
-
-
-def test_a_large_text_and_an_html_page_are_noted_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(corpus, "LARGE_TEXT", 400)
-    (tmp_path / "text.txt").write_text("\n <!DOCTYPE html>" + PROSE)
-    with caplog.at_level(logging.INFO, logger="mingpt"):
-        read(tmp_path / "text.txt")
-    page, large = caplog.messages
-    assert "text.txt is an HTML page" in page
-    assert "python data/prepare.py" in large
 
 
 def test_text_too_short_for_a_window_is_refused_in_either_split(tmp_path: Path) -> None:
