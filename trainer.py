@@ -21,7 +21,7 @@ from mingpt.config.schema import Config, GPTConfig, config_to_dict
 from mingpt.distributed.agreement import all_gather_object, shared_errors
 from mingpt.distributed.context import DistributedContext, StepFlags
 from mingpt.monitoring.logging import logger
-from mingpt.monitoring.profiler import profile_steps
+from mingpt.monitoring.profiler import profiler
 from mingpt.monitoring.run_log import RunLog, StepTimer, duration
 from mingpt.optim.finite_guard import check_finite, check_gradient
 from mingpt.optim.optimizer import learning_rate
@@ -166,14 +166,15 @@ class Trainer:
             UserError: a loss is not finite, a file can't be written, or a folder was moved or deleted.
         """
         trace = self.run_dir / f"trace-{self.context.rank}.json"
-        with profile_steps(self.config.trainer.profile_steps, trace) as step_profiler, self.signals:
+        with profiler(self.config.trainer.profile_steps, trace) as profile, self.signals:
             try:
                 if not self.is_done():
                     self.start_log()
                     self.signals.exits_at_once = True  # until there is a step to save
                 while not self.is_done():
                     self.advance()
-                    step_profiler()
+                    if profile is not None:
+                        profile.step()
                 return self.finish()
             finally:
                 self.close()

@@ -1,12 +1,10 @@
 """Benchmarks compare the time of a step. "A / B 1.6" means that A takes 1.6 times as long as B.
 
     python -m benchmarks ab "--distributed.strategy zero1" "--distributed.strategy ddp" --ranks 2
-    python -m benchmarks nanogpt FOLDER
     python -m benchmarks checkout FOLDER
 
-A and B train in turn, in a process of their own each time. `ab` compares two lists of options of main.py. The others
-compare this program with the model.py of nanoGPT in FOLDER, or with another checkout of this repository. Further options
-are main.py's and apply to both sides.
+A and B train in turn, in a process of their own each time. `ab` compares two lists of options of main.py, and
+`checkout` another checkout of this repository with this one. Further options are main.py's and apply to both sides.
 """
 
 import argparse
@@ -25,17 +23,12 @@ from mingpt.program import run_program
 
 ROOT = Path(__file__).parents[1]
 MAIN = "main.py --trainer.sample_every null --trainer.save_overhead null --trainer.eval_windows 100"
-GPT2 = "--model.architecture gpt2 --model.bias false --optimizer.name adamw"
-SHAPES = (
-    "--model.n_layer 4 --model.n_head 4 --model.n_embd 128 --data.block_size 64 --trainer.batch_size 12",
-    "--model.n_layer 6 --model.n_head 6 --model.n_embd 384 --data.block_size 128 --trainer.batch_size 16",
-)
 
 Side = tuple[Path, str]  # a checkout, and a command line for Python in it
 
 
-def choose_sides(words: Sequence[str], options: str) -> list[tuple[Side, Side]]:
-    """Returns the pairs to compare, one for each row.
+def choose_sides(words: Sequence[str], options: str) -> tuple[Side, Side]:
+    """Returns A and B.
 
     Args:
         words: a benchmark and its arguments
@@ -43,14 +36,9 @@ def choose_sides(words: Sequence[str], options: str) -> list[tuple[Side, Side]]:
     """
     match words:
         case ["ab", a, b]:
-            return [((ROOT, f"{MAIN} {options} {a}"), (ROOT, f"{MAIN} {options} {b}"))]
-        case [_, folder] if not Path(folder, "model.py").is_file():
-            raise UserError(f"command line: there is no model.py in {folder}; name the folder of a clone")
-        case ["nanogpt", folder]:
-            runs = [f"{GPT2} {shape} {options}" for shape in SHAPES]
-            return [((ROOT, f"-m benchmarks.nanogpt {folder} {run}"), (ROOT, f"{MAIN} {run}")) for run in runs]
-        case ["checkout", folder]:
-            return [((Path(folder), f"{MAIN} {options}"), (ROOT, f"{MAIN} {options}"))]
+            return (ROOT, f"{MAIN} {options} {a}"), (ROOT, f"{MAIN} {options} {b}")
+        case ["checkout", folder] if Path(folder, "main.py").is_file():
+            return (Path(folder), f"{MAIN} {options}"), (ROOT, f"{MAIN} {options}")
     raise UserError(f"command line: {shlex.join(words)} is not a benchmark; --help lists all")
 
 
@@ -94,12 +82,11 @@ def run(argv: Sequence[str]) -> None:
     parser.add_argument("--pairs", type=int, default=5, help="runs of each side (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=200, help="measured steps of a run (default: %(default)s)")
     args, options = parser.parse_known_args(argv)
-    sides = choose_sides(args.words, shlex.join(options))
-    print("| A / B | median | quartiles |\n| --- | --- | --- |", flush=True)
-    for a, b in sides:
-        speeds = [(measure(a, args.ranks, args.steps), measure(b, args.ranks, args.steps)) for _ in range(args.pairs)]
-        low, median, high = np.quantile([of_b / of_a for of_a, of_b in speeds], (0.25, 0.5, 0.75))
-        print(f"| {' '.join(args.words)} | {median:.3g} | {low:.3g} to {high:.3g} |", flush=True)
+    a, b = choose_sides(args.words, shlex.join(options))
+    speeds = [(measure(a, args.ranks, args.steps), measure(b, args.ranks, args.steps)) for _ in range(args.pairs)]
+    low, median, high = np.quantile([of_b / of_a for of_a, of_b in speeds], (0.25, 0.5, 0.75))
+    print("| A / B | median | quartiles |\n| --- | --- | --- |")
+    print(f"| {' '.join(args.words)} | {median:.3g} | {low:.3g} to {high:.3g} |")
 
 
 if __name__ == "__main__":

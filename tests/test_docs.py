@@ -133,7 +133,7 @@ def test_each_result_of_benchmarks_has_a_command() -> None:
     for row in rows:
         words = shlex.split(re.sub(r" --(ranks|seconds) \d+", "", row.replace("FOLDER", str(ROOT))))
         size = 3 if words[0] == "ab" else 2
-        for _, (_, command) in choose_sides(words[:size], shlex.join(words[size:])):
+        for _, command in choose_sides(words[:size], shlex.join(words[size:])):
             read_config(shlex.split(command)[1:])
 
 

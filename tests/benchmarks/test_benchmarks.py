@@ -14,25 +14,9 @@ TINY = (
     "--model.n_layer 1 --model.n_head 2 --model.n_embd 16 --data.block_size 16 --trainer.batch_size 4 "
     "--trainer.threads 1 --pairs 1 --steps 10"
 )
-# The parts of nanoGPT that a step needs.
-MODEL = """
-import torch
-
-class GPT(torch.nn.Embedding):
-    def __init__(self, config):
-        print("number of parameters: 0.00M")
-        super().__init__(config.vocab_size, config.vocab_size)
-    def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
-        return torch.optim.AdamW(self.parameters(), lr=learning_rate)
-    def forward(self, idx, targets):
-        logits = super().forward(idx)
-        return logits, torch.nn.functional.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
-"""
-
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "model.py").write_text(MODEL)
     write_text(tmp_path / "text.txt")
     return tmp_path
 
@@ -54,7 +38,7 @@ def test_a_slower_side_has_a_larger_time(folder: Path, capfd: pytest.CaptureFixt
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "words", ["ab '--distributed.strategy zero1' '' --ranks 2", "nanogpt FOLDER", f"checkout {ROOT}"]
+    "words", ["ab '--distributed.strategy zero1' '' --ranks 2", f"checkout {ROOT}"]
 )
 def test_each_benchmark_prints_a_row(words: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert measure(shlex.split(words), folder) == 0
@@ -65,7 +49,7 @@ def test_each_benchmark_prints_a_row(words: str, folder: Path, capfd: pytest.Cap
     ("words", "message"),
     [
         ("everything", "command line: everything is not a benchmark"),
-        ("nanogpt nowhere", "command line: there is no model.py in nowhere"),
+        ("checkout nowhere", "command line: checkout nowhere is not a benchmark"),
         ("ab '--model.layers 3' ''", "model.layers (in the command line) is not known"),
     ],
 )
