@@ -143,28 +143,21 @@ class PipelineParallel(Strategy):
     is_sharded = True
 
     def __init__(self, stages: Stages, inner: Strategy, context: DistributedContext) -> None:
+        vars(self).update(vars(inner))
         self.stages = stages
         self.inner = inner
         self.context = context
-        self.config = config = inner.config
-        self.dtype = inner.dtype
         self.replicas = stages.replicas
         self.pipeline = stages.pipeline
         self.full_shapes = stages.full_shapes
-        self.device = inner.device
-        self.model = inner.model
-        self.scaler = inner.scaler
-        self.parameters = inner.parameters
-        self.local_state = inner.local_state
-        self.optimizer = inner.optimizer
         self.full_model = PipelinedModel(inner.full_model, self.pipeline, stages.width)
 
-        cfg = config.trainer
+        cfg = self.config.trainer
         self.micro_batch_size = cfg.micro_batch_size or cfg.batch_size  # conflicts.py refuses null
         self.num_micro_batches = cfg.batch_size // stages.num_replicas // self.micro_batch_size  # of a replica
         self.stage = _Stage(inner, self.pipeline, *stages.io_shapes(self.micro_batch_size))
         self.losses: list[Tensor] = []  # terms of the mean loss over the batch
-        name = config.distributed.pipeline_schedule
+        name = self.config.distributed.pipeline_schedule
         schedule = get_schedule_class(name)
         self.schedule: Any = schedule(self.stage, self.num_micro_batches, self._loss, scale_grads=False)
         context.exit_callbacks.append(self._release)

@@ -3,23 +3,19 @@
 A backend's order of additions depends on the number of ranks, and the last bits of a sum depend on the order. Here,
 micro-batches have fixed bounds, their gradients are the leaves of one binary tree, and each node is the sum of its two
 children, whichever ranks computed the leaves. Each rank adds up complete subtrees of its consecutive leaves as they
-arrive, like a binary counter. Then each rank completes the tree for one slice of the gradient (a reduce-scatter with a
-fixed order), and ranks gather the slices. If the number of ranks is a power of two and shares are even, a rank sends as
-many bytes as in a ring all-reduce.
+arrive, like a binary counter. Then the ranks broadcast these sums, and each rank completes the tree. The bytes grow with
+the number of ranks, unlike those of a ring all-reduce.
 """
 
 from functools import cache
-from itertools import chain
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from mingpt.config.schema import Config
 from mingpt.distributed.context import DistributedContext, PendingFlags
 from mingpt.parallel.strategy import MicroBatch, Strategy
-from mingpt.system.torch_versions import all_gather_single
 
 
 class Node(NamedTuple):
@@ -64,34 +60,22 @@ class TreeReduction(Strategy):
         return [loss[0].clone()]  # a view would keep the gradient's memory
 
     def _reduce(self, nodes: list[Node], length: int, num_leaves: int) -> Tensor:
-        """Exchanges slices (all-to-all), completes the tree for this rank's slice, and gathers all slices.
+        """Broadcasts the sums of each rank, from left to right, and completes the tree on all ranks.
 
         Args:
             nodes: sums of this rank's leaves; empty if it does not have leaves
             length: length of each leaf's tensor
         """
-        world_size = self.context.world_size
-        if world_size == 1:
-            return nodes[0].value
-        slice_size = -(-length // world_size)
-        rows = torch.zeros(len(nodes), world_size * slice_size, device=self.context.device)
-        for row, node in zip(rows, nodes, strict=True):
-            row[:length] = node.value
-        sent = rows.view(-1, world_size, slice_size).transpose(0, 1).reshape(-1, slice_size)  # slices, by receiver
-
-        subtrees = [
-            subtree_ranges(self.context.shard_range(0, num_leaves, rank), num_leaves) for rank in range(world_size)
-        ]
-        counts = [len(ranges) for ranges in subtrees]
-        received = sent.new_empty(sum(counts), slice_size)
-        dist.all_to_all_single(received, sent, counts, [len(rows)] * world_size, group=self.context.group)
-
         tree: list[Node] = []
-        for leaves, value in zip(chain(*subtrees), received, strict=True):
-            add_node(tree, leaves, value, num_leaves)
-        total = rows.new_empty(world_size * slice_size)
-        all_gather_single(total, tree[0].value, group=self.context.group)
-        return total[:length]
+        mine = iter(nodes)
+        for rank in range(self.context.world_size):
+            for leaves in subtree_ranges(self.context.shard_range(0, num_leaves, rank), num_leaves):
+                value = torch.empty(length, device=self.context.device)
+                if rank == self.context.rank:
+                    value = next(mine).value
+                self.context.broadcast_tensor(value, rank)
+                add_node(tree, leaves, value, num_leaves)
+        return tree[0].value
 
     def mean_loss(self, losses: list[Tensor]) -> Tensor:
         return losses[0]

@@ -116,8 +116,8 @@ def add_second_head() -> None:
     def add(model: Any) -> None:
         model.second_head = nn.Linear(16, 13, bias=False)
 
-    def with_head(self: Any, idx: Tensor, targets: Tensor | None = None, cache: Any = None) -> Any:
-        logits, loss = forward(self, idx, targets, cache)
+    def with_head(self: Any, idx: Tensor, targets: Tensor | None = None) -> Any:
+        logits, loss = forward(self, idx, targets)
         if targets is not None:
             loss = loss + self.loss(self.second_head(self.embed(idx)), targets)
         return logits, loss

@@ -193,11 +193,10 @@ def test_retuning_keys_follow_the_yaml_and_changes_are_logged(
     assert (status, err) == (0, "")
     logged = out.partition("resuming from")[2].partition("step 7/8")[0]
     digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in (trained / "text.txt", text)]
-    line = f"the text has changed: its SHA-256 is {digests[0]} in the snapshot, {digests[1]} now"
+    line = f"the text's SHA-256 {digests[0]} -> {digests[1]}"
     assert (line in logged) == has_other_text
-    assert "validation losses are not comparable with earlier ones, so the best snapshot is chosen anew" in logged
     assert "the learning rate of step 6 was " in logged
-    assert "the code has changed since the snapshot: trainer.py, model.py, mingpt/nn/own.py\n" in logged
+    assert re.search(r"changed since the snapshot: .*trainer.py \S+ -> \S+, model.py ", logged)
     config = OptimizerConfig(learning_rate=1e-12, warmup_steps=4, decay_steps=20)
     rates = [row["learning_rate"] for row in read_rows(run_dir) if row["step"] > 6]
     assert rates == pytest.approx([learning_rate(step, 8, config) for step in (7, 8)])
