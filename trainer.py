@@ -23,13 +23,13 @@ from mingpt.distributed.context import DistributedContext, StepFlags
 from mingpt.monitoring.logging import logger
 from mingpt.monitoring.profiler import profiler
 from mingpt.monitoring.run_log import RunLog, StepTimer, duration
-from mingpt.optim.finite_guard import check_finite, check_gradient
+from mingpt.optim.finite_guard import check_finite
 from mingpt.optim.optimizer import learning_rate
 from mingpt.parallel.build import build_strategy
 from mingpt.parallel.evaluation import choose_prompt, evaluate, generate_sample
 from mingpt.parallel.numerics import set_numerics
 from mingpt.parallel.strategy import UPDATING
-from mingpt.snapshot.format import FORMAT_VERSION, Best, is_comparable
+from mingpt.snapshot.format import FORMAT_VERSION, Best
 from mingpt.snapshot.manager import SnapshotManager
 from mingpt.start import (
     adopt_snapshot,
@@ -132,21 +132,14 @@ class Trainer:
         else:
             self.snapshots.restore(newest, self.strategy)
 
-        self.progress = self._load_progress()
+        self.progress = Progress()
+        if newest is not None:
+            values = {each.name: newest.header[each.name] for each in fields(Progress) if each.name in newest.header}
+            self.progress = Progress(**values | {"best": Best(**newest.header["best"])})
         self.first_step = self.progress.step
         self.last_step = self.find_last_step()
         self.timer = StepTimer(self.progress.samples)
         self.stop_signal = 0
-
-    def _load_progress(self) -> Progress:
-        """Returns the progress in the snapshot, without `best` if its loss is not comparable with later ones."""
-        header = self.resumed
-        if header is None:
-            return Progress()
-        progress = Progress(**{each.name: header[each.name] for each in fields(Progress) if each.name in header})
-        is_same = is_comparable(header, self.corpus.sha256, self.config.trainer.eval_windows)
-        progress.best = Best(**header["best"]) if is_same else Best()
-        return progress
 
     def find_last_step(self) -> int:
         """Returns the step at which max_steps or max_epochs is reached, whichever comes first."""
@@ -277,8 +270,9 @@ class Trainer:
         sample = self.is_due(cfg.sample_every)
         scheduled_save = self.is_due(cfg.save_every) or self.is_done()
         if log or evaluation or sample or scheduled_save or result.flags.is_save_due:
-            # Reading the norm waits for a GPU.
-            check_gradient(step, result.grad_norm, self.strategy.scaler, self.config.optimizer)
+            # Reading the norm waits for a GPU. In fp16, GradScaler skips updates by such gradients.
+            if not self.strategy.scaler.is_enabled():
+                check_finite(step, "norm of the gradient", result.grad_norm.item(), self.config.optimizer)
             with shared_errors(self.context):
                 self.lock.check()
         if log:

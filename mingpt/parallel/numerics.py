@@ -46,10 +46,6 @@ def set_numerics(config: Config, context: DistributedContext, header: dict[str, 
     reasons = {"precision": f"{precision} ({reason})", "threads": f"{threads} per rank ({threads_reason})"}
     if cfg.deterministic:
         set_deterministic(device)
-    elif device.type == "cuda":  # attention's backward pass does not always add in the same order
-        reasons["resume"] = (
-            "equals an uninterrupted run to rounding error; with trainer.deterministic: true, to the last bit"
-        )
     choices = {
         "precision": precision,
         "threads": threads,

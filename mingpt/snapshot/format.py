@@ -48,17 +48,6 @@ class Best:
     val_loss: float = math.inf
 
 
-def is_comparable(header: dict[str, Any], text_sha256: str, eval_windows: int | None) -> bool:
-    """Returns whether a run validates on the same windows as the run that saved a snapshot with this header.
-
-    Args:
-        text_sha256: digest of this run's text
-        eval_windows: this run's trainer.eval_windows
-    """
-    before = header["config"]["trainer"].get("eval_windows", eval_windows)  # an older snapshot may lack it
-    return header["text_sha256"] == text_sha256 and before == eval_windows
-
-
 def check_content(content: Any, path: str) -> None:
     """Checks that the content of a file is a snapshot. Adds entries that a snapshot of an earlier version lacks.
 

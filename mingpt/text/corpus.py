@@ -18,7 +18,6 @@ from mingpt.text.token_file import TokenFile, Tokens
 from mingpt.text.tokenizer import Tokenizer, parse_tokenizer
 
 DECODED_TOKENS = 1_000_000  # from which the bytes per token of a text are estimated
-GPT2_TOKENIZER = "https://huggingface.co/openai-community/gpt2/resolve/main/tokenizer.json"
 
 
 @dataclass(frozen=True)
@@ -95,16 +94,10 @@ def _open_folder(config: Config) -> Corpus:
     """Opens the files of data/prepare.py, or of nanoGPT, which have no meta.json and tokens of 16 bits."""
     data = config.data
     folder = Path(data.path)
-    if data.train_split != DataConfig.train_split or "data.train_split" in config.given:
-        raise UserError(
-            f"data.train_split is {data.train_split}, but {folder} has its own parts, train.bin and val.bin; leave it "
-            "out, or give it to data/prepare.py"
-        )
     if not (folder / "tokenizer.json").exists():
         raise UserError(
-            f"data.path: {folder}/tokenizer.json is missing; copy the one that wrote train.bin. GPT-2's, which nanoGPT "
-            f"uses, is at {GPT2_TOKENIZER}. If there is a meta.pkl, the tokens are characters: run data/prepare.py on "
-            "the text, with --tokenizer char"
+            f"data.path: {folder}/tokenizer.json is missing; copy the one that wrote train.bin. nanoGPT uses GPT-2's "
+            "(docs/tokens.md)"
         )
     with readable(data.path, "data.path"):
         meta_file = folder / "meta.json"
@@ -113,13 +106,12 @@ def _open_folder(config: Config) -> Corpus:
         tokenizer = parse_tokenizer(text)
         dtype = np.dtype(meta.get("dtype", "uint16")).newbyteorder("<")
         parts = {part: TokenFile(folder / f"{part}.bin", dtype, tokenizer.vocab_size) for part in ("train", "val")}
-        for part, tokens in parts.items():
-            expected = meta[part]["tokens"] if meta else len(tokens)
-            if len(tokens) != expected:
-                raise UserError(
-                    f"data.path: {folder}/{part}.bin has {len(tokens)} tokens, but {expected} according to meta.json; "
-                    "write it again with data/prepare.py"
-                )
+    for part, tokens in parts.items():
+        if meta and len(tokens) != (expected := meta[part]["tokens"]):
+            raise UserError(
+                f"data.path: {folder}/{part}.bin has {len(tokens)} tokens, but {expected} according to meta.json; copy "
+                "or write it again"
+            )
     training = parts["train"]
     validation = parts["val"]
     # Files without a digest are identified by their lengths.

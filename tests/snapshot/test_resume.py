@@ -202,7 +202,7 @@ def test_retuning_keys_follow_the_yaml_and_changes_are_logged(
     assert rates == pytest.approx([learning_rate(step, 8, config) for step in (7, 8)])
     assert [row["samples"] for row in read_rows(run_dir, "start")] == [0, 42]
     after = newest_snapshot(run_dir)
-    assert (after["samples"], after["best"]["step"]) == (6 * 7 + 2 * 5, 8)
+    assert after["samples"] == 6 * 7 + 2 * 5
     assert after["vocabulary"] == before["vocabulary"]
     for name, weight in after["model"].items():
         torch.testing.assert_close(weight, before["model"][name], rtol=0, atol=1e-10, msg=name)
