@@ -190,10 +190,7 @@ class GPT(nn.Module):
         if T > self.config.block_size:
             raise ValueError(f"{T} tokens, but the context window (block_size) is {self.config.block_size}")
         x = self.transformer["wte"](idx)
-        if self.is_nanochat:
-            x = rms_norm(x)
-        else:
-            x = x + self.transformer["wpe"](torch.arange(T, device=idx.device))
+        x = rms_norm(x) if self.is_nanochat else x + self.transformer["wpe"](torch.arange(T, device=idx.device))
         return self.transformer["drop"](x)
 
     def apply_blocks(self, x: Tensor) -> Tensor:

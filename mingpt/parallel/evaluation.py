@@ -26,15 +26,13 @@ def evaluate(strategy: Strategy, data: ValidationDataset) -> float:
     size = cfg.micro_batch_size or min(cfg.batch_size, MAX_BATCH)
     batches = [range(start, start + size) for start in range(0, len(data), size)]
     replicas = strategy.replicas
-    rounds = []
     strategy.broadcast_buffers()
+    # Mean loss and number of targets of each batch. Spare ranks also compute: sharded strategies gather.
+    results = torch.zeros(len(batches) + replicas.world_size, 2, device=replicas.device)
     for first in range(0, len(batches), replicas.world_size):
-        number = min(first + replicas.rank, len(batches) - 1)  # spare ranks also compute: sharded strategies gather
-        results = torch.zeros(replicas.world_size, 2, device=replicas.device)  # mean loss and number of targets
-        results[replicas.rank] = torch.stack(strategy.evaluate(batches[number], data))
-        # One all-reduce at the end would exceed the timeout if a rank is slow and the text is long.
-        rounds.append(replicas.all_reduce(results))
-    losses, counts = torch.cat(rounds)[: len(batches)].cpu().double().T
+        number = first + replicas.rank
+        results[number] = torch.stack(strategy.evaluate(batches[min(number, len(batches) - 1)], data))
+    losses, counts = replicas.all_reduce(results)[: len(batches)].cpu().double().T
     return ((losses * counts).sum() / counts.sum()).item()
 
 

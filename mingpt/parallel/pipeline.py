@@ -5,7 +5,6 @@ provides schedules and communication (GPipe: Huang et al., 2019; 1F1B: Narayanan
 Pipeline Parallelism for DNN Training", 2019). The ranks with the same stage use any data-parallel strategy.
 """
 
-from bisect import bisect_right
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,7 +15,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from mingpt.config.schema import Config
-from mingpt.distributed.agreement import reduce_object, shared_errors
+from mingpt.distributed.agreement import all_gather_object, reduce_object
 from mingpt.distributed.context import DistributedContext, PendingFlags
 from mingpt.errors import UserError
 from mingpt.optim.muon import to_local
@@ -25,41 +24,6 @@ from mingpt.parallel.strategy import MicroBatch, Strategy
 from model import GPT
 
 WTE = "transformer.wte"  # in the first stage and, with tied weights, also in the last stage
-MODULES_OF_ENDS = {WTE: 0, "transformer.wpe": 0, "transformer.ln_f": -1, "lm_head": -1}  # index of stage
-
-
-def find_stage(name: str, n_layer: int, num_stages: int) -> int | None:
-    """Returns the index of the stage that has a parameter or buffer, or None if the name does not tell.
-
-    Without lm_head, the last stage also has wte, which belongs to the first stage.
-    """
-    for module, stage in MODULES_OF_ENDS.items():
-        if name.startswith(f"{module}."):
-            return stage % num_stages
-    if not name.startswith("transformer.h."):
-        return None
-    block = int(name.split(".")[2])
-    ends = [n_layer * (index + 1) // num_stages for index in range(num_stages)]
-    return bisect_right(ends, block)
-
-
-def find_stages(model: GPT, num_stages: int) -> dict[str, int]:
-    """Returns the index of the stage of each tensor in the state dict of a model. A stage may have others as well.
-
-    Raises:
-        UserError: the stage of a parameter is unknown, or several stages have it.
-    """
-    stages = {name: find_stage(name, model.config.n_layer, num_stages) for name in model.state_dict()}
-    problem = f"distributed.pipeline_stages is {num_stages}, must be 1 for this model.py"
-    if unknown := [name for name, _ in model.named_parameters() if stages[name] is None]:
-        raise UserError(
-            f"{problem}: the stage of {', '.join(unknown)} is unknown; parameters must belong to a block, or to "
-            f"{', '.join(MODULES_OF_ENDS)}"
-        )
-    for names in tied_names(model):
-        if len({stages[name] for name in names}) > 1:
-            raise UserError(f"{problem}: {' and '.join(names)} are one parameter, but belong to different stages")
-    return {name: stage or 0 for name, stage in stages.items()}  # all stages have other buffers
 
 
 class Stages:
@@ -89,8 +53,6 @@ class Stages:
         self.tied_embedding = context.subgroup([(ranks[0], ranks[-1]) for ranks in replicas])
         self.num_replicas = len(replicas)
         self.block_size = config.data.block_size
-        with shared_errors(context):
-            self.stage_of = find_stages(model, num_stages)
         self.full_shapes = {
             name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             for name, tensor in model.state_dict().items()
@@ -100,16 +62,40 @@ class Stages:
         self.model = model
         self.is_first = self.pipeline.rank == 0
         self.is_last = self.pipeline.rank == num_stages - 1
+        tied = tied_names(model)
         self._remove_other_stages(num_stages)
 
+        owners = all_gather_object(self.pipeline, list(model.state_dict()))
+        self.stage_of: dict[str, int] = {}
+        for stage in reversed(range(num_stages)):  # the first stage that has a tensor saves it
+            self.stage_of |= dict.fromkeys(owners[stage], stage)
+        several = [names for names in tied if len({self.stage_of[name] for name in names}) > 1]
+        several += [[name] for name, _ in model.named_parameters() if sum(name in names for names in owners) > 1]
+        if several := [names for names in several if names != [f"{WTE}.weight"]]:
+            raise UserError(
+                f"distributed.pipeline_stages is {num_stages}, must be 1 for this model.py: several stages have "
+                f"{', '.join(' = '.join(names) for names in several)}; a parameter must belong to a block, wte, wpe, "
+                "ln_f or lm_head"
+            )
+
     def _remove_other_stages(self, num_stages: int) -> None:
-        modules = dict(self.model.named_modules())
-        for name in [*MODULES_OF_ENDS, *(f"transformer.h.{number}" for number in self.model.blocks)]:
-            is_head = name == WTE and self.is_last and self.ties_weights
-            is_mine = is_head or find_stage(f"{name}.", self.model.config.n_layer, num_stages) == self.pipeline.rank
-            if name in modules and not is_mine:
-                parent, _, child = name.rpartition(".")
-                delattr(modules[parent], child)
+        stage = self.pipeline.rank
+        transformer = self.model.transformer
+        n_layer = self.model.config.n_layer
+        mine = range(n_layer * stage // num_stages, n_layer * (stage + 1) // num_stages)
+        for number in self.model.blocks:
+            if number not in mine:
+                del transformer["h"][str(number)]  # type: ignore[operator]
+        ends = [] if self.is_first else ["wpe", "wte"]
+        if self.is_last and self.ties_weights:
+            ends.remove("wte")
+        if not self.is_last:
+            ends.append("ln_f")
+            if not self.ties_weights:
+                del self.model.lm_head
+        for name in ends:
+            if name in transformer:
+                del transformer[name]
 
     def io_shapes(self, batch_size: int) -> tuple[Tensor, Tensor]:
         """Returns tensors on the meta device like those that this stage receives and sends; the last sends its loss."""

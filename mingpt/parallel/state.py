@@ -93,4 +93,3 @@ class RankState:
     def shard_of(self, full: Tensor, like: Tensor) -> Tensor:
         """Returns this rank's part of a full tensor that is sharded like a parameter of this rank."""
         return full
-

@@ -3,8 +3,8 @@
 A backend's order of additions depends on the number of ranks, and the last bits of a sum depend on the order. Here,
 micro-batches have fixed bounds, their gradients are the leaves of one binary tree, and each node is the sum of its two
 children, whichever ranks computed the leaves. Each rank adds up complete subtrees of its consecutive leaves as they
-arrive, like a binary counter. Then the ranks broadcast these sums, and each rank completes the tree. The bytes grow with
-the number of ranks, unlike those of a ring all-reduce.
+arrive, like a binary counter. Then the ranks broadcast these sums, and each rank completes the tree. Unlike those of a
+ring all-reduce, the bytes grow with the number of ranks.
 """
 
 from functools import cache

@@ -15,6 +15,7 @@ TINY = (
     "--trainer.threads 1 --pairs 1 --steps 10"
 )
 
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     write_text(tmp_path / "text.txt")
@@ -27,7 +28,9 @@ def measure(words: list[str], folder: Path) -> int:
 
 
 def ratios(printed: str) -> list[float]:
-    return [float(median) for median in re.findall(r"^\| .+ \| ([\d.]+) \| [\d.]+ to [\d.]+ \|$", printed, re.MULTILINE)]
+    return [
+        float(median) for median in re.findall(r"^\| .+ \| ([\d.]+) \| [\d.]+ to [\d.]+ \|$", printed, re.MULTILINE)
+    ]
 
 
 def test_a_slower_side_has_a_larger_time(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -37,9 +40,7 @@ def test_a_slower_side_has_a_larger_time(folder: Path, capfd: pytest.CaptureFixt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "words", ["ab '--distributed.strategy zero1' '' --ranks 2", f"checkout {ROOT}"]
-)
+@pytest.mark.parametrize("words", ["ab '--distributed.strategy zero1' '' --ranks 2", f"checkout {ROOT}"])
 def test_each_benchmark_prints_a_row(words: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert measure(shlex.split(words), folder) == 0
     assert ratios(capfd.readouterr().out)

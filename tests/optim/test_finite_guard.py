@@ -31,4 +31,3 @@ def test_a_bad_norm_is_found_some_steps_later(
         norm = trainer.train_step().grad_norm.item()
     with pytest.raises(UserError, match=r"^step 4: the norm of the gradient is not finite; no snapshot contains"):
         check(4, norm)
-

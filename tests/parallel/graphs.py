@@ -167,7 +167,7 @@ def recording_on_cpu() -> Iterator[None]:
     find = conflicts.find_start_conflicts
     with (
         patch.multiple(torch.cuda, **cuda),
-        patch.object(start, "find_start_conflicts", lambda config, world_size, device: find(config, world_size, "cuda")),
+        patch.object(start, "find_start_conflicts", lambda config, ranks, device: find(config, ranks, "cuda")),
     ):
         yield
 

@@ -445,8 +445,8 @@ NO_GRADIENT = "model.py: transformer.h.0.mlp.experts.0.weight got no gradient on
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
-        (tie_head, STAGES[0], f"{IN_STAGES}transformer.wte.weight and lm_head.weight are one parameter, but belong to"),
-        (add_head_bias, STAGES[0], f"{IN_STAGES}the stage of head_bias is unknown; parameters must belong to a"),
+        (tie_head, STAGES[0], f"{IN_STAGES}several stages have transformer.wte.weight = lm_head.weight; a parameter"),
+        (add_head_bias, STAGES[0], f"{IN_STAGES}several stages have head_bias; a parameter must belong to"),
         (skip_an_expert, ON_TWO[0], NO_GRADIENT),
         (skip_an_expert, ON_TWO[2], NO_GRADIENT),
         (skip_an_expert, ON_TWO[4], NO_GRADIENT),

@@ -12,7 +12,7 @@ from tests.parallel import graphs
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_recorded_steps_have_the_losses_of_other_steps_and_the_same_bits_after_a_resume(device: str, tmp_path: Path) -> None:
+def test_recorded_steps_have_the_losses_of_other_steps_and_the_bits_after_a_resume(device: str, tmp_path: Path) -> None:
     if device == "cpu":
         runs = graphs.RUNS | graphs.CPU_RUNS
         run_ranks(1, graphs.train_all, tmp_path, tmp_path=tmp_path, timeout=400)
@@ -36,5 +36,5 @@ def test_graphs_are_refused_where_they_can_not_be_recorded() -> None:
         assert message == (
             f"trainer.cuda_graphs is true, which needs one process on a CUDA GPU, not {world_size} on {device}"
         )
-    with pytest.raises(UserError, match="trainer.cuda_graphs is true, must be false with distributed.strategy"):
+    with pytest.raises(UserError, match=r"trainer\.cuda_graphs is true, must be false with distributed\.strategy"):
         read_config(["--trainer.cuda_graphs", "true", "--distributed.strategy", "fsdp"])
