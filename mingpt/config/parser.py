@@ -97,6 +97,9 @@ def _read_yaml(file: str) -> Values:
             values |= {f"{name}.{key}": (_null(each), file) for key, each in value.items()}
         elif value or name not in SECTIONS:  # a section may be empty
             values[name] = _null(value), file
+    folder = Path(file).parent
+    if Path(file).name == "config.yaml" and (folder / "metrics.jsonl").exists():
+        values["trainer.run_dir"] = str(folder), file  # the run folder may have been moved or copied
     return values
 
 
