@@ -275,9 +275,10 @@ class Trainer:
                 check_finite(step, "norm of the gradient", result.grad_norm.item(), self.config.optimizer)
             with shared_errors(self.context):
                 self.lock.check()
-        if log:
-            self.log.write("train", step, **self.train_row(result))
+        row = self.train_row(result) if log else {}
         with self.timer.pause():  # tokens per second include only the time of steps
+            if log:
+                self.log.write("train", step, **row)
             if evaluation:
                 self.evaluate()
             if sample:
