@@ -165,7 +165,10 @@ class Trainer:
                     self.start_log()
                     self.signals.exits_at_once = True  # until there is a step to save
                 while not self.is_done():
-                    self.advance()
+                    result = self.train_step()
+                    self.signals.exits_at_once = False
+                    self.stop_signal = result.flags.signal
+                    self.after_step(result)
                     if profile is not None:
                         profile.step()
                 return self.finish()
@@ -220,13 +223,6 @@ class Trainer:
     def is_due(self, every: int | None) -> bool:
         """Returns True every `every` steps and after the last step, or never if `every` is None."""
         return every is not None and (self.progress.step % every == 0 or self.is_complete())
-
-    def advance(self) -> None:
-        """Makes one step, then logs, evaluates and saves what is due."""
-        result = self.train_step()
-        self.signals.exits_at_once = False
-        self.stop_signal = result.flags.signal
-        self.after_step(result)
 
     def next_batch(self) -> range:
         """Returns the sample numbers of the next step, which may span two epochs of len(train_data) samples each.
