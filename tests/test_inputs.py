@@ -183,7 +183,7 @@ def test_all_mistakes_are_in_one_message(refusal: Refusal) -> None:
     assert re.findall(r"^(?:error: |  )(\S+ \(.*?\))", message, re.MULTILINE) == places
     conflicts = refusal("--trainer.max_steps null", b"model: {n_embd: 33}")
     found = re.findall(r"^(?:error: |  )(\S+) .*\(in (.*)\)$", conflicts, re.MULTILINE)
-    assert found == [("model.n_embd", "small.yaml"), ("trainer.max_epochs", "the command line")]
+    assert found == [("model.n_embd", "case.yaml"), ("trainer.max_epochs", "the command line")]
 
 
 def test_numbers_out_of_range_are_refused_in_every_key(refusal: Refusal) -> None:

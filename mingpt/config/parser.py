@@ -67,8 +67,8 @@ def read_config(argv: Sequence[str] = ()) -> Config:
             mistakes.append(f"{name} (in {place}): found {value!r}: {'; or: '.join(messages)}")
     else:
         for message in find_conflicts(config):
-            place = next(place for name, (_, place) in given.items() if name in message)
-            mistakes.append(f"{message} (in {place})")
+            places = [place for name, (_, place) in given.items() if name in message]
+            mistakes.append(f"{message} (in {COMMAND_LINE if COMMAND_LINE in places else places[-1]})")
     refuse(mistakes)
     trainer = config.trainer
     is_default = trainer.max_steps == TrainerConfig.max_steps and "trainer.max_steps" not in options
