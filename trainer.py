@@ -358,7 +358,8 @@ class Trainer:
         name = signal.Signals(number).name if number else None
         self.log.write("stop", step, signal=name)
         if name is not None:
-            logger.info(f"stopped by {name} at step {step}, which is saved; run the same command to continue")
+            end = "before all snapshots were uploaded" if self.is_complete() else "after saving a snapshot"
+            logger.info(f"stopped by {name} at step {step} {end}; run the same command to continue")
             return EXIT_STATUS[signal.Signals(number)]
         if step == self.first_step:
             logger.info(summary.already_trained(self.resumed_from, step, self.config, self.last_step))
@@ -366,14 +367,15 @@ class Trainer:
         file = self.snapshots.folder.file(step)
         val_loss = self.progress.val_loss or math.nan  # the last step evaluates
         bits = self.corpus.bits_per_byte(val_loss)
-        logger.info(
+        lines = [
             f"done in {duration(self.timer.elapsed)}: validation loss {val_loss:.4f} ({bits:.4f} bits per byte), "
             f"snapshot {file}"
-        )
+        ]
         best = self.snapshots.saved_best(self.progress.best)
         if best is not None and best.val_loss != val_loss:
-            logger.info(summary.best(best, file))
-        logger.info(summary.next_commands(file, self.config.trainer.run_dir))
+            lines.append(summary.best(best, file))
+        lines.append(summary.next_commands(file, self.config.trainer.run_dir))
+        logger.info("\n".join(lines))
         return 0
 
     def close(self) -> None:

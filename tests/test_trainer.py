@@ -228,7 +228,7 @@ def test_a_signal_stops_the_run_after_a_save(name: str, status: int, text: Path,
     [stop], step = read_rows(run_dir, "stop"), newest_snapshot(run_dir)["step"]
     assert stop == {"event": "stop", "step": step, "time": stop["time"], "signal": name}
     assert read_rows(run_dir)[-1]["step"] == step
-    assert f"stopped by {name} at step {step} after saving a snapshot; run the same command to resume" in out
+    assert f"stopped by {name} at step {step} after saving a snapshot; run the same command to continue" in out
 
 
 def test_a_signal_to_one_rank_stops_all_ranks_after_the_same_step(text: Path, tmp_path: Path) -> None:

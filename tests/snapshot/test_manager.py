@@ -332,7 +332,7 @@ def test_a_wait_ends_at_the_first_signal_if_all_is_written_and_at_a_second_one_i
         process.terminate()
     process.join(5)
     assert process.exitcode == (0 if is_profiled else 143)  # start_ranks catches the exception of sys.exit
-    message = "stopped by SIGTERM at step 12 before all snapshots were uploaded; run the same command to upload them"
+    message = "stopped by SIGTERM at step 12 before all snapshots were uploaded; run the same command to continue"
     assert (message in stdout.read_text()) == (what == "upload")
     assert list_snapshots(tmp_path / "run") == (names(12) if what == "upload" else [])
 

@@ -106,7 +106,7 @@ def test_a_run_that_is_stopped_while_the_store_is_down_is_saved(text: Path, tmp_
     argv = run_args(tmp_path / "run", text, trainer__snapshot_path=MIRROR)
     [(status, out, err)] = run_ranks(1, _stop_without_store, argv, tmp_path=tmp_path)
     assert status == 143
-    assert "stopped by SIGTERM at step 5 after saving a snapshot; run the same command to resume\n" in out
+    assert "stopped by SIGTERM at step 5 after saving a snapshot; run the same command to continue\n" in out
     assert (
         f"warning: the snapshot of step 5 is in {tmp_path}/run/snapshots, but not all snapshots could be uploaded: "
         f"trainer.snapshot_path: {MIRROR}/run_id can't be written: the store is away"

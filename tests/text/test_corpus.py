@@ -85,7 +85,10 @@ PROSE = "Le cœur a ses raisons – « déjà vu », l’été, à Noël.\n" * 9
         ([], r"\*\.txt can't be read: FileNotFoundError: "),
         ([b""], r"\*\.txt is empty"),
         ([b"ok \xff no"], r"0\.txt is not UTF-8 text: .* 0xff .*`iconv -f ENCODING -t UTF-8` converts it"),
-        (["aé—🙂".encode() * 50, "aé—🙂".encode() * 50 + b"ok\xf0\x9f\x99", b"\x82 ok"], r"1\.txt is not UTF-8 text: .* unexpected end of data"),
+        (
+            ["aé—🙂".encode() * 50, "aé—🙂".encode() * 50 + b"ok\xf0\x9f\x99", b"\x82 ok"],
+            r"1\.txt is not UTF-8 text: .* unexpected end of data",
+        ),
         ([PROSE.encode("utf-16")], r"0\.txt is not UTF-8 text: .* 0xff"),
         ([gzip.compress(b"words")], r"0\.txt .* 0x8b .* its name must end in \.gz, \.bz2 or \.xz"),
     ],
