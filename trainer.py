@@ -66,6 +66,7 @@ class Progress:
 class StepResult(NamedTuple):
     """The results of an optimizer step. Tensors are on the device."""
 
+    batch: range  # sample numbers of all ranks
     losses: list[Tensor]  # this rank's terms of the mean loss
     grad_norm: Tensor  # before clipping
     learning_rate: float
@@ -255,7 +256,7 @@ class Trainer:
         self.progress.step = step
         self.progress.samples = batch.stop
         self.progress.val_loss = None
-        return StepResult(losses, grad_norm, lr, flags.wait())
+        return StepResult(batch, losses, grad_norm, lr, flags.wait())
 
     def after_step(self, result: StepResult) -> None:
         """Logs, evaluates, generates a sample and saves what is due after a step, in this order."""
