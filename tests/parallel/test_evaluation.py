@@ -5,10 +5,7 @@ import signal
 from pathlib import Path
 from unittest import mock
 
-import pytest
-
-from mingpt.parallel.evaluation import SAMPLE_LENGTH, choose_prompt, generate_sample
-from mingpt.text.tokenizer import CharTokenizer
+from mingpt.parallel.evaluation import SAMPLE_LENGTH, generate_sample
 from tests.helpers import (
     NO_DROPOUT,
     assert_equal_snapshots,
@@ -36,22 +33,8 @@ def samples(run_dir: Path) -> list[tuple[int, str]]:
 def prompt_of(text: Path) -> str:
     """The prompt of a run with default keys: the first line that begins in the last tenth."""
     content = text.read_text()
-    start = content.index("\n", int(0.9 * len(content))) + 1
+    start = int(0.9 * len(content))
     return content[start : start + 20]
-
-
-@pytest.mark.parametrize(
-    ("text", "prompt"),
-    [
-        ("a\nb\n" + "c" * 30, "b\n" + "c" * 18),
-        ("a" * 1000 + "\n" + "b" * 30, "a" * 20),
-        ("ab\n", "ab\n"),
-    ],
-)
-def test_a_prompt_begins_a_line_if_there_is_one(text: str, prompt: str) -> None:
-    tokenizer = CharTokenizer("\nabc")
-    tokens = tokenizer.encode(text, "text")
-    assert tokenizer.decode(choose_prompt(None, tokens, tokenizer)) == prompt
 
 
 def test_samples_on_two_ranks_and_after_a_restart_change_no_bit(text: Path, tmp_path: Path) -> None:
