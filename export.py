@@ -44,7 +44,7 @@ pipeline_tag: text-generation
 
 # {name}
 
-A GPT of architecture {config.architecture}: {config.n_layer} layers, {config.n_head} heads, {config.n_embd} wide,
+A GPT-2: {config.n_layer} layers, {config.n_head} heads, {config.n_embd} wide,
 {sum(weight.numel() for weight in pretrained.weights.values()):,} parameters.
 Prompt and generated text together have at most {config.block_size} tokens.
 

@@ -20,14 +20,12 @@ def find_conflicts(config: Config, precision: str | None = None) -> list[str]:
     tree = distributed.reduction == "tree"
     stages = distributed.pipeline_stages
     checkpointing = trainer.activation_checkpointing != "none"
-    is_nanochat = model.architecture == "nanochat"
     obstacle = fp16_obstacle(config)
     conflicts = (
         (
             model.n_embd % model.n_head,
             f"model.n_embd is {model.n_embd}, must be divisible by model.n_head, {model.n_head}",
         ),
-        (is_nanochat and model.n_embd // model.n_head % 2, "model.n_embd / model.n_head must be even with nanochat"),
         (
             trainer.max_epochs is None and trainer.max_steps is None,
             "trainer.max_epochs and trainer.max_steps are both null; set one, or training would not end",

@@ -77,10 +77,7 @@ class DataConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class ModelConfig:
-    """The architecture and the shape of the model."""
-
-    architecture: Literal["gpt2", "nanochat"] = "nanochat"
-    """gpt2, or nanochat (rotary positions, RMSNorm, ReLU squared); see docs/configuration.md"""
+    """The shape of the model."""
 
     n_layer: PositiveInt = 4
     """transformer blocks"""
@@ -95,15 +92,10 @@ class ModelConfig:
     """dropout probability; 0.1 to 0.2 helps if many epochs lead to overfitting"""
 
     bias: bool = True
-    """gpt2 only: biases in linear layers and layer norms"""
+    """biases in linear layers and layer norms"""
 
     gelu_approximate: Literal["none", "tanh"] = "none"
-    """gpt2 only: GELU without approximation (none), or GPT-2's own, tanh, which is slower on CPUs"""
-
-    @property
-    def has_bias(self) -> bool:
-        """Whether linear layers have a bias."""
-        return self.bias and self.architecture == "gpt2"
+    """GELU without approximation (none), or GPT-2's own, tanh, which is slower on CPUs"""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -1,16 +1,10 @@
-"""Initial weights, and dropout, norms, activation and attention in forms that are faster on CPUs."""
+"""Initial weights, layer norm, and dropout and attention in forms that are faster on CPUs."""
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-# nanochat's constants. In transformers, they are in the config.json of NanoChatForCausalLM.
-ROTARY_BASE = 10_000.0
-LOGIT_CAP = 15.0
-RMS_NORM_EPS = 1e-6
 
 IGNORE_INDEX = -1  # target of a position without a next token
 
@@ -54,70 +48,6 @@ class LayerNorm(nn.LayerNorm):
         weight = self.weight.to(x.dtype)
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
-
-
-# Adding a Python number takes 3 of the 10 us of a token's norm, adding a tensor 1.
-_EPS = torch.tensor(RMS_NORM_EPS)
-
-
-def _inverse_rms(x: Tensor) -> Tensor:
-    """(..., D) -> (..., 1)"""
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
-    return torch.addcmul(_EPS, norm, norm, value=1 / x.size(-1)).rsqrt_().to(x.dtype)
-
-
-class _RMSNormFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        scale = _inverse_rms(x)
-        y = x * scale
-        ctx.save_for_backward(x, y, scale)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        x, y, scale = ctx.saved_tensors
-        if torch.is_grad_enabled():  # for a second derivative
-            scale = _inverse_rms(x)
-        return torch.addcmul(grad, y, (grad * y).mean(-1, keepdim=True), value=-1).mul_(scale)
-
-
-class RMSNorm(nn.Module):
-    """RMSNorm without weights."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x)
-
-
-def rms_norm(x: Tensor) -> Tensor:
-    """Applies RMSNorm without weights to the last dimension. `F.rms_norm` takes twice the time on CPUs."""
-    if not _is_eager_on_cpu(x):
-        return F.rms_norm(x, x.shape[-1:], eps=RMS_NORM_EPS)
-    if x.requires_grad:
-        return _RMSNormFunction.apply(x)
-    return x * _inverse_rms(x)
-
-
-class _ReLUSquaredFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        positive = x.relu()
-        return positive * positive
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return (grad * x.relu()).mul_(2)
-
-
-class ReLUSquared(nn.Module):
-    """The square of ReLU. Composed of PyTorch's functions, it would take four times as long on CPUs."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.requires_grad and _is_eager_on_cpu(x):
-            return _ReLUSquaredFunction.apply(x)
-        return F.relu(x).square()
 
 
 def _is_eager_on_cpu(x: Tensor) -> bool:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel, TokenizersBackend
+from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, PreTrainedModel, TokenizersBackend
 
 from mingpt.errors import UserError
 from mingpt.snapshot.hf_format import EMBEDDINGS, GELU_APPROXIMATE, to_transformers
@@ -60,7 +60,7 @@ def hf_model(pretrained: Pretrained, eos_token_id: int | None) -> PreTrainedMode
     stored = dict(pretrained.weights)
     for table in EMBEDDINGS & stored.keys():
         stored[table] = stored[table][: config.vocab_size]  # a padded vocabulary has more rows than tokens
-    name = f"the {config.architecture} of transformers"
+    name = "the GPT2LMHeadModel of transformers"
     values: dict[str, Any] = {
         "vocab_size": config.vocab_size,
         "max_position_embeddings": config.block_size,
@@ -71,15 +71,12 @@ def hf_model(pretrained: Pretrained, eos_token_id: int | None) -> PreTrainedMode
         "eos_token_id": eos_token_id,
         "pad_token_id": None,
     }
-    if config.architecture == "nanochat":
-        values |= {"intermediate_size": 4 * config.n_embd, "attention_dropout": config.dropout}
-    else:
-        values |= dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), config.dropout)
-        names = {approximate: name for name, approximate in reversed(GELU_APPROXIMATE.items())}
-        values["activation_function"] = names[config.gelu_approximate]
-        values["n_ctx"] = config.block_size  # for llama.cpp's convert_hf_to_gguf.py
-    weights = to_transformers(stored, config.architecture)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.architecture, **values)).eval()
+    values |= dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), config.dropout)
+    names = {approximate: name for name, approximate in reversed(GELU_APPROXIMATE.items())}
+    values["activation_function"] = names[config.gelu_approximate]
+    values["n_ctx"] = config.block_size  # for llama.cpp's convert_hf_to_gguf.py
+    weights = to_transformers(stored)
+    model = GPT2LMHeadModel(GPT2Config(**values)).eval()
     model.generation_config = GenerationConfig(
         do_sample=True,
         temperature=0.8,
