@@ -1,7 +1,6 @@
-"""The start of a run: checks, the text, locks of folders, the snapshot's configuration, and initial weights."""
+"""The start of a run: checks, the text, the snapshot's configuration, and initial weights."""
 
 import hashlib
-import os
 import platform
 from dataclasses import replace
 from functools import cache
@@ -12,18 +11,15 @@ import torch
 from torch import Tensor
 
 from mingpt.config.conflicts import find_start_conflicts, refuse
-from mingpt.config.parser import copied_config
 from mingpt.config.schema import SHAPE_KEYS, Config, DataConfig, GPTConfig, config_to_dict, keys_without_places
 from mingpt.distributed.agreement import broadcast_object, check_equal, shared_errors
 from mingpt.distributed.context import DistributedContext
 from mingpt.errors import UserError
 from mingpt.files import replace_file
 from mingpt.monitoring.logging import logger
-from mingpt.snapshot.folder import open_folders
 from mingpt.snapshot.format import KEPT_KEYS, split_header
-from mingpt.snapshot.load import fit_config, load_initial_weights, load_pretrained, new_run_advice
+from mingpt.snapshot.load import NEW_RUN, fit_config, load_initial_weights, load_pretrained
 from mingpt.system.device import tune_malloc
-from mingpt.system.run_lock import RunLock
 from mingpt.text.corpus import Corpus, check_text, read_corpus
 from mingpt.text.tokenizer import TextTokenizer, Tokenizer, restore_tokenizer, show_tokens
 from model import GPT
@@ -84,33 +80,6 @@ def write_default_text(config: Config) -> None:
     logger.info(f"{path}: help topics of Python {platform.python_version()}, {len(text):,} characters")
 
 
-def lock_run(config: Config, context: DistributedContext) -> RunLock:
-    """Locks the folders that this run writes to. Rank 0 holds the locks; other ranks get an empty RunLock.
-
-    Raises:
-        UserError: on all ranks, if another run holds a lock, a folder can't be written, or a copy of a run would save
-            its snapshots where the original does.
-    """
-    run_dir = Path(config.trainer.run_dir)
-    folders = {run_dir: "trainer.run_dir"}
-    with shared_errors(context):
-        copied = copied_config(run_dir)
-        path = config.trainer.snapshot_path
-        if copied and path is not None and copied.get("trainer.snapshot_path", (None, ""))[0] == path:
-            original, _ = copied["trainer.run_dir"]
-            raise UserError(
-                f"trainer.snapshot_path: {path} is for the snapshots of {original}, which {run_dir} is a copy of; set "
-                "another one, or null"
-            )
-        root = open_folders(config.trainer)[0].root
-        if os.path.realpath(root) != os.path.realpath(run_dir):  # a folder can't be locked twice
-            folders[Path(root)] = "trainer.snapshot_path"
-        lock = RunLock(folders if context.rank == 0 else {})
-        if copied:  # otherwise two runs would continue one run of Weights & Biases
-            (run_dir / "wandb_id").unlink(missing_ok=True)
-    return lock
-
-
 def adopt_snapshot(
     config: Config, context: DistributedContext, header: dict[str, Any] | None
 ) -> tuple[Config, Tokenizer]:
@@ -133,7 +102,7 @@ def adopt_snapshot(
         if path not in (None, began_from):
             logger.warning(f"trainer.init_from is not used, since the run continues from step {header['step']}")
         source = f"the snapshot of step {header['step']} in the run folder"
-        advice = f", or {new_run_advice(config)} to start a new run"
+        advice = f", or {NEW_RUN} to start a new run"
         config = replace(config, trainer=replace(config.trainer, init_from=began_from))
         adopts_shape = path is not None or began_from is not None
         config = fit_config(config, header, source, KEPT_KEYS, adopts_shape, advice)
@@ -172,7 +141,7 @@ def load_corpus(config: Config, context: DistributedContext, tokenizer: Tokenize
         if found != known and not may_differ:
             new = set(found) - set(known)
             difference = f"the tokens {show_tokens(new)} are not in" if new else "its tokens have other numbers than in"
-            advice = f"the vocabulary of this run; use the same text or tokenizer.json, or {new_run_advice(config)}"
+            advice = f"the vocabulary of this run; use the same text or tokenizer.json, or {NEW_RUN}"
             if is_new:
                 advice = "the vocabulary of trainer.init_from; give data/prepare.py its tokenizer.json, or leave it out"
             raise UserError(f"data.path: {difference} {advice}")

@@ -16,7 +16,7 @@ from mingpt.config.schema import Config, keys_without_places
 from mingpt.config.yaml_format import format_value
 from mingpt.parallel.memory import format_bytes
 from mingpt.snapshot.format import Best, is_comparable
-from mingpt.snapshot.load import new_run_advice
+from mingpt.snapshot.load import NEW_RUN
 from mingpt.text.corpus import Corpus
 
 MAX_FILES = 5  # in a message
@@ -81,9 +81,8 @@ def resumed(path: str, then: dict[str, Any], now: dict[str, Any]) -> str:
     changes = changed_keys(then["config"], now["config"])
     if changes:
         lines.append(f"changed since the snapshot: {', '.join(changes)}")
-    code = then.get("code", now["code"])  # an older snapshot lacks it
-    if code != now["code"]:
-        lines.append(f"the code has changed since the snapshot: {changed_files(code, now['code'])}")
+    if then["code"] != now["code"]:
+        lines.append(f"the code has changed since the snapshot: {changed_files(then['code'], now['code'])}")
     if then["text_sha256"] != now["text_sha256"]:
         lines.append(
             f"the text has changed: its SHA-256 is {then['text_sha256']} in the snapshot, {now['text_sha256']} now; "
@@ -92,8 +91,8 @@ def resumed(path: str, then: dict[str, Any], now: dict[str, Any]) -> str:
     if not is_comparable(then, now["text_sha256"], now["config"]["trainer"]["eval_windows"]):
         lines.append("validation losses are not comparable with earlier ones, so the best snapshot is chosen anew")
     for key, name in (("hardware", "hardware"), ("pytorch", "version of PyTorch")):
+        old = then["choices"][key]
         new = now["choices"][key]
-        old = then["choices"].get(key, new)  # an older snapshot may lack it
         if old != new:
             lines.append(f"the {name} has changed from {old} to {new}, so the last bits may differ")
     old = then["learning_rate"]
@@ -101,14 +100,6 @@ def resumed(path: str, then: dict[str, Any], now: dict[str, Any]) -> str:
     if not math.isclose(old, new, rel_tol=1e-6):
         lines.append(f"the learning rate of step {now['step']} was {old:.3g}, and is {new:.3g} with this configuration")
     return "\n".join(lines)
-
-
-def stopped(name: str, step: int, is_complete: bool) -> str:
-    """Returns that a signal has stopped the run, in the wait for uploads if all steps are complete."""
-    end = "after saving a snapshot; run the same command to resume"
-    if is_complete:
-        end = "before all snapshots were uploaded; run the same command to upload them"
-    return f"stopped by {name} at step {step} {end}"
 
 
 def already_trained(file: str, step: int, config: Config, last_step: int) -> str:
@@ -120,7 +111,7 @@ def already_trained(file: str, step: int, config: Config, last_step: int) -> str
     """
     return (
         f"already trained: {file} is at step {step}, and training ends at step {last_step}. To continue, raise "
-        f"trainer.max_steps or trainer.max_epochs; to start a new run, {new_run_advice(config)}.\n"
+        f"trainer.max_steps or trainer.max_epochs; to start a new run, {NEW_RUN}.\n"
         f"{next_commands(file, config.trainer.run_dir)}"
     )
 

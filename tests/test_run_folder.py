@@ -78,40 +78,6 @@ def _start_inside(folder: Path) -> tuple[int, str, str]:
     return run_captured("--config", "config.yaml", "--trainer.max_steps", "12")
 
 
-def test_a_copy_does_not_save_where_the_original_does(text: Path, tmp_path: Path) -> None:
-    snapshots = tmp_path / "snapshots"
-    argv = run_args(tmp_path / "runs/X", text, trainer__max_steps=6, trainer__snapshot_path=snapshots)
-    assert run_ranks(1, train_main, *argv, tmp_path=tmp_path) == [0]
-    copy = shutil.copytree(tmp_path / "runs/X", tmp_path / "runs/copy")
-    status, _, err = start(copy)
-    assert status == 2
-    assert err == (
-        f"error: trainer.snapshot_path: {snapshots} is for the snapshots of {tmp_path}/runs/X, which {copy} is a copy "
-        "of; set another one, or null\n"
-    )
-
-
-def test_snapshots_that_were_renamed_are_named(trained: Path, tmp_path: Path) -> None:
-    """By a download, by hand, or by a browser."""
-    folder = tmp_path / "runs/downloaded/snapshots"
-    folder.mkdir(parents=True)
-    names = ["best.pt", "step_00000006 (1).pt", "step_00000006.pt.zip"]
-    for name in names:
-        shutil.copy(trained / "snapshots/step_00000006.pt", folder / name)
-    argv = ["--config", f"{trained}/config.yaml", "--trainer.run_dir", str(folder.parent), "--trainer.max_steps", "1"]
-    [(status, _, err)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
-    assert (status, err) == (
-        0,
-        f"warning: {folder}: not named like step_00000500.pt, and not used: {', '.join(names)}\n",
-    )
-    (folder / "step_00000001.pt").unlink()
-    for path in (folder, folder.parent):
-        with pytest.raises(
-            UserError, match=re.escape(f"; not named like step_00000500.pt: {', '.join(names)}; main.py")
-        ):
-            load_pretrained(str(path), "--snapshot")
-
-
 def test_a_new_run_removes_what_a_killed_first_save_has_left(tmp_path: Path) -> None:
     left = tmp_path / f"run/snapshots/step_00000003.pt.{uuid.uuid4().hex}.tmp"
     left.parent.mkdir(parents=True)

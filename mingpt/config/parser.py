@@ -114,16 +114,6 @@ def _read_file(file: str) -> Values:
     return values
 
 
-def copied_config(folder: Path) -> Values:
-    """Returns the config.yaml of a copy of another run folder; empty: the folder is no copy, or was moved."""
-    values: Values = {}
-    with suppress(UserError):  # there is none, or it is damaged, which must not stop a run that does not need it
-        values = read_yaml(str(folder / "config.yaml"))
-    original, _ = values.get("trainer.run_dir", (str(folder), ""))
-    is_copy = os.path.exists(f"{original}/metrics.jsonl") and not folder.samefile(str(original))
-    return values if is_copy else {}
-
-
 def _read_command_line(argv: Sequence[str]) -> tuple[list[str], Values]:
     """Returns the files of --config, and the values of other options: `--name value` or `--name=value`."""
     files: list[str] = []
@@ -176,6 +166,5 @@ def _wrong_value(name: str, value: Any, place: str, errors: Iterable[ErrorDetail
 
 
 def default_snapshot_path() -> str:
-    """Returns the folder of the snapshots of the run in gpt2_train_cfg.yaml."""
-    cfg = read_config().trainer
-    return cfg.snapshot_path or cfg.run_dir
+    """Returns the folder of the run in gpt2_train_cfg.yaml."""
+    return read_config().trainer.run_dir

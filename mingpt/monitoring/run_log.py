@@ -18,7 +18,7 @@ from typing import Any
 from mingpt.config.schema import Config, config_to_dict
 from mingpt.config.yaml_format import dump_config
 from mingpt.errors import UserError
-from mingpt.files import open_regular, replace_file, replaced_file
+from mingpt.files import replace_file, replaced_file
 from mingpt.monitoring.live_line import Terminal
 from mingpt.monitoring.logging import logger
 
@@ -257,7 +257,7 @@ def iter_metrics(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _iter_json(file: Path) -> Iterator[Any]:
-    with open_regular(file) as lines:
+    with open(file, "rb") as lines:
         for line in lines:
             with suppress(ValueError, RecursionError):  # RecursionError: of a nested line
                 yield json.loads(line, parse_constant=lambda name: None)  # NaN and Infinity of other tools
@@ -265,10 +265,3 @@ def _iter_json(file: Path) -> Iterator[Any]:
 
 def _is_row(value: Any) -> bool:
     return isinstance(value, dict) and "event" in value and isinstance(value.get("step"), int)
-
-
-def saved_steps(file: Path) -> list[int]:
-    """Returns the steps with a snapshot according to a metrics.jsonl, which may not exist."""
-    if not file.is_file():
-        return []
-    return [row["step"] for row in iter_metrics(file) if row["event"] == "snapshot" and "path" in row]

@@ -40,7 +40,8 @@ from tests.helpers import (
 )
 from trainer import Trainer
 
-MIRROR = "memory://mirror/snapshots"
+URL = "memory://mirror"
+MIRROR = f"{URL}/run"
 
 
 def files(path: Path | str) -> list[str]:
@@ -64,7 +65,7 @@ def call_before(owner: type, name: str, function: Callable[..., Any]) -> None:
 
 def wait_for_threads(most: int = 0) -> None:
     """For `run_ranks`: waits until at most this number of threads writes or uploads a snapshot, or waits to do so."""
-    wait_until(lambda: [thread.name for thread in threading.enumerate()].count("snapshot") <= most, "the threads")
+    wait_until(lambda: sum("snapshot" in thread.name for thread in threading.enumerate()) <= most, "the threads")
 
 
 @pytest.mark.parametrize(("overhead", "cost", "pause"), [(0.5, 0.0, 1.0), (0.1, 0.03, 0.6)])
@@ -114,7 +115,7 @@ def _threads_after_runs(text: Path, tmp_path: Path) -> tuple[list[int], bool]:
     """Returns the number of threads after each run, and whether threads' errors are shown."""
     counts, hook = [], threading.excepthook
     for run in range(5):
-        url = {} if run < 3 else {"trainer__snapshot_path": MIRROR}
+        url = {} if run < 3 else {"trainer__snapshot_path": URL}
         argv = run_args(tmp_path / f"{run}", text, trainer__max_steps=1, trainer__seed=1 + run // 4, **url)
         assert train_main(*argv) == (2 if run == 4 else 0)  # the mirror has a snapshot of another seed
         wait_for_threads()
@@ -128,7 +129,7 @@ def test_a_closed_trainer_starts_no_upload(slow: str, text: Path, tmp_path: Path
 
     While the upload of step 3 lasts, only one upload waits for it.
     """
-    argv = run_args(tmp_path / "run", text, trainer__snapshot_path=MIRROR, trainer__eval_every=100)
+    argv = run_args(tmp_path / "run", text, trainer__snapshot_path=URL, trainer__eval_every=100)
     [uploaded] = run_ranks(1, _uploads_of_closed_trainer, slow, argv, tmp_path=tmp_path)
     assert uploaded == ([] if slow == "write" else names(3))
     assert list_snapshots(tmp_path / "run") == (names(3) if slow == "write" else names(3, 6, 9))
@@ -242,7 +243,7 @@ def test_a_lost_machine_resumes_from_the_mirror_which_the_same_rule_prunes(tmp_p
     """Each rank has a run folder. The evaluation of step 4 is the best one."""
     text = write_overfitting_text(tmp_path / "text.txt")
     options = OVERFITTING | {"trainer__keep_snapshots": 2, "trainer__save_every": 2}
-    argv = run_args(tmp_path / "RANK", text, trainer__snapshot_path=MIRROR, **options)
+    argv = run_args(tmp_path / "RANK", text, trainer__snapshot_path=URL, **options)
     first, second = run_ranks(2, _lose_rank_0, argv, tmp_path, tmp_path=tmp_path)[0]
     assert (first[0][0], first[1]) == (0, names(4, 8, 10))
     assert (second[0][0], second[1]) == (0, names(4, 12, 14))
@@ -267,7 +268,7 @@ def test_an_upload_holds_up_no_step_and_no_local_save_and_the_status_is_0_if_and
     text: Path, tmp_path: Path
 ) -> None:
     """Whatever failed before: an upload of a run that goes on, an earlier start's, or one that was cut."""
-    argv = run_args(tmp_path / "run", text, trainer__snapshot_path=MIRROR, trainer__eval_every=100)
+    argv = run_args(tmp_path / "run", text, trainer__snapshot_path=URL, trainer__eval_every=100)
     [(uploaded, results)] = run_ranks(1, _train_with_faulty_store, argv, tmp_path=tmp_path)
     late, failed, still_away, back, cut = results
     assert uploaded == names(3, 12)  # when the upload of step 3 ends, steps 6 and 9 are overtaken
@@ -320,7 +321,7 @@ def test_a_wait_ends_at_the_first_signal_if_all_is_written_and_at_a_second_one_i
 ) -> None:
     """Python joins threads after the program if it is profiled."""
     options: dict[str, Any] = {"trainer__save_every": 1000, "trainer__eval_every": 1000, "trainer__save_overhead": None}
-    argv = run_args(tmp_path / "run", text, trainer__snapshot_path=MIRROR, **options)
+    argv = run_args(tmp_path / "run", text, trainer__snapshot_path=URL, **options)
     stdout, stderr = tmp_path / "stdout", tmp_path / "stderr"
     body = _profiled_main_that_hangs if is_profiled else _main_that_hangs
     [process], _ = start_ranks(1, body, what, argv, stdout, stderr, tmp_path=tmp_path)
@@ -354,7 +355,7 @@ def test_in_a_session_a_second_interrupt_ends_the_wait(
 ) -> None:
     run_dir, stdout, stderr = tmp_path / "run", tmp_path / "stdout", tmp_path / "stderr"
     endless: dict[str, Any] = {"trainer__max_steps": 10**6, "trainer__save_every": 10**6, "trainer__eval_every": 10**6}
-    argv = run_args(run_dir, text, trainer__snapshot_path=MIRROR, trainer__save_overhead=None, **endless)
+    argv = run_args(run_dir, text, trainer__snapshot_path=URL, trainer__save_overhead=None, **endless)
     [process], _ = start_ranks(1, _session_that_hangs, what, argv, stdout, stderr, tmp_path=tmp_path)
     wait_for_step(run_dir, 5)
     os.kill(process.pid, signal.SIGINT)
