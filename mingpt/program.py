@@ -6,37 +6,16 @@ import io
 import json
 import os
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from mingpt.errors import PeerError, UserError, is_oom_error
 from mingpt.files import replace_file
 from mingpt.monitoring.logging import configure_logging, is_reporter, logger
 from mingpt.system.signals import is_interactive
-
-_running = threading.Lock()
-
-
-@contextmanager
-def only_run() -> Iterator[None]:
-    """Excludes other runs from this process during the block. They would draw random numbers of this run.
-
-    Raises:
-        UserError: another thread is in such a block.
-    """
-    if not _running.acquire(blocking=False):
-        raise UserError(
-            "another thread of this process is training, and random numbers, threads and process group of PyTorch are "
-            "the process's; start each run in a process of its own"
-        )
-    try:
-        yield
-    finally:
-        _running.release()
 
 
 def run_program(run: Callable[[Sequence[str]], int | None], argv: Sequence[str], encoding: str | None = None) -> int:

@@ -1,15 +1,12 @@
 """Reads a Config from yaml files and the command line, or raises one message that lists every mistake."""
 
 import difflib
-import logging
-import os
 import reprlib
 import shutil
 import sys
 import textwrap
 from collections import deque
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -22,9 +19,7 @@ from mingpt.config.conflicts import find_conflicts, refuse
 from mingpt.config.schema import KEYS, SECTIONS, Config, TrainerConfig, by_section, config_to_dict
 from mingpt.config.yaml_format import Values, dump_config, format_value, read_yaml
 from mingpt.errors import UserError
-from mingpt.files import replace_file
 
-logger = logging.getLogger("mingpt")
 DEFAULT_CONFIG = Path(__file__).parents[2] / "gpt2_train_cfg.yaml"
 COMMAND_LINE = "the command line"
 HELP = """\
@@ -52,12 +47,11 @@ HINTS = {
 LIST_KEYS = [name for name, info in KEYS.items() if "tuple[" in str(info.annotation)]
 
 
-def read_config(argv: Sequence[str] = (), kept: Path | None = None) -> Config:
+def read_config(argv: Sequence[str] = ()) -> Config:
     """Reads the yaml files and applies the options of the command line; other keys keep their defaults.
 
     Args:
         argv: the command line without the program's name
-        kept: replaces the yaml files if it exists, and otherwise gets the configuration
 
     Raises:
         UserError: lists every mistake, with the key, the file or option, the value found and the values allowed.
@@ -70,11 +64,6 @@ def read_config(argv: Sequence[str] = (), kept: Path | None = None) -> Config:
     files, given = _read_command_line(argv)
     on_command_line = frozenset(given)
     files = files or [str(DEFAULT_CONFIG)]
-    if kept is not None and kept.exists():
-        changed = [file for file in files if os.path.exists(file) and os.path.getmtime(file) > kept.stat().st_mtime]
-        if changed:
-            logger.info(f"{', '.join(changed)} has changed; restarts of this torchrun keep the first configuration")
-        files = [str(kept)]
     for file in reversed(files):  # the file with the highest precedence first
         for name, found in _read_file(file).items():
             given.setdefault(name, found)
@@ -99,9 +88,6 @@ def read_config(argv: Sequence[str] = (), kept: Path | None = None) -> Config:
     if "--print_config" in argv:
         print(dump_config(config_to_dict(config)), end="")
         sys.exit(0)
-    if kept is not None and not kept.exists():
-        with suppress(OSError):  # such as a full disk; then restarts read the files again
-            replace_file(kept, dump_config(config_to_dict(config)))
     return config
 
 

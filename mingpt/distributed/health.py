@@ -3,49 +3,39 @@
 import json
 import os
 import platform
+import sys
 import threading
 import time
-from collections.abc import Callable
 from concurrent import futures
-from contextlib import suppress
-from typing import Any
+from pathlib import Path
+from types import FrameType
 
 import torch.distributed as dist
 
 from mingpt.distributed.launcher import RankInfo, restart_hint
-from mingpt.distributed.network import machine_id
-from mingpt.distributed.position import Position, PositionReader, describe_positions, format_list
+from mingpt.distributed.rendezvous import machine_id
 from mingpt.errors import PeerError, is_oom_error
 from mingpt.monitoring.logging import set_reporter
 
 HEARTBEAT_INTERVAL = 0.5  # seconds between heartbeats
 HEARTBEAT_TIMEOUT = 2.0  # a rank without a heartbeat for this time counts as dead
-ALL_ALIVE_SECONDS = 0.7  # all ranks send a heartbeat within this time, if none is dead
-POLL_SECONDS = 0.1  # seconds between checks for the cause in the store
-ANSWER_SECONDS = 3.0  # timeout of a request to the store
+ANSWER_SECONDS = 5.0  # how long the store's answers may take
 LINGER_SECONDS = 2.0  # rank 0 ends so much later than other ranks, if it hosts the store
-ALL_ALIVE = "ranks are alive"
-FILE_SYSTEM = "the file system"  # the host of a store at file://
 RANK_0 = "rank 0"  # the host of a store that a launcher or a file does not provide
-
-
-class StoreUnreachableError(Exception):
-    """The rendezvous store does not answer."""
+ROOT = f"{Path(__file__).parents[2]}/"
+COLLECTIVES = f"{Path(__file__).parent}/"  # code of collectives; messages name its callers
 
 
 class HealthMonitor:
     """Exchanges heartbeats through the store, so that after an error the ranks can tell its cause.
 
     A backend's error says that some rank is dead or late, but not which one. gloo raises it at once if a process has
-    exited, otherwise after `distributed.timeout_seconds`. Therefore, a thread of each rank writes heartbeats with its
-    position to the store. After an error, the first rank that asks reads the heartbeats of all ranks, and writes the
-    cause to the store for the others. The number of requests of a rank does not depend on the number of ranks.
+    exited, otherwise after `distributed.timeout_seconds`. Therefore, a thread of each rank writes heartbeats to the
+    store, with the line that the main thread executes. After an error, a rank reads the heartbeats of all ranks, and
+    writes the cause to the store for the ranks whose errors are its consequence.
 
     Args:
         store_host: the process that hosts the store, for messages
-
-    Attributes:
-        step: a number that the main thread increases in each step
     """
 
     def __init__(self, store: dist.Store, info: RankInfo, store_host: str) -> None:
@@ -54,12 +44,10 @@ class HealthMonitor:
         self.heartbeat_store: dist.Store = dist.PrefixStore("health", store.clone())  # type: ignore[attr-defined]
         self.info = info
         self.store_host = store_host
-        self.is_host = info.rank == 0 and store_host == RANK_0
         self.name = f"rank {info.rank} ({platform.node()}, process {os.getpid()})"
-        self.step = 0
-        self.cause = ""  # empty until this rank has read it
-        self.reader = PositionReader()
-        self._send_heartbeat(0)  # other ranks wait for the key
+        self.heartbeats = 0
+        self.place = ""
+        self._send_heartbeat()  # other ranks wait for the key
         self.stopped = threading.Event()
         self.thread = threading.Thread(target=self._send_heartbeats, daemon=True)
 
@@ -70,133 +58,109 @@ class HealthMonitor:
     def stop(self) -> None:
         self.stopped.set()
 
-    def _send_heartbeat(self, number: int) -> None:
-        """Writes this rank's heartbeat to the store. The number makes each one different."""
-        heartbeat = json.dumps([number, self.name, self.reader.read(self.step)])
+    def _send_heartbeat(self) -> None:
+        """Writes a heartbeat. After an error in a collective, the place stays at that collective."""
+        main_thread = threading.main_thread().ident
+        handled = sys._current_exceptions().get(main_thread)  # type: ignore[arg-type]
+        error = handled[1] if isinstance(handled, tuple) else handled  # a tuple before Python 3.12
+        if not isinstance(error, RuntimeError):  # the class of all backends' errors
+            self.place = find_place(sys._current_frames().get(main_thread))  # type: ignore[arg-type]
+        self.heartbeats += 1  # so that each one differs
+        heartbeat = json.dumps([self.heartbeats, self.name, self.place])
         self.heartbeat_store.set(f"heartbeat/{self.info.rank}", heartbeat)
 
     def _send_heartbeats(self) -> None:
-        number = 0
         while not self.stopped.wait(HEARTBEAT_INTERVAL):
-            number += 1
             try:
-                self._send_heartbeat(number)
-                # Read now: when this rank gets an error, rank 0 may have ended, and the store with it.
-                if not self.cause and self.heartbeat_store.check(["cause"]):
-                    self.cause = self.heartbeat_store.get("cause").decode()
-            except (RuntimeError, OSError):  # training may continue without a store
-                if self.store_host != FILE_SYSTEM:  # TCPStore does not reconnect, and logs each attempt
-                    return
+                self._send_heartbeat()
+            except (RuntimeError, OSError):  # training may continue without a store; TCPStore does not reconnect
+                return
 
     def explain(self, error: Exception) -> Exception:
         """Returns the exception to raise in place of `error`: a PeerError if the cause is another rank.
 
         The first rank of each machine that has a PeerError reports it.
         """
-        cause = ""
-        if isinstance(error, RuntimeError) and not is_oom_error(error):  # the class of all backends' errors
+        answer: futures.Future[str] = futures.Future()
+
+        def find() -> None:
             try:
-                cause = self._find_cause(error)
-            except StoreUnreachableError as unreachable:
-                cause = str(unreachable)
+                answer.set_result(self._find_cause(error))
+            except (RuntimeError, OSError) as unreachable:
+                answer.set_exception(unreachable)
+
+        try:
+            threading.Thread(target=find, daemon=True).start()  # a request to a stopped process blocks forever
+            cause = answer.result(timeout=HEARTBEAT_TIMEOUT + ANSWER_SECONDS)
+        except (RuntimeError, OSError, futures.TimeoutError):
+            if _is_own(error):
+                return error
+            set_reporter(True)
+            cause = f"{self.store_host}, which hosts the store, is dead, stopped or cut off from {self.name}: no answer"
+        if not cause:
+            return error
+        if self.info.rank == 0 and self.store_host == RANK_0:  # other ranks read the store a moment later
+            time.sleep(LINGER_SECONDS)
+        return PeerError(cause + restart_hint(os.environ))
+
+    def _find_cause(self, error: Exception) -> str:
+        """Returns what the first rank with an error has found out; empty: the error is this rank's own."""
+        cause = "" if _is_own(error) else self._read_heartbeats(error)
         if not cause:
             summary = (str(error).strip().splitlines() or [""])[0]
-            with suppress(StoreUnreachableError):
-                self._share_cause(f"{self.name} failed: {type(error).__name__}: {summary}")
-            return error
-        if self.is_host:  # other ranks read the store when they get the error, a moment later
-            time.sleep(LINGER_SECONDS)
-        set_reporter(self._is_first_of_machine())
-        hint = restart_hint(os.environ)
-        if hint and ALL_ALIVE in cause:
-            hint += ", unless changed code makes ranks wait for each other"
-        return PeerError(cause + hint)
+            self._share("cause", f"{self.name} failed: {type(error).__name__}: {summary}")
+            return ""
+        cause = self._share("cause", cause)
+        is_by_hand = self.info.local_rank is None  # maybe each in its own terminal
+        set_reporter(is_by_hand or self._share(f"reporter/{machine_id()}", self.name) == self.name)
+        return cause
 
-    def _is_first_of_machine(self) -> bool:
-        """Returns whether this rank is the first one of its machine that calls this.
-
-        If the store does not answer, and rank 0 has reported the cause before it ended the store, local rank 0 is the
-        first one. If the cause is unknown, each rank is, like ranks that are started by hand, maybe in own terminals.
-        """
-        if self.info.local_rank is None:
-            return True
-        try:
-            return self._is_first(f"reporter/{machine_id()}")
-        except StoreUnreachableError:
-            return not self.cause or self.info.local_rank == 0
-
-    def _find_cause(self, error: RuntimeError) -> str:
-        """Returns the cause that another rank has found, or the ranks that are dead or late, or an empty string.
-
-        All ranks call this at about the same time.
-        """
-        cause = self.cause or self._await_cause(0)
-        if not cause and not self._is_first("reader"):
-            cause = self._await_cause(HEARTBEAT_TIMEOUT + ANSWER_SECONDS)
-        return cause or self._read_heartbeats(error)
-
-    def _read_heartbeats(self, error: RuntimeError) -> str:
-        """Reads the heartbeats of all ranks twice or three times. Returns the cause, as in `_find_cause`."""
+    def _read_heartbeats(self, error: Exception) -> str:
+        """Returns the cause, if another rank has found it, or some are dead, or a collective has timed out."""
         keys = [f"heartbeat/{rank}" for rank in range(self.info.world_size)]
-        before = self._query(self.store.multi_get, keys)
-        started = time.monotonic()
-        for seconds in (ALL_ALIVE_SECONDS, HEARTBEAT_TIMEOUT):
-            if cause := self._await_cause(started + seconds - time.monotonic()):
-                return cause
-            now = self._query(self.store.multi_get, keys)
-            silent = [rank for rank in range(self.info.world_size) if now[rank] == before[rank]]
-            if not silent:
-                break
-        if self.info.rank in silent:
-            return ""  # this rank's own heartbeats do not reach the store, so others may be missing for the same reason
-        _, names, values = zip(*map(json.loads, now), strict=True)
-        positions = [Position(*value) for value in values]
-        if silent:
-            dead = format_list([names[rank] for rank in silent], " and ")
-            last_places = format_list([positions[rank].place for rank in silent], " and ")
-            return self._share_cause(
+        before = self.store.multi_get(keys)
+        deadline = time.monotonic() + HEARTBEAT_TIMEOUT
+        while time.monotonic() < deadline:
+            if self.store.check(["cause"]):
+                return self.store.get("cause").decode()
+            time.sleep(0.1)
+        now = self.store.multi_get(keys)
+        _, names, places = zip(*map(json.loads, now), strict=True)
+        if silent := [rank for rank in range(self.info.world_size) if now[rank] == before[rank]]:
+            dead = " and ".join(f"{names[rank]}" for rank in silent)
+            last_places = " and ".join(places[rank] for rank in silent)
+            return (
                 f"{dead} sent no heartbeat for {HEARTBEAT_TIMEOUT:g} seconds: dead, stopped or cut off, last seen in "
                 f"{last_places}"
             )
-        # Only its text tells a gloo error from other RuntimeErrors.
-        text = str(error).lower()
-        is_timeout = "timeout" in text or "timed out" in text
-        places = describe_positions(positions)
-        if not is_timeout and ("gloo" not in text or len(places) == 1):
+        text = str(error).lower()  # only it tells a collective that has timed out from other RuntimeErrors
+        if "timeout" not in text and "timed out" not in text:
             return ""
-        return self._share_cause(f"all {self.info.world_size} {ALL_ALIVE}; {format_list(places, '; ')}")
+        ranks: dict[str, list[str]] = {}
+        for rank, place in enumerate(places):
+            ranks.setdefault(place, []).append(str(rank))
+        waiting = "; ".join(f"rank {', '.join(found)}: in {place}" for place, found in ranks.items())
+        return f"all {self.info.world_size} ranks are alive; {waiting}"
 
-    def _share_cause(self, cause: str) -> str:
-        """Writes the cause to the store, unless another rank already has. Returns the cause in the store."""
-        return self._query(self.store.compare_set, "cause", "", cause).decode()
+    def _share(self, key: str, value: str) -> str:
+        """Writes a value to the store, unless another rank already has. Returns the value in the store."""
+        return self.store.compare_set(key, "", value).decode()
 
-    def _await_cause(self, seconds: float) -> str:
-        """Returns the cause that another rank finds within `seconds`, otherwise an empty string."""
-        deadline = time.monotonic() + seconds
-        while not self._query(self.store.check, ["cause"]):
-            if time.monotonic() >= deadline:
-                return ""
-            time.sleep(POLL_SECONDS)
-        return self._query(self.store.get, "cause").decode()
 
-    def _is_first(self, key: str) -> bool:
-        """Returns whether this rank is the first one that calls this for a key."""
-        return self._query(self.store.compare_set, key, "", self.name).decode() == self.name
+def find_place(frame: FrameType | None) -> str:
+    """Returns the function that a thread executes, and the line of this program that leads to it.
 
-    def _query(self, request: Callable[..., Any], *args: Any) -> Any:
-        """Returns the store's answer. A thread waits for it, because a request to a stopped process blocks forever."""
-        answer: futures.Future[Any] = futures.Future()
+    For example, `all_to_all_single at mingpt/parallel/tree_reduction.py:96`.
+    """
+    function = "" if frame is None else frame.f_code.co_name
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(ROOT) and not file.startswith(COLLECTIVES) and "/site-packages/" not in file:
+            return f"{function} at {file.removeprefix(ROOT)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return f"{function}, called by no line of this program"
 
-        def send() -> None:
-            try:
-                answer.set_result(request(*args))
-            except (RuntimeError, OSError) as error:
-                answer.set_exception(error)
 
-        try:
-            threading.Thread(target=send, daemon=True).start()  # raises if there is not enough memory
-            return answer.result(timeout=ANSWER_SECONDS)
-        except (RuntimeError, OSError, futures.TimeoutError) as error:
-            raise StoreUnreachableError(
-                f"{self.store_host}, which hosts the store, is dead, stopped or cut off from {self.name}: no answer"
-            ) from error
+def _is_own(error: Exception) -> bool:
+    """Returns whether an error is certainly this rank's own. RuntimeError is the class of all backends' errors."""
+    return not isinstance(error, RuntimeError) or is_oom_error(error)

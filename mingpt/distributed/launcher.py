@@ -1,10 +1,8 @@
 """Detects the launcher (torchrun, SLURM, mpirun or none), and reads rank, number of ranks and rendezvous address."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from zlib import crc32
 
 from mingpt.errors import UserError
 
@@ -53,15 +51,6 @@ def detect_launch_environment(env: Mapping[str, str]) -> RankInfo:
     else:
         return RankInfo()
     return replace(info, init_method=_master_address(env, address))
-
-
-def kept_config(env: Mapping[str, str], argv: Sequence[str]) -> Path | None:
-    """Returns where torchrun's restarts find the configuration of the first start; None: this is not torchrun.
-
-    Each command line has a file, since a worker may train several runs.
-    """
-    found = re.fullmatch(r"(.+)/attempt_\d+/\d+/error\.json", env.get("TORCHELASTIC_ERROR_FILE", ""))
-    return Path(found[1], f"config-{crc32(repr(argv).encode()):08x}.yaml") if found else None
 
 
 def _read_ranks(

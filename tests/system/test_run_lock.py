@@ -68,7 +68,7 @@ def test_a_folder_is_locked_until_the_descriptor_is_closed(tmp_path: Path) -> No
     os.close(take(tmp_path / "other"))
     message = (
         f"trainer.run_dir: process {os.getpid()} on {platform.node()} is training in {tmp_path}; wait for it, stop it (a "
-        "Trainer in a notebook by its `close()`), or set another trainer.run_dir. If that host is lost, delete "
+        "Trainer in a notebook by its `close()`), or set another trainer.run_dir. If the host is lost, delete "
         f"{tmp_path}/.lock"
     )
     with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
