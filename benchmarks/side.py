@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 
 from benchmarks.nanogpt import nanogpt_step
-from main import process_group
 from mingpt.config.parser import read_config
 from mingpt.distributed.agreement import broadcast_object
 from mingpt.distributed.launcher import detect_launch_environment
+from mingpt.distributed.process_group import process_group
 from mingpt.monitoring.logging import set_rank
 from mingpt.program import exit_process, run_program
 from mingpt.system.device import device_kind

@@ -92,12 +92,9 @@ def exit_process(status: int) -> None:
     """Ends the process without finalizing the interpreter. In a session (IPython's `%run`), only the program ends.
 
     Finalization would abort the process if a thread of PyTorch's C++ code still runs, and it would wait in the
-    destructor of a process group that has failed. A profiler, a debugger and `python -i` do their work after the
-    program, so with them it ends like any other.
+    destructor of a process group that has failed. A profiler and a debugger do their work after the program.
     """
-    monitoring = getattr(sys, "monitoring", None)  # Python 3.12
-    tools = [sys.gettrace(), sys.getprofile(), *(monitoring.get_tool(i) for i in range(6) if monitoring)]
-    if is_interactive() or sys.flags.inspect or any(tools):
+    if is_interactive() or sys.gettrace() or sys.getprofile():
         sys.exit(status)
     with suppress(OSError):
         sys.stderr.flush()

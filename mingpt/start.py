@@ -99,8 +99,6 @@ def adopt_snapshot(
     path = config.trainer.init_from
     if header is not None:
         began_from = header["config"]["trainer"]["init_from"]
-        if path not in (None, began_from):
-            logger.warning(f"trainer.init_from is not used, since the run continues from step {header['step']}")
         source = f"the snapshot of step {header['step']} in the run folder"
         advice = f", or {NEW_RUN} to start a new run"
         config = replace(config, trainer=replace(config.trainer, init_from=began_from))
@@ -169,13 +167,5 @@ def initial_weights(config: Config, context: DistributedContext, model: GPT, cor
             path = config.trainer.init_from
             if path is None:
                 return model.state_dict()
-            pretrained = load_pretrained(path, "trainer.init_from")
-            if pretrained.snapshot.get("text_sha256") == corpus.sha256:
-                data = pretrained.snapshot["config"]["data"]
-                if (data["train_split"], data["truncate"]) != (config.data.train_split, config.data.truncate):
-                    logger.warning(
-                        f"{path} has the same text, but other values of data.train_split or data.truncate, so it may "
-                        "have been trained on the validation text"
-                    )
-            return load_initial_weights(pretrained, path, model, corpus.tokenizer)
+            return load_initial_weights(load_pretrained(path, "trainer.init_from"), path, model, corpus.tokenizer)
     return {}

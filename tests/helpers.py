@@ -35,6 +35,7 @@ from mingpt.config.parser import read_config
 from mingpt.config.schema import Config, DistributedConfig, GPTConfig, config_to_dict
 from mingpt.distributed.context import DistributedContext
 from mingpt.distributed.launcher import detect_launch_environment
+from mingpt.distributed.process_group import process_group
 from mingpt.monitoring.run_log import iter_metrics
 from mingpt.snapshot.folder import SnapshotFolder
 from mingpt.system.run_lock import LOCK_NAME
@@ -283,7 +284,7 @@ def run_main(argv: list[str]) -> int:
 def open_process_group(**keys: Any) -> Iterator[DistributedContext]:
     """For `run_ranks`: the process group of main.py with these keys of the section `distributed`."""
     config = DistributedConfig(**{"init_method": os.environ["TEST_INIT_METHOD"], "timeout_seconds": 60} | keys)
-    with main.process_group(Config(distributed=config), detect_launch_environment(os.environ)) as context:
+    with process_group(Config(distributed=config), detect_launch_environment(os.environ)) as context:
         yield context
 
 
@@ -506,7 +507,7 @@ def open_trainer(*argv: str, rendezvous: Any = "") -> Iterator[Trainer]:
     """
     config = read_config([*argv, "--distributed.init_method", f"{os.environ['TEST_INIT_METHOD']}-{rendezvous}"])
     with (
-        main.process_group(config, detect_launch_environment(os.environ)) as context,
+        process_group(config, detect_launch_environment(os.environ)) as context,
         redirect_stdout(io.StringIO()),
         redirect_stderr(io.StringIO()),
     ):

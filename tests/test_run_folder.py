@@ -1,15 +1,12 @@
 """Run folders that are moved or copied, and whose files are renamed, or left by a killed process."""
 
 import os
-import re
 import shutil
 import uuid
 from pathlib import Path
 
 import pytest
 
-from mingpt.errors import UserError
-from mingpt.snapshot.load import load_pretrained
 from tests.helpers import (
     list_snapshots,
     newest_snapshot,

@@ -1,6 +1,8 @@
 """The rank and device of this process, its groups, and collectives of tensors."""
 
+import faulthandler
 import os
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from datetime import timedelta
@@ -126,6 +128,8 @@ class DistributedContext(RankGroup):
         flags = StepFlags(signal, is_save_due, num_targets)
         if self.world_size == 1:
             return PendingFlags(flags)
+        # If ranks wait for one that hangs, all of them show where they are.
+        faulthandler.dump_traceback_later(self.timeout.total_seconds(), file=sys.__stderr__)
         mine = torch.tensor(flags)
         rows = torch.empty(self.world_size * len(mine), dtype=mine.dtype)
         work = all_gather_single(rows, mine, async_op=True)

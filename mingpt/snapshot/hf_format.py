@@ -105,20 +105,11 @@ def load_folder(folder: Path, option: str) -> dict[str, Any]:
         config = json.loads((folder / "config.json").read_text())
         model, block_size = model_section(config, f"{option}: {folder}/config.json")
         tokenizer = parse_tokenizer((folder / "tokenizer.json").read_text(encoding="utf-8"))
-        files = {"model.safetensors"}
-        index = folder / "model.safetensors.index.json"
-        if index.exists():
-            files = set(json.loads(index.read_text())["weight_map"].values())
-        stored = {name: weight.float() for file in files for name, weight in load_file(folder / file).items()}
+        files = folder.glob("model*.safetensors")  # a large model has several
+        stored = {name: weight.float() for file in files for name, weight in load_file(file).items()}
         with device("meta"):
             names = GPT(GPTConfig(**model, vocab_size=1, block_size=1)).state_dict()
         weights = from_transformers(stored, names, model["architecture"])
-    rows = len(weights["transformer.wte.weight"])
-    if rows < tokenizer.vocab_size:
-        raise UserError(
-            f"{option}: {folder}/tokenizer.json has {tokenizer.vocab_size} tokens, but the embedding has {rows} rows; "
-            "remove the tokens that were added, or resize the embedding in transformers"
-        )
     for name in EMBEDDINGS & weights.keys():
         weights[name] = weights[name][: tokenizer.vocab_size]  # there may be more rows than tokens
     sections = {"model": model, "data": {"block_size": block_size}}

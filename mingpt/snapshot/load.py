@@ -11,7 +11,6 @@ from typing import Any
 import fsspec
 from torch import Tensor
 
-from mingpt.config.conflicts import find_conflicts, refuse
 from mingpt.config.schema import KEYS, SHAPE_KEYS, Config, GPTConfig, by_section
 from mingpt.config.yaml_format import format_value
 from mingpt.errors import UserError
@@ -90,7 +89,7 @@ def fit_config(
         advice: end of the message
 
     Raises:
-        UserError: keys differ, which the message lists, or the snapshot's values conflict with other keys.
+        UserError: keys differ, which the message lists.
     """
     mistakes = []
     adopted = {}
@@ -113,7 +112,6 @@ def fit_config(
     config = replace(
         config, **{name: replace(getattr(config, name), **keys) for name, keys in by_section(adopted).items()}
     )
-    refuse(f"{message} (in {source})" for message in find_conflicts(config))
     return config
 
 
@@ -154,13 +152,12 @@ def load_initial_weights(pretrained: Pretrained, path: str, model: GPT, tokenize
 
 
 def weight_differences(weights: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> str:
-    """Returns which names, shapes and dtypes of weights differ from a model's, whose code has changed; empty: none."""
+    """Returns which names and shapes of weights differ from a model's, whose code has changed; empty: none."""
     common = [name for name in model if name in weights]
     lists = {
         "new in the model": [name for name in model if name not in weights],
         "missing in the model": [name for name in weights if name not in model],
         "of another shape": [name for name in common if weights[name].shape != model[name].shape],
-        "of another dtype": [name for name in common if weights[name].dtype != model[name].dtype],
     }
     parts = []
     for difference, names in lists.items():

@@ -43,7 +43,7 @@ class RunLock:
                 process = f"process {holder.get('process')} on {holder.get('host')}"
                 raise UserError(
                     f"trainer.run_dir: {process} is training in {folder}; wait for it, stop it (a Trainer in a "
-                    f"notebook by its `close()`), or set another trainer.run_dir; if the host is lost, delete {self.file}"
+                    f"notebook by its `close()`), or set another trainer.run_dir; if it is lost, delete {self.file}"
                 )
             time.sleep(RETRY_SECONDS)
         holder = {"process": os.getpid(), "host": platform.node(), "id": self.id}

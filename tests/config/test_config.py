@@ -1,6 +1,5 @@
 """Reading of yaml and command line, and the yaml that is written. tests/test_inputs.py has the mistakes."""
 
-import logging
 import os
 import re
 import shlex
@@ -74,25 +73,6 @@ def test_the_default_of_max_steps_does_not_limit_max_epochs(config_file: Path) -
         config_file.write_text(content)
         config = read_config(["--config", str(config_file), *options.split()])
         assert (config.trainer.max_epochs, config.trainer.max_steps) == expected
-
-
-def test_a_kept_configuration_replaces_the_files_which_may_have_changed(
-    config_file: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, logger="mingpt")
-    kept = config_file.with_name("kept.yaml")
-    config_file.write_text("trainer: {max_steps: 5, seed: 7}")
-    os.utime(config_file, (1, 1))
-    argv = ["--config", str(config_file), "--trainer.seed", "8"]
-    first = read_config(argv, kept)
-    assert (first.trainer.max_steps, first.trainer.seed) == (5, 8)
-    assert read_config(argv, kept) == first
-    assert caplog.messages == []
-    config_file.write_text("an edit that is not finished: [")
-    os.utime(config_file, (2e9, 2e9))
-    again = read_config(argv, kept)
-    assert (again, again.given) == (first, first.given)
-    assert caplog.messages == [f"{config_file} has changed; restarts of this torchrun keep the first configuration"]
 
 
 def test_a_configuration_knows_the_keys_of_the_command_line_which_are_not_part_of_it(config_file: Path) -> None:

@@ -15,8 +15,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from tests.faults.runs import Run
-from tests.helpers import ROOT, clean_env, free_port, read_rows, run_args, write_text, write_yaml
+from tests.helpers import ROOT, clean_env, free_port, read_rows, run_args, write_text
 
 # Command lines that start main.py "$@" on two processes; $PORT is free.
 MAIN = 'python main.py "$@"'
@@ -75,26 +74,6 @@ def run_launcher(command: str, folder: Path, world_size: int, **variables: str) 
     rows = read_rows(folder / "run")
     assert [(row["step"], row["world_size"]) for row in rows] == [(1, world_size), (2, world_size)], output
     return [row["loss"] for row in rows]
-
-
-@pytest.mark.slow
-def test_restarts_of_torchrun_keep_its_first_configuration(text: Path, tmp_path: Path) -> None:
-    """The yaml is edited, then a worker is killed. The next torchrun takes the edited one."""
-    endless = {"trainer__max_steps": 100_000, "trainer__save_every": 100_000, "trainer__eval_every": 100_000}
-    argv = run_args(tmp_path / "A", text, **endless)
-    file = write_yaml(tmp_path / "my.yaml", argv)
-    with Run(tmp_path / "A", ["--config", str(file)]) as run:
-        run.start_torchrun(2, "--max_restarts=1")
-        run.wait(lambda: run.update() == 1 and run.reached > 20, "20 steps")
-        write_yaml(file, [*run_args(tmp_path / "B", text, **endless), "--optimizer.learning_rate", "1.0"])
-        os.kill(run.ranks()[0], signal.SIGKILL)
-        run.wait(lambda: run.update() == 2, "the restart")
-        run.processes[0].terminate()
-        run.finish()
-    assert not (tmp_path / "B").exists()
-    assert [row["changed"] for row in run.rows("start")] == [[], []]
-    message = f"{file} has changed; restarts of this torchrun keep the first configuration\n"
-    assert run.log.read_text().count(message) == 1
 
 
 def test_all_keys_of_the_kubernetes_job_are_in_the_operators_schema_also_those_for_gpus() -> None:

@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -17,15 +16,12 @@ from mingpt.errors import UserError
 from mingpt.parallel.strategy import Strategy
 from mingpt.snapshot import manager
 from mingpt.snapshot.folder import SnapshotFolder
-from mingpt.snapshot.load import load_pretrained
-from mingpt.system import signals
 from tests.faults.runs import assert_same_run
 from tests.helpers import (
     OVERFITTING,
     assert_equal_snapshots,
     list_snapshots,
     loss_curve,
-    main_process,
     newest_snapshot,
     read_rows,
     run_args,
@@ -33,7 +29,6 @@ from tests.helpers import (
     run_ranks,
     start_ranks,
     train_main,
-    wait_for_step,
     wait_until,
     write_overfitting_text,
     write_text,
@@ -311,102 +306,6 @@ def _train_with_faulty_store(argv: list[str]) -> tuple[list[str], list[tuple[int
     results = [start(12, fail_late), start(15, fail), start(15, fail), start(15, put_file)]
     fs.pipe_file(f"{MIRROR}/{names(15)[0]}", (local / names(15)[0]).read_bytes()[:1000])
     return uploaded, [*results, start(15, put_file)]
-
-
-@pytest.mark.parametrize(
-    ("what", "count", "is_profiled"), [("upload", 1, False), ("upload", 1, True), ("write", 2, False)]
-)
-def test_a_wait_ends_at_the_first_signal_if_all_is_written_and_at_a_second_one_in_any_case(
-    what: str, count: int, is_profiled: bool, text: Path, tmp_path: Path
-) -> None:
-    """Python joins threads after the program if it is profiled."""
-    options: dict[str, Any] = {"trainer__save_every": 1000, "trainer__eval_every": 1000, "trainer__save_overhead": None}
-    argv = run_args(tmp_path / "run", text, trainer__snapshot_path=URL, **options)
-    stdout, stderr = tmp_path / "stdout", tmp_path / "stderr"
-    body = _profiled_main_that_hangs if is_profiled else _main_that_hangs
-    [process], _ = start_ranks(1, body, what, argv, stdout, stderr, tmp_path=tmp_path)
-    place = MIRROR if what == "upload" else f"{tmp_path}/run/snapshots"
-    line = f"waiting for rank 0 to save a snapshot in {place}\n"
-    wait_until(lambda: stdout.exists() and line in stdout.read_text(), "the save")
-    for number in range(count):
-        time.sleep(number * 0.4)
-        process.terminate()
-    process.join(5)
-    assert process.exitcode == (0 if is_profiled else 143)  # start_ranks catches the exception of sys.exit
-    message = "stopped by SIGTERM at step 12 before all snapshots were uploaded; run the same command to upload them"
-    assert (message in stdout.read_text()) == (what == "upload")
-    assert list_snapshots(tmp_path / "run") == (names(12) if what == "upload" else [])
-
-
-def _profiled_main_that_hangs(*args: Any) -> None:
-    sys.setprofile(lambda *event: None)
-    _main_that_hangs(*args)
-
-
-@pytest.mark.parametrize(
-    ("what", "out", "err"),
-    [
-        ("upload", "stopped by SIGINT at step {step} after saving a snapshot", ""),
-        ("write", "waiting for rank 0", "error: interrupted before the snapshot of step {step} was written"),
-    ],
-)
-def test_in_a_session_a_second_interrupt_ends_the_wait(
-    what: str, out: str, err: str, text: Path, tmp_path: Path
-) -> None:
-    run_dir, stdout, stderr = tmp_path / "run", tmp_path / "stdout", tmp_path / "stderr"
-    endless: dict[str, Any] = {"trainer__max_steps": 10**6, "trainer__save_every": 10**6, "trainer__eval_every": 10**6}
-    argv = run_args(run_dir, text, trainer__snapshot_path=URL, trainer__save_overhead=None, **endless)
-    [process], _ = start_ranks(1, _session_that_hangs, what, argv, stdout, stderr, tmp_path=tmp_path)
-    wait_for_step(run_dir, 5)
-    os.kill(process.pid, signal.SIGINT)
-    wait_until(lambda: "waiting for rank 0 to save" in stdout.read_text(), "the save")
-    os.kill(process.pid, signal.SIGINT)
-    process.join(5)
-    assert not process.is_alive()
-    step = read_rows(run_dir)[-1]["step"]
-    assert stdout.read_text().count(out.format(step=step)) == 1
-    assert err.format(step=step) in stderr.read_text()
-    assert stderr.read_text().count("\n") == bool(err)
-    assert list_snapshots(run_dir) == (names(step) if what == "upload" else [])
-
-
-def _session_that_hangs(*args: Any) -> None:
-    sys.ps1 = ">>> "
-    manager.EXIT_WAIT_SECONDS = 0.5
-    _main_that_hangs(*args)
-
-
-def _main_that_hangs(what: str, *args: Any) -> None:
-    def hang(*args: Any) -> None:
-        time.sleep(30)
-
-    if what == "upload":
-        type(fsspec.filesystem("memory")).put_file = hang
-    else:
-        SnapshotFolder.write = hang  # type: ignore[method-assign]
-    signals.SECOND_SIGNAL_SECONDS = 0.3
-    manager.REPORT_SECONDS = 0.5
-    main_process(*args)
-
-
-def test_the_best_snapshot_that_could_be_saved_is_kept_also_by_the_next_start(tmp_path: Path) -> None:
-    """The saves of better evaluations than the first one fail."""
-    text = write_overfitting_text(tmp_path / "text.txt")
-    argv = run_args(tmp_path / "run", text, **OVERFITTING, trainer__eval_every=1, trainer__save_every=2)
-    [(first, second)] = run_ranks(1, _train_without_best, argv, tmp_path=tmp_path)
-    assert (first[0], second[0]) == (0, 0)
-    assert "--best" not in first[1] + second[1]
-    assert newest_snapshot(tmp_path / "run")["best"]["step"] in range(2, 10)
-    assert load_pretrained(str(tmp_path / "run"), "--snapshot", best=True).snapshot["step"] == 1
-
-
-def _train_without_best(argv: list[str]) -> list[tuple[int, str, str]]:
-    def fail(folder: SnapshotFolder, snapshot: dict[str, Any]) -> None:
-        if snapshot["best"]["step"] == snapshot["step"] > 1:
-            raise UserError("the disk is full")
-
-    call_before(SnapshotFolder, "write", fail)
-    return [run_captured(*argv, "--trainer.max_steps", steps) for steps in ("10", "14")]
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ import pytest
 
 from tests.helpers import (
     OVERFITTING,
-    list_snapshots,
     run_args,
     run_captured,
     run_each_captured,
@@ -93,5 +92,3 @@ def _stop_without_store(argv: list[str]) -> tuple[int, str, str]:
     Trainer.train_step = stop  # type: ignore[method-assign]
     type(fsspec.filesystem("memory")).put_file = fail
     return run_captured(*argv)
-
-

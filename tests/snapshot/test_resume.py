@@ -109,9 +109,7 @@ def test_resume_skips_a_damaged_snapshot_and_restores_the_same_bits_also_from_on
     assert loss_curve(run_dir) == loss_curve(trained / "one")
 
 
-def test_a_snapshot_without_weights_that_fit_is_refused(
-    trained: Path, run_dir: Path, tmp_path: Path
-) -> None:
+def test_a_snapshot_without_weights_that_fit_is_refused(trained: Path, run_dir: Path, tmp_path: Path) -> None:
     weights = {f"other.{name}": weight for name, weight in newest_snapshot(run_dir)["model"].items()}
     SnapshotFolder(f"{run_dir}/snapshots", keep=9).write(newest_snapshot(run_dir) | {"model": weights}, flush=True)
     again, new = (run_args(tmp_path / name, trained / "text.txt", trainer__max_steps=7) for name in ("run", "new"))

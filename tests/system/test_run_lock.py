@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -21,7 +20,6 @@ from mingpt.config.parser import read_config
 from mingpt.distributed.context import DistributedContext
 from mingpt.distributed.launcher import RankInfo
 from mingpt.errors import UserError
-from mingpt.snapshot.folder import SnapshotFolder
 from mingpt.system import run_lock as lock
 from mingpt.system.run_lock import LOCK_NAME, RunLock
 from mingpt.text.corpus import Corpus
@@ -68,7 +66,7 @@ def test_a_folder_is_locked_until_the_descriptor_is_closed(tmp_path: Path) -> No
     os.close(take(tmp_path / "other"))
     message = (
         f"trainer.run_dir: process {os.getpid()} on {platform.node()} is training in {tmp_path}; wait for it, stop it (a "
-        "Trainer in a notebook by its `close()`), or set another trainer.run_dir. If the host is lost, delete "
+        "Trainer in a notebook by its `close()`), or set another trainer.run_dir; if it is lost, delete "
         f"{tmp_path}/.lock"
     )
     with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
